@@ -37,6 +37,28 @@ def __getattr__(name: str) -> Any:
 
 
 @wrapt.when_imported("transformers")
-def _register(_transformers: Any) -> None:
-    """Runs as soon as transformers is imported, which may be before or after `import multicls`."""
-    importlib.import_module("multicls.registration")
+def _load_models(_transformers: Any) -> None:
+    """Runs as soon as transformers is imported, before or after `import multicls`."""
+    importlib.import_module("multicls.modeling_multicls")
+
+
+@wrapt.when_imported("multicls.modeling_multicls")
+def _register(modeling: Any) -> None:
+    """Makes the auto classes find the models, and saved models carry their code along."""
+    from transformers import (
+        AutoConfig,
+        AutoModel,
+        AutoModelForPreTraining,
+        AutoModelForSequenceClassification,
+    )
+
+    config = modeling.MultiClsBertConfig
+    AutoConfig.register(config.model_type, config)
+    config.register_for_auto_class()
+    for auto_class, model in (
+        (AutoModel, modeling.MultiClsBertModel),
+        (AutoModelForPreTraining, modeling.MultiClsBertForPreTraining),
+        (AutoModelForSequenceClassification, modeling.MultiClsBertForSequenceClassification),
+    ):
+        auto_class.register(config, model)
+        model.register_for_auto_class(auto_class.__name__)

@@ -1,0 +1,239 @@
+"""Converts a checkpoint of the authors' code (`model.pt`) to a Hugging Face folder with all pretraining heads.
+
+    python -m multicls.convert model.pt --num-facets 3 --facet-layers 1,3 --output DIR
+
+What is not given is read off the tensors, or from `training.conf` beside the file (facets and layers).
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from multicls.errors import UserError, run_command
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from multicls.configuration_multicls import MultiClsBertConfig
+    from multicls.modeling_multicls import MultiClsBertForPreTraining
+
+DEAD = re.compile(r"sent\.mf\.v_\d+\.|t2f\.|lm\.decoder\.|bert\.embeddings\.position_ids$")
+RENAMED = (
+    (r"^bert\.", "bert."),
+    (r"^trans\.", "cls.order_transform."),
+    (r"^sent\.so\.seq_relationship\.", "cls.seq_relationship."),
+    (r"^lm\.", "cls.predictions."),
+    (r"^tok\.tf_idf\.", "cls.tfidf."),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line of the converter."""
+    parser = argparse.ArgumentParser(prog="python -m multicls.convert", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("checkpoint", type=Path, help="model.pt of the authors' code: {'sd': state dict, 'epoch'}")
+    parser.add_argument("--output", type=Path, required=True, help="folder to write")
+    parser.add_argument("--num-facets", type=int, help="K; default: num_facet in training.conf beside the checkpoint")
+    parser.add_argument(
+        "--facet-layers",
+        help="comma-separated numbers of the layers after which facets pass their inserted linear layers, which the "
+        "authors' code calls the input of the next layer; '' for none; default: diversify_hidden_layer in training.conf",
+    )
+    parser.add_argument("--num-attention-heads", type=int, help="default: hidden size / 64")
+    parser.add_argument("--mcqt-lambda", type=float, default=0.1, help="weight of the best facet pair (default: 0.1)")
+    parser.add_argument(
+        "--task-type-row",
+        type=int,
+        default=0,
+        help="row of the authors' task-type table to fold into the token types: 0, which their fine-tuning uses "
+        "(default), or 5, which their pretraining uses",
+    )
+    parser.add_argument("--tokenizer", help="folder or Hub id of the tokenizer to save along, with the facets inserted")
+    args = parser.parse_args(argv)
+    state = read_checkpoint(args.checkpoint)
+    stated = read_training_conf(args.checkpoint.with_name("training.conf"))
+    num_facets = args.num_facets if args.num_facets is not None else stated.get("num_facet")
+    levels = args.facet_layers if args.facet_layers is not None else stated.get("diversify_hidden_layer")
+    problems = [
+        f"{args.checkpoint}: {name} is neither in the tensors nor in training.conf beside the file; give {flag}."
+        for name, value, flag in (("K", num_facets, "--num-facets"), ("the levels", levels, "--facet-layers"))
+        if value is None
+    ]
+    if problems:
+        raise UserError(*problems)
+    model = convert(
+        state,
+        num_facets=_integers(str(num_facets), "--num-facets")[0],
+        facet_layers=_integers(str(levels), "--facet-layers"),
+        num_attention_heads=args.num_attention_heads,
+        mcqt_lambda=args.mcqt_lambda,
+        task_type_row=args.task_type_row,
+    )
+    tokenizer = _tokenizer(args.tokenizer, model.config) if args.tokenizer else None
+    model.save_pretrained(args.output)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(args.output)
+    print(f"wrote {args.output}: {sum(p.numel() for p in model.parameters()):,} parameters, {_describe(model.config)}")
+    if tokenizer is None:
+        print("no tokenizer is in it: convert with --tokenizer bert-base-uncased (or whichever the checkpoint used)")
+
+
+def read_checkpoint(path: Path) -> dict[str, Tensor]:
+    """The state dict of a `model.pt`; nothing but tensors and plain containers is unpickled.
+
+    Raises:
+        UserError: no such file, or not such a checkpoint.
+    """
+    import torch
+
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file.") from None
+    except Exception as error:  # the unpickler's errors are of many kinds; all mean that this is no plain checkpoint
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"{path}: not a checkpoint of tensors that can be loaded safely: {reason}") from None
+    state = checkpoint.get("sd") if isinstance(checkpoint, dict) else None
+    if not isinstance(state, dict):
+        raise UserError(f"{path}: has no state dict under 'sd'; is it a checkpoint of the authors' code?")
+    return state
+
+
+def read_training_conf(path: Path) -> dict[str, str]:
+    """`key = value` lines of the authors' `training.conf`; empty where there is no such file."""
+    if not path.exists():
+        return {}
+    pattern = re.compile(r"""^\s*["']?(\w+)["']?\s*[=:]\s*["']?([^"'#]*?)["']?\s*,?\s*(?:#.*)?$""")
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return {match[1]: match[2].strip() for match in map(pattern.match, lines) if match}
+
+
+def convert(
+    state: dict[str, Tensor],
+    *,
+    num_facets: int,
+    facet_layers: list[int],
+    num_attention_heads: int | None = None,
+    mcqt_lambda: float = 0.1,
+    task_type_row: int = 0,
+) -> MultiClsBertForPreTraining:
+    """Builds the model of a state dict of the authors' code.
+
+    Args:
+        state: tensors by the authors' names.
+        num_facets: K.
+        facet_layers: one number for each level of inserted layers.
+        num_attention_heads: default: hidden size / 64.
+        mcqt_lambda: as `MultiClsBertConfig`.
+        task_type_row: the row of their task-type table to fold; their pretraining adds row 5 to every token, their
+            fine-tuning row 0. The sum before the LayerNorm is the same, so folding is exact.
+
+    Raises:
+        UserError: tensors are missing, left over or of another shape than the arguments say.
+    """
+    import torch
+
+    from multicls.modeling_multicls import MultiClsBertForPreTraining
+
+    state = {key: tensor for key, tensor in state.items() if not DEAD.match(key)}
+    config = _config(state, num_facets, facet_layers, num_attention_heads, mcqt_lambda)
+    task_types = _take(state, "bert.embeddings.task_type_embeddings.weight")
+    if not 0 <= task_type_row < len(task_types):
+        raise UserError(f"--task-type-row {task_type_row}: the checkpoint's table has rows 0..{len(task_types) - 1}.")
+    token_types = _take(state, "bert.embeddings.token_type_embeddings.weight")
+    converted = {"bert.embeddings.token_type_embeddings.weight": token_types + task_types[task_type_row]}
+    for level, layer in enumerate(facet_layers):
+        names = [f"facet_lin_emb.{level}.{k}.weight" for k in range(num_facets)]
+        converted[f"bert.encoder.layer.{layer - 1}.facets.weight"] = torch.stack([_take(state, n) for n in names])
+    for ours, theirs in (("dense.weight", "dense.weight"), ("LayerNorm.weight",) * 2, ("LayerNorm.bias",) * 2):
+        names = [f"sent.mf.s_{k}.{theirs}" for k in range(1, num_facets + 1)]
+        converted[f"bert.facet_head.{ours}"] = torch.stack([_take(state, n) for n in names])
+    for theirs in list(state):
+        for pattern, replacement in RENAMED:
+            if re.match(pattern, theirs):
+                converted[re.sub(pattern, replacement, theirs)] = state.pop(theirs)
+                break
+    if state:
+        raise UserError(
+            f"the checkpoint has tensors with no place in a model of {num_facets} facets and {len(facet_layers)} levels "
+            f"of inserted layers: {', '.join(sorted(state)[:5])}. Check --num-facets and --facet-layers."
+        )
+    converted["cls.predictions.decoder.weight"] = converted["bert.embeddings.word_embeddings.weight"]
+    converted["cls.predictions.decoder.bias"] = converted["cls.predictions.bias"]
+    model = MultiClsBertForPreTraining(config)
+    try:
+        model.load_state_dict(converted)
+    except RuntimeError as error:
+        raise UserError(f"the checkpoint does not fit: {' '.join(str(error).split())}") from None
+    return model
+
+
+def _config(
+    state: dict[str, Tensor], num_facets: int, facet_layers: list[int], heads: int | None, mcqt_lambda: float
+) -> MultiClsBertConfig:
+    from multicls.configuration_multicls import MultiClsBertConfig
+
+    words = _look(state, "bert.embeddings.word_embeddings.weight")
+    hidden = words.shape[1]
+    depth = len({key.split(".")[3] for key in state if key.startswith("bert.encoder.layer.")})
+    heads = hidden // 64 if heads is None else heads
+    if heads < 1 or hidden % heads:
+        raise UserError(f"--num-attention-heads: {heads} heads do not divide the hidden size {hidden}; give the number.")
+    try:
+        return MultiClsBertConfig(
+            vocab_size=words.shape[0],
+            hidden_size=hidden,
+            num_hidden_layers=depth,
+            num_attention_heads=heads,
+            intermediate_size=_look(state, "bert.encoder.layer.0.intermediate.dense.weight").shape[0],
+            max_position_embeddings=_look(state, "bert.embeddings.position_embeddings.weight").shape[0],
+            type_vocab_size=_look(state, "bert.embeddings.token_type_embeddings.weight").shape[0],
+            num_facets=num_facets,
+            facet_layers=facet_layers,
+            mcqt_lambda=mcqt_lambda,
+        )
+    except ValueError as error:
+        raise UserError(f"{error}.") from None
+
+
+def _look(state: dict[str, Tensor], name: str) -> Tensor:
+    if name not in state:
+        raise UserError(f"the checkpoint has no tensor {name}: is it a pretraining checkpoint of the authors' code?")
+    return state[name]
+
+
+def _take(state: dict[str, Tensor], name: str) -> Tensor:
+    _look(state, name)
+    return state.pop(name)
+
+
+def _integers(text: str, flag: str) -> list[int]:
+    try:
+        return [int(part) for part in text.replace(" ", "").split(",") if part]
+    except ValueError:
+        raise UserError(f"{flag} {text}: write whole numbers, separated by commas.") from None
+
+
+def _tokenizer(name: str, config: MultiClsBertConfig) -> Any:
+    from transformers import AutoTokenizer
+
+    from multicls.tokenization import with_facets
+
+    try:
+        tokenizer = with_facets(AutoTokenizer.from_pretrained(name, trust_remote_code=False), config.num_facets)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--tokenizer {name}: {str(error).strip().splitlines()[0]}") from None
+    if len(tokenizer) != config.vocab_size:
+        raise UserError(f"--tokenizer {name}: has {len(tokenizer)} tokens, the checkpoint {config.vocab_size}.")
+    return tokenizer
+
+
+def _describe(config: MultiClsBertConfig) -> str:
+    return f"{config.num_hidden_layers} layers x {config.hidden_size}, K = {config.num_facets}, {config.facet_layers}"
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,69 @@
+"""Facet tokens in a Hugging Face tokenizer: its own post-processor puts `[CLS] [C1..CK] a [SEP] b [SEP]`."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from multicls.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+def facet_tokens(vocabulary: dict[str, int], num_facets: int) -> list[str]:
+    """The tokens that serve as facets: the vocabulary's first unused ones, new ones where those do not suffice.
+
+    In bert-base-uncased these are `[unused0]`.. (ids 1..K), so the vocabulary does not grow.
+    """
+    unused = sorted((token for token in vocabulary if re.fullmatch(r"\[unused\d+\]", token)), key=vocabulary.__getitem__)
+    if len(unused) >= num_facets:
+        return unused[:num_facets]
+    return [f"[C{k}]" for k in range(1, num_facets + 1)]
+
+
+def with_facets(tokenizer: PreTrainedTokenizerFast, num_facets: int) -> PreTrainedTokenizerFast:
+    """A copy of `tokenizer` that inserts the facets, and takes all text for text.
+
+    The copy has `split_special_tokens` set: a literal "[MASK]" or "[unused0]" in a text is split into pieces like any
+    other word and never becomes a special token.
+
+    Raises:
+        UserError: the tokenizer is not a fast one, or has no [CLS], [SEP], [PAD] and [MASK].
+    """
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise UserError(f"{tokenizer.name_or_path}: not a fast tokenizer (no tokenizer.json can be made of it).")
+    named = {name: getattr(tokenizer, name) for name in ("cls_token", "sep_token", "pad_token", "mask_token", "unk_token")}
+    missing = [name for name, token in named.items() if token is None]
+    if missing:
+        raise UserError(f"{tokenizer.name_or_path}: the tokenizer has no {', '.join(missing)}; BERT needs it.")
+    backend = Tokenizer.from_str(backend.to_str())
+    backend.no_padding()
+    backend.no_truncation()
+    facets = facet_tokens(backend.get_vocab(), num_facets)
+    backend.add_special_tokens(facets)
+    cls, sep = named["cls_token"], named["sep_token"]
+    head = " ".join([cls, *facets])
+    backend.post_processor = TemplateProcessing(
+        single=f"{head} $A {sep}",
+        pair=f"{head} $A {sep} $B:1 {sep}:1",
+        special_tokens=[(token, backend.token_to_id(token)) for token in (cls, sep, *facets)],
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        model_max_length=tokenizer.model_max_length,
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+        split_special_tokens=True,
+        **named,
+    )
+
+
+def facet_ids(tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
+    """The ids that the tokenizer's post-processor inserts between [CLS] and the text, in order."""
+    empty = tokenizer("")["input_ids"]
+    return tuple(empty[1:-1])
