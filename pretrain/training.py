@@ -1,0 +1,257 @@
+"""The training loop: one DeepSpeed engine, a learning rate of our own, losses normalised over the whole step."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from data_prep.triples import TripleStream
+from pretrain.batches import Batch, Share, load_steps
+from pretrain.metrics import Log, Totals, console_line, measure, peak_memory_gb, term_counts
+from pretrain.settings import ObjectiveSettings, PretrainSettings, TrainSettings
+
+if TYPE_CHECKING:
+    from pretrain.checkpoints import Checkpoints
+
+
+def lr_at(step: int, train: TrainSettings) -> float:
+    """Learning rate of optimizer step `step` (from 0): linear warm-up to the peak, then linear decay to 0."""
+    warmup = round(train.warmup_fraction * train.steps)
+    if step < warmup:
+        return train.learning_rate * (step + 1) / warmup
+    return train.learning_rate * (train.steps - step) / (train.steps - warmup)
+
+
+def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Trainable parameters in two groups: decayed, and not (biases and LayerNorms)."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    plain = [p for name, p in named if name.endswith("bias") or "LayerNorm" in name]
+    decayed = [p for name, p in named if not (name.endswith("bias") or "LayerNorm" in name)]
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+
+
+def freeze_unused(model: Any, objective: ObjectiveSettings) -> None:
+    """Freezes what no objective in use reaches, so that weight decay does not wear it away."""
+    unused = [] if model.bert.pooler is None else [model.bert.pooler]
+    if not objective.mlm:
+        unused.append(model.cls.predictions.transform)
+        model.cls.predictions.bias.requires_grad_(False)
+    if not objective.tfidf:
+        unused.append(model.cls.tfidf)
+    if not objective.so:
+        unused += [model.cls.order_transform, model.cls.seq_relationship]
+    if not objective.mcqt:
+        unused.append(model.bert.facet_head)
+    for module in unused:
+        module.requires_grad_(False)
+
+
+def weighted_sum(losses: Mapping[str, Tensor], objective: ObjectiveSettings) -> Tensor:
+    """The loss to minimise: losses in use by their weights."""
+    weights = objective.model_dump()
+    return torch.stack([weights[name] * loss for name, loss in losses.items() if weights[name]]).sum()
+
+
+class Trainer:
+    """Runs the steps, evaluations and checkpoints of one run on one rank.
+
+    Args:
+        engine: the DeepSpeed engine around `MultiClsBertForPreTraining`.
+        settings: of the run.
+        train: stream of training examples.
+        validation: stream of validation examples, always read from its beginning.
+        checkpoints: where to save.
+        log: where to report.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        settings: PretrainSettings,
+        train: TripleStream,
+        validation: TripleStream,
+        checkpoints: Checkpoints,
+        log: Log,
+    ) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.train_stream = train
+        self.validation_stream = validation
+        self.checkpoints = checkpoints
+        self.log = log
+        self.device = torch.device(engine.device)
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+
+    def run(self, start_step: int) -> dict[str, float]:
+        """Trains from `start_step` to the end and returns the last validation metrics."""
+        train, run = self.settings.train, self.settings.run
+        steps = range(start_step, train.steps)
+        share = Share(train.micro_batches, self.rank, self.world_size)
+        loaded = self._load(self.train_stream, share, steps)
+        validated = self.evaluate(start_step)
+        window, pace = Totals(), Pace(self._sequences_per_step())
+        for step in steps:
+            with pace.waiting():
+                batches = next(loaded)
+            window.include(self.train_step(batches, step))
+            pace.steps += 1
+            done = step + 1
+            last = done == train.steps
+            if done % run.log_every == 0 or last:
+                self._report(done, window, pace)
+                window, pace = Totals(), pace.next_window()
+            if done % run.eval_every == 0 or last:
+                with pace.paused():
+                    validated = self.evaluate(done)
+            if done % run.save_every == 0 or last:
+                with pace.paused():
+                    self.checkpoints.save(self.engine, done)
+        return validated
+
+    def train_step(self, batches: list[Batch], step: int) -> Totals:
+        """One optimizer step over this rank's micro-batches; returns the totals over all ranks.
+
+        MLM, TF-IDF and SO losses are divided by the number of their terms in the whole step. DeepSpeed averages over
+        ranks and accumulation, so every micro-batch gets 1 / micro_batches of that number.
+
+        Raises:
+            FloatingPointError: a loss is not finite; the weights are those before the step.
+        """
+        train, objective = self.settings.train, self.settings.objective
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = lr_at(step, train)
+        batches = [{name: tensor.to(self.device) for name, tensor in batch.items()} for batch in batches]
+        normalizers = self._normalizers(batches)
+        totals = Totals()
+        for position, batch in enumerate(batches, start=1):
+            torch.manual_seed(dropout_seed(train.seed, int(batch["number"])))
+            outputs = self.engine(**model_inputs(batch), normalizers=normalizers)
+            self.engine.backward(weighted_sum(outputs.losses, objective))
+            totals.add(measure(outputs, batch, normalizers))
+            if position == len(batches):
+                self._raise_if_not_finite(totals, batches, step)
+                totals = totals.reduce(self.device)
+            self.engine.step()  # updates only at the step's last micro-batch
+        return totals
+
+    @torch.no_grad()
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Metrics over the first validation micro-batches, the same ones at every step and for any number of ranks."""
+        train, run = self.settings.train, self.settings.run
+        count = max(1, min(run.eval_micro_batches, self.validation_stream.examples_per_epoch // train.triples))
+        padded = math.ceil(count / self.world_size) * self.world_size  # all ranks take part in every forward pass
+        share = Share(padded, self.rank, self.world_size)
+        self.engine.eval()
+        totals = Totals()
+        for batch in next(self._load(self.validation_stream, share, range(1))):
+            batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
+            normalizers = {name: n.clamp(min=1) for name, n in term_counts(batch).items()}
+            outputs = self.engine(**model_inputs(batch), normalizers=normalizers)
+            counted = int(batch["number"]) < count
+            terms = measure(outputs, batch, normalizers)
+            totals.add({name: (total * counted, n * counted) for name, (total, n) in terms.items()})
+        self.engine.train()
+        values = self._with_total(totals.reduce(self.device).means())
+        self.log.record(step, "validation", values)
+        self.log.say("validation  " + console_line(step, train.steps, values, eta=None))
+        return values
+
+    def _load(self, stream: TripleStream, share: Share, steps: range) -> Iterator[list[Batch]]:
+        workers = self.settings.data.num_workers
+        return load_steps(stream, share, steps, triples=self.settings.train.triples, workers=workers)
+
+    def _normalizers(self, batches: list[Batch]) -> dict[str, Tensor]:
+        counts = [term_counts(batch) for batch in batches]
+        names = sorted(counts[0])
+        table = torch.stack([torch.stack([count[name] for name in names]) for count in counts]).sum(dim=0).double()
+        dist.all_reduce(table)
+        shares = (table / self.settings.train.micro_batches).clamp(min=1e-9).float()
+        return dict(zip(names, shares.unbind(), strict=True))
+
+    def _raise_if_not_finite(self, totals: Totals, batches: list[Batch], step: int) -> None:
+        broken = {n: v for n, v in totals.means().items() if n.startswith("loss/") and not math.isfinite(v)}
+        flag = torch.tensor(float(bool(broken)), device=self.device)
+        dist.all_reduce(flag)
+        if not flag:
+            return
+        if broken:
+            examples = [pair for batch in batches for pair in batch["example_ids"].tolist()]
+            print(f"rank {self.rank}: {broken} at step {step}, (epoch, example): {examples}", file=sys.stderr, flush=True)
+        raise FloatingPointError(f"step {step}: a loss is not finite on {int(flag)} of {self.world_size} ranks")
+
+    def _sequences_per_step(self) -> int:
+        return self.settings.train.triples * self.settings.train.micro_batches * self.train_stream.num_parts
+
+    def _with_total(self, values: dict[str, float]) -> dict[str, float]:
+        weights = self.settings.objective.model_dump()
+        return {"loss/total": sum(weights[name] * values[f"loss/{name}"] for name in weights)} | values
+
+    def _report(self, done: int, window: Totals, pace: Pace) -> None:
+        values = self._with_total(window.means()) | {"optim/lr": lr_at(done - 1, self.settings.train)}
+        norm = self.engine.get_global_grad_norm()
+        if norm is not None:
+            values["optim/grad_norm"] = float(norm)
+        values |= pace.metrics() | {"memory/peak_gb": peak_memory_gb(self.device)}
+        self.log.record(done, "train", values)
+        eta = pace.seconds_per_step() * (self.settings.train.steps - done)
+        self.log.say(console_line(done, self.settings.train.steps, values, eta))
+
+
+class Pace:
+    """Speed over a window of steps, without the time spent in evaluations and checkpoints."""
+
+    def __init__(self, sequences_per_step: int) -> None:
+        self._sequences_per_step = sequences_per_step
+        self._started = time.perf_counter()
+        self._waited = 0.0
+        self.steps = 0
+
+    def next_window(self) -> Pace:
+        """A fresh window of the same run."""
+        return Pace(self._sequences_per_step)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Counts the time inside as waiting for data."""
+        start = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - start
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Does not count the time inside."""
+        start = time.perf_counter()
+        yield
+        self._started += time.perf_counter() - start
+
+    def seconds_per_step(self) -> float:
+        """Mean over the window."""
+        return (time.perf_counter() - self._started) / max(self.steps, 1)
+
+    def metrics(self) -> dict[str, float]:
+        """Sequences per second over all ranks, and the share of the time spent waiting for data."""
+        seconds = time.perf_counter() - self._started
+        return {
+            "speed/sequences_per_second": self.steps * self._sequences_per_step / seconds,
+            "speed/data_wait": self._waited / seconds,
+        }
+
+
+def model_inputs(batch: Batch) -> Batch:
+    """What of a micro-batch the model takes."""
+    return {name: tensor for name, tensor in batch.items() if name not in ("number", "example_ids")}
+
+
+def dropout_seed(seed: int, number: int) -> int:
+    """Seed of torch's generator for micro-batch `number`: the same dropout on whichever rank computes it."""
+    digest = hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
