@@ -36,9 +36,18 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(f"multicls.{module}"), name)
 
 
+# Three hooks in a chain, so that it works from whichever module an import comes in: a module in the middle of its own
+# import is left alone, and its hook fires when it is done.
+
+
 @wrapt.when_imported("transformers")
-def _load_models(_transformers: Any) -> None:
+def _load_configuration(_transformers: Any) -> None:
     """Runs as soon as transformers is imported, before or after `import multicls`."""
+    importlib.import_module("multicls.configuration_multicls")
+
+
+@wrapt.when_imported("multicls.configuration_multicls")
+def _load_models(_configuration: Any) -> None:
     importlib.import_module("multicls.modeling_multicls")
 
 
