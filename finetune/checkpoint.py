@@ -1,0 +1,185 @@
+"""A Hugging Face model to fine-tune: found, fingerprinted, and loaded without running code that lies beside it."""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from multicls.errors import UserError
+from multicls.files import read_json, sha256_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
+TEXT_FILES = ("*.json", "*.txt", "*.model", "*.py")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model folder.
+
+    Attributes:
+        name: as the user gave it.
+        folder: where its files are.
+        config: its config.json.
+        fingerprint: SHA-256 (16 hex digits) over weights, configuration and tokenizer.
+        trust_remote_code: the user allows the code in the folder to run.
+    """
+
+    name: str
+    folder: Path
+    config: dict[str, Any]
+    fingerprint: str
+    trust_remote_code: bool
+
+    @property
+    def model_type(self) -> str:
+        """`model_type` of config.json, "" if it has none."""
+        return str(self.config.get("model_type", ""))
+
+    @property
+    def is_multicls(self) -> bool:
+        """Whether it is a Multi-CLS BERT, with or without facets."""
+        return self.model_type == "multicls-bert"
+
+    @property
+    def num_facets(self) -> int:
+        """K; 0 for a single-CLS model."""
+        return int(self.config.get("num_facets", 0)) if self.is_multicls else 0
+
+
+def find_checkpoint(name: str, trust_remote_code: bool = False) -> Checkpoint:
+    """Finds the model folder `name`, or fetches the hub's model of that id.
+
+    Raises:
+        UserError: it is not there, not whole, of a type that transformers does not know, or needs its own code to run
+            and `trust_remote_code` is not given.
+    """
+    folder = Path(name)
+    if not folder.is_dir():
+        if folder.is_absolute() or name.startswith(".") or name.count("/") > 1:
+            raise UserError(f"--model {name}: no such folder.")
+        folder = _from_hub(name)
+    if not (folder / "config.json").exists():
+        raise UserError(f"--model {name}: {folder} holds no config.json; give the folder with the exported model (RUN/hf).")
+    weights = next((found for pattern in WEIGHTS if (found := sorted(folder.glob(pattern)))), [])
+    if not weights:
+        raise UserError(f"--model {name}: {folder} holds no weights (model.safetensors).")
+    config = read_json(folder / "config.json")
+    _check_code(name, folder, config, trust_remote_code)
+    identity = [*weights, folder / "config.json", *(folder / file for file in ("tokenizer.json", "vocab.txt"))]
+    digests = [f"{path.name}:{sha256_of(path)}" for path in identity if path.exists()]
+    fingerprint = hashlib.sha256("\n".join(digests).encode()).hexdigest()[:16]
+    return Checkpoint(name, folder, config, fingerprint, trust_remote_code)
+
+
+def load_tokenizer(checkpoint: Checkpoint, max_length: int) -> PreTrainedTokenizerBase:
+    """The checkpoint's tokenizer, which takes all text for text: "[SEP]" in a row is split like any other word.
+
+    Raises:
+        UserError: it cannot be loaded, or the model has no `max_length` positions.
+    """
+    from transformers import AutoTokenizer
+
+    with _load_problems(checkpoint, "the tokenizer"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            checkpoint.folder, split_special_tokens=True, trust_remote_code=checkpoint.trust_remote_code
+        )
+    positions = min(int(checkpoint.config.get("max_position_embeddings", 512)), tokenizer.model_max_length)
+    if not len(tokenizer("", "")["input_ids"]) + 2 <= max_length <= positions:
+        raise UserError(f"--max_length {max_length}: {checkpoint.name} takes sequences of up to {positions} tokens.")
+    return tokenizer
+
+
+def load_classifier(checkpoint: Checkpoint, num_labels: int, **options: Any) -> PreTrainedModel:
+    """The checkpoint's `AutoModelForSequenceClassification` in float32, its classifier drawn from torch's generator.
+
+    Args:
+        num_labels: 1 means regression.
+        **options: further fields of the configuration.
+
+    Raises:
+        UserError: it cannot be loaded, or weights of the encoder are missing.
+    """
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    problem_type = "regression" if num_labels == 1 else "single_label_classification"
+    with _load_problems(checkpoint, "the model"), _quiet_transformers():
+        model, found = AutoModelForSequenceClassification.from_pretrained(
+            checkpoint.folder,
+            num_labels=num_labels,
+            problem_type=problem_type,
+            dtype=torch.float32,
+            trust_remote_code=checkpoint.trust_remote_code,
+            output_loading_info=True,
+            **options,
+        )
+    encoder = f"{model.base_model_prefix}."
+    lost = sorted(key for key in found["missing_keys"] if key.startswith(encoder) and ".pooler." not in key)
+    if lost:
+        raise UserError(f"--model {checkpoint.name}: weights of the encoder are missing: {', '.join(lost[:3])}, ...")
+    classifier: PreTrainedModel = model
+    return classifier
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=[*TEXT_FILES, WEIGHTS[0]]))
+        if not list(folder.glob(WEIGHTS[0])):
+            folder = Path(snapshot_download(name, allow_patterns=[*TEXT_FILES, WEIGHTS[1]]))
+    except Exception as error:  # huggingface_hub, its HTTP client and the sockets below raise kinds of their own
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"--model {name}: no such folder, and the hub did not give it: {reason}") from None
+    return folder
+
+
+def _check_code(name: str, folder: Path, config: dict[str, Any], trust_remote_code: bool) -> None:
+    """Refuses a folder that only its own code can load, before any loader has seen it."""
+    import transformers  # registers "multicls-bert", too
+
+    import multicls  # noqa: F401
+
+    known = config.get("model_type") in transformers.CONFIG_MAPPING
+    if "auto_map" in config and not known and not trust_remote_code:
+        raise UserError(
+            f"--model {name}: {folder} brings Python code of its own, which it needs to load "
+            f"(model_type {config.get('model_type')!r}). If you have read that code and trust it, add --trust_remote_code."
+        )
+    if not known and "auto_map" not in config:
+        raise UserError(f"--model {name}: transformers knows no model_type {config.get('model_type')!r} (config.json).")
+
+
+@contextmanager
+def _load_problems(checkpoint: Checkpoint, what: str) -> Iterator[None]:
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"--model {checkpoint.name}: {what} cannot be loaded: {reason}") from error
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Silences the load report and its bar: that the classifier is new is no news here."""
+    from transformers.utils import logging
+
+    verbosity, had_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if had_bar:
+            logging.enable_progress_bar()
