@@ -1,0 +1,1 @@
+"""Stage 1: documents in, shards out (`run.py`); shards in, three-part batches out (`triples.py`)."""

@@ -1,0 +1,109 @@
+"""Prepares a corpus: documents in, shards out.
+
+    python data_prep/run.py --input PATH [PATH ...] --output DIR --tokenizer FOLDER_OR_HUB_ID
+    python data_prep/run.py --sample --output DIR
+    python data_prep/run.py show DIR 123
+    python data_prep/run.py verify DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from multicls.errors import UserError, run_command  # noqa: E402
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs one command; plain flags mean `build`."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    commands = {"build": build_command, "show": show_command, "verify": verify_command}
+    command = commands[argv.pop(0)] if argv and argv[0] in commands else build_command
+    command(argv)
+
+
+def build_command(argv: Sequence[str]) -> None:
+    """`build`: makes a corpus folder, going on where a stopped run was."""
+    parser = argparse.ArgumentParser(
+        prog="data_prep/run.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        metavar="[NAME=]PATH",
+        help="files and folders (.gz and .bz2, too), optionally with the name of the source",
+    )
+    parser.add_argument("--output", required=True, metavar="DIR", help="the corpus folder: new, or of a stopped run")
+    parser.add_argument("--tokenizer", metavar="PATH_OR_ID", help="folder with tokenizer.json, that file, or a hub id")
+    parser.add_argument("--sample", action="store_true", help="the embedded sample as --input and --tokenizer")
+    parser.add_argument("--num_processes", type=int, default=os.cpu_count() or 1, help="default: one a core")
+    parser.add_argument(
+        "--format", default="auto", choices=["auto", "text", "wikiextractor", "jsonl", "mediawiki"], help="default: auto"
+    )
+    parser.add_argument(
+        "--documents", default="file", choices=["file", "blank_line"], help="plain text: what separates documents"
+    )
+    parser.add_argument("--text_field", default="text", help="JSON lines: the field with the text")
+    parser.add_argument("--language", default="en", help="language of the sentence splitter (ISO 639)")
+    args = parser.parse_args(argv)
+    if args.sample:
+        from multicls.sample import sample_dump, sample_model
+
+        args.input = args.input or [str(sample_dump())]
+        args.tokenizer = args.tokenizer or str(sample_model())
+    problems = []
+    if not args.input:
+        problems.append("--input: missing; give the text to prepare, or --sample for the embedded one.")
+    if not args.tokenizer:
+        problems.append("--tokenizer: missing; give a folder with a tokenizer.json or a hub id like bert-base-uncased.")
+    if args.num_processes < 1:
+        problems.append(f"--num_processes {args.num_processes}: must be at least 1.")
+    if problems:
+        raise UserError(*problems)
+    from data_prep.build import BuildSettings, build
+
+    settings = BuildSettings(
+        input=tuple(args.input),
+        tokenizer=args.tokenizer,
+        format=args.format,
+        documents=args.documents,
+        text_field=args.text_field,
+        language=args.language,
+    )
+    build(settings, args.output, args.num_processes, log=lambda line: print(line, flush=True))
+
+
+def show_command(argv: Sequence[str]) -> None:
+    """`show`: prints a document and a training example of it, exactly as the model sees it."""
+    parser = argparse.ArgumentParser(prog="data_prep/run.py show", description=show_command.__doc__)
+    parser.add_argument("corpus", help="a corpus folder")
+    parser.add_argument("document", type=int, help="number of the document, from 0")
+    parser.add_argument("--seq_length", type=int, default=128)
+    parser.add_argument("--num_facets", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--epoch", type=int, default=0)
+    args = parser.parse_args(argv)
+    from data_prep.show import show
+
+    print(show(args.corpus, args.document, args.seq_length, args.num_facets, args.seed, args.epoch))
+
+
+def verify_command(argv: Sequence[str]) -> None:
+    """`verify`: compares every file of a corpus with the manifest's checksums."""
+    parser = argparse.ArgumentParser(prog="data_prep/run.py verify", description=verify_command.__doc__)
+    parser.add_argument("corpus", help="a corpus folder")
+    args = parser.parse_args(argv)
+    from multicls.shards import Corpus
+
+    corpus = Corpus.open(args.corpus)
+    corpus.verify()
+    print(f"{args.corpus}: whole, {corpus.num_documents} documents in {corpus.num_shards} shards")
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,237 @@
+"""The corpus folder that data preparation writes and pretraining reads. Imports neither torch nor transformers.
+
+    corpus/
+      manifest.json            written last: without it the folder is no corpus
+      shard-00000.arrow ...    Arrow IPC files of one record batch each, memory-mapped
+      document_frequency.npy   (V,) int64: documents that hold a piece
+      tokenizer.json, tokenizer_config.json
+
+A row of a shard is a document: `source`, `id`, `title` (strings), `hash` (uint64 of its text), `num_pieces` (uint32) and
+`pieces` (list<list<uint16 or uint32>>: sentences of piece ids).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from multicls.errors import UserError
+from multicls.files import atomic_write, read_json, sha256_of
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+MANIFEST = "manifest.json"
+FORMAT = "multicls-corpus"
+FORMAT_VERSION = 1
+
+
+class Document(NamedTuple):
+    """A document of N pieces in S sentences.
+
+    `pieces` (N,) is a read-only view of the memory-mapped shard; sentence s is `pieces[offsets[s]:offsets[s + 1]]`,
+    `offsets` being (S + 1,) int32.
+    """
+
+    source: str
+    id: str
+    title: str
+    hash: int
+    pieces: np.ndarray
+    offsets: np.ndarray
+
+
+class Shard:
+    """One memory-mapped shard: flat views, no copies.
+
+    Attributes:
+        num_pieces: (documents,) uint32.
+        hashes: (documents,) uint64.
+        documents: (documents + 1,) int32, where a document's sentences begin in `sentences`.
+        sentences: (sentences + 1,) int32, where a sentence's pieces begin in `pieces`.
+        pieces: (pieces,) uint16 or uint32.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self.batch = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
+            outer = self.batch.column("pieces")
+            self.num_pieces: np.ndarray = self.batch.column("num_pieces").to_numpy()
+            self.hashes: np.ndarray = self.batch.column("hash").to_numpy()
+        except (pa.ArrowException, OSError, KeyError) as error:
+            raise UserError(f"{path}: not a readable shard ({error}); prepare the corpus again.") from None
+        self.documents: np.ndarray = outer.offsets.to_numpy()
+        self.sentences: np.ndarray = outer.values.offsets.to_numpy()
+        self.pieces: np.ndarray = outer.values.values.to_numpy()
+
+    def document(self, row: int) -> Document:
+        """The document in row `row`."""
+        first, last = self.documents[row], self.documents[row + 1]
+        offsets = self.sentences[first : last + 1]
+        pieces = self.pieces[offsets[0] : offsets[-1]]
+        names = [str(self.batch.column(name)[row]) for name in ("source", "id", "title")]
+        return Document(*names, hash=int(self.hashes[row]), pieces=pieces, offsets=offsets - offsets[0])
+
+    def pieces_of(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """Only (pieces, offsets) of the document in row `row`: what training reads."""
+        offsets = self.sentences[self.documents[row] : self.documents[row + 1] + 1]
+        return self.pieces[offsets[0] : offsets[-1]], offsets - offsets[0]
+
+
+def write_shard(path: str | Path, documents: Sequence[Document]) -> None:
+    """Writes documents as one shard, atomically; the same documents give the same bytes."""
+    counts = [len(document.offsets) - 1 for document in documents]
+    lengths = np.concatenate([np.diff(document.offsets) for document in documents])
+    values = np.concatenate([document.pieces for document in documents])
+    inner = pa.ListArray.from_arrays(pa.array(_starts(lengths)), pa.array(values))
+    columns = {
+        "source": pa.array([document.source for document in documents], pa.string()),
+        "id": pa.array([document.id for document in documents], pa.string()),
+        "title": pa.array([document.title for document in documents], pa.string()),
+        "hash": pa.array(np.array([document.hash for document in documents], np.uint64)),
+        "num_pieces": pa.array(np.array([len(document.pieces) for document in documents], np.uint32)),
+        "pieces": pa.ListArray.from_arrays(pa.array(_starts(np.array(counts))), inner),
+    }
+    batch = pa.record_batch(columns)
+    with atomic_write(path, "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
+        writer.write_batch(batch)
+
+
+def _starts(lengths: np.ndarray) -> np.ndarray:
+    starts = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=starts[1:])
+    return starts
+
+
+class Corpus:
+    """A finished corpus folder. Cheap to open; shards are mapped when first used.
+
+    Attributes:
+        path: the folder.
+        manifest: its manifest.json.
+        num_documents: documents in all shards.
+        starts: (shards + 1,) number of the first document of each shard.
+    """
+
+    def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.starts = np.cumsum([0] + [shard["documents"] for shard in manifest["shards"]])
+        self.num_documents = int(self.starts[-1])
+        self._shards: list[Shard | None] = [None] * self.num_shards
+
+    @classmethod
+    def open(cls, path: str | Path) -> Corpus:
+        """Opens a corpus folder, checking the manifest and that every file is there in its size.
+
+        Raises:
+            UserError: no such folder, no manifest (not a corpus, or an unfinished one), another format version, or
+                files that are missing or of another size.
+        """
+        path = Path(path)
+        if not path.is_dir():
+            raise UserError(f"{path}: no such corpus folder; make one with `python data_prep/run.py`.")
+        if not (path / MANIFEST).is_file():
+            raise UserError(
+                f"{path}: not a finished corpus (no {MANIFEST}); "
+                "run data_prep/run.py with this --output, again if it was stopped."
+            )
+        manifest = read_json(path / MANIFEST)
+        if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+            raise UserError(f"{path / MANIFEST}: not the manifest of a {FORMAT} folder.")
+        if manifest.get("format_version") != FORMAT_VERSION:
+            version = manifest.get("format_version")
+            raise UserError(f"{path}: corpus format {version}, this program reads {FORMAT_VERSION}; prepare it again.")
+        problems = [
+            problem for name, entry in _files(manifest).items() if (problem := _size_problem(path / name, entry["bytes"]))
+        ]
+        if problems:
+            raise UserError(*problems)
+        return cls(path, manifest)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Corpus.open, (self.path,)  # worker processes map the files themselves
+
+    def verify(self) -> None:
+        """Reads every file and compares its SHA-256 with the manifest's.
+
+        Raises:
+            UserError: all files that differ.
+        """
+        differing = [name for name, entry in _files(self.manifest).items() if sha256_of(self.path / name) != entry["sha256"]]
+        if differing:
+            raise UserError(*(f"{self.path / name}: its bytes have changed since it was written." for name in differing))
+
+    @property
+    def num_shards(self) -> int:
+        """Shards in the folder."""
+        return len(self.manifest["shards"])
+
+    def shard(self, number: int) -> Shard:
+        """Shard `number`, mapped on first use."""
+        shard = self._shards[number]
+        if shard is None:
+            shard = self._shards[number] = Shard(self.path / self.manifest["shards"][number]["name"])
+        return shard
+
+    def locate(self, number: int) -> tuple[Shard, int]:
+        """The shard of document `number`, and its row there.
+
+        Raises:
+            UserError: there is no such document.
+        """
+        if not 0 <= number < self.num_documents:
+            raise UserError(f"{self.path}: no document {number}; there are 0 to {self.num_documents - 1}.")
+        shard = int(np.searchsorted(self.starts, number, side="right")) - 1
+        return self.shard(shard), number - int(self.starts[shard])
+
+    def document(self, number: int) -> Document:
+        """Document `number` of the corpus (0-based)."""
+        shard, row = self.locate(number)
+        return shard.document(row)
+
+    @cached_property
+    def document_frequency(self) -> np.ndarray:
+        """(V,) int64: in how many documents a piece occurs."""
+        frequency: np.ndarray = np.load(self.path / "document_frequency.npy", allow_pickle=False)
+        return frequency
+
+    @property
+    def vocabulary_size(self) -> int:
+        """V, added tokens included."""
+        return int(self.manifest["tokenizer"]["vocabulary_size"])
+
+    @property
+    def tokenizer_fingerprint(self) -> str:
+        """`tokenizer_fingerprint` of the tokenizer that made the pieces."""
+        return str(self.manifest["tokenizer"]["fingerprint"])
+
+
+def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
+    """SHA-256 over what decides the pieces of a text: normalizer, pre-tokenizer, model and vocabulary.
+
+    Added special tokens and the post-processor are left out: they do not touch corpus text, so a tokenizer with facet
+    tokens on top has the fingerprint of the one below.
+    """
+    parts = json.loads(tokenizer.to_str())
+    deciding = {name: parts[name] for name in ("normalizer", "pre_tokenizer", "model")}
+    return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode("utf-8")).hexdigest()
+
+
+def _files(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {shard["name"]: shard for shard in manifest["shards"]} | manifest["files"]
+
+
+def _size_problem(path: Path, size: int) -> str | None:
+    if not path.is_file():
+        return f"{path}: missing, though {MANIFEST} names it; prepare the corpus again."
+    if path.stat().st_size != size:
+        return f"{path}: {path.stat().st_size} bytes, but {MANIFEST} says {size}; prepare the corpus again."
+    return None
