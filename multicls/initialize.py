@@ -87,7 +87,7 @@ def from_bert(
         model = MultiClsBertForPreTraining(config)
         report(f"weights: random, in the shape of {checkpoint}")
     else:
-        with _quiet_transformers():
+        with quiet_transformers():
             model, found = MultiClsBertForPreTraining.from_pretrained(
                 checkpoint, config=config, output_loading_info=True, dtype=torch.float32
             )
@@ -113,13 +113,16 @@ def _describe(checkpoint: str, found: dict[str, Any]) -> str:
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Silences the load report: what is new and what is left over is told in our own words."""
+def quiet_transformers() -> Iterator[None]:
+    """Silences transformers' load report and progress bars: what matters of them is told in our own words."""
     from transformers.utils import logging
 
-    verbosity = logging.get_verbosity()
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

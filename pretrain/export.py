@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from multicls.initialize import quiet_transformers
 from multicls.settings import to_yaml
 from pretrain.settings import PretrainSettings
 
@@ -92,8 +93,9 @@ def export(
         model = engine.module
         for tied, source in model.all_tied_weights_keys.items():
             state.setdefault(tied, state[source])
-        model.save_pretrained(fresh, state_dict=state)
-        tokenizer.save_pretrained(fresh)
+        with quiet_transformers():
+            model.save_pretrained(fresh, state_dict=state)
+            tokenizer.save_pretrained(fresh)
         card = CARD.format(
             base_model=base_model,
             facets=model.config.num_facets,

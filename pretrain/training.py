@@ -97,7 +97,7 @@ class Trainer:
         steps = range(start_step, train.steps)
         share = Share(train.micro_batches, self.rank, self.world_size)
         loaded = self._load(self.train_stream, share, steps)
-        validated = self.evaluate(start_step)
+        validated = self._report_validation(0) if start_step == 0 else {}
         window, pace = Totals(), Pace(self._sequences_per_step())
         for step in steps:
             with pace.waiting():
@@ -111,11 +111,11 @@ class Trainer:
                 window, pace = Totals(), pace.next_window()
             if done % run.eval_every == 0 or last:
                 with pace.paused():
-                    validated = self.evaluate(done)
+                    validated = self._report_validation(done)
             if done % run.save_every == 0 or last:
                 with pace.paused():
                     self.checkpoints.save(self.engine, done)
-        return validated
+        return validated or self.evaluate()
 
     def train_step(self, batches: list[Batch], step: int) -> Totals:
         """One optimizer step over this rank's micro-batches; returns the totals over all ranks.
@@ -144,7 +144,7 @@ class Trainer:
         return totals
 
     @torch.no_grad()
-    def evaluate(self, step: int) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float]:
         """Metrics over the first validation micro-batches, the same ones at every step and for any number of ranks."""
         train, run = self.settings.train, self.settings.run
         count = max(1, min(run.eval_micro_batches, self.validation_stream.examples_per_epoch // train.triples))
@@ -160,10 +160,7 @@ class Trainer:
             terms = measure(outputs, batch, normalizers)
             totals.add({name: (total * counted, n * counted) for name, (total, n) in terms.items()})
         self.engine.train()
-        values = self._with_total(totals.reduce(self.device).means())
-        self.log.record(step, "validation", values)
-        self.log.say("validation  " + console_line(step, train.steps, values, eta=None))
-        return values
+        return self._with_total(totals.reduce(self.device).means())
 
     def _load(self, stream: TripleStream, share: Share, steps: range) -> Iterator[list[Batch]]:
         workers = self.settings.data.num_workers
@@ -194,6 +191,12 @@ class Trainer:
     def _with_total(self, values: dict[str, float]) -> dict[str, float]:
         weights = self.settings.objective.model_dump()
         return {"loss/total": sum(weights[name] * values[f"loss/{name}"] for name in weights)} | values
+
+    def _report_validation(self, step: int) -> dict[str, float]:
+        values = self.evaluate()
+        self.log.record(step, "validation", values)
+        self.log.say("validation  " + console_line(step, self.settings.train.steps, values, eta=None))
+        return values
 
     def _report(self, done: int, window: Totals, pace: Pace) -> None:
         values = self._with_total(window.means()) | {"optim/lr": lr_at(done - 1, self.settings.train)}
