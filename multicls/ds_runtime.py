@@ -1,0 +1,56 @@
+"""DeepSpeed ready for use under any launcher: `deepspeed`, `torchrun`, `srun` or plain `python`."""
+
+from __future__ import annotations
+
+import os
+import socket
+from types import ModuleType
+
+DEFAULT_ENVIRONMENT = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+
+
+def prepare_deepspeed() -> ModuleType:
+    """Imports DeepSpeed and joins the process group: gloo on CPU, nccl on CUDA, nothing compiled.
+
+    Call it once, before `deepspeed.initialize`; all ranks wait here for each other. Without a launcher the process
+    becomes the only rank. Afterwards `torch.distributed` tells rank and world size.
+
+    Returns:
+        The module `deepspeed`.
+    """
+    for name, value in DEFAULT_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if "MASTER_PORT" not in os.environ:
+        os.environ["MASTER_PORT"] = str(_free_port())
+    import torch
+
+    on_cuda = torch.cuda.is_available()
+    if not on_cuda:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed guesses, and warns of its guess
+    import deepspeed
+    import deepspeed.ops
+    from deepspeed.utils.logging import set_log_level_from_string
+
+    set_log_level_from_string("warning")
+    # On CPU, init_distributed compiles shared-memory collectives with g++ and ninja, which takes a minute and needs
+    # a compiler; with the op marked as not available DeepSpeed uses gloo. Assigning before the first look also skips
+    # DeepSpeed's probing of every op, which runs compilers too.
+    deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False, "deepspeed_not_implemented": False}
+    if on_cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, torch.get_num_threads() // _ranks_on_this_node()))
+    deepspeed.init_distributed(dist_backend="nccl" if on_cuda else "gloo", verbose=False)
+    return deepspeed
+
+
+def _ranks_on_this_node() -> int:
+    # LOCAL_SIZE is set by the deepspeed launcher, LOCAL_WORLD_SIZE by torchrun
+    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
