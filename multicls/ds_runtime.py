@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import warnings
 from types import ModuleType
 
 DEFAULT_ENVIRONMENT = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -32,6 +33,8 @@ def prepare_deepspeed() -> ModuleType:
     from deepspeed.utils.logging import set_log_level_from_string
 
     set_log_level_from_string("warning")
+    # DeepSpeed still calls collectives by names that torch 2.13 renames.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     # On CPU, init_distributed compiles shared-memory collectives with g++ and ninja, which takes a minute and needs
     # a compiler; with the op marked as not available DeepSpeed uses gloo. Assigning before the first look also skips
     # DeepSpeed's probing of every op, which runs compilers too.
