@@ -111,7 +111,7 @@ def load_classifier(checkpoint: Checkpoint, num_labels: int, **options: Any) -> 
     from transformers import AutoModelForSequenceClassification
 
     problem_type = "regression" if num_labels == 1 else "single_label_classification"
-    with _load_problems(checkpoint, "the model"), _quiet_transformers():
+    with _load_problems(checkpoint, "the model"), quiet_transformers():
         model, found = AutoModelForSequenceClassification.from_pretrained(
             checkpoint.folder,
             num_labels=num_labels,
@@ -170,8 +170,8 @@ def _load_problems(checkpoint: Checkpoint, what: str) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Silences the load report and its bar: that the classifier is new is no news here."""
+def quiet_transformers() -> Iterator[None]:
+    """Silences the loading and saving bars, and the load report: that the classifier is new is no news here."""
     from transformers.utils import logging
 
     verbosity, had_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()

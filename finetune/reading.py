@@ -70,7 +70,8 @@ def read_file(task: Task, path: Path, part: str = "") -> tuple[list[Example], in
         UserError: a row does not parse; file and line are named.
     """
     rows = _jsonl_rows(path) if path.suffix == ".jsonl" else _tsv_rows(task, path)
-    examples, dropped = [], 0
+    examples: list[Example] = []
+    dropped = 0
     for line, row in rows:
         if row is None:
             dropped += 1

@@ -139,7 +139,7 @@ def _train(
     device, _ = training.find_device()
     tokenizer = load_tokenizer(checkpoint, settings.max_length)
     training.seed_everything(settings.seed, device)
-    model = build_head(settings.head, checkpoint, task.num_labels).to(device)
+    model = build_head(settings.head, checkpoint, task.num_labels)
     labels, parts = np.array([example.label for example in dev]), [example.part for example in dev]
     outcome = training.fine_tune(
         model,
@@ -148,6 +148,7 @@ def _train(
         lambda outputs: metrics.score(task, labels, outputs, parts),
         resolved,
         settings.seed,
+        device,
         keep_weights=settings.save_model,
     )
     if settings.save_model and outcome.weights:
@@ -158,10 +159,13 @@ def _train(
 
 def _save(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Saves model and tokenizer; the folder takes its name only when it is whole."""
+    from finetune.checkpoint import quiet_transformers
+
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     for path in (unfinished, folder):  # of a run that was killed
         shutil.rmtree(path, ignore_errors=True)
-    model.save_pretrained(unfinished)
+    with quiet_transformers():
+        model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
     unfinished.rename(folder)
 

@@ -22,7 +22,7 @@ from finetune.tasks import Task
 from multicls.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger("finetune")
 Scores = dict[str, float]
@@ -170,27 +170,32 @@ def predict(
 
 
 def fine_tune(
-    model: PreTrainedModel,
+    model: nn.Module,
     train: Encoded,
     dev: Encoded,
     score: Callable[[np.ndarray[Any, np.dtype[np.float32]]], Scores],
     settings: TrainSettings,
     seed: int,
+    device: torch.device,
     keep_weights: bool = False,
 ) -> Outcome:
-    """Trains and evaluates `model` on the device that it is on.
+    """Trains and evaluates `model` on `device`.
 
     Args:
+        model: as `finetune.heads.build_head` gives it.
+        train: the rows to learn from.
+        dev: the rows to evaluate on.
         score: the metrics of outputs (N, C) on `dev`, the main one first.
         settings: resolved by `finetune.settings.resolve`.
         seed: of the order of the rows.
+        device: where the model goes and stays.
         keep_weights: keep a copy of the weights of the best evaluation.
 
     Raises:
         UserError: the loss is no longer a number.
     """
     assert settings.max_steps and settings.batch_size and settings.eval_every, "settings are not resolved"
-    device, optimizer = next(model.parameters()).device, make_optimizer(model, settings)
+    optimizer = make_optimizer(model.to(device), settings)
     outcome, started, losses = Outcome(), time.perf_counter(), []
     batches = row_batches(len(train), settings.batch_size, seed)
     model.train()
