@@ -1,0 +1,80 @@
+"""What all tests share: no network, where the real data lies, and a tiny BERT."""
+
+from __future__ import annotations
+
+import os
+import socket
+import string
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Before anything imports Hugging Face libraries, and for every process that a test starts.
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_network() -> Any:
+    """Lets sockets connect to this machine only."""
+    connect = socket.socket.connect
+
+    def guarded(self: socket.socket, address: Any) -> None:
+        if self.family in (socket.AF_INET, socket.AF_INET6) and address[0] not in ("127.0.0.1", "::1", "localhost"):
+            raise RuntimeError(f"a test tried to reach {address}")
+        connect(self, address)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "connect", guarded)
+        yield
+
+
+@pytest.fixture(scope="session")
+def multicls_data() -> Path:
+    """The folder of real data, from the environment variable MULTICLS_DATA."""
+    folder = os.environ.get("MULTICLS_DATA")
+    if not folder:
+        pytest.skip("needs real data: set MULTICLS_DATA to its folder")
+    return Path(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `BertForPreTraining` of random weights (3 layers x 32) and a WordPiece vocabulary of 300 odd tokens."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+    from transformers import BertConfig, BertForPreTraining, PreTrainedTokenizerFast
+
+    special = ["[PAD]", *(f"[unused{n}]" for n in range(10)), "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    letters = string.ascii_lowercase
+    words = [a + b + c for a in "bdfgklmnprst" for b in "aeiou" for c in "lnrs"]  # 240 syllables for words
+    tokens = [*special, *letters, *string.digits, *string.punctuation, *(f"##{x}" for x in letters + string.digits), *words]
+    tokenizer = Tokenizer(models.WordPiece({t: n for n, t in enumerate(tokens)}, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"])
+    ids = [(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=ids
+    )
+    folder = tmp_path_factory.mktemp("tiny_bert")
+    names = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        model_max_length=64,
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+        **names,
+    ).save_pretrained(folder)
+    config = BertConfig(
+        vocab_size=len(tokens),
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=64,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        BertForPreTraining(config).save_pretrained(folder)
+    return folder
