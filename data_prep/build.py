@@ -9,11 +9,12 @@ import shlex
 import shutil
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from importlib import metadata
-from itertools import islice
+from itertools import chain, islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +40,7 @@ PROGRESS = "progress.json"  # what is written so far; gone when the manifest is 
 SHARD_PIECES = 1 << 24  # a shard is closed when it holds as many pieces: 32 MB of uint16
 MIN_SENTENCES = 6  # a document needs two sentences for each of three parts
 CHUNK_CHARACTERS = 1 << 19  # what a worker gets at a time
+SECONDS_A_LINE = 5.0
 PACKAGES = ("mwparserfromhell", "numpy", "pyarrow", "sentencex", "tokenizers")
 
 
@@ -105,7 +107,7 @@ class Worker:
             dropped["documents_too_short" if text.strip() else "documents_empty"] += 1
             return Prepared(None, dict(+dropped))
         offsets = np.cumsum([0, *map(len, filled)], dtype=np.int32)
-        pieces = np.fromiter((piece for ids in filled for piece in ids), self.dtype, count=int(offsets[-1]))
+        pieces = np.fromiter(chain.from_iterable(filled), self.dtype, count=int(offsets[-1]))
         digest = hashlib.blake2b("\n".join(kept).encode("utf-8"), digest_size=8).digest()
         document = Document(raw.source, raw.id, raw.title, int.from_bytes(digest, "little"), pieces, offsets)
         return Prepared(document, dict(+dropped))
@@ -175,7 +177,9 @@ class _Reading:
             self.bytes_done += file.path.stat().st_size
 
 
-def build(settings: BuildSettings, output: str | Path, processes: int = 1, log: Any = print) -> Path:
+def build(
+    settings: BuildSettings, output: str | Path, processes: int = 1, log: Callable[[str], object] = print
+) -> Path:
     """Makes a corpus folder; a run that was stopped goes on behind its last whole shard.
 
     The bytes depend on the input, the settings and the package versions, never on `processes` or interruptions.
@@ -197,7 +201,7 @@ def build(settings: BuildSettings, output: str | Path, processes: int = 1, log: 
     worker = Worker(tokenizer_files["tokenizer.json"].decode("utf-8"), settings.language)
     identity = _identity(settings, files, worker)
     if (output / MANIFEST).exists():
-        if read_json(output / MANIFEST).get("made_from") != identity:
+        if _without_packages(read_json(output / MANIFEST).get("made_from", {})) != _without_packages(identity):
             raise UserError(f"{output}: holds a corpus made from other input or settings; give another --output.")
         log(f"already finished: {output}")
         return output
@@ -205,29 +209,51 @@ def build(settings: BuildSettings, output: str | Path, processes: int = 1, log: 
     for name, data in tokenizer_files.items():
         with atomic_write(output / name, "wb") as file:
             file.write(data)
+    log(f"resuming behind shard {len(progress.shards)}" if progress.shards else f"fresh: {len(files)} files")
     started = time.monotonic()
     reading = _Reading(files, settings)
-    log(f"{'resuming behind' if progress.shards else 'fresh:'} {len(progress.shards)} shards; {len(files)} files")
+    try:
+        frequency = _write_shards(output, reading, progress, worker, tokenizer_files, processes, log)
+    except UserError:
+        if not progress.shards:
+            shutil.rmtree(output)
+        raise
+    seconds = time.monotonic() - started
+    _finish(output, progress, frequency, worker, identity, settings, [*tokenizer_files])
+    record = {"seconds": round(seconds, 2), "processes": processes, "settings": asdict(settings)}
+    append_jsonl(output / "log.jsonl", record)
+    log(f"{_progress_line(reading, seconds)}; done in {seconds:.1f} s: {output}")
+    return output
+
+
+def _write_shards(
+    output: Path,
+    reading: _Reading,
+    progress: _Progress,
+    worker: Worker,
+    tokenizer_files: dict[str, bytes],
+    processes: int,
+    log: Callable[[str], object],
+) -> np.ndarray:
+    """Reads what is left of the input into shards; returns the document frequencies (V,)."""
     documents = islice(reading.documents(), progress.documents_read, None)
-    results = _in_order(_chunks(documents), worker, tokenizer_files["tokenizer.json"].decode("utf-8"), processes)
     frequency = progress.document_frequency(output, worker.vocabulary_size)
-    last_line = started
-    for prepared, ids, counts in results:
+    started = last_line = time.monotonic()
+    tokenizer_json = tokenizer_files["tokenizer.json"].decode("utf-8")
+    for prepared, ids, counts in _in_order(_chunks(documents), worker, tokenizer_json, processes):
         frequency[ids] += counts
         for item in prepared:
             progress.add(output, item)
-        if time.monotonic() - last_line > 5:
+        if time.monotonic() - last_line > SECONDS_A_LINE:
             last_line = time.monotonic()
             log(_progress_line(reading, last_line - started))
     progress.close_shard(output)
     if not progress.shards:
-        shutil.rmtree(output)
-        raise UserError(f"no document of at least {MIN_SENTENCES} sentences in the input; dropped: {progress.dropped}.")
-    _finish(output, progress, frequency, worker, identity, settings, [*tokenizer_files])
-    seconds = time.monotonic() - started
-    append_jsonl(output / "log.jsonl", {"seconds": round(seconds, 2), "processes": processes, "settings": asdict(settings)})
-    log(f"{_progress_line(reading, seconds)}; done in {seconds:.1f} s: {output}")
-    return output
+        reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(progress.dropped.items()))
+        raise UserError(
+            f"no document of {MIN_SENTENCES} sentences or more in the input (dropped: {reasons or 'none'})."
+        )
+    return frequency
 
 
 def _progress_line(reading: _Reading, seconds: float) -> str:
@@ -261,8 +287,11 @@ class _Progress:
             saved = read_json(output / PROGRESS)
             if saved.get("made_from") != identity:
                 raise UserError(
-                    f"{output}: holds an unfinished corpus of other input or settings; remove it or give another --output."
+                    f"{output}: holds an unfinished corpus of other input or settings; "
+                    "remove it or give another --output."
                 )
+            for torn in output.glob(".*"):  # files that a killed run was writing
+                torn.unlink()
             return cls(identity, saved)
         if output.exists() and (not output.is_dir() or any(output.iterdir())):
             raise UserError(f"{output}: exists and is no corpus; give an --output that is new or empty.")
@@ -322,7 +351,7 @@ def _checksum(path: Path) -> dict[str, Any]:
 
 
 def _identity(settings: BuildSettings, files: list[SourceFile], worker: Worker) -> dict[str, Any]:
-    """What the bytes of a corpus depend on; no absolute paths, so that the same text gives the same manifest anywhere."""
+    """What the bytes of a corpus depend on; no absolute paths: the same text gives the same manifest anywhere."""
     listing = [(file.source, file.name, file.format, file.path.stat().st_size) for file in files]
     sources = list(dict.fromkeys(file.source for file in files))
     return {
@@ -376,6 +405,10 @@ def _finish(
     (output / PROGRESS).unlink()
 
 
+def _without_packages(identity: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in identity.items() if key not in ("packages", "splitter")}
+
+
 def load_tokenizer_files(name: str) -> dict[str, bytes]:
     """`tokenizer.json` and, where there is one, `tokenizer_config.json`, as bytes.
 
@@ -413,8 +446,6 @@ def _from_hub(name: str) -> Path:
     except (HFValidationError, HfHubHTTPError, OSError, LocalEntryNotFoundError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"--tokenizer {name}: neither a path nor to be had from the hub ({reason}).") from None
-    try:
+    with suppress(EntryNotFoundError, OSError):
         hf_hub_download(name, "tokenizer_config.json")
-    except (EntryNotFoundError, OSError):
-        pass
     return path

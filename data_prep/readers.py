@@ -9,9 +9,9 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, NamedTuple, cast
 from xml.etree import ElementTree
 
 from multicls.errors import UserError
@@ -89,11 +89,10 @@ def _walk(folder: Path) -> list[Path]:
 
 
 def _open(path: Path) -> IO[bytes]:
-    opener: Callable[[Path], IO[bytes]] = {".gz": gzip.open, ".bz2": bz2.open}.get(path.suffix, _open_plain)  # type: ignore[assignment]
-    return opener(path)
-
-
-def _open_plain(path: Path) -> IO[bytes]:
+    if path.suffix == ".gz":
+        return cast(IO[bytes], gzip.open(path, "rb"))
+    if path.suffix == ".bz2":
+        return bz2.open(path, "rb")
     return open(path, "rb")
 
 
@@ -211,7 +210,7 @@ def _jsonl(file: SourceFile, text_field: str) -> Iterator[RawDocument]:
             text = record[text_field]
             text.encode("utf-8")
         except UnicodeEncodeError:
-            raise UserError(f"{file.path}:{number}: {text_field!r} holds half a surrogate pair, no character.") from None
+            raise UserError(f"{file.path}:{number}: {text_field!r} holds half a surrogate pair.") from None
         except ValueError as error:
             raise UserError(f"{file.path}:{number}: not JSON: {error}.") from None
         except (KeyError, TypeError, AttributeError):

@@ -1,9 +1,9 @@
 """Prepares a corpus: documents in, shards out.
 
-    python data_prep/run.py --input PATH [PATH ...] --output DIR --tokenizer FOLDER_OR_HUB_ID
-    python data_prep/run.py --sample --output DIR
-    python data_prep/run.py show DIR 123
-    python data_prep/run.py verify DIR
+python data_prep/run.py --input PATH [PATH ...] --output DIR --tokenizer FOLDER_OR_HUB_ID
+python data_prep/run.py --sample --output DIR
+python data_prep/run.py show DIR 123
+python data_prep/run.py verify DIR
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def build_command(argv: Sequence[str]) -> None:
     parser.add_argument("--sample", action="store_true", help="the embedded sample as --input and --tokenizer")
     parser.add_argument("--num_processes", type=int, default=os.cpu_count() or 1, help="default: one a core")
     parser.add_argument(
-        "--format", default="auto", choices=["auto", "text", "wikiextractor", "jsonl", "mediawiki"], help="default: auto"
+        "--format", default="auto", choices=["auto", "text", "wikiextractor", "jsonl", "mediawiki"], help="of the input"
     )
     parser.add_argument(
         "--documents", default="file", choices=["file", "blank_line"], help="plain text: what separates documents"

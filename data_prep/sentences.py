@@ -19,8 +19,12 @@ _HIDE_QUOTES = str.maketrans({quote: "*" for quote in _QUOTES})
 _CLOSING = re.compile(rf"[{_QUOTES}’')\]]+(?=\s|$|[-–—])")
 # Two boundaries it misses: after a bracketed sentence, and after the word "me." (to it, the state of Maine).
 _MISSED = re.compile(rf"(?:[.!?][{_QUOTES}’']?\)|\bme\.)\s+(?=[{_QUOTES}'(]?[A-Z])")
+# One that it sees wrongly: after an abbreviation that stands before a number.
+_BEFORE_NUMBER = re.compile(r"(?i:\b(?:vols?|nos?|pp?|ch|figs?|secs?|arts?|ca?|fl))\.\s*$")
+_NUMBER_WORDS = "one|two|three|four|five|six|seven|eight|nine|ten|first|second|third|fourth|fifth|last"
 _CHAPTER = re.compile(
-    r"(?i:chapter|book|part|volume|section|canto|letter|act|scene|stave)\s+(?i:[ivxlc]+|\d+|[a-z]+)\b.{0,80}|[IVXLC]+\.?"
+    rf"(?i:(?:chapter|book|part|volume|section|canto|letter|act|scene|stave)\s+(?:[ivxlc]+|\d+|{_NUMBER_WORDS})\b.{{0,80}})"
+    r"|[IVXLC]+\.?"
 )
 
 
@@ -75,7 +79,8 @@ def split_paragraph(paragraph: str, language: str) -> Iterator[str]:
         if current and not current[-1].isspace() and (closing := _CLOSING.match(text)):
             current += closing.group()  # a closing mark belongs to the sentence before it
             text = text[closing.end() :]
-        if current and (not text.strip() or text.lstrip()[0].islower()):
+        start = text.lstrip()[:1]
+        if current and (not start or start.islower() or (start.isdigit() and _BEFORE_NUMBER.search(current))):
             current += text  # ... " she said.
             continue
         yield from _split_missed(current)

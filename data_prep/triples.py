@@ -4,8 +4,9 @@ Shape legend: P parts of an example (3, or 2 without hard negatives), n examples
 K facets, V vocabulary.
 
 How an epoch covers the corpus: a document of D pieces gets `max(1, round(D / W))` windows, W being the pieces that an
-example holds on average. The windows stand at equal distances, moved together by a random phase that is fresh for
-every document and epoch; each is filled with whole consecutive sentences, so part boundaries differ from epoch to epoch.
+example holds on average. The windows stand at equal distances, moved together by a random phase that is fresh
+for every document and epoch; each is filled with whole consecutive sentences, so part boundaries differ from epoch to
+epoch. The first and last sentences of a document have half the chance of those in the middle.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from multicls.errors import UserError
 from multicls.shards import Corpus
 
 IGNORE = -100  # label of what does not count in a loss
-EXPECTED_FILL = 0.85  # share of a part's budget that whole sentences fill
+EXPECTED_FILL = 0.875  # share of a part's budget that whole sentences fill
 BLOCK = 1024  # documents whose windows are counted together; only one number a block is kept in memory
 TFIDF_SCALE = 10.0
 _MASK64 = (1 << 64) - 1
@@ -121,7 +122,10 @@ class TripleStream:
         self.mlm_probability = mlm_probability
         self.budget = seq_length - 3 - len(special.facets)  # [CLS] facets ... [SEP] ... [SEP]
         if self.budget < 8:
-            raise UserError(f"seq_length = {seq_length}: leaves {self.budget} pieces of text a part; give at least 8 more.")
+            short = 8 - self.budget
+            raise UserError(
+                f"seq_length = {seq_length}: too short for {len(special.facets)} facets and text; {short} more."
+            )
         self.window = num_parts * self.budget * EXPECTED_FILL
         self._ordinary_ids = np.setdiff1d(np.arange(corpus.vocabulary_size), special.all())
         frequency = np.maximum(corpus.document_frequency, 1)  # a piece never seen counts as seen once
@@ -169,11 +173,23 @@ class TripleStream:
         """Example `index` (0 to `examples_per_epoch` - 1) of an epoch: a pure function of (seed, epoch, index)."""
         position = permuted(index, self.examples_per_epoch, (self.seed, epoch))
         shard, row, document, window, windows = self._find(position)
-        pieces, offsets = self.corpus.shard(shard).pieces_of(row)
         rng = np.random.Generator(np.random.Philox(key=[self.seed, 0], counter=[0, 0, epoch, index]))
-        phase = _hash(self.seed, epoch, document) / 2.0**64
-        centre_offset = (window + phase - 0.5) * len(pieces) / windows
-        bounds = self._place(offsets, centre_offset, rng)
+        return self._build(shard, row, document, window, windows, epoch, rng)
+
+    def example_of(self, document: int, epoch: int, window: int = 0) -> Example:
+        """An example of the given document, to look at: text and parts as in that epoch, swaps and masks its own."""
+        number = int(np.searchsorted(self.corpus.starts, document, side="right")) - 1
+        row = self.corpus.locate(document)[1]
+        windows = max(1, round(int(self.corpus.shard(number).num_pieces[row]) / self.window))
+        rng = np.random.Generator(np.random.Philox(key=[self.seed, 1], counter=[0, window, epoch, document]))
+        return self._build(number, row, document, window, windows, epoch, rng)
+
+    def _build(
+        self, shard: int, row: int, document: int, window: int, windows: int, epoch: int, rng: np.random.Generator
+    ) -> Example:
+        pieces, offsets = self.corpus.shard(shard).pieces_of(row)
+        phase = _hash(self.seed, epoch, document) / 2.0**64  # one for all windows of a document
+        bounds = self._place(offsets, (window + phase - 0.5) * len(pieces) / windows, rng)
         return self._assemble(document, pieces, offsets, bounds, rng)
 
     def _place(self, offsets: np.ndarray, start: float, rng: np.random.Generator) -> list[int]:
@@ -182,18 +198,26 @@ class TripleStream:
         Filled forwards from the sentence nearest to `start`; backwards from the end where the document ends too early;
         a document that fits as a whole is divided evenly.
         """
-        lengths = np.minimum(np.diff(offsets), self.budget)
-        starts = np.concatenate([[0], np.cumsum(lengths)])
-        last = len(lengths)
-        first = int(np.searchsorted(offsets, start, side="left")) if start > 0 else 0
-        if first < last:
-            bounds = _fill_forwards(starts, first, self.num_parts, self.budget)
-            if bounds[-1] < last:
-                return bounds
-        bounds = _fill_backwards(starts, last, self.num_parts, self.budget)
-        if bounds[0] > 0:
-            return bounds
-        return _divide(starts, self.num_parts, self.budget, rng)
+        last = len(offsets) - 1
+        first = int(np.searchsorted(offsets, start)) if start > 0 else 0
+        reach = self.num_parts * self.budget + 2  # sentences that may matter, as each has a piece
+        low, high = max(0, min(first, last - reach)), min(last, first + reach)
+        starts = np.concatenate([[0], np.cumsum(np.minimum(np.diff(offsets[low : high + 1]), self.budget))])
+        last -= low
+        # Of two neighbouring starts take the one whose parts are fuller: padding falls by a fifth.
+        candidates = [
+            _fill_forwards(starts, begin - low, self.num_parts, self.budget)
+            for begin in ((first, first + 1) if start > 0 else (first,))
+            if begin - low < last
+        ]
+        fitting = [bounds for bounds in candidates if bounds[-1] < last]
+        if fitting:
+            bounds = max(fitting, key=lambda bounds: int(starts[bounds[-1]] - starts[bounds[0]]))
+        else:
+            bounds = _fill_backwards(starts, last, self.num_parts, self.budget)
+            if bounds[0] == 0:
+                bounds = _divide(starts, self.num_parts, self.budget, rng)
+        return [low + bound for bound in bounds]
 
     def _assemble(
         self, document: int, pieces: np.ndarray, offsets: np.ndarray, bounds: Sequence[int], rng: np.random.Generator
@@ -208,6 +232,8 @@ class TripleStream:
         labels = np.full(shape, IGNORE, np.int64)
         weights = np.zeros(shape, np.float32)
         so_labels = np.full(self.num_parts, IGNORE, np.int64)
+        targets = _tfidf(pieces, offsets, bounds[0], bounds[-1], self._idf)
+        origin = int(offsets[bounds[0]])
         parts, cut_pieces = [], 0
         for p, (first, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
             part = _choose_runs(first, end, rng)
@@ -216,7 +242,7 @@ class TripleStream:
             stop = min(high, low + self.budget)  # only a sentence longer than a whole part is cut
             cut_pieces += high - stop
             seam = min(int(offsets[part.cut]), stop) - low
-            text, scores = pieces[low:stop], _tfidf(pieces, offsets, first, end, self._idf)[: stop - low]
+            text, scores = pieces[low:stop], targets[low - origin : stop - origin]
             if part.swapped:
                 text, scores = np.roll(text, -seam), np.roll(scores, -seam)
                 seam = len(text) - seam

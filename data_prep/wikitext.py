@@ -8,13 +8,13 @@ import mwparserfromhell
 from mwparserfromhell import nodes
 from mwparserfromhell.wikicode import Wikicode
 
-_SILENT_TAGS = {"ref", "table", "gallery", "math", "code", "pre", "source", "syntaxhighlight", "timeline", "score", "td"}
+_SILENT_TAGS = {"ref", "table", "gallery", "math", "code", "pre", "source", "syntaxhighlight", "timeline", "score"}
 _NAMESPACE = re.compile(r"\s*(?!:)[^\W\d_][\w -]*:\S")  # [[File:...]], [[Category:...]], [[fr:...]]
 _EMPTY_BRACKETS = re.compile(r"\s*[(\[][\s,;:–-]*[)\]]")
 
 
 def plain_text(markup: str) -> str:
-    """The article's running text: no templates, tables, references, files, categories or headings; a line a paragraph."""
+    """The running text without templates, tables, references, files, categories and headings; a line a paragraph."""
     text = _text(mwparserfromhell.parse(markup))
     return "\n".join(_EMPTY_BRACKETS.sub("", line) for line in text.split("\n"))
 

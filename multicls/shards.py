@@ -6,8 +6,8 @@
       document_frequency.npy   (V,) int64: documents that hold a piece
       tokenizer.json, tokenizer_config.json
 
-A row of a shard is a document: `source`, `id`, `title` (strings), `hash` (uint64 of its text), `num_pieces` (uint32) and
-`pieces` (list<list<uint16 or uint32>>: sentences of piece ids).
+A row of a shard is a document: `source`, `id`, `title` (strings), `hash` (uint64 of its text), `num_pieces` (uint32)
+and `pieces` (list<list<uint16 or uint32>>: sentences of piece ids).
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class Shard:
         first, last = self.documents[row], self.documents[row + 1]
         offsets = self.sentences[first : last + 1]
         pieces = self.pieces[offsets[0] : offsets[-1]]
-        names = [str(self.batch.column(name)[row]) for name in ("source", "id", "title")]
-        return Document(*names, hash=int(self.hashes[row]), pieces=pieces, offsets=offsets - offsets[0])
+        source, name, title = (str(self.batch.column(column)[row]) for column in ("source", "id", "title"))
+        return Document(source, name, title, int(self.hashes[row]), pieces, offsets - offsets[0])
 
     def pieces_of(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """Only (pieces, offsets) of the document in row `row`: what training reads."""
@@ -149,11 +149,9 @@ class Corpus:
         if manifest.get("format_version") != FORMAT_VERSION:
             version = manifest.get("format_version")
             raise UserError(f"{path}: corpus format {version}, this program reads {FORMAT_VERSION}; prepare it again.")
-        problems = [
-            problem for name, entry in _files(manifest).items() if (problem := _size_problem(path / name, entry["bytes"]))
-        ]
-        if problems:
-            raise UserError(*problems)
+        problems = [_size_problem(path / name, entry["bytes"]) for name, entry in _files(manifest).items()]
+        if any(problems):
+            raise UserError(*filter(None, problems))
         return cls(path, manifest)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -165,9 +163,10 @@ class Corpus:
         Raises:
             UserError: all files that differ.
         """
-        differing = [name for name, entry in _files(self.manifest).items() if sha256_of(self.path / name) != entry["sha256"]]
+        checksums = {self.path / name: entry["sha256"] for name, entry in _files(self.manifest).items()}
+        differing = [path for path, checksum in checksums.items() if sha256_of(path) != checksum]
         if differing:
-            raise UserError(*(f"{self.path / name}: its bytes have changed since it was written." for name in differing))
+            raise UserError(*(f"{path}: its bytes have changed since it was written." for path in differing))
 
     @property
     def num_shards(self) -> int:
@@ -212,6 +211,15 @@ class Corpus:
     def tokenizer_fingerprint(self) -> str:
         """`tokenizer_fingerprint` of the tokenizer that made the pieces."""
         return str(self.manifest["tokenizer"]["fingerprint"])
+
+
+def held_out_share(hashes: np.ndarray) -> np.ndarray:
+    """Where documents stand in [0, 1), uniformly, by the hash of their text.
+
+    Those below a validation fraction are that split's, so a larger fraction holds out the same documents and more.
+    """
+    share: np.ndarray = (hashes >> np.uint64(11)) * 2.0**-53
+    return share
 
 
 def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
