@@ -68,7 +68,7 @@ def full_weights(engine: Any) -> dict[str, Tensor]:
 def _gathered(parameter: torch.nn.Parameter) -> Tensor:
     if not hasattr(parameter, "ds_id"):  # not partitioned (ZeRO stages 0 to 2)
         return parameter
-    from deepspeed.zero import GatheredParameters
+    from deepspeed.runtime.zero import GatheredParameters
 
     with GatheredParameters([parameter]):
         return parameter.detach().clone()

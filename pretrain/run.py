@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rank = int(os.environ.get("RANK", "0"))
     check_ranks(settings, world_size)
     ds_config = load_ds_config(args.config)
-    resolve_ds_config(ds_config, where=args.config, **batch_arithmetic(settings, world_size), precision="fp32")
+    resolve_ds_config(ds_config, where=args.config, **batch_arithmetic(settings, world_size), precision=None)
     run_folder = Path(str(settings.run.output_dir))
     if args.resume == "never" and (run_folder / "settings.yaml").exists():
         raise UserError(f"--resume never: {run_folder} holds a run already; give another --output_dir.")

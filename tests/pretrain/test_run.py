@@ -29,7 +29,8 @@ def finished(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_run_folder_and_export(finished: Path) -> None:
     names = {path.name for path in finished.iterdir()}
     assert names >= {"settings.yaml", "ds_config.json", "command.txt", "env.json", "log.txt", "metrics.jsonl", "tb", "hf"}
-    assert sorted(path.name for path in (finished / "checkpoints").iterdir()) == ["step_00000004", "step_00000008"]
+    checkpoints = sorted(path.parent.name for path in (finished / "checkpoints").glob("*/COMPLETE"))
+    assert checkpoints == ["step_00000004", "step_00000008"]
     train, validation = records(finished), records(finished, "validation")
     assert [line["step"] for line in train] == list(range(1, 9))
     assert [line["step"] for line in validation] == [0, 4, 8]
@@ -55,10 +56,24 @@ def test_two_ranks_give_the_same_curve(launch: Launch, finished: Path, tmp_path:
     for split in ("train", "validation"):
         for one, two in zip(records(finished, split), records(tmp_path / "run", split), strict=True):
             assert {name: two[name] for name in LOSSES} == pytest.approx({name: one[name] for name in LOSSES}, rel=1e-5)
-    # The control: another seed gives another curve.
-    seed = launch(tmp_path / "seed", "--seed", "2")
-    assert seed.returncode == 0
-    assert records(tmp_path / "seed")[0]["loss/mlm"] != pytest.approx(records(finished)[0]["loss/mlm"], rel=1e-4)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_every_zero_stage_gives_the_same_curve(launch: Launch, finished: Path, tmp_path: Path, stage: int) -> None:
+    done = launch(tmp_path / "run", "--config", f"ds_configs/zero{stage}.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for ours, theirs in zip(records(tmp_path / "run"), records(finished), strict=True):
+        assert {name: ours[name] for name in LOSSES} == pytest.approx({name: theirs[name] for name in LOSSES}, rel=1e-5)
+    exported, expected = (AutoModelForPreTraining.from_pretrained(f / "hf") for f in (tmp_path / "run", finished))
+    for name, tensor in exported.state_dict().items():
+        torch.testing.assert_close(tensor, expected.state_dict()[name], rtol=1e-3, atol=1e-5)
+
+
+def test_another_seed_gives_another_curve(launch: Launch, finished: Path, tmp_path: Path) -> None:
+    """The control of the comparisons above."""
+    done = launch(tmp_path / "run", "--seed", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert records(tmp_path / "run")[0]["loss/mlm"] != pytest.approx(records(finished)[0]["loss/mlm"], rel=1e-4)
 
 
 def test_resumes_to_the_same_bits(launch: Launch, finished: Path, tmp_path: Path) -> None:
