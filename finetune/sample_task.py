@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 HELD_OUT = 0.2  # share of the articles, those that the recipe of the embedded default holds out
 DEV = 0.4  # share of those that dev gets
 MAX_ARTICLES = 500  # of a large corpus
-PASSAGE_PIECES = 40  # whole sentences until there are so many
+PASSAGE_PIECES = 24  # whole sentences until there are so many
 MAX_PASSAGES = 80  # of an article: a long one must not make up the whole task
 MIN_PAIRS = 20
 

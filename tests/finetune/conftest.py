@@ -1,4 +1,4 @@
-"""A tiny random BERT, tasks in the official layout, and the command in this process."""
+"""Tasks in the official layout, of words that the tiny BERT knows, and a tiny Multi-CLS checkpoint."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-NOUNS = ("cat", "dog", "bird", "fish", "tree", "stone")
-GOOD, BAD = ("good", "kind"), ("bad", "cruel")
+NOUNS = ("bal", "del", "fil", "gol", "kul", "man")  # one piece each in the tiny BERT's vocabulary
+GOOD, BAD = ("nar", "pel"), ("ros", "tun")
 
 
 def write_tsv(path: Path, header: str | None, rows: list[str]) -> None:
@@ -19,7 +19,7 @@ def write_tsv(path: Path, header: str | None, rows: list[str]) -> None:
 def sentiment_rows(count: int, seed: int) -> list[str]:
     draw = random.Random(seed)
     labels = [draw.randrange(2) for _ in range(count)]
-    return [f"the {draw.choice(NOUNS)} is {draw.choice((BAD, GOOD)[label])}\t{label}" for label in labels]
+    return [f"len {draw.choice(NOUNS)} los {draw.choice((BAD, GOOD)[label])}\t{label}" for label in labels]
 
 
 def similarity_rows(count: int, seed: int) -> list[str]:
@@ -28,7 +28,7 @@ def similarity_rows(count: int, seed: int) -> list[str]:
     for index in range(count):
         good, noun = draw.randrange(2), draw.choice(NOUNS)
         score = 4.0 * good + draw.uniform(0, 1)
-        rows.append(f"{index}\tg\tf\ty\t0\tn\tn\tthe {noun} is\tthe {noun} is {draw.choice((BAD, GOOD)[good])}\t{score:.3f}")
+        rows.append(f"{index}\tg\tf\ty\t0\tn\tn\tlen {noun} los\tthe {noun} los {draw.choice((BAD, GOOD)[good])}\t{score:.3f}")
     return rows
 
 
@@ -41,34 +41,9 @@ def glue(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_tsv(folder / "SST-2" / f"{split}.tsv", "sentence\tlabel", sentiment_rows(count, seed))
         write_tsv(folder / "STS-B" / f"{split}.tsv", stsb, similarity_rows(count, seed))
     answers = ["entailment" if index % 3 else "not_entailment" for index in range(40)]
-    rows = [f"{i}\twhat is the {NOUNS[i % 6]}\tthe {NOUNS[i % 5]} is good\t{answers[i]}" for i in range(40)]
+    rows = [f"{i}\trol {NOUNS[i % 6]}\t{NOUNS[i % 5]} pel\t{answers[i]}" for i in range(40)]
     write_tsv(folder / "QNLI" / "dev.tsv", "index\tquestion\tsentence\tlabel", rows)
     return folder
-
-
-def save_tiny_bert(folder: Path) -> Path:
-    """A BertModel with hidden size 32 and 2 layers, random weights, and its tokenizer."""
-    import torch
-    from transformers import BertConfig, BertModel, BertTokenizerFast
-
-    words = [*NOUNS, *GOOD, *BAD, "the", "is", "what", "mask", "sep", "[", "]"]
-    vocabulary = ["[PAD]", *(f"[unused{i}]" for i in range(6)), "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "vocab.txt").write_text("\n".join(vocabulary) + "\n", encoding="utf-8")
-    tokenizer = BertTokenizerFast.from_pretrained(folder)
-    tokenizer.model_max_length = 64
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = BertConfig(vocab_size=len(vocabulary), hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
-                        intermediate_size=64, max_position_embeddings=64)  # fmt: skip
-    BertModel(config).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a plain BERT."""
-    return save_tiny_bert(tmp_path_factory.mktemp("bert"))
 
 
 @pytest.fixture(scope="session")

@@ -56,16 +56,16 @@ def test_code_beside_a_known_type_is_not_run(tiny_bert: Path, tmp_path: Path) ->
 def test_text_does_not_inject_special_tokens(tiny_bert: Path, tiny_multicls: Path) -> None:
     for folder, facets in ((tiny_bert, 0), (tiny_multicls, 2)):
         tokenizer = load_tokenizer(find_checkpoint(str(folder)), 32)
-        ids = tokenizer("the [MASK] cat [SEP]", "dog [unused0]", truncation=True, max_length=32)["input_ids"]
+        ids = tokenizer("len [MASK] bal [SEP]", "del [unused0]", truncation=True, max_length=32)["input_ids"]
         tokens = tokenizer.convert_ids_to_tokens(ids)
         assert tokens.count("[SEP]") == 2 and tokens.count("[CLS]") == 1 and "[MASK]" not in tokens
         assert sum(token.startswith("[unused") for token in tokens) == facets
-        assert tokens[0] == "[CLS]" and tokens[1 + facets : 3 + facets] == ["the", "["]
+        assert tokens[0] == "[CLS]" and tokens[1 + facets : 3 + facets] == ["len", "["]
 
 
 def test_long_pairs_keep_facets_and_separators(tiny_multicls: Path) -> None:
     tokenizer = load_tokenizer(find_checkpoint(str(tiny_multicls)), 16)
-    ids = tokenizer("the cat " * 20, "is good " * 20, truncation=True, max_length=16)["input_ids"]
+    ids = tokenizer("len bal " * 20, "los pel " * 20, truncation=True, max_length=16)["input_ids"]
     tokens = tokenizer.convert_ids_to_tokens(ids)
     assert len(ids) == 16 and tokens[1:3] == ["[unused0]", "[unused1]"] and tokens.count("[SEP]") == 2
 
@@ -82,8 +82,8 @@ def test_what_a_folder_may_lack(tiny_bert: Path, tmp_path: Path) -> None:
 
 
 def test_encoder_weights_may_not_be_missing(tiny_bert: Path, tmp_path: Path) -> None:
-    folder = changed(tiny_bert, tmp_path / "deeper", num_hidden_layers=3)
-    with pytest.raises(UserError, match="weights of the encoder are missing: bert.encoder.layer.2"):
+    folder = changed(tiny_bert, tmp_path / "deeper", num_hidden_layers=4)
+    with pytest.raises(UserError, match="weights of the encoder are missing: bert.encoder.layer.3"):
         build_head("cls", find_checkpoint(str(folder)), 2)
 
 
