@@ -19,8 +19,9 @@ _HIDE_QUOTES = str.maketrans({quote: "*" for quote in _QUOTES})
 _CLOSING = re.compile(rf"[{_QUOTES}’')\]]+(?=\s|$|[-–—])")
 # Two boundaries it misses: after a bracketed sentence, and after the word "me." (to it, the state of Maine).
 _MISSED = re.compile(rf"(?:[.!?][{_QUOTES}’']?\)|\bme\.)\s+(?=[{_QUOTES}'(]?[A-Z])")
-# One that it sees wrongly: after an abbreviation that stands before a number.
+# Two that it sees wrongly: after an abbreviation that stands before a number, and after a title behind a hidden mark.
 _BEFORE_NUMBER = re.compile(r"(?i:\b(?:vols?|nos?|pp?|ch|figs?|secs?|arts?|ca?|fl))\.\s*$")
+_TITLE = re.compile(r"(?:^|\W)(?:Dr|Mr|Mrs|Ms|St|Prof|Rev|Capt|Col|Gen|Lt|Hon|Messrs|Mme|Mlle)\.\s*$")
 _NUMBER_WORDS = "one|two|three|four|five|six|seven|eight|nine|ten|first|second|third|fourth|fifth|last"
 _CHAPTER = re.compile(
     rf"(?i:(?:chapter|book|part|volume|section|canto|letter|act|scene|stave)\s+(?:[ivxlc]+|\d+|{_NUMBER_WORDS})\b.{{0,80}})"
@@ -79,18 +80,26 @@ def split_paragraph(paragraph: str, language: str) -> Iterator[str]:
         if current and not current[-1].isspace() and (closing := _CLOSING.match(text)):
             current += closing.group()  # a closing mark belongs to the sentence before it
             text = text[closing.end() :]
-        start = text.lstrip()[:1]
-        if current and (not start or start.islower() or (start.isdigit() and _BEFORE_NUMBER.search(current))):
-            current += text  # ... " she said.
+        if current and _continues(current, text):
+            current += text
             continue
         yield from _split_missed(current)
         current = text
     yield from _split_missed(current + paragraph[position:])
 
 
+def _continues(before: str, text: str) -> bool:
+    """Whether `text` goes on with the sentence `before`: ... " she said."""
+    start = text.lstrip()[:1]
+    if not start or start.islower():
+        return True
+    end = before[-12:]
+    return bool(_BEFORE_NUMBER.search(end) if start.isdigit() else _TITLE.search(end))
+
+
 def _split_missed(text: str) -> Iterator[str]:
     start = 0
-    for match in _MISSED.finditer(text):
+    for match in _MISSED.finditer(text) if ")" in text or "me. " in text else ():  # the search costs most of the time
         yield text[start : match.end()].strip()
         start = match.end()
     if text[start:].strip():

@@ -16,6 +16,7 @@ CASES = [
     "“Come here. |Sit down,” said the man.|“Why?”",
     "It cost $3.50 in the U.S. market.|Nobody paid.",
     "(He was wrong.) |She was right.",
+    '"Dr. Van Helsing, what I have to tell you is odd. |It is so."',
     "Come with me. |We shall see.",
     "He said so...|Then he went.",
     "See e.g. the first case, vol. 2, no. 5 of the list.|It is short.",
