@@ -406,7 +406,9 @@ def _finish(
 
 
 def _without_packages(identity: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in identity.items() if key not in ("packages", "splitter")}
+    """What must agree for a finished corpus to be the one asked for; newer packages do not make it another."""
+    kept = {key: value for key, value in identity.items() if key not in ("packages", "splitter")}
+    return kept | {"language": identity.get("splitter", {}).get("language")}
 
 
 def load_tokenizer_files(name: str) -> dict[str, bytes]:

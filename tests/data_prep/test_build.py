@@ -209,8 +209,9 @@ def test_finished_and_foreign_folders(tiny_tokenizer: Path, tmp_path: Path) -> N
     before = contents(tmp_path / "out")
     again = subprocess.run([sys.executable, str(RUN), "build", *command], capture_output=True, text=True, cwd=tmp_path)
     assert again.returncode == 0 and "already finished" in again.stdout and contents(tmp_path / "out") == before
-    with pytest.raises(UserError, match="other input or settings"):
-        prepare(tiny_tokenizer, tmp_path / "out", tmp_path / "in.txt", documents="blank_line")
+    for other in ({"documents": "blank_line"}, {"language": "de"}):
+        with pytest.raises(UserError, match="other input or settings"):
+            prepare(tiny_tokenizer, tmp_path / "out", tmp_path / "in.txt", **other)
     with pytest.raises(UserError, match="is no corpus"):
         prepare(tiny_tokenizer, tmp_path, tmp_path / "in.txt")
 
