@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from multicls.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase
 
     from multicls.modeling_multicls import MultiClsBertForPreTraining
 
@@ -34,7 +34,7 @@ def from_bert(
     hard_negatives: bool = True,
     random_weights: bool = False,
     report: Callable[[str], None] = print,
-) -> tuple[MultiClsBertForPreTraining, PreTrainedTokenizerFast]:
+) -> tuple[MultiClsBertForPreTraining, PreTrainedTokenizerBase]:
     """Builds a Multi-CLS model and its tokenizer from a BERT (or an earlier Multi-CLS) checkpoint.
 
     Nothing of the checkpoint is dropped: the encoder, the pooler, the MLM head and the next-sentence classifier (which
@@ -88,9 +88,10 @@ def from_bert(
         report(f"weights: random, in the shape of {checkpoint}")
     else:
         with quiet_transformers():
-            model, found = MultiClsBertForPreTraining.from_pretrained(
+            loaded: Any = MultiClsBertForPreTraining.from_pretrained(
                 checkpoint, config=config, output_loading_info=True, dtype=torch.float32
             )
+        model, found = loaded
         report(_describe(checkpoint, found))
     if len(tokenizer) > model.config.vocab_size:
         model.resize_token_embeddings(len(tokenizer))

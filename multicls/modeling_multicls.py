@@ -84,7 +84,7 @@ class FacetBertLayer(BertLayer):
 class MultiClsBertModelOutput(BaseModelOutputWithPooling):
     """As BERT's output, with `facet_embeddings` c_k, (B, S, D)."""
 
-    facet_embeddings: torch.FloatTensor | None = None
+    facet_embeddings: Tensor | None = None
 
 
 class McqtScores(NamedTuple):
@@ -113,21 +113,21 @@ class MultiClsBertForPreTrainingOutput(ModelOutput):
         mlm_logits: (masked, V), one row for every position with a label, in row-major order; None without labels.
     """
 
-    loss: torch.FloatTensor | None = None
-    losses: dict[str, torch.FloatTensor] | None = None
-    last_hidden_state: torch.FloatTensor | None = None
-    facet_embeddings: torch.FloatTensor | None = None
+    loss: Tensor | None = None
+    losses: dict[str, Tensor] | None = None
+    last_hidden_state: Tensor | None = None
+    facet_embeddings: Tensor | None = None
     mcqt_scores: tuple[Tensor, Tensor | None] | None = None
-    so_logits: torch.FloatTensor | None = None
-    tfidf: torch.FloatTensor | None = None
-    mlm_logits: torch.FloatTensor | None = None
+    so_logits: Tensor | None = None
+    tfidf: Tensor | None = None
+    mlm_logits: Tensor | None = None
 
 
 @dataclass
 class MultiClsBertClassifierOutput(SequenceClassifierOutput):
     """As BERT's classifier output, with `pooled`, the embedding that was classified, (B, D), before dropout."""
 
-    pooled: torch.FloatTensor | None = None
+    pooled: Tensor | None = None
 
 
 def mcqt_scores(queries_NSD: Tensor, candidates_MSD: Tensor, best_pair_weight: float) -> Tensor:
@@ -207,7 +207,7 @@ class MultiClsBertModel(MultiClsBertPreTrainedModel, BertModel):
 
     def __init__(self, config: MultiClsBertConfig, add_pooling_layer: bool = True) -> None:
         super().__init__(config, add_pooling_layer=add_pooling_layer)
-        for layer in config.facet_layers:
+        for layer in config.facet_layers or []:
             self.encoder.layer[layer - 1] = FacetBertLayer(config, layer_idx=layer - 1)
         self.facet_head = FacetHead(config)
         self.post_init()
@@ -386,16 +386,17 @@ class MultiClsBertForSequenceClassification(MultiClsBertPreTrainedModel):
 
     def __init__(self, config: MultiClsBertConfig) -> None:
         super().__init__(config)
-        self.num_labels = config.num_labels
+        self.num_labels = int(config.num_labels or 2)
         self.bert = MultiClsBertModel(config)
         self.facet_bias = nn.Parameter(torch.zeros(config.num_embeddings_per_sequence, config.hidden_size))
         dropout = config.classifier_dropout
         self.dropout = nn.Dropout(config.hidden_dropout_prob if dropout is None else dropout)
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.classifier = nn.Linear(config.hidden_size, self.num_labels)
         self.post_init()
 
     def pool(self, outputs: MultiClsBertModelOutput) -> Tensor:
         """The embedding to classify, (B, D)."""
+        assert outputs.last_hidden_state is not None and outputs.pooler_output is not None
         if self.config.classifier_pooling == "cls":
             return outputs.pooler_output
         facets_BSD = self.bert.facet_states(outputs.last_hidden_state)

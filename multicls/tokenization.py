@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from multicls.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 
 def facet_tokens(vocabulary: dict[str, int], num_facets: int) -> list[str]:
@@ -22,7 +22,7 @@ def facet_tokens(vocabulary: dict[str, int], num_facets: int) -> list[str]:
     return [f"[C{k}]" for k in range(1, num_facets + 1)]
 
 
-def with_facets(tokenizer: PreTrainedTokenizerFast, num_facets: int) -> PreTrainedTokenizerFast:
+def with_facets(tokenizer: PreTrainedTokenizerBase, num_facets: int) -> PreTrainedTokenizerFast:
     """A copy of `tokenizer` that inserts the facets, and takes all text for text.
 
     The copy has `split_special_tokens` set: a literal "[MASK]" or "[unused0]" in a text is split into pieces like any
@@ -63,7 +63,7 @@ def with_facets(tokenizer: PreTrainedTokenizerFast, num_facets: int) -> PreTrain
     )
 
 
-def facet_ids(tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
+def facet_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """The ids that the tokenizer's post-processor inserts between [CLS] and the text, in order."""
     empty = tokenizer("")["input_ids"]
     return tuple(empty[1:-1])

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -146,7 +146,7 @@ def _identity(settings: PretrainSettings, corpus_folder: Path) -> dict[str, Any]
     return flat | {"manifest of the corpus": sha256_of(corpus_folder / "manifest.json")}
 
 
-def _precision(settings: PretrainSettings) -> str:
+def _precision(settings: PretrainSettings) -> Literal["fp32", "bf16"]:
     if settings.train.precision != "auto":
         return settings.train.precision
     return "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "fp32"

@@ -41,6 +41,7 @@ def measure(
 ) -> Terms:
     """Sums and counts of one micro-batch: every loss, the accuracies, and how alike a sequence's facets are."""
     assert outputs.losses is not None and outputs.facet_embeddings is not None
+    assert outputs.mcqt_scores is not None and outputs.so_logits is not None
     counts: dict[str, Tensor] = term_counts(batch)
     terms: Terms = {}
     for name in OBJECTIVES:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypedDict
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -15,30 +15,30 @@ class ModelSettings(Settings):
     """The model, and what it starts from."""
 
     checkpoint: str = Field(description="Hub id or folder of any BERT checkpoint, or 'sample'")
-    random_weights: bool = Field(False, description="take only shape and tokenizer of the checkpoint")
-    num_facets: int = Field(5, ge=0, description="K, the extra CLS tokens; 0: the plain single-CLS model")
-    facet_layers: list[int] | None = Field(None, description="layers with inserted linears after them; [] for none")
-    mcqt_lambda: float = Field(0.1, ge=0, le=1, description="weight of the best facet pair in the MCQT score")
-    hard_negatives: bool = Field(True, description="three-part examples; false: two parts, in-batch negatives only")
+    random_weights: bool = Field(default=False, description="take only shape and tokenizer of the checkpoint")
+    num_facets: int = Field(default=5, ge=0, description="K, the extra CLS tokens; 0: the plain single-CLS model")
+    facet_layers: list[int] | None = Field(default=None, description="layers with inserted linears after them; [] for none")
+    mcqt_lambda: float = Field(default=0.1, ge=0, le=1, description="weight of the best facet pair in the MCQT score")
+    hard_negatives: bool = Field(default=True, description="three-part examples; false: two parts, in-batch negatives only")
 
 
 class DataSettings(Settings):
     """The corpus and how examples are made of it."""
 
     corpus: str = Field(description="folder written by data_prep/run.py, or 'sample'")
-    seq_length: int = Field(128, ge=16, description="tokens of a part, special tokens included")
-    mlm_probability: float = Field(0.15, gt=0, lt=1, description="share of text tokens to predict")
-    validation_fraction: float = Field(0.01, gt=0, lt=1, description="share of documents held out")
-    num_workers: int = Field(1, ge=0, description="loader processes of each rank; numbers do not depend on it")
+    seq_length: int = Field(default=128, ge=16, description="tokens of a part, special tokens included")
+    mlm_probability: float = Field(default=0.15, gt=0, lt=1, description="share of text tokens to predict")
+    validation_fraction: float = Field(default=0.01, gt=0, lt=1, description="share of documents held out")
+    num_workers: int = Field(default=1, ge=0, description="loader processes of each rank; numbers do not depend on it")
 
 
 class ObjectiveSettings(Settings):
     """Weights of the losses; a weight of 0 switches a loss off."""
 
-    mlm: float = Field(1.0, ge=0)
-    tfidf: float = Field(1.0, ge=0)
-    so: float = Field(1.0, ge=0)
-    mcqt: float = Field(1.0, ge=0)
+    mlm: float = Field(default=1.0, ge=0)
+    tfidf: float = Field(default=1.0, ge=0)
+    so: float = Field(default=1.0, ge=0)
+    mcqt: float = Field(default=1.0, ge=0)
 
     @model_validator(mode="after")
     def _something_to_learn(self) -> ObjectiveSettings:
@@ -50,26 +50,26 @@ class ObjectiveSettings(Settings):
 class TrainSettings(Settings):
     """Schedule and optimizer. One optimizer step takes `triples` x `micro_batches` examples, whatever the ranks."""
 
-    seed: int = Field(1, ge=0)
-    steps: PositiveInt = Field(620_000, description="optimizer steps")
-    triples: PositiveInt = Field(10, description="examples of a micro-batch; they are each other's negatives")
-    micro_batches: PositiveInt = Field(1, description="micro-batches of a step, shared out among the ranks")
-    learning_rate: float = Field(2e-5, gt=0, description="peak")
-    warmup_fraction: float = Field(0.001, ge=0, lt=1, description="share of the steps with rising learning rate")
-    weight_decay: float = Field(0.02, ge=0, description="decoupled; none on biases and LayerNorms")
-    gradient_clipping: float = Field(1.0, gt=0, description="largest global gradient norm")
-    precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto: bf16 where the GPU has it")
+    seed: int = Field(default=1, ge=0)
+    steps: PositiveInt = Field(default=620_000, description="optimizer steps")
+    triples: PositiveInt = Field(default=10, description="examples of a micro-batch; they are each other's negatives")
+    micro_batches: PositiveInt = Field(default=1, description="micro-batches of a step, shared out among the ranks")
+    learning_rate: float = Field(default=2e-5, gt=0, description="peak")
+    warmup_fraction: float = Field(default=0.001, ge=0, lt=1, description="share of the steps with rising learning rate")
+    weight_decay: float = Field(default=0.02, ge=0, description="decoupled; none on biases and LayerNorms")
+    gradient_clipping: float = Field(default=1.0, gt=0, description="largest global gradient norm")
+    precision: Literal["auto", "fp32", "bf16"] = Field(default="auto", description="auto: bf16 where the GPU has it")
 
 
 class RunSettings(Settings):
     """What a run writes, where and how often (in steps)."""
 
-    output_dir: str | None = Field(None, description="the run folder; default: runs/<name of the recipe>")
+    output_dir: str | None = Field(default=None, description="the run folder; default: runs/<name of the recipe>")
     log_every: PositiveInt = 50
     eval_every: PositiveInt = 2000
-    eval_micro_batches: PositiveInt = Field(50, description="validation micro-batches, the same ones every time")
+    eval_micro_batches: PositiveInt = Field(default=50, description="validation micro-batches, the same ones every time")
     save_every: PositiveInt = 2000
-    keep_checkpoints: PositiveInt = Field(2, description="newest ones kept")
+    keep_checkpoints: PositiveInt = Field(default=2, description="newest ones kept")
 
 
 class PretrainSettings(Settings):
@@ -82,7 +82,16 @@ class PretrainSettings(Settings):
     run: RunSettings = RunSettings()
 
 
-def batch_arithmetic(settings: PretrainSettings, world_size: int) -> dict[str, int | float]:
+class BatchArithmetic(TypedDict):
+    """Arguments of `multicls.ds_config.resolve_ds_config`."""
+
+    micro_batch_size: int
+    accumulation: int
+    world_size: int
+    gradient_clipping: float
+
+
+def batch_arithmetic(settings: PretrainSettings, world_size: int) -> BatchArithmetic:
     """What of a DeepSpeed JSON our settings own. A micro-batch counts as one item: its examples stay together."""
     return {
         "micro_batch_size": 1,

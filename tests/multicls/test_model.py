@@ -164,7 +164,9 @@ def test_every_weight_learns() -> None:
     assert {name for name in without if "pooler" not in name and "key.bias" not in name} == set()
 
 
-@pytest.mark.parametrize("changes", [{"num_facets": 0, "hard_negatives": False}, {"num_facets": 1}, {"facet_layers": []}])
+@pytest.mark.parametrize(
+    "changes", [{"num_facets": 0, "hard_negatives": False}, {"num_facets": 1}, {"facet_layers": []}]
+)
 def test_baselines_are_the_same_code_with_other_settings(changes: dict[str, object]) -> None:
     config = tiny(**changes)
     out = MultiClsBertForPreTraining(config)(**batch(config))

@@ -43,7 +43,8 @@ def launch(tiny_bert: Path, tiny_corpus: Path) -> Launch:
         command = [str(Path(sys.executable).with_name(launcher[0])), *launcher[1:], str(REPOSITORY / "pretrain/run.py")]
         command += ["--config", "ds_configs/zero2.json", "--output_dir", str(folder)]
         if data:
-            command += ["--recipe", "pretrain/recipes/tiny.yaml", "--model", str(tiny_bert), "--corpus", str(tiny_corpus)]
+            command += ["--recipe", "pretrain/recipes/tiny.yaml"]
+            command += ["--model", str(tiny_bert), "--corpus", str(tiny_corpus)]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         return subprocess.run(
             [*command, *flags], cwd=folder.parent, env=environment, capture_output=True, text=True, check=False

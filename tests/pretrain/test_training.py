@@ -36,7 +36,7 @@ def test_learning_rate_rises_then_falls_linearly() -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 6])
 def test_ranks_share_out_a_step_without_gaps_or_overlap(world_size: int) -> None:
     shares = [list(Share(6, rank, world_size).numbers(range(4, 6))) for rank in range(world_size)]
-    assert sorted(sum(shares, [])) == list(range(24, 36))
+    assert sorted(number for share in shares for number in share) == list(range(24, 36))
     assert {len(share) for share in shares} == {12 // world_size}
 
 
