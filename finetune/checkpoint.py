@@ -67,7 +67,9 @@ def find_checkpoint(name: str, trust_remote_code: bool = False) -> Checkpoint:
             raise UserError(f"--model {name}: no such folder.")
         folder = _from_hub(name)
     if not (folder / "config.json").exists():
-        raise UserError(f"--model {name}: {folder} holds no config.json; give the folder with the exported model (RUN/hf).")
+        raise UserError(
+            f"--model {name}: {folder} holds no config.json; give the folder with the exported model (RUN/hf)."
+        )
     weights = next((found for pattern in WEIGHTS if (found := sorted(folder.glob(pattern)))), [])
     if not weights:
         raise UserError(f"--model {name}: {folder} holds no weights (model.safetensors).")
@@ -152,7 +154,7 @@ def _check_code(name: str, folder: Path, config: dict[str, Any], trust_remote_co
     if "auto_map" in config and not known and not trust_remote_code:
         raise UserError(
             f"--model {name}: {folder} brings Python code of its own, which it needs to load "
-            f"(model_type {config.get('model_type')!r}). If you have read that code and trust it, add --trust_remote_code."
+            f"(model_type {config.get('model_type')!r}). If you have read and trust that code, add --trust_remote_code."
         )
     if not known and "auto_map" not in config:
         raise UserError(f"--model {name}: transformers knows no model_type {config.get('model_type')!r} (config.json).")

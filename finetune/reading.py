@@ -44,9 +44,9 @@ def read_task(task: Task, data_dir: str | None, train_from_dev: bool = False) ->
         UserError: a file is missing or a row of it does not parse.
     """
     if not task.folder:
-        from finetune import sample_task
+        from finetune.sample_task import read  # which needs `Example` of this module
 
-        return sample_task.read(task, data_dir)
+        return read(task, data_dir)
     if data_dir is None:
         return _read_hub(task, train_from_dev)
     return _read_folder(task, Path(data_dir), train_from_dev)
@@ -86,8 +86,9 @@ def read_file(task: Task, path: Path, part: str = "") -> tuple[list[Example], in
 def _read_folder(task: Task, data_dir: Path, train_from_dev: bool) -> TaskData:
     folder = data_dir / task.folder
     if not folder.is_dir():
-        there = sorted(path.name for path in data_dir.iterdir() if path.is_dir()) if data_dir.is_dir() else []
-        hint = f"it holds {', '.join(there[:12])}" if there else "it holds no folders" if data_dir.is_dir() else "no such folder"
+        hint = "no such folder"
+        if data_dir.is_dir():
+            hint = "it holds " + (", ".join(sorted(path.name for path in data_dir.iterdir())[:12]) or "nothing")
         raise UserError(f"--data_dir {data_dir}: task {task.name} is read from {folder}/: {hint}.")
     notes: list[str] = []
 
@@ -109,8 +110,8 @@ def _read_folder(task: Task, data_dir: Path, train_from_dev: bool) -> TaskData:
     train = None if train_from_dev else read("train")
     if train is None and not train_from_dev:
         raise UserError(
-            f"{folder}: train.tsv (or .jsonl) is missing. Get the whole data set, or add --train_from_dev: the train rows "
-            "are then drawn from the dev file and the rest of it evaluates, which is not the protocol and is recorded so."
+            f"{folder}: train.tsv (or .jsonl) is missing. Get the whole data set, or add --train_from_dev: the train "
+            "rows are then drawn from dev and the rest of it evaluates; not the protocol, and recorded as such."
         )
     return TaskData(train, [example for rows in parts.values() for example in rows or []], notes)
 
@@ -183,9 +184,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         yield number, row
 
 
-def _example(
-    task: Task, name: str, row: Mapping[str, Any], where: str, part: str, indices_allowed: bool
-) -> Example:
+def _example(task: Task, name: str, row: Mapping[str, Any], where: str, part: str, indices_allowed: bool) -> Example:
     texts = tuple(_value(row, names, where) for names in task.fields)
     if not all(isinstance(text, str) for text in texts):
         raise UserError(f"{where}: {' and '.join(names[-1] for names in task.fields)} must be text.")

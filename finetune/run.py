@@ -68,7 +68,9 @@ def run(settings: FinetuneSettings) -> dict[str, Any]:
     device, precision = find_device()
     resolved = resolve(settings, len(train), precision)
     identity = {
-        **settings.model_dump(include={"task", "train_size", "head", "seed", "data_seed", "train_from_dev", "max_length"}),
+        **settings.model_dump(
+            include={"task", "train_size", "head", "seed", "data_seed", "train_from_dev", "max_length"}
+        ),
         "model": checkpoint.fingerprint,
         "data": fingerprint([*train, *dev]),
         "train": resolved.model_dump(mode="json"),
@@ -77,7 +79,7 @@ def run(settings: FinetuneSettings) -> dict[str, Any]:
     title = f"{task.name}, {settings.train_size} train rows, head {settings.head}, seed {settings.seed}"
     done = find_result(settings.output_dir, run_id)
     if done and (not settings.save_model or model_path(settings.output_dir, run_id).exists()):
-        print(f"already finished: {title}: {_scores(done['scores'])} (run {run_id} in {settings.output_dir}/results.jsonl)")
+        print(f"already finished: {title}: {_scores(done['scores'])} (run {run_id} in {settings.output_dir})")
         return done
     log.info("%s: run %s on %s in %s", title, run_id, device.type, resolved.precision)
     log.info("%d train rows, %d dev rows, %d steps of %d rows, dev every %d", len(train), len(dev), resolved.max_steps,
@@ -87,14 +89,12 @@ def run(settings: FinetuneSettings) -> dict[str, Any]:
     outcome = _train(settings, resolved, checkpoint, task, train, dev, run_id)
     record = {"run_id": run_id, "identity": identity, "model": settings.model, "train_rows": len(train), "notes": notes}
     _write(settings, task, record, outcome, rows, dev, device.type)
-    print(f"{title}: {_scores(outcome.scores)} (best of {len(outcome.history)} evaluations, step {outcome.best_step} of "
-          f"{outcome.steps}; run {run_id} in {settings.output_dir}/results.jsonl)")  # fmt: skip
+    best = f"best of {len(outcome.history)} evaluations, step {outcome.best_step} of {outcome.steps}"
+    print(f"{title}: {_scores(outcome.scores)} ({best}; run {run_id} in {settings.output_dir})")
     return record
 
 
-def select_rows(
-    task: Task, settings: FinetuneSettings
-) -> tuple[list[Example], list[int], list[Example], list[str]]:
+def select_rows(task: Task, settings: FinetuneSettings) -> tuple[list[Example], list[int], list[Example], list[str]]:
     """The train rows drawn, their indices, the dev rows, and what a reader of the result has to know.
 
     Raises:
@@ -108,13 +108,17 @@ def select_rows(
     size = settings.train_size
     if data.train is None:
         if isinstance(size, str) or size >= len(data.dev):
-            raise UserError(f"--train_from_dev: --train_size {size} must be a number below the {len(data.dev)} dev rows.")
+            raise UserError(
+                f"--train_from_dev: --train_size {size} must be a number below the {len(data.dev)} dev rows."
+            )
         rows = draw_rows(len(data.dev), size, settings.data_seed)
         chosen = set(rows)
         rest = [example for row, example in enumerate(data.dev) if row not in chosen]
         notes.append(f"not the protocol: train rows drawn from dev, the other {len(rest)} evaluate")
         return [data.dev[row] for row in rows], rows, rest, notes
-    rows = list(range(len(data.train))) if isinstance(size, str) else draw_rows(len(data.train), size, settings.data_seed)
+    rows = (
+        list(range(len(data.train))) if isinstance(size, str) else draw_rows(len(data.train), size, settings.data_seed)
+    )
     if not isinstance(size, str) and len(rows) < size:
         notes.append(f"{size} train rows asked for, {len(rows)} exist: all taken")
     return [data.train[row] for row in rows], rows, data.dev, notes
@@ -216,7 +220,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)  # fmt: skip
     parser.add_argument("--recipe", action="append", default=[], metavar="FILE", help="YAML file of settings")
-    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="any setting, for instance train.clip=1")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="a.b=c", help="any setting, for instance train.clip=1"
+    )
     parser.add_argument("--print_config", action="store_true", help="print the settings as a recipe and stop")
     choices = {"task": ", ".join(TASKS), "head": "; ".join(f"{name}: {about}" for name, about in HEADS.items())}
     for kind, prefix in ((FinetuneSettings, ""), (TrainSettings, "train.")):
@@ -225,7 +231,9 @@ def _parser() -> argparse.ArgumentParser:
                 continue
             default = "required" if field.is_required() else f"default {field.default}" if field.default else ""
             text = "; ".join(filter(None, (field.description, choices.get(name, default))))
-            switch: dict[str, Any] = {"action": "store_true", "default": None} if field.default is False else {"metavar": "X"}
+            switch: dict[str, Any] = (
+                {"action": "store_true", "default": None} if field.default is False else {"metavar": "X"}
+            )
             parser.add_argument(f"--{name}", dest=prefix + name, help=text, **switch)
     return parser
 

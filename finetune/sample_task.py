@@ -57,7 +57,8 @@ def read(task: Task, data_dir: str | None) -> TaskData:
                 f"{task.name}, too few; prepare more documents."
             )
     counts = ", ".join(f"{len(numbers)} for {split}" for split, numbers in articles.items())
-    return TaskData(pairs["train"], pairs["dev"], [f"articles: {counts}; unseen if pretrained with validation_fraction >= {HELD_OUT}"])  # fmt: skip
+    note = f"articles: {counts}; unseen if pretrained with validation_fraction >= {HELD_OUT}"
+    return TaskData(pairs["train"], pairs["dev"], [note])
 
 
 def held_out(corpus: Corpus) -> list[tuple[int, float]]:

@@ -21,14 +21,22 @@ class TrainSettings(Settings):
     learning_rate: PositiveFloat = Field(default=2e-5, description="peak learning rate; the paper tries 1 to 7e-5")
     epochs: PositiveInt = Field(default=20, description="passes over the train rows")
     max_steps: PositiveInt | None = Field(default=None, description="at most this many steps, whatever the epochs")
-    batch_size: PositiveInt | None = Field(default=None, description="rows a step; 4, 8 or 16 for about 100, 1k or more rows")
-    eval_every: PositiveInt | None = Field(default=None, description="steps between evaluations; two epochs, at most 500")
+    batch_size: PositiveInt | None = Field(
+        default=None, description="rows a step; 4, 8 or 16 for about 100, 1k or more rows"
+    )
+    eval_every: PositiveInt | None = Field(
+        default=None, description="steps between evaluations; two epochs, at most 500"
+    )
     patience: PositiveInt = Field(default=10_000, description="stop after so many steps without a better dev score")
-    warmup: Fraction = Field(default=0.1, description="part of the steps with a rising learning rate; it then falls to 0")
+    warmup: Fraction = Field(
+        default=0.1, description="part of the steps with a rising learning rate; it then falls to 0"
+    )
     # The paper names none for fine-tuning; 0.01 is that of the protocol it follows (Mosbach et al., 2021).
     weight_decay: float = Field(default=0.01, ge=0.0, description="decoupled; not on biases and LayerNorms")
     clip: PositiveFloat = Field(default=1.0, description="largest norm of the gradient")
-    precision: Literal["auto", "fp32", "bf16"] = Field(default="auto", description="auto: bf16 on a GPU that has it, else fp32")
+    precision: Literal["auto", "fp32", "bf16"] = Field(
+        default="auto", description="auto: bf16 on a GPU that has it, else fp32"
+    )
 
 
 class FinetuneSettings(Settings):
@@ -36,15 +44,25 @@ class FinetuneSettings(Settings):
 
     model: str = Field(description="a run's hf/ folder, any Hugging Face model folder, or a hub id")
     task: str = Field(description="name of the task")
-    train_size: PositiveInt | Literal["full"] = Field(default="full", description="train rows: 100, 1k, any number, or full")
+    train_size: PositiveInt | Literal["full"] = Field(
+        default="full", description="train rows: 100, 1k, any number, or full"
+    )
     head: str = Field(description="how the label is read off the encoder")
     seed: int = Field(default=1, ge=0, description="seed of the new weights, the order of the rows and dropout")
     data_seed: int = Field(default=1, ge=0, description="seed of the sample of train rows")
-    data_dir: str | None = Field(default=None, description="folder in the official layout (RTE/train.tsv, ...); default: the hub")
-    train_from_dev: bool = Field(default=False, description="draw the train rows from dev, for lack of others (not the protocol)")  # fmt: skip
-    max_length: PositiveInt = Field(default=128, description="longest sequence in tokens, [CLS], facets and [SEP] included")
+    data_dir: str | None = Field(
+        default=None, description="folder in the official layout (RTE/train.tsv, ...); default: the hub"
+    )
+    train_from_dev: bool = Field(
+        default=False, description="draw the train rows from dev, for lack of others (not the protocol)"
+    )
+    max_length: PositiveInt = Field(
+        default=128, description="longest sequence in tokens, [CLS], facets and [SEP] included"
+    )
     output_dir: str = Field(default="results", description="folder for results.jsonl and predictions/")
-    save_model: bool = Field(default=False, description="save the model of the best evaluation to OUTPUT_DIR/models/RUN_ID")
+    save_model: bool = Field(
+        default=False, description="save the model of the best evaluation to OUTPUT_DIR/models/RUN_ID"
+    )
     trust_remote_code: bool = Field(default=False, description="run the Python code that lies in the model's folder")
     train: TrainSettings = TrainSettings()
 

@@ -28,7 +28,9 @@ def similarity_rows(count: int, seed: int) -> list[str]:
     for index in range(count):
         good, noun = draw.randrange(2), draw.choice(NOUNS)
         score = 4.0 * good + draw.uniform(0, 1)
-        rows.append(f"{index}\tg\tf\ty\t0\tn\tn\tlen {noun} los\tthe {noun} los {draw.choice((BAD, GOOD)[good])}\t{score:.3f}")
+        rows.append(
+            f"{index}\tg\tf\ty\t0\tn\tn\tlen {noun} los\tthe {noun} los {draw.choice((BAD, GOOD)[good])}\t{score:.3f}"
+        )
     return rows
 
 
@@ -56,4 +58,3 @@ def tiny_multicls(tiny_bert: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
-

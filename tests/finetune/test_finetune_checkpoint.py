@@ -81,6 +81,23 @@ def test_what_a_folder_may_lack(tiny_bert: Path, tmp_path: Path) -> None:
         find_checkpoint(str(changed(tiny_bert, tmp_path / "berd", model_type="berd")))
 
 
+def test_a_hub_id(tiny_bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def fetch(name: str, allow_patterns: list[str]) -> str:
+        asked.append(name)
+        return str(tiny_bert)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    checkpoint = find_checkpoint("bert-base-uncased")
+    assert (checkpoint.name, checkpoint.folder, asked) == ("bert-base-uncased", tiny_bert, ["bert-base-uncased"])
+
+
+def test_a_hub_id_without_network() -> None:
+    with pytest.raises(UserError, match="--model no-one/no-such-bert: no such folder, and the hub did not give it"):
+        find_checkpoint("no-one/no-such-bert")
+
+
 def test_encoder_weights_may_not_be_missing(tiny_bert: Path, tmp_path: Path) -> None:
     folder = changed(tiny_bert, tmp_path / "deeper", num_hidden_layers=4)
     with pytest.raises(UserError, match="weights of the encoder are missing: bert.encoder.layer.3"):

@@ -30,7 +30,9 @@ def test_official_files(name: str, multicls_data: Path) -> None:
 @pytest.mark.parametrize(("name", "column", "positive"), [("MRPC", "Quality", "1"), ("RTE", "label", "not_entailment")])
 def test_labels_as_the_csv_module_reads_them(name: str, column: str, positive: str, multicls_data: Path) -> None:
     with open(multicls_data / "glue" / name / "dev.tsv", encoding="utf-8-sig", newline="") as file:
-        expected = [int(row[column] == positive) for row in csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)]
+        expected = [
+            int(row[column] == positive) for row in csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+        ]
     assert [row.label for row in read_task(TASKS[name.lower()], str(multicls_data / "glue")).dev] == expected
 
 
@@ -63,7 +65,9 @@ def test_cola_has_no_header(tmp_path: Path) -> None:
 
 
 def test_jsonl_with_names_or_indices(tmp_path: Path) -> None:
-    lines = '{"premise": "a", "hypothesis": "b", "label": "neutral"}\n{"sentence1": "a", "sentence2": "c", "label": 2}\n'
+    lines = (
+        '{"premise": "a", "hypothesis": "b", "label": "neutral"}\n{"sentence1": "a", "sentence2": "c", "label": 2}\n'
+    )
     rows, _ = read_file(TASKS["mnli"], put(tmp_path / "dev_matched.jsonl", lines), "m")
     assert [(row.texts, row.label, row.part) for row in rows] == [(("a", "b"), 1, "m"), (("a", "c"), 2, "m")]
 

@@ -14,8 +14,22 @@ from multicls.errors import UserError
 
 def record(run_id: str, seed: int, score: float, notes: tuple[str, ...] = (), **changes: Any) -> dict[str, Any]:
     train = {"learning_rate": changes.pop("learning_rate", 2e-5)}
-    identity = {"task": "rte", "train_size": 100, "head": "cls", "seed": seed, "model": "abcdef01", "train": train} | changes
-    return {"run_id": run_id, "identity": identity, "model": "RUN/hf", "metric": "acc", "score": score, "notes": list(notes)}
+    identity = {
+        "task": "rte",
+        "train_size": 100,
+        "head": "cls",
+        "seed": seed,
+        "model": "abcdef01",
+        "train": train,
+    } | changes
+    return {
+        "run_id": run_id,
+        "identity": identity,
+        "model": "RUN/hf",
+        "metric": "acc",
+        "score": score,
+        "notes": list(notes),
+    }
 
 
 def table(folder: Path, records: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> str:

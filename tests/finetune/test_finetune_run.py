@@ -25,7 +25,9 @@ def lines(output_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
-def finetune(model: Path, glue: Path, output_dir: Path, *more: str, task: str = "sst2", head: str = "cls") -> dict[str, Any]:
+def finetune(
+    model: Path, glue: Path, output_dir: Path, *more: str, task: str = "sst2", head: str = "cls"
+) -> dict[str, Any]:
     """Runs the command in this process and returns the last line of results."""
     arguments = ["--model", str(model), "--task", task, "--head", head, "--data_dir", str(glue)]
     assert main([*arguments, "--output_dir", str(output_dir), *QUICK, *more]) == 0
@@ -45,23 +47,29 @@ def check_predictions(record: dict[str, Any], output_dir: Path) -> dict[str, Any
     return arrays
 
 
-def test_command_line_learns_saves_and_skips(tiny_multicls: Path, glue: Path, tmp_path: Path) -> None:
-    command = [sys.executable, str(REPOSITORY / "finetune" / "run.py"), "--model", str(tiny_multicls), "--task", "sst2",
-               "--train_size", "100", "--head", "multicls", "--data_dir", str(glue), "--output_dir", "out", *QUICK]  # fmt: skip
-    for said in ("run ", "already finished"):  # from another working directory, which the paths are relative to
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
-        assert done.returncode == 0, done.stderr
-        assert said in done.stdout
-    (record,) = lines(tmp_path / "out")
+def test_command_line_learns_saves_and_skips(
+    tiny_multicls: Path, glue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output_dir = tmp_path / "out"
+    arguments = ["--model", str(tiny_multicls), "--task", "sst2", "--train_size", "100", "--head", "multicls"]
+    arguments += ["--data_dir", str(glue), "--output_dir", str(output_dir), *QUICK]
+    command = [sys.executable, str(REPOSITORY / "finetune" / "run.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)  # from another folder
+    assert done.returncode == 0, done.stderr
+    assert main(arguments) == 0
+    assert "already finished: sst2, 100 train rows, head multicls, seed 1" in capsys.readouterr().out
+    (record,) = lines(output_dir)
     assert record["score"] > 0.9, "one of two words decides the label"
     assert (record["train_rows"], record["dev_rows"], record["steps"]) == (100, 60, 200)
     assert record["identity"]["train"]["batch_size"] == 4 and record["notes"] == []
     assert [point[0] for point in record["history"]] == [50, 100, 150, 200]
-    check_predictions(record, tmp_path / "out")
+    check_predictions(record, output_dir)
 
 
 def test_same_seed_same_numbers_other_seed_other_numbers(tiny_bert: Path, glue: Path, tmp_path: Path) -> None:
-    runs = [finetune(tiny_bert, glue, tmp_path / str(i), "--train_size", "20", "--seed", s) for i, s in enumerate("112")]
+    runs = [
+        finetune(tiny_bert, glue, tmp_path / str(i), "--train_size", "20", "--seed", s) for i, s in enumerate("112")
+    ]
     logits = [check_predictions(run, tmp_path / str(i))["logits"] for i, run in enumerate(runs)]
     assert runs[0]["run_id"] == runs[1]["run_id"] != runs[2]["run_id"]
     assert runs[0]["history"] == runs[1]["history"] and np.array_equal(logits[0], logits[1])
@@ -85,7 +93,10 @@ def test_regression_and_saved_model(tiny_multicls: Path, glue: Path, tmp_path: P
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     folder = tmp_path / "models" / record["run_id"]
-    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = (
+        AutoModelForSequenceClassification.from_pretrained(folder).eval(),
+        AutoTokenizer.from_pretrained(folder),
+    )
     rows = [line.split("\t") for line in (glue / "STS-B" / "dev.tsv").read_text(encoding="utf-8").splitlines()[1:4]]
     with torch.no_grad():
         batch = tokenizer([row[7] for row in rows], [row[8] for row in rows], return_tensors="pt", padding=True)
@@ -152,9 +163,15 @@ def test_bad_input_is_named_and_nothing_is_written(
 
 
 def test_settings_errors_exit_with_2_and_import_no_torch() -> None:
-    code = ("import runpy, sys; sys.argv = ['run.py', '--task', 'rte', '--head', 'cls', '--epochs', 'x']\n"
-            f"try: runpy.run_path({str(REPOSITORY / 'finetune' / 'run.py')!r}, run_name='__main__')\n"
-            "except SystemExit as stop: print(stop.code, {'torch', 'transformers', 'sklearn'} & set(sys.modules))")  # fmt: skip
+    script = str(REPOSITORY / "finetune" / "run.py")
+    code = f"""if True:
+        import runpy, sys
+        sys.argv = ["run.py", "--task", "rte", "--head", "cls", "--epochs", "x"]
+        try:
+            runpy.run_path({script!r}, run_name="__main__")
+        except SystemExit as stop:
+            print(stop.code, {{"torch", "transformers", "sklearn"}} & set(sys.modules))
+    """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "2 set()"
     assert "model: this setting is required" in done.stderr and "train.epochs = 'x'" in done.stderr

@@ -30,8 +30,8 @@ def corpus(tiny_bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         for _ in range(100):
             sentences = [" ".join(draw.choice(NOUNS) for _ in range(10)).capitalize() + "." for _ in range(60)]
             file.write(json.dumps({"text": " ".join(sentences)}) + "\n")
-    prepare(["--input", str(folder / "articles.jsonl"), "--output", str(folder / "corpus"), "--tokenizer", str(tiny_bert),
-             "--num_processes", "1"])  # fmt: skip
+    prepare(["--input", str(folder / "articles.jsonl"), "--output", str(folder / "corpus"), "--tokenizer",
+             str(tiny_bert), "--num_processes", "1"])  # fmt: skip
     return folder / "corpus"
 
 
@@ -83,7 +83,18 @@ def test_passages_are_whole_sentences_of_the_text(corpus: Path) -> None:
 
 
 def test_command(corpus: Path, tiny_bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--model", str(tiny_bert), "--task", "sample_pairs", "--train_size", "20", "--head", "cls", "--max_steps", "1"]
+    arguments = [
+        "--model",
+        str(tiny_bert),
+        "--task",
+        "sample_pairs",
+        "--train_size",
+        "20",
+        "--head",
+        "cls",
+        "--max_steps",
+        "1",
+    ]
     assert main([*arguments, "--max_length", "64", "--data_dir", str(corpus), "--output_dir", str(tmp_path)]) == 0
     record = json.loads((tmp_path / "results.jsonl").read_text(encoding="utf-8"))
     assert record["notes"][0] == "same-article, held-out sample articles; not GLUE"

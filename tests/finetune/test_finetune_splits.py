@@ -19,7 +19,7 @@ from finetune.splits import draw_rows
 )
 def test_committed_hashes(num_rows: int, size: int, seed: int, expected: str) -> None:
     rows = draw_rows(num_rows, size, seed)
-    assert len(set(rows)) == size and rows == sorted(rows) and 0 <= rows[0] and rows[-1] < num_rows
+    assert len(set(rows)) == size and rows == sorted(rows) and rows[0] >= 0 and rows[-1] < num_rows
     assert hashlib.sha256(",".join(map(str, rows)).encode()).hexdigest() == expected
 
 
@@ -34,4 +34,4 @@ def test_uniform() -> None:
     for seed in range(400):
         for row in draw_rows(40, 10, seed):
             counts[row] += 1
-    assert 56 < min(counts) and max(counts) < 144
+    assert min(counts) > 56 and max(counts) < 144
