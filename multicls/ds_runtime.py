@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 import warnings
 from types import ModuleType
 
@@ -45,6 +46,17 @@ def prepare_deepspeed() -> ModuleType:
         torch.set_num_threads(max(1, torch.get_num_threads() // _ranks_on_this_node()))
     deepspeed.init_distributed(dist_backend="nccl" if on_cuda else "gloo", verbose=False)
     return deepspeed
+
+
+def leave_deepspeed() -> None:
+    """Leaves the process group, all ranks together; call it once at the end of a run that went well."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    dist.destroy_process_group()
+    # A gloo thread that lets go of the last collective's tensors takes the interpreter's lock. Where the interpreter
+    # shuts down at that moment the process aborts (seen in 4 of 48 processes with ZeRO-3): let the threads finish.
+    time.sleep(0.2)
 
 
 def _ranks_on_this_node() -> int:
