@@ -1,0 +1,49 @@
+# make demo    sets up, then runs the whole pipeline on the embedded sample
+# make test    sets up, then runs the tests
+# make lint    sets up, then runs ruff and mypy
+# make setup   only sets up; skipped when nothing changed since
+# make clean   removes what the others made, the environment included
+#
+# PYTHON=python3.12 chooses the interpreter for .venv. pip's own variables pass through: on a machine without a GPU,
+# PIP_EXTRA_INDEX_URL=<index of CPU builds> saves the gigabytes of CUDA libraries that torch brings from PyPI.
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+CODE := multicls data_prep pretrain finetune tests
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+
+.PHONY: setup demo test lint clean
+.DELETE_ON_ERROR:
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@rm -f $@
+	@command -v $(PYTHON) >/dev/null || { echo "error: no $(PYTHON); install Python 3.10 or newer, or give PYTHON=..." >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "error: $$($(PYTHON) --version) is too old; give PYTHON=... a Python 3.10 or newer" >&2; exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "error: $(PYTHON) cannot make environments; install its venv package (Debian: apt install python3-venv)" >&2; exit 2; }
+	@echo "setting up .venv with $$($(PYTHON) --version): some minutes the first time"
+	@$(PYTHON) -m venv --clear .venv
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[sample,dev]' | \
+	  { grep --line-buffered -oE '^(Collecting|Downloading|Building|Installing|Successfully installed) *[^ ,(;<>=~!]*' || true; }
+	@touch $@
+
+demo: setup
+	# The lead finishes this.
+	$(BIN)/deepspeed pretrain/run.py --config ds_configs/zero2.json
+
+test: setup
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+lint: setup
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/mypy $(CODE)
+
+clean:
+	rm -rf .venv runs build *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
