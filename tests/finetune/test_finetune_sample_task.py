@@ -64,7 +64,7 @@ def test_pretraining_does_not_train_on_its_articles(corpus: Path) -> None:
     for split in ("train", "validation"):
         stream = TripleStream(
             opened, special, seq_length=64, seed=1, split=split, validation_fraction=sample_task.HELD_OUT
-        )  # type: ignore[arg-type]
+        )
         seen = {stream.example(0, index).document for index in range(stream.examples_per_epoch)}
         assert seen == (held_out if split == "validation" else set(range(100)) - held_out)
 
