@@ -26,8 +26,8 @@ class MultiClsBertConfig(BertConfig):
         mcqt_lambda: weight of the best facet pair against the facet sum in the MCQT score (Eq. 2).
         hard_negatives: batches come in three consecutive parts of which the third is a hard negative of the first
             (section 2.4); False: two parts and in-batch negatives only.
-        classifier_pooling: what `MultiClsBertForSequenceClassification` classifies: "multicls", the re-parameterised sum
-            of facets (section 2.6); "sum", the plain sum; "cls", BERT's pooled [CLS].
+        classifier_pooling: what `MultiClsBertForSequenceClassification` classifies: "multicls", the re-parameterised
+            sum of facets (section 2.6); "sum", the plain sum; "cls", BERT's pooled [CLS].
         **kwargs: as `BertConfig`.
 
     Raises:
@@ -53,7 +53,9 @@ class MultiClsBertConfig(BertConfig):
         if self.facet_layers != sorted(set(self.facet_layers)) or not all(1 <= x <= depth for x in self.facet_layers):
             raise ValueError(f"facet_layers = {self.facet_layers}: must be ascending layer numbers in 1..{depth}")
         if self.facet_layers and not self.num_facets:
-            raise ValueError(f"facet_layers = {self.facet_layers}: there are no facets (num_facets = 0); leave it empty")
+            raise ValueError(
+                f"facet_layers = {self.facet_layers}: there are no facets (num_facets = 0); leave it empty"
+            )
         if not 0.0 <= self.mcqt_lambda <= 1.0:
             raise ValueError(f"mcqt_lambda = {self.mcqt_lambda}: must lie in 0..1")
         if self.classifier_pooling not in POOLINGS:

@@ -39,8 +39,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--num-facets", type=int, help="K; default: num_facet in training.conf beside the checkpoint")
     parser.add_argument(
         "--facet-layers",
-        help="comma-separated numbers of the layers after which facets pass their inserted linear layers, which the "
-        "authors' code calls the input of the next layer; '' for none; default: diversify_hidden_layer in training.conf",
+        help="numbers of the layers after which facets pass their inserted linear layers, separated by commas ('' for "
+        "none); the authors' code counts the same numbers as inputs of layers from 0; default: diversify_hidden_layer "
+        "in training.conf",
     )
     parser.add_argument("--num-attention-heads", type=int, help="default: hidden size / 64")
     parser.add_argument("--mcqt-lambda", type=float, default=0.1, help="weight of the best facet pair (default: 0.1)")
@@ -158,7 +159,7 @@ def convert(
                 break
     if state:
         raise UserError(
-            f"the checkpoint has tensors with no place in a model of {num_facets} facets and {len(facet_layers)} levels "
+            f"tensors without a place in a model of {num_facets} facets and {len(facet_layers)} levels "
             f"of inserted layers: {', '.join(sorted(state)[:5])}. Check --num-facets and --facet-layers."
         )
     converted["cls.predictions.decoder.weight"] = converted["bert.embeddings.word_embeddings.weight"]
@@ -181,7 +182,9 @@ def _config(
     depth = len({key.split(".")[3] for key in state if key.startswith("bert.encoder.layer.")})
     heads = hidden // 64 if heads is None else heads
     if heads < 1 or hidden % heads:
-        raise UserError(f"--num-attention-heads: {heads} heads do not divide the hidden size {hidden}; give the number.")
+        raise UserError(
+            f"--num-attention-heads: {heads} heads do not divide the hidden size {hidden}; give the number."
+        )
     try:
         return MultiClsBertConfig(
             vocab_size=words.shape[0],

@@ -258,7 +258,7 @@ class TfidfHead(nn.Module):
 
 
 class MultiClsPreTrainingHeads(nn.Module):
-    """The heads of pretraining; `predictions` and `seq_relationship` are named and shaped as in `BertForPreTraining`."""
+    """The heads of pretraining; `predictions` and `seq_relationship` are those of `BertForPreTraining`."""
 
     def __init__(self, config: MultiClsBertConfig) -> None:
         super().__init__()
@@ -378,7 +378,7 @@ class MultiClsBertForSequenceClassification(MultiClsBertPreTrainedModel):
     """A classifier on the pooled facets (`config.classifier_pooling`).
 
     "multicls" is the re-parameterised pooling of section 2.6, which keeps the facets from learning the same weights:
-    c = sum_k (W_{O,k} - mean_k' W_{O,k'}) h_k + b_k, W_{O,k} from pretraining, b_k starting at 0; no GELU, no LayerNorm.
+    c = sum_k (W_{O,k} - mean_k' W_{O,k'}) h_k + b_k, W_{O,k} from pretraining, b_k from 0; no GELU, no LayerNorm.
     With a single embedding (K <= 1) there is nothing to centre: c = W_{O,1} h_1 + b_1.
     """
 

@@ -16,7 +16,9 @@ def facet_tokens(vocabulary: dict[str, int], num_facets: int) -> list[str]:
 
     In bert-base-uncased these are `[unused0]`.. (ids 1..K), so the vocabulary does not grow.
     """
-    unused = sorted((token for token in vocabulary if re.fullmatch(r"\[unused\d+\]", token)), key=vocabulary.__getitem__)
+    unused = sorted(
+        (token for token in vocabulary if re.fullmatch(r"\[unused\d+\]", token)), key=vocabulary.__getitem__
+    )
     if len(unused) >= num_facets:
         return unused[:num_facets]
     return [f"[C{k}]" for k in range(1, num_facets + 1)]
@@ -38,7 +40,9 @@ def with_facets(tokenizer: PreTrainedTokenizerBase, num_facets: int) -> PreTrain
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise UserError(f"{tokenizer.name_or_path}: not a fast tokenizer (no tokenizer.json can be made of it).")
-    named = {name: getattr(tokenizer, name) for name in ("cls_token", "sep_token", "pad_token", "mask_token", "unk_token")}
+    named = {
+        name: getattr(tokenizer, name) for name in ("cls_token", "sep_token", "pad_token", "mask_token", "unk_token")
+    }
     missing = [name for name, token in named.items() if token is None]
     if missing:
         raise UserError(f"{tokenizer.name_or_path}: the tokenizer has no {', '.join(missing)}; BERT needs it.")

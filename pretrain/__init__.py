@@ -1,0 +1,1 @@
+"""Pretraining: micro-batches in, a run folder with a Hugging Face model out."""

@@ -43,7 +43,9 @@ class Share:
                 yield step * self.micro_batches + slot
 
 
-def load_steps(stream: TripleStream, share: Share, steps: range, *, triples: int, workers: int) -> Iterator[list[Batch]]:
+def load_steps(
+    stream: TripleStream, share: Share, steps: range, *, triples: int, workers: int
+) -> Iterator[list[Batch]]:
     """Yields for every step the list of this rank's micro-batches, prefetched by `workers` processes."""
     per_step = len(list(share.numbers([0])))
     loader = DataLoader(

@@ -78,9 +78,7 @@ class Checkpoints:
         engine.save_checkpoint(str(self.folder), tag=path.name, save_latest=False)
         dist.barrier()
         if dist.get_rank() == 0:
-            write_json(
-                path / "meta.json", {"step": step, "world_size": self.world_size, "identity": self.identity}
-            )
+            write_json(path / "meta.json", {"step": step, "world_size": self.world_size, "identity": self.identity})
             with atomic_write(path / MARKER) as file:
                 file.write(f"{step}\n")
             for old in self.steps()[: -self.keep]:

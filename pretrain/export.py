@@ -28,8 +28,8 @@ tags: [multicls-bert, continued-pretraining]
 |---|---|
 {metrics}
 
-The tokenizer puts the facets in: `[CLS] [C1..CK] a [SEP] b [SEP]`. It takes all text for text: a literal "[MASK]" in it is
-split into pieces (pass `split_special_tokens=False` to change that).
+The tokenizer puts the facets in: `[CLS] [C1..CK] a [SEP] b [SEP]`. It takes all text for text: a literal "[MASK]" in it
+is split into pieces (pass `split_special_tokens=False` to change that).
 
 ```python
 from transformers import AutoModel, AutoTokenizer

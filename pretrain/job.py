@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from data_prep.triples import SpecialIds, TripleStream
 from multicls.ds_config import resolve_ds_config
-from multicls.ds_runtime import prepare_deepspeed
+from multicls.ds_runtime import leave_deepspeed, prepare_deepspeed
 from multicls.errors import UserError
 from multicls.files import REPOSITORY, atomic_write, sha256_of, write_json
 from multicls.initialize import from_bert
@@ -56,6 +56,7 @@ def run_job(settings: PretrainSettings, ds_config: dict[str, Any], *, where: str
     if (run_folder / "DONE").exists():
         if rank == 0:
             print(f"already finished at step {start}: the model is in {run_folder / 'hf'}")
+        leave_deepspeed()
         return
 
     notes = [f"resuming from step {start}" if start else "fresh run"]
@@ -67,9 +68,7 @@ def run_job(settings: PretrainSettings, ds_config: dict[str, Any], *, where: str
     )
     streams = build_streams(settings, corpus, tokenizer, model.config.num_parts)
     precision = _precision(settings)
-    resolved = resolve_ds_config(
-        ds_config, where=where, precision=precision, **batch_arithmetic(settings, world_size)
-    )
+    resolved = resolve_ds_config(ds_config, where=where, precision=precision, **batch_arithmetic(settings, world_size))
     notes += _arithmetic(settings, world_size, corpus, streams)
     notes.append(f"model: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {precision}")
 
@@ -98,7 +97,7 @@ def run_job(settings: PretrainSettings, ds_config: dict[str, Any], *, where: str
         write_json(run_folder / "DONE", {"step": settings.train.steps, "validation": metrics})
     log.say(f"done: {run_folder / 'hf'} holds the model, its tokenizer and a model card")
     log.close()
-    dist.destroy_process_group()
+    leave_deepspeed()
 
 
 def build_streams(

@@ -1,6 +1,6 @@
 """Continues the pretraining of a BERT with several CLS tokens: corpus folder in, run folder with an HF model out.
 
-    deepspeed pretrain/run.py --config ds_configs/zero2.json --recipe pretrain/recipes/base.yaml --corpus CORPUS
+deepspeed pretrain/run.py --config ds_configs/zero2.json --recipe pretrain/recipes/base.yaml --corpus CORPUS
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ class ModelSettings(Settings):
     checkpoint: str = Field(description="Hub id or folder of any BERT checkpoint, or 'sample'")
     random_weights: bool = Field(default=False, description="take only shape and tokenizer of the checkpoint")
     num_facets: int = Field(default=5, ge=0, description="K, the extra CLS tokens; 0: the plain single-CLS model")
-    facet_layers: list[int] | None = Field(default=None, description="layers with inserted linears after them; [] for none")
+    facet_layers: list[int] | None = Field(default=None, description="layers followed by inserted linears; []: none")
     mcqt_lambda: float = Field(default=0.1, ge=0, le=1, description="weight of the best facet pair in the MCQT score")
-    hard_negatives: bool = Field(default=True, description="three-part examples; false: two parts, in-batch negatives only")
+    hard_negatives: bool = Field(default=True, description="three-part examples; false: two parts")
 
 
 class DataSettings(Settings):
@@ -55,7 +55,7 @@ class TrainSettings(Settings):
     triples: PositiveInt = Field(default=10, description="examples of a micro-batch; they are each other's negatives")
     micro_batches: PositiveInt = Field(default=1, description="micro-batches of a step, shared out among the ranks")
     learning_rate: float = Field(default=2e-5, gt=0, description="peak")
-    warmup_fraction: float = Field(default=0.001, ge=0, lt=1, description="share of the steps with rising learning rate")
+    warmup_fraction: float = Field(default=0.001, ge=0, lt=1, description="share of steps with rising learning rate")
     weight_decay: float = Field(default=0.02, ge=0, description="decoupled; none on biases and LayerNorms")
     gradient_clipping: float = Field(default=1.0, gt=0, description="largest global gradient norm")
     precision: Literal["auto", "fp32", "bf16"] = Field(default="auto", description="auto: bf16 where the GPU has it")
@@ -67,7 +67,7 @@ class RunSettings(Settings):
     output_dir: str | None = Field(default=None, description="the run folder; default: runs/<name of the recipe>")
     log_every: PositiveInt = 50
     eval_every: PositiveInt = 2000
-    eval_micro_batches: PositiveInt = Field(default=50, description="validation micro-batches, the same ones every time")
+    eval_micro_batches: PositiveInt = Field(default=50, description="validation micro-batches, always the same")
     save_every: PositiveInt = 2000
     keep_checkpoints: PositiveInt = Field(default=2, description="newest ones kept")
 

@@ -182,7 +182,9 @@ class Trainer:
             return
         if broken:
             examples = [pair for batch in batches for pair in batch["example_ids"].tolist()]
-            print(f"rank {self.rank}: {broken} at step {step}, (epoch, example): {examples}", file=sys.stderr, flush=True)
+            print(
+                f"rank {self.rank}, step {step}: {broken} on (epoch, example) {examples}", file=sys.stderr, flush=True
+            )
         raise FloatingPointError(f"step {step}: a loss is not finite on {int(flag)} of {self.world_size} ranks")
 
     def _sequences_per_step(self) -> int:

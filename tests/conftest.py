@@ -17,15 +17,20 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PA
 @pytest.fixture(autouse=True, scope="session")
 def no_network() -> Any:
     """Lets sockets connect to this machine only."""
-    connect = socket.socket.connect
 
-    def guarded(self: socket.socket, address: Any) -> None:
-        if self.family in (socket.AF_INET, socket.AF_INET6) and address[0] not in ("127.0.0.1", "::1", "localhost"):
-            raise RuntimeError(f"a test tried to reach {address}")
-        connect(self, address)
+    def guarded(method: str) -> Any:
+        original = getattr(socket.socket, method)
+
+        def connect(self: socket.socket, address: Any) -> Any:
+            if self.family in (socket.AF_INET, socket.AF_INET6) and address[0] not in ("127.0.0.1", "::1", "localhost"):
+                raise RuntimeError(f"a test tried to reach {address}")
+            return original(self, address)
+
+        return connect
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(socket.socket, "connect", guarded)
+        for method in ("connect", "connect_ex"):
+            patch.setattr(socket.socket, method, guarded(method))
         yield
 
 
@@ -40,7 +45,7 @@ def multicls_data() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `BertForPreTraining` of random weights (3 layers x 32) and a WordPiece vocabulary of 300 odd tokens."""
+    """A folder with `BertForPreTraining` of random weights (3 layers x 32) and a small WordPiece vocabulary."""
     import torch
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
     from transformers import BertConfig, BertForPreTraining, PreTrainedTokenizerFast
@@ -48,7 +53,8 @@ def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     special = ["[PAD]", *(f"[unused{n}]" for n in range(10)), "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     letters = string.ascii_lowercase
     words = [a + b + c for a in "bdfgklmnprst" for b in "aeiou" for c in "lnrs"]  # 240 syllables for words
-    tokens = [*special, *letters, *string.digits, *string.punctuation, *(f"##{x}" for x in letters + string.digits), *words]
+    inside = [f"##{character}" for character in letters + string.digits]
+    tokens = [*special, *letters, *string.digits, *string.punctuation, *inside, *words]
     tokenizer = Tokenizer(models.WordPiece({t: n for n, t in enumerate(tokens)}, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()

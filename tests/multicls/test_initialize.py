@@ -94,7 +94,7 @@ def test_tokenizer_puts_facets_in_and_takes_text_for_text(tiny_bert: Path, tmp_p
 def test_vocabulary_without_unused_tokens_grows(tiny_bert: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
     model, grown = from_bert(str(tiny_bert), num_facets=20, facet_layers=[], report=lambda _: None)
-    assert grown.convert_ids_to_tokens(facet_ids(grown))[0] == "[C1]"
+    assert grown.convert_ids_to_tokens(facet_ids(grown)[0]) == "[C1]"
     assert len(grown) == len(tokenizer) + 20 == model.config.vocab_size
     assert model.cls.predictions.decoder.weight is model.bert.embeddings.word_embeddings.weight
     assert model.cls.predictions.bias.shape == (len(grown),)

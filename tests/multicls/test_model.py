@@ -79,6 +79,7 @@ def test_mcqt_equals_a_naive_double_loop(hard_negatives: bool, facets: int, weig
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
     loss.backward()
     expected.backward()
+    assert ours.grad is not None
     torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-4, atol=1e-6)
 
 

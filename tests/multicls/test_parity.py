@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,7 +47,8 @@ def close(ours: Tensor, theirs: Tensor) -> None:
 
 def test_outputs_and_losses(fixture: Fixture, converted: Path) -> None:
     tensors, _ = fixture
-    model, found = MultiClsBertForPreTraining.from_pretrained(converted, output_loading_info=True)
+    loaded: Any = MultiClsBertForPreTraining.from_pretrained(converted, output_loading_info=True)
+    model, found = loaded
     assert not any(found.values())
     labels = tensors["mlm_labels"].where(tensors["mlm_labels"] != -1, -100)
     with torch.no_grad():
