@@ -15,7 +15,7 @@ WRAP_WIDTH = 100  # a block of several lines, none longer than this, is a paragr
 HEADING_LENGTH = 100
 _QUOTES = '"“”„«»‘`'
 # sentencex never splits inside quotation marks, so a speech of ten sentences would be one: hide them from it.
-_HIDE_QUOTES = str.maketrans({quote: "*" for quote in _QUOTES})
+_HIDE_QUOTES = str.maketrans(dict.fromkeys(_QUOTES, "*"))
 _CLOSING = re.compile(rf"[{_QUOTES}’')\]]+(?=\s|$|[-–—])")
 # Two boundaries it misses: after a bracketed sentence, and after the word "me." (to it, the state of Maine).
 _MISSED = re.compile(rf"(?:[.!?][{_QUOTES}’']?\)|\bme\.)\s+(?=[{_QUOTES}'(]?[A-Z])")

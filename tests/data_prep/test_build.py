@@ -12,6 +12,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ from multicls.shards import Corpus, tokenizer_fingerprint
 RUN = Path(run.__file__)
 
 
-def prepare(tokenizer: Path, output: Path, *inputs: Path | str, processes: int = 1, **settings: str) -> Corpus:
+def prepare(tokenizer: Path, output: Path, *inputs: Path | str, processes: int = 1, **settings: Any) -> Corpus:
     made_from = BuildSettings(input=tuple(map(str, inputs)), tokenizer=str(tokenizer), **settings)
     return Corpus.open(build(made_from, output, processes, log=lambda _: None))
 
