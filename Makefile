@@ -27,7 +27,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 	  { echo "error: $(PYTHON) cannot make environments; install its venv package (Debian: apt install python3-venv)" >&2; exit 2; }
 	@echo "setting up .venv with $$($(PYTHON) --version): some minutes the first time"
-	@$(PYTHON) -m venv --clear .venv
+	@$(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[sample,dev]' | \
 	  { grep --line-buffered -oE '^(Collecting|Downloading|Building|Installing|Successfully installed) *[^ ,(;<>=~!]*' || true; }
 	@touch $@
