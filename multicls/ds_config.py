@@ -188,7 +188,6 @@ REFUSED: Mapping[str, str] = {  # what DeepSpeed knows and this project does not
     "zero_optimization.leaf_module": "it is for mixtures of experts; take it out.",
     "zero_optimization.zenflow": "it needs DeepSpeed's own optimizer; take it out.",
     "zero_optimization.save_muon_momentum_buffer_in_memory": "it needs DeepSpeed's Muon; take it out.",
-    # Left to the rank's own step is a norm that the log and the clipping need:
     "zero_optimization.compute_grad_norm": "the gradient norm is needed for clipping and the log; take it out.",
     "zero_optimization.cpu_offload": _REPLACED.format('"offload_optimizer"'),
     "zero_optimization.cpu_offload_param": _REPLACED.format('"offload_param"'),

@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multicls.ds_config import OWNED, REFUSED, SCHEMA, load_ds_config, resolve_ds_config
+from multicls.errors import UserError
+from multicls.files import REPOSITORY
+
+SHIPPED = sorted((REPOSITORY / "ds_configs").glob("*.json"))
+OURS: dict[str, Any] = {
+    "where": "x.json",
+    "micro_batch_size": 3,
+    "accumulation": 2,
+    "world_size": 4,
+    "gradient_clipping": 0.5,
+    "precision": "bf16",
+}
+
+
+def problems(config: dict[str, Any], **ours: Any) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        resolve_ds_config(config, **(OURS | ours))
+    return list(caught.value.problems)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_files_resolve_completely(path: Path) -> None:
+    resolved = resolve_ds_config(load_ds_config(path), **OURS)
+    assert '"auto"' not in json.dumps(resolved)
+    assert resolved["zero_optimization"]["stage"] == int(path.stem.removeprefix("zero"))
+
+
+def test_auto_becomes_our_values() -> None:
+    resolved = resolve_ds_config(
+        {**dict.fromkeys(("train_batch_size", "gradient_clipping"), "auto"), "bf16": {"enabled": "auto"}}, **OURS
+    )
+    assert resolved["train_batch_size"] == 24
+    assert resolved["train_micro_batch_size_per_gpu"] == 3
+    assert resolved["gradient_accumulation_steps"] == 2
+    assert resolved["gradient_clipping"] == 0.5
+    assert resolved["bf16"] == {"enabled": True}
+    assert resolved["fp16"] == {"enabled": False}
+
+
+def test_values_left_out_equal_or_null_do_as_well() -> None:
+    auto = resolve_ds_config({}, **OURS)
+    equal = {"train_batch_size": 24, "gradient_clipping": 0.5, "bf16": {"enabled": True}, "fp16": None}
+    assert resolve_ds_config(equal, **OURS) == auto
+
+
+def test_the_given_dict_stays_as_it_is() -> None:
+    config = load_ds_config("ds_configs/zero2.json")
+    before = json.dumps(config)
+    resolve_ds_config(config, **OURS)
+    assert json.dumps(config) == before
+
+
+def test_every_problem_is_told_at_once_with_file_key_and_value() -> None:
+    found = problems(
+        {
+            "zero_optimisation": {"stage": 2},
+            "zero_optimization": {"stage": "2", "reduce_bucket_size": "auto", "offload_optimizer": {"devcie": "cpu"}},
+            "train_batch_size": 64,
+            "bf16": {"enabled": False, "enable": True},
+            "fp16": 1,
+            "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+            "stage": 2,
+        }
+    )
+    for beginning, hint in [
+        ("zero_optimisation: no such key.", "Did you mean 'zero_optimization'?"),
+        ('zero_optimization.stage = "2": give', "0 or 1 or 2 or 3"),
+        ('zero_optimization.reduce_bucket_size = "auto": nothing sets it', "take it out"),
+        ("zero_optimization.offload_optimizer.devcie: no such key.", "Did you mean 'device'?"),
+        ("train_batch_size = 64: conflicts with our settings", "24 (3 x 2 accumulated x 4 ranks)"),
+        ("bf16.enabled = false: conflicts with our settings", "train.precision"),
+        ("bf16.enable: no such key.", "Did you mean 'enabled'?"),
+        ("fp16 = 1: this is a group", "{...}"),
+        ("optimizer: our settings own", "train.learning_rate"),
+        ("stage: no such key.", "Did you mean 'zero_optimization.stage'?"),
+    ]:
+        matching = [problem for problem in found if problem.startswith(f"x.json: {beginning}")]
+        assert len(matching) == 1, (beginning, found)
+        assert hint in matching[0]
+    assert len(found) == 10
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"zero_optimization": {"stage": True}}, "stage = true: give 0 or"),
+        ({"zero_optimization": {"stage": 4}}, "stage = 4: give 0 or"),
+        ({"zero_optimization": {"stage": "auto"}}, 'stage = "auto"'),
+        ({"zero_optimization": {"overlap_comm": "true"}}, "give true or false"),
+        ({"zero_optimization": {"reduce_bucket_size": 1.5}}, "give a whole number"),
+        ({"zero_optimization": {"cpu_offload": True}}, "offload_optimizer"),
+        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "from stage 3 up"),
+        ({"train_batch_size": True}, "give a whole number"),
+        ({"gradient_clipping": "0.5"}, "give a number"),
+        ({"gradient_clipping": 1.0}, "train.gradient_clipping"),
+        ({"gradient_accumulation_steps": 4}, "train.micro_batches"),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "only one can be"),
+        ({"scheduler": {"type": "WarmupLR"}}, "train.warmup_fraction"),
+        ({"checkpoint": {"tag_validation": "warn"}}, 'give "Ignore" or "Warn" or "Fail"'),
+    ],
+)
+def test_problem(config: dict[str, Any], message: str) -> None:
+    assert any(message in problem for problem in problems(config))
+
+
+def test_whole_numbers_written_as_floats_are_taken() -> None:
+    assert resolve_ds_config({"zero_optimization": {"reduce_bucket_size": 5e8}}, **OURS)
+
+
+def test_precision_not_known_yet_is_not_checked() -> None:
+    """So that a launch can be refused before a GPU is looked for."""
+    config = {"bf16": {"enabled": True}}
+    resolve_ds_config(config, **(OURS | {"precision": None}))
+    assert problems(config, precision="fp32")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"a": 1,}', "not valid JSON"),
+        ('{"train_batch_size": 1, "train_batch_size": 2}', "given twice"),
+        ("[]", "is an object"),
+        ('{"a": "\xff"}', "not valid JSON"),
+    ],
+)
+def test_bad_file(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "ds.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(UserError, match=rf"ds\.json: .*{message}"):
+        load_ds_config(path)
+
+
+def test_missing_file_and_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"Did you mean 'ds_configs/zero2\.json'"):
+        load_ds_config("ds_configs/zero_2.json")
+    with pytest.raises(UserError, match="this is a folder"):
+        load_ds_config(tmp_path)
+
+
+class Asked(dict[str, Any]):
+    """A dict that notes the keys that it is asked for; copies note in the same place."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.names: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.names.add(key)
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        self.names.add(str(key))
+        return super().__contains__(key)
+
+    def keys(self) -> Any:
+        return self
+
+
+def test_top_level_keys_are_those_deepspeed_reads() -> None:
+    from deepspeed.runtime import config as deepspeed_config
+
+    asked = Asked({"train_batch_size": 1})
+    deepspeed_config.DeepSpeedConfig(asked)
+    removed = set(getattr(deepspeed_config, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", {}))
+    known = SCHEMA.keys() | {name for name in REFUSED if "." not in name}
+    assert asked.names - removed - known == set(), "DeepSpeed reads keys that ds_config.py does not know"
+    assert SCHEMA.keys() - asked.names == set(), "ds_config.py lets keys through that DeepSpeed does not read"
+
+
+@pytest.mark.parametrize("group", ["zero_optimization", "bf16", "fp16", "comms_logger"])
+def test_keys_of_groups_are_those_of_deepspeed(group: str) -> None:
+    from deepspeed.comm.config import CommsLoggerConfig
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.runtime.zero.offload_config import (
+        DeepSpeedZeroOffloadOptimizerConfig,
+        DeepSpeedZeroOffloadParamConfig,
+    )
+
+    models: dict[str, Any] = {
+        "zero_optimization": DeepSpeedZeroConfig,
+        "zero_optimization.offload_param": DeepSpeedZeroOffloadParamConfig,
+        "zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
+        "bf16": DeepSpeedBF16Config,
+        "fp16": DeepSpeedFP16Config,
+        "comms_logger": CommsLoggerConfig,
+    }
+
+    def compare(name: str, schema: Mapping[str, Any]) -> None:
+        theirs = {field.alias or key for key, field in models[name].model_fields.items()}
+        refused = {key.rpartition(".")[2] for key in REFUSED if key.rpartition(".")[0] == name}
+        assert schema.keys() | refused == theirs, name
+        for key, kind in schema.items():
+            if isinstance(kind, Mapping):
+                compare(f"{name}.{key}", kind)
+
+    compare(group, SCHEMA[group])
+
+
+def test_deepspeed_takes_what_we_make_of_it() -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    ours = OURS | {"world_size": 1}
+    theirs = DeepSpeedConfig(resolve_ds_config(load_ds_config("ds_configs/zero2.json"), **ours))
+    assert (theirs.train_batch_size, theirs.gradient_accumulation_steps, theirs.gradient_clipping) == (6, 2, 0.5)
+    assert theirs.bfloat16_config.enabled
+    assert not theirs.float16_config.enabled
+    assert theirs.zero_optimization_stage == 2
+
+
+def test_owned_keys_are_in_the_schema() -> None:
+    for name in OWNED:
+        group, _, key = name.rpartition(".")
+        assert key in (SCHEMA[group] if group else SCHEMA)

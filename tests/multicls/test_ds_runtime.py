@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from multicls.files import REPOSITORY
+
+TRAIN = """
+import sys
+sys.path[0] = {repository!r}
+import torch
+from multicls.ds_config import load_ds_config, resolve_ds_config
+from multicls.ds_runtime import leave_deepspeed, prepare_deepspeed
+
+deepspeed = prepare_deepspeed()
+world_size = torch.distributed.get_world_size()
+for stage in {stages}:
+    where = f"ds_configs/zero{{stage}}.json"
+    config = resolve_ds_config(load_ds_config(where), where=where, micro_batch_size=4, accumulation=2,
+                               world_size=world_size, gradient_clipping=1.0, precision="fp32")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    x = torch.randn(4, 8, generator=generator).to(engine.device)
+    losses = []
+    for _ in range(20):
+        loss = (engine(x) - x.sum(1, keepdim=True)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    assert engine.global_steps == 10
+    print(f"stage {{stage}} of {{world_size}}: {{losses[0]:.4f}} {{losses[-1]:.4f}}\\n", end="", flush=True)
+leave_deepspeed()
+"""
+
+
+def train(tmp_path: Path, stages: tuple[int, ...], launcher: tuple[str, ...] = ()) -> list[list[float]]:
+    """First and last loss of each stage and rank, in an environment without compilers."""
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN.format(repository=str(REPOSITORY), stages=stages), encoding="utf-8")
+    (tmp_path / "bin").mkdir()
+    without = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CC", "CXX"}
+    environment = {name: value for name, value in os.environ.items() if name not in without}
+    environment |= {
+        "PATH": str(tmp_path / "bin"),
+        "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions"),
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, *launcher, str(script)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "is deprecated" not in done.stderr
+    assert not (tmp_path / "extensions").exists(), "an op was compiled"
+    return [
+        [float(number) for number in line.split(": ")[1].split()]
+        for line in done.stdout.splitlines()
+        if line.startswith("stage ")
+    ]
+
+
+@pytest.mark.slow
+def test_plain_python_trains_with_every_shipped_file_and_no_compiler(tmp_path: Path) -> None:
+    losses = train(tmp_path, (0, 1, 2, 3))
+    assert len(losses) == 4
+    for first, last in losses:
+        assert last < first
+        assert [first, last] == pytest.approx(losses[0], rel=1e-3)  # the stages differ in what they keep where
+
+
+@pytest.mark.slow
+@pytest.mark.launcher
+def test_two_ranks_train_without_a_compiler(tmp_path: Path) -> None:
+    launcher = (str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "2")
+    if not Path(launcher[0]).exists():
+        pytest.skip("no deepspeed command beside this Python")
+    losses = train(tmp_path, (2, 3), launcher)
+    assert len(losses) == 4
+    assert all(last < first for first, last in losses)
