@@ -32,9 +32,15 @@ $(READY): pyproject.toml constraints.txt
 	  { grep --line-buffered -oE '^(Collecting|Downloading|Building|Installing|Successfully installed) *[^ ,(;<>=~!]*' || true; }
 	@touch $@
 
+FINETUNE := $(BIN)/python finetune/run.py --recipe finetune/recipes/sample.yaml --model runs/sample/hf \
+  --data_dir runs/sample_corpus --output_dir runs/results --seed 1
+
 demo: setup
-	# The lead finishes this.
+	$(BIN)/python data_prep/run.py --sample --output runs/sample_corpus
 	$(BIN)/deepspeed pretrain/run.py --config ds_configs/zero2.json
+	$(FINETUNE) --head cls
+	$(FINETUNE) --head multicls
+	$(BIN)/python finetune/report.py runs/results
 
 test: setup
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)

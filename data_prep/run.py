@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from multicls.errors import UserError, run_command  # noqa: E402
+from multicls.errors import UserError, run_command
 
 
 def main(argv: Sequence[str] | None = None) -> None:

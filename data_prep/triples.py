@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 
 from multicls.errors import UserError
-from multicls.shards import Corpus
+from multicls.shards import Corpus, held_out_share
 
 IGNORE = -100  # label of what does not count in a loss
 EXPECTED_FILL = 0.875  # share of a part's budget that whole sentences fill
@@ -154,8 +154,8 @@ class TripleStream:
         arrays = self.corpus.shard(shard)
         pieces = arrays.num_pieces[row : row + BLOCK]
         windows = np.maximum(np.rint(pieces / self.window), 1).astype(np.int64)
-        share = (arrays.hashes[row : row + BLOCK] >> np.uint64(11)) * 2.0**-53  # uniform in [0, 1)
-        return np.where((share < self.validation_fraction) == (self.split == "validation"), windows, 0)
+        held_out = held_out_share(arrays.hashes[row : row + BLOCK]) < self.validation_fraction
+        return np.where(held_out == (self.split == "validation"), windows, 0)
 
     def _find(self, index: int) -> tuple[int, int, int, int, int]:
         """Window `index` of the unshuffled epoch: (shard, row, document number, window in it, windows of it)."""

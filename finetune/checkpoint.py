@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from multicls.errors import UserError
 from multicls.files import read_json, sha256_of
+from multicls.initialize import quiet_transformers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -169,19 +170,3 @@ def _load_problems(checkpoint: Checkpoint, what: str) -> Iterator[None]:
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"--model {checkpoint.name}: {what} cannot be loaded: {reason}") from error
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Silences the loading and saving bars, and the load report: that the classifier is new is no news here."""
-    from transformers.utils import logging
-
-    verbosity, had_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if had_bar:
-            logging.enable_progress_bar()

@@ -16,9 +16,9 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/, whose names must not hide packages
 
-from finetune.results import RESULTS, read_results  # noqa: E402
-from finetune.tasks import TASKS  # noqa: E402
-from multicls.errors import UserError, run_command  # noqa: E402
+from finetune.results import RESULTS, read_results
+from finetune.tasks import TASKS
+from multicls.errors import UserError, run_command
 
 COLUMNS = ("task", "train rows", "head", "model", "metric", "mean", "standard error", "seeds")
 SHOWN = {"task", "train_size", "head", "model", "seed"}  # parts of the identity that have a column of their own

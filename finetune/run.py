@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/, whose names must not hide packages
 
-from finetune.heads import HEADS  # noqa: E402
-from finetune.settings import FinetuneSettings, TrainSettings, check_names, resolve  # noqa: E402
-from finetune.tasks import TASKS, Task, find_task  # noqa: E402
-from multicls.errors import UserError, run_command  # noqa: E402
-from multicls.settings import load_settings, to_yaml  # noqa: E402
+from finetune.heads import HEADS
+from finetune.settings import FinetuneSettings, TrainSettings, check_names, resolve
+from finetune.tasks import TASKS, Task, find_task
+from multicls.errors import UserError, run_command
+from multicls.settings import load_settings, to_yaml
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -163,7 +163,7 @@ def _train(
 
 def _save(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Saves model and tokenizer; the folder takes its name only when it is whole."""
-    from finetune.checkpoint import quiet_transformers
+    from multicls.initialize import quiet_transformers
 
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     for path in (unfinished, folder):  # of a run that was killed

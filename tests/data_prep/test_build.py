@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import SPECIAL_IDS, story
+from tests.data_prep.conftest import SPECIAL_IDS, story
 from tokenizers import Tokenizer
 
 from data_prep import build as build_module
@@ -210,7 +210,8 @@ def test_finished_and_foreign_folders(tiny_tokenizer: Path, tmp_path: Path) -> N
     before = contents(tmp_path / "out")
     again = subprocess.run([sys.executable, str(RUN), "build", *command], capture_output=True, text=True, cwd=tmp_path)
     assert again.returncode == 0 and "already finished" in again.stdout and contents(tmp_path / "out") == before
-    for other in ({"documents": "blank_line"}, {"language": "de"}):
+    others: list[dict[str, Any]] = [{"documents": "blank_line"}, {"language": "de"}]
+    for other in others:
         with pytest.raises(UserError, match="other input or settings"):
             prepare(tiny_tokenizer, tmp_path / "out", tmp_path / "in.txt", **other)
     with pytest.raises(UserError, match="is no corpus"):
