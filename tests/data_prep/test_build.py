@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.data_prep.conftest import SPECIAL_IDS, story
 from tokenizers import Tokenizer
 
 from data_prep import build as build_module
@@ -25,6 +24,7 @@ from data_prep.build import BuildSettings, build
 from data_prep.triples import TripleStream
 from multicls.errors import UserError
 from multicls.shards import Corpus, tokenizer_fingerprint
+from tests.data_prep.conftest import SPECIAL_IDS, story
 
 RUN = Path(run.__file__)
 
