@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from multicls.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from multicls.configuration_multicls import MultiClsBertConfig
     from multicls.modeling_multicls import MultiClsBertForPreTraining
 
 # Parts of the model by what their weights' names contain; all but the first may be new.
@@ -53,49 +54,76 @@ def from_bert(
     Raises:
         UserError: the checkpoint cannot be had, is no BERT, or lacks weights of the encoder.
     """
-    import torch
     from transformers import AutoConfig, AutoTokenizer
 
     from multicls.configuration_multicls import MultiClsBertConfig
     from multicls.modeling_multicls import MultiClsBertForPreTraining
     from multicls.tokenization import with_facets
 
-    try:
+    with _load_problems(checkpoint):
         base = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"model {checkpoint}: cannot be loaded: {str(error).strip().splitlines()[0]} "
-            "Give the folder or the Hub id of a BERT checkpoint with its tokenizer."
-        ) from None
     if base.model_type not in ("bert", MultiClsBertConfig.model_type):
         raise UserError(f"model {checkpoint}: its model_type is '{base.model_type}', not 'bert'.")
     settings: dict[str, Any] = {"num_facets": num_facets, "mcqt_lambda": mcqt_lambda, "hard_negatives": hard_negatives}
     if facet_layers is not None or base.model_type == "bert":
         settings["facet_layers"] = facet_layers
-    for key, value in settings.items() if base.model_type != "bert" else ():
-        if key in ("num_facets", "facet_layers") and getattr(base, key) != value:
-            raise UserError(f"model {checkpoint}: has {key} = {getattr(base, key)}, the settings ask for {value}.")
-    dropped = ("model_type", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype")
-    try:
-        config = MultiClsBertConfig(**{k: v for k, v in base.to_dict().items() if k not in dropped} | settings)
-    except ValueError as error:
-        raise UserError(f"model.{error}.") from None
+    config = _config(checkpoint, base, settings)
     if base.model_type == "bert":
         tokenizer = with_facets(tokenizer, num_facets)
     if random_weights:
         model = MultiClsBertForPreTraining(config)
         report(f"weights: random, in the shape of {checkpoint}")
     else:
-        with quiet_transformers():
-            loaded: Any = MultiClsBertForPreTraining.from_pretrained(
-                checkpoint, config=config, output_loading_info=True, dtype=torch.float32
-            )
-        model, found = loaded
+        model, found = _load(checkpoint, config)
         report(_describe(checkpoint, found))
     if len(tokenizer) > model.config.vocab_size:
         model.resize_token_embeddings(len(tokenizer))
     return model, tokenizer
+
+
+def _config(checkpoint: str, base: Any, settings: Mapping[str, Any]) -> MultiClsBertConfig:
+    """The checkpoint's configuration with our settings; facets that are there already cannot change their number."""
+    from multicls.configuration_multicls import MultiClsBertConfig
+
+    for key in ("num_facets", "facet_layers") if base.model_type != "bert" else ():
+        if key in settings and getattr(base, key) != settings[key]:
+            raise UserError(
+                f"model {checkpoint}: has {key} = {getattr(base, key)}, the settings ask for {settings[key]}."
+            )
+    dropped = ("model_type", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype")
+    kept = {key: value for key, value in base.to_dict().items() if key not in dropped}
+    try:
+        return MultiClsBertConfig(**(kept | dict(settings)))
+    except ValueError as error:
+        raise UserError(f"model.{error}.") from None
+
+
+def _load(checkpoint: str, config: MultiClsBertConfig) -> tuple[MultiClsBertForPreTraining, dict[str, Any]]:
+    import torch
+
+    from multicls.modeling_multicls import MultiClsBertForPreTraining
+
+    with _load_problems(checkpoint), quiet_transformers():
+        loaded: Any = MultiClsBertForPreTraining.from_pretrained(
+            checkpoint, config=config, output_loading_info=True, dtype=torch.float32
+        )
+    model, found = loaded
+    return model, found
+
+
+@contextmanager
+def _load_problems(checkpoint: str) -> Iterator[None]:
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"model {checkpoint}: cannot be loaded: {reason} "
+            "Give the folder or the Hub id of a BERT checkpoint with its tokenizer."
+        ) from None
 
 
 def _describe(checkpoint: str, found: dict[str, Any]) -> str:

@@ -321,8 +321,8 @@ class MultiClsBertForPreTraining(MultiClsBertPreTrainedModel):
             tfidf_labels: (B, L - K) targets in 0..10: as `tfidf` of the output, without the facets' positions. The loss
                 is the mean over unpadded positions.
             so_labels: (B,) 1 = the runs are swapped, 0 = in order, -100 = a part of one run.
-            normalizers: what to divide the summed MLM, TF-IDF and SO losses by, where that is not the number of terms
-                in this very batch: training passes the share of the whole optimizer step.
+            normalizers: what to divide the summed MLM, TF-IDF and SO losses by, if not by their numbers of terms in
+                this very batch: training passes its share of the whole optimizer step.
             **kwargs: as `BertModel`.
 
         Raises:
@@ -340,24 +340,18 @@ class MultiClsBertForPreTraining(MultiClsBertPreTrainedModel):
         so_logits = self.cls.sentence_order(self.bert.facet_states(hidden_BLD))
         scores = part_scores(outputs.facet_embeddings, self.config.num_parts, self.config.mcqt_lambda)
 
-        normalizers = normalizers or {}
-        losses = {"mcqt": mcqt_loss(scores)}
-        mlm_logits = None
+        mlm_logits, losses = None, {"mcqt": mcqt_loss(scores)}
+        count = (normalizers or {}).get
         if labels is not None:
-            masked = labels != -100
-            mlm_logits = self.cls.predictions(hidden_BLD[masked])
-            terms = F.cross_entropy(mlm_logits.float(), labels[masked], reduction="none")
-            losses["mlm"] = _normalized(terms, normalizers.get("mlm"))
+            mlm_logits = self.cls.predictions(hidden_BLD[labels != -100])
+            terms = F.cross_entropy(mlm_logits.float(), labels[labels != -100], reduction="none")
+            losses["mlm"] = _mean(terms, count("mlm"))
         if tfidf_labels is not None:
-            real = torch.ones_like(tfidf_BT, dtype=torch.bool)
-            if attention_mask is not None:
-                real = torch.cat([attention_mask[:, :1], attention_mask[:, text:]], dim=1).bool()
-            terms = (tfidf_BT[real].float() - tfidf_labels[real].float()).square()
-            losses["tfidf"] = _normalized(terms, normalizers.get("tfidf"))
+            losses["tfidf"] = _mean(self._squared_errors(tfidf_BT, tfidf_labels, attention_mask), count("tfidf"))
         if so_labels is not None:
-            two_runs = so_labels != -100
-            terms = F.cross_entropy(so_logits[two_runs].float(), so_labels[two_runs], reduction="none")
-            losses["so"] = _normalized(terms, normalizers.get("so"))
+            runs = so_labels != -100
+            terms = F.cross_entropy(so_logits[runs].float(), so_labels[runs], reduction="none")
+            losses["so"] = _mean(terms, count("so"))
         return MultiClsBertForPreTrainingOutput(
             loss=torch.stack(list(losses.values())).sum(),
             losses=losses,
@@ -369,8 +363,17 @@ class MultiClsBertForPreTraining(MultiClsBertPreTrainedModel):
             mlm_logits=mlm_logits,
         )
 
+    def _squared_errors(self, tfidf_BT: Tensor, tfidf_labels: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """TF-IDF errors at the real (unpadded) positions that are no facets, flat."""
+        errors = (tfidf_BT.float() - tfidf_labels.float()).square()
+        if attention_mask is None:
+            return errors.flatten()
+        text = 1 + self.config.num_facets
+        return errors[torch.cat([attention_mask[:, :1], attention_mask[:, text:]], dim=1).bool()]
 
-def _normalized(terms: Tensor, count: Tensor | float | None) -> Tensor:
+
+def _mean(terms: Tensor, count: Tensor | float | None) -> Tensor:
+    """The mean of the terms, or their sum over `count` where that is given."""
     return terms.sum() / (max(terms.numel(), 1) if count is None else count)
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from data_prep.triples import SpecialIds, TripleStream
+from multicls.configuration_multicls import MultiClsBertConfig
 from multicls.ds_config import resolve_ds_config
 from multicls.ds_runtime import leave_deepspeed, prepare_deepspeed
 from multicls.errors import UserError
@@ -36,11 +37,7 @@ PACKAGES = ("torch", "transformers", "deepspeed", "tokenizers", "numpy", "pyarro
 def run_job(settings: PretrainSettings, ds_config: dict[str, Any], *, where: str, run_folder: Path) -> None:
     """Trains from the newest checkpoint of the run folder, or from the beginning, and exports the model.
 
-    Args:
-        settings: of the run.
-        ds_config: DeepSpeed JSON as loaded, with its "auto" values.
-        where: name of that JSON, for messages.
-        run_folder: where everything is written.
+    `ds_config` is the DeepSpeed JSON as loaded, "auto" values and all, and `where` its name for messages.
 
     Raises:
         UserError: tokenizer and corpus do not match, or the run folder holds another run.
@@ -66,16 +63,13 @@ def run_job(settings: PretrainSettings, ds_config: dict[str, Any], *, where: str
         **settings.model.model_dump(exclude={"checkpoint"}),
         report=notes.append,
     )
-    streams = build_streams(settings, corpus, tokenizer, model.config.num_parts)
+    streams = build_streams(settings, corpus, tokenizer, model.config)
     precision = _precision(settings)
     resolved = resolve_ds_config(ds_config, where=where, precision=precision, **batch_arithmetic(settings, world_size))
     notes += _arithmetic(settings, world_size, corpus, streams)
     notes.append(f"model: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {precision}")
 
-    freeze_unused(model, settings.objective)
-    groups = parameter_groups(model, settings.train.weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr=settings.train.learning_rate, fused=True)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=resolved)
+    engine = _engine(deepspeed, model, settings, resolved)
     if rank == 0:
         _describe_run(run_folder, settings, resolved)
     log = Log(run_folder, writes=rank == 0, resumed_step=start)
@@ -101,13 +95,19 @@ def run_job(settings: PretrainSettings, ds_config: dict[str, Any], *, where: str
 
 
 def build_streams(
-    settings: PretrainSettings, corpus: Corpus, tokenizer: Any, num_parts: int
+    settings: PretrainSettings, corpus: Corpus, tokenizer: Any, config: MultiClsBertConfig
 ) -> dict[str, TripleStream]:
     """The streams of training and validation examples.
 
     Raises:
-        UserError: the corpus was written by another tokenizer than the model's.
+        UserError: the corpus was written by another tokenizer than the model's, or the sequences are too long for it.
     """
+    data = settings.data
+    if data.seq_length > config.max_position_embeddings:
+        raise UserError(
+            f"data.seq_length = {data.seq_length}: {settings.model.checkpoint} has {config.max_position_embeddings} "
+            "positions; give at most that."
+        )
     theirs = tokenizer_fingerprint(tokenizer.backend_tokenizer)
     if theirs != corpus.tokenizer_fingerprint:
         raise UserError(
@@ -122,7 +122,6 @@ def build_streams(
         mask=tokenizer.mask_token_id,
         facets=facet_ids(tokenizer),
     )
-    data = settings.data
     return {
         split: TripleStream(
             corpus,
@@ -131,11 +130,18 @@ def build_streams(
             seed=settings.train.seed,
             split=split,
             validation_fraction=data.validation_fraction,
-            num_parts=num_parts,
+            num_parts=config.num_parts,
             mlm_probability=data.mlm_probability,
         )
         for split in ("train", "validation")
     }
+
+
+def _engine(deepspeed: Any, model: Any, settings: PretrainSettings, ds_config: dict[str, Any]) -> Any:
+    freeze_unused(model, settings.objective)
+    groups = parameter_groups(model, settings.train.weight_decay)
+    optimizer = torch.optim.AdamW(groups, lr=settings.train.learning_rate, fused=True)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)[0]
 
 
 def _identity(settings: PretrainSettings, corpus_folder: Path) -> dict[str, Any]:

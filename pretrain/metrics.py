@@ -141,7 +141,7 @@ class Log:
     Args:
         folder: the run folder.
         writes: whether this rank is the one that writes.
-        resumed_step: what an earlier process has reported after this step is dropped, since it is done again.
+        resumed_step: what an earlier process has reported after this step is dropped, since it is done again; 0: all.
     """
 
     def __init__(self, folder: Path, writes: bool, resumed_step: int) -> None:
@@ -152,7 +152,7 @@ class Log:
         from torch.utils.tensorboard import SummaryWriter
 
         metrics = folder / "metrics.jsonl"
-        kept = [record for record in read_jsonl(metrics) if record["step"] <= resumed_step]
+        kept = [record for record in read_jsonl(metrics) if resumed_step and record["step"] <= resumed_step]
         with atomic_write(metrics) as file:
             file.writelines(json.dumps(record) + "\n" for record in kept)
         self._board = SummaryWriter(str(folder / "tb"), purge_step=resumed_step + 1)

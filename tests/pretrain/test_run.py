@@ -115,6 +115,7 @@ def test_resume_refuses_another_run(launch: Launch, finished: Path) -> None:
         (["--config", "ds_configs/zero22.json"], "ds_configs/zero2"),
         (["--recipe", "pretrain/recipes/tinny.yaml"], "pretrain/recipes/tiny.yaml"),
         (["--micro_batches", "0"], "train.micro_batches = 0"),
+        (["--set", "data.seq_length=65"], "tiny_bert0 has 64 positions"),
     ],
 )
 def test_mistakes_are_answered_before_anything_is_written(

@@ -9,10 +9,10 @@ import torch
 
 from multicls import MultiClsBertConfig, MultiClsBertForPreTraining
 from multicls.errors import UserError
-from multicls.files import write_json
+from multicls.files import read_jsonl, write_json
 from pretrain.batches import Share
 from pretrain.checkpoints import Checkpoints
-from pretrain.metrics import Totals, duration, term_counts
+from pretrain.metrics import Log, Totals, duration, term_counts
 from pretrain.settings import ObjectiveSettings, TrainSettings
 from pretrain.training import dropout_seed, freeze_unused, lr_at, parameter_groups
 
@@ -84,6 +84,22 @@ def test_counts_leave_out_padding_and_facets() -> None:
         "so_labels": torch.tensor([1, -100]),
     }
     assert {name: int(count) for name, count in term_counts(batch).items()} == {"mlm": 1, "tfidf": 8, "so": 1}
+
+
+def test_metrics_done_again_are_dropped_first(tmp_path: Path) -> None:
+    def records() -> list[int]:
+        return [record["step"] for record in read_jsonl(tmp_path / "metrics.jsonl")]
+
+    log = Log(tmp_path, writes=True, resumed_step=0)
+    for step in (0, 2, 4):
+        log.record(step, "train", {"loss/total": 1.0})
+    log.close()
+    Log(tmp_path, writes=False, resumed_step=0).record(9, "train", {})  # another rank
+    assert records() == [0, 2, 4]
+    Log(tmp_path, writes=True, resumed_step=2).close()
+    assert records() == [0, 2]
+    Log(tmp_path, writes=True, resumed_step=0).close()  # killed before its first checkpoint: from the beginning
+    assert records() == []
 
 
 def test_durations() -> None:
