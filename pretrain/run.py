@@ -6,6 +6,7 @@ deepspeed pretrain/run.py --config ds_configs/zero2.json --recipe pretrain/recip
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 import subprocess
@@ -56,10 +57,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def is_embedded_default(args: argparse.Namespace) -> bool:
+    """Whether nothing says what to train on what."""
+    return not (args.recipe or args.model or args.corpus)
+
+
 def read_settings(args: argparse.Namespace) -> PretrainSettings:
     """Settings of recipes and flags; without any recipe, model and corpus, those of the embedded default."""
     recipes = list(args.recipe)
-    if not (recipes or args.model or args.corpus):
+    if is_embedded_default(args):
         recipes = [SAMPLE_RECIPE]
     flags = {setting: getattr(args, flag) for flag, setting in FLAGS.items()}
     settings = load_settings(PretrainSettings, recipes, args.set, flags)
@@ -78,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
+    settings = fit_ranks(settings, world_size) if is_embedded_default(args) else settings
     check_ranks(settings, world_size)
     ds_config = load_ds_config(args.config)
     resolve_ds_config(ds_config, where=args.config, **batch_arithmetic(settings, world_size), precision=None)
@@ -97,6 +104,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     run_job(settings, ds_config, where=args.config, run_folder=run_folder)
 
 
+def fit_ranks(settings: PretrainSettings, world_size: int) -> PretrainSettings:
+    """The embedded default runs on any number of ranks: its step grows to a multiple of them."""
+    count = math.lcm(settings.train.micro_batches, world_size)
+    return settings.model_copy(update={"train": settings.train.model_copy(update={"micro_batches": count})})
+
+
 def check_ranks(settings: PretrainSettings, world_size: int) -> None:
     """Refuses a number of ranks among which a step's micro-batches cannot be shared out."""
     count = settings.train.micro_batches
@@ -113,7 +126,7 @@ def opening_lines(args: argparse.Namespace, settings: PretrainSettings) -> list[
     model = SAMPLE_MODEL if settings.model.checkpoint == SAMPLE else settings.model.checkpoint
     corpus = SAMPLE_TEXT if settings.data.corpus == SAMPLE else settings.data.corpus
     lines = [f"model: {model}", f"corpus: {corpus}", f"run folder: {settings.run.output_dir}, DeepSpeed: {args.config}"]
-    if not (args.recipe or args.model or args.corpus):
+    if is_embedded_default(args):
         lines[:0] = [
             "no --recipe, --model or --corpus given: training the embedded default, a small sample.",
             "for the real thing: --recipe pretrain/recipes/base.yaml --model bert-base-uncased "

@@ -8,7 +8,7 @@ import pytest
 
 from multicls.errors import UserError
 from multicls.settings import load_settings
-from pretrain.run import check_ranks, parse, read_settings
+from pretrain.run import check_ranks, fit_ranks, parse, read_settings
 from pretrain.settings import PretrainSettings, TrainSettings
 
 RECIPES = sorted((Path(__file__).parents[2] / "pretrain" / "recipes").glob("*.yaml"))
@@ -65,6 +65,11 @@ def test_ranks_that_do_not_divide_the_step_are_refused() -> None:
     check_ranks(settings, 3)
     with pytest.raises(UserError, match="1 or 2 or 3 or 6"):
         check_ranks(settings, 4)
+
+
+def test_the_embedded_default_runs_on_any_number_of_ranks() -> None:
+    settings = read()
+    assert [fit_ranks(settings, n).train.micro_batches for n in (1, 2, 3, 8)] == [2, 2, 6, 8]
 
 
 def test_no_flag_is_an_abbreviation_for_the_launcher() -> None:

@@ -1,0 +1,49 @@
+"""Where there is something to learn, every objective learns it, on documents it has never seen."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.pretrain.conftest import Launch, records
+
+
+@pytest.fixture(scope="module")
+def orderly_corpus(tiny_bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents of six sentences: the words tell the topic, and the first word whether a sentence opens or closes."""
+    from data_prep.run import main
+
+    folder = tmp_path_factory.mktemp("orderly")
+    vocabulary = json.loads((tiny_bert / "tokenizer.json").read_text())["model"]["vocab"]
+    opening, closing, *words = sorted(word for word in vocabulary if word.isalpha() and len(word) == 3)
+    topics = [words[start : start + 10] for start in range(0, 200, 10)]
+    generator = random.Random(0)
+    documents = []
+    for _ in range(400):
+        topic = generator.choice(topics)
+        first_words = [opening, closing] * 3
+        sentences = [" ".join([first, *generator.choices(topic, k=9)]) for first in first_words]
+        documents.append(" ".join(f"{sentence.capitalize()}." for sentence in sentences))
+    (folder / "text.txt").write_text("\n\n".join(documents), encoding="utf-8")
+    source = ["--input", str(folder / "text.txt"), "--documents", "blank_line"]
+    main([*source, "--output", str(folder / "shards"), "--tokenizer", str(tiny_bert)])
+    return folder / "shards"
+
+
+@pytest.mark.launcher
+@pytest.mark.parametrize(("objective", "fraction"), [("mlm", 0.9), ("tfidf", 0.5), ("so", 0.8), ("mcqt", 0.9)])
+def test_every_loss_falls(
+    launch: Launch, orderly_corpus: Path, tmp_path: Path, objective: str, fraction: float
+) -> None:
+    flags = ["--corpus", str(orderly_corpus), "--steps", "150", "--set", "train.triples=8"]
+    for other in {"mlm", "tfidf", "so", "mcqt"} - {objective}:
+        flags += ["--set", f"objective.{other}=0"]
+    for name in ("log_every", "eval_every", "save_every"):
+        flags += ["--set", f"run.{name}=150"]
+    done = launch(tmp_path / "run", *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, last = records(tmp_path / "run", "validation")
+    assert last[f"loss/{objective}"] < fraction * first[f"loss/{objective}"], done.stdout
