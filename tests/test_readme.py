@@ -1,4 +1,4 @@
-"""The README's commands do what the README says: its bash blocks are run in a fresh copy of the repository."""
+"""The README does what it says: its bash and Python blocks are run, in order, in a fresh copy of the repository."""
 
 from __future__ import annotations
 
@@ -15,34 +15,40 @@ import pytest
 REPOSITORY = Path(__file__).parents[1]
 NOT_COPIED = (".git", ".venv", "runs", "build", "*.egg-info", "__pycache__", ".*_cache")
 BLOCK = re.compile(
-    r"(?:<!-- *not run: *(?P<reason>.+?) *-->\s*)?^```bash\n(?P<commands>.*?)^```", re.MULTILINE | re.DOTALL
+    r"(?:<!-- *not run: *(?P<reason>.+?) *-->\s*)?^```(?P<language>bash|python)\n(?P<commands>.*?)^```",
+    re.MULTILINE | re.DOTALL,
 )
 
 
 class Block(NamedTuple):
-    """One fenced bash block: its commands, and why a test does not run them (empty: it does)."""
+    """One fenced block: its language, its commands, and why a test does not run them (empty: it does)."""
 
+    language: str
     commands: str
     reason: str
     line: int
 
 
-def bash_blocks(text: str) -> list[Block]:
-    """The bash blocks of a Markdown text, in order; `<!-- not run: reason -->` stands right before a block to skip."""
+def runnable_blocks(text: str) -> list[Block]:
+    """The bash and Python blocks of a Markdown text; `<!-- not run: reason -->` stands right before a block to skip."""
     return [
-        Block(match["commands"], match["reason"] or "", text.count("\n", 0, match.start("commands")))
+        Block(match["language"], match["commands"], match["reason"] or "", text.count("\n", 0, match.start("commands")))
         for match in BLOCK.finditer(text)
     ]
 
 
 @pytest.fixture(scope="module")
 def blocks() -> list[Block]:
-    return bash_blocks((REPOSITORY / "README.md").read_text(encoding="utf-8"))
+    return runnable_blocks((REPOSITORY / "README.md").read_text(encoding="utf-8"))
 
 
 def test_blocks_are_found_with_their_reasons() -> None:
     text = "# T\n```bash\nls\n```\n```\n{}\n```\n<!-- not run: needs a GPU -->\n```bash\na\nb\n```\n```python\n1\n```\n"
-    assert bash_blocks(text) == [Block("ls\n", "", 2), Block("a\nb\n", "needs a GPU", 9)]
+    assert runnable_blocks(text) == [
+        Block("bash", "ls\n", "", 2),
+        Block("bash", "a\nb\n", "needs a GPU", 9),
+        Block("python", "1\n", "", 13),
+    ]
 
 
 def test_readme_has_commands_to_run(blocks: list[Block]) -> None:
@@ -64,8 +70,9 @@ def test_readme_commands_run(blocks: list[Block], tmp_path: Path) -> None:
         if "MULTICLS_DATA" in block.commands and "MULTICLS_DATA" not in environment:
             skipped += 1
             continue
+        interpreter = ["bash", "-euxo", "pipefail"] if block.language == "bash" else [sys.executable]
         done = subprocess.run(
-            ["bash", "-euxo", "pipefail", "-c", block.commands],
+            [*interpreter, "-c", block.commands],
             cwd=copy,
             env=environment,
             stdin=subprocess.DEVNULL,
