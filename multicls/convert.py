@@ -74,7 +74,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         task_type_row=args.task_type_row,
     )
     tokenizer = _tokenizer(args.tokenizer, model.config) if args.tokenizer else None
-    model.save_pretrained(args.output)
+    from multicls.initialize import quiet_transformers
+
+    with quiet_transformers():
+        model.save_pretrained(args.output)
     if tokenizer is not None:
         tokenizer.save_pretrained(args.output)
     print(f"wrote {args.output}: {sum(p.numel() for p in model.parameters()):,} parameters, {_describe(model.config)}")
