@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from data_prep.cleaning import sentences
 from data_prep.readers import RawDocument, SourceFile, find_files, read_file
-from data_prep.sentences import sentences, splitter_name
+from data_prep.sentences import splitter_name
 from data_prep.wikitext import plain_text
 from multicls.errors import UserError
 from multicls.files import append_jsonl, atomic_write, read_json, sha256_of, write_json
