@@ -33,6 +33,7 @@ from multicls.shards import (
     MANIFEST,
     Document,
     Shard,
+    occurrences,
     tokenizer_fingerprint,
     write_shard,
 )
@@ -110,7 +111,9 @@ class Worker:
         offsets = np.cumsum([0, *map(len, filled)], dtype=np.int32)
         pieces = np.fromiter(chain.from_iterable(filled), self.dtype, count=int(offsets[-1]))
         digest = hashlib.blake2b("\n".join(kept).encode("utf-8"), digest_size=8).digest()
-        document = Document(raw.source, raw.id, raw.title, int.from_bytes(digest, "little"), pieces, offsets)
+        document = Document(
+            raw.source, raw.id, raw.title, int.from_bytes(digest, "little"), pieces, offsets, occurrences(pieces)
+        )
         return Prepared(document, dict(+dropped))
 
 
@@ -343,7 +346,7 @@ class _Progress:
         for entry in self.shards:
             shard = Shard(output / entry["name"])
             for row in range(entry["documents"]):
-                frequency[np.unique(shard.pieces_of(row)[0])] += 1
+                frequency[np.unique(shard.document(row).pieces)] += 1
         return frequency
 
 

@@ -187,7 +187,8 @@ class TripleStream:
     def _build(
         self, shard: int, row: int, document: int, window: int, windows: int, epoch: int, rng: np.random.Generator
     ) -> Example:
-        pieces, offsets = self.corpus.shard(shard).pieces_of(row)
+        document_row = self.corpus.shard(shard).document(row)
+        pieces, offsets = document_row.pieces, document_row.offsets
         phase = _hash(self.seed, epoch, document) / 2.0**64  # one for all windows of a document
         bounds = self._place(offsets, (window + phase - 0.5) * len(pieces) / windows, rng)
         return self._assemble(document, pieces, offsets, bounds, rng)

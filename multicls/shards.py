@@ -6,8 +6,10 @@
       document_frequency.npy   (V,) int64: documents that hold a piece
       tokenizer.json, tokenizer_config.json
 
-A row of a shard is a document: `source`, `id`, `title` (strings), `hash` (uint64 of its text), `num_pieces` (uint32)
-and `pieces` (list<list<uint16 or uint32>>: sentences of piece ids).
+A row of a shard is a document, or one of several consecutive runs of a long one: `source` (dictionary-encoded), `id`,
+`title` (strings), `hash` (uint64 of the document's text, the same for all its runs), `num_pieces` (uint32), `pieces`
+(list<list<uint16 or uint32>>: sentences of piece ids) and `counts` (list<uint16>: for every piece, how often it occurs
+in the row).
 """
 
 from __future__ import annotations
@@ -30,14 +32,15 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 FORMAT = "multicls-corpus"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+MAX_PIECES = (1 << 16) - 1  # of a row, so that `counts` hold them; a longer document takes several rows
 
 
 class Document(NamedTuple):
-    """A document of N pieces in S sentences.
+    """A row of a shard: N pieces in S sentences.
 
-    `pieces` (N,) is a read-only view of the memory-mapped shard; sentence s is `pieces[offsets[s]:offsets[s + 1]]`,
-    `offsets` being (S + 1,) int32.
+    `pieces` (N,) and `counts` (N,) are read-only views of the memory-mapped shard; sentence s is
+    `pieces[offsets[s]:offsets[s + 1]]`, `offsets` being (S + 1,) int32.
     """
 
     source: str
@@ -46,6 +49,7 @@ class Document(NamedTuple):
     hash: int
     pieces: np.ndarray
     offsets: np.ndarray
+    counts: np.ndarray
 
 
 class Shard:
@@ -57,6 +61,9 @@ class Shard:
         documents: (documents + 1,) int32, where a document's sentences begin in `sentences`.
         sentences: (sentences + 1,) int32, where a sentence's pieces begin in `pieces`.
         pieces: (pieces,) uint16 or uint32.
+        counts: (pieces,) uint16, how often the piece at the same place occurs in its row.
+        source_names: names of the sources in this shard.
+        source_codes: (documents,) int32, each row's place in `source_names`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -65,6 +72,9 @@ class Shard:
             outer = self.batch.column("pieces")
             self.num_pieces: np.ndarray = self.batch.column("num_pieces").to_numpy()
             self.hashes: np.ndarray = self.batch.column("hash").to_numpy()
+            self.counts: np.ndarray = self.batch.column("counts").values.to_numpy()
+            self.source_names: list[str] = self.batch.column("source").dictionary.to_pylist()
+            self.source_codes: np.ndarray = self.batch.column("source").indices.to_numpy()
         except (pa.ArrowException, OSError, KeyError) as error:
             raise UserError(f"{path}: not a readable shard ({error}); prepare the corpus again.") from None
         self.documents: np.ndarray = outer.offsets.to_numpy()
@@ -77,27 +87,32 @@ class Shard:
         offsets = self.sentences[first : last + 1]
         pieces = self.pieces[offsets[0] : offsets[-1]]
         source, name, title = (str(self.batch.column(column)[row]) for column in ("source", "id", "title"))
-        return Document(source, name, title, int(self.hashes[row]), pieces, offsets - offsets[0])
+        counts = self.counts[offsets[0] : offsets[-1]]
+        return Document(source, name, title, int(self.hashes[row]), pieces, offsets - offsets[0], counts)
 
-    def pieces_of(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Only (pieces, offsets) of the document in row `row`: what training reads."""
-        offsets = self.sentences[self.documents[row] : self.documents[row + 1] + 1]
-        return self.pieces[offsets[0] : offsets[-1]], offsets - offsets[0]
+
+def occurrences(pieces: np.ndarray) -> np.ndarray:
+    """(N,) uint16: for every piece of a row of at most `MAX_PIECES`, how often it occurs there."""
+    counts: np.ndarray = np.bincount(pieces)[pieces].astype(np.uint16)
+    return counts
 
 
 def write_shard(path: str | Path, documents: Sequence[Document]) -> None:
     """Writes documents as one shard, atomically; the same documents give the same bytes."""
-    counts = [len(document.offsets) - 1 for document in documents]
+    sentences = [len(document.offsets) - 1 for document in documents]
     lengths = np.concatenate([np.diff(document.offsets) for document in documents])
     values = np.concatenate([document.pieces for document in documents])
     inner = pa.ListArray.from_arrays(pa.array(_starts(lengths)), pa.array(values))
+    counts = pa.array(np.concatenate([document.counts for document in documents]))
+    num_pieces = np.array([len(document.pieces) for document in documents], np.uint32)
     columns = {
-        "source": pa.array([document.source for document in documents], pa.string()),
+        "source": pa.array([document.source for document in documents], pa.string()).dictionary_encode(),
         "id": pa.array([document.id for document in documents], pa.string()),
         "title": pa.array([document.title for document in documents], pa.string()),
         "hash": pa.array(np.array([document.hash for document in documents], np.uint64)),
-        "num_pieces": pa.array(np.array([len(document.pieces) for document in documents], np.uint32)),
-        "pieces": pa.ListArray.from_arrays(pa.array(_starts(np.array(counts))), inner),
+        "num_pieces": pa.array(num_pieces),
+        "pieces": pa.ListArray.from_arrays(pa.array(_starts(np.array(sentences))), inner),
+        "counts": pa.ListArray.from_arrays(pa.array(_starts(num_pieces)), counts),
     }
     batch = pa.record_batch(columns)
     with atomic_write(path, "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
