@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from multicls.errors import UserError, run_command
+from multicls.errors import UserError, did_you_mean, run_command
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -32,37 +32,30 @@ def build_command(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="data_prep/run.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--input",
-        nargs="+",
-        metavar="[NAME=]PATH",
-        help="files and folders (.gz and .bz2, too), optionally with the name of the source",
-    )
+    _add_input_flags(parser)
     parser.add_argument("--output", required=True, metavar="DIR", help="the corpus folder: new, or of a stopped run")
     parser.add_argument("--tokenizer", metavar="PATH_OR_ID", help="folder with tokenizer.json, that file, or a hub id")
     parser.add_argument("--sample", action="store_true", help="the embedded sample as --input and --tokenizer")
-    parser.add_argument("--num_processes", type=int, default=os.cpu_count() or 1, help="default: one a core")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    parser.add_argument("--num_processes", type=int, default=cores or 1, help="default: one a core")
+    parser.add_argument("--min_sentences", type=int, default=6, help="of a document; fewer and it is dropped")
     parser.add_argument(
-        "--format", default="auto", choices=["auto", "text", "wikiextractor", "jsonl", "mediawiki"], help="of the input"
+        "--near_duplicates", action="store_true", help="drop documents nearly the same as an earlier one"
     )
-    parser.add_argument(
-        "--documents", default="file", choices=["file", "blank_line"], help="plain text: what separates documents"
-    )
-    parser.add_argument("--text_field", default="text", help="JSON lines: the field with the text")
-    parser.add_argument("--language", default="en", help="language of the sentence splitter (ISO 639)")
+    parser.add_argument("--plan", action="store_true", help="only say what it would take")
     args = parser.parse_args(argv)
     if args.sample:
         from multicls.sample import sample_dump, sample_model
 
         args.input = args.input or [str(sample_dump())]
         args.tokenizer = args.tokenizer or str(sample_model())
-    problems = []
-    if not args.input:
-        problems.append("--input: missing; give the text to prepare, or --sample for the embedded one.")
+    problems = _input_problems(args)
     if not args.tokenizer:
         problems.append("--tokenizer: missing; give a folder with a tokenizer.json or a hub id like bert-base-uncased.")
     if args.num_processes < 1:
         problems.append(f"--num_processes {args.num_processes}: must be at least 1.")
+    if args.min_sentences < 3:
+        problems.append(f"--min_sentences {args.min_sentences}: must be at least 3, one for each part of an example.")
     if problems:
         raise UserError(*problems)
     from data_prep.build import BuildSettings, build
@@ -74,8 +67,49 @@ def build_command(argv: Sequence[str]) -> None:
         documents=args.documents,
         text_field=args.text_field,
         language=args.language,
+        without=tuple(args.without),
+        min_sentences=args.min_sentences,
+        near_duplicates=args.near_duplicates,
     )
-    build(settings, args.output, args.num_processes, log=lambda line: print(line, flush=True))
+    build(settings, args.output, args.num_processes, log=lambda line: print(line, flush=True), plan_only=args.plan)
+
+
+def _add_input_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that say what is read and how it is cleaned."""
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        metavar="[NAME=]WHAT",
+        help="files and folders (.gz .bz2 .xz .zst, too), wikipedia[:DATE.LANGUAGE], bookcorpus, bookcorpusopen or a "
+        "data set of the hub, OWNER/DATASET[:CONFIG[:SPLIT]]; NAME is what the source is called",
+    )
+    parser.add_argument(
+        "--format",
+        default="auto",
+        choices=["auto", "text", "wikiextractor", "jsonl", "mediawiki", "parquet", "dataset"],
+        help="of the files",
+    )
+    parser.add_argument(
+        "--documents",
+        default="file",
+        choices=["file", "blank_line", "sentences"],
+        help="plain text: a document is a file, or lies between blank lines; or every line (or row) is a sentence",
+    )
+    parser.add_argument("--text_field", default="text", help="JSON lines, Parquet, data sets: the field with the text")
+    parser.add_argument("--language", default="en", help="language of the sentence splitter (ISO 639)")
+    parser.add_argument("--without", nargs="+", default=[], metavar="RULE", help="cleaning rules to leave out")
+
+
+def _input_problems(args: argparse.Namespace) -> list[str]:
+    from data_prep.cleaning import RULES
+
+    problems = []
+    if not args.input:
+        problems.append("--input: missing; give the text to prepare, or --sample for the embedded one.")
+    for rule in args.without:
+        if rule not in RULES:
+            problems.append(f"--without {rule}: no such rule.{did_you_mean(rule, RULES)}")
+    return problems
 
 
 def show_command(argv: Sequence[str]) -> None:

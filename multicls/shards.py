@@ -90,6 +90,14 @@ class Shard:
         counts = self.counts[offsets[0] : offsets[-1]]
         return Document(source, name, title, int(self.hashes[row]), pieces, offsets - offsets[0], counts)
 
+    @property
+    def keys(self) -> np.ndarray:
+        """(documents, 1 or more) uint64: `hashes` and, where near-duplicates were looked for, the MinHash bands."""
+        columns = [self.hashes]
+        if "minhash" in self.batch.schema.names:
+            columns += list(self.batch.column("minhash").values.to_numpy().reshape(len(self.hashes), -1).T)
+        return np.stack(columns, axis=1)
+
 
 def occurrences(pieces: np.ndarray) -> np.ndarray:
     """(N,) uint16: for every piece of a row of at most `MAX_PIECES`, how often it occurs there."""
@@ -97,8 +105,12 @@ def occurrences(pieces: np.ndarray) -> np.ndarray:
     return counts
 
 
-def write_shard(path: str | Path, documents: Sequence[Document]) -> None:
-    """Writes documents as one shard, atomically; the same documents give the same bytes."""
+def write_shard(path: str | Path, documents: Sequence[Document], minhash: np.ndarray | None = None) -> None:
+    """Writes documents as one shard, atomically; the same documents give the same bytes.
+
+    Args:
+        minhash: (documents, bands) uint64, kept so that a stopped search for near-duplicates can go on.
+    """
     sentences = [len(document.offsets) - 1 for document in documents]
     lengths = np.concatenate([np.diff(document.offsets) for document in documents])
     values = np.concatenate([document.pieces for document in documents])
@@ -114,6 +126,8 @@ def write_shard(path: str | Path, documents: Sequence[Document]) -> None:
         "pieces": pa.ListArray.from_arrays(pa.array(_starts(np.array(sentences))), inner),
         "counts": pa.ListArray.from_arrays(pa.array(_starts(num_pieces)), counts),
     }
+    if minhash is not None and minhash.shape[1]:
+        columns["minhash"] = pa.FixedSizeListArray.from_arrays(pa.array(minhash.ravel()), minhash.shape[1])
     batch = pa.record_batch(columns)
     with atomic_write(path, "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
         writer.write_batch(batch)
