@@ -368,7 +368,7 @@ def _draw(picture: str | Path, corpus: Corpus, contents: Contents, training: Tra
     panels[2].set_xlim(0, 1.2 * max(shares.values()))
     dropped = {reason: number for reason, number in corpus.manifest["dropped"].items() if number}
     _draw_bars(panels[3], dropped, "count (log)", "{:,}")
-    panels[3].set(xscale="log", xlim=(0.5, 30 * max(dropped.values(), default=1)))
+    panels[3].set(xscale="log", xlim=(0.5, 10 * max(dropped.values(), default=1) ** 1.3))
     _draw_vocabulary(panels[4], contents.curve)
     _draw_epoch(panels[5], training)
     with atomic_write(picture, "wb") as file:
@@ -400,7 +400,7 @@ def _draw_documents(axes: Axes, tally: Tally) -> None:
     line: dict[str, Any] = {"histtype": "step", "color": "black", "linewidth": 1.8}
     axes.hist(tally.values, edges, weights=weights, label="of pieces", **line)
     axes.set(xlabel="pieces a document (log)", ylabel="share (%)", xscale="log", ylim=(0, 1.2 * axes.get_ylim()[1]))
-    axes.legend(frameon=False, loc="upper center", ncols=2)
+    axes.legend(frameon=False, loc="upper center", ncols=2, handlelength=1.5, columnspacing=1)
 
 
 def _draw_bars(axes: Axes, values: dict[str, float], unit: str, form: str) -> None:
