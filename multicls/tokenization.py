@@ -28,10 +28,11 @@ def with_facets(tokenizer: PreTrainedTokenizerBase, num_facets: int) -> PreTrain
     """A copy of `tokenizer` that inserts the facets, and takes all text for text.
 
     The copy has `split_special_tokens` set: a literal "[MASK]" or "[unused0]" in a text is split into pieces like any
-    other word and never becomes a special token.
+    other word and never becomes a special token. (Except by a unigram model that was given its special tokens as pieces
+    to be found in text, as XLM-R's was.)
 
     Raises:
-        UserError: the tokenizer is not a fast one, or has no [CLS], [SEP], [PAD] and [MASK].
+        UserError: the tokenizer is not a fast one, or has no tokens that serve as [CLS], [SEP], [PAD] and [MASK].
     """
     from tokenizers import Tokenizer
     from tokenizers.processors import TemplateProcessing
@@ -40,12 +41,13 @@ def with_facets(tokenizer: PreTrainedTokenizerBase, num_facets: int) -> PreTrain
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise UserError(f"{tokenizer.name_or_path}: not a fast tokenizer (no tokenizer.json can be made of it).")
-    named = {
-        name: getattr(tokenizer, name) for name in ("cls_token", "sep_token", "pad_token", "mask_token", "unk_token")
-    }
+    named = {name: getattr(tokenizer, name) for name in ("cls_token", "sep_token", "pad_token", "mask_token")}
     missing = [name for name, token in named.items() if token is None]
     if missing:
-        raise UserError(f"{tokenizer.name_or_path}: the tokenizer has no {', '.join(missing)}; BERT needs it.")
+        raise UserError(
+            f"{tokenizer.name_or_path or 'tokenizer'}: has no {', '.join(missing)}, which BERT needs (under any name); "
+            "take another tokenizer, or train one: data_prep/run.py vocabulary."
+        )
     backend = Tokenizer.from_str(backend.to_str())
     backend.no_padding()
     backend.no_truncation()
@@ -63,6 +65,7 @@ def with_facets(tokenizer: PreTrainedTokenizerBase, num_facets: int) -> PreTrain
         model_max_length=tokenizer.model_max_length,
         model_input_names=["input_ids", "token_type_ids", "attention_mask"],
         split_special_tokens=True,
+        unk_token=tokenizer.unk_token,
         **named,
     )
 

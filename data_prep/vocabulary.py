@@ -1,0 +1,260 @@
+"""A vocabulary of one's own: WordPiece as BERT's, or a SentencePiece unigram, as a fast tokenizer.
+
+Both are trained on counts of words, so the text itself is never held, and both give the same bytes for the same text,
+whatever the number of cores.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from multicls.errors import UserError, did_you_mean
+from multicls.files import write_json
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+Kind = Literal["wordpiece", "unigram"]
+NAMES = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
+SPECIALS = ["[PAD]", *(f"[unused{k}]" for k in range(16)), "[UNK]", "[CLS]", "[SEP]", "[MASK]"]  # ids 0..; facets: 1..
+# Characters that make up this share of the text are entries; a word (WordPiece) or a run of characters (unigram) with
+# a rarer one is [UNK]. Byte pieces instead would cost 256 entries, and three pieces for each character of a script
+# that the vocabulary does not serve anyway; they would also be targets and neighbours that mean nothing.
+COVERAGE = 0.9999
+MIN_FREQUENCY = 2  # of a pair that WordPiece merges
+LONGEST_WORD = 100  # characters; longer ones are [UNK] in every BERT
+MOST_WORDS = 1 << 22  # different words held; past it the rarer half is forgotten
+MODEL_FILE = "sentencepiece.model"
+NEVER = -1e6  # the score of a piece that text must not become
+
+
+def train_vocabulary(
+    sentences: Iterable[str],
+    output: str | Path,
+    *,
+    kind: Kind = "wordpiece",
+    size: int = 30_522,
+    cased: bool = False,
+    log: Callable[[str], object] = print,
+) -> Path:
+    """Trains a vocabulary and writes a folder that `AutoTokenizer.from_pretrained` and data preparation read.
+
+    It holds tokenizer.json and tokenizer_config.json, and for "unigram" SentencePiece's own sentencepiece.model, whose
+    ids are the same.
+
+    Args:
+        sentences: text, read once; memory grows with the number of different words only.
+        size: entries, BERT's special tokens and 16 unused ones for facets included.
+        cased: keeps upper case (and accents, which uncased WordPiece drops).
+        log: called with every line of progress.
+
+    Raises:
+        UserError: no text, a size that the text cannot fill or that its alphabet does not fit in, an output in use.
+    """
+    output = Path(output)
+    train = {"wordpiece": _wordpiece, "unigram": _unigram}.get(kind)
+    if train is None:
+        raise UserError(f"--type {kind}: no such kind of vocabulary.{did_you_mean(kind, get_args(Kind))}")
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"{output}: is there already; give an --output that is new or empty.")
+    if size <= len(SPECIALS):
+        raise UserError(f"--size {size}: too small; the special tokens alone take {len(SPECIALS)}.")
+    started = time.monotonic()
+    words = _count_words(sentences)
+    if not words:
+        raise UserError("no text in the input: there is nothing to train a vocabulary on.")
+    log(f"{words.total():,} words, {len(words):,} different, in {time.monotonic() - started:.0f} s; training {kind}")
+    tokenizer, model = train(words, size, cased)
+    with _whole_folder(output) as folder:
+        tokenizer.save(str(folder / "tokenizer.json"))
+        inputs = ["input_ids", "token_type_ids", "attention_mask"]
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 512, "model_input_names": inputs}
+        write_json(folder / "tokenizer_config.json", config | NAMES)
+        if model:
+            (folder / MODEL_FILE).write_bytes(model)
+    log(f"{tokenizer.get_vocab_size():,} entries in {time.monotonic() - started:.0f} s: {output}")
+    return output
+
+
+def _count_words(sentences: Iterable[str]) -> Counter[str]:
+    """How often each word, split at white space, occurs."""
+    counts: Counter[str] = Counter()
+    for sentence in sentences:
+        counts.update(sentence.split())
+        if len(counts) > MOST_WORDS:
+            counts = Counter(dict(counts.most_common(MOST_WORDS // 2)))
+    return counts
+
+
+@contextmanager
+def _whole_folder(output: Path) -> Iterator[Path]:
+    """A temporary folder beside `output` that takes its name only when the block ends well."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(dir=output.parent, prefix=f".{output.name}."))
+    try:
+        yield folder
+        folder.chmod(0o755)
+        folder.replace(output)
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
+
+
+def _too_small(size: int, needed: int) -> UserError:
+    return UserError(f"--size {size}: too small; special tokens and alphabet alone take {needed}. Give more than that.")
+
+
+def _too_large(size: int, most: int) -> UserError:
+    return UserError(
+        f"--size {size}: too large for this text; it gives at most {most} entries. Give that, or more text."
+    )
+
+
+def _wordpiece(words: Counter[str], size: int, cased: bool) -> tuple[Tokenizer, bytes]:
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    normalizer, splitter = normalizers.BertNormalizer(lowercase=not cased), pre_tokenizers.BertPreTokenizer()
+    counts: Counter[str] = Counter()
+    for word, count in words.items():
+        for part, _ in splitter.pre_tokenize_str(normalizer.normalize_str(word)):
+            counts[part] += count
+    alphabet = _alphabet(counts)
+    inside = alphabet & {character for part in counts for character in part[1:]}
+    # The trainer numbers what it meets in the order of a hash table, which differs from run to run, and breaks ties by
+    # number. So all it can meet is given first, in order, as if it were special.
+    given = [*sorted(alphabet), *(f"##{character}" for character in sorted(inside))]
+    room = size - len(SPECIALS)
+    if room < len(given):
+        raise _too_small(size, len(SPECIALS) + len(given))
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=room, min_frequency=MIN_FREQUENCY, special_tokens=given, show_progress=False
+    )
+    scratch = Tokenizer(models.WordPiece())
+    scratch.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    usable = {part: count for part, count in counts.items() if len(part) <= LONGEST_WORD and alphabet.issuperset(part)}
+    scratch.train_from_iterator(_repeated(usable), trainer)
+    found = scratch.get_vocab(with_added_tokens=False)
+    if len(found) < room:
+        raise _too_large(size, len(SPECIALS) + len(found))
+    entries = [*SPECIALS, *sorted(found, key=found.__getitem__)]
+    model = models.WordPiece(
+        {entry: number for number, entry in enumerate(entries)},
+        unk_token="[UNK]",
+        max_input_chars_per_word=LONGEST_WORD,
+    )
+    return _assemble(model, normalizer, splitter, decoders.WordPiece()), b""
+
+
+def _alphabet(counts: Counter[str]) -> set[str]:
+    """The most frequent characters that cover the text."""
+    characters: Counter[str] = Counter()
+    for word, count in counts.items():
+        for character in word:
+            characters[character] += count
+    missing = COVERAGE * characters.total()
+    alphabet = set()
+    for character, count in sorted(characters.items(), key=lambda item: (-item[1], item[0])):
+        if missing <= 0:
+            break
+        alphabet.add(character)
+        missing -= count
+    return alphabet
+
+
+def _repeated(counts: dict[str, int], most: int = 10_000) -> Iterator[str]:
+    """Each word as often as it is counted: the trainer takes no numbers."""
+    for word, count in counts.items():
+        for first in range(0, count, most):
+            yield " ".join([word] * min(most, count - first))
+
+
+def _unigram(words: Counter[str], size: int, cased: bool) -> tuple[Tokenizer, bytes]:
+    from sentencepiece import SentencePieceTrainer
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
+
+    written = io.BytesIO()
+    try:
+        SentencePieceTrainer.train(
+            sentence_iterator=(f"{word}\t{count}" for word, count in sorted(words.items())),
+            input_format="tsv",  # words with their counts
+            model_writer=written,
+            model_type="unigram",
+            vocab_size=size,
+            character_coverage=COVERAGE,
+            # What special tokens are written with, where text can still have it: "[MASK]" must fall into these.
+            required_chars="".join(special for special in SPECIALS if cased or special.islower()),
+            normalization_rule_name="nmt_nfkc" if cased else "nmt_nfkc_cf",
+            pad_id=0,
+            pad_piece="[PAD]",
+            unk_id=SPECIALS.index("[UNK]"),
+            unk_piece="[UNK]",
+            bos_id=-1,
+            eos_id=-1,
+            control_symbols=[special for special in SPECIALS if special not in ("[PAD]", "[UNK]")],
+            max_sentence_length=1 << 20,
+            num_threads=16,  # the sums depend on it, so it is not the machine's
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise _explained(size, str(error)) from None
+    proto = ModelProto.FromString(written.getvalue())
+    for piece in proto.pieces:
+        piece.score = round(piece.score * 1024) / 1024  # sums are exact, so ties fall alike in float32 and float64
+    return _fast_unigram(proto), proto.SerializeToString(deterministic=True)
+
+
+def _explained(size: int, problem: str) -> UserError:
+    """What SentencePiece's trainer means."""
+    if found := re.search(r"set it to a value <= (\d+)", problem):
+        return _too_large(size, int(found[1]))
+    if found := re.search(r"smaller than required_chars. \d+ vs (\d+)", problem):
+        return _too_small(size, int(found[1]))
+    return UserError(f"sentencepiece cannot train on this text: {problem}")
+
+
+def _fast_unigram(proto: Any) -> Tokenizer:
+    """SentencePiece's model for `tokenizers`, with the same ids on all text that its normalizer can be led to share."""
+    from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
+
+    NORMAL = 1
+    pieces = [(piece.piece, piece.score if piece.type == NORMAL else NEVER) for piece in proto.pieces]
+    normalizer = normalizers.Sequence(
+        [
+            # `Precompiled` loses accents when the letter below them is changed (uncased: all capitals). Compose what
+            # can be, and part the rest with a character that it removes.
+            normalizers.NFC(),
+            normalizers.Replace(Regex(r"\Y"), "\x01"),  # everywhere within what a reader takes for one character
+            normalizers.Precompiled(proto.normalizer_spec.precompiled_charsmap),
+            normalizers.Replace(Regex("^ +| +$"), ""),
+            normalizers.Replace(Regex(" {2,}"), " "),
+            normalizers.Prepend("▁"),
+        ]
+    )
+    model = models.Unigram(pieces, unk_id=SPECIALS.index("[UNK]"), byte_fallback=False)
+    splitter = pre_tokenizers.Metaspace(prepend_scheme="never")
+    return _assemble(model, normalizer, splitter, decoders.Metaspace(prepend_scheme="always"))
+
+
+def _assemble(model: Any, normalizer: Any, splitter: Any, decoder: Any) -> Tokenizer:
+    """A tokenizer with BERT's special tokens: `[CLS] a [SEP] b [SEP]`."""
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder = normalizer, splitter, decoder
+    tokenizer.add_special_tokens(list(NAMES.values()))
+    tokenizer.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")],
+    )
+    return tokenizer
