@@ -5,18 +5,52 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from importlib import metadata
+from itertools import accumulate
 
 import sentencex
 
 QUOTES = '"“”„«»‘`'
-# sentencex never splits inside quotation marks, so a speech of ten sentences would be one: hide them from it.
-_HIDE_QUOTES = str.maketrans(dict.fromkeys(QUOTES, "*"))
-_CLOSING = re.compile(rf"[{QUOTES}’')\]]+(?=\s|$|[-–—])")
-# Two boundaries it misses: after a bracketed sentence, and after the word "me." (to it, the state of Maine).
-_MISSED = re.compile(rf"(?:[.!?][{QUOTES}’']?\)|\bme\.)\s+(?=[{QUOTES}'(]?[A-Z])")
-# Two that it sees wrongly: after an abbreviation that stands before a number, and after a title behind a hidden mark.
-_BEFORE_NUMBER = re.compile(r"(?i:\b(?:vols?|nos?|pp?|ch|figs?|secs?|arts?|ca?|fl))\.\s*$")
-_TITLE = re.compile(r"(?:^|\W)(?:Dr|Mr|Mrs|Ms|St|Prof|Rev|Capt|Col|Gen|Lt|Hon|Messrs|Mme|Mlle)\.\s*$")
+# sentencex never splits inside quotation marks, so a speech of ten sentences would be one; nor does it know "Dr. and
+# --Mr. as abbreviations. It gets blanks for these marks, and for the single ones that open.
+_BLANKED = (*QUOTES, "--", "—")
+_LIST_NUMBER = re.compile(r"(?<!\S)\((\w{1,2}|[ivx]+)\)(?=\s)")  # nor does it split an item that begins with (1)
+_OPENING = re.compile(rf"(?:(?<=\s)|(?=[—-]))[{QUOTES}'—-]+\s*$")  # marks that belong to the sentence after them
+_CLOSING = re.compile(rf"[{QUOTES}’'_)\]]+\.?(?![^\s—-])|:\d[\d–,: ]*(?=\s)")  # the latter: pages of a reference
+
+
+def _after(words: str, end: str = r"\.\s") -> str:
+    """A pattern that holds right behind one of the words; a look-behind has to be of one width."""
+    return "(?:" + "|".join(rf"(?<=\b(?i:{word}){end})" for word in words.split()) + ")"
+
+
+# Boundaries that it misses.
+_BEFORE_I = "am can could did do had have not said says shall should than thought was will would"
+_MISSED = re.compile(
+    rf"[.!?](?:[{QUOTES}’']?[)\]]\s+(?=[{QUOTES}'(]?[A-Z])"  # (He was wrong.) | She
+    rf"|(?<=\b(?:me|[Nn]o).)\s+(?=[{QUOTES}']?(?:[AI]|[A-Z][a-z]+)\b)"  # to it, Maine and "number"
+    rf"|(?<=[{QUOTES}’'].)\s+(?=[A-Z])"  # the letter "s". | In
+    r"|(?<=[!?][!?])\s+(?=I\b)"
+    r"|\s+(?=(?:(?:Some|Any|No|Every)(?:body|one|thing)|Nobody|Nothing)\b)"
+    rf"|(?<= [A-K].)(?:{_after(_BEFORE_I, ' I.')}|(?<=itamin [A-K].))\s+(?=[A-Z])"  # no initials
+    r"|(?<=[a-z]{3}.)(?<!etc.)\s+(?=[a-z]{1,2}[A-Z]))"  # iPhone
+)
+# Boundaries that it sees and that are none: after them the sentence goes on.
+_PLAIN = re.compile(r"(?<=[a-z]{4}[.!?]\s)[A-Z]")  # no doubt: most of them, and quickly told
+_SAYS = (
+    "said|says|asked|asks|cried|replied|answered|whispered|shouted|exclaimed|yelled|screamed|muttered|murmured|inquired"
+    "|enquired|demanded|repeated|added|continued|began|called|snapped|growled|snarled|gasped|retorted"
+)
+_SPEAKER = r"(?:I|The \w+|(?:(?:Mr|Mrs|Ms|Dr)\.? )?[A-Z][\w’'-]+(?: [A-Z][\w’'-]+)?)"
+_BEFORE_NUMBER = "vol vols no nos p pp ch fig figs sec secs art arts ca c fl approx"
+_CLOCK = r"Eastern|Central|Mountain|Pacific|[A-Z]{1,3}T\b|UTC|(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day"
+_GOES_ON = re.compile(
+    r"(?![a-z]{1,2}[A-Z])[\s\[.…–—-]*[a-zß-öø-ÿа-я]|[,;:]"
+    r"|(?<=[!-~])(?=[^\s—-])(?!(?<=[a-z]{2}[.!?])[A-Z][a-z])"  # no blank: MUL.APIN, .NET
+    rf"|(?<=[?!…—-][{QUOTES}’'_]\s){_SPEAKER} (?:\w+ly )?(?:{_SAYS})\b"  # "Where?" Anna asked.
+    rf"|(?=\d){_after(_BEFORE_NUMBER)}|(?=[IVXLC]+\b){_after('vol vols pp')}"
+    rf"|{_after('[ap].m')}(?:{_CLOCK})"
+)
+_MARKER = re.compile(r"\W*(?:\d{1,3}[.)]\W*)?")  # no sentence, but what may stand before one: 12.
 
 
 def splitter_name(language: str) -> dict[str, str]:
@@ -26,35 +60,33 @@ def splitter_name(language: str) -> dict[str, str]:
 
 def split_paragraph(paragraph: str, language: str) -> Iterator[str]:
     """Sentences of a paragraph, in order and nothing lost but white space."""
-    position = 0
-    current = ""
-    for segment in sentencex.segment(language, paragraph.translate(_HIDE_QUOTES)):
-        text = paragraph[position : position + len(segment)]
-        position += len(segment)
-        if current and not current[-1].isspace() and (closing := _CLOSING.match(text)):
-            current += closing.group()  # a closing mark belongs to the sentence before it
-            text = text[closing.end() :]
-        if current and _continues(current, text):
-            current += text
-            continue
-        yield from _split_missed(current)
-        current = text
-    yield from _split_missed(current + paragraph[position:])
-
-
-def _continues(before: str, text: str) -> bool:
-    """Whether `text` goes on with the sentence `before`: ... " she said."""
-    start = text.lstrip()[:1]
-    if not start or start.islower():
-        return True
-    end = before[-12:]
-    return bool(_BEFORE_NUMBER.search(end) if start.isdigit() else _TITLE.search(end))
-
-
-def _split_missed(text: str) -> Iterator[str]:
+    hidden = _hide(paragraph, language)
+    cuts = list(accumulate(map(len, sentencex.segment(language, hidden))))
+    if missed := [match.end() for match in _MISSED.finditer(paragraph)]:
+        cuts = sorted({*cuts, *missed})
     start = 0
-    for match in _MISSED.finditer(text) if ")" in text or "me. " in text else ():  # the search costs most of the time
-        yield text[start : match.end()].strip()
-        start = match.end()
-    if text[start:].strip():
-        yield text[start:].strip()
+    for cut in cuts[:-1]:
+        if not paragraph[cut - 1].isspace() or hidden[cut - 2] != paragraph[cut - 2]:
+            if opening := _OPENING.search(paragraph, max(start, cut - 6), cut):
+                cut = opening.start()
+            elif closing := _CLOSING.match(paragraph, cut):
+                cut = closing.end()
+        if _PLAIN.match(paragraph, cut) or not (
+            _GOES_ON.match(paragraph, cut) or (cut - start < 9 and _MARKER.fullmatch(paragraph, start, cut))
+        ):
+            yield paragraph[start:cut].strip()
+            start = cut
+    if rest := paragraph[start:].strip():
+        yield rest
+
+
+def _hide(text: str, language: str) -> str:
+    """`text` with everything that leads sentencex astray replaced, character for character."""
+    for mark in _BLANKED:
+        if mark in text:
+            text = text.replace(mark, " " * len(mark))
+    if "'" in text:
+        text = (" " + text).replace(" '", "  ")[1:]
+    if "(" in text:
+        text = _LIST_NUMBER.sub(r"X\1X", text)
+    return text.replace("M. ", "M  ") if language == "fr" else text  # M. Dupont
