@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -45,6 +45,9 @@ from multicls.shards import (
     tokenizer_fingerprint,
     write_shard,
 )
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 PROGRESS = "progress.json"  # what is written so far; gone when the manifest is there
 LINES = "progress-{}.npz"  # the watched lines behind shard {}; gone as well
@@ -130,7 +133,7 @@ def build(
     if plan_only:
         return output
     with _lock(output), _named_disk_errors(output):
-        corpus = _Corpus(output, identity, listing, worker.encoder.vocabulary_size, saved)
+        corpus = _Corpus(output, identity, listing, worker.encoder.tokenizer, saved)
         try:
             _run(corpus, stream, worker, processes, tokenizer_files, log)
             _finish(corpus, worker, identity | _of_listing(listing), settings, [*tokenizer_files])
@@ -285,7 +288,7 @@ class _Corpus:
     folder: Path
     identity: dict[str, Any]
     listing: list[Any]
-    vocabulary_size: int
+    tokenizer: Tokenizer
     saved: dict[str, Any]
     drops: Drops = field(default_factory=Drops)
     shards: list[dict[str, Any]] = field(default_factory=list)
@@ -295,7 +298,7 @@ class _Corpus:
     def __post_init__(self) -> None:
         self.duplicates = Duplicates(self.identity["near_duplicates"] is not None)
         self.repeated = RepeatedLines()
-        self.frequency = np.zeros(self.vocabulary_size, np.int64)
+        self.frequency = np.zeros(self.tokenizer.get_vocab_size(with_added_tokens=True), np.int64)
         self._open: list[Document] = []
         self._keys: list[np.ndarray] = []
         self._open_pieces = 0
@@ -310,8 +313,9 @@ class _Corpus:
         self.drops.counts = Counter(self.saved["dropped"])
         for reason, samples in self.saved["samples"].items():
             self.drops.samples[reason] = [(key, Dropped(*sample)) for key, sample in samples]
-        for torn in self.folder.glob(".*.*"):  # files that a killed run was writing
-            torn.unlink()
+        for torn in self.folder.glob(".*"):  # files that a killed run was writing
+            if torn.name != LOCK:
+                torn.unlink()
         for entry in self.shards:
             shard = Shard(self.folder / entry["name"])
             self._count_rows(shard.pieces, shard.counts)
@@ -349,9 +353,9 @@ class _Corpus:
             counts["sentences"] += len(row.offsets) - 1
             counts["pieces"] += len(row.pieces)
 
-    def _drop(self, reason: str, text: Text) -> None:
+    def _drop(self, reason: str, text: Text, shown: str = "") -> None:
         row = text.rows[0]
-        self.drops.add(reason, RawDocument(row.source, row.id, row.title, "", ""), row.title or row.id)
+        self.drops.add(reason, RawDocument(row.source, row.id, row.title, "", ""), shown or row.title or row.id)
 
     def _without_repeated_lines(self, text: Text) -> Text | None:
         """The document without lines that are boilerplate by now; None if too little is left."""
@@ -361,11 +365,13 @@ class _Corpus:
             return text
         lengths = np.concatenate([np.diff(row.offsets) for row in text.rows])
         pieces = np.concatenate([row.pieces for row in text.rows])
+        starts = np.concatenate([[0], np.cumsum(lengths)])
         kept = np.ones(len(lengths), bool)
         for line, first, end in text.lines.tolist():
             if line in repeated:
                 kept[first:end] = False
-                self._drop("lines_repeated", text)
+                shown = pieces[starts[first] : starts[end]]
+                self._drop("lines_repeated", text, self.tokenizer.decode(shown.tolist()))
         if kept.sum() < self.identity["min_sentences"]:
             self._drop("documents_too_short", text)
             return None
@@ -392,7 +398,7 @@ class _Corpus:
 
     def _count_rows(self, pieces: np.ndarray, counts: np.ndarray) -> None:
         """Adds a shard to the document frequencies: in a row, c occurrences of a piece weigh 1/c each, one together."""
-        weights = np.bincount(pieces, weights=1.0 / counts, minlength=self.vocabulary_size)
+        weights = np.bincount(pieces, weights=1.0 / counts, minlength=len(self.frequency))
         self.frequency += np.rint(weights).astype(np.int64)
 
     def _save(self) -> None:

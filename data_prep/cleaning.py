@@ -35,6 +35,9 @@ _SPACES = re.compile("[\t\x0b\x0c\x1c-\x1f\x85\xa0\u1680\u2000-\u200a\u202f\u205
 _LINE_ENDS = re.compile("\r\n?|[\u2028\u2029]")
 # Not the zero-width joiners, which belong to words of Persian and Indian scripts.
 _CONTROL = re.compile("[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\xad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\ufeff]")
+_ODD = re.compile(
+    "[\x00-\t\x0b-\x1f\x7f-\xa0\xad\u1680\u2000-\u200b\u200e\u200f\u2028-\u202f\u205f-\u2064\u3000\ufeff]"
+)
 _NUMBER_WORDS = "one|two|three|four|five|six|seven|eight|nine|ten|first|second|third|fourth|fifth|last"
 _CHAPTER = re.compile(
     r"(?i:(?:chapter|book|part|volume|section|canto|letter|act|scene|stave|kapitel|chapitre|cap[ií]tulo|capitolo|глава)"
@@ -54,6 +57,11 @@ _NOTICE = re.compile(
     r"|^\[(?:illustration|image|picture|frontispiece)\b"
 )
 _NOTICE_LENGTH = 300
+# Most documents have none of these, in lower case, and need no search for notices.
+_NOTICE_WORDS = (
+    *("rights reserved", "gutenberg", "proofread", "©", "(c)", "copyright", "this article", "terms of", "privacy"),
+    *("javascript", "[illustration", "[image", "[picture", "[frontispiece"),
+)
 
 
 class Dropped(NamedTuple):
@@ -102,15 +110,19 @@ def clean(raw: RawDocument, rules: frozenset[str], language: str, drops: Drops) 
         drops: counts what is left out.
     """
     text, layout = (plain_text(raw.text), "lines") if raw.layout == "wikitext" else (raw.text, raw.layout)
+    odd = _ODD.search(text) is not None  # one search instead of three, for most documents
     if "unicode" in rules:
-        text = _normalised(text)
-    if "control_characters" in rules and (found := _CONTROL.findall(text)):
+        text = text if text.isascii() else unicodedata.normalize("NFC", text)
+        text = _SPACES.sub(" ", _LINE_ENDS.sub("\n", text)) if odd else text
+    if odd and "control_characters" in rules and (found := _CONTROL.findall(text)):
         drops.add("characters_control", raw, " ".join(f"U+{ord(character):04X}" for character in found), len(found))
         text = _CONTROL.sub("", text)
     lines: Iterable[str] = paragraphs(text, "blocks" if layout == "blocks" else "lines")
     dotted = layout == "dotted_lines"
     if "boilerplate" in rules:
-        lines = _without_boilerplate(list(lines), raw, dotted, drops)
+        lowered = text.lower()
+        notices = any(word in lowered for word in _NOTICE_WORDS)
+        lines = _without_boilerplate(list(lines), raw, dotted, notices, drops)
     result = []
     for line in lines:
         if "headings" in rules and is_heading(line, dotted):
@@ -118,12 +130,6 @@ def clean(raw: RawDocument, rules: frozenset[str], language: str, drops: Drops) 
         elif kept := list(_kept(split_paragraph(line.strip(), language), raw, rules, drops)):
             result.append(kept)
     return result
-
-
-def _normalised(text: str) -> str:
-    if not text.isascii():
-        text = unicodedata.normalize("NFC", text)
-    return _SPACES.sub(" ", _LINE_ENDS.sub("\n", text))
 
 
 def _kept(sentences: Iterable[str], raw: RawDocument, rules: frozenset[str], drops: Drops) -> Iterator[str]:
@@ -154,10 +160,10 @@ def paragraphs(text: str, layout: str) -> list[str]:
 
 
 def _is_wrapped(lines: list[str]) -> bool:
-    """Whether lines are one paragraph wrapped by hand: none is long, and most do not end where a sentence does."""
+    """Whether lines are one paragraph wrapped by hand: none is long, and they do not all end where a sentence does."""
     if len(lines) < 2 or max(map(len, lines)) > WRAP_WIDTH:
         return False
-    return sum(_last_character(line) in ".!?…" for line in lines[:-1]) <= (len(lines) - 1) // 2
+    return sum(_last_character(line) in ".!?…" for line in lines[:-1]) < 0.9 * (len(lines) - 1)
 
 
 def _last_character(text: str) -> str:
@@ -181,14 +187,18 @@ def is_heading(paragraph: str, dotted: bool = False) -> bool:
     return _CHAPTER.fullmatch(text) is not None
 
 
-def _without_boilerplate(lines: list[str], raw: RawDocument, dotted: bool, drops: Drops) -> Iterator[str]:
-    start = next((i + 1 for i, line in enumerate(lines) if _EBOOK_START.search(line)), 0)
-    end = next((i for i, line in enumerate(lines) if i >= start and _EBOOK_END.search(line)), len(lines))
+def _without_boilerplate(
+    lines: list[str], raw: RawDocument, dotted: bool, notices: bool, drops: Drops
+) -> Iterator[str]:
+    start, end = 0, len(lines)
+    if notices:
+        start = next((i + 1 for i, line in enumerate(lines) if _EBOOK_START.search(line)), 0)
+        end = next((i for i, line in enumerate(lines) if i >= start and _EBOOK_END.search(line)), len(lines))
     end_matter = False
     for i, line in enumerate(lines):
         if len(line) <= HEADING_LENGTH and is_heading(line, dotted):
             end_matter = _END_MATTER.fullmatch(line.strip()) is not None
-        notice = len(line) <= _NOTICE_LENGTH and _NOTICE.search(line)
+        notice = notices and len(line) <= _NOTICE_LENGTH and _NOTICE.search(line)
         if end_matter or notice or not start <= i < end:
             drops.add("lines_boilerplate", raw, line)
         else:

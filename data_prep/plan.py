@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data_prep.readers import RawDocument, Reading, ReadOptions
-from data_prep.sources import SourceFile, open_bytes
+from data_prep.sources import DAMAGED, SourceFile, open_bytes
 from data_prep.worker import Worker
 from multicls.errors import UserError
 
@@ -37,7 +37,7 @@ class Plan(NamedTuple):
 
 def estimate(files: list[SourceFile], options: ReadOptions, worker: Worker) -> Plan:
     """Prepares a sample of the input and extrapolates."""
-    text_bytes = sum(file.size * _expansion(file) for file in files)
+    text_bytes = _text_bytes(files)
     step = max(1, len(files) // _FILES)
     read = pieces = sentences = rows = 0
     spent = 0.0
@@ -68,8 +68,24 @@ def _head(file: SourceFile, options: ReadOptions) -> list[RawDocument]:
     return sample
 
 
+def _text_bytes(files: list[SourceFile]) -> float:
+    """Decompressed bytes of all files; files with one suffix are taken to shrink alike."""
+    kinds: dict[str, list[SourceFile]] = {}
+    for file in files:
+        kinds.setdefault(file.path.suffix, []).append(file)
+    total = 0.0
+    for alike in kinds.values():
+        sample = alike[:: max(1, len(alike) // _FILES)][:_FILES]
+        total += sum(file.size for file in alike) * sum(map(_expansion, sample)) / len(sample)
+    return total
+
+
 def _expansion(file: SourceFile) -> float:
-    """Decompressed bytes a byte of a file, from its first megabytes."""
+    """Decompressed bytes a byte of a file, from its first megabytes.
+
+    Raises:
+        UserError: the file is damaged.
+    """
     if file.format == "parquet":
         import pyarrow.parquet as pq
 
@@ -78,9 +94,11 @@ def _expansion(file: SourceFile) -> float:
     if file.format == "dataset" or file.path.suffix not in (".gz", ".bz2", ".xz", ".zst"):
         return 1.0
     stream, raw = open_bytes(file.path)
-    with raw, stream:
-        read = len(stream.read(1 << 22))
-        return read / max(raw.tell(), 1)
+    try:
+        with raw, stream:
+            return len(stream.read(1 << 22)) / max(raw.tell(), 1)
+    except DAMAGED as error:
+        raise UserError(f"{file}: cannot be read: {error}.") from None
 
 
 def check_disk(plan: Plan, folder: Path, share_left: float) -> int:

@@ -1,0 +1,239 @@
+"""Hostile input, full disks, dying processes: a named error or a counted drop, and nothing half-made."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_prep import build as build_module
+from data_prep import readers, run
+from data_prep.build import BuildSettings, build
+from multicls.errors import UserError
+from multicls.shards import Corpus
+from tests.data_prep.conftest import story
+
+RUN = Path(run.__file__)
+
+
+def prepare(tokenizer: Path, output: Path, *inputs: Path, processes: int = 1, **settings: Any) -> Corpus:
+    made_from = BuildSettings(input=tuple(map(str, inputs)), tokenizer=str(tokenizer), **settings)
+    return Corpus.open(build(made_from, output, processes, log=lambda _: None))
+
+
+def command(tokenizer: Path, output: Path, *inputs: Path, processes: int = 2) -> list[str]:
+    words = [sys.executable, str(RUN), "--input", *map(str, inputs), "--output", str(output)]
+    return [*words, "--tokenizer", str(tokenizer), "--num_processes", str(processes)]
+
+
+def test_damaged_spots_cost_a_document_not_the_run(tiny_tokenizer: Path, tmp_path: Path) -> None:
+    lines = [json.dumps({"id": i, "text": story(8, i)}).encode() for i in range(8)]
+    damaged = [*lines[:5], lines[5].replace(b"sat", b"s\xe9t"), *lines[6:]]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines * 50 + damaged * 150) + b"\n")
+    (tmp_path / "b.txt").write_bytes(story(3000).encode() + b"\n\n\xff\xfe " + story(9, 1).encode())
+    corpus = prepare(
+        tiny_tokenizer,
+        tmp_path / "out",
+        tmp_path / "a.jsonl",
+        tmp_path / "b.txt",
+        without=("duplicate_documents", "repeated_lines"),
+    )
+    assert corpus.num_documents == 1450 and corpus.manifest["dropped"]["documents_not_utf8"] == 151
+    samples = json.loads((tmp_path / "out" / "dropped.json").read_text())["documents_not_utf8"]
+    names = {"b.txt#0"} | {f"a.jsonl#{406 + 8 * i}" for i in range(150)}
+    assert len(samples) == 8 and {sample["document"] for sample in samples} <= names
+
+
+def test_nul_bytes_in_the_middle_are_removed_and_counted(tiny_tokenizer: Path, tmp_path: Path) -> None:
+    text = story(5000)
+    assert len(text) > 1 << 17
+    (tmp_path / "in.txt").write_text(text[: 1 << 17] + "\0" + text[1 << 17 :])
+    corpus = prepare(tiny_tokenizer, tmp_path / "out", tmp_path / "in.txt")
+    assert corpus.manifest["dropped"]["characters_control"] == 1
+
+
+def test_an_endless_line_is_left_out_in_bounded_memory(tiny_tokenizer: Path, tmp_path: Path) -> None:
+    """1 GB without a line's end: as a sparse-looking gzip, so that the test is quick."""
+    with gzip.open(tmp_path / "long.txt.gz", "wb", compresslevel=1) as file:
+        for _ in range(64):
+            file.write(b"the cat sat " * (1 << 20) + b"    " * (1 << 20))
+        file.write(b"\n\n" + story(9).encode())
+    (tmp_path / "short.txt").write_text(story(9))
+    limited = "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30)); "
+    limited += "sys.argv = sys.argv[1:]; import runpy; runpy.run_path(sys.argv[0], run_name='__main__')"
+    words = command(tiny_tokenizer, tmp_path / "out", tmp_path / "long.txt.gz", tmp_path / "short.txt", processes=1)
+    done = subprocess.run([words[0], "-c", limited, *words[1:]], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    manifest = Corpus.open(tmp_path / "out").manifest
+    assert manifest["documents"] == 1 and manifest["dropped"]["documents_line_too_long"] == 1
+
+
+def test_odd_paths_and_right_to_left_text(tiny_tokenizer: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "my notes 📚"
+    folder.mkdir()
+    (folder / "ein Tag 😀.txt").write_text(story(9))
+    (folder / "loop").symlink_to(folder, target_is_directory=True)
+    (folder / "nowhere").symlink_to(tmp_path / "missing")
+    (folder / "empty.txt").touch()
+    (folder / "עברית.txt").write_text(" ".join(f"הילד הלך אל הבית מספר {i}." for i in range(9)))
+    done = subprocess.run(command(tiny_tokenizer, tmp_path / "a corpus ✓", folder), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    corpus = Corpus.open(tmp_path / "a corpus ✓")
+    corpus.verify()
+    assert [corpus.document(i).id for i in range(2)] == ["ein Tag 😀.txt#0", "עברית.txt#0"]
+    assert len(corpus.document(1).offsets) - 1 == 9 and corpus.document(0).source == "my notes 📚"
+
+
+def test_a_damaged_file_can_be_repaired_and_the_run_goes_on(
+    tiny_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build_module, "SHARD_PIECES", 900)
+    monkeypatch.setattr(build_module, "CHUNK_CHARACTERS", 700)
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for i in range(20):
+        (folder / f"{i:02d}.txt.gz").write_bytes(gzip.compress(story(9 + i, i).encode(), mtime=0))
+    whole = prepare(tiny_tokenizer, tmp_path / "whole", folder).path
+    good = (folder / "17.txt.gz").read_bytes()
+    (folder / "17.txt.gz").write_bytes(good[:-20] + bytes(20))
+    with pytest.raises(UserError, match=r"17.txt.gz: cannot be read"):
+        prepare(tiny_tokenizer, tmp_path / "out", folder)
+    assert not (tmp_path / "out").exists()  # found by the look at its head: nothing was begun
+    monkeypatch.setattr("data_prep.sources._HEAD", 64)
+    with pytest.raises(UserError, match=r"17.txt.gz: cannot be read to its end"):
+        prepare(tiny_tokenizer, tmp_path / "out", folder)
+    with pytest.raises(UserError, match="not a finished corpus"):
+        Corpus.open(tmp_path / "out")
+    (folder / "17.txt.gz").write_bytes(good)
+    lines: list[str] = []
+    build(BuildSettings(input=(str(folder),), tokenizer=str(tiny_tokenizer)), tmp_path / "out", log=lines.append)
+    assert any(line.startswith("resuming in") for line in lines)
+    for path in whole.iterdir():
+        if path.name != "log.jsonl":
+            assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes()
+    (folder / "00.txt.gz").write_bytes(gzip.compress(b"changed"))
+    with pytest.raises(UserError, match="other input or settings"):
+        prepare(tiny_tokenizer, tmp_path / "out", folder)
+
+
+def test_two_runs_do_not_write_one_folder(tiny_tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text(story(9))
+    with build_module._lock(tmp_path / "out"), pytest.raises(UserError, match="another run is writing this corpus"):
+        prepare(tiny_tokenizer, tmp_path / "out", tmp_path / "in.txt")
+    prepare(tiny_tokenizer, tmp_path / "out", tmp_path / "in.txt").verify()
+
+
+def test_more_than_the_disk_holds_is_refused(
+    tiny_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in.txt").write_text(story(5000))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=50_000))
+    with pytest.raises(UserError, match=r"the corpus needs about .* free there"):
+        prepare(tiny_tokenizer, tmp_path / "out", tmp_path / "in.txt")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a small disk needs rights that this user has not")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk_loses_nothing(
+    tiny_tokenizer: Path, tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build_module, "SHARD_PIECES", 20_000)
+    monkeypatch.setattr(build_module, "CHUNK_CHARACTERS", 50_000)
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for i in range(30):
+        (folder / f"{i:02d}.txt").write_text(story(1000 + i, i))
+    whole = prepare(tiny_tokenizer, tmp_path / "whole", folder).path
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(bytes(1_200_000))
+    with monkeypatch.context() as patch:
+        patch.setattr(build_module, "check_disk", lambda *_: 0)  # other programs filled it after the plan was made
+        with pytest.raises(UserError, match="the disk is full"):
+            prepare(tiny_tokenizer, small_disk / "out", folder)
+    with pytest.raises(UserError, match="not a finished corpus"):
+        Corpus.open(small_disk / "out")
+    assert list((small_disk / "out").glob("shard-*"))
+    with pytest.raises(UserError, match="the corpus needs about"):
+        prepare(tiny_tokenizer, small_disk / "out", folder)
+    ballast.unlink()
+    prepare(tiny_tokenizer, small_disk / "out", folder).verify()
+    for path in whole.iterdir():
+        if path.name != "log.jsonl":
+            assert path.read_bytes() == (small_disk / "out" / path.name).read_bytes()
+
+
+def children(pid: int) -> list[int]:
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout.split()
+    return [int(child) for child in found]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_no_process_outlives_the_run(how: signal.Signals, tiny_tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("\n\n".join(story(2000, i) for i in range(200)))
+    process = subprocess.Popen(
+        command(tiny_tokenizer, tmp_path / "out", tmp_path / "in.txt"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    deadline = time.monotonic() + 60
+    while len(workers := children(process.pid)) < 3 and time.monotonic() < deadline:  # two, and Python's own tracker
+        time.sleep(0.05)
+    time.sleep(1)
+    process.send_signal(how)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == {signal.SIGINT: 130}.get(how, -how)
+    assert b"Traceback" not in errors
+    while any(map(alive, workers)) and time.monotonic() < deadline + 30:
+        time.sleep(0.05)
+    assert workers and not any(map(alive, workers))
+
+
+@pytest.mark.slow
+def test_a_killed_worker_is_named(tiny_tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("\n\n".join(story(2000, i) for i in range(200)))
+    words = command(tiny_tokenizer, tmp_path / "out", tmp_path / "in.txt")
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while len(children(process.pid)) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    os.kill(children(process.pid)[-1], signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2 and b"was killed, perhaps for want of memory" in errors
+
+
+def test_readers_stop_at_the_limit_of_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "LONGEST_LINE", 100)
+    (tmp_path / "in.jsonl").write_bytes(b'{"text": "' + b"a" * 1000 + b'"}\n{"text": "It ran."}\n')
+    reading = readers.Reading(
+        readers.SourceFile("s", "in.jsonl", "jsonl", 0, tmp_path / "in.jsonl"), readers.ReadOptions()
+    )
+    assert [document.dropped for document in reading] == ["documents_line_too_long", ""]
