@@ -9,13 +9,13 @@ from itertools import accumulate
 
 import sentencex
 
-QUOTES = '"“”„«»‘`'
+QUOTES = '"“”„«»‘‚‹›`'
 # sentencex never splits inside quotation marks, so a speech of ten sentences would be one; nor does it know "Dr. and
 # --Mr. as abbreviations. It gets blanks for these marks, and for the single ones that open.
 _BLANKED = (*QUOTES, "--", "—")
-_LIST_NUMBER = re.compile(r"(?<!\S)\((\w{1,2}|[ivx]+)\)(?=\s)")  # nor does it split an item that begins with (1)
-_OPENING = re.compile(rf"(?:(?<=\s)|(?=[—-]))[{QUOTES}'—-]+\s*$")  # marks that belong to the sentence after them
-_CLOSING = re.compile(rf"[{QUOTES}’'_)\]]+\.?(?![^\s—-])|:\d[\d–,: ]*(?=\s)")  # the latter: pages of a reference
+_LIST_NUMBER = re.compile(r"\((?<!\S.)(\w{1,2}|[ivx]+)\)(?=\s)")  # nor does it split an item that begins with (1)
+_OPENING = re.compile(rf"(?:(?<=\s)|(?=[—-]))[{QUOTES}'—\s-]+$")  # marks that belong to the sentence after them
+_CLOSING = re.compile(rf"[{QUOTES}’'_)\]]+\.?(?![^\s—-])\s*|:\d[\d–,: ]*(?=\s)")  # the latter: pages of a reference
 
 
 def _after(words: str, end: str = r"\.\s") -> str:
@@ -27,7 +27,7 @@ def _after(words: str, end: str = r"\.\s") -> str:
 _BEFORE_I = "am can could did do had have not said says shall should than thought was will would"
 _MISSED = re.compile(
     rf"[.!?](?:[{QUOTES}’']?[)\]]\s+(?=[{QUOTES}'(]?[A-Z])"  # (He was wrong.) | She
-    rf"|(?<=\b(?:me|[Nn]o).)\s+(?=[{QUOTES}']?(?:[AI]|[A-Z][a-z]+)\b)"  # to it, Maine and "number"
+    rf"|(?<=\b(?:me|[Nn]o).)[{QUOTES}’']*\s+(?=[{QUOTES}']?(?!(?:[VX]|[IVX]{{2,}})\b)[A-Z])"  # Maine, number
     rf"|(?<=[{QUOTES}’'].)\s+(?=[A-Z])"  # the letter "s". | In
     r"|(?<=[!?][!?])\s+(?=I\b)"
     r"|\s+(?=(?:(?:Some|Any|No|Every)(?:body|one|thing)|Nobody|Nothing)\b)"
@@ -44,7 +44,7 @@ _SPEAKER = r"(?:I|The \w+|(?:(?:Mr|Mrs|Ms|Dr)\.? )?[A-Z][\w’'-]+(?: [A-Z][\w�
 _BEFORE_NUMBER = "vol vols no nos p pp ch fig figs sec secs art arts ca c fl approx"
 _CLOCK = r"Eastern|Central|Mountain|Pacific|[A-Z]{1,3}T\b|UTC|(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day"
 _GOES_ON = re.compile(
-    r"(?![a-z]{1,2}[A-Z])[\s\[.…–—-]*[a-zß-öø-ÿа-я]|[,;:]"
+    r"(?![a-z]{1,2}[A-Z])[\s\[.…–—-]{0,20}[a-zß-öø-ÿа-я]|[,;:]"
     r"|(?<=[!-~])(?=[^\s—-])(?!(?<=[a-z]{2}[.!?])[A-Z][a-z])"  # no blank: MUL.APIN, .NET
     rf"|(?<=[?!…—-][{QUOTES}’'_]\s){_SPEAKER} (?:\w+ly )?(?:{_SAYS})\b"  # "Where?" Anna asked.
     rf"|(?=\d){_after(_BEFORE_NUMBER)}|(?=[IVXLC]+\b){_after('vol vols pp')}"
@@ -86,7 +86,7 @@ def _hide(text: str, language: str) -> str:
         if mark in text:
             text = text.replace(mark, " " * len(mark))
     if "'" in text:
-        text = (" " + text).replace(" '", "  ")[1:]
+        text = (" " + text).replace(" '", "  ")[1:].replace("'", "*")
     if "(" in text:
         text = _LIST_NUMBER.sub(r"X\1X", text)
     return text.replace("M. ", "M  ") if language == "fr" else text  # M. Dupont

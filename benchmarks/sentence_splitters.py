@@ -1,0 +1,129 @@
+"""Sentence splitters on your text: MB/s on one core, and the share of the tests' English cases they get right.
+
+    pip install blingfire nupunkt segtok pysbd syntok
+    OMP_NUM_THREADS=1 RAYON_NUM_THREADS=1 python benchmarks/sentence_splitters.py FILE...
+
+A line of a file is a paragraph. The splitters are called paragraph by paragraph, in one process; a slow one gets less
+text. Prints a Markdown table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+Splitter = Callable[[str], Iterable[str]]
+SECONDS = 10  # a splitter's runs end after the paragraph in which its time is over
+CASES = Path(__file__).resolve().parents[1] / "tests" / "data_prep" / "sentence_cases.txt"
+
+
+def _ours() -> Splitter:
+    from data_prep.sentences import split_paragraph
+
+    return lambda text: split_paragraph(text, "en")
+
+
+def _sentencex() -> Splitter:
+    import sentencex
+
+    return lambda text: sentencex.segment("en", text)
+
+
+def _blingfire() -> Splitter:
+    import blingfire
+
+    return lambda text: blingfire.text_to_sentences(text).split("\n")
+
+
+def _nupunkt() -> Splitter:
+    import nupunkt
+
+    return lambda text: map(str, nupunkt.sent_tokenize(text))
+
+
+def _segtok() -> Splitter:
+    from segtok.segmenter import split_single
+
+    return split_single
+
+
+def _pysbd() -> Splitter:
+    import pysbd
+
+    return pysbd.Segmenter(language="en", clean=False).segment
+
+
+def _syntok() -> Splitter:
+    from syntok import segmenter
+
+    def split(text: str) -> list[str]:
+        return [
+            "".join(token.spacing + token.value for token in sentence)
+            for paragraph in segmenter.process(text)
+            for sentence in paragraph
+        ]
+
+    return split
+
+
+SPLITTERS: dict[str, Callable[[], Splitter]] = {
+    "data_prep.sentences": _ours,
+    "sentencex": _sentencex,
+    "blingfire": _blingfire,
+    "nupunkt": _nupunkt,
+    "segtok": _segtok,
+    "pysbd": _pysbd,
+    "syntok": _syntok,
+}
+
+
+def speed(split: Splitter, paragraphs: list[str], seconds: float) -> float:
+    """Median MB/s of three runs, each on paragraphs of its own (nupunkt remembers) and a third of the time at most."""
+    rates = []
+    for run in range(3):
+        size, start = 0, time.perf_counter()
+        for paragraph in paragraphs[run::3]:
+            for _sentence in split(paragraph):
+                pass
+            size += len(paragraph.encode())
+            if time.perf_counter() - start > seconds / 3:
+                break
+        rates.append(size / 1e6 / (time.perf_counter() - start))
+    return statistics.median(rates)
+
+
+def right(split: Splitter) -> str:
+    """How many of the hand-marked English cases come out as marked, white space aside."""
+    lines = CASES.read_text(encoding="utf-8").splitlines()
+    cases = [line.split("|") for line in lines if line and not line.startswith("#") and line[2:4] != ": "]
+    count = sum([s.strip() for s in split(" ".join(case)) if s.strip()] == case for case in cases)
+    return f"{count} of {len(cases)} ({count / len(cases):.1%})"
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="text, a line a paragraph")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="time for each splitter")
+    args = parser.parse_args()
+    text = "\n".join(path.read_text(encoding="utf-8") for path in args.files)
+    paragraphs = [line.strip() for line in text.split("\n") if line.strip()]
+    print(f"{len(text.encode()) / 1e6:.1f} MB, {len(paragraphs)} paragraphs\n")
+    print("| splitter | MB/s | cases right |\n|---|---|---|")
+    for name, load in SPLITTERS.items():
+        try:
+            split = load()
+        except ImportError as error:
+            print(f"| {name} | not installed ({error}) | |")
+            continue
+        print(f"| {name} | {speed(split, paragraphs, args.seconds):.2f} | {right(split)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
