@@ -1,0 +1,83 @@
+"""Kills data preparation at random moments and compares what it ends with: the same bytes in every file.
+
+python benchmarks/kill_data_prep.py NAME=PATH [NAME=PATH ...] [--kills 20] [--tokenizer PATH_OR_ID] [--seed 0]
+
+Prepares the input whole with one process and with two; then again, killed with -9 (the whole process group) after a
+random part of the time that a run takes, and started again, as often as `--kills` says, with one or two processes by
+chance; then left to finish.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from multicls.files import REPOSITORY, read_json, sha256_of
+from multicls.sample import sample_model
+from multicls.shards import Corpus
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file of a corpus but its log."""
+    return {path.name: sha256_of(path) for path in sorted(folder.iterdir()) if path.name != "log.jsonl"}
+
+
+def main() -> None:
+    """Runs it; the exit status is 1 if any byte differs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("inputs", nargs="+", metavar="NAME=PATH")
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--tokenizer", default=None, help="default: the embedded sample's")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    rng = random.Random(args.seed)
+    command = [sys.executable, str(REPOSITORY / "data_prep" / "run.py"), "--input", *args.inputs]
+    command += ["--tokenizer", args.tokenizer or str(sample_model())]
+
+    def words(output: Path, processes: int) -> list[str]:
+        return [*command, "--output", str(output), "--num_processes", str(processes)]
+
+    with tempfile.TemporaryDirectory() as folder:
+        one, two, killed = (Path(folder) / name for name in ("one", "two", "killed"))
+        subprocess.run(words(one, 1), check=True, stdout=subprocess.DEVNULL)
+        start = time.monotonic()
+        subprocess.run(words(two, 2), check=True, stdout=subprocess.DEVNULL)
+        whole = time.monotonic() - start
+        for number in range(args.kills):
+            process = subprocess.Popen(
+                words(killed, rng.choice((1, 2))), stdout=subprocess.DEVNULL, start_new_session=True
+            )
+            delay = rng.uniform(0.0, 1.2) * whole
+            try:
+                process.wait(delay)
+                state = "had finished"
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                state = "killed"
+            progress = killed / "progress.json"
+            shards = len(read_json(progress)["shards"]) if progress.exists() else None
+            written = "finished" if (killed / "manifest.json").exists() else f"{shards} shards"
+            print(f"{number + 1}: {state} after {delay:.1f} s; {written}", flush=True)
+            if state == "had finished":
+                (killed / "manifest.json").unlink()  # once more from the start, to be killed again
+                for path in killed.iterdir():
+                    path.unlink()
+        subprocess.run(words(killed, 2), check=True, stdout=subprocess.DEVNULL)
+        Corpus.open(killed).verify()
+        same = digests(one) == digests(two) == digests(killed)
+        print(f"{len(digests(one))} files, {'all' if same else 'NOT all'} equal with 1 and 2 processes and after kills")
+        sys.exit(not same)
+
+
+if __name__ == "__main__":
+    main()
