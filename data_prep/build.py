@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from data_prep.cleaning import RULES, Dropped, Drops
+from data_prep.cleaning import RULES, Dropped, Drops, clean
 from data_prep.duplicates import Duplicates, RepeatedLines, check_near_duplicates
 from data_prep.plan import check_disk, estimate
 from data_prep.readers import RawDocument, Reading, ReadOptions
@@ -55,6 +55,7 @@ DROPPED = "dropped.json"  # samples of what was dropped, by reason
 LOCK = ".lock"
 SHARD_PIECES = 1 << 24  # a shard is closed when it holds as many pieces: 67 MB of uint16 with their counts
 CHUNK_CHARACTERS = 1 << 19  # what a worker gets at a time
+BYTES_A_PROCESS = 4_000_000  # of input; for less, starting a process takes longer than the work
 SECONDS_A_LINE = 5.0
 PACKAGES = ("mwparserfromhell", "numpy", "pyarrow", "sentencex", "tokenizers", "xxhash")
 
@@ -129,6 +130,7 @@ def build(
         return output
     saved = _unfinished(output, identity, listing)
     stream = _Stream(files, ReadOptions(settings.documents, settings.text_field), saved)
+    processes = min(processes, 1 + stream.bytes_total // BYTES_A_PROCESS) if stream.bytes_total else processes
     _log_plan(log, files, stream, worker, output, processes)
     if plan_only:
         return output
@@ -145,6 +147,26 @@ def build(
     append_jsonl(output / "log.jsonl", {"seconds": round(seconds, 2), "processes": processes} | asdict(settings))
     log(f"{stream.line()}; done in {seconds:.1f} s: {output}")
     return output
+
+
+def sentences_of(settings: BuildSettings, megabytes: float) -> Iterator[str]:
+    """The cleaned sentences of the input, at most so many megabytes, with a like share from every file.
+
+    Raises:
+        UserError: bad input.
+    """
+    files = find_files(settings.input, settings.format)
+    rules = frozenset(RULES) - frozenset(settings.without)
+    drops = Drops()
+    share = megabytes * 1e6 / max(sum(file.size for file in files), 1)
+    for file in files:
+        left = file.size * share or megabytes * 1e6 / len(files)
+        for raw in Reading(file, ReadOptions(settings.documents, settings.text_field)):
+            left -= len(raw.text)
+            if not raw.dropped:
+                yield from (sentence for line in clean(raw, rules, settings.language, drops) for sentence in line)
+            if left < 0:
+                break
 
 
 def _log_plan(

@@ -2,8 +2,10 @@
 
 python data_prep/run.py --input PATH [PATH ...] --output DIR --tokenizer FOLDER_OR_HUB_ID
 python data_prep/run.py --sample --output DIR
+python data_prep/run.py stats DIR
 python data_prep/run.py show DIR 123
 python data_prep/run.py verify DIR
+python data_prep/run.py vocabulary --input PATH [PATH ...] --output DIR --type wordpiece
 """
 
 from __future__ import annotations
@@ -13,16 +15,26 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from multicls.errors import UserError, did_you_mean, run_command
 
+if TYPE_CHECKING:
+    from data_prep.build import BuildSettings
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs one command; plain flags mean `build`."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    commands = {"build": build_command, "show": show_command, "verify": verify_command}
+    commands = {
+        "build": build_command,
+        "show": show_command,
+        "stats": stats_command,
+        "verify": verify_command,
+        "vocabulary": vocabulary_command,
+    }
     command = commands[argv.pop(0)] if argv and argv[0] in commands else build_command
     command(argv)
 
@@ -58,20 +70,31 @@ def build_command(argv: Sequence[str]) -> None:
         problems.append(f"--min_sentences {args.min_sentences}: must be at least 3, one for each part of an example.")
     if problems:
         raise UserError(*problems)
-    from data_prep.build import BuildSettings, build
+    from data_prep.build import build
 
-    settings = BuildSettings(
+    settings = _build_settings(
+        args, args.tokenizer, min_sentences=args.min_sentences, near_duplicates=args.near_duplicates
+    )
+    build(settings, args.output, args.num_processes, log=_log, plan_only=args.plan)
+
+
+def _build_settings(args: argparse.Namespace, tokenizer: str, **others: Any) -> BuildSettings:
+    from data_prep.build import BuildSettings
+
+    return BuildSettings(
         input=tuple(args.input),
-        tokenizer=args.tokenizer,
+        tokenizer=tokenizer,
         format=args.format,
         documents=args.documents,
         text_field=args.text_field,
         language=args.language,
         without=tuple(args.without),
-        min_sentences=args.min_sentences,
-        near_duplicates=args.near_duplicates,
+        **others,
     )
-    build(settings, args.output, args.num_processes, log=lambda line: print(line, flush=True), plan_only=args.plan)
+
+
+def _log(line: str) -> None:
+    print(line, flush=True)
 
 
 def _add_input_flags(parser: argparse.ArgumentParser) -> None:
@@ -127,6 +150,21 @@ def show_command(argv: Sequence[str]) -> None:
     print(show(args.corpus, args.document, args.seq_length, args.num_facets, args.seed, args.epoch))
 
 
+def stats_command(argv: Sequence[str]) -> None:
+    """`stats`: prints lengths, sources, drops and coverage, and draws them."""
+    parser = argparse.ArgumentParser(prog="data_prep/run.py stats", description=stats_command.__doc__)
+    parser.add_argument("corpus", help="a corpus folder")
+    parser.add_argument("--output", metavar="PNG", help="the picture; default: beside the corpus, DIR.png")
+    parser.add_argument("--seq_length", type=int, default=128)
+    parser.add_argument("--num_facets", type=int, default=5)
+    args = parser.parse_args(argv)
+    from data_prep.stats import stats
+
+    folder = Path(args.corpus)
+    picture = args.output or folder.resolve().with_name(folder.resolve().name + ".png")
+    stats(folder, picture, args.seq_length, args.num_facets)
+
+
 def verify_command(argv: Sequence[str]) -> None:
     """`verify`: compares every file of a corpus with the manifest's checksums."""
     parser = argparse.ArgumentParser(prog="data_prep/run.py verify", description=verify_command.__doc__)
@@ -137,6 +175,27 @@ def verify_command(argv: Sequence[str]) -> None:
     corpus = Corpus.open(args.corpus)
     corpus.verify()
     print(f"{args.corpus}: whole, {corpus.num_documents} documents in {corpus.num_shards} shards")
+
+
+def vocabulary_command(argv: Sequence[str]) -> None:
+    """`vocabulary`: trains a tokenizer on the text that `build` would prepare."""
+    parser = argparse.ArgumentParser(prog="data_prep/run.py vocabulary", description=vocabulary_command.__doc__)
+    _add_input_flags(parser)
+    parser.add_argument("--output", required=True, metavar="DIR", help="the folder of the tokenizer")
+    parser.add_argument(
+        "--type", default="wordpiece", choices=["wordpiece", "unigram"], help="BERT's, or SentencePiece's"
+    )
+    parser.add_argument("--size", type=int, default=30_522, help="entries, special tokens included")
+    parser.add_argument("--cased", action="store_true", help="keep upper case and accents")
+    parser.add_argument("--max_mb", type=float, default=2000.0, help="text to read at most, spread over the input")
+    args = parser.parse_args(argv)
+    if problems := _input_problems(args):
+        raise UserError(*problems)
+    from data_prep.build import sentences_of
+    from data_prep.vocabulary import train_vocabulary
+
+    sentences = sentences_of(_build_settings(args, tokenizer=""), args.max_mb)
+    train_vocabulary(sentences, args.output, kind=args.type, size=args.size, cased=args.cased, log=_log)
 
 
 if __name__ == "__main__":

@@ -142,6 +142,7 @@ def many_files(folder: Path) -> Path:
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build_module, "SHARD_PIECES", 900)
     monkeypatch.setattr(build_module, "CHUNK_CHARACTERS", 700)
+    monkeypatch.setattr(build_module, "BYTES_A_PROCESS", 1)
 
 
 @pytest.mark.usefixtures("small_steps")
@@ -180,19 +181,36 @@ def test_a_stopped_run_goes_on_and_never_looks_whole(
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
+SMALL_STEPS = """
+import sys
+from data_prep import build, run
+build.SHARD_PIECES, build.CHUNK_CHARACTERS, build.BYTES_A_PROCESS = 30_000, 5_000, 1
+run.main(sys.argv[1:])
+"""
+
+
 @pytest.mark.slow
 def test_kill_9(tiny_tokenizer: Path, tmp_path: Path) -> None:
-    texts = many_files(tmp_path / "in")
-    whole = prepare(tiny_tokenizer, tmp_path / "whole", texts).path
-    command = [sys.executable, str(RUN), "--input", str(texts), "--output", str(tmp_path / "out")]
-    command += ["--tokenizer", str(tiny_tokenizer), "--num_processes", "2"]
-    for delay in (0.3, 0.8, 1.3):
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
-        time.sleep(delay)
+    texts = tmp_path / "in"
+    texts.mkdir()
+    for i in range(40):
+        (texts / f"{i:02d}.txt").write_text(story(2000 + i, i))
+    command = [sys.executable, "-c", SMALL_STEPS, "--input", str(texts), "--tokenizer", str(tiny_tokenizer)]
+    command += ["--num_processes", "2", "--output"]
+    subprocess.run([*command, str(tmp_path / "whole")], check=True, stdout=subprocess.DEVNULL, cwd=RUN.parents[1])
+    assert Corpus.open(tmp_path / "whole").num_shards >= 20
+    shards = []
+    for wanted in (1, 5, 12):
+        process = subprocess.Popen(
+            [*command, str(tmp_path / "out")], stdout=subprocess.DEVNULL, start_new_session=True, cwd=RUN.parents[1]
+        )
+        while len(shards := list((tmp_path / "out").glob("shard-*"))) < wanted and process.poll() is None:
+            time.sleep(0.001)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    assert contents(tmp_path / "out") == contents(whole)
+    assert len(shards) >= 12 and not (tmp_path / "out" / "manifest.json").exists()
+    subprocess.run([*command, str(tmp_path / "out")], check=True, stdout=subprocess.DEVNULL, cwd=RUN.parents[1])
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 def test_finished_and_foreign_folders(tiny_tokenizer: Path, tmp_path: Path) -> None:
