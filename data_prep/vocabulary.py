@@ -32,7 +32,7 @@ SPECIALS = ["[PAD]", *(f"[unused{k}]" for k in range(16)), "[UNK]", "[CLS]", "[S
 COVERAGE = 0.9999
 MIN_FREQUENCY = 2  # of a pair that WordPiece merges
 LONGEST_WORD = 100  # characters; longer ones are [UNK] in every BERT
-MOST_WORDS = 1 << 22  # different words held; past it the rarer half is forgotten
+MOST_WORDS = 1 << 20  # different words trained on, the most frequent; while counting, twice as many are held
 MODEL_FILE = "sentencepiece.model"
 NEVER = -1e6  # the score of a piece that text must not become
 
@@ -52,7 +52,7 @@ def train_vocabulary(
     ids are the same.
 
     Args:
-        sentences: text, read once; memory grows with the number of different words only.
+        sentences: text, read once; only counts of words are held, of a million different ones at most.
         size: entries, BERT's special tokens and 16 unused ones for facets included.
         cased: keeps upper case (and accents, which uncased WordPiece drops).
         log: called with every line of progress.
@@ -90,9 +90,9 @@ def _count_words(sentences: Iterable[str]) -> Counter[str]:
     counts: Counter[str] = Counter()
     for sentence in sentences:
         counts.update(sentence.split())
-        if len(counts) > MOST_WORDS:
-            counts = Counter(dict(counts.most_common(MOST_WORDS // 2)))
-    return counts
+        if len(counts) > 2 * MOST_WORDS:
+            counts = Counter(dict(counts.most_common(MOST_WORDS)))
+    return Counter(dict(counts.most_common(MOST_WORDS)))
 
 
 @contextmanager
