@@ -40,7 +40,8 @@ _SAYS = (
     "said|says|asked|asks|cried|replied|answered|whispered|shouted|exclaimed|yelled|screamed|muttered|murmured|inquired"
     "|enquired|demanded|repeated|added|continued|began|called|snapped|growled|snarled|gasped|retorted"
 )
-_SPEAKER = r"(?!(?:He|She|It|We|They|You|And|But|Then|So)\b)(?:I|The \w+|(?:(?:Mr|Mrs|Ms|Dr)\.? )?[A-Z][\w’'-]+(?: [A-Z][\w’'-]+)?)"
+_NAME = r"(?!(?:He|She|It|We|They|You|And|But|Then|So)\b)[A-Z][\w’'-]+(?: [A-Z][\w’'-]+)?"
+_SPEAKER = rf"(?:I|The \w+|(?:(?:Mr|Mrs|Ms|Dr)\.? )?{_NAME})"
 _BEFORE_NUMBER = "vol vols no nos p pp ch fig figs sec secs art arts ca c fl approx"
 _CLOCK = r"Eastern|Central|Mountain|Pacific|[A-Z]{1,3}T\b|UTC|(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day"
 _GOES_ON = re.compile(
