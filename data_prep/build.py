@@ -211,15 +211,14 @@ class _Stream:
         self.options = options
         self.number, self.documents_before = saved.get("position", (0, 0))
         self.bytes_total = sum(file.size for file in files)
-        self.bytes_before = self.bytes_done
+        self._finished = self.bytes_before = sum(file.size for file in files[: self.number])
         self.started = self._last = time.monotonic()
         self._reading: Reading | None = None
 
     @property
     def bytes_done(self) -> int:
         """Bytes of the input read so far."""
-        reading = getattr(self, "_reading", None)
-        return sum(file.size for file in self.files[: self.number]) + (reading.position if reading else 0)
+        return self._finished + (self._reading.position if self._reading else 0)
 
     def chunks(self) -> Iterator[tuple[tuple[int, int], list[RawDocument]]]:
         """Chunks of documents, each with the position (file, documents of it) behind it."""
@@ -235,6 +234,7 @@ class _Stream:
                 if size >= CHUNK_CHARACTERS:
                     yield (self.number, taken), chunk
                     chunk, size = [], 0
+            self._finished += self._reading.position
             self._reading, self.documents_before = None, 0
             self.number += 1
         if chunk:
@@ -245,7 +245,7 @@ class _Stream:
         done, total = self.bytes_done / 1e6, self.bytes_total / 1e6
         speed = (done - self.bytes_before / 1e6) / max(time.monotonic() - self.started, 1e-9)
         left = f", eta {(total - done) / speed:.0f} s" if speed > 0 and done < total else ""
-        return f"{done:.1f} of {total:.1f} MB, {speed:.2f} MB/s{left}"
+        return f"{done:.1f}{f' of {total:.1f}' if total else ''} MB, {speed:.2f} MB/s{left}"
 
     def due(self) -> bool:
         """Whether it is time for another line."""
@@ -299,7 +299,7 @@ def _bar(stream: _Stream) -> Iterator[Callable[[], None] | None]:
         return
     from tqdm import tqdm
 
-    with tqdm(total=stream.bytes_total, initial=stream.bytes_done, unit="B", unit_scale=True) as bar:
+    with tqdm(total=stream.bytes_total or None, initial=stream.bytes_done, unit="B", unit_scale=True) as bar:
         yield lambda: bar.update(stream.bytes_done - bar.n) and None
 
 

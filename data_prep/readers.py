@@ -71,13 +71,14 @@ class Reading:
         self.skip = skip
         self._raw: io.FileIO | None = None
         self._share = 0.0
+        self._characters = 0
 
     @property
     def position(self) -> int:
-        """Bytes of the file read so far."""
+        """Bytes of the file read so far; where its size is not known, characters of text."""
         if self._raw is not None and not self._raw.closed:
             return self._raw.tell()
-        return int(self._share * self.file.size)
+        return int(self._share * self.file.size) or self._characters
 
     def __iter__(self) -> Iterator[RawDocument]:
         readers = {
@@ -98,6 +99,7 @@ class Reading:
         self._raw, self._share = None, 1.0
 
     def _document(self, name: object, title: str, text: str, layout: str, dropped: str = "") -> RawDocument:
+        self._characters += len(text)
         return RawDocument(
             self.file.source, f"{self.file.name}#{name}", title, "" if dropped else text, layout, dropped
         )

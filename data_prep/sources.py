@@ -97,7 +97,7 @@ def find_files(inputs: Iterable[str], file_format: str = "auto") -> list[SourceF
 def _files_of(name: str, what: str, file_format: str) -> list[SourceFile]:
     path = Path(what)
     if not path.exists():
-        hub = _hub(what)
+        hub = _pinned(_hub(what))
         label = ":".join(filter(None, (hub.dataset, hub.config, hub.split)))
         return [SourceFile(name or what.partition(":")[0].rpartition("/")[2], label, "dataset", 0, hub=hub)]
     source = name or path.resolve().name.split(".")[0]
@@ -137,6 +137,25 @@ def _hub(what: str) -> Hub:
         config, _, split = rest.partition(":")
         return Hub(name, config or None, split or "train")
     raise UserError(f"--input {what}: no such file or folder.{did_you_mean(name, PRESETS) if '/' not in what else ''}")
+
+
+def _pinned(hub: Hub) -> Hub:
+    """The same at the commit that its revision means now, so that a run that goes on reads what it read before.
+
+    Raises:
+        UserError: the hub does not know it or cannot be reached.
+    """
+    from huggingface_hub import HfApi, constants
+
+    if constants.HF_HUB_OFFLINE:
+        return hub
+    try:
+        return hub._replace(revision=HfApi().dataset_info(hub.dataset, revision=hub.revision).sha)
+    except Exception as error:  # whatever its transports raise
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"--input {hub.dataset}: not to be had from the hub ({reason}); with HF_HUB_OFFLINE=1 its cache is used."
+        ) from None
 
 
 def _walk(folder: Path) -> list[Path]:
