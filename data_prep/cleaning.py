@@ -59,8 +59,9 @@ _NOTICE = re.compile(
 _NOTICE_LENGTH = 300
 # Most documents have none of these, in lower case, and need no search for notices.
 _NOTICE_WORDS = (
-    *("rights reserved", "gutenberg", "proofread", "©", "(c)", "copyright", "this article", "terms of", "privacy"),
-    *("javascript", "[illustration", "[image", "[picture", "[frontispiece"),
+    *("all rights reserved", "project gutenberg", "distributed proofread", "©", "(c)", "copyright"),
+    *("this article is a stub", "this article incorporates text", "terms of use", "terms of service", "privacy policy"),
+    *("enable javascript", "[illustration", "[image", "[picture", "[frontispiece"),
 )
 
 
@@ -191,7 +192,7 @@ def _without_boilerplate(
     lines: list[str], raw: RawDocument, dotted: bool, notices: bool, drops: Drops
 ) -> Iterator[str]:
     start, end = 0, len(lines)
-    if notices:
+    if notices and any("PROJECT GUTENBERG" in line.upper() for line in lines):
         start = next((i + 1 for i, line in enumerate(lines) if _EBOOK_START.search(line)), 0)
         end = next((i for i, line in enumerate(lines) if i >= start and _EBOOK_END.search(line)), len(lines))
     end_matter = False
