@@ -165,14 +165,6 @@ def test_a_hub_out_of_reach_is_told() -> None:
         read("wikipedia")
 
 
-def test_what_the_hub_cache_holds_is_read_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "train-00000-of-00001.parquet")
-    cached = datasets.load_dataset("parquet", data_files=str(tmp_path / "*.parquet"), split="train")
-    monkeypatch.setattr(datasets, "load_dataset", lambda *args, streaming, **kwargs: None if streaming else cached)
-    found = read("owner/data", text_field="body")
-    assert [document.text for document in found] == ["The cat.", "It ran."]
-
-
 def test_one_json_array_is_no_json_lines(tmp_path: Path) -> None:
     (tmp_path / "in.json").write_text('[{"text": "The cat."}]')
     with pytest.raises(UserError, match="one JSON array"):
