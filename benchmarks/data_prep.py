@@ -22,8 +22,9 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from data_prep.build import BuildSettings, build, load_tokenizer_files
+from data_prep.build import BuildSettings, build
 from data_prep.cleaning import RULES, Drops, clean, paragraphs
+from data_prep.pieces import load_tokenizer_files
 from data_prep.readers import RawDocument, Reading, ReadOptions
 from data_prep.sentences import split_paragraph
 from data_prep.sources import find_files

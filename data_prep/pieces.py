@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+
+from multicls.errors import UserError
 
 TABLE_WORDS = 1 << 19  # words in the table before it starts anew: some 100 MB a process
 _MARKS = r"([!-/:-@\[-`{-~\n])"  # ASCII punctuation, each always a word of its own, and the end of a sentence
@@ -108,3 +112,45 @@ def _is_word_by_word(parts: dict[str, Any]) -> bool:
     kinds = [(parts[name] or {}).get("type") for name in ("normalizer", "pre_tokenizer", "model")]
     added = parts.get("added_tokens") or []
     return kinds == ["BertNormalizer", "BertPreTokenizer", "WordPiece"] and all(token["special"] for token in added)
+
+
+def load_tokenizer_files(name: str) -> dict[str, bytes]:
+    """`tokenizer.json` and, where there is one, `tokenizer_config.json`, as bytes.
+
+    Args:
+        name: a folder, a tokenizer.json or a model id of the Hugging Face hub.
+
+    Raises:
+        UserError: none of them, or not a fast tokenizer.
+    """
+    path = Path(name)
+    if not path.exists():
+        path = _from_hub(name)
+    folder = path if path.is_dir() else path.parent
+    main = path / "tokenizer.json" if path.is_dir() else path
+    if not main.is_file():
+        raise UserError(f"{path}: no tokenizer.json here; save a fast tokenizer with save_pretrained.")
+    files = {"tokenizer.json": main.read_bytes()}
+    if (folder / "tokenizer_config.json").is_file():
+        files["tokenizer_config.json"] = (folder / "tokenizer_config.json").read_bytes()
+    from tokenizers import Tokenizer
+
+    try:
+        Tokenizer.from_str(files["tokenizer.json"].decode("utf-8"))
+    except Exception as error:  # the library raises plain Exception
+        raise UserError(f"{main}: not a fast tokenizer: {error}.") from None
+    return files
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        path = Path(hf_hub_download(name, "tokenizer.json"))
+    except (HFValidationError, HfHubHTTPError, OSError, LocalEntryNotFoundError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"--tokenizer {name}: neither a path nor to be had from the hub ({reason}).") from None
+    with suppress(EntryNotFoundError, OSError):
+        hf_hub_download(name, "tokenizer_config.json")
+    return path

@@ -19,7 +19,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from data_prep import build as build_module
-from data_prep import run
+from data_prep import run, writer
 from data_prep.build import BuildSettings, build
 from data_prep.triples import TripleStream
 from multicls.errors import UserError
@@ -140,7 +140,7 @@ def many_files(folder: Path) -> Path:
 
 @pytest.fixture
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_module, "SHARD_PIECES", 900)
+    monkeypatch.setattr(writer, "SHARD_PIECES", 900)
     monkeypatch.setattr(build_module, "CHUNK_CHARACTERS", 700)
     monkeypatch.setattr(build_module, "BYTES_A_PROCESS", 1)
 
@@ -160,7 +160,7 @@ def test_a_stopped_run_goes_on_and_never_looks_whole(
 ) -> None:
     texts = many_files(tmp_path / "in")
     whole = prepare(tiny_tokenizer, tmp_path / "whole", texts)
-    write_shard, written = build_module.write_shard, []
+    write_shard, written = writer.write_shard, []
 
     def stopping(path: Path, *content: Any) -> None:
         written.append(path.name)
@@ -169,7 +169,7 @@ def test_a_stopped_run_goes_on_and_never_looks_whole(
             raise KeyboardInterrupt
         write_shard(path, *content)
 
-    monkeypatch.setattr(build_module, "write_shard", stopping)
+    monkeypatch.setattr(writer, "write_shard", stopping)
     for _ in range(20):
         try:
             prepare(tiny_tokenizer, tmp_path / "out", texts)
@@ -183,8 +183,8 @@ def test_a_stopped_run_goes_on_and_never_looks_whole(
 
 SMALL_STEPS = """
 import sys
-from data_prep import build, run
-build.SHARD_PIECES, build.CHUNK_CHARACTERS, build.BYTES_A_PROCESS = 30_000, 5_000, 1
+from data_prep import build, run, writer
+writer.SHARD_PIECES, build.CHUNK_CHARACTERS, build.BYTES_A_PROCESS = 30_000, 5_000, 1
 run.main(sys.argv[1:])
 """
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from data_prep import build as build_module
-from data_prep import readers, run
+from data_prep import readers, run, writer
 from data_prep.build import BuildSettings, build
 from multicls.errors import UserError
 from multicls.shards import Corpus
@@ -97,7 +97,7 @@ def test_odd_paths_and_right_to_left_text(tiny_tokenizer: Path, tmp_path: Path) 
 def test_a_damaged_file_can_be_repaired_and_the_run_goes_on(
     tiny_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build_module, "SHARD_PIECES", 900)
+    monkeypatch.setattr(writer, "SHARD_PIECES", 900)
     monkeypatch.setattr(build_module, "CHUNK_CHARACTERS", 700)
     folder = tmp_path / "in"
     folder.mkdir()
@@ -128,7 +128,7 @@ def test_a_damaged_file_can_be_repaired_and_the_run_goes_on(
 
 def test_two_runs_do_not_write_one_folder(tiny_tokenizer: Path, tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text(story(9))
-    with build_module._lock(tmp_path / "out"), pytest.raises(UserError, match="another run is writing this corpus"):
+    with writer.lock(tmp_path / "out"), pytest.raises(UserError, match="another run is writing this corpus"):
         prepare(tiny_tokenizer, tmp_path / "out", tmp_path / "in.txt")
     prepare(tiny_tokenizer, tmp_path / "out", tmp_path / "in.txt").verify()
 
@@ -159,7 +159,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_loses_nothing(
     tiny_tokenizer: Path, tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build_module, "SHARD_PIECES", 20_000)
+    monkeypatch.setattr(writer, "SHARD_PIECES", 20_000)
     monkeypatch.setattr(build_module, "CHUNK_CHARACTERS", 50_000)
     folder = tmp_path / "in"
     folder.mkdir()
