@@ -2,57 +2,60 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from data_prep.triples import Example, Part, SpecialIds, TripleStream
 from multicls.errors import UserError
+from multicls.files import read_json
 from multicls.shards import Corpus
 from multicls.tokenization import facet_tokens
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-MOST_SENTENCES = 12
+ROLES = ("cls", "sep", "pad", "mask")
 
 
-def show(folder: str, number: int, seq_length: int, num_facets: int, seed: int, epoch: int) -> str:
-    """Document `number` of a corpus and the first training example of it in `epoch`.
+def show(folder: str, number: int, seq_length: int, num_facets: int, seed: int, epoch: int, window: int = 0) -> str:
+    """Document `number` of a corpus and the training example that its `window` gives in `epoch`, masks and all.
 
     Raises:
-        UserError: no such corpus or document, or its tokenizer has no BERT special tokens.
+        UserError: no such corpus, document or window, or its tokenizer lacks special tokens.
     """
     from tokenizers import Tokenizer
 
     corpus = Corpus.open(folder)
     document = corpus.document(number)
-    tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
-    special = _special_ids(tokenizer, num_facets)
+    tokenizer = Tokenizer.from_file(str(corpus.path / "tokenizer.json"))
+    config = corpus.path / "tokenizer_config.json"
+    special = _special_ids(tokenizer, num_facets, read_json(config) if config.exists() else None)
     stream = TripleStream(corpus, special, seq_length=seq_length, seed=seed, validation_fraction=0.0)
-    example = stream.example_of(number, epoch)
+    example = stream.example_of(number, epoch, window)
     lines = [f"document {number}: {document.title!r} ({document.source}: {document.id})"]
-    lines += [f"{len(document.offsets) - 1} sentences, {len(document.pieces)} pieces", ""]
-    for sentence in range(min(len(document.offsets) - 1, MOST_SENTENCES)):
+    lines.append(f"{len(document.offsets) - 1} sentences, {len(document.pieces)} pieces")
+    lines += [f"window {window} of {stream.windows_of(number)}, as in epoch {epoch} with seed {seed}:", ""]
+    for sentence in range(example.parts[0].first, example.parts[-1].end):
         pieces = document.pieces[document.offsets[sentence] : document.offsets[sentence + 1]]
         lines.append(f"  {sentence}: {tokenizer.decode(pieces.tolist(), skip_special_tokens=False)}")
-    lines.append("  ..." if len(document.offsets) - 1 > MOST_SENTENCES else "")
     for p in range(len(example.parts)):
         lines += ["", f"part {'ABC'[p]}: {_describe(example.parts[p])}", *_table(example, p, tokenizer, num_facets)]
     return "\n".join(lines)
 
 
-def _special_ids(tokenizer: Tokenizer, num_facets: int) -> SpecialIds:
+def _special_ids(tokenizer: Tokenizer, num_facets: int, config: Mapping[str, Any] | None = None) -> SpecialIds:
+    """Ids of the special tokens as in training; `config` (tokenizer_config.json) tells names that are not BERT's."""
+    named = {role: (config or {}).get(f"{role}_token", f"[{role.upper()}]") for role in ROLES}
+    named = {role: name["content"] if isinstance(name, dict) else name for role, name in named.items()}
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    names = ("[CLS]", "[SEP]", "[PAD]", "[MASK]")
-    missing = [name for name in names if name not in vocabulary]
+    missing = [str(name) for name in named.values() if name not in vocabulary]
     if missing:
-        raise UserError(f"the corpus's tokenizer has no {', '.join(missing)}; `show` needs BERT's special tokens.")
+        raise UserError(f"the corpus's tokenizer has no {', '.join(missing)}, so no example can be made.")
+    ids = {role: vocabulary[name] for role, name in named.items()}
     facets = facet_tokens(vocabulary, num_facets)
-    ids = [vocabulary.get(facet, len(vocabulary) + k) for k, facet in enumerate(facets)]
-    cls, sep, pad, mask = (vocabulary[name] for name in names)
-    return SpecialIds(cls=cls, sep=sep, pad=pad, mask=mask, facets=tuple(ids))
+    return SpecialIds(**ids, facets=tuple(vocabulary.get(name, len(vocabulary) + k) for k, name in enumerate(facets)))
 
 
 def _describe(part: Part) -> str:

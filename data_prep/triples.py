@@ -1,31 +1,37 @@
 """Shards in, three-part training examples out: built on the fly, every example a pure function of its number.
 
-Shape legend: P parts of an example (3, or 2 without hard negatives), n examples in a micro-batch, L sequence length,
-K facets, V vocabulary.
+Shape legend: B examples built together, P parts of an example (3, or 2 without hard negatives), R = B * P rows,
+L sequence length, K facets, T = L - 1 - K columns behind [CLS] and the facets. A document here is a row of a shard;
+very long ones are several.
 
 How an epoch covers the corpus: a document of D pieces gets `max(1, round(D / W))` windows, W being the pieces that an
-example holds on average. The windows stand at equal distances, moved together by a random phase that is fresh
-for every document and epoch; each is filled with whole consecutive sentences, so part boundaries differ from epoch to
-epoch. The first and last sentences of a document have half the chance of those in the middle.
+example holds on average. They stand at equal distances, moved together by a random phase that is fresh in every
+epoch, and are filled with whole consecutive sentences, so that parts begin elsewhere each time. In three of four
+epochs the outermost windows are set to the document's very ends, which a phase alone would leave out half the time.
+
+Random numbers are hashes of (seed, pass, document, window, purpose, part, position): there is no generator with a
+state, so an example is the same whatever it is built together with.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from multicls.errors import UserError
-from multicls.shards import Corpus, held_out_share
+from data_prep.chance import below, hashed, permuted, uniform
+from multicls.errors import UserError, did_you_mean
+from multicls.shards import Corpus, Shard, held_out_share
 
 IGNORE = -100  # label of what does not count in a loss
 EXPECTED_FILL = 0.875  # share of a part's budget that whole sentences fill
-BLOCK = 1024  # documents whose windows are counted together; only one number a block is kept in memory
+BLOCK = 256  # documents whose windows are counted together; 20 bytes of memory a block
 TFIDF_SCALE = 10.0
-_MASK64 = (1 << 64) - 1
+STRIDE = np.int64(1) << 32  # more than any position in a shard
+ORDER, PASS, PHASE, ANCHOR, DIVIDE, CUT, SWAP, CHOICE, FATE, REPLACEMENT = range(10)  # purposes of random numbers
 
 
 @dataclass(frozen=True)
@@ -43,8 +49,7 @@ class SpecialIds:
         return sorted({self.cls, self.sep, self.pad, self.mask, *self.facets})
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Which text a part holds: sentences [first, end) of the document, the second run beginning at `cut`.
 
     `cut == end` when the part is a single run; `swapped` when the later run is placed first.
@@ -63,9 +68,10 @@ class Example:
     Attributes:
         document: its number in the corpus.
         parts: what each part holds.
-        input_ids, attention_mask, token_type_ids, labels: (P, L) int64; labels are -100 where no piece is masked.
+        input_ids, labels: (P, L) int32; labels are -100 where no piece is masked.
+        attention_mask, token_type_ids: (P, L) int8.
         tfidf_labels: (P, L - K) float32, facet positions removed, 0 on [CLS], [SEP] and padding.
-        so_labels: (P,) int64; 1 swapped, 0 not, -100 for a single run.
+        so_labels: (P,) int8; 1 swapped, 0 not, -100 for a single run.
         cut_pieces: pieces left out because their sentence alone is longer than a part.
     """
 
@@ -80,6 +86,39 @@ class Example:
     cut_pieces: int
 
 
+class _Windows(NamedTuple):
+    """Which windows to build, (B,) integers each: pass over their source, shard, row, window of the row's `windows`."""
+
+    turn: np.ndarray
+    shard: np.ndarray
+    row: np.ndarray
+    window: np.ndarray
+    windows: np.ndarray
+    pieces: np.ndarray  # D
+
+
+class _Sentences(NamedTuple):
+    """The sentence boundaries around B windows, all in one ascending array, so that one search serves all of them."""
+
+    places: np.ndarray  # pieces before a boundary in its shard, + i * STRIDE for window i
+    first: np.ndarray  # (B,) index in `places` of the boundary where window i might begin
+    low: np.ndarray  # (B,) of its earliest one
+    high: np.ndarray  # (B,) of its last one
+    number: np.ndarray  # (B,) number in the document of the sentence that begins at `low`
+
+
+class _Parts(NamedTuple):
+    """What parts hold, (B, P) each: sentences as in `Part`, and pieces."""
+
+    first: np.ndarray
+    cut: np.ndarray
+    end: np.ndarray
+    swapped: np.ndarray
+    length: np.ndarray  # pieces
+    seam: np.ndarray  # pieces before `cut`
+    left_out: np.ndarray  # pieces of a sentence longer than a part
+
+
 class TripleStream:
     """The endless sequence of training examples of a corpus.
 
@@ -92,12 +131,13 @@ class TripleStream:
         validation_fraction: share of the documents in the validation split.
         num_parts: P; 2 leaves out the hard negatives.
         mlm_probability: share of text pieces that are masked-LM targets.
+        source_weights: how often an epoch shows each window of a source, on average; 1 for those not named.
 
     Attributes:
-        examples_per_epoch: examples in one pass over the split.
+        examples_per_epoch: examples in an epoch of the split.
 
     Raises:
-        UserError: the split holds no document, or L leaves no room for text.
+        UserError: nothing to show in the split, no room for text in L, or a weight that is of no source or no weight.
     """
 
     def __init__(
@@ -111,11 +151,11 @@ class TripleStream:
         validation_fraction: float = 0.01,
         num_parts: int = 3,
         mlm_probability: float = 0.15,
+        source_weights: Mapping[str, float] | None = None,
     ) -> None:
         self.corpus = corpus
         self.special = special
         self.seq_length = seq_length
-        self.seed = seed
         self.split = split
         self.validation_fraction = validation_fraction
         self.num_parts = num_parts
@@ -127,253 +167,366 @@ class TripleStream:
                 f"seq_length = {seq_length}: too short for {len(special.facets)} facets and text; {short} more."
             )
         self.window = num_parts * self.budget * EXPECTED_FILL
+        self._key = hashed(0, seed)
         self._ordinary_ids = np.setdiff1d(np.arange(corpus.vocabulary_size), special.all())
         frequency = np.maximum(corpus.document_frequency, 1)  # a piece never seen counts as seen once
         self._idf = np.log(corpus.num_documents / frequency)
-        self._count_windows()
+        self._count_windows(source_weights or {})
+        # glibc hands freed memory back to the system, and to fault it in again for every batch costs as much as all
+        # the rest. Once a block of this size has been freed, it keeps as much.
+        np.empty(16 << 20, np.uint8)
         if not self.examples_per_epoch:
             raise UserError(
                 f"{corpus.path}: none of its {corpus.num_documents} documents falls into the {split} split "
-                f"(validation_fraction = {validation_fraction}); change the fraction or prepare more documents."
+                f"(validation_fraction = {validation_fraction}, source_weights = {dict(source_weights or {})}); "
+                "change these or prepare more documents."
             )
 
-    def _count_windows(self) -> None:
-        """Counts the windows of every block of documents: all the state there is."""
-        blocks: list[tuple[int, int]] = []
-        totals: list[int] = [0]
-        for number in range(self.corpus.num_shards):
-            for row in range(0, len(self.corpus.shard(number).num_pieces), BLOCK):
-                blocks.append((number, row))
-                totals.append(int(self._windows(number, row).sum()))
-        self._blocks = blocks
-        self._block_starts = np.cumsum(totals)
-        self.examples_per_epoch = int(self._block_starts[-1])
+    def micro_batches(self, numbers: Sequence[int], size: int) -> dict[str, np.ndarray]:
+        """Micro-batches of the endless sequence of epochs; number b holds its examples b * size to b * size + size - 1.
 
-    def _windows(self, shard: int, row: int) -> np.ndarray:
-        """Windows of each document in the block that begins at `row` of `shard`; 0 outside the split."""
-        arrays = self.corpus.shard(shard)
-        pieces = arrays.num_pieces[row : row + BLOCK]
-        windows = np.maximum(np.rint(pieces / self.window), 1).astype(np.int64)
-        held_out = held_out_share(arrays.hashes[row : row + BLOCK]) < self.validation_fraction
-        return np.where(held_out == (self.split == "validation"), windows, 0)
-
-    def _find(self, index: int) -> tuple[int, int, int, int, int]:
-        """Window `index` of the unshuffled epoch: (shard, row, document number, window in it, windows of it)."""
-        block = int(np.searchsorted(self._block_starts, index, side="right")) - 1
-        shard, row = self._blocks[block]
-        windows = self._windows(shard, row)
-        ends = np.cumsum(windows)
-        rest = index - int(self._block_starts[block])
-        inside = int(np.searchsorted(ends, rest, side="right"))
-        window = rest - int(ends[inside] - windows[inside])
-        row += inside
-        return shard, row, int(self.corpus.starts[shard]) + row, window, int(windows[inside])
+        Returns:
+            The arrays of `Example` with the micro-batches on the first axis and, part-major, n = size examples on the
+            second: row p * n + i is part p of example i. Also `example_ids` (-, n, 2) int64, (epoch, index).
+        """
+        serial = (np.array(numbers)[:, None] * size + np.arange(size)).ravel()
+        epochs, indices = np.divmod(serial, self.examples_per_epoch)
+        arrays, _ = self._build(self._find(epochs, indices), size)
+        return arrays | {"example_ids": np.stack([epochs, indices], axis=1).reshape(len(numbers), size, 2)}
 
     def example(self, epoch: int, index: int) -> Example:
         """Example `index` (0 to `examples_per_epoch` - 1) of an epoch: a pure function of (seed, epoch, index)."""
-        position = permuted(index, self.examples_per_epoch, (self.seed, epoch))
-        shard, row, document, window, windows = self._find(position)
-        rng = np.random.Generator(np.random.Philox(key=[self.seed, 0], counter=[0, 0, epoch, index]))
-        return self._build(shard, row, document, window, windows, epoch, rng)
+        return self.examples(epoch, [index])[0]
+
+    def examples(self, epoch: int, indices: Sequence[int]) -> list[Example]:
+        """The same for many of an epoch; they are built much faster together than one by one."""
+        numbers = np.array(indices)
+        return self._examples(self._find(np.full_like(numbers, epoch), numbers))
 
     def example_of(self, document: int, epoch: int, window: int = 0) -> Example:
-        """An example of the given document, to look at: text and parts as in that epoch, swaps and masks its own."""
-        number = int(np.searchsorted(self.corpus.starts, document, side="right")) - 1
-        row = self.corpus.locate(document)[1]
-        windows = max(1, round(int(self.corpus.shard(number).num_pieces[row]) / self.window))
-        rng = np.random.Generator(np.random.Philox(key=[self.seed, 1], counter=[0, window, epoch, document]))
-        return self._build(number, row, document, window, windows, epoch, rng)
+        """What training sees of a window of a document in pass `epoch` over its source (at weight 1: in that epoch).
 
-    def _build(
-        self, shard: int, row: int, document: int, window: int, windows: int, epoch: int, rng: np.random.Generator
-    ) -> Example:
-        document_row = self.corpus.shard(shard).document(row)
-        pieces, offsets = document_row.pieces, document_row.offsets
-        phase = _hash(self.seed, epoch, document) / 2.0**64  # one for all windows of a document
-        bounds = self._place(offsets, (window + phase - 0.5) * len(pieces) / windows, rng)
-        return self._assemble(document, pieces, offsets, bounds, rng)
-
-    def _place(self, offsets: np.ndarray, start: float, rng: np.random.Generator) -> list[int]:
-        """Sentence numbers [b_0, ..., b_P]: part p holds sentences b_p to b_{p+1}.
-
-        Filled forwards from the sentence nearest to `start`; backwards from the end where the document ends too early;
-        a document that fits as a whole is divided evenly.
+        Raises:
+            UserError: there is no such document or window.
         """
-        last = len(offsets) - 1
-        first = int(np.searchsorted(offsets, start)) if start > 0 else 0
-        reach = self.num_parts * self.budget + 2  # sentences that may matter, as each has a piece
-        low, high = max(0, min(first, last - reach)), min(last, first + reach)
-        starts = np.concatenate([[0], np.cumsum(np.minimum(np.diff(offsets[low : high + 1]), self.budget))])
-        last -= low
+        examples = self.examples_of(document, epoch)
+        if not 0 <= window < len(examples):
+            known = f"0 to {len(examples) - 1}" if examples else f"none, having fewer than {self.num_parts} sentences"
+            raise UserError(f"{self.corpus.path}: document {document} has no window {window}; it has {known}.")
+        return examples[window]
+
+    def examples_of(self, document: int, epoch: int) -> list[Example]:
+        """The same for all windows of a document.
+
+        Raises:
+            UserError: there is no such document.
+        """
+        windows = self.windows_of(document)
+        if not windows:
+            return []
+        shard, row = self.corpus.locate(document)
+        number = np.searchsorted(self.corpus.starts, document, side="right") - 1
+        described = np.array([[epoch, number, row, 0, windows, shard.num_pieces[row]]]).repeat(windows, axis=0).T
+        described[3] = np.arange(windows)
+        return self._examples(_Windows(*described))
+
+    def windows_of(self, document: int) -> int:
+        """How many windows, each an example in every pass, a document has.
+
+        Raises:
+            UserError: there is no such document.
+        """
+        shard, row = self.corpus.locate(document)
+        return int(self._windows(shard.num_pieces[row], shard.documents[row + 1] - shard.documents[row]))
+
+    # Which text: from the number of an example to a window of a document
+
+    def _windows(self, pieces: np.ndarray, sentences: np.ndarray) -> np.ndarray:
+        """Windows of documents; none where there are fewer sentences than parts."""
+        return np.where(sentences < self.num_parts, 0, np.maximum(np.rint(pieces / self.window), 1)).astype(np.int64)
+
+    def _windows_in_split(self, blocks: Sequence[tuple[Shard, int, int]]) -> np.ndarray:
+        """Windows of the documents in rows [first, end) of shards, 0 outside the split."""
+        pieces = np.concatenate([shard.num_pieces[first:end] for shard, first, end in blocks])
+        begin = np.concatenate([shard.documents[first:end] for shard, first, end in blocks])
+        stop = np.concatenate([shard.documents[first + 1 : end + 1] for shard, first, end in blocks])
+        hashes = np.concatenate([shard.hashes[first:end] for shard, first, end in blocks])
+        held_out = held_out_share(hashes) < self.validation_fraction
+        return self._windows(pieces, stop - begin) * (held_out == (self.split == "validation"))
+
+    def _count_windows(self, weights: Mapping[str, float]) -> None:
+        """Counts the windows of every block of documents of one source, and those of every source."""
+        names: dict[str, int] = {}
+        columns: list[list[np.ndarray]] = []
+        for number in range(self.corpus.num_shards):
+            shard = self.corpus.shard(number)
+            codes = np.array([names.setdefault(name, len(names)) for name in shard.source_names])[shard.source_codes]
+            firsts = np.union1d(np.arange(0, len(codes), BLOCK), np.flatnonzero(np.diff(codes)) + 1)
+            ends = np.append(firsts[1:], len(codes))
+            totals = np.add.reduceat(self._windows_in_split([(shard, 0, len(codes))]), firsts)
+            columns.append([codes[firsts], np.full(len(firsts), number), firsts, ends, totals])
+        source, *block, totals = (np.concatenate(column) for column in zip(*columns, strict=True))
+        order = np.argsort(source, kind="stable")  # the windows of a source stand together
+        self._blocks = np.stack(block, axis=1).astype(np.int32)[order]  # shard, first row, end
+        self._block_starts = np.cumsum(np.append(0, totals[order]))
+        self._sizes = np.bincount(source, totals, minlength=len(names)).astype(np.int64)
+        self._source_starts = np.cumsum(self._sizes) - self._sizes
+        self._shown = np.rint(_checked_weights(weights, list(names)) * self._sizes).astype(np.int64)  # in an epoch
+        self._shown_ends = np.cumsum(self._shown)
+        self.examples_per_epoch = int(self._shown_ends[-1])
+
+    def _find(self, epochs: np.ndarray, indices: np.ndarray) -> _Windows:
+        """The windows of (B,) examples: shuffled over the epoch, then over the present pass through their source."""
+        index = permuted(indices, np.array(self.examples_per_epoch), hashed(self._key, ORDER, epochs))
+        source = np.searchsorted(self._shown_ends, index, side="right")
+        shown, size = self._shown[source], self._sizes[source]
+        turn, index = np.divmod(epochs * shown + index - (self._shown_ends[source] - shown), size)
+        index = self._source_starts[source] + permuted(index, size, hashed(self._key, PASS, source, turn))
+        block = np.searchsorted(self._block_starts, index, side="right") - 1
+        shard, first, end = self._blocks[block].T
+        held = [(self.corpus.shard(n), *rows) for n, *rows in self._blocks[block].tolist()]
+        windows = self._windows_in_split(held)
+        starts = np.cumsum(windows) - windows
+        origin = np.cumsum(end - first) - (end - first)  # where the rows of each block begin among those gathered
+        index += starts[origin] - self._block_starts[block]
+        found = np.searchsorted(starts, index, side="right") - 1  # rows without windows share a start: the last has it
+        row = first + found - origin
+        pieces = np.array([block[0].num_pieces[n] for block, n in zip(held, row.tolist(), strict=True)], np.int64)
+        return _Windows(turn, shard, row, index - starts[found], windows[found], pieces)
+
+    # Which sentences: the boundaries of the parts
+
+    def _starts(self, w: _Windows, key: np.ndarray) -> np.ndarray:
+        """(B,) about where windows begin, in pieces of their document; D: filled back from the document's end."""
+        phase = uniform(hashed(key, PHASE)) - 0.5  # one for all windows of a document
+        moved = np.ceil((w.window + phase) * w.pieces / w.windows).astype(np.int64)
+        anchor = below(hashed(key, ANCHOR), 8)
+        last = np.where(w.windows > 1, w.window == w.windows - 1, anchor % 2 == 1)  # a single window is either
+        anchored = (anchor < 6) & (last | (w.window == 0))
+        return np.where(anchored, np.where(last, w.pieces, 0), moved)
+
+    def _sentences(self, w: _Windows, starts: np.ndarray) -> _Sentences:
+        """Gathers the sentence boundaries that may matter: a sentence has a piece at least."""
+        reach = self.num_parts * self.budget + 2
+        slices, numbers = [], []
+        for number, row, start in zip(w.shard.tolist(), w.row.tolist(), starts.tolist(), strict=True):
+            shard = self.corpus.shard(number)
+            begin, end = int(shard.documents[row]), int(shard.documents[row + 1])
+            boundaries = shard.sentences[begin : end + 1]
+            first = int(boundaries.searchsorted(boundaries[0] + start)) if start > 0 else 0
+            low, high = max(0, min(first, end - begin - reach)), min(end - begin, first + reach)
+            slices.append(boundaries[low : high + 1])
+            numbers.append((first - low, low, high - low))
+        first, number, last = np.array(numbers).T
+        low = np.cumsum(last + 1) - last - 1
+        places = np.concatenate(slices) + np.repeat(np.arange(len(slices)) * STRIDE, last + 1)
+        return _Sentences(places, low + first, low, low + last, number)
+
+    def _bounds(self, s: _Sentences, starts: np.ndarray, key: np.ndarray) -> np.ndarray:
+        """(B, P + 1) boundaries in `s.places`: part p holds the sentences between bounds p and p + 1.
+
+        Filled forwards from the sentence nearest to the start; backwards from the end where the document ends too
+        early; a document that fits as a whole is divided evenly.
+        """
         # Of two neighbouring starts take the one whose parts are fuller: padding falls by a fifth.
-        candidates = [
-            _fill_forwards(starts, begin - low, self.num_parts, self.budget)
-            for begin in ((first, first + 1) if start > 0 else (first,))
-            if begin - low < last
-        ]
-        fitting = [bounds for bounds in candidates if bounds[-1] < last]
-        if fitting:
-            bounds = max(fitting, key=lambda bounds: int(starts[bounds[-1]] - starts[bounds[0]]))
-        else:
-            bounds = _fill_backwards(starts, last, self.num_parts, self.budget)
-            if bounds[0] == 0:
-                bounds = _divide(starts, self.num_parts, self.budget, rng)
-        return [low + bound for bound in bounds]
+        first = np.stack([s.first, np.minimum(s.first + (starts > 0), s.high)])
+        bounds = self._fill_forwards(s.places, first, s.high)  # (2, B, P + 1)
+        fill = np.minimum(np.diff(s.places[bounds]), self.budget).sum(axis=-1)
+        fill[bounds[..., -1] >= s.high] = -1  # does not fit
+        better = fill.argmax(axis=0)
+        chosen = bounds[better, np.arange(len(better))]
+        ended = np.flatnonzero(fill.max(axis=0) < 0)
+        chosen[ended] = self._fill_backwards(s.places, s.low[ended], s.high[ended])
+        whole = ended[chosen[ended, 0] == s.low[ended]]
+        chosen[whole] = self._divide(s.places, s.low[whole], s.high[whole], key[whole])
+        return chosen
+
+    def _fill_forwards(self, places: np.ndarray, first: np.ndarray, high: np.ndarray) -> np.ndarray:
+        """Boundaries from `first` on, each part as full as whole sentences make it."""
+        bounds = [first]
+        for _ in range(self.num_parts):
+            bounds.append(self._next(places, bounds[-1], high))
+        return np.stack(bounds, axis=-1)
+
+    def _next(self, places: np.ndarray, begin: np.ndarray, high: np.ndarray) -> np.ndarray:
+        """Where a part that begins at `begin` ends: it takes one sentence at least, though that be too long."""
+        fitting = np.searchsorted(places, places[begin] + self.budget, side="right") - 1
+        return np.minimum(np.maximum(fitting, begin + 1), high)
+
+    def _fill_backwards(self, places: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+        """Boundaries from `high` back."""
+        bounds = [high]
+        for _ in range(self.num_parts):
+            fitting = np.searchsorted(places, places[bounds[0]] - self.budget, side="left")
+            bounds.insert(0, np.maximum(np.minimum(fitting, bounds[0] - 1), low))
+        return np.stack(bounds, axis=-1)
+
+    def _divide(self, places: np.ndarray, low: np.ndarray, high: np.ndarray, key: np.ndarray) -> np.ndarray:
+        """Boundaries that divide whole short documents about evenly, a little differently each time."""
+        earliest = self._fill_backwards(places, low, high)
+        bounds = [low]
+        for p in range(1, self.num_parts):
+            begin, remaining = bounds[-1], self.num_parts - p
+            latest = self._next(places, begin, high)
+            # Two sentences a part where possible, so that each has an order; one is possible always.
+            least, most = np.maximum(earliest[:, p], begin + 2), np.minimum(latest, high - 2 * remaining)
+            tight = least > most
+            least = np.where(tight, np.maximum(earliest[:, p], begin + 1), least)
+            most = np.where(tight, np.minimum(latest, high - remaining), most)
+            share = (places[high] - places[begin]) / (remaining + 1)
+            target = places[begin] + (share * (0.75 + 0.5 * uniform(hashed(key, DIVIDE, p)))).astype(np.int64)
+            bounds.append(np.clip(np.searchsorted(places, target), least, most))
+        return np.stack([*bounds, high], axis=-1)
+
+    # The arrays
+
+    def _build(self, w: _Windows, size: int) -> tuple[dict[str, np.ndarray], _Parts]:
+        """The windows' arrays in micro-batches of `size` (as `micro_batches`), and what their parts hold."""
+        key = hashed(self._key, w.turn, self.corpus.starts[w.shard] + w.row)
+        starts = self._starts(w, key)
+        sentences = self._sentences(w, starts)
+        key = hashed(key, w.window)
+        bounds = self._bounds(sentences, starts, key)
+        parts = self._parts(sentences, bounds, key)
+        pieces, scores, begin = self._gather(w, sentences.places, bounds)
+
+        def in_rows(array: np.ndarray) -> np.ndarray:
+            if array.dtype == np.int64:
+                array = array.astype(np.int32)  # half the work for what is as large as the batch
+            return array.reshape(-1, size, self.num_parts).swapaxes(1, 2).reshape(-1, 1)  # (R, 1), part-major
+
+        rows = map(in_rows, (begin, parts.length, parts.seam, parts.cut < parts.end, parts.swapped))
+        arrays, text = self._assemble(pieces, scores, *rows)
+        self._mask(arrays, text, in_rows(hashed(key[:, None], CHOICE, np.arange(self.num_parts))))
+        return {name: a.reshape(-1, size * self.num_parts, *a.shape[1:]) for name, a in arrays.items()}, parts
+
+    def _parts(self, s: _Sentences, bounds: np.ndarray, key: np.ndarray) -> _Parts:
+        """Cuts parts into two runs at a random boundary, and swaps these with probability one half."""
+        first, end = bounds[:, :-1], bounds[:, 1:]
+        cutting, swapping = (hashed(key[:, None], purpose, np.arange(self.num_parts)) for purpose in (CUT, SWAP))
+        cut = np.minimum(first + 1 + below(cutting, np.maximum(end - first - 1, 1)), end)
+        swapped = (cut < end) & (below(swapping, 2) == 1)
+        whole = s.places[end] - s.places[first]
+        length = np.minimum(whole, self.budget)  # only a sentence longer than a part is cut
+        seam = np.minimum(s.places[cut] - s.places[first], length)
+        origin = (s.number - s.low)[:, None]
+        return _Parts(first + origin, cut + origin, end + origin, swapped, length, seam, whole - length)
+
+    def _gather(self, w: _Windows, places: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The pieces of all windows, one after the other, their TF-IDF targets, and where parts begin there (B, P).
+
+        TF-IDF is min-max scaled inside each sentence to 0..10, 0 where all are equal.
+        """
+        windows = np.arange(len(bounds))
+        low, high = places[bounds[:, 0]], places[bounds[:, -1]]
+        ranges = np.stack([w.shard, low - windows * STRIDE, high - windows * STRIDE], axis=1).tolist()
+        held = [(self.corpus.shard(number), begin, end) for number, begin, end in ranges]
+        pieces = np.concatenate([shard.pieces[begin:end] for shard, begin, end in held])
+        counts = np.concatenate([shard.counts[begin:end] for shard, begin, end in held])
+        shift = np.cumsum(high - low) - high  # from a place to an index of `pieces`
+
+        sentences = bounds[:, -1] - bounds[:, 0]
+        window = np.repeat(windows, sentences)
+        boundary = np.arange(len(window)) + (bounds[:, -1] - np.cumsum(sentences))[window]
+        begin = places[boundary] + shift[window]
+        length = places[boundary + 1] - places[boundary]
+        values = counts * self._idf[pieces]
+        lowest = np.minimum.reduceat(values, begin)
+        spread = np.maximum.reduceat(values, begin) - lowest
+        scale = np.divide(TFIDF_SCALE, spread, out=np.zeros_like(spread), where=spread > 0)
+        scores = (values - np.repeat(lowest, length)) * np.repeat(scale, length)
+        return pieces, scores.astype(np.float32), places[bounds[:, :-1]] + shift[:, None]
 
     def _assemble(
-        self, document: int, pieces: np.ndarray, offsets: np.ndarray, bounds: Sequence[int], rng: np.random.Generator
-    ) -> Example:
-        """Builds the arrays of an example from the sentences between `bounds`."""
-        shape = (self.num_parts, self.seq_length)
-        facets = len(self.special.facets)
-        input_ids = np.full(shape, self.special.pad, np.int64)
-        input_ids[:, : 1 + facets] = self.special.cls, *self.special.facets
-        attention_mask = np.zeros(shape, np.int64)
-        token_type_ids = np.zeros(shape, np.int64)
-        labels = np.full(shape, IGNORE, np.int64)
-        weights = np.zeros(shape, np.float32)
-        so_labels = np.full(self.num_parts, IGNORE, np.int64)
-        targets = _tfidf(pieces, offsets, bounds[0], bounds[-1], self._idf)
-        origin = int(offsets[bounds[0]])
-        parts, cut_pieces = [], 0
-        for p, (first, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
-            part = _choose_runs(first, end, rng)
-            parts.append(part)
-            low, high = int(offsets[first]), int(offsets[end])
-            stop = min(high, low + self.budget)  # only a sentence longer than a whole part is cut
-            cut_pieces += high - stop
-            seam = min(int(offsets[part.cut]), stop) - low
-            text, scores = pieces[low:stop], targets[low - origin : stop - origin]
-            if part.swapped:
-                text, scores = np.roll(text, -seam), np.roll(scores, -seam)
-                seam = len(text) - seam
-            fill = 1 + facets + np.arange(len(text))
-            fill[seam:] += 1  # the [SEP] between the runs
-            input_ids[p, fill] = text
-            weights[p, fill] = scores
-            length = int(fill[-1]) + 2
-            input_ids[p, [1 + facets + seam, length - 1]] = self.special.sep
-            attention_mask[p, :length] = 1
-            token_type_ids[p, 2 + facets + seam : length] = 1
-            if part.cut < end:
-                so_labels[p] = part.swapped
-            self._mask(input_ids[p], labels[p], fill, rng)
-        return Example(
-            document=document,
-            parts=tuple(parts),
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            labels=labels,
-            tfidf_labels=np.delete(weights, slice(1, 1 + facets), axis=1),
-            so_labels=so_labels,
-            cut_pieces=cut_pieces,
-        )
+        self,
+        pieces: np.ndarray,
+        scores: np.ndarray,
+        begin: np.ndarray,
+        length: np.ndarray,
+        seam: np.ndarray,
+        several: np.ndarray,
+        swapped: np.ndarray,
+    ) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """The arrays of R rows before masking, and where their text stands, (R, T) bool.
 
-    def _mask(self, input_ids: np.ndarray, labels: np.ndarray, text: np.ndarray, rng: np.random.Generator) -> None:
-        """Hides pieces in place: a fixed share of the `text` positions, 80 % [MASK], 10 % random, 10 % kept."""
-        count = max(1, round(self.mlm_probability * len(text)))
-        chosen = rng.permutation(text)[:count]
-        labels[chosen] = input_ids[chosen]
-        fate = rng.random(count)
-        replacements = self._ordinary_ids[rng.integers(len(self._ordinary_ids), size=count)]
-        hidden = np.where(fate < 0.8, self.special.mask, replacements)
-        input_ids[chosen] = np.where(fate < 0.9, hidden, input_ids[chosen])
-
-    def micro_batch(self, number: int, size: int) -> dict[str, np.ndarray]:
-        """Examples `number * size` to `number * size + size - 1` of the endless sequence of epochs.
-
-        Returns:
-            Part-major arrays (row p * n + i is part p of example i), n = size: `input_ids`, `attention_mask`,
-            `token_type_ids`, `labels`, (P * n, L) int64; `tfidf_labels` (P * n, L - K) float32; `so_labels` (P * n,)
-            int64; `example_ids` (n, 2) int64, (epoch, index).
+        Row r holds pieces[begin[r] : begin[r] + length[r]], in two runs where `several`; all these are (R, 1).
         """
-        ids = [divmod(i, self.examples_per_epoch) for i in range(number * size, (number + 1) * size)]
-        examples = [self.example(epoch, index) for epoch, index in ids]
-        names = ("input_ids", "attention_mask", "token_type_ids", "labels", "tfidf_labels", "so_labels")
-        stacked = {name: np.stack([getattr(example, name) for example in examples], axis=1) for name in names}
-        batch = {name: array.reshape(-1, *array.shape[2:]) for name, array in stacked.items()}
-        return batch | {"example_ids": np.array(ids, np.int64)}
+        special, head = self.special, 1 + len(self.special.facets)
+        column = np.arange(self.seq_length - head, dtype=np.int32)
+        first = np.where(swapped, length - seam, seam)  # pieces placed first; a [SEP] follows them
+        second = column > first
+        inside = column <= length + several  # up to the last [SEP]
+        text = (column != first) & (column < length + several)
+        # From a column to its piece: the two runs are shifted against each other where they are swapped.
+        shift = begin + np.where(swapped, seam, 0), begin - 1 - np.where(swapped, first, 0)
+        index = (column + np.where(second, shift[1], shift[0])) * text
+
+        shape = (len(index), self.seq_length)
+        arrays: dict[str, np.ndarray] = {
+            "input_ids": np.empty(shape, np.int32),
+            "attention_mask": np.ones(shape, np.int8),
+            "token_type_ids": np.zeros(shape, np.int8),
+            "labels": np.full(shape, IGNORE, np.int32),
+            "tfidf_labels": np.zeros((len(index), 1 + len(column)), np.float32),
+            "so_labels": np.where(several, swapped, IGNORE)[:, 0].astype(np.int8),
+        }
+        arrays["input_ids"][:, :head] = special.cls, *special.facets
+        arrays["input_ids"][:, head:] = np.where(text, pieces[index], np.where(inside, special.sep, special.pad))
+        arrays["attention_mask"][:, head:] = inside
+        arrays["token_type_ids"][:, head:] = second & inside
+        arrays["tfidf_labels"][:, 1:] = scores[index] * text
+        return arrays, text
+
+    def _mask(self, arrays: dict[str, np.ndarray], text: np.ndarray, key: np.ndarray) -> None:
+        """Hides pieces in place: a fixed share of every row's text, 80 % [MASK], 10 % random, 10 % kept.
+
+        Chosen are the positions of the smallest hashes; their last bits are the position itself, so that none tie.
+        """
+        column = np.arange(text.shape[1], dtype=np.uint32)
+        bits = len(column).bit_length()
+        rank = (hashed(key, column) >> np.uint64(32)).astype(np.uint32) >> bits << bits | column
+        rank[~text] = np.iinfo(np.uint32).max
+        count = np.maximum(np.rint(self.mlm_probability * text.sum(axis=1, keepdims=True)), 1).astype(np.int64)
+        row, place = np.nonzero(rank <= np.take_along_axis(np.sort(rank, axis=1), count - 1, axis=1))
+        fate, other = (hashed(key[row, 0], purpose, place) for purpose in (FATE, REPLACEMENT))
+        place += self.seq_length - len(column)
+        ids = arrays["input_ids"][row, place]
+        arrays["labels"][row, place] = ids
+        replacement = self._ordinary_ids[below(other, len(self._ordinary_ids))]
+        hidden = np.where(uniform(fate) < 0.8, self.special.mask, replacement)
+        arrays["input_ids"][row, place] = np.where(uniform(fate) < 0.9, hidden, ids)
+
+    def _examples(self, w: _Windows) -> list[Example]:
+        arrays, parts = self._build(w, 1)
+        documents = (self.corpus.starts[w.shard] + w.row).tolist()
+        texts = np.stack(parts[:4], axis=-1).tolist()  # (B, P, 4)
+        return [
+            Example(
+                document=document,
+                parts=tuple(Part(first, cut, end, bool(swapped)) for first, cut, end, swapped in texts[i]),
+                cut_pieces=int(parts.left_out[i].sum()),
+                **{name: array[i] for name, array in arrays.items()},
+            )
+            for i, document in enumerate(documents)
+        ]
 
 
-def _choose_runs(first: int, end: int, rng: np.random.Generator) -> Part:
-    """Cuts sentences [first, end) into two runs at a random boundary and swaps them with probability one half."""
-    if end - first < 2:
-        return Part(first, end, end, swapped=False)
-    return Part(first, int(rng.integers(first + 1, end)), end, swapped=bool(rng.integers(2)))
+def _checked_weights(weights: Mapping[str, float], sources: Sequence[str]) -> np.ndarray:
+    """(S,) weights of the sources, 1 where none is given.
 
-
-def _tfidf(pieces: np.ndarray, offsets: np.ndarray, first: int, end: int, idf: np.ndarray) -> np.ndarray:
-    """TF-IDF targets of sentences [first, end): min-max inside each sentence to 0..10, 0 where all are equal."""
-    starts = offsets[first : end + 1]
-    window = pieces[starts[0] : starts[-1]]
-    values = np.bincount(pieces, minlength=len(idf))[window] * idf[window]
-    inside, lengths = starts[:-1] - starts[0], np.diff(starts)
-    lowest = np.minimum.reduceat(values, inside)
-    spread = np.maximum.reduceat(values, inside) - lowest
-    scale = np.divide(TFIDF_SCALE, spread, out=np.zeros_like(spread), where=spread > 0)
-    scaled: np.ndarray = (values - np.repeat(lowest, lengths)) * np.repeat(scale, lengths)
-    return scaled
-
-
-def _fill_forwards(starts: np.ndarray, first: int, parts: int, budget: int) -> list[int]:
-    """Boundaries of `parts` parts from sentence `first` on, each as full as whole sentences make it."""
-    bounds = [first]
-    for _ in range(parts):
-        bounds.append(int(np.searchsorted(starts, starts[bounds[-1]] + budget, side="right")) - 1)
-    return bounds
-
-
-def _fill_backwards(starts: np.ndarray, end: int, parts: int, budget: int) -> list[int]:
-    """The same, from sentence `end` (exclusive) back."""
-    bounds = [end]
-    for _ in range(parts):
-        bounds.insert(0, int(np.searchsorted(starts, starts[bounds[0]] - budget, side="left")))
-    return bounds
-
-
-def _divide(starts: np.ndarray, parts: int, budget: int, rng: np.random.Generator) -> list[int]:
-    """Boundaries that divide a whole short document about evenly, a little differently each time."""
-    last = len(starts) - 1
-    earliest = _fill_backwards(starts, last, parts, budget)
-    bounds = [0]
-    for p in range(1, parts):
-        begin = bounds[-1]
-        latest = _fill_forwards(starts, begin, 1, budget)[-1]
-        remaining = parts - p
-        for fewest in (2, 1):  # two sentences a part where possible, so that each has an order
-            low, high = max(earliest[p], begin + fewest), min(latest, last - fewest * remaining)
-            if low <= high:
-                break
-        share = (starts[last] - starts[begin]) / (remaining + 1)
-        target = starts[begin] + share * rng.uniform(0.75, 1.25)
-        nearest = int(np.searchsorted(starts, target))
-        bounds.append(min(max(nearest, low), high))
-    return [*bounds, last]
-
-
-def permuted(index: int, size: int, key: tuple[int, int]) -> int:
-    """Position of `index` in a pseudo-random permutation of range(size) that `key` chooses; needs no memory.
-
-    A Feistel network on the next even number of bits, walked until it lands inside (Black and Rogaway, 2002).
+    Raises:
+        UserError: all names that are no source, and all weights that are no finite number from 0 on.
     """
-    half = max(1, math.ceil((size - 1).bit_length() / 2))
-    mask = (1 << half) - 1
-    while True:
-        left, right = index >> half, index & mask
-        for turn in range(4):
-            left, right = right, left ^ (_hash(*key, turn, right) & mask)
-        index = left << half | right
-        if index < size:
-            return index
-
-
-def _hash(*numbers: int) -> int:
-    """Mixes integers into 64 bits (splitmix64's finaliser)."""
-    state = 0
-    for number in numbers:
-        state = (state + number + 0x9E3779B97F4A7C15) & _MASK64
-        state = ((state ^ state >> 30) * 0xBF58476D1CE4E5B9) & _MASK64
-        state = ((state ^ state >> 27) * 0x94D049BB133111EB) & _MASK64
-        state ^= state >> 31
-    return state
+    problems = [
+        f"source_weights: the corpus has no source {name!r}.{did_you_mean(name, sources)}"
+        for name in weights
+        if name not in sources
+    ]
+    problems += [
+        f"source_weights: {name} = {weight}: give a finite number, 0 or more."
+        for name, weight in weights.items()
+        if not (math.isfinite(weight) and weight >= 0)
+    ]
+    if problems:
+        raise UserError(*problems)
+    return np.array([weights.get(name, 1.0) for name in sources])

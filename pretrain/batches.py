@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -16,16 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 from data_prep.triples import TripleStream
 
 Batch = dict[str, Tensor]
-
-
-class _MicroBatches(Dataset[Batch]):
-    def __init__(self, stream: TripleStream, size: int) -> None:
-        self.stream = stream
-        self.size = size
-
-    def __getitem__(self, number: int) -> Batch:
-        arrays = self.stream.micro_batch(number, self.size)
-        return {"number": torch.tensor(number)} | {name: torch.from_numpy(array) for name, array in arrays.items()}
+Arrays = dict[str, np.ndarray]
+EXAMPLES_TOGETHER = 320  # built and sent together: most of the cost of either is by call
 
 
 @dataclass(frozen=True)
@@ -46,26 +41,55 @@ class Share:
 def load_steps(
     stream: TripleStream, share: Share, steps: range, *, triples: int, workers: int
 ) -> Iterator[list[Batch]]:
-    """Yields for every step the list of this rank's micro-batches, prefetched by `workers` processes."""
-    per_step = len(list(share.numbers([0])))
+    """Yields for every step the list of this rank's micro-batches (integers as int64), prefetched by `workers`."""
     loader = DataLoader(
         _MicroBatches(stream, triples),
         batch_size=None,
-        sampler=_Numbers(share, steps),
+        sampler=_Groups(share, steps, max(1, EXAMPLES_TOGETHER // triples)),
+        collate_fn=_unchanged,
         num_workers=workers,
         multiprocessing_context="fork" if workers else None,
     )
-    batches = iter(loader)
+    batches = (batch for arrays in loader for batch in _unstack(arrays))
+    per_step = len(list(share.numbers([0])))
     for _ in steps:
-        yield [next(batches) for _ in range(per_step)]
+        yield list(islice(batches, per_step))
 
 
-class _Numbers(torch.utils.data.Sampler[int]):
-    """The numbers as a sampler, without a list of all steps in memory."""
+class _MicroBatches(Dataset[Arrays]):
+    """An item is a list of numbers; what it gives has the micro-batches of these on the first axis.
 
-    def __init__(self, share: Share, steps: range) -> None:
+    Arrays go through a pipe in one piece; every tensor would take a shared-memory file and a connection of its own.
+    """
+
+    def __init__(self, stream: TripleStream, size: int) -> None:
+        self.stream = stream
+        self.size = size
+
+    def __getitem__(self, numbers: list[int]) -> Arrays:
+        return {"number": np.array(numbers)} | self.stream.micro_batches(numbers, self.size)
+
+
+class _Groups(torch.utils.data.Sampler[list[int]]):
+    """The numbers in lists of `size`, without a list of all steps in memory."""
+
+    def __init__(self, share: Share, steps: range, size: int) -> None:
         self.share = share
         self.steps = steps
+        self.size = size
 
-    def __iter__(self) -> Iterator[int]:
-        return self.share.numbers(self.steps)
+    def __iter__(self) -> Iterator[list[int]]:
+        numbers = self.share.numbers(self.steps)
+        while group := list(islice(numbers, self.size)):
+            yield group
+
+
+def _unchanged(arrays: Any) -> Any:
+    return arrays
+
+
+def _unstack(arrays: Arrays) -> Iterator[Batch]:
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    tensors = {name: t if t.is_floating_point() else t.long() for name, t in tensors.items()}
+    for values in zip(*tensors.values(), strict=True):
+        yield dict(zip(tensors, values, strict=True))

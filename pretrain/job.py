@@ -100,7 +100,8 @@ def build_streams(
     """The streams of training and validation examples.
 
     Raises:
-        UserError: the corpus was written by another tokenizer than the model's, or the sequences are too long for it.
+        UserError: the corpus was written by another tokenizer than the model's, the sequences are too long for it, or a
+            weight is of a source that the corpus does not have.
     """
     data = settings.data
     if data.seq_length > config.max_position_embeddings:
@@ -132,6 +133,7 @@ def build_streams(
             validation_fraction=data.validation_fraction,
             num_parts=config.num_parts,
             mlm_probability=data.mlm_probability,
+            source_weights=data.source_weights if split == "train" else None,  # scores stay comparable
         )
         for split in ("train", "validation")
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict
+from typing import Annotated, Literal, TypedDict
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -28,6 +28,9 @@ class DataSettings(Settings):
     corpus: str = Field(description="folder written by data_prep/run.py, or 'sample'")
     seq_length: int = Field(default=128, ge=16, description="tokens of a part, special tokens included")
     mlm_probability: float = Field(default=0.15, gt=0, lt=1, description="share of text tokens to predict")
+    source_weights: dict[str, Annotated[float, Field(ge=0)]] = Field(
+        default={}, description="how often an epoch shows a source's text; 1 for those not named, 0 leaves one out"
+    )
     validation_fraction: float = Field(default=0.01, gt=0, lt=1, description="share of documents held out")
     num_workers: int = Field(default=1, ge=0, description="loader processes of each rank; numbers do not depend on it")
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from data_prep.triples import Example, SpecialIds, TripleStream, permuted
+from data_prep.triples import Example, SpecialIds, TripleStream
 from multicls.errors import UserError
-from multicls.shards import Corpus
+from multicls.files import REPOSITORY
+from multicls.shards import Corpus, Document, occurrences, write_shard
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +25,7 @@ def stream(sample_corpus: Corpus, sample_ids: SpecialIds) -> TripleStream:
 
 @pytest.fixture(scope="module")
 def epoch(stream: TripleStream) -> list[Example]:
-    return [stream.example(0, i) for i in range(stream.examples_per_epoch)]
+    return stream.examples(0, range(stream.examples_per_epoch))
 
 
 def original(example: Example, p: int) -> list[int]:
@@ -127,34 +132,65 @@ def test_document_frequency_counts_documents(sample_corpus: Corpus) -> None:
 def test_an_example_depends_on_nothing_but_its_number(
     stream: TripleStream, sample_corpus: Corpus, sample_ids: SpecialIds
 ) -> None:
-    other = TripleStream(Corpus.open(sample_corpus.path), sample_ids, seq_length=128, seed=3)
-    size = 4
-    wanted = {number: other.micro_batch(number, size) for number in (450, 3, 7)}  # 450 lies across the epoch's end
-    for number in (3, 450, 7):
-        batch = stream.micro_batch(number, size)
-        for name, array in batch.items():
-            np.testing.assert_array_equal(array, wanted[number][name])
-        assert batch["input_ids"].shape == (12, 128) and batch["tfidf_labels"].shape == (12, 123)
-        for i, (epoch, index) in enumerate(batch["example_ids"].tolist()):
+    size, last = 4, stream.examples_per_epoch // 4  # the last one lies across the epoch's end
+    together = stream.micro_batches([3, last, 7], size)
+    assert together["input_ids"].shape == (3, 12, 128) and together["tfidf_labels"].shape == (3, 12, 123)
+    for place, number in enumerate((3, last, 7)):
+        for name, array in stream.micro_batches([number], size).items():
+            np.testing.assert_array_equal(array[0], together[name][place])
+        for i, (epoch, index) in enumerate(together["example_ids"][place].tolist()):
             assert epoch * stream.examples_per_epoch + index == number * size + i
             example = stream.example(epoch, index)
-            np.testing.assert_array_equal(batch["input_ids"][i::size], example.input_ids)  # part-major
-            np.testing.assert_array_equal(batch["so_labels"][i::size], example.so_labels)
-    seed = TripleStream(sample_corpus, sample_ids, seq_length=128, seed=4)
-    assert (seed.micro_batch(3, size)["input_ids"] != wanted[3]["input_ids"]).any()
+            for name in ("input_ids", "attention_mask", "token_type_ids", "labels", "tfidf_labels", "so_labels"):
+                np.testing.assert_array_equal(together[name][place, i::size], getattr(example, name))  # part-major
+    assert {epoch for epoch, _ in together["example_ids"][1].tolist()} == {0, 1}
+    other = TripleStream(sample_corpus, sample_ids, seq_length=128, seed=4)
+    assert (other.micro_batches([3], size)["input_ids"] != together["input_ids"][:1]).any()
+
+
+def test_another_process_builds_the_same_examples(stream: TripleStream) -> None:
+    program = (
+        "import hashlib, sys; from multicls.shards import Corpus;"
+        "from data_prep.triples import SpecialIds, TripleStream;"
+        "special = SpecialIds(cls=101, sep=102, pad=0, mask=103, facets=(1, 2, 3, 4, 5));"
+        "stream = TripleStream(Corpus.open(sys.argv[1]), special, seq_length=128, seed=3);"
+        "arrays = stream.micro_batches(range(20, 25), 3);"
+        "print(hashlib.sha256(b''.join(a.tobytes() for a in arrays.values())).hexdigest())"
+    )
+    command = [sys.executable, "-c", program, str(stream.corpus.path)]
+    printed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.strip()
+    arrays = stream.micro_batches(range(20, 25), 3)
+    assert printed == hashlib.sha256(b"".join(array.tobytes() for array in arrays.values())).hexdigest()
+
+
+def test_a_document_shows_what_training_sees(stream: TripleStream, epoch: list[Example]) -> None:
+    wanted = epoch[17]
+    shown = stream.examples_of(wanted.document, epoch=0)
+    assert len(shown) == stream.windows_of(wanted.document)
+    (same,) = [i for i, example in enumerate(shown) if (example.input_ids == wanted.input_ids).all()]
+    assert shown[same].parts == wanted.parts
+    np.testing.assert_array_equal(stream.example_of(wanted.document, 0, same).labels, wanted.labels)
+    with pytest.raises(UserError, match=f"no window {len(shown)}; it has 0 to {len(shown) - 1}"):
+        stream.example_of(wanted.document, 0, len(shown))
 
 
 def test_epochs_cover_sentences_about_equally_with_fresh_boundaries(
     stream: TripleStream, epoch: list[Example], sample_corpus: Corpus
 ) -> None:
-    epochs = [epoch, *([stream.example(e, i) for i in range(stream.examples_per_epoch)] for e in (1, 2))]
-    coverage = [np.zeros(len(sample_corpus.document(d).offsets) - 1) for d in range(sample_corpus.num_documents)]
-    for examples in epochs:
+    epochs = [epoch, *(stream.examples(e, range(stream.examples_per_epoch)) for e in (1, 2, 3))]
+    documents = sorted({example.document for example in epoch})
+    coverage = {d: np.zeros((4, len(sample_corpus.document(d).offsets) - 1), int) for d in documents}
+    for e, examples in enumerate(epochs):
         for example in examples:
-            coverage[example.document][example.parts[0].first : example.parts[-1].end] += 1
-    counts = np.concatenate([c for c in coverage if c.any()])
-    assert counts.mean() == pytest.approx(3, rel=0.08)
-    assert (counts == 0).mean() < 0.01 and (counts > 5).mean() < 0.03
+            coverage[example.document][e, example.parts[0].first : example.parts[-1].end] += 1
+    counts = np.concatenate([coverage[d] for d in documents], axis=1)
+    assert counts.mean() == pytest.approx(1, abs=0.06)
+    assert (counts == 1).mean() > 0.85 and (counts > 2).mean() < 0.001
+    assert (counts.sum(axis=0) == 0).mean() < 0.005 and (counts.sum(axis=0) > 6).mean() < 0.02
+    first, middle, last = (
+        np.mean([seen[:, int(place * (seen.shape[1] - 1))] > 0 for seen in coverage.values()]) for place in (0, 0.5, 1)
+    )
+    assert min(first, last) > 0.8 and middle > 0.93
     boundaries = [{(e.document, part.first) for e in examples for part in e.parts} for examples in epochs]
     assert len(boundaries[0] & boundaries[1]) < 0.5 * len(boundaries[0])
 
@@ -169,7 +205,7 @@ def test_splits_share_no_document(sample_corpus: Corpus, sample_ids: SpecialIds,
             split=split,  # type: ignore[arg-type]
             validation_fraction=fraction,
         )
-        return {stream.example(0, i).document for i in range(stream.examples_per_epoch)}
+        return {example.document for example in stream.examples(0, range(stream.examples_per_epoch))}
 
     train, validation = documents("train", 0.2), documents("validation", 0.2)
     assert not train & validation and train | validation == set(range(sample_corpus.num_documents))
@@ -180,9 +216,9 @@ def test_splits_share_no_document(sample_corpus: Corpus, sample_ids: SpecialIds,
 @pytest.mark.parametrize("facets", [(), (1,), (1, 2, 3, 4, 5)])
 def test_two_parts_and_other_numbers_of_facets(sample_corpus: Corpus, facets: tuple[int, ...]) -> None:
     special = SpecialIds(cls=101, sep=102, pad=0, mask=103, facets=facets)
-    batch = TripleStream(sample_corpus, special, seq_length=64, seed=0, num_parts=2).micro_batch(0, 3)
-    assert batch["input_ids"].shape == (6, 64) and batch["tfidf_labels"].shape == (6, 64 - len(facets))
-    assert (batch["input_ids"][:, : 1 + len(facets)] == [101, *facets]).all()
+    batch = TripleStream(sample_corpus, special, seq_length=64, seed=0, num_parts=2).micro_batches([0], 3)
+    assert batch["input_ids"].shape == (1, 6, 64) and batch["tfidf_labels"].shape == (1, 6, 64 - len(facets))
+    assert (batch["input_ids"][..., : 1 + len(facets)] == [101, *facets]).all()
 
 
 def test_short_sequences_are_refused(sample_corpus: Corpus, sample_ids: SpecialIds) -> None:
@@ -190,9 +226,77 @@ def test_short_sequences_are_refused(sample_corpus: Corpus, sample_ids: SpecialI
         TripleStream(sample_corpus, sample_ids, seq_length=12, seed=0)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 97, 1024, 1803])
-def test_permutation(size: int) -> None:
-    order = [permuted(i, size, (5, 1)) for i in range(size)]
-    assert sorted(order) == list(range(size))
-    if size > 90:
-        assert order != sorted(order) and order != [permuted(i, size, (5, 2)) for i in range(size)]
+def corpus_of(folder: Path, **sources: list[list[int]]) -> Corpus:
+    """A corpus of sources of documents, each given by the lengths of its sentences; pieces are 20, 21, ..."""
+    generator = np.random.default_rng(0)
+    documents = []
+    for source, lengths_of_documents in sources.items():
+        for number, lengths in enumerate(lengths_of_documents):
+            pieces = generator.integers(20, 200, sum(lengths)).astype(np.uint16)
+            offsets = np.cumsum([0, *lengths]).astype(np.int32)
+            hashed = int(generator.integers(1 << 62)) * 2
+            counts = occurrences(pieces)
+            documents.append(Document(source, f"{source}{number}", "", hashed, pieces, offsets, counts))
+    folder.mkdir(parents=True, exist_ok=True)
+    middle = len(documents) // 2
+    shards = []
+    for name, part in (("a.arrow", documents[:middle]), ("b.arrow", documents[middle:])):
+        write_shard(folder / name, part)
+        shards.append({"name": name, "documents": len(part)})
+    np.save(folder / "document_frequency.npy", np.ones(200, np.int64))
+    return Corpus(folder, {"shards": shards, "tokenizer": {"vocabulary_size": 200}})
+
+
+SPECIAL = SpecialIds(cls=1, sep=2, pad=0, mask=3, facets=(4, 5))
+
+
+def test_every_document_of_three_sentences_gives_three_parts(tmp_path: Path) -> None:
+    generator = np.random.default_rng(1)
+    lengths = [
+        np.where(generator.random(n) < 0.1, generator.integers(1, 300, n), generator.integers(1, 40, n)).tolist()
+        for n in generator.integers(1, 40, 1500).tolist()
+    ]
+    stream = TripleStream(corpus_of(tmp_path, text=lengths), SPECIAL, seq_length=64, seed=1, validation_fraction=0.0)
+    for document, sentences in enumerate(lengths):
+        examples = stream.examples_of(document, epoch=0)
+        assert bool(examples) == (len(sentences) >= 3)
+        for example in examples:
+            bounds = [part.first for part in example.parts] + [example.parts[-1].end]
+            assert bounds == sorted(set(bounds)) and bounds[-1] <= len(sentences)
+            held = [sum(sentences[part.first : part.end]) for part in example.parts]
+            assert all(n <= 59 or part.end - part.first == 1 for n, part in zip(held, example.parts, strict=True))
+            if bounds[0] == 0 and bounds[-1] == len(sentences) >= 6 and max(sentences) < 9:
+                assert all(part.end - part.first >= 2 for part in example.parts)
+
+
+def test_source_weights(tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path, wiki=[[20] * 60] * 300, books=[[20] * 120] * 200, web=[[20] * 30] * 100)
+    fixed = {"seq_length": 64, "seed": 1, "validation_fraction": 0.0}
+    plain = TripleStream(corpus, SPECIAL, **fixed)  # type: ignore[arg-type]
+    weights = {"wiki": 0.5, "books": 2, "web": 0}
+    stream = TripleStream(corpus, SPECIAL, **fixed, source_weights=weights)  # type: ignore[arg-type]
+    wiki, books = 300 * plain.windows_of(0), 200 * plain.windows_of(300)
+    assert plain.examples_per_epoch == wiki + books + 100 * plain.windows_of(599)
+    assert stream.examples_per_epoch == round(wiki / 2) + 2 * books
+
+    def shown(epoch: int) -> Counter[int]:
+        examples = stream.examples(epoch, range(stream.examples_per_epoch))
+        return Counter(example.document for example in examples)
+
+    first, second = shown(0), shown(1)
+    assert all(first[d] + second[d] == plain.windows_of(d) for d in range(300)), "each window once in two epochs"
+    assert all(first[d] == second[d] == 2 * plain.windows_of(d) for d in range(300, 500))
+    assert max(first) == 499 and sum(first[d] > 0 for d in range(300)) > 270
+    before = [example.input_ids.tobytes() for example in plain.examples(0, range(50))]
+    named = TripleStream(corpus, SPECIAL, **fixed, source_weights=dict.fromkeys(weights, 1))  # type: ignore[arg-type]
+    assert [example.input_ids.tobytes() for example in named.examples(0, range(50))] == before
+
+
+def test_bad_source_weights_are_refused_together(tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path, wiki=[[20] * 60], books=[[20] * 120])
+    weights = {"wikki": 1.0, "books": -1.0, "wiki": math.inf}
+    with pytest.raises(UserError) as caught:
+        TripleStream(corpus, SPECIAL, seq_length=64, seed=1, source_weights=weights)
+    assert len(caught.value.problems) == 3 and "Did you mean 'wiki'?" in caught.value.problems[0]
+    with pytest.raises(UserError, match="falls into the train split"):
+        TripleStream(corpus, SPECIAL, seq_length=64, seed=1, source_weights={"wiki": 0, "books": 0})

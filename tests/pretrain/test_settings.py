@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from multicls.errors import UserError
 from multicls.settings import load_settings
+from pretrain.job import _identity
 from pretrain.run import check_ranks, fit_ranks, parse, read_settings
 from pretrain.settings import PretrainSettings, TrainSettings
 
@@ -52,6 +54,21 @@ def test_all_mistakes_at_once_with_the_nearest_name(tmp_path: Path) -> None:
     text = str(caught.value)
     assert "train.learning_rate" in text and "steps = -1" in text and "seq_length = 'many'" in text
     assert "Did you mean 'model.num_facets'?" in text
+
+
+def test_weights_of_sources() -> None:
+    settings = read(*NEEDED, "--set", "data.source_weights.wiki=0.5", "--set", "data.source_weights.books=2")
+    assert settings.data.source_weights == {"wiki": 0.5, "books": 2}
+    for weight in ("-1", ".inf", "many"):
+        with pytest.raises(UserError, match=r"data\.source_weights\.wiki = "):
+            read(*NEEDED, "--set", f"data.source_weights.wiki={weight}")
+
+
+def test_weights_of_sources_belong_to_a_run(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    plain, weighted = (_identity(read(*NEEDED, *flags), tmp_path) for flags in ([], ["--set=data.source_weights.a=2"]))
+    assert json.loads(json.dumps(weighted)) == weighted
+    assert {key for key in plain if plain[key] != weighted[key]} == {"data.source_weights"}
 
 
 def test_no_objective_is_refused() -> None:
