@@ -1,0 +1,111 @@
+"""The command line of data preparation."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from data_prep import run
+from multicls.errors import UserError
+from multicls.shards import Corpus
+from tests.data_prep.conftest import story
+
+RUN = Path(run.__file__)
+
+
+def test_a_plan_writes_nothing(tiny_tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in.txt").write_text("\n\n".join(story(300, i) for i in range(20)))
+    words = ["--input", str(tmp_path / "in.txt"), "--output", str(tmp_path / "out"), "--tokenizer", str(tiny_tokenizer)]
+    run.main([*words, "--plan", "--documents", "blank_line"])
+    printed = capsys.readouterr().out
+    assert printed.startswith("plan: 1 files, 0.2 MB of text -> about ") and not (tmp_path / "out").exists()
+    run.main([*words, "--documents", "blank_line"])
+    planned = float(printed.split("about ")[1].split(" M")[0])
+    assert planned == pytest.approx(Corpus.open(tmp_path / "out").manifest["pieces"] / 1e6, abs=0.05)
+
+
+def test_all_problems_of_the_flags_at_once(tmp_path: Path) -> None:
+    words = ["--output", str(tmp_path / "out"), "--num_processes", "0", "--min_sentences", "2", "--without", "heading"]
+    done = subprocess.run([sys.executable, str(RUN), *words], capture_output=True, text=True)
+    assert done.returncode == 2 and not (tmp_path / "out").exists()
+    for problem in (
+        "error: --input: missing",
+        "error: --tokenizer: missing",
+        "error: --num_processes 0: must be at least 1",
+        "error: --min_sentences 2: must be at least 3",
+        "error: --without heading: no such rule. Did you mean 'headings'?",
+    ):
+        assert problem in done.stderr
+
+
+def test_the_manifest_names_the_command_and_the_rules(tiny_tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text(f"{story(4)}\n\nA Title\n\n{story(5, 3)}\n\n1, 2.")
+    words = ["--input", f"tales={tmp_path / 'in.txt'}", "--output", str(tmp_path / "out")]
+    words += ["--tokenizer", str(tiny_tokenizer), "--without", "headings", "boilerplate", "--min_sentences", "4"]
+    run.main([*words, "--near_duplicates"])
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["command"].startswith("data_prep/run.py --input tales --tokenizer ")
+    assert manifest["command"].endswith("--min_sentences 4 --without headings boilerplate --near_duplicates")
+    assert not {"headings", "boilerplate"} & set(manifest["made_from"]["rules"])
+    assert manifest["dropped"] == {"sentences_without_letter": 1} and manifest["sentences"] == 10
+    samples = json.loads((tmp_path / "out" / "dropped.json").read_text())
+    assert samples == {"sentences_without_letter": [{"source": "tales", "document": "in.txt#0", "text": "1, 2."}]}
+
+
+def test_stats_prints_and_draws(tiny_tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in.txt").write_text(story(40))
+    words = ["--input", str(tmp_path / "in.txt"), "--output", str(tmp_path / "out"), "--tokenizer", str(tiny_tokenizer)]
+    run.main(words)
+    run.main(["stats", str(tmp_path / "out"), "--seq_length", "48"])
+    assert "40 sentences" in capsys.readouterr().out and (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "unigram"])
+def test_a_vocabulary_of_ones_own_prepares_a_corpus(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text(f"{story(300)}\n\nA Title\n\n[MASK] and the cat sat.")
+    text = str(tmp_path / "in.txt")
+    run.main(["vocabulary", "--input", text, "--output", str(tmp_path / "own"), "--type", kind, "--size", "75"])
+    run.main(["--input", text, "--output", str(tmp_path / "out"), "--tokenizer", str(tmp_path / "own")])
+    corpus = Corpus.open(tmp_path / "out")
+    assert corpus.vocabulary_size <= 75 and not set(corpus.document(0).pieces.tolist()) & {0, *range(1, 17), 18, 19, 20}
+    run.main(["show", str(tmp_path / "out"), "0", "--seq_length", "48"])
+    with pytest.raises(UserError, match="--input: missing"):
+        run.main(["vocabulary", "--output", str(tmp_path / "other")])
+
+
+def test_near_duplicates_are_dropped_and_a_stopped_search_goes_on(
+    tiny_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from data_prep import build, writer
+
+    monkeypatch.setattr(writer, "SHARD_PIECES", 900)
+    monkeypatch.setattr(build, "CHUNK_CHARACTERS", 700)
+    documents = [story(30, i) for i in range(20)]
+    documents += [text + " The cat ran far away." for text in documents] + documents[:5]
+    (tmp_path / "in.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in documents))
+    words = ["--input", str(tmp_path / "in.jsonl"), "--tokenizer", str(tiny_tokenizer), "--near_duplicates"]
+    words += ["--without", "repeated_lines", "--output"]
+    run.main([*words, str(tmp_path / "whole")])
+    manifest = Corpus.open(tmp_path / "whole").manifest
+    near, exact = (manifest["dropped"].get(f"documents_{kind}duplicate", 0) for kind in ("near_", ""))
+    assert exact == 5 and near >= 20 and manifest["documents"] == 40 - near
+    write_shard, calls = writer.write_shard, []
+
+    def stopping(*args: object) -> None:
+        calls.append(args)
+        if len(calls) in (2, 4):
+            raise KeyboardInterrupt
+        write_shard(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(writer, "write_shard", stopping)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            run.main([*words, str(tmp_path / "out")])
+    run.main([*words, str(tmp_path / "out")])
+    for path in (tmp_path / "whole").iterdir():
+        if path.name != "log.jsonl":
+            assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes()
