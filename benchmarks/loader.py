@@ -1,0 +1,219 @@
+"""The loader of three-part batches: its speed, its start-up on many documents, its memory over an epoch.
+
+    OMP_NUM_THREADS=1 python benchmarks/loader.py CORPUS [--documents 1000000] [--repeats 5] [--seconds 3]
+
+Speed: sequences of 128 tokens a second, against what one H200 takes in training BERT-base and against a collator as one
+writes it first (Python lists, one example after the other) on the same corpus. The measurements take turns, so that all
+of them see the same machine; medians. Memory: pages of the process's own (RssAnon), not those of the mapped shards,
+which the system may drop at any time. Start-up: of an invented corpus of `--documents` tiny documents, whose files (some
+400 bytes a document) lie in a temporary folder meanwhile, and in the page cache. Prints Markdown tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import numpy as np
+import torch
+
+from data_prep.triples import SpecialIds, TripleStream
+from multicls.files import write_json
+from multicls.shards import FORMAT, FORMAT_VERSION, MANIFEST, Corpus, Document, occurrences, write_shard
+from pretrain.batches import Share, load_steps
+
+NEED = 15_000  # sequences of 128 tokens a second: an H200 training BERT-base
+LENGTH, TRIPLES = 128, 10
+DOCUMENTS_PER_SHARD = 100_000
+SPECIAL = SpecialIds(cls=101, sep=102, pad=0, mask=103, facets=(1, 2, 3, 4, 5))
+SPECIALS = frozenset(SPECIAL.all())
+
+
+def plain_batches(corpus: Corpus, seed: int) -> Iterator[dict[str, torch.Tensor]]:
+    """The collator one writes first: same inputs and targets, but with lists and a generator; no order, no epochs."""
+    rng = random.Random(seed)
+    idf = np.log(corpus.num_documents / np.maximum(corpus.document_frequency, 1)).tolist()
+    while True:
+        rows = [plain_part(run, rng, idf) for _ in range(TRIPLES) for run in plain_runs(corpus, rng)]
+        yield {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
+
+
+def plain_runs(corpus: Corpus, rng: random.Random) -> list[list[list[tuple[int, int]]]]:
+    """Three consecutive parts of a random document: lists of sentences of (piece, how often in the document)."""
+    document = corpus.document(rng.randrange(corpus.num_documents))
+    place = rng.randrange(len(document.offsets) - 1)
+    parts: list[list[list[tuple[int, int]]]] = []
+    for _ in range(3):
+        sentences: list[list[tuple[int, int]]] = []
+        room = LENGTH - 3 - len(SPECIAL.facets)
+        while place < len(document.offsets) - 1:
+            span = slice(int(document.offsets[place]), int(document.offsets[place + 1]))
+            if sentences and span.stop - span.start > room:
+                break
+            counted = zip(document.pieces[span].tolist(), document.counts[span].tolist(), strict=True)
+            sentences.append(list(counted)[:room])
+            room -= len(sentences[-1])
+            place += 1
+        parts.append(sentences)
+    return parts
+
+
+def plain_part(sentences: list[list[tuple[int, int]]], rng: random.Random, idf: list[float]) -> dict[str, Any]:
+    """One sequence of such a part, padded, with its targets."""
+    scored = []
+    for sentence in sentences:
+        values = [count * idf[piece] for piece, count in sentence]
+        low, spread = min(values), max(values) - min(values)
+        scale = 10 / spread if spread else 0.0
+        scored.append([(p, (value - low) * scale) for (p, _), value in zip(sentence, values, strict=True)])
+    cut = rng.randint(1, max(1, len(scored) - 1))
+    runs = [scored[:cut], scored[cut:]]
+    swapped = len(scored) > 1 and rng.random() < 0.5
+    ids, types, tfidf = [SPECIAL.cls, *SPECIAL.facets], [0] * (1 + len(SPECIAL.facets)), [0.0]
+    for kind, run in enumerate(reversed(runs) if swapped else runs):
+        pieces = [piece for sentence in run for piece in sentence]
+        ids += [piece for piece, _ in pieces] + [SPECIAL.sep]
+        tfidf += [value for _, value in pieces] + [0.0]
+        types += [kind] * (len(pieces) + 1)
+    text = [i for i, piece in enumerate(ids) if piece not in SPECIALS]
+    labels = [-100] * LENGTH
+    for i in rng.sample(text, round(0.15 * len(text))):
+        labels[i] = ids[i]
+        fate = rng.random()
+        ids[i] = SPECIAL.mask if fate < 0.8 else rng.randrange(1000, 30_000) if fate < 0.9 else ids[i]
+    padding = LENGTH - len(ids)
+    return {
+        "input_ids": ids + [SPECIAL.pad] * padding,
+        "attention_mask": [1] * len(ids) + [0] * padding,
+        "token_type_ids": types + [0] * padding,
+        "labels": labels,
+        "tfidf_labels": tfidf + [0.0] * padding,
+        "so_labels": int(swapped) if len(scored) > 1 else -100,
+    }
+
+
+def sequences_per_second(batches: Iterator[Any], seconds: float) -> float:
+    """How many sequences `batches` (an item: 10 examples) delivers, the first item, and so all start-up, left out."""
+    next(batches)
+    start, count = time.perf_counter(), 0
+    while (elapsed := time.perf_counter() - start) < seconds:
+        next(batches)
+        count += 1
+    return count * TRIPLES * 3 / elapsed
+
+
+def speeds(corpus: Corpus, stream: TripleStream, repeats: int, seconds: float) -> None:
+    """Prints the table of speeds."""
+
+    def loaded(workers: int) -> Callable[[], Iterator[Any]]:
+        share, steps = Share(1, 0, 1), range(1 << 40)
+        return lambda: (step[0] for step in load_steps(stream, share, steps, triples=TRIPLES, workers=workers))
+
+    contenders: dict[str, Callable[[], Iterator[Any]]] = {
+        "plain collator, in the training process": lambda: plain_batches(corpus, 0),
+        "ours, in the training process": loaded(0),
+        "ours, 1 loader process": loaded(1),
+        "ours, 2 loader processes": loaded(2),
+    }
+    rates: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(repeats):
+        for name, start in contenders.items():
+            rates[name].append(sequences_per_second(start(), seconds))
+    plain = statistics.median(rates["plain collator, in the training process"])
+    print("| batches of 10 examples x 3 sequences of 128 | sequences/s | x need of 15,000/s | x plain | range |")
+    print("|---|---|---|---|---|")
+    for name, values in rates.items():
+        rate = statistics.median(values)
+        extremes = f"{min(values):,.0f} to {max(values):,.0f}"
+        print(f"| {name} | {rate:,.0f} | {rate / NEED:.2f} | {rate / plain:.1f} | {extremes} |")
+
+
+def memory(stream: TripleStream) -> None:
+    """Prints the process's own memory over an epoch."""
+    groups = stream.examples_per_epoch // (32 * TRIPLES)
+    marks = {round(groups * tenth / 10): tenth for tenth in range(1, 11)}
+    own = {0: own_megabytes()}
+    for group in range(groups):
+        stream.micro_batches(range(32 * group, 32 * group + 32), TRIPLES)
+        if group + 1 in marks:
+            own[marks[group + 1]] = own_megabytes()
+    print(f"| of an epoch of {stream.examples_per_epoch:,} examples | " + " | ".join(f"{10 * t} %" for t in own) + " |")
+    print("|---" * (1 + len(own)) + "|")
+    print("| own memory, MB | " + " | ".join(f"{megabytes:.1f}" for megabytes in own.values()) + " |\n")
+
+
+def own_megabytes() -> float:
+    """Anonymous resident memory of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
+
+
+def start_up(folder: Path, documents: int, seconds: float) -> None:
+    """Prints how long the loader takes to begin on a corpus of so many documents, and how fast it is then."""
+    invent(folder, documents)
+    start = time.perf_counter()
+    stream = TripleStream(Corpus.open(folder), SPECIAL, seq_length=LENGTH, seed=0)
+    opened = time.perf_counter() - start
+    stream.micro_batches([0], TRIPLES)
+    first = time.perf_counter() - start
+    batches = (step[0] for step in load_steps(stream, Share(1, 0, 1), range(1 << 40), triples=TRIPLES, workers=0))
+    rate = sequences_per_second(batches, seconds)
+    size = sum(path.stat().st_size for path in folder.iterdir()) / 1e9
+    print("\n| invented documents | shards | GB | seconds to open | seconds to the first batch | sequences/s then |")
+    print("|---|---|---|---|---|---|")
+    print(f"| {documents:,} | {stream.corpus.num_shards} | {size:.1f} | {opened:.2f} | {first:.2f} | {rate:,.0f} |")
+
+
+def invent(folder: Path, documents: int) -> None:
+    """Writes a corpus of tiny documents (6 to 12 sentences of 4 to 12 pieces), all shards alike."""
+    generator = np.random.default_rng(0)
+    rows = []
+    for number in range(min(documents, DOCUMENTS_PER_SHARD)):
+        offsets = np.append(0, np.cumsum(generator.integers(4, 13, generator.integers(6, 13)))).astype(np.int32)
+        pieces = generator.integers(1000, 30_000, offsets[-1]).astype(np.uint16)
+        digest = int(generator.integers(1 << 63)) * 2
+        rows.append(Document("invented", str(number), "", digest, pieces, offsets, occurrences(pieces)))
+    shards = []
+    for number, first in enumerate(range(0, documents, DOCUMENTS_PER_SHARD)):
+        path = folder / f"shard-{number:05d}.arrow"
+        count = min(DOCUMENTS_PER_SHARD, documents - first)
+        if number and count == len(rows):
+            shutil.copyfile(folder / "shard-00000.arrow", path)
+        else:
+            write_shard(path, rows[:count])
+        shards.append({"name": path.name, "documents": count, "bytes": path.stat().st_size})
+    np.save(folder / "document_frequency.npy", np.full(30_522, max(1, documents // 500)))
+    manifest = {"format": FORMAT, "format_version": FORMAT_VERSION, "shards": shards, "files": {}}
+    write_json(folder / MANIFEST, manifest | {"tokenizer": {"vocabulary_size": 30_522}})
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("corpus", help="a folder of data_prep/run.py")
+    parser.add_argument("--documents", type=int, default=1_000_000, help="of the invented corpus; 0 leaves it out")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of every measurement")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    corpus = Corpus.open(args.corpus)
+    stream = TripleStream(corpus, SPECIAL, seq_length=LENGTH, seed=0)
+    memory(stream)
+    speeds(corpus, stream, args.repeats, args.seconds)
+    if args.documents:
+        with tempfile.TemporaryDirectory() as folder:
+            start_up(Path(folder), args.documents, args.seconds)
+
+
+if __name__ == "__main__":
+    main()
