@@ -5,8 +5,8 @@
 Speed: sequences of 128 tokens a second, against what one H200 takes in training BERT-base and against a collator as one
 writes it first (Python lists, one example after the other) on the same corpus. The measurements take turns, so that all
 of them see the same machine; medians. Memory: pages of the process's own (RssAnon), not those of the mapped shards,
-which the system may drop at any time. Start-up: of an invented corpus of `--documents` tiny documents, whose files (some
-400 bytes a document) lie in a temporary folder meanwhile, and in the page cache. Prints Markdown tables.
+which the system may drop at any time. Start-up: of an invented corpus of `--documents` tiny documents, whose files
+(400 bytes a document) lie in a temporary folder meanwhile, and in the page cache. Prints Markdown tables.
 """
 
 from __future__ import annotations
