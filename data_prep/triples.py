@@ -209,26 +209,28 @@ class TripleStream:
         Raises:
             UserError: there is no such document or window.
         """
-        examples = self.examples_of(document, epoch)
-        if not 0 <= window < len(examples):
-            known = f"0 to {len(examples) - 1}" if examples else f"none, having fewer than {self.num_parts} sentences"
+        windows = self.windows_of(document)
+        if not 0 <= window < windows:
+            known = f"0 to {windows - 1}" if windows else f"none, having fewer than {self.num_parts} sentences"
             raise UserError(f"{self.corpus.path}: document {document} has no window {window}; it has {known}.")
-        return examples[window]
+        return self.examples_of(document, epoch, [window])[0]
 
-    def examples_of(self, document: int, epoch: int) -> list[Example]:
-        """The same for all windows of a document.
+    def examples_of(self, document: int, epoch: int, windows: Sequence[int] | None = None) -> list[Example]:
+        """The same for several windows of a document, or all, built together; none if it has too few sentences.
 
         Raises:
             UserError: there is no such document.
         """
-        windows = self.windows_of(document)
-        if not windows:
+        count = self.windows_of(document)
+        numbers = np.arange(count) if windows is None else np.array(windows)
+        if not len(numbers):
             return []
         shard, row = self.corpus.locate(document)
-        number = np.searchsorted(self.corpus.starts, document, side="right") - 1
-        described = np.array([[epoch, number, row, 0, windows, shard.num_pieces[row]]]).repeat(windows, axis=0).T
-        described[3] = np.arange(windows)
-        return self._examples(_Windows(*described))
+        number = int(np.searchsorted(self.corpus.starts, document, side="right")) - 1
+        turn, shards, rows, counts, pieces = (
+            np.full_like(numbers, n) for n in (epoch, number, row, count, int(shard.num_pieces[row]))
+        )
+        return self._examples(_Windows(turn, shards, rows, numbers, counts, pieces))
 
     def windows_of(self, document: int) -> int:
         """How many windows, each an example in every pass, a document has.
