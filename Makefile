@@ -10,7 +10,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
-CODE := multicls data_prep pretrain finetune tests
+CODE := multicls data_prep pretrain finetune benchmarks tests
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 
