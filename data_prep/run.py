@@ -144,10 +144,11 @@ def show_command(argv: Sequence[str]) -> None:
     parser.add_argument("--num_facets", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--epoch", type=int, default=0)
+    parser.add_argument("--window", type=int, default=0, help="which of the document's examples")
     args = parser.parse_args(argv)
     from data_prep.show import show
 
-    print(show(args.corpus, args.document, args.seq_length, args.num_facets, args.seed, args.epoch))
+    print(show(args.corpus, args.document, args.seq_length, args.num_facets, args.seed, args.epoch, args.window))
 
 
 def stats_command(argv: Sequence[str]) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -30,8 +29,7 @@ def show(folder: str, number: int, seq_length: int, num_facets: int, seed: int, 
     corpus = Corpus.open(folder)
     document = corpus.document(number)
     tokenizer = Tokenizer.from_file(str(corpus.path / "tokenizer.json"))
-    config = corpus.path / "tokenizer_config.json"
-    special = _special_ids(tokenizer, num_facets, read_json(config) if config.exists() else None)
+    special = special_ids(corpus, tokenizer, num_facets)
     stream = TripleStream(corpus, special, seq_length=seq_length, seed=seed, validation_fraction=0.0)
     example = stream.example_of(number, epoch, window)
     lines = [f"document {number}: {document.title!r} ({document.source}: {document.id})"]
@@ -45,9 +43,15 @@ def show(folder: str, number: int, seq_length: int, num_facets: int, seed: int, 
     return "\n".join(lines)
 
 
-def _special_ids(tokenizer: Tokenizer, num_facets: int, config: Mapping[str, Any] | None = None) -> SpecialIds:
-    """Ids of the special tokens as in training; `config` (tokenizer_config.json) tells names that are not BERT's."""
-    named = {role: (config or {}).get(f"{role}_token", f"[{role.upper()}]") for role in ROLES}
+def special_ids(corpus: Corpus, tokenizer: Tokenizer, num_facets: int) -> SpecialIds:
+    """Ids of the special tokens as in training; the corpus's tokenizer_config.json tells names that are not BERT's.
+
+    Raises:
+        UserError: the tokenizer has none for some role.
+    """
+    path = corpus.path / "tokenizer_config.json"
+    config = read_json(path) if path.exists() else {}
+    named = {role: config.get(f"{role}_token") or f"[{role.upper()}]" for role in ROLES}
     named = {role: name["content"] if isinstance(name, dict) else name for role, name in named.items()}
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     missing = [str(name) for name in named.values() if name not in vocabulary]

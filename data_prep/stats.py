@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from data_prep.show import _special_ids
+from data_prep.show import special_ids
 from data_prep.triples import SpecialIds, TripleStream
 from multicls.errors import UserError
 from multicls.files import atomic_write, read_json
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 BLOCK = 1 << 22  # pieces counted at a time: bincount makes int64 of them
-SAMPLE_PIECES = 1 << 21  # about so many pieces go through the training stream
+SAMPLE_PIECES = 10_000_000  # rows of about as many are looked at, a matter of seconds
 SAMPLES = 3  # of dropped text, a reason
 COVERAGE = (0.5, 0.9, 0.99)
 MOST_BARS = 10
@@ -166,8 +166,7 @@ def measure(corpus: Corpus, special: SpecialIds, seq_length: int) -> Training:
     for row in rows:
         offsets = corpus.document(row).offsets
         times = np.zeros(len(offsets) - 1, np.int64)
-        for window in range(stream.windows_of(row)):
-            example = stream.example_of(row, 0, window)
+        for example in stream.examples_of(row, epoch=0):
             examples += 1
             filled += int(example.attention_mask.sum())
             cut += example.cut_pieces
@@ -212,7 +211,7 @@ def stats(folder: str | Path, picture: str | Path | None, seq_length: int, num_f
     tokenizer = Tokenizer.from_file(str(corpus.path / "tokenizer.json"))
     training: Training | str
     try:
-        special = _special_ids(tokenizer, num_facets)
+        special = special_ids(corpus, tokenizer, num_facets)
     except UserError as error:
         training = f"not measured: {error}"
     else:
