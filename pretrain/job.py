@@ -72,7 +72,8 @@ def run_job(settings: PretrainSettings, ds_config: dict[str, Any], *, where: str
     engine = _engine(deepspeed, model, settings, resolved)
     if rank == 0:
         _describe_run(run_folder, settings, resolved)
-    log = Log(run_folder, writes=rank == 0, resumed_step=start)
+    config = settings.model_dump(mode="json")
+    log = Log(run_folder, rank == 0, start, wandb_project=settings.run.wandb_project, config=config)
     for note in notes:
         log.say(note)
     if start:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Annotated, Literal, TypedDict
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from multicls.settings import Settings
 
@@ -73,6 +74,15 @@ class RunSettings(Settings):
     eval_micro_batches: PositiveInt = Field(default=50, description="validation micro-batches, always the same")
     save_every: PositiveInt = 2000
     keep_checkpoints: PositiveInt = Field(default=2, description="newest ones kept")
+    peak_tflops: float | None = Field(default=None, gt=0, description="of one device, for MFU; null: known for GPUs")
+    wandb_project: str | None = Field(default=None, description="report to Weights & Biases too (its own package)")
+
+    @field_validator("wandb_project")
+    @classmethod
+    def _wandb_is_installed(cls, project: str | None) -> str | None:
+        if project is not None and find_spec("wandb") is None:
+            raise ValueError("the package wandb is not installed: pip install wandb, or leave the setting null")
+        return project
 
 
 class PretrainSettings(Settings):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from data_prep.triples import TripleStream
 from pretrain.batches import Batch, Share, load_steps
+from pretrain.flops import known_peak_tflops, throughput
 from pretrain.metrics import Log, Totals, console_line, measure, peak_memory_gb, term_counts
 from pretrain.settings import ObjectiveSettings, PretrainSettings, TrainSettings
 
@@ -90,6 +91,7 @@ class Trainer:
         self.log = log
         self.device = torch.device(engine.device)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._peak_tflops = self._all_peak_tflops()
 
     def run(self, start_step: int) -> dict[str, float]:
         """Trains from `start_step` to the end and returns the last validation metrics."""
@@ -98,7 +100,7 @@ class Trainer:
         share = Share(train.micro_batches, self.rank, self.world_size)
         loaded = self._load(self.train_stream, share, steps)
         validated = self._report_validation(0) if start_step == 0 else {}
-        window, pace = Totals(), Pace(self._sequences_per_step())
+        window, pace = Totals(), Pace()
         for step in steps:
             with pace.waiting():
                 batches = next(loaded)
@@ -108,7 +110,7 @@ class Trainer:
             last = done == train.steps
             if done % run.log_every == 0 or last:
                 self._report(done, window, pace)
-                window, pace = Totals(), pace.next_window()
+                window, pace = Totals(), Pace()
             if done % run.eval_every == 0 or last:
                 with pace.paused():
                     validated = self._report_validation(done)
@@ -157,8 +159,7 @@ class Trainer:
             normalizers = {name: n.clamp(min=1) for name, n in term_counts(batch).items()}
             outputs = self.engine(**model_inputs(batch), normalizers=normalizers)
             counted = int(batch["number"]) < count
-            terms = measure(outputs, batch, normalizers)
-            totals.add({name: (total * counted, n * counted) for name, (total, n) in terms.items()})
+            totals.add(measure(outputs, batch, normalizers), counted)
         self.engine.train()
         return self._with_total(totals.reduce(self.device).means())
 
@@ -187,8 +188,12 @@ class Trainer:
             )
         raise FloatingPointError(f"step {step}: a loss is not finite on {int(flag)} of {self.world_size} ranks")
 
-    def _sequences_per_step(self) -> int:
-        return self.settings.train.triples * self.settings.train.micro_batches * self.train_stream.num_parts
+    def _all_peak_tflops(self) -> float | None:
+        """Of all devices; without a setting those of known GPUs, whose peaks are of 16-bit arithmetic."""
+        peak = self.settings.run.peak_tflops
+        if peak is None and self.device.type == "cuda" and self.engine.get_data_types()[0] != torch.float32:
+            peak = known_peak_tflops(torch.cuda.get_device_name(self.device))
+        return peak and peak * self.world_size
 
     def _with_total(self, values: dict[str, float]) -> dict[str, float]:
         weights = self.settings.objective.model_dump()
@@ -205,24 +210,21 @@ class Trainer:
         norm = self.engine.get_global_grad_norm()
         if norm is not None:
             values["optim/grad_norm"] = float(norm)
-        values |= pace.metrics() | {"memory/peak_gb": peak_memory_gb(self.device)}
+        seconds = pace.seconds()
+        values |= throughput(self.engine.module.config, window.sums(), seconds, self._peak_tflops)
+        values |= pace.metrics(seconds) | {"memory/peak_gb": peak_memory_gb(self.device)}
         self.log.record(done, "train", values)
-        eta = pace.seconds_per_step() * (self.settings.train.steps - done)
+        eta = values["speed/seconds_per_step"] * (self.settings.train.steps - done)
         self.log.say(console_line(done, self.settings.train.steps, values, eta))
 
 
 class Pace:
     """Speed over a window of steps, without the time spent in evaluations and checkpoints."""
 
-    def __init__(self, sequences_per_step: int) -> None:
-        self._sequences_per_step = sequences_per_step
+    def __init__(self) -> None:
         self._started = time.perf_counter()
         self._waited = 0.0
         self.steps = 0
-
-    def next_window(self) -> Pace:
-        """A fresh window of the same run."""
-        return Pace(self._sequences_per_step)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -238,17 +240,13 @@ class Pace:
         yield
         self._started += time.perf_counter() - start
 
-    def seconds_per_step(self) -> float:
-        """Mean over the window."""
-        return (time.perf_counter() - self._started) / max(self.steps, 1)
+    def seconds(self) -> float:
+        """The window so far."""
+        return time.perf_counter() - self._started
 
-    def metrics(self) -> dict[str, float]:
-        """Sequences per second over all ranks, and the share of the time spent waiting for data."""
-        seconds = time.perf_counter() - self._started
-        return {
-            "speed/sequences_per_second": self.steps * self._sequences_per_step / seconds,
-            "speed/data_wait": self._waited / seconds,
-        }
+    def metrics(self, seconds: float) -> dict[str, float]:
+        """Seconds a step, and the share of them spent waiting for data, over a window that took `seconds`."""
+        return {"speed/seconds_per_step": seconds / max(self.steps, 1), "speed/data_wait": self._waited / seconds}
 
 
 def model_inputs(batch: Batch) -> Batch:

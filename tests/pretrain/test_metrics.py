@@ -1,0 +1,293 @@
+"""Metrics against plain loops, the arithmetic of a step against torch's own count, and what is written where."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from multicls import MultiClsBertConfig, MultiClsBertForPreTraining
+from multicls.errors import UserError
+from multicls.files import read_jsonl
+from multicls.settings import load_settings
+from pretrain.flops import known_peak_tflops, throughput, training_flops
+from pretrain.metrics import Log, Totals, console_line, measure, term_counts
+from pretrain.settings import PretrainSettings
+
+LENGTH, TRIPLES = 16, 4
+
+
+def model(facets: int, hard_negatives: bool = True, **sizes: int) -> MultiClsBertForPreTraining:
+    shape = {"vocab_size": 50, "hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2} | sizes
+    config = MultiClsBertConfig(
+        **shape, intermediate_size=16, num_facets=facets, hard_negatives=hard_negatives, attn_implementation="eager"
+    )
+    torch.manual_seed(0)
+    return MultiClsBertForPreTraining(config).eval()
+
+
+def micro_batch(seed: int, facets: int, parts: int, padded: bool = True) -> dict[str, Tensor]:
+    """Random ids and targets; with `padded`, sequences of different lengths and some parts of a single run."""
+    random = torch.Generator().manual_seed(seed)
+    rows = parts * TRIPLES
+    lengths = torch.randint(LENGTH // 2, LENGTH + 1, (rows, 1), generator=random) if padded else LENGTH
+    ids = torch.randint(5, 50, (rows, LENGTH), generator=random)
+    real = (torch.arange(LENGTH) < lengths).expand(rows, LENGTH).long()
+    chosen = (torch.rand(rows, LENGTH, generator=random) < 0.3) & (torch.arange(LENGTH) > facets) & real.bool()
+    orders = torch.randint(0, 2, (rows,), generator=random)
+    return {
+        "input_ids": ids * real,
+        "attention_mask": real,
+        "labels": torch.where(chosen, ids, -100),
+        "tfidf_labels": 10 * torch.rand(rows, LENGTH - facets, generator=random),  # padding has targets: left out
+        "so_labels": torch.where(torch.rand(rows, generator=random) < 0.3, -100, orders) if padded else orders,
+    }
+
+
+def totals_of(network: MultiClsBertForPreTraining, batches: list[dict[str, Tensor]]) -> Totals:
+    """As training gathers them: losses are divided by shares of the whole step."""
+    counts = [term_counts(batch) for batch in batches]
+    normalizers = {name: torch.stack([c[name] for c in counts]).sum() / len(batches) for name in counts[0]}
+    totals = Totals()
+    for batch in batches:
+        totals.add(measure(network(**batch, normalizers=normalizers), batch, normalizers))
+    return totals
+
+
+def plain_loop(network: MultiClsBertForPreTraining, batches: list[dict[str, Tensor]]) -> dict[str, float]:
+    """The same numbers, one sequence, token and pair after the other."""
+    facets, parts = network.config.num_facets, network.config.num_parts
+    seen: dict[str, list[float]] = {}
+    targets, predictions = [], []
+    squares, freedom = [0.0] * max(facets, 1), 0
+    pairs: dict[tuple[int, int], int] = {}
+    for batch in batches:
+        outputs = network(**batch)
+        logits = iter(outputs.mlm_logits)
+        embeddings = outputs.facet_embeddings.double()
+        for row in range(len(batch["input_ids"])):
+            length = int(batch["attention_mask"][row].sum())
+            seen.setdefault("data/tokens_per_sequence", []).append(length)
+            for place, label in enumerate(batch["labels"][row].tolist()):
+                if label != -100:
+                    seen.setdefault("acc/mlm", []).append(int(next(logits).argmax()) == label)
+                if place < length and not 1 <= place <= facets:
+                    text = place if place == 0 else place - facets
+                    targets.append(float(batch["tfidf_labels"][row, text]))
+                    predictions.append(float(outputs.tfidf[row, text]))
+            if (order := int(batch["so_labels"][row])) != -100:
+                seen.setdefault("acc/so", []).append(int(outputs.so_logits[row].argmax()) == order)
+            for name, vectors in (
+                ("", embeddings[row]),
+                ("_hidden", outputs.last_hidden_state[row, 1 : 1 + facets].double()),
+            ):
+                for i in range(facets if facets > 1 else 0):
+                    for j in set(range(facets)) - {i}:
+                        cosine = torch.cosine_similarity(vectors[i], vectors[j], dim=0)
+                        seen.setdefault(f"facets/mean_cosine{name}", []).append(float(cosine))
+        for k in range(max(facets, 1)):
+            unit = torch.stack([row[k] / row[k].norm() for row in embeddings])
+            squares[k] += float(unit.var(dim=0).sum()) * (len(unit) - 1)
+        freedom += len(embeddings) - 1
+        for start in [0, 2 * TRIPLES][: parts - 1]:
+            scores = outputs.mcqt_scores[0 if start == 0 else 1]
+            for query in range(TRIPLES):
+                seen.setdefault("acc/mcqt", []).append(int(scores[query].argmax()) == query)
+                mine, right = embeddings[start + query], embeddings[TRIPLES + query]
+                cosines = {
+                    (i, j): float(torch.cosine_similarity(mine[i], right[j], dim=0))
+                    for i in range(len(mine))
+                    for j in range(len(right))
+                }
+                best = max(cosines, key=lambda pair: cosines[pair])
+                pairs[best] = pairs.get(best, 0) + 1
+    expected = {name: sum(values) / len(values) for name, values in seen.items()}
+    expected |= {f"facets/variance_{k + 1}": total / freedom for k, total in enumerate(squares)}
+    mean = sum(targets) / len(targets)
+    residual = sum((y - p) ** 2 for y, p in zip(targets, predictions, strict=True))
+    expected["loss/tfidf"] = residual / len(targets)
+    expected["r2/tfidf"] = 1 - residual / sum((y - mean) ** 2 for y in targets)
+    if facets > 1:
+        shares = [wins / sum(pairs.values()) for wins in pairs.values()]
+        expected["facets/top_pair_share"] = max(shares)
+        expected["facets/pair_entropy"] = -sum(s * math.log(s) for s in shares) / math.log(facets**2)
+    return expected
+
+
+@pytest.mark.parametrize(("facets", "hard_negatives"), [(3, True), (2, False), (1, True), (0, False)])
+def test_metrics_equal_a_plain_loop(facets: int, hard_negatives: bool) -> None:
+    network = model(facets, hard_negatives)
+    batches = [micro_batch(seed, facets, 3 if hard_negatives else 2) for seed in range(3)]
+    with torch.no_grad():
+        means, expected = totals_of(network, batches).means(), plain_loop(network, batches)
+    assert means.keys() == expected.keys() | {"loss/mlm", "loss/so", "loss/mcqt"}
+    assert {name: means[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+
+
+def test_metrics_do_not_depend_on_who_computes_a_micro_batch() -> None:
+    network = model(3)
+    batches = [micro_batch(seed, 3, 3) for seed in range(4)]
+    counts = [term_counts(batch) for batch in batches]
+    normalizers = {name: torch.stack([c[name] for c in counts]).sum() / len(batches) for name in counts[0]}
+    together, halves = Totals(), [Totals(), Totals()]
+    for number, batch in enumerate(batches):
+        terms = measure(network(**batch, normalizers=normalizers), batch, normalizers)
+        together.add(terms)
+        halves[number % 2].add(terms)
+        halves[number % 2].add({name: (total * math.nan, count) for name, (total, count) in terms.items()}, False)
+    halves[0].include(halves[1])
+    assert halves[0].means() == pytest.approx(together.means(), rel=1e-12)
+    assert halves[0].sums().keys() == together.sums().keys()
+
+
+def test_collapsed_facets_show() -> None:
+    """A facet head of zeros gives every sequence and facet the same embedding, its bias: nothing varies."""
+    network = model(3)
+    healthy = totals_of(network, [micro_batch(0, 3, 3)]).means()
+    assert healthy["facets/mean_cosine"] < 0.9 and healthy["facets/variance_1"] > 0.01
+    torch.nn.init.zeros_(network.bert.facet_head.dense.weight)
+    torch.nn.init.ones_(network.bert.facet_head.LayerNorm.bias)
+    collapsed = totals_of(network, [micro_batch(0, 3, 3)]).means()
+    assert collapsed["facets/mean_cosine"] == pytest.approx(1) and collapsed["facets/variance_1"] == pytest.approx(0)
+    assert collapsed["facets/top_pair_share"] == 1 and collapsed["facets/pair_entropy"] == 0
+    assert collapsed["facets/mean_cosine_hidden"] == pytest.approx(healthy["facets/mean_cosine_hidden"])
+
+
+def test_targets_that_are_all_the_same_have_no_r2() -> None:
+    batch = micro_batch(0, 2, 3)
+    batch["tfidf_labels"] = torch.full_like(batch["tfidf_labels"], 3.3)
+    assert "r2/tfidf" not in totals_of(model(2), [batch]).means()
+
+
+@pytest.mark.parametrize("facets", [4, 0])
+def test_flops_of_a_step_are_those_that_torch_counts(facets: int) -> None:
+    """But for the pooler, which no loss needs, and the comparisons of MCQT; both are counted by hand here."""
+    network = model(facets, hidden_size=32, vocab_size=100, num_attention_heads=4)
+    batch = micro_batch(0, facets, 3, padded=False)
+    rows, hidden, embeddings = len(batch["input_ids"]), 32, max(facets, 1)
+    with FlopCounterMode(display=False) as counter:
+        network(**batch).loss.backward()
+    pooler = 2 * rows * hidden**2
+    comparisons = 6 * 2 * TRIPLES * 2 * TRIPLES * hidden * (embeddings**2 + 1)
+    ours = training_flops(
+        network.config,
+        sequences=rows,
+        tokens=rows * LENGTH,
+        squared_lengths=rows * LENGTH**2,
+        masked=int((batch["labels"] != -100).sum()),
+    )
+    assert counter.get_total_flops() == ours + pooler + comparisons
+
+
+def test_flops_of_bert_base_are_six_a_parameter_and_token() -> None:
+    """85 M parameters of the encoder's matrices; attention adds L / 6D, 2.8 % at 128 tokens."""
+    config = MultiClsBertConfig(num_facets=0)
+    flops = training_flops(config, sequences=1, tokens=128, squared_lengths=128**2, masked=0)
+    assert flops == pytest.approx(6 * 85e6 * 128 * 1.028, rel=0.01)
+
+
+def test_throughput_counts_real_tokens() -> None:
+    network = model(3)
+    batches = [micro_batch(seed, 3, 3) for seed in range(2)]
+    sums = totals_of(network, batches).sums()
+    tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)
+    assert tokens < 2 * 12 * LENGTH
+    values = throughput(network.config, sums, seconds=4.0, peak_tflops=None)
+    assert values == {
+        "data/tokens": tokens,
+        "speed/sequences_per_second": 2 * 12 / 4,
+        "speed/tokens_per_second": tokens / 4,
+    }
+    shape = {"tokens": tokens, "squared_lengths": 0, "masked": 0}
+    for batch in batches:
+        shape["squared_lengths"] += int(batch["attention_mask"].sum(dim=1).square().sum())
+        shape["masked"] += int((batch["labels"] != -100).sum())
+    mfu = throughput(network.config, sums, seconds=4.0, peak_tflops=0.5)["speed/mfu"]
+    assert mfu == pytest.approx(training_flops(network.config, sequences=24, **shape) / 4 / 0.5e12)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("NVIDIA A10", 125),
+        ("NVIDIA A100X", None),
+        ("Tesla V100-PCIE-16GB", 112),
+        ("Tesla V100-SXM2-32GB", 125),
+        ("NVIDIA GeForce RTX 3090", 71),
+        ("NVIDIA GeForce RTX 4090", 165),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("Some other GPU", None),
+    ],
+)
+def test_peaks_of_gpus(name: str, peak: float | None) -> None:
+    assert known_peak_tflops(name) == peak
+
+
+def test_console_line_is_short() -> None:
+    values = {f"loss/{name}": 1.0 for name in ("total", "mlm", "tfidf", "so", "mcqt")}
+    values |= {"facets/variance_1": 0.5, "facets/mean_cosine": 0.12, "r2/tfidf": 0.3, "speed/mfu": 0.381}
+    line = console_line(7, 90, values, eta=65)
+    assert line.startswith("step 7/90  loss 1.000 (mlm 1.000 ") and line.endswith("eta 1m05s")
+    assert "mfu 38%" in line and "facet cos 0.12" in line and "variance" not in line
+
+
+WANDB = """
+import json, pathlib
+class Run:
+    def __init__(self, arguments):
+        self.path = pathlib.Path(arguments["dir"]) / "calls.jsonl"
+        self.note(["init", arguments])
+    def note(self, call):
+        with open(self.path, "a") as file:
+            file.write(json.dumps(call) + "\\n")
+    def log(self, values, step):
+        self.note(["log", step, values])
+    def finish(self):
+        self.note(["finish"])
+def init(**arguments):
+    return Run(arguments)
+"""
+
+
+def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "wandb.py").write_text(WANDB)
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    monkeypatch.delitem(__import__("sys").modules, "wandb", raising=False)
+    assert wandb_settings().run.wandb_project == "mine"
+    folder = tmp_path / "run"
+
+    def start(resumed_step: int) -> Mapping[str, object]:
+        log = Log(folder, True, resumed_step, wandb_project="mine", config={"train.seed": 1})
+        log.record(resumed_step + 1, "train", {"loss/total": 2.5})
+        log.close()
+        (_, arguments), logged, finished = read_jsonl(folder / "calls.jsonl")[-3:]  # type: ignore[misc]
+        assert logged == ["log", resumed_step + 1, {"train/loss/total": 2.5}] and finished == ["finish"]
+        return arguments
+
+    first, resumed, fresh = start(0), start(4), start(0)
+    assert first["project"] == "mine" and first["name"] == "run" and first["config"] == {"train.seed": 1}
+    assert resumed["id"] == first["id"] != fresh["id"] and resumed["resume"] == "allow"
+    Log(folder, False, 0, wandb_project="mine").close()  # other ranks: nothing
+    assert len(read_jsonl(folder / "calls.jsonl")) == 9
+
+
+def wandb_settings() -> PretrainSettings:
+    flags = {"model.checkpoint": "m", "data.corpus": "c", "run.wandb_project": "mine"}
+    return load_settings(PretrainSettings, flags=flags)
+
+
+def test_wandb_missing_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pretrain.settings.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="run.wandb_project = 'mine'.*pip install wandb"):
+        wandb_settings()
