@@ -124,7 +124,8 @@ def build(
         return output
     saved = unfinished(output, identity, listing)
     stream = _Stream(files, ReadOptions(settings.documents, settings.text_field), saved)
-    processes = min(processes, 1 + stream.bytes_total // BYTES_A_PROCESS) if stream.bytes_total else processes
+    if all(file.size for file in files):
+        processes = min(processes, 1 + stream.bytes_total // BYTES_A_PROCESS)
     _log_plan(log, files, stream, worker, output, processes)
     if plan_only:
         return output

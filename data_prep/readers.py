@@ -236,7 +236,7 @@ class Reading:
                 for record in batch:
                     yield number, record
                     number += 1
-                self._share = min(number / total, 1.0)
+                self._share = min(number / total, 1.0) if total else 0.0
 
         if sentences:
             field = self.options.text_field
@@ -279,7 +279,7 @@ class Reading:
 
 
 def load_dataset(file: SourceFile) -> tuple[Any, int]:
-    """The `datasets` data set behind a source, streamed if it is the hub's, and its number of rows (1 if unknown).
+    """The `datasets` data set behind a source, streamed if it is the hub's, and its number of rows (0 if unknown).
 
     With HF_HUB_OFFLINE=1 it is what the hub's cache holds.
 
@@ -300,7 +300,7 @@ def load_dataset(file: SourceFile) -> tuple[Any, int]:
             hub.dataset, hub.config, split=hub.split, revision=hub.revision, streaming=not offline
         )
         split = (data.info.splits or {}).get(hub.split)
-        return data, len(data) if offline else getattr(split, "num_examples", 1) or 1
+        return data, len(data) if offline else getattr(split, "num_examples", 0) or 0
     except Exception as error:  # the library lets through whatever its transports raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(

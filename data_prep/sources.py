@@ -97,9 +97,9 @@ def find_files(inputs: Iterable[str], file_format: str = "auto") -> list[SourceF
 def _files_of(name: str, what: str, file_format: str) -> list[SourceFile]:
     path = Path(what)
     if not path.exists():
-        hub = _pinned(_hub(what))
+        hub, size = _pinned(_hub(what))
         label = ":".join(filter(None, (hub.dataset, hub.config, hub.split)))
-        return [SourceFile(name or what.partition(":")[0].rpartition("/")[2], label, "dataset", 0, hub=hub)]
+        return [SourceFile(name or what.partition(":")[0].rpartition("/")[2], label, "dataset", size, hub=hub)]
     source = name or path.resolve().name.split(".")[0]
     if path.is_dir() and any((path / marker).is_file() for marker in ("state.json", "dataset_dict.json")):
         size = sum(part.stat().st_size for part in path.rglob("*.arrow"))
@@ -139,8 +139,11 @@ def _hub(what: str) -> Hub:
     raise UserError(f"--input {what}: no such file or folder.{did_you_mean(name, PRESETS) if '/' not in what else ''}")
 
 
-def _pinned(hub: Hub) -> Hub:
+def _pinned(hub: Hub) -> tuple[Hub, int]:
     """The same at the commit that its revision means now, so that a run that goes on reads what it read before.
+
+    Returns:
+        Also the bytes of text that its card states, 0 if it does not.
 
     Raises:
         UserError: the hub does not know it or cannot be reached.
@@ -148,14 +151,19 @@ def _pinned(hub: Hub) -> Hub:
     from huggingface_hub import HfApi, constants
 
     if constants.HF_HUB_OFFLINE:
-        return hub
+        return hub, 0
     try:
-        return hub._replace(revision=HfApi().dataset_info(hub.dataset, revision=hub.revision).sha)
+        card = HfApi().dataset_info(hub.dataset).card_data
+        commit = HfApi().dataset_info(hub.dataset, revision=hub.revision).sha
     except Exception as error:  # whatever its transports raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
             f"--input {hub.dataset}: not to be had from the hub ({reason}); with HF_HUB_OFFLINE=1 its cache is used."
         ) from None
+    stated = (card.to_dict() if card else {}).get("dataset_info") or []
+    configs = [info for info in (stated if isinstance(stated, list) else [stated]) if isinstance(info, dict)]
+    splits = [split for info in configs if info.get("config_name") == hub.config for split in info.get("splits", [])]
+    return hub._replace(revision=commit), sum(int(split["num_bytes"]) for split in splits if split["name"] == hub.split)
 
 
 def _walk(folder: Path) -> list[Path]:

@@ -29,6 +29,7 @@ class Hub(BaseHTTPRequestHandler):
     """One data set repository; `files` are its contents."""
 
     files: dict[str, bytes]
+    card: dict[str, Any]
     asked: list[str]
 
     def do_HEAD(self) -> None:
@@ -57,7 +58,15 @@ class Hub(BaseHTTPRequestHandler):
         elif path in (api, f"{api}/revision/main", f"{api}/revision/{SHA}"):
             siblings = [{"rfilename": name} for name in self.files]
             self.send_json(
-                {"id": REPOSITORY, "sha": SHA, "private": False, "tags": [], "siblings": siblings, "gated": False}
+                {
+                    "id": REPOSITORY,
+                    "sha": SHA,
+                    "private": False,
+                    "tags": [],
+                    "siblings": siblings,
+                    "gated": False,
+                    "cardData": self.card,
+                }
             )
         elif path.startswith(f"/datasets/{REPOSITORY}/resolve/"):
             self.send_file(path.split("/", 6)[6])
@@ -108,9 +117,15 @@ class Hub(BaseHTTPRequestHandler):
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[str]:
     """The address of a hub that holds a Wikipedia of twenty articles in two Parquet files."""
-    split = {"split": "train", "path": "20231101.en/train-*"}
-    card = f"---\nconfigs: {json.dumps([{'config_name': '20231101.en', 'data_files': [split]}])}\n---\n"
-    files = {"README.md": card.encode()}
+    name = "20231101.en"
+    split = {"split": "train", "path": f"{name}/train-*"}
+    splits = [{"name": "train", "num_bytes": 12_000, "num_examples": 20}]
+    features = [{"name": column, "dtype": "string"} for column in ("id", "url", "title", "text")]
+    Hub.card = {
+        "configs": [{"config_name": name, "data_files": [split]}],
+        "dataset_info": [{"config_name": name, "features": features, "splits": splits, "dataset_size": 12_000}],
+    }
+    files = {"README.md": f"---\n{json.dumps(Hub.card)}\n---\n".encode()}
     for part in range(2):
         numbers = range(10 * part, 10 * part + 10)
         rows = [
@@ -134,6 +149,7 @@ def test_wikipedia_streams_from_the_hub(hub: str, tiny_tokenizer: Path, tmp_path
     environment |= {"HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_TELEMETRY": "1"}
     done = subprocess.run([*words, str(tmp_path / "out")], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr + "\n".join(Hub.asked)
+    assert "plan: 1 files, 0.0 MB of text -> about 0.0 M pieces" in done.stdout  # from the size that the card states
     corpus = Corpus.open(tmp_path / "out")
     assert [corpus.document(i).title for i in range(20)] == [f"Article {i}" for i in range(20)]
     assert corpus.manifest["sources"].keys() == {"wikipedia"} and corpus.manifest["dropped"] == {
