@@ -46,6 +46,7 @@ def run_job(settings: PretrainSettings, ds_config: dict[str, Any], *, where: str
     rank, world_size = dist.get_rank(), dist.get_world_size()
     corpus_folder = SAMPLE_CORPUS if settings.data.corpus == SAMPLE else Path(settings.data.corpus)
     corpus = Corpus.open(corpus_folder)
+    tokens, settings = settings.train.tokens, settle_steps(settings, corpus)
     checkpoints = Checkpoints(
         run_folder / "checkpoints", settings.run.keep_checkpoints, _identity(settings, corpus_folder), world_size
     )
@@ -67,6 +68,8 @@ def run_job(settings: PretrainSettings, ds_config: dict[str, Any], *, where: str
     precision = _precision(settings)
     resolved = resolve_ds_config(ds_config, where=where, precision=precision, **batch_arithmetic(settings, world_size))
     notes += _arithmetic(settings, world_size, corpus, streams)
+    if tokens:
+        notes.append(f"schedule: {tokens:g} pieces of text are {settings.train.steps} steps")
     notes.append(f"model: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {precision}")
 
     engine = _engine(deepspeed, model, settings, resolved)
@@ -93,6 +96,28 @@ def run_job(settings: PretrainSettings, ds_config: dict[str, Any], *, where: str
     log.say(f"done: {run_folder / 'hf'} holds the model, its tokenizer and a model card")
     log.close()
     leave_deepspeed()
+
+
+def settle_steps(settings: PretrainSettings, corpus: Corpus) -> PretrainSettings:
+    """`train.tokens` as `train.steps`, by the pieces of text in the corpus's first examples, the same for all seeds."""
+    data, model, train = settings.data, settings.model, settings.train
+    if train.steps:
+        return settings
+    stream = TripleStream(
+        corpus,
+        SpecialIds(cls=0, sep=0, pad=0, mask=0, facets=(0,) * model.num_facets),  # only how many there are matters
+        seq_length=data.seq_length,
+        seed=0,
+        validation_fraction=data.validation_fraction,
+        num_parts=3 if model.hard_negatives else 2,
+        source_weights=data.source_weights,
+    )
+    arrays = stream.micro_batches(range(8), 512)
+    parts = arrays["so_labels"]
+    special = parts.size * (2 + model.num_facets) + (parts >= 0).sum()  # [CLS], facets, a [SEP] after every run
+    examples = train.tokens / (float(arrays["attention_mask"].sum() - special) / parts.size * stream.num_parts)
+    steps = max(1, round(examples / (train.triples * train.micro_batches)))
+    return settings.model_copy(update={"train": train.model_copy(update={"steps": steps, "tokens": 0.0})})
 
 
 def build_streams(
@@ -149,12 +174,13 @@ def _engine(deepspeed: Any, model: Any, settings: PretrainSettings, ds_config: d
 
 def _identity(settings: PretrainSettings, corpus_folder: Path) -> dict[str, Any]:
     """What a checkpoint must agree on to be resumed: all that decides the numbers, but neither paths nor intervals."""
-    groups = settings.model_dump(mode="json", exclude={"run": True, "data": {"corpus", "num_workers"}})
+    unmoved = {"data": {"corpus", "num_workers"}, "train": {"activation_checkpointing", "skip_nonfinite"}}
+    groups = settings.model_dump(mode="json", exclude={"run": True} | unmoved)
     flat = {f"{group}.{name}": value for group, fields in groups.items() for name, value in fields.items()}
     return flat | {"manifest of the corpus": sha256_of(corpus_folder / "manifest.json")}
 
 
-def _precision(settings: PretrainSettings) -> Literal["fp32", "bf16"]:
+def _precision(settings: PretrainSettings) -> Literal["fp32", "bf16", "fp16"]:
     if settings.train.precision != "auto":
         return settings.train.precision
     return "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "fp32"

@@ -68,6 +68,8 @@ def read_settings(args: argparse.Namespace) -> PretrainSettings:
     if is_embedded_default(args):
         recipes = [SAMPLE_RECIPE]
     flags = {setting: getattr(args, flag) for flag, setting in FLAGS.items()}
+    if args.steps is not None:
+        flags["train.tokens"] = 0  # --steps replaces a recipe's tokens
     settings = load_settings(PretrainSettings, recipes, args.set, flags)
     if settings.run.output_dir is None:
         name = Path(recipes[-1]).stem if recipes else "pretrain"

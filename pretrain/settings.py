@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Annotated, Literal, TypedDict
+from typing import Annotated, Any, Literal, TypedDict
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
@@ -55,14 +55,32 @@ class TrainSettings(Settings):
     """Schedule and optimizer. One optimizer step takes `triples` x `micro_batches` examples, whatever the ranks."""
 
     seed: int = Field(default=1, ge=0)
-    steps: PositiveInt = Field(default=620_000, description="optimizer steps")
+    tokens: float = Field(default=0, ge=0, description="length of the run in pieces of text, e.g. 2e9; or give `steps`")
+    steps: int = Field(default=0, ge=0, description="optimizer steps; 0: as many as `tokens` take")
     triples: PositiveInt = Field(default=10, description="examples of a micro-batch; they are each other's negatives")
     micro_batches: PositiveInt = Field(default=1, description="micro-batches of a step, shared out among the ranks")
     learning_rate: float = Field(default=2e-5, gt=0, description="peak")
     warmup_fraction: float = Field(default=0.001, ge=0, lt=1, description="share of steps with rising learning rate")
     weight_decay: float = Field(default=0.02, ge=0, description="decoupled; none on biases and LayerNorms")
     gradient_clipping: float = Field(default=1.0, gt=0, description="largest global gradient norm")
-    precision: Literal["auto", "fp32", "bf16"] = Field(default="auto", description="auto: bf16 where the GPU has it")
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        default="auto", description="auto: bf16 where the GPU has it, else fp32"
+    )
+    gather_negatives: bool = Field(default=False, description="MCQT's candidates from the micro-batches of all ranks")
+    activation_checkpointing: bool = Field(
+        default=False, description="less memory, a second forward pass of the layers"
+    )
+    skip_nonfinite: int = Field(default=0, ge=0, description="steps that may go without update before the run stops")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_length(cls, values: dict[str, Any]) -> dict[str, Any]:
+        given = [values[name] for name in ("tokens", "steps") if name in values]
+        if not given:
+            return values | {"tokens": 2e9}
+        if sum(map(bool, given)) != 1:
+            raise ValueError("give either train.tokens or train.steps, and 0 for the other")
+        return values
 
 
 class RunSettings(Settings):

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from multicls import MultiClsBertConfig
 from multicls.errors import UserError
+from multicls.files import REPOSITORY
 from multicls.settings import load_settings
-from pretrain.job import _identity
+from multicls.shards import Corpus
+from pretrain.job import _identity, settle_steps
 from pretrain.run import check_ranks, fit_ranks, parse, read_settings
 from pretrain.settings import PretrainSettings, TrainSettings
 
-RECIPES = sorted((Path(__file__).parents[2] / "pretrain" / "recipes").glob("*.yaml"))
+RECIPES = sorted((REPOSITORY / "pretrain" / "recipes").glob("*.yaml"))
 NEEDED = ["--model", "m", "--corpus", "c"]
 
 
@@ -25,6 +29,86 @@ def read(*argv: str) -> PretrainSettings:
 def test_every_recipe_loads(recipe: Path) -> None:
     settings = read("--recipe", str(recipe), *NEEDED)
     assert settings.run.output_dir == f"runs/{recipe.stem}"
+
+
+PAPER = {"model.num_facets": 5, "model.mcqt_lambda": 0.1, "model.hard_negatives": True, "data.seq_length": 128}
+PAPER |= {"train.learning_rate": 2e-5, "train.warmup_fraction": 0.001, "train.weight_decay": 0.02}
+PAPER |= {"train.gradient_clipping": 1.0, "train.steps": 0, "data.mlm_probability": 0.15}
+PAPER |= {f"objective.{name}": 1.0 for name in ("mlm", "tfidf", "so", "mcqt")}
+BASE = PAPER | {"model.facet_layers": [4, 8], "train.triples": 10, "train.tokens": 2e9}
+LARGE = PAPER | {"model.facet_layers": [8, 16], "train.triples": 16, "train.tokens": 1e9}
+SINGLE_CLS = {"model.num_facets": 0, "model.facet_layers": []}
+CLAIMS = {  # recipe -> what it changes of base
+    "mtl": SINGLE_CLS | {"model.hard_negatives": False, "train.triples": 15},
+    "k1": {"model.num_facets": 1},
+    "lambda0": {"model.mcqt_lambda": 0.0},
+    "lambda05": {"model.mcqt_lambda": 0.5},
+    "lambda1": {"model.mcqt_lambda": 1.0},
+    "no_hard_negative": {"model.hard_negatives": False, "train.triples": 15},
+    "no_facet_layers": {"model.facet_layers": []},
+    "mlm_only": SINGLE_CLS | {f"objective.{name}": 0.0 for name in ("tfidf", "so", "mcqt")},
+}
+
+
+def flat(settings: PretrainSettings) -> dict[str, object]:
+    groups = settings.model_dump(exclude={"run"}).items()
+    return {f"{group}.{name}": value for group, fields in groups for name, value in fields.items()}
+
+
+@pytest.mark.parametrize(("recipe", "settings"), [("base", BASE), ("large", LARGE)])
+def test_recipes_of_the_paper(recipe: str, settings: dict[str, object]) -> None:
+    found = flat(read("--recipe", f"pretrain/recipes/{recipe}.yaml", "--corpus", "c"))
+    assert found["model.checkpoint"] == f"bert-{recipe}-uncased"
+    assert {name: found[name] for name in settings} == settings
+
+
+@pytest.mark.parametrize("recipe", ["base", "large"])
+def test_every_field_of_the_paper_s_recipes_is_there_with_a_comment(recipe: str) -> None:
+    lines = (REPOSITORY / "pretrain" / "recipes" / f"{recipe}.yaml").read_text().splitlines()
+    fields = [line for line in lines if re.match(r"  \w+:", line)]
+    assert all(re.search(r" #\s", line) for line in fields)
+    names = {line.split(":")[0].strip() for line in fields}
+    assert {name.rpartition(".")[2] for name in flat(read(*NEEDED))} - names == {"corpus"}
+
+
+@pytest.mark.parametrize("recipe", CLAIMS)
+def test_an_ablation_changes_of_base_what_it_claims(recipe: str) -> None:
+    base, ablation = (f"pretrain/recipes/{name}.yaml" for name in ("base", recipe))
+    plain = read("--recipe", base, "--corpus", "c")
+    changed = read("--recipe", base, "--recipe", ablation, "--corpus", "c")
+    before, after = flat(plain), flat(changed)
+    assert {name: after[name] for name in after if after[name] != before[name]} == CLAIMS[recipe]
+    model = changed.model.model_dump(exclude={"checkpoint", "random_weights"})
+    config = MultiClsBertConfig(**model)  # refuses what does not go together
+    assert config.num_parts * changed.train.triples == 30
+
+
+def test_length_in_tokens_or_in_steps(tiny_corpus: Path) -> None:
+    assert (read(*NEEDED).train.tokens, read(*NEEDED).train.steps) == (2e9, 0)
+    base = ["--recipe", "pretrain/recipes/base.yaml", "--corpus", "c"]
+    assert (read(*base, "--steps", "9").train.tokens, read(*base, "--steps", "9").train.steps) == (0, 9)
+    for both in (["train.steps=9"], ["train.tokens=0"], ["train.tokens=0", "train.steps=0"]):
+        with pytest.raises(UserError, match="either train.tokens or train.steps"):
+            read(*base, *(f"--set={assignment}" for assignment in both))
+    corpus = Corpus.open(tiny_corpus)
+    tiny = ["train.triples=4", "train.micro_batches=3", "data.seq_length=32", "train.tokens=1e6"]
+    one, other = (
+        settle_steps(read(*NEEDED, f"--seed={seed}", *(f"--set={item}" for item in tiny)), corpus).train
+        for seed in (1, 2)
+    )
+    assert (one.steps, one.tokens) == (other.steps, 0)
+    text = 1e6 / (one.steps * 4 * 3 * 3)  # pieces of a part, of at most 32 - 3 - K
+    assert 0.7 * 24 < text < 24
+    doubled = read(*NEEDED, *(f"--set={item}" for item in tiny), "--set=train.micro_batches=6")
+    assert settle_steps(doubled, corpus).train.steps == pytest.approx(one.steps / 2, abs=1)
+    assert settle_steps(read(*NEEDED, "--steps", "7"), corpus).train.steps == 7
+
+
+def test_what_changes_no_number_may_change_on_resume(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    other = ["--set=train.skip_nonfinite=3", "--set=train.activation_checkpointing=true", "--set=data.num_workers=0"]
+    assert _identity(read(*NEEDED), tmp_path) == _identity(read(*NEEDED, *other), tmp_path)
+    assert _identity(read(*NEEDED), tmp_path) != _identity(read(*NEEDED, "--set=train.gather_negatives=true"), tmp_path)
 
 
 def test_nothing_given_means_the_embedded_default() -> None:
