@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,10 +23,9 @@ LENGTH, TRIPLES = 16, 4
 
 
 def model(facets: int, hard_negatives: bool = True, **sizes: int) -> MultiClsBertForPreTraining:
-    shape = {"vocab_size": 50, "hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2} | sizes
-    config = MultiClsBertConfig(
-        **shape, intermediate_size=16, num_facets=facets, hard_negatives=hard_negatives, attn_implementation="eager"
-    )
+    shape: dict[str, Any] = {"vocab_size": 50, "hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2}
+    shape |= {"intermediate_size": 16, "attn_implementation": "eager", **sizes}
+    config = MultiClsBertConfig(num_facets=facets, hard_negatives=hard_negatives, **shape)
     torch.manual_seed(0)
     return MultiClsBertForPreTraining(config).eval()
 
@@ -267,12 +266,13 @@ def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.Monke
     assert wandb_settings().run.wandb_project == "mine"
     folder = tmp_path / "run"
 
-    def start(resumed_step: int) -> Mapping[str, object]:
+    def start(resumed_step: int) -> dict[str, Any]:
         log = Log(folder, True, resumed_step, wandb_project="mine", config={"train.seed": 1})
         log.record(resumed_step + 1, "train", {"loss/total": 2.5})
         log.close()
-        (_, arguments), logged, finished = read_jsonl(folder / "calls.jsonl")[-3:]  # type: ignore[misc]
+        opened, logged, finished = (list(call) for call in read_jsonl(folder / "calls.jsonl")[-3:])
         assert logged == ["log", resumed_step + 1, {"train/loss/total": 2.5}] and finished == ["finish"]
+        arguments: dict[str, Any] = opened[1]  # type: ignore[assignment]
         return arguments
 
     first, resumed, fresh = start(0), start(4), start(0)
