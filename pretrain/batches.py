@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from data_prep.triples import TripleStream
+from pretrain.stopping import outlive_signals
 
 Batch = dict[str, Tensor]
 Arrays = dict[str, np.ndarray]
@@ -48,6 +49,7 @@ def load_steps(
         sampler=_Groups(share, steps, max(1, EXAMPLES_TOGETHER // triples)),
         collate_fn=_unchanged,
         num_workers=workers,
+        worker_init_fn=outlive_signals,
         multiprocessing_context="fork" if workers else None,
     )
     batches = (batch for arrays in loader for batch in _unstack(arrays))

@@ -19,16 +19,18 @@ from multicls.configuration_multicls import MultiClsBertConfig
 from multicls.ds_config import resolve_ds_config
 from multicls.ds_runtime import leave_deepspeed, prepare_deepspeed
 from multicls.errors import UserError
-from multicls.files import REPOSITORY, atomic_write, sha256_of, write_json
+from multicls.files import REPOSITORY, atomic_write, read_json, read_jsonl, sha256_of, write_json
 from multicls.initialize import from_bert
 from multicls.sample import SAMPLE_CORPUS, SAMPLE_MODEL, SAMPLE_TEXT, sample_model
 from multicls.settings import to_yaml
 from multicls.shards import Corpus, tokenizer_fingerprint
 from multicls.tokenization import facet_ids
-from pretrain.checkpoints import Checkpoints
+from pretrain.checkpoints import Checkpoints, on_rank_0
 from pretrain.export import export
 from pretrain.metrics import Log
+from pretrain.run_folder import DONE, STOPPED
 from pretrain.settings import SAMPLE, PretrainSettings, batch_arithmetic
+from pretrain.stopping import Stopped, StopRequest
 from pretrain.training import Trainer, freeze_unused, parameter_groups
 
 PACKAGES = ("torch", "transformers", "deepspeed", "tokenizers", "numpy", "pyarrow")
@@ -40,24 +42,48 @@ def run_job(settings: PretrainSettings, ds_config: dict[str, Any], *, where: str
     `ds_config` is the DeepSpeed JSON as loaded, "auto" values and all, and `where` its name for messages.
 
     Raises:
-        UserError: tokenizer and corpus do not match, or the run folder holds another run.
+        UserError: tokenizer and corpus do not match, the run folder holds another run or no whole checkpoint, or the
+            disk is too small.
     """
+    stop = StopRequest(settings.run.time_limit)
     deepspeed = prepare_deepspeed()  # all ranks meet here; rank 0 has prepared the sample's corpus before
+    pretrain(deepspeed, settings, ds_config, where=where, run_folder=run_folder, stop=stop)
+    leave_deepspeed()
+
+
+def pretrain(
+    deepspeed: Any,
+    settings: PretrainSettings,
+    ds_config: dict[str, Any],
+    *,
+    where: str,
+    run_folder: Path,
+    stop: StopRequest,
+) -> None:
+    """What `run_job` does between joining and leaving the process group."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     corpus_folder = SAMPLE_CORPUS if settings.data.corpus == SAMPLE else Path(settings.data.corpus)
     corpus = Corpus.open(corpus_folder)
     tokens, settings = settings.train.tokens, settle_steps(settings, corpus)
+    precision = _precision(settings)
+    resolved = resolve_ds_config(ds_config, where=where, precision=precision, **batch_arithmetic(settings, world_size))
     checkpoints = Checkpoints(
-        run_folder / "checkpoints", settings.run.keep_checkpoints, _identity(settings, corpus_folder), world_size
+        run_folder / "checkpoints",
+        settings.run.keep_checkpoints,
+        _identity(settings, corpus_folder),
+        world_size,
+        zero_stage=resolved.get("zero_optimization", {}).get("stage", 0),
+        milestone_every=settings.run.milestone_every,
     )
-    start = checkpoints.check()
-    if (run_folder / "DONE").exists():
+    if on_rank_0((run_folder / DONE).exists):
+        checkpoints.check_identity()
         if rank == 0:
-            print(f"already finished at step {start}: the model is in {run_folder / 'hf'}")
-        leave_deepspeed()
+            step = read_json(run_folder / DONE)["step"]
+            print(f"already finished at step {step}: the model is in {run_folder / 'hf'}")
         return
-
-    notes = [f"resuming from step {start}" if start else "fresh run"]
+    start = checkpoints.newest()
+    on_rank_0(lambda: _check_lost(run_folder, start, settings.run.save_every))
+    notes = [*checkpoints.new_notes(), f"resuming from step {start}" if start else "fresh run"]
     torch.manual_seed(settings.train.seed)
     model, tokenizer = from_bert(
         str(sample_model()) if settings.model.checkpoint == SAMPLE else settings.model.checkpoint,
@@ -65,37 +91,53 @@ def run_job(settings: PretrainSettings, ds_config: dict[str, Any], *, where: str
         report=notes.append,
     )
     streams = build_streams(settings, corpus, tokenizer, model.config)
-    precision = _precision(settings)
-    resolved = resolve_ds_config(ds_config, where=where, precision=precision, **batch_arithmetic(settings, world_size))
+    parameters = sum(p.numel() for p in model.parameters())
+    checkpoints.check_space(parameters)
     notes += _arithmetic(settings, world_size, corpus, streams)
     if tokens:
         notes.append(f"schedule: {tokens:g} pieces of text are {settings.train.steps} steps")
-    notes.append(f"model: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {precision}")
+    notes.append(f"model: {parameters / 1e6:.1f} M parameters, {precision}")
 
-    engine = _engine(deepspeed, model, settings, resolved)
+    converted = checkpoints.prepare(start) if start else False
+    engine = _engine(deepspeed, model, settings, resolved, universal=converted)
     if rank == 0:
         _describe_run(run_folder, settings, resolved)
     config = settings.model_dump(mode="json")
     log = Log(run_folder, rank == 0, start, wandb_project=settings.run.wandb_project, config=config)
-    for note in notes:
+    for note in notes + checkpoints.new_notes():
         log.say(note)
-    if start:
-        checkpoints.load(engine, start)
-    metrics = Trainer(engine, settings, streams["train"], streams["validation"], checkpoints, log).run(start)
-    export(
-        engine,
-        tokenizer,
-        run_folder / "hf",
-        settings,
-        base_model=SAMPLE_MODEL if settings.model.checkpoint == SAMPLE else settings.model.checkpoint,
-        data=SAMPLE_TEXT if settings.data.corpus == SAMPLE else f"{corpus.num_documents} documents",
-        metrics=metrics,
-    )
-    if rank == 0:
-        write_json(run_folder / "DONE", {"step": settings.train.steps, "validation": metrics})
-    log.say(f"done: {run_folder / 'hf'} holds the model, its tokenizer and a model card")
+    state = checkpoints.load(engine, start) if start else {}
+    trainer = Trainer(engine, settings, streams["train"], streams["validation"], checkpoints, log, stop)
+    try:
+        metrics = trainer.run(start, state)
+    except Stopped as stopped:
+        if rank == 0:
+            write_json(run_folder / STOPPED, {"step": stopped.step, "reason": stopped.reason})
+        log.say(f"stopped by {stopped.reason}, checkpoint at step {stopped.step}; the same command goes on")
+    else:
+        export(
+            engine,
+            tokenizer,
+            run_folder / "hf",
+            settings,
+            base_model=SAMPLE_MODEL if settings.model.checkpoint == SAMPLE else settings.model.checkpoint,
+            data=SAMPLE_TEXT if settings.data.corpus == SAMPLE else f"{corpus.num_documents} documents",
+            metrics=metrics,
+        )
+        if rank == 0:
+            write_json(run_folder / DONE, {"step": settings.train.steps, "validation": metrics})
+        log.say(f"done: {run_folder / 'hf'} holds the model, its tokenizer and a model card")
     log.close()
-    leave_deepspeed()
+
+
+def _check_lost(run_folder: Path, start: int, save_every: int) -> None:
+    """Refuses to begin again, without a word, where a run has been far enough to have saved."""
+    reported = max((record["step"] for record in read_jsonl(run_folder / "metrics.jsonl")), default=0)
+    if not start and reported > save_every:
+        raise UserError(
+            f"{run_folder}: metrics.jsonl reports step {reported}, but there is no checkpoint to go on from. Put the "
+            "checkpoints back, or give another --output_dir to start from the beginning."
+        )
 
 
 def settle_steps(settings: PretrainSettings, corpus: Corpus) -> PretrainSettings:
@@ -165,11 +207,14 @@ def build_streams(
     }
 
 
-def _engine(deepspeed: Any, model: Any, settings: PretrainSettings, ds_config: dict[str, Any]) -> Any:
+def _engine(
+    deepspeed: Any, model: Any, settings: PretrainSettings, ds_config: dict[str, Any], *, universal: bool
+) -> Any:
     freeze_unused(model, settings.objective)
     groups = parameter_groups(model, settings.train.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=settings.train.learning_rate, fused=True)
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)[0]
+    config = ds_config | {"checkpoint": ds_config.get("checkpoint", {}) | {"load_universal": universal}}
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
 def _identity(settings: PretrainSettings, corpus_folder: Path) -> dict[str, Any]:
@@ -202,6 +247,7 @@ def _arithmetic(
 
 def _describe_run(folder: Path, settings: PretrainSettings, ds_config: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / STOPPED).unlink(missing_ok=True)
     with atomic_write(folder / "settings.yaml") as file:
         file.write(to_yaml(settings))
     write_json(folder / "ds_config.json", ds_config)

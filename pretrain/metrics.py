@@ -145,6 +145,14 @@ class Totals:
             reduced._include(names, table)
         return reduced
 
+    def state(self) -> list[Any]:
+        """For JSON, to the bit; `load_state` takes it."""
+        return [[names, table.tolist()] for names, table in self._tables.items()]
+
+    def load_state(self, state: list[Any], device: torch.device) -> None:
+        """Takes the place of what has been gathered."""
+        self._tables = {tuple(names): torch.tensor(t, dtype=torch.float64, device=device) for names, t in state}
+
     def sums(self) -> dict[str, tuple[float, float]]:
         """Sum and count by name."""
         found: dict[str, tuple[float, float]] = {}

@@ -22,8 +22,10 @@ from multicls.files import REPOSITORY
 from multicls.sample import SAMPLE_CORPUS, SAMPLE_MODEL, SAMPLE_TEXT
 from multicls.settings import load_settings, to_yaml
 from multicls.shards import Corpus
+from pretrain.run_folder import status
 from pretrain.settings import SAMPLE, PretrainSettings, batch_arithmetic
 
+UNFINISHED = 3  # exit code of --status
 SAMPLE_RECIPE = "pretrain/recipes/sample.yaml"
 FLAGS = {  # command-line flag -> setting
     "model": "model.checkpoint",
@@ -53,6 +55,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--resume", choices=["auto", "never"], default="auto", help="auto: go on from the newest checkpoint, if any"
     )
     parser.add_argument("--print_config", action="store_true", help="print the settings and leave")
+    parser.add_argument("--status", action="store_true", help="print how far the run is; exit code 0: finished, 3: not")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # appended by the launcher
     return parser.parse_args(argv)
 
@@ -77,20 +80,24 @@ def read_settings(args: argparse.Namespace) -> PretrainSettings:
     return settings
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Checks everything that can be checked, then trains."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Checks everything that can be checked, then trains. Returns the exit code."""
     args = parse(argv)
     settings = read_settings(args)
     if args.print_config:
         print(to_yaml(settings), end="")
-        return
+        return 0
+    run_folder = Path(str(settings.run.output_dir))
+    if args.status:
+        text, finished = status(run_folder)
+        print(text)
+        return 0 if finished else UNFINISHED
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
     settings = fit_ranks(settings, world_size) if is_embedded_default(args) else settings
     check_ranks(settings, world_size)
     ds_config = load_ds_config(args.config)
     resolve_ds_config(ds_config, where=args.config, **batch_arithmetic(settings, world_size), precision=None)
-    run_folder = Path(str(settings.run.output_dir))
     if args.resume == "never" and (run_folder / "settings.yaml").exists():
         raise UserError(f"--resume never: {run_folder} holds a run already; give another --output_dir.")
     if settings.data.corpus != SAMPLE:
@@ -104,6 +111,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from pretrain.job import run_job  # imports torch and deepspeed, so not before everything above is right
 
     run_job(settings, ds_config, where=args.config, run_folder=run_folder)
+    return 0
 
 
 def fit_ranks(settings: PretrainSettings, world_size: int) -> PretrainSettings:

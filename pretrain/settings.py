@@ -92,6 +92,8 @@ class RunSettings(Settings):
     eval_micro_batches: PositiveInt = Field(default=50, description="validation micro-batches, always the same")
     save_every: PositiveInt = 2000
     keep_checkpoints: PositiveInt = Field(default=2, description="newest ones kept")
+    milestone_every: PositiveInt | None = Field(default=None, description="checkpoints of these steps stay for good")
+    time_limit: float | None = Field(default=None, gt=0, description="minutes after which to save and leave")
     peak_tflops: float | None = Field(default=None, gt=0, description="of one device, for MFU; null: known for GPUs")
     wandb_project: str | None = Field(default=None, description="report to Weights & Biases too (its own package)")
 

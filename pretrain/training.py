@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +17,10 @@ from data_prep.triples import TripleStream
 from pretrain.batches import Batch, Share, load_steps
 from pretrain.flops import known_peak_tflops, throughput
 from pretrain.metrics import Log, Totals, console_line, measure, peak_memory_gb, term_counts
+from pretrain.negatives import gather_rows
+from pretrain.nonfinite import UpdateGuard
 from pretrain.settings import ObjectiveSettings, PretrainSettings, TrainSettings
+from pretrain.stopping import Stopped, StopRequest
 
 if TYPE_CHECKING:
     from pretrain.checkpoints import Checkpoints
@@ -72,6 +74,7 @@ class Trainer:
         validation: stream of validation examples, always read from its beginning.
         checkpoints: where to save.
         log: where to report.
+        stop: what may ask to leave before the end.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class Trainer:
         validation: TripleStream,
         checkpoints: Checkpoints,
         log: Log,
+        stop: StopRequest,
     ) -> None:
         self.engine = engine
         self.settings = settings
@@ -89,18 +93,29 @@ class Trainer:
         self.validation_stream = validation
         self.checkpoints = checkpoints
         self.log = log
+        self.stop = stop
         self.device = torch.device(engine.device)
+        self.guard = UpdateGuard(engine, settings.train.skip_nonfinite)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._peak_tflops = self._all_peak_tflops()
 
-    def run(self, start_step: int) -> dict[str, float]:
-        """Trains from `start_step` to the end and returns the last validation metrics."""
+    def run(self, start_step: int, state: dict[str, Any]) -> dict[str, float]:
+        """Trains from `start_step` to the end and returns the last validation metrics.
+
+        Args:
+            start_step: steps done by the checkpoint that has been loaded; 0: from the beginning.
+            state: that was saved with it.
+
+        Raises:
+            Stopped: asked to leave before the end; everything is saved.
+        """
         train, run = self.settings.train, self.settings.run
         steps = range(start_step, train.steps)
         share = Share(train.micro_batches, self.rank, self.world_size)
         loaded = self._load(self.train_stream, share, steps)
         validated = self._report_validation(0) if start_step == 0 else {}
-        window, pace = Totals(), Pace()
+        window, pace = Totals(), Pace(**state.get("pace", {}))
+        window.load_state(state.get("window", []), self.device)
         for step in steps:
             with pace.waiting():
                 batches = next(loaded)
@@ -114,9 +129,12 @@ class Trainer:
             if done % run.eval_every == 0 or last:
                 with pace.paused():
                     validated = self._report_validation(done)
-            if done % run.save_every == 0 or last:
+            asked = self.stop.agreed(self.device) if not last else ""
+            if asked or last or done % run.save_every == 0 or done % (run.milestone_every or run.save_every) == 0:
                 with pace.paused():
-                    self.checkpoints.save(self.engine, done)
+                    self._save(done, {"window": window.state(), "pace": pace.state()})
+            if asked:
+                raise Stopped(self.checkpoints.newest_step(), asked)
         return validated or self.evaluate()
 
     def train_step(self, batches: list[Batch], step: int) -> Totals:
@@ -126,24 +144,26 @@ class Trainer:
         ranks and accumulation, so every micro-batch gets 1 / micro_batches of that number.
 
         Raises:
-            FloatingPointError: a loss is not finite; the weights are those before the step.
+            FloatingPointError: too many steps (`train.skip_nonfinite`) had losses or gradients that are not finite; the
+                weights are those before the step.
         """
         train, objective = self.settings.train, self.settings.objective
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr_at(step, train)
         batches = [{name: tensor.to(self.device) for name, tensor in batch.items()} for batch in batches]
         normalizers = self._normalizers(batches)
+        gather = gather_rows if train.gather_negatives else None
         totals = Totals()
         for position, batch in enumerate(batches, start=1):
             torch.manual_seed(dropout_seed(train.seed, int(batch["number"])))
-            outputs = self.engine(**model_inputs(batch), normalizers=normalizers)
-            self.engine.backward(weighted_sum(outputs.losses, objective))
+            outputs = self.engine(**model_inputs(batch), normalizers=normalizers, gather=gather)
+            loss = weighted_sum(outputs.losses, objective)
+            self.engine.backward(self.guard.watch(batch, outputs.losses, loss))
             totals.add(measure(outputs, batch, normalizers))
-            if position == len(batches):
-                self._raise_if_not_finite(totals, batches, step)
-                totals = totals.reduce(self.device)
-            self.engine.step()  # updates only at the step's last micro-batch
-        return totals
+            if position < len(batches):
+                self.engine.step()  # only counts: DeepSpeed updates at the step's last micro-batch
+        self.guard.step(step)
+        return totals.reduce(self.device)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
@@ -175,19 +195,6 @@ class Trainer:
         shares = (table / self.settings.train.micro_batches).clamp(min=1e-9).float()
         return dict(zip(names, shares.unbind(), strict=True))
 
-    def _raise_if_not_finite(self, totals: Totals, batches: list[Batch], step: int) -> None:
-        broken = {n: v for n, v in totals.means().items() if n.startswith("loss/") and not math.isfinite(v)}
-        flag = torch.tensor(float(bool(broken)), device=self.device)
-        dist.all_reduce(flag)
-        if not flag:
-            return
-        if broken:
-            examples = [pair for batch in batches for pair in batch["example_ids"].tolist()]
-            print(
-                f"rank {self.rank}, step {step}: {broken} on (epoch, example) {examples}", file=sys.stderr, flush=True
-            )
-        raise FloatingPointError(f"step {step}: a loss is not finite on {int(flag)} of {self.world_size} ranks")
-
     def _all_peak_tflops(self) -> float | None:
         """Of all devices; without a setting those of known GPUs, whose peaks are of 16-bit arithmetic."""
         peak = self.settings.run.peak_tflops
@@ -205,6 +212,11 @@ class Trainer:
         self.log.say("validation  " + console_line(step, self.settings.train.steps, values, eta=None))
         return values
 
+    def _save(self, done: int, state: dict[str, Any]) -> None:
+        self.checkpoints.save(self.engine, done, state)
+        for note in self.checkpoints.new_notes():
+            self.log.say(note)
+
     def _report(self, done: int, window: Totals, pace: Pace) -> None:
         values = self._with_total(window.means()) | {"optim/lr": lr_at(done - 1, self.settings.train)}
         norm = self.engine.get_global_grad_norm()
@@ -216,15 +228,21 @@ class Trainer:
         self.log.record(done, "train", values)
         eta = values["speed/seconds_per_step"] * (self.settings.train.steps - done)
         self.log.say(console_line(done, self.settings.train.steps, values, eta))
+        if self.checkpoints.warning:
+            self.log.say(self.checkpoints.warning)  # on every line until a save succeeds
 
 
 class Pace:
     """Speed over a window of steps, without the time spent in evaluations and checkpoints."""
 
-    def __init__(self) -> None:
-        self._started = time.perf_counter()
-        self._waited = 0.0
-        self.steps = 0
+    def __init__(self, seconds: float = 0.0, waited: float = 0.0, steps: int = 0) -> None:
+        self._started = time.perf_counter() - seconds
+        self._waited = waited
+        self.steps = steps
+
+    def state(self) -> dict[str, float]:
+        """What to create it with to go on."""
+        return {"seconds": self.seconds(), "waited": self._waited, "steps": self.steps}
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from multicls import MultiClsBertConfig, MultiClsBertForPreTraining
-from multicls.errors import UserError
-from multicls.files import read_jsonl, write_json
+from multicls.files import read_jsonl
 from pretrain.batches import Share
-from pretrain.checkpoints import Checkpoints
 from pretrain.metrics import Log, Totals, duration, term_counts
 from pretrain.settings import ObjectiveSettings, TrainSettings
 from pretrain.training import dropout_seed, freeze_unused, lr_at, parameter_groups
@@ -104,18 +102,3 @@ def test_metrics_done_again_are_dropped_first(tmp_path: Path) -> None:
 
 def test_durations() -> None:
     assert [duration(s) for s in (4, 65, 11_520)] == ["4s", "1m05s", "3h12"]
-
-
-def test_only_whole_checkpoints_of_the_same_run_are_resumed(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, 2, {"train.seed": 1}, world_size=2)
-    assert checkpoints.check() == 0
-    for step, whole in ((10, True), (20, True), (30, False)):
-        folder = tmp_path / f"step_{step:08d}"
-        write_json(folder / "meta.json", {"step": step, "world_size": 2, "identity": {"train.seed": 1}})
-        if whole:
-            (folder / "COMPLETE").touch()
-    assert checkpoints.steps() == [10, 20] and checkpoints.check() == 20
-    with pytest.raises(UserError, match=r"train\.seed was 1 and is now 2"):
-        Checkpoints(tmp_path, 2, {"train.seed": 2}, world_size=2).check()
-    with pytest.raises(UserError, match="saved by 2"):
-        Checkpoints(tmp_path, 2, {"train.seed": 1}, world_size=1).check()

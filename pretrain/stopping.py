@@ -1,0 +1,70 @@
+"""Leaving before the end: a signal or the time limit asks, all ranks agree, finish their step, save and leave."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SAME_REQUEST = 5.0  # seconds; a launcher passes on what its ranks have already got from the terminal or from SLURM
+TIME_LIMIT = 1  # as a code beside the numbers of the signals
+
+
+class Stopped(Exception):
+    """The run has left before its end, with everything saved.
+
+    Args:
+        step: of the newest checkpoint.
+        reason: what asked for it.
+    """
+
+    def __init__(self, step: int, reason: str) -> None:
+        super().__init__(f"{reason} at step {step}")
+        self.step = step
+        self.reason = reason
+
+
+class StopRequest:
+    """Whether this run has been asked to leave. From its creation on the signals ask instead of ending the process.
+
+    A second signal, more than five seconds after the first, ends the process at once.
+
+    Args:
+        time_limit: minutes from now after which the run leaves by itself; None: no limit.
+    """
+
+    def __init__(self, time_limit: float | None = None) -> None:
+        self._deadline = None if time_limit is None else time.monotonic() + 60 * time_limit
+        self._code = 0
+        self._asked_at = 0.0
+        for number in SIGNALS:
+            signal.signal(number, self._ask)
+
+    def agreed(self, device: torch.device) -> str:
+        """Why to leave now, or ""; all ranks get the same answer and must all ask, once a step."""
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            self._code = self._code or TIME_LIMIT
+        code = torch.tensor(self._code, device=device)
+        dist.all_reduce(code, op=dist.ReduceOp.MAX)
+        number = int(code)
+        return "" if not number else "run.time_limit" if number == TIME_LIMIT else signal.Signals(number).name
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if not self._code:
+            self._code, self._asked_at = number, time.monotonic()
+            text = f"{signal.Signals(number).name}: saving after this step; once more to leave at once\n"
+            os.write(2, text.encode())  # print is not safe here
+        elif time.monotonic() - self._asked_at > SAME_REQUEST:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+def outlive_signals(worker: int) -> None:
+    """For a loader's process: signals of a whole process group leave it alive, since the last step needs its data."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
