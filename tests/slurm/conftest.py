@@ -1,0 +1,164 @@
+"""A real SLURM on this machine: munge, slurmctld and two slurmd (nodes n1 and n2), all on loopback."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.pretrain.conftest import tiny_corpus  # noqa: F401  (a fixture)
+
+REPOSITORY = Path(__file__).parents[2]
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
+SLURM_CONF = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser=root
+SlurmdUser=root
+AuthInfo=socket={folder}/munge.sock,cred_expire=5
+StateSaveLocation={folder}/state
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdSpoolDir={folder}/%n
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmdLogFile={folder}/slurmd-%n.log
+SlurmdParameters=config_overrides
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+MpiDefault=none
+KillWait=5
+SlurmdTimeout=10
+ReturnToService=2
+SchedulerParameters=sched_interval=2,bf_interval=2
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2
+PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+class Cluster:
+    """The running SLURM.
+
+    Args:
+        folder: its configuration, state and logs.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.environment = os.environ | {
+            "SLURM_CONF": str(folder / "slurm.conf"),
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1",
+        }
+        self.daemons: dict[str, subprocess.Popen[bytes]] = {}
+
+    def run(self, *command: str, cwd: Path | None = None) -> str:
+        """Runs a command of SLURM; returns what it prints."""
+        done = subprocess.run(
+            command,
+            cwd=cwd or self.folder,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        return done.stdout.strip()
+
+    def submit(self, script: str, *arguments: str, cwd: Path, options: tuple[str, ...] = ()) -> str:
+        """Submits a script of slurm/ from `cwd`, which looks like the repository; returns the job's id."""
+        for name in ("pretrain", "finetune", "slurm"):
+            if not (cwd / name).exists():
+                (cwd / name).symlink_to(REPOSITORY / name)
+        return self.run("sbatch", "--parsable", *options, f"slurm/{script}", *arguments, cwd=cwd)
+
+    def job(self, job: str) -> dict[str, str]:
+        """What SLURM says of a job: JobState, ExitCode, Restarts, Reason ..."""
+        return dict(re.findall(r"(\w+)=(\S*)", self.run("scontrol", "show", "job", job)))
+
+    def wait(self, job: str, *states: str, timeout: float = 90) -> dict[str, str]:
+        """Waits until the job is in one of the states, by default until it has ended."""
+        ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        until(lambda: self.job(job)["JobState"] in (states or ended), timeout, lambda: str(self.job(job)))
+        return self.job(job)
+
+    def start(self, name: str, *command: str) -> None:
+        """Starts a daemon that stays in the foreground."""
+        log = open(self.folder / f"{name}.out", "ab")  # noqa: SIM115  (the daemon's, as long as it runs)
+        self.daemons[name] = subprocess.Popen(
+            command, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+
+    def start_node(self, name: str) -> None:
+        """Starts the slurmd of n1 or n2."""
+        self.start(name, "slurmd", "-D", "-N", name, "-f", str(self.folder / "slurm.conf"))
+
+    def stop(self) -> None:
+        """Ends jobs and daemons."""
+        subprocess.run(["scancel", "--signal=KILL", "--full", "--user=root"], env=self.environment, check=False)
+        for daemon in reversed(self.daemons.values()):
+            daemon.terminate()
+            try:
+                daemon.wait(10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+
+
+def until(condition: Callable[[], object], timeout: float, what: Callable[[], str] = lambda: "") -> None:
+    """Waits for `condition`."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout} s in vain; {what()}"
+        time.sleep(0.1)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nothing listens on."""
+    probes = [socket.socket() for _ in range(count)]
+    for probe in probes:
+        probe.bind(("", 0))
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two nodes, idle."""
+    missing = [name for name in PROGRAMS if not shutil.which(name)]
+    if missing or os.geteuid():
+        pytest.skip(f"needs SLURM ({', '.join(missing)} not installed)" if missing else "needs root, to start slurmd")
+    folder = tmp_path_factory.mktemp("slurm")
+    for name in ("state", "n1", "n2"):
+        (folder / name).mkdir()
+    (folder / "munge.key").write_bytes(os.urandom(128))
+    (folder / "munge.key").chmod(0o400)
+    (folder / "slurm.conf").write_text(SLURM_CONF.format(folder=folder, host=socket.gethostname(), ports=free_ports(3)))
+    cluster = Cluster(folder)
+    files = {"socket": "munge.sock", "key-file": "munge.key", "pid-file": "munge.pid", "seed-file": "munge.seed"}
+    try:
+        cluster.start("munged", "munged", "--foreground", "--force", *(f"--{k}={folder / v}" for k, v in files.items()))
+        until((folder / "munge.sock").exists, 10, (folder / "munged.out").read_text)
+        cluster.start("slurmctld", "slurmctld", "-D", "-f", str(folder / "slurm.conf"))
+        for name in ("n1", "n2"):
+            cluster.start_node(name)
+        until((folder / "slurmctld.pid").exists, 10, (folder / "slurmctld.log").read_text)
+        idle = ("sinfo", "--noheader", "--states=idle", "--format=%D")
+        until(lambda: cluster.run(*idle) == "2", 30, (folder / "slurmctld.log").read_text)
+        yield cluster
+    finally:
+        cluster.stop()

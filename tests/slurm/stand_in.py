@@ -1,0 +1,31 @@
+"""Stands in for pretrain/run.py where a test is about the batch script: starts at once, and fails as it is told.
+
+`--codes 1+,0!`: the exit code of each start, the last one for all later ones; "+" saves, "!" finishes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+checkpoint = Path("checkpoint")
+step = int(checkpoint.read_text()) if checkpoint.exists() else 0
+if "--wrong" in sys.argv:
+    sys.exit(2)
+if "--status" in sys.argv:
+    print(f"unfinished, checkpoint at step {step}" if step < 100 else "finished at step 100")
+    sys.exit(0 if step == 100 else 3)
+
+rank = os.environ["RANK"]
+plan = sys.argv[sys.argv.index("--codes") + 1].split(",") if "--codes" in sys.argv else ["0!"]
+start = int(os.environ.get("SLURM_RESTART_COUNT", 0))
+now = plan[min(start, len(plan) - 1)]
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURMD_NODENAME")
+seen = {name: os.environ[name] for name in names} | {"arguments": sys.argv[1:]}
+Path(f"rank{rank}.json").write_text(json.dumps(seen))
+print(f"start {start} rank {rank}", flush=True)
+if rank == "0" and now[-1] in "+!":
+    checkpoint.write_text("100" if now[-1] == "!" else str(step + 1))
+sys.exit(int(now.rstrip("+!")))
