@@ -101,7 +101,7 @@ def _facets(outputs: MultiClsBertForPreTrainingOutput, batch: Mapping[str, Tenso
     first, answers, *third = unit.chunk(2 if outputs.mcqt_scores[1] is None else 3)
     queries = torch.cat([first, *third])
     pairs = torch.einsum("nid,njd->nij", queries, answers.repeat(1 + len(third), 1, 1)).flatten(1)
-    wins = (pairs.argmax(dim=1, keepdim=True) == torch.arange(facets**2, device=unit.device)).sum(dim=0)
+    wins = (pairs.argmax(dim=1, keepdim=True) == torch.arange(facets**2, device=unit.device)).float().sum(dim=0)
     count = _count(len(queries), unit)
     return terms | {f"pair/{number}": (term, count) for number, term in enumerate(wins.unbind())}
 
