@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -102,13 +103,18 @@ def test_help_is_quick_and_mistakes_have_no_traceback(tmp_path: Path) -> None:
     assert wrong.returncode == 2 and "Traceback" not in wrong.stderr and "nowhere: no run there" in wrong.stderr
 
 
-def test_keys_of_the_report_are_keys_of_a_run() -> None:
-    """What training writes under other names would silently be left out."""
+def test_keys_of_report_and_page_are_keys_of_a_run() -> None:
+    """What training writes under other names would silently be left out; and every key is explained."""
     from pretrain.flops import throughput
+    from pretrain.training import Pace
     from tests.pretrain.test_metrics import micro_batch, model, totals_of
 
     network = model(2)
     totals = totals_of(network, [micro_batch(0, 2, 3)])
-    written = totals.means().keys() | throughput(network.config, totals.sums(), 1.0, None).keys()
-    written |= {"loss/total", "optim/lr", "optim/grad_norm", "least facets/variance"}
-    assert set(PANELS.values()) | {key for key, _ in COLUMNS.values()} <= written
+    written = totals.means().keys() | throughput(network.config, totals.sums(), 1.0, 1.0).keys()
+    written |= Pace().metrics(1.0).keys() | {"loss/total", "optim/lr", "optim/grad_norm", "memory/peak_gb"}
+    assert set(PANELS.values()) | {key for key, _ in COLUMNS.values()} <= written | {"least facets/variance"}
+    page = (REPOSITORY / "docs" / "pretraining.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    explained = {key for row in rows for key in re.findall("`([a-z]+[0-9]?/[a-z0-9_]+)`", row)}
+    assert explained == {re.sub(r"variance_\d", "variance_k", key) for key in written}
