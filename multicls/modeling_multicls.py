@@ -6,6 +6,7 @@ tokens), S = max(K, 1) embeddings of one sequence, V vocabulary, C classes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -88,7 +89,7 @@ class MultiClsBertModelOutput(BaseModelOutputWithPooling):
 
 
 class McqtScores(NamedTuple):
-    """Scores s(x, y) of Eq. 2, (n, 2n) each, or (n, n) and None without hard negatives.
+    """Scores s(x, y) of Eq. 2, (n, 2n) each, or (n, n) and None without hard negatives (more columns if gathered).
 
     `forward[q]` are those of query A_q against all B, then all C; `backward[q]` those of C_q against all B, then all A.
     The target of row q is column q.
@@ -131,7 +132,7 @@ class MultiClsBertClassifierOutput(SequenceClassifierOutput):
 
 
 def mcqt_scores(queries_NSD: Tensor, candidates_MSD: Tensor, best_pair_weight: float) -> Tensor:
-    """Scores of every query against every candidate (Eq. 2), in float32.
+    """Scores of every query against every candidate (Eq. 2), in float32 at least.
 
     s(x, y) = lambda * max_ij cos(x_i, y_j) + (1 - lambda) * cos(sum_i x_i, sum_j y_j), no temperature.
 
@@ -143,15 +144,24 @@ def mcqt_scores(queries_NSD: Tensor, candidates_MSD: Tensor, best_pair_weight: f
     Returns:
         (N, M).
     """
-    queries_NSD, candidates_MSD = queries_NSD.float(), candidates_MSD.float()
+    queries_NSD, candidates_MSD = _fp32(queries_NSD), _fp32(candidates_MSD)
     pairs = torch.einsum("nid,mjd->nmij", F.normalize(queries_NSD, dim=-1), F.normalize(candidates_MSD, dim=-1))
     query_sums, candidate_sums = queries_NSD.sum(dim=1), candidates_MSD.sum(dim=1)
     sums = F.normalize(query_sums, dim=-1) @ F.normalize(candidate_sums, dim=-1).T
     return best_pair_weight * pairs.amax(dim=(-1, -2)) + (1.0 - best_pair_weight) * sums
 
 
-def part_scores(facets_BSD: Tensor, num_parts: int, best_pair_weight: float) -> McqtScores:
+def part_scores(
+    facets_BSD: Tensor, num_parts: int, best_pair_weight: float, gather: Callable[[Tensor], Tensor] | None = None
+) -> McqtScores:
     """Both directions of the MCQT scores over a part-major batch (A rows, then B rows, then C rows).
+
+    Args:
+        facets_BSD: facet embeddings.
+        num_parts: P.
+        best_pair_weight: lambda.
+        gather: makes of the rows of a part, (n, S, D), the candidates from it, (m, S, D), which begin with those rows:
+            training puts those of other ranks behind them. None: the part itself.
 
     Raises:
         ValueError: the batch does not divide into `num_parts`.
@@ -161,13 +171,13 @@ def part_scores(facets_BSD: Tensor, num_parts: int, best_pair_weight: float) -> 
             f"{facets_BSD.shape[0]} sequences do not divide into {num_parts} parts: a batch is part-major, "
             f"({num_parts}n, L): all first parts, then all second parts, ..."
         )
-    first, second, *hard = facets_BSD.chunk(num_parts)
+    parts = facets_BSD.chunk(num_parts)
+    first, second, *hard = [gather(part) for part in parts] if gather else parts
     if not hard:
-        return McqtScores(mcqt_scores(first, second, best_pair_weight), None)
-    third = hard[0]
+        return McqtScores(mcqt_scores(parts[0], second, best_pair_weight), None)
     return McqtScores(
-        mcqt_scores(first, torch.cat([second, third]), best_pair_weight),
-        mcqt_scores(third, torch.cat([second, first]), best_pair_weight),
+        mcqt_scores(parts[0], torch.cat([second, hard[0]]), best_pair_weight),
+        mcqt_scores(parts[2], torch.cat([second, first]), best_pair_weight),
     )
 
 
@@ -309,6 +319,7 @@ class MultiClsBertForPreTraining(MultiClsBertPreTrainedModel):
         tfidf_labels: Tensor | None = None,
         so_labels: Tensor | None = None,
         normalizers: dict[str, Tensor | float] | None = None,
+        gather: Callable[[Tensor], Tensor] | None = None,
         **kwargs: Any,
     ) -> MultiClsBertForPreTrainingOutput:
         """The objectives over a part-major batch: B = P * n rows, all first parts, then all second parts, ...
@@ -323,6 +334,7 @@ class MultiClsBertForPreTraining(MultiClsBertPreTrainedModel):
             so_labels: (B,) 1 = the runs are swapped, 0 = in order, -100 = a part of one run.
             normalizers: what to divide the summed MLM, TF-IDF and SO losses by, if not by their numbers of terms in
                 this very batch: training passes its share of the whole optimizer step.
+            gather: adds candidates to MCQT, as in `part_scores`.
             **kwargs: as `BertModel`.
 
         Raises:
@@ -332,25 +344,25 @@ class MultiClsBertForPreTraining(MultiClsBertPreTrainedModel):
             input_ids=input_ids,
             attention_mask=attention_mask,
             token_type_ids=token_type_ids,
-            **(kwargs | {"return_dict": True}),
+            **(kwargs | {"return_dict": True, "use_cache": False}),
         )
         hidden_BLD = outputs.last_hidden_state
         text = 1 + self.config.num_facets  # where the text begins; T = L - K positions without the facets
         tfidf_BT = self.cls.tfidf(torch.cat([hidden_BLD[:, :1], hidden_BLD[:, text:]], dim=1))
         so_logits = self.cls.sentence_order(self.bert.facet_states(hidden_BLD))
-        scores = part_scores(outputs.facet_embeddings, self.config.num_parts, self.config.mcqt_lambda)
+        scores = part_scores(outputs.facet_embeddings, self.config.num_parts, self.config.mcqt_lambda, gather)
 
         mlm_logits, losses = None, {"mcqt": mcqt_loss(scores)}
         count = (normalizers or {}).get
         if labels is not None:
             mlm_logits = self.cls.predictions(hidden_BLD[labels != -100])
-            terms = F.cross_entropy(mlm_logits.float(), labels[labels != -100], reduction="none")
+            terms = F.cross_entropy(_fp32(mlm_logits), labels[labels != -100], reduction="none")
             losses["mlm"] = _mean(terms, count("mlm"))
         if tfidf_labels is not None:
             losses["tfidf"] = _mean(self._squared_errors(tfidf_BT, tfidf_labels, attention_mask), count("tfidf"))
         if so_labels is not None:
             runs = so_labels != -100
-            terms = F.cross_entropy(so_logits[runs].float(), so_labels[runs], reduction="none")
+            terms = F.cross_entropy(_fp32(so_logits[runs]), so_labels[runs], reduction="none")
             losses["so"] = _mean(terms, count("so"))
         return MultiClsBertForPreTrainingOutput(
             loss=torch.stack(list(losses.values())).sum(),
@@ -365,11 +377,16 @@ class MultiClsBertForPreTraining(MultiClsBertPreTrainedModel):
 
     def _squared_errors(self, tfidf_BT: Tensor, tfidf_labels: Tensor, attention_mask: Tensor | None) -> Tensor:
         """TF-IDF errors at the real (unpadded) positions that are no facets, flat."""
-        errors = (tfidf_BT.float() - tfidf_labels.float()).square()
+        errors = (_fp32(tfidf_BT) - tfidf_labels).square()
         if attention_mask is None:
             return errors.flatten()
         text = 1 + self.config.num_facets
         return errors[torch.cat([attention_mask[:, :1], attention_mask[:, text:]], dim=1).bool()]
+
+
+def _fp32(values: Tensor) -> Tensor:
+    """16-bit values in float32, others as they are."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _mean(terms: Tensor, count: Tensor | float | None) -> Tensor:

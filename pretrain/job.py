@@ -211,6 +211,10 @@ def _engine(
     deepspeed: Any, model: Any, settings: PretrainSettings, ds_config: dict[str, Any], *, universal: bool
 ) -> Any:
     freeze_unused(model, settings.objective)
+    if settings.train.activation_checkpointing:
+        # transformers 5.23 has renamed it
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
     groups = parameter_groups(model, settings.train.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=settings.train.learning_rate, fused=True)
     config = ds_config | {"checkpoint": ds_config.get("checkpoint", {}) | {"load_universal": universal}}
@@ -219,8 +223,8 @@ def _engine(
 
 def _identity(settings: PretrainSettings, corpus_folder: Path) -> dict[str, Any]:
     """What a checkpoint must agree on to be resumed: all that decides the numbers, but neither paths nor intervals."""
-    unmoved = {"data": {"corpus", "num_workers"}, "train": {"activation_checkpointing", "skip_nonfinite"}}
-    groups = settings.model_dump(mode="json", exclude={"run": True} | unmoved)
+    fields = {"data": {"corpus", "num_workers"}, "train": {"activation_checkpointing", "skip_nonfinite"}}
+    groups = settings.model_dump(mode="json", exclude={"run": True, **fields})
     flat = {f"{group}.{name}": value for group, fields in groups.items() for name, value in fields.items()}
     return flat | {"manifest of the corpus": sha256_of(corpus_folder / "manifest.json")}
 
