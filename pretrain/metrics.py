@@ -172,7 +172,7 @@ class Totals:
                 shown["r2/tfidf"] = 1 - means["loss/tfidf"] / variance
         if shares := [value for name, value in means.items() if name.startswith("pair/")]:
             shown["facets/top_pair_share"] = max(shares)
-            nats = -sum(share * math.log(share) for share in shares if share > 0)
+            nats = 0.0 - sum(share * math.log(share) for share in shares if share > 0)
             shown["facets/pair_entropy"] = nats / math.log(len(shares))
         return shown
 

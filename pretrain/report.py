@@ -55,7 +55,7 @@ COLUMNS: dict[str, tuple[str, str]] = {  # heading -> key of the last validation
     "SO acc": ("acc/so", "{:.3f}"),
     "MCQT acc": ("acc/mcqt", "{:.3f}"),
     "facet cosine": ("facets/mean_cosine", "{:.3f}"),
-    "facet variance": (LEAST_VARIANCE, "{:.3f}"),
+    "facet variance": (LEAST_VARIANCE, "{:.4f}"),
 }
 Record = Mapping[str, Any]
 

@@ -42,7 +42,7 @@ def test_table_of_unlike_runs(tmp_path: Path) -> None:
     assert found["base"]["steps"] == "8" and found["k1"]["steps"] == "5 of 8"
     assert found["base"]["loss"] == "1.000" and found["k1"]["loss"] == "1.800"  # at steps 8 and 4
     assert found["base"]["facet cosine"] == "0.125" and found["k1"]["facet cosine"] == "-"
-    assert found["base"]["facet variance"] == "0.250"  # of the least varying facet
+    assert found["base"]["facet variance"] == "0.2500"  # of the least varying facet
     assert found["base"]["SO"] == "-" and found["base"]["MCQT acc"] == "0.500"
     assert found["base"]["ms a step"] == "250"  # the slow first step does not count
     assert found["base"]["tokens"] == "8k" and found["k1"]["tokens"] == "5k"
