@@ -39,7 +39,6 @@ SCHEMA: Schema = {
     "bf16": {
         "enabled": BOOL,
         "immediate_grad_update": BOOL,
-        "check_grad_overflow": BOOL,
         "bf16_master_weights_and_grads": BOOL,
         "bf16_optimizer_states": BOOL,
     },
@@ -189,6 +188,7 @@ REFUSED: Mapping[str, str] = {  # what DeepSpeed knows and this project does not
     "zero_optimization.zenflow": "it needs DeepSpeed's own optimizer; take it out.",
     "zero_optimization.save_muon_momentum_buffer_in_memory": "it needs DeepSpeed's Muon; take it out.",
     "zero_optimization.compute_grad_norm": "the gradient norm is needed for clipping and the log; take it out.",
+    "bf16.check_grad_overflow": "gradients that are not finite must not reach the weights; take it out.",
     "zero_optimization.cpu_offload": _REPLACED.format('"offload_optimizer"'),
     "zero_optimization.cpu_offload_param": _REPLACED.format('"offload_param"'),
     "zero_optimization.cpu_offload_use_pin_memory": _REPLACED.format('"pin_memory" in the offload group'),

@@ -35,15 +35,16 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def run_command(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[str] | None = None) -> None:
     """Runs `main(argv)` and leaves the process with the project's exit codes.
 
-    0: done, 2: bad settings or data (`UserError`; argparse uses 2 as well), 130: interrupted, 1: crash.
+    0: done, 2: bad settings or data (`UserError`; argparse uses 2 as well), 130: interrupted, 1: crash, or losses that
+    are not finite (`FloatingPointError`, told without a traceback).
     """
     try:
         code = main(argv) or 0
-    except UserError as error:
+    except (UserError, FloatingPointError) as error:
         if os.environ.get("RANK", "0") == "0":  # all ranks find the same problems; one tells
-            for problem in error.problems:
+            for problem in error.problems if isinstance(error, UserError) else [str(error)]:
                 print(f"error: {problem}", file=sys.stderr)
-        code = 2
+        code = 2 if isinstance(error, UserError) else 1
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
     sys.stdout.flush()

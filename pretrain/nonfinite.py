@@ -31,7 +31,7 @@ class UpdateGuard:
         self._engine = engine
         self._allowed = self._left = skips
         self._seen: list[tuple[Batch, dict[str, Tensor]]] = []
-        scaler = getattr(engine.optimizer, "loss_scaler", None)
+        scaler: Any = getattr(engine.optimizer, "loss_scaler", None)
         if hasattr(scaler, "raise_error_at_min_scale"):
             scaler.raise_error_at_min_scale = False  # DeepSpeed would name neither step nor examples
 

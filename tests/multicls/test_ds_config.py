@@ -32,7 +32,26 @@ def problems(config: dict[str, Any], **ours: Any) -> list[str]:
 def test_shipped_files_resolve_completely(path: Path) -> None:
     resolved = resolve_ds_config(load_ds_config(path), **OURS)
     assert '"auto"' not in json.dumps(resolved)
-    assert resolved["zero_optimization"]["stage"] == int(path.stem.removeprefix("zero"))
+    stage, *offload = path.stem.removeprefix("zero").split("_")
+    assert resolved["zero_optimization"]["stage"] == int(stage)
+    assert ("offload_optimizer" in resolved["zero_optimization"]) == (offload == ["offload"])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_files_serve_every_precision(path: Path, precision: str) -> None:
+    """So fp16 and bf16 need no files of their own: DeepSpeed's own loss scaling is dynamic."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    theirs = DeepSpeedConfig(
+        resolve_ds_config(load_ds_config(path), **(OURS | {"world_size": 1, "precision": precision}))
+    )
+    assert (theirs.float16_config.enabled, theirs.bfloat16_config.enabled) == (precision == "fp16", precision == "bf16")
+    if precision == "fp16":
+        scaling = theirs.float16_config.dynamic_loss_scale_args()
+        assert theirs.float16_config.loss_scale == 0 and scaling["init_scale"] == 2**16 and scaling["min_scale"] == 1
+    if "offload" in path.stem:
+        assert theirs.zero_config.offload_optimizer.device == "cpu"
 
 
 def test_auto_becomes_our_values() -> None:
@@ -105,6 +124,7 @@ def test_every_problem_is_told_at_once_with_file_key_and_value() -> None:
         ({"gradient_clipping": 1.0}, "train.gradient_clipping"),
         ({"gradient_accumulation_steps": 4}, "train.micro_batches"),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "only one can be"),
+        ({"bf16": {"enabled": True, "check_grad_overflow": False}}, "must not reach the weights"),
         ({"scheduler": {"type": "WarmupLR"}}, "train.warmup_fraction"),
         ({"checkpoint": {"tag_validation": "warn"}}, 'give "Ignore" or "Warn" or "Fail"'),
     ],

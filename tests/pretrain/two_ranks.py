@@ -38,7 +38,7 @@ CASES = {
 
 
 def settings(**changes: Any) -> PretrainSettings:
-    train = {"steps": 10, "triples": TRIPLES, "micro_batches": MICRO_BATCHES, "learning_rate": 0.01}
+    train: dict[str, Any] = {"steps": 10, "triples": TRIPLES, "micro_batches": MICRO_BATCHES, "learning_rate": 0.01}
     train |= {"precision": "fp32", "skip_nonfinite": 1} | changes
     return PretrainSettings.model_validate({"model": {"checkpoint": "m"}, "data": {"corpus": "c"}, "train": train})
 

@@ -1,0 +1,190 @@
+"""Every DeepSpeed file on two ranks: the losses of plain PyTorch, and no update from what is not finite."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from multicls.files import REPOSITORY
+from multicls.modeling_multicls import mcqt_loss, part_scores
+from pretrain.nonfinite import UpdateGuard
+from pretrain.training import dropout_seed, lr_at
+from tests.pretrain.two_ranks import CASES, FACETS, MICRO_BATCHES, RANKS, STEPS, micro_batch, model, settings
+
+OBJECTIVES = ("mlm", "tfidf", "so", "mcqt")
+
+
+class Launched(dict[str, Any]):
+    """Results by case, and what was printed."""
+
+    stderr: str
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
+    results = tmp_path_factory.mktemp("two_ranks") / "results.json"
+    torchrun = [
+        str(Path(sys.executable).with_name("torchrun")),
+        "--nproc_per_node",
+        str(RANKS),
+        "--master_port",
+        "29641",
+    ]
+    command = [*torchrun, str(Path(__file__).with_name("two_ranks.py")), str(results)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    found = Launched(json.loads(results.read_text()))
+    found.stderr = ran.stderr
+    return found
+
+
+def plain_pytorch(gather: bool) -> list[dict[str, float]]:
+    """The losses of the first steps, by a loop over the definitions: one process, all of a step's micro-batches."""
+    network, train = model(), settings().train
+    network.bert.pooler.requires_grad_(False)  # type: ignore[union-attr]
+    named = [(name, p) for name, p in network.named_parameters() if p.requires_grad]
+    plain = {name for name, _ in named if "LayerNorm" in name or name.endswith("bias")}
+    groups = [
+        {"params": [p for name, p in named if (name in plain) == flag], "weight_decay": 0.0 if flag else 0.02}
+        for flag in (False, True)
+    ]
+    optimizer = torch.optim.AdamW(groups)
+    steps = []
+    for step in range(STEPS):
+        batches = [micro_batch(step * MICRO_BATCHES + slot) for slot in range(MICRO_BATCHES)]
+        sums, facets = dict.fromkeys(OBJECTIVES[:3], torch.zeros(())), []
+        for batch in batches:
+            number, _ = batch.pop("number"), batch.pop("example_ids")
+            torch.manual_seed(dropout_seed(train.seed, int(number)))
+            outputs = network(**batch, normalizers=dict.fromkeys(sums, 1.0))
+            sums = {name: total + outputs.losses[name] for name, total in sums.items()}
+            facets.append(outputs.facet_embeddings)
+        if gather:  # the micro-batches that the ranks compute at the same time, as one
+            facets = [joined(facets[start : start + RANKS]) for start in range(0, MICRO_BATCHES, RANKS)]
+        rows = torch.cat([batch["attention_mask"].sum(dim=1) - FACETS for batch in batches])
+        losses = {
+            "mlm": sums["mlm"] / sum(int((batch["labels"] != -100).sum()) for batch in batches),
+            "tfidf": sums["tfidf"] / rows.sum(),
+            "so": sums["so"] / len(rows),
+            "mcqt": torch.stack([mcqt_loss(part_scores(f, 3, 0.1)) for f in facets]).mean(),
+        }
+        for group in optimizer.param_groups:
+            group["lr"] = lr_at(step, train)
+        torch.stack(list(losses.values())).sum().backward()
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append({f"loss/{name}": loss.item() for name, loss in losses.items()})
+    return steps
+
+
+def joined(facets: list[Tensor]) -> Tensor:
+    parts = [batch.chunk(3) for batch in facets]
+    return torch.cat([batch[part] for part in range(3) for batch in parts])
+
+
+def test_every_file_is_launched() -> None:
+    assert {case.file for case in CASES.values()} == {path.stem for path in (REPOSITORY / "ds_configs").glob("*.json")}
+
+
+@pytest.mark.launcher
+@pytest.mark.parametrize("name", CASES)
+def test_losses_are_those_of_plain_pytorch(launched: Launched, name: str) -> None:
+    changes = CASES[name].changes
+    expected = plain_pytorch(gather="gather_negatives" in changes)
+    tolerance = 0.03 if "precision" in changes else 1e-5
+    for ours, theirs in zip(launched[name]["losses"], expected, strict=True):
+        assert {key: ours[key] for key in theirs} == pytest.approx(theirs, rel=tolerance)
+
+
+@pytest.mark.launcher
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_that_is_not_finite_updates_nothing(launched: Launched, name: str) -> None:
+    before, broken, good, broken_again = launched[name]["levels"]
+    assert before == broken != good == broken_again
+    assert "step 5: a loss is not finite on 1 rank(s)" in launched[name]["stopped"]
+    assert "train.skip_nonfinite = 1 step(s)" in launched[name]["stopped"]
+
+
+@pytest.mark.launcher
+def test_what_is_not_finite_is_named(launched: Launched) -> None:
+    """Slot 1 of step 3 is the first of rank 1; micro-batch 13 has the examples 39 to 41."""
+    named = "step 3, rank 1: loss/tfidf = inf; examples (epoch:index) 0:39 0:40 0:41"
+    assert launched.stderr.count(named) == len(CASES)
+    assert "step 3, rank 0" not in launched.stderr
+
+
+class Fp16Engine:
+    """An engine whose gradients overflow at every step, as DeepSpeed's ZeRO optimizers tell it."""
+
+    device = "cpu"
+
+    def __init__(self, dynamic: bool = True) -> None:
+        self.dynamic = dynamic
+        self.scaler = SimpleNamespace(cur_scale=4.0, raise_error_at_min_scale=True)
+        self.optimizer = SimpleNamespace(overflow=False, loss_scaler=self.scaler)
+
+    def step(self) -> None:
+        self.optimizer.overflow = True
+        if self.dynamic:
+            self.scaler.cur_scale = max(self.scaler.cur_scale / 2, 1.0)
+
+    def fp16_enabled(self) -> bool:
+        return True
+
+    def dynamic_loss_scale(self) -> bool:
+        return self.dynamic
+
+    def dynamic_loss_scale_args(self) -> dict[str, float]:
+        return {"min_scale": 1.0}
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: None)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_loss_scale_that_cannot_fall_any_more(capsys: pytest.CaptureFixture[str]) -> None:
+    """fp16 does not run on CPU: what the guard makes of it does."""
+    engine = Fp16Engine()
+    guard = UpdateGuard(engine, skips=1)
+    assert not engine.scaler.raise_error_at_min_scale
+    loss = torch.tensor(2.0, requires_grad=True)
+    for step in range(2):  # 4 to 2 to 1: DeepSpeed's business
+        assert guard.watch(micro_batch(step), {"mlm": loss}, loss) == loss
+        guard.step(step)
+    assert not capsys.readouterr().err
+    guard.watch(micro_batch(2), {"mlm": loss}, loss)
+    guard.step(2)
+    told = capsys.readouterr().err
+    assert "step 2, rank 0: losses are finite; examples (epoch:index) 0:6 0:7 0:8" in told
+    assert "the gradients are not finite, and the loss scale is at its smallest (1)" in told
+    with pytest.raises(FloatingPointError, match="step 3: the gradients are not finite, and the loss scale"):
+        guard.step(3)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_overflow_at_a_fixed_loss_scale() -> None:
+    with pytest.raises(FloatingPointError, match=r"smallest \(4\)"):
+        UpdateGuard(Fp16Engine(dynamic=False), skips=0).step(0)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("value", ["inf", "nan"])
+def test_loss_that_is_not_finite_has_no_finite_gradient(value: str) -> None:
+    weight = torch.ones(3, requires_grad=True)
+    total = weight.sum() + float(value)
+    UpdateGuard(Fp16Engine(), skips=0).watch(micro_batch(0), {"mlm": total}, total).backward()
+    assert weight.grad is not None and not weight.grad.isfinite().any()
