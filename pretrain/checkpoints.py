@@ -117,10 +117,10 @@ class Checkpoints:
             if meta["identity"].get(key) != self.identity.get(key)
         ]
         old, new = meta["zero_stage"], self.zero_stage
-        if old != new and 0 in (old, new):
+        if old != new and {old, new} != {1, 2}:
             problems.append(
-                f"{path}: zero_optimization.stage was {old} and is now {new}; go on with the old --config "
-                "(stages 1, 2 and 3 convert into each other, 0 does not)."
+                f"{path}: zero_optimization.stage was {old} and is now {new}; go on with stage {old} "
+                "(only 1 and 2 read each other's checkpoints)."
             )
         if problems:
             raise UserError(*problems)
@@ -164,8 +164,7 @@ class Checkpoints:
     def _prepare(self, step: int) -> bool:
         shutil.rmtree(self.folder / UNIVERSAL, ignore_errors=True)  # what a killed process left behind
         meta = read_json(checkpoint_path(self.folder, step) / "meta.json")
-        layout = (meta["world_size"], meta["zero_stage"] == 3)
-        if not self.zero_stage or layout == (self.world_size, self.zero_stage == 3):
+        if not self.zero_stage or meta["world_size"] == self.world_size:
             return False
         start = time.monotonic()
         try:
@@ -177,8 +176,8 @@ class Checkpoints:
                 f"{self.world_size} ranks failed: {error}. Make room, or launch {meta['world_size']} ranks."
             ) from None
         self._notes.append(
-            f"checkpoint of {meta['world_size']} rank(s) at ZeRO stage {meta['zero_stage']} converted to "
-            f"{self.world_size} at stage {self.zero_stage} in {time.monotonic() - start:.1f} s"
+            f"checkpoint of {meta['world_size']} rank(s) converted for {self.world_size} rank(s) in "
+            f"{time.monotonic() - start:.1f} s"
         )
         return True
 
@@ -190,8 +189,11 @@ class Checkpoints:
         ours = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         path, _ = engine.load_checkpoint(str(self.folder), tag=tag)
         assert path is not None, f"DeepSpeed found no checkpoint {tag} in {self.folder}"
-        for group, values in zip(engine.optimizer.param_groups, ours, strict=True):
-            group.update(values)  # of a converted stage 3 DeepSpeed gives all groups the first one's weight decay
+        if converted:  # of stage 3 DeepSpeed gives all groups the first one's weight decay, and one counter of steps
+            for group, values in zip(engine.optimizer.param_groups, ours, strict=True):
+                group.update(values)
+            for moments in engine.optimizer.optimizer.state.values():
+                moments["step"] = moments["step"].clone()
         dist.barrier()
         if converted and dist.get_rank() == 0:
             shutil.rmtree(self.folder / UNIVERSAL)

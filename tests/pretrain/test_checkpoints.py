@@ -70,6 +70,8 @@ def test_newest_of_the_same_run_is_resumed(folder: Path, tmp_path: Path) -> None
             other()
     with pytest.raises(UserError, match=r"zero_optimization\.stage was 0 and is now 2"):
         checkpoints(folder, zero_stage=2).newest()
+    checkpoints(folder, zero_stage=1).save(Engine(), 40)
+    assert checkpoints(folder, zero_stage=2).newest() == 40
 
 
 @pytest.mark.parametrize("name", ["model_states.pt", "meta.json", "COMPLETE"])
