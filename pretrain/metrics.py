@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from multicls.errors import UserError
 from multicls.files import append_jsonl, atomic_write, read_jsonl
 
 if TYPE_CHECKING:
@@ -280,6 +281,10 @@ def _open_wandb(folder: Path, project: str, config: dict[str, Any], resumed_step
     if not (resumed_step and kept.exists()):
         with atomic_write(kept) as file:
             file.write(uuid.uuid4().hex[:12])
-    return wandb.init(
-        project=project, name=folder.name, id=kept.read_text(), resume="allow", dir=str(folder), config=config
-    )
+    names = {"project": project, "name": folder.name, "id": kept.read_text(), "dir": str(folder)}
+    try:
+        return wandb.init(**names, resume="allow", config=config)
+    except Exception as error:  # of many kinds: no login, no network, no such project ...
+        raise UserError(
+            f"run.wandb_project = {project}: {error}. Log in (wandb login), set WANDB_MODE=offline, or leave it null."
+        ) from error

@@ -19,6 +19,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])  # not pretrain/, whose n
 
 from multicls.errors import UserError, did_you_mean, run_command
 from multicls.files import atomic_write, read_jsonl
+from pretrain.run_folder import DONE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -127,7 +128,7 @@ def _read_run(folder: Path, name: str) -> Run:
     step = max((record["step"] for record in records), default=0)
     settings = folder / "settings.yaml"
     planned = yaml.safe_load(settings.read_text(encoding="utf-8"))["train"].get("steps") if settings.is_file() else None
-    state = str(step) if (folder / "DONE").exists() else f"{step} of {planned or '?'}"
+    state = str(step) if (folder / DONE).exists() else f"{step} of {planned or '?'}"
     train, validation = ([r for r in records if r["split"] == split] for split in ("train", "validation"))
     return Run(name, state, train, validation)
 
@@ -151,7 +152,8 @@ def table(runs: Sequence[Run]) -> str:
     text = "".join(f"| {' | '.join(row)} |\n" for row in rows)
     return text + (
         "\nLosses, accuracies and facets: the last validation. Facet variance: of the facet that varies least. Time a "
-        "step: the median. Losses of runs with other objectives, weights or numbers of candidates do not compare.\n"
+        "step: the median. Tokens: all but padding. Losses of runs with other objectives, weights or numbers of "
+        "candidates do not compare.\n"
     )
 
 

@@ -254,6 +254,8 @@ class Run:
     def finish(self):
         self.note(["finish"])
 def init(**arguments):
+    if arguments["project"] == "closed":
+        raise RuntimeError("no login")
     return Run(arguments)
 """
 
@@ -280,6 +282,8 @@ def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.Monke
     assert resumed["id"] == first["id"] != fresh["id"] and resumed["resume"] == "allow"
     Log(folder, False, 0, wandb_project="mine").close()  # other ranks: nothing
     assert len(read_jsonl(folder / "calls.jsonl")) == 9
+    with pytest.raises(UserError, match=r"run\.wandb_project = closed: no login.*WANDB_MODE=offline"):
+        Log(folder, True, 0, wandb_project="closed")
 
 
 def wandb_settings() -> PretrainSettings:
