@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -72,7 +73,8 @@ class UpdateGuard:
             engine.step()
             return not engine.optimizer.overflow
         gradients = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
-        finite = bool(torch.nn.utils.get_total_norm(gradients).isfinite())
+        engine._global_grad_norm = norm = float(torch.nn.utils.get_total_norm(gradients))  # for the log
+        finite = math.isfinite(norm)
         clipping = engine._config.gradient_clipping
         if not finite:
             engine.zero_grad()  # so that AdamW has nothing to do, and clipping would fail

@@ -220,7 +220,7 @@ class Trainer:
     def _report(self, done: int, window: Totals, pace: Pace) -> None:
         values = self._with_total(window.means()) | {"optim/lr": lr_at(done - 1, self.settings.train)}
         norm = self.engine.get_global_grad_norm()
-        if norm is not None:
+        if norm is not None and math.isfinite(norm):  # of a step without update it is infinite
             values["optim/grad_norm"] = float(norm)
         seconds = pace.seconds()
         values |= throughput(self.engine.module.config, window.sums(), seconds, self._peak_tflops)

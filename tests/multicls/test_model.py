@@ -1,13 +1,9 @@
-"""The model: objectives against naive loops, facets, parameter counts, baselines as settings."""
+"""The model: facets, parameter counts, baselines as settings. Objectives: test_objectives.py."""
 
 from __future__ import annotations
 
-import itertools
-import math
-
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from multicls import (
@@ -16,7 +12,6 @@ from multicls import (
     MultiClsBertForSequenceClassification,
     MultiClsBertModel,
 )
-from multicls.modeling_multicls import mcqt_loss, mcqt_scores, part_scores
 
 TINY = {
     "vocab_size": 97,
@@ -50,71 +45,10 @@ def batch(config: MultiClsBertConfig, examples: int = 4, length: int = 20) -> di
     }
 
 
-def naive_mcqt(queries: Tensor, targets: Tensor, others: Tensor | None, weight: float) -> Tensor:
-    """Eq. 1 and 2, one pair of facets at a time."""
-    candidates = list(targets) + ([] if others is None else list(others))
-    total = torch.zeros((), dtype=torch.float64)
-    for q, query in enumerate(queries):
-        scores = []
-        for candidate in candidates:
-            pairs = [F.cosine_similarity(x, y, dim=0) for x, y in itertools.product(query, candidate)]
-            sums = F.cosine_similarity(query.sum(0), candidate.sum(0), dim=0)
-            scores.append(weight * torch.stack(pairs).max() + (1 - weight) * sums)
-        total = total - scores[q] + torch.stack(scores).logsumexp(0)
-    return total / len(queries)
-
-
-@pytest.mark.parametrize("hard_negatives", [True, False])
-@pytest.mark.parametrize(("facets", "weight"), [(1, 0.1), (3, 0.0), (3, 0.1), (3, 0.5), (3, 1.0)])
-def test_mcqt_equals_a_naive_double_loop(hard_negatives: bool, facets: int, weight: float) -> None:
-    torch.manual_seed(0)
-    parts = 3 if hard_negatives else 2
-    values = torch.randn(parts * 4, facets, 8)
-    ours, theirs = values.clone().requires_grad_(), values.double().requires_grad_()
-    loss = mcqt_loss(part_scores(ours, parts, weight))
-    first, second, *third = theirs.chunk(parts)
-    expected = naive_mcqt(first, second, third[0] if third else None, weight)
-    if third:
-        expected = expected + naive_mcqt(third[0], second, first, weight)
-    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
-    loss.backward()
-    expected.backward()
-    assert ours.grad is not None
-    torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-4, atol=1e-6)
-
-
-def test_mcqt_at_chance_and_with_one_facet() -> None:
-    same = torch.ones(12, 3, 8)
-    assert mcqt_loss(part_scores(same, 3, 0.1)).item() == pytest.approx(2 * math.log(8))
-    torch.manual_seed(0)
-    x, y = torch.randn(5, 1, 8), torch.randn(5, 1, 8)
-    torch.testing.assert_close(mcqt_scores(x, y, 0.0), mcqt_scores(x, y, 1.0))  # lambda has no effect
-
-
 def test_batch_that_is_not_part_major_is_refused() -> None:
     model = MultiClsBertForPreTraining(tiny())
     with pytest.raises(ValueError, match="3 parts"):
         model(torch.randint(10, 97, (4, 20)))
-
-
-def test_losses_against_their_definitions() -> None:
-    config = tiny()
-    model = MultiClsBertForPreTraining(config).eval()
-    inputs = batch(config)
-    inputs["so_labels"][2] = -100
-    out = model(**inputs)
-    hidden = out.last_hidden_state
-    logits = model.cls.predictions(hidden)  # at all positions; the model computes the masked ones only
-    torch.testing.assert_close(out.losses["mlm"], F.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten()))
-    torch.testing.assert_close(out.losses["so"], F.cross_entropy(out.so_logits, inputs["so_labels"]))
-    terms = [
-        (out.tfidf[row, column] - inputs["tfidf_labels"][row, column]) ** 2
-        for row in range(12)
-        for column, position in enumerate([0, *range(4, 20)])
-        if inputs["attention_mask"][row, position]
-    ]
-    torch.testing.assert_close(out.losses["tfidf"], torch.stack(terms).mean())
-    torch.testing.assert_close(out.loss, sum(out.losses.values()))
 
 
 def test_normalizers_replace_the_counts() -> None:
@@ -125,22 +59,6 @@ def test_normalizers_replace_the_counts() -> None:
     torch.testing.assert_close(shared["mlm"], own["mlm"] * 24 / 48)
     torch.testing.assert_close(shared["so"], own["so"] * 12 / 6)
     torch.testing.assert_close(shared["tfidf"], own["tfidf"])
-
-
-def test_padding_changes_no_loss() -> None:
-    config = tiny()
-    model = MultiClsBertForPreTraining(config).eval()
-    inputs = batch(config)
-    fill = {"labels": -100}
-    longer = {
-        name: F.pad(tensor, (0, 6), value=fill.get(name, 0)) if tensor.dim() == 2 else tensor
-        for name, tensor in inputs.items()
-    }
-    short, long = model(**inputs).losses, model(**longer).losses
-    for name in short:
-        torch.testing.assert_close(short[name], long[name], rtol=1e-5, atol=1e-6)
-    longer["attention_mask"][:, -6:] = 1  # the control
-    assert (model(**longer).losses["mlm"] - short["mlm"]).abs() > 1e-5
 
 
 def test_inserted_layers_touch_the_facets_only() -> None:

@@ -18,7 +18,7 @@ from multicls.files import REPOSITORY
 from multicls.modeling_multicls import mcqt_loss, part_scores
 from pretrain.nonfinite import UpdateGuard
 from pretrain.training import dropout_seed, lr_at
-from tests.pretrain.two_ranks import CASES, FACETS, MICRO_BATCHES, RANKS, STEPS, micro_batch, model, settings
+from tests.pretrain.two_ranks import CASES, FACETS, MICRO_BATCHES, RANKS, STEPS, facets, micro_batch, model, settings
 
 OBJECTIVES = ("mlm", "tfidf", "so", "mcqt")
 
@@ -62,21 +62,21 @@ def plain_pytorch(gather: bool) -> list[dict[str, float]]:
     steps = []
     for step in range(STEPS):
         batches = [micro_batch(step * MICRO_BATCHES + slot) for slot in range(MICRO_BATCHES)]
-        sums, facets = dict.fromkeys(OBJECTIVES[:3], torch.zeros(())), []
+        sums, embedded = dict.fromkeys(OBJECTIVES[:3], torch.zeros(())), []
         for batch in batches:
             number, _ = batch.pop("number"), batch.pop("example_ids")
             torch.manual_seed(dropout_seed(train.seed, int(number)))
             outputs = network(**batch, normalizers=dict.fromkeys(sums, 1.0))
             sums = {name: total + outputs.losses[name] for name, total in sums.items()}
-            facets.append(outputs.facet_embeddings)
+            embedded.append(outputs.facet_embeddings)
         if gather:  # the micro-batches that the ranks compute at the same time, as one
-            facets = [joined(facets[start : start + RANKS]) for start in range(0, MICRO_BATCHES, RANKS)]
-        rows = torch.cat([batch["attention_mask"].sum(dim=1) - FACETS for batch in batches])
+            embedded = [joined(embedded[start : start + RANKS]) for start in range(0, MICRO_BATCHES, RANKS)]
+        lengths = torch.cat([batch["attention_mask"].sum(dim=1) - FACETS for batch in batches])
         losses = {
             "mlm": sums["mlm"] / sum(int((batch["labels"] != -100).sum()) for batch in batches),
-            "tfidf": sums["tfidf"] / rows.sum(),
-            "so": sums["so"] / len(rows),
-            "mcqt": torch.stack([mcqt_loss(part_scores(f, 3, 0.1)) for f in facets]).mean(),
+            "tfidf": sums["tfidf"] / lengths.sum(),
+            "so": sums["so"] / len(lengths),
+            "mcqt": torch.stack([mcqt_loss(part_scores(rows, 3, 0.1)) for rows in embedded]).mean(),
         }
         for group in optimizer.param_groups:
             group["lr"] = lr_at(step, train)
@@ -88,8 +88,8 @@ def plain_pytorch(gather: bool) -> list[dict[str, float]]:
     return steps
 
 
-def joined(facets: list[Tensor]) -> Tensor:
-    parts = [batch.chunk(3) for batch in facets]
+def joined(embedded: list[Tensor]) -> Tensor:
+    parts = [batch.chunk(3) for batch in embedded]
     return torch.cat([batch[part] for part in range(3) for batch in parts])
 
 
@@ -122,6 +122,19 @@ def test_what_is_not_finite_is_named(launched: Launched) -> None:
     named = "step 3, rank 1: loss/tfidf = inf; examples (epoch:index) 0:39 0:40 0:41"
     assert launched.stderr.count(named) == len(CASES)
     assert "step 3, rank 0" not in launched.stderr
+
+
+@pytest.mark.launcher
+@pytest.mark.parametrize("parts", [2, 3])
+def test_gathered_negatives_are_those_of_the_joined_batch(launched: Launched, parts: int) -> None:
+    found = launched["gathered"][str(parts)]
+    rows = facets(parts).requires_grad_()
+    loss = mcqt_loss(part_scores(rows, parts, 0.1))
+    loss.backward()
+    assert rows.grad is not None
+    assert found["loss"] == pytest.approx(loss.item(), rel=1e-12)
+    gradient = torch.tensor(found["gradient"], dtype=torch.float64) / RANKS  # DeepSpeed takes the mean over ranks
+    torch.testing.assert_close(gradient, rows.grad.flatten(), rtol=1e-9, atol=1e-12)
 
 
 class Fp16Engine:

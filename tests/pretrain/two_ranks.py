@@ -15,6 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from multicls import MultiClsBertConfig, MultiClsBertForPreTraining
 from multicls.ds_config import load_ds_config, resolve_ds_config
 from multicls.ds_runtime import leave_deepspeed, prepare_deepspeed
+from multicls.modeling_multicls import mcqt_loss, part_scores
+from pretrain.negatives import gather_rows
 from pretrain.settings import PretrainSettings, batch_arithmetic
 from pretrain.training import Trainer
 
@@ -120,9 +122,29 @@ def run(deepspeed: Any, case: Case) -> dict[str, Any]:
     return {"losses": losses, "levels": [*levels, loss()], "stopped": stopped}
 
 
+def gathered(parts: int) -> dict[str, Any]:
+    """MCQT over the facets of both ranks: the mean of their losses, and the gradients of all rows, part-major."""
+    rank = torch.distributed.get_rank()
+    rows = facets(parts).reshape(parts, RANKS, TRIPLES, FACETS, -1)[:, rank].flatten(0, 1).requires_grad_()
+    loss = mcqt_loss(part_scores(rows, parts, 0.1, gather_rows))
+    loss.backward()
+    gradients = [torch.empty_like(rows) for _ in range(RANKS)]
+    torch.distributed.all_gather(gradients, rows.grad)
+    total = loss.detach()
+    torch.distributed.all_reduce(total)
+    by_part = torch.stack(gradients).unflatten(1, (parts, TRIPLES)).transpose(0, 1)
+    return {"loss": float(total) / RANKS, "gradient": by_part.flatten(0, 2).flatten().tolist()}
+
+
+def facets(parts: int) -> Tensor:
+    """Of the triples of both ranks together."""
+    generator = torch.Generator().manual_seed(parts)
+    return torch.randn(parts * RANKS * TRIPLES, FACETS, 8, dtype=torch.float64, generator=generator)
+
+
 def main() -> None:
     deepspeed = prepare_deepspeed()
-    results = {}
+    results: dict[str, Any] = {"gathered": {parts: gathered(parts) for parts in (2, 3)}}
     for name, case in CASES.items():
         print(f"case {name}", file=sys.stderr, flush=True)
         results[name] = run(deepspeed, case)
