@@ -1,0 +1,186 @@
+"""A run that is killed, signalled, moved to other numbers of ranks or out of disk ends as one left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.pretrain.conftest import weights
+
+pytestmark = pytest.mark.launcher
+Disturb = Callable[..., list[list[int]]]
+VARYING = ("speed/", "memory/")
+
+
+@pytest.fixture(scope="module")
+def disturb(tiny_bert: Path, tiny_corpus: Path) -> Disturb:
+    """`disturb(run_folder, launch, launch, ...)`: exit codes of the ranks of each launch; see accidents.py."""
+
+    def run(folder: Path, *launches: dict[str, Any], flags: tuple[str, ...] = ()) -> list[list[int]]:
+        arguments = ["--recipe", "pretrain/recipes/tiny.yaml", "--model", str(tiny_bert), "--corpus", str(tiny_corpus)]
+        arguments += ["--output_dir", str(folder), "--set", "run.log_every=3", *flags]
+        plan = folder.parent / "plan.json"
+        plan.write_text(json.dumps([launch | {"arguments": arguments} for launch in launches]))
+        script = Path(__file__).with_name("accidents.py")
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(script), str(plan)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        codes: list[list[int]] = json.loads(done.stdout.splitlines()[-1])
+        return codes
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def undisturbed(disturb: Disturb, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    assert disturb(folder, {}) == [[0]]
+    return folder
+
+
+def said(folder: Path, launch: int) -> str:
+    return (folder.parent / f"launch_{launch}.txt").read_text()
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """What metrics.jsonl says but for speed and memory."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in record.items() if not name.startswith(VARYING)} for record in records]
+
+
+def optimizer_state(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of the last checkpoint."""
+    found: dict[str, torch.Tensor] = {}
+
+    def collect(prefix: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            found[prefix] = value
+        elif isinstance(value, (dict, list, tuple)):
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                collect(f"{prefix}/{key}", item)
+
+    for file in (folder / "checkpoints" / "step_00000008").glob("*.pt"):
+        collect(file.name, torch.load(file, weights_only=False))
+    return found
+
+
+def assert_same_to_the_bit(folder: Path, other: Path) -> None:
+    assert weights(folder) == weights(other)
+    ours, theirs = optimizer_state(folder), optimizer_state(other)
+    assert ours.keys() == theirs.keys() and any("exp_avg_sq" in name for name in ours)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert metrics(folder) == metrics(other)
+
+
+def test_killed_again_and_again(disturb: Disturb, undisturbed: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    launches = [
+        {"accident": "killed in a step", "step": 2},  # before the first checkpoint
+        {"accident": "killed in a step", "step": 6},
+        {"accident": "killed in an evaluation", "step": 7},
+        {"accident": "killed in a save", "step": 8},
+        {"accident": "killed before the marker", "step": 8},
+        {"accident": "killed in an export"},
+        {"accident": "killed after the export"},
+        {},
+    ]
+    assert disturb(folder, *launches) == [[-9]] * 7 + [[0]]
+    begins = ["fresh run", "fresh run", *["resuming from step 4"] * 4, *["resuming from step 8"] * 2]
+    for number, begin in enumerate(begins):
+        assert begin in said(folder, number), number
+    assert_same_to_the_bit(folder, undisturbed)
+    assert {path.name for path in folder.iterdir()} == {path.name for path in undisturbed.iterdir()}
+    checkpoints = {path.name for path in (folder / "checkpoints").iterdir()}
+    assert checkpoints == {"step_00000004", "step_00000008"}
+
+
+def test_signals_save_and_leave(disturb: Disturb, undisturbed: Path, tmp_path: Path) -> None:
+    """Stopped in the middle of a window of metrics and between two regular checkpoints."""
+    folder = tmp_path / "run"
+    stops = [{"accident": name, "step": step} for name, step in (("SIGTERM", 0), ("SIGUSR1", 1), ("SIGINT", 4))]
+    assert disturb(folder, *stops) == [[0]] * 3
+    assert json.loads((folder / "STOPPED").read_text()) == {"step": 5, "reason": "SIGINT"}
+    for number, step in enumerate((1, 2, 5)):
+        assert f"{stops[number]['accident']}: saving after this step" in said(folder, number)
+        assert f"checkpoint at step {step}; the same command goes on" in said(folder, number)
+    assert disturb(folder, {}) == [[0]]
+    assert "resuming from step 5" in said(folder, 0) and not (folder / "STOPPED").exists()
+    assert_same_to_the_bit(folder, undisturbed)
+
+
+def test_one_signalled_rank_takes_all_along_and_others_go_on(
+    disturb: Disturb, undisturbed: Path, tmp_path: Path
+) -> None:
+    """One rank, two of which one is signalled, one, two: the same examples and the same losses."""
+    folder = tmp_path / "run"
+    launches = [
+        {"accident": "SIGTERM", "step": 1},
+        {"accident": "SIGUSR1", "step": 4, "ranks": 2, "on": 1},
+        {"accident": "killed in a step", "step": 6},
+        {"ranks": 2},
+    ]
+    assert disturb(folder, *launches) == [[0], [0, 0], [-9], [0, 0]]
+    assert "converted for 2 rank(s)" in said(folder, 1) and "converted for 1 rank(s)" in said(folder, 2)
+    assert not list((folder / "checkpoints").glob("*universal*"))
+    for ours, theirs in zip(metrics(folder), metrics(undisturbed), strict=True):
+        for name, value in theirs.items():
+            assert ours[name] == (pytest.approx(value, rel=1e-4) if name.startswith("loss/") else ours[name])
+    ours, theirs = weights(folder), weights(undisturbed)
+    assert ours.keys() == theirs.keys()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.slow
+def test_other_numbers_of_ranks_at_other_stages(
+    disturb: Disturb, undisturbed: Path, tmp_path: Path, stage: int
+) -> None:
+    launches = [{"accident": "SIGTERM", "step": 2}, {"accident": "SIGTERM", "step": 5, "ranks": 2}, {}]
+    assert disturb(tmp_path / "run", *launches, flags=("--config", f"ds_configs/zero{stage}.json")) == [
+        [0],
+        [0, 0],
+        [0],
+    ]
+    for ours, theirs in zip(metrics(tmp_path / "run"), metrics(undisturbed), strict=True):
+        losses = {name: value for name, value in theirs.items() if name.startswith("loss/")}
+        assert {name: ours[name] for name in losses} == pytest.approx(losses, rel=1e-4)
+
+
+def test_full_disk_keeps_the_run_alive(disturb: Disturb, undisturbed: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert disturb(folder, {"accident": "full disk", "step": 4}, flags=("--set", "run.save_every=2")) == [[0]]
+    warning = "WARNING: the checkpoint of step 4 could not be written: [Errno 27] File too large. The newest one is of"
+    assert warning in said(folder, 0) and warning in (folder / "log.txt").read_text()
+    assert weights(folder) == weights(undisturbed) and metrics(folder)[-1] == metrics(undisturbed)[-1]
+
+
+def test_damaged_checkpoint_is_passed_over(disturb: Disturb, undisturbed: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert disturb(folder, {"accident": "SIGTERM", "step": 5}) == [[0]]
+    (file,) = (folder / "checkpoints" / "step_00000006").glob("*optim_states.pt")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    assert disturb(folder, {}) == [[0]]
+    assert "step_00000006 is damaged" in (folder / "log.txt").read_text() and "resuming from step 4" in said(folder, 0)
+    assert_same_to_the_bit(folder, undisturbed)
+
+
+def test_time_limit(disturb: Disturb, tmp_path: Path) -> None:
+    assert disturb(tmp_path / "run", {}, flags=("--set", "run.time_limit=0.001")) == [[0]]
+    assert json.loads((tmp_path / "run" / "STOPPED").read_text()) == {"step": 1, "reason": "run.time_limit"}
+
+
+def test_lost_checkpoints_are_no_reason_to_start_again(disturb: Disturb, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 7, "split": "train"}\n')
+    assert disturb(tmp_path / "run", {}) == [[2]]
+    assert "reports step 7, but there is no checkpoint" in said(tmp_path / "run", 0)
