@@ -199,6 +199,18 @@ def console_line(step: int, steps: int, values: Mapping[str, float], eta: float 
     return "  ".join(parts)
 
 
+def collapses(values: Mapping[str, float]) -> list[str]:
+    """What is wrong with the facets in words, by their values on validation; nothing for healthy ones."""
+    found = []
+    if (cosine := values.get("facets/mean_cosine", 0.0)) > 0.95:
+        found.append(f"the facets of a text are nearly the same (facets/mean_cosine {cosine:.3f})")
+    variances = {name: value for name, value in values.items() if name.startswith("facets/variance_")}
+    if still := {name: value for name, value in variances.items() if value < 0.01}:
+        shown = ", ".join(f"{name} {value:.4f}" for name, value in still.items())
+        found.append(f"{len(still)} of {len(variances)} facets are nearly the same for every text ({shown})")
+    return found
+
+
 def duration(seconds: float) -> str:
     """`3h12`, `4m05s` or `12s`."""
     minutes, rest = divmod(round(seconds), 60)

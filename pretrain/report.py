@@ -223,6 +223,7 @@ def _draw_panel(axes: Axes, key: str, runs: Sequence[Run], styles: Sequence[Mapp
         axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
     elif key == "speed/tokens_per_second":
         axes.set_ylim(bottom=0)
+    axes.locator_params("x", integer=True)
     axes.set_xlabel("step", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.3)

@@ -16,7 +16,7 @@ from torch import Tensor
 from data_prep.triples import TripleStream
 from pretrain.batches import Batch, Share, load_steps
 from pretrain.flops import known_peak_tflops, throughput
-from pretrain.metrics import Log, Totals, console_line, measure, peak_memory_gb, term_counts
+from pretrain.metrics import Log, Totals, collapses, console_line, measure, peak_memory_gb, term_counts
 from pretrain.negatives import gather_rows
 from pretrain.nonfinite import UpdateGuard
 from pretrain.settings import ObjectiveSettings, PretrainSettings, TrainSettings
@@ -210,6 +210,8 @@ class Trainer:
         values = self.evaluate()
         self.log.record(step, "validation", values)
         self.log.say("validation  " + console_line(step, self.settings.train.steps, values, eta=None))
+        for problem in collapses(values) if self.settings.objective.mcqt else []:
+            self.log.say(f"warning: {problem}")
         return values
 
     def _save(self, done: int, state: dict[str, Any]) -> None:

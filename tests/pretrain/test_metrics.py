@@ -16,7 +16,7 @@ from multicls.errors import UserError
 from multicls.files import read_jsonl
 from multicls.settings import load_settings
 from pretrain.flops import known_peak_tflops, throughput, training_flops
-from pretrain.metrics import Log, Totals, console_line, measure, term_counts
+from pretrain.metrics import Log, Totals, collapses, console_line, measure, term_counts
 from pretrain.settings import PretrainSettings
 
 LENGTH, TRIPLES = 16, 4
@@ -154,6 +154,10 @@ def test_collapsed_facets_show() -> None:
     collapsed = totals_of(network, [micro_batch(0, 3, 3)]).means()
     assert collapsed["facets/mean_cosine"] == pytest.approx(1) and collapsed["facets/variance_1"] == pytest.approx(0)
     assert collapsed["facets/top_pair_share"] == 1 and collapsed["facets/pair_entropy"] == 0
+    assert collapses(healthy) == [] and [problem.partition(" (")[0] for problem in collapses(collapsed)] == [
+        "the facets of a text are nearly the same",
+        "3 of 3 facets are nearly the same for every text",
+    ]
     assert collapsed["facets/mean_cosine_hidden"] == pytest.approx(healthy["facets/mean_cosine_hidden"])
 
 
