@@ -48,7 +48,7 @@ class UpdateGuard:
             FloatingPointError: it is, and no more steps may be skipped.
         """
         engine, seen, self._seen = self._engine, self._seen, []
-        scale = self._loss_scale()
+        scale = self.loss_scale()
         if self._update():
             return
         broken = [(batch, values) for batch, losses in seen if (values := _not_finite(losses))]
@@ -94,7 +94,7 @@ class UpdateGuard:
         if dist.get_rank() == 0:
             print(f"{what} No update; {self._left} more step(s) may go without.", file=sys.stderr, flush=True)
 
-    def _loss_scale(self) -> float:
+    def loss_scale(self) -> float:
         """The present one of fp16, 0 in other precisions."""
         if not self._engine.fp16_enabled():
             return 0.0

@@ -224,6 +224,8 @@ class Trainer:
         norm = self.engine.get_global_grad_norm()
         if norm is not None and math.isfinite(norm):  # of a step without update it is infinite
             values["optim/grad_norm"] = float(norm)
+        if scale := self.guard.loss_scale():
+            values["optim/loss_scale"] = scale
         seconds = pace.seconds()
         values |= throughput(self.engine.module.config, window.sums(), seconds, self._peak_tflops)
         values |= pace.metrics(seconds) | {"memory/peak_gb": peak_memory_gb(self.device)}

@@ -113,6 +113,7 @@ def test_keys_of_report_and_page_are_keys_of_a_run() -> None:
     totals = totals_of(network, [micro_batch(0, 2, 3)])
     written = totals.means().keys() | throughput(network.config, totals.sums(), 1.0, 1.0).keys()
     written |= Pace().metrics(1.0).keys() | {"loss/total", "optim/lr", "optim/grad_norm", "memory/peak_gb"}
+    written |= {"optim/loss_scale"}
     assert set(PANELS.values()) | {key for key, _ in COLUMNS.values()} <= written | {"least facets/variance"}
     page = (REPOSITORY / "docs" / "pretraining.md").read_text(encoding="utf-8")
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
