@@ -6,10 +6,22 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertForPreTraining, BertModel
+from transformers import (
+    AlbertConfig,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    BertForPreTraining,
+    BertModel,
+    ElectraConfig,
+    ElectraForPreTraining,
+    RobertaConfig,
+    RobertaForMaskedLM,
+)
 
 from multicls.errors import UserError
 from multicls.initialize import from_bert
@@ -61,12 +73,63 @@ def test_weights_repeat_with_the_seed(tiny_bert: Path) -> None:
     assert not torch.equal(facets(1), facets(2))
 
 
-def test_other_models_are_refused(tmp_path: Path) -> None:
+SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64}
+
+
+def other_encoder(tiny_bert: Path, folder: Path, kind: str) -> Any:
+    """A folder with a RoBERTa or an ELECTRA of random weights, with no parameter at 0 or 1."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
+    tokenizer.save_pretrained(folder)
+    if kind == "roberta":
+        shape = SIZES | {"max_position_embeddings": 66, "type_vocab_size": 1, "pad_token_id": 1}
+        model: Any = RobertaForMaskedLM(RobertaConfig(vocab_size=len(tokenizer), layer_norm_eps=1e-5, **shape))
+    else:
+        shape = SIZES | {"max_position_embeddings": 64, "embedding_size": 32}
+        model = ElectraForPreTraining(ElectraConfig(vocab_size=len(tokenizer), **shape))
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+@pytest.mark.parametrize("kind", ["roberta", "electra"])
+def test_encoders_that_are_berts_under_other_names(tiny_bert: Path, tmp_path: Path, kind: str) -> None:
+    torch.manual_seed(0)
+    theirs = other_encoder(tiny_bert, tmp_path, kind)
+    notes: list[str] = []
+    ours, tokenizer = from_bert(str(tmp_path), num_facets=0, facet_layers=[], report=notes.append)
+    ids = torch.randint(20, 90, (3, 14))
+    mask = torch.ones_like(ids)
+    ids[1, 9:], mask[1, 9:] = theirs.config.pad_token_id, 0
+    with torch.no_grad():
+        hidden = theirs.base_model(ids, attention_mask=mask).last_hidden_state
+        out = ours.eval().bert(ids, attention_mask=mask, token_type_ids=ids % 2 * (kind == "roberta"))
+        torch.testing.assert_close(out.last_hidden_state[mask.bool()], hidden[mask.bool()], rtol=1e-5, atol=1e-5)
+        if kind == "roberta":
+            out = ours.cls.predictions(hidden)
+            torch.testing.assert_close(out, theirs(ids, attention_mask=mask).logits, rtol=1e-4, atol=1e-5)
+            assert "weights: encoder, MLM head from" in notes[0] and "left over" not in notes[0]
+        else:
+            assert "weights: encoder from" in notes[0] and "left over: discriminator_predictions" in notes[0]
+    with_facets, tokenizer = from_bert(str(tmp_path), num_facets=3, report=notes.append)
+    with_facets.save_pretrained(tmp_path / "saved")
+    tokenizer.save_pretrained(tmp_path / "saved")
+    again, _ = from_bert(str(tmp_path / "saved"), num_facets=3, report=notes.append)
+    assert again.config.model_type == "multicls-bert" and again.config.facet_layers == [1, 2]
+    assert all(torch.equal(t, again.state_dict()[name]) for name, t in with_facets.state_dict().items())
+
+
+def test_other_models_are_refused(tiny_bert: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be loaded"):
         from_bert(str(tmp_path / "nothing"))
-    (tmp_path / "config.json").write_text('{"model_type": "roberta"}')
-    with pytest.raises(UserError, match="roberta|cannot be loaded"):
-        from_bert(str(tmp_path))
+    for config, reason in (
+        (AlbertConfig(), "its model_type is 'albert'. What works: BERT"),
+        (ElectraConfig(), "embedding_size = 128 is projected to hidden_size = 256"),
+    ):
+        config.save_pretrained(tmp_path)
+        AutoTokenizer.from_pretrained(tiny_bert).save_pretrained(tmp_path)
+        with pytest.raises(UserError, match=reason):
+            from_bert(str(tmp_path))
 
 
 def test_encoder_of_another_shape_is_refused(tiny_bert: Path, tmp_path: Path) -> None:
