@@ -18,6 +18,7 @@ from multicls.settings import load_settings
 from pretrain.flops import known_peak_tflops, throughput, training_flops
 from pretrain.metrics import Log, Totals, collapses, console_line, measure, term_counts
 from pretrain.settings import PretrainSettings
+from tests.pretrain.conftest import Launch, records
 
 LENGTH, TRIPLES = 16, 4
 
@@ -299,3 +300,24 @@ def test_wandb_missing_is_said_before_anything_starts(monkeypatch: pytest.Monkey
     monkeypatch.setattr("pretrain.settings.find_spec", lambda name: None)
     with pytest.raises(UserError, match="run.wandb_project = 'mine'.*pip install wandb"):
         wandb_settings()
+
+
+@pytest.mark.launcher
+def test_a_run_with_peak_and_wandb(launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "wandb.py").write_text(WANDB)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
+    flags = ["--steps", "2", "--set", "run.peak_tflops=0.001", "--set", "run.wandb_project=mine"]
+    done = launch(tmp_path / "run", *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "  mfu " in done.stdout
+    train, validation = (records(tmp_path / "run", split) for split in ("train", "validation"))
+    for line in train:
+        assert line["speed/mfu"] > 0
+        assert line["data/tokens"] == pytest.approx(line["data/tokens_per_sequence"] * 18)
+        assert line["speed/tokens_per_second"] * line["speed/seconds_per_step"] == pytest.approx(line["data/tokens"])
+    calls: list[Any] = list(read_jsonl(tmp_path / "run" / "calls.jsonl"))
+    assert calls[0][0] == "init" and calls[0][1]["config"]["train"]["steps"] == 2 and calls[-1] == ["finish"]
+    assert [call[1] for call in calls[1:-1]] == [0, 1, 2, 2]
+    last = {f"validation/{key}": value for key, value in validation[-1].items() if key not in ("step", "split")}
+    assert calls[-2] == ["log", 2, last]
