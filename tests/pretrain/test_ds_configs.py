@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from multicls.files import REPOSITORY
 from multicls.modeling_multicls import mcqt_loss, part_scores
 from pretrain.nonfinite import UpdateGuard
 from pretrain.training import dropout_seed, lr_at
+from tests.pretrain.conftest import Launch
 from tests.pretrain.two_ranks import CASES, FACETS, MICRO_BATCHES, RANKS, STEPS, facets, micro_batch, model, settings
 
 OBJECTIVES = ("mlm", "tfidf", "so", "mcqt")
@@ -135,6 +138,20 @@ def test_gathered_negatives_are_those_of_the_joined_batch(launched: Launched, pa
     assert found["loss"] == pytest.approx(loss.item(), rel=1e-12)
     gradient = torch.tensor(found["gradient"], dtype=torch.float64) / RANKS  # DeepSpeed takes the mean over ranks
     torch.testing.assert_close(gradient, rows.grad.flatten(), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.launcher
+def test_a_run_that_is_not_finite_ends_with_code_1(launch: Launch, tiny_bert: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_bert, tmp_path / "broken")
+    weights = load_file(tmp_path / "broken" / "model.safetensors")
+    weights["cls.predictions.bias"][3] = float("nan")
+    save_file(weights, tmp_path / "broken" / "model.safetensors", {"format": "pt"})
+    flags = ["--set", "model.random_weights=false", "--set", "train.skip_nonfinite=2", "--set", "run.save_every=2"]
+    done = launch(tmp_path / "run", "--model", str(tmp_path / "broken"), *flags)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stdout + done.stderr
+    assert "step 0: a loss is not finite on 1 rank(s)" in done.stderr and "1 more step(s) may go without" in done.stderr
+    assert "error: step 2: a loss is not finite" in done.stderr
+    assert not (tmp_path / "run" / "hf").exists() and not (tmp_path / "run" / "DONE").exists()
 
 
 class Fp16Engine:

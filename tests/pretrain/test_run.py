@@ -59,9 +59,9 @@ def test_two_ranks_give_the_same_curve(launch: Launch, finished: Path, tmp_path:
             assert {name: two[name] for name in LOSSES} == pytest.approx({name: one[name] for name in LOSSES}, rel=1e-5)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_every_zero_stage_gives_the_same_curve(launch: Launch, finished: Path, tmp_path: Path, stage: int) -> None:
-    done = launch(tmp_path / "run", "--config", f"ds_configs/zero{stage}.json")
+def test_zero_3_gives_the_same_curve(launch: Launch, finished: Path, tmp_path: Path) -> None:
+    """And the same export. The other stages: test_ds_configs.py."""
+    done = launch(tmp_path / "run", "--config", "ds_configs/zero3.json")
     assert done.returncode == 0, done.stdout + done.stderr
     for ours, theirs in zip(records(tmp_path / "run"), records(finished), strict=True):
         assert {name: ours[name] for name in LOSSES} == pytest.approx({name: theirs[name] for name in LOSSES}, rel=1e-5)
