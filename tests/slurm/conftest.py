@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -41,9 +43,12 @@ KillWait=5
 SlurmdTimeout=10
 ReturnToService=2
 SchedulerParameters=sched_interval=2,bf_interval=2
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2
-PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=all Nodes=n1,n2 Default=YES
+PartitionName=urgent Nodes=n1,n2 PriorityTier=10
 """
 
 
@@ -94,16 +99,30 @@ class Cluster:
         until(lambda: self.job(job)["JobState"] in (states or ended), timeout, lambda: str(self.job(job)))
         return self.job(job)
 
-    def start(self, name: str, *command: str) -> None:
+    def start(self, name: str, *command: str, **environment: str) -> None:
         """Starts a daemon that stays in the foreground."""
-        log = open(self.folder / f"{name}.out", "ab")  # noqa: SIM115  (the daemon's, as long as it runs)
-        self.daemons[name] = subprocess.Popen(
-            command, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-        )
+        with open(self.folder / f"{name}.out", "ab") as log:
+            self.daemons[name] = subprocess.Popen(
+                command,
+                env=self.environment | environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
 
     def start_node(self, name: str) -> None:
-        """Starts the slurmd of n1 or n2."""
-        self.start(name, "slurmd", "-D", "-N", name, "-f", str(self.folder / "slurm.conf"))
+        """Starts the slurmd of n1 or n2. As its jobs do, its own processes tell the name of the node."""
+        conf = str(self.folder / "slurm.conf")
+        self.start(name, "slurmd", "-D", "-N", name, "-f", conf, SLURMD_NODENAME=name)
+
+    def fail_node(self, name: str) -> None:
+        """Ends everything on a node at once, as when the machine fails."""
+        here = processes(name)
+        for number in sorted(here, key=lambda number: not here[number].startswith("slurm")):  # before they can tell
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+        self.daemons[name].wait()
 
     def stop(self) -> None:
         """Ends jobs and daemons."""
@@ -115,6 +134,16 @@ class Cluster:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
+
+
+def processes(node: str = "") -> dict[int, str]:
+    """Command lines of all processes of jobs and nodes, or of those on one node, by their process ids."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # one that has ended
+            if f"\0SLURMD_NODENAME={node}".encode() in b"\0" + (process / "environ").read_bytes():
+                found[int(process.name)] = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return found
 
 
 def until(condition: Callable[[], object], timeout: float, what: Callable[[], str] = lambda: "") -> None:

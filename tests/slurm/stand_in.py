@@ -1,12 +1,14 @@
 """Stands in for pretrain/run.py where a test is about the batch script: starts at once, and fails as it is told.
 
 `--codes 1+,0!`: the exit code of each start, the last one for all later ones; "+" saves, "!" finishes.
+"wait" saves and leaves with 0 when SIGUSR1 comes.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -26,6 +28,10 @@ names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", 
 seen = {name: os.environ[name] for name in names} | {"arguments": sys.argv[1:]}
 Path(f"rank{rank}.json").write_text(json.dumps(seen))
 print(f"start {start} rank {rank}", flush=True)
+if now == "wait":
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    signal.sigwait({signal.SIGUSR1})
+    now = "0+"
 if rank == "0" and now[-1] in "+!":
     checkpoint.write_text("100" if now[-1] == "!" else str(step + 1))
 sys.exit(int(now.rstrip("+!")))

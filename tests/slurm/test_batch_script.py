@@ -5,54 +5,110 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-from tests.slurm.conftest import Cluster
+from tests.slurm.conftest import Cluster, until
 
 pytestmark = pytest.mark.slurm
+AWKWARD = ("--set", "a=[1, 2]", "$HOME", 'quote"s', "it's", "*")
+JOBS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # name -> flags of the run, options of sbatch
+    "time limit": (("--codes", "wait,0!"), ("--time=1", "--signal=USR1@20")),
+    "crashes": (("--codes", "0+,1+,1+,1+,1"), ()),
+    "cancelled": (("--codes", "wait"), ()),
+    "ranks": (AWKWARD, ("--nodes=2", "--ntasks-per-node=2")),
+    "settings": (("--wrong",), ()),
+    "data": (("--codes", "2+"), ("--nodes=2",)),
+}
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "pretrain").mkdir()
-    shutil.copy(Path(__file__).with_name("stand_in.py"), tmp_path / "pretrain" / "run.py")
-    return tmp_path
+class Submitted(NamedTuple):
+    folder: Path
+    number: str
+
+    def log(self, node: str = "") -> str:
+        return (self.folder / f"pretrain-{self.number}{node}.log").read_text()
+
+    def started(self) -> bool:
+        return (self.folder / f"pretrain-{self.number}-node0.log").exists()
 
 
-def test_ranks_on_two_nodes(cluster: Cluster, folder: Path) -> None:
-    awkward = ("--set", "a=[1, 2]", "$HOME", 'quote"s', "it's", "*")
-    job = cluster.submit("pretrain.sbatch", *awkward, cwd=folder, options=("--nodes=2", "--ntasks-per-node=2"))
-    assert cluster.wait(job)["JobState"] == "COMPLETED"
-    ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(4)]
+@pytest.fixture(scope="module")
+def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Submitted]:
+    """All jobs at once: they mostly wait for SLURM."""
+    submitted = {}
+    for name, (flags, options) in JOBS.items():
+        folder = tmp_path_factory.mktemp(name.replace(" ", "_"))
+        (folder / "pretrain").mkdir()
+        shutil.copy(Path(__file__).with_name("stand_in.py"), folder / "pretrain" / "run.py")
+        number = cluster.submit("pretrain.sbatch", *flags, cwd=folder, options=options)
+        submitted[name] = Submitted(folder, number)
+    return submitted
+
+
+def test_cancelled_job_stays_so(cluster: Cluster, jobs: dict[str, Submitted]) -> None:
+    job = jobs["cancelled"]
+    until(job.started, 30)
+    cluster.run("scancel", job.number)
+    ended = cluster.wait(job.number)
+    assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "0"), job.log()
+
+
+def test_ranks_on_two_nodes(cluster: Cluster, jobs: dict[str, Submitted]) -> None:
+    job = jobs["ranks"]
+    assert cluster.wait(job.number)["JobState"] == "COMPLETED", job.log()
+    ranks = [json.loads((job.folder / f"rank{rank}.json").read_text()) for rank in range(4)]
     assert [(rank["RANK"], rank["LOCAL_RANK"], rank["SLURMD_NODENAME"]) for rank in ranks] == [
         ("0", "0", "n1"), ("1", "1", "n1"), ("2", "0", "n2"), ("3", "1", "n2"),
     ]  # fmt: skip
     for rank in ranks:
-        assert rank["arguments"] == list(awkward)
+        assert rank["arguments"] == list(AWKWARD)
         assert (rank["WORLD_SIZE"], rank["LOCAL_WORLD_SIZE"]) == ("4", "2")
-        assert (rank["MASTER_ADDR"], rank["MASTER_PORT"]) == (ranks[0]["MASTER_ADDR"], str(20000 + int(job)))
+        assert (rank["MASTER_ADDR"], rank["MASTER_PORT"]) == (ranks[0]["MASTER_ADDR"], str(20000 + int(job.number)))
     for node in range(2):
-        lines = (folder / f"pretrain-{job}-node{node}.log").read_text().splitlines()
+        lines = job.log(f"-node{node}").splitlines()
         assert sorted(lines) == [f"start 0 rank {2 * node}", f"start 0 rank {2 * node + 1}"]
-    again = cluster.submit("pretrain.sbatch", cwd=folder)
-    assert cluster.wait(again)["JobState"] == "COMPLETED"
-    assert "finished at step 100" in (folder / f"pretrain-{again}.log").read_text()
-    assert not (folder / f"pretrain-{again}-node0.log").exists()  # nothing was started
 
 
-@pytest.mark.parametrize(("flags", "launched"), [(["--wrong"], False), (["--codes", "2+"], True)])
-def test_wrong_settings_are_not_tried_again(cluster: Cluster, folder: Path, flags: list[str], launched: bool) -> None:
-    job = cluster.submit("pretrain.sbatch", *flags, cwd=folder, options=("--nodes=2",))
-    ended = cluster.wait(job)
-    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "2:0", "0")
-    assert (folder / f"pretrain-{job}-node1.log").exists() == launched
+def test_finished_run_is_left_alone(cluster: Cluster, jobs: dict[str, Submitted]) -> None:
+    folder = jobs["ranks"].folder
+    cluster.wait(jobs["ranks"].number)
+    again = Submitted(folder, cluster.submit("pretrain.sbatch", cwd=folder))
+    assert cluster.wait(again.number)["JobState"] == "COMPLETED"
+    assert "finished at step 100" in again.log() and not again.started()
 
 
-def test_restarts_as_long_as_the_run_gets_on(cluster: Cluster, folder: Path) -> None:
-    job = cluster.submit("pretrain.sbatch", "--codes", "0+,1+,1+,1+,1", cwd=folder)
-    ended = cluster.wait(job)
-    log = (folder / f"pretrain-{job}.log").read_text()
-    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "1:0", "4"), log
-    assert log.count("requeueing") == 4 and "not requeued" in log
-    assert "checkpoint at step 4" in log
+@pytest.mark.parametrize("name", ["settings", "data"])
+def test_mistakes_are_not_tried_again(cluster: Cluster, jobs: dict[str, Submitted], name: str) -> None:
+    job = jobs[name]
+    ended = cluster.wait(job.number)
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "2:0", "0"), job.log()
+    assert job.started() == (name == "data")  # the ranks find out about data, the script about settings
+
+
+def test_restarts_as_long_as_the_run_gets_on(cluster: Cluster, jobs: dict[str, Submitted]) -> None:
+    job = jobs["crashes"]
+    ended = cluster.wait(job.number)
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "1:0", "4"), job.log()
+    assert job.log().count("requeueing") == 4 and "not requeued" in job.log()
+    assert "checkpoint at step 4" in job.log()
+
+
+def test_time_limit_saves_and_requeues(cluster: Cluster, jobs: dict[str, Submitted]) -> None:
+    job = jobs["time limit"]
+    ended = cluster.wait(job.number)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), job.log()
+    assert "checkpoint at step 1" in job.log() and "finished at step 100" in job.log()
+
+
+def test_preempted_job_comes_back(cluster: Cluster, jobs: dict[str, Submitted]) -> None:
+    for other in jobs.values():
+        cluster.wait(other.number)
+    folder = jobs["settings"].folder
+    job = Submitted(folder, cluster.submit("pretrain.sbatch", "--codes", "wait,0!", cwd=folder, options=("--nodes=2",)))
+    until(job.started, 30)
+    cluster.run("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
+    ended = cluster.wait(job.number)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), job.log()
+    assert "DUE TO PREEMPTION" in job.log() and "finished at step 100" in job.log()
