@@ -70,7 +70,7 @@ def pretrain(
     checkpoints = Checkpoints(
         run_folder / "checkpoints",
         settings.run.keep_checkpoints,
-        _identity(settings, corpus_folder),
+        _identity(settings, corpus_folder, world_size),
         world_size,
         zero_stage=resolved.get("zero_optimization", {}).get("stage", 0),
         milestone_every=settings.run.milestone_every,
@@ -221,11 +221,13 @@ def _engine(
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
-def _identity(settings: PretrainSettings, corpus_folder: Path) -> dict[str, Any]:
+def _identity(settings: PretrainSettings, corpus_folder: Path, world_size: int) -> dict[str, Any]:
     """What a checkpoint must agree on to be resumed: all that decides the numbers, but neither paths nor intervals."""
     fields = {"data": {"corpus", "num_workers"}, "train": {"activation_checkpointing", "skip_nonfinite"}}
     groups = settings.model_dump(mode="json", exclude={"run": True, **fields})
     flat = {f"{group}.{name}": value for group, fields in groups.items() for name, value in fields.items()}
+    if settings.train.gather_negatives:  # then MCQT's candidates are of as many micro-batches
+        flat["number of ranks (train.gather_negatives)"] = world_size
     return flat | {"manifest of the corpus": sha256_of(corpus_folder / "manifest.json")}
 
 
