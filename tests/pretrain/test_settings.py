@@ -152,7 +152,9 @@ def test_weights_of_sources() -> None:
 
 def test_weights_of_sources_belong_to_a_run(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text("{}")
-    plain, weighted = (_identity(read(*NEEDED, *flags), tmp_path, 1) for flags in ([], ["--set=data.source_weights.a=2"]))
+    plain, weighted = (
+        _identity(read(*NEEDED, *flags), tmp_path, 1) for flags in ([], ["--set=data.source_weights.a=2"])
+    )
     assert json.loads(json.dumps(weighted)) == weighted
     assert {key for key in plain if plain[key] != weighted[key]} == {"data.source_weights"}
 
