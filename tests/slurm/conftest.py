@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.finetune.conftest import glue  # noqa: F401  (a fixture)
 from tests.pretrain.conftest import tiny_corpus  # noqa: F401  (a fixture)
 
 REPOSITORY = Path(__file__).parents[2]
