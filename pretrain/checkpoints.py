@@ -294,10 +294,15 @@ class _HashingFile:
         self.file = file
         self.size = 0
         self.digest = hashlib.sha256()
+        self.error: OSError | None = None  # torch raises another one instead, which does not tell of the disk
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        self.file.write(view)
+        try:
+            self.file.write(view)
+        except OSError as error:
+            self.error = error
+            raise
         self.digest.update(view)
         self.size += len(view)
         return len(view)
@@ -318,7 +323,10 @@ def _recording(engine: Any) -> Iterator[dict[str, Any]]:
         def write() -> None:
             with open(path, "wb") as file:
                 hashing = _HashingFile(file)
-                torch.save(state_dict, hashing)  # type: ignore[arg-type]
+                try:
+                    torch.save(state_dict, hashing)  # type: ignore[arg-type]
+                except RuntimeError as error:
+                    raise hashing.error or error from None
                 file.flush()
                 os.fsync(file.fileno())
             sha256 = hashing.digest.hexdigest()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 from importlib.metadata import version
@@ -27,12 +29,13 @@ from multicls.shards import Corpus, tokenizer_fingerprint
 from multicls.tokenization import facet_ids
 from pretrain.checkpoints import Checkpoints, on_rank_0
 from pretrain.export import export
-from pretrain.metrics import Log
+from pretrain.metrics import Log, duration
 from pretrain.run_folder import DONE, STOPPED
 from pretrain.settings import SAMPLE, PretrainSettings, batch_arithmetic
 from pretrain.stopping import Stopped, StopRequest
 from pretrain.training import Trainer, freeze_unused, parameter_groups
 
+NEVER = 1_000_000_000  # an interval that only the last step ends
 PACKAGES = ("torch", "transformers", "deepspeed", "tokenizers", "numpy", "pyarrow")
 
 
@@ -128,6 +131,42 @@ def pretrain(
             write_json(run_folder / DONE, {"step": settings.train.steps, "validation": metrics})
         log.say(f"done: {run_folder / 'hf'} holds the model, its tokenizer and a model card")
     log.close()
+
+
+def dry_run(settings: PretrainSettings, ds_config: dict[str, Any], *, where: str, run_folder: Path) -> None:
+    """Two steps with all that goes with a run: save, reload, evaluate, export; prints what the whole run will take.
+
+    Everything is written beside the run folder, and removed. Arguments and errors as of `run_job`.
+    """
+    folder = run_folder.with_name(f".{run_folder.name}.dry_run")
+    intervals = {"log_every": 1, "eval_every": NEVER, "save_every": NEVER}
+    run = settings.run.model_copy(update=intervals | {"milestone_every": None, "wandb_project": None})
+    train = settings.train.model_copy(update={"steps": 2, "tokens": 0.0})
+    short = settings.model_copy(update={"run": run, "train": train})
+    deepspeed = prepare_deepspeed()
+    on_rank_0(lambda: shutil.rmtree(folder, ignore_errors=True))
+    try:
+        for asked in (True, False):  # stops after the first step, then goes on from its checkpoint
+            stop = StopRequest()
+            if asked:
+                stop.ask()
+            pretrain(deepspeed, short, ds_config, where=where, run_folder=folder, stop=stop)
+            gc.collect()  # the first engine
+        if dist.get_rank() == 0:
+            records = [record for record in read_jsonl(folder / "metrics.jsonl") if record["split"] == "train"]
+            seconds = min(record["speed/seconds_per_step"] for record in records)
+            corpus = Corpus.open(SAMPLE_CORPUS if settings.data.corpus == SAMPLE else settings.data.corpus)
+            steps = settle_steps(settings, corpus).train.steps
+            memory = max(record["memory/peak_gb"] for record in records)
+            print(
+                f"dry run: {seconds:.3f} s a step, peak memory {memory:.1f} GB on rank 0; {steps} steps will take "
+                f"{duration(seconds * steps)} without evaluations and checkpoints. Everything works; nothing is kept.",
+                flush=True,
+            )
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    leave_deepspeed()
 
 
 def _check_lost(run_folder: Path, start: int, save_every: int) -> None:

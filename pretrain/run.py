@@ -55,6 +55,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--resume", choices=["auto", "never"], default="auto", help="auto: go on from the newest checkpoint, if any"
     )
     parser.add_argument("--print_config", action="store_true", help="print the settings and leave")
+    parser.add_argument(
+        "--dry_run", action="store_true", help="two steps of everything, kept nowhere; what it will take"
+    )
     parser.add_argument("--status", action="store_true", help="print how far the run is; exit code 0: finished, 3: not")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # appended by the launcher
     return parser.parse_args(argv)
@@ -108,9 +111,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if settings.data.corpus == SAMPLE:
             prepare_sample_corpus()
 
-    from pretrain.job import run_job  # imports torch and deepspeed, so not before everything above is right
+    from pretrain.job import dry_run, run_job  # import torch and deepspeed, so not before everything above is right
 
-    run_job(settings, ds_config, where=args.config, run_folder=run_folder)
+    (dry_run if args.dry_run else run_job)(settings, ds_config, where=args.config, run_folder=run_folder)
     return 0
 
 

@@ -54,6 +54,10 @@ class StopRequest:
         number = int(code)
         return "" if not number else "run.time_limit" if number == TIME_LIMIT else signal.Signals(number).name
 
+    def ask(self) -> None:
+        """As if a signal had asked."""
+        self._code = signal.SIGTERM
+
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if not self._code:
             self._code, self._asked_at = number, time.monotonic()

@@ -87,7 +87,12 @@ def arrange(accident: str, step: int) -> None:
 
 def _die_after_writes(count: int) -> Callable[..., None]:
     left = iter(range(count))
-    return lambda file, data: next(left, None) is None and die()
+
+    def write(file: Any, data: Any) -> None:
+        if next(left, None) is None:
+            die()
+
+    return write
 
 
 def start(launch: dict[str, Any], rank: int, port: int, output: Path) -> int:
@@ -102,10 +107,11 @@ def start(launch: dict[str, Any], rank: int, port: int, output: Path) -> int:
     os.environ.update({name: str(value) for name, value in variables.items()}, MASTER_ADDR="127.0.0.1")
     if rank == launch.get("on", 0):
         arrange(launch.get("accident", "none"), launch.get("step", 0))
+    code = 0
     try:
         run_command(pretrain.run.main, launch["arguments"])
     except SystemExit as leaving:
-        code = leaving.code
+        code = int(leaving.code or 0)
     except BaseException as error:
         print(f"{type(error).__name__}: {error}", flush=True)
         code = 1

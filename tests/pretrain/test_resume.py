@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -157,8 +158,10 @@ def test_other_numbers_of_ranks_at_other_stages(
 def test_full_disk_keeps_the_run_alive(disturb: Disturb, undisturbed: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert disturb(folder, {"accident": "full disk", "step": 4}, flags=("--set", "run.save_every=2")) == [[0]]
-    warning = "WARNING: the checkpoint of step 4 could not be written: [Errno 27] File too large. The newest one is of"
-    assert warning in said(folder, 0) and warning in (folder / "log.txt").read_text()
+    warning = "WARNING: the checkpoint of step 4 could not be written: [Errno 27] File too large."
+    for text in (said(folder, 0), (folder / "log.txt").read_text()):
+        assert text.count(warning) == 2  # when it happened, and on the next line of metrics
+        assert "The newest one is of step 2; make room on the disk." in text
     assert weights(folder) == weights(undisturbed) and metrics(folder)[-1] == metrics(undisturbed)[-1]
 
 
@@ -184,3 +187,12 @@ def test_lost_checkpoints_are_no_reason_to_start_again(disturb: Disturb, tmp_pat
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 7, "split": "train"}\n')
     assert disturb(tmp_path / "run", {}) == [[2]]
     assert "reports step 7, but there is no checkpoint" in said(tmp_path / "run", 0)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_dry_run_leaves_nothing(disturb: Disturb, tmp_path: Path, stage: int) -> None:
+    flags = ("--dry_run", "--steps", "1000", "--config", f"ds_configs/zero{stage}.json")
+    assert disturb(tmp_path / "run", {}, flags=flags) == [[0]]
+    assert "resuming from step 1" in said(tmp_path / "run", 0)
+    assert re.search(r"dry run: 0\.\d+ s a step, peak memory .* GB on rank 0; 1000 steps", said(tmp_path / "run", 0))
+    assert {path.name for path in tmp_path.iterdir()} == {"plan.json", "launch_0.txt"}
