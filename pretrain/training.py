@@ -204,7 +204,7 @@ class Trainer:
 
     def _with_total(self, values: dict[str, float]) -> dict[str, float]:
         weights = self.settings.objective.model_dump()
-        return {"loss/total": sum(weights[name] * values[f"loss/{name}"] for name in weights)} | values
+        return {"loss/total": sum(weights[name] * values.get(f"loss/{name}", 0.0) for name in weights)} | values
 
     def _report_validation(self, step: int) -> dict[str, float]:
         values = self.evaluate()
