@@ -44,8 +44,9 @@ KillWait=5
 SlurmdTimeout=10
 ReturnToService=2
 SchedulerParameters=sched_interval=2,bf_interval=2
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8 Gres=gpu:2
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8 Gres=gpu:2
+GresTypes=gpu
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 PartitionName=all Nodes=n1,n2 Default=YES
@@ -177,6 +178,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         (folder / name).mkdir()
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o400)
+    devices = "".join(f"Name=gpu File=/dev/{name}\n" for name in ("null", "zero"))  # that stand for GPUs
+    (folder / "gres.conf").write_text(devices)
     (folder / "slurm.conf").write_text(SLURM_CONF.format(folder=folder, host=socket.gethostname(), ports=free_ports(3)))
     cluster = Cluster(folder)
     files = {"socket": "munge.sock", "key-file": "munge.key", "pid-file": "munge.pid", "seed-file": "munge.seed"}

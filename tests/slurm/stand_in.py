@@ -24,8 +24,8 @@ rank = os.environ["RANK"]
 plan = sys.argv[sys.argv.index("--codes") + 1].split(",") if "--codes" in sys.argv else ["0!"]
 start = int(os.environ.get("SLURM_RESTART_COUNT", 0))
 now = plan[min(start, len(plan) - 1)]
-names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURMD_NODENAME")
-seen = {name: os.environ[name] for name in names} | {"arguments": sys.argv[1:]}
+names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT SLURMD_NODENAME CUDA_VISIBLE_DEVICES"
+seen = {name: os.environ.get(name) for name in names.split()} | {"arguments": sys.argv[1:]}
 Path(f"rank{rank}.json").write_text(json.dumps(seen))
 print(f"start {start} rank {rank}", flush=True)
 if now == "wait":

@@ -15,11 +15,12 @@ pytestmark = pytest.mark.slurm
 AWKWARD = ("--set", "a=[1, 2]", "$HOME", 'quote"s', "it's", "*")
 JOBS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # name -> flags of the run, options of sbatch
     "time limit": (("--codes", "wait,0!"), ("--time=1", "--signal=USR1@20")),
-    "crashes": (("--codes", "0+,1+,1+,1+,1"), ()),
+    "crashes": (("--codes", "0+,1+,1"), ()),
     "cancelled": (("--codes", "wait"), ()),
-    "ranks": (AWKWARD, ("--nodes=2", "--ntasks-per-node=2")),
+    "held": (("--codes", "wait"), ()),
+    "ranks": (AWKWARD, ("--nodes=2", "--gpus-per-node=2", "--cpus-per-task=5")),
     "settings": (("--wrong",), ()),
-    "data": (("--codes", "2+"), ("--nodes=2",)),
+    "data": (("--codes", "2+"), ("--nodes=2", "--ntasks-per-node=3")),
 }
 
 
@@ -55,6 +56,16 @@ def test_cancelled_job_stays_so(cluster: Cluster, jobs: dict[str, Submitted]) ->
     assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "0"), job.log()
 
 
+def test_save_and_stop_for_good(cluster: Cluster, jobs: dict[str, Submitted]) -> None:
+    job = jobs["held"]
+    until(job.started, 30)
+    cluster.run("scontrol", "update", f"JobId={job.number}", "Requeue=0")
+    cluster.run("scancel", "--signal=USR1", job.number)
+    ended = cluster.wait(job.number)
+    assert (ended["JobState"], ended["Restarts"]) == ("FAILED", "0"), job.log()
+    assert "checkpoint at step 1" in job.log() and "submit the same command" in job.log()
+
+
 def test_ranks_on_two_nodes(cluster: Cluster, jobs: dict[str, Submitted]) -> None:
     job = jobs["ranks"]
     assert cluster.wait(job.number)["JobState"] == "COMPLETED", job.log()
@@ -64,6 +75,7 @@ def test_ranks_on_two_nodes(cluster: Cluster, jobs: dict[str, Submitted]) -> Non
     ]  # fmt: skip
     for rank in ranks:
         assert rank["arguments"] == list(AWKWARD)
+        assert rank["CUDA_VISIBLE_DEVICES"] == "0,1"  # LOCAL_RANK chooses among them
         assert (rank["WORLD_SIZE"], rank["LOCAL_WORLD_SIZE"]) == ("4", "2")
         assert (rank["MASTER_ADDR"], rank["MASTER_PORT"]) == (ranks[0]["MASTER_ADDR"], str(20000 + int(job.number)))
     for node in range(2):
@@ -85,14 +97,15 @@ def test_mistakes_are_not_tried_again(cluster: Cluster, jobs: dict[str, Submitte
     ended = cluster.wait(job.number)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "2:0", "0"), job.log()
     assert job.started() == (name == "data")  # the ranks find out about data, the script about settings
+    assert ("6 ranks on n[1-2]" in job.log()) == (name == "data")
 
 
 def test_restarts_as_long_as_the_run_gets_on(cluster: Cluster, jobs: dict[str, Submitted]) -> None:
     job = jobs["crashes"]
     ended = cluster.wait(job.number)
-    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "1:0", "4"), job.log()
-    assert job.log().count("requeueing") == 4 and "not requeued" in job.log()
-    assert "checkpoint at step 4" in job.log()
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "1:0", "5"), job.log()
+    assert job.log().count("requeueing") == 5 and "not requeued" in job.log()
+    assert "checkpoint at step 2" in job.log()
 
 
 def test_time_limit_saves_and_requeues(cluster: Cluster, jobs: dict[str, Submitted]) -> None:
