@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import resource
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from multicls.errors import UserError
-from multicls.files import append_jsonl, atomic_write, read_jsonl
+from multicls.files import atomic_write, read_jsonl
 
 if TYPE_CHECKING:
     from multicls.modeling_multicls import MultiClsBertForPreTrainingOutput
@@ -250,6 +251,7 @@ class Log:
     ) -> None:
         self._folder = folder
         self._writes = writes
+        self._unwritten: dict[str, str] = {}
         if not writes:
             return
         from torch.utils.tensorboard import SummaryWriter
@@ -265,24 +267,37 @@ class Log:
         """Prints a line, and keeps it in log.txt."""
         if self._writes:
             print(text, flush=True)
-            with open(self._folder / "log.txt", "a", encoding="utf-8") as file:
-                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+            self._append("log.txt", f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
     def record(self, step: int, split: str, values: Mapping[str, float]) -> None:
         """Writes values under the same keys to metrics.jsonl and, there under `split/`, TensorBoard and W&B."""
         if self._writes:
-            append_jsonl(self._folder / "metrics.jsonl", {"step": step, "split": split, **values})
-            for name, value in values.items():
-                self._board.add_scalar(f"{split}/{name}", value, step)
+            self._append("metrics.jsonl", json.dumps({"step": step, "split": split, **values}) + "\n")
+            with contextlib.suppress(OSError):
+                for name, value in values.items():
+                    self._board.add_scalar(f"{split}/{name}", value, step)
             if self._wandb is not None:
                 self._wandb.log({f"{split}/{name}": value for name, value in values.items()}, step=step)
 
     def close(self) -> None:
         """Flushes TensorBoard and ends the W&B run."""
         if self._writes:
-            self._board.close()
+            with contextlib.suppress(OSError):
+                self._board.close()
             if self._wandb is not None:
                 self._wandb.finish()
+
+    def _append(self, name: str, line: str) -> None:
+        """Appends to a file of the run folder; what finds the disk full is kept for the next time."""
+        text = self._unwritten.pop(name, "") + line
+        try:
+            with open(self._folder / name, "ab", buffering=0) as file:
+                size = file.tell()
+                if file.write(text.encode("utf-8")) < len(text.encode("utf-8")):
+                    file.truncate(size)
+                    raise OSError
+        except OSError:
+            self._unwritten[name] = text
 
 
 def _open_wandb(folder: Path, project: str, config: dict[str, Any], resumed_step: int) -> Any:

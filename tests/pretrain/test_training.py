@@ -100,5 +100,22 @@ def test_metrics_done_again_are_dropped_first(tmp_path: Path) -> None:
     assert records() == []
 
 
+def test_what_finds_the_disk_full_is_written_later(tmp_path: Path) -> None:
+    log = Log(tmp_path, writes=True, resumed_step=0)
+    log.say("one")
+    for name in ("log.txt", "metrics.jsonl"):
+        (tmp_path / name).rename(tmp_path / "kept")
+        (tmp_path / name).symlink_to("/dev/full")
+        log.say("two")
+        log.record(3, "train", {"loss/total": 1.0})
+        (tmp_path / "kept").replace(tmp_path / name)
+    log.say("three")
+    log.record(4, "train", {"loss/total": 2.0})
+    log.close()
+    said = [line.split()[-1] for line in (tmp_path / "log.txt").read_text().splitlines()]
+    assert said == ["one", "two", "two", "three"]
+    assert [record["step"] for record in read_jsonl(tmp_path / "metrics.jsonl")] == [3, 3, 4]
+
+
 def test_durations() -> None:
     assert [duration(s) for s in (4, 65, 11_520)] == ["4s", "1m05s", "3h12"]
