@@ -19,6 +19,7 @@ JOBS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # name -> flags of
     "cancelled": (("--codes", "wait"), ()),
     "held": (("--codes", "wait"), ()),
     "ranks": (AWKWARD, ("--nodes=2", "--gpus-per-node=2", "--cpus-per-task=5")),
+    "dry run": (("--dry_run", "--codes", "0"), ()),
     "settings": (("--wrong",), ()),
     "data": (("--codes", "2+"), ("--nodes=2", "--ntasks-per-node=3")),
 }
@@ -98,6 +99,11 @@ def test_mistakes_are_not_tried_again(cluster: Cluster, jobs: dict[str, Submitte
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "2:0", "0"), job.log()
     assert job.started() == (name == "data")  # the ranks find out about data, the script about settings
     assert ("6 ranks on n[1-2]" in job.log()) == (name == "data")
+
+
+def test_dry_run_ends(cluster: Cluster, jobs: dict[str, Submitted]) -> None:
+    ended = cluster.wait(jobs["dry run"].number)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "0"), jobs["dry run"].log()
 
 
 def test_restarts_as_long_as_the_run_gets_on(cluster: Cluster, jobs: dict[str, Submitted]) -> None:
