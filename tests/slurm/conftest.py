@@ -41,7 +41,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 MpiDefault=none
 KillWait=5
-SlurmdTimeout=10
+SlurmdTimeout=6
 ReturnToService=2
 SchedulerParameters=sched_interval=2,bf_interval=2
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8 Gres=gpu:2

@@ -48,7 +48,7 @@ def test_disturbed_run(cluster: Cluster, tiny_bert: Path, tiny_corpus: Path, tmp
     log = war / f"pretrain-{job}.log"
 
     def wait_for_requeue(restarts: int) -> None:
-        until(lambda: cluster.job(job)["Restarts"] == str(restarts), 60, log.read_text)
+        until(lambda: cluster.job(job)["Restarts"] == str(restarts), 90, log.read_text)
         until(lambda: not ranks(war), 30, log.read_text)
 
     wait_for_step(war, 7)
@@ -68,9 +68,9 @@ def test_disturbed_run(cluster: Cluster, tiny_bert: Path, tiny_corpus: Path, tmp
     wait_for_requeue(3)
 
     wait_for_step(war, step + 7)
-    cluster.fail_node("n1")  # with the script
-    cluster.start_node("n1")
+    cluster.fail_node("n1")  # with the script; SLURM notices after a while
     wait_for_requeue(4)
+    cluster.start_node("n1")
 
     for number, folder in ((job, war), (undisturbed, peace)):
         assert cluster.wait(number)["JobState"] == "COMPLETED", (folder / f"pretrain-{number}.log").read_text()
