@@ -21,8 +21,8 @@ LAMBDAS = (0.0, 0.1, 0.5, 1.0)
 def naive_score(x: Tensor, y: Tensor, weight: float) -> Tensor:
     """Eq. 2 for two sequences, one pair of facets at a time."""
     pairs = [a @ b / (a.norm() * b.norm()) for a, b in itertools.product(x, y)]
-    x_sum, y_sum = sum(x), sum(y)
-    return weight * torch.stack(pairs).max() + (1 - weight) * (x_sum @ y_sum) / (x_sum.norm() * y_sum.norm())  # type: ignore
+    x_sum, y_sum = x.sum(dim=0), y.sum(dim=0)
+    return weight * torch.stack(pairs).max() + (1 - weight) * (x_sum @ y_sum) / (x_sum.norm() * y_sum.norm())
 
 
 def naive_mcqt(parts: list[Tensor], weight: float) -> Tensor:
