@@ -90,10 +90,8 @@ class _Frame:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        single, pair = (
-            tokenizer("")["input_ids"],
-            tokenizer([""], [""]),
-        )  # as lists: alone, "" passes for no second text
+        single = tokenizer("")["input_ids"]
+        pair = tokenizer([""], [""])  # in lists: alone, "" passes for no second text
         self.prefix, self.close = single[:-1], single[-1:]
         self.joiner = pair["input_ids"][0][len(single) : -1]
         self.second_type: int | None = pair["token_type_ids"][0][-1] if "token_type_ids" in pair else None
