@@ -130,7 +130,7 @@ def results_table(choices: Sequence[Choice], missing: Sequence[str] = ()) -> Tab
 
 
 def learning_rate_table(choices: Sequence[Choice]) -> Table:
-    """Mean score at every learning rate; empty where there was nothing to choose."""
+    """Mean score at every learning rate on the rows that choose; empty where there was nothing to choose."""
     rates = sorted({rate for choice in choices for rate in choice.candidates})
     rows = []
     for choice in choices if len(rates) > 1 else ():
@@ -140,7 +140,8 @@ def learning_rate_table(choices: Sequence[Choice]) -> Table:
             text = _number(mean) + ("" if count in (0, choice.expected) else f" ({count} of {choice.expected})")
             cells.append(f"{text} *" if rate == learning_rate(choice.chosen) else text)
         rows.append([*choice.place, ", ".join(choice.system), *cells])
-    notes = ["Mean over seeds; * is the one chosen, by the best mean on dev over all seeds, as the paper does."]
+    notes = ["Mean over seeds on the rows that choose: dev (as in the paper), or with selection holdout those held out "
+             "of train; * is the best one, and chosen."]  # fmt: skip
     notes += [f"{choice.place[0]}, {choice.place[1]}, {', '.join(choice.system)}: {problem}" for choice in choices
               for problem in choice.problems]  # fmt: skip
     return Table("Learning rates", ("task", "train rows", "system", *(f"{rate:g}" for rate in rates)), rows, notes)

@@ -20,16 +20,8 @@ Seeds = tuple[Any, Any, Any]  # of pretraining, of the draw of train rows, of th
 Array = np.ndarray[Any, np.dtype[Any]]
 PLACE = ("task", "train_size", "head", "model_name", "selection")  # of a planned cell
 VARYING = ("seed", "data_seed", "model", "data", "ensemble")  # parts of an identity that an average may run over
-COLUMNS = {
-    "task",
-    "train_size",
-    "head",
-    "pooling",
-    "model_label",
-    "selection",
-    "joint",
-    "learning_rate",
-}  # of their own
+# Keys with a column of their own.
+COLUMNS = {"task", "train_size", "head", "pooling", "model_label", "selection", "joint", "learning_rate"}
 MAIN: tuple[str, ...] = ()  # the score that chooses the best evaluation
 _PAIR = ("acc", "f1")
 
@@ -70,8 +62,14 @@ class Group:
 
     @property
     def scores(self) -> Array:
-        """(runs,) main scores in percent."""
+        """(runs,) main scores on dev in percent."""
         return 100 * np.array([run["score"] for run in self.runs], dtype=float)
+
+    @property
+    def choosing_scores(self) -> Array:
+        """(runs,) main scores in percent on the rows that chose the best evaluations: dev, or held out of train."""
+        chose = [run["holdout_scores"][run["metric"]] if "holdout_scores" in run else run["score"] for run in self.runs]
+        return 100 * np.array(chose, dtype=float)
 
 
 def learning_rate(group: Group) -> float:
@@ -86,7 +84,8 @@ class Choice:
     Attributes:
         system: what is compared: head, model, selection, and the settings in which systems differ.
         chosen: the runs at the chosen learning rate.
-        candidates: learning rate -> number of runs and their mean score; a planned one without runs has (0, nan).
+        candidates: learning rate -> number of runs and the mean of their `choosing_scores`; a planned one without runs
+            has (0, nan).
         expected: number of runs that every learning rate should have.
     """
 
@@ -171,7 +170,8 @@ def differing(groups: Sequence[Group]) -> list[str]:
 def choose_learning_rates(groups: Sequence[Group], planned: Iterable[Record] = ()) -> list[Choice]:
     """For each task, size and system the learning rate with the best mean (Multi-CLS BERT, section 3.1).
 
-    A learning rate with fewer runs than another is chosen only if no complete one is there; `Choice.problems` tells.
+    The rows that chose each run's best evaluation choose here, too: dev, or with `selection` holdout those held out. A
+    learning rate with fewer runs than another is chosen only if no complete one is there; `Choice.problems` tells.
 
     Args:
         planned: cells of grids (`finetune.grid`), so that runs which nobody has finished yet are missed, too.
@@ -199,8 +199,8 @@ def _choose(system: tuple[str, ...], groups: list[Group], planned: Iterable[Reco
     seeds = {seed for group in groups for seed in group.seeds}
     seeds |= {(cell["pretraining_seed"], cell["data_seed"], cell["seed"]) for cell in cells}
     candidates = {float(cell["learning_rate"]): (0, math.nan) for cell in cells}
-    candidates |= {learning_rate(g): (len(set(g.seeds)), float(g.scores.mean())) for g in groups}
-    best = max(groups, key=lambda group: (len(set(group.seeds)) == len(seeds), group.scores.mean()))
+    candidates |= {learning_rate(g): (len(set(g.seeds)), float(g.choosing_scores.mean())) for g in groups}
+    best = max(groups, key=lambda group: (len(set(group.seeds)) == len(seeds), group.choosing_scores.mean()))
     return Choice(system, best, dict(sorted(candidates.items())), len(seeds))
 
 

@@ -25,13 +25,14 @@ def fake_run(
     """Writes a run whose logits are `skill` times the truth plus noise of the seed; returns its line.
 
     Args:
-        changes: parts of the record (model, model_name, pretraining_seed, notes, score) or of its identity; train
-            settings as `learning_rate`.
+        changes: parts of the record (model, model_name, pretraining_seed, notes, score, holdout_scores) or of its
+            identity; train settings as `learning_rate`.
     """
     found = find_task(task)
     draw = np.random.default_rng([seed, int(100 * skill), *head.encode()])
     labels = np.random.default_rng(0).integers(0, max(2, len(found.labels)), rows).astype(float)
-    record = {name: changes.pop(name) for name in ("model_name", "pretraining_seed", "score") if name in changes}
+    parts = ("model_name", "pretraining_seed", "score", "holdout_scores")
+    record = {name: changes.pop(name) for name in parts if name in changes}
     path, notes = changes.pop("model", "RUN/hf"), changes.pop("notes", [])
     identity = {
         "task": task, "train_size": 100, "head": head, "seed": seed, "data_seed": 1, "sampling": "uniform",

@@ -83,6 +83,14 @@ def test_best_mean_chooses_the_learning_rate_and_incomplete_ones_are_told(tmp_pa
     assert choice.candidates[1e-5] == (2, pytest.approx(55))
 
 
+def test_held_out_rows_choose_the_learning_rate(tmp_path: Path) -> None:
+    for rate, held_out, dev in ((1e-5, 0.8, 0.5), (2e-5, 0.6, 0.9)):
+        fake_run(tmp_path, holdout=True, learning_rate=rate, score=dev, holdout_scores={"acc": held_out})
+    (choice,) = choices(tmp_path)
+    assert choice.chosen.key["learning_rate"] == 1e-5 and choice.chosen.scores.tolist() == [50]
+    assert choice.candidates == {1e-5: (1, pytest.approx(80)), 2e-5: (1, pytest.approx(60))}
+
+
 def test_planned_cells_are_missed(tmp_path: Path) -> None:
     fake_run(tmp_path, model_name="k5")
     place = {"task": "rte", "train_size": 100, "head": "cls", "model_name": "k5", "selection": "dev",
