@@ -82,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     choices = choose_learning_rates(group_runs(records), planned)
     tables = [
         results_table(choices, never_run(choices, planned)),
+        systems_table(choices),
         learning_rate_table(choices),
         averages_table(choices),
     ]
@@ -127,6 +128,22 @@ def results_table(choices: Sequence[Choice], missing: Sequence[str] = ()) -> Tab
     columns = ("task", "train rows", "head", "model", "metric", "mean", "standard error", "seeds", "median",
                "selection", *extra)  # fmt: skip
     return Table("Results", columns, rows, said)
+
+
+def systems_table(choices: Sequence[Choice]) -> Table:
+    """The same means, a row for each system and train size, a column for each task; empty with a single task."""
+    tasks = list(dict.fromkeys(choice.place[0] for choice in choices))
+    cells: dict[tuple[str, tuple[str, ...]], dict[str, str]] = {}
+    for choice in choices:
+        mean, error, _ = summary(choice.chosen.scores)
+        runs = len(choice.chosen.runs)
+        text = _number(mean) + ("" if math.isnan(error) else f" ± {_number(error)}")
+        text += f" ({runs} of {choice.expected})" if runs < choice.expected else ""
+        cells.setdefault((choice.place[1], choice.system), {})[choice.place[0]] = text
+    rows = [[size, ", ".join(system), *(found.get(task, "-") for task in tasks)]
+            for (size, system), found in cells.items() if len(tasks) > 1]  # fmt: skip
+    note = "Mean ± standard error of the metric named above; a number of runs stands where some are missing."
+    return Table("Systems side by side", ("train rows", "system", *tasks), rows, (note,))
 
 
 def learning_rate_table(choices: Sequence[Choice]) -> Table:

@@ -72,6 +72,21 @@ def test_cells_of_a_grid_that_are_missing(tmp_path: Path, capsys: pytest.Capture
     assert "1 of 2: incomplete" in text and "without a finished run: mrpc, 100, cls, k5, dev." in text
 
 
+def test_systems_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fake_run(tmp_path, "rte", score=0.5, model_name="k5")
+    assert "## Systems side by side" not in report(tmp_path, capsys)
+    fake_run(tmp_path, "rte", seed=2, score=0.6, model_name="k5")
+    fake_run(tmp_path, "mrpc", score=0.7, model_name="k5")
+    fake_run(tmp_path, "mrpc", "isobn", score=0.8, model_name="k5")
+    place = {"train_size": 100, "head": "cls", "model_name": "k5", "selection": "dev", "pretraining_seed": None}
+    cells = [place | {"task": "mrpc", "data_seed": 1, "learning_rate": 2e-5, "seed": seed} for seed in (1, 2)]
+    write_json(tmp_path / "grids" / "quick.json", cells)
+    text = report(tmp_path, capsys).split("## Systems side by side")[1]
+    assert "| train rows | system | mrpc | rte |" in text
+    assert "| 100 | cls, k5, dev | 70.00 (1 of 2) | 55.00 ± 5.00 |" in text
+    assert "| 100 | isobn, k5, dev | 80.00 | - |" in text
+
+
 def test_calibration_with_and_without_temperature(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fake_run(tmp_path, "stsb")
     assert "## Calibration" not in report(tmp_path, capsys)
