@@ -101,20 +101,24 @@ def theirs(settings: FinetuneSettings, run_id: str) -> Run:
 
 
 def table(runs: list[Run], tasks: list[str]) -> str:
-    """Markdown: means and standard errors of both sides in percent, their difference, and the ratio of the times."""
+    """Markdown: means and standard errors of both sides in percent, their difference, and the ratio of the times.
+
+    The ratio is the median over seeds, since the machine may do other work in some of them.
+    """
     text = "| task | seeds | finetune/run.py | Trainer | difference / its standard error | steps, evaluations | time, ours / theirs | with set-up |\n"  # noqa: E501
     text += "|---|---|---|---|---|---|---|---|\n"
     for task in tasks:
         mine, other = ([one for one in runs if one["side"] == side and one["task"] == task] for side in SIDES)
         seeds = sorted({one["seed"] for one in mine} & {one["seed"] for one in other})
-        mine, other = ([one for one in side if one["seed"] in seeds] for side in (mine, other))
+        mine, other = ([one for seed in seeds for one in side if one["seed"] == seed] for side in (mine, other))
         if not seeds:
             continue
         work = {(one["steps"], one["evaluations"]) for one in mine + other}
         assert len(work) == 1, f"{task}: the sides did not do the same work: {work}"
         (a, error_a), (b, error_b) = (_mean([100 * one["score"] for one in side]) for side in (mine, other))
         off = f"{(a - b) / math.hypot(error_a, error_b):+.2f}" if error_a or error_b else "-"
-        ratios = [sum(one[key] for one in mine) / sum(one[key] for one in other) for key in ("seconds", "wall_seconds")]
+        ratios = [statistics.median(one[key] / two[key] for one, two in zip(mine, other, strict=True))
+                  for key in ("seconds", "wall_seconds")]  # fmt: skip
         cells = [task, len(seeds), f"{a:.2f} ± {error_a:.2f}", f"{b:.2f} ± {error_b:.2f}", off,
                  "{}, {}".format(*work.pop()), *(f"{ratio:.2f}" for ratio in ratios)]  # fmt: skip
         text += f"| {' | '.join(map(str, cells))} |\n"
