@@ -80,12 +80,17 @@ def test_mistakes_are_told(tmp_path: Path, changes: dict[str, Any], message: str
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["quick", "paper_glue", "paper_superglue"])
+@pytest.mark.parametrize("name", ["quick", "heads_100", "paper_glue", "paper_superglue"])
 def test_shipped_recipes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--recipe", f"finetune/recipes/{name}.yaml", "--list"]
-    seeds = 1 if name == "quick" else 4
-    assert main([*flags, *(f"--model=k5={seed}" for seed in range(seeds))]) == 0
-    expected = {"quick": 2 * 2 * 3, "paper_glue": 8 * 3 * 6 * 16, "paper_superglue": 7 * 3 * 6 * 16}
+    models = 4 if name.startswith("paper") else 1
+    assert main([*flags, *(f"--model=k5={seed}" for seed in range(models))]) == 0
+    expected = {
+        "quick": 2 * 2 * 3,
+        "heads_100": 7 * 4 * 4 * 2,
+        "paper_glue": 8 * 3 * 6 * 16,
+        "paper_superglue": 7 * 3 * 6 * 16,
+    }
     assert len(capsys.readouterr().out.splitlines()) == expected[name]
 
 

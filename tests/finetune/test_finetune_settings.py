@@ -65,5 +65,5 @@ def test_shipped_recipes_of_single_runs_load(name: str) -> None:
 
 
 def test_no_recipe_is_forgotten() -> None:
-    grids = {"paper_glue", "paper_superglue", "quick"}
+    grids = {"heads_100", "paper_glue", "paper_superglue", "quick"}
     assert {path.stem for path in Path(REPOSITORY / "finetune" / "recipes").glob("*.yaml")} <= {*RUNS, *grids}
