@@ -119,7 +119,8 @@ def table(runs: list[Run], tasks: list[str]) -> str:
         off = f"{(a - b) / math.hypot(error_a, error_b):+.2f}" if error_a or error_b else "-"
         ratios = [statistics.median(one[key] / two[key] for one, two in zip(mine, other, strict=True))
                   for key in ("seconds", "wall_seconds")]  # fmt: skip
-        cells = [task, len(seeds), f"{a:.2f} ± {error_a:.2f}", f"{b:.2f} ± {error_b:.2f}", off,
+        scores = [f"{mean:.2f}" + f" ± {error:.2f}" * (len(seeds) > 1) for mean, error in ((a, error_a), (b, error_b))]
+        cells = [task, len(seeds), *scores, off,
                  "{}, {}".format(*work.pop()), *(f"{ratio:.2f}" for ratio in ratios)]  # fmt: skip
         text += f"| {' | '.join(map(str, cells))} |\n"
     return text
