@@ -99,6 +99,9 @@ def _log(line: str) -> None:
 
 def _add_input_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that say what is read and how it is cleaned."""
+    from data_prep.readers import DOCUMENTS
+    from data_prep.sources import FORMATS
+
     parser.add_argument(
         "--input",
         nargs="+",
@@ -109,13 +112,13 @@ def _add_input_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--format",
         default="auto",
-        choices=["auto", "text", "wikiextractor", "jsonl", "mediawiki", "parquet", "dataset"],
+        choices=["auto", *FORMATS],
         help="of the files",
     )
     parser.add_argument(
         "--documents",
         default="file",
-        choices=["file", "blank_line", "sentences"],
+        choices=DOCUMENTS,
         help="plain text: a document is a file, or lies between blank lines; or every line (or row) is a sentence",
     )
     parser.add_argument("--text_field", default="text", help="JSON lines, Parquet, data sets: the field with the text")
