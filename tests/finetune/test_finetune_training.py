@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification, get_linear_schedule_with_warmup
 
 from finetune.checkpoint import find_checkpoint, load_tokenizer
 from finetune.encoding import Encoded
@@ -139,6 +142,42 @@ def trained(folder: Path, glue: Path, **changes: object) -> tuple[Outcome, TaskM
     )
     part = Part(train, dev, lambda outputs: score_examples(TASKS["sst2"], data.dev, outputs))
     return fine_tune(model, [part], settings, 1, CPU, keep_weights=True), model
+
+
+def hugging_face_outputs(folder: Path, glue: Path, **changes: float) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """`trained` once more, by the loop that everybody writes around Hugging Face's classifier."""
+    settings = {"clip": 0.5, "weight_decay": 1.0} | changes
+    data, tokenizer = read_task(TASKS["sst2"], str(glue)), load_tokenizer(find_checkpoint(str(folder)), 32)
+    assert data.train
+    torch.manual_seed(0)
+    start = build(folder, "cls", "sst2").classifiers[0].state_dict()
+    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2, **off).train()
+    model.classifier.load_state_dict(start)
+    plain = [name for name, _ in model.named_parameters() if "bias" in name or "LayerNorm" in name]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for name, p in model.named_parameters() if name not in plain]},
+        {"params": [p for name, p in model.named_parameters() if name in plain], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, weight_decay=settings["weight_decay"])
+    schedule = get_linear_schedule_with_warmup(optimizer, 0, 4)
+    for rows in islice(row_batches(12, 5, 1), 4):
+        batch = tokenizer([data.train[row].texts[0] for row in rows], padding=True, return_tensors="pt")
+        model(**batch, labels=torch.tensor([int(data.train[row].label) for row in rows])).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings["clip"])
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    batch = tokenizer([row.texts[0] for row in data.dev], padding=True, return_tensors="pt")
+    with torch.no_grad():
+        return np.asarray(model.eval()(**batch).logits.numpy())
+
+
+def test_cls_learns_what_a_plain_loop_around_hugging_face_s_classifier_learns(tiny_bert: Path, glue: Path) -> None:
+    ours, _ = trained(tiny_bert, glue, warmup=0.0, learning_rate=1e-3, clip=0.5, weight_decay=1.0, eval_every=4)
+    np.testing.assert_allclose(ours.outputs[0], hugging_face_outputs(tiny_bert, glue), atol=1e-5)
+    for other in ({"clip": 1e9}, {"weight_decay": 0.0}):  # what this would not notice, it would not test
+        assert np.abs(ours.outputs[0] - hugging_face_outputs(tiny_bert, glue, **other)).max() > 1e-4
 
 
 def test_gradient_accumulation_changes_nothing(tiny_bert: Path, glue: Path) -> None:
