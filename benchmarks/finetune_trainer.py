@@ -1,6 +1,7 @@
 """`--head cls` of finetune/run.py against Hugging Face's own Trainer: same checkpoint, rows, settings, evaluations.
 
     OMP_NUM_THREADS=2 python benchmarks/finetune_trainer.py --data_dir glue [--model MODEL] [--epochs 3] [--seeds 5]
+    OMP_NUM_THREADS=2 python benchmarks/finetune_trainer.py --data_dir glue --check
 
 The recipe is that of Hugging Face's text-classification example: AutoModelForSequenceClassification,
 DataCollatorWithPadding, AdamW, linear schedule. Both sides take the rows that finetune/run.py drew, in batches of the
@@ -8,21 +9,29 @@ same size, for as many steps, evaluate the same dev rows at the same steps (64 a
 their best evaluation. STS-B's scores are divided by 5 on both sides. The sides take turns, so that both see the same
 machine. Every finished run is a line in OUTPUT_DIR/runs.jsonl and is not repeated: the same command goes on where it
 was stopped. Needs `pip install accelerate`.
+
+`--check` takes away what chance there is: one epoch with the rows in the same order, the same new weights, no dropout;
+and no warm-up, whose first step has learning rate 0 there and 1 / (warm-up + 1) of the peak here. What is left is
+rounding.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import shutil
 import statistics
 import sys
 import time
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import numpy as np
+import torch
 from transformers import (
     AutoModelForSequenceClassification,
     DataCollatorWithPadding,
@@ -33,17 +42,19 @@ from transformers import (
 
 from finetune import reading
 from finetune.checkpoint import find_checkpoint, load_tokenizer
+from finetune.heads.building import build_head
 from finetune.metrics import score_examples
-from finetune.results import predictions_path
+from finetune.results import read_predictions
 from finetune.run import run
 from finetune.settings import FinetuneSettings, resolve
 from finetune.tasks import find_task
-from finetune.training import find_device
-from multicls.files import append_jsonl, read_jsonl
+from finetune.training import find_device, row_batches
+from multicls.files import append_jsonl, read_json, read_jsonl
 from multicls.sample import sample_model
 from multicls.settings import load_settings
 
 Run = dict[str, Any]
+Outputs = np.ndarray[Any, np.dtype[np.float32]]
 
 
 def ours(settings: FinetuneSettings) -> Run:
@@ -53,11 +64,18 @@ def ours(settings: FinetuneSettings) -> Run:
             "evaluations": len(record["history"]), "run_id": record["run_id"]}  # fmt: skip
 
 
-def theirs(settings: FinetuneSettings, run_id: str) -> Run:
-    """The same run by the Trainer, on the train rows that our run `run_id` drew."""
+def theirs(settings: FinetuneSettings, run_id: str, alike: bool = False) -> tuple[Run, Outputs]:
+    """The same run by the Trainer, on the train rows that our run `run_id` drew.
+
+    Args:
+        alike: in the order, and from the classifier, that our run of one epoch has.
+
+    Returns:
+        Its line, and the best evaluation's outputs, (rows, classes).
+    """
     task, checkpoint = find_task(settings.task), find_checkpoint(settings.model)
     data, (device, precision) = reading.read_task(task, settings.data_dir), find_device()
-    drawn = np.load(predictions_path(settings.output_dir, run_id))["train_rows"]
+    drawn = read_predictions(settings.output_dir, run_id)["train_rows"]
     tokenizer = load_tokenizer(checkpoint, settings.max_length or task.max_length)
 
     def encode(examples: list[reading.Example]) -> list[dict[str, Any]]:
@@ -72,11 +90,17 @@ def theirs(settings: FinetuneSettings, run_id: str) -> Run:
     steps, every = int(resolved.max_steps or 0), int(resolved.eval_every or 0)
     set_seed(settings.seed)
     model = AutoModelForSequenceClassification.from_pretrained(checkpoint.folder, num_labels=task.num_labels)
-    found: list[float] = []
+    if alike:
+        torch.manual_seed(settings.seed)
+        model.classifier.load_state_dict(build_head(settings, checkpoint, [task]).classifiers[0].state_dict())
+        batches = row_batches(len(train), int(resolved.batch_size or 0), settings.seed)
+        train = [train[row] for row in chain.from_iterable(islice(batches, steps))]
+    found: list[tuple[float, Outputs]] = []
 
     def keep(prediction: Any) -> dict[str, float]:
-        scores = score_examples(task, data.dev, np.asarray(prediction.predictions, np.float32))
-        found.append(next(iter(scores.values())))
+        outputs = np.asarray(prediction.predictions, np.float32)
+        scores = score_examples(task, data.dev, outputs)
+        found.append((next(iter(scores.values())), outputs))
         return scores
 
     arguments = TrainingArguments(
@@ -86,7 +110,7 @@ def theirs(settings: FinetuneSettings, run_id: str) -> Run:
         weight_decay=resolved.weight_decay, adam_beta2=resolved.adam_beta2, adam_epsilon=resolved.adam_epsilon,
         max_grad_norm=resolved.clip, eval_strategy="steps", eval_steps=every, save_strategy="no",
         logging_strategy="no", report_to="none", disable_tqdm=True, use_cpu=device.type == "cpu",
-        bf16=resolved.precision == "bf16",
+        bf16=resolved.precision == "bf16", train_sampling_strategy="sequential" if alike else "random",
     )  # fmt: skip
     trainer = Trainer(
         model=model, args=arguments, train_dataset=train, eval_dataset=dev, compute_metrics=keep,
@@ -96,8 +120,27 @@ def theirs(settings: FinetuneSettings, run_id: str) -> Run:
     trainer.train()
     if len(found) < math.ceil(steps / every):  # the last step's, which not every version makes
         trainer.evaluate()
-    return {"score": max(found), "seconds": time.perf_counter() - started, "steps": trainer.state.global_step,
-            "evaluations": len(found)}  # fmt: skip
+    score, outputs = max(found, key=lambda evaluation: evaluation[0])
+    return {"score": score, "seconds": time.perf_counter() - started, "steps": trainer.state.global_step,
+            "evaluations": len(found)}, outputs  # fmt: skip
+
+
+def check(settings: FinetuneSettings) -> str:
+    """A line of the table of `--check`."""
+    folder = Path(settings.output_dir) / "no_dropout"
+    if not folder.exists():
+        shutil.copytree(find_checkpoint(settings.model).folder, folder)
+        off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "classifier_dropout": 0.0}
+        (folder / "config.json").write_text(json.dumps(read_json(folder / "config.json") | off))
+    still = settings.train.model_copy(update={"epochs": 1, "warmup": 0.0})
+    settings = settings.model_copy(update={"model": str(folder), "train": still})
+    one, task = ours(settings), find_task(settings.task)
+    mine = read_predictions(settings.output_dir, one["run_id"])
+    outputs = mine["scores"][:, None] / task.label_scale if task.is_regression else mine["logits"]
+    two, others = theirs(settings, one["run_id"], alike=True)
+    off_by, most = np.abs(outputs - others.reshape(outputs.shape)).max(), np.abs(outputs).max()
+    scores = [f"{100 * side['score']:.3f}" for side in (one, two)]
+    return f"| {' | '.join([task.name, str(one['steps']), *scores, f'{off_by:.1e}', f'{most:.2f}'])} |"
 
 
 def table(runs: list[Run], tasks: list[str]) -> str:
@@ -131,6 +174,10 @@ def _mean(scores: list[float]) -> tuple[float, float]:
 
 
 SIDES = ("ours", "theirs")
+CHECKED = (
+    "| task | steps | finetune/run.py | Trainer | largest difference of an output | largest output |\n"
+    "|---|---|---|---|---|---|"
+)
 
 
 def main() -> None:
@@ -145,10 +192,23 @@ def main() -> None:
     parser.add_argument("--learning_rate", type=float, default=5e-5)
     parser.add_argument("--rows", default="full", help="train rows, for a small try")
     parser.add_argument("--output_dir", default="runs/finetune_trainer")
+    parser.add_argument("--check", action="store_true", help="one epoch without chance: equal but for rounding?")
     args = parser.parse_args()
     args.model = args.model or str(sample_model())
     log = Path(args.output_dir) / "runs.jsonl"
     key = {name: getattr(args, name) for name in ("model", "epochs", "batch_size", "learning_rate", "rows")}
+
+    def settings_of(task: str, seed: int) -> FinetuneSettings:
+        return load_settings(FinetuneSettings, [], [], {
+            "model": args.model, "task": task, "head": "cls", "train_size": args.rows, "seed": seed,
+            "data_dir": args.data_dir, "output_dir": args.output_dir, "train.epochs": args.epochs,
+            "train.batch_size": args.batch_size, "train.learning_rate": args.learning_rate,
+        })  # fmt: skip
+
+    if args.check:
+        lines = [check(settings_of(task, 1)) for task in args.tasks]
+        print(CHECKED, *lines, sep="\n")
+        return
     for seed in range(1, args.seeds + 1):
         for task in args.tasks:
             done = {
@@ -156,16 +216,12 @@ def main() -> None:
                 for one in read_jsonl(log)
                 if (one["task"], one["seed"], one["key"]) == (task, seed, key)
             }
-            settings = load_settings(FinetuneSettings, [], [], {
-                "model": args.model, "task": task, "head": "cls", "train_size": args.rows, "seed": seed,
-                "data_dir": args.data_dir, "output_dir": args.output_dir, "train.epochs": args.epochs,
-                "train.batch_size": args.batch_size, "train.learning_rate": args.learning_rate,
-            })  # fmt: skip
+            settings = settings_of(task, seed)
             for side in SIDES:
                 if side in done:
                     continue
                 started = time.perf_counter()
-                one = ours(settings) if side == "ours" else theirs(settings, done["ours"]["run_id"])
+                one = ours(settings) if side == "ours" else theirs(settings, done["ours"]["run_id"])[0]
                 one |= {
                     "wall_seconds": time.perf_counter() - started,
                     "side": side,
