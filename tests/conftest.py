@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import string
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 if "PYTEST_XDIST_WORKER" in os.environ:  # tests side by side: a core each
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in every background job of a script; processes inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LONGEST = ("tests/test_readme.py", "tests/slurm", "tests/pretrain/test_resume.py")
 
