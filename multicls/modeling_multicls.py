@@ -347,8 +347,7 @@ class MultiClsBertForPreTraining(MultiClsBertPreTrainedModel):
             **(kwargs | {"return_dict": True, "use_cache": False}),
         )
         hidden_BLD = outputs.last_hidden_state
-        text = 1 + self.config.num_facets  # where the text begins; T = L - K positions without the facets
-        tfidf_BT = self.cls.tfidf(torch.cat([hidden_BLD[:, :1], hidden_BLD[:, text:]], dim=1))
+        tfidf_BT = self.cls.tfidf(self._without_facets(hidden_BLD))
         so_logits = self.cls.sentence_order(self.bert.facet_states(hidden_BLD))
         scores = part_scores(outputs.facet_embeddings, self.config.num_parts, self.config.mcqt_lambda, gather)
 
@@ -356,14 +355,12 @@ class MultiClsBertForPreTraining(MultiClsBertPreTrainedModel):
         count = (normalizers or {}).get
         if labels is not None:
             mlm_logits = self.cls.predictions(hidden_BLD[labels != -100])
-            terms = F.cross_entropy(_fp32(mlm_logits), labels[labels != -100], reduction="none")
-            losses["mlm"] = _mean(terms, count("mlm"))
+            losses["mlm"] = _cross_entropy(mlm_logits, labels[labels != -100], count("mlm"))
         if tfidf_labels is not None:
             losses["tfidf"] = _mean(self._squared_errors(tfidf_BT, tfidf_labels, attention_mask), count("tfidf"))
         if so_labels is not None:
             runs = so_labels != -100
-            terms = F.cross_entropy(_fp32(so_logits[runs]), so_labels[runs], reduction="none")
-            losses["so"] = _mean(terms, count("so"))
+            losses["so"] = _cross_entropy(so_logits[runs], so_labels[runs], count("so"))
         return MultiClsBertForPreTrainingOutput(
             loss=torch.stack(list(losses.values())).sum(),
             losses=losses,
@@ -380,13 +377,21 @@ class MultiClsBertForPreTraining(MultiClsBertPreTrainedModel):
         errors = (_fp32(tfidf_BT) - tfidf_labels).square()
         if attention_mask is None:
             return errors.flatten()
-        text = 1 + self.config.num_facets
-        return errors[torch.cat([attention_mask[:, :1], attention_mask[:, text:]], dim=1).bool()]
+        return errors[self._without_facets(attention_mask).bool()]
+
+    def _without_facets(self, values: Tensor) -> Tensor:
+        """(B, L, ...) -> (B, T, ...), T = L - K: the [CLS] and the text behind the facets."""
+        return torch.cat([values[:, :1], values[:, 1 + self.config.num_facets :]], dim=1)
 
 
 def _fp32(values: Tensor) -> Tensor:
     """16-bit values in float32, others as they are."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor, count: Tensor | float | None) -> Tensor:
+    """Of (N, C) logits in float32: the mean over N, or the sum over `count`."""
+    return _mean(F.cross_entropy(_fp32(logits), labels, reduction="none"), count)
 
 
 def _mean(terms: Tensor, count: Tensor | float | None) -> Tensor:

@@ -7,6 +7,7 @@ outputs (or choices), S marked spans.
 from __future__ import annotations
 
 import importlib
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,7 +70,7 @@ class TaskModelOutput(SequenceClassifierOutput):
     facets: Tensor | None = None
 
 
-class Head(nn.Module):
+class Head(nn.Module, ABC):
     """What the file of a head defines, under this very name: how one embedding is read off an encoder.
 
     It may take modules that came with the checkpoint for its own (`encoder.pooler`): the encoder is left without pooler
@@ -93,9 +94,9 @@ class Head(nn.Module):
         super().__init__()
         self.width = int(encoder.config.hidden_size)
 
+    @abstractmethod
     def forward(self, states: BaseModelOutput, attention_mask: Tensor) -> Tensor:
         """(B, L, D) last hidden states (and `hidden_states`), (B, L) mask -> (B, E)."""
-        raise NotImplementedError
 
     def select_task(self, task: int) -> None:
         """Called before the encoder runs on a batch of that task."""
