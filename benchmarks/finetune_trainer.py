@@ -18,7 +18,6 @@ rounding.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import shutil
 import statistics
@@ -49,7 +48,7 @@ from finetune.run import run
 from finetune.settings import FinetuneSettings, resolve
 from finetune.tasks import find_task
 from finetune.training import find_device, row_batches
-from multicls.files import append_jsonl, read_json, read_jsonl
+from multicls.files import append_jsonl, read_json, read_jsonl, write_json
 from multicls.sample import sample_model
 from multicls.settings import load_settings
 
@@ -128,10 +127,9 @@ def theirs(settings: FinetuneSettings, run_id: str, alike: bool = False) -> tupl
 def check(settings: FinetuneSettings) -> str:
     """A line of the table of `--check`."""
     folder = Path(settings.output_dir) / "no_dropout"
-    if not folder.exists():
-        shutil.copytree(find_checkpoint(settings.model).folder, folder)
-        off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "classifier_dropout": 0.0}
-        (folder / "config.json").write_text(json.dumps(read_json(folder / "config.json") | off))
+    shutil.copytree(find_checkpoint(settings.model).folder, folder, dirs_exist_ok=True)
+    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "classifier_dropout": 0.0}
+    write_json(folder / "config.json", read_json(folder / "config.json") | off)
     still = settings.train.model_copy(update={"epochs": 1, "warmup": 0.0})
     settings = settings.model_copy(update={"model": str(folder), "train": still})
     one, task = ours(settings), find_task(settings.task)
