@@ -191,6 +191,8 @@ def prepare_in_order(chunks: Iterable[list[RawDocument]], worker: Worker, proces
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool:
+        # CPython issue 94777: older pools wait for ever for their pipe to take a chunk that nobody reads any more.
+        pool._call_queue._reader.close()  # type: ignore[attr-defined]
         raise UserError(
             "a process of data preparation was killed, perhaps for want of memory; what is written is safe: give the "
             "same command again, with fewer --num_processes if need be."
