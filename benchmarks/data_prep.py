@@ -1,6 +1,6 @@
 """Data preparation against plain `datasets.map` that cleans, splits and tokenizes alike, in one run.
 
-python benchmarks/data_prep.py NAME=PATH [NAME=PATH ...] [--tokenizer PATH_OR_ID] [--repeats 3] [--check]
+python benchmarks/run.py data_prep NAME=PATH [NAME=PATH ...] [--tokenizer PATH_OR_ID] [--repeats 3] [--check]
 
 Every measurement is a process of its own, from the files to what lies on disk; the order is shuffled in each round, so
 that no one always runs on the warmer machine. Prints medians as a Markdown table, then where the time goes. `--check`
@@ -17,12 +17,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])
-
+from benchmarks.compare import Report, new_parser
 from data_prep.build import BuildSettings, build
 from data_prep.cleaning import RULES, Drops, clean, paragraphs
 from data_prep.pieces import load_tokenizer_files
@@ -30,8 +29,8 @@ from data_prep.readers import RawDocument, Reading, ReadOptions
 from data_prep.sentences import split_paragraph
 from data_prep.sources import find_files
 from data_prep.worker import MIN_SENTENCES, Worker, WorkSettings
+from multicls.corpus import Corpus, write_shard
 from multicls.sample import sample_model
-from multicls.shards import Corpus, write_shard
 
 CHUNK = 1 << 19
 
@@ -48,7 +47,7 @@ def ours(inputs: list[str], tokenizer: str, output: Path, processes: int) -> Non
 
 
 def baseline(inputs: list[str], tokenizer: str, output: Path, batched: bool, processes: int) -> None:
-    """What one writes in ten lines with `datasets`: a generator, a map, save_to_disk. No duplicates, no checksums."""
+    """Prepares the text in ten lines with `datasets`: a generator, a map, save_to_disk; finds no duplicates."""
     import datasets
     from transformers import AutoTokenizer
 
@@ -88,9 +87,9 @@ def baseline(inputs: list[str], tokenizer: str, output: Path, batched: bool, pro
 
 
 def pieces_in(output: Path) -> int:
-    """What a system has written."""
+    """Returns the tokens that a system has written."""
     if (output / "manifest.json").exists():
-        return int(Corpus.open(output).manifest["pieces"])
+        return int(Corpus.open(output).manifest["tokens"])
     import datasets
 
     column = datasets.load_from_disk(str(output / "data")).with_format("arrow")["input_ids"]
@@ -105,31 +104,31 @@ SYSTEMS = {
 }
 
 
-def measure(inputs: list[str], tokenizer: str, repeats: int) -> None:
-    """Prints the table of medians."""
+def measure(report: Report, inputs: list[str], tokenizer: str, repeats: int) -> None:
+    """Adds the table of medians."""
     megabytes = sum(file.size for file in find_files(inputs)) / 1e6
     seconds: dict[str, list[float]] = {name: [] for name in SYSTEMS}
     pieces: dict[str, str] = {}
     for _ in range(repeats):
         for name in random.sample(list(SYSTEMS), len(SYSTEMS)):
             with tempfile.TemporaryDirectory() as folder:
-                words = [sys.executable, __file__, *inputs, "--tokenizer", tokenizer, "--run", name, folder]
+                entry = str(Path(__file__).with_name("run.py"))
+                words = [sys.executable, entry, "data_prep", *inputs, "--tokenizer", tokenizer, "--run", name, folder]
                 done = subprocess.run(words, capture_output=True, text=True, check=True)
                 taken, pieces[name] = done.stdout.split()[-2:]
                 seconds[name].append(float(taken))
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     slow, batched, *_ = medians.values()
-    print(f"{megabytes:.1f} MB, medians of {repeats}\n")
-    print("| | seconds (least to most) | MB/s | x unbatched | x batched | pieces |")
-    print("|---|---|---|---|---|---|")
+    rows = []
     for name, median in medians.items():
-        spread = f"{median:.1f} ({min(seconds[name]):.1f} to {max(seconds[name]):.1f})"
-        ratios = f"{slow / median:.2f} | {batched / median:.2f}"
-        print(f"| {name} | {spread} | {megabytes / median:.2f} | {ratios} | {pieces[name]} |")
+        spread = f"{min(seconds[name]):.1f} to {max(seconds[name]):.1f}"
+        rows.append([name, median, spread, megabytes / median, slow / median, batched / median, pieces[name]])
+    columns = ["system", "seconds (median)", "range", "MB/s", "x unbatched", "x batched", "pieces"]
+    report.table(f"{megabytes:.1f} MB, {repeats} rounds", columns, rows)
 
 
-def where_the_time_goes(inputs: list[str], tokenizer_json: str) -> None:
-    """Prints what each stage takes in one process."""
+def where_the_time_goes(report: Report, inputs: list[str], tokenizer_json: str) -> None:
+    """Adds what each stage takes in one process."""
     worker = Worker(WorkSettings(tokenizer_json))
     chunks: list[list[RawDocument]] = [[]]
     size = 0
@@ -163,11 +162,10 @@ def where_the_time_goes(inputs: list[str], tokenizer_json: str) -> None:
         taken |= stages | {"writing": -clock()}
         write_shard(Path(folder) / "shard.arrow", rows)
         taken["writing"] += clock()
-    print("\n| stage | ms a MB of text |\n|---|---|")
-    for name, value in taken.items():
-        print(f"| {name} | {1000 * value / megabytes:.1f} |")
+    table = [[name, 1000 * value / megabytes] for name, value in taken.items()]
+    report.table("CPU time of one process", ["stage", "ms a MB of text"], table)
     alone = taken["all of a worker"] / (taken["reading"] + taken["writing"])
-    print(f"\nReading and writing are one process's work: they keep pace with about {alone:.0f} workers.")
+    report.figure("workers that the one process which reads and writes keeps pace with", alone)
 
 
 def check(inputs: list[str], tokenizer_json: str) -> None:
@@ -184,15 +182,15 @@ def check(inputs: list[str], tokenizer_json: str) -> None:
     print(f"ids equal to the tokenizer's on all {count:,} lines\n")
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measures what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser("data_prep", __doc__)
     parser.add_argument("inputs", nargs="+", metavar="NAME=PATH")
     parser.add_argument("--tokenizer", default=None, help="default: the embedded sample's")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--run", nargs=2, metavar=("SYSTEM", "FOLDER"), help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     tokenizer = args.tokenizer or str(sample_model())
     if args.run:
         system, settings = SYSTEMS[args.run[0]]
@@ -205,9 +203,7 @@ def main() -> None:
     tokenizer_json = load_tokenizer_files(tokenizer)["tokenizer.json"].decode("utf-8")
     if args.check:
         check(args.inputs, tokenizer_json)
-    measure(args.inputs, tokenizer, args.repeats)
-    where_the_time_goes(args.inputs, tokenizer_json)
-
-
-if __name__ == "__main__":
-    main()
+    report = Report("data_prep", "Data preparation against datasets.map", argv)
+    measure(report, args.inputs, tokenizer, args.repeats)
+    where_the_time_goes(report, args.inputs, tokenizer_json)
+    report.write()

@@ -1,6 +1,6 @@
 """Inference: time and memory of Multi-CLS BERT with five facets and with one, and of five single-CLS models together.
 
-    OMP_NUM_THREADS=2 python benchmarks/finetune_inference.py [--rounds 20] [--batch_size 32] [--length 128]
+    OMP_NUM_THREADS=2 python benchmarks/run.py finetune_inference [--rounds 20] [--batch_size 32] [--length 128]
 
 Classifiers of random weights, in the shape of BERT-base by default; every system reads a batch of full rows of the same
 length (facets included) and gives probabilities; the ensemble averages those of its members, which run one by one. The
@@ -13,17 +13,12 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import resource
-import statistics
-import sys
-import time
-from collections.abc import Callable
-from pathlib import Path
-
-sys.path[0] = str(Path(__file__).resolve().parents[1])
+from collections.abc import Callable, Sequence
 
 import torch
 from transformers import BertConfig, BertForSequenceClassification
 
+from benchmarks.compare import Report, new_parser, take_turns
 from multicls.configuration_multicls import MultiClsBertConfig
 from multicls.modeling_multicls import MultiClsBertForSequenceClassification
 
@@ -65,34 +60,25 @@ def peak_memory(name: str, args: argparse.Namespace) -> float:
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20
 
 
-def main() -> None:
-    """Measures and prints a Markdown table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures and writes the results."""
+    parser = new_parser("finetune_inference", __doc__)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--batch_size", type=int, default=32)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=768)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     memory: dict[str, float] = {}
-    times: dict[str, list[float]] = {name: [] for name in SYSTEMS}
     for name in SYSTEMS:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             memory[name] = pool.apply(peak_memory, (name, args))
     systems = {name: make_system(name, args) for name in SYSTEMS}
-    for turn in range(args.rounds + 1):
-        for name, predict in systems.items():
-            started = time.perf_counter()
-            predict()
-            times[name] += [time.perf_counter() - started] if turn else []  # the first is for warming up
-    print(f"{args.batch_size} x {args.length} tokens, {args.layers} layers x {args.hidden}, {DEVICE.type}, "
-          f"{torch.get_num_threads()} threads, medians of {args.rounds}\n")  # fmt: skip
-    print("| system | seconds | x K=1 | paper: x K=1 | peak memory, GiB | x K=1 |\n|---|---|---|---|---|---|")
-    for name in SYSTEMS:
-        seconds, one = (statistics.median(times[system]) for system in (name, "K=1"))
-        ratios = seconds / one, PAPER[name] / PAPER["K=1"], memory[name], memory[name] / memory["K=1"]
-        print(f"| {name} | {seconds:.4f} | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |")
-
-
-if __name__ == "__main__":
-    main()
+    samples = take_turns(systems, rounds=args.rounds)
+    device = "cpu" if DEVICE.type == "cpu" else torch.cuda.get_device_name()
+    report = Report("finetune_inference", "Inference with five facets, one, and an ensemble", argv, device)
+    what = f"{args.batch_size} x {args.length} tokens, {args.layers} layers x {args.hidden}"
+    report.compare(what, samples, "K=1")
+    rows = [[name, PAPER[name] / PAPER["K=1"], memory[name], memory[name] / memory["K=1"]] for name in SYSTEMS]
+    report.table("Peak memory", ["system", "time in the paper, x K=1", "GiB", "x K=1"], rows)
+    report.write()

@@ -1,7 +1,7 @@
 """`--head cls` of finetune/run.py against Hugging Face's own Trainer: same checkpoint, rows, settings, evaluations.
 
-    OMP_NUM_THREADS=2 python benchmarks/finetune_trainer.py --data_dir glue [--model MODEL] [--epochs 3] [--seeds 5]
-    OMP_NUM_THREADS=2 python benchmarks/finetune_trainer.py --data_dir glue --check
+    OMP_NUM_THREADS=2 python benchmarks/run.py finetune_trainer --data_dir glue [--model MODEL] [--epochs 3] [--seeds 5]
+    OMP_NUM_THREADS=2 python benchmarks/run.py finetune_trainer --data_dir glue --check
 
 The recipe is that of Hugging Face's text-classification example: AutoModelForSequenceClassification,
 DataCollatorWithPadding, AdamW, linear schedule. Both sides take the rows that finetune/run.py drew, in batches of the
@@ -17,17 +17,14 @@ rounding.
 
 from __future__ import annotations
 
-import argparse
 import math
 import shutil
 import statistics
-import sys
 import time
+from collections.abc import Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
-
-sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import numpy as np
 import torch
@@ -39,6 +36,7 @@ from transformers import (
     set_seed,
 )
 
+from benchmarks.compare import Report, new_parser
 from finetune import reading
 from finetune.checkpoint import find_checkpoint, load_tokenizer
 from finetune.heads.building import build_head
@@ -64,7 +62,7 @@ def ours(settings: FinetuneSettings) -> Run:
 
 
 def theirs(settings: FinetuneSettings, run_id: str, alike: bool = False) -> tuple[Run, Outputs]:
-    """The same run by the Trainer, on the train rows that our run `run_id` drew.
+    """Makes the same run with the Trainer, on the train rows that our run `run_id` drew.
 
     Args:
         alike: in the order, and from the classifier, that our run of one epoch has.
@@ -124,8 +122,8 @@ def theirs(settings: FinetuneSettings, run_id: str, alike: bool = False) -> tupl
             "evaluations": len(found)}, outputs  # fmt: skip
 
 
-def check(settings: FinetuneSettings) -> str:
-    """A line of the table of `--check`."""
+def check(settings: FinetuneSettings) -> list[Any]:
+    """Returns a row of the table of `--check`."""
     folder = Path(settings.output_dir) / "no_dropout"
     shutil.copytree(find_checkpoint(settings.model).folder, folder, dirs_exist_ok=True)
     off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "classifier_dropout": 0.0}
@@ -138,16 +136,15 @@ def check(settings: FinetuneSettings) -> str:
     two, others = theirs(settings, one["run_id"], alike=True)
     off_by, most = np.abs(outputs - others.reshape(outputs.shape)).max(), np.abs(outputs).max()
     scores = [f"{100 * side['score']:.3f}" for side in (one, two)]
-    return f"| {' | '.join([task.name, str(one['steps']), *scores, f'{off_by:.1e}', f'{most:.2f}'])} |"
+    return [task.name, one["steps"], *scores, f"{off_by:.1e}", f"{most:.2f}"]
 
 
-def table(runs: list[Run], tasks: list[str]) -> str:
-    """Markdown: means and standard errors of both sides in percent, their difference, and the ratio of the times.
+def table(runs: list[Run], tasks: list[str]) -> list[list[Any]]:
+    """Returns rows: means and standard errors of both sides in percent, their difference, and the ratio of the times.
 
     The ratio is the median over seeds, since the machine may do other work in some of them.
     """
-    text = "| task | seeds | finetune/run.py | Trainer | difference / its standard error | steps, evaluations | time, ours / theirs | with set-up |\n"  # noqa: E501
-    text += "|---|---|---|---|---|---|---|---|\n"
+    rows: list[list[Any]] = []
     for task in tasks:
         mine, other = ([one for one in runs if one["side"] == side and one["task"] == task] for side in SIDES)
         seeds = sorted({one["seed"] for one in mine} & {one["seed"] for one in other})
@@ -161,10 +158,8 @@ def table(runs: list[Run], tasks: list[str]) -> str:
         ratios = [statistics.median(one[key] / two[key] for one, two in zip(mine, other, strict=True))
                   for key in ("seconds", "wall_seconds")]  # fmt: skip
         scores = [f"{mean:.2f}" + f" ± {error:.2f}" * (len(seeds) > 1) for mean, error in ((a, error_a), (b, error_b))]
-        cells = [task, len(seeds), *scores, off,
-                 "{}, {}".format(*work.pop()), *(f"{ratio:.2f}" for ratio in ratios)]  # fmt: skip
-        text += f"| {' | '.join(map(str, cells))} |\n"
-    return text
+        rows.append([task, len(seeds), *scores, off, "{}, {}".format(*work.pop()), *ratios])
+    return rows
 
 
 def _mean(scores: list[float]) -> tuple[float, float]:
@@ -172,15 +167,16 @@ def _mean(scores: list[float]) -> tuple[float, float]:
 
 
 SIDES = ("ours", "theirs")
-CHECKED = (
-    "| task | steps | finetune/run.py | Trainer | largest difference of an output | largest output |\n"
-    "|---|---|---|---|---|---|"
+CHECKED = ("task", "steps", "finetune/run.py", "Trainer", "largest difference of an output", "largest output")
+COMPARED = (
+    *("task", "seeds", "finetune/run.py", "Trainer", "difference / its standard error", "steps, evaluations"),
+    *("time, ours / theirs", "with set-up"),
 )
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Runs what is not there yet, one side after the other, and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser("finetune_trainer", __doc__)
     parser.add_argument("--data_dir", required=True, help="GLUE in the official layout")
     parser.add_argument("--model", help="default: the MiniLM of the sample")
     parser.add_argument("--tasks", nargs="+", default=["rte", "mrpc", "cola", "stsb"], metavar="TASK")
@@ -191,7 +187,7 @@ def main() -> None:
     parser.add_argument("--rows", default="full", help="train rows, for a small try")
     parser.add_argument("--output_dir", default="runs/finetune_trainer")
     parser.add_argument("--check", action="store_true", help="one epoch without chance: equal but for rounding?")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     args.model = args.model or str(sample_model())
     log = Path(args.output_dir) / "runs.jsonl"
     key = {name: getattr(args, name) for name in ("model", "epochs", "batch_size", "learning_rate", "rows")}
@@ -204,8 +200,9 @@ def main() -> None:
         })  # fmt: skip
 
     if args.check:
-        lines = [check(settings_of(task, 1)) for task in args.tasks]
-        print(CHECKED, *lines, sep="\n")
+        report = Report("finetune_trainer.check", "finetune/run.py against Trainer, without chance", argv)
+        report.table("One epoch", CHECKED, [check(settings_of(task, 1)) for task in args.tasks])
+        report.write()
         return
     for seed in range(1, args.seeds + 1):
         for task in args.tasks:
@@ -230,8 +227,7 @@ def main() -> None:
                 append_jsonl(log, one)
                 done[side] = one
                 print(f"{task} seed {seed} {side}: {100 * one['score']:.2f} in {one['seconds']:.0f} s", flush=True)
-    print(table([one for one in read_jsonl(log) if one["key"] == key], args.tasks))
-
-
-if __name__ == "__main__":
-    main()
+    report = Report("finetune_trainer", "finetune/run.py against Trainer", argv)
+    runs = [one for one in read_jsonl(log) if one["key"] == key]
+    report.table("Scores in percent", COMPARED, table(runs, args.tasks))
+    report.write()

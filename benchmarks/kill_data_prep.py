@@ -1,6 +1,6 @@
 """Kills data preparation at random moments and compares what it ends with: the same bytes in every file.
 
-python benchmarks/kill_data_prep.py NAME=PATH [NAME=PATH ...] [--kills 20] [--tokenizer PATH_OR_ID] [--seed 0]
+python benchmarks/run.py kill_data_prep NAME=PATH [NAME=PATH ...] [--kills 20] [--tokenizer PATH_OR_ID] [--seed 0]
 
 Prepares the input whole with one process and with two; then again, killed with -9 (the whole process group) after a
 random part of the time that a run takes, and started again, as often as `--kills` says, with one or two processes by
@@ -9,7 +9,6 @@ chance; then left to finish.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
@@ -17,13 +16,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])
-
+from benchmarks.compare import Report, new_parser
+from multicls.corpus import Corpus
 from multicls.files import REPOSITORY, read_json, sha256_of
 from multicls.sample import sample_model
-from multicls.shards import Corpus
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -31,14 +30,14 @@ def digests(folder: Path) -> dict[str, str]:
     return {path.name: sha256_of(path) for path in sorted(folder.iterdir()) if path.name != "log.jsonl"}
 
 
-def main() -> None:
-    """Runs it; the exit status is 1 if any byte differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs it; returns 1 if any byte differs."""
+    parser = new_parser("kill_data_prep", __doc__)
     parser.add_argument("inputs", nargs="+", metavar="NAME=PATH")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--tokenizer", default=None, help="default: the embedded sample's")
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     rng = random.Random(args.seed)
     command = [sys.executable, str(REPOSITORY / "data_prep" / "run.py"), "--input", *args.inputs]
     command += ["--tokenizer", args.tokenizer or str(sample_model())]
@@ -75,9 +74,8 @@ def main() -> None:
         subprocess.run(words(killed, 2), check=True, stdout=subprocess.DEVNULL)
         Corpus.open(killed).verify()
         same = digests(one) == digests(two) == digests(killed)
-        print(f"{len(digests(one))} files, {'all' if same else 'NOT all'} equal with 1 and 2 processes and after kills")
-        sys.exit(not same)
-
-
-if __name__ == "__main__":
-    main()
+        report = Report("kill_data_prep", "Data preparation killed at random moments", argv)
+        row = [len(digests(one)), args.kills, "yes" if same else "NO"]
+        report.table("One process, two, and after kills", ["files", "kills", "all files equal"], [row])
+        report.write()
+        return int(not same)

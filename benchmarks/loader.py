@@ -1,39 +1,36 @@
-"""The loader of three-part batches: its speed, its start-up on many documents, its memory over an epoch.
+"""The loader of three-part batches: speed, start-up on many documents, memory over an epoch.
 
-    OMP_NUM_THREADS=1 python benchmarks/loader.py CORPUS [--documents 1000000] [--repeats 5] [--seconds 3]
+    OMP_NUM_THREADS=1 python benchmarks/run.py loader CORPUS [--documents 1000000] [--repeats 5] [--seconds 3]
 
 Speed: sequences of 128 tokens a second, against what one H200 takes in training BERT-base and against a collator as one
 writes it first (Python lists, one example after the other) on the same corpus. The measurements take turns, so that all
 of them see the same machine; medians. Memory: pages of the process's own (RssAnon), not those of the mapped shards,
 which the system may drop at any time. Start-up: of an invented corpus of `--documents` tiny documents, whose files
-(400 bytes a document) lie in a temporary folder meanwhile, and in the page cache. Prints Markdown tables.
+(400 bytes a document) lie in a temporary folder meanwhile, and in the page cache. Writes tables.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import shutil
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-
-sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import numpy as np
 import torch
 
+from benchmarks.compare import Report, new_parser
 from data_prep.triples import SpecialIds, TripleStream
+from multicls.corpus import FORMAT, FORMAT_VERSION, MANIFEST, Corpus, ShardRow, occurrences, write_shard
 from multicls.files import write_json
-from multicls.shards import FORMAT, FORMAT_VERSION, MANIFEST, Corpus, Document, occurrences, write_shard
-from pretrain.batches import Share, load_steps
+from pretrain.batches import RankSampler, load_steps
 
-NEED = 15_000  # sequences of 128 tokens a second: an H200 training BERT-base
-LENGTH, TRIPLES = 128, 10
+NEED = 15_000  # sequences of 128 tokens a second: an upper bound, the peak arithmetic of an H200 training BERT-base
+LENGTH, EXAMPLES = 128, 10
 DOCUMENTS_PER_SHARD = 100_000
 SPECIAL = SpecialIds(cls=101, sep=102, pad=0, mask=103, facets=(1, 2, 3, 4, 5))
 SPECIALS = frozenset(SPECIAL.all())
@@ -44,7 +41,7 @@ def plain_batches(corpus: Corpus, seed: int) -> Iterator[dict[str, torch.Tensor]
     rng = random.Random(seed)
     idf = np.log(corpus.num_documents / np.maximum(corpus.document_frequency, 1)).tolist()
     while True:
-        rows = [plain_part(run, rng, idf) for _ in range(TRIPLES) for run in plain_runs(corpus, rng)]
+        rows = [plain_part(run, rng, idf) for _ in range(EXAMPLES) for run in plain_runs(corpus, rng)]
         yield {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
 
 
@@ -60,7 +57,7 @@ def plain_runs(corpus: Corpus, rng: random.Random) -> list[list[list[tuple[int, 
             span = slice(int(document.offsets[place]), int(document.offsets[place + 1]))
             if sentences and span.stop - span.start > room:
                 break
-            counted = zip(document.pieces[span].tolist(), document.counts[span].tolist(), strict=True)
+            counted = zip(document.tokens[span].tolist(), document.counts[span].tolist(), strict=True)
             sentences.append(list(counted)[:room])
             room -= len(sentences[-1])
             place += 1
@@ -109,15 +106,15 @@ def sequences_per_second(batches: Iterator[Any], seconds: float) -> float:
     while (elapsed := time.perf_counter() - start) < seconds:
         next(batches)
         count += 1
-    return count * TRIPLES * 3 / elapsed
+    return count * EXAMPLES * 3 / elapsed
 
 
-def speeds(corpus: Corpus, stream: TripleStream, repeats: int, seconds: float) -> None:
-    """Prints the table of speeds."""
+def speeds(report: Report, corpus: Corpus, stream: TripleStream, repeats: int, seconds: float) -> None:
+    """Adds the table of speeds."""
 
     def loaded(workers: int) -> Callable[[], Iterator[Any]]:
-        share, steps = Share(1, 0, 1), range(1 << 40)
-        return lambda: (step[0] for step in load_steps(stream, share, steps, triples=TRIPLES, workers=workers))
+        sampler, steps = RankSampler(1, 0, 1), range(1 << 40)
+        return lambda: (step[0] for step in load_steps(stream, sampler, steps, size=EXAMPLES, workers=workers))
 
     contenders: dict[str, Callable[[], Iterator[Any]]] = {
         "plain collator, in the training process": lambda: plain_batches(corpus, 0),
@@ -130,26 +127,25 @@ def speeds(corpus: Corpus, stream: TripleStream, repeats: int, seconds: float) -
         for name, start in contenders.items():
             rates[name].append(sequences_per_second(start(), seconds))
     plain = statistics.median(rates["plain collator, in the training process"])
-    print("| batches of 10 examples x 3 sequences of 128 | sequences/s | x need of 15,000/s | x plain | range |")
-    print("|---|---|---|---|---|")
+    rows = []
     for name, values in rates.items():
         rate = statistics.median(values)
-        extremes = f"{min(values):,.0f} to {max(values):,.0f}"
-        print(f"| {name} | {rate:,.0f} | {rate / NEED:.2f} | {rate / plain:.1f} | {extremes} |")
+        rows.append([name, rate, rate / NEED, rate / plain, f"{min(values):,.0f} to {max(values):,.0f}"])
+    columns = ["loader", "sequences/s (median)", f"x need of {NEED:,}/s", "x plain", "range"]
+    report.table("Batches of 10 examples x 3 sequences of 128", columns, rows)
 
 
-def memory(stream: TripleStream) -> None:
-    """Prints the process's own memory over an epoch."""
-    groups = stream.examples_per_epoch // (32 * TRIPLES)
+def memory(report: Report, stream: TripleStream) -> None:
+    """Adds the process's own memory over an epoch."""
+    groups = stream.examples_per_epoch // (32 * EXAMPLES)
     marks = {round(groups * tenth / 10): tenth for tenth in range(1, 11)}
     own = {0: own_megabytes()}
     for group in range(groups):
-        stream.micro_batches(range(32 * group, 32 * group + 32), TRIPLES)
+        stream.micro_batches(range(32 * group, 32 * group + 32), EXAMPLES)
         if group + 1 in marks:
             own[marks[group + 1]] = own_megabytes()
-    print(f"| of an epoch of {stream.examples_per_epoch:,} examples | " + " | ".join(f"{10 * t} %" for t in own) + " |")
-    print("|---" * (1 + len(own)) + "|")
-    print("| own memory, MB | " + " | ".join(f"{megabytes:.1f}" for megabytes in own.values()) + " |\n")
+    what = f"The process's own memory over an epoch of {stream.examples_per_epoch:,} examples"
+    report.table(what, ["", *(f"{10 * tenth} %" for tenth in own)], [["MB", *own.values()]])
 
 
 def own_megabytes() -> float:
@@ -158,20 +154,19 @@ def own_megabytes() -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
 
 
-def start_up(folder: Path, documents: int, seconds: float) -> None:
-    """Prints how long the loader takes to begin on a corpus of so many documents, and how fast it is then."""
+def start_up(report: Report, folder: Path, documents: int, seconds: float) -> None:
+    """Adds how long the loader takes to begin on a corpus of so many documents, and how fast it is then."""
     invent(folder, documents)
     start = time.perf_counter()
     stream = TripleStream(Corpus.open(folder), SPECIAL, seq_length=LENGTH, seed=0)
     opened = time.perf_counter() - start
-    stream.micro_batches([0], TRIPLES)
+    stream.micro_batches([0], EXAMPLES)
     first = time.perf_counter() - start
-    batches = (step[0] for step in load_steps(stream, Share(1, 0, 1), range(1 << 40), triples=TRIPLES, workers=0))
+    batches = (step[0] for step in load_steps(stream, RankSampler(1, 0, 1), range(1 << 40), size=EXAMPLES, workers=0))
     rate = sequences_per_second(batches, seconds)
     size = sum(path.stat().st_size for path in folder.iterdir()) / 1e9
-    print("\n| invented documents | shards | GB | seconds to open | seconds to the first batch | sequences/s then |")
-    print("|---|---|---|---|---|---|")
-    print(f"| {documents:,} | {stream.corpus.num_shards} | {size:.1f} | {opened:.2f} | {first:.2f} | {rate:,.0f} |")
+    columns = ["documents", "shards", "GB", "seconds to open", "seconds to the first batch", "sequences/s then"]
+    report.table("Start-up", columns, [[documents, stream.corpus.num_shards, size, opened, first, rate]])
 
 
 def invent(folder: Path, documents: int) -> None:
@@ -182,7 +177,7 @@ def invent(folder: Path, documents: int) -> None:
         offsets = np.append(0, np.cumsum(generator.integers(4, 13, generator.integers(6, 13)))).astype(np.int32)
         pieces = generator.integers(1000, 30_000, offsets[-1]).astype(np.uint16)
         digest = int(generator.integers(1 << 63)) * 2
-        rows.append(Document("invented", str(number), "", digest, pieces, offsets, occurrences(pieces)))
+        rows.append(ShardRow("invented", str(number), "", digest, pieces, offsets, occurrences(pieces)))
     shards = []
     for number, first in enumerate(range(0, documents, DOCUMENTS_PER_SHARD)):
         path = folder / f"shard-{number:05d}.arrow"
@@ -197,23 +192,21 @@ def invent(folder: Path, documents: int) -> None:
     write_json(folder / MANIFEST, manifest | {"tokenizer": {"vocabulary_size": 30_522}})
 
 
-def main() -> None:
-    """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures and writes the results."""
+    parser = new_parser("loader", __doc__)
     parser.add_argument("corpus", help="a folder of data_prep/run.py")
     parser.add_argument("--documents", type=int, default=1_000_000, help="of the invented corpus; 0 leaves it out")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0, help="of every measurement")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     torch.set_num_threads(1)
     corpus = Corpus.open(args.corpus)
     stream = TripleStream(corpus, SPECIAL, seq_length=LENGTH, seed=0)
-    memory(stream)
-    speeds(corpus, stream, args.repeats, args.seconds)
+    report = Report("loader", "The loader of three-part batches", argv)
+    memory(report, stream)
+    speeds(report, corpus, stream, args.repeats, args.seconds)
     if args.documents:
         with tempfile.TemporaryDirectory() as folder:
-            start_up(Path(folder), args.documents, args.seconds)
-
-
-if __name__ == "__main__":
-    main()
+            start_up(report, Path(folder), args.documents, args.seconds)
+    report.write()

@@ -1,7 +1,7 @@
 """Trains every recipe of the paper for some steps on the embedded sample, and prints what became of them.
 
-    python benchmarks/recipes.py [--steps 300] [--recipes plain k1 ...] [--output_dir runs/recipes]
-    python benchmarks/recipes.py --time [--steps 20]
+    python benchmarks/run.py recipes [--steps 300] [--recipes plain k1 ...] [--output_dir runs/recipes]
+    python benchmarks/run.py recipes --time [--steps 20]
 
 One seed, 106 articles, minutes instead of weeks: the table shows that every objective and ablation trains and what it
 costs a step, not which is better. A step is 18 sequences everywhere: 6 examples of three parts or 9 of two.
@@ -12,24 +12,17 @@ step of each in turn, so that whatever else the machine does slows down all alik
 
 from __future__ import annotations
 
-import argparse
 import shutil
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])
-
-from multicls.ds_config import load_ds_config, resolve_ds_config
+from benchmarks.compare import Report, new_parser, take_turns
+from multicls.files import REPOSITORY
 from multicls.settings import load_settings
-from multicls.shards import Corpus
-from pretrain.settings import PretrainSettings, batch_arithmetic
+from pretrain.settings import PretrainSettings
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 RECIPES = (
     "plain",
     "mtl",
@@ -42,12 +35,13 @@ RECIPES = (
     "mlm_only",
 )
 OF_TWO_PARTS = ("mtl", "no_hard_negative")
+SIZES = ("global_batch_size", "negatives_group")
 
 
 def recipe_flags(recipe: str) -> tuple[list[str], list[str]]:
     """Files of a recipe ("plain": the sample's unchanged) and settings, for `--recipe` and `--set`."""
     files = ["pretrain/recipes/sample.yaml"] + ([f"pretrain/recipes/{recipe}.yaml"] if recipe != "plain" else [])
-    return files, ["train.micro_batches=1", f"train.triples={9 if recipe in OF_TWO_PARTS else 6}"]
+    return files, [f"train.{name}={9 if recipe in OF_TWO_PARTS else 6}" for name in SIZES]
 
 
 def train(recipe: str, steps: int, folder: Path) -> None:
@@ -64,52 +58,31 @@ def train(recipe: str, steps: int, folder: Path) -> None:
     shutil.rmtree(folder / recipe / "checkpoints", ignore_errors=True)  # half a GB
 
 
-def steps_of(recipe: str, count: int) -> Any:
-    """An iterator that takes a step of the recipe's training and gives the seconds it took."""
-    from multicls.ds_runtime import prepare_deepspeed
-    from multicls.initialize import from_bert
-    from multicls.sample import SAMPLE_CORPUS, sample_model
-    from pretrain.batches import Share, load_steps
-    from pretrain.job import build_engine, build_streams
-    from pretrain.training import Trainer
+def compare_times(recipes: Sequence[str], rounds: int, argv: Sequence[str] | None) -> None:
+    """Compares the step of each recipe with that of the first one."""
+    from benchmarks.workload import Workload, trainer_step
 
-    deepspeed = prepare_deepspeed()
-    settings = load_settings(PretrainSettings, *recipe_flags(recipe))
-    shape = settings.model.model_dump(exclude={"checkpoint"})
-    model, tokenizer = from_bert(str(sample_model()), **shape)
-    stream = build_streams(settings, Corpus.open(SAMPLE_CORPUS), tokenizer, model.config)["train"]
-    ds_config = load_ds_config("ds_configs/zero2.json")
-    resolved = resolve_ds_config(ds_config, where="zero2", precision="fp32", **batch_arithmetic(settings, 1))
-    unused: Any = None
-    trainer = Trainer(build_engine(deepspeed, model, settings, resolved), settings, stream, *[unused] * 4)
-    batches = load_steps(stream, Share(1, 0, 1), range(count), triples=settings.train.triples, workers=0)
-    for step, batch in enumerate(batches):
-        start = time.perf_counter()
-        trainer.train_step(batch, step)
-        yield time.perf_counter() - start
-
-
-def compare_times(recipes: Sequence[str], count: int) -> None:
-    """Prints what a step takes: the median, and the median ratio to the first recipe's step of the same round."""
-    steps = {recipe: steps_of(recipe, count + 1) for recipe in recipes}
-    rounds = [{recipe: next(taken) for recipe, taken in steps.items()} for _ in range(count + 1)][1:]
-    print(f"| recipe | milliseconds a step | of {recipes[0]} |\n|---|---|---|")
+    cases = {}
     for recipe in recipes:
-        seconds = statistics.median(taken[recipe] for taken in rounds)
-        ratio = statistics.median(taken[recipe] / taken[recipes[0]] for taken in rounds)
-        print(f"| {recipe} | {1000 * seconds:.0f} | {ratio:.2f} |")
+        settings = load_settings(PretrainSettings, *recipe_flags(recipe)).model_dump(exclude={"run"})
+        settings["train"] |= {"precision": "fp32"}
+        work = Workload(None, **settings)
+        cases[recipe] = trainer_step(work.trainer(), work.batches(4))
+    report = Report("recipes", "A step of each recipe on the embedded sample", argv)
+    report.compare("Step of 18 sequences", take_turns(cases, rounds=rounds), recipes[0])
+    report.write()
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Trains one after the other, then reports; or takes the time."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser("recipes", __doc__)
     parser.add_argument("--steps", type=int, help="300; with --time 20")
     parser.add_argument("--recipes", nargs="+", default=RECIPES, choices=RECIPES, metavar="NAME")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/recipes"))
     parser.add_argument("--time", action="store_true", help="only take the time of steps")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.time:
-        return compare_times(args.recipes, args.steps or 20)
+        return compare_times(args.recipes, args.steps or 20, argv)
     for recipe in args.recipes:
         if not (args.output_dir / recipe / "DONE").exists():
             train(recipe, args.steps or 300, args.output_dir)
@@ -118,7 +91,4 @@ def main() -> None:
     report += ["--output", str(args.output_dir / "report.png"), "--markdown", str(args.output_dir / "report.md")]
     print("", flush=True)
     subprocess.run(report, check=True)
-
-
-if __name__ == "__main__":
-    main()
+    return None

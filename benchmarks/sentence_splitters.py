@@ -1,26 +1,25 @@
 """Sentence splitters on your text: MB per second of CPU time, and the share of the tests' English cases they get right.
 
     pip install blingfire nupunkt segtok pysbd syntok
-    python benchmarks/sentence_splitters.py FILE...
+    python benchmarks/run.py sentence_splitters FILE...
 
 A line of a file is a paragraph. The splitters are called paragraph by paragraph; a slow one gets less text. The repairs
-of data_prep.sentences were made with the cases in view, the other splitters were not. Prints a Markdown table.
+of data_prep.sentences were made with the cases in view, the other splitters were not. Writes a table.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.compare import Report, new_parser
+from multicls.files import REPOSITORY
 
 Splitter = Callable[[str], Iterable[str]]
 SECONDS = 10  # a splitter's runs end after the paragraph in which its time is over
-CASES = Path(__file__).resolve().parents[1] / "tests" / "data_prep" / "sentence_cases.txt"
+CASES = REPOSITORY / "tests" / "data_prep" / "sentence_cases.txt"
 
 
 def _ours() -> Splitter:
@@ -106,24 +105,23 @@ def right(split: Splitter) -> str:
     return f"{count} of {len(cases)} ({count / len(cases):.1%})"
 
 
-def main() -> None:
-    """Prints the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures and writes the table."""
+    parser = new_parser("sentence_splitters", __doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="text, a line a paragraph")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="time for each splitter")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     text = "\n".join(path.read_text(encoding="utf-8") for path in args.files)
     paragraphs = [line.strip() for line in text.split("\n") if line.strip()]
-    print(f"{len(text.encode()) / 1e6:.1f} MB, {len(paragraphs)} paragraphs\n")
-    print("| splitter | MB/s | cases right |\n|---|---|---|")
+    rows: list[list[object]] = []
     for name, load in SPLITTERS.items():
         try:
             split = load()
         except ImportError as error:
-            print(f"| {name} | not installed ({error}) | |")
+            rows.append([name, f"not installed ({error})", ""])
             continue
-        print(f"| {name} | {speed(split, paragraphs, args.seconds):.2f} | {right(split)} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+        rows.append([name, speed(split, paragraphs, args.seconds), right(split)])
+    report = Report("sentence_splitters", "Sentence splitters", argv)
+    what = f"{len(text.encode()) / 1e6:.1f} MB, {len(paragraphs)} paragraphs"
+    report.table(what, ["splitter", "MB/s of CPU time", "cases right"], rows)
+    report.write()

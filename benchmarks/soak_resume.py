@@ -1,6 +1,6 @@
 """Kills pretraining at random moments and compares what it ends with: the examples of every step, metrics, weights.
 
-python benchmarks/soak_resume.py [--kills 20] [--steps 60] [--corpus FOLDER --model CHECKPOINT] [--config JSON]
+python benchmarks/run.py soak_resume [--kills 20] [--steps 60] [--corpus FOLDER --model CHECKPOINT] [--config JSON]
 
 Undisturbed runs of a tiny model on one and on two ranks come first. Then runs are killed (-9, all ranks or one), or
 signalled (TERM or USR1, all ranks or one), at random times, and started again until they finish: a third of them on one
@@ -10,31 +10,27 @@ Without --corpus, the embedded sample's articles.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])
-os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-
-import deepspeed  # noqa: F401
-import torch.utils.tensorboard  # noqa: F401
-
 import pretrain.job
 import pretrain.run
+from benchmarks.compare import Report, new_parser
+from benchmarks.workload import shaped_model
 from multicls.errors import run_command
-from multicls.files import append_jsonl, read_json, read_jsonl, sha256_of, write_json
-from multicls.sample import SAMPLE_CORPUS, sample_model
+from multicls.files import append_jsonl, read_json, read_jsonl, sha256_of
+from multicls.sample import SAMPLE_CORPUS
+from pretrain.batches import MicroBatch
 from pretrain.run_folder import DONE, STOPPED
 from pretrain.training import Trainer
 
@@ -47,10 +43,10 @@ def log_examples(file: Path, launch: int) -> None:
     """Has this process write down which examples a step begins to train on."""
     original = Trainer.train_step
 
-    def train_step(trainer: Trainer, batches: list[dict[str, Any]], step: int) -> Any:
-        examples = {str(int(batch["number"])): batch["example_ids"].tolist() for batch in batches}
+    def train_step(trainer: Trainer, batches: list[MicroBatch], step: int, *args: Any, **kwargs: Any) -> Any:
+        examples = {str(batch.number): batch.example_ids.tolist() for batch in batches}
         append_jsonl(file, {"launch": launch, "step": step, "examples": examples})
-        return original(trainer, batches, step)
+        return original(trainer, batches, step, *args, **kwargs)
 
     Trainer.train_step = train_step  # type: ignore[method-assign, assignment]
 
@@ -113,7 +109,7 @@ def examples_of(folder: Path) -> tuple[dict[int, dict[str, Any]], int]:
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
-    """What metrics.jsonl says but for speed and memory."""
+    """Returns the records of metrics.jsonl without speed and memory."""
     records = read_jsonl(folder / "metrics.jsonl")
     return [{name: value for name, value in record.items() if not name.startswith(VARYING)} for record in records]
 
@@ -189,38 +185,37 @@ class Soak:
             difference = abs(one["loss/total"] - other["loss/total"]) / other["loss/total"]
             self.loss_difference = max(self.loss_difference, difference)
 
-    def row(self) -> str:
-        """Of the table."""
+    def row(self) -> list[str]:
+        """Returns a row of the table."""
         bits = f"{self.found['same bits']}/{self.found['finished']}" if len(self.ranks) == 1 else "-"
         names = ("launches", "SIGKILL", "SIGTERM", "SIGUSR1", "left with 0", "finished", "done again")
         cells = [" or ".join(map(str, self.ranks)), *(str(self.found[name]) for name in names)]
         cells += [str(self.found["lost or repeated"]), bits, f"{self.loss_difference:.1e}", f"{self.slowest_exit:.1f}"]
-        return "| " + " | ".join(cells) + " |"
+        return cells
 
 
-HEADER = """| ranks | launches | -9 | TERM | USR1 | left with 0 | runs finished | steps done again | \
-steps with examples lost or repeated | same weights and metrics to the bit | largest relative loss difference | \
-slowest exit (s) |
-|---|---|---|---|---|---|---|---|---|---|---|---|"""
+COLUMNS = (
+    *("ranks", "launches", "-9", "TERM", "USR1", "left with 0", "runs finished", "steps done again"),
+    *("steps with examples lost or repeated", "same weights and metrics to the bit"),
+    *("largest relative loss difference", "slowest exit (s)"),
+)
 
 
-def tiny_model(folder: Path) -> Path:
-    """The sample's tokenizer with a shape that trains in milliseconds."""
-    shutil.copytree(sample_model(), folder, ignore=shutil.ignore_patterns("*.safetensors", "*.bin", "*.onnx"))
-    write_json(folder / "config.json", read_json(folder / "config.json") | TINY)
-    return folder
-
-
-def main() -> None:
-    """Runs it; the exit status is 1 if anything was lost or differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs it; returns 1 if anything was lost or differs."""
+    parser = new_parser("soak_resume", __doc__)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--corpus", type=Path, help="written by data_prep/run.py with the tokenizer of --model")
     parser.add_argument("--model", help="a small BERT of which only shape and tokenizer are taken")
     parser.add_argument("--config", default="ds_configs/zero2.json")
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    import deepspeed  # noqa: F401
+    import torch.utils.tensorboard
+
+    torch.set_num_threads(1)  # threads do not outlive a fork
     rng = random.Random(args.seed)
     if args.corpus is None:
         pretrain.run.prepare_sample_corpus()
@@ -228,7 +223,7 @@ def main() -> None:
         folder = Path(name)
         arguments = ["--config", args.config, "--recipe", "pretrain/recipes/tiny.yaml", "--steps", str(args.steps)]
         arguments += ["--corpus", str(args.corpus or SAMPLE_CORPUS)]
-        arguments += ["--model", args.model or str(tiny_model(folder / "model"))]
+        arguments += ["--model", args.model or str(shaped_model(folder / "model", TINY))]
         for setting in ("log_every=5", "eval_every=20", "save_every=7"):
             arguments += ["--set", f"run.{setting}"]
         soaks = []
@@ -242,14 +237,13 @@ def main() -> None:
             soaks.append(Soak(ranks, rng, arguments, undisturbed, startup))
         for soak, third in zip(soaks, range(3), strict=True):
             soak.disturb((args.kills + 2 - third) // 3, folder / "killed")
-        print(HEADER, *(soak.row() for soak in soaks), sep="\n")
+        report = Report("soak_resume", "Runs killed and signalled at random moments", argv)
+        what = f"{args.kills} disturbances of runs of {args.steps} steps"
+        report.table(what, COLUMNS, [soak.row() for soak in soaks])
+        report.write()
         problems = [problem for soak in soaks for problem in soak.problems]
         wrong = sum(soak.found["lost or repeated"] for soak in soaks) + sum(
             soak.found["finished"] - soak.found["same bits"] for soak in soaks if len(soak.ranks) == 1
         )
         print(*problems, sep="\n")
-        sys.exit(bool(wrong or problems or any(soak.loss_difference > 1e-3 for soak in soaks)))
-
-
-if __name__ == "__main__":
-    main()
+        return int(bool(wrong or problems or any(soak.loss_difference > 1e-3 for soak in soaks)))

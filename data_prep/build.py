@@ -35,14 +35,14 @@ from data_prep.sentences import splitter_name
 from data_prep.sources import SourceFile, find_files
 from data_prep.worker import MIN_SENTENCES, Worker, WorkSettings, prepare_in_order
 from data_prep.writer import LINES, PROGRESS, CorpusWriter, checksum, lock, unfinished
-from multicls.errors import UserError
-from multicls.files import append_jsonl, atomic_write, read_json, write_json
-from multicls.shards import (
+from multicls.corpus import (
     FORMAT,
     FORMAT_VERSION,
     MANIFEST,
     tokenizer_fingerprint,
 )
+from multicls.errors import UserError
+from multicls.files import append_jsonl, atomic_write, read_json, write_json
 
 if TYPE_CHECKING:
     pass
@@ -331,6 +331,7 @@ def _check_same(output: Path, made_from: dict[str, Any], identity: dict[str, Any
 def _identity(settings: BuildSettings, worker: Worker) -> dict[str, Any]:
     """What the bytes of a corpus depend on, besides the text."""
     return {
+        "format_version": FORMAT_VERSION,
         "tokenizer_fingerprint": tokenizer_fingerprint(worker.encoder.tokenizer),
         "splitter": splitter_name(settings.language),
         "rules": sorted(worker.settings.rules),
@@ -366,7 +367,7 @@ def _finish(
     manifest = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
-        **{key: sum(shard[key] for shard in corpus.shards) for key in ("documents", "sentences", "pieces")},
+        **{key: sum(shard[key] for shard in corpus.shards) for key in ("documents", "sentences", "tokens")},
         "sources": corpus.sources,
         "dropped": dict(sorted(corpus.drops.counts.items())),
         "tokenizer": {

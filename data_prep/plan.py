@@ -49,7 +49,7 @@ def estimate(files: list[SourceFile], options: ReadOptions, worker: Worker) -> P
         read += sum(len(raw.text.encode("utf-8", "replace")) for raw in sample)
         kept = list(chain.from_iterable(text.rows for text in worker.prepare(sample).texts))
         rows += len(kept)
-        pieces += sum(len(row.pieces) for row in kept)
+        pieces += sum(len(row.tokens) for row in kept)
         sentences += sum(len(row.offsets) for row in kept)
         spent += time.monotonic() - started
     factor = text_bytes / max(read, 1)

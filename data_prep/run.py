@@ -174,7 +174,7 @@ def verify_command(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="data_prep/run.py verify", description=verify_command.__doc__)
     parser.add_argument("corpus", help="a corpus folder")
     args = parser.parse_args(argv)
-    from multicls.shards import Corpus
+    from multicls.corpus import Corpus
 
     corpus = Corpus.open(args.corpus)
     corpus.verify()

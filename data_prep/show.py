@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from data_prep.triples import Example, Part, SpecialIds, TripleStream
+from multicls.corpus import Corpus
 from multicls.errors import UserError
 from multicls.files import read_json
-from multicls.shards import Corpus
 from multicls.tokenization import facet_tokens
 
 if TYPE_CHECKING:
@@ -33,10 +33,10 @@ def show(folder: str, number: int, seq_length: int, num_facets: int, seed: int, 
     stream = TripleStream(corpus, special, seq_length=seq_length, seed=seed, validation_fraction=0.0)
     example = stream.example_of(number, epoch, window)
     lines = [f"document {number}: {document.title!r} ({document.source}: {document.id})"]
-    lines.append(f"{len(document.offsets) - 1} sentences, {len(document.pieces)} pieces")
+    lines.append(f"{len(document.offsets) - 1} sentences, {len(document.tokens)} pieces")
     lines += [f"window {window} of {stream.windows_of(number)}, as in epoch {epoch} with seed {seed}:", ""]
     for sentence in range(example.parts[0].first, example.parts[-1].end):
-        pieces = document.pieces[document.offsets[sentence] : document.offsets[sentence + 1]]
+        pieces = document.tokens[document.offsets[sentence] : document.offsets[sentence + 1]]
         lines.append(f"  {sentence}: {tokenizer.decode(pieces.tolist(), skip_special_tokens=False)}")
     for p in range(len(example.parts)):
         lines += ["", f"part {'ABC'[p]}: {_describe(example.parts[p])}", *_table(example, p, tokenizer, num_facets)]
@@ -64,13 +64,13 @@ def special_ids(corpus: Corpus, tokenizer: Tokenizer, num_facets: int) -> Specia
 
 def _describe(part: Part) -> str:
     if part.cut == part.end:
-        return f"sentence {part.first}, a single run, so no order to tell"
-    runs = f"sentences {part.first} to {part.cut - 1} | {part.cut} to {part.end - 1}"
-    return f"{runs}, {'swapped (label 1)' if part.swapped else 'in order (label 0)'}"
+        return f"sentence {part.first}, a single segment, so no order to tell"
+    segments = f"sentences {part.first} to {part.cut - 1} | {part.cut} to {part.end - 1}"
+    return f"{segments}, {'swapped (label 1)' if part.swapped else 'in order (label 0)'}"
 
 
 def _table(example: Example, p: int, tokenizer: Tokenizer, num_facets: int) -> list[str]:
-    """One line a run of text: `[MASK](was)` is a masked-LM target, `word/7.3` carries its TF-IDF target."""
+    """Returns one line for each segment: `[MASK](was)` is a masked-LM target, `word/7.3` carries its TF-IDF target."""
     length = int(example.attention_mask[p].sum())
     tfidf = np.insert(example.tfidf_labels[p], [1] * num_facets, 0.0)
     lines: dict[int, list[str]] = {0: [], 1: []}

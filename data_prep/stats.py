@@ -11,9 +11,9 @@ import numpy as np
 
 from data_prep.show import special_ids
 from data_prep.triples import SpecialIds, TripleStream
+from multicls.corpus import Corpus, Shard
 from multicls.errors import UserError
 from multicls.files import atomic_write, read_json
-from multicls.shards import Corpus, Shard
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 BLOCK = 1 << 22  # pieces counted at a time: bincount makes int64 of them
 SAMPLE_PIECES = 10_000_000  # rows of about as many are looked at, a matter of seconds
 SAMPLES = 3  # of dropped text, a reason
+FOLDS = 5  # of the cross-validation
+FEWEST_LABELS = 50  # parts of each order that the cross-validation needs at least
 COVERAGE = (0.5, 0.9, 0.99)
 MOST_BARS = 10
 BAR: dict[str, Any] = {"color": "0.7", "edgecolor": "black", "linewidth": 0.8}
@@ -103,10 +105,10 @@ def count(corpus: Corpus, unknown: int | None, numbers: Iterable[int]) -> Conten
     for number in numbers:
         shard = Shard(corpus.path / corpus.manifest["shards"][number]["name"])  # not kept, so its pages are let go
         contents.sentence_pieces.add(np.diff(shard.sentences))
-        for start in range(0, len(shard.pieces), BLOCK):
-            block = shard.pieces[start : start + BLOCK]
+        for start in range(0, len(shard.tokens), BLOCK):
+            block = shard.tokens[start : start + BLOCK]
             contents.piece_counts += np.bincount(block, minlength=corpus.vocabulary_size)
-        rows = np.stack([np.diff(shard.documents), shard.num_pieces]).astype(np.int64)
+        rows = np.stack([np.diff(shard.documents), shard.num_tokens]).astype(np.int64)
         begins = np.flatnonzero(np.append(True, shard.hashes[1:] != shard.hashes[:-1]))
         lengths = np.add.reduceat(rows, begins, axis=1)
         if shard.hashes[0] == last_hash:
@@ -116,7 +118,7 @@ def count(corpus: Corpus, unknown: int | None, numbers: Iterable[int]) -> Conten
             contents.add_documents(rest)
         last_hash, rest = shard.hashes[-1], lengths[:, -1:]
         contents.add_documents(lengths[:, :-1])
-        strange = shard.pieces == unknown if unknown is not None else np.zeros(len(shard.pieces), bool)
+        strange = shard.tokens == unknown if unknown is not None else np.zeros(len(shard.tokens), bool)
         strange = np.add.reduceat(strange, shard.sentences[shard.documents[:-1]], dtype=np.int64)
         numbers_of_row = np.stack([np.isin(np.arange(len(strange)), begins), *rows, strange])
         for code, name in enumerate(shard.source_names):
@@ -124,6 +126,53 @@ def count(corpus: Corpus, unknown: int | None, numbers: Iterable[int]) -> Conten
             contents.sources[name] = contents.sources.get(name, 0) + found
     contents.add_documents(rest)
     return contents
+
+
+@dataclass(frozen=True)
+class LengthBaseline:
+    """How well the lengths of two segments alone predict their order.
+
+    Attributes:
+        parts: number of parts with two segments.
+        accuracy: share of the parts whose order is predicted, in cross-validation.
+        error: binomial standard error of `accuracy`; the folds share training parts, so it is about a fifth too small.
+        log_loss: mean cross-entropy of the predictions in nats; ln 2 = 0.6931 for a constant prediction.
+    """
+
+    parts: int
+    accuracy: float
+    error: float
+    log_loss: float
+
+
+def length_baseline(placed: np.ndarray, swapped: np.ndarray) -> LengthBaseline | None:
+    """Predicts the order of two segments from their lengths by boosted trees, in seeded five-fold cross-validation.
+
+    A model of sentence order learns from the text only what it predicts better than this.
+
+    Args:
+        placed: (n, 2) tokens of the segment placed first and of the one placed second.
+        swapped: (n,) bool, the label.
+
+    Returns:
+        The accuracy on held-out parts; None if a label has fewer than `FEWEST_LABELS` parts.
+    """
+    from sklearn.ensemble import HistGradientBoostingClassifier
+    from sklearn.model_selection import StratifiedKFold, cross_val_predict
+
+    if np.bincount(swapped, minlength=2).min() < FEWEST_LABELS:
+        return None
+    features = np.column_stack([placed, placed[:, 0] - placed[:, 1]])
+    # Small, slow trees: with more of them, the log loss of parts without any leak rises above ln 2.
+    trees = HistGradientBoostingClassifier(
+        max_iter=50, learning_rate=0.05, max_leaf_nodes=8, min_samples_leaf=50, early_stopping=False
+    )
+    folds = StratifiedKFold(FOLDS, shuffle=True, random_state=0)
+    probabilities = cross_val_predict(trees, features, swapped, cv=folds, method="predict_proba")
+    correct = probabilities.argmax(axis=1) == swapped
+    of_label = np.take_along_axis(probabilities, swapped[:, None].astype(int), axis=1)
+    error = correct.std() / len(correct) ** 0.5
+    return LengthBaseline(len(correct), float(correct.mean()), float(error), float(-np.log(of_label).mean()))
 
 
 @dataclass(frozen=True)
@@ -137,6 +186,8 @@ class Training:
         padding: share of the positions of a sequence.
         cut: share of the pieces chosen that do not fit, as their sentence alone is longer than a part.
         single: share of the parts that are a single sentence, which has no order to tell.
+        short_segment: share of the parts with two segments that have a segment of a single sentence.
+        lengths: how well segment lengths alone predict the order; None if there are too few parts to tell.
         seen: (4,) how many sentences the epoch shows never, once, twice, and more often.
     """
 
@@ -147,6 +198,8 @@ class Training:
     padding: float
     cut: float
     single: float
+    short_segment: float
+    lengths: LengthBaseline | None
     seen: np.ndarray
 
 
@@ -159,10 +212,12 @@ def measure(corpus: Corpus, special: SpecialIds, seq_length: int) -> Training:
         UserError: `seq_length` leaves no room for text.
     """
     stream = TripleStream(corpus, special, seq_length=seq_length, seed=0, validation_fraction=0.0)
-    step = max(1, corpus.manifest["pieces"] // SAMPLE_PIECES)
+    step = max(1, corpus.manifest["tokens"] // SAMPLE_PIECES)
     rows = range(step // 2, corpus.num_documents, step)
     seen = np.zeros(4, np.int64)
-    examples = filled = cut = chosen = single = 0
+    examples = filled = cut = chosen = single = short = 0
+    placed: list[tuple[int, int]] = []  # tokens of the segment placed first and of the one placed second
+    swapped: list[bool] = []
     for row in rows:
         offsets = corpus.document(row).offsets
         times = np.zeros(len(offsets) - 1, np.int64)
@@ -173,7 +228,14 @@ def measure(corpus: Corpus, special: SpecialIds, seq_length: int) -> Training:
             first, end = example.parts[0].first, example.parts[-1].end  # parts follow each other
             times[first:end] += 1
             chosen += int(offsets[end] - offsets[first])
-            single += sum(part.end - part.first == 1 for part in example.parts)
+            for part in example.parts:
+                if part.cut == part.end:
+                    single += 1
+                    continue
+                short += part.cut - part.first == 1 or part.end - part.cut == 1
+                left, right = (int(n) for n in np.diff(offsets[[part.first, part.cut, part.end]]))
+                placed.append((right, left) if part.swapped else (left, right))
+                swapped.append(part.swapped)
         seen += np.bincount(np.minimum(times, 3), minlength=4)
     parts = examples * stream.num_parts
     return Training(
@@ -184,6 +246,8 @@ def measure(corpus: Corpus, special: SpecialIds, seq_length: int) -> Training:
         padding=1 - filled / (parts * seq_length),
         cut=cut / chosen,
         single=single / parts,
+        short_segment=short / max(len(placed), 1),
+        lengths=length_baseline(np.array(placed).reshape(-1, 2), np.array(swapped, bool)),
         seen=seen,
     )
 
@@ -340,10 +404,18 @@ def _training_facts(training: Training | str) -> dict[str, str]:
         "examples an epoch": f"{training.examples_per_epoch:,}",
         "padding": _percent(training.padding),
         "pieces cut": _percent(training.cut, 2),
-        "parts of a single sentence": _percent(training.single),
+        "parts with an order": f"{_percent(1 - training.single)}, the others are a single sentence",
+        "with a one-sentence segment": f"{_percent(training.short_segment)} of those",
+        "order from lengths alone": _length_facts(training.lengths),
         "sentences seen 0, 1, 2+ times": ", ".join(map(_percent, (never, once, twice + more))),
         "shares measured on": f"{rows}, {training.seen.sum():,} sentences, {training.examples:,} examples",
     }
+
+
+def _length_facts(found: LengthBaseline | None) -> str:
+    if found is None:
+        return f"not measured: fewer than {FEWEST_LABELS} parts of each order"
+    return f"{found.accuracy:.4f} ± {found.error:.4f} right, log loss {found.log_loss:.4f}"
 
 
 def _draw(picture: str | Path, corpus: Corpus, contents: Contents, training: Training | str) -> None:

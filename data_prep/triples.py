@@ -9,6 +9,11 @@ example holds on average. They stand at equal distances, moved together by a ran
 epoch, and are filled with whole consecutive sentences, so that parts begin elsewhere each time. In three of four
 epochs the outermost windows are set to the document's very ends, which a phase alone would leave out half the time.
 
+Segment lengths must not reveal the order of the two segments of a part. Filling a part stops at a sentence that does
+not fit, usually a long one, so the side where filling begins gets the longer sentences. Therefore half of the documents
+in an epoch, drawn afresh each time, are mirrored: windows are placed and filled in the document read backwards, and the
+boundaries are mapped to the original. So each part is filled from either end with the same probability.
+
 Random numbers are hashes of (seed, pass, document, window, purpose, part, position): there is no generator with a
 state, so an example is the same whatever it is built together with.
 """
@@ -23,15 +28,16 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from data_prep.chance import below, hashed, permuted, uniform
+from multicls.corpus import Corpus, Shard, held_out_share
 from multicls.errors import UserError, did_you_mean
-from multicls.shards import Corpus, Shard, held_out_share
 
 IGNORE = -100  # label of what does not count in a loss
 EXPECTED_FILL = 0.875  # share of a part's budget that whole sentences fill
 BLOCK = 256  # documents whose windows are counted together; 20 bytes of memory a block
 TFIDF_SCALE = 10.0
 STRIDE = np.int64(1) << 32  # more than any position in a shard
-ORDER, PASS, PHASE, ANCHOR, DIVIDE, CUT, SWAP, CHOICE, FATE, REPLACEMENT = range(10)  # purposes of random numbers
+# Purposes of random numbers.
+ORDER, PASS, PHASE, ANCHOR, DIVIDE, CUT, SWAP, CHOICE, FATE, REPLACEMENT, MIRROR = range(11)
 
 
 @dataclass(frozen=True)
@@ -50,9 +56,9 @@ class SpecialIds:
 
 
 class Part(NamedTuple):
-    """Which text a part holds: sentences [first, end) of the document, the second run beginning at `cut`.
+    """Sentences [first, end) of a document, in one or two segments; the second segment begins at sentence `cut`.
 
-    `cut == end` when the part is a single run; `swapped` when the later run is placed first.
+    A part of a single sentence is one segment: `cut == end`. `swapped` means that the second segment is placed first.
     """
 
     first: int
@@ -71,7 +77,7 @@ class Example:
         input_ids, labels: (P, L) int32; labels are -100 where no piece is masked.
         attention_mask, token_type_ids: (P, L) int8.
         tfidf_labels: (P, L - K) float32, facet positions removed, 0 on [CLS], [SEP] and padding.
-        so_labels: (P,) int8; 1 swapped, 0 not, -100 for a single run.
+        so_labels: (P,) int8; 1 swapped, 0 not, -100 for a part of one segment.
         cut_pieces: pieces left out because their sentence alone is longer than a part.
     """
 
@@ -87,7 +93,7 @@ class Example:
 
 
 class _Windows(NamedTuple):
-    """Which windows to build, (B,) integers each: pass over their source, shard, row, window of the row's `windows`."""
+    """The windows to build, (B,) integers each: pass over their source, shard, row, window of the row's `windows`."""
 
     turn: np.ndarray
     shard: np.ndarray
@@ -98,17 +104,42 @@ class _Windows(NamedTuple):
 
 
 class _Sentences(NamedTuple):
-    """The sentence boundaries around B windows, all in one ascending array, so that one search serves all of them."""
+    """The sentence boundaries around B windows, all in one ascending array, so that one search serves all of them.
 
-    places: np.ndarray  # pieces before a boundary in its shard, + i * STRIDE for window i
-    first: np.ndarray  # (B,) index in `places` of the boundary where window i might begin
-    low: np.ndarray  # (B,) of its earliest one
-    high: np.ndarray  # (B,) of its last one
-    number: np.ndarray  # (B,) number in the document of the sentence that begins at `low`
+    Attributes:
+        places: number of tokens before each boundary in its shard, + i * STRIDE for window i.
+        first: (B,) index in `places` of the boundary where filling might begin.
+        low, high: (B,) indices in `places` of the first and the last boundary of each window.
+        number: (B,) number in the document of the sentence that begins at `low`.
+    """
+
+    places: np.ndarray
+    first: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    number: np.ndarray
+
+    def mirrored(self, chosen: np.ndarray) -> _Sentences:
+        """Returns the same boundaries with the documents of the chosen windows, (B,) bool, in reverse order.
+
+        `places` grows to twice its size: its first half is the mirror image of all windows, its second half a copy.
+        `mirrored_back` maps indices of the result to indices of the original. `number` is that of the original.
+        """
+        size = len(self.places)
+        places = np.concatenate([-1 - self.places[::-1], self.places])
+        low, high = (
+            np.where(chosen, size - 1 - i, size + j) for i, j in ((self.high, self.low), (self.low, self.high))
+        )
+        return _Sentences(places, np.where(chosen, size - 1 - self.first, size + self.first), low, high, self.number)
+
+    def mirrored_back(self, bounds: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+        """Maps ascending indices in `mirrored(chosen).places`, (B, n), to ascending indices in `places`."""
+        size = len(self.places)
+        return np.where(chosen[:, None], size - 1 - bounds[:, ::-1], bounds - size)
 
 
 class _Parts(NamedTuple):
-    """What parts hold, (B, P) each: sentences as in `Part`, and pieces."""
+    """Contents of the parts, (B, P) each: sentences as in `Part`, and tokens."""
 
     first: np.ndarray
     cut: np.ndarray
@@ -199,7 +230,7 @@ class TripleStream:
         return self.examples(epoch, [index])[0]
 
     def examples(self, epoch: int, indices: Sequence[int]) -> list[Example]:
-        """The same for many of an epoch; they are built much faster together than one by one."""
+        """Returns many examples of an epoch; building them together is much faster than one by one."""
         numbers = np.array(indices)
         return self._examples(self._find(np.full_like(numbers, epoch), numbers))
 
@@ -228,7 +259,7 @@ class TripleStream:
         shard, row = self.corpus.locate(document)
         number = int(np.searchsorted(self.corpus.starts, document, side="right")) - 1
         turn, shards, rows, counts, pieces = (
-            np.full_like(numbers, n) for n in (epoch, number, row, count, int(shard.num_pieces[row]))
+            np.full_like(numbers, n) for n in (epoch, number, row, count, int(shard.num_tokens[row]))
         )
         return self._examples(_Windows(turn, shards, rows, numbers, counts, pieces))
 
@@ -239,7 +270,7 @@ class TripleStream:
             UserError: there is no such document.
         """
         shard, row = self.corpus.locate(document)
-        return int(self._windows(shard.num_pieces[row], shard.documents[row + 1] - shard.documents[row]))
+        return int(self._windows(shard.num_tokens[row], shard.documents[row + 1] - shard.documents[row]))
 
     # Which text: from the number of an example to a window of a document
 
@@ -249,7 +280,7 @@ class TripleStream:
 
     def _windows_in_split(self, blocks: Sequence[tuple[Shard, int, int]]) -> np.ndarray:
         """Windows of the documents in rows [first, end) of shards, 0 outside the split."""
-        pieces = np.concatenate([shard.num_pieces[first:end] for shard, first, end in blocks])
+        pieces = np.concatenate([shard.num_tokens[first:end] for shard, first, end in blocks])
         begin = np.concatenate([shard.documents[first:end] for shard, first, end in blocks])
         stop = np.concatenate([shard.documents[first + 1 : end + 1] for shard, first, end in blocks])
         hashes = np.concatenate([shard.hashes[first:end] for shard, first, end in blocks])
@@ -293,30 +324,47 @@ class TripleStream:
         index += starts[origin] - self._block_starts[block]
         found = np.searchsorted(starts, index, side="right") - 1  # rows without windows share a start: the last has it
         row = first + found - origin
-        pieces = np.array([block[0].num_pieces[n] for block, n in zip(held, row.tolist(), strict=True)], np.int64)
+        pieces = np.array([block[0].num_tokens[n] for block, n in zip(held, row.tolist(), strict=True)], np.int64)
         return _Windows(turn, shard, row, index - starts[found], windows[found], pieces)
 
     # Which sentences: the boundaries of the parts
 
-    def _starts(self, w: _Windows, key: np.ndarray) -> np.ndarray:
-        """(B,) about where windows begin, in pieces of their document; D: filled back from the document's end."""
+    def _mirrored(self, key: np.ndarray) -> np.ndarray:
+        """Draws which windows are filled backwards, (B,) bool: all windows of a document, so distances stay equal."""
+        return below(hashed(key, MIRROR), 2) == 1
+
+    def _starts(self, w: _Windows, mirrored: np.ndarray, key: np.ndarray) -> np.ndarray:
+        """Returns the approximate start of each window as a token offset, (B,), counted from the end if mirrored.
+
+        An offset of D means: fill from the other end of the document.
+        """
+        window = np.where(mirrored, w.windows - 1 - w.window, w.window)
         phase = uniform(hashed(key, PHASE)) - 0.5  # one for all windows of a document
-        moved = np.ceil((w.window + phase) * w.pieces / w.windows).astype(np.int64)
+        moved = np.ceil((window + phase) * w.pieces / w.windows).astype(np.int64)
         anchor = below(hashed(key, ANCHOR), 8)
-        last = np.where(w.windows > 1, w.window == w.windows - 1, anchor % 2 == 1)  # a single window is either
-        anchored = (anchor < 6) & (last | (w.window == 0))
+        last = np.where(w.windows > 1, window == w.windows - 1, anchor % 2 == 1)  # a single window is either
+        anchored = (anchor < 6) & (last | (window == 0))
         return np.where(anchored, np.where(last, w.pieces, 0), moved)
 
-    def _sentences(self, w: _Windows, starts: np.ndarray) -> _Sentences:
-        """Gathers the sentence boundaries that may matter: a sentence has a piece at least."""
+    def _sentences(self, w: _Windows, starts: np.ndarray, mirrored: np.ndarray) -> _Sentences:
+        """Gathers the sentence boundaries that may matter: a sentence has at least one token."""
         reach = self.num_parts * self.budget + 2
         slices, numbers = [], []
-        for number, row, start in zip(w.shard.tolist(), w.row.tolist(), starts.tolist(), strict=True):
+        places = zip(w.shard.tolist(), w.row.tolist(), starts.tolist(), mirrored.tolist(), strict=True)
+        for number, row, start, reverse in places:
             shard = self.corpus.shard(number)
             begin, end = int(shard.documents[row]), int(shard.documents[row + 1])
             boundaries = shard.sentences[begin : end + 1]
-            first = int(boundaries.searchsorted(boundaries[0] + start)) if start > 0 else 0
-            low, high = max(0, min(first, end - begin - reach)), min(end - begin, first + reach)
+            sentences = end - begin
+            if start <= 0:
+                first = 0
+            elif reverse:
+                first = sentences + 1 - int(boundaries.searchsorted(boundaries[-1] - start, side="right"))
+            else:
+                first = int(boundaries.searchsorted(boundaries[0] + start))
+            low, high = max(0, min(first, sentences - reach)), min(sentences, first + reach)
+            if reverse:
+                first, low, high = sentences - first, sentences - high, sentences - low
             slices.append(boundaries[low : high + 1])
             numbers.append((first - low, low, high - low))
         first, number, last = np.array(numbers).T
@@ -325,10 +373,10 @@ class TripleStream:
         return _Sentences(places, low + first, low, low + last, number)
 
     def _bounds(self, s: _Sentences, starts: np.ndarray, key: np.ndarray) -> np.ndarray:
-        """(B, P + 1) boundaries in `s.places`: part p holds the sentences between bounds p and p + 1.
+        """Returns indices in `s.places`, (B, P + 1): part p holds the sentences between bounds p and p + 1.
 
-        Filled forwards from the sentence nearest to the start; backwards from the end where the document ends too
-        early; a document that fits as a whole is divided evenly.
+        Parts are filled forwards from the sentence nearest to the start. Where the document ends too early, they are
+        filled backwards from its end. A document that fits as a whole is divided evenly.
         """
         # Of two neighbouring starts take the one whose parts are fuller: padding falls by a fifth.
         first = np.stack([s.first, np.minimum(s.first + (starts > 0), s.high)])
@@ -385,10 +433,12 @@ class TripleStream:
     def _build(self, w: _Windows, size: int) -> tuple[dict[str, np.ndarray], _Parts]:
         """The windows' arrays in micro-batches of `size` (as `micro_batches`), and what their parts hold."""
         key = hashed(self._key, w.turn, self.corpus.starts[w.shard] + w.row)
-        starts = self._starts(w, key)
-        sentences = self._sentences(w, starts)
+        mirrored = self._mirrored(key)
+        starts = self._starts(w, mirrored, key)
+        sentences = self._sentences(w, starts, mirrored)
         key = hashed(key, w.window)
-        bounds = self._bounds(sentences, starts, key)
+        bounds = self._bounds(sentences.mirrored(mirrored), starts, key)
+        bounds = sentences.mirrored_back(bounds, mirrored)
         parts = self._parts(sentences, bounds, key)
         pieces, scores, begin = self._gather(w, sentences.places, bounds)
 
@@ -403,16 +453,37 @@ class TripleStream:
         return {name: a.reshape(-1, size * self.num_parts, *a.shape[1:]) for name, a in arrays.items()}, parts
 
     def _parts(self, s: _Sentences, bounds: np.ndarray, key: np.ndarray) -> _Parts:
-        """Cuts parts into two runs at a random boundary, and swaps these with probability one half."""
+        """Cuts each part of several sentences into two segments, and swaps these with probability one half."""
         first, end = bounds[:, :-1], bounds[:, 1:]
         cutting, swapping = (hashed(key[:, None], purpose, np.arange(self.num_parts)) for purpose in (CUT, SWAP))
-        cut = np.minimum(first + 1 + below(cutting, np.maximum(end - first - 1, 1)), end)
+        cut = self._cut(s.places, first, end, cutting)
         swapped = (cut < end) & (below(swapping, 2) == 1)
         whole = s.places[end] - s.places[first]
         length = np.minimum(whole, self.budget)  # only a sentence longer than a part is cut
         seam = np.minimum(s.places[cut] - s.places[first], length)
         origin = (s.number - s.low)[:, None]
         return _Parts(first + origin, cut + origin, end + origin, swapped, length, seam, whole - length)
+
+    def _cut(self, places: np.ndarray, first: np.ndarray, end: np.ndarray, random: np.ndarray) -> np.ndarray:
+        """Draws the boundary between the two segments of each part, (B, P); `end` for a part of one sentence.
+
+        The probability of a boundary is proportional to the square of the number of tokens in the shorter segment.
+        Segments of about equal length are the usual case, as in the authors' code; with the first power, twice as many
+        segments at L = 128 would have fewer than ten tokens, which tell little about the order.
+        """
+        sentences = (end - first).ravel()
+        part = np.repeat(np.arange(len(sentences)), sentences)
+        ends = np.cumsum(sentences)  # of parts, in the arrays of all their sentences
+        boundary = np.arange(len(part)) + (end.ravel() - ends)[part]  # where each sentence begins
+        shorter = np.minimum(
+            places[boundary] - places[first].ravel()[part], places[end].ravel()[part] - places[boundary]
+        )
+        weights = np.cumsum(shorter * shorter)  # 0 where a part begins
+        before = np.append(0, weights)[ends - sentences]
+        total = weights[ends - 1] - before
+        drawn = np.searchsorted(weights, before + below(random.ravel(), np.maximum(total, 1)), side="right")
+        cut = np.where(total > 0, drawn + end.ravel() - ends, end.ravel())
+        return cut.reshape(end.shape)
 
     def _gather(self, w: _Windows, places: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The pieces of all windows, one after the other, their TF-IDF targets, and where parts begin there (B, P).
@@ -423,7 +494,7 @@ class TripleStream:
         low, high = places[bounds[:, 0]], places[bounds[:, -1]]
         ranges = np.stack([w.shard, low - windows * STRIDE, high - windows * STRIDE], axis=1).tolist()
         held = [(self.corpus.shard(number), begin, end) for number, begin, end in ranges]
-        pieces = np.concatenate([shard.pieces[begin:end] for shard, begin, end in held])
+        pieces = np.concatenate([shard.tokens[begin:end] for shard, begin, end in held])
         counts = np.concatenate([shard.counts[begin:end] for shard, begin, end in held])
         shift = np.cumsum(high - low) - high  # from a place to an index of `pieces`
 

@@ -21,10 +21,10 @@ from data_prep.cleaning import RULES, Drops, clean
 from data_prep.duplicates import LINE_LENGTH, minhash_bands
 from data_prep.pieces import PieceEncoder
 from data_prep.readers import RawDocument
+from multicls.corpus import MAX_TOKENS, ShardRow, occurrences
 from multicls.errors import UserError
-from multicls.shards import MAX_PIECES, Document, occurrences
 
-LONGEST_SENTENCE = MAX_PIECES // 8  # pieces; so that every row of a long document holds enough sentences
+LONGEST_SENTENCE = MAX_TOKENS // 8  # pieces; so that every row of a long document holds enough sentences
 MIN_SENTENCES = 6  # a document needs two sentences for each of three parts
 
 
@@ -51,12 +51,12 @@ class Text(NamedTuple):
     """A document after cleaning.
 
     Attributes:
-        rows: what the corpus holds of it; more than one where it is longer than `MAX_PIECES`.
+        rows: what the corpus holds of it; more than one where it is longer than `MAX_TOKENS`.
         keys: (1,) uint64, hash of the text; with near-duplicates (1 + BANDS,), its MinHash bands, too.
         lines: (M, 3) uint64: hash, first sentence and end of every line that could be boilerplate.
     """
 
-    rows: list[Document]
+    rows: list[ShardRow]
     keys: np.ndarray
     lines: np.ndarray
 
@@ -131,17 +131,17 @@ class Worker:
         return np.array(table, np.uint64).reshape(-1, 3)
 
 
-def rows_of(source: str, name: str, title: str, key: int, pieces: np.ndarray, lengths: np.ndarray) -> list[Document]:
-    """The rows of a document: one, or several of about equal length where it is longer than `MAX_PIECES`."""
+def rows_of(source: str, name: str, title: str, key: int, pieces: np.ndarray, lengths: np.ndarray) -> list[ShardRow]:
+    """The rows of a document: one, or several of about equal length where it is longer than `MAX_TOKENS`."""
     ends = np.cumsum(lengths, dtype=np.int64)
-    count = -(-len(pieces) // (MAX_PIECES - int(lengths.max()))) if len(pieces) > MAX_PIECES else 1
+    count = -(-len(pieces) // (MAX_TOKENS - int(lengths.max()))) if len(pieces) > MAX_TOKENS else 1
     cuts = [0, *(np.searchsorted(ends, len(pieces) * np.arange(1, count) / count) + 1).tolist(), len(lengths)]
     offsets = np.concatenate([[0], ends])
     rows = []
     for first, end in zip(cuts, cuts[1:], strict=False):
         own = offsets[first : end + 1]
         part = pieces[own[0] : own[-1]]
-        rows.append(Document(source, name, title, key, part, (own - own[0]).astype(np.int32), occurrences(part)))
+        rows.append(ShardRow(source, name, title, key, part, (own - own[0]).astype(np.int32), occurrences(part)))
     return rows
 
 

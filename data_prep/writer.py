@@ -23,9 +23,9 @@ from data_prep.cleaning import Dropped, Drops
 from data_prep.duplicates import Duplicates, RepeatedLines
 from data_prep.readers import RawDocument
 from data_prep.worker import Text, rows_of
+from multicls.corpus import Shard, ShardRow, write_shard
 from multicls.errors import UserError
 from multicls.files import atomic_write, read_json, sha256_of, write_json
-from multicls.shards import Document, Shard, write_shard
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -66,7 +66,7 @@ class CorpusWriter:
         self.duplicates = Duplicates(self.identity["near_duplicates"] is not None)
         self.repeated = RepeatedLines()
         self.frequency = np.zeros(self.tokenizer.get_vocab_size(with_added_tokens=True), np.int64)
-        self._open: list[Document] = []
+        self._open: list[ShardRow] = []
         self._keys: list[np.ndarray] = []
         self._open_pieces = 0
         if self.saved:
@@ -85,7 +85,7 @@ class CorpusWriter:
                 torn.unlink()
         for entry in self.shards:
             shard = Shard(self.folder / entry["name"])
-            self._count_rows(shard.pieces, shard.counts)
+            self._count_rows(shard.tokens, shard.counts)
             self.duplicates.remember(shard.keys)
         if self.shards:
             with np.load(self.folder / LINES.format(len(self.shards)), allow_pickle=False) as state:
@@ -114,11 +114,11 @@ class CorpusWriter:
         self._open += text.rows
         self._keys += [text.keys] * len(text.rows)
         for row in text.rows:
-            self._open_pieces += len(row.pieces)
-            counts = self.sources.setdefault(row.source, {"documents": 0, "sentences": 0, "pieces": 0})
+            self._open_pieces += len(row.tokens)
+            counts = self.sources.setdefault(row.source, {"documents": 0, "sentences": 0, "tokens": 0})
             counts["documents"] += 1
             counts["sentences"] += len(row.offsets) - 1
-            counts["pieces"] += len(row.pieces)
+            counts["tokens"] += len(row.tokens)
 
     def _drop(self, reason: str, text: Text, shown: str = "") -> None:
         row = text.rows[0]
@@ -131,7 +131,7 @@ class CorpusWriter:
         if not repeated:
             return text
         lengths = np.concatenate([np.diff(row.offsets) for row in text.rows])
-        pieces = np.concatenate([row.pieces for row in text.rows])
+        pieces = np.concatenate([row.tokens for row in text.rows])
         starts = np.concatenate([[0], np.cumsum(lengths)])
         kept = np.ones(len(lengths), bool)
         for line, first, end in text.lines.tolist():
@@ -152,12 +152,12 @@ class CorpusWriter:
             return
         name = f"shard-{len(self.shards):05d}.arrow"
         write_shard(self.folder / name, self._open, np.stack(self._keys)[:, 1:])
-        pieces = np.concatenate([row.pieces for row in self._open])
+        pieces = np.concatenate([row.tokens for row in self._open])
         self._count_rows(pieces, np.concatenate([row.counts for row in self._open]))
         sizes = {
             "documents": len(self._open),
             "sentences": sum(len(row.offsets) - 1 for row in self._open),
-            "pieces": len(pieces),
+            "tokens": len(pieces),
         }
         self.shards.append({"name": name, **sizes, **checksum(self.folder / name)})
         self._open, self._keys, self._open_pieces = [], [], 0

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from multicls.errors import UserError
+from multicls.errors import UserError, first_line
 from multicls.files import read_json, sha256_of
-from multicls.initialize import quiet_transformers
+from multicls.from_bert import quiet_transformers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -139,8 +139,7 @@ def _from_hub(name: str) -> Path:
         if not list(folder.glob(WEIGHTS[0])):
             folder = Path(snapshot_download(name, allow_patterns=[*TEXT_FILES, WEIGHTS[1]]))
     except Exception as error:  # huggingface_hub, its HTTP client and the sockets below raise kinds of their own
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"--model {name}: no such folder, and the hub did not give it: {reason}") from None
+        raise UserError(f"--model {name}: no such folder, and the hub did not give it: {first_line(error)}") from None
     return folder
 
 
@@ -168,5 +167,4 @@ def _load_problems(checkpoint: Checkpoint, what: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"--model {checkpoint.name}: {what} cannot be loaded: {reason}") from error
+        raise UserError(f"--model {checkpoint.name}: {what} cannot be loaded: {first_line(error)}") from error

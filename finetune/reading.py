@@ -13,7 +13,7 @@ from typing import Any
 
 from finetune.superglue import flat_rows
 from finetune.tasks import Task
-from multicls.errors import UserError
+from multicls.errors import UserError, first_line
 
 SUFFIXES = {"superglue": (".jsonl",), "cs224n": (".csv",), "glue": (".tsv", ".jsonl")}
 Rows = Iterable[tuple[str, Mapping[str, Any] | None]]  # file:line, and the row, or None for one that is torn
@@ -213,10 +213,9 @@ def _hub_reader(task: Task) -> tuple[str, Reader]:
 
             table = datasets.load_dataset(name, split=split, **options)
         except Exception as error:  # datasets, the hub client and the sockets below raise kinds of their own
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UserError(
-                f"task {task.name}: {name} cannot be had from the hub: {reason} Without network, give --data_dir, a "
-                f"folder that holds {task.folder}/{_file_name(task, task.train or stem)} and the others."
+                f"task {task.name}: {name} cannot be had from the hub: {first_line(error)} Without network, give "
+                f"--data_dir, a folder that holds {task.folder}/{_file_name(task, task.train or stem)} and the others."
             ) from None
         rows = ((f"{name} {configuration} {split}:{i}", row) for i, row in enumerate(table))
         return _examples(task, split, rows, part, hidden, indices_allowed=True)[0]

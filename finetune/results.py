@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import importlib.metadata
 import json
 import os
-import platform
-import subprocess
 import time
 import traceback
 from collections.abc import Iterator, Mapping
@@ -20,11 +17,10 @@ from typing import Any
 import numpy as np
 
 from multicls.errors import UserError
-from multicls.files import REPOSITORY, append_jsonl, atomic_write, read_json, read_jsonl, write_json
+from multicls.files import append_jsonl, atomic_write, read_json, read_jsonl, write_json
 
 RESULTS, ERRORS, MARKER = "results.jsonl", "errors.jsonl", "results.json"
 PROTOCOL = 2  # goes up when a record gets other fields, or the same settings give other numbers
-PACKAGES = ("torch", "transformers", "tokenizers", "scikit-learn", "scipy", "numpy")
 
 
 class Busy(UserError):
@@ -158,14 +154,6 @@ def claim(output_dir: str | Path, run_id: str) -> Iterator[None]:
             return
 
 
-def environment() -> dict[str, Any]:
-    """Versions of Python and the packages that decide numbers, and the project's git commit where there is one."""
-    versions = {"python": platform.python_version()}
-    for package in PACKAGES:
-        versions[package] = importlib.metadata.version(package)
-    return {"versions": versions, "git_commit": _git_commit()}
-
-
 def _still_there(path: Path, descriptor: int) -> bool:
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
@@ -182,12 +170,3 @@ def _append(path: Path, record: dict[str, Any]) -> None:
         if not (path.parent / MARKER).exists():
             write_json(path.parent / MARKER, {"protocol": PROTOCOL})
         append_jsonl(path, record)
-
-
-def _git_commit() -> str | None:
-    command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return answer.stdout.strip() or None if answer.returncode == 0 else None

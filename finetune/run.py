@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -25,9 +24,11 @@ from finetune import results
 from finetune.heads import HEADS
 from finetune.settings import POOLED, FinetuneSettings, TrainSettings, check_names, resolve
 from finetune.tasks import TASKS
+from multicls.distributed import leave_deepspeed, on_rank_0, prepare_deepspeed, rank_and_world
 from multicls.ds_config import load_ds_config
-from multicls.ds_runtime import leave_deepspeed, on_rank_0, prepare_deepspeed, rank_and_world
+from multicls.environment import environment_record
 from multicls.errors import run_command
+from multicls.files import atomic_folder
 from multicls.settings import Settings, load_settings, to_yaml
 
 if TYPE_CHECKING:
@@ -152,13 +153,11 @@ def _run(settings: FinetuneSettings, planned: PlannedRun) -> list[dict[str, Any]
 
     rank, encoder = rank_and_world()[0], _encoder(planned)  # it refuses a wrong --max_length before anything is written
     _announce(settings, planned, find_device()[0].type)
-    if rank == 0:
-        for own in planned.rows:
-            _publish(settings, own)
     predicted = (_probe if settings.head == "probe" else _train)(settings, planned, *encoder)
     records = [_record(settings, planned, predicted, task) for task in range(len(planned.rows))]
     if rank == 0:
         for task, record in enumerate(records):
+            _publish(settings, planned.rows[task])
             _submit(settings, planned, predicted, task)
             results.write_result(settings.output_dir, record, _predictions(planned.rows[task], predicted, task))
     outcome = predicted.outcome
@@ -300,7 +299,7 @@ def _record(settings: FinetuneSettings, planned: PlannedRun, predicted: Predicte
         "device": find_device()[0].type,
         "ranks": rank_and_world()[1],
         "notes": own.notes,
-        **results.environment(),
+        **environment_record(),
     }
 
 
@@ -346,12 +345,9 @@ def _submit(settings: FinetuneSettings, planned: PlannedRun, predicted: Predicte
     if not settings.predict_test:
         return
     folder = results.submission_path(settings.output_dir, planned.run_ids[task])
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
-    for path in (unfinished, folder):  # of a run that was killed
-        shutil.rmtree(path, ignore_errors=True)
-    for (other, examples), outputs in zip(planned.rows[task].test, predicted.test[task], strict=True):
-        write_submission(other, examples, outputs, unfinished)
-    unfinished.rename(folder)
+    with atomic_folder(folder) as fresh:
+        for (other, examples), outputs in zip(planned.rows[task].test, predicted.test[task], strict=True):
+            write_submission(other, examples, outputs, fresh)
 
 
 def _announce(settings: FinetuneSettings, planned: PlannedRun, device: str) -> None:

@@ -17,8 +17,8 @@ import numpy as np
 
 from finetune.reading import Example, TaskData
 from finetune.tasks import Task
+from multicls.corpus import Corpus, held_out_share
 from multicls.errors import UserError
-from multicls.shards import Corpus, held_out_share
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -104,7 +104,7 @@ def _passages(corpus: Corpus, tokenizer: Tokenizer, article: int) -> dict[str, s
     passages, begin = {}, 0
     for end in document.offsets[1:].tolist():
         if end - begin >= PASSAGE_PIECES:
-            passages[f"{article}:{begin}"] = tokenizer.decode(document.pieces[begin:end].tolist())
+            passages[f"{article}:{begin}"] = tokenizer.decode(document.tokens[begin:end].tolist())
             begin = end
     return passages
 

@@ -7,7 +7,6 @@ what: `2 ranks x 1 micro-batch` gives what `1 rank x 2 micro-batches` gives, up 
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import sys
@@ -26,14 +25,17 @@ from tqdm import tqdm
 
 from finetune.encoding import Encoded
 from finetune.settings import TrainSettings
-from multicls.ds_config import resolve_ds_config
-from multicls.ds_runtime import rank_and_world
+from multicls.distributed import rank_and_world
+from multicls.ds_config import OWNED, check_with_deepspeed, resolve_ds_config
 from multicls.errors import UserError
+from multicls.optim import choose_precision, dropout_seed, linear_lr, parameter_groups
 
 log = logging.getLogger("finetune")
 Scores = dict[str, float]
 Array = np.ndarray[Any, np.dtype[np.float32]]
 Weights = dict[str, Tensor]
+OWNERS = {**OWNED, "train_batch_size": "train.batch_size", "gradient_clipping": "train.clip",
+          "gradient_accumulation_steps": "train.micro_batch_size"}  # fmt: skip
 CHECK_EVERY = 50  # steps between looks at the loss on the device: each look waits for the device
 
 
@@ -76,10 +78,12 @@ class Outcome:
 
 
 def find_device() -> tuple[torch.device, Literal["fp32", "bf16"]]:
-    """The GPU if there is one, else the CPU; and the precision it is quick in, "bf16" or "fp32"."""
-    if torch.cuda.is_available():
-        return torch.device("cuda"), "bf16" if torch.cuda.is_bf16_supported() else "fp32"
-    return torch.device("cpu"), "fp32"
+    """Returns the GPU if there is one, else the CPU, and what "auto" precision means there: native bf16, else fp32.
+
+    fp16 would need a loss scale, which the loop without DeepSpeed does not have.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return device, "bf16" if choose_precision("auto", device) == "bf16" else "fp32"
 
 
 def seed_everything(seed: int, device: torch.device) -> None:
@@ -90,27 +94,15 @@ def seed_everything(seed: int, device: torch.device) -> None:
 
 
 def learning_rate_at(step: int, settings: TrainSettings) -> float:
-    """Rises linearly from 0 over the warm-up, falls linearly to 0 at the end.
-
-    Args:
-        step: 0 for the first step.
-        settings: resolved, so that `max_steps` is the length of the run.
-    """
-    total = settings.max_steps or 1
-    warm_up = round(settings.warmup * total)
-    factor = (step + 1) / (warm_up + 1) if step < warm_up else (total - step) / max(1, total - warm_up)
-    return settings.learning_rate * factor
+    """Returns the learning rate of a step, counted from 0; `settings` are resolved: `max_steps` is the run's length."""
+    steps = settings.max_steps or 1
+    return linear_lr(step, steps, round(settings.warmup * steps), settings.learning_rate)
 
 
 def make_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.AdamW:
     """AdamW on what is not frozen; biases and LayerNorms do not decay."""
-    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            groups[parameter.ndim >= 2 and "bias" not in name and "norm" not in name.lower()].append(parameter)
-    decays = {True: settings.weight_decay, False: 0.0}
     return torch.optim.AdamW(
-        [{"params": members, "weight_decay": decays[decaying]} for decaying, members in groups.items() if members],
+        parameter_groups(model, settings.weight_decay),
         lr=settings.learning_rate,
         betas=(0.9, settings.adam_beta2),
         eps=settings.adam_epsilon,
@@ -197,7 +189,8 @@ class DeepSpeedStepper(Stepper):
         super().__init__(model, settings)
         import deepspeed
 
-        resolved = resolve_ds_config(ds_config, where=where, **self.arithmetic(settings))
+        resolved = resolve_ds_config(ds_config, where=where, owners=OWNERS, **self.arithmetic(settings))
+        check_with_deepspeed(resolved, where)
         self.model = deepspeed.initialize(model=model, optimizer=self.optimizer, config=resolved)[0]
         self.optimizer = self.model.optimizer
 
@@ -232,7 +225,7 @@ def train_step(
     total = torch.zeros((), device=device)
     for chunk in stepper.mine:
         chunk_rows, share = chunks[chunk]
-        torch.manual_seed(_dropout_seed(seed, step * stepper.chunks + chunk))
+        torch.manual_seed(dropout_seed(seed, step * stepper.chunks + chunk))
         with _autocast(stepper.model, device, settings):
             loss = stepper.model(**part.train.batch(chunk_rows, device), task=task).loss * share
         stepper.backward(loss)
@@ -366,10 +359,6 @@ def _finite_losses(losses: list[Tensor], step: int, settings: TrainSettings) -> 
             f"train.learning_rate (= {settings.learning_rate:g}), or check the checkpoint's weights."
         )
     return torch.cat([loss for loss in losses if loss.ndim == 1] + [latest])
-
-
-def _dropout_seed(seed: int, number: int) -> int:
-    return int.from_bytes(hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest(), "big") >> 1
 
 
 def _autocast(model: Any, device: torch.device, settings: TrainSettings) -> torch.autocast:

@@ -1,8 +1,8 @@
-"""Multi-CLS BERT (arXiv:2210.05043): the model, and what the three stages share.
+"""Multi-CLS BERT (arXiv:2210.05043): the model, and the code that the three stages share.
 
-`import multicls` makes `AutoConfig`, `AutoModel`, `AutoModelForPreTraining` and
-`AutoModelForSequenceClassification` know the model type "multicls-bert". Neither torch nor transformers is imported
-before it is needed, so that the light parts (settings, shards) answer at once.
+`import multicls` registers the model type "multicls-bert" with `AutoConfig`, `AutoModel`, `AutoModelForPreTraining` and
+`AutoModelForSequenceClassification`. torch and transformers are imported only when they are needed: the light modules
+(settings, corpus) load at once.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(f"multicls.{module}"), name)
 
 
-# Three hooks in a chain, so that it works from whichever module an import comes in: a module in the middle of its own
-# import is left alone, and its hook fires when it is done.
+# A chain of three hooks registers the model, whichever module is imported first. A hook runs when the import of its
+# module has finished, so no module is used half imported.
 
 
 @wrapt.when_imported("transformers")
 def _load_configuration(_transformers: Any) -> None:
-    """Runs as soon as transformers is imported, before or after `import multicls`."""
+    """Runs when transformers is imported, before or after `import multicls`."""
     importlib.import_module("multicls.configuration_multicls")
 
 
@@ -53,7 +53,7 @@ def _load_models(_configuration: Any) -> None:
 
 @wrapt.when_imported("multicls.modeling_multicls")
 def _register(modeling: Any) -> None:
-    """Makes the auto classes find the models, and saved models carry their code along."""
+    """Registers the models with the auto classes, and their code to be saved with each model."""
     from transformers import (
         AutoConfig,
         AutoModel,

@@ -1,4 +1,4 @@
-"""Configuration of Multi-CLS BERT (arXiv:2210.05043). Travels with saved models: imports only transformers."""
+"""Configuration of Multi-CLS BERT (arXiv:2210.05043). Saved models carry this file: it imports only transformers."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ AUTO_MAP = {
 
 
 class MultiClsBertConfig(BertConfig):
-    """A BERT with K facet tokens behind [CLS].
+    """Configuration of a BERT with K facets: extra CLS tokens after [CLS].
 
     Args:
-        num_facets: K, the facets (extra CLS tokens) at positions 1..K. 0 is the plain single-CLS model: [CLS] itself
-            then takes the place of the one facet.
-        facet_layers: after these layers (1-based, ascending) every facet's hidden state passes its own inserted linear
-            layer (section 2.5). None means one and two thirds of the depth (4 and 8 of 12), [] none.
-        mcqt_lambda: weight of the best facet pair against the facet sum in the MCQT score (Eq. 2).
-        hard_negatives: batches come in three consecutive parts of which the third is a hard negative of the first
-            (section 2.4); False: two parts and in-batch negatives only.
-        classifier_pooling: what `MultiClsBertForSequenceClassification` classifies: "multicls", the re-parameterised
-            sum of facets (section 2.6); "sum", the plain sum; "cls", BERT's pooled [CLS].
-        **kwargs: as `BertConfig`.
+        num_facets: K; the facets stand at positions 1..K. 0 is the plain single-CLS model, in which [CLS] serves as the
+            only facet.
+        facet_layers: layers (numbered from 1, ascending) after which each facet's hidden state passes its own inserted
+            linear layer (section 2.5). None means one third and two thirds of the depth (4 and 8 of 12); [] means none.
+        mcqt_lambda: weight of the best facet pair, against the sum of facets, in the MCQT score (Eq. 2).
+        hard_negatives: an example has three consecutive parts; the third is a hard negative of the first (section 2.4).
+            False: two parts, and only in-batch negatives.
+        classifier_pooling: input of the classifier in `MultiClsBertForSequenceClassification`: "multicls" is the
+            re-parameterised sum of facets (section 2.6), "sum" the plain sum, "cls" BERT's pooled [CLS].
+        **kwargs: fields of `BertConfig`.
 
     Raises:
-        ValueError: a field is out of range, or facets and text do not fit `max_position_embeddings`.
+        ValueError: a field is out of range, or the facets leave no position for text.
     """
 
     model_type = "multicls-bert"
@@ -64,14 +64,14 @@ class MultiClsBertConfig(BertConfig):
 
     @property
     def num_embeddings_per_sequence(self) -> int:
-        """S: facet embeddings of one sequence; K, or 1 (the [CLS] itself) when K is 0."""
+        """S, the number of embeddings per sequence: K, or 1 ([CLS] itself) if K is 0."""
         return max(self.num_facets, 1)
 
     @property
     def num_parts(self) -> int:
-        """Consecutive parts of one training example: 3 with hard negatives, 2 without."""
+        """Number of consecutive parts in a training example: 3 with hard negatives, 2 without."""
         return 3 if self.hard_negatives else 2
 
     def to_dict(self) -> dict[str, Any]:
-        """As `BertConfig`, with the map by which `trust_remote_code=True` finds every class in a saved folder."""
+        """Returns the fields and the `auto_map` with which `trust_remote_code=True` finds the classes."""
         return super().to_dict() | {"auto_map": dict(AUTO_MAP)}

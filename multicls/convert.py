@@ -2,7 +2,7 @@
 
     python -m multicls.convert model.pt --num-facets 3 --facet-layers 1,3 --output DIR
 
-What is not given is read off the tensors, or from `training.conf` beside the file (facets and layers).
+Sizes are taken from the tensors. Facets and layers default to the values in `training.conf` beside the checkpoint.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from multicls.errors import UserError, run_command
+from multicls.errors import UserError, first_line, run_command
+from multicls.files import atomic_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,16 +33,16 @@ RENAMED = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line of the converter."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(prog="python -m multicls.convert", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("checkpoint", type=Path, help="model.pt of the authors' code: {'sd': state dict, 'epoch'}")
-    parser.add_argument("--output", type=Path, required=True, help="folder to write")
+    parser.add_argument("--output", type=Path, required=True, help="folder to write; new or empty")
     parser.add_argument("--num-facets", type=int, help="K; default: num_facet in training.conf beside the checkpoint")
     parser.add_argument(
         "--facet-layers",
-        help="numbers of the layers after which facets pass their inserted linear layers, separated by commas ('' for "
-        "none); the authors' code counts the same numbers as inputs of layers from 0; default: diversify_hidden_layer "
-        "in training.conf",
+        help="layers, numbered from 1, after which facets pass their inserted linear layers, separated by commas; '' "
+        "for none. The authors' code has the same numbers, as inputs of layers counted from 0. Default: "
+        "diversify_hidden_layer in training.conf",
     )
     parser.add_argument("--num-attention-heads", type=int, help="default: hidden size / 64")
     parser.add_argument("--mcqt-lambda", type=float, default=0.1, help="weight of the best facet pair (default: 0.1)")
@@ -49,18 +50,25 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--task-type-row",
         type=int,
         default=0,
-        help="row of the authors' task-type table to fold into the token types: 0, which their fine-tuning uses "
-        "(default), or 5, which their pretraining uses",
+        help="row of the authors' task-type table to add to the token types: 0 as in their fine-tuning (default), or 5 "
+        "as in their pretraining",
     )
-    parser.add_argument("--tokenizer", help="folder or Hub id of the tokenizer to save along, with the facets inserted")
+    parser.add_argument(
+        "--tokenizer", help="folder or Hub id of the tokenizer to save with the model, with facets added"
+    )
     args = parser.parse_args(argv)
+    if args.output.is_file() or (args.output.is_dir() and any(args.output.iterdir())):
+        raise UserError(f"--output {args.output}: exists already; give a new or empty folder.")
     state = read_checkpoint(args.checkpoint)
     stated = read_training_conf(args.checkpoint.with_name("training.conf"))
     num_facets = args.num_facets if args.num_facets is not None else stated.get("num_facet")
     levels = args.facet_layers if args.facet_layers is not None else stated.get("diversify_hidden_layer")
     problems = [
-        f"{args.checkpoint}: {name} is neither in the tensors nor in training.conf beside the file; give {flag}."
-        for name, value, flag in (("K", num_facets, "--num-facets"), ("the levels", levels, "--facet-layers"))
+        f"{args.checkpoint}: no training.conf beside it states {name}; give {flag}."
+        for name, value, flag in (
+            ("num_facet", num_facets, "--num-facets"),
+            ("diversify_hidden_layer", levels, "--facet-layers"),
+        )
         if value is None
     ]
     if problems:
@@ -74,22 +82,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         task_type_row=args.task_type_row,
     )
     tokenizer = _tokenizer(args.tokenizer, model.config) if args.tokenizer else None
-    from multicls.initialize import quiet_transformers
+    from multicls.from_bert import quiet_transformers
 
-    with quiet_transformers():
-        model.save_pretrained(args.output)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(args.output)
+    with atomic_folder(args.output) as folder, quiet_transformers():
+        model.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
     print(f"wrote {args.output}: {sum(p.numel() for p in model.parameters()):,} parameters, {_describe(model.config)}")
     if tokenizer is None:
-        print("no tokenizer is in it: convert with --tokenizer bert-base-uncased (or whichever the checkpoint used)")
+        print("it has no tokenizer: convert with --tokenizer bert-base-uncased, or the one that the checkpoint used")
 
 
 def read_checkpoint(path: Path) -> dict[str, Tensor]:
-    """The state dict of a `model.pt`; nothing but tensors and plain containers is unpickled.
+    """Loads the state dict of a `model.pt`; unpickles only tensors and plain containers.
 
     Raises:
-        UserError: no such file, or not such a checkpoint.
+        UserError: the file does not exist or is not such a checkpoint.
     """
     import torch
 
@@ -97,9 +105,8 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file.") from None
-    except Exception as error:  # the unpickler's errors are of many kinds; all mean that this is no plain checkpoint
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"{path}: not a checkpoint of tensors that can be loaded safely: {reason}") from None
+    except Exception as error:  # the unpickler raises many types; each means that this is no plain checkpoint
+        raise UserError(f"{path}: not a checkpoint that loads safely: {first_line(error)}") from None
     state = checkpoint.get("sd") if isinstance(checkpoint, dict) else None
     if not isinstance(state, dict):
         raise UserError(f"{path}: has no state dict under 'sd'; is it a checkpoint of the authors' code?")
@@ -107,7 +114,7 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
 
 
 def read_training_conf(path: Path) -> dict[str, str]:
-    """`key = value` lines of the authors' `training.conf`; empty where there is no such file."""
+    """Reads the `key = value` lines of the authors' `training.conf`; a missing file has none."""
     if not path.exists():
         return {}
     pattern = re.compile(r"""^\s*["']?(\w+)["']?\s*[=:]\s*["']?([^"'#]*?)["']?\s*,?\s*(?:#.*)?$""")
@@ -124,19 +131,19 @@ def convert(
     mcqt_lambda: float = 0.1,
     task_type_row: int = 0,
 ) -> MultiClsBertForPreTraining:
-    """Builds the model of a state dict of the authors' code.
+    """Builds a Multi-CLS model from a state dict of the authors' code.
 
     Args:
         state: tensors by the authors' names.
         num_facets: K.
-        facet_layers: one number for each level of inserted layers.
+        facet_layers: see `MultiClsBertConfig`; one layer for each level of inserted layers.
         num_attention_heads: default: hidden size / 64.
-        mcqt_lambda: as `MultiClsBertConfig`.
-        task_type_row: the row of their task-type table to fold; their pretraining adds row 5 to every token, their
-            fine-tuning row 0. The sum before the LayerNorm is the same, so folding is exact.
+        mcqt_lambda: see `MultiClsBertConfig`.
+        task_type_row: row of their task-type table that is added to the token types. Their pretraining adds row 5 to
+            each token, their fine-tuning row 0. Both tables are summed before the LayerNorm, so the result is exact.
 
     Raises:
-        UserError: tensors are missing, left over or of another shape than the arguments say.
+        UserError: tensors are missing, left over, or do not have the shapes that the arguments imply.
     """
     import torch
 
@@ -162,8 +169,8 @@ def convert(
                 break
     if state:
         raise UserError(
-            f"tensors without a place in a model of {num_facets} facets and {len(facet_layers)} levels "
-            f"of inserted layers: {', '.join(sorted(state)[:5])}. Check --num-facets and --facet-layers."
+            f"a model of {num_facets} facets and {len(facet_layers)} levels of inserted layers has no place for the "
+            f"tensors {', '.join(sorted(state)[:5])}. Check --num-facets and --facet-layers."
         )
     converted["cls.predictions.decoder.weight"] = converted["bert.embeddings.word_embeddings.weight"]
     converted["cls.predictions.decoder.bias"] = converted["cls.predictions.bias"]
@@ -186,7 +193,7 @@ def _config(
     heads = hidden // 64 if heads is None else heads
     if heads < 1 or hidden % heads:
         raise UserError(
-            f"--num-attention-heads: {heads} heads do not divide the hidden size {hidden}; give the number."
+            f"--num-attention-heads: {heads} does not divide the hidden size {hidden}; give the right number."
         )
     try:
         return MultiClsBertConfig(
@@ -231,9 +238,9 @@ def _tokenizer(name: str, config: MultiClsBertConfig) -> Any:
     try:
         tokenizer = with_facets(AutoTokenizer.from_pretrained(name, trust_remote_code=False), config.num_facets)
     except (OSError, ValueError) as error:
-        raise UserError(f"--tokenizer {name}: {str(error).strip().splitlines()[0]}") from None
+        raise UserError(f"--tokenizer {name}: {first_line(error)}") from None
     if len(tokenizer) != config.vocab_size:
-        raise UserError(f"--tokenizer {name}: has {len(tokenizer)} tokens, the checkpoint {config.vocab_size}.")
+        raise UserError(f"--tokenizer {name}: has {len(tokenizer)} tokens, but the checkpoint has {config.vocab_size}.")
     return tokenizer
 
 

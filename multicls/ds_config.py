@@ -1,233 +1,133 @@
-"""DeepSpeed JSON, checked key by key and completed with what our settings own.
+"""Checks a DeepSpeed JSON and completes it with the values that our settings own.
 
-DeepSpeed ignores an unknown top-level key, lets "auto" through where a number belongs, and stops at the first mistake
-it sees. Here every mistake is reported, before anything is imported or written. A value that our settings own (batch
-sizes, accumulation, clipping, precision) is "auto" in the JSON, or left out, or equal to ours.
+Our settings own batch sizes, accumulation, clipping and precision: the JSON holds "auto", nothing, or the same value.
+DeepSpeed ignores an unknown top-level key and accepts "auto" in place of a number, so `resolve_ds_config` checks what
+DeepSpeed does not. It imports neither torch nor deepspeed. `check_with_deepspeed` leaves the rest to DeepSpeed itself.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from multicls.errors import UserError, did_you_mean
 from multicls.files import find_shipped
 
-Precision = Literal["fp32", "bf16", "fp16"]
-Schema = Mapping[str, Any]  # key -> Schema of a group, a tuple of the values allowed, or a kind of value
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
-BOOL, INT, NUMBER, TEXT = "true or false", "a whole number, 0 or more", "a number", "a text"
-LIST, NAMES_OR_AUTO = "a list", 'a list of names, or "auto"'
-KINDS: Mapping[str, Callable[[Any], bool]] = {
-    BOOL: lambda value: isinstance(value, bool),
-    INT: lambda value: _is_number(value) and value >= 0 and value == int(value),  # 5e8 is a whole number in JSON too
-    NUMBER: lambda value: _is_number(value),
-    TEXT: lambda value: isinstance(value, str),
-    LIST: lambda value: isinstance(value, list),
-    NAMES_OR_AUTO: lambda value: value == "auto" or isinstance(value, list),
-}
-DTYPE = ("fp32", "bf16", "fp16")
-DEVICE = ("none", "cpu", "nvme")
+Precision = Literal["fp32", "bf16", "fp16"]
+Schema = Mapping[str, Any]  # key -> Schema of a group, tuple of allowed values, or kind of value
+
+COMMENT, REST = "//", "..."  # REST: DeepSpeed's pydantic models check the other keys of the group
+DTYPES = ("fp32", "bf16", "fp16")
+KINDS = {bool: "true or false", int: "a whole number, 0 or more", float: "a number", str: "a text", list: "a list"}
+
+
+def _each(kind: Any, names: str) -> dict[str, Any]:
+    return dict.fromkeys(names.split(), kind)
+
 
 SCHEMA: Schema = {
-    "train_batch_size": INT,
-    "train_micro_batch_size_per_gpu": INT,
-    "gradient_accumulation_steps": INT,
-    "gradient_clipping": NUMBER,
-    "bf16": {
-        "enabled": BOOL,
-        "immediate_grad_update": BOOL,
-        "bf16_master_weights_and_grads": BOOL,
-        "bf16_optimizer_states": BOOL,
-    },
-    "fp16": {
-        "enabled": BOOL,
-        "auto_cast": BOOL,
-        "loss_scale": NUMBER,
-        "initial_scale_power": INT,
-        "loss_scale_window": INT,
-        "hysteresis": INT,
-        "consecutive_hysteresis": BOOL,
-        "min_loss_scale": INT,
-        "fp16_master_weights_and_grads": BOOL,
-    },
-    "zero_optimization": {
-        "stage": (0, 1, 2, 3),
-        "contiguous_gradients": BOOL,
-        "reduce_scatter": BOOL,
-        "reduce_bucket_size": INT,
-        "use_multi_rank_bucket_allreduce": BOOL,
-        "allgather_partitions": BOOL,
-        "allgather_bucket_size": INT,
-        "overlap_comm": BOOL,
-        "load_from_fp32_weights": BOOL,
-        "elastic_checkpoint": BOOL,
-        "offload_param": {
-            "device": DEVICE,
-            "nvme_path": TEXT,
-            "buffer_count": INT,
-            "buffer_size": INT,
-            "max_in_cpu": INT,
-            "pin_memory": BOOL,
-        },
-        "offload_optimizer": {
-            "device": DEVICE,
-            "nvme_path": TEXT,
-            "buffer_count": INT,
-            "pin_memory": BOOL,
-            "pipeline_read": BOOL,
-            "pipeline_write": BOOL,
-            "fast_init": BOOL,
-            "ratio": NUMBER,
-            "super_offload": BOOL,
-            "cpuadam_cores_perc": NUMBER,
-        },
-        "sub_group_size": INT,
-        "stage3_prefetch_bucket_size": INT,
-        "stage3_param_persistence_threshold": INT,
-        "stage3_model_persistence_threshold": INT,
-        "stage3_max_live_parameters": INT,
-        "stage3_max_reuse_distance": INT,
-        "stage3_gather_16bit_weights_on_model_save": BOOL,
-        "stage3_module_granularity_threshold": INT,
-        "stage3_use_all_reduce_for_fetch_params": BOOL,
-        "stage3_allgather_sequential": BOOL,
-        "ignore_unused_parameters": BOOL,
-        "legacy_stage1": BOOL,
-        "round_robin_gradients": BOOL,
-        "parameter_alignment": BOOL,
-        "zero_hpz_partition_size": INT,
-        "zero_quantized_weights": BOOL,
-        "zero_quantized_nontrainable_weights": BOOL,
-        "zero_quantized_gradients": BOOL,
-        "memory_efficient_linear": BOOL,
-        "pipeline_loading_checkpoint": BOOL,
-        "override_module_apply": BOOL,
-        "log_trace_cache_warnings": BOOL,
-        "enable_sanity_checks": BOOL,
-    },
-    "zero_allow_untested_optimizer": BOOL,
-    "zero_force_ds_cpu_optimizer": BOOL,
+    **_each(int, "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps steps_per_print"),
+    **_each(float, "gradient_clipping gradient_predivide_factor"),
+    **_each(bool, "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer prescale_gradients disable_allgather"),
+    **_each(bool, "disable_python_gc dump_state wall_clock_breakdown memory_breakdown"),
+    "log_level": ("debug", "info", "warning", "error", "critical"),
+    "communication_data_type": DTYPES,
+    "zero_optimization": {"stage": (0, 1, 2, 3), REST: None},
+    "bf16": {"enabled": bool, REST: None},
+    "fp16": {"enabled": bool, REST: None},
+    "comms_logger": {REST: None},
+    "timers": {"throughput": {REST: None}},
+    "data_types": {**_each(DTYPES, "grad_accum_dtype param_dtype buffer_dtype"), "keep_in_fp32_modules": list},
     "activation_checkpointing": {
-        "partition_activations": BOOL,
-        "contiguous_memory_optimization": BOOL,
-        "cpu_checkpointing": BOOL,
-        "number_checkpoints": INT,
-        "synchronize_checkpoint_boundary": BOOL,
-        "profile": BOOL,
+        **_each(bool, "partition_activations contiguous_memory_optimization cpu_checkpointing profile"),
+        **_each(bool, "synchronize_checkpoint_boundary"),
+        "number_checkpoints": int,
     },
-    "communication_data_type": DTYPE,
-    "data_types": {
-        "grad_accum_dtype": DTYPE,
-        "param_dtype": DTYPE,
-        "buffer_dtype": DTYPE,
-        "keep_in_fp32_modules": NAMES_OR_AUTO,
-    },
-    "prescale_gradients": BOOL,
-    "gradient_predivide_factor": NUMBER,
-    "disable_allgather": BOOL,
-    "disable_python_gc": BOOL,
     "aio": {
-        "block_size": INT,
-        "queue_depth": INT,
-        "intra_op_parallelism": INT,
-        "single_submit": BOOL,
-        "overlap_events": BOOL,
-        "use_gds": BOOL,
+        **_each(int, "block_size queue_depth intra_op_parallelism"),
+        **_each(bool, "single_submit overlap_events use_gds"),
     },
     "checkpoint": {
         "tag_validation": ("Ignore", "Warn", "Fail"),
-        "load_universal": BOOL,
-        "use_node_local_storage": BOOL,
-        "parallel_write": {"pipeline_stage": BOOL},
+        **_each(bool, "load_universal use_node_local_storage"),
+        "parallel_write": {"pipeline_stage": bool},
     },
-    "steps_per_print": INT,
-    "wall_clock_breakdown": BOOL,
-    "memory_breakdown": BOOL,
-    "dump_state": BOOL,
-    "log_level": ("debug", "info", "warning", "error", "critical"),
-    "timers": {"throughput": {"enabled": BOOL, "synchronized": BOOL}},
-    "comms_logger": {"enabled": BOOL, "prof_all": BOOL, "prof_ops": LIST, "verbose": BOOL, "debug": BOOL},
     "flops_profiler": {
-        "enabled": BOOL,
-        "recompute_fwd_factor": NUMBER,
-        "profile_step": INT,
-        "module_depth": NUMBER,
-        "top_modules": INT,
-        "detailed": BOOL,
-        "output_file": TEXT,
+        **_each(bool, "enabled detailed"),
+        **_each(int, "profile_step top_modules"),
+        **_each(float, "recompute_fwd_factor module_depth"),
+        "output_file": str,
     },
 }
 
-_OTHER_PARALLELISM = "the model is trained data-parallel only; take it out."
-_OWN_LOGS = "the run folder gets its own TensorBoard files and metrics.jsonl; take it out."
-_REPLACED = "DeepSpeed has replaced it; write {} instead."
-REFUSED: Mapping[str, str] = {  # what DeepSpeed knows and this project does not use, and what to do instead
-    "optimizer": "our settings own the optimizer; take it out and set train.learning_rate, train.weight_decay.",
-    "scheduler": "our settings own the schedule; take it out and set train.learning_rate, train.warmup_fraction.",
-    "torch_autocast": "our settings own the precision; take it out and set train.precision.",
-    "bfloat16": _REPLACED.format('"bf16"'),
-    "managed_gradient_accumulation": "the training loop leaves accumulation to DeepSpeed; take it out.",
-    "gradient_allreduce_op": "the losses are scaled for the mean over ranks, DeepSpeed's default; take it out.",
-    "compile": "the training loop does not compile; take it out.",
-    "data_efficiency": "batches come from data_prep; take it out.",
-    "dataloader_drop_last": "batches come from data_prep; take it out.",
-    "vocabulary_size": "the model's configuration has it; take it out.",
-    "hybrid_engine": "it is for generation; take it out.",
-    "weight_quantization": "it is for inference; take it out.",
-    "autotuning": "our settings own the batch size; take it out.",
-    "datastates_ckpt": "checkpoints are written by the training loop; take it out.",
-    "checkpoint.writer": "checkpoints are written by the training loop; take it out.",
-    "checkpoint.checkpoint_serialization": "checkpoints are written by the training loop; take it out.",
-    **dict.fromkeys(("tensorboard", "wandb", "csv_monitor", "comet"), _OWN_LOGS),
-    **dict.fromkeys(("pipeline", "tensor_parallel", "expert_parallel", "sequence_parallel_size"), _OTHER_PARALLELISM),
-    **dict.fromkeys(("use_data_before_expert_parallelism", "seq_parallel_communication_data_type"), _OTHER_PARALLELISM),
-    "zero_optimization.leaf_module": "it is for mixtures of experts; take it out.",
-    "zero_optimization.zenflow": "it needs DeepSpeed's own optimizer; take it out.",
-    "zero_optimization.save_muon_momentum_buffer_in_memory": "it needs DeepSpeed's Muon; take it out.",
-    "zero_optimization.compute_grad_norm": "the gradient norm is needed for clipping and the log; take it out.",
-    "bf16.check_grad_overflow": "gradients that are not finite must not reach the weights; take it out.",
-    "zero_optimization.cpu_offload": _REPLACED.format('"offload_optimizer"'),
-    "zero_optimization.cpu_offload_param": _REPLACED.format('"offload_param"'),
-    "zero_optimization.cpu_offload_use_pin_memory": _REPLACED.format('"pin_memory" in the offload group'),
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save": _REPLACED.format(
-        '"stage3_gather_16bit_weights_on_model_save"'
+REFUSED: Mapping[str, str] = {  # keys that DeepSpeed reads and this project does not use -> what to do instead
+    "optimizer": "take it out and set train.learning_rate and train.weight_decay",
+    "scheduler": "take it out and set train.learning_rate and train.warmup_ratio",
+    "torch_autocast": "take it out and set train.precision",
+    "compile": "take it out and set train.compile",
+    "bfloat16": 'write "bf16" instead',
+    **_each("a run writes its own logs; take it out", "tensorboard wandb csv_monitor comet"),
+    **_each(
+        "the training loop decides this; take it out",
+        "managed_gradient_accumulation gradient_allreduce_op data_efficiency dataloader_drop_last autotuning "
+        "datastates_ckpt checkpoint.writer checkpoint.checkpoint_serialization",
+    ),
+    **_each(
+        "training is data-parallel only; take it out",
+        "pipeline tensor_parallel expert_parallel sequence_parallel_size use_data_before_expert_parallelism "
+        "seq_parallel_communication_data_type zero_optimization.leaf_module",
+    ),
+    **_each(
+        "this project does not use it; take it out",
+        "vocabulary_size hybrid_engine weight_quantization zero_optimization.zenflow "
+        "zero_optimization.save_muon_momentum_buffer_in_memory",
+    ),
+    **_each(
+        "a step that is not finite is found by it; take it out",
+        "zero_optimization.compute_grad_norm bf16.check_grad_overflow",
     ),
 }
 
-OWNED: Mapping[str, str] = {  # what our settings own, and the settings that own it
-    "train_batch_size": "train.micro_batches and train.triples",
-    "train_micro_batch_size_per_gpu": "train.triples",
-    "gradient_accumulation_steps": "train.micro_batches",
-    "gradient_clipping": "train.gradient_clipping",
+OWNED: Mapping[str, str] = {  # key of the JSON -> setting that owns its value
+    "train_batch_size": "train.global_batch_size",
+    "train_micro_batch_size_per_gpu": "train.micro_batch_size",
+    "gradient_accumulation_steps": "train.global_batch_size or train.micro_batch_size",
+    "gradient_clipping": "train.max_grad_norm",
     "bf16.enabled": "train.precision",
     "fp16.enabled": "train.precision",
 }
 
-DEFAULTS: Mapping[str, Any] = {  # ours where the JSON is silent
-    "zero_force_ds_cpu_optimizer": False,  # offloading goes with torch's fused AdamW, which needs no op compiled
-    "steps_per_print": 1_000_000_000,  # the training loop prints
+DEFAULTS: Mapping[str, Any] = {  # our values for keys that the JSON leaves out
+    "zero_force_ds_cpu_optimizer": False,  # offloading then works with torch's fused AdamW; no op is compiled
+    "steps_per_print": 1_000_000_000,  # the training loop reports
     "wall_clock_breakdown": False,
+    "timers.throughput.enabled": False,  # DeepSpeed's timer synchronises the device in every step
 }
 
 
 def load_ds_config(path: str | Path) -> dict[str, Any]:
-    """Reads a DeepSpeed JSON; a path that does not exist here is looked up in the repository.
+    """Loads a DeepSpeed JSON and drops its comments: texts or lists of texts under the key "//".
+
+    A path that does not exist in the working directory is looked up in the repository.
 
     Raises:
-        UserError: no such file, not JSON, not a JSON object, or a key given twice.
+        UserError: the file does not exist, is not JSON, holds no JSON object, or gives a key twice.
     """
     file = find_shipped(path)
     try:
-        config = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
+        config = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_read_group)
     except IsADirectoryError:
         raise UserError(f"{path}: this is a folder; give the DeepSpeed JSON file in it.") from None
-    except ValueError as error:  # JSONDecodeError, UnicodeDecodeError, or a duplicate
+    except ValueError as error:  # JSONDecodeError, UnicodeDecodeError, or from _read_group
         raise UserError(f"{path}: not valid JSON: {error}.") from None
     if not isinstance(config, dict):
-        raise UserError(f"{path}: a DeepSpeed JSON is an object, {{...}}, not {_shown(config)}.")
+        raise UserError(f"{path}: a DeepSpeed JSON is an object, {{...}}, not {json.dumps(config)}.")
     return config
 
 
@@ -240,26 +140,29 @@ def resolve_ds_config(
     world_size: int,
     gradient_clipping: float,
     precision: Precision | None,
+    owners: Mapping[str, str] = OWNED,
 ) -> dict[str, Any]:
-    """Checks a DeepSpeed JSON and puts our settings' values for "auto".
+    """Checks a DeepSpeed JSON and replaces "auto" by the values of our settings.
 
     Args:
-        config: as `load_ds_config` gives it; a null counts as left out.
-        where: name of the JSON, for messages.
-        micro_batch_size: items of a micro-batch on one rank.
-        accumulation: micro-batches that one rank adds up for an optimizer step.
+        config: result of `load_ds_config`; a null counts as left out. It is not changed.
+        where: name of the JSON in messages.
+        micro_batch_size: examples in one micro-batch of one rank.
+        accumulation: micro-batches that one rank accumulates in an optimizer step.
         world_size: number of ranks.
-        gradient_clipping: largest global gradient norm; 0 for no clipping.
-        precision: of the forward and backward pass; None if not known yet, which leaves out the check of it.
+        gradient_clipping: largest global gradient norm; 0 means no clipping.
+        precision: precision of the forward and backward pass; None (not known yet) skips its check.
+        owners: name of the setting that owns each key of `OWNED`, for messages.
 
     Returns:
-        What `deepspeed.initialize(config=...)` takes: no "auto" that DeepSpeed would have to guess.
+        The configuration for `deepspeed.initialize`, without "auto" (except for `keep_in_fp32_modules`).
 
     Raises:
-        UserError: all problems found: unknown or refused keys, wrong types, conflicts with our settings.
+        UserError: keys are unknown or refused, values have the wrong type or conflict with our settings. The error
+            lists all problems.
     """
     resolved = _without_nulls(config)
-    problems = _check_group(resolved, SCHEMA, "") or _check_together(resolved)
+    problems = _check_group(resolved, SCHEMA) or _check_offloading(resolved)
     ours = {
         "train_batch_size": micro_batch_size * accumulation * world_size,
         "train_micro_batch_size_per_gpu": micro_batch_size,
@@ -269,121 +172,161 @@ def resolve_ds_config(
         "fp16.enabled": precision == "fp16",
     }
     for name, value in ours.items():
-        known = precision is not None or not name.endswith(".enabled")
-        if not _settle(resolved, name, value) and known:
-            batch = f" ({micro_batch_size} x {accumulation} accumulated x {world_size} ranks)" * ("train_b" in name)
-            problems.append(
-                f"{name} = {_shown(_find(resolved, name))}: conflicts with our settings, which make it "
-                f'{_shown(value)}{batch}. Write "auto", or change {OWNED[name]}.'
-            )
+        _fill(resolved, name, value)
+        theirs = _find(resolved, name)
+        unknown = name.endswith(".enabled") and precision is None
+        if theirs in (None, value) or unknown or not _allowed(theirs, _find(SCHEMA, name)):  # the last is reported
+            continue
+        product = f" ({micro_batch_size} examples x {accumulation} accumulation x {world_size} ranks)"
+        problems.append(
+            f"{name} = {json.dumps(theirs)}: conflicts with our settings, which make it {json.dumps(value)}"
+            f'{product * (name == "train_batch_size")}. Write "auto", or change {owners[name]}.'
+        )
     if problems:
         raise UserError(*(f"{where}: {problem}" for problem in problems))
-    return {**DEFAULTS, **resolved}
+    for name, value in DEFAULTS.items():
+        _fill(resolved, name, value)
+    return resolved
 
 
-def _check_group(group: Mapping[str, Any], schema: Schema, prefix: str) -> list[str]:
+def check_with_deepspeed(config: Mapping[str, Any], where: str) -> None:
+    """Lets DeepSpeed check a resolved configuration. Call it after `prepare_deepspeed` and before anything is written.
+
+    Args:
+        config: result of `resolve_ds_config`.
+        where: name of the JSON in messages.
+
+    Raises:
+        UserError: DeepSpeed refuses the configuration. The error lists all keys that its pydantic models refuse.
+    """
+    from deepspeed.comm.config import CommsLoggerConfig
+    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
+    from pydantic import ValidationError
+
+    models: dict[str, type[BaseModel]] = {
+        "zero_optimization": DeepSpeedZeroConfig,
+        "bf16": DeepSpeedBF16Config,
+        "fp16": DeepSpeedFP16Config,
+        "comms_logger": CommsLoggerConfig,
+        "timers.throughput": DeepSpeedThroughputTimerConfig,
+    }
+    problems = []
+    for name, model in models.items():
+        try:
+            model(**(_find(config, name) or {}))
+        except ValidationError as error:
+            problems += [_explain(name, model, detail) for detail in error.errors()]
+    if not problems:  # each group is right by itself; do they fit together?
+        try:
+            DeepSpeedConfig(dict(config))
+        except (AssertionError, ValueError, DeepSpeedConfigError) as error:
+            problems.append(f"DeepSpeed refuses it: {' '.join(str(error).split())}")
+    if problems:
+        raise UserError(*(f"{where}: {problem}" for problem in problems))
+
+
+def _check_group(group: Mapping[str, Any], schema: Schema, prefix: str = "") -> list[str]:
     problems = []
     for key, value in group.items():
-        name = prefix + key
+        name, kind = prefix + key, schema.get(key)
         if name in REFUSED:
-            problems.append(f"{name}: {REFUSED[name]}")
-        elif key not in schema:
+            problems.append(f"{name}: {REFUSED[name]}.")
+        elif kind is None and REST not in schema:
             problems.append(f"{name}: no such key.{_nearest(key, schema, prefix)}")
-        elif isinstance(schema[key], Mapping):
-            if isinstance(value, dict):
-                problems += _check_group(value, schema[key], f"{name}.")
-            else:
-                problems.append(f"{name} = {_shown(value)}: this is a group, {{...}}.")
-        elif value == "auto" and (name in OWNED or schema[key] == NAMES_OR_AUTO):
-            continue
+        elif isinstance(value, dict) and (kind is None or isinstance(kind, Mapping)):
+            problems += _check_group(value, kind or {REST: None}, f"{name}.")
         elif value == "auto":
-            problems.append(f'{name} = "auto": nothing sets it here; take it out for DeepSpeed\'s default.')
-        elif not _allowed(value, schema[key]):
-            problems.append(f"{name} = {_shown(value)}: give {_expected(schema[key])}.")
+            if name not in OWNED and kind is not list:  # keep_in_fp32_modules
+                problems.append(f'{name} = "auto": no setting fills this in; take it out for DeepSpeed\'s default.')
+        elif isinstance(kind, Mapping):
+            problems.append(f"{name} = {json.dumps(value)}: this is a group, {{...}}.")
+        elif kind is not None and not _allowed(value, kind):
+            expected = " or ".join(map(json.dumps, kind)) if isinstance(kind, tuple) else KINDS[kind]
+            problems.append(f"{name} = {json.dumps(value)}: give {expected}.")
     return problems
 
 
-def _settle(config: dict[str, Any], name: str, ours: Any) -> bool:
-    """Puts our value at the dotted `name`; false if another value of the right type is there."""
-    theirs = _find(config, name)
-    if theirs not in (None, "auto", ours):
-        return not _allowed(theirs, _find(SCHEMA, name))  # a wrong type is reported as such
-    group, _, key = name.rpartition(".")
-    target = config.setdefault(group, {}) if group else config
-    if isinstance(target, dict):
-        target[key] = ours
-    return True
-
-
-def _find(tree: Any, name: str) -> Any:
-    """The value at the dotted `name`, None where there is none."""
-    for key in name.split("."):
-        tree = tree.get(key) if isinstance(tree, Mapping) else None
-    return tree
-
-
-def _check_together(config: Mapping[str, Any]) -> list[str]:
-    """Problems of keys that are right one by one."""
-    problems = []
-    if _find(config, "bf16.enabled") is True and _find(config, "fp16.enabled") is True:
-        problems.append('bf16.enabled = true, fp16.enabled = true: only one can be; write "auto" for both.')
-    stage = _find(config, "zero_optimization.stage") or 0
+def _check_offloading(config: Mapping[str, Any]) -> list[str]:
+    """DeepSpeed does not complain about a stage that is too low for offloading."""
+    problems, stage = [], _find(config, "zero_optimization.stage") or 0
     for group, lowest in (("offload_param", 3), ("offload_optimizer", 1)):
         name = f"zero_optimization.{group}.device"
-        if _find(config, name) not in (None, "none") and stage < lowest:
+        device = _find(config, name) or "none"
+        if device != "none" and stage < lowest:
             problems.append(
-                f"{name} = {_shown(_find(config, name))}: DeepSpeed offloads this from stage {lowest} up; "
+                f"{name} = {json.dumps(device)}: DeepSpeed offloads this from stage {lowest} up; "
                 f"raise zero_optimization.stage = {stage}, or take the offloading out."
             )
     return problems
 
 
-def _nearest(key: str, schema: Schema, prefix: str) -> str:
-    hint = did_you_mean(key, schema)
-    if hint.startswith(" Did"):
+def _explain(name: str, model: type[BaseModel], detail: Any) -> str:
+    """Words one error of a pydantic model; `name` is the model's key in the JSON."""
+    *groups, key = detail["loc"] or ("",)
+    for group in groups:  # find the inner model that refuses the key
+        annotation = model.model_fields[group].annotation
+        model = next((kind for kind in (annotation, *get_args(annotation)) if hasattr(kind, "model_fields")), model)
+    name = ".".join(map(str, (name, *detail["loc"])))
+    if detail["type"] == "extra_forbidden":
+        return f"{name}: no such key.{_nearest(key, [f.alias or k for k, f in model.model_fields.items()], name)}"
+    message = str(detail["msg"]).removeprefix("Value error, ").removeprefix("Assertion failed, ").removesuffix(".")
+    return f"{name} = {json.dumps(detail['input'])}: {message}." if key else f"{name}: {message}."
+
+
+def _nearest(key: str, known: Collection[str], prefix: str) -> str:
+    hint = did_you_mean(key, known)
+    if hint.startswith(" Did") or len(known) < 10:
         return hint
-    for name in _names(SCHEMA):  # the right key in the wrong group
-        if name.rpartition(".")[2] == key:
-            return f" Did you mean '{name}'?"
-    return hint if prefix else " See https://www.deepspeed.ai/docs/config-json/ for the keys."
+    group = next((name for name, group in SCHEMA.items() if isinstance(group, Mapping) and key in group), None)
+    if group and not prefix:  # the key belongs into a group
+        return f" Did you mean '{group}.{key}'?"
+    return " See https://www.deepspeed.ai/docs/config-json/ for the keys."
 
 
-def _names(schema: Schema, prefix: str = "") -> list[str]:
-    names = []
-    for key, kind in schema.items():
-        names += [prefix + key] + (_names(kind, f"{prefix}{key}.") if isinstance(kind, Mapping) else [])
-    return names
+def _fill(config: dict[str, Any], name: str, value: Any) -> None:
+    """Sets the dotted `name` if it is missing or "auto"."""
+    *groups, key = name.split(".")
+    for group in groups:
+        config = config.setdefault(group, {})
+        if not isinstance(config, dict):  # _check_group reports it
+            return
+    if config.get(key, "auto") == "auto":
+        config[key] = value
+
+
+def _find(tree: Any, name: str) -> Any:
+    """Returns the value at the dotted `name`, or None if there is none."""
+    for key in name.split("."):
+        tree = tree.get(key) if isinstance(tree, Mapping) else None
+    return tree
 
 
 def _allowed(value: Any, kind: Any) -> bool:
     if isinstance(kind, tuple):
         return not isinstance(value, bool) and value in kind
-    return KINDS[kind](value)
-
-
-def _expected(kind: Any) -> str:
-    return " or ".join(_shown(option) for option in kind) if isinstance(kind, tuple) else str(kind)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < float("inf")
-
-
-def _shown(value: Any) -> str:
-    return json.dumps(value)
+    if isinstance(value, bool) or kind is bool:
+        return isinstance(value, bool) and kind is bool
+    if kind not in (int, float):
+        return isinstance(value, kind)
+    number = isinstance(value, (int, float)) and math.isfinite(value)
+    return number and (kind is float or (value >= 0 and value % 1 == 0))  # JSON's 5e8 is a whole number
 
 
 def _without_nulls(tree: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: _without_nulls(value) if isinstance(value, dict) else value
-        for key, value in tree.items()
-        if value is not None
-    }
+    return {k: _without_nulls(v) if isinstance(v, dict) else v for k, v in tree.items() if v is not None}
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _read_group(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Makes a dict of a JSON object, without its comments."""
     group: dict[str, Any] = {}
     for key, value in pairs:
+        if key == COMMENT:
+            if not all(isinstance(line, str) for line in (value if isinstance(value, list) else [value])):
+                raise ValueError(f'"{COMMENT}" holds a comment: a text or a list of texts')
+            continue
         if key in group:
             raise ValueError(f"the key '{key}' is given twice")
         group[key] = value

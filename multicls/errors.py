@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import multiprocessing
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn, TextIO
 
 
 class UserError(Exception):
@@ -16,7 +20,12 @@ class UserError(Exception):
 
     Args:
         *problems: one complete message each.
+
+    Attributes:
+        on_all_ranks: True if all ranks raise the same error, so that one of them tells it.
     """
+
+    on_all_ranks = False
 
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
@@ -32,23 +41,78 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" Known: {', '.join(known)}." if known else ""
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's text, or the name of its type if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def run_command(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[str] | None = None) -> None:
-    """Runs `main(argv)` and leaves the process with the project's exit codes.
+    """Runs `main(argv)` and ends the process with the project's exit codes.
 
     0: done, 2: bad settings or data (`UserError`; argparse uses 2 as well), 130: interrupted, 1: crash, or losses that
-    are not finite (`FloatingPointError`) or a lost rank (`ConnectionAbortedError`), both told without a traceback.
+    are not finite (`FloatingPointError`), a lost rank (`ConnectionAbortedError`) or a closed stdout, all three told
+    without a traceback.
+
+    An exception ends the process without exit handlers: they wait for child processes, threads and other ranks.
     """
     try:
         code = main(argv) or 0
-    except (UserError, FloatingPointError) as error:
-        if os.environ.get("RANK", "0") == "0":  # all ranks find the same problems; one tells
-            for problem in error.problems if isinstance(error, UserError) else [str(error)]:
-                print(f"error: {problem}", file=sys.stderr)
-        code = 2 if isinstance(error, UserError) else 1
-    except ConnectionAbortedError as error:  # every rank that is left tells
-        print(f"error: {error}", file=sys.stderr)
-        code = 1
-    except KeyboardInterrupt:
-        code = 128 + signal.SIGINT
-    sys.stdout.flush()
+        print(end="", flush=True)
+    except SystemExit:  # argparse has told
+        raise
+    except BaseException as error:
+        _end(error)
+    finally:
+        _kill_children()
     sys.exit(code)
+
+
+def _end(error: BaseException) -> NoReturn:
+    """Reports the error and ends the process at once."""
+    code = 2 if isinstance(error, UserError) else 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    try:
+        _flush(sys.stdout)
+        if isinstance(error, BrokenPipeError) and _has_no_reader(sys.stdout):
+            _print_error("nothing reads the output any more (stdout is closed)")
+        elif isinstance(error, ConnectionAbortedError):  # every rank that is left tells
+            _print_error(str(error))
+        elif isinstance(error, (UserError, FloatingPointError)):
+            if _is_to_tell(error):
+                _print_error(*(error.problems if isinstance(error, UserError) else [str(error)]))
+        elif not isinstance(error, KeyboardInterrupt):
+            sys.excepthook(type(error), error, error.__traceback__)
+        _flush(sys.stderr)
+        _kill_children()
+    finally:  # also where stderr is closed or memory is short
+        os._exit(code)
+
+
+def _is_to_tell(error: BaseException) -> bool:
+    """Returns True on the ranks that print an error: once for all ranks that agree on it, else once for each node."""
+    rank, local_rank = os.environ.get("RANK", "0"), os.environ.get("LOCAL_RANK", "0")
+    if rank == "0" or "DataLoader worker" in str(error):  # a loader's error is of its rank alone
+        return True
+    return isinstance(error, UserError) and not error.on_all_ranks and local_rank == "0"
+
+
+def _print_error(*problems: str) -> None:
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)
+
+
+def _flush(stream: TextIO) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        print(end="", file=stream, flush=True)
+
+
+def _has_no_reader(stream: TextIO) -> bool:
+    poll = select.poll()
+    poll.register(stream.fileno(), 0)
+    return bool(poll.poll(0))
+
+
+def _kill_children() -> None:
+    """Kills the processes that multiprocessing has started: its exit handler would wait for them."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error when a loader process dies
+    for child in multiprocessing.active_children():
+        child.kill()

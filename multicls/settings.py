@@ -1,7 +1,6 @@
-"""Typed settings from defaults, YAML recipes and flags, with every mistake reported at once.
+"""Loads typed settings from defaults, YAML recipes and flags, and reports all mistakes together.
 
-Precedence: defaults < recipes in the order given < `--set` and flags. Imports no torch, so that a mistake is
-answered at once.
+Precedence: defaults < recipes in the order given < `--set` < flags. Imports no torch: a mistake is reported at once.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from multicls.files import find_shipped
 
 
 class Settings(BaseModel):
-    """Base of all settings groups: immutable, and closed to unknown keys."""
+    """Base class of all settings groups: immutable, unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -32,15 +31,18 @@ def load_settings(
     assignments: Iterable[str] = (),
     flags: Mapping[str, Any] | None = None,
 ) -> AnySettings:
-    """Builds settings of type `kind`.
+    """Loads settings of type `kind`.
 
     Args:
-        recipes: YAML files, later ones win; a path that does not exist here is looked up in the repository.
-        assignments: texts `a.b=c` from `--set`, c being YAML.
+        kind: class of the settings.
+        recipes: YAML files; a later one overrides an earlier one. A path that does not exist in the working directory
+            is looked up in the repository.
+        assignments: texts `a.b=c` from `--set`; c is YAML.
         flags: values of command-line flags by dotted key; None means not given.
 
     Raises:
-        UserError: all problems found, each with its source, key, value and the nearest known key.
+        UserError: a recipe cannot be read, or settings are wrong. The error lists all wrong settings, each with its
+            source, key, value and the nearest known key.
     """
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -80,12 +82,12 @@ def load_settings(
 
 
 def to_yaml(settings: Settings) -> str:
-    """The settings as a YAML recipe, every field with its value."""
+    """Returns the settings as a YAML recipe that states each field."""
     return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def known_keys(kind: type[Settings], prefix: str = "") -> list[str]:
-    """All dotted keys of `kind`, groups included."""
+    """Returns all dotted keys of `kind`, including its groups."""
     keys = []
     for name, field in kind.model_fields.items():
         keys.append(prefix + name)
@@ -95,6 +97,7 @@ def known_keys(kind: type[Settings], prefix: str = "") -> list[str]:
 
 
 def _flatten(tree: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Returns the leaves of nested mappings as (dotted key, value)."""
     flat: list[tuple[str, Any]] = []
     for key, value in tree.items():
         if isinstance(value, dict) and value:
@@ -105,6 +108,7 @@ def _flatten(tree: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, Any]]
 
 
 def _assign(values: dict[str, Any], sources: dict[str, str], key: str, value: Any, source: str) -> None:
+    """Sets the dotted `key` in the nested `values` and notes its source."""
     *groups, leaf = key.split(".")
     for group in groups:
         inner = values.setdefault(group, {})
@@ -116,6 +120,7 @@ def _assign(values: dict[str, Any], sources: dict[str, str], key: str, value: An
 
 
 def _explain(kind: type[Settings], detail: Any, sources: Mapping[str, str]) -> str:
+    """Words one of pydantic's errors, with the source of the value."""
     key = ".".join(str(part) for part in detail["loc"])
     source = next((sources[known] for known in sources if known == key or known.startswith(f"{key}.")), None)
     source = source or next((sources[known] for known in sources if key.startswith(f"{known}.")), kind.__name__)

@@ -1,4 +1,4 @@
-"""Facet tokens in a Hugging Face tokenizer: its own post-processor puts `[CLS] [C1..CK] a [SEP] b [SEP]`."""
+"""Facet tokens in a Hugging Face tokenizer, whose post-processor makes `[CLS] [C1]..[CK] a [SEP] b [SEP]`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 def facet_tokens(vocabulary: dict[str, int], num_facets: int) -> list[str]:
-    """The tokens that serve as facets: the vocabulary's first unused ones, new ones where those do not suffice.
+    """Returns the facet tokens: the first K unused tokens of the vocabulary, or K new tokens if it has fewer.
 
-    In bert-base-uncased these are `[unused0]`.. (ids 1..K), so the vocabulary does not grow.
+    In bert-base-uncased they are `[unused0]`, `[unused1]`, ... (ids 1..K), so the vocabulary does not grow.
     """
     unused = sorted(
         (token for token in vocabulary if re.fullmatch(r"\[unused\d+\]", token)), key=vocabulary.__getitem__
@@ -25,14 +25,13 @@ def facet_tokens(vocabulary: dict[str, int], num_facets: int) -> list[str]:
 
 
 def with_facets(tokenizer: PreTrainedTokenizerBase, num_facets: int) -> PreTrainedTokenizerFast:
-    """A copy of `tokenizer` that inserts the facets, and takes all text for text.
+    """Returns a copy of `tokenizer` that inserts the facets and never reads special tokens from text.
 
-    The copy has `split_special_tokens` set: a literal "[MASK]" or "[unused0]" in a text is split into pieces like any
-    other word and never becomes a special token. (Except by a unigram model that was given its special tokens as pieces
-    to be found in text, as XLM-R's was.)
+    The copy has `split_special_tokens` set: a literal "[MASK]" or "[unused0]" in a text is split like any other word.
+    The exception is a unigram model whose own vocabulary finds special tokens in text, such as XLM-R's.
 
     Raises:
-        UserError: the tokenizer is not a fast one, or has no tokens that serve as [CLS], [SEP], [PAD] and [MASK].
+        UserError: the tokenizer is not a fast one, or has no token for [CLS], [SEP], [PAD] or [MASK].
     """
     from tokenizers import Tokenizer
     from tokenizers.processors import TemplateProcessing
@@ -40,13 +39,13 @@ def with_facets(tokenizer: PreTrainedTokenizerBase, num_facets: int) -> PreTrain
 
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise UserError(f"{tokenizer.name_or_path}: not a fast tokenizer (no tokenizer.json can be made of it).")
+        raise UserError(f"{tokenizer.name_or_path}: not a fast tokenizer: it has no tokenizer.json.")
     named = {name: getattr(tokenizer, name) for name in ("cls_token", "sep_token", "pad_token", "mask_token")}
     missing = [name for name, token in named.items() if token is None]
     if missing:
         raise UserError(
             f"{tokenizer.name_or_path or 'tokenizer'}: has no {', '.join(missing)}, which BERT needs (under any name); "
-            "take another tokenizer, or train one: data_prep/run.py vocabulary."
+            "use another tokenizer, or train one with data_prep/run.py vocabulary."
         )
     backend = Tokenizer.from_str(backend.to_str())
     backend.no_padding()
@@ -71,6 +70,6 @@ def with_facets(tokenizer: PreTrainedTokenizerBase, num_facets: int) -> PreTrain
 
 
 def facet_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The ids that the tokenizer's post-processor inserts between [CLS] and the text, in order."""
+    """Returns the K ids that the tokenizer inserts between [CLS] and the text, in order."""
     empty = tokenizer("")["input_ids"]
     return tuple(empty[1:-1])

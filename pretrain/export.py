@@ -1,20 +1,39 @@
-"""The Hugging Face folder of a run: weights, tokenizer, code and a model card."""
+"""Exports a checkpoint of a pretraining run as a Hugging Face model folder.
+
+python pretrain/export.py RUN --output DIR
+"""
 
 from __future__ import annotations
 
+import argparse
 import shutil
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
+sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from multicls.initialize import quiet_transformers
-from multicls.settings import to_yaml
-from pretrain.settings import PretrainSettings
+from multicls.errors import UserError, did_you_mean, run_command
+from multicls.files import atomic_folder, locked, read_json, read_jsonl, write_json
+from pretrain.run_folder import (
+    COMPLETE,
+    DONE,
+    STOPPED,
+    WEIGHTS,
+    checkpoint_path,
+    complete_steps,
+    find_damage,
+    is_running,
+    status,
+)
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FACTS = "export.json"  # in an export: its step, base model and data; in RUN/model: the same without the step
+VOCABULARY_ROWS = ("bert.embeddings.word_embeddings.weight", "cls.predictions.bias")
 CARD = """---
 library_name: transformers
 base_model: {base_model}
@@ -22,14 +41,12 @@ tags: [multicls-bert, continued-pretraining]
 ---
 # Multi-CLS BERT, K = {facets}, continued from {base_model}
 
-{steps} optimizer steps of {triples} examples ({parts} consecutive parts each) on {data}.
+{step} optimizer steps of {examples_per_step} examples ({parts} consecutive parts each) on {data}.
 
-| validation | value |
-|---|---|
-{metrics}
+{validation}
 
-The tokenizer puts the facets in: `[CLS] [C1..CK] a [SEP] b [SEP]`. It takes all text for text: a literal "[MASK]" in it
-is split into pieces (pass `split_special_tokens=False` to change that).
+The tokenizer adds the facet tokens: `[CLS] [C1..CK] a [SEP] b [SEP]`. It treats all text as plain text: a literal
+"[MASK]" is split into word pieces (pass `split_special_tokens=False` to change that).
 
 ```python
 from transformers import AutoModel, AutoTokenizer
@@ -51,66 +68,213 @@ With `import multicls` the same works without `trust_remote_code`.
 """
 
 
-def full_weights(engine: Any) -> dict[str, Tensor]:
-    """All parameters in fp32 on the CPU, gathered over ranks: every rank must call it, rank 0 gets them."""
-    from deepspeed.utils import safe_get_full_fp32_param
-
-    state: dict[str, Tensor] = {}
-    for name, parameter in engine.module.named_parameters():
-        full = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
-        if full is None:
-            full = _gathered(parameter)
-        if dist.get_rank() == 0:
-            state[name] = full.detach().float().cpu().clone()
-    return state
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parses the command line."""
+    parser = argparse.ArgumentParser(prog="pretrain/export.py", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("run", metavar="RUN", type=Path, help="run folder of pretrain/run.py, in any state")
+    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest whole one)")
+    target = parser.add_mutually_exclusive_group(required=True)
+    target.add_argument("--output", metavar="DIR", type=Path, help="new folder, or an earlier export to replace")
+    target.add_argument("--finish", action="store_true", help="export to RUN/hf and mark the run as finished")
+    return parser.parse_args(argv)
 
 
-def _gathered(parameter: torch.nn.Parameter) -> Tensor:
-    if not hasattr(parameter, "ds_id"):  # not partitioned (ZeRO stages 0 to 2)
-        return parameter
-    from deepspeed.runtime.zero import GatheredParameters
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exports a checkpoint and, if asked, ends the run with it. Returns the exit code."""
+    args = parse(argv)
+    run_folder, output = args.run, args.output or args.run / "hf"
+    check_run(run_folder)
+    if args.finish:
+        text, finished = status(run_folder)
+        if finished:
+            print(f"{run_folder}: already {text}; the model is in {output}")
+            return 0
+        if is_running(run_folder):
+            raise UserError(f"{run_folder}: is being trained; stop the training first (SIGTERM saves and leaves).")
+    elif output.resolve() == (run_folder / "hf").resolve() and is_running(run_folder):
+        raise UserError(f"--output {output}: the training writes this folder itself; give another one.")
+    elif not _may_be_replaced(output):
+        raise UserError(f"--output {output}: exists and is not an export of this program; give a new folder.")
+    with locked(run_folder) if args.finish else nullcontext():  # no training may start meanwhile
+        weights, step = load_weights(run_folder, args.step)
+        print(f"exporting {checkpoint_path(run_folder / 'checkpoints', step)} to {output}", flush=True)
+        facts = write_model(weights, run_folder, step, output)
+        if args.finish:
+            write_json(run_folder / DONE, {"step": step, "validation": facts["validation"]})
+            (run_folder / STOPPED).unlink(missing_ok=True)
+    done = f"{run_folder} is finished at step {step}" if args.finish else f"exported step {step} of {run_folder}"
+    print(f"{done}; fine-tune the model with: python finetune/run.py --model {output}")
+    return 0
 
-    with GatheredParameters([parameter]):
-        return parameter.detach().clone()
 
+def check_run(run_folder: Path) -> None:
+    """Refuses a folder from which nothing can be exported.
 
-def export(
-    engine: Any,
-    tokenizer: Any,
-    folder: Path,
-    settings: PretrainSettings,
-    *,
-    base_model: str,
-    data: str,
-    metrics: Mapping[str, float],
-) -> None:
-    """Writes the folder; an earlier export is replaced only when the new one is whole. All ranks must call it."""
-    state = full_weights(engine)
-    if dist.get_rank() == 0:
-        fresh, old = folder.with_name(".hf_new"), folder.with_name(".hf_old")
-        for leftover in (fresh, old):
-            shutil.rmtree(leftover, ignore_errors=True)
-        model = engine.module
-        for tied, source in model.all_tied_weights_keys.items():
-            state.setdefault(tied, state[source])
-        with quiet_transformers():
-            model.save_pretrained(fresh, state_dict=state)
-            tokenizer.save_pretrained(fresh)
-        card = CARD.format(
-            base_model=base_model,
-            facets=model.config.num_facets,
-            embeddings=model.config.num_embeddings_per_sequence,
-            hidden=model.config.hidden_size,
-            steps=settings.train.steps,
-            triples=settings.train.triples * settings.train.micro_batches,
-            parts=model.config.num_parts,
-            data=data,
-            metrics="\n".join(f"| {name} | {value:.4f} |" for name, value in sorted(metrics.items())),
-            settings=to_yaml(settings),
+    Raises:
+        UserError: it is no run folder, or lacks the model's configuration or checkpoints.
+    """
+    if not (run_folder / "settings.yaml").exists():
+        runs = [str(path.parent) for path in run_folder.absolute().parent.glob("*/settings.yaml")]
+        raise UserError(f"{run_folder}: is not a run folder of pretrain/run.py.{did_you_mean(str(run_folder), runs)}")
+    if not (run_folder / "model" / FACTS).exists():
+        raise UserError(
+            f"{run_folder / 'model'}: is missing or not whole; it holds the model's configuration and tokenizer, and a "
+            "training writes it when it starts. Copy it from where the run was trained."
         )
-        (fresh / "README.md").write_text(card, encoding="utf-8")
-        if folder.exists():
-            folder.rename(old)
-        fresh.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
-    dist.barrier()
+    if not complete_steps(run_folder / "checkpoints"):
+        raise UserError(f"{run_folder}: has no checkpoint yet; wait for step run.save_every, or stop the training.")
+
+
+def load_weights(run_folder: Path, step: int | None = None) -> tuple[dict[str, Tensor], int]:
+    """Loads the weights of a checkpoint whose checksums are right; returns them and the checkpoint's step.
+
+    Checks only the files that it reads. A training process may delete a checkpoint meanwhile; then the newest one is
+    taken again.
+
+    Args:
+        step: of the checkpoint; None: the newest whole one, with a warning for each damaged one.
+
+    Raises:
+        UserError: there is no checkpoint of that step, or it is damaged, or all are.
+    """
+    from safetensors.torch import load
+
+    folder, damaged = run_folder / "checkpoints", set[int]()
+    while steps := [number for number in complete_steps(folder) if number not in damaged]:
+        if step is not None and step not in steps:
+            raise UserError(f"--step {step}: {run_folder} has checkpoints of steps {', '.join(map(str, steps))}.")
+        number = steps[-1] if step is None else step
+        path = checkpoint_path(folder, number)
+        damage = find_damage(path, [WEIGHTS])
+        try:
+            if not damage:
+                return load((path / WEIGHTS).read_bytes()), number
+        except FileNotFoundError as error:
+            damage = str(error)
+        if not (path / COMPLETE).exists():  # deleted by the training process
+            continue
+        problem = f"checkpoint {path} is damaged and cannot be exported: {damage}"
+        if step is not None:
+            raise UserError(f"{problem}. Give another --step, or none for the newest whole checkpoint.")
+        print(f"WARNING: {problem}", file=sys.stderr, flush=True)
+        damaged.add(number)
+    raise UserError(f"{folder}: no whole checkpoint is left; nothing can be exported.")
+
+
+def export(engine: Any, run_folder: Path, step: int) -> None:
+    """Writes the engine's model to `RUN/hf`. All ranks must call it.
+
+    Args:
+        engine: DeepSpeed's.
+        run_folder: with what `describe_model` has written.
+        step: optimizer steps done.
+
+    Raises:
+        UserError: the disk is full, or the folder cannot be written.
+    """
+    from multicls.distributed import on_rank_0
+    from pretrain.engine import full_weights
+
+    weights = full_weights(engine)
+    on_rank_0(lambda: write_model(weights, run_folder, step, run_folder / "hf"))
+
+
+def describe_model(model: Any, tokenizer: Any, run_folder: Path, facts: Mapping[str, Any]) -> None:
+    """Writes what an export needs besides weights to `RUN/model`; call it on rank 0 at the start of a fresh run.
+
+    Call it before DeepSpeed changes the model's precision, which the configuration would then ask for.
+
+    Args:
+        model: with a configuration of the vocabulary's true size.
+        tokenizer: the model's.
+        run_folder: the folder RUN.
+        facts: for the model card: base_model, data, examples_per_step.
+    """
+    from multicls.from_bert import quiet_transformers
+
+    with atomic_folder(run_folder / "model") as fresh, quiet_transformers():
+        model.save_pretrained(fresh, state_dict={})
+        (fresh / WEIGHTS).unlink(missing_ok=True)
+        tokenizer.save_pretrained(fresh)
+        write_json(fresh / FACTS, dict(facts))
+
+
+def write_model(weights: Mapping[str, Tensor], run_folder: Path, step: int, output: Path) -> dict[str, Any]:
+    """Writes a Hugging Face folder; an earlier one is replaced only when the new one is whole.
+
+    Returns:
+        What export.json says: the facts of `describe_model`, the step, and the last validation metrics.
+
+    Raises:
+        UserError: the folder cannot be written, or the weights do not have the vocabulary's size.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    from multicls.configuration_multicls import MultiClsBertConfig
+
+    config = MultiClsBertConfig.from_json_file(str(run_folder / "model" / "config.json"))
+    weights = without_padding(weights, config.vocab_size)
+    validated, validation = last_validation(run_folder, step)
+    facts = read_json(run_folder / "model" / FACTS) | {"step": step, "validation": validation}
+    card = CARD.format(
+        **(facts | {"validation": _table(validated, validation)}),
+        facets=config.num_facets,
+        embeddings=config.num_embeddings_per_sequence,
+        hidden=config.hidden_size,
+        parts=config.num_parts,
+        settings=(run_folder / "settings.yaml").read_text(encoding="utf-8"),
+    )
+    try:
+        with atomic_folder(output) as fresh:
+            shutil.copytree(run_folder / "model", fresh, dirs_exist_ok=True)
+            save_file(weights, fresh / WEIGHTS, metadata={"format": "pt"})
+            (fresh / WEIGHTS).chmod(0o644)  # safetensors lets only the owner read it
+            (fresh / "README.md").write_text(card, encoding="utf-8")
+            write_json(fresh / FACTS, facts)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{output}: the export of step {step} could not be written: {error}. Make room.") from None
+    return facts
+
+
+def without_padding(weights: Mapping[str, Tensor], vocab_size: int) -> dict[str, Tensor]:
+    """Returns the weights without the rows that training appends to the vocabulary (for speed).
+
+    Args:
+        weights: by name; the tensors of `VOCABULARY_ROWS` have at least `vocab_size` rows.
+        vocab_size: number of rows to keep.
+
+    Raises:
+        UserError: there are fewer rows.
+    """
+    for name in VOCABULARY_ROWS:
+        if len(weights[name]) < vocab_size:
+            raise UserError(f"{name}: has {len(weights[name])} rows, but config.json says vocab_size = {vocab_size}.")
+    return dict(weights) | {name: weights[name][:vocab_size].clone() for name in VOCABULARY_ROWS}
+
+
+def last_validation(run_folder: Path, step: int) -> tuple[int, dict[str, float]]:
+    """Returns step and metrics of the last validation up to `step`; (0, {}) if there is none."""
+    records = read_jsonl(run_folder / "metrics.jsonl")
+    records = [record for record in records if record["split"] == "validation" and record["step"] <= step]
+    if not records:
+        return 0, {}
+    return records[-1]["step"], {name: value for name, value in records[-1].items() if "/" in name}
+
+
+def _table(step: int, metrics: Mapping[str, float]) -> str:
+    if not metrics:
+        return "Not validated yet."
+    rows = [f"| {name} | {value:.4f} |" for name, value in sorted(metrics.items())]
+    return "\n".join([f"| validation at step {step} | value |", "|---|---|", *rows])
+
+
+def _may_be_replaced(folder: Path) -> bool:
+    if not folder.is_dir():
+        return not folder.exists()
+    names = {path.name for path in folder.iterdir()}
+    return not names or names >= {FACTS, WEIGHTS}
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,4 +1,4 @@
-"""How much arithmetic a step takes, and how much a GPU could do: for the share of it that training reaches (MFU)."""
+"""Counts the arithmetic of a step and of a GPU, for the share that training reaches (MFU)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from multicls.configuration_multicls import MultiClsBertConfig
 
-# Dense bf16 (fp16 where a GPU has no bf16) with fp32 accumulation, 1e12 operations a second, by the makers' data
-# sheets; patterns of torch.cuda.get_device_name, the first that is found counts.
+# Dense bf16 (fp16 where a GPU has no bf16) with fp32 accumulation, 1e12 operations a second, from the data sheets.
+# The keys are patterns of torch.cuda.get_device_name; the first that matches counts.
 PEAK_TFLOPS: dict[str, float | None] = {
     r"\bMIG\b": None,  # a part of a GPU
     r"\bB200\b": 2250.0,
@@ -34,26 +34,26 @@ PEAK_TFLOPS: dict[str, float | None] = {
 
 
 def known_peak_tflops(device_name: str) -> float | None:
-    """Peak of a GPU in 1e12 dense 16-bit operations a second; None for one that is not in the table."""
+    """Returns the peak of a GPU in 1e12 dense 16-bit operations a second; None if the table lacks it."""
     return next((peak for pattern, peak in PEAK_TFLOPS.items() if re.search(pattern, device_name)), None)
 
 
 def training_flops(
     config: MultiClsBertConfig, *, sequences: float, tokens: float, squared_lengths: float, masked: float
 ) -> float:
-    """Operations of the forward and backward passes over some sequences: what cannot be done without.
+    """Returns the operations that the forward and backward passes over some sequences need.
 
-    Per multiply-add 2 forward and 4 backward. Counted: matrices of the encoder for every real token (4 D^2 + 2 D I a
-    layer), both products of attention, the TF-IDF head for every token but the facets, inserted layers, facet head and
+    A multiply-add counts 2 forward and 4 backward. Counted: matrices of the encoder for each real token (4 D^2 + 2 D I
+    a layer), both products of attention, the TF-IDF head for each token but the facets, inserted layers, facet head and
     SO head once a sequence, the MLM head at masked tokens. Not counted: padding, embeddings, biases, norms,
-    activations, the comparisons of MCQT, the optimizer, what activation checkpointing computes again.
+    activations, the comparisons of MCQT, the optimizer, and what activation checkpointing computes again.
 
     Args:
-        config: of the model.
-        sequences: how many.
-        tokens: their real (unpadded) tokens, special ones and facets included.
-        squared_lengths: sum over the sequences of their real tokens squared.
-        masked: tokens that the MLM head predicts.
+        config: Configuration of the model.
+        sequences: Number of sequences.
+        tokens: Their real (unpadded) tokens, special ones and facets included.
+        squared_lengths: Sum over the sequences of their real tokens squared.
+        masked: Number of tokens that the MLM head predicts.
     """
     hidden, layers = config.hidden_size, config.num_hidden_layers
     square = hidden**2
@@ -69,24 +69,24 @@ def training_flops(
 
 
 def throughput(
-    config: MultiClsBertConfig, sums: Mapping[str, tuple[float, float]], seconds: float, peak_tflops: float | None
+    config: MultiClsBertConfig, totals: Mapping[str, tuple[float, float]], seconds: float, peak_tflops: float | None
 ) -> dict[str, float]:
-    """Speed over a window of steps.
+    """Returns the speed over a window of steps.
 
     Args:
-        config: of the model.
-        sums: `Totals.sums()` of the window over all ranks.
-        seconds: how long it took.
-        peak_tflops: of all devices together; without it there is no `speed/mfu`.
+        config: Configuration of the model.
+        totals: `MetricSums.totals()` of the window.
+        seconds: Length of the window.
+        peak_tflops: Peak of all devices together; None: no `speed/mfu`.
     """
-    tokens, sequences = sums["data/tokens_per_sequence"]
+    tokens, sequences = totals["data/tokens_per_sequence"]
     values = {
         "data/tokens": tokens,
         "speed/sequences_per_second": sequences / seconds,
         "speed/tokens_per_second": tokens / seconds,
     }
     if peak_tflops:
-        squared, masked = sums["moment/squared_length"][0], sums["loss/mlm"][1]
+        squared, masked = totals["moment/squared_length"][0], totals["loss/mlm"][1]
         flops = training_flops(config, sequences=sequences, tokens=tokens, squared_lengths=squared, masked=masked)
         values["speed/mfu"] = flops / seconds / (1e12 * peak_tflops)
     return values

@@ -1,56 +1,82 @@
-"""One pretraining job on one rank: build, train, export."""
+"""One pretraining job on one rank: set up, train, export."""
 
 from __future__ import annotations
 
 import gc
-import os
-import platform
 import shlex
-import shutil
-import subprocess
 import sys
-from importlib.metadata import version
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from data_prep.triples import SpecialIds, TripleStream
 from multicls.configuration_multicls import MultiClsBertConfig
-from multicls.ds_config import resolve_ds_config
-from multicls.ds_runtime import leave_deepspeed, on_rank_0, prepare_deepspeed
+from multicls.corpus import Corpus, tokenizer_fingerprint
+from multicls.distributed import leave_deepspeed, on_rank_0, prepare_deepspeed, rank_and_world
+from multicls.ds_config import Precision, check_with_deepspeed, resolve_ds_config
+from multicls.environment import environment_record
 from multicls.errors import UserError
-from multicls.files import REPOSITORY, atomic_write, read_json, read_jsonl, sha256_of, write_json
-from multicls.initialize import from_bert
+from multicls.files import FolderLock, atomic_write, read_json, read_jsonl, sha256_of, write_json
+from multicls.from_bert import checkpoint_fingerprint, from_bert
+from multicls.optim import choose_precision
 from multicls.sample import SAMPLE_CORPUS, SAMPLE_MODEL, SAMPLE_TEXT, sample_model
 from multicls.settings import to_yaml
-from multicls.shards import Corpus, tokenizer_fingerprint
 from multicls.tokenization import facet_ids
 from pretrain.checkpoints import Checkpoints
-from pretrain.export import export
-from pretrain.metrics import Log, duration
-from pretrain.run_folder import DONE, STOPPED
-from pretrain.settings import SAMPLE, PretrainSettings, batch_arithmetic
+from pretrain.engine import build_engine
+from pretrain.export import describe_model, export
+from pretrain.log import Log, duration
+from pretrain.run_folder import DONE, STOPPED, lock_patience
+from pretrain.scaling import Schedule, batch_note
+from pretrain.settings import SAMPLE, PretrainSettings, TrainSettings, batch_arithmetic, settle_micro_batch
+from pretrain.staging import stage
 from pretrain.stopping import DRY_RUN, Stopped, StopRequest
-from pretrain.training import Trainer, freeze_unused, parameter_groups
+from pretrain.training import Trainer
+from pretrain.turns import first_rank_first
 
-NEVER = 1_000_000_000  # an interval that only the last step ends
-PACKAGES = ("torch", "transformers", "deepspeed", "tokenizers", "numpy", "pyarrow")
+NO_INTERVAL = 1_000_000_000  # steps; only the last step ends such an interval
+DRY_STEPS = 4
+# Settings that change no number of a run, or as little as the number of ranks does.
+FREE = {
+    "model": {"checkpoint"},  # its fingerprint counts
+    "data": {"corpus", "num_workers", "local_copy", "warm_up"},  # the corpus's manifest counts
+    "train": {"precision", "activation_checkpointing", "compile", "unpad", "skip_nonfinite"}
+    | {"micro_batch_size", "micro_batch_tokens"},
+}
 
 
-def run_job(settings: PretrainSettings, ds_config: dict[str, Any], *, where: str, run_folder: Path) -> None:
+def run_job(
+    settings: PretrainSettings,
+    ds_config: dict[str, Any],
+    *,
+    where: str,
+    run_folder: Path,
+    recipe: TrainSettings | None = None,
+) -> None:
     """Trains from the newest checkpoint of the run folder, or from the beginning, and exports the model.
 
-    `ds_config` is the DeepSpeed JSON as loaded, "auto" values and all, and `where` its name for messages.
+    Args:
+        settings: Settings of the run.
+        ds_config: DeepSpeed JSON as loaded, with its "auto" values.
+        where: Name of the JSON in messages.
+        run_folder: The folder RUN.
+        recipe: Training settings of the recipes alone; the log says how the learning rate goes with another batch.
 
     Raises:
-        UserError: tokenizer and corpus do not match, the run folder holds another run or no whole checkpoint, or the
-            disk is too small.
+        UserError: Tokenizer and corpus do not match, the run folder is in use, holds another run or no whole
+            checkpoint, or the disk is too small.
     """
-    stop = StopRequest(settings.run.time_limit)
     deepspeed = prepare_deepspeed()  # all ranks meet here; rank 0 has prepared the sample's corpus before
-    pretrain(deepspeed, settings, ds_config, where=where, run_folder=run_folder, stop=stop)
+    stop = StopRequest(settings.run.time_limit)  # before the meeting nothing is to save: a signal ends the process
+    lock = FolderLock(run_folder)
+    on_rank_0(lambda: lock.acquire(lock_patience()))
+    try:
+        pretrain(deepspeed, settings, ds_config, where=where, run_folder=run_folder, stop=stop, recipe=recipe)
+    finally:
+        lock.release()
     leave_deepspeed()
 
 
@@ -62,14 +88,16 @@ def pretrain(
     where: str,
     run_folder: Path,
     stop: StopRequest,
+    recipe: TrainSettings | None = None,
 ) -> None:
-    """What `run_job` does between joining and leaving the process group."""
-    corpus_folder = SAMPLE_CORPUS if settings.data.corpus == SAMPLE else Path(settings.data.corpus)
-    corpus = Corpus.open(corpus_folder)
-    tokens, settings = settings.train.tokens, settle_steps(settings, corpus)
+    """Sets up and trains, within a process group. Arguments and errors are those of `run_job`."""
+    torch.set_float32_matmul_precision("high")  # TF32 for fp32, on GPUs that have it
+    notes: list[str] = []  # for the log, which opens when all checks have passed
+    settings = settle(settings, recipe, notes)
     arithmetic = batch_arithmetic(settings, dist.get_world_size())
     resolved = resolve_ds_config(ds_config, where=where, precision=_precision(settings), **arithmetic)
-    checkpoints = _checkpoints(run_folder, settings, resolved, corpus_folder)
+    check_with_deepspeed(resolved, where)
+    checkpoints = _checkpoints(run_folder, settings, resolved)
     if on_rank_0((run_folder / DONE).exists):
         checkpoints.check_identity()
         if dist.get_rank() == 0:
@@ -78,96 +106,61 @@ def pretrain(
         return
     start = checkpoints.newest()
     on_rank_0(lambda: _check_lost(run_folder, start, settings.run.save_every))
-    notes = [*checkpoints.new_notes(), f"resuming from step {start}" if start else "fresh run"]
+    notes[:0] = [*checkpoints.new_notes(), f"resuming from step {start}" if start else "fresh run"]
+
     torch.manual_seed(settings.train.seed)
-    model, tokenizer = from_bert(
-        str(sample_model()) if settings.model.checkpoint == SAMPLE else settings.model.checkpoint,
-        **settings.model.model_dump(exclude={"checkpoint"}),
-        report=notes.append,
-    )
+    model, tokenizer = load_model(settings, notes.append)
+    corpus = Corpus.open(stage(_corpus_folder(settings), settings.data.local_copy, settings.data.warm_up))
     streams = build_streams(settings, corpus, tokenizer, model.config)
     parameters = sum(p.numel() for p in model.parameters())
     checkpoints.check_space(parameters)
-    notes += _arithmetic(settings, corpus, streams)
-    if tokens:
-        notes.append(f"schedule: {tokens:g} pieces of text are {settings.train.steps} steps")
+    notes += _data_notes(settings, corpus, streams)
     notes.append(f"model: {parameters / 1e6:.1f} M parameters, {_precision(settings)}")
 
     converted = checkpoints.prepare(start) if start else False
+    if not start:
+        on_rank_0(lambda: describe_model(model, tokenizer, run_folder, _facts(settings, corpus)))
     engine = build_engine(deepspeed, model, settings, resolved, universal=converted)
     log = _open_log(run_folder, settings, resolved, start)
     for note in notes + checkpoints.new_notes():
         log.say(note)
     state = checkpoints.load(engine, start) if start else {}
-    trainer = Trainer(engine, settings, streams["train"], streams["validation"], checkpoints, log, stop)
+    size = settings.train.micro_batch_size
+    if (before := state.get("micro_batch_size", size)) != size:
+        log.say(f"micro-batches had {before} examples and have {size} now: the same examples with other dropout")
+
+    def export_step(step: int) -> None:
+        export(engine, run_folder, step)
+
+    trainer = Trainer(engine, settings, streams["train"], streams["validation"], checkpoints, log, stop, export_step)
     try:
         metrics = trainer.run(start, state)
     except Stopped as stopped:
-        if dist.get_rank() == 0:
-            write_json(run_folder / STOPPED, {"step": stopped.step, "reason": stopped.reason})
+        leaving = stopped
+        on_rank_0(lambda: _mark_stopped(run_folder, leaving, checkpoints.warning))
         log.say(f"stopped by {stopped.reason}, checkpoint at step {stopped.step}; the same command goes on")
     else:
-        _finish(run_folder, settings, engine, tokenizer, corpus, metrics)
+        export_step(settings.train.steps)
+        if dist.get_rank() == 0:
+            write_json(run_folder / DONE, {"step": settings.train.steps, "validation": metrics})
         log.say(f"done: {run_folder / 'hf'} holds the model, its tokenizer and a model card")
     log.close()
 
 
-def _checkpoints(
-    run_folder: Path, settings: PretrainSettings, ds_config: dict[str, Any], corpus_folder: Path
-) -> Checkpoints:
-    world_size = dist.get_world_size()
-    return Checkpoints(
-        run_folder / "checkpoints",
-        settings.run.keep_checkpoints,
-        _identity(settings, corpus_folder, world_size),
-        world_size,
-        zero_stage=ds_config.get("zero_optimization", {}).get("stage", 0),
-        milestone_every=settings.run.milestone_every,
-    )
+def dry_run(settings: PretrainSettings, ds_config: dict[str, Any], *, where: str, run_folder: Path, **_: Any) -> None:
+    """Makes some steps with all that goes with a run: save, reload, evaluate, export; prints what the run will take.
 
-
-def _open_log(run_folder: Path, settings: PretrainSettings, ds_config: dict[str, Any], start: int) -> Log:
-    writes = dist.get_rank() == 0
-    if writes:
-        _describe_run(run_folder, settings, ds_config)
-    config = settings.model_dump(mode="json")
-    return Log(run_folder, writes, start, wandb_project=settings.run.wandb_project, config=config)
-
-
-def _finish(
-    run_folder: Path,
-    settings: PretrainSettings,
-    engine: Any,
-    tokenizer: Any,
-    corpus: Corpus,
-    metrics: dict[str, float],
-) -> None:
-    """Exports the model, then marks the run as done."""
-    export(
-        engine,
-        tokenizer,
-        run_folder / "hf",
-        settings,
-        base_model=SAMPLE_MODEL if settings.model.checkpoint == SAMPLE else settings.model.checkpoint,
-        data=SAMPLE_TEXT if settings.data.corpus == SAMPLE else f"{corpus.num_documents} documents",
-        metrics=metrics,
-    )
-    if dist.get_rank() == 0:
-        write_json(run_folder / DONE, {"step": settings.train.steps, "validation": metrics})
-
-
-def dry_run(settings: PretrainSettings, ds_config: dict[str, Any], *, where: str, run_folder: Path) -> None:
-    """Two steps with all that goes with a run: save, reload, evaluate, export; prints what the whole run will take.
-
-    Everything is written beside the run folder, and removed. Arguments and errors as of `run_job`.
+    It writes to a folder beside the run folder, and removes it. Arguments and errors are those of `run_job`.
     """
     folder = run_folder.with_name(f".{run_folder.name}.dry_run")
-    intervals = {"log_every": 1, "eval_every": NEVER, "save_every": NEVER}
+    intervals = {"log_every": 1, "eval_every": NO_INTERVAL, "save_every": NO_INTERVAL}
     run = settings.run.model_copy(update=intervals | {"milestone_every": None, "wandb_project": None})
-    train = settings.train.model_copy(update={"steps": 2, "tokens": 0.0})
+    train = settings.train.model_copy(update={"steps": DRY_STEPS, "tokens": 0.0})
     short = settings.model_copy(update={"run": run, "train": train})
     deepspeed = prepare_deepspeed()
-    on_rank_0(lambda: shutil.rmtree(folder, ignore_errors=True))
+    lock = FolderLock(folder)
+    on_rank_0(lock.acquire)
+    on_rank_0(lock.clear_folder)
     try:
         for asked in (True, False):  # stops after the first step, then goes on from its checkpoint
             stop = StopRequest()
@@ -177,10 +170,9 @@ def dry_run(settings: PretrainSettings, ds_config: dict[str, Any], *, where: str
             gc.collect()  # the first engine
         if dist.get_rank() == 0:
             records = [record for record in read_jsonl(folder / "metrics.jsonl") if record["split"] == "train"]
-            seconds = min(record["speed/seconds_per_step"] for record in records)
-            corpus = Corpus.open(SAMPLE_CORPUS if settings.data.corpus == SAMPLE else settings.data.corpus)
-            steps = settle_steps(settings, corpus).train.steps
+            seconds = records[-1]["speed/seconds_per_step"]  # the first steps after a start are slow
             memory = max(record["memory/peak_gb"] for record in records)
+            steps = settle_steps(settings, Corpus.open(_corpus_folder(settings))).train.steps
             print(
                 f"dry run: {seconds:.3f} s a step, peak memory {memory:.1f} GB on rank 0; {steps} steps will take "
                 f"{duration(seconds * steps)} without evaluations and checkpoints. Everything works; nothing is kept.",
@@ -188,50 +180,69 @@ def dry_run(settings: PretrainSettings, ds_config: dict[str, Any], *, where: str
             )
     finally:
         if dist.get_rank() == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+            lock.clear_folder()
+        lock.release()
     leave_deepspeed()
 
 
-def _check_lost(run_folder: Path, start: int, save_every: int) -> None:
-    """Refuses to begin again, without a word, where a run has been far enough to have saved."""
-    reported = max((record["step"] for record in read_jsonl(run_folder / "metrics.jsonl")), default=0)
-    if not start and reported > save_every:
-        raise UserError(
-            f"{run_folder}: metrics.jsonl reports step {reported}, but there is no checkpoint to go on from. Put the "
-            "checkpoints back, or give another --output_dir to start from the beginning."
-        )
+def settle(settings: PretrainSettings, recipe: TrainSettings | None, notes: list[str]) -> PretrainSettings:
+    """Returns the settings with steps and micro-batch size as numbers, and adds what they come from to `notes`."""
+    tokens, world_size = settings.train.tokens, dist.get_world_size()
+    settings = on_rank_0(lambda: settle_steps(settings, Corpus.open(_corpus_folder(settings))))
+    settings = settle_micro_batch(settings, world_size)
+    train, batch = settings.train, batch_arithmetic(settings, world_size)
+    notes.append(
+        f"batch: {batch['micro_batch_size']} examples x {world_size} ranks x {batch['accumulation']} accumulation = "
+        f"{train.global_batch_size} examples of {settings.model.num_parts} parts x {settings.data.seq_length} tokens a "
+        f"step, in groups of {train.negatives_group}"
+    )
+    if tokens:
+        notes.append(f"schedule: {tokens:g} tokens of text are {train.steps} steps")
+    if recipe and (note := batch_note(_schedule(recipe), _schedule(train))):
+        notes.append(note)
+    return settings
 
 
 def settle_steps(settings: PretrainSettings, corpus: Corpus) -> PretrainSettings:
-    """`train.tokens` as `train.steps`, by the pieces of text in the corpus's first examples, the same for all seeds."""
-    data, model, train = settings.data, settings.model, settings.train
+    """Returns the settings with `train.tokens` as `train.steps`.
+
+    The tokens of text in the corpus's first 4,096 examples tell how many an example has, the same for all seeds.
+    """
+    data, train = settings.data, settings.train
     if train.steps:
         return settings
     stream = TripleStream(
         corpus,
-        SpecialIds(cls=0, sep=0, pad=0, mask=0, facets=(0,) * model.num_facets),  # only how many there are matters
+        SpecialIds(cls=0, sep=0, pad=0, mask=0, facets=(0,) * settings.model.num_facets),  # only their number matters
         seq_length=data.seq_length,
         seed=0,
         validation_fraction=data.validation_fraction,
-        num_parts=3 if model.hard_negatives else 2,
+        num_parts=settings.model.num_parts,
         source_weights=data.source_weights,
     )
     arrays = stream.micro_batches(range(8), 512)
     parts = arrays["so_labels"]
-    special = parts.size * (2 + model.num_facets) + (parts >= 0).sum()  # [CLS], facets, a [SEP] after every run
-    examples = train.tokens / (float(arrays["attention_mask"].sum() - special) / parts.size * stream.num_parts)
-    steps = max(1, round(examples / (train.triples * train.micro_batches)))
+    special = parts.size * (2 + settings.model.num_facets) + (parts >= 0).sum()  # [CLS], facets, [SEP] of each segment
+    text = float(arrays["attention_mask"].sum() - special) / parts.size * stream.num_parts
+    steps = max(1, round(train.tokens / text / train.global_batch_size))
     return settings.model_copy(update={"train": train.model_copy(update={"steps": steps, "tokens": 0.0})})
+
+
+def load_model(settings: PretrainSettings, report: Callable[[str], None]) -> tuple[Any, Any]:
+    """Returns the model and its tokenizer; one rank fetches them from the Hub, the others find the files."""
+    options = settings.model.model_dump(exclude={"checkpoint"})
+    with first_rank_first() as may_fetch:
+        return from_bert(_checkpoint(settings), **options, local_files_only=not may_fetch, report=report)
 
 
 def build_streams(
     settings: PretrainSettings, corpus: Corpus, tokenizer: Any, config: MultiClsBertConfig
 ) -> dict[str, TripleStream]:
-    """The streams of training and validation examples.
+    """Returns the streams of training and validation examples by split.
 
     Raises:
-        UserError: the corpus was written by another tokenizer than the model's, the sequences are too long for it, or a
-            weight is of a source that the corpus does not have.
+        UserError: The corpus was written by another tokenizer than the model's, the sequences are too long for the
+            model, or a weight belongs to a source that the corpus does not have.
     """
     data = settings.data
     if data.seq_length > config.max_position_embeddings:
@@ -242,7 +253,7 @@ def build_streams(
     theirs = tokenizer_fingerprint(tokenizer.backend_tokenizer)
     if theirs != corpus.tokenizer_fingerprint:
         raise UserError(
-            f"data.corpus = {settings.data.corpus}: its pieces are of another tokenizer (fingerprint "
+            f"data.corpus = {settings.data.corpus}: its tokens are of another tokenizer (fingerprint "
             f"{corpus.tokenizer_fingerprint[:12]}) than the model's, {settings.model.checkpoint} ({theirs[:12]}); "
             "prepare the corpus with --tokenizer set to the model."
         )
@@ -263,53 +274,101 @@ def build_streams(
             validation_fraction=data.validation_fraction,
             num_parts=config.num_parts,
             mlm_probability=data.mlm_probability,
-            source_weights=data.source_weights if split == "train" else None,  # scores stay comparable
+            source_weights=data.source_weights if split == "train" else None,  # validation stays comparable
         )
         for split in ("train", "validation")
     }
 
 
-def build_engine(
-    deepspeed: Any, model: Any, settings: PretrainSettings, ds_config: dict[str, Any], *, universal: bool = False
-) -> Any:
-    """DeepSpeed's engine around the model, what no loss reaches frozen; `universal`: for a converted checkpoint."""
-    freeze_unused(model, settings.objective)
-    if settings.train.activation_checkpointing:
-        # transformers 5.23 has renamed it
-        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-        enable({"use_reentrant": False})
-    groups = parameter_groups(model, settings.train.weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr=settings.train.learning_rate, fused=True)
-    config = ds_config | {"checkpoint": ds_config.get("checkpoint", {}) | {"load_universal": universal}}
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+def _checkpoints(run_folder: Path, settings: PretrainSettings, ds_config: dict[str, Any]) -> Checkpoints:
+    return Checkpoints(
+        run_folder / "checkpoints",
+        settings.run.keep_checkpoints,
+        identity(settings, dist.get_world_size()),
+        dist.get_world_size(),
+        zero_stage=ds_config.get("zero_optimization", {}).get("stage", 0),
+        milestone_every=settings.run.milestone_every,
+    )
 
 
-def _identity(settings: PretrainSettings, corpus_folder: Path, world_size: int) -> dict[str, Any]:
-    """What a checkpoint must agree on to be resumed: all that decides the numbers, but neither paths nor intervals."""
-    fields = {"data": {"corpus", "num_workers"}, "train": {"activation_checkpointing", "skip_nonfinite"}}
-    groups = settings.model_dump(mode="json", exclude={"run": True, **fields})
+def identity(settings: PretrainSettings, world_size: int) -> dict[str, Any]:
+    """Returns what a checkpoint must agree on to be resumed: everything that decides the numbers, by name."""
+    groups = settings.model_dump(mode="json", exclude={"run": True, **FREE})
     flat = {f"{group}.{name}": value for group, fields in groups.items() for name, value in fields.items()}
-    if settings.train.gather_negatives:  # then MCQT's candidates are of as many micro-batches
+    flat["train.precision"] = _precision(settings)
+    flat["fingerprint of model.checkpoint"] = _fingerprint(settings)
+    if settings.train.gather_negatives:  # MCQT's candidates come from the micro-batches of all ranks
         flat["number of ranks (train.gather_negatives)"] = world_size
-    return flat | {"manifest of the corpus": sha256_of(corpus_folder / "manifest.json")}
+        flat["train.micro_batch_size"] = settings.train.micro_batch_size
+    return flat | {"manifest of the corpus": sha256_of(_corpus_folder(settings) / "manifest.json")}
 
 
-def _precision(settings: PretrainSettings) -> Literal["fp32", "bf16", "fp16"]:
-    if settings.train.precision != "auto":
-        return settings.train.precision
-    return "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "fp32"
+def _checkpoint(settings: PretrainSettings) -> str:
+    return str(sample_model()) if settings.model.checkpoint == SAMPLE else settings.model.checkpoint
 
 
-def _arithmetic(settings: PretrainSettings, corpus: Corpus, streams: dict[str, TripleStream]) -> list[str]:
-    train, world_size = settings.train, dist.get_world_size()
-    examples, per_epoch = train.triples * train.micro_batches, streams["train"].examples_per_epoch
+def _fingerprint(settings: PretrainSettings) -> str:
+    """Returns rank 0's fingerprint of the checkpoint, without a time limit: it may have to be downloaded first."""
+    found = ""
+    with first_rank_first():
+        if rank_and_world()[0] == 0:
+            found = checkpoint_fingerprint(_checkpoint(settings), weights=not settings.model.random_weights)[:16]
+    return on_rank_0(lambda: found)
+
+
+def _corpus_folder(settings: PretrainSettings) -> Path:
+    return SAMPLE_CORPUS if settings.data.corpus == SAMPLE else Path(settings.data.corpus)
+
+
+def _precision(settings: PretrainSettings) -> Precision:
+    return choose_precision(settings.train.precision, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _schedule(train: TrainSettings) -> Schedule:
+    return Schedule(train.global_batch_size, train.learning_rate, train.warmup_ratio, train.steps)
+
+
+def _facts(settings: PretrainSettings, corpus: Corpus) -> dict[str, Any]:
+    """Returns what the model card says about the start of the run."""
+    return {
+        "base_model": SAMPLE_MODEL if settings.model.checkpoint == SAMPLE else settings.model.checkpoint,
+        "data": SAMPLE_TEXT if settings.data.corpus == SAMPLE else f"{corpus.num_documents} documents",
+        "examples_per_step": settings.train.global_batch_size,
+    }
+
+
+def _data_notes(settings: PretrainSettings, corpus: Corpus, streams: dict[str, TripleStream]) -> list[str]:
+    per_epoch = streams["train"].examples_per_epoch
+    epochs = settings.train.steps * settings.train.global_batch_size / per_epoch
     return [
-        f"batch: {train.triples} examples x {world_size} ranks x {train.micro_batches // world_size} accumulation = "
-        f"{examples} examples of {streams['train'].num_parts} parts x {settings.data.seq_length} tokens a step",
         f"data: {corpus.num_documents} documents; {per_epoch} training and "
         f"{streams['validation'].examples_per_epoch} validation examples an epoch; "
-        f"{train.steps} steps are {train.steps * examples / per_epoch:.1f} epochs",
+        f"{settings.train.steps} steps are {epochs:.1f} epochs"
     ]
+
+
+def _check_lost(run_folder: Path, start: int, save_every: int) -> None:
+    """Refuses to begin again, without a word, where a run has come far enough to have saved."""
+    reported = max((record["step"] for record in read_jsonl(run_folder / "metrics.jsonl")), default=0)
+    if not start and reported > save_every:
+        raise UserError(
+            f"{run_folder}: metrics.jsonl reports step {reported}, but there is no checkpoint to go on from. Put the "
+            "checkpoints back, or give another --output_dir to start from the beginning."
+        )
+
+
+def _open_log(run_folder: Path, settings: PretrainSettings, ds_config: dict[str, Any], start: int) -> Log:
+    writes = dist.get_rank() == 0
+    if writes:
+        _describe_run(run_folder, settings, ds_config)
+    config = settings.model_dump(mode="json")
+    return Log(run_folder, writes, start, wandb_project=settings.run.wandb_project, config=config)
+
+
+def _mark_stopped(run_folder: Path, stopped: Stopped, warning: str) -> None:
+    if warning:
+        raise OSError(f"stopped by {stopped.reason}, but nothing was saved. {warning}")
+    write_json(run_folder / STOPPED, {"step": stopped.step, "reason": stopped.reason})
 
 
 def _describe_run(folder: Path, settings: PretrainSettings, ds_config: dict[str, Any]) -> None:
@@ -320,8 +379,4 @@ def _describe_run(folder: Path, settings: PretrainSettings, ds_config: dict[str,
     write_json(folder / "ds_config.json", ds_config)
     with atomic_write(folder / "command.txt") as file:
         file.write(shlex.join(sys.argv) + "\n")
-    git = ["git", "-C", str(REPOSITORY), "rev-parse", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    environment = {name: version(name) for name in PACKAGES}
-    environment |= {"python": platform.python_version(), "commit": commit, "world_size": os.environ["WORLD_SIZE"]}
-    write_json(folder / "env.json", environment)
+    write_json(folder / "env.json", environment_record() | {"world_size": dist.get_world_size()})

@@ -16,14 +16,14 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from multicls.corpus import Corpus
 from multicls.ds_config import load_ds_config, resolve_ds_config
 from multicls.errors import UserError, run_command
 from multicls.files import REPOSITORY
 from multicls.sample import SAMPLE_CORPUS, SAMPLE_MODEL, SAMPLE_TEXT
 from multicls.settings import load_settings, to_yaml
-from multicls.shards import Corpus
 from pretrain.run_folder import status
-from pretrain.settings import SAMPLE, PretrainSettings, batch_arithmetic
+from pretrain.settings import RENAMED, SAMPLE, PretrainSettings, TrainSettings, batch_arithmetic
 
 UNFINISHED = 3  # exit code of --status
 SAMPLE_RECIPE = "pretrain/recipes/sample.yaml"
@@ -32,14 +32,20 @@ FLAGS = {  # command-line flag -> setting
     "corpus": "data.corpus",
     "output_dir": "run.output_dir",
     "steps": "train.steps",
-    "micro_batches": "train.micro_batches",
+    "global_batch_size": "train.global_batch_size",
+    "micro_batch_size": "train.micro_batch_size",
     "learning_rate": "train.learning_rate",
     "seed": "train.seed",
 }
 
 
+def size(text: str) -> int | str:
+    """Reads a number of examples, or "auto"."""
+    return text if text == "auto" else int(text)
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line. No flag begins like an option of the deepspeed launcher, which reads abbreviations of those."""
+    """Parses the command line. No flag begins like an option of the deepspeed launcher, which reads abbreviations."""
     parser = argparse.ArgumentParser(prog="pretrain/run.py", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--config", default="ds_configs/zero2.json", help="DeepSpeed JSON (default: %(default)s)")
     parser.add_argument("--recipe", action="append", default=[], help="YAML settings; may be given several times")
@@ -48,7 +54,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--corpus", help="folder written by data_prep/run.py")
     parser.add_argument("--output_dir", help="run folder (default: runs/NAME_OF_RECIPE)")
     parser.add_argument("--steps", type=int, help="optimizer steps")
-    parser.add_argument("--micro_batches", type=int, help="micro-batches of a step, shared out among the ranks")
+    parser.add_argument("--global_batch_size", type=int, help="examples of an optimizer step, over all ranks")
+    parser.add_argument("--micro_batch_size", type=size, help="examples of a forward pass, or auto")
     parser.add_argument("--learning_rate", type=float, help="peak learning rate")
     parser.add_argument("--seed", type=int)
     parser.add_argument(
@@ -56,20 +63,21 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--print_config", action="store_true", help="print the settings and leave")
     parser.add_argument(
-        "--dry_run", action="store_true", help="two steps of everything, kept nowhere; what it will take"
+        "--dry_run", action="store_true", help="make two steps, keep nothing, and print what the run will take"
     )
     parser.add_argument("--status", action="store_true", help="print how far the run is; exit code 0: finished, 3: not")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # appended by the launcher
+    parser.add_argument("--micro_batches", help=argparse.SUPPRESS)  # of earlier versions
     return parser.parse_args(argv)
 
 
 def is_embedded_default(args: argparse.Namespace) -> bool:
-    """Whether nothing says what to train on what."""
+    """Returns True if no recipe, model or corpus was given."""
     return not (args.recipe or args.model or args.corpus)
 
 
 def read_settings(args: argparse.Namespace) -> PretrainSettings:
-    """Settings of recipes and flags; without any recipe, model and corpus, those of the embedded default."""
+    """Returns the settings of recipes and flags; without recipe, model and corpus those of the embedded default."""
     recipes = list(args.recipe)
     if is_embedded_default(args):
         recipes = [SAMPLE_RECIPE]
@@ -83,9 +91,23 @@ def read_settings(args: argparse.Namespace) -> PretrainSettings:
     return settings
 
 
+def recipe_settings(args: argparse.Namespace) -> TrainSettings | None:
+    """Returns the training settings of the recipes without flags; None if there are none."""
+    if not args.recipe:
+        return None
+    needed = {"model.checkpoint": args.model, "data.corpus": args.corpus}
+    model_and_data = [text for text in args.set if text.startswith(("model.", "data."))]
+    try:
+        return load_settings(PretrainSettings, args.recipe, model_and_data, needed).train
+    except UserError:  # the recipes are whole only with the flags
+        return None
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Checks everything that can be checked, then trains. Returns the exit code."""
+    """Checks everything that needs no torch, then trains. Returns the exit code."""
     args = parse(argv)
+    if args.micro_batches is not None:
+        raise UserError(f"--micro_batches is now --global_batch_size {RENAMED['micro_batches'].partition(' ')[2]}.")
     settings = read_settings(args)
     if args.print_config:
         print(to_yaml(settings), end="")
@@ -98,7 +120,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
     settings = fit_ranks(settings, world_size) if is_embedded_default(args) else settings
-    check_ranks(settings, world_size)
     ds_config = load_ds_config(args.config)
     resolve_ds_config(ds_config, where=args.config, **batch_arithmetic(settings, world_size), precision=None)
     if args.resume == "never" and (run_folder / "settings.yaml").exists():
@@ -113,29 +134,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from pretrain.job import dry_run, run_job  # import torch and deepspeed, so not before everything above is right
 
-    (dry_run if args.dry_run else run_job)(settings, ds_config, where=args.config, run_folder=run_folder)
+    job = dry_run if args.dry_run else run_job
+    job(settings, ds_config, where=args.config, run_folder=run_folder, recipe=recipe_settings(args))
     return 0
 
 
 def fit_ranks(settings: PretrainSettings, world_size: int) -> PretrainSettings:
-    """The embedded default runs on any number of ranks: its step grows to a multiple of them."""
-    count = math.lcm(settings.train.micro_batches, world_size)
-    return settings.model_copy(update={"train": settings.train.model_copy(update={"micro_batches": count})})
-
-
-def check_ranks(settings: PretrainSettings, world_size: int) -> None:
-    """Refuses a number of ranks among which a step's micro-batches cannot be shared out."""
-    count = settings.train.micro_batches
-    if count % world_size:
-        divisors = [str(n) for n in range(1, count + 1) if count % n == 0]
-        raise UserError(
-            f"train.micro_batches = {count}: cannot be shared out among {world_size} ranks; launch "
-            f"{' or '.join(divisors)} rank(s), or give --micro_batches a multiple of {world_size}."
-        )
+    """Returns the embedded default for any number of ranks: its batch grows until they can share it out."""
+    train = settings.train
+    groups = math.lcm(train.global_batch_size // train.negatives_group, world_size)
+    changed = train.model_copy(update={"global_batch_size": groups * train.negatives_group})
+    return settings.model_copy(update={"train": changed})
 
 
 def opening_lines(args: argparse.Namespace, settings: PretrainSettings) -> list[str]:
-    """What is about to run on what; for the embedded default also how to get the real thing."""
+    """Returns the lines that say which model, corpus and run folder are used."""
     model = SAMPLE_MODEL if settings.model.checkpoint == SAMPLE else settings.model.checkpoint
     corpus = SAMPLE_TEXT if settings.data.corpus == SAMPLE else settings.data.corpus
     lines = [f"model: {model}", f"corpus: {corpus}", f"run folder: {settings.run.output_dir}, DeepSpeed: {args.config}"]
@@ -149,7 +162,7 @@ def opening_lines(args: argparse.Namespace, settings: PretrainSettings) -> list[
 
 
 def prepare_sample_corpus() -> None:
-    """Has data_prep prepare the sample's corpus where that has not been done: stages pass files, not objects."""
+    """Runs data_prep on the sample's corpus if that has not been done: stages pass files, not objects."""
     if not (SAMPLE_CORPUS / "manifest.json").exists():
         print("preparing the sample's corpus (once)", flush=True)
         command = [sys.executable, str(REPOSITORY / "data_prep" / "run.py"), "--sample", "--output", str(SAMPLE_CORPUS)]

@@ -7,33 +7,51 @@ from typing import Annotated, Any, Literal, TypedDict
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
+from multicls.errors import UserError
 from multicls.settings import Settings
 
-SAMPLE = "sample"  # as model.checkpoint or data.corpus: what ships with the extra `sample`
+SAMPLE = "sample"  # value of model.checkpoint and data.corpus for the model and text of the extra `sample`
+RENAMED = {  # settings of earlier versions -> what replaces them
+    "triples": "train.negatives_group (examples that are each other's negatives)",
+    "micro_batches": "train.global_batch_size (examples of an optimizer step: the old triples x micro_batches)",
+    "gradient_clipping": "train.max_grad_norm",
+    "warmup_fraction": "train.warmup_ratio",
+}
 
 
 class ModelSettings(Settings):
-    """The model, and what it starts from."""
+    """The model and the checkpoint that it starts from."""
 
-    checkpoint: str = Field(description="Hub id or folder of any BERT checkpoint, or 'sample'")
-    random_weights: bool = Field(default=False, description="take only shape and tokenizer of the checkpoint")
+    checkpoint: str = Field(description="Hub id or folder of a BERT checkpoint, or 'sample'")
+    random_weights: bool = Field(default=False, description="use only the checkpoint's shape and tokenizer")
     num_facets: int = Field(default=5, ge=0, description="K, the extra CLS tokens; 0: the plain single-CLS model")
     facet_layers: list[int] | None = Field(default=None, description="layers followed by inserted linears; []: none")
     mcqt_lambda: float = Field(default=0.1, ge=0, le=1, description="weight of the best facet pair in the MCQT score")
     hard_negatives: bool = Field(default=True, description="three-part examples; false: two parts")
 
+    @property
+    def num_parts(self) -> int:
+        """P, the consecutive sequences of an example."""
+        return 3 if self.hard_negatives else 2
+
 
 class DataSettings(Settings):
-    """The corpus and how examples are made of it."""
+    """The corpus and how it becomes examples."""
 
     corpus: str = Field(description="folder written by data_prep/run.py, or 'sample'")
-    seq_length: int = Field(default=128, ge=16, description="tokens of a part, special tokens included")
+    seq_length: int = Field(default=128, ge=16, description="L, tokens of a sequence, special tokens included")
     mlm_probability: float = Field(default=0.15, gt=0, lt=1, description="share of text tokens to predict")
     source_weights: dict[str, Annotated[float, Field(ge=0)]] = Field(
         default={}, description="how often an epoch shows a source's text; 1 for those not named, 0 leaves one out"
     )
     validation_fraction: float = Field(default=0.01, gt=0, lt=1, description="share of documents held out")
     num_workers: int = Field(default=1, ge=0, description="loader processes of each rank; numbers do not depend on it")
+    local_copy: str | None = Field(
+        default=None, description="folder on a disk of each node, which the corpus is copied to once; null: no copy"
+    )
+    warm_up: bool = Field(
+        default=False, description="read all shards once on each node before the first step, for slow shared disks"
+    )
 
 
 class ObjectiveSettings(Settings):
@@ -52,29 +70,48 @@ class ObjectiveSettings(Settings):
 
 
 class TrainSettings(Settings):
-    """Schedule and optimizer. One optimizer step takes `triples` x `micro_batches` examples, whatever the ranks."""
+    """Batch, schedule and optimizer. Sizes count examples, each of three (or two) sequences."""
 
     seed: int = Field(default=1, ge=0)
-    tokens: float = Field(default=0, ge=0, description="length of the run in pieces of text, e.g. 2e9; or give `steps`")
+    tokens: float = Field(
+        default=0, ge=0, description="length of the run in text tokens, e.g. 2e9; alternative to `steps`"
+    )
     steps: int = Field(default=0, ge=0, description="optimizer steps; 0: as many as `tokens` take")
-    triples: PositiveInt = Field(default=10, description="examples of a micro-batch; they are each other's negatives")
-    micro_batches: PositiveInt = Field(default=1, description="micro-batches of a step, shared out among the ranks")
+    global_batch_size: PositiveInt = Field(default=10, description="examples of an optimizer step, over all ranks")
+    micro_batch_size: PositiveInt | Literal["auto"] = Field(
+        default="auto", description="examples of a forward pass; auto: the largest that `micro_batch_tokens` allows"
+    )
+    micro_batch_tokens: PositiveInt = Field(
+        default=32768, description="most tokens of a forward pass, padding included, if micro_batch_size is auto"
+    )
+    negatives_group: PositiveInt = Field(default=10, description="examples that are each other's negatives")
     learning_rate: float = Field(default=2e-5, gt=0, description="peak")
-    warmup_fraction: float = Field(default=0.001, ge=0, lt=1, description="share of steps with rising learning rate")
+    warmup_ratio: float = Field(default=0.001, ge=0, lt=1, description="share of steps with rising learning rate")
     weight_decay: float = Field(default=0.02, ge=0, description="decoupled; none on biases and LayerNorms")
-    gradient_clipping: float = Field(default=1.0, gt=0, description="largest global gradient norm")
+    max_grad_norm: float = Field(default=1.0, gt=0, description="largest global gradient norm")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
-        default="auto", description="auto: bf16 where the GPU has it, else fp32"
+        default="auto", description="auto: bf16 where the GPU has it, fp16 on other GPUs, fp32 on CPU"
     )
-    gather_negatives: bool = Field(default=False, description="MCQT's candidates from the micro-batches of all ranks")
-    activation_checkpointing: bool = Field(
-        default=False, description="less memory, a second forward pass of the layers"
-    )
+    gather_negatives: bool = Field(default=False, description="MCQT's candidates come from the groups of all ranks")
+    activation_checkpointing: bool = Field(default=False, description="saves memory, computes the layers twice")
+    compile: bool = Field(default=False, description="torch.compile of the encoder's layers")
+    unpad: bool = Field(default=False, description="the encoder leaves out the padding (variable-length attention)")
     skip_nonfinite: int = Field(default=0, ge=0, description="steps that may go without update before the run stops")
 
     @model_validator(mode="before")
     @classmethod
+    def _no_old_names(cls, values: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(values, dict):
+            return values
+        if old := [f"train.{name} is now {RENAMED[name]}" for name in RENAMED if name in values]:
+            raise ValueError("; ".join(old))
+        return values
+
+    @model_validator(mode="before")
+    @classmethod
     def _one_length(cls, values: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(values, dict):
+            return values
         given = [values[name] for name in ("tokens", "steps") if name in values]
         if not given:
             return values | {"tokens": 2e9}
@@ -82,16 +119,36 @@ class TrainSettings(Settings):
             raise ValueError("give either train.tokens or train.steps, and 0 for the other")
         return values
 
+    @model_validator(mode="after")
+    def _not_together(self) -> TrainSettings:
+        if self.compile and self.unpad:
+            raise ValueError(
+                "train.compile and train.unpad do not go together: each number of tokens would be compiled"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _whole_groups(self) -> TrainSettings:
+        sizes = [("global_batch_size", self.global_batch_size), ("micro_batch_size", self.micro_batch_size)]
+        for name, size in sizes:
+            if size != "auto" and size % self.negatives_group:
+                nearest = max(1, round(size / self.negatives_group)) * self.negatives_group
+                raise ValueError(
+                    f"train.{name} = {size} is no multiple of train.negatives_group = {self.negatives_group}; "
+                    f"give {nearest}, or another train.negatives_group"
+                )
+        return self
+
 
 class RunSettings(Settings):
-    """What a run writes, where and how often (in steps)."""
+    """Output of a run: where, what and how often (in steps)."""
 
     output_dir: str | None = Field(default=None, description="the run folder; default: runs/<name of the recipe>")
     log_every: PositiveInt = 50
     eval_every: PositiveInt = 2000
-    eval_micro_batches: PositiveInt = Field(default=50, description="validation micro-batches, always the same")
+    eval_examples: PositiveInt = Field(default=500, description="validation examples, always the same")
     save_every: PositiveInt = 10000
-    keep_checkpoints: PositiveInt = Field(default=2, description="newest ones kept")
+    keep_checkpoints: PositiveInt = Field(default=2, description="number of newest checkpoints to keep")
     milestone_every: PositiveInt | None = Field(default=None, description="checkpoints of these steps stay for good")
     time_limit: float | None = Field(default=None, gt=0, description="minutes after which to save and leave")
     peak_tflops: float | None = Field(default=None, gt=0, description="of one device, for MFU; null: known for GPUs")
@@ -124,11 +181,46 @@ class BatchArithmetic(TypedDict):
     gradient_clipping: float
 
 
+def settle_micro_batch(settings: PretrainSettings, world_size: int) -> PretrainSettings:
+    """Returns the settings with `train.micro_batch_size` as a number.
+
+    "auto" becomes the largest multiple of `train.negatives_group` that divides a rank's share of the global batch and
+    has at most `train.micro_batch_tokens` tokens; one group if a single group has more.
+
+    Raises:
+        UserError: The global batch does not divide into groups among the ranks, or a rank's share does not divide into
+            micro-batches.
+    """
+    train = settings.train
+    group, size = train.negatives_group, train.micro_batch_size
+    groups = train.global_batch_size // group
+    if groups % world_size:
+        ranks = " or ".join(str(n) for n in range(1, groups + 1) if groups % n == 0)
+        raise UserError(
+            f"train.global_batch_size = {train.global_batch_size}: its {groups} group(s) of {group} examples "
+            f"(train.negatives_group) cannot be shared out among {world_size} ranks; launch {ranks} rank(s), or give "
+            f"--global_batch_size a multiple of {group * world_size}."
+        )
+    share = train.global_batch_size // world_size
+    fitting = [n for n in range(group, share + 1, group) if share % n == 0]
+    if size == "auto":
+        tokens = settings.data.seq_length * settings.model.num_parts
+        size = max((n for n in fitting if n * tokens <= train.micro_batch_tokens), default=group)
+    if size not in fitting:
+        raise UserError(
+            f"train.micro_batch_size = {size}: does not divide a rank's {share} examples into whole groups; give auto, "
+            f"or one of {', '.join(map(str, fitting))}."
+        )
+    return settings.model_copy(update={"train": train.model_copy(update={"micro_batch_size": size})})
+
+
 def batch_arithmetic(settings: PretrainSettings, world_size: int) -> BatchArithmetic:
-    """What of a DeepSpeed JSON our settings own. A micro-batch counts as one item: its examples stay together."""
+    """Returns the batch sizes of a DeepSpeed JSON, which our settings own."""
+    train = settle_micro_batch(settings, world_size).train
+    assert train.micro_batch_size != "auto"
     return {
-        "micro_batch_size": 1,
-        "accumulation": settings.train.micro_batches // world_size,
+        "micro_batch_size": train.micro_batch_size,
+        "accumulation": train.global_batch_size // train.micro_batch_size // world_size,
         "world_size": world_size,
-        "gradient_clipping": settings.train.gradient_clipping,
+        "gradient_clipping": train.max_grad_norm,
     }

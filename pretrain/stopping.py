@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from multiprocessing import connection, parent_process
 from types import FrameType
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SAME_REQUEST = 5.0  # seconds; a launcher passes on what its ranks have already got from the terminal or from SLURM
@@ -35,7 +38,7 @@ class Stopped(Exception):
 
 
 class StopRequest:
-    """Whether this run has been asked to leave. From its creation on the signals ask instead of ending the process.
+    """A request to leave before the end. From its creation on, signals ask instead of ending the process.
 
     A second signal, more than five seconds after the first, ends the process at once.
 
@@ -47,26 +50,45 @@ class StopRequest:
         self._deadline = None if time_limit is None else time.monotonic() + 60 * time_limit
         self._code = 0
         self._asked_at = 0.0
+        self._requests: Tensor | None = None
+        self._copied: torch.cuda.Event | None = None
         for number in SIGNALS:
             signal.signal(number, self._ask)
 
-    def agreed(self, device: torch.device) -> str:
-        """Why to leave now, or ""; all ranks get the same answer and must all ask, once a step."""
+    def requests(self) -> list[float]:
+        """Returns what this rank is asked, a number for each of `REASONS`; the ranks add theirs up in each step."""
         if self._deadline is not None and time.monotonic() > self._deadline:
             self._code = self._code or TIME_LIMIT
-        code = torch.tensor(self._code, device=device)
-        dist.all_reduce(code, op=dist.ReduceOp.MAX)
-        return REASONS.get(int(code), "")
+        return [float(code == self._code) for code in REASONS]
+
+    def note(self, requests: Tensor) -> None:
+        """Takes the sums of all ranks' `requests`, without waiting for the device."""
+        self._requests = requests
+        if requests.is_cuda:
+            self._requests = torch.empty(requests.shape, dtype=requests.dtype, pin_memory=True)
+            self._requests.copy_(requests, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def agreed(self) -> str:
+        """Returns why to leave now, or ""; all ranks get the same answer, that of the last `note`."""
+        if self._copied is not None:
+            self._copied.synchronize()  # the step after it has ended, so this does not wait
+        if self._requests is None:
+            return ""
+        counts = self._requests.numpy()
+        return next((reason for reason, count in zip(REASONS.values(), counts, strict=True) if count), "")
 
     def ask(self, code: int) -> None:
         """Asks for one of `REASONS`, as a signal would."""
-        self._code = code
+        self._code, self._asked_at = code, time.monotonic()
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if not self._code:
             self._code, self._asked_at = number, time.monotonic()
             text = f"{signal.Signals(number).name}: saving after this step; once more to leave at once\n"
-            os.write(2, text.encode())  # print is not safe here
+            with suppress(OSError):  # a closed stderr is no reason not to save
+                os.write(2, text.encode())  # print is not safe here
         elif time.monotonic() - self._asked_at > SAME_REQUEST:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -91,6 +113,18 @@ def naming_a_lost_rank(step: int) -> Iterator[None]:
 
 
 def outlive_signals(worker: int) -> None:
-    """For a loader's process: signals of a whole process group leave it alive, since the last step needs its data."""
+    """Prepares a loader process: it ignores the signals of a process group, and ends when its rank is gone.
+
+    The last step needs its data. torch itself looks for the rank only every five seconds, and then still waits until
+    somebody takes the batches that are ready, which nobody does.
+    """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os._exit(1)

@@ -1,11 +1,10 @@
-"""The training loop: one DeepSpeed engine, a learning rate of our own, losses normalised over the whole step."""
+"""The training loop: optimizer steps, evaluations and checkpoints of one run on one rank."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -14,67 +13,47 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data_prep.triples import TripleStream
-from pretrain.batches import Batch, Share, load_steps
+from multicls.errors import UserError
+from multicls.optim import dropout_seed, linear_lr
+from pretrain.batches import MicroBatch, RankSampler, load_steps
+from pretrain.engine import grad_norm, loss_scale
 from pretrain.flops import known_peak_tflops, throughput
-from pretrain.metrics import Log, Totals, collapses, console_line, measure, peak_memory_gb, term_counts
-from pretrain.negatives import gather_rows
-from pretrain.nonfinite import UpdateGuard
+from pretrain.gather import gather_rows
+from pretrain.log import Log, console_line
+from pretrain.metrics import MetricSums, collapses, loss_terms, means, measure, peak_memory_gb
+from pretrain.nonfinite import NonFiniteGuard
 from pretrain.settings import ObjectiveSettings, PretrainSettings, TrainSettings
 from pretrain.stopping import Stopped, StopRequest, naming_a_lost_rank
 
 if TYPE_CHECKING:
     from pretrain.checkpoints import Checkpoints
 
+NORMALIZED = ("mlm", "tfidf", "so")  # losses that are sums over terms, whose number differs between micro-batches
+
 
 def lr_at(step: int, train: TrainSettings) -> float:
-    """Learning rate of optimizer step `step` (from 0): linear warm-up to the peak, then linear decay to 0."""
-    warmup = round(train.warmup_fraction * train.steps)
-    if step < warmup:
-        return train.learning_rate * (step + 1) / warmup
-    return train.learning_rate * (train.steps - step) / (train.steps - warmup)
-
-
-def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Trainable parameters in two groups: decayed, and not (biases and LayerNorms)."""
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    plain = [p for name, p in named if name.endswith("bias") or "LayerNorm" in name]
-    decayed = [p for name, p in named if not (name.endswith("bias") or "LayerNorm" in name)]
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
-
-
-def freeze_unused(model: Any, objective: ObjectiveSettings) -> None:
-    """Freezes what no objective in use reaches, so that weight decay does not wear it away."""
-    unused = [] if model.bert.pooler is None else [model.bert.pooler]
-    if not objective.mlm:
-        unused.append(model.cls.predictions.transform)
-        model.cls.predictions.bias.requires_grad_(False)
-    if not objective.tfidf:
-        unused.append(model.cls.tfidf)
-    if not objective.so:
-        unused += [model.cls.order_transform, model.cls.seq_relationship]
-    if not objective.mcqt:
-        unused.append(model.bert.facet_head)
-    for module in unused:
-        module.requires_grad_(False)
+    """Returns the learning rate of optimizer step `step` (from 0): linear warm-up to the peak, linear decay to 0."""
+    return linear_lr(step, train.steps, round(train.warmup_ratio * train.steps), train.learning_rate)
 
 
 def weighted_sum(losses: Mapping[str, Tensor], objective: ObjectiveSettings) -> Tensor:
-    """The loss to minimise: losses in use by their weights."""
+    """Returns the loss to minimise: the sum of the losses in use, each with its weight."""
     weights = objective.model_dump()
     return torch.stack([weights[name] * loss for name, loss in losses.items() if weights[name]]).sum()
 
 
 class Trainer:
-    """Runs the steps, evaluations and checkpoints of one run on one rank.
+    """The steps, evaluations and checkpoints of one run on one rank.
 
     Args:
-        engine: the DeepSpeed engine around `MultiClsBertForPreTraining`.
-        settings: of the run.
-        train: stream of training examples.
-        validation: stream of validation examples, always read from its beginning.
-        checkpoints: where to save.
-        log: where to report.
-        stop: what may ask to leave before the end.
+        engine: The DeepSpeed engine around `MultiClsBertForPreTraining`.
+        settings: Settings of the run, with micro-batch size and steps as numbers.
+        train: Stream of training examples.
+        validation: Stream of validation examples, always read from its beginning.
+        checkpoints: Where to save.
+        log: Where to report.
+        stop: Holds requests to leave before the end.
+        export: Writes the model after `step` steps to RUN/hf; all ranks call it. None: nothing is written.
     """
 
     def __init__(
@@ -86,6 +65,7 @@ class Trainer:
         checkpoints: Checkpoints,
         log: Log,
         stop: StopRequest,
+        export: Callable[[int], None] | None = None,
     ) -> None:
         self.engine = engine
         self.settings = settings
@@ -94,111 +74,139 @@ class Trainer:
         self.checkpoints = checkpoints
         self.log = log
         self.stop = stop
+        self.export = export
         self.device = torch.device(engine.device)
-        self.guard = UpdateGuard(engine, settings.train.skip_nonfinite)
+        self.guard = NonFiniteGuard(engine, settings.train.skip_nonfinite)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.validated: dict[str, float] = {}
+        self._validation_batches: list[MicroBatch] = []
         self._peak_tflops = self._all_peak_tflops()
 
     def run(self, start_step: int, state: dict[str, Any]) -> dict[str, float]:
         """Trains from `start_step` to the end and returns the last validation metrics.
 
         Args:
-            start_step: steps done by the checkpoint that has been loaded; 0: from the beginning.
-            state: that was saved with it.
+            start_step: Steps done by the checkpoint that was loaded; 0: from the beginning.
+            state: The state saved with it.
 
         Raises:
-            Stopped: asked to leave before the end; everything is saved.
+            Stopped: Asked to leave before the end; everything is saved.
         """
         train, run = self.settings.train, self.settings.run
-        steps = range(start_step, train.steps)
-        share = Share(train.micro_batches, self.rank, self.world_size)
-        loaded = self._load(self.train_stream, share, steps)
-        validated = self._report_validation(0) if start_step == 0 else {}
-        window, pace = Totals(), Pace(**state.get("pace", {}))
-        window.load_state(state.get("window", []), self.device)
-        self.guard.skipped = state.get("skipped", 0)
+        size = int(train.micro_batch_size)
+        sampler = RankSampler(train.global_batch_size // size, self.rank, self.world_size)
+        steps, workers = range(start_step, train.steps), self.settings.data.num_workers
+        loaded = load_steps(self.train_stream, sampler, steps, size=size, workers=workers, unpad=train.unpad)
+        if start_step == 0:
+            self._report_validation(0)
+        window, timer = self._restore(state)
         for step in steps:
             done = step + 1
+            last = done == train.steps
+            logged = last or done % run.log_every == 0
             with naming_a_lost_rank(done):
-                with pace.waiting():
+                with timer.waiting():
                     batches = next(loaded)
-                window.include(self.train_step(batches, step))
-                pace.steps += 1
-                last = done == train.steps
-                if done % run.log_every == 0 or last:
-                    self._report(done, window, pace)
-                    window, pace = Totals(), Pace()
-                if done % run.eval_every == 0 or last:
-                    with pace.paused():
-                        validated = self._report_validation(done)
-                asked = self.stop.agreed(self.device) if not last else ""
-                if asked or last or done % run.save_every == 0 or done % (run.milestone_every or run.save_every) == 0:
-                    with pace.paused():
-                        self._save(done, window, pace)
+                self.train_step(batches, step, window, measured=logged)
+                timer.steps += 1
+                if logged:
+                    self._report(done, window, timer)
+                    window, timer = MetricSums(), StepTimer()
+                if last or done % run.eval_every == 0:
+                    with timer.paused():
+                        self._report_validation(done)
+                asked = "" if last else self.stop.agreed()
+                milestone = bool(run.milestone_every) and done % (run.milestone_every or 1) == 0
+                if asked or last or milestone or done % run.save_every == 0:
+                    with timer.paused():
+                        self._save(done, window, timer)
+                        if (asked or milestone) and not last:
+                            self._export(done)
                 if asked:
                     raise Stopped(self.checkpoints.newest_step(), asked)
-        return validated or self.evaluate()
+        return self.validated or self.evaluate()
 
-    def train_step(self, batches: list[Batch], step: int) -> Totals:
-        """One optimizer step over this rank's micro-batches; returns the totals over all ranks.
+    def train_step(
+        self, batches: list[MicroBatch], step: int, window: MetricSums | None = None, *, measured: bool = False
+    ) -> MetricSums:
+        """Makes one optimizer step over this rank's micro-batches.
 
-        MLM, TF-IDF and SO losses are divided by the number of their terms in the whole step. DeepSpeed averages over
-        ranks and accumulation, so every micro-batch gets 1 / micro_batches of that number.
+        MLM, TF-IDF and SO losses are divided by their number of terms in the whole step over all ranks. DeepSpeed
+        averages over ranks and accumulated micro-batches, so each micro-batch is given 1 / their number of it.
+
+        Args:
+            batches: Micro-batches of this rank.
+            step: Number of the step, from 0.
+            window: Sums that get this step's losses; None: new ones.
+            measured: Adds accuracies and facet statistics as well.
+
+        Returns:
+            The sums.
 
         Raises:
-            FloatingPointError: too many steps (`train.skip_nonfinite`) had losses or gradients that are not finite; the
+            FloatingPointError: More steps than `train.skip_nonfinite` had losses or gradients that are not finite; the
                 weights are those before the step.
         """
-        train, objective = self.settings.train, self.settings.objective
+        train, window = self.settings.train, MetricSums() if window is None else window
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr_at(step, train)
-        batches = [{name: tensor.to(self.device) for name, tensor in batch.items()} for batch in batches]
+        batches = [batch.to(self.device) for batch in batches]
         normalizers = self._normalizers(batches)
-        gather = gather_rows if train.gather_negatives else None
-        totals = Totals()
-        for position, batch in enumerate(batches, start=1):
-            torch.manual_seed(dropout_seed(train.seed, int(batch["number"])))
-            outputs = self.engine(**model_inputs(batch), normalizers=normalizers, gather=gather)
-            loss = weighted_sum(outputs.losses, objective)
+        for batch in batches:
+            torch.manual_seed(dropout_seed(train.seed, batch.number))
+            outputs = self._forward(batch, normalizers, gather=gather_rows if train.gather_negatives else None)
+            loss = weighted_sum(outputs.losses, self.settings.objective)
             self.engine.backward(self.guard.watch(batch, outputs.losses, loss))
-            totals.add(measure(outputs, batch, normalizers))
-            if position < len(batches):
-                self.engine.step()  # only counts: DeepSpeed updates at the step's last micro-batch
-        self.guard.step(step)
-        return totals.reduce(self.device)
+            window.add(loss_terms(outputs.losses, batch, normalizers))
+            if measured:
+                window.add(measure(outputs, batch, normalizers, train.negatives_group))
+            self.engine.step()  # updates the weights at the last micro-batch, before that it only counts
+        self.guard.judge(step)
+        return window
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Metrics over the first validation micro-batches, the same ones at every step and for any number of ranks."""
-        train, run = self.settings.train, self.settings.run
-        count = max(1, min(run.eval_micro_batches, self.validation_stream.examples_per_epoch // train.triples))
-        padded = math.ceil(count / self.world_size) * self.world_size  # all ranks take part in every forward pass
-        share = Share(padded, self.rank, self.world_size)
+        """Returns metrics over the first validation examples, the same for all steps and numbers of ranks."""
+        size = self.settings.train.negatives_group  # one group a pass: metrics do not depend on the micro-batch size
+        available = self.validation_stream.examples_per_epoch
+        count = max(1, min(self.settings.run.eval_examples, available) // size)
+        padded = math.ceil(count / self.world_size) * self.world_size  # all ranks take part in each forward pass
+        if not self._validation_batches:
+            sampler = RankSampler(padded, self.rank, self.world_size)
+            unpad = self.settings.train.unpad
+            loaded = load_steps(self.validation_stream, sampler, range(1), size=size, workers=0, unpad=unpad)
+            self._validation_batches = next(loaded)
         self.engine.eval()
-        totals = Totals()
-        for batch in next(self._load(self.validation_stream, share, range(1))):
-            batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
-            normalizers = {name: n.clamp(min=1) for name, n in term_counts(batch).items()}
-            outputs = self.engine(**model_inputs(batch), normalizers=normalizers)
-            counted = int(batch["number"]) < count
-            totals.add(measure(outputs, batch, normalizers), counted)
+        sums = MetricSums()
+        for batch in self._validation_batches:
+            batch = batch.to(self.device)
+            normalizers = {name: torch.tensor(max(batch.counts[name], 1.0)) for name in NORMALIZED}
+            outputs = self._forward(batch, normalizers)
+            terms = loss_terms(outputs.losses, batch, normalizers) | measure(outputs, batch, normalizers)
+            sums.add(terms, counted=batch.number < count)
         self.engine.train()
-        return self._with_total(totals.reduce(self.device).means())
+        return self._with_total(means(sums.totals(self.device)))
 
-    def _load(self, stream: TripleStream, share: Share, steps: range) -> Iterator[list[Batch]]:
-        workers = self.settings.data.num_workers
-        return load_steps(stream, share, steps, triples=self.settings.train.triples, workers=workers)
+    def _forward(
+        self, batch: MicroBatch, normalizers: dict[str, Tensor], gather: Callable[[Tensor], Tensor] | None = None
+    ) -> Any:
+        group = self.settings.train.negatives_group
+        return self.engine(**batch.inputs, normalizers=normalizers, group_size=group, gather=gather)
 
-    def _normalizers(self, batches: list[Batch]) -> dict[str, Tensor]:
-        counts = [term_counts(batch) for batch in batches]
-        names = sorted(counts[0])
-        table = torch.stack([torch.stack([count[name] for name in names]) for count in counts]).sum(dim=0).double()
+    def _normalizers(self, batches: list[MicroBatch]) -> dict[str, Tensor]:
+        """Returns the divisors of the losses of a micro-batch; the requests to leave travel in the same all-reduce."""
+        counts = [sum(batch.counts[name] for batch in batches) for name in NORMALIZED]
+        table = torch.tensor([*counts, *self.stop.requests()], dtype=torch.float64)
+        if self.device.type == "cuda":
+            table = table.pin_memory().to(self.device, non_blocking=True)
         dist.all_reduce(table)
-        shares = (table / self.settings.train.micro_batches).clamp(min=1e-9).float()
-        return dict(zip(names, shares.unbind(), strict=True))
+        self.stop.note(table[len(counts) :])
+        micro_batches = len(batches) * self.world_size
+        shares = (table[: len(counts)] / micro_batches).clamp(min=1e-9).float()
+        return dict(zip(NORMALIZED, shares.unbind(), strict=True))
 
     def _all_peak_tflops(self) -> float | None:
-        """Of all devices; without a setting those of known GPUs, whose peaks are of 16-bit arithmetic."""
+        """Returns the peak of all devices; without a setting that of known GPUs in 16-bit arithmetic."""
         peak = self.settings.run.peak_tflops
         if peak is None and self.device.type == "cuda" and self.engine.get_data_types()[0] != torch.float32:
             peak = known_peak_tflops(torch.cuda.get_device_name(self.device))
@@ -208,39 +216,56 @@ class Trainer:
         weights = self.settings.objective.model_dump()
         return {"loss/total": sum(weights[name] * values.get(f"loss/{name}", 0.0) for name in weights)} | values
 
-    def _report_validation(self, step: int) -> dict[str, float]:
-        values = self.evaluate()
+    def _report_validation(self, step: int) -> None:
+        self.validated = values = self.evaluate()
         self.log.record(step, "validation", values)
         self.log.say("validation  " + console_line(step, self.settings.train.steps, values, eta=None))
         for problem in collapses(values) if self.settings.objective.mcqt else []:
             self.log.say(f"warning: {problem}")
-        return values
 
-    def _save(self, done: int, window: Totals, pace: Pace) -> None:
-        state = {"window": window.state(), "pace": pace.state(), "skipped": self.guard.skipped}
+    def _restore(self, state: dict[str, Any]) -> tuple[MetricSums, StepTimer]:
+        """Returns the sums and the timer of the window that a checkpoint was saved in."""
+        window, timer = MetricSums(), StepTimer(**state.get("timer", {}))
+        for saved in state.get("windows", [])[self.rank :: self.world_size]:  # with other ranks, several or none
+            window.add_state(saved, self.device)
+        self.guard.skipped = state.get("skipped", 0)
+        return window, timer
+
+    def _save(self, done: int, window: MetricSums, timer: StepTimer) -> None:
+        windows: list[Any] = [None] * self.world_size
+        dist.all_gather_object(windows, window.state())
+        state = {"windows": windows, "timer": timer.state(), "skipped": self.guard.skipped}
+        state["micro_batch_size"] = self.settings.train.micro_batch_size
         self.checkpoints.save(self.engine, done, state)
         for note in self.checkpoints.new_notes():
             self.log.say(note)
 
-    def _report(self, done: int, window: Totals, pace: Pace) -> None:
-        values = self._with_total(window.means()) | {"optim/lr": lr_at(done - 1, self.settings.train)}
-        norm = self.engine.get_global_grad_norm()
-        if norm is not None and math.isfinite(norm):  # of a step without update it is infinite
-            values["optim/grad_norm"] = float(norm)
-        if scale := self.guard.loss_scale():
+    def _export(self, done: int) -> None:
+        try:
+            if self.export is not None:
+                self.export(done)
+        except UserError as error:  # a full disk; the run goes on
+            self.log.say(f"WARNING: {error}")
+
+    def _report(self, done: int, window: MetricSums, timer: StepTimer) -> None:
+        totals = window.totals(self.device)
+        values = self._with_total(means(totals)) | {"optim/lr": lr_at(done - 1, self.settings.train)}
+        if math.isfinite(norm := grad_norm(self.engine)):  # infinite after a step without update
+            values["optim/grad_norm"] = norm
+        if scale := loss_scale(self.engine):
             values["optim/loss_scale"] = scale
-        seconds = pace.seconds()
-        values |= throughput(self.engine.module.config, window.sums(), seconds, self._peak_tflops)
-        values |= pace.metrics(seconds) | {"memory/peak_gb": peak_memory_gb(self.device)}
+        seconds = timer.seconds()
+        values |= throughput(self.engine.module.config, totals, seconds, self._peak_tflops)
+        values |= timer.metrics(seconds) | {"memory/peak_gb": peak_memory_gb(self.device)}
         self.log.record(done, "train", values)
         eta = values["speed/seconds_per_step"] * (self.settings.train.steps - done)
         self.log.say(console_line(done, self.settings.train.steps, values, eta))
         if self.checkpoints.warning:
-            self.log.say(self.checkpoints.warning)  # on every line until a save succeeds
+            self.log.say(self.checkpoints.warning)  # on each line until a save succeeds
 
 
-class Pace:
-    """Speed over a window of steps, without the time spent in evaluations and checkpoints."""
+class StepTimer:
+    """Times a window of steps without the evaluations and checkpoints in it."""
 
     def __init__(self, seconds: float = 0.0, waited: float = 0.0, steps: int = 0) -> None:
         self._started = time.perf_counter() - seconds
@@ -248,7 +273,7 @@ class Pace:
         self.steps = steps
 
     def state(self) -> dict[str, float]:
-        """What to create it with to go on."""
+        """Returns the arguments of a timer that goes on from here."""
         return {"seconds": self.seconds(), "waited": self._waited, "steps": self.steps}
 
     @contextmanager
@@ -260,26 +285,15 @@ class Pace:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Does not count the time inside."""
+        """Leaves out the time inside."""
         start = time.perf_counter()
         yield
         self._started += time.perf_counter() - start
 
     def seconds(self) -> float:
-        """The window so far."""
+        """Returns the seconds of the window so far."""
         return time.perf_counter() - self._started
 
     def metrics(self, seconds: float) -> dict[str, float]:
-        """Seconds a step, and the share of them spent waiting for data, over a window that took `seconds`."""
+        """Returns seconds per step, and the share of `seconds` spent waiting for data."""
         return {"speed/seconds_per_step": seconds / max(self.steps, 1), "speed/data_wait": self._waited / seconds}
-
-
-def model_inputs(batch: Batch) -> Batch:
-    """What of a micro-batch the model takes."""
-    return {name: tensor for name, tensor in batch.items() if name not in ("number", "example_ids")}
-
-
-def dropout_seed(seed: int, number: int) -> int:
-    """Seed of torch's generator for micro-batch `number`: the same dropout on whichever rank computes it."""
-    digest = hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1

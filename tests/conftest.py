@@ -18,7 +18,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # tests side by side: a core each
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in every background job of a script; processes inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LONGEST = ("tests/test_readme.py", "tests/slurm", "tests/pretrain/test_resume.py")
+LONGEST = (
+    "tests/test_readme.py",
+    "tests/slurm",
+    *(f"tests/pretrain/test_{name}.py" for name in ("resume", "crashes", "nodes", "ds_configs", "export", "learning")),
+)
 
 
 def whole(nodeid: str) -> str:

@@ -14,7 +14,8 @@ import multicls
 from finetune.checkpoint import Checkpoint, load_encoder
 from finetune.heads.modeling_heads import PooledHead, TaskModel, TaskModelConfig, find_head
 from multicls.errors import UserError
-from multicls.initialize import quiet_transformers
+from multicls.files import atomic_folder
+from multicls.from_bert import quiet_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -94,16 +95,10 @@ def save_model(model: TaskModel, tokenizer: PreTrainedTokenizerBase, folder: Pat
 
     `AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True)` loads it without this project.
     """
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
-    for path in (unfinished, folder):  # of a run that was killed
-        shutil.rmtree(path, ignore_errors=True)
     model.config.auto_map = {
         "AutoConfig": f"{ENTRY}.TaskModelConfig",
         "AutoModelForSequenceClassification": f"{ENTRY}.TaskModel",
     }
-    with quiet_transformers():
-        model.save_pretrained(unfinished)
-    tokenizer.save_pretrained(unfinished)
     heads = [model.config.head, *([model.config.pooling] if isinstance(model.head, PooledHead) else [])]
     files = {Path(__file__).with_name(f"{name}.py") for name in heads}
     files |= {Path(needed) for file in files for needed in get_relative_import_files(file)}
@@ -113,7 +108,9 @@ def save_model(model: TaskModel, tokenizer: PreTrainedTokenizerBase, folder: Pat
     if model.config.encoder["model_type"] == "multicls-bert":
         entry += MULTICLS_ENTRY
         files |= {Path(multicls.__file__).with_name(f"{kind}_multicls.py") for kind in ("configuration", "modeling")}
-    for file in files:
-        shutil.copy(file, unfinished)
-    (unfinished / f"{ENTRY}.py").write_text(entry, encoding="utf-8")
-    unfinished.rename(folder)
+    with atomic_folder(folder) as fresh, quiet_transformers():
+        model.save_pretrained(fresh)
+        tokenizer.save_pretrained(fresh)
+        for file in files:
+            shutil.copy(file, fresh)
+        (fresh / f"{ENTRY}.py").write_text(entry, encoding="utf-8")

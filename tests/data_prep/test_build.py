@@ -22,8 +22,8 @@ from data_prep import build as build_module
 from data_prep import run, writer
 from data_prep.build import BuildSettings, build
 from data_prep.triples import TripleStream
+from multicls.corpus import MAX_TOKENS, Corpus, tokenizer_fingerprint
 from multicls.errors import UserError
-from multicls.shards import MAX_PIECES, Corpus, tokenizer_fingerprint
 from tests.data_prep.conftest import SPECIAL_IDS, story
 
 RUN = Path(run.__file__)
@@ -38,7 +38,7 @@ def text_of(corpus: Corpus, number: int) -> list[str]:
     """The sentences of a document, pieces joined without white space."""
     tokenizer = Tokenizer.from_file(str(corpus.path / "tokenizer.json"))
     document = corpus.document(number)
-    pieces = [str(tokenizer.id_to_token(int(i))).removeprefix("##") for i in document.pieces]
+    pieces = [str(tokenizer.id_to_token(int(i))).removeprefix("##") for i in document.tokens]
     return ["".join(pieces[a:b]) for a, b in zip(document.offsets[:-1], document.offsets[1:], strict=True)]
 
 
@@ -118,7 +118,7 @@ def test_text_never_becomes_a_special_token(tiny_tokenizer: Path, tmp_path: Path
         " ".join(f"The [SEP] cat [MASK] sat [unused0] on [CLS] a [PAD] mat {i}." for i in range(8))
     )
     corpus = prepare(tiny_tokenizer, tmp_path / "out", tmp_path / "in.txt")
-    assert not set(corpus.document(0).pieces.tolist()) & set(SPECIAL_IDS.all())
+    assert not set(corpus.document(0).tokens.tolist()) & set(SPECIAL_IDS.all())
     assert text_of(corpus, 0)[0] == "the[sep]cat[mask]sat[unused0]on[cls]a[pad]mat0."
 
 
@@ -327,7 +327,7 @@ def test_large_vocabularies_get_wide_pieces(tmp_path: Path, tiny_tokenizer: Path
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     (tmp_path / "in.txt").write_text(" ".join(f"The word{65000 + i} ran." for i in range(8)))
     corpus = prepare(tmp_path, tmp_path / "out", tmp_path / "in.txt")
-    assert corpus.document(0).pieces.dtype == np.uint32 and corpus.manifest["tokenizer"]["dtype"] == "uint32"
+    assert corpus.document(0).tokens.dtype == np.uint32 and corpus.manifest["tokenizer"]["dtype"] == "uint32"
     assert text_of(corpus, 0)[3] == "theword65003ran."
 
 
@@ -340,6 +340,6 @@ def test_real_corpus(multicls_data: Path, tiny_tokenizer: Path, tmp_path: Path) 
     assert (
         len(books_rows) > 1 and len({(row.id, row.hash) for row in books_rows}) == 1
     )  # a long book takes several rows
-    assert all(len(row.pieces) <= MAX_PIECES and len(row.offsets) > 100 for row in books_rows)
+    assert all(len(row.tokens) <= MAX_TOKENS and len(row.offsets) > 100 for row in books_rows)
     assert corpus.num_documents > 60
     assert not any(sentence.startswith("chapter") for sentence in text_of(corpus, corpus.num_documents - 1))

@@ -19,8 +19,8 @@ import pytest
 from data_prep import build as build_module
 from data_prep import readers, run, writer
 from data_prep.build import BuildSettings, build
+from multicls.corpus import Corpus
 from multicls.errors import UserError
-from multicls.shards import Corpus
 from tests.data_prep.conftest import story
 
 RUN = Path(run.__file__)

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep import run
-from multicls.shards import Corpus
+from multicls.corpus import Corpus
 from tests.data_prep.conftest import story
 
 SHA = "0123456789abcdef0123456789abcdef01234567"

@@ -73,7 +73,7 @@ def test_random_unicode(bert: str) -> None:
 
 @pytest.mark.slow
 def test_lines_of_the_corpus(bert: str, multicls_data: Path) -> None:
-    """Every tenth file; `benchmarks/data_prep.py --check` compares them all."""
+    """Every tenth file; `benchmarks/run.py data_prep --check` compares them all."""
     encoder = PieceEncoder(bert)
     lines: list[str] = []
     count = 0

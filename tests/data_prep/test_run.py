@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from data_prep import run
+from multicls.corpus import Corpus
 from multicls.errors import UserError
-from multicls.shards import Corpus
 from tests.data_prep.conftest import story
 
 RUN = Path(run.__file__)
@@ -25,7 +25,7 @@ def test_a_plan_writes_nothing(tiny_tokenizer: Path, tmp_path: Path, capsys: pyt
     assert printed.startswith("plan: 1 files, 0.2 MB of text -> about ") and not (tmp_path / "out").exists()
     run.main([*words, "--documents", "blank_line"])
     planned = float(printed.split("about ")[1].split(" M")[0])
-    assert planned == pytest.approx(Corpus.open(tmp_path / "out").manifest["pieces"] / 1e6, abs=0.05)
+    assert planned == pytest.approx(Corpus.open(tmp_path / "out").manifest["tokens"] / 1e6, abs=0.05)
 
 
 def test_all_problems_of_the_flags_at_once(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_vocabulary_of_ones_own_prepares_a_corpus(kind: str, tmp_path: Path) -
     run.main(["vocabulary", "--input", text, "--output", str(tmp_path / "own"), "--type", kind, "--size", "75"])
     run.main(["--input", text, "--output", str(tmp_path / "out"), "--tokenizer", str(tmp_path / "own")])
     corpus = Corpus.open(tmp_path / "out")
-    assert corpus.vocabulary_size <= 75 and not set(corpus.document(0).pieces.tolist()) & {0, *range(1, 17), 18, 19, 20}
+    assert corpus.vocabulary_size <= 75 and not set(corpus.document(0).tokens.tolist()) & {0, *range(1, 17), 18, 19, 20}
     run.main(["show", str(tmp_path / "out"), "0", "--seq_length", "48"])
     with pytest.raises(UserError, match="--input: missing"):
         run.main(["vocabulary", "--output", str(tmp_path / "other")])

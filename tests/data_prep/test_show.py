@@ -10,8 +10,8 @@ import pytest
 
 from data_prep.show import show
 from data_prep.triples import SpecialIds, TripleStream
+from multicls.corpus import Corpus
 from multicls.errors import UserError
-from multicls.shards import Corpus
 
 
 def test_every_window_is_shown_as_training_sees_it(sample_corpus: Corpus, sample_ids: SpecialIds) -> None:

@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data_prep.stats import length_baseline
 from data_prep.triples import Example, SpecialIds, TripleStream
+from multicls.corpus import Corpus, ShardRow, occurrences, write_shard
 from multicls.errors import UserError
 from multicls.files import REPOSITORY
-from multicls.shards import Corpus, Document, occurrences, write_shard
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +44,12 @@ def test_parts_are_consecutive_whole_sentences_of_one_document(
         for p, part in enumerate(example.parts):
             assert part.first < part.end <= len(document.offsets) - 1
             assert p == 0 or part.first == example.parts[p - 1].end
-            runs = [(part.first, part.cut), (part.cut, part.end)]
+            segments = [(part.first, part.cut), (part.cut, part.end)]
             if part.cut == part.end:
-                runs = runs[:1]
+                segments = segments[:1]
             expected = [101, 1, 2, 3, 4, 5]
-            for first, end in reversed(runs) if part.swapped else runs:
-                text = document.pieces[document.offsets[first] : document.offsets[end]].tolist()
+            for first, end in reversed(segments) if part.swapped else segments:
+                text = document.tokens[document.offsets[first] : document.offsets[end]].tolist()
                 if len(text) > stream.budget:
                     assert part.end - part.first == 1, "only a sentence longer than a part may be cut"
                     cut += 1
@@ -102,22 +103,48 @@ def test_half_of_the_parts_are_swapped_independently(epoch: list[Example]) -> No
     assert np.mean(cuts) == pytest.approx(0.5, abs=0.02)
 
 
+def test_cuts_are_drawn_in_proportion_to_the_square_of_the_shorter_segment(
+    stream: TripleStream, epoch: list[Example], sample_corpus: Corpus
+) -> None:
+    shorter, expected, uniform, variance = [], [], [], []
+    rarest, expected_rarest = 0, 0.0
+    for example in epoch:
+        offsets = sample_corpus.document(example.document).offsets
+        for part in example.parts:
+            boundaries = offsets[part.first : part.end + 1].astype(float)
+            candidates = np.minimum(boundaries[1:-1] - boundaries[0], boundaries[-1] - boundaries[1:-1])
+            if len(candidates) < 2:
+                continue
+            probabilities = candidates**2 / (candidates**2).sum()
+            cut = part.cut - part.first - 1
+            shorter.append(candidates[cut])
+            expected.append(probabilities @ candidates)
+            uniform.append(candidates.mean())
+            variance.append(probabilities @ candidates**2 - expected[-1] ** 2)
+            rarest += cut == candidates.argmin()
+            expected_rarest += probabilities.min()
+    error = np.sqrt(np.sum(variance)) / len(shorter)
+    assert len(shorter) > 1000 and abs(np.mean(shorter) - np.mean(expected)) < 3 * error
+    assert np.mean(shorter) - np.mean(uniform) > 20 * error, "a uniform cut must be told apart"
+    assert rarest == pytest.approx(expected_rarest, abs=4 * expected_rarest**0.5) and rarest > 0
+
+
 def test_tfidf_targets_match_a_plain_loop(stream: TripleStream, epoch: list[Example], sample_corpus: Corpus) -> None:
     frequency = sample_corpus.document_frequency
     for example in epoch[::60]:
         document = sample_corpus.document(example.document)
-        counts = Counter(document.pieces.tolist())
+        counts = Counter(document.tokens.tolist())
         for p, part in enumerate(example.parts):
             sentences: list[list[float]] = []
             for s in range(part.first, part.end):
-                pieces = document.pieces[document.offsets[s] : document.offsets[s + 1]].tolist()
+                pieces = document.tokens[document.offsets[s] : document.offsets[s + 1]].tolist()
                 raw = [counts[i] * math.log(sample_corpus.num_documents / max(int(frequency[i]), 1)) for i in pieces]
                 low, high = min(raw), max(raw)
                 sentences.append([10 * (x - low) / (high - low) if high > low else 0.0 for x in raw])
-            runs = [sentences[: part.cut - part.first], sentences[part.cut - part.first :]]
+            segments = [sentences[: part.cut - part.first], sentences[part.cut - part.first :]]
             expected = [0.0]
-            for run in reversed(runs) if part.swapped else runs:
-                expected += [x for sentence in run for x in sentence][: stream.budget] + [0.0] * bool(run)
+            for segment in reversed(segments) if part.swapped else segments:
+                expected += [x for sentence in segment for x in sentence][: stream.budget] + [0.0] * bool(segment)
             expected += [0.0] * (128 - 5 - len(expected))
             np.testing.assert_allclose(example.tfidf_labels[p], expected, atol=1e-5)
 
@@ -125,7 +152,7 @@ def test_tfidf_targets_match_a_plain_loop(stream: TripleStream, epoch: list[Exam
 def test_document_frequency_counts_documents(sample_corpus: Corpus) -> None:
     counts: Counter[int] = Counter()
     for i in range(sample_corpus.num_documents):
-        counts.update(set(sample_corpus.document(i).pieces.tolist()))
+        counts.update(set(sample_corpus.document(i).tokens.tolist()))
     assert dict(enumerate(sample_corpus.document_frequency.tolist())) == {i: counts[i] for i in range(30522)}
 
 
@@ -150,7 +177,7 @@ def test_an_example_depends_on_nothing_but_its_number(
 
 def test_another_process_builds_the_same_examples(stream: TripleStream) -> None:
     program = (
-        "import hashlib, sys; from multicls.shards import Corpus;"
+        "import hashlib, sys; from multicls.corpus import Corpus;"
         "from data_prep.triples import SpecialIds, TripleStream;"
         "special = SpecialIds(cls=101, sep=102, pad=0, mask=103, facets=(1, 2, 3, 4, 5));"
         "stream = TripleStream(Corpus.open(sys.argv[1]), special, seq_length=128, seed=3);"
@@ -236,7 +263,7 @@ def corpus_of(folder: Path, **sources: list[list[int]]) -> Corpus:
             offsets = np.cumsum([0, *lengths]).astype(np.int32)
             hashed = int(generator.integers(1 << 62)) * 2
             counts = occurrences(pieces)
-            documents.append(Document(source, f"{source}{number}", "", hashed, pieces, offsets, counts))
+            documents.append(ShardRow(source, f"{source}{number}", "", hashed, pieces, offsets, counts))
     folder.mkdir(parents=True, exist_ok=True)
     middle = len(documents) // 2
     shards = []
@@ -267,6 +294,29 @@ def test_every_document_of_three_sentences_gives_three_parts(tmp_path: Path) -> 
             assert all(n <= 59 or part.end - part.first == 1 for n, part in zip(held, example.parts, strict=True))
             if bounds[0] == 0 and bounds[-1] == len(sentences) >= 6 and max(sentences) < 9:
                 assert all(part.end - part.first >= 2 for part in example.parts)
+
+
+def lengths_by_place(stream: TripleStream) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of the segments placed first and second, (n, 2), and the labels, (n,), of one epoch's ordered parts."""
+    arrays = stream.micro_batches([0], stream.examples_per_epoch)
+    labels = arrays["so_labels"][0]
+    second = arrays["token_type_ids"][0].sum(axis=1) - 1  # without its [SEP]
+    first = arrays["attention_mask"][0].sum(axis=1) - second - 3 - len(stream.special.facets)
+    return np.column_stack([first, second])[labels >= 0], labels[labels >= 0] == 1
+
+
+def test_segment_lengths_do_not_tell_the_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = np.random.default_rng(2)
+    lengths = [generator.geometric(0.06, n).tolist() for n in generator.integers(3, 200, 600)]
+    corpus = corpus_of(tmp_path, text=lengths)
+    stream = TripleStream(corpus, SPECIAL, seq_length=64, seed=1, validation_fraction=0.0)
+    found = length_baseline(*lengths_by_place(stream))
+    assert found is not None and found.parts > 8000
+    assert abs(found.accuracy - 0.5) < 3 * found.error and found.log_loss > 0.6925
+    # Control: with all parts filled from the front, as greedy filling does, the lengths tell.
+    monkeypatch.setattr(TripleStream, "_mirrored", lambda _, key: np.zeros(len(key), bool))
+    leaking = length_baseline(*lengths_by_place(stream))
+    assert leaking is not None and leaking.accuracy > 0.5 + 5 * leaking.error and leaking.log_loss < 0.6925
 
 
 def test_source_weights(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def glue(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_multicls(tiny_bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a Multi-CLS checkpoint with two facets, as pretraining exports it."""
-    from multicls.initialize import from_bert
+    from multicls.from_bert import from_bert
 
     folder = tmp_path_factory.mktemp("multicls")
     model, tokenizer = from_bert(str(tiny_bert), num_facets=2, facet_layers=[1], report=lambda line: None)

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from finetune.run import run
 from finetune.settings import FinetuneSettings
-from multicls.ds_runtime import leave_deepspeed
+from multicls.distributed import leave_deepspeed
 
 CASES: dict[str, tuple[str, dict[str, object]]] = {  # name -> DeepSpeed file, settings
     "no config": ("", {}),

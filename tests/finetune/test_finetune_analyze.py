@@ -254,7 +254,7 @@ def test_the_plain_sum_makes_facets_alike_and_the_reparameterised_one_does_not(
 
     from finetune.results import model_path
     from finetune.run import run
-    from multicls.initialize import from_bert
+    from multicls.from_bert import from_bert
 
     glue, cosines = str(multicls_data / "glue"), {}
     for seed in (0, 1):

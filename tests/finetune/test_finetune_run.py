@@ -281,7 +281,8 @@ def test_bad_input_is_named_and_nothing_is_written(
 def test_settings_errors_exit_with_2_and_import_no_torch() -> None:
     script = str(REPOSITORY / "finetune" / "run.py")
     code = f"""if True:
-        import runpy, sys
+        import os, runpy, sys
+        os._exit = sys.exit  # with which the command ends
         sys.argv = ["run.py", "--task", "rte", "--head", "cls", "--epochs", "x"]
         try:
             runpy.run_path({script!r}, run_name="__main__")

@@ -12,8 +12,8 @@ from finetune import sample_task
 from finetune.reading import Example, read_task
 from finetune.run import main
 from finetune.tasks import TASKS
+from multicls.corpus import Corpus
 from multicls.errors import UserError
-from multicls.shards import Corpus
 
 NOUNS = ("bal", "del", "fil", "gol", "kul", "man")
 TASK = TASKS["sample_pairs"]

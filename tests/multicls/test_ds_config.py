@@ -1,13 +1,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from multicls.ds_config import OWNED, REFUSED, SCHEMA, load_ds_config, resolve_ds_config
+from multicls.ds_config import OWNED, REFUSED, SCHEMA, check_with_deepspeed, load_ds_config, resolve_ds_config
 from multicls.errors import UserError
 from multicls.files import REPOSITORY
 
@@ -20,6 +19,7 @@ OURS: dict[str, Any] = {
     "gradient_clipping": 0.5,
     "precision": "bf16",
 }
+ONE_RANK = OURS | {"world_size": 1}
 
 
 def problems(config: dict[str, Any], **ours: Any) -> list[str]:
@@ -83,9 +83,10 @@ def test_every_problem_is_told_at_once_with_file_key_and_value() -> None:
     found = problems(
         {
             "zero_optimisation": {"stage": 2},
-            "zero_optimization": {"stage": "2", "reduce_bucket_size": "auto", "offload_optimizer": {"devcie": "cpu"}},
+            "zero_optimization": {"stage": "2", "reduce_bucket_size": "auto", "offload_param": {"max_in_cpu": "auto"}},
+            "aio": {"block_sise": 1},
             "train_batch_size": 64,
-            "bf16": {"enabled": False, "enable": True},
+            "bf16": {"enabled": False},
             "fp16": 1,
             "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
             "stage": 2,
@@ -94,13 +95,13 @@ def test_every_problem_is_told_at_once_with_file_key_and_value() -> None:
     for beginning, hint in [
         ("zero_optimisation: no such key.", "Did you mean 'zero_optimization'?"),
         ('zero_optimization.stage = "2": give', "0 or 1 or 2 or 3"),
-        ('zero_optimization.reduce_bucket_size = "auto": nothing sets it', "take it out"),
-        ("zero_optimization.offload_optimizer.devcie: no such key.", "Did you mean 'device'?"),
-        ("train_batch_size = 64: conflicts with our settings", "24 (3 x 2 accumulated x 4 ranks)"),
+        ('zero_optimization.reduce_bucket_size = "auto": no setting fills this in', "take it out"),
+        ('zero_optimization.offload_param.max_in_cpu = "auto": no setting fills this in', "take it out"),
+        ("aio.block_sise: no such key.", "Did you mean 'block_size'?"),
+        ("train_batch_size = 64: conflicts with our settings", "24 (3 examples x 2 accumulation x 4 ranks)"),
         ("bf16.enabled = false: conflicts with our settings", "train.precision"),
-        ("bf16.enable: no such key.", "Did you mean 'enabled'?"),
         ("fp16 = 1: this is a group", "{...}"),
-        ("optimizer: our settings own", "train.learning_rate"),
+        ("optimizer: take it out and set", "train.learning_rate"),
         ("stage: no such key.", "Did you mean 'zero_optimization.stage'?"),
     ]:
         matching = [problem for problem in found if problem.startswith(f"x.json: {beginning}")]
@@ -115,17 +116,23 @@ def test_every_problem_is_told_at_once_with_file_key_and_value() -> None:
         ({"zero_optimization": {"stage": True}}, "stage = true: give 0 or"),
         ({"zero_optimization": {"stage": 4}}, "stage = 4: give 0 or"),
         ({"zero_optimization": {"stage": "auto"}}, 'stage = "auto"'),
-        ({"zero_optimization": {"overlap_comm": "true"}}, "give true or false"),
-        ({"zero_optimization": {"reduce_bucket_size": 1.5}}, "give a whole number"),
-        ({"zero_optimization": {"cpu_offload": True}}, "offload_optimizer"),
+        ({"zero_optimization": True}, "this is a group"),
+        ({"timers": {"throughput": True}}, "this is a group"),
+        ({"timers": {"throuhgput": {}}}, "Did you mean 'throughput'?"),
+        ({"prescale_gradients": "true"}, "give true or false"),
+        ({"prescale_gradients": {"enabled": True}}, "give true or false"),
+        ({"aio": {"queue_depth": 1.5}}, "give a whole number"),
+        ({"steps_per_print": float("inf")}, "give a whole number"),
+        ({"data_types": {"keep_in_fp32_modules": "norm"}}, "give a list"),
+        ({"compile": {"deepcompile": True}}, "compile: take it out and set train.compile."),
         ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "from stage 3 up"),
         ({"train_batch_size": True}, "give a whole number"),
         ({"gradient_clipping": "0.5"}, "give a number"),
-        ({"gradient_clipping": 1.0}, "train.gradient_clipping"),
-        ({"gradient_accumulation_steps": 4}, "train.micro_batches"),
-        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "only one can be"),
-        ({"bf16": {"enabled": True, "check_grad_overflow": False}}, "must not reach the weights"),
-        ({"scheduler": {"type": "WarmupLR"}}, "train.warmup_fraction"),
+        ({"gradient_clipping": 1.0}, "train.max_grad_norm"),
+        ({"gradient_accumulation_steps": 4}, "train.global_batch_size or train.micro_batch_size"),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "fp16.enabled = true: conflicts with our settings"),
+        ({"bf16": {"enabled": True, "check_grad_overflow": False}}, "bf16.check_grad_overflow: "),
+        ({"scheduler": {"type": "WarmupLR"}}, "train.warmup_ratio"),
         ({"checkpoint": {"tag_validation": "warn"}}, 'give "Ignore" or "Warn" or "Fail"'),
     ],
 )
@@ -134,7 +141,10 @@ def test_problem(config: dict[str, Any], message: str) -> None:
 
 
 def test_whole_numbers_written_as_floats_are_taken() -> None:
-    assert resolve_ds_config({"zero_optimization": {"reduce_bucket_size": 5e8}}, **OURS)
+    assert resolve_ds_config({"aio": {"block_size": 1e6}}, **OURS)
+    check_with_deepspeed(
+        resolve_ds_config({"zero_optimization": {"stage": 1, "reduce_bucket_size": 5e8}}, **ONE_RANK), "x.json"
+    )
 
 
 def test_precision_not_known_yet_is_not_checked() -> None:
@@ -150,6 +160,8 @@ def test_precision_not_known_yet_is_not_checked() -> None:
         ('{"a": 1,}', "not valid JSON"),
         ('{"train_batch_size": 1, "train_batch_size": 2}', "given twice"),
         ("[]", "is an object"),
+        ('{"//": 3}', "a text or a list of texts"),
+        ('{"bf16": {"//": ["a", {}]}}', "a text or a list of texts"),
         ('{"a": "\xff"}', "not valid JSON"),
     ],
 )
@@ -158,6 +170,14 @@ def test_bad_file(tmp_path: Path, text: str, message: str) -> None:
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(UserError, match=rf"ds\.json: .*{message}"):
         load_ds_config(path)
+
+
+def test_comments_are_dropped_at_every_level(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"//": "why", "zero_optimization": {"//": ["because", "so"], "stage": 1, "//": ""}, "///": 2}')
+    config = load_ds_config(path)
+    assert config == {"zero_optimization": {"stage": 1}, "///": 2}
+    assert "///: no such key." in problems(config)[0]
 
 
 def test_missing_file_and_folder(tmp_path: Path) -> None:
@@ -197,34 +217,89 @@ def test_top_level_keys_are_those_deepspeed_reads() -> None:
     assert SCHEMA.keys() - asked.names == set(), "ds_config.py lets keys through that DeepSpeed does not read"
 
 
-@pytest.mark.parametrize("group", ["zero_optimization", "bf16", "fp16", "comms_logger"])
-def test_keys_of_groups_are_those_of_deepspeed(group: str) -> None:
-    from deepspeed.comm.config import CommsLoggerConfig
-    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-    from deepspeed.runtime.zero.offload_config import (
-        DeepSpeedZeroOffloadOptimizerConfig,
-        DeepSpeedZeroOffloadParamConfig,
+def test_keys_of_unchecked_groups_are_those_deepspeed_reads() -> None:
+    """The groups that DeepSpeed reads key by key, so that it does not notice a misspelt one."""
+    from deepspeed.runtime import config as deepspeed_config
+
+    groups = ("aio", "activation_checkpointing", "flops_profiler", "checkpoint", "data_types")
+    asked = {name: Asked({"use_gds": False}) for name in groups}
+    deepspeed_config.DeepSpeedConfig({"train_batch_size": 1, **asked})
+    for name in groups:
+        refused = {key.rpartition(".")[2] for key in REFUSED if key.startswith(f"{name}.")}
+        assert asked[name].names == SCHEMA[name].keys() | refused, name
+
+
+def refused(config: dict[str, Any]) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        check_with_deepspeed(resolve_ds_config(config, **ONE_RANK), "x.json")
+    return list(caught.value.problems)
+
+
+def test_deepspeed_checks_its_own_groups() -> None:
+    found = refused(
+        {
+            "zero_optimization": {
+                "stage": 2,
+                "overlap_com": True,
+                "reduce_bucket_size": 1.5,
+                "offload_optimizer": {"devcie": "cpu"},
+            },
+            "bf16": {"enable": True},
+            "comms_logger": {"prof_ops": 3},
+            "timers": {"throughput": {"enabled": "perhaps"}},
+        }
     )
+    for beginning, hint in [
+        ("zero_optimization.overlap_com: no such key.", "Did you mean 'overlap_comm'?"),
+        ("zero_optimization.reduce_bucket_size = 1.5: ", "valid integer"),
+        ("zero_optimization.offload_optimizer.devcie: no such key.", "Did you mean 'device'?"),
+        ("bf16.enable: no such key.", "Did you mean 'enabled'?"),
+        ("comms_logger.prof_ops = 3: ", "valid list"),
+        ('timers.throughput.enabled = "perhaps": ', "valid boolean"),
+    ]:
+        matching = [problem for problem in found if problem.startswith(f"x.json: {beginning}")]
+        assert len(matching) == 1, (beginning, found)
+        assert hint in matching[0]
+    assert len(found) == 6
 
-    models: dict[str, Any] = {
-        "zero_optimization": DeepSpeedZeroConfig,
-        "zero_optimization.offload_param": DeepSpeedZeroOffloadParamConfig,
-        "zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
-        "bf16": DeepSpeedBF16Config,
-        "fp16": DeepSpeedFP16Config,
-        "comms_logger": CommsLoggerConfig,
-    }
 
-    def compare(name: str, schema: Mapping[str, Any]) -> None:
-        theirs = {field.alias or key for key, field in models[name].model_fields.items()}
-        refused = {key.rpartition(".")[2] for key in REFUSED if key.rpartition(".")[0] == name}
-        assert schema.keys() | refused == theirs, name
-        for key, kind in schema.items():
-            if isinstance(kind, Mapping):
-                compare(f"{name}.{key}", kind)
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+            "x.json: zero_optimization: Partial offloading only supported for ZeRO Stage 3.",
+        ),
+        ({"bf16": {"bf16_optimizer_states": True}}, "x.json: DeepSpeed refuses it: bf16_optimizer_states is only"),
+        (
+            {"zero_optimization": {"stage": 1, "quite_another_name": 1}},
+            "x.json: zero_optimization.quite_another_name: no such key. See https://www.deepspeed.ai/",
+        ),
+    ],
+)
+def test_deepspeed_checks_what_goes_together(config: dict[str, Any], message: str) -> None:
+    (problem,) = refused(config)
+    assert problem.startswith(message)
 
-    compare(group, SCHEMA[group])
+
+def test_keys_of_deepspeed_need_no_list_of_ours() -> None:
+    """A key that DeepSpeed's own models know passes, also one that a later DeepSpeed adds."""
+    config = {"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 10, "zero_hpz_partition_size": 1}}
+    check_with_deepspeed(resolve_ds_config(config, **ONE_RANK), "x.json")
+
+
+def test_the_throughput_timer_is_off_unless_the_json_asks_for_it() -> None:
+    def timer(config: dict[str, Any]) -> Any:
+        return resolve_ds_config(config, **OURS)["timers"]["throughput"]
+
+    assert timer({}) == timer({"timers": {}}) == {"enabled": False}
+    assert timer({"timers": {"throughput": {"synchronized": False}}}) == {"synchronized": False, "enabled": False}
+    assert timer({"timers": {"throughput": {"enabled": True}}}) == {"enabled": True}
+
+
+def test_messages_name_the_settings_of_the_caller() -> None:
+    owners = {**OWNED, "gradient_clipping": "train.clip"}
+    assert "or change train.clip." in problems({"gradient_clipping": 1.0}, owners=owners)[0]
 
 
 def test_deepspeed_takes_what_we_make_of_it() -> None:
@@ -242,3 +317,8 @@ def test_owned_keys_are_in_the_schema() -> None:
     for name in OWNED:
         group, _, key = name.rpartition(".")
         assert key in (SCHEMA[group] if group else SCHEMA)
+
+
+def test_shipped_files_pass_deepspeed() -> None:
+    for path in SHIPPED:
+        check_with_deepspeed(resolve_ds_config(load_ds_config(path), **ONE_RANK), path.name)

@@ -1,8 +1,41 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from typing import NoReturn
+
 import pytest
 
 from multicls.errors import UserError, did_you_mean, run_command
+from multicls.files import REPOSITORY
+
+COMMAND = """
+import multiprocessing, signal, sys, time
+from multicls.errors import run_command
+
+def main(argv):
+    def outlive(ready):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        ready.set()
+        time.sleep(60)
+
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    context.Process(target=outlive, args=(ready,), daemon=True).start()
+    ready.wait()
+    {statement}
+
+run_command(main)
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_end_of_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave(code: int) -> NoReturn:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", leave)
 
 
 def exit_code(main: object) -> object:
@@ -40,16 +73,75 @@ def test_user_error_prints_every_problem_once_and_exits_with_2(
     assert capsys.readouterr().err == "error: a = 1: too small.\nerror: b: unknown.\n"
 
 
-def test_only_rank_0_tells_user_errors(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
-    assert exit_code(fail(UserError("a"))) == 2
-    assert capsys.readouterr().err == ""
+def test_one_rank_of_a_node_tells_user_errors(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that is missing on the second node is told there; what all ranks agree on is told by rank 0 alone."""
+    agreed = UserError("a")
+    agreed.on_all_ranks = True
+    cases = {("0", "0"): ("error: a\n",) * 2, ("1", "1"): ("", ""), ("4", "0"): ("error: a\n", "")}
+    for (rank, local_rank), told in cases.items():
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        for error, text in zip((UserError("a"), agreed), told, strict=True):
+            assert exit_code(fail(error)) == 2
+            assert capsys.readouterr().err == text
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert exit_code(fail(UserError("Caught UserError in DataLoader worker process 0."))) == 2
+    assert "DataLoader worker" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [FloatingPointError("it"), ConnectionAbortedError("it")])
+def test_what_needs_no_traceback(capsys: pytest.CaptureFixture[str], error: Exception) -> None:
+    assert exit_code(fail(error)) == 1
+    assert capsys.readouterr().err == "error: it\n"
 
 
 def test_interrupt_exits_with_130() -> None:
     assert exit_code(fail(KeyboardInterrupt())) == 130
 
 
-def test_a_crash_keeps_its_traceback() -> None:
-    with pytest.raises(ZeroDivisionError):
-        run_command(fail(ZeroDivisionError()), [])  # type: ignore[arg-type]
+def test_a_crash_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(fail(ZeroDivisionError("it"))) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("Traceback") and told.endswith("ZeroDivisionError: it\n")
+
+
+def test_a_pipe_that_is_not_stdout_keeps_its_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(fail(BrokenPipeError("it"))) == 1
+    assert capfd.readouterr().err.endswith("BrokenPipeError: it\n")
+
+
+@pytest.mark.parametrize(
+    ("statement", "code"),
+    [
+        ("print('printed')", 0),
+        ("print('printed'); sys.exit(2)", 2),
+        ("print('printed'); raise MemoryError", 1),
+        ("print('printed'); raise KeyboardInterrupt", 130),
+    ],
+)
+def test_no_child_process_keeps_a_command(statement: str, code: int) -> None:
+    command = [sys.executable, "-c", COMMAND.format(statement=statement)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout) == (code, "printed\n"), done.stderr
+
+
+@pytest.mark.parametrize("statement", ["print('x')", "print('x', flush=True)", "print('x' * 100_000)"])
+def test_a_closed_stdout_is_told_in_a_line(statement: str) -> None:
+    """While printing, or when what is left is written at the end."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-c", COMMAND.format(statement=statement)]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=30, check=False
+    )
+    os.close(writer)
+    assert done.returncode == 1 and done.stderr == "error: nothing reads the output any more (stdout is closed)\n"
+
+
+@pytest.mark.parametrize(("statement", "code"), [("print('x')", 0), ("raise MemoryError", 1), ("raise UserError", 2)])
+def test_a_command_without_streams_keeps_its_exit_code(statement: str, code: int) -> None:
+    script = COMMAND.replace("import run_command", "import UserError, run_command").format(statement=statement)
+    command = ["bash", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, script]
+    assert subprocess.run(command, cwd=REPOSITORY, timeout=30, check=False).returncode == code

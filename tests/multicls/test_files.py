@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 from multicls.errors import UserError
-from multicls.files import append_jsonl, atomic_write, find_shipped, read_json, read_jsonl, sha256_of, write_json
+from multicls.files import (
+    append_jsonl,
+    atomic_folder,
+    atomic_write,
+    find_shipped,
+    read_json,
+    read_jsonl,
+    sha256_of,
+    write_json,
+)
 
 
 def test_atomic_write_keeps_the_old_file_when_the_block_fails(tmp_path: Path) -> None:
@@ -94,3 +103,50 @@ def test_shipped_file_is_found_from_any_folder(tmp_path: Path, monkeypatch: pyte
 def test_misspelt_shipped_file_names_the_nearest() -> None:
     with pytest.raises(UserError, match=r"Did you mean 'ds_configs/zero2\.json'"):
         find_shipped("ds_configs/zer2.json")
+
+
+def test_atomic_folder_shows_the_folder_only_when_whole(tmp_path: Path) -> None:
+    path = tmp_path / "new folder" / "a"
+    with atomic_folder(path) as fresh:
+        (fresh / "weights").write_text("1")
+        assert fresh.is_dir() and not path.exists()
+    assert (path / "weights").read_text() == "1"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_atomic_folder_replaces_the_old_one_as_a_whole(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        with atomic_folder(tmp_path / "a") as fresh:
+            (fresh / name).touch()
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["second"]
+
+
+def test_atomic_folder_keeps_the_old_one_when_the_block_fails(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    with atomic_folder(path) as fresh:
+        (fresh / "old").touch()
+    with pytest.raises(RuntimeError), atomic_folder(path) as fresh:
+        (fresh / "half of the new").touch()
+        raise RuntimeError
+    assert [file.name for file in path.iterdir()] == ["old"]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_atomic_folder_clears_what_a_killed_process_left(tmp_path: Path) -> None:
+    (tmp_path / ".a.new").mkdir()
+    (tmp_path / ".a.new" / "left over").touch()
+    with atomic_folder(tmp_path / "a"):
+        pass
+    assert list((tmp_path / "a").iterdir()) == []
+
+
+def test_folder_survives_a_kill_between_the_two_renames(tmp_path: Path) -> None:
+    (tmp_path / ".model.old").mkdir()
+    (tmp_path / ".model.old" / "weights").write_text("whole")
+    with pytest.raises(ZeroDivisionError), atomic_folder(tmp_path / "model"):
+        raise ZeroDivisionError
+    assert (tmp_path / "model" / "weights").read_text() == "whole"
+    with atomic_folder(tmp_path / "model") as fresh:
+        (fresh / "weights").write_text("new")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert (tmp_path / "model" / "weights").read_text() == "new"

@@ -12,6 +12,7 @@ from multicls import (
     MultiClsBertForSequenceClassification,
     MultiClsBertModel,
 )
+from multicls.modeling_multicls import VARLEN
 
 TINY = {
     "vocab_size": 97,
@@ -157,3 +158,35 @@ def test_parameter_counts_of_the_paper(shape: dict[str, int], millions: float) -
 def test_settings_out_of_range(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tiny(**changes)
+
+
+def test_leaving_out_the_padding_changes_nothing() -> None:
+    """Losses and gradients of the packed tokens are those of the padded batch; with wrong bounds they are not."""
+    config = tiny()
+    inputs = batch(config)
+    lengths = torch.tensor([20, 13, 16, 20, 12, 14, 18, 11, 20, 19, 12, 17])
+    mask = inputs["attention_mask"] = (torch.arange(20) < lengths[:, None]).long()
+    inputs["labels"] = inputs["labels"].where(mask.bool(), -100)
+    bounds = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
+    padded, packed = (MultiClsBertForPreTraining(config).eval() for _ in range(2))
+    packed.load_state_dict(padded.state_dict())
+    packed.set_attn_implementation(VARLEN)
+    packed_inputs = inputs | {"cu_seqlens": bounds, "token_positions": mask.flatten().nonzero().squeeze(1)}
+    expected, found = padded(**inputs).losses, packed(**packed_inputs).losses
+    for model, losses in ((padded, expected), (packed, found)):
+        torch.stack(list(losses.values())).sum().backward()
+        assert (
+            losses.keys() == {"mlm", "tfidf", "so", "mcqt"} and model.bert.embeddings.word_embeddings.weight.grad.any()
+        )
+    for name, loss in expected.items():
+        torch.testing.assert_close(found[name], loss, rtol=1e-4, atol=0)
+    gradients = {name: p.grad for name, p in packed.named_parameters()}
+    for name, parameter in padded.named_parameters():
+        if parameter.grad is not None and not name.endswith("key.bias"):  # whose true gradient is 0
+            assert (gradients[name] - parameter.grad).norm() <= 1e-4 * parameter.grad.norm(), name
+    with torch.no_grad():
+        torch.testing.assert_close(packed(**inputs).losses["mlm"], expected["mlm"])  # finds the bounds itself
+        wrong = bounds.clone()
+        wrong[1] -= 1  # control: the last token of the first sequence is attended by the second one
+        difference = packed(**packed_inputs | {"cu_seqlens": wrong}).losses["mcqt"] - expected["mcqt"]
+        assert abs(difference / expected["mcqt"]) > 1e-4

@@ -101,7 +101,7 @@ def test_candidates_that_are_gathered() -> None:
     rows = torch.cat(facets)
     parts = rows.chunk(3)
     added = {part.data_ptr(): more for part, more in zip(parts, others, strict=True)}
-    scores = part_scores(rows, 3, 0.1, lambda part: torch.cat([part, added[part.data_ptr()]]))
+    scores = part_scores(rows, 3, 0.1, gather=lambda part: torch.cat([part, added[part.data_ptr()][None]], dim=1))
     joined = part_scores(torch.cat([x for pair in zip(facets, others, strict=True) for x in pair]), 3, 0.1)
     assert isinstance(scores, McqtScores) and scores.backward is not None and joined.backward is not None
     torch.testing.assert_close(scores.forward, joined.forward[:3])

@@ -125,6 +125,14 @@ def test_wrong_shape_is_refused_before_writing(fixture: Fixture, tmp_path: Path,
     assert not (tmp_path / "hf").exists()
 
 
+def test_a_folder_with_other_files_is_left_alone(fixture: Fixture, tmp_path: Path) -> None:
+    save_authors_checkpoint(fixture[0], tmp_path / "model.pt")
+    flags = "--num-facets 3 --facet-layers 1,3 --num-attention-heads 4 --output"
+    with pytest.raises(UserError, match="exists already"):
+        main([str(tmp_path / "model.pt"), *flags.split(), str(tmp_path)])
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
+
+
 def test_checkpoint_with_code_in_it_is_refused(tmp_path: Path) -> None:
     class Payload:
         def __reduce__(self) -> tuple[object, tuple[str]]:

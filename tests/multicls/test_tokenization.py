@@ -8,8 +8,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from multicls.corpus import tokenizer_fingerprint
 from multicls.errors import UserError
-from multicls.shards import tokenizer_fingerprint
 from multicls.tokenization import facet_ids, facet_tokens, with_facets
 
 NAMES = {"cls_token": "<s>", "pad_token": "<pad>", "sep_token": "</s>"}

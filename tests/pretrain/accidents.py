@@ -2,19 +2,29 @@
 
 {"folder": FOLDER, "launches": [{"accident": NAME, "step": STEP, "ranks": N, "on": RANK, "arguments": [...]}, ...]}
 
-Every rank is a fork of this process, which has imported everything already. Answers with a line, a list of the ranks'
-exit codes for each launch (-9: killed), and leaves in FOLDER what the ranks printed, `launch_0.txt` and so on, and in
-`examples.jsonl` which examples every step took.
+An accident is one that `arrange` knows. Instead of it "crash" names one of `arrange_crash`: with "others_stuck" the
+other ranks wait for ever at that step, and with "launcher" they get SIGTERM when a rank has ended.
+
+Every rank is a fork of this process, which has imported everything already, in a session of its own. Answers with a
+line, a list of the ranks' exit codes for each launch (-9: killed, null: the rank or a process that it started is still
+there after the deadline). Leaves in FOLDER what the ranks printed, `launch_0.txt` and so on, and in `examples.jsonl`
+which examples every step took.
+
+With two arguments, OUTPUT and one launch, this process is a rank of that launch; a launcher starts it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import multiprocessing.util
 import os
 import resource
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +33,8 @@ sys.path[0] = str(Path(__file__).resolve().parents[2])
 os.environ["DS_ACCELERATOR"] = "cpu"
 
 import deepspeed  # noqa: F401
-import torch.utils.tensorboard  # noqa: F401
+import torch
+import torch.utils.tensorboard
 
 import pretrain.checkpoints
 import pretrain.job
@@ -32,6 +43,9 @@ import pretrain.training
 from multicls.errors import run_command
 from multicls.files import append_jsonl
 
+DEADLINE = 120.0  # seconds that a launch may take
+GONE = 15.0  # seconds after a crash in which every process of the run must end
+RAISED = {error.__name__: error for error in (RuntimeError, MemoryError, torch.OutOfMemoryError)}
 Checkpoints, Trainer = pretrain.checkpoints.Checkpoints, pretrain.training.Trainer
 
 
@@ -50,11 +64,54 @@ def die(*args: Any, **kwargs: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def close_stdout(*args: Any, **kwargs: Any) -> None:
+    """Leaves stdout without a reader, as `| head` does."""
+    reader, writer = os.pipe()
+    os.dup2(writer, sys.stdout.fileno())
+    os.close(reader)
+    os.close(writer)
+
+
+def arrange_crash(accident: str, step: int, crashed: Path) -> None:
+    """Prepares `WHAT in PLACE` for the first time that the run is at that place after step `step` has begun."""
+    what, _, place = accident.partition(" in ")
+
+    def raise_it(*args: Any, **kwargs: Any) -> None:
+        raise RAISED[what]("injected")
+
+    action = {"killed": die, "stdout closed": close_stdout}.get(what, raise_it)
+
+    def now(*args: Any, **kwargs: Any) -> None:
+        crashed.touch()
+        action()
+
+    places = {
+        "meeting": (pretrain.job, "prepare_deepspeed"),
+        "set-up": (pretrain.job, "build_engine"),
+        "evaluate": (Trainer, "evaluate"),
+        "save": (Checkpoints, "save"),
+        "export": (pretrain.job, "export"),
+    }
+    if place in ("meeting", "set-up"):
+        before(*places[place], now)
+    elif place == "train_step":
+        before(Trainer, place, lambda trainer, batches, number, *_, **__: now() if number == step else None)
+    else:
+        before(Trainer, "train_step", lambda trainer, batches, number, *_, **__: before(*places[place], now))
+
+
+def get_stuck(step: int) -> None:
+    """Prepares to wait at `step` for ever, as in a collective of NCCL, which neither fails nor returns."""
+    before(
+        Trainer, "train_step", lambda trainer, batches, number, *_, **__: time.sleep(1000) if number == step else None
+    )
+
+
 def arrange(accident: str, step: int) -> None:
     """Prepares what is to happen at `step` (done before it, for a step; done with it, for the rest)."""
 
     def at_step(action: Callable[[], None]) -> None:
-        def now(trainer: Any, batches: Any, number: int) -> None:
+        def now(trainer: Any, batches: Any, number: int, *args: Any, **kwargs: Any) -> None:
             if number == step:
                 action()
 
@@ -70,11 +127,11 @@ def arrange(accident: str, step: int) -> None:
     if accident.startswith("SIG"):
         at_step(lambda: os.kill(os.getpid(), signal.Signals[accident]))
     elif accident == "killed in a step":  # in its first forward pass
-        at_step(lambda: before(pretrain.training, "measure", die))
+        at_step(lambda: before(pretrain.training, "loss_terms", die))
     elif accident == "killed in an evaluation":
-        at_step(lambda: before(Trainer, "evaluate", lambda trainer: before(pretrain.training, "measure", die)))
+        at_step(lambda: before(Trainer, "evaluate", lambda trainer: before(pretrain.training, "loss_terms", die)))
     elif accident == "killed in a save":  # with a file half written
-        at_save(lambda: before(pretrain.checkpoints._HashingFile, "write", _die_after_writes(20)))
+        at_save(lambda: before(torch, "save", _die_half_written))
     elif accident == "killed before the marker":
         at_save(lambda: before(pretrain.checkpoints, "atomic_write", die))
     elif accident == "killed in an export":
@@ -88,44 +145,97 @@ def arrange(accident: str, step: int) -> None:
         assert accident == "none", accident
 
 
-def _die_after_writes(count: int) -> Callable[..., None]:
-    left = iter(range(count))
-
-    def write(file: Any, data: Any) -> None:
-        if next(left, None) is None:
-            die()
-
-    return write
+def _die_half_written(state: Any, file: Any) -> None:
+    file.write(b"half")
+    file.flush()
+    die()
 
 
-def _note_examples(output: Path, batches: list[dict[str, Any]], step: int) -> None:
-    examples = {str(int(batch["number"])): batch["example_ids"].tolist() for batch in batches}
+def _note_examples(output: Path, batches: list[Any], step: int) -> None:
+    examples = {str(batch.number): batch.example_ids.tolist() for batch in batches}
     record = {"launch": output.stem, "step": step, "examples": examples}
     append_jsonl(output.with_name("examples.jsonl"), record)
 
 
+def be_rank(launch: dict[str, Any], rank: int, output: Path) -> None:
+    """Runs one rank of a launch and leaves the process."""
+    before(Trainer, "train_step", lambda trainer, batches, step, *_, **__: _note_examples(output, batches, step))
+    accident, step = launch.get("accident", "none"), launch.get("step", 0)
+    if rank != launch.get("on", 0):
+        if launch.get("others_stuck"):
+            get_stuck(step)
+    elif "crash" in launch:
+        arrange_crash(launch["crash"], step, output.with_suffix(".crashed"))
+    else:
+        arrange(accident, step)
+    run_command(pretrain.run.main, launch["arguments"])
+
+
 def start(launch: dict[str, Any], rank: int, port: int, output: Path) -> int:
-    """Forks one rank; returns its process id."""
+    """Forks one rank; returns its process id, which is also that of its session."""
     child = os.fork()
     if child:
         return child
+    os.setsid()
     with open(output, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": launch.get("ranks", 1), "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in variables.items()}, MASTER_ADDR="127.0.0.1")
-    before(Trainer, "train_step", lambda trainer, batches, step: _note_examples(output, batches, step))
-    if rank == launch.get("on", 0):
-        arrange(launch.get("accident", "none"), launch.get("step", 0))
-    code = 0
     try:
-        run_command(pretrain.run.main, launch["arguments"])
+        be_rank(launch, rank, output)
     except SystemExit as leaving:
-        code = int(leaving.code or 0)
+        multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # as the interpreter does at its end
+        os._exit(int(leaving.code or 0))
     except BaseException as error:
         print(f"{type(error).__name__}: {error}", flush=True)
-        code = 1
-    os._exit(code)
+        multiprocessing.util._exit_function()  # type: ignore[attr-defined]
+    os._exit(1)
+
+
+def wait(ranks: list[int], crashed: Path, terminate: bool) -> list[int | None]:
+    """Exit codes of the ranks; None for one that is not gone in time with all processes of its session, and kills it.
+
+    Args:
+        ranks: their process ids.
+        crashed: what an injected crash has written at its time.
+        terminate: when a rank has ended, send SIGTERM to the others, as launchers do.
+    """
+    codes: dict[int, int] = {}
+    started = time.time()
+    while True:
+        for rank in set(ranks) - codes.keys():
+            found, state = os.waitpid(rank, os.WNOHANG)
+            if found:
+                codes[rank] = os.waitstatus_to_exitcode(state)
+        if terminate and codes:
+            time.sleep(2)  # the others have begun to wait
+            for rank in set(ranks) - codes.keys():
+                os.kill(rank, signal.SIGTERM)
+            terminate = False
+        late = time.time() > min(started + DEADLINE, crashed.stat().st_mtime + GONE if crashed.exists() else math.inf)
+        left = set(ranks) - codes.keys()
+        if late or not left:
+            processes = {number: session for number, session in sessions().items() if session in ranks}
+            if late or not processes:
+                break
+        time.sleep(0.02)
+    for number in processes:
+        os.kill(number, signal.SIGKILL)
+    for rank in left:
+        os.waitpid(rank, 0)
+    return [None if rank in left or rank in processes.values() else codes[rank] for rank in ranks]
+
+
+def sessions() -> dict[int, int]:
+    """Process id -> id of its session, of all living processes."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # gone meanwhile
+            state, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
+            if state != "Z":
+                found[int(path.parent.name)] = int(session)
+    return found
 
 
 def main() -> None:
@@ -136,10 +246,12 @@ def main() -> None:
             with socket.create_server(("127.0.0.1", 0)) as probe:
                 port = probe.getsockname()[1]
             output = Path(request["folder"]) / f"launch_{number}.txt"
-            children = [start(launch, rank, port, output) for rank in range(launch.get("ranks", 1))]
-            codes.append([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children])
+            ranks = [start(launch, rank, port, output) for rank in range(launch.get("ranks", 1))]
+            codes.append(wait(ranks, output.with_suffix(".crashed"), launch.get("launcher", False)))
         print(json.dumps(codes), flush=True)
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 1:  # deepspeed puts its --local_rank first
+        be_rank(json.loads(sys.argv[-1]), int(os.environ["RANK"]), Path(sys.argv[-2]))
     main()

@@ -15,7 +15,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
-Fork = Callable[..., list[list[int]]]
+Fork = Callable[..., list[list[int | None]]]
 
 
 @pytest.fixture(scope="session")
@@ -59,7 +59,7 @@ def launch(tiny_bert: Path, tiny_corpus: Path) -> Launch:
 def fork(tiny_bert: Path, tiny_corpus: Path) -> Iterator[Fork]:
     """The same without an interpreter's start: `fork(run_folder, {}, {"ranks": 2, "accident": "SIGTERM"}, flags=())`.
 
-    Gives the exit codes of the ranks of each launch; see accidents.py.
+    Gives the exit codes of the ranks of each launch, None for a hang; see accidents.py.
     """
     command = [sys.executable, str(Path(__file__).with_name("accidents.py"))]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -67,12 +67,12 @@ def fork(tiny_bert: Path, tiny_corpus: Path) -> Iterator[Fork]:
         stdin, stdout = server.stdin, server.stdout
         assert stdin is not None and stdout is not None
 
-        def run(folder: Path, *launches: dict[str, Any], flags: tuple[str, ...] = ()) -> list[list[int]]:
+        def run(folder: Path, *launches: dict[str, Any], flags: tuple[str, ...] = ()) -> list[list[int | None]]:
             arguments = ["--recipe", "pretrain/recipes/tiny.yaml", "--model", str(tiny_bert)]
             arguments += ["--corpus", str(tiny_corpus), "--output_dir", str(folder), *flags]
             plans = [launch | {"arguments": arguments} for launch in launches or ({},)]
             print(json.dumps({"folder": str(folder.parent), "launches": plans}), file=stdin, flush=True)
-            codes: list[list[int]] = json.loads(stdout.readline())
+            codes: list[list[int | None]] = json.loads(stdout.readline())
             return codes
 
         yield run

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
 from multicls.errors import UserError
-from pretrain.checkpoints import Checkpoints, find_damage
-from pretrain.run_folder import complete_steps, status
+from pretrain.checkpoints import Checkpoints, load_engine
+from pretrain.run_folder import complete_steps, find_damage, status
 
 IDENTITY = {"train.seed": 1}
 
@@ -26,7 +30,10 @@ def one_rank() -> Iterator[None]:
 
 
 class Engine:
-    """Writes as DeepSpeed does: through its checkpoint engine, one file a rank."""
+    """Writes like DeepSpeed: through its checkpoint engine, one file a rank."""
+
+    module = torch.nn.Linear(100, 10)
+    optimizer: Any = None
 
     class Writer:
         pass
@@ -35,7 +42,8 @@ class Engine:
         self.checkpoint_engine: Any = self.Writer()
 
     def save_checkpoint(self, folder: str, tag: str, **options: Any) -> None:
-        self.checkpoint_engine.save({"weights": list(range(1000))}, str(Path(folder) / tag / "model_states.pt"))
+        path = str(Path(folder) / tag / "model_states.pt")
+        self.checkpoint_engine.save(state_dict={"weights": list(range(1000))}, path=path)
 
 
 def checkpoints(folder: Path, identity: dict[str, Any] | None = None, **options: Any) -> Checkpoints:
@@ -74,7 +82,7 @@ def test_newest_of_the_same_run_is_resumed(folder: Path, tmp_path: Path) -> None
     assert checkpoints(folder, zero_stage=2).newest() == 40
 
 
-@pytest.mark.parametrize("name", ["model_states.pt", "meta.json", "COMPLETE"])
+@pytest.mark.parametrize("name", ["model_states.pt", "model.safetensors", "meta.json", "COMPLETE"])
 @pytest.mark.parametrize("harm", [flip_a_bit, truncate, Path.unlink])
 def test_damage_is_found_and_named(folder: Path, name: str, harm: Callable[[Path], None]) -> None:
     if name == "COMPLETE" and harm is not flip_a_bit:
@@ -130,14 +138,53 @@ def test_full_disk_keeps_what_is_there(folder: Path, monkeypatch: pytest.MonkeyP
 
 def test_two_checkpoints_must_fit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", ("total", "used", "free"))
-    free = 3 * 16 * 1_000_000
+    free = 3 * 20 * 1_000_000
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(free, 0, free))
     checkpoints(folder).check_space(1_000_000)
     checkpoints(folder / "not" / "there", keep=2).check_space(1_000_000)
     with pytest.raises(
-        UserError, match=r"3 checkpoints .* of about 0.03 GB \(2.0 M parameters x 16 bytes\) do not fit"
+        UserError, match=r"3 checkpoints .* of about 0.04 GB \(2.0 M parameters x 20 bytes\) do not fit"
     ):
         checkpoints(folder).check_space(2_000_000)
+
+
+def test_milestones_are_no_room_for_new_checkpoints(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", ("total", "used", "free"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, 0))
+    there = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    parameters = there // (3 * 20)  # so that the three checkpoints of two kept ones and a new one just fit
+    checkpoints(folder).check_space(parameters)
+    with pytest.raises(UserError, match="do not fit"):
+        checkpoints(folder, milestone_every=20).check_space(parameters)
+
+
+class Malicious:
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("touched"),)
+
+
+def test_deepspeed_unpickles_only_its_own_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0")
+
+    class Loading(Engine):
+        optimizer = SimpleNamespace(param_groups=[])
+
+        def load_checkpoint(self, folder: str, tag: str) -> tuple[str, None]:
+            torch.load(Path(folder) / tag, weights_only=False)
+            return tag, None
+
+        def load_universal_checkpoint(self) -> bool:
+            return False
+
+    torch.save({"loss_scaler": DynamicLossScaler(65536, 1000, 1, 1, False)}, "good.pt")
+    load_engine(Loading(), tmp_path, "good.pt")
+    torch.save({"loss_scaler": Malicious()}, "bad.pt")
+    with pytest.raises(UserError, match="bad.pt: holds other objects than DeepSpeed writes"):
+        load_engine(Loading(), tmp_path, "bad.pt")
+    assert not Path("touched").exists() and os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] == "0"
+    torch.load("bad.pt", weights_only=False)
+    assert Path("touched").exists()  # it would have worked
 
 
 def test_status(folder: Path) -> None:

@@ -36,7 +36,17 @@ def orderly_corpus(tiny_bert: Path, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.mark.launcher
 @pytest.mark.parametrize(("objective", "fraction"), [("mlm", 0.9), ("tfidf", 0.5), ("so", 0.8), ("mcqt", 0.9)])
 def test_every_loss_falls(fork: Fork, orderly_corpus: Path, tmp_path: Path, objective: str, fraction: float) -> None:
-    flags = ["--corpus", str(orderly_corpus), "--steps", "150", "--set", "train.triples=8"]
+    flags = [
+        "--corpus",
+        str(orderly_corpus),
+        "--steps",
+        "150",
+        "--set",
+        "train.negatives_group=8",
+        "--set",
+        "train.micro_batch_size=auto",
+    ]
+    flags += ["--global_batch_size", "16", "--micro_batch_size", "auto"]
     for other in {"mlm", "tfidf", "so", "mcqt"} - {objective}:
         flags += ["--set", f"objective.{other}=0"]
     for name in ("log_every", "eval_every", "save_every"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from multicls import MultiClsBertConfig, MultiClsBertForPreTraining
 from multicls.errors import UserError
 from multicls.files import read_jsonl
+from multicls.modeling_multicls import mcqt_loss, part_scores
 from multicls.settings import load_settings
+from pretrain.batches import MicroBatch
 from pretrain.flops import known_peak_tflops, throughput, training_flops
-from pretrain.metrics import Log, Totals, collapses, console_line, measure, term_counts
+from pretrain.log import Log, console_line
+from pretrain.metrics import MetricSums, collapses, loss_terms, means, measure
 from pretrain.settings import PretrainSettings
 from tests.pretrain.conftest import Launch, records
+from tests.pretrain.tools import micro_batch_of
 
-LENGTH, TRIPLES = 16, 4
+LENGTH, EXAMPLES = 16, 4
 
 
 def model(facets: int, hard_negatives: bool = True, **sizes: int) -> MultiClsBertForPreTraining:
@@ -34,7 +39,7 @@ def model(facets: int, hard_negatives: bool = True, **sizes: int) -> MultiClsBer
 def micro_batch(seed: int, facets: int, parts: int, padded: bool = True) -> dict[str, Tensor]:
     """Random ids and targets; with `padded`, sequences of different lengths and some parts of a single run."""
     random = torch.Generator().manual_seed(seed)
-    rows = parts * TRIPLES
+    rows = parts * EXAMPLES
     lengths = torch.randint(LENGTH // 2, LENGTH + 1, (rows, 1), generator=random) if padded else LENGTH
     ids = torch.randint(5, 50, (rows, LENGTH), generator=random)
     real = (torch.arange(LENGTH) < lengths).expand(rows, LENGTH).long()
@@ -49,14 +54,29 @@ def micro_batch(seed: int, facets: int, parts: int, padded: bool = True) -> dict
     }
 
 
-def totals_of(network: MultiClsBertForPreTraining, batches: list[dict[str, Tensor]]) -> Totals:
-    """As training gathers them: losses are divided by shares of the whole step."""
-    counts = [term_counts(batch) for batch in batches]
-    normalizers = {name: torch.stack([c[name] for c in counts]).sum() / len(batches) for name in counts[0]}
-    totals = Totals()
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: None)
+
+
+def normalizers_of(batches: list[MicroBatch]) -> dict[str, Tensor]:
+    """Shares of the whole step, as in training."""
+    names = ("mlm", "tfidf", "so")
+    return {name: torch.tensor(sum(batch.counts[name] for batch in batches) / len(batches)) for name in names}
+
+
+def terms_of(network: MultiClsBertForPreTraining, batch: MicroBatch, normalizers: dict[str, Tensor]) -> Any:
+    outputs = network(**batch.inputs, normalizers=normalizers)
+    return loss_terms(outputs.losses, batch, normalizers) | measure(outputs, batch, normalizers)
+
+
+def totals_of(network: MultiClsBertForPreTraining, inputs: list[dict[str, Tensor]]) -> dict[str, tuple[float, float]]:
+    """Sums and counts as training gathers them."""
+    batches = [micro_batch_of(batch, network.config.num_parts) for batch in inputs]
+    sums, normalizers = MetricSums(), normalizers_of(batches)
     for batch in batches:
-        totals.add(measure(network(**batch, normalizers=normalizers), batch, normalizers))
-    return totals
+        sums.add(terms_of(network, batch, normalizers))
+    return sums.totals(torch.device("cpu"))
 
 
 def plain_loop(network: MultiClsBertForPreTraining, batches: list[dict[str, Tensor]]) -> dict[str, float]:
@@ -94,11 +114,11 @@ def plain_loop(network: MultiClsBertForPreTraining, batches: list[dict[str, Tens
             unit = torch.stack([row[k] / row[k].norm() for row in embeddings])
             squares[k] += float(unit.var(dim=0).sum()) * (len(unit) - 1)
         freedom += len(embeddings) - 1
-        for start in [0, 2 * TRIPLES][: parts - 1]:
+        for start in [0, 2 * EXAMPLES][: parts - 1]:
             scores = outputs.mcqt_scores[0 if start == 0 else 1]
-            for query in range(TRIPLES):
+            for query in range(EXAMPLES):
                 seen.setdefault("acc/mcqt", []).append(int(scores[query].argmax()) == query)
-                mine, right = embeddings[start + query], embeddings[TRIPLES + query]
+                mine, right = embeddings[start + query], embeddings[EXAMPLES + query]
                 cosines = {
                     (i, j): float(torch.cosine_similarity(mine[i], right[j], dim=0))
                     for i in range(len(mine))
@@ -124,35 +144,55 @@ def test_metrics_equal_a_plain_loop(facets: int, hard_negatives: bool) -> None:
     network = model(facets, hard_negatives)
     batches = [micro_batch(seed, facets, 3 if hard_negatives else 2) for seed in range(3)]
     with torch.no_grad():
-        means, expected = totals_of(network, batches).means(), plain_loop(network, batches)
-    assert means.keys() == expected.keys() | {"loss/mlm", "loss/so", "loss/mcqt"}
-    assert {name: means[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+        found, expected = means(totals_of(network, batches)), plain_loop(network, batches)
+    assert found.keys() == expected.keys() | {"loss/mlm", "loss/so", "loss/mcqt"}
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4)
 
 
-def test_metrics_do_not_depend_on_who_computes_a_micro_batch() -> None:
-    network = model(3)
-    batches = [micro_batch(seed, 3, 3) for seed in range(4)]
-    counts = [term_counts(batch) for batch in batches]
-    normalizers = {name: torch.stack([c[name] for c in counts]).sum() / len(batches) for name in counts[0]}
-    together, halves = Totals(), [Totals(), Totals()]
+def test_sums_of_two_ranks_are_those_of_one() -> None:
+    """Micro-batches that are not counted add nothing, whatever their values; a state goes on to the bit."""
+    network, device = model(3), torch.device("cpu")
+    batches = [micro_batch_of(micro_batch(seed, 3, 3), 3) for seed in range(4)]
+    normalizers = normalizers_of(batches)
+    together, halves = MetricSums(), [MetricSums(), MetricSums()]
     for number, batch in enumerate(batches):
-        terms = measure(network(**batch, normalizers=normalizers), batch, normalizers)
+        terms = terms_of(network, batch, normalizers)
         together.add(terms)
         halves[number % 2].add(terms)
-        halves[number % 2].add({name: (total * math.nan, count) for name, (total, count) in terms.items()}, False)
-    halves[0].include(halves[1])
-    assert halves[0].means() == pytest.approx(together.means(), rel=1e-12)
-    assert halves[0].sums().keys() == together.sums().keys()
+        halves[number % 2].add({name: (value * math.nan, count) for name, (value, count) in terms.items()}, False)
+    halves[0].add_state(json.loads(json.dumps(halves[1].state())), device)
+    expected = means(together.totals(device))
+    assert means(halves[0].totals(device)) == pytest.approx(expected, rel=1e-12)
+    copied = MetricSums()
+    copied.add_state(json.loads(json.dumps(together.state())), device)
+    assert means(copied.totals(device)) == expected
+
+
+def test_groups_are_each_others_negatives_and_no_more() -> None:
+    network, group = model(3), 2
+    inputs = micro_batch(0, 3, 3)
+    outputs = network(**inputs, group_size=group)
+    accuracy = measure(outputs, micro_batch_of(inputs, 3), normalizers_of([micro_batch_of(inputs, 3)]), group)[
+        "acc/mcqt"
+    ]
+    parts = [part.split(group) for part in outputs.facet_embeddings.chunk(3)]
+    rows = [torch.cat(found) for found in zip(*parts, strict=True)]
+    scores = [part_scores(one, 3, 0.1) for one in rows]
+    losses = torch.stack([mcqt_loss(one) for one in scores])
+    torch.testing.assert_close(outputs.losses["mcqt"], losses.mean())
+    hits = sum(int((d.argmax(1) == torch.arange(group)).sum()) for one in scores for d in one if d is not None)
+    assert (int(accuracy[0]), accuracy[1]) == (hits, 8)
+    assert abs(outputs.losses["mcqt"] - network(**inputs).losses["mcqt"]) > 1e-3  # control: one group of four
 
 
 def test_collapsed_facets_show() -> None:
     """A facet head of zeros gives every sequence and facet the same embedding, its bias: nothing varies."""
     network = model(3)
-    healthy = totals_of(network, [micro_batch(0, 3, 3)]).means()
+    healthy = means(totals_of(network, [micro_batch(0, 3, 3)]))
     assert healthy["facets/mean_cosine"] < 0.9 and healthy["facets/variance_1"] > 0.01
     torch.nn.init.zeros_(network.bert.facet_head.dense.weight)
     torch.nn.init.ones_(network.bert.facet_head.LayerNorm.bias)
-    collapsed = totals_of(network, [micro_batch(0, 3, 3)]).means()
+    collapsed = means(totals_of(network, [micro_batch(0, 3, 3)]))
     assert collapsed["facets/mean_cosine"] == pytest.approx(1) and collapsed["facets/variance_1"] == pytest.approx(0)
     assert collapsed["facets/top_pair_share"] == 1 and collapsed["facets/pair_entropy"] == 0
     assert collapses(healthy) == [] and [problem.partition(" (")[0] for problem in collapses(collapsed)] == [
@@ -165,7 +205,7 @@ def test_collapsed_facets_show() -> None:
 def test_targets_that_are_all_the_same_have_no_r2() -> None:
     batch = micro_batch(0, 2, 3)
     batch["tfidf_labels"] = torch.full_like(batch["tfidf_labels"], 3.3)
-    assert "r2/tfidf" not in totals_of(model(2), [batch]).means()
+    assert "r2/tfidf" not in means(totals_of(model(2), [batch]))
 
 
 @pytest.mark.parametrize("facets", [4, 0])
@@ -177,7 +217,7 @@ def test_flops_of_a_step_are_those_that_torch_counts(facets: int) -> None:
     with FlopCounterMode(display=False) as counter:
         network(**batch).loss.backward()
     pooler = 2 * rows * hidden**2
-    comparisons = 6 * 2 * TRIPLES * 2 * TRIPLES * hidden * (embeddings**2 + 1)
+    comparisons = 6 * 2 * EXAMPLES * 2 * EXAMPLES * hidden * (embeddings**2 + 1)
     ours = training_flops(
         network.config,
         sequences=rows,
@@ -198,10 +238,10 @@ def test_flops_of_bert_base_are_six_a_parameter_and_token() -> None:
 def test_throughput_counts_real_tokens() -> None:
     network = model(3)
     batches = [micro_batch(seed, 3, 3) for seed in range(2)]
-    sums = totals_of(network, batches).sums()
+    totals = totals_of(network, batches)
     tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)
     assert tokens < 2 * 12 * LENGTH
-    values = throughput(network.config, sums, seconds=4.0, peak_tflops=None)
+    values = throughput(network.config, totals, seconds=4.0, peak_tflops=None)
     assert values == {
         "data/tokens": tokens,
         "speed/sequences_per_second": 2 * 12 / 4,
@@ -211,7 +251,7 @@ def test_throughput_counts_real_tokens() -> None:
     for batch in batches:
         shape["squared_lengths"] += int(batch["attention_mask"].sum(dim=1).square().sum())
         shape["masked"] += int((batch["labels"] != -100).sum())
-    mfu = throughput(network.config, sums, seconds=4.0, peak_tflops=0.5)["speed/mfu"]
+    mfu = throughput(network.config, totals, seconds=4.0, peak_tflops=0.5)["speed/mfu"]
     assert mfu == pytest.approx(training_flops(network.config, sequences=24, **shape) / 4 / 0.5e12)
 
 

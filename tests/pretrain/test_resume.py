@@ -21,8 +21,8 @@ VARYING = ("speed/", "memory/")
 def disturb(fork: Fork) -> Fork:
     """`fork` with lines of metrics over several steps, and steps for up to four ranks."""
 
-    def run(folder: Path, *launches: dict[str, Any], flags: tuple[str, ...] = ()) -> list[list[int]]:
-        return fork(folder, *launches, flags=("--set", "run.log_every=3", "--micro_batches", "4", *flags))
+    def run(folder: Path, *launches: dict[str, Any], flags: tuple[str, ...] = ()) -> list[list[int | None]]:
+        return fork(folder, *launches, flags=("--set", "run.log_every=3", "--global_batch_size", "12", *flags))
 
     return run
 
@@ -183,3 +183,11 @@ def test_dry_run_leaves_nothing(disturb: Fork, tmp_path: Path, stage: int) -> No
     assert "resuming from step 1" in said(tmp_path / "run", 0)
     assert re.search(r"dry run: \d+\.\d+ s a step, peak memory .* GB on rank 0; 1000 steps", said(tmp_path / "run", 0))
     assert {path.name for path in tmp_path.iterdir()} == {"launch_0.txt", "examples.jsonl"}
+
+
+def test_leaving_without_having_saved_is_no_success(disturb: Fork, tmp_path: Path) -> None:
+    """The time limit comes while the disk is full."""
+    flags = ("--set", "run.time_limit=0.001")
+    assert disturb(tmp_path / "run", {"accident": "full disk", "step": 1}, flags=flags) == [[1]]
+    assert "stopped by run.time_limit, but nothing was saved" in said(tmp_path / "run")
+    assert not (tmp_path / "run" / "STOPPED").exists()

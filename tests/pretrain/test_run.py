@@ -51,7 +51,7 @@ def test_finished_run_is_left_alone(fork: Fork, finished: Path) -> None:
 
 
 def test_two_ranks_give_the_same_curve(launch: Launch, finished: Path, tmp_path: Path) -> None:
-    """And with loader processes instead of none."""
+    """And with two loader processes each instead of one."""
     deepspeed = ("deepspeed", "--num_gpus", "2", "--master_port", "29617")
     done = launch(tmp_path / "run", "--set", "data.num_workers=2", launcher=deepspeed)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -91,7 +91,11 @@ def test_resume_refuses_another_run(fork: Fork, launch: Launch, finished: Path) 
         (["--corpus", "nowhere"], "nowhere"),
         (["--config", "ds_configs/zero22.json"], "ds_configs/zero2"),
         (["--recipe", "pretrain/recipes/tinny.yaml"], "pretrain/recipes/tiny.yaml"),
-        (["--micro_batches", "0"], "train.micro_batches = 0"),
+        (["--global_batch_size", "0"], "train.global_batch_size = 0"),
+        (["--global_batch_size", "4"], "give 3, or another train.negatives_group"),
+        (["--set", "train.triples=4"], "train.triples is now train.negatives_group"),
+        (["--micro_batches", "2"], "--micro_batches is now --global_batch_size"),
+        (["--micro_batch_size", "4"], "train.micro_batch_size = 4 is no multiple of"),
     ],
 )
 def test_mistakes_are_answered_before_anything_is_written(

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from multicls import MultiClsBertConfig
+from multicls.corpus import Corpus
 from multicls.errors import UserError
 from multicls.files import REPOSITORY
-from multicls.settings import load_settings
-from multicls.shards import Corpus
-from pretrain.job import _identity, settle_steps
-from pretrain.run import check_ranks, fit_ranks, parse, read_settings
-from pretrain.settings import PretrainSettings, TrainSettings
+from pretrain.job import identity, settle_steps
+from pretrain.run import fit_ranks, parse, read_settings, recipe_settings
+from pretrain.settings import RENAMED, PretrainSettings, TrainSettings, batch_arithmetic, settle_micro_batch
 
 RECIPES = sorted((REPOSITORY / "pretrain" / "recipes").glob("*.yaml"))
 NEEDED = ["--model", "m", "--corpus", "c"]
+SIZES = ("--global_batch_size", "--micro_batch_size")
 
 
 def read(*argv: str) -> PretrainSettings:
@@ -32,19 +32,22 @@ def test_every_recipe_loads(recipe: Path) -> None:
 
 
 PAPER = {"model.num_facets": 5, "model.mcqt_lambda": 0.1, "model.hard_negatives": True, "data.seq_length": 128}
-PAPER |= {"train.learning_rate": 2e-5, "train.warmup_fraction": 0.001, "train.weight_decay": 0.02}
-PAPER |= {"train.gradient_clipping": 1.0, "train.steps": 0, "data.mlm_probability": 0.15}
+PAPER |= {"train.learning_rate": 2e-5, "train.warmup_ratio": 0.001, "train.weight_decay": 0.02}
+PAPER |= {"train.max_grad_norm": 1.0, "train.steps": 0, "data.mlm_probability": 0.15}
 PAPER |= {f"objective.{name}": 1.0 for name in ("mlm", "tfidf", "so", "mcqt")}
-BASE = PAPER | {"model.facet_layers": [4, 8], "train.triples": 10, "train.tokens": 2e9}
-LARGE = PAPER | {"model.facet_layers": [8, 16], "train.triples": 16, "train.tokens": 1e9}
+BASE = PAPER | {"model.facet_layers": [4, 8], "train.tokens": 2e9}
+BASE |= dict.fromkeys(("train.global_batch_size", "train.negatives_group"), 10)
+LARGE = PAPER | {"model.facet_layers": [8, 16], "train.tokens": 1e9}
+LARGE |= dict.fromkeys(("train.global_batch_size", "train.negatives_group"), 16)
+PAIRS = {"model.hard_negatives": False, "train.global_batch_size": 15, "train.negatives_group": 15}
 SINGLE_CLS = {"model.num_facets": 0, "model.facet_layers": []}
 CLAIMS = {  # recipe -> what it changes of base
-    "mtl": SINGLE_CLS | {"model.hard_negatives": False, "train.triples": 15},
+    "mtl": SINGLE_CLS | PAIRS,
     "k1": {"model.num_facets": 1},
     "lambda0": {"model.mcqt_lambda": 0.0},
     "lambda05": {"model.mcqt_lambda": 0.5},
     "lambda1": {"model.mcqt_lambda": 1.0},
-    "no_hard_negative": {"model.hard_negatives": False, "train.triples": 15},
+    "no_hard_negative": PAIRS,
     "no_facet_layers": {"model.facet_layers": []},
     "mlm_only": SINGLE_CLS | {f"objective.{name}": 0.0 for name in ("tfidf", "so", "mcqt")},
 }
@@ -80,7 +83,7 @@ def test_an_ablation_changes_of_base_what_it_claims(recipe: str) -> None:
     assert {name: after[name] for name in after if after[name] != before[name]} == CLAIMS[recipe]
     model = changed.model.model_dump(exclude={"checkpoint", "random_weights"})
     config = MultiClsBertConfig(**model)  # refuses what does not go together
-    assert config.num_parts * changed.train.triples == 30
+    assert config.num_parts * changed.train.global_batch_size == 30
 
 
 def test_length_in_tokens_or_in_steps(tiny_corpus: Path) -> None:
@@ -91,26 +94,42 @@ def test_length_in_tokens_or_in_steps(tiny_corpus: Path) -> None:
         with pytest.raises(UserError, match="either train.tokens or train.steps"):
             read(*base, *(f"--set={assignment}" for assignment in both))
     corpus = Corpus.open(tiny_corpus)
-    tiny = ["train.triples=4", "train.micro_batches=3", "data.seq_length=32", "train.tokens=1e6"]
+    tiny = ["train.negatives_group=4", "train.global_batch_size=12", "data.seq_length=32", "train.tokens=1e6"]
     one, other = (
         settle_steps(read(*NEEDED, f"--seed={seed}", *(f"--set={item}" for item in tiny)), corpus).train
         for seed in (1, 2)
     )
     assert (one.steps, one.tokens) == (other.steps, 0)
-    text = 1e6 / (one.steps * 4 * 3 * 3)  # pieces of a part, of at most 32 - 3 - K
+    text = 1e6 / (one.steps * 12 * 3)  # tokens of a part, of at most 32 - 3 - K
     assert 0.7 * 24 < text < 24
-    doubled = read(*NEEDED, *(f"--set={item}" for item in tiny), "--set=train.micro_batches=6")
+    doubled = read(*NEEDED, *(f"--set={item}" for item in tiny), "--set=train.global_batch_size=24")
     assert settle_steps(doubled, corpus).train.steps == pytest.approx(one.steps / 2, abs=1)
     assert settle_steps(read(*NEEDED, "--steps", "7"), corpus).train.steps == 7
 
 
-def test_what_changes_no_number_may_change_on_resume(tmp_path: Path) -> None:
+@pytest.fixture
+def corpus_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Flags for which an identity can be made without a checkpoint."""
     (tmp_path / "manifest.json").write_text("{}")
+    monkeypatch.setattr("pretrain.job.checkpoint_fingerprint", lambda checkpoint, weights: f"{checkpoint}{weights}")
+    return ["--model", "m", "--corpus", str(tmp_path)]
+
+
+def test_what_changes_no_number_may_change_on_resume(corpus_flags: list[str]) -> None:
     other = ["--set=train.skip_nonfinite=3", "--set=train.activation_checkpointing=true", "--set=data.num_workers=0"]
-    assert _identity(read(*NEEDED), tmp_path, 1) == _identity(read(*NEEDED, *other), tmp_path, 2)
-    gathered = read(*NEEDED, "--set=train.gather_negatives=true")
-    one, two = (_identity(gathered, tmp_path, ranks) for ranks in (1, 2))
+    other += ["--micro_batch_size", "10", "--set=train.unpad=true"]
+    other += ["--set=train.precision=fp32", "--set=data.warm_up=true"]  # what "auto" is on a CPU
+    assert identity(read(*corpus_flags), 1) == identity(read(*corpus_flags, *other), 2)
+    gathered = read(*corpus_flags, "--set=train.gather_negatives=true")
+    gathered = settle_micro_batch(gathered, 1)
+    one, two = (identity(gathered, ranks) for ranks in (1, 2))
     assert {key for key in one if one[key] != two[key]} == {"number of ranks (train.gather_negatives)"}
+    other_model = identity(read(*corpus_flags, "--set=model.random_weights=true"), 1)
+    plain = identity(read(*corpus_flags), 1)
+    assert {key for key in plain if plain[key] != other_model[key]} == {
+        "model.random_weights",
+        "fingerprint of model.checkpoint",
+    }
 
 
 def test_nothing_given_means_the_embedded_default() -> None:
@@ -125,11 +144,11 @@ def test_a_corpus_alone_is_not_mixed_with_the_embedded_default() -> None:
 
 
 def test_precedence_defaults_recipes_flags(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("train: {steps: 7, triples: 3}\nmodel: {num_facets: 2}\n")
-    (tmp_path / "b.yaml").write_text("train: {triples: 4}\n")
+    (tmp_path / "a.yaml").write_text("train: {steps: 7, weight_decay: 0.3}\nmodel: {num_facets: 2}\n")
+    (tmp_path / "b.yaml").write_text("train: {weight_decay: 0.4}\n")
     recipes = ["--recipe", str(tmp_path / "a.yaml"), "--recipe", str(tmp_path / "b.yaml")]
     settings = read(*recipes, *NEEDED, "--set", "model.num_facets=1", "--steps", "9")
-    assert (settings.train.steps, settings.train.triples, settings.model.num_facets) == (9, 4, 1)
+    assert (settings.train.steps, settings.train.weight_decay, settings.model.num_facets) == (9, 0.4, 1)
     assert settings.train.learning_rate == TrainSettings().learning_rate
 
 
@@ -150,13 +169,19 @@ def test_weights_of_sources() -> None:
             read(*NEEDED, "--set", f"data.source_weights.wiki={weight}")
 
 
-def test_weights_of_sources_belong_to_a_run(tmp_path: Path) -> None:
-    (tmp_path / "manifest.json").write_text("{}")
-    plain, weighted = (
-        _identity(read(*NEEDED, *flags), tmp_path, 1) for flags in ([], ["--set=data.source_weights.a=2"])
-    )
+def test_weights_of_sources_belong_to_a_run(corpus_flags: list[str]) -> None:
+    plain, weighted = (identity(read(*corpus_flags, *flags), 1) for flags in ([], ["--set=data.source_weights.a=2"]))
     assert json.loads(json.dumps(weighted)) == weighted
     assert {key for key in plain if plain[key] != weighted[key]} == {"data.source_weights"}
+
+
+def test_recipe_without_flags_tells_what_a_batch_departs_from() -> None:
+    base = ["--recipe", "pretrain/recipes/base.yaml", "--corpus", "c"]
+    flags = parse([*base, "--global_batch_size", "640", "--set=model.num_facets=3", "--set=train.seed=7"])
+    recipe = recipe_settings(flags)
+    assert recipe is not None and (recipe.global_batch_size, recipe.seed) == (10, 1)
+    assert recipe_settings(parse(NEEDED)) is None
+    assert recipe_settings(parse([*base, "--set=train.tokens=0", "--steps", "5"])) is not None
 
 
 def test_no_objective_is_refused() -> None:
@@ -165,22 +190,56 @@ def test_no_objective_is_refused() -> None:
         read(*NEEDED, *weights)
 
 
-def test_ranks_that_do_not_divide_the_step_are_refused() -> None:
-    settings = load_settings(PretrainSettings, [], ["train.micro_batches=6", "model.checkpoint=m", "data.corpus=c"])
-    check_ranks(settings, 3)
-    with pytest.raises(UserError, match="1 or 2 or 3 or 6"):
-        check_ranks(settings, 4)
+def batch(ranks: int, *flags: str) -> tuple[int, int]:
+    """Returns examples of a micro-batch, and micro-batches that a rank accumulates."""
+    arithmetic = batch_arithmetic(read(*NEEDED, *flags), ranks)
+    return arithmetic["micro_batch_size"], arithmetic["accumulation"]
+
+
+def test_micro_batches_are_as_large_as_the_token_budget_allows() -> None:
+    """A group of 10 examples has 3,840 tokens."""
+    assert batch(1) == (10, 1)
+    assert batch(1, "--global_batch_size", "80") == (80, 1)
+    assert batch(2, "--global_batch_size", "80") == (40, 1)
+    assert batch(1, "--global_batch_size", "160") == (80, 2)  # 160 examples are 61,440 tokens
+    assert batch(1, "--global_batch_size", "160", "--set=train.micro_batch_tokens=16000") == (40, 4)
+    assert batch(1, "--global_batch_size", "110") == (10, 11)  # 11 groups have no divisor that fits
+    assert batch(1, "--set=train.micro_batch_tokens=100") == (10, 1)  # a group cannot be divided
+    assert batch(4, "--global_batch_size", "80", "--micro_batch_size", "10") == (10, 2)
+
+
+def test_batches_that_cannot_be_shared_out_are_refused() -> None:
+    assert batch(3, "--global_batch_size", "60") == (20, 1)
+    with pytest.raises(UserError, match=r"1 or 2 or 3 or 6 rank.*--global_batch_size a multiple of 40"):
+        batch(4, "--global_batch_size", "60")
+    with pytest.raises(UserError, match="does not divide a rank's 30 examples .* one of 10, 30"):
+        batch(2, "--global_batch_size", "60", "--micro_batch_size", "20")
+    with pytest.raises(UserError, match=r"train.global_batch_size = 64 is no multiple .* give 60"):
+        read(*NEEDED, "--global_batch_size", "64")
+
+
+def test_groups_that_are_no_groups_and_settings_that_exclude_each_other() -> None:
+    with pytest.raises(UserError, match="train = 5"):
+        read(*NEEDED, "--set=train=5")
+    with pytest.raises(UserError, match="train.compile and train.unpad do not go together"):
+        read(*NEEDED, "--set=train.compile=true", "--set=train.unpad=true")
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_old_names_say_the_new_ones(old: str, new: str) -> None:
+    with pytest.raises(UserError, match=re.escape(f"train.{old} is now {new}")):
+        read(*NEEDED, f"--set=train.{old}=1")
 
 
 def test_the_embedded_default_runs_on_any_number_of_ranks() -> None:
     settings = read()
-    assert [fit_ranks(settings, n).train.micro_batches for n in (1, 2, 3, 8)] == [2, 2, 6, 8]
+    assert [fit_ranks(settings, n).train.global_batch_size for n in (1, 2, 3, 8)] == [6, 6, 18, 24]
 
 
 def test_no_flag_is_an_abbreviation_for_the_launcher() -> None:
     """The deepspeed launcher also reads abbreviations of its own options behind the script's name."""
     from deepspeed.launcher.runner import parse_args
 
-    for flag in ("--recipe", "--set", "--model", "--corpus", "--output_dir", "--steps", "--micro_batches", "--seed"):
+    for flag in ("--recipe", "--set", "--model", "--corpus", "--output_dir", "--steps", "--seed", *SIZES):
         known = parse_args(["pretrain/run.py", flag, "x"])
         assert known.user_args == [flag, "x"]

@@ -1,7 +1,8 @@
-"""Parts of the loop that need no launch: schedule, shares of the ranks, parameter groups, totals, checkpoints."""
+"""Parts of the loop that need no launch: schedule, sampler, parameter groups, padded vocabulary, log."""
 
 from __future__ import annotations
 
+from functools import partialmethod
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,12 @@ import torch
 
 from multicls import MultiClsBertConfig, MultiClsBertForPreTraining
 from multicls.files import read_jsonl
-from pretrain.batches import Share
-from pretrain.metrics import Log, Totals, duration, term_counts
+from pretrain.batches import RankSampler
+from pretrain.engine import PADDING_BIAS, compile_layers, freeze_unused, pad_vocabulary
+from pretrain.export import VOCABULARY_ROWS
+from pretrain.log import Log, duration
 from pretrain.settings import ObjectiveSettings, TrainSettings
-from pretrain.training import dropout_seed, freeze_unused, lr_at, parameter_groups
+from pretrain.training import lr_at
 
 
 def model() -> MultiClsBertForPreTraining:
@@ -23,35 +26,19 @@ def model() -> MultiClsBertForPreTraining:
 
 
 def test_learning_rate_rises_then_falls_linearly() -> None:
-    train = TrainSettings(steps=100, learning_rate=1.0, warmup_fraction=0.1)
+    train = TrainSettings(steps=100, learning_rate=1.0, warmup_ratio=0.1)
     rates = [lr_at(step, train) for step in range(100)]
-    assert rates[:10] == pytest.approx([0.1 * n for n in range(1, 11)])
+    assert rates[:11] == pytest.approx([n / 11 for n in range(1, 12)])
     assert rates[10:] == pytest.approx([(100 - step) / 90 for step in range(10, 100)])
     assert lr_at(100, train) == 0
-    assert lr_at(0, TrainSettings(steps=10, learning_rate=1.0, warmup_fraction=0)) == 1.0
+    assert lr_at(0, TrainSettings(steps=10, learning_rate=1.0, warmup_ratio=0)) == 1.0
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 6])
 def test_ranks_share_out_a_step_without_gaps_or_overlap(world_size: int) -> None:
-    shares = [list(Share(6, rank, world_size).numbers(range(4, 6))) for rank in range(world_size)]
+    shares = [list(RankSampler(6, rank, world_size).numbers(range(4, 6))) for rank in range(world_size)]
     assert sorted(number for share in shares for number in share) == list(range(24, 36))
     assert {len(share) for share in shares} == {12 // world_size}
-
-
-def test_dropout_belongs_to_the_micro_batch() -> None:
-    seeds = {dropout_seed(seed, number) for seed in range(20) for number in range(500)}
-    assert len(seeds) == 10_000
-    assert all(0 <= seed < 2**63 for seed in seeds)
-
-
-def test_no_decay_on_biases_and_layer_norms() -> None:
-    network = model()
-    named = {id(p): name for name, p in network.named_parameters()}
-    decayed, plain = ([named[id(p)] for p in group["params"]] for group in parameter_groups(network, 0.02))
-    assert {"bert.encoder.layer.0.facets.weight", "bert.facet_head.dense.weight"} <= set(decayed)
-    assert {"bert.facet_head.LayerNorm.weight", "bert.facet_head.LayerNorm.bias", "cls.predictions.bias"} <= set(plain)
-    assert all("LayerNorm" in name or name.endswith("bias") for name in plain)
-    assert sorted(decayed + plain) == sorted(named.values())
 
 
 def test_what_no_objective_reaches_is_frozen() -> None:
@@ -65,23 +52,55 @@ def test_what_no_objective_reaches_is_frozen() -> None:
             assert parameter.requires_grad == (parameter.grad is not None and bool(parameter.grad.any())), name
 
 
-def test_totals_are_means_over_terms_not_over_batches() -> None:
-    totals, more = Totals(), Totals()
-    totals.add({"loss/mlm": (torch.tensor(10.0), torch.tensor(2))})
-    more.add({"loss/mlm": (torch.tensor(2.0), torch.tensor(4)), "acc/so": (torch.tensor(0.0), torch.tensor(0))})
-    totals.include(more)
-    assert totals.means() == {"loss/mlm": 2.0}
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_padded_vocabulary_changes_no_loss_and_no_gradient(dtype: torch.dtype) -> None:
+    plain, padded = model().eval(), model().eval()
+    padded.load_state_dict(plain.state_dict())
+    pad_vocabulary(padded, multiple=64)
+    assert padded.cls.predictions.decoder.weight is padded.bert.embeddings.word_embeddings.weight
+    assert padded.cls.predictions.decoder.weight.shape == (64, 8) and padded.config.vocab_size == 50
+    inputs = torch.randint(10, 50, (6, 12), generator=torch.Generator().manual_seed(0))
+    losses = []
+    for network in (plain, padded):
+        network.to(dtype)
+        loss = network(inputs, labels=inputs).losses["mlm"]
+        loss.backward()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    gradients = {name: p.grad for name, p in plain.named_parameters()}
+    for name, parameter in padded.named_parameters():
+        if (grad := parameter.grad) is None:
+            assert gradients[name] is None
+            continue
+        if name in VOCABULARY_ROWS:
+            assert len(grad) == 64 and not grad[50:].any(), name
+            grad = grad[:50]
+        torch.testing.assert_close(grad, gradients[name], rtol=1e-5, atol=1e-6)
+    weight = padded.cls.predictions.bias.detach()
+    assert (weight[50:] == weight.new_tensor(PADDING_BIAS)).all()
+    with torch.no_grad():  # control: rows that do take part
+        padded.cls.predictions.bias[50:] = 0
+    assert padded(inputs, labels=inputs).losses["mlm"].item() > losses[0] + 0.1
 
 
-def test_counts_leave_out_padding_and_facets() -> None:
-    batch = {
-        "input_ids": torch.zeros(2, 8),
-        "attention_mask": torch.tensor([[1] * 8, [1] * 6 + [0] * 2]),
-        "labels": torch.tensor([[-100] * 7 + [3], [-100] * 8]),
-        "tfidf_labels": torch.zeros(2, 5),
-        "so_labels": torch.tensor([1, -100]),
-    }
-    assert {name: int(count) for name, count in term_counts(batch).items()} == {"mlm": 1, "tfidf": 8, "so": 1}
+def test_compiled_layers_change_no_loss_and_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a backend that needs no C++ compiler."""
+    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    plain, compiled = model().eval(), model().eval()
+    compiled.load_state_dict(plain.state_dict())
+    compile_layers(compiled)
+    inputs = torch.randint(10, 50, (6, 12), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(12) < torch.tensor([12, 9, 10, 12, 8, 11])[:, None]).long()
+    losses = [network(inputs, attention_mask=mask, labels=inputs).loss for network in (plain, compiled)]
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=0)
+    for loss in losses:
+        loss.backward()
+    for (name, theirs), ours in zip(plain.named_parameters(), compiled.parameters(), strict=True):
+        if theirs.grad is not None and not name.endswith("key.bias"):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+    assert torch._dynamo.utils.counters["stats"]["calls_captured"] > 0
 
 
 def test_metrics_done_again_are_dropped_first(tmp_path: Path) -> None:

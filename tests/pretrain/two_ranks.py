@@ -1,4 +1,4 @@
-"""What test_ds_configs.py starts on two ranks: a few optimizer steps under every DeepSpeed file, all in one launch."""
+"""Makes a few optimizer steps under each DeepSpeed file, all in one launch of test_ds_configs.py."""
 
 from __future__ import annotations
 
@@ -13,14 +13,19 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from multicls import MultiClsBertConfig, MultiClsBertForPreTraining
+from multicls.distributed import leave_deepspeed, prepare_deepspeed
 from multicls.ds_config import load_ds_config, resolve_ds_config
-from multicls.ds_runtime import leave_deepspeed, prepare_deepspeed
 from multicls.modeling_multicls import mcqt_loss, part_scores
-from pretrain.negatives import gather_rows
+from pretrain.batches import MicroBatch, RankSampler
+from pretrain.engine import build_engine
+from pretrain.gather import gather_rows
+from pretrain.metrics import means
 from pretrain.settings import PretrainSettings, batch_arithmetic
+from pretrain.stopping import StopRequest
 from pretrain.training import Trainer
+from tests.pretrain.tools import micro_batch_of
 
-RANKS, STEPS, TRIPLES, MICRO_BATCHES, LENGTH, FACETS = 2, 3, 3, 4, 16, 2
+STEPS, GROUP, BATCH, LENGTH, FACETS = 3, 3, 12, 16, 2  # BATCH examples a step, in groups of GROUP
 
 
 class Case(NamedTuple):
@@ -30,18 +35,19 @@ class Case(NamedTuple):
     changes: dict[str, Any] = {}  # noqa: RUF012 (never changed)
 
 
+FILES = ("zero0", "zero1", "zero2", "zero3", "zero2_offload")
 CASES = {
-    **{name: Case(name) for name in ("zero0", "zero1", "zero2", "zero3", "zero2_offload")},
-    "zero0_bf16": Case("zero0", {"precision": "bf16"}),
-    "zero2_bf16": Case("zero2", {"precision": "bf16"}),
+    **{name: Case(name) for name in FILES},
+    **{f"{name}_bf16": Case(name, {"precision": "bf16"}) for name in FILES},
+    "zero2_two_groups_a_pass": Case("zero2", {"micro_batch_size": 2 * GROUP}),
     "zero3_activation_checkpointing": Case("zero3", {"activation_checkpointing": True}),
     "zero2_gather": Case("zero2", {"gather_negatives": True}),
 }
 
 
 def settings(**changes: Any) -> PretrainSettings:
-    train: dict[str, Any] = {"steps": 10, "triples": TRIPLES, "micro_batches": MICRO_BATCHES, "learning_rate": 0.01}
-    train |= {"precision": "fp32", "skip_nonfinite": 1} | changes
+    train: dict[str, Any] = {"steps": 10, "global_batch_size": BATCH, "negatives_group": GROUP, "learning_rate": 0.01}
+    train |= {"micro_batch_size": GROUP, "precision": "fp32", "skip_nonfinite": 1} | changes
     return PretrainSettings.model_validate({"model": {"checkpoint": "m"}, "data": {"corpus": "c"}, "train": train})
 
 
@@ -52,21 +58,27 @@ def model() -> MultiClsBertForPreTraining:
     return MultiClsBertForPreTraining(config)
 
 
-def micro_batch(number: int) -> dict[str, Tensor]:
-    """Random text with random padding, and of every loss another number of terms than other micro-batches."""
+def micro_batch(number: int, size: int = GROUP) -> MicroBatch:
+    """Returns `size` examples, part-major: the same examples for any size that divides the step."""
+    groups = [group(number * size // GROUP + place) for place in range(size // GROUP)]
+    parts = {name: [inputs[name].chunk(3) for inputs in groups] for name in groups[0]}
+    inputs = {name: torch.cat([chunks[p] for p in range(3) for chunks in found]) for name, found in parts.items()}
+    examples = torch.arange(size) + number * size
+    return micro_batch_of(inputs, 3, number, torch.stack([torch.zeros_like(examples), examples], dim=1))
+
+
+def group(number: int) -> dict[str, Tensor]:
+    """Returns random text with random padding; each loss has another number of terms than in other groups."""
     generator = torch.Generator().manual_seed(number)
 
     def draw(low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high, shape, generator=generator)
 
-    rows = 3 * TRIPLES
+    rows = 3 * GROUP
     ids = draw(5, 60, rows, LENGTH)
     mask = (torch.arange(LENGTH) < draw(LENGTH // 2, LENGTH + 1, rows, 1)).long()
     masked = (draw(0, 5, rows, LENGTH) == 0) & mask.bool() & (torch.arange(LENGTH) > FACETS)
-    examples = torch.arange(TRIPLES) + number * TRIPLES
     return {
-        "number": torch.tensor(number),
-        "example_ids": torch.stack([torch.zeros_like(examples), examples], dim=1),
         "input_ids": ids * mask,
         "attention_mask": mask,
         "token_type_ids": torch.zeros_like(ids),
@@ -77,12 +89,11 @@ def micro_batch(number: int) -> dict[str, Tensor]:
 
 
 def run(deepspeed: Any, case: Case) -> dict[str, Any]:
-    """Three steps; one whose loss is infinite on rank 1; a good one; and a broken one more than is allowed."""
-    from pretrain.job import build_engine
-
+    """Makes three steps; one whose loss is infinite on the last rank; a good one; and one more that is broken."""
     chosen = settings(**case.changes)
     precision: Any = chosen.train.precision
-    arithmetic = batch_arithmetic(chosen, RANKS)
+    ranks = torch.distributed.get_world_size()
+    arithmetic = batch_arithmetic(chosen, ranks)
     resolved = resolve_ds_config(
         load_ds_config(f"ds_configs/{case.file}.json"), where="", precision=precision, **arithmetic
     )
@@ -90,21 +101,20 @@ def run(deepspeed: Any, case: Case) -> dict[str, Any]:
         resolved["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # or nothing so small is shared out
     engine = build_engine(deepspeed, model(), chosen, resolved)
     nothing: Any = None
-    trainer = Trainer(engine, chosen, *[nothing] * 5)
+    trainer = Trainer(engine, chosen, nothing, nothing, nothing, nothing, StopRequest())
+    size = int(chosen.train.micro_batch_size)
 
     def step(number: int, broken: bool = False) -> dict[str, float]:
-        slots = range(number * MICRO_BATCHES + trainer.rank, (number + 1) * MICRO_BATCHES, RANKS)
-        batches = [micro_batch(slot) for slot in slots]
-        if broken and trainer.rank == 1:
+        batches = [micro_batch(n, size) for n in RankSampler(BATCH // size, trainer.rank, ranks).numbers([number])]
+        if broken and trainer.rank == ranks - 1:
             # The squared error is infinite, but its gradient would be finite.
-            batches[0]["tfidf_labels"][0, 0] = 1e30
-        return trainer.train_step(batches, number).means()
+            batches[0].inputs["tfidf_labels"][0, 0] = 1e30
+        return means(trainer.train_step(batches, number, measured=number % 2 == 0).totals(trainer.device))
 
     @torch.no_grad()
     def loss() -> float:
         engine.eval()
-        inputs = {name: t for name, t in micro_batch(99).items() if name not in ("number", "example_ids")}
-        value = float(engine(**inputs).loss)
+        value = float(engine(**micro_batch(99).to(trainer.device).inputs).loss)
         engine.train()
         return value
 
@@ -123,29 +133,34 @@ def run(deepspeed: Any, case: Case) -> dict[str, Any]:
 
 
 def gathered(parts: int) -> dict[str, Any]:
-    """MCQT over the facets of both ranks: the mean of their losses, and the gradients of all rows, part-major."""
-    rank = torch.distributed.get_rank()
-    rows = facets(parts).reshape(parts, RANKS, TRIPLES, FACETS, -1)[:, rank].flatten(0, 1).requires_grad_()
-    loss = mcqt_loss(part_scores(rows, parts, 0.1, gather_rows))
+    """Returns MCQT over the facets of all ranks: the mean of their losses, and the gradients of all rows, part-major.
+
+    Each rank has two groups; a group is compared with the same group of the other ranks.
+    """
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    rows = facets(parts, ranks)[:, :, rank].flatten(0, 2).requires_grad_()
+    loss = mcqt_loss(part_scores(rows, parts, 0.1, GROUP, gather_rows), GROUP)
     loss.backward()
-    gradients = [torch.empty_like(rows) for _ in range(RANKS)]
+    gradients = [torch.empty_like(rows) for _ in range(ranks)]
     torch.distributed.all_gather(gradients, rows.grad)
     total = loss.detach()
     torch.distributed.all_reduce(total)
-    by_part = torch.stack(gradients).unflatten(1, (parts, TRIPLES)).transpose(0, 1)
-    return {"loss": float(total) / RANKS, "gradient": by_part.flatten(0, 2).flatten().tolist()}
+    by_part = torch.stack(gradients).unflatten(1, (parts, 2, GROUP)).movedim(0, 2)
+    return {"loss": float(total) / ranks, "gradient": by_part.flatten().tolist()}
 
 
-def facets(parts: int) -> Tensor:
-    """Of the triples of both ranks together."""
+def facets(parts: int, ranks: int) -> Tensor:
+    """Returns facet embeddings (parts, 2 groups, ranks, GROUP, FACETS, 8)."""
     generator = torch.Generator().manual_seed(parts)
-    return torch.randn(parts * RANKS * TRIPLES, FACETS, 8, dtype=torch.float64, generator=generator)
+    return torch.randn(parts, 2, ranks, GROUP, FACETS, 8, dtype=torch.float64, generator=generator)
 
 
 def main() -> None:
     deepspeed = prepare_deepspeed()
     results: dict[str, Any] = {"gathered": {parts: gathered(parts) for parts in (2, 3)}}
     for name, case in CASES.items():
+        if torch.distributed.get_world_size() == 1 and "gather_negatives" in case.changes:
+            continue
         print(f"case {name}", file=sys.stderr, flush=True)
         results[name] = run(deepspeed, case)
     if torch.distributed.get_rank() == 0:

@@ -95,7 +95,7 @@ class Cluster:
         """What SLURM says of a job: JobState, ExitCode, Restarts, Reason ..."""
         return dict(re.findall(r"(\w+)=(\S*)", self.run("scontrol", "show", "job", job)))
 
-    def wait(self, job: str, *states: str, timeout: float = 90) -> dict[str, str]:
+    def wait(self, job: str, *states: str, timeout: float = 240) -> dict[str, str]:
         """Waits until the job is in one of the states, by default until it has ended."""
         ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
         until(lambda: self.job(job)["JobState"] in (states or ended), timeout, lambda: str(self.job(job)))

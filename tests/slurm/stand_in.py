@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -26,10 +27,14 @@ start = int(os.environ.get("SLURM_RESTART_COUNT", 0))
 now = plan[min(start, len(plan) - 1)]
 names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT SLURMD_NODENAME CUDA_VISIBLE_DEVICES"
 seen = {name: os.environ.get(name) for name in names.split()} | {"arguments": sys.argv[1:]}
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 Path(f"rank{rank}.json").write_text(json.dumps(seen))
+with open(f"ports{rank}.txt", "a") as ports:
+    print(os.environ["MASTER_PORT"], file=ports)
+if rank == "0":
+    socket.create_server((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))  # fails if the port is taken
 print(f"start {start} rank {rank}", flush=True)
 if now == "wait":
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     signal.sigwait({signal.SIGUSR1})
     now = "0+"
 if rank == "0" and now[-1] in "+!":

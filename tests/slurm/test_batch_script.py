@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,8 @@ JOBS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # name -> flags of
     "cancelled": (("--codes", "wait"), ()),
     "held": (("--codes", "wait"), ()),
     "ranks": (AWKWARD, ("--nodes=2", "--gpus-per-node=2", "--cpus-per-task=5")),
+    "own GPU": ((), ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-task=1")),
+    "launcher's options": ((), ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-task=2")),
     "dry run": (("--dry_run", "--codes", "0"), ()),
     "settings": (("--wrong",), ()),
     "data": (("--codes", "2+"), ("--nodes=2", "--ntasks-per-node=3")),
@@ -33,7 +36,13 @@ class Submitted(NamedTuple):
         return (self.folder / f"pretrain-{self.number}{node}.log").read_text()
 
     def started(self) -> bool:
-        return (self.folder / f"pretrain-{self.number}-node0.log").exists()
+        """True once rank 0 is ready for signals."""
+        log = self.folder / f"pretrain-{self.number}-node0.log"
+        return log.exists() and "rank 0\n" in log.read_text()
+
+    def ports(self, rank: int = 0) -> list[int]:
+        """MASTER_PORT of each start."""
+        return [int(line) for line in (self.folder / f"ports{rank}.txt").read_text().split()]
 
 
 @pytest.fixture(scope="module")
@@ -67,18 +76,20 @@ def test_save_and_stop_for_good(cluster: Cluster, jobs: dict[str, Submitted]) ->
     assert "checkpoint at step 1" in job.log() and "submit the same command" in job.log()
 
 
-def test_ranks_on_two_nodes(cluster: Cluster, jobs: dict[str, Submitted]) -> None:
-    job = jobs["ranks"]
+@pytest.mark.parametrize("name", ["ranks", "own GPU", "launcher's options"])
+def test_ranks_on_two_nodes(cluster: Cluster, jobs: dict[str, Submitted], name: str) -> None:
+    job = jobs[name]
     assert cluster.wait(job.number)["JobState"] == "COMPLETED", job.log()
     ranks = [json.loads((job.folder / f"rank{rank}.json").read_text()) for rank in range(4)]
     assert [(rank["RANK"], rank["LOCAL_RANK"], rank["SLURMD_NODENAME"]) for rank in ranks] == [
         ("0", "0", "n1"), ("1", "1", "n1"), ("2", "0", "n2"), ("3", "1", "n2"),
     ]  # fmt: skip
+    visible = [rank["CUDA_VISIBLE_DEVICES"] for rank in ranks]
+    assert visible == (["0", "1"] * 2 if name == "own GPU" else ["0,1"] * 4)  # LOCAL_RANK chooses among several
     for rank in ranks:
-        assert rank["arguments"] == list(AWKWARD)
-        assert rank["CUDA_VISIBLE_DEVICES"] == "0,1"  # LOCAL_RANK chooses among them
+        assert rank["arguments"] == list(JOBS[name][0])
         assert (rank["WORLD_SIZE"], rank["LOCAL_WORLD_SIZE"]) == ("4", "2")
-        assert (rank["MASTER_ADDR"], rank["MASTER_PORT"]) == (ranks[0]["MASTER_ADDR"], str(20000 + int(job.number)))
+        assert (rank["MASTER_ADDR"], rank["MASTER_PORT"]) == (ranks[0]["MASTER_ADDR"], ranks[0]["MASTER_PORT"])
     for node in range(2):
         lines = job.log(f"-node{node}").splitlines()
         assert sorted(lines) == [f"start 0 rank {2 * node}", f"start 0 rank {2 * node + 1}"]
@@ -112,6 +123,7 @@ def test_restarts_as_long_as_the_run_gets_on(cluster: Cluster, jobs: dict[str, S
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "1:0", "5"), job.log()
     assert job.log().count("requeueing") == 5 and "not requeued" in job.log()
     assert "checkpoint at step 2" in job.log()
+    assert len(set(job.ports())) == 6  # a new port at every start
 
 
 def test_time_limit_saves_and_requeues(cluster: Cluster, jobs: dict[str, Submitted]) -> None:
@@ -119,6 +131,18 @@ def test_time_limit_saves_and_requeues(cluster: Cluster, jobs: dict[str, Submitt
     ended = cluster.wait(job.number)
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), job.log()
     assert "checkpoint at step 1" in job.log() and "finished at step 100" in job.log()
+
+
+def test_taken_port_is_passed_over(cluster: Cluster, jobs: dict[str, Submitted]) -> None:
+    folder = jobs["data"].folder
+    cluster.wait(jobs["data"].number)
+    (folder / "ports0.txt").unlink()
+    job = Submitted(folder, cluster.submit("pretrain.sbatch", cwd=folder, options=("--hold",)))
+    address, first = socket.gethostbyname(socket.gethostname()), 20000 + int(job.number) % 10000
+    with socket.create_server((address, first)), socket.create_server((address, first + 1)):
+        cluster.run("scontrol", "release", job.number)
+        assert cluster.wait(job.number)["JobState"] == "COMPLETED", job.log()
+    assert job.ports() == [first + 2]
 
 
 def test_preempted_job_comes_back(cluster: Cluster, jobs: dict[str, Submitted]) -> None:

@@ -11,16 +11,19 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from multicls.errors import UserError
+from multicls.lifeline import Lifeline
 
 Value = TypeVar("Value")
 DEFAULT_ENVIRONMENT = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+_lifeline: Lifeline | None = None
 
 
 def prepare_deepspeed() -> ModuleType:
     """Imports DeepSpeed and joins the process group: gloo on CPU, nccl on CUDA, nothing compiled.
 
-    Call it once, before `deepspeed.initialize`; all ranks wait here for each other. Without a launcher the process
-    becomes the only rank. Afterwards `torch.distributed` tells rank and world size.
+    Call it before `deepspeed.initialize`; all ranks wait here for each other, and a second call does nothing. Without a
+    launcher the process becomes the only rank. Afterwards `torch.distributed` tells rank and world size. A rank that
+    then ends without `leave_deepspeed`, for whatever reason, ends all others with exit code 1.
 
     Returns:
         The module `deepspeed`.
@@ -46,11 +49,23 @@ def prepare_deepspeed() -> ModuleType:
     # DeepSpeed's probing of every op, which runs compilers too.
     deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False, "deepspeed_not_implemented": False}
     if on_cuda:
+        # DeepSpeed takes its device from LOCAL_RANK, too. A launcher may show each process its own GPU alone.
+        os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() // _ranks_on_this_node()))
     deepspeed.init_distributed(dist_backend="nccl" if on_cuda else "gloo", verbose=False)
+    _open_lifeline()
     return deepspeed
+
+
+def _open_lifeline() -> None:
+    global _lifeline
+    rank, world_size = rank_and_world()
+    if _lifeline is None and world_size > 1:
+        from torch.distributed.distributed_c10d import _get_default_store  # as of torch 2.11 and 2.13
+
+        _lifeline = Lifeline(_get_default_store(), rank, world_size, host=os.environ["MASTER_ADDR"])
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -61,7 +76,7 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def on_rank_0(function: Callable[[], Value]) -> Value:
-    """What `function` gives on rank 0, on all ranks; all must call it. A `UserError` is raised on all of them."""
+    """Returns rank 0's result of `function` on all ranks; all must call it. All ranks raise its `UserError`."""
     import torch.distributed as dist
 
     rank, world_size = rank_and_world()
@@ -75,17 +90,23 @@ def on_rank_0(function: Callable[[], Value]) -> Value:
             outcome[1] = error.problems
     dist.broadcast_object_list(outcome)
     if outcome[1] is not None:
-        raise UserError(*outcome[1])
+        agreed = UserError(*outcome[1])
+        agreed.on_all_ranks = True
+        raise agreed
     value: Value = outcome[0]
     return value
 
 
 def leave_deepspeed() -> None:
     """Leaves the process group, all ranks together; call it once at the end of a run that went well."""
+    global _lifeline
     import torch.distributed as dist
 
     dist.barrier()
     dist.destroy_process_group()
+    if _lifeline is not None:
+        _lifeline.leave()
+        _lifeline = None
     # A gloo thread that lets go of the last collective's tensors takes the interpreter's lock. Where the interpreter
     # shuts down at that moment the process aborts (seen in 4 of 48 processes with ZeRO-3): let the threads finish.
     time.sleep(0.2)

@@ -1,15 +1,15 @@
-"""The corpus folder that data preparation writes and pretraining reads. Imports neither torch nor transformers.
+"""Reads and writes corpus folders: data preparation writes them, pretraining reads them. Imports no torch.
 
     corpus/
-      manifest.json            written last: without it the folder is no corpus
+      manifest.json            written last: a folder without it is not a finished corpus
       shard-00000.arrow ...    Arrow IPC files of one record batch each, memory-mapped
-      document_frequency.npy   (V,) int64: documents that hold a piece
+      document_frequency.npy   (V,) int64: number of rows that contain each token
       tokenizer.json, tokenizer_config.json
 
-A row of a shard is a document, or one of several consecutive runs of a long one: `source` (dictionary-encoded), `id`,
-`title` (strings), `hash` (uint64 of the document's text, the same for all its runs), `num_pieces` (uint32), `pieces`
-(list<list<uint16 or uint32>>: sentences of piece ids) and `counts` (list<uint16>: for every piece, how often it occurs
-in the row).
+A shard row holds one document; a document of more than `MAX_TOKENS` tokens takes several consecutive rows. Columns:
+`source` (dictionary-encoded string), `id`, `title` (strings), `hash` (uint64, hash of the document's text, equal in all
+its rows), `num_tokens` (uint32), `tokens` (list<list<uint16 or uint32>>: token ids by sentence) and `counts`
+(list<uint16>: for each token, how often it occurs in its row).
 """
 
 from __future__ import annotations
@@ -32,45 +32,51 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 FORMAT = "multicls-corpus"
-FORMAT_VERSION = 2
-MAX_PIECES = (1 << 16) - 1  # of a row, so that `counts` hold them; a longer document takes several rows
+FORMAT_VERSION = 3
+MAX_TOKENS = (1 << 16) - 1  # tokens in a row; a count then fits into uint16
 
 
-class Document(NamedTuple):
-    """A row of a shard: N pieces in S sentences.
+class ShardRow(NamedTuple):
+    """One row of a shard: N tokens in S sentences.
 
-    `pieces` (N,) and `counts` (N,) are read-only views of the memory-mapped shard; sentence s is
-    `pieces[offsets[s]:offsets[s + 1]]`, `offsets` being (S + 1,) int32.
+    Attributes:
+        source: name of the source.
+        id: name of the document in its source.
+        title: title of the document, or "".
+        hash: hash of the document's text, equal in all its rows.
+        tokens: (N,) uint16 or uint32 token ids; a read-only view when read from a shard.
+        offsets: (S + 1,) int32; sentence s is `tokens[offsets[s]:offsets[s + 1]]`.
+        counts: (N,) uint16, how often each token occurs in the row; a read-only view when read from a shard.
     """
 
     source: str
     id: str
     title: str
     hash: int
-    pieces: np.ndarray
+    tokens: np.ndarray
     offsets: np.ndarray
     counts: np.ndarray
 
 
 class Shard:
-    """One memory-mapped shard: flat views, no copies.
+    """One memory-mapped shard of R rows, S sentences and N tokens: flat views, no copies.
 
     Attributes:
-        num_pieces: (documents,) uint32.
-        hashes: (documents,) uint64.
-        documents: (documents + 1,) int32, where a document's sentences begin in `sentences`.
-        sentences: (sentences + 1,) int32, where a sentence's pieces begin in `pieces`.
-        pieces: (pieces,) uint16 or uint32.
-        counts: (pieces,) uint16, how often the piece at the same place occurs in its row.
+        num_tokens: (R,) uint32, tokens in each row.
+        hashes: (R,) uint64, hash of each row's document.
+        documents: (R + 1,) int32; row r has the sentences `documents[r]` to `documents[r + 1] - 1`.
+        sentences: (S + 1,) int32; sentence s is `tokens[sentences[s]:sentences[s + 1]]`.
+        tokens: (N,) uint16 or uint32.
+        counts: (N,) uint16, how often each token occurs in its row.
         source_names: names of the sources in this shard.
-        source_codes: (documents,) int32, each row's place in `source_names`.
+        source_codes: (R,) int32, index of each row's source in `source_names`.
     """
 
     def __init__(self, path: Path) -> None:
         try:
             self.batch = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
-            outer = self.batch.column("pieces")
-            self.num_pieces: np.ndarray = self.batch.column("num_pieces").to_numpy()
+            outer = self.batch.column("tokens")
+            self.num_tokens: np.ndarray = self.batch.column("num_tokens").to_numpy()
             self.hashes: np.ndarray = self.batch.column("hash").to_numpy()
             self.counts: np.ndarray = self.batch.column("counts").values.to_numpy()
             self.source_names: list[str] = self.batch.column("source").dictionary.to_pylist()
@@ -79,52 +85,54 @@ class Shard:
             raise UserError(f"{path}: not a readable shard ({error}); prepare the corpus again.") from None
         self.documents: np.ndarray = outer.offsets.to_numpy()
         self.sentences: np.ndarray = outer.values.offsets.to_numpy()
-        self.pieces: np.ndarray = outer.values.values.to_numpy()
+        self.tokens: np.ndarray = outer.values.values.to_numpy()
 
-    def document(self, row: int) -> Document:
-        """The document in row `row`."""
+    def document(self, row: int) -> ShardRow:
+        """Returns row `row`."""
         first, last = self.documents[row], self.documents[row + 1]
         offsets = self.sentences[first : last + 1]
-        pieces = self.pieces[offsets[0] : offsets[-1]]
+        tokens = self.tokens[offsets[0] : offsets[-1]]
         source, name, title = (str(self.batch.column(column)[row]) for column in ("source", "id", "title"))
         counts = self.counts[offsets[0] : offsets[-1]]
-        return Document(source, name, title, int(self.hashes[row]), pieces, offsets - offsets[0], counts)
+        return ShardRow(source, name, title, int(self.hashes[row]), tokens, offsets - offsets[0], counts)
 
     @property
     def keys(self) -> np.ndarray:
-        """(documents, 1 or more) uint64: `hashes` and, where near-duplicates were looked for, the MinHash bands."""
+        """(R, 1 or more) uint64: `hashes`, and the MinHash bands if near-duplicates were searched for."""
         columns = [self.hashes]
         if "minhash" in self.batch.schema.names:
             columns += list(self.batch.column("minhash").values.to_numpy().reshape(len(self.hashes), -1).T)
         return np.stack(columns, axis=1)
 
 
-def occurrences(pieces: np.ndarray) -> np.ndarray:
-    """(N,) uint16: for every piece of a row of at most `MAX_PIECES`, how often it occurs there."""
-    counts: np.ndarray = np.bincount(pieces)[pieces].astype(np.uint16)
+def occurrences(tokens: np.ndarray) -> np.ndarray:
+    """Returns how often each token of a row occurs in it, (N,) uint16; the row has at most `MAX_TOKENS` tokens."""
+    counts: np.ndarray = np.bincount(tokens)[tokens].astype(np.uint16)
     return counts
 
 
-def write_shard(path: str | Path, documents: Sequence[Document], minhash: np.ndarray | None = None) -> None:
-    """Writes documents as one shard, atomically; the same documents give the same bytes.
+def write_shard(path: str | Path, rows: Sequence[ShardRow], minhash: np.ndarray | None = None) -> None:
+    """Writes rows as one shard, atomically; the same rows give the same bytes.
 
     Args:
-        minhash: (documents, bands) uint64, kept so that a stopped search for near-duplicates can go on.
+        path: file to write.
+        rows: at least one row.
+        minhash: (R, bands) uint64, stored so that an interrupted search for near-duplicates can resume.
     """
-    sentences = [len(document.offsets) - 1 for document in documents]
-    lengths = np.concatenate([np.diff(document.offsets) for document in documents])
-    values = np.concatenate([document.pieces for document in documents])
-    inner = pa.ListArray.from_arrays(pa.array(_starts(lengths)), pa.array(values))
-    counts = pa.array(np.concatenate([document.counts for document in documents]))
-    num_pieces = np.array([len(document.pieces) for document in documents], np.uint32)
+    sentences = np.array([len(row.offsets) - 1 for row in rows])
+    lengths = np.concatenate([np.diff(row.offsets) for row in rows])
+    num_tokens = np.array([len(row.tokens) for row in rows], np.uint32)
+    tokens = pa.array(np.concatenate([row.tokens for row in rows]))
+    counts = pa.array(np.concatenate([row.counts for row in rows]))
+    by_sentence = pa.ListArray.from_arrays(pa.array(_starts(lengths)), tokens)
     columns = {
-        "source": pa.array([document.source for document in documents], pa.string()).dictionary_encode(),
-        "id": pa.array([document.id for document in documents], pa.string()),
-        "title": pa.array([document.title for document in documents], pa.string()),
-        "hash": pa.array(np.array([document.hash for document in documents], np.uint64)),
-        "num_pieces": pa.array(num_pieces),
-        "pieces": pa.ListArray.from_arrays(pa.array(_starts(np.array(sentences))), inner),
-        "counts": pa.ListArray.from_arrays(pa.array(_starts(num_pieces)), counts),
+        "source": pa.array([row.source for row in rows], pa.string()).dictionary_encode(),
+        "id": pa.array([row.id for row in rows], pa.string()),
+        "title": pa.array([row.title for row in rows], pa.string()),
+        "hash": pa.array(np.array([row.hash for row in rows], np.uint64)),
+        "num_tokens": pa.array(num_tokens),
+        "tokens": pa.ListArray.from_arrays(pa.array(_starts(sentences)), by_sentence),
+        "counts": pa.ListArray.from_arrays(pa.array(_starts(num_tokens)), counts),
     }
     if minhash is not None and minhash.shape[1]:
         columns["minhash"] = pa.FixedSizeListArray.from_arrays(pa.array(minhash.ravel()), minhash.shape[1])
@@ -134,19 +142,20 @@ def write_shard(path: str | Path, documents: Sequence[Document], minhash: np.nda
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:
+    """Arrow's list offsets: 0 and the cumulative lengths, int32."""
     starts = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=starts[1:])
     return starts
 
 
 class Corpus:
-    """A finished corpus folder. Cheap to open; shards are mapped when first used.
+    """A finished corpus folder. Opening it is cheap; each shard is mapped on first use.
 
     Attributes:
         path: the folder.
         manifest: its manifest.json.
-        num_documents: documents in all shards.
-        starts: (shards + 1,) number of the first document of each shard.
+        num_documents: rows in all shards.
+        starts: (shards + 1,) index in the corpus of each shard's first row.
     """
 
     def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
@@ -158,11 +167,11 @@ class Corpus:
 
     @classmethod
     def open(cls, path: str | Path) -> Corpus:
-        """Opens a corpus folder, checking the manifest and that every file is there in its size.
+        """Opens a corpus folder and checks its manifest and the size of each file.
 
         Raises:
-            UserError: no such folder, no manifest (not a corpus, or an unfinished one), another format version, or
-                files that are missing or of another size.
+            UserError: the folder or its manifest does not exist, the format version differs, or a file is missing or
+                has another size.
         """
         path = Path(path)
         if not path.is_dir():
@@ -170,92 +179,100 @@ class Corpus:
         if not (path / MANIFEST).is_file():
             raise UserError(
                 f"{path}: not a finished corpus (no {MANIFEST}); "
-                "run data_prep/run.py with this --output, again if it was stopped."
+                "run data_prep/run.py with this --output, or run it again if it was interrupted."
             )
         manifest = read_json(path / MANIFEST)
         if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
             raise UserError(f"{path / MANIFEST}: not the manifest of a {FORMAT} folder.")
         if manifest.get("format_version") != FORMAT_VERSION:
             version = manifest.get("format_version")
-            raise UserError(f"{path}: corpus format {version}, this program reads {FORMAT_VERSION}; prepare it again.")
+            raise UserError(
+                f"{path}: corpus format {version}, but this program reads format {FORMAT_VERSION}; "
+                "remove the folder and prepare it again."
+            )
         problems = [_size_problem(path / name, entry["bytes"]) for name, entry in _files(manifest).items()]
         if any(problems):
             raise UserError(*filter(None, problems))
         return cls(path, manifest)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Corpus.open, (self.path,)  # worker processes map the files themselves
+        return Corpus.open, (self.path,)  # each worker process maps the files itself
 
     def verify(self) -> None:
-        """Reads every file and compares its SHA-256 with the manifest's.
+        """Reads each file and compares its SHA-256 with the manifest.
 
         Raises:
-            UserError: all files that differ.
+            UserError: files differ; the message names all of them.
         """
         checksums = {self.path / name: entry["sha256"] for name, entry in _files(self.manifest).items()}
         differing = [path for path, checksum in checksums.items() if sha256_of(path) != checksum]
         if differing:
-            raise UserError(*(f"{path}: its bytes have changed since it was written." for path in differing))
+            raise UserError(*(f"{path}: the bytes have changed since the file was written." for path in differing))
 
     @property
     def num_shards(self) -> int:
-        """Shards in the folder."""
+        """Number of shards."""
         return len(self.manifest["shards"])
 
     def shard(self, number: int) -> Shard:
-        """Shard `number`, mapped on first use."""
+        """Returns shard `number`; maps it on first use."""
         shard = self._shards[number]
         if shard is None:
             shard = self._shards[number] = Shard(self.path / self.manifest["shards"][number]["name"])
         return shard
 
     def locate(self, number: int) -> tuple[Shard, int]:
-        """The shard of document `number`, and its row there.
+        """Returns the shard that holds row `number` of the corpus, and the index of that row in the shard.
 
         Raises:
-            UserError: there is no such document.
+            UserError: there is no such row.
         """
         if not 0 <= number < self.num_documents:
             raise UserError(f"{self.path}: no document {number}; there are 0 to {self.num_documents - 1}.")
         shard = int(np.searchsorted(self.starts, number, side="right")) - 1
         return self.shard(shard), number - int(self.starts[shard])
 
-    def document(self, number: int) -> Document:
-        """Document `number` of the corpus (0-based)."""
+    def document(self, number: int) -> ShardRow:
+        """Returns row `number` of the corpus, counted from 0.
+
+        Raises:
+            UserError: there is no such row.
+        """
         shard, row = self.locate(number)
         return shard.document(row)
 
     @cached_property
     def document_frequency(self) -> np.ndarray:
-        """(V,) int64: in how many documents a piece occurs."""
+        """(V,) int64: number of rows that contain each token."""
         frequency: np.ndarray = np.load(self.path / "document_frequency.npy", allow_pickle=False)
         return frequency
 
     @property
     def vocabulary_size(self) -> int:
-        """V, added tokens included."""
+        """V, including added tokens."""
         return int(self.manifest["tokenizer"]["vocabulary_size"])
 
     @property
     def tokenizer_fingerprint(self) -> str:
-        """`tokenizer_fingerprint` of the tokenizer that made the pieces."""
+        """`tokenizer_fingerprint` of the tokenizer that encoded the text."""
         return str(self.manifest["tokenizer"]["fingerprint"])
 
 
 def held_out_share(hashes: np.ndarray) -> np.ndarray:
-    """Where documents stand in [0, 1), uniformly, by the hash of their text.
+    """Maps hashes of documents to uniform numbers in [0, 1).
 
-    Those below a validation fraction are that split's, so a larger fraction holds out the same documents and more.
+    A document is held out for validation if its number is below the validation fraction. A larger fraction therefore
+    holds out the same documents and more.
     """
     share: np.ndarray = (hashes >> np.uint64(11)) * 2.0**-53
     return share
 
 
 def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
-    """SHA-256 over what decides the pieces of a text: normalizer, pre-tokenizer, model and vocabulary.
+    """Returns the SHA-256 of the parts that decide the token ids of a text: normalizer, pre-tokenizer and model.
 
-    Added special tokens and the post-processor are left out: they do not touch corpus text, so a tokenizer with facet
-    tokens on top has the fingerprint of the one below.
+    Added special tokens and the post-processor do not affect corpus text and are left out. A tokenizer therefore keeps
+    its fingerprint when facet tokens are added.
     """
     parts = json.loads(tokenizer.to_str())
     deciding = {name: parts[name] for name in ("normalizer", "pre_tokenizer", "model")}
@@ -268,7 +285,7 @@ def _files(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def _size_problem(path: Path, size: int) -> str | None:
     if not path.is_file():
-        return f"{path}: missing, though {MANIFEST} names it; prepare the corpus again."
+        return f"{path}: missing, but {MANIFEST} lists it; prepare the corpus again."
     if path.stat().st_size != size:
         return f"{path}: {path.stat().st_size} bytes, but {MANIFEST} says {size}; prepare the corpus again."
     return None

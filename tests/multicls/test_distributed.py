@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from multicls.distributed import prepare_deepspeed
 from multicls.files import REPOSITORY
 
 TRAIN = """
@@ -14,7 +15,7 @@ import sys
 sys.path[0] = {repository!r}
 import torch
 from multicls.ds_config import load_ds_config, resolve_ds_config
-from multicls.ds_runtime import leave_deepspeed, prepare_deepspeed
+from multicls.distributed import leave_deepspeed, prepare_deepspeed
 
 deepspeed = prepare_deepspeed()
 world_size = torch.distributed.get_world_size()
@@ -68,6 +69,28 @@ def train(tmp_path: Path, stages: tuple[int, ...], launcher: tuple[str, ...] = (
         for line in done.stdout.splitlines()
         if line.startswith("stage ")
     ]
+
+
+@pytest.mark.parametrize(("local_rank", "visible", "chosen"), [("3", 1, 0), ("3", 4, 3), ("0", 1, 0), ("5", 4, 1)])
+def test_device_where_a_process_sees_its_own_gpu_alone(
+    monkeypatch: pytest.MonkeyPatch, local_rank: str, visible: int, chosen: int
+) -> None:
+    """As under `srun --gpus-per-task=1`. DeepSpeed, too, takes its device from LOCAL_RANK."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    for name, value in {"RANK": "0", "LOCAL_RANK": local_rank, "WORLD_SIZE": "1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    import deepspeed
+    import deepspeed.ops
+    import torch
+
+    devices: list[int | str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    monkeypatch.setattr(deepspeed.ops, "__compatible_ops__", None, raising=False)
+    monkeypatch.setattr(deepspeed, "init_distributed", lambda **settings: devices.append(settings["dist_backend"]))
+    prepare_deepspeed()
+    assert devices == [chosen, "nccl"] and os.environ["LOCAL_RANK"] == str(chosen)
 
 
 @pytest.mark.slow

@@ -1,13 +1,15 @@
-"""A Multi-CLS model for pretraining, started from any BERT checkpoint."""
+"""Builds a Multi-CLS model for pretraining from any BERT checkpoint."""
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from multicls.errors import UserError
+from multicls.errors import UserError, first_line
+from multicls.files import read_json, sha256_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
     from multicls.configuration_multicls import MultiClsBertConfig
     from multicls.modeling_multicls import MultiClsBertForPreTraining
 
-# Parts of the model by what their weights' names contain; all but the first may be new.
+# Substrings of weight names, by part of the model. All parts but the encoder may be new.
 PARTS = {
     "encoder": (".embeddings.", ".attention.", ".intermediate.", ".output."),
     "pooler": (".pooler.",),
@@ -27,7 +29,7 @@ PARTS = {
     "facets": (".facets.", ".facet_head."),
 }
 
-# Encoders that are BERT's under other names, and those names as patterns.
+# Encoders that equal BERT's but name their weights differently: pattern of their name -> our name.
 OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
     "electra": {r"^electra\.": "bert."},
     "roberta": {
@@ -48,26 +50,31 @@ def from_bert(
     mcqt_lambda: float = 0.1,
     hard_negatives: bool = True,
     random_weights: bool = False,
+    local_files_only: bool = False,
     report: Callable[[str], None] = print,
 ) -> tuple[MultiClsBertForPreTraining, PreTrainedTokenizerBase]:
-    """Builds a Multi-CLS model and its tokenizer from a BERT (or an earlier Multi-CLS) checkpoint.
+    """Builds a Multi-CLS model and its tokenizer from a checkpoint: BERT, RoBERTa, ELECTRA or Multi-CLS BERT.
 
-    An ELECTRA whose embeddings are as wide as its layers, or a RoBERTa, is a BERT under other names and does as well.
-    Nothing of the checkpoint is dropped: the encoder, the pooler, the MLM head and the next-sentence classifier (which
-    starts the sentence-order classifier) keep their weights where they exist. New weights are drawn from torch's
-    global generator. Code that lies in the checkpoint's folder is never executed.
+    RoBERTa, and an ELECTRA whose embeddings are as wide as its layers, have BERT's encoder under other names. The
+    encoder, the pooler, the MLM head and the next-sentence classifier keep the checkpoint's weights if it has them; the
+    next-sentence classifier initialises the sentence-order classifier. New weights are drawn from torch's global
+    generator. Code in the checkpoint's folder is never executed.
 
     Args:
-        checkpoint: Hub id or folder of such a model with any head.
-        num_facets: K; must agree with the checkpoint's if that is a Multi-CLS model already.
-        facet_layers: as `MultiClsBertConfig`.
-        mcqt_lambda: as `MultiClsBertConfig`.
-        hard_negatives: as `MultiClsBertConfig`.
-        random_weights: takes the shape of the checkpoint only.
-        report: receives a line on what was kept, what is new and what was left over.
+        checkpoint: Hub id or folder of a model with any head.
+        num_facets: K; must equal the checkpoint's K if it is a Multi-CLS model.
+        facet_layers: see `MultiClsBertConfig`.
+        mcqt_lambda: see `MultiClsBertConfig`.
+        hard_negatives: see `MultiClsBertConfig`.
+        random_weights: use only the shape and the tokenizer of the checkpoint.
+        local_files_only: do not ask the Hub; another process on this machine has fetched the checkpoint.
+        report: receives one line that says which parts are kept, new or left over.
+
+    Returns:
+        The model in float32 and its tokenizer, which inserts the facets.
 
     Raises:
-        UserError: the checkpoint cannot be had, is no BERT, or lacks weights of the encoder.
+        UserError: the checkpoint cannot be loaded, is of another model type, or lacks weights of the encoder.
     """
     from transformers import AutoConfig, AutoTokenizer
 
@@ -76,8 +83,9 @@ def from_bert(
     from multicls.tokenization import with_facets
 
     with _load_problems(checkpoint):
-        base = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
+        how: dict[str, Any] = {"trust_remote_code": False, "local_files_only": local_files_only}
+        base = AutoConfig.from_pretrained(checkpoint, **how)
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint, **how)
     _check_kind(checkpoint, base)
     has_facets = base.model_type == MultiClsBertConfig.model_type
     settings: dict[str, Any] = {"num_facets": num_facets, "mcqt_lambda": mcqt_lambda, "hard_negatives": hard_negatives}
@@ -90,11 +98,51 @@ def from_bert(
         model = MultiClsBertForPreTraining(config)
         report(f"weights: random, in the shape of {checkpoint}")
     else:
-        model, found = _load(checkpoint, config, base)
+        model, found = _load(checkpoint, config, base, local_files_only)
         report(_describe(checkpoint, found))
     if len(tokenizer) > model.config.vocab_size:
         model.resize_token_embeddings(len(tokenizer))
     return model, tokenizer
+
+
+def checkpoint_fingerprint(checkpoint: str, *, weights: bool = True) -> str:
+    """Returns the SHA-256 of a checkpoint's config.json and weight files.
+
+    It depends on the content only, so a moved folder, or the Hub id of the same files, has the same fingerprint. The
+    weights are hashed whole: names, shapes and sizes are equal for all models trained from one checkpoint.
+
+    Args:
+        checkpoint: Hub id or folder.
+        weights: False: hash only config.json, for a model of random weights.
+
+    Raises:
+        UserError: the checkpoint cannot be had.
+    """
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+
+    digests, names = [sha256_of(_cached_file(checkpoint, "config.json"))], list[str]()
+    if weights:
+        known = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)  # as transformers looks
+        found = next((name for name in known if _has_file(checkpoint, name)), SAFE_WEIGHTS_NAME)
+        names = [found]
+        if found.endswith(".index.json"):
+            names += sorted(set(read_json(_cached_file(checkpoint, found))["weight_map"].values()))
+    digests += [sha256_of(_cached_file(checkpoint, name)) for name in names]
+    return hashlib.sha256(" ".join(digests).encode()).hexdigest()
+
+
+def _cached_file(checkpoint: str, name: str) -> str:
+    from transformers.utils import cached_file
+
+    with _load_problems(checkpoint):
+        return str(cached_file(checkpoint, name))
+
+
+def _has_file(checkpoint: str, name: str) -> bool:
+    try:
+        return bool(_cached_file(checkpoint, name))
+    except UserError:
+        return False
 
 
 def _check_kind(checkpoint: str, base: Any) -> None:
@@ -109,7 +157,7 @@ def _check_kind(checkpoint: str, base: Any) -> None:
 
 
 def _config(checkpoint: str, base: Any, settings: Mapping[str, Any], has_facets: bool) -> MultiClsBertConfig:
-    """The checkpoint's configuration with our settings; facets that are there already cannot change their number."""
+    """Combines the checkpoint's configuration with our settings; existing facets must agree with them."""
     from multicls.configuration_multicls import MultiClsBertConfig
 
     for key in ("num_facets", "facet_layers") if has_facets else ():
@@ -127,7 +175,9 @@ def _config(checkpoint: str, base: Any, settings: Mapping[str, Any], has_facets:
         raise UserError(f"model.{error}.") from None
 
 
-def _load(checkpoint: str, config: MultiClsBertConfig, base: Any) -> tuple[MultiClsBertForPreTraining, dict[str, Any]]:
+def _load(
+    checkpoint: str, config: MultiClsBertConfig, base: Any, local_files_only: bool
+) -> tuple[MultiClsBertForPreTraining, dict[str, Any]]:
     import torch
 
     from multicls.modeling_multicls import MultiClsBertForPreTraining
@@ -135,20 +185,29 @@ def _load(checkpoint: str, config: MultiClsBertConfig, base: Any) -> tuple[Multi
     with _load_problems(checkpoint), quiet_transformers():
         source: dict[str, Any] = {"pretrained_model_name_or_path": checkpoint}
         if base.model_type in OTHER_NAMES:
-            source = {"pretrained_model_name_or_path": None, "state_dict": _renamed_weights(checkpoint, base)}
+            source = {
+                "pretrained_model_name_or_path": None,
+                "state_dict": _renamed_weights(checkpoint, base, local_files_only),
+            }
         loaded: Any = MultiClsBertForPreTraining.from_pretrained(
-            **source, config=config, output_loading_info=True, dtype=torch.float32
+            **source,
+            config=config,
+            output_loading_info=True,
+            dtype=torch.float32,
+            local_files_only=local_files_only,
         )
     model, found = loaded
     return model, found
 
 
-def _renamed_weights(checkpoint: str, base: Any) -> dict[str, Tensor]:
-    """All weights that lie in the checkpoint, under BERT's names."""
+def _renamed_weights(checkpoint: str, base: Any, local_files_only: bool) -> dict[str, Tensor]:
+    """Returns all weights of the checkpoint under BERT's names."""
     import torch
     from transformers import AutoModelForPreTraining
 
-    loaded: Any = AutoModelForPreTraining.from_pretrained(checkpoint, output_loading_info=True, dtype=torch.float32)
+    loaded: Any = AutoModelForPreTraining.from_pretrained(
+        checkpoint, output_loading_info=True, dtype=torch.float32, local_files_only=local_files_only
+    )
     model, found = loaded
     weights = {}
     for name, tensor in model.state_dict().items():
@@ -156,7 +215,7 @@ def _renamed_weights(checkpoint: str, base: Any) -> dict[str, Tensor]:
             for theirs, ours in OTHER_NAMES[base.model_type].items():
                 name = re.sub(theirs, ours, name)
             weights[name] = tensor
-    if base.model_type == "roberta":  # its positions begin behind the padding's, and its token types are all the same
+    if base.model_type == "roberta":  # its positions start after the padding's; it has one token type
         positions, types = (f"bert.embeddings.{name}_embeddings.weight" for name in ("position", "token_type"))
         weights[positions] = weights[positions][base.pad_token_id + 1 :].clone()
         weights[types] = weights[types][:1].repeat(2, 1)
@@ -170,20 +229,20 @@ def _load_problems(checkpoint: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"model {checkpoint}: cannot be loaded: {reason} "
+            f"model {checkpoint}: cannot be loaded: {first_line(error)} "
             "Give the folder or the Hub id of a BERT checkpoint with its tokenizer."
         ) from None
 
 
 def _describe(checkpoint: str, found: dict[str, Any]) -> str:
+    """Says which parts were kept, new or left over; refuses a checkpoint without the whole encoder."""
     missing = sorted(found["missing_keys"])
     new = [part for part, marks in PARTS.items() if any(mark in key for key in missing for mark in marks)]
     if "encoder" in new or found["mismatched_keys"]:
         lost = [key for key in missing if any(mark in key for mark in PARTS["encoder"])]
         names = ", ".join((lost or sorted(str(key) for key in found["mismatched_keys"]))[:3])
-        raise UserError(f"model {checkpoint}: weights of the encoder are missing or of another shape ({names}, ...).")
+        raise UserError(f"model {checkpoint}: weights of the encoder are missing or have another shape ({names}, ...).")
     text = f"weights: {', '.join(part for part in PARTS if part not in new)} from {checkpoint}"
     if new:
         text += f"; new: {', '.join(new)}"
@@ -194,7 +253,7 @@ def _describe(checkpoint: str, found: dict[str, Any]) -> str:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silences transformers' load report and progress bars: what matters of them is told in our own words."""
+    """Silences transformers' load report and progress bars; our own lines report the same."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

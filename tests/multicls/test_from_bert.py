@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AlbertConfig,
+    AutoConfig,
+    AutoModelForPreTraining,
     AutoTokenizer,
     BertConfig,
     BertForMaskedLM,
@@ -24,7 +28,8 @@ from transformers import (
 )
 
 from multicls.errors import UserError
-from multicls.initialize import from_bert
+from multicls.from_bert import checkpoint_fingerprint, from_bert
+from multicls.modeling_multicls import MultiClsBertForPreTraining
 from multicls.tokenization import facet_ids, with_facets
 
 
@@ -119,6 +124,29 @@ def test_encoders_that_are_berts_under_other_names(tiny_bert: Path, tmp_path: Pa
     assert all(torch.equal(t, again.state_dict()[name]) for name, t in with_facets.state_dict().items())
 
 
+@pytest.mark.parametrize("local", [True, False])
+def test_no_load_asks_the_hub_where_another_rank_has(
+    tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: bool
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def watch(owner: Any) -> None:
+        original = owner.from_pretrained
+
+        def from_pretrained(*args: Any, **kwargs: Any) -> Any:
+            asked[owner.__name__] = kwargs.get("local_files_only")
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, "from_pretrained", from_pretrained)
+
+    other_encoder(tiny_bert, tmp_path, "roberta")  # which takes one load more than a BERT
+    owners = (AutoConfig, AutoTokenizer, AutoModelForPreTraining, MultiClsBertForPreTraining)
+    for owner in owners:
+        watch(owner)
+    from_bert(str(tmp_path), num_facets=0, facet_layers=[], local_files_only=local)
+    assert asked == {owner.__name__: local for owner in owners}
+
+
 def test_other_models_are_refused(tiny_bert: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be loaded"):
         from_bert(str(tmp_path / "nothing"))
@@ -191,3 +219,23 @@ def test_saved_folder_loads_without_this_project(tiny_bert: Path, tmp_path: Path
     expected = model.eval().bert(**inputs).facet_embeddings.sum().item()
     assert float(printed["MultiClsBertModel"]) == pytest.approx(expected, rel=1e-5)
     assert "MultiClsBertForSequenceClassification" in printed
+
+
+def test_fingerprint_depends_on_content_only(tiny_bert: Path, tmp_path: Path) -> None:
+    moved = shutil.copytree(tiny_bert, tmp_path / "moved")
+    expected = checkpoint_fingerprint(str(tiny_bert))
+    assert checkpoint_fingerprint(str(moved)) == expected
+    weights = load_file(moved / "model.safetensors")
+    weights["bert.pooler.dense.bias"][-1] += 1e-6  # sizes, names and shapes stay as they are
+    save_file(weights, moved / "model.safetensors", metadata={"format": "pt"})
+    assert checkpoint_fingerprint(str(moved)) != expected
+    assert checkpoint_fingerprint(str(moved), weights=False) == checkpoint_fingerprint(str(tiny_bert), weights=False)
+    BertModel.from_pretrained(tiny_bert).save_pretrained(tmp_path / "shards", max_shard_size="50KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+    sharded = checkpoint_fingerprint(str(tmp_path / "shards"))
+    shard = sorted((tmp_path / "shards").glob("*.safetensors"))[-1]
+    save_file({name: tensor + 1 for name, tensor in load_file(shard).items()}, shard, metadata={"format": "pt"})
+    assert checkpoint_fingerprint(str(tmp_path / "shards")) != sharded
+    (moved / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="moved: cannot be loaded"):
+        checkpoint_fingerprint(str(moved))

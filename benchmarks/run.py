@@ -1,0 +1,64 @@
+"""Runs one benchmark by its name: `python benchmarks/run.py NAME [options]`; without a name, lists them.
+
+Results go to runs/benchmarks/NAME.json and NAME.md; `python benchmarks/run.py page` makes docs/performance.md of them.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from multicls.errors import UserError, did_you_mean, run_command
+
+NAMES = (
+    "step",
+    "cost",
+    "loader",
+    "save_cost",
+    "recipes",
+    "soak_resume",
+    "data_prep",
+    "kill_data_prep",
+    "sentence_splitters",
+    "finetune_trainer",
+    "finetune_inference",
+)
+
+
+def listing() -> str:
+    """Returns a line for each benchmark: its name and the first line of its docstring."""
+    lines = []
+    for name in NAMES:
+        source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+        lines.append(f"  {name:20}{(ast.get_docstring(ast.parse(source)) or '').splitlines()[0]}")
+    return "\n".join([*lines, f"  {'page':20}Writes docs/performance.md from the results."])
+
+
+def main(argv: Sequence[str] | None = None) -> int | None:
+    """Runs the benchmark that the first argument names, with the others.
+
+    Raises:
+        UserError: There is no such benchmark.
+    """
+    name, *options = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in ("-h", "--help"):
+        print(f"{__doc__}\n{listing()}")
+        return 0
+    if name == "page":
+        from benchmarks.compare import write_page
+
+        write_page()
+        return 0
+    if name not in NAMES:
+        raise UserError(f"no benchmark is called {name}.{did_you_mean(name, [*NAMES, 'page'])}")
+    code: int | None = importlib.import_module(f"benchmarks.{name}").main(options)
+    return code
+
+
+if __name__ == "__main__":
+    run_command(main)

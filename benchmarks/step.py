@@ -1,0 +1,235 @@
+"""A training step: operator calls, values read back, and its time against plain PyTorch, Hugging Face and DDP.
+
+    python benchmarks/run.py step [--only counts small base groups ranks options] [--rounds 10] [--threads 1]
+    python benchmarks/run.py step --device cuda [--seconds 4]
+
+Steps train on real examples, the embedded sample corpus at L = 128, prepared before; each round gives all cases the
+same batch of 10 examples (30 sequences). Hugging Face's side is BertForMaskedLM of the same size over the same padded
+sequences and labels, with the logits of the full vocabulary, in a plain loop with fused AdamW that does not clip. DDP's
+side trains our model on the same batches and clips as our engine does. With --only, the results go to a file of their
+own. `--device cuda` is the GPU pass, see step_gpu.py.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.compare import Bar, Report, Samples, new_parser, take_turns
+from benchmarks.workload import BASE, SMALL, Shape, Workload, hugging_face_step, on_cpu, plain_step, trainer_step
+from multicls.files import REPOSITORY
+from pretrain.engine import freeze_unused, pad_vocabulary
+from pretrain.training import weighted_sum
+
+READS = ("aten._local_scalar_dense.", "aten.nonzero.", "aten.is_nonzero.")
+OURS = tuple(f"{REPOSITORY / folder}{os.sep}" for folder in ("pretrain", "multicls"))
+GROUP = 10  # examples that are each other's negatives
+
+
+class CountOperators(TorchDispatchMode):
+    """Counts the operators called inside: those that launch work, views, and those that read a value back.
+
+    On CPU, `tolist` and `numpy` read without an operator; on a GPU, tests/pretrain/test_gpu.py finds those as well.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.work: Counter[str] = Counter()
+        self.views: Counter[str] = Counter()
+        self.reads: Counter[str] = Counter()  # by who asked: "ours", "DeepSpeed's" or "others'"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Counts one call and makes it."""
+        name = str(func)
+        (self.views if func.is_view else self.work)[name] += 1
+        if name.startswith(READS):
+            self.reads[caller()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def caller() -> str:
+    """Returns whose code makes the present call: the innermost frame of this project or of DeepSpeed decides."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(OURS):
+            return "ours"
+        if f"{os.sep}deepspeed{os.sep}" in file:
+            return "DeepSpeed's"
+        frame = frame.f_back
+    return "others'"
+
+
+def count(report: Report) -> None:
+    """Counts a step of 12 layers of small width, bf16, ZeRO-2, one micro-batch, that does not log."""
+    work = Workload(Shape(64, 12), train={"precision": "bf16", "global_batch_size": 4, "negatives_group": 4})
+    step = trainer_step(work.trainer(), work.batches(4))
+    step(), step()
+    with CountOperators() as counted:
+        step()
+    top = {"work": dict(counted.work.most_common(30)), "views": dict(counted.views.most_common(10))}
+    what = "of a step, 12 layers, bf16, ZeRO-2, one micro-batch"
+    report.figure(f"operator calls {what}, views left out", counted.work.total(), Bar("<=", 2800), top)
+    report.figure(f"views {what}", counted.views.total())
+    bars = {"ours": Bar("<=", 0), "DeepSpeed's": Bar("<=", 3), "others'": None}
+    for name, bar in bars.items():
+        report.figure(f"values read back from the device in that step, {name}", counted.reads[name], bar)
+
+
+def against_hugging_face(report: Report, name: str, shape: Shape, bar: float, rounds: int) -> None:
+    """Compares our engine's step, and our model in plain PyTorch, with BertForMaskedLM."""
+    work = Workload(shape)
+    batches = work.batches(8)
+    model, _ = work.build()
+    freeze_unused(model, work.settings().objective)
+    cases = {
+        "BertForMaskedLM, plain PyTorch": hugging_face_step(shape, batches, torch.device("cpu")),
+        "ours, plain PyTorch": plain_step(lambda inputs: model(**inputs).loss, model, batches),
+        "ours, the engine's step (ZeRO-2, one rank)": trainer_step(work.trainer(), batches),
+    }
+    baseline, _, engine = cases
+    samples = take_turns(cases, rounds=rounds)
+    report.compare(f"Step of {name}, fp32, 10 examples", samples, baseline, {engine: Bar("<=", bar)})
+
+
+def groups(report: Report, rounds: int) -> None:
+    """Compares 8 groups of negatives in one forward pass with 8 accumulated micro-batches of one group."""
+    one = Workload(SMALL, train={"global_batch_size": 8 * GROUP, "micro_batch_size": 8 * GROUP})
+    many = one.changed(micro_batch_size=GROUP)
+    cases = {
+        "8 accumulated": trainer_step(many.trainer(), many.batches(16), per_step=8),
+        "8 groups in one forward": trainer_step(one.trainer(), one.batches(2)),
+    }
+    bars = {"8 groups in one forward": Bar("<=", 0.9)}
+    report.compare("Step of 80 examples, 4 x 256", take_turns(cases, rounds=rounds), "8 accumulated", bars)
+
+
+def options(report: Report, rounds: int) -> None:
+    """Compares train.compile and train.unpad with neither."""
+    changes: dict[str, dict[str, Any]] = {"neither": {}, "train.compile": {"compile": True}}
+    cases = {}
+    for name, train in (changes | {"train.unpad": {"unpad": True}}).items():
+        work = Workload(SMALL, train=train)
+        cases[name] = trainer_step(work.trainer(), work.batches(4))
+    report.compare("Options, 4 x 256, 10 examples", take_turns(cases, rounds=rounds, warmup=2), "neither")
+
+
+def ranks(report: Report, rounds: int, threads: int) -> None:
+    """Compares our engine on two ranks with torch's DDP in the same two processes; CPU seconds are of both."""
+    samples = on_ranks(2, zero_and_ddp, rounds, threads=threads)
+    bars = {"ours, ZeRO-2": Bar("<=", 1.08)}
+    report.compare("Step on 2 ranks (gloo), 4 x 256, 10 examples a rank", samples, "DDP, plain PyTorch", bars)
+
+
+def zero_and_ddp(world_size: int, rank: int) -> dict[str, Callable[[], Any]]:
+    """Returns the cases of `ranks` for one rank."""
+    work = Workload(SMALL, train={"global_batch_size": GROUP * world_size}, ranks=world_size)
+    batches = work.batches(4, rank=rank)
+    trainer = work.trainer()
+    model, _ = work.build()
+    objective = work.settings().objective
+    freeze_unused(model, objective)
+    pad_vocabulary(model)
+    parallel = torch.nn.parallel.DistributedDataParallel(model)
+
+    def loss_of(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        return weighted_sum(parallel(**inputs, group_size=GROUP).losses, objective)
+
+    ddp = plain_step(loss_of, parallel, batches, clip=True)
+    return {"DDP, plain PyTorch": ddp, "ours, ZeRO-2": trainer_step(trainer, batches)}
+
+
+def on_ranks(
+    count: int, make: Callable[[int, int], dict[str, Callable[[], Any]]], rounds: int, *, threads: int
+) -> dict[str, Samples]:
+    """Starts `count` processes whose cases take turns together, and returns the times.
+
+    Args:
+        count: Number of ranks.
+        make: Returns the cases of a rank, given number of ranks and rank.
+        rounds: As in `take_turns`.
+        threads: Threads of each rank.
+
+    Returns:
+        Wall seconds of rank 0, which waits for the others, and CPU seconds of all ranks together.
+    """
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (count, make, rounds, threads, folder)
+        processes = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(count)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        if any(process.exitcode for process in processes):
+            raise RuntimeError(f"ranks ended with {[process.exitcode for process in processes]}")
+        found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(count)]
+    return {
+        name: Samples(
+            found[0][name]["wall"], [sum(cpu) for cpu in zip(*(one[name]["cpu"] for one in found), strict=True)]
+        )
+        for name in found[0]
+    }
+
+
+def _rank(rank: int, count: int, make: Any, rounds: int, threads: int, folder: str) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "OMP_NUM_THREADS": str(threads),
+    }
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"}
+    from multicls.distributed import leave_deepspeed, prepare_deepspeed
+
+    store = f"file://{folder}/store"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=count)
+    torch.set_num_threads(threads)
+    os.environ["MASTER_PORT"] = "0"  # not used: the ranks have met
+    prepare_deepspeed()
+    samples = take_turns(make(count, rank), rounds=rounds, wait=torch.distributed.barrier)
+    found = {name: {"wall": one.wall, "cpu": one.cpu} for name, one in samples.items()}
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+    leave_deepspeed()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures what the command line asks for, and writes the results."""
+    names = ("counts", "small", "base", "groups", "ranks", "options")
+    parser = new_parser("step", __doc__)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, help="parts of the CPU pass")
+    parser.add_argument("--rounds", type=int, default=10, help="of each comparison; half of them for BERT-base")
+    parser.add_argument("--threads", type=int, default=1, help="of torch, on CPU; of each rank where there are two")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each comparison on the GPU")
+    args = parser.parse_args(argv)
+    if args.device == "cuda":
+        from benchmarks import step_gpu
+
+        return step_gpu.measure(argv, args.seconds)
+    on_cpu()
+    torch.set_num_threads(args.threads)
+    name = "step" if args.only == names else f"step.{'_'.join(args.only)}"
+    report = Report(name, "A training step on CPU", argv)
+    parts: dict[str, Callable[[], None]] = {
+        "counts": lambda: count(report),
+        "small": lambda: against_hugging_face(report, "4 layers x 256", SMALL, 0.38, args.rounds),
+        "base": lambda: against_hugging_face(report, "BERT-base", BASE, 0.85, max(3, args.rounds // 2)),
+        "groups": lambda: groups(report, args.rounds),
+        "ranks": lambda: ranks(report, args.rounds, args.threads),
+        "options": lambda: options(report, args.rounds),
+    }
+    for name in args.only:
+        parts[name]()
+    report.write()
+    return None

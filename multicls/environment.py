@@ -1,0 +1,30 @@
+"""The software that a run used. Imports none of it."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from importlib.metadata import version
+from typing import Any
+
+from multicls.files import REPOSITORY
+
+PACKAGES = ("torch", "transformers", "deepspeed", "tokenizers", "numpy", "scipy", "scikit-learn", "pyarrow")
+
+
+def environment_record() -> dict[str, Any]:
+    """Returns `versions` (Python and the packages that affect results) and `git_commit` of this repository.
+
+    The commit ends in "-dirty" if files have changed since; it is None outside a git repository.
+    """
+    versions = {"python": platform.python_version()} | {package: version(package) for package in PACKAGES}
+    return {"versions": versions, "git_commit": _git_commit()}
+
+
+def _git_commit() -> str | None:
+    command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() or None if answer.returncode == 0 else None

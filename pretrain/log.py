@@ -1,0 +1,139 @@
+"""Writes what a run reports: console and log.txt, metrics.jsonl, TensorBoard, Weights & Biases. Rank 0 writes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from multicls.errors import UserError
+from multicls.files import atomic_write, read_jsonl
+
+OBJECTIVES = ("mlm", "tfidf", "so", "mcqt")
+SPLITS = ("train", "validation")
+
+
+def console_line(step: int, steps: int, values: Mapping[str, float], eta: float | None) -> str:
+    """Returns a line such as `step 1200/40000  loss 2.184 (mlm 0.87 ...)  lr 1.9e-05  812 seq/s  eta 3h12`."""
+    losses = " ".join(f"{name} {values[f'loss/{name}']:.3f}" for name in OBJECTIVES if f"loss/{name}" in values)
+    parts = [f"step {step}/{steps}", f"loss {values['loss/total']:.3f} ({losses})"]
+    shown = (
+        ("optim/lr", "lr {:.2e}"),
+        ("optim/grad_norm", "gnorm {:.2f}"),
+        ("acc/mcqt", "mcqt acc {:.2f}"),
+        ("acc/so", "so acc {:.2f}"),
+        ("facets/mean_cosine", "facet cos {:.2f}"),
+        ("speed/sequences_per_second", "{:.0f} seq/s"),
+        ("speed/mfu", "mfu {:.0%}"),
+        ("speed/data_wait", "data {:.0%}"),
+        ("memory/peak_gb", "mem {:.1f}G"),
+    )
+    parts += [form.format(values[key]) for key, form in shown if key in values]
+    if eta is not None:
+        parts.append(f"eta {duration(eta)}")
+    return "  ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """Returns seconds as `3h12`, `4m05s` or `12s`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes:02d}"
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+
+
+class Log:
+    """The output of a run on rank 0; other ranks write nothing.
+
+    TensorBoard gets two writers, `tb/train` and `tb/validation`, so that the curves of one tag lie over each other.
+
+    Args:
+        folder: The run folder.
+        writes: Whether this rank writes.
+        resumed_step: Records of later steps are dropped, since these steps are done again; 0: all.
+        wandb_project: Project of Weights & Biases to report to (`WANDB_MODE=offline` keeps it on disk).
+        config: Settings that Weights & Biases shows with the run.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        writes: bool,
+        resumed_step: int,
+        wandb_project: str | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._folder = folder
+        self._writes = writes
+        self._unwritten: dict[str, str] = {}
+        if not writes:
+            return
+        from torch.utils.tensorboard import SummaryWriter
+
+        metrics = folder / "metrics.jsonl"
+        kept = [record for record in read_jsonl(metrics) if resumed_step and record["step"] <= resumed_step]
+        with atomic_write(metrics) as file:
+            file.writelines(json.dumps(record) + "\n" for record in kept)
+        self._boards = {
+            split: SummaryWriter(str(folder / "tb" / split), purge_step=resumed_step + 1) for split in SPLITS
+        }
+        self._wandb = _open_wandb(folder, wandb_project, dict(config or {}), resumed_step) if wandb_project else None
+
+    def say(self, text: str) -> None:
+        """Prints a line and appends it to log.txt."""
+        if self._writes:
+            print(text, flush=True)
+            self._append("log.txt", f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+
+    def record(self, step: int, split: str, values: Mapping[str, float]) -> None:
+        """Writes values under the same keys to metrics.jsonl, TensorBoard and (as `split/key`) W&B."""
+        if self._writes:
+            self._append("metrics.jsonl", json.dumps({"step": step, "split": split, **values}) + "\n")
+            with contextlib.suppress(OSError):
+                for name, value in values.items():
+                    self._boards[split].add_scalar(name, value, step)
+            if self._wandb is not None:
+                self._wandb.log({f"{split}/{name}": value for name, value in values.items()}, step=step)
+
+    def close(self) -> None:
+        """Flushes TensorBoard and ends the W&B run."""
+        if self._writes:
+            with contextlib.suppress(OSError):
+                for board in self._boards.values():
+                    board.close()
+            if self._wandb is not None:
+                self._wandb.finish()
+
+    def _append(self, name: str, line: str) -> None:
+        """Appends to a file of the run folder; a line that finds the disk full is kept for the next call."""
+        text = self._unwritten.pop(name, "") + line
+        try:
+            with open(self._folder / name, "ab", buffering=0) as file:
+                size = file.tell()
+                if file.write(text.encode("utf-8")) < len(text.encode("utf-8")):
+                    file.truncate(size)
+                    raise OSError
+        except OSError:
+            self._unwritten[name] = text
+
+
+def _open_wandb(folder: Path, project: str, config: dict[str, Any], resumed_step: int) -> Any:
+    """Opens the W&B run of a run folder. Its id is kept there, so that a resumed run goes on in the same curves."""
+    import wandb
+
+    kept = folder / "wandb_id.txt"
+    if not (resumed_step and kept.exists()):
+        with atomic_write(kept) as file:
+            file.write(uuid.uuid4().hex[:12])
+    names = {"project": project, "name": folder.name, "id": kept.read_text(), "dir": str(folder)}
+    try:
+        return wandb.init(**names, resume="allow", config=config)
+    except Exception as error:  # of many kinds: no login, no network, no such project ...
+        raise UserError(
+            f"run.wandb_project = {project}: {error}. Log in (wandb login), set WANDB_MODE=offline, or leave it null."
+        ) from error

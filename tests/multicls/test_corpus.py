@@ -1,0 +1,76 @@
+"""The shard format: columns, views of rows, and the refusal of other formats."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from multicls.corpus import (
+    FORMAT,
+    FORMAT_VERSION,
+    MANIFEST,
+    MAX_TOKENS,
+    Corpus,
+    Shard,
+    ShardRow,
+    occurrences,
+    write_shard,
+)
+from multicls.errors import UserError
+from multicls.files import write_json
+
+
+def row(name: str, *sentences: list[int]) -> ShardRow:
+    tokens = np.array([token for sentence in sentences for token in sentence], np.uint16)
+    offsets = np.cumsum([0] + [len(sentence) for sentence in sentences]).astype(np.int32)
+    return ShardRow("source", name, f"title of {name}", 7 << 40, tokens, offsets, occurrences(tokens))
+
+
+ROWS = [row("a", [1, 2, 1], [3], [1]), row("b", [9, 9], [8])]
+
+
+def write_corpus(folder: Path, format_version: int) -> Path:
+    write_shard(folder / "shard-00000.arrow", ROWS)
+    shard = {"name": "shard-00000.arrow", "documents": 2, "bytes": (folder / "shard-00000.arrow").stat().st_size}
+    manifest = {"format": FORMAT, "format_version": format_version, "shards": [shard], "files": {}}
+    write_json(folder / MANIFEST, manifest)
+    return folder
+
+
+def test_rows_come_back_as_written(tmp_path: Path) -> None:
+    corpus = Corpus.open(write_corpus(tmp_path, FORMAT_VERSION))
+    assert corpus.num_documents == 2
+    for number, expected in enumerate(ROWS):
+        found = corpus.document(number)
+        assert found[:4] == expected[:4]
+        for ours, theirs in zip(found[4:], expected[4:], strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+            assert ours.dtype == theirs.dtype
+        assert not found.tokens.flags.owndata and not found.counts.flags.owndata, "views of the shard"
+    assert corpus.document(0).counts.tolist() == [3, 1, 3, 1, 3]
+    with pytest.raises(UserError, match="no document 2; there are 0 to 1"):
+        corpus.document(2)
+
+
+def test_arrow_columns_carry_the_documented_names(tmp_path: Path) -> None:
+    write_shard(tmp_path / "s.arrow", ROWS, minhash=np.ones((2, 3), np.uint64))
+    batch = pa.ipc.open_file(pa.memory_map(str(tmp_path / "s.arrow"))).get_batch(0)
+    names = ["source", "id", "title", "hash", "num_tokens", "tokens", "counts", "minhash"]
+    assert batch.schema.names == names
+    assert batch.column("tokens").to_pylist() == [[[1, 2, 1], [3], [1]], [[9, 9], [8]]]
+    shard = Shard(tmp_path / "s.arrow")
+    assert shard.num_tokens.tolist() == [5, 3] and shard.keys.shape == (2, 4)
+
+
+def test_a_corpus_of_an_older_format_is_refused(tmp_path: Path) -> None:
+    folder = write_corpus(tmp_path, FORMAT_VERSION - 1)
+    with pytest.raises(UserError, match=r"corpus format 2, but this program reads format 3; .*prepare it again"):
+        Corpus.open(folder)
+
+
+def test_counts_of_the_longest_row_fit() -> None:
+    tokens = np.zeros(MAX_TOKENS, np.uint16)
+    assert occurrences(tokens)[0] == MAX_TOKENS
