@@ -33,7 +33,7 @@ class UserError(Exception):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`" Did you mean 'x'?"` for the known name nearest to `name`, else the list of known names."""
+    """Returns `" Did you mean 'x'?"` with the known name nearest to `name`, or a list of all known names."""
     known = sorted(known)
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if nearest:
@@ -44,6 +44,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error's text, or the name of its type if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def print_stderr(line: str) -> None:
+    """Writes a line to stderr in one call: `print` writes the newline apart if unbuffered, and ranks share stderr."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
 
 
 def run_command(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[str] | None = None) -> None:
@@ -97,7 +103,7 @@ def _is_to_tell(error: BaseException) -> bool:
 
 def _print_error(*problems: str) -> None:
     for problem in problems:
-        print(f"error: {problem}", file=sys.stderr)
+        print_stderr(f"error: {problem}")
 
 
 def _flush(stream: TextIO) -> None:

@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from multicls.errors import UserError, did_you_mean
+from multicls.errors import UserError, did_you_mean, print_stderr
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 LOCK = ".lock"
@@ -214,7 +213,7 @@ class FolderLock:
                 os.close(descriptor)
                 return False
             text = f"warning: {self.path.parent}: its file system has no locks, so nothing keeps a second process out"
-            print(f"{text} ({error.strerror})", file=sys.stderr, flush=True)
+            print_stderr(f"{text} ({error.strerror})")
         if not _is_file_of(self.path, descriptor):  # its last holder has removed the file since
             os.close(descriptor)
             return False

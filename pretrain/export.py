@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from multicls.errors import UserError, did_you_mean, run_command
+from multicls.errors import UserError, did_you_mean, print_stderr, run_command
 from multicls.files import atomic_folder, locked, read_json, read_jsonl, write_json
 from pretrain.run_folder import (
     COMPLETE,
@@ -156,7 +156,7 @@ def load_weights(run_folder: Path, step: int | None = None) -> tuple[dict[str, T
         problem = f"checkpoint {path} is damaged and cannot be exported: {damage}"
         if step is not None:
             raise UserError(f"{problem}. Give another --step, or none for the newest whole checkpoint.")
-        print(f"WARNING: {problem}", file=sys.stderr, flush=True)
+        print_stderr(f"WARNING: {problem}")
         damaged.add(number)
     raise UserError(f"{folder}: no whole checkpoint is left; nothing can be exported.")
 

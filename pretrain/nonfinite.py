@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from multicls.errors import print_stderr
 from pretrain.batches import MicroBatch
 from pretrain.engine import at_smallest_loss_scale, loss_scale, updated
 
@@ -57,7 +57,7 @@ class NonFiniteGuard:
             what = ", ".join(f"loss/{name} = {value}" for name, value in values.items()) or "losses are finite"
             examples = " ".join("{}:{}".format(*pair) for pair in batch.example_ids.tolist())
             line = f"step {step}, rank {dist.get_rank()}: {what}; examples (epoch:index) {examples}"
-            print(line, file=sys.stderr, flush=True)
+            print_stderr(line)
         what = f"a loss is not finite on {int(ranks)} rank(s)" if ranks else "the gradients are not finite"
         if (scale := loss_scale(self._engine)) and not ranks:
             what += f", and the loss scale is at its smallest ({scale:g})"
@@ -73,7 +73,7 @@ class NonFiniteGuard:
         self.skipped += 1
         if dist.get_rank() == 0:
             left = self._allowed - self.skipped
-            print(f"{what} No update; {left} more step(s) may go without.", file=sys.stderr, flush=True)
+            print_stderr(f"{what} No update; {left} more step(s) may go without.")
 
 
 def _not_finite(losses: Mapping[str, Tensor]) -> dict[str, float]:
