@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.compare import Report, new_parser
 from data_prep.build import BuildSettings, build
 from data_prep.cleaning import RULES, Drops, clean, paragraphs
-from data_prep.pieces import load_tokenizer_files
+from data_prep.encode import load_tokenizer_files
 from data_prep.readers import RawDocument, Reading, ReadOptions
 from data_prep.sentences import split_paragraph
 from data_prep.sources import find_files

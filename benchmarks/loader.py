@@ -24,9 +24,8 @@ import numpy as np
 import torch
 
 from benchmarks.compare import Report, new_parser
-from data_prep.triples import SpecialIds, TripleStream
-from multicls.corpus import FORMAT, FORMAT_VERSION, MANIFEST, Corpus, ShardRow, occurrences, write_shard
-from multicls.files import write_json
+from data_prep.examples import ExampleStream, SpecialIds
+from multicls.corpus import FORMAT, FORMAT_VERSION, Corpus, ShardRow, occurrences, write_manifest, write_shard
 from pretrain.batches import RankSampler, load_steps
 
 NEED = 15_000  # sequences of 128 tokens a second: an upper bound, the peak arithmetic of an H200 training BERT-base
@@ -39,7 +38,7 @@ SPECIALS = frozenset(SPECIAL.all())
 def plain_batches(corpus: Corpus, seed: int) -> Iterator[dict[str, torch.Tensor]]:
     """The collator one writes first: same inputs and targets, but with lists and a generator; no order, no epochs."""
     rng = random.Random(seed)
-    idf = np.log(corpus.num_documents / np.maximum(corpus.document_frequency, 1)).tolist()
+    idf = np.log(corpus.num_rows / np.maximum(corpus.document_frequency, 1)).tolist()
     while True:
         rows = [plain_part(run, rng, idf) for _ in range(EXAMPLES) for run in plain_runs(corpus, rng)]
         yield {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
@@ -47,7 +46,7 @@ def plain_batches(corpus: Corpus, seed: int) -> Iterator[dict[str, torch.Tensor]
 
 def plain_runs(corpus: Corpus, rng: random.Random) -> list[list[list[tuple[int, int]]]]:
     """Three consecutive parts of a random document: lists of sentences of (piece, how often in the document)."""
-    document = corpus.document(rng.randrange(corpus.num_documents))
+    document = corpus.row(rng.randrange(corpus.num_rows))
     place = rng.randrange(len(document.offsets) - 1)
     parts: list[list[list[tuple[int, int]]]] = []
     for _ in range(3):
@@ -109,7 +108,7 @@ def sequences_per_second(batches: Iterator[Any], seconds: float) -> float:
     return count * EXAMPLES * 3 / elapsed
 
 
-def speeds(report: Report, corpus: Corpus, stream: TripleStream, repeats: int, seconds: float) -> None:
+def speeds(report: Report, corpus: Corpus, stream: ExampleStream, repeats: int, seconds: float) -> None:
     """Adds the table of speeds."""
 
     def loaded(workers: int) -> Callable[[], Iterator[Any]]:
@@ -135,7 +134,7 @@ def speeds(report: Report, corpus: Corpus, stream: TripleStream, repeats: int, s
     report.table("Batches of 10 examples x 3 sequences of 128", columns, rows)
 
 
-def memory(report: Report, stream: TripleStream) -> None:
+def memory(report: Report, stream: ExampleStream) -> None:
     """Adds the process's own memory over an epoch."""
     groups = stream.examples_per_epoch // (32 * EXAMPLES)
     marks = {round(groups * tenth / 10): tenth for tenth in range(1, 11)}
@@ -158,7 +157,7 @@ def start_up(report: Report, folder: Path, documents: int, seconds: float) -> No
     """Adds how long the loader takes to begin on a corpus of so many documents, and how fast it is then."""
     invent(folder, documents)
     start = time.perf_counter()
-    stream = TripleStream(Corpus.open(folder), SPECIAL, seq_length=LENGTH, seed=0)
+    stream = ExampleStream(Corpus.open(folder), SPECIAL, seq_length=LENGTH, seed=0)
     opened = time.perf_counter() - start
     stream.micro_batches([0], EXAMPLES)
     first = time.perf_counter() - start
@@ -186,10 +185,11 @@ def invent(folder: Path, documents: int) -> None:
             shutil.copyfile(folder / "shard-00000.arrow", path)
         else:
             write_shard(path, rows[:count])
-        shards.append({"name": path.name, "documents": count, "bytes": path.stat().st_size})
+        shards.append({"name": path.name, "documents": count, "rows": count, "bytes": path.stat().st_size})
     np.save(folder / "document_frequency.npy", np.full(30_522, max(1, documents // 500)))
+    counts = {"documents": documents, "rows": documents, "tokenizer": {"vocabulary_size": 30_522}}
     manifest = {"format": FORMAT, "format_version": FORMAT_VERSION, "shards": shards, "files": {}}
-    write_json(folder / MANIFEST, manifest | {"tokenizer": {"vocabulary_size": 30_522}})
+    write_manifest(folder, manifest | counts)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -202,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     corpus = Corpus.open(args.corpus)
-    stream = TripleStream(corpus, SPECIAL, seq_length=LENGTH, seed=0)
+    stream = ExampleStream(corpus, SPECIAL, seq_length=LENGTH, seed=0)
     report = Report("loader", "The loader of three-part batches", argv)
     memory(report, stream)
     speeds(report, corpus, stream, args.repeats, args.seconds)

@@ -28,7 +28,7 @@ import numpy as np
 
 from data_prep.cleaning import RULES, Drops, clean
 from data_prep.duplicates import check_near_duplicates
-from data_prep.pieces import load_tokenizer_files
+from data_prep.encode import load_tokenizer_files
 from data_prep.plan import check_disk, estimate
 from data_prep.readers import RawDocument, Reading, ReadOptions
 from data_prep.sentences import splitter_name
@@ -40,6 +40,7 @@ from multicls.corpus import (
     FORMAT_VERSION,
     MANIFEST,
     tokenizer_fingerprint,
+    write_manifest,
 )
 from multicls.errors import UserError
 from multicls.files import append_jsonl, atomic_write, read_json, write_json
@@ -367,7 +368,7 @@ def _finish(
     manifest = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
-        **{key: sum(shard[key] for shard in corpus.shards) for key in ("documents", "sentences", "tokens")},
+        **{key: sum(shard[key] for shard in corpus.shards) for key in ("documents", "rows", "sentences", "tokens")},
         "sources": corpus.sources,
         "dropped": dict(sorted(corpus.drops.counts.items())),
         "tokenizer": {
@@ -380,7 +381,7 @@ def _finish(
         "files": {name: checksum(output / name) for name in ("document_frequency.npy", DROPPED, *copied)},
         "shards": corpus.shards,
     }
-    write_json(output / MANIFEST, manifest)
+    write_manifest(output, manifest)
     (output / PROGRESS).unlink()
     (output / LINES.format(len(corpus.shards))).unlink()
 

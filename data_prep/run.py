@@ -46,7 +46,9 @@ def build_command(argv: Sequence[str]) -> None:
     )
     _add_input_flags(parser)
     parser.add_argument("--output", required=True, metavar="DIR", help="the corpus folder: new, or of a stopped run")
-    parser.add_argument("--tokenizer", metavar="PATH_OR_ID", help="folder with tokenizer.json, that file, or a hub id")
+    parser.add_argument(
+        "--tokenizer", metavar="PATH_OR_ID", help="folder with tokenizer.json, that file, a hub id, or sample"
+    )
     parser.add_argument("--sample", action="store_true", help="the embedded sample as --input and --tokenizer")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     parser.add_argument("--num_processes", type=int, default=cores or 1, help="default: one a core")
@@ -142,7 +144,7 @@ def show_command(argv: Sequence[str]) -> None:
     """`show`: prints a document and a training example of it, exactly as the model sees it."""
     parser = argparse.ArgumentParser(prog="data_prep/run.py show", description=show_command.__doc__)
     parser.add_argument("corpus", help="a corpus folder")
-    parser.add_argument("document", type=int, help="number of the document, from 0")
+    parser.add_argument("row", type=int, help="number of the row, from 0: a document, or a piece of a very long one")
     parser.add_argument("--seq_length", type=int, default=128)
     parser.add_argument("--num_facets", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
@@ -151,7 +153,7 @@ def show_command(argv: Sequence[str]) -> None:
     args = parser.parse_args(argv)
     from data_prep.show import show
 
-    print(show(args.corpus, args.document, args.seq_length, args.num_facets, args.seed, args.epoch, args.window))
+    print(show(args.corpus, args.row, args.seq_length, args.num_facets, args.seed, args.epoch, args.window))
 
 
 def stats_command(argv: Sequence[str]) -> None:
@@ -178,7 +180,8 @@ def verify_command(argv: Sequence[str]) -> None:
 
     corpus = Corpus.open(args.corpus)
     corpus.verify()
-    print(f"{args.corpus}: whole, {corpus.num_documents} documents in {corpus.num_shards} shards")
+    counts = f"{corpus.num_documents} documents ({corpus.num_rows} rows) in {corpus.num_shards} shards"
+    print(f"{args.corpus}: whole, {counts}")
 
 
 def vocabulary_command(argv: Sequence[str]) -> None:

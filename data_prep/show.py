@@ -1,4 +1,4 @@
-"""What training sees of a document, in words."""
+"""Shows a row of a corpus and a training example of it as text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from data_prep.triples import Example, Part, SpecialIds, TripleStream
+from data_prep.examples import ExampleStream, Part, SpecialIds, TrainingExample
 from multicls.corpus import Corpus
 from multicls.errors import UserError
 from multicls.files import read_json
@@ -19,35 +19,37 @@ ROLES = ("cls", "sep", "pad", "mask")
 
 
 def show(folder: str, number: int, seq_length: int, num_facets: int, seed: int, epoch: int, window: int = 0) -> str:
-    """Document `number` of a corpus and the training example that its `window` gives in `epoch`, masks and all.
+    """Returns row `number` of a corpus and the training example that its window gives in `epoch`, with its masks.
 
     Raises:
-        UserError: no such corpus, document or window, or its tokenizer lacks special tokens.
+        UserError: there is no such corpus, row or window, or its tokenizer lacks special tokens.
     """
     from tokenizers import Tokenizer
 
     corpus = Corpus.open(folder)
-    document = corpus.document(number)
+    row = corpus.row(number)
     tokenizer = Tokenizer.from_file(str(corpus.path / "tokenizer.json"))
     special = special_ids(corpus, tokenizer, num_facets)
-    stream = TripleStream(corpus, special, seq_length=seq_length, seed=seed, validation_fraction=0.0)
-    example = stream.example_of(number, epoch, window)
-    lines = [f"document {number}: {document.title!r} ({document.source}: {document.id})"]
-    lines.append(f"{len(document.offsets) - 1} sentences, {len(document.tokens)} pieces")
-    lines += [f"window {window} of {stream.windows_of(number)}, as in epoch {epoch} with seed {seed}:", ""]
+    stream = ExampleStream(corpus, special, seq_length=seq_length, seed=seed, validation_fraction=0.0)
+    (example,) = stream.examples_of_row(number, epoch, [window])
+    lines = [f"row {number}: {row.title!r} ({row.source}: {row.id})"]
+    lines.append(f"{len(row.offsets) - 1} sentences, {len(row.tokens)} tokens")
+    lines += [f"window {window} of {stream.num_windows(number)}, as in epoch {epoch} with seed {seed}:", ""]
     for sentence in range(example.parts[0].first, example.parts[-1].end):
-        pieces = document.tokens[document.offsets[sentence] : document.offsets[sentence + 1]]
-        lines.append(f"  {sentence}: {tokenizer.decode(pieces.tolist(), skip_special_tokens=False)}")
+        tokens = row.tokens[row.offsets[sentence] : row.offsets[sentence + 1]]
+        lines.append(f"  {sentence}: {tokenizer.decode(tokens.tolist(), skip_special_tokens=False)}")
     for p in range(len(example.parts)):
         lines += ["", f"part {'ABC'[p]}: {_describe(example.parts[p])}", *_table(example, p, tokenizer, num_facets)]
     return "\n".join(lines)
 
 
 def special_ids(corpus: Corpus, tokenizer: Tokenizer, num_facets: int) -> SpecialIds:
-    """Ids of the special tokens as in training; the corpus's tokenizer_config.json tells names that are not BERT's.
+    """Returns the ids of the special tokens as in training.
+
+    Names that differ from BERT's come from the corpus's tokenizer_config.json.
 
     Raises:
-        UserError: the tokenizer has none for some role.
+        UserError: the tokenizer lacks a special token.
     """
     path = corpus.path / "tokenizer_config.json"
     config = read_json(path) if path.exists() else {}
@@ -63,13 +65,14 @@ def special_ids(corpus: Corpus, tokenizer: Tokenizer, num_facets: int) -> Specia
 
 
 def _describe(part: Part) -> str:
+    """Returns the sentences of a part and their order in words."""
     if part.cut == part.end:
         return f"sentence {part.first}, a single segment, so no order to tell"
     segments = f"sentences {part.first} to {part.cut - 1} | {part.cut} to {part.end - 1}"
     return f"{segments}, {'swapped (label 1)' if part.swapped else 'in order (label 0)'}"
 
 
-def _table(example: Example, p: int, tokenizer: Tokenizer, num_facets: int) -> list[str]:
+def _table(example: TrainingExample, p: int, tokenizer: Tokenizer, num_facets: int) -> list[str]:
     """Returns one line for each segment: `[MASK](was)` is a masked-LM target, `word/7.3` carries its TF-IDF target."""
     length = int(example.attention_mask[p].sum())
     tfidf = np.insert(example.tfidf_labels[p], [1] * num_facets, 0.0)

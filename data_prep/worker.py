@@ -19,7 +19,7 @@ import xxhash
 
 from data_prep.cleaning import RULES, Drops, clean
 from data_prep.duplicates import LINE_LENGTH, minhash_bands
-from data_prep.pieces import PieceEncoder
+from data_prep.encode import TextEncoder
 from data_prep.readers import RawDocument
 from multicls.corpus import MAX_TOKENS, ShardRow, occurrences
 from multicls.errors import UserError
@@ -73,7 +73,7 @@ class Worker:
 
     def __init__(self, settings: WorkSettings) -> None:
         self.settings = settings
-        self.encoder = PieceEncoder(settings.tokenizer_json)
+        self.encoder = TextEncoder(settings.tokenizer_json)
 
     def prepare(self, chunk: list[RawDocument]) -> Prepared:
         """Cleans, splits and tokenizes the documents of a chunk, in order."""

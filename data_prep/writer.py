@@ -67,6 +67,7 @@ class CorpusWriter:
         self.repeated = RepeatedLines()
         self.frequency = np.zeros(self.tokenizer.get_vocab_size(with_added_tokens=True), np.int64)
         self._open: list[ShardRow] = []
+        self._open_documents = 0
         self._keys: list[np.ndarray] = []
         self._open_pieces = 0
         if self.saved:
@@ -113,10 +114,12 @@ class CorpusWriter:
     def _keep(self, text: Text) -> None:
         self._open += text.rows
         self._keys += [text.keys] * len(text.rows)
+        self._open_documents += 1
+        counts = self.sources.setdefault(text.rows[0].source, {"documents": 0, "rows": 0, "sentences": 0, "tokens": 0})
+        counts["documents"] += 1
+        counts["rows"] += len(text.rows)
         for row in text.rows:
             self._open_pieces += len(row.tokens)
-            counts = self.sources.setdefault(row.source, {"documents": 0, "sentences": 0, "tokens": 0})
-            counts["documents"] += 1
             counts["sentences"] += len(row.offsets) - 1
             counts["tokens"] += len(row.tokens)
 
@@ -155,12 +158,13 @@ class CorpusWriter:
         pieces = np.concatenate([row.tokens for row in self._open])
         self._count_rows(pieces, np.concatenate([row.counts for row in self._open]))
         sizes = {
-            "documents": len(self._open),
+            "documents": self._open_documents,
+            "rows": len(self._open),
             "sentences": sum(len(row.offsets) - 1 for row in self._open),
             "tokens": len(pieces),
         }
         self.shards.append({"name": name, **sizes, **checksum(self.folder / name)})
-        self._open, self._keys, self._open_pieces = [], [], 0
+        self._open, self._keys, self._open_pieces, self._open_documents = [], [], 0, 0
         self._save()
 
     def _count_rows(self, pieces: np.ndarray, counts: np.ndarray) -> None:

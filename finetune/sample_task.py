@@ -4,7 +4,7 @@
 not GLUE, and its numbers compare with nothing published. What makes it fair: pretraining with
 `validation_fraction >= HELD_OUT` never sees its articles, train and dev pairs come from different articles, no passage
 is used twice in a pair of the same kind, and the classes are balanced, so chance is 50 %. The passages are decoded from
-the corpus's pieces, so with an uncased tokenizer they are lower-cased, with spaces around punctuation.
+the corpus's tokens, so with an uncased tokenizer they are lower-cased, with spaces around punctuation.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def make_pairs(task: Task, corpus: Corpus, tokenizer: Tokenizer, articles: list[
 
 def _passages(corpus: Corpus, tokenizer: Tokenizer, article: int) -> dict[str, str]:
     """Runs of whole sentences by "article:first piece"; a rest at the end is left out."""
-    document = corpus.document(article)
+    document = corpus.row(article)
     passages, begin = {}, 0
     for end in document.offsets[1:].tolist():
         if end - begin >= PASSAGE_PIECES:

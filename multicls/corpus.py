@@ -1,12 +1,13 @@
 """Reads and writes corpus folders: data preparation writes them, pretraining reads them. Imports no torch.
 
     corpus/
-      manifest.json            written last: a folder without it is not a finished corpus
+      manifest.json            written last, with a checksum of itself: a folder without it is not a finished corpus
       shard-00000.arrow ...    Arrow IPC files of one record batch each, memory-mapped
       document_frequency.npy   (V,) int64: number of rows that contain each token
       tokenizer.json, tokenizer_config.json
 
-A shard row holds one document; a document of more than `MAX_TOKENS` tokens takes several consecutive rows. Columns:
+A shard row holds one document; a document of more than `MAX_TOKENS` tokens takes several consecutive rows. Code counts
+rows, people count documents: the manifest has both, as `rows` and `documents`. Columns:
 `source` (dictionary-encoded string), `id`, `title` (strings), `hash` (uint64, hash of the document's text, equal in all
 its rows), `num_tokens` (uint32), `tokens` (list<list<uint16 or uint32>>: token ids by sentence) and `counts`
 (list<uint16>: for each token, how often it occurs in its row).
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -25,14 +27,14 @@ import numpy as np
 import pyarrow as pa
 
 from multicls.errors import UserError
-from multicls.files import atomic_write, read_json, sha256_of
+from multicls.files import atomic_write, read_json, sha256_of, write_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 MANIFEST = "manifest.json"
 FORMAT = "multicls-corpus"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 MAX_TOKENS = (1 << 16) - 1  # tokens in a row; a count then fits into uint16
 
 
@@ -64,8 +66,8 @@ class Shard:
     Attributes:
         num_tokens: (R,) uint32, tokens in each row.
         hashes: (R,) uint64, hash of each row's document.
-        documents: (R + 1,) int32; row r has the sentences `documents[r]` to `documents[r + 1] - 1`.
-        sentences: (S + 1,) int32; sentence s is `tokens[sentences[s]:sentences[s + 1]]`.
+        row_starts: (R + 1,) int32; row r has the sentences `row_starts[r]` to `row_starts[r + 1] - 1`.
+        sentence_starts: (S + 1,) int32; sentence s is `tokens[sentence_starts[s]:sentence_starts[s + 1]]`.
         tokens: (N,) uint16 or uint32.
         counts: (N,) uint16, how often each token occurs in its row.
         source_names: names of the sources in this shard.
@@ -83,18 +85,18 @@ class Shard:
             self.source_codes: np.ndarray = self.batch.column("source").indices.to_numpy()
         except (pa.ArrowException, OSError, KeyError) as error:
             raise UserError(f"{path}: not a readable shard ({error}); prepare the corpus again.") from None
-        self.documents: np.ndarray = outer.offsets.to_numpy()
-        self.sentences: np.ndarray = outer.values.offsets.to_numpy()
+        self.row_starts: np.ndarray = outer.offsets.to_numpy()
+        self.sentence_starts: np.ndarray = outer.values.offsets.to_numpy()
         self.tokens: np.ndarray = outer.values.values.to_numpy()
 
-    def document(self, row: int) -> ShardRow:
-        """Returns row `row`."""
-        first, last = self.documents[row], self.documents[row + 1]
-        offsets = self.sentences[first : last + 1]
+    def row(self, number: int) -> ShardRow:
+        """Returns row `number`."""
+        first, last = self.row_starts[number], self.row_starts[number + 1]
+        offsets = self.sentence_starts[first : last + 1]
         tokens = self.tokens[offsets[0] : offsets[-1]]
-        source, name, title = (str(self.batch.column(column)[row]) for column in ("source", "id", "title"))
+        source, name, title = (str(self.batch.column(column)[number]) for column in ("source", "id", "title"))
         counts = self.counts[offsets[0] : offsets[-1]]
-        return ShardRow(source, name, title, int(self.hashes[row]), tokens, offsets - offsets[0], counts)
+        return ShardRow(source, name, title, int(self.hashes[number]), tokens, offsets - offsets[0], counts)
 
     @property
     def keys(self) -> np.ndarray:
@@ -154,15 +156,15 @@ class Corpus:
     Attributes:
         path: the folder.
         manifest: its manifest.json.
-        num_documents: rows in all shards.
+        num_rows: number of rows in all shards.
         starts: (shards + 1,) index in the corpus of each shard's first row.
     """
 
     def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
         self.path = path
         self.manifest = manifest
-        self.starts = np.cumsum([0] + [shard["documents"] for shard in manifest["shards"]])
-        self.num_documents = int(self.starts[-1])
+        self.starts = np.cumsum([0] + [shard["rows"] for shard in manifest["shards"]])
+        self.num_rows = int(self.starts[-1])
         self._shards: list[Shard | None] = [None] * self.num_shards
 
     @classmethod
@@ -170,8 +172,8 @@ class Corpus:
         """Opens a corpus folder and checks its manifest and the size of each file.
 
         Raises:
-            UserError: the folder or its manifest does not exist, the format version differs, or a file is missing or
-                has another size.
+            UserError: the folder or its manifest does not exist, the format version differs, the manifest was edited,
+                or a file is missing or has another size.
         """
         path = Path(path)
         if not path.is_dir():
@@ -189,6 +191,11 @@ class Corpus:
             raise UserError(
                 f"{path}: corpus format {version}, but this program reads format {FORMAT_VERSION}; "
                 "remove the folder and prepare it again."
+            )
+        if manifest.get("checksum") != _manifest_checksum(manifest):
+            raise UserError(
+                f"{path / MANIFEST}: changed since it was written (its checksum differs); "
+                "put the original back or prepare the corpus again."
             )
         problems = [_size_problem(path / name, entry["bytes"]) for name, entry in _files(manifest).items()]
         if any(problems):
@@ -210,6 +217,11 @@ class Corpus:
             raise UserError(*(f"{path}: the bytes have changed since the file was written." for path in differing))
 
     @property
+    def num_documents(self) -> int:
+        """Number of documents; a document that takes several rows counts once."""
+        return int(self.manifest["documents"])
+
+    @property
     def num_shards(self) -> int:
         """Number of shards."""
         return len(self.manifest["shards"])
@@ -227,19 +239,38 @@ class Corpus:
         Raises:
             UserError: there is no such row.
         """
-        if not 0 <= number < self.num_documents:
-            raise UserError(f"{self.path}: no document {number}; there are 0 to {self.num_documents - 1}.")
+        if not 0 <= number < self.num_rows:
+            raise UserError(f"{self.path}: no row {number}; there are rows 0 to {self.num_rows - 1}.")
         shard = int(np.searchsorted(self.starts, number, side="right")) - 1
         return self.shard(shard), number - int(self.starts[shard])
 
-    def document(self, number: int) -> ShardRow:
+    def row(self, number: int) -> ShardRow:
         """Returns row `number` of the corpus, counted from 0.
 
         Raises:
             UserError: there is no such row.
         """
         shard, row = self.locate(number)
-        return shard.document(row)
+        return shard.row(row)
+
+    def validation_limit(self, fraction: float) -> float:
+        """Returns the limit of `held_out_share` below which a document belongs to the validation split.
+
+        The limit is `fraction`. If no document falls below a fraction above 0, as happens in small corpora, the limit
+        is raised to hold out the document with the smallest hash, unless the corpus has no other document.
+        """
+        smallest, largest = self._share_range
+        if fraction <= 0 or smallest < fraction or smallest == largest:
+            return fraction
+        return math.nextafter(smallest, 1.0)
+
+    @cached_property
+    def _share_range(self) -> tuple[float, float]:
+        """The smallest and the largest `held_out_share` of all documents."""
+        shards = map(self.shard, range(self.num_shards))
+        smallest, largest = zip(*((shard.hashes.min(), shard.hashes.max()) for shard in shards), strict=True)
+        shares = held_out_share(np.array([min(smallest), max(largest)]))
+        return float(shares[0]), float(shares[1])
 
     @cached_property
     def document_frequency(self) -> np.ndarray:
@@ -261,11 +292,23 @@ class Corpus:
 def held_out_share(hashes: np.ndarray) -> np.ndarray:
     """Maps hashes of documents to uniform numbers in [0, 1).
 
-    A document is held out for validation if its number is below the validation fraction. A larger fraction therefore
+    A document is held out for validation if its number is below `Corpus.validation_limit`. A larger fraction therefore
     holds out the same documents and more.
     """
     share: np.ndarray = (hashes >> np.uint64(11)) * 2.0**-53
     return share
+
+
+def write_manifest(folder: str | Path, manifest: dict[str, Any]) -> None:
+    """Writes manifest.json with its own checksum, atomically: `Corpus.open` notices a later change."""
+    write_json(Path(folder) / MANIFEST, manifest | {"checksum": _manifest_checksum(manifest)})
+
+
+def _manifest_checksum(manifest: dict[str, Any]) -> str:
+    """Returns the SHA-256 of the manifest without its key "checksum", as JSON with sorted keys and no spaces."""
+    content = {key: value for key, value in manifest.items() if key != "checksum"}
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode("utf-8")).hexdigest()
 
 
 def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:

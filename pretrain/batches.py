@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from data_prep.triples import IGNORE, TripleStream
+from data_prep.examples import IGNORE_INDEX, ExampleStream
 from pretrain.stopping import outlive_signals
 
 EXAMPLES_TOGETHER = 320  # examples that a worker builds and sends in one call: most of the cost is per call
@@ -61,7 +61,7 @@ class RankSampler:
 
 
 def load_steps(
-    stream: TripleStream, sampler: RankSampler, steps: range, *, size: int, workers: int, unpad: bool = False
+    stream: ExampleStream, sampler: RankSampler, steps: range, *, size: int, workers: int, unpad: bool = False
 ) -> Iterator[list[MicroBatch]]:
     """Yields the list of this rank's micro-batches for each step, prefetched by worker processes.
 
@@ -94,7 +94,7 @@ class _MicroBatches(Dataset[dict[str, Any]]):
     Arrays go through a pipe in one piece; each tensor would take a shared-memory file and a connection of its own.
     """
 
-    def __init__(self, stream: TripleStream, size: int, unpad: bool) -> None:
+    def __init__(self, stream: ExampleStream, size: int, unpad: bool) -> None:
         self.stream = stream
         self.size = size
         self.unpad = unpad
@@ -103,14 +103,14 @@ class _MicroBatches(Dataset[dict[str, Any]]):
         arrays = self.stream.micro_batches(numbers, self.size)
         example_ids = arrays.pop("example_ids")
         flat_labels, flat_mask = (arrays[name].reshape(len(numbers), -1) for name in ("labels", "attention_mask"))
-        masked = [np.flatnonzero(labels != IGNORE) for labels in flat_labels]
+        masked = [np.flatnonzero(labels != IGNORE_INDEX) for labels in flat_labels]
         lengths = arrays["attention_mask"].sum(axis=2, dtype=np.int64)  # (micro-batches, sequences)
         facets = arrays["input_ids"].shape[2] - arrays["tfidf_labels"].shape[2]
         sequences = lengths.shape[1]
         counts = {
             "mlm": np.array([len(positions) for positions in masked]),
             "tfidf": lengths.sum(axis=1) - facets * sequences,
-            "so": (arrays["so_labels"] != IGNORE).sum(axis=1),
+            "so": (arrays["so_labels"] != IGNORE_INDEX).sum(axis=1),
             "examples": np.full(len(numbers), self.size),
             "sequences": np.full(len(numbers), sequences),
             "tokens": lengths.sum(axis=1),

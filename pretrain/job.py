@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from data_prep.triples import SpecialIds, TripleStream
+from data_prep.examples import ExampleStream, SpecialIds
 from multicls.configuration_multicls import MultiClsBertConfig
 from multicls.corpus import Corpus, tokenizer_fingerprint
 from multicls.distributed import leave_deepspeed, on_rank_0, prepare_deepspeed, rank_and_world
@@ -22,7 +22,7 @@ from multicls.errors import UserError
 from multicls.files import FolderLock, atomic_write, read_json, read_jsonl, sha256_of, write_json
 from multicls.from_bert import checkpoint_fingerprint, from_bert
 from multicls.optim import choose_precision
-from multicls.sample import SAMPLE_CORPUS, SAMPLE_MODEL, SAMPLE_TEXT, sample_model
+from multicls.sample import SAMPLE, SAMPLE_CORPUS, SAMPLE_MODEL, SAMPLE_TEXT, sample_model
 from multicls.settings import to_yaml
 from multicls.tokenization import facet_ids
 from pretrain.checkpoints import Checkpoints
@@ -31,7 +31,7 @@ from pretrain.export import describe_model, export
 from pretrain.log import Log, duration
 from pretrain.run_folder import DONE, STOPPED, lock_patience
 from pretrain.scaling import Schedule, batch_note
-from pretrain.settings import SAMPLE, PretrainSettings, TrainSettings, batch_arithmetic, settle_micro_batch
+from pretrain.settings import PretrainSettings, TrainSettings, batch_arithmetic, settle_micro_batch
 from pretrain.staging import stage
 from pretrain.stopping import DRY_RUN, Stopped, StopRequest
 from pretrain.training import Trainer
@@ -211,7 +211,7 @@ def settle_steps(settings: PretrainSettings, corpus: Corpus) -> PretrainSettings
     data, train = settings.data, settings.train
     if train.steps:
         return settings
-    stream = TripleStream(
+    stream = ExampleStream(
         corpus,
         SpecialIds(cls=0, sep=0, pad=0, mask=0, facets=(0,) * settings.model.num_facets),  # only their number matters
         seq_length=data.seq_length,
@@ -237,7 +237,7 @@ def load_model(settings: PretrainSettings, report: Callable[[str], None]) -> tup
 
 def build_streams(
     settings: PretrainSettings, corpus: Corpus, tokenizer: Any, config: MultiClsBertConfig
-) -> dict[str, TripleStream]:
+) -> dict[str, ExampleStream]:
     """Returns the streams of training and validation examples by split.
 
     Raises:
@@ -265,7 +265,7 @@ def build_streams(
         facets=facet_ids(tokenizer),
     )
     return {
-        split: TripleStream(
+        split: ExampleStream(
             corpus,
             special,
             seq_length=data.seq_length,
@@ -337,11 +337,12 @@ def _facts(settings: PretrainSettings, corpus: Corpus) -> dict[str, Any]:
     }
 
 
-def _data_notes(settings: PretrainSettings, corpus: Corpus, streams: dict[str, TripleStream]) -> list[str]:
+def _data_notes(settings: PretrainSettings, corpus: Corpus, streams: dict[str, ExampleStream]) -> list[str]:
     per_epoch = streams["train"].examples_per_epoch
     epochs = settings.train.steps * settings.train.global_batch_size / per_epoch
     return [
-        f"data: {corpus.num_documents} documents; {per_epoch} training and "
+        f"data: {corpus.num_documents} documents, {streams['validation'].num_documents} of them held out; {per_epoch} "
+        f"training and "
         f"{streams['validation'].examples_per_epoch} validation examples an epoch; "
         f"{settings.train.steps} steps are {epochs:.1f} epochs"
     ]

@@ -20,10 +20,10 @@ from multicls.corpus import Corpus
 from multicls.ds_config import load_ds_config, resolve_ds_config
 from multicls.errors import UserError, run_command
 from multicls.files import REPOSITORY
-from multicls.sample import SAMPLE_CORPUS, SAMPLE_MODEL, SAMPLE_TEXT
+from multicls.sample import SAMPLE, SAMPLE_CORPUS, SAMPLE_MODEL, SAMPLE_TEXT
 from multicls.settings import load_settings, to_yaml
 from pretrain.run_folder import status
-from pretrain.settings import RENAMED, SAMPLE, PretrainSettings, TrainSettings, batch_arithmetic
+from pretrain.settings import RENAMED, PretrainSettings, TrainSettings, batch_arithmetic
 
 UNFINISHED = 3  # exit code of --status
 SAMPLE_RECIPE = "pretrain/recipes/sample.yaml"

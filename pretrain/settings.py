@@ -10,7 +10,6 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 from multicls.errors import UserError
 from multicls.settings import Settings
 
-SAMPLE = "sample"  # value of model.checkpoint and data.corpus for the model and text of the extra `sample`
 RENAMED = {  # settings of earlier versions -> what replaces them
     "triples": "train.negatives_group (examples that are each other's negatives)",
     "micro_batches": "train.global_batch_size (examples of an optimizer step: the old triples x micro_batches)",

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data_prep.triples import TripleStream
+from data_prep.examples import ExampleStream
 from multicls.errors import UserError
 from multicls.optim import dropout_seed, linear_lr
 from pretrain.batches import MicroBatch, RankSampler, load_steps
@@ -60,8 +60,8 @@ class Trainer:
         self,
         engine: Any,
         settings: PretrainSettings,
-        train: TripleStream,
-        validation: TripleStream,
+        train: ExampleStream,
+        validation: ExampleStream,
         checkpoints: Checkpoints,
         log: Log,
         stop: StopRequest,

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from data_prep.build import BuildSettings, build
-from data_prep.triples import SpecialIds
+from data_prep.examples import SpecialIds
 from multicls.corpus import Corpus
 from multicls.errors import UserError
 from multicls.sample import sample_dump, sample_model

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from data_prep import build as build_module
 from data_prep import run, writer
 from data_prep.build import BuildSettings, build
-from data_prep.triples import TripleStream
+from data_prep.examples import ExampleStream
 from multicls.corpus import MAX_TOKENS, Corpus, tokenizer_fingerprint
 from multicls.errors import UserError
 from tests.data_prep.conftest import SPECIAL_IDS, story
@@ -37,7 +37,7 @@ def prepare(tokenizer: Path, output: Path, *inputs: Path | str, processes: int =
 def text_of(corpus: Corpus, number: int) -> list[str]:
     """The sentences of a document, pieces joined without white space."""
     tokenizer = Tokenizer.from_file(str(corpus.path / "tokenizer.json"))
-    document = corpus.document(number)
+    document = corpus.row(number)
     pieces = [str(tokenizer.id_to_token(int(i))).removeprefix("##") for i in document.tokens]
     return ["".join(pieces[a:b]) for a, b in zip(document.offsets[:-1], document.offsets[1:], strict=True)]
 
@@ -61,8 +61,8 @@ def test_plain_text_and_compression(tiny_tokenizer: Path, tmp_path: Path) -> Non
     corpus = prepare(tiny_tokenizer, tmp_path / "out", tmp_path / "in")
     assert [text_of(corpus, i) for i in range(3)] == [squeezed(story(n, s)) for n, s in ((12, 0), (8, 1), (7, 2))]
     assert corpus.manifest["dropped"] == {"lines_heading": 3, "sentences_without_letter": 1}
-    assert [corpus.document(i).id for i in range(3)] == ["a.txt#0", "deep/b.txt.gz#0", "deep/c.txt.bz2#0"]
-    assert corpus.document(0).source == "in" and corpus.manifest["sources"]["in"]["documents"] == 3
+    assert [corpus.row(i).id for i in range(3)] == ["a.txt#0", "deep/b.txt.gz#0", "deep/c.txt.bz2#0"]
+    assert corpus.row(0).source == "in" and corpus.manifest["sources"]["in"]["documents"] == 3
     corpus.verify()
 
 
@@ -70,7 +70,7 @@ def test_blank_lines_between_documents(tiny_tokenizer: Path, tmp_path: Path) -> 
     (tmp_path / "in.txt").write_text(f"{story(8)}\n\n\nThe cat.\n \n{story(9, 3)}\n")
     corpus = prepare(tiny_tokenizer, tmp_path / "out", f"tales={tmp_path / 'in.txt'}", documents="blank_line")
     assert [len(text_of(corpus, i)) for i in range(corpus.num_documents)] == [8, 9]
-    assert corpus.manifest["dropped"] == {"documents_too_short": 1} and corpus.document(1).source == "tales"
+    assert corpus.manifest["dropped"] == {"documents_too_short": 1} and corpus.row(1).source == "tales"
 
 
 def test_wikiextractor(tiny_tokenizer: Path, tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_wikiextractor(tiny_tokenizer: Path, tmp_path: Path) -> None:
     (tmp_path / "wiki_00").write_text(doc.format(7, story(5), story(6, 3)) + doc.format(8, "Ran.", "A mat."))
     corpus = prepare(tiny_tokenizer, tmp_path / "out", tmp_path / "wiki_00")
     assert text_of(corpus, 0) == squeezed(story(5)) + squeezed(story(6, 3))
-    assert (corpus.document(0).title, corpus.document(0).id) == ('The "cat" 7', "wiki_00#7")
+    assert (corpus.row(0).title, corpus.row(0).id) == ('The "cat" 7', "wiki_00#7")
     assert corpus.manifest["dropped"] == {"documents_too_short": 1, "lines_heading": 4}
 
 
@@ -86,7 +86,7 @@ def test_jsonl(tiny_tokenizer: Path, tmp_path: Path) -> None:
     records = [{"id": 5, "title": "T", "body": story(6)}, {"body": story(7, 1)}]
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n")
     corpus = prepare(tiny_tokenizer, tmp_path / "out", tmp_path / "in.jsonl", text_field="body")
-    assert [corpus.document(i).id for i in range(2)] == ["in.jsonl#5", "in.jsonl#2"]
+    assert [corpus.row(i).id for i in range(2)] == ["in.jsonl#5", "in.jsonl#2"]
     assert text_of(corpus, 1) == squeezed(story(7, 1))
     with pytest.raises(UserError, match=r"in.jsonl:1: no text in 'text' \(fields: id, title, body\)"):
         prepare(tiny_tokenizer, tmp_path / "other", tmp_path / "in.jsonl")
@@ -108,7 +108,7 @@ def test_mediawiki(tiny_tokenizer: Path, tmp_path: Path) -> None:
     dump = f'<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.10/">{"".join(pages)}</mediawiki>'
     (tmp_path / "dump.xml.bz2").write_bytes(bz2.compress(dump.encode()))
     corpus = prepare(tiny_tokenizer, tmp_path / "out", tmp_path / "dump.xml.bz2")
-    assert corpus.num_documents == 1 and corpus.document(0).title == "Cat"
+    assert corpus.num_documents == 1 and corpus.row(0).title == "Cat"
     assert text_of(corpus, 0) == ["thecatsatonamat.", *squeezed(story(6)), *squeezed(story(3, 2))]
     assert corpus.manifest["dropped"] == {"documents_not_articles": 1, "documents_redirects": 1}
 
@@ -118,7 +118,7 @@ def test_text_never_becomes_a_special_token(tiny_tokenizer: Path, tmp_path: Path
         " ".join(f"The [SEP] cat [MASK] sat [unused0] on [CLS] a [PAD] mat {i}." for i in range(8))
     )
     corpus = prepare(tiny_tokenizer, tmp_path / "out", tmp_path / "in.txt")
-    assert not set(corpus.document(0).tokens.tolist()) & set(SPECIAL_IDS.all())
+    assert not set(corpus.row(0).tokens.tolist()) & set(SPECIAL_IDS.all())
     assert text_of(corpus, 0)[0] == "the[sep]cat[mask]sat[unused0]on[cls]a[pad]mat0."
 
 
@@ -313,11 +313,13 @@ def test_show_prints_what_training_sees(
     corpus = prepare(tiny_tokenizer, tmp_path / "out", tmp_path / "in.txt")
     run.main(["show", str(corpus.path), "0", "--seq_length", "48"])
     printed = capsys.readouterr().out
-    example = TripleStream(corpus, SPECIAL_IDS, seq_length=48, seed=0, validation_fraction=0.0).example_of(0, epoch=0)
+    example = ExampleStream(corpus, SPECIAL_IDS, seq_length=48, seed=0, validation_fraction=0.0).examples_of_row(
+        0, epoch=0
+    )[0]
     assert printed.count("[CLS] [C1] [C2] [C3] [C4] [C5]") == 3
     assert printed.count("swapped (label 1)") == (example.so_labels == 1).sum()
     assert printed.count("[MASK]") == (example.input_ids == SPECIAL_IDS.mask).sum()
-    with pytest.raises(UserError, match="no document 1"):
+    with pytest.raises(UserError, match="no row 1"):
         run.main(["show", str(corpus.path), "1"])
 
 
@@ -327,7 +329,7 @@ def test_large_vocabularies_get_wide_pieces(tmp_path: Path, tiny_tokenizer: Path
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     (tmp_path / "in.txt").write_text(" ".join(f"The word{65000 + i} ran." for i in range(8)))
     corpus = prepare(tmp_path, tmp_path / "out", tmp_path / "in.txt")
-    assert corpus.document(0).tokens.dtype == np.uint32 and corpus.manifest["tokenizer"]["dtype"] == "uint32"
+    assert corpus.row(0).tokens.dtype == np.uint32 and corpus.manifest["tokenizer"]["dtype"] == "uint32"
     assert text_of(corpus, 0)[3] == "theword65003ran."
 
 
@@ -336,10 +338,10 @@ def test_real_corpus(multicls_data: Path, tiny_tokenizer: Path, tmp_path: Path) 
     wiki = sorted((multicls_data / "corpus" / "wiki").rglob("wiki_0*"))[:2]
     books = [multicls_data / "corpus" / "books" / name for name in ("alice.txt", "emma.txt")]
     corpus = prepare(tiny_tokenizer, tmp_path / "out", *wiki, *books, processes=2)
-    books_rows = [document for i in range(corpus.num_documents) if (document := corpus.document(i)).source == "emma"]
+    books_rows = [document for i in range(corpus.num_rows) if (document := corpus.row(i)).source == "emma"]
     assert (
         len(books_rows) > 1 and len({(row.id, row.hash) for row in books_rows}) == 1
     )  # a long book takes several rows
     assert all(len(row.tokens) <= MAX_TOKENS and len(row.offsets) > 100 for row in books_rows)
     assert corpus.num_documents > 60
-    assert not any(sentence.startswith("chapter") for sentence in text_of(corpus, corpus.num_documents - 1))
+    assert not any(sentence.startswith("chapter") for sentence in text_of(corpus, corpus.num_rows - 1))

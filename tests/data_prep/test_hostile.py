@@ -90,8 +90,8 @@ def test_odd_paths_and_right_to_left_text(tiny_tokenizer: Path, tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     corpus = Corpus.open(tmp_path / "a corpus ✓")
     corpus.verify()
-    assert [corpus.document(i).id for i in range(2)] == ["ein Tag 😀.txt#0", "עברית.txt#0"]
-    assert len(corpus.document(1).offsets) - 1 == 9 and corpus.document(0).source == "my notes 📚"
+    assert [corpus.row(i).id for i in range(2)] == ["ein Tag 😀.txt#0", "עברית.txt#0"]
+    assert len(corpus.row(1).offsets) - 1 == 9 and corpus.row(0).source == "my notes 📚"
 
 
 def test_a_damaged_file_can_be_repaired_and_the_run_goes_on(

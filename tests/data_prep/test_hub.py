@@ -151,7 +151,7 @@ def test_wikipedia_streams_from_the_hub(hub: str, tiny_tokenizer: Path, tmp_path
     assert done.returncode == 0, done.stderr + "\n".join(Hub.asked)
     assert "plan: 1 files, 0.0 MB of text -> about 0.0 M pieces" in done.stdout  # from the size that the card states
     corpus = Corpus.open(tmp_path / "out")
-    assert [corpus.document(i).title for i in range(20)] == [f"Article {i}" for i in range(20)]
+    assert [corpus.row(i).title for i in range(20)] == [f"Article {i}" for i in range(20)]
     assert corpus.manifest["sources"].keys() == {"wikipedia"} and corpus.manifest["dropped"] == {
         "lines_boilerplate": 40
     }

@@ -71,7 +71,7 @@ def test_a_vocabulary_of_ones_own_prepares_a_corpus(kind: str, tmp_path: Path) -
     run.main(["vocabulary", "--input", text, "--output", str(tmp_path / "own"), "--type", kind, "--size", "75"])
     run.main(["--input", text, "--output", str(tmp_path / "out"), "--tokenizer", str(tmp_path / "own")])
     corpus = Corpus.open(tmp_path / "out")
-    assert corpus.vocabulary_size <= 75 and not set(corpus.document(0).tokens.tolist()) & {0, *range(1, 17), 18, 19, 20}
+    assert corpus.vocabulary_size <= 75 and not set(corpus.row(0).tokens.tolist()) & {0, *range(1, 17), 18, 19, 20}
     run.main(["show", str(tmp_path / "out"), "0", "--seq_length", "48"])
     with pytest.raises(UserError, match="--input: missing"):
         run.main(["vocabulary", "--output", str(tmp_path / "other")])

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data_prep.examples import ExampleStream
 from data_prep.stats import Contents, Tally, Training, count, length_baseline, measure, stats, visible
-from data_prep.triples import TripleStream
 from multicls.corpus import FORMAT_VERSION, Corpus, ShardRow, occurrences, write_shard
 from multicls.errors import UserError
 from tests.data_prep.conftest import SPECIAL_IDS
@@ -70,8 +70,8 @@ def all_of(tally: Tally) -> list[int]:
 
 def plain_documents(corpus: Corpus) -> dict[int, list[ShardRow]]:
     rows: dict[int, list[ShardRow]] = {}
-    for number in range(corpus.num_documents):
-        document = corpus.document(number)
+    for number in range(corpus.num_rows):
+        document = corpus.row(number)
         rows.setdefault(document.hash, []).append(document)
     return rows
 
@@ -79,7 +79,7 @@ def plain_documents(corpus: Corpus) -> dict[int, list[ShardRow]]:
 def test_counts_are_those_of_plain_loops(invented: Corpus) -> None:
     contents = count(invented, UNKNOWN, range(3))
     documents = list(plain_documents(invented).values())
-    assert len(documents) == 7 < invented.num_documents
+    assert len(documents) == 7 < invented.num_rows
     sentences = [[len(r.offsets) - 1 for r in runs] for runs in documents]
     pieces = [[len(r.tokens) for r in runs] for runs in documents]
     assert all_of(contents.document_sentences) == sorted(map(sum, sentences))
@@ -122,12 +122,12 @@ def test_coverage_curve_starts_with_the_most_frequent() -> None:
 def test_training_is_measured_on_the_examples_of_an_epoch(invented: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("data_prep.stats.FEWEST_LABELS", 5)
     measured = measure(invented, SPECIAL_IDS, 32)
-    stream = TripleStream(invented, SPECIAL_IDS, seq_length=32, seed=0, validation_fraction=0.0)
-    seen = [[0] * (len(invented.document(row).offsets) - 1) for row in range(invented.num_documents)]
+    stream = ExampleStream(invented, SPECIAL_IDS, seq_length=32, seed=0, validation_fraction=0.0)
+    seen = [[0] * (len(invented.row(row).offsets) - 1) for row in range(invented.num_rows)]
     padding = positions = cut = chosen = single = parts = short = 0
     for index in range(stream.examples_per_epoch):
         example = stream.example(0, index)
-        offsets = invented.document(example.document).offsets
+        offsets = invented.row(example.document).offsets
         padding += int((example.attention_mask == 0).sum())
         positions += example.attention_mask.size
         cut += example.cut_pieces
@@ -141,7 +141,7 @@ def test_training_is_measured_on_the_examples_of_an_epoch(invented: Corpus, monk
     times = [n for sentences in seen for n in sentences]
     assert cut > 0 and single > 0
     assert measured.examples == measured.examples_per_epoch == stream.examples_per_epoch
-    assert (measured.rows, measured.step) == (invented.num_documents, 1)
+    assert (measured.rows, measured.step) == (invented.num_rows, 1)
     assert measured.padding == pytest.approx(padding / positions)
     assert (measured.cut, measured.single) == pytest.approx((cut / chosen, single / parts))
     assert short > 0 and measured.short_segment == pytest.approx(short / (parts - single))
@@ -174,8 +174,8 @@ def test_a_few_parts_are_no_measure_of_the_order() -> None:
 def test_of_a_large_corpus_every_nth_row_is_measured(invented: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("data_prep.stats.SAMPLE_PIECES", invented.manifest["tokens"] // 3)
     measured: Training = measure(invented, SPECIAL_IDS, 32)
-    assert (measured.step, measured.rows) == (3, len(range(1, invented.num_documents, 3)))
-    assert measured.seen.sum() == sum(len(invented.document(row).offsets) - 1 for row in range(1, 10, 3))
+    assert (measured.step, measured.rows) == (3, len(range(1, invented.num_rows, 3)))
+    assert measured.seen.sum() == sum(len(invented.row(row).offsets) - 1 for row in range(1, 10, 3))
     assert measured.examples < measured.examples_per_epoch
 
 

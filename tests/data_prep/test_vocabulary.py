@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from data_prep import vocabulary
-from data_prep.pieces import load_tokenizer_files
+from data_prep.encode import load_tokenizer_files
 from data_prep.vocabulary import MODEL_FILE, SPECIALS, Kind, train_vocabulary
 from multicls.errors import UserError
 from multicls.files import REPOSITORY

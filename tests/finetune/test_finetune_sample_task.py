@@ -54,18 +54,18 @@ def test_pairs(corpus: Path) -> None:
 
 
 def test_pretraining_does_not_train_on_its_articles(corpus: Path) -> None:
-    """The rule is that of data_prep.triples: with this fraction, validation holds the articles and train none."""
-    from data_prep.triples import SpecialIds, TripleStream
+    """The rule is that of data_prep.examples: with this fraction, validation holds the articles and train none."""
+    from data_prep.examples import ExampleStream, SpecialIds
 
     opened = Corpus.open(corpus)
     special = SpecialIds(cls=12, sep=13, pad=0, mask=14, facets=())
     held_out = {number for number, _ in sample_task.held_out(opened)}
     assert 10 < len(held_out) < 35
     for split in ("train", "validation"):
-        stream = TripleStream(
+        stream = ExampleStream(
             opened, special, seq_length=64, seed=1, split=split, validation_fraction=sample_task.HELD_OUT
         )
-        seen = {stream.example(0, index).document for index in range(stream.examples_per_epoch)}
+        seen = {example.row for example in stream.examples(0, range(stream.examples_per_epoch))}
         assert seen == (held_out if split == "validation" else set(range(100)) - held_out)
 
 

@@ -11,16 +11,15 @@ import pytest
 from multicls.corpus import (
     FORMAT,
     FORMAT_VERSION,
-    MANIFEST,
     MAX_TOKENS,
     Corpus,
     Shard,
     ShardRow,
     occurrences,
+    write_manifest,
     write_shard,
 )
 from multicls.errors import UserError
-from multicls.files import write_json
 
 
 def row(name: str, *sentences: list[int]) -> ShardRow:
@@ -34,25 +33,30 @@ ROWS = [row("a", [1, 2, 1], [3], [1]), row("b", [9, 9], [8])]
 
 def write_corpus(folder: Path, format_version: int) -> Path:
     write_shard(folder / "shard-00000.arrow", ROWS)
-    shard = {"name": "shard-00000.arrow", "documents": 2, "bytes": (folder / "shard-00000.arrow").stat().st_size}
-    manifest = {"format": FORMAT, "format_version": format_version, "shards": [shard], "files": {}}
-    write_json(folder / MANIFEST, manifest)
+    shard = {
+        "name": "shard-00000.arrow",
+        "documents": 2,
+        "rows": 2,
+        "bytes": (folder / "shard-00000.arrow").stat().st_size,
+    }
+    manifest = {"format": FORMAT, "format_version": format_version, "documents": 2, "shards": [shard], "files": {}}
+    write_manifest(folder, manifest)
     return folder
 
 
 def test_rows_come_back_as_written(tmp_path: Path) -> None:
     corpus = Corpus.open(write_corpus(tmp_path, FORMAT_VERSION))
-    assert corpus.num_documents == 2
+    assert corpus.num_rows == corpus.num_documents == 2
     for number, expected in enumerate(ROWS):
-        found = corpus.document(number)
+        found = corpus.row(number)
         assert found[:4] == expected[:4]
         for ours, theirs in zip(found[4:], expected[4:], strict=True):
             np.testing.assert_array_equal(ours, theirs)
             assert ours.dtype == theirs.dtype
         assert not found.tokens.flags.owndata and not found.counts.flags.owndata, "views of the shard"
-    assert corpus.document(0).counts.tolist() == [3, 1, 3, 1, 3]
-    with pytest.raises(UserError, match="no document 2; there are 0 to 1"):
-        corpus.document(2)
+    assert corpus.row(0).counts.tolist() == [3, 1, 3, 1, 3]
+    with pytest.raises(UserError, match="no row 2; there are rows 0 to 1"):
+        corpus.row(2)
 
 
 def test_arrow_columns_carry_the_documented_names(tmp_path: Path) -> None:
@@ -67,7 +71,7 @@ def test_arrow_columns_carry_the_documented_names(tmp_path: Path) -> None:
 
 def test_a_corpus_of_an_older_format_is_refused(tmp_path: Path) -> None:
     folder = write_corpus(tmp_path, FORMAT_VERSION - 1)
-    with pytest.raises(UserError, match=r"corpus format 2, but this program reads format 3; .*prepare it again"):
+    with pytest.raises(UserError, match=r"corpus format 3, but this program reads format 4; .*prepare it again"):
         Corpus.open(folder)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from data_prep.triples import SpecialIds, TripleStream
+from data_prep.examples import ExampleStream, SpecialIds
 from multicls.corpus import Corpus
 from pretrain import batches
 from pretrain.batches import MicroBatch, RankSampler, load_steps
@@ -16,12 +16,12 @@ from tests.pretrain.tools import micro_batch_of
 
 
 @pytest.fixture(scope="module")
-def stream(tiny_corpus: Path) -> TripleStream:
+def stream(tiny_corpus: Path) -> ExampleStream:
     special = SpecialIds(cls=12, sep=13, pad=0, mask=14, facets=(1, 2, 3))
-    return TripleStream(Corpus.open(tiny_corpus), special, seq_length=32, seed=1)
+    return ExampleStream(Corpus.open(tiny_corpus), special, seq_length=32, seed=1)
 
 
-def load(stream: TripleStream, sampler: RankSampler, workers: int = 0, size: int = 3) -> list[MicroBatch]:
+def load(stream: ExampleStream, sampler: RankSampler, workers: int = 0, size: int = 3) -> list[MicroBatch]:
     return list(chain.from_iterable(load_steps(stream, sampler, range(3, 8), size=size, workers=workers)))
 
 
@@ -34,7 +34,7 @@ def same(one: list[MicroBatch], other: list[MicroBatch]) -> bool:
     return all(equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_workers_ranks_and_groups_change_no_number(stream: TripleStream, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_ranks_and_groups_change_no_number(stream: ExampleStream, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = load(stream, RankSampler(4, 0, 1))
     assert [batch.number for batch in wanted] == list(range(12, 32))
     assert same(load(stream, RankSampler(4, 0, 1), workers=2), wanted)
@@ -44,7 +44,7 @@ def test_workers_ranks_and_groups_change_no_number(stream: TripleStream, monkeyp
     assert same(load(stream, RankSampler(4, 0, 1)), wanted)
 
 
-def test_a_larger_micro_batch_holds_the_same_groups(stream: TripleStream) -> None:
+def test_a_larger_micro_batch_holds_the_same_groups(stream: ExampleStream) -> None:
     """Part-major, the examples of a group side by side."""
     small, large = load(stream, RankSampler(4, 0, 1)), load(stream, RankSampler(2, 0, 1), size=6)
     for number, batch in enumerate(large):
@@ -55,7 +55,7 @@ def test_a_larger_micro_batch_holds_the_same_groups(stream: TripleStream) -> Non
             assert torch.equal(batch.inputs[name], torch.cat([chunk[part] for part in range(3) for chunk in chunks]))
 
 
-def test_tensors_are_what_the_model_takes(stream: TripleStream) -> None:
+def test_tensors_are_what_the_model_takes(stream: ExampleStream) -> None:
     (batch, *_) = load(stream, RankSampler(2, 0, 1))
     inputs, masked = dict(batch.inputs), int(batch.counts["mlm"])
     shapes: dict[str, tuple[int, ...]] = {"so_labels": (9,), "tfidf_labels": (9, 29), "masked_positions": (masked,)}
@@ -68,7 +68,7 @@ def test_tensors_are_what_the_model_takes(stream: TripleStream) -> None:
     assert torch.equal(inputs["masked_positions"], expected.inputs["masked_positions"])
 
 
-def test_positions_of_the_real_tokens(stream: TripleStream) -> None:
+def test_positions_of_the_real_tokens(stream: ExampleStream) -> None:
     (batch, *_), *_ = load_steps(stream, RankSampler(2, 0, 1), range(1), size=3, workers=0, unpad=True)
     mask, bounds = batch.inputs["attention_mask"], batch.inputs["cu_seqlens"].tolist()
     assert torch.equal(batch.inputs["token_positions"], mask.flatten().nonzero().squeeze(1))

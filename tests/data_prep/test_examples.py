@@ -12,35 +12,36 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data_prep import windows
+from data_prep.examples import ExampleStream, SpecialIds, TrainingExample
 from data_prep.stats import length_baseline
-from data_prep.triples import Example, SpecialIds, TripleStream
 from multicls.corpus import Corpus, ShardRow, occurrences, write_shard
 from multicls.errors import UserError
 from multicls.files import REPOSITORY
 
 
 @pytest.fixture(scope="module")
-def stream(sample_corpus: Corpus, sample_ids: SpecialIds) -> TripleStream:
-    return TripleStream(sample_corpus, sample_ids, seq_length=128, seed=3)
+def stream(sample_corpus: Corpus, sample_ids: SpecialIds) -> ExampleStream:
+    return ExampleStream(sample_corpus, sample_ids, seq_length=128, seed=3)
 
 
 @pytest.fixture(scope="module")
-def epoch(stream: TripleStream) -> list[Example]:
+def epoch(stream: ExampleStream) -> list[TrainingExample]:
     return stream.examples(0, range(stream.examples_per_epoch))
 
 
-def original(example: Example, p: int) -> list[int]:
+def original(example: TrainingExample, p: int) -> list[int]:
     """The ids of part p before masking, padding left out."""
     ids = np.where(example.labels[p] >= 0, example.labels[p], example.input_ids[p])
     return [int(i) for i in ids[example.attention_mask[p] == 1]]
 
 
 def test_parts_are_consecutive_whole_sentences_of_one_document(
-    stream: TripleStream, epoch: list[Example], sample_corpus: Corpus
+    stream: ExampleStream, epoch: list[TrainingExample], sample_corpus: Corpus
 ) -> None:
     cut = 0
     for example in epoch:
-        document = sample_corpus.document(example.document)
+        document = sample_corpus.row(example.row)
         for p, part in enumerate(example.parts):
             assert part.first < part.end <= len(document.offsets) - 1
             assert p == 0 or part.first == example.parts[p - 1].end
@@ -58,7 +59,7 @@ def test_parts_are_consecutive_whole_sentences_of_one_document(
     assert 0 < cut < 0.01 * 3 * len(epoch)
 
 
-def test_token_types_mask_and_padding(epoch: list[Example]) -> None:
+def test_token_types_mask_and_padding(epoch: list[TrainingExample]) -> None:
     for example in epoch[:300]:
         for p, part in enumerate(example.parts):
             ids, types, length = original(example, p), example.token_type_ids[p], int(example.attention_mask[p].sum())
@@ -68,13 +69,13 @@ def test_token_types_mask_and_padding(epoch: list[Example]) -> None:
             assert (types[: first_sep + 1] == 0).all() and (types[first_sep + 1 : length] == 1).all()
 
 
-def test_padding_is_little_and_few_pieces_are_cut(epoch: list[Example]) -> None:
+def test_padding_is_little_and_few_tokens_are_cut(epoch: list[TrainingExample]) -> None:
     filled = sum(int(example.attention_mask.sum()) for example in epoch)
     assert 1 - filled / (len(epoch) * 3 * 128) < 0.14
-    assert sum(example.cut_pieces for example in epoch) < 0.01 * filled
+    assert sum(example.cut_tokens for example in epoch) < 0.01 * filled
 
 
-def test_masking_never_touches_special_tokens(epoch: list[Example], sample_ids: SpecialIds) -> None:
+def test_masking_never_touches_special_tokens(epoch: list[TrainingExample], sample_ids: SpecialIds) -> None:
     special = sample_ids.all()
     fates: Counter[str] = Counter()
     for example in epoch:
@@ -92,7 +93,7 @@ def test_masking_never_touches_special_tokens(epoch: list[Example], sample_ids: 
     assert fates["kept"] / fates["all"] == pytest.approx(0.1, abs=0.01)
 
 
-def test_half_of_the_parts_are_swapped_independently(epoch: list[Example]) -> None:
+def test_half_of_the_parts_are_swapped_independently(epoch: list[TrainingExample]) -> None:
     labels = np.array([example.so_labels for example in epoch])
     assert [[part.swapped for part in example.parts] for example in epoch] == (labels == 1).tolist()
     assert labels[labels >= 0].mean() == pytest.approx(0.5, abs=0.03)
@@ -104,12 +105,12 @@ def test_half_of_the_parts_are_swapped_independently(epoch: list[Example]) -> No
 
 
 def test_cuts_are_drawn_in_proportion_to_the_square_of_the_shorter_segment(
-    stream: TripleStream, epoch: list[Example], sample_corpus: Corpus
+    stream: ExampleStream, epoch: list[TrainingExample], sample_corpus: Corpus
 ) -> None:
     shorter, expected, uniform, variance = [], [], [], []
     rarest, expected_rarest = 0, 0.0
     for example in epoch:
-        offsets = sample_corpus.document(example.document).offsets
+        offsets = sample_corpus.row(example.row).offsets
         for part in example.parts:
             boundaries = offsets[part.first : part.end + 1].astype(float)
             candidates = np.minimum(boundaries[1:-1] - boundaries[0], boundaries[-1] - boundaries[1:-1])
@@ -129,16 +130,18 @@ def test_cuts_are_drawn_in_proportion_to_the_square_of_the_shorter_segment(
     assert rarest == pytest.approx(expected_rarest, abs=4 * expected_rarest**0.5) and rarest > 0
 
 
-def test_tfidf_targets_match_a_plain_loop(stream: TripleStream, epoch: list[Example], sample_corpus: Corpus) -> None:
+def test_tfidf_targets_match_a_plain_loop(
+    stream: ExampleStream, epoch: list[TrainingExample], sample_corpus: Corpus
+) -> None:
     frequency = sample_corpus.document_frequency
     for example in epoch[::60]:
-        document = sample_corpus.document(example.document)
+        document = sample_corpus.row(example.row)
         counts = Counter(document.tokens.tolist())
         for p, part in enumerate(example.parts):
             sentences: list[list[float]] = []
             for s in range(part.first, part.end):
-                pieces = document.tokens[document.offsets[s] : document.offsets[s + 1]].tolist()
-                raw = [counts[i] * math.log(sample_corpus.num_documents / max(int(frequency[i]), 1)) for i in pieces]
+                tokens = document.tokens[document.offsets[s] : document.offsets[s + 1]].tolist()
+                raw = [counts[i] * math.log(sample_corpus.num_rows / max(int(frequency[i]), 1)) for i in tokens]
                 low, high = min(raw), max(raw)
                 sentences.append([10 * (x - low) / (high - low) if high > low else 0.0 for x in raw])
             segments = [sentences[: part.cut - part.first], sentences[part.cut - part.first :]]
@@ -151,13 +154,13 @@ def test_tfidf_targets_match_a_plain_loop(stream: TripleStream, epoch: list[Exam
 
 def test_document_frequency_counts_documents(sample_corpus: Corpus) -> None:
     counts: Counter[int] = Counter()
-    for i in range(sample_corpus.num_documents):
-        counts.update(set(sample_corpus.document(i).tokens.tolist()))
+    for i in range(sample_corpus.num_rows):
+        counts.update(set(sample_corpus.row(i).tokens.tolist()))
     assert dict(enumerate(sample_corpus.document_frequency.tolist())) == {i: counts[i] for i in range(30522)}
 
 
 def test_an_example_depends_on_nothing_but_its_number(
-    stream: TripleStream, sample_corpus: Corpus, sample_ids: SpecialIds
+    stream: ExampleStream, sample_corpus: Corpus, sample_ids: SpecialIds
 ) -> None:
     size, last = 4, stream.examples_per_epoch // 4  # the last one lies across the epoch's end
     together = stream.micro_batches([3, last, 7], size)
@@ -167,20 +170,20 @@ def test_an_example_depends_on_nothing_but_its_number(
             np.testing.assert_array_equal(array[0], together[name][place])
         for i, (epoch, index) in enumerate(together["example_ids"][place].tolist()):
             assert epoch * stream.examples_per_epoch + index == number * size + i
-            example = stream.example(epoch, index)
+            example = stream.examples(epoch, [index])[0]
             for name in ("input_ids", "attention_mask", "token_type_ids", "labels", "tfidf_labels", "so_labels"):
                 np.testing.assert_array_equal(together[name][place, i::size], getattr(example, name))  # part-major
     assert {epoch for epoch, _ in together["example_ids"][1].tolist()} == {0, 1}
-    other = TripleStream(sample_corpus, sample_ids, seq_length=128, seed=4)
+    other = ExampleStream(sample_corpus, sample_ids, seq_length=128, seed=4)
     assert (other.micro_batches([3], size)["input_ids"] != together["input_ids"][:1]).any()
 
 
-def test_another_process_builds_the_same_examples(stream: TripleStream) -> None:
+def test_another_process_builds_the_same_examples(stream: ExampleStream) -> None:
     program = (
         "import hashlib, sys; from multicls.corpus import Corpus;"
-        "from data_prep.triples import SpecialIds, TripleStream;"
+        "from data_prep.examples import ExampleStream, SpecialIds;"
         "special = SpecialIds(cls=101, sep=102, pad=0, mask=103, facets=(1, 2, 3, 4, 5));"
-        "stream = TripleStream(Corpus.open(sys.argv[1]), special, seq_length=128, seed=3);"
+        "stream = ExampleStream(Corpus.open(sys.argv[1]), special, seq_length=128, seed=3);"
         "arrays = stream.micro_batches(range(20, 25), 3);"
         "print(hashlib.sha256(b''.join(a.tobytes() for a in arrays.values())).hexdigest())"
     )
@@ -190,26 +193,26 @@ def test_another_process_builds_the_same_examples(stream: TripleStream) -> None:
     assert printed == hashlib.sha256(b"".join(array.tobytes() for array in arrays.values())).hexdigest()
 
 
-def test_a_document_shows_what_training_sees(stream: TripleStream, epoch: list[Example]) -> None:
+def test_a_document_shows_what_training_sees(stream: ExampleStream, epoch: list[TrainingExample]) -> None:
     wanted = epoch[17]
-    shown = stream.examples_of(wanted.document, epoch=0)
-    assert len(shown) == stream.windows_of(wanted.document)
+    shown = stream.examples_of_row(wanted.row, epoch=0)
+    assert len(shown) == stream.num_windows(wanted.row)
     (same,) = [i for i, example in enumerate(shown) if (example.input_ids == wanted.input_ids).all()]
     assert shown[same].parts == wanted.parts
-    np.testing.assert_array_equal(stream.example_of(wanted.document, 0, same).labels, wanted.labels)
+    np.testing.assert_array_equal(stream.examples_of_row(wanted.row, 0, [same])[0].labels, wanted.labels)
     with pytest.raises(UserError, match=f"no window {len(shown)}; it has 0 to {len(shown) - 1}"):
-        stream.example_of(wanted.document, 0, len(shown))
+        stream.examples_of_row(wanted.row, 0, [len(shown)])
 
 
 def test_epochs_cover_sentences_about_equally_with_fresh_boundaries(
-    stream: TripleStream, epoch: list[Example], sample_corpus: Corpus
+    stream: ExampleStream, epoch: list[TrainingExample], sample_corpus: Corpus
 ) -> None:
     epochs = [epoch, *(stream.examples(e, range(stream.examples_per_epoch)) for e in (1, 2, 3))]
-    documents = sorted({example.document for example in epoch})
-    coverage = {d: np.zeros((4, len(sample_corpus.document(d).offsets) - 1), int) for d in documents}
+    documents = sorted({example.row for example in epoch})
+    coverage = {d: np.zeros((4, len(sample_corpus.row(d).offsets) - 1), int) for d in documents}
     for e, examples in enumerate(epochs):
         for example in examples:
-            coverage[example.document][e, example.parts[0].first : example.parts[-1].end] += 1
+            coverage[example.row][e, example.parts[0].first : example.parts[-1].end] += 1
     counts = np.concatenate([coverage[d] for d in documents], axis=1)
     assert counts.mean() == pytest.approx(1, abs=0.06)
     assert (counts == 1).mean() > 0.85 and (counts > 2).mean() < 0.001
@@ -218,13 +221,13 @@ def test_epochs_cover_sentences_about_equally_with_fresh_boundaries(
         np.mean([seen[:, int(place * (seen.shape[1] - 1))] > 0 for seen in coverage.values()]) for place in (0, 0.5, 1)
     )
     assert min(first, last) > 0.8 and middle > 0.93
-    boundaries = [{(e.document, part.first) for e in examples for part in e.parts} for examples in epochs]
+    boundaries = [{(e.row, part.first) for e in examples for part in e.parts} for examples in epochs]
     assert len(boundaries[0] & boundaries[1]) < 0.5 * len(boundaries[0])
 
 
-def test_splits_share_no_document(sample_corpus: Corpus, sample_ids: SpecialIds, epoch: list[Example]) -> None:
+def test_splits_share_no_document(sample_corpus: Corpus, sample_ids: SpecialIds, epoch: list[TrainingExample]) -> None:
     def documents(split: str, fraction: float) -> set[int]:
-        stream = TripleStream(
+        stream = ExampleStream(
             sample_corpus,
             sample_ids,
             seq_length=128,
@@ -232,10 +235,10 @@ def test_splits_share_no_document(sample_corpus: Corpus, sample_ids: SpecialIds,
             split=split,  # type: ignore[arg-type]
             validation_fraction=fraction,
         )
-        return {example.document for example in stream.examples(0, range(stream.examples_per_epoch))}
+        return {example.row for example in stream.examples(0, range(stream.examples_per_epoch))}
 
     train, validation = documents("train", 0.2), documents("validation", 0.2)
-    assert not train & validation and train | validation == set(range(sample_corpus.num_documents))
+    assert not train & validation and train | validation == set(range(sample_corpus.num_rows))
     with pytest.raises(UserError, match="validation_fraction = 0.0"):
         documents("validation", 0.0)
 
@@ -243,35 +246,35 @@ def test_splits_share_no_document(sample_corpus: Corpus, sample_ids: SpecialIds,
 @pytest.mark.parametrize("facets", [(), (1,), (1, 2, 3, 4, 5)])
 def test_two_parts_and_other_numbers_of_facets(sample_corpus: Corpus, facets: tuple[int, ...]) -> None:
     special = SpecialIds(cls=101, sep=102, pad=0, mask=103, facets=facets)
-    batch = TripleStream(sample_corpus, special, seq_length=64, seed=0, num_parts=2).micro_batches([0], 3)
+    batch = ExampleStream(sample_corpus, special, seq_length=64, seed=0, num_parts=2).micro_batches([0], 3)
     assert batch["input_ids"].shape == (1, 6, 64) and batch["tfidf_labels"].shape == (1, 6, 64 - len(facets))
     assert (batch["input_ids"][..., : 1 + len(facets)] == [101, *facets]).all()
 
 
 def test_short_sequences_are_refused(sample_corpus: Corpus, sample_ids: SpecialIds) -> None:
     with pytest.raises(UserError, match="seq_length = 12"):
-        TripleStream(sample_corpus, sample_ids, seq_length=12, seed=0)
+        ExampleStream(sample_corpus, sample_ids, seq_length=12, seed=0)
 
 
 def corpus_of(folder: Path, **sources: list[list[int]]) -> Corpus:
-    """A corpus of sources of documents, each given by the lengths of its sentences; pieces are 20, 21, ..."""
+    """A corpus of sources of documents, each given by the lengths of its sentences; tokens are 20, 21, ..."""
     generator = np.random.default_rng(0)
     documents = []
     for source, lengths_of_documents in sources.items():
         for number, lengths in enumerate(lengths_of_documents):
-            pieces = generator.integers(20, 200, sum(lengths)).astype(np.uint16)
+            tokens = generator.integers(20, 200, sum(lengths)).astype(np.uint16)
             offsets = np.cumsum([0, *lengths]).astype(np.int32)
             hashed = int(generator.integers(1 << 62)) * 2
-            counts = occurrences(pieces)
-            documents.append(ShardRow(source, f"{source}{number}", "", hashed, pieces, offsets, counts))
+            counts = occurrences(tokens)
+            documents.append(ShardRow(source, f"{source}{number}", "", hashed, tokens, offsets, counts))
     folder.mkdir(parents=True, exist_ok=True)
     middle = len(documents) // 2
     shards = []
     for name, part in (("a.arrow", documents[:middle]), ("b.arrow", documents[middle:])):
         write_shard(folder / name, part)
-        shards.append({"name": name, "documents": len(part)})
+        shards.append({"name": name, "rows": len(part)})
     np.save(folder / "document_frequency.npy", np.ones(200, np.int64))
-    return Corpus(folder, {"shards": shards, "tokenizer": {"vocabulary_size": 200}})
+    return Corpus(folder, {"shards": shards, "documents": len(documents), "tokenizer": {"vocabulary_size": 200}})
 
 
 SPECIAL = SpecialIds(cls=1, sep=2, pad=0, mask=3, facets=(4, 5))
@@ -283,9 +286,9 @@ def test_every_document_of_three_sentences_gives_three_parts(tmp_path: Path) -> 
         np.where(generator.random(n) < 0.1, generator.integers(1, 300, n), generator.integers(1, 40, n)).tolist()
         for n in generator.integers(1, 40, 1500).tolist()
     ]
-    stream = TripleStream(corpus_of(tmp_path, text=lengths), SPECIAL, seq_length=64, seed=1, validation_fraction=0.0)
+    stream = ExampleStream(corpus_of(tmp_path, text=lengths), SPECIAL, seq_length=64, seed=1, validation_fraction=0.0)
     for document, sentences in enumerate(lengths):
-        examples = stream.examples_of(document, epoch=0)
+        examples = stream.examples_of_row(document, epoch=0)
         assert bool(examples) == (len(sentences) >= 3)
         for example in examples:
             bounds = [part.first for part in example.parts] + [example.parts[-1].end]
@@ -296,7 +299,7 @@ def test_every_document_of_three_sentences_gives_three_parts(tmp_path: Path) -> 
                 assert all(part.end - part.first >= 2 for part in example.parts)
 
 
-def lengths_by_place(stream: TripleStream) -> tuple[np.ndarray, np.ndarray]:
+def lengths_by_place(stream: ExampleStream) -> tuple[np.ndarray, np.ndarray]:
     """Tokens of the segments placed first and second, (n, 2), and the labels, (n,), of one epoch's ordered parts."""
     arrays = stream.micro_batches([0], stream.examples_per_epoch)
     labels = arrays["so_labels"][0]
@@ -309,12 +312,12 @@ def test_segment_lengths_do_not_tell_the_order(tmp_path: Path, monkeypatch: pyte
     generator = np.random.default_rng(2)
     lengths = [generator.geometric(0.06, n).tolist() for n in generator.integers(3, 200, 600)]
     corpus = corpus_of(tmp_path, text=lengths)
-    stream = TripleStream(corpus, SPECIAL, seq_length=64, seed=1, validation_fraction=0.0)
+    stream = ExampleStream(corpus, SPECIAL, seq_length=64, seed=1, validation_fraction=0.0)
     found = length_baseline(*lengths_by_place(stream))
     assert found is not None and found.parts > 8000
     assert abs(found.accuracy - 0.5) < 3 * found.error and found.log_loss > 0.6925
     # Control: with all parts filled from the front, as greedy filling does, the lengths tell.
-    monkeypatch.setattr(TripleStream, "_mirrored", lambda _, key: np.zeros(len(key), bool))
+    monkeypatch.setattr(windows, "draw_mirrored", lambda key: np.zeros(len(key), bool))
     leaking = length_baseline(*lengths_by_place(stream))
     assert leaking is not None and leaking.accuracy > 0.5 + 5 * leaking.error and leaking.log_loss < 0.6925
 
@@ -322,23 +325,23 @@ def test_segment_lengths_do_not_tell_the_order(tmp_path: Path, monkeypatch: pyte
 def test_source_weights(tmp_path: Path) -> None:
     corpus = corpus_of(tmp_path, wiki=[[20] * 60] * 300, books=[[20] * 120] * 200, web=[[20] * 30] * 100)
     fixed = {"seq_length": 64, "seed": 1, "validation_fraction": 0.0}
-    plain = TripleStream(corpus, SPECIAL, **fixed)  # type: ignore[arg-type]
+    plain = ExampleStream(corpus, SPECIAL, **fixed)  # type: ignore[arg-type]
     weights = {"wiki": 0.5, "books": 2, "web": 0}
-    stream = TripleStream(corpus, SPECIAL, **fixed, source_weights=weights)  # type: ignore[arg-type]
-    wiki, books = 300 * plain.windows_of(0), 200 * plain.windows_of(300)
-    assert plain.examples_per_epoch == wiki + books + 100 * plain.windows_of(599)
+    stream = ExampleStream(corpus, SPECIAL, **fixed, source_weights=weights)  # type: ignore[arg-type]
+    wiki, books = 300 * plain.num_windows(0), 200 * plain.num_windows(300)
+    assert plain.examples_per_epoch == wiki + books + 100 * plain.num_windows(599)
     assert stream.examples_per_epoch == round(wiki / 2) + 2 * books
 
     def shown(epoch: int) -> Counter[int]:
         examples = stream.examples(epoch, range(stream.examples_per_epoch))
-        return Counter(example.document for example in examples)
+        return Counter(example.row for example in examples)
 
     first, second = shown(0), shown(1)
-    assert all(first[d] + second[d] == plain.windows_of(d) for d in range(300)), "each window once in two epochs"
-    assert all(first[d] == second[d] == 2 * plain.windows_of(d) for d in range(300, 500))
+    assert all(first[d] + second[d] == plain.num_windows(d) for d in range(300)), "each window once in two epochs"
+    assert all(first[d] == second[d] == 2 * plain.num_windows(d) for d in range(300, 500))
     assert max(first) == 499 and sum(first[d] > 0 for d in range(300)) > 270
     before = [example.input_ids.tobytes() for example in plain.examples(0, range(50))]
-    named = TripleStream(corpus, SPECIAL, **fixed, source_weights=dict.fromkeys(weights, 1))  # type: ignore[arg-type]
+    named = ExampleStream(corpus, SPECIAL, **fixed, source_weights=dict.fromkeys(weights, 1))  # type: ignore[arg-type]
     assert [example.input_ids.tobytes() for example in named.examples(0, range(50))] == before
 
 
@@ -346,7 +349,7 @@ def test_bad_source_weights_are_refused_together(tmp_path: Path) -> None:
     corpus = corpus_of(tmp_path, wiki=[[20] * 60], books=[[20] * 120])
     weights = {"wikki": 1.0, "books": -1.0, "wiki": math.inf}
     with pytest.raises(UserError) as caught:
-        TripleStream(corpus, SPECIAL, seq_length=64, seed=1, source_weights=weights)
+        ExampleStream(corpus, SPECIAL, seq_length=64, seed=1, source_weights=weights)
     assert len(caught.value.problems) == 3 and "Did you mean 'wiki'?" in caught.value.problems[0]
-    with pytest.raises(UserError, match="falls into the train split"):
-        TripleStream(corpus, SPECIAL, seq_length=64, seed=1, source_weights={"wiki": 0, "books": 0})
+    with pytest.raises(UserError, match="documents of the train split give no example"):
+        ExampleStream(corpus, SPECIAL, seq_length=64, seed=1, source_weights={"wiki": 0, "books": 0})

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from data_prep import pieces
-from data_prep.pieces import PieceEncoder
+from data_prep import encode
+from data_prep.encode import TextEncoder
 from data_prep.readers import Reading, ReadOptions
 from data_prep.sources import find_files
 from multicls.errors import UserError
@@ -35,7 +35,7 @@ def expected(tokenizer_json: str, sentences: list[str]) -> list[list[int]]:
     return [encoding.ids for encoding in tokenizer.encode_batch(sentences, add_special_tokens=False)]
 
 
-def assert_equal(encoder: PieceEncoder, tokenizer_json: str, sentences: list[str]) -> None:
+def assert_equal(encoder: TextEncoder, tokenizer_json: str, sentences: list[str]) -> None:
     found, lengths = encoder.encode(sentences)
     wanted = expected(tokenizer_json, sentences)
     assert lengths.tolist() == [len(ids) for ids in wanted]
@@ -62,7 +62,7 @@ def random_lines(count: int) -> Iterator[list[str]]:
 
 @pytest.mark.slow
 def test_random_unicode(bert: str) -> None:
-    encoder = PieceEncoder(bert)
+    encoder = TextEncoder(bert)
     assert encoder.word_by_word
     lines = 0
     for batch in random_lines(100_000):
@@ -74,7 +74,7 @@ def test_random_unicode(bert: str) -> None:
 @pytest.mark.slow
 def test_lines_of_the_corpus(bert: str, multicls_data: Path) -> None:
     """Every tenth file; `benchmarks/run.py data_prep --check` compares them all."""
-    encoder = PieceEncoder(bert)
+    encoder = TextEncoder(bert)
     lines: list[str] = []
     count = 0
     for file in find_files([str(multicls_data / "corpus")])[::10]:
@@ -96,21 +96,21 @@ def test_cased_without_chinese_and_with_accents(bert: str) -> None:
     ):
         parts["normalizer"] |= change
         text = json.dumps(parts)
-        assert PieceEncoder(text).word_by_word
-        assert_equal(PieceEncoder(text), text, lines)
+        assert TextEncoder(text).word_by_word
+        assert_equal(TextEncoder(text), text, lines)
 
 
-def test_sentences_without_pieces_line_ends_and_special_tokens(bert: str) -> None:
+def test_sentences_without_tokens_line_ends_and_special_tokens(bert: str) -> None:
     lines = ["", " ", "[SEP] is [MASK]ed", "two\nlines", "a", "", "\u200b", "Don't!", "x" * 300, "[unused1]"]
-    encoder = PieceEncoder(bert)
+    encoder = TextEncoder(bert)
     assert_equal(encoder, bert, lines)
     assert not set(encoder.encode(lines)[0].tolist()) & {101, 102, 103, 2}
     assert [len(part) for part in encoder.encode([])] == [0, 0]
 
 
 def test_a_full_table_starts_anew(bert: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "TABLE_WORDS", 50)
-    encoder = PieceEncoder(bert)
+    monkeypatch.setattr(encode, "TABLE_WORDS", 50)
+    encoder = TextEncoder(bert)
     for batch in random_lines(3000):
         assert_equal(encoder, bert, batch[:100])
 
@@ -122,7 +122,7 @@ def test_other_tokenizers_get_whole_sentences() -> None:
     tokenizer.train_from_iterator(
         corpus, trainers.UnigramTrainer(vocab_size=40, unk_token="<unk>", show_progress=False)
     )
-    encoder = PieceEncoder(tokenizer.to_str())
+    encoder = TextEncoder(tokenizer.to_str())
     assert not encoder.word_by_word
     assert_equal(encoder, tokenizer.to_str(), [*corpus, "", "away from one catdog?"])
 
@@ -130,9 +130,9 @@ def test_other_tokenizers_get_whole_sentences() -> None:
 def test_added_tokens_of_the_text_are_left_to_the_tokenizer(bert: str) -> None:
     tokenizer = Tokenizer.from_str(bert)
     tokenizer.add_tokens(["cat sat"])
-    encoder = PieceEncoder(tokenizer.to_str())
+    encoder = TextEncoder(tokenizer.to_str())
     assert not encoder.word_by_word
     assert_equal(encoder, tokenizer.to_str(), ["a cat sat here", "cat  sat"])
     tokenizer = Tokenizer.from_str(bert)
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
-    assert not PieceEncoder(tokenizer.to_str()).word_by_word
+    assert not TextEncoder(tokenizer.to_str()).word_by_word

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from data_prep.chance import below, hashed, permuted, uniform
+from data_prep.hash_rng import hashed, permuted, randint, uniform
 
 
 def test_hashes_depend_on_every_number_and_on_nothing_else() -> None:
@@ -21,7 +21,7 @@ def test_hashes_of_neighbours_are_uniform_and_independent() -> None:
     share = np.histogram(numbers, bins=50, range=(0, 1))[0] / len(numbers)
     assert share == pytest.approx(0.02, abs=0.002)
     assert abs(np.corrcoef(numbers[1:], numbers[:-1])[0, 1]) < 0.01
-    sixths = np.bincount(below(hashed(0, 4, np.arange(60_000)), 6), minlength=6)
+    sixths = np.bincount(randint(hashed(0, 4, np.arange(60_000)), 6), minlength=6)
     assert sixths == pytest.approx(10_000, rel=0.05)
 
 
