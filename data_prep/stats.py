@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -228,12 +228,13 @@ def stats(folder: str | Path, picture: str | Path | None, seq_length: int, num_f
     else:
         training = _training_facts(measure_training(corpus, rows, special, seq_length))
     text = measure_text(corpus, rows, _unknown_id(corpus, tokenizer))
-    _print_facts(console, visible(str(corpus.path)), _corpus_facts(corpus, rows))
+    _print_table(console, ["corpus", visible(str(corpus.path))], _corpus_facts(corpus, rows).items(), "left")
     _print_sources(console, corpus, text)
     _print_lengths(console, corpus, text)
     _print_dropped(console, corpus)
-    _print_facts(console, "vocabulary", _vocabulary_facts(corpus, text))
-    _print_facts(console, f"training: one epoch at seq_length {seq_length} with {num_facets} facets", training)
+    _print_table(console, ["vocabulary", ""], _vocabulary_facts(corpus, text).items(), "left")
+    title = f"one epoch at seq_length {seq_length} with {num_facets} facets"
+    _print_table(console, ["training", title], training.items(), "left")
     if picture is not None:
         _draw(picture, corpus, text)
         console.print(f"picture: {picture}", soft_wrap=True)
@@ -259,28 +260,20 @@ def _totals(corpus: Corpus) -> str:
     return "{documents:,} documents, {sentences:,} sentences, {tokens:,} tokens".format(**corpus.manifest)
 
 
-def _print_table(console: Console, names: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Prints a table with its first column to the left, numbers to the right."""
+def _print_table(
+    console: Console, names: Sequence[str], rows: Iterable[Sequence[str]], justify: Literal["left", "right"] = "right"
+) -> None:
+    """Prints a table; all columns but the first are justified to one side."""
     from rich import box
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for i, name in enumerate(names):
-        table.add_column(name, justify="right" if i else "left", overflow="fold")
+        table.add_column(name, justify=justify if i else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
-    console.print(table, end="\n\n")
-
-
-def _print_facts(console: Console, title: str, facts: dict[str, str]) -> None:
-    """Prints a title and a line for each fact."""
-    from rich.table import Table
-
-    table = Table.grid(padding=(0, 2))
-    for name, value in facts.items():
-        table.add_row(name, value)
-    console.print(title, style="bold")
-    console.print(table, end="\n\n")
+    console.print(table)
+    console.print()
 
 
 def _corpus_facts(corpus: Corpus, rows: range) -> dict[str, str]:
@@ -326,7 +319,7 @@ def _print_dropped(console: Console, corpus: Corpus) -> None:
     for reason, number in sorted(dropped.items(), key=lambda item: -item[1]):
         console.print(f"{number:{width},}  {visible(reason)}")
         for sample in samples.get(reason, [])[:SHOWN_DROPS]:
-            line = f"{'':{width}}    {sample['source']}, {sample['document']}: {sample['text']}"
+            line = f"{'':{width}}    {sample['text']} ({sample['source']}: {sample['document']})"
             console.print(visible(line), no_wrap=True, overflow="ellipsis", style="dim")
     console.print("(no samples: this corpus has no dropped.json)\n" if dropped and not path.is_file() else "")
 

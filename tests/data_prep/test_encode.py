@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from data_prep import encode
-from data_prep.encode import TextEncoder
+from data_prep.encode import TextEncoder, encoder_for, load_tokenizer_files
 from data_prep.readers import Reading, ReadOptions
 from data_prep.sources import find_files
 from multicls.errors import UserError
@@ -136,3 +136,28 @@ def test_added_tokens_of_the_text_are_left_to_the_tokenizer(bert: str) -> None:
     tokenizer = Tokenizer.from_str(bert)
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
     assert not TextEncoder(tokenizer.to_str()).word_by_word
+
+
+def test_a_process_keeps_its_encoders(bert: str) -> None:
+    assert encoder_for(bert) is encoder_for(bert)
+    assert encoder_for(bert).encode(["a cat"])[0].dtype == np.uint16
+
+
+def test_the_embedded_tokenizer_has_a_name(bert: str) -> None:
+    assert load_tokenizer_files("sample")["tokenizer.json"].decode("utf-8") == bert
+
+
+@pytest.mark.parametrize("name", ["./nothing", "/nothing/here", "a/b/c", "runs/tokenizer.json", "two words"])
+def test_what_cannot_be_a_model_id_is_not_looked_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_: pytest.fail("asked the Hub"))
+    with pytest.raises(UserError, match='not a model id of the Hub .*"sample" is the embedded tokenizer'):
+        load_tokenizer_files(name)
+
+
+def test_an_error_of_the_hub_keeps_its_first_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: str) -> str:
+        raise OSError("no such repository\n\nlong advice")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
+    with pytest.raises(UserError, match=r"does not provide it \(no such repository\);"):
+        load_tokenizer_files("owner/model")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from multicls.corpus import (
     Corpus,
     Shard,
     ShardRow,
+    held_out_share,
     occurrences,
     write_manifest,
     write_shard,
@@ -78,3 +80,42 @@ def test_a_corpus_of_an_older_format_is_refused(tmp_path: Path) -> None:
 def test_counts_of_the_longest_row_fit() -> None:
     tokens = np.zeros(MAX_TOKENS, np.uint16)
     assert occurrences(tokens)[0] == MAX_TOKENS
+
+
+def test_an_edited_manifest_is_noticed(tmp_path: Path) -> None:
+    path = write_corpus(tmp_path, FORMAT_VERSION) / MANIFEST
+    written = path.read_text(encoding="utf-8")
+    manifest = json.loads(written)
+    Corpus.open(tmp_path)
+    for edited in (
+        manifest | {"documents": -1},
+        manifest | {"shards": [manifest["shards"][0] | {"rows": -1}]},
+        {key: value for key, value in manifest.items() if key != "checksum"},
+        manifest | {"checksum": "0" * 64},
+    ):
+        path.write_text(json.dumps(edited), encoding="utf-8")
+        with pytest.raises(UserError, match=r"manifest.json: changed since it was written .* prepare the corpus again"):
+            Corpus.open(tmp_path)
+    path.write_text(json.dumps(manifest, indent=1, sort_keys=True), encoding="utf-8")
+    assert Corpus.open(tmp_path).num_documents == 2, "spaces and the order of keys are no change"
+
+
+@pytest.mark.parametrize(
+    ("shares", "fraction", "held_out"),
+    [
+        ([0.5, 0.25, 0.75], 0.3, [0.25]),
+        ([0.5, 0.25, 0.75], 0.01, [0.25]),
+        ([0.5, 0.25, 0.25, 0.75], 0.01, [0.25, 0.25]),
+        ([0.5, 0.25], 0.0, []),
+        ([0.5, 0.5], 0.01, []),
+        ([0.0, 0.5], 0.01, [0.0]),
+    ],
+)
+def test_at_least_one_document_is_held_out(
+    shares: list[float], fraction: float, held_out: list[float], tmp_path: Path
+) -> None:
+    rows = [ROWS[0]._replace(hash=int(share * 2**64)) for share in shares]
+    write_shard(tmp_path / "s.arrow", rows)
+    limit = Corpus(tmp_path, {"shards": [{"name": "s.arrow", "rows": len(rows)}]}).validation_limit(fraction)
+    found = held_out_share(np.array([row.hash for row in rows], np.uint64))
+    assert found[found < limit].tolist() == held_out
