@@ -251,8 +251,7 @@ def test_both_splits_of_small_corpora_hold_documents(tmp_path: Path) -> None:
         hashes = np.random.default_rng(number).integers(1 << 64, size=10 + number % 21, dtype=np.uint64)
         corpus = corpus_of(tmp_path / str(number), hashes=hashes.tolist(), text=[[9] * 30] * len(hashes))
         train, validation = (
-            ExampleStream(corpus, SPECIAL, seq_length=64, seed=0, split=split)  # type: ignore[arg-type]
-            for split in ("train", "validation")
+            ExampleStream(corpus, SPECIAL, seq_length=64, seed=0, split=split) for split in ("train", "validation")
         )
         below = set(np.flatnonzero(held_out_share(hashes) < 0.01).tolist())
         raised += not below

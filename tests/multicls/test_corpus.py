@@ -12,6 +12,7 @@ import pytest
 from multicls.corpus import (
     FORMAT,
     FORMAT_VERSION,
+    MANIFEST,
     MAX_TOKENS,
     Corpus,
     Shard,
