@@ -1,24 +1,21 @@
-"""A vocabulary of one's own: WordPiece as BERT's, or a SentencePiece unigram, as a fast tokenizer.
+"""Trains a vocabulary, WordPiece as BERT's or a SentencePiece unigram, and writes it as a fast tokenizer.
 
-Both are trained on counts of words, so the text itself is never held, and both give the same bytes for the same text,
-whatever the number of cores.
+Both kinds are trained on counts of words, so the text is never held in memory. The same text gives the same bytes on
+any number of cores.
 """
 
 from __future__ import annotations
 
 import io
 import re
-import shutil
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from multicls.errors import UserError, did_you_mean
-from multicls.files import write_json
+from multicls.files import atomic_folder, write_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -26,15 +23,16 @@ if TYPE_CHECKING:
 Kind = Literal["wordpiece", "unigram"]
 NAMES = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
 SPECIALS = ["[PAD]", *(f"[unused{k}]" for k in range(16)), "[UNK]", "[CLS]", "[SEP]", "[MASK]"]  # ids 0..; facets: 1..
-# Characters that make up this share of the text are entries; a word (WordPiece) or a run of characters (unigram) with
-# a rarer one is [UNK]. Byte pieces instead would cost 256 entries, and three pieces for each character of a script
-# that the vocabulary does not serve anyway; they would also be targets and neighbours that mean nothing.
+# The most frequent characters, which make up this share of the text, are entries. A word (WordPiece) or a sequence of
+# characters (unigram) with a rarer one is [UNK]. Byte tokens instead would cost 256 entries, and three tokens for each
+# character of a script that the vocabulary does not serve anyway; as masked-LM targets they would mean nothing.
 COVERAGE = 0.9999
 MIN_FREQUENCY = 2  # of a pair that WordPiece merges
-LONGEST_WORD = 100  # characters; longer ones are [UNK] in every BERT
-MOST_WORDS = 1 << 20  # different words trained on, the most frequent; while counting, twice as many are held
+LONGEST_WORD = 100  # characters; longer words are [UNK] in every BERT
+MOST_WORDS = 1 << 20  # the most frequent distinct words are trained on; counting holds twice as many
 MODEL_FILE = "sentencepiece.model"
-NEVER = -1e6  # the score of a piece that text must not become
+NEVER = -1e6  # score of an entry that text must not become
+NORMAL = 1  # type of an ordinary entry in SentencePiece's model
 
 
 def train_vocabulary(
@@ -48,24 +46,29 @@ def train_vocabulary(
 ) -> Path:
     """Trains a vocabulary and writes a folder that `AutoTokenizer.from_pretrained` and data preparation read.
 
-    It holds tokenizer.json and tokenizer_config.json, and for "unigram" SentencePiece's own sentencepiece.model, whose
-    ids are the same.
+    The folder holds tokenizer.json and tokenizer_config.json, and for "unigram" SentencePiece's own
+    sentencepiece.model, which has the same ids.
 
     Args:
-        sentences: text, read once; only counts of words are held, of a million different ones at most.
-        size: entries, BERT's special tokens and 16 unused ones for facets included.
-        cased: keeps upper case (and accents, which uncased WordPiece drops).
-        log: called with every line of progress.
+        sentences: the text, read once.
+        output: the folder, new or empty.
+        kind: "wordpiece" or "unigram".
+        size: number of entries, including BERT's special tokens and 16 unused ones for facets.
+        cased: keeps upper case, and accents, which uncased WordPiece drops.
+        log: called with each line of progress.
+
+    Returns:
+        The folder.
 
     Raises:
-        UserError: no text, a size that the text cannot fill or that its alphabet does not fit in, an output in use.
+        UserError: there is no text, the size does not suit the text, or `output` is in use.
     """
     output = Path(output)
     train = {"wordpiece": _wordpiece, "unigram": _unigram}.get(kind)
     if train is None:
         raise UserError(f"--type {kind}: no such kind of vocabulary.{did_you_mean(kind, get_args(Kind))}")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"{output}: is there already; give an --output that is new or empty.")
+        raise UserError(f"{output}: exists; give an --output that is new or empty.")
     if size <= len(SPECIALS):
         raise UserError(f"--size {size}: too small; the special tokens alone take {len(SPECIALS)}.")
     started = time.monotonic()
@@ -74,7 +77,7 @@ def train_vocabulary(
         raise UserError("no text in the input: there is nothing to train a vocabulary on.")
     log(f"{words.total():,} words, {len(words):,} different, in {time.monotonic() - started:.0f} s; training {kind}")
     tokenizer, model = train(words, size, cased)
-    with _whole_folder(output) as folder:
+    with atomic_folder(output) as folder:
         tokenizer.save(str(folder / "tokenizer.json"))
         inputs = ["input_ids", "token_type_ids", "attention_mask"]
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 512, "model_input_names": inputs}
@@ -86,27 +89,13 @@ def train_vocabulary(
 
 
 def _count_words(sentences: Iterable[str]) -> Counter[str]:
-    """How often each word, split at white space, occurs."""
+    """Returns the number of occurrences of each word; words are split at white space."""
     counts: Counter[str] = Counter()
     for sentence in sentences:
         counts.update(sentence.split())
         if len(counts) > 2 * MOST_WORDS:
             counts = Counter(dict(counts.most_common(MOST_WORDS)))
     return Counter(dict(counts.most_common(MOST_WORDS)))
-
-
-@contextmanager
-def _whole_folder(output: Path) -> Iterator[Path]:
-    """A temporary folder beside `output` that takes its name only when the block ends well."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(dir=output.parent, prefix=f".{output.name}."))
-    try:
-        yield folder
-        folder.chmod(0o755)
-        folder.replace(output)
-    except BaseException:
-        shutil.rmtree(folder)
-        raise
 
 
 def _too_small(size: int, needed: int) -> UserError:
@@ -120,6 +109,7 @@ def _too_large(size: int, most: int) -> UserError:
 
 
 def _wordpiece(words: Counter[str], size: int, cased: bool) -> tuple[Tokenizer, bytes]:
+    """Trains WordPiece; there is no model file beside the tokenizer."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
     normalizer, splitter = normalizers.BertNormalizer(lowercase=not cased), pre_tokenizers.BertPreTokenizer()
@@ -129,8 +119,8 @@ def _wordpiece(words: Counter[str], size: int, cased: bool) -> tuple[Tokenizer, 
             counts[part] += count
     alphabet = _alphabet(counts)
     inside = alphabet & {character for part in counts for character in part[1:]}
-    # The trainer numbers what it meets in the order of a hash table, which differs from run to run, and breaks ties by
-    # number. So all it can meet is given first, in order, as if it were special.
+    # The trainer numbers characters in the order of a hash table, which differs from run to run, and breaks ties by
+    # number. So all characters are given first, in order, as if they were special tokens.
     given = [*sorted(alphabet), *(f"##{character}" for character in sorted(inside))]
     room = size - len(SPECIALS)
     if room < len(given):
@@ -155,7 +145,7 @@ def _wordpiece(words: Counter[str], size: int, cased: bool) -> tuple[Tokenizer, 
 
 
 def _alphabet(counts: Counter[str]) -> set[str]:
-    """The most frequent characters that cover the text."""
+    """Returns the most frequent characters, which make up the share `COVERAGE` of the text."""
     characters: Counter[str] = Counter()
     for word, count in counts.items():
         for character in word:
@@ -171,13 +161,14 @@ def _alphabet(counts: Counter[str]) -> set[str]:
 
 
 def _repeated(counts: dict[str, int], most: int = 10_000) -> Iterator[str]:
-    """Each word as often as it is counted: the trainer takes no numbers."""
+    """Yields each word as often as it was counted, `most` at a time: the trainer takes no counts."""
     for word, count in counts.items():
         for first in range(0, count, most):
             yield " ".join([word] * min(most, count - first))
 
 
 def _unigram(words: Counter[str], size: int, cased: bool) -> tuple[Tokenizer, bytes]:
+    """Trains a unigram model; returns the tokenizer and SentencePiece's own model file."""
     from sentencepiece import SentencePieceTrainer
     from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
 
@@ -190,7 +181,7 @@ def _unigram(words: Counter[str], size: int, cased: bool) -> tuple[Tokenizer, by
             model_type="unigram",
             vocab_size=size,
             character_coverage=COVERAGE,
-            # What special tokens are written with, where text can still have it: "[MASK]" must fall into these.
+            # The characters of special tokens that text can still have: "[MASK]" in text is split into these.
             required_chars="".join(special for special in SPECIALS if cased or special.islower()),
             normalization_rule_name="nmt_nfkc" if cased else "nmt_nfkc_cf",
             pad_id=0,
@@ -201,19 +192,19 @@ def _unigram(words: Counter[str], size: int, cased: bool) -> tuple[Tokenizer, by
             eos_id=-1,
             control_symbols=[special for special in SPECIALS if special not in ("[PAD]", "[UNK]")],
             max_sentence_length=1 << 20,
-            num_threads=16,  # the sums depend on it, so it is not the machine's
+            num_threads=16,  # sums depend on it, so it must not depend on the machine
             minloglevel=2,
         )
     except RuntimeError as error:
         raise _explained(size, str(error)) from None
     proto = ModelProto.FromString(written.getvalue())
     for piece in proto.pieces:
-        piece.score = round(piece.score * 1024) / 1024  # sums are exact, so ties fall alike in float32 and float64
+        piece.score = round(piece.score * 1024) / 1024  # exact sums: float32 and float64 break ties alike
     return _fast_unigram(proto), proto.SerializeToString(deterministic=True)
 
 
 def _explained(size: int, problem: str) -> UserError:
-    """What SentencePiece's trainer means."""
+    """Returns an error of SentencePiece's trainer in our words."""
     if found := re.search(r"set it to a value <= (\d+)", problem):
         return _too_large(size, int(found[1]))
     if found := re.search(r"smaller than required_chars. \d+ vs (\d+)", problem):
@@ -222,30 +213,29 @@ def _explained(size: int, problem: str) -> UserError:
 
 
 def _fast_unigram(proto: Any) -> Tokenizer:
-    """SentencePiece's model for `tokenizers`, with the same ids on all text that its normalizer can be led to share."""
+    """Converts SentencePiece's model to a fast tokenizer; ids differ only where several accents stand on one letter."""
     from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
-    NORMAL = 1
-    pieces = [(piece.piece, piece.score if piece.type == NORMAL else NEVER) for piece in proto.pieces]
+    scores = [(piece.piece, piece.score if piece.type == NORMAL else NEVER) for piece in proto.pieces]
     normalizer = normalizers.Sequence(
         [
-            # `Precompiled` loses accents when the letter below them is changed (uncased: all capitals). Compose what
-            # can be, and part the rest with a character that it removes.
+            # `Precompiled` loses accents when it changes the letter below them (uncased: all capitals). Therefore
+            # compose what can be composed, and separate the rest by a character that it removes.
             normalizers.NFC(),
-            normalizers.Replace(Regex(r"\Y"), "\x01"),  # everywhere within what a reader takes for one character
+            normalizers.Replace(Regex(r"\Y"), "\x01"),  # inside each grapheme cluster
             normalizers.Precompiled(proto.normalizer_spec.precompiled_charsmap),
             normalizers.Replace(Regex("^ +| +$"), ""),
             normalizers.Replace(Regex(" {2,}"), " "),
             normalizers.Prepend("▁"),
         ]
     )
-    model = models.Unigram(pieces, unk_id=SPECIALS.index("[UNK]"), byte_fallback=False)
+    model = models.Unigram(scores, unk_id=SPECIALS.index("[UNK]"), byte_fallback=False)
     splitter = pre_tokenizers.Metaspace(prepend_scheme="never")
     return _assemble(model, normalizer, splitter, decoders.Metaspace(prepend_scheme="always"))
 
 
 def _assemble(model: Any, normalizer: Any, splitter: Any, decoder: Any) -> Tokenizer:
-    """A tokenizer with BERT's special tokens: `[CLS] a [SEP] b [SEP]`."""
+    """Returns a tokenizer with BERT's special tokens and its form `[CLS] a [SEP] b [SEP]`."""
     from tokenizers import Tokenizer
     from tokenizers.processors import TemplateProcessing
 

@@ -280,7 +280,7 @@ def test_bad_tokenizer_and_flags(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="not a fast tokenizer"):
         prepare(tmp_path, tmp_path / "out", tmp_path / "in.txt")
-    with pytest.raises(UserError, match="neither a path nor to be had from the hub"):
+    with pytest.raises(UserError, match="no such file or folder, and the Hub does not provide it"):
         prepare(Path("no-such/tokenizer"), tmp_path / "out", tmp_path / "in.txt")
     with pytest.raises(UserError) as caught:
         run.main(["--output", str(tmp_path / "out"), "--num_processes", "0"])
