@@ -278,22 +278,14 @@ class ExampleStream:
 
 
 class _Layout(NamedTuple):
-    """R sequences, part-major in each micro-batch; each array has shape (R, 1).
+    """R sequences, part-major in each micro-batch; each array has shape (R, 1)."""
 
-    Attributes:
-        begin, length: the sequence holds `length` tokens from `begin` on, of all tokens.
-        first_segment: number of these in the first segment.
-        has_two_segments: False for a part of one sentence.
-        swapped: True if the second segment is placed first.
-        key: hash that decides what is masked.
-    """
-
-    begin: np.ndarray
+    begin: np.ndarray  # the sequence holds `length` of all tokens, from `begin` on
     length: np.ndarray
-    first_segment: np.ndarray
-    has_two_segments: np.ndarray
-    swapped: np.ndarray
-    key: np.ndarray
+    first_segment: np.ndarray  # number of tokens in the first segment
+    has_two_segments: np.ndarray  # False for a part of one sentence
+    swapped: np.ndarray  # True if the second segment is placed first
+    key: np.ndarray  # hash that decides what is masked
 
 
 def _layout(text: Text, size: int) -> _Layout:

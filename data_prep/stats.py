@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
@@ -56,17 +56,11 @@ def document_lengths(corpus: Corpus) -> np.ndarray:
 
 @dataclass(frozen=True)
 class SampledText:
-    """The tokens of the sampled rows.
+    """The tokens of the sampled rows."""
 
-    Attributes:
-        sentence_lengths: (S,) number of tokens of each sentence.
-        token_counts: (V,) number of occurrences of each id.
-        unknown: number of [UNK] and of all tokens, by source.
-    """
-
-    sentence_lengths: np.ndarray
-    token_counts: np.ndarray
-    unknown: dict[str, tuple[int, int]]
+    sentence_lengths: np.ndarray  # (S,) number of tokens of each sentence
+    token_counts: np.ndarray  # (V,) number of occurrences of each id
+    unknown: dict[str, tuple[int, int]]  # number of [UNK] and of all tokens, by source
 
     @property
     def coverage(self) -> np.ndarray:
@@ -91,21 +85,13 @@ def measure_text(corpus: Corpus, rows: range, unknown_id: int | None) -> Sampled
     )
 
 
-@dataclass(frozen=True)
-class LengthBaseline:
-    """How well the lengths of two segments alone predict their order.
+class LengthBaseline(NamedTuple):
+    """How well the lengths of two segments alone predict their order, in cross-validation."""
 
-    Attributes:
-        parts: number of parts with two segments.
-        accuracy: share of the parts whose order is predicted, in cross-validation.
-        error: binomial standard error of `accuracy`; the folds share training parts, so it is about a fifth too small.
-        log_loss: mean cross-entropy of the predictions in nats; ln 2 = 0.6931 for a constant prediction.
-    """
-
-    parts: int
-    accuracy: float
-    error: float
-    log_loss: float
+    parts: int  # number of parts with two segments
+    accuracy: float  # share of the parts whose order is predicted
+    error: float  # binomial standard error; the folds share training parts, so it is about a fifth too small
+    log_loss: float  # mean cross-entropy in nats; ln 2 = 0.6931 for a constant prediction
 
 
 def length_baseline(placed: np.ndarray, swapped: np.ndarray) -> LengthBaseline | None:
@@ -140,27 +126,15 @@ def length_baseline(placed: np.ndarray, swapped: np.ndarray) -> LengthBaseline |
 
 @dataclass(frozen=True)
 class Training:
-    """The examples that the sampled rows give in the first epoch.
+    """The examples that the sampled rows give in the first epoch."""
 
-    Attributes:
-        examples_per_epoch: number of examples of the whole corpus, nothing held out.
-        examples: number of examples measured.
-        padding: share of the positions of a sequence.
-        cut: share of the chosen tokens left out, because their sentence alone is longer than a part.
-        single: share of the parts that are a single sentence, which has no order to tell.
-        short_segment: share of the parts with two segments that have a segment of a single sentence.
-        lengths: how well segment lengths alone predict the order; None if there are too few parts.
-        seen: (4,) number of sentences that the epoch shows 0, 1, 2, and more times.
-    """
-
-    examples_per_epoch: int
-    examples: int
-    padding: float
-    cut: float
-    single: float
-    short_segment: float
-    lengths: LengthBaseline | None
-    seen: np.ndarray
+    examples_per_epoch: int  # of the whole corpus, nothing held out
+    examples: int  # number of examples measured
+    padding: float  # share of the positions of a sequence
+    cut: float  # share of the chosen tokens left out, because their sentence alone is longer than a part
+    single: float  # share of the parts that are a single sentence, which has no order to tell
+    lengths: LengthBaseline | None  # None if there are too few parts
+    seen: np.ndarray  # (4,) number of sentences that the epoch shows 0, 1, 2, and more times
 
 
 def measure_training(corpus: Corpus, rows: range, special: SpecialIds, seq_length: int) -> Training:
@@ -172,7 +146,7 @@ def measure_training(corpus: Corpus, rows: range, special: SpecialIds, seq_lengt
     stream = ExampleStream(corpus, special, seq_length=seq_length, seed=0, validation_fraction=0.0)
     seen = np.zeros(4, np.int64)
     sums = np.zeros(4, np.int64)  # examples, filled positions, tokens left out, tokens chosen
-    tables = [np.zeros((0, 5), np.int64)]  # for each part: tokens of both segments, their sentences, and the label
+    tables = [np.zeros((0, 4), np.int64)]  # for each part: tokens of both segments, has_two_segments, swapped
     for row in rows:
         offsets = corpus.row(row).offsets.astype(np.int64)
         times = np.zeros(len(offsets) - 1, np.int64)
@@ -182,11 +156,11 @@ def measure_training(corpus: Corpus, rows: range, special: SpecialIds, seq_lengt
             chosen = offsets[end[-1]] - offsets[first[0]]
             sums += [1, example.attention_mask.sum(), example.cut_tokens, chosen]
             tokens = offsets[cut] - offsets[first], offsets[end] - offsets[cut]
-            tables.append(np.column_stack([*tokens, cut - first, end - cut, swapped]))
+            tables.append(np.column_stack([*tokens, cut < end, swapped]))
         seen += np.bincount(np.minimum(times, 3), minlength=4)
     parts = np.concatenate(tables)
-    ordered = parts[parts[:, 3] > 0]
-    swapped = ordered[:, 4] == 1
+    ordered = parts[parts[:, 2] == 1]
+    swapped = ordered[:, 3] == 1
     examples, filled, left_out, all_chosen = sums.tolist()
     return Training(
         examples_per_epoch=stream.examples_per_epoch,
@@ -194,7 +168,6 @@ def measure_training(corpus: Corpus, rows: range, special: SpecialIds, seq_lengt
         padding=1 - filled / max(len(parts) * seq_length, 1),
         cut=left_out / max(all_chosen, 1),
         single=1 - len(ordered) / max(len(parts), 1),
-        short_segment=float((ordered[:, 2:4] == 1).any(axis=1).sum()) / max(len(ordered), 1),
         lengths=length_baseline(np.where(swapped[:, None], ordered[:, 1::-1], ordered[:, :2]), swapped),
         seen=seen,
     )
@@ -206,8 +179,8 @@ def stats(folder: str | Path, picture: str | Path | None, seq_length: int, num_f
     Args:
         folder: a finished corpus.
         picture: the PNG file to write; None draws nothing.
-        seq_length: L of the training examples that are measured.
-        num_facets: K of them.
+        seq_length: L of the measured examples.
+        num_facets: K of the measured examples.
 
     Raises:
         UserError: the corpus is not finished, `seq_length` is too short, or `picture` is a folder.
@@ -277,14 +250,11 @@ def _print_table(
 
 
 def _corpus_facts(corpus: Corpus, rows: range) -> dict[str, str]:
-    manifest, made_from = corpus.manifest, corpus.manifest["made_from"]
-    size = sum(entry["bytes"] for entry in [*manifest["shards"], *manifest["files"].values()])
+    size = sum(entry["bytes"] for entry in [*corpus.manifest["shards"], *corpus.manifest["files"].values()])
     return {
         "holds": _totals(corpus),
         "on disk": f"{corpus.num_rows:,} rows in {corpus.num_shards:,} shards, {size / 1e6:,.1f} MB",
-        "tokenizer": f"vocabulary {corpus.vocabulary_size:,}, {manifest['tokenizer']['dtype']}",
-        "splitter": " ".join(map(str, made_from["splitter"].values())),
-        "versions": ", ".join(f"{name} {version}" for name, version in made_from["packages"].items()),
+        "tokenizer": f"vocabulary {corpus.vocabulary_size:,}, {corpus.manifest['tokenizer']['dtype']}",
         "measured on": f"{len(rows):,} rows ({'all' if rows.step == 1 else f'one in {rows.step}'})",
     }
 
@@ -347,7 +317,6 @@ def _training_facts(training: Training) -> dict[str, str]:
         "padding": _percent(training.padding),
         "tokens cut": _percent(training.cut, 2),
         "parts with an order": f"{_percent(1 - training.single)}, the others are a single sentence",
-        "with a one-sentence segment": f"{_percent(training.short_segment)} of those",
         "order from lengths alone": order,
         "sentences seen 0, 1, 2+ times": ", ".join(map(_percent, (never, once, twice + more))),
         "examples measured": f"{training.examples:,}",
@@ -362,13 +331,11 @@ def _draw(picture: str | Path, corpus: Corpus, text: SampledText) -> None:
     name = visible(corpus.path.resolve().name)[:40].replace("$", r"\$")  # a dollar starts no formula
     figure.suptitle(f"{name}: {_totals(corpus)}")
     left, right = figure.subplots(1, 2)
-    lengths = text.sentence_lengths
-    edges = np.arange(1, np.percentile(lengths, 99.5) + 2)
-    bars: dict[str, Any] = {"weights": np.full(len(lengths), 100 / len(lengths)), "color": "0.7"}
-    left.hist(lengths, edges.tolist(), **bars)
-    for percent, style in ((50, "-"), (95, "--")):
-        value = int(np.percentile(lengths, percent, method="inverted_cdf"))
-        left.axvline(value, color="black", linestyle=style, label=f"{percent} %: {value}")
+    median, most, end = np.percentile(text.sentence_lengths, (50, 95, 99.5), method="inverted_cdf").tolist()
+    shares = 100 * np.bincount(text.sentence_lengths)[: end + 1] / len(text.sentence_lengths)
+    left.bar(np.arange(len(shares)), shares, width=1, color="0.7")
+    left.axvline(median, color="black", label=f"median: {median}")
+    left.axvline(most, color="black", linestyle="--", label=f"95 %: {most}")
     left.set(title="Sentence length", xlabel="tokens a sentence (up to 99.5 %)", ylabel="share of sentences (%)")
     left.legend()
     coverage = text.coverage

@@ -38,51 +38,32 @@ ORDER, PASS, PHASE, ANCHOR, DIVIDE, CUT, SWAP, CHOICE, FATE, REPLACEMENT, MIRROR
 
 
 class Windows(NamedTuple):
-    """B windows, by integers of shape (B,).
+    """B windows, by integers of shape (B,)."""
 
-    Attributes:
-        pass_number: pass over the source of the window.
-        shard, row: the shard, and the row in it.
-        position: index of the window in its row.
-        in_row: number of windows in that row.
-        num_tokens: number of tokens in that row, D.
-    """
-
-    pass_number: np.ndarray
+    pass_number: np.ndarray  # pass over the source of the window
     shard: np.ndarray
-    row: np.ndarray
-    position: np.ndarray
-    in_row: np.ndarray
-    num_tokens: np.ndarray
+    row: np.ndarray  # in the shard
+    position: np.ndarray  # index of the window in its row
+    in_row: np.ndarray  # number of windows in that row
+    num_tokens: np.ndarray  # number of tokens in that row, D
 
 
 class Text(NamedTuple):
-    """The text of B examples. "All tokens" are the tokens of these examples, concatenated.
+    """The text of B examples. "All tokens" are the tokens of these examples, concatenated."""
 
-    Attributes:
-        shard, begin, end: (B,) example i holds the tokens `begin` to `end - 1` of the shard.
-        sentence_lengths: (S,) number of tokens in each sentence of all tokens.
-        first, cut, end_sentence, swapped: (B, P) sentences of each part, see `examples.Part`.
-        part_begin: (B, P) index of each part's first token in all tokens.
-        length: (B, P) number of tokens of each part.
-        first_segment: (B, P) number of these before `cut`.
-        left_out: (B, P) number of tokens left out, because their sentence alone is longer than a part.
-        key: (B,) hash that decides about the example.
-    """
-
-    shard: np.ndarray
+    shard: np.ndarray  # (B,) example i holds the tokens `begin` to `end - 1` of the shard
     begin: np.ndarray
     end: np.ndarray
-    sentence_lengths: np.ndarray
-    first: np.ndarray
+    sentence_lengths: np.ndarray  # (S,) number of tokens in each sentence of all tokens
+    first: np.ndarray  # (B, P) sentences of each part, see `examples.Part`
     cut: np.ndarray
     end_sentence: np.ndarray
     swapped: np.ndarray
-    part_begin: np.ndarray
-    length: np.ndarray
-    first_segment: np.ndarray
-    left_out: np.ndarray
-    key: np.ndarray
+    part_begin: np.ndarray  # (B, P) index of each part's first token in all tokens
+    length: np.ndarray  # (B, P) number of tokens of each part
+    first_segment: np.ndarray  # (B, P) number of these before `cut`
+    left_out: np.ndarray  # (B, P) number of tokens left out, because their sentence alone is longer than a part
+    key: np.ndarray  # (B,) hash that decides about the example
 
 
 class WindowIndex:
