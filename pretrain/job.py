@@ -341,9 +341,8 @@ def _data_notes(settings: PretrainSettings, corpus: Corpus, streams: dict[str, E
     per_epoch = streams["train"].examples_per_epoch
     epochs = settings.train.steps * settings.train.global_batch_size / per_epoch
     return [
-        f"data: {corpus.num_documents} documents, {streams['validation'].num_documents} of them held out; {per_epoch} "
-        f"training and "
-        f"{streams['validation'].examples_per_epoch} validation examples an epoch; "
+        f"data: {corpus.num_documents} documents, {streams['validation'].num_documents} of them held out; "
+        f"{per_epoch} training and {streams['validation'].examples_per_epoch} validation examples an epoch; "
         f"{settings.train.steps} steps are {epochs:.1f} epochs"
     ]
 

@@ -43,7 +43,9 @@ class DataSettings(Settings):
     source_weights: dict[str, Annotated[float, Field(ge=0)]] = Field(
         default={}, description="how often an epoch shows a source's text; 1 for those not named, 0 leaves one out"
     )
-    validation_fraction: float = Field(default=0.01, gt=0, lt=1, description="share of documents held out")
+    validation_fraction: float = Field(
+        default=0.01, gt=0, lt=1, description="share of documents held out; at least one"
+    )
     num_workers: int = Field(default=1, ge=0, description="loader processes of each rank; numbers do not depend on it")
     local_copy: str | None = Field(
         default=None, description="folder on a disk of each node, which the corpus is copied to once; null: no copy"
