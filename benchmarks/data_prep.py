@@ -2,16 +2,19 @@
 
 python benchmarks/run.py data_prep NAME=PATH [NAME=PATH ...] [--tokenizer PATH_OR_ID] [--repeats 3] [--check]
 
-Every measurement is a process of its own, from the files to what lies on disk; the order is shuffled in each round, so
-that no one always runs on the warmer machine. Prints medians as a Markdown table, then where the time goes. `--check`
-compares the ids with the Hugging Face tokenizer's on every line of the input first.
+Each measurement is a process of its own, from the files to what lies on disk; the order is shuffled in each round.
+Then: CPU time of the process that coordinates, against its workers'; CPU time of each step, and the tokenizer alone on
+the same sentences; and how long a model of 64 workers takes for 25 GB, from the units timed here. `--check` first
+compares the ids with the Hugging Face tokenizer's on each line of the input.
 """
 
 from __future__ import annotations
 
 import argparse
+import heapq
 import importlib
 import random
+import resource
 import statistics
 import subprocess
 import sys
@@ -22,31 +25,35 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compare import Report, new_parser
-from data_prep.build import BuildSettings, build
-from data_prep.cleaning import RULES, Drops, clean, paragraphs
-from data_prep.encode import load_tokenizer_files
-from data_prep.readers import RawDocument, Reading, ReadOptions
-from data_prep.sentences import split_paragraph
+from data_prep.build import CleanDocument, CleanText, EncodeText, ReadUnit, WritePart
+from data_prep.clean import RULES, Drops, clean
+from data_prep.encode import TextEncoder, load_tokenizer_files
+from data_prep.engine import ExecutorOptions
+from data_prep.plan import MIN_SENTENCES, WorkPlan, WorkSettings
+from data_prep.prepare import PrepareSettings, prepare
+from data_prep.read import RawDocument, ReadOptions, read_piece
 from data_prep.sources import find_files
-from data_prep.worker import MIN_SENTENCES, Worker, WorkSettings
-from multicls.corpus import Corpus, write_shard
-from multicls.sample import sample_model
+from data_prep.units import cut_units
+from multicls.corpus import Corpus
 
-CHUNK = 1 << 19
+WORKERS, TARGET_BYTES = 64, 25e9
+LARGEST_UNIT = 32 << 20
 
 
 def documents(inputs: list[str]) -> Iterator[RawDocument]:
-    """All documents of the input."""
-    for file in find_files(inputs):
-        yield from Reading(file, ReadOptions())
+    """Yields all documents of the input."""
+    files = find_files(inputs).files
+    for unit in cut_units(files):
+        for piece in unit:
+            yield from read_piece(files[piece.file], piece, ReadOptions())
 
 
-def ours(inputs: list[str], tokenizer: str, output: Path, processes: int) -> None:
-    """The product."""
-    build(BuildSettings(tuple(inputs), tokenizer), output, processes, log=lambda _: None)
+def ours(inputs: list[str], tokenizer: str, output: Path, workers: int) -> None:
+    """Prepares the text with data_prep/run.py's function."""
+    prepare(PrepareSettings(tuple(inputs), tokenizer), output, ExecutorOptions(workers=workers), log=lambda _: None)
 
 
-def baseline(inputs: list[str], tokenizer: str, output: Path, batched: bool, processes: int) -> None:
+def baseline(inputs: list[str], tokenizer: str, output: Path, batched: bool, workers: int) -> None:
     """Prepares the text in ten lines with `datasets`: a generator, a map, save_to_disk; finds no duplicates."""
     import datasets
     from transformers import AutoTokenizer
@@ -79,14 +86,14 @@ def baseline(inputs: list[str], tokenizer: str, output: Path, batched: bool, pro
 
     data = datasets.Dataset.from_generator(rows, cache_dir=str(output / "cache"))
     if batched:
-        data = data.map(many, batched=True, num_proc=processes, remove_columns=data.column_names)
+        data = data.map(many, batched=True, num_proc=workers, remove_columns=data.column_names)
     else:
         names = [name for name in data.column_names if name not in ("source", "id", "title")]
         data = data.map(one, remove_columns=names).filter(bool, input_columns="kept")
     data.save_to_disk(str(output / "data"))
 
 
-def pieces_in(output: Path) -> int:
+def tokens_in(output: Path) -> int:
     """Returns the tokens that a system has written."""
     if (output / "manifest.json").exists():
         return int(Corpus.open(output).manifest["tokens"])
@@ -97,85 +104,114 @@ def pieces_in(output: Path) -> int:
 
 
 SYSTEMS = {
-    "datasets.map, one document at a time": (baseline, {"batched": False, "processes": 1}),
-    "datasets.map, batched, num_proc=2": (baseline, {"batched": True, "processes": 2}),
-    "data_prep/run.py, 1 process": (ours, {"processes": 1}),
-    "data_prep/run.py, 2 processes": (ours, {"processes": 2}),
+    "datasets.map, one document at a time": (baseline, {"batched": False, "workers": 1}),
+    "datasets.map, batched, num_proc=2": (baseline, {"batched": True, "workers": 2}),
+    "data_prep/run.py, 1 worker": (ours, {"workers": 1}),
+    "data_prep/run.py, 2 workers": (ours, {"workers": 2}),
 }
 
 
 def measure(report: Report, inputs: list[str], tokenizer: str, repeats: int) -> None:
-    """Adds the table of medians."""
-    megabytes = sum(file.size for file in find_files(inputs)) / 1e6
+    """Adds the table of medians, the gain of a second worker, and the coordinating process's share of the CPU time."""
+    megabytes = sum(file.size for file in find_files(inputs).files) / 1e6
     seconds: dict[str, list[float]] = {name: [] for name in SYSTEMS}
-    pieces: dict[str, str] = {}
+    tokens: dict[str, str] = {}
+    shares = []
     for _ in range(repeats):
         for name in random.sample(list(SYSTEMS), len(SYSTEMS)):
             with tempfile.TemporaryDirectory() as folder:
                 entry = str(Path(__file__).with_name("run.py"))
                 words = [sys.executable, entry, "data_prep", *inputs, "--tokenizer", tokenizer, "--run", name, folder]
                 done = subprocess.run(words, capture_output=True, text=True, check=True)
-                taken, pieces[name] = done.stdout.split()[-2:]
+                taken, tokens[name], own, workers = done.stdout.split()[-4:]
                 seconds[name].append(float(taken))
+                if name.endswith("2 workers"):
+                    shares.append(float(own) / float(workers))
     medians = {name: statistics.median(values) for name, values in seconds.items()}
-    slow, batched, *_ = medians.values()
+    slow, batched, one, two = medians.values()
     rows = []
     for name, median in medians.items():
         spread = f"{min(seconds[name]):.1f} to {max(seconds[name]):.1f}"
-        rows.append([name, median, spread, megabytes / median, slow / median, batched / median, pieces[name]])
-    columns = ["system", "seconds (median)", "range", "MB/s", "x unbatched", "x batched", "pieces"]
+        rows.append([name, median, spread, megabytes / median, slow / median, batched / median, tokens[name]])
+    columns = ["system", "seconds (median)", "range", "MB/s", "x unbatched", "x batched", "tokens"]
     report.table(f"{megabytes:.1f} MB, {repeats} rounds", columns, rows)
+    report.figure("2 workers against 1, ratio of medians", one / two)
+    least = min(seconds["data_prep/run.py, 1 worker"]) / min(seconds["data_prep/run.py, 2 workers"])
+    report.figure("2 workers against 1, ratio of minima", least)
+    report.figure("CPU time of the coordinating process / of its workers (median)", statistics.median(shares))
 
 
-def where_the_time_goes(report: Report, inputs: list[str], tokenizer_json: str) -> None:
-    """Adds what each stage takes in one process."""
-    worker = Worker(WorkSettings(tokenizer_json))
-    chunks: list[list[RawDocument]] = [[]]
-    size = 0
+def where_the_time_goes(report: Report, inputs: list[str], tokenizer_json: str) -> list[float]:
+    """Adds the CPU time of each step in one process; returns the CPU seconds a byte of each unit."""
     clock = time.process_time
-    taken = {"reading": -clock()}
-    for raw in documents(inputs):
-        chunks[-1].append(raw)
-        size += len(raw.text)
-        if size > CHUNK * len(chunks):
-            chunks.append([])
-    taken["reading"] += clock()
-    megabytes = sum(len(raw.text.encode()) for chunk in chunks for raw in chunk) / 1e6
-    stages = dict.fromkeys(("splitting", "cleaning and splitting", "tokenizing", "all of a worker"), 0.0)
-    rows = []
-    for chunk in chunks:
-        start = clock()
-        for raw in chunk:
-            for paragraph in paragraphs(raw.text, "blocks" if raw.layout == "blocks" else "lines"):
-                list(split_paragraph(paragraph, "en"))
-        stages["splitting"] += clock() - start
-        start = clock()
-        kept = [line for raw in chunk for line in clean(raw, frozenset(RULES), "en", Drops())]
-        stages["cleaning and splitting"] += clock() - start
-        start = clock()
-        worker.encoder.encode([sentence for line in kept for sentence in line])
-        stages["tokenizing"] += clock() - start
-        start = clock()
-        rows += [row for text in worker.prepare(chunk).texts for row in text.rows]
-        stages["all of a worker"] += clock() - start
     with tempfile.TemporaryDirectory() as folder:
-        taken |= stages | {"writing": -clock()}
-        write_shard(Path(folder) / "shard.arrow", rows)
-        taken["writing"] += clock()
-    table = [[name, 1000 * value / megabytes] for name, value in taken.items()]
-    report.table("CPU time of one process", ["stage", "ms a MB of text"], table)
-    alone = taken["all of a worker"] / (taken["reading"] + taken["writing"])
-    report.figure("workers that the one process which reads and writes keeps pace with", alone)
+        files = find_files(inputs).files
+        settings = WorkSettings(rules=frozenset(RULES))
+        plan = WorkPlan(Path(folder), {}, settings, tokenizer_json, files, cut_units(files))
+        plan.save()
+        taken = dict.fromkeys(("read", "clean and split", "encode and hash", "write"), 0.0)
+        sentences: list[list[str]] = []
+        per_byte, encoding = [], 0.0
+        for unit in range(len(plan.units)):
+            times = [clock()]
+            chunks = list(ReadUnit(folder).run(rank=unit))
+            times.append(clock())
+            cleaned = list(CleanText(folder).run(chunks))
+            times.append(clock())
+            built = list(EncodeText(folder).run(cleaned))
+            times.append(clock())
+            list(WritePart(folder).run(built, rank=unit))
+            times.append(clock())
+            for name, start, end in zip(taken, times, times[1:], strict=False):
+                taken[name] += end - start
+            per_byte.append((times[-1] - times[0]) / max(plan.unit_bytes[unit], 1))
+            sentences += [_sentences(kept) for kept, _ in cleaned]
+        megabytes = sum(plan.unit_bytes) / 1e6
+        bare = TextEncoder(tokenizer_json).tokenizer
+        start = clock()
+        for chunk in sentences:
+            bare.encode_batch_fast(chunk, add_special_tokens=False)
+        encoding = clock() - start
+    rows = [[name, 1000 * value / megabytes] for name, value in taken.items()]
+    rows += [["all", 1000 * sum(taken.values()) / megabytes], ["the bare tokenizer", 1000 * encoding / megabytes]]
+    report.table("CPU time of one process", ["step", "ms a MB of text"], rows)
+    report.figure("bare tokenizer's CPU time / that of all steps", encoding / sum(taken.values()))
+    return per_byte
+
+
+def _sentences(documents: list[CleanDocument]) -> list[str]:
+    return [sentence for document in documents for line in document.lines for sentence in line]
+
+
+def simulate(report: Report, per_byte: list[float], startup: float = 2.0, task: float = 0.05) -> None:
+    """Adds how a model of many workers fares: units of 25 GB with the speeds measured here, first come, first served.
+
+    Args:
+        report: takes the figures.
+        per_byte: CPU seconds a byte of each unit that was timed.
+        startup: seconds until a worker begins.
+        task: seconds around a task.
+    """
+    rng = random.Random(0)
+    units = round(TARGET_BYTES / LARGEST_UNIT)
+    times = [rng.choice(per_byte) * LARGEST_UNIT + task for _ in range(units)]
+    workers = [startup] * WORKERS
+    heapq.heapify(workers)
+    for seconds in times:
+        heapq.heappush(workers, heapq.heappop(workers) + seconds)
+    efficiency = sum(times) / (WORKERS * max(workers))
+    report.figure(f"{TARGET_BYTES / 1e9:.0f} GB in {units} units, {WORKERS} workers: seconds", max(workers))
+    report.figure(f"{TARGET_BYTES / 1e9:.0f} GB in {units} units, {WORKERS} workers: efficiency", efficiency)
 
 
 def check(inputs: list[str], tokenizer_json: str) -> None:
-    """Compares the ids of every line of the input with the tokenizer's."""
-    worker, reference = (Worker(WorkSettings(tokenizer_json)) for _ in range(2))
-    reference.encoder.word_by_word = False
+    """Compares the ids of each line of the input with the tokenizer's."""
+    encoder, reference = TextEncoder(tokenizer_json), TextEncoder(tokenizer_json)
+    reference.word_by_word = False
     count = 0
     for raw in documents(inputs):
         lines = raw.text.split("\n")
-        found, expected = worker.encoder.encode(lines), reference.encoder.encode(lines)
+        found, expected = encoder.encode(lines), reference.encode(lines)
         if not all((a == b).all() for a, b in zip(found, expected, strict=True)):
             raise SystemExit(f"{raw.source} {raw.id}: ids differ from the tokenizer's")
         count += len(lines)
@@ -186,24 +222,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measures what the command line asks for."""
     parser = new_parser("data_prep", __doc__)
     parser.add_argument("inputs", nargs="+", metavar="NAME=PATH")
-    parser.add_argument("--tokenizer", default=None, help="default: the embedded sample's")
+    parser.add_argument("--tokenizer", default="sample", help="default: the embedded sample's")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--run", nargs=2, metavar=("SYSTEM", "FOLDER"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    tokenizer = args.tokenizer or str(sample_model())
+    if args.tokenizer == "sample":
+        from multicls.sample import sample_model
+
+        args.tokenizer = str(sample_model())
     if args.run:
         system, settings = SYSTEMS[args.run[0]]
         importlib.import_module("datasets"), importlib.import_module("transformers")  # no one's time is for imports
-        start = time.monotonic()
+        start, before = time.monotonic(), time.process_time()
         output = Path(args.run[1]) / "output"
-        system(args.inputs, tokenizer, output, **settings)  # type: ignore[operator]
-        print(time.monotonic() - start, pieces_in(output))
+        system(args.inputs, args.tokenizer, output, **settings)  # type: ignore[operator]
+        seconds, own = time.monotonic() - start, time.process_time() - before
+        of_workers = resource.getrusage(resource.RUSAGE_CHILDREN)
+        print(seconds, tokens_in(output), own, of_workers.ru_utime + of_workers.ru_stime)
         return
-    tokenizer_json = load_tokenizer_files(tokenizer)["tokenizer.json"].decode("utf-8")
+    tokenizer_json = load_tokenizer_files(args.tokenizer)["tokenizer.json"].decode("utf-8")
     if args.check:
         check(args.inputs, tokenizer_json)
     report = Report("data_prep", "Data preparation against datasets.map", argv)
-    measure(report, args.inputs, tokenizer, args.repeats)
-    where_the_time_goes(report, args.inputs, tokenizer_json)
+    measure(report, args.inputs, args.tokenizer, args.repeats)
+    simulate(report, where_the_time_goes(report, args.inputs, tokenizer_json))
     report.write()

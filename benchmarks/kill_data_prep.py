@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,13 +22,14 @@ from pathlib import Path
 
 from benchmarks.compare import Report, new_parser
 from multicls.corpus import Corpus
-from multicls.files import REPOSITORY, read_json, sha256_of
+from multicls.files import REPOSITORY, sha256_of
 from multicls.sample import sample_model
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file of a corpus but its log."""
-    return {path.name: sha256_of(path) for path in sorted(folder.iterdir()) if path.name != "log.jsonl"}
+    """Returns the SHA-256 of each file of a corpus, without its log and the input's dates."""
+    apart = ("log.jsonl", "inputs.json")
+    return {path.name: sha256_of(path) for path in sorted(folder.iterdir()) if path.name not in apart}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = [sys.executable, str(REPOSITORY / "data_prep" / "run.py"), "--input", *args.inputs]
     command += ["--tokenizer", args.tokenizer or str(sample_model())]
 
-    def words(output: Path, processes: int) -> list[str]:
-        return [*command, "--output", str(output), "--num_processes", str(processes)]
+    def words(output: Path, workers: int) -> list[str]:
+        return [*command, "--output", str(output), "--workers", str(workers)]
 
     with tempfile.TemporaryDirectory() as folder:
         one, two, killed = (Path(folder) / name for name in ("one", "two", "killed"))
@@ -63,14 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
                 state = "killed"
-            progress = killed / "progress.json"
-            shards = len(read_json(progress)["shards"]) if progress.exists() else None
-            written = "finished" if (killed / "manifest.json").exists() else f"{shards} shards"
+            parts = len(list(killed.glob("work/parts/*")))
+            written = "finished" if (killed / "manifest.json").exists() else f"{parts} parts"
             print(f"{number + 1}: {state} after {delay:.1f} s; {written}", flush=True)
             if state == "had finished":
-                (killed / "manifest.json").unlink()  # once more from the start, to be killed again
-                for path in killed.iterdir():
-                    path.unlink()
+                shutil.rmtree(killed)  # once more from the start, to be killed again
         subprocess.run(words(killed, 2), check=True, stdout=subprocess.DEVNULL)
         Corpus.open(killed).verify()
         same = digests(one) == digests(two) == digests(killed)

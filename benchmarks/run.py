@@ -25,6 +25,7 @@ NAMES = (
     "data_prep",
     "kill_data_prep",
     "sentence_splitters",
+    "reading",
     "finetune_trainer",
     "finetune_inference",
 )

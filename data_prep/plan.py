@@ -1,116 +1,195 @@
-"""What preparing a corpus will take, estimated from a sample of the input before anything is written."""
+"""The plan of a corpus: its settings, its input files and how they are cut into work units. Every task reads it."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
 import time
-from itertools import chain
+from dataclasses import asdict, dataclass, field
+from functools import cached_property, lru_cache
+from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
-from data_prep.readers import RawDocument, Reading, ReadOptions
-from data_prep.sources import DAMAGED, SourceFile, open_bytes
-from data_prep.worker import Worker
+from data_prep.read import ReadOptions
+from data_prep.sources import Hub, SourceFile
+from data_prep.units import Piece
 from multicls.errors import UserError
+from multicls.files import read_json, write_json
 
-_FILES = 5  # looked at, evenly spaced over the input
-_CHARACTERS = 200_000  # of each
-_SECONDS = 2.0
-_MARGIN = 1.1  # what is free must hold the estimate and this much more
+PLAN = "plan.json"
+MIN_SENTENCES = 6  # a document needs two sentences for each of three parts
+BUCKET_BYTES = 2_000_000_000  # of input; the merge compares the hashes of about as much at a time
+SAMPLED_UNITS = 5  # of the estimate, evenly spaced
+SAMPLED_SECONDS = 2.0
+SAMPLED_DOCUMENTS = 200  # of a unit, at most
+SAMPLED_CHARACTERS = 200_000  # of a document, and of a unit
+MARGIN = 1.1  # what is free must hold the estimate and this much more
 
 
-class Plan(NamedTuple):
-    """An estimate.
+@dataclass(frozen=True)
+class WorkSettings:
+    """What decides how a document becomes tokens.
 
     Attributes:
-        text_bytes: of the input, decompressed; 0 if not known.
-        pieces: ids that the corpus will hold.
-        disk_bytes: what it takes on disk.
-        seconds: of one process.
+        rules: Names of the cleaning rules in force.
+        language: Language of the sentence splitter, as ISO 639 code.
+        min_sentences: A document with fewer sentences is dropped.
+        near_duplicates: Whether documents nearly equal to an earlier one are dropped.
+        read_options: How files are divided into documents.
     """
 
-    text_bytes: float
-    pieces: float
+    rules: frozenset[str]
+    language: str = "en"
+    min_sentences: int = MIN_SENTENCES
+    near_duplicates: bool = False
+    read_options: ReadOptions = field(default_factory=ReadOptions)
+
+
+@dataclass(frozen=True)
+class WorkPlan:
+    """What all tasks of a corpus have in common; its file is `plan.json` in the work folder.
+
+    Attributes:
+        folder: The work folder.
+        identity: What the bytes of the corpus depend on, besides the text.
+        settings: How documents become tokens.
+        tokenizer_json: Text of the tokenizer.json.
+        files: The input.
+        units: Pieces of files that a task builds a part from.
+    """
+
+    folder: Path
+    identity: dict[str, Any]
+    settings: WorkSettings
+    tokenizer_json: str
+    files: list[SourceFile]
+    units: list[list[Piece]]
+
+    @property
+    def buckets(self) -> int:
+        """Number of tasks among which the merge divides the range of hashes; the input alone decides."""
+        return 1 + sum(self.unit_bytes) // BUCKET_BYTES
+
+    @cached_property
+    def unit_bytes(self) -> list[int]:
+        """Bytes of input of each unit; for data sets, their share of the size as far as it is known."""
+        return [sum(self._piece_bytes(piece) for piece in unit) for unit in self.units]
+
+    def _piece_bytes(self, piece: Piece) -> int:
+        file = self.files[piece.file]
+        return file.size * (piece.stop - piece.start) // file.rows if file.rows else piece.stop - piece.start
+
+    @cached_property
+    def unit_keys(self) -> list[str]:
+        """A name for each unit that changes with its input or the settings, so that only whole equal parts are kept."""
+        identity = json.dumps(self.identity, sort_keys=True)
+        return [
+            hashlib.blake2b(json.dumps([identity, self._described(unit)]).encode("utf-8"), digest_size=12).hexdigest()
+            for unit in self.units
+        ]
+
+    def _described(self, unit: list[Piece]) -> list[Any]:
+        files = [self.files[piece.file] for piece in unit]
+        return [
+            [file.source, file.name, file.format, file.size, file.version, piece.start, piece.stop]
+            for file, piece in zip(files, unit, strict=True)
+        ]
+
+    def part(self, unit: int) -> Path:
+        """Returns the folder of a unit's part."""
+        return self.folder / "parts" / self.unit_keys[unit]
+
+    def save(self) -> None:
+        """Writes the plan for the tasks."""
+        settings = asdict(self.settings) | {"rules": sorted(self.settings.rules)}
+        record = {
+            "identity": self.identity,
+            "settings": settings,
+            "tokenizer_json": self.tokenizer_json,
+            "files": [asdict(file) for file in self.files],
+            "units": self.units,
+        }
+        write_json(self.folder / PLAN, record)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> WorkPlan:
+        """Reads the plan of a work folder; a process reads it once."""
+        return _load(str(folder), (Path(folder) / PLAN).stat().st_mtime_ns)
+
+
+@lru_cache(2)
+def _load(folder: str, _changed: int) -> WorkPlan:
+    record = read_json(Path(folder) / PLAN)
+    settings = record["settings"]
+    settings |= {"rules": frozenset(settings["rules"]), "read_options": ReadOptions(**settings["read_options"])}
+    files = [SourceFile(**file | {"hub": Hub(*file["hub"]) if file["hub"] else None}) for file in record["files"]]
+    units = [[Piece(*piece) for piece in unit] for unit in record["units"]]
+    return WorkPlan(Path(folder), record["identity"], WorkSettings(**settings), record["tokenizer_json"], files, units)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What preparing a corpus will take.
+
+    Attributes:
+        input_bytes: Bytes of the input.
+        tokens: Number of tokens that the corpus will hold.
+        disk_bytes: Bytes that it will take on disk.
+        seconds: CPU seconds of one process.
+    """
+
+    input_bytes: int
+    tokens: float
     disk_bytes: float
     seconds: float
 
 
-def estimate(files: list[SourceFile], options: ReadOptions, worker: Worker) -> Plan:
-    """Prepares a sample of the input and extrapolates."""
-    text_bytes = _text_bytes(files)
-    step = max(1, len(files) // _FILES)
-    read = pieces = sentences = rows = 0
+def estimate(plan: WorkPlan) -> Estimate:
+    """Prepares the beginnings of some units and extrapolates by their bytes; writes the plan, which the steps read."""
+    from data_prep.build import CleanText, EncodeText
+    from data_prep.read import read_piece
+
+    plan.save()
+    total = sum(plan.unit_bytes)
+    read = tokens = sentences = rows = 0
     spent = 0.0
-    for file in files[::step][:_FILES]:
-        if spent > _SECONDS:
+    step = max(1, len(plan.units) // SAMPLED_UNITS)
+    for unit in plan.units[::step][:SAMPLED_UNITS]:
+        if spent > SAMPLED_SECONDS:
             break
-        started = time.monotonic()
-        sample = _head(file, options)
-        read += sum(len(raw.text.encode("utf-8", "replace")) for raw in sample)
-        kept = list(chain.from_iterable(text.rows for text in worker.prepare(sample).texts))
-        rows += len(kept)
-        pieces += sum(len(row.tokens) for row in kept)
-        sentences += sum(len(row.offsets) for row in kept)
-        spent += time.monotonic() - started
-    factor = text_bytes / max(read, 1)
-    disk = pieces * (worker.encoder.dtype.itemsize + 2) + sentences * 4 + rows * 120
-    return Plan(text_bytes, pieces * factor, disk * factor, spent * factor)
+        started = time.process_time()
+        sample, size = [], 0
+        for document in islice(
+            read_piece(plan.files[unit[0].file], unit[0], plan.settings.read_options), SAMPLED_DOCUMENTS
+        ):
+            sample.append(document._replace(text=document.text[:SAMPLED_CHARACTERS]))
+            size += len(sample[-1].text.encode("utf-8", "replace"))
+            if size > SAMPLED_CHARACTERS:
+                break
+        read += size
+        work = str(plan.folder)
+        for documents, _ in EncodeText(work).run(CleanText(work).run([sample])):
+            found = [row for document in documents for row in document.rows]
+            rows += len(found)
+            tokens += sum(len(row.tokens) for row in found)
+            sentences += sum(len(row.offsets) for row in found)
+        spent += time.process_time() - started
+    factor = total / max(read, 1)
+    disk = tokens * 4 + sentences * 4 + rows * 120
+    return Estimate(total, tokens * factor, disk * factor, spent * factor)
 
 
-def _head(file: SourceFile, options: ReadOptions) -> list[RawDocument]:
-    sample: list[RawDocument] = []
-    size = 0
-    for raw in Reading(file, options):
-        sample.append(raw._replace(text=raw.text[:_CHARACTERS]))
-        size += len(sample[-1].text)
-        if size >= _CHARACTERS:
-            break
-    return sample
-
-
-def _text_bytes(files: list[SourceFile]) -> float:
-    """Decompressed bytes of all files; files with one suffix are taken to shrink alike."""
-    kinds: dict[str, list[SourceFile]] = {}
-    for file in files:
-        kinds.setdefault(file.path.suffix, []).append(file)
-    total = 0.0
-    for alike in kinds.values():
-        sample = alike[:: max(1, len(alike) // _FILES)][:_FILES]
-        total += sum(file.size for file in alike) * sum(map(_expansion, sample)) / len(sample)
-    return total
-
-
-def _expansion(file: SourceFile) -> float:
-    """Decompressed bytes a byte of a file, from its first megabytes.
+def free_disk(folder: Path, needed: float) -> int:
+    """Returns the free bytes where `folder` is or will be.
 
     Raises:
-        UserError: the file is damaged.
-    """
-    if file.format == "parquet":
-        import pyarrow.parquet as pq
-
-        data = pq.read_metadata(file.path)
-        return sum(data.row_group(i).total_byte_size for i in range(data.num_row_groups)) / file.size
-    if file.format == "dataset" or file.path.suffix not in (".gz", ".bz2", ".xz", ".zst"):
-        return 1.0
-    stream, raw = open_bytes(file.path)
-    try:
-        with raw, stream:
-            return len(stream.read(1 << 22)) / max(raw.tell(), 1)
-    except DAMAGED as error:
-        raise UserError(f"{file}: cannot be read: {error}.") from None
-
-
-def check_disk(plan: Plan, folder: Path, share_left: float) -> int:
-    """Free bytes where `folder` is or will be.
-
-    Raises:
-        UserError: fewer than the rest of the plan needs.
+        UserError: Fewer are free than `needed`, with a margin.
     """
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     free = shutil.disk_usage(existing).free
-    needed = plan.disk_bytes * share_left * _MARGIN
-    if free < needed:
+    if free < needed * MARGIN:
         raise UserError(
             f"--output {folder}: the corpus needs about {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free there; "
             "free some or choose another --output."

@@ -22,7 +22,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from multicls.errors import UserError, did_you_mean, run_command
 
 if TYPE_CHECKING:
-    from data_prep.build import BuildSettings
+    from data_prep.prepare import PrepareSettings
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -40,55 +40,80 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def build_command(argv: Sequence[str]) -> None:
-    """`build`: makes a corpus folder, going on where a stopped run was."""
+    """`build`: prepares a corpus folder; a run that was stopped goes on."""
+    from data_prep.engine import EXECUTORS
+
     parser = argparse.ArgumentParser(
         prog="data_prep/run.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     _add_input_flags(parser)
-    parser.add_argument("--output", required=True, metavar="DIR", help="the corpus folder: new, or of a stopped run")
+    parser.add_argument("--output", required=True, metavar="DIR", help="corpus folder: new, or of a stopped run")
     parser.add_argument(
-        "--tokenizer", metavar="PATH_OR_ID", help="folder with tokenizer.json, that file, a hub id, or sample"
+        "--tokenizer", metavar="PATH_OR_ID", help="folder with tokenizer.json, that file, a Hub id, or `sample`"
     )
-    parser.add_argument("--sample", action="store_true", help="the embedded sample as --input and --tokenizer")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    parser.add_argument("--num_processes", type=int, default=cores or 1, help="default: one a core")
-    parser.add_argument("--min_sentences", type=int, default=6, help="of a document; fewer and it is dropped")
-    parser.add_argument(
-        "--near_duplicates", action="store_true", help="drop documents nearly the same as an earlier one"
-    )
+    parser.add_argument("--sample", action="store_true", help="takes the embedded sample as --input and --tokenizer")
+    parser.add_argument("--min_sentences", type=int, default=6, help="drop documents of fewer sentences (default: 6)")
+    parser.add_argument("--near_duplicates", action="store_true", help="drop documents nearly equal to an earlier one")
     parser.add_argument("--plan", action="store_true", help="only say what it would take")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    where = parser.add_argument_group("where the work is done")
+    where.add_argument("--executor", choices=EXECUTORS, default="local", help="this machine, SLURM or Ray")
+    where.add_argument("--workers", type=int, default=cores or 1, help="most tasks at a time (default: one a core)")
+    where.add_argument("--num_processes", type=int, help=argparse.SUPPRESS)  # its old name
+    where.add_argument("--partition", default="", help="SLURM: partition of the jobs")
+    where.add_argument("--time", default="04:00:00", help="SLURM: time limit of a job (default: 04:00:00)")
+    where.add_argument(
+        "--tasks_per_job", type=int, default=1, help="SLURM: tasks of each job of the array (default: 1)"
+    )
+    where.add_argument(
+        "--sbatch", nargs="+", default=[], metavar="OPTION=VALUE", help="SLURM: further options, e.g. account=nlp"
+    )
     args = parser.parse_args(argv)
     if args.sample:
-        from multicls.sample import sample_dump, sample_model
+        from multicls.sample import sample_dump
 
         args.input = args.input or [str(sample_dump())]
-        args.tokenizer = args.tokenizer or str(sample_model())
+        args.tokenizer = args.tokenizer or "sample"
+    if problems := _build_problems(args):
+        raise UserError(*problems)
+    from data_prep.engine import ExecutorOptions
+    from data_prep.prepare import prepare, print_plan
+
+    settings = _settings(args, args.tokenizer, min_sentences=args.min_sentences, near_duplicates=args.near_duplicates)
+    sbatch = dict(option.lstrip("-").split("=", 1) for option in args.sbatch)
+    executor = ExecutorOptions(args.executor, args.workers, args.partition, args.time, args.tasks_per_job, sbatch)
+    (print_plan if args.plan else prepare)(settings, args.output, executor, _log)
+
+
+def _build_problems(args: argparse.Namespace) -> list[str]:
     problems = _input_problems(args)
     if not args.tokenizer:
-        problems.append("--tokenizer: missing; give a folder with a tokenizer.json or a hub id like bert-base-uncased.")
-    if args.num_processes < 1:
-        problems.append(f"--num_processes {args.num_processes}: must be at least 1.")
+        problems.append("--tokenizer: missing; give a folder with a tokenizer.json or a Hub id like bert-base-uncased.")
+    if args.num_processes is not None:
+        problems.append("--num_processes: is now called --workers.")
+    for name in ("workers", "tasks_per_job"):
+        if getattr(args, name) < 1:
+            problems.append(f"--{name} {getattr(args, name)}: must be at least 1.")
     if args.min_sentences < 3:
         problems.append(f"--min_sentences {args.min_sentences}: must be at least 3, one for each part of an example.")
-    if problems:
-        raise UserError(*problems)
-    from data_prep.build import build
-
-    settings = _build_settings(
-        args, args.tokenizer, min_sentences=args.min_sentences, near_duplicates=args.near_duplicates
-    )
-    build(settings, args.output, args.num_processes, log=_log, plan_only=args.plan)
+    problems += [f"--sbatch {option}: write OPTION=VALUE." for option in args.sbatch if "=" not in option]
+    if args.executor == "slurm" and not args.partition:
+        problems.append("--executor slurm: needs --partition; `sinfo` lists them.")
+    return problems
 
 
-def _build_settings(args: argparse.Namespace, tokenizer: str, **others: Any) -> BuildSettings:
-    from data_prep.build import BuildSettings
+def _settings(args: argparse.Namespace, tokenizer: str, **others: Any) -> PrepareSettings:
+    from data_prep.prepare import PrepareSettings
 
-    return BuildSettings(
+    return PrepareSettings(
         input=tuple(args.input),
         tokenizer=tokenizer,
         format=args.format,
+        include=tuple(args.include),
+        exclude=tuple(args.exclude),
         documents=args.documents,
         text_field=args.text_field,
+        bad_records=args.bad_records,
         language=args.language,
         without=tuple(args.without),
         **others,
@@ -101,35 +126,33 @@ def _log(line: str) -> None:
 
 def _add_input_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that say what is read and how it is cleaned."""
-    from data_prep.readers import DOCUMENTS
+    from data_prep.read import DOCUMENTS
     from data_prep.sources import FORMATS
 
     parser.add_argument(
         "--input",
         nargs="+",
         metavar="[NAME=]WHAT",
-        help="files and folders (.gz .bz2 .xz .zst, too), wikipedia[:DATE.LANGUAGE], bookcorpus, bookcorpusopen or a "
-        "data set of the hub, OWNER/DATASET[:CONFIG[:SPLIT]]; NAME is what the source is called",
+        help="files and folders (.gz .bz2 .xz .zst, too; s3:// and other fsspec paths), wikipedia[:DATE.LANGUAGE], "
+        "bookcorpus, bookcorpusopen or a data set of the Hub, OWNER/DATASET[:CONFIG[:SPLIT]]; NAME names the source",
     )
-    parser.add_argument(
-        "--format",
-        default="auto",
-        choices=["auto", *FORMATS],
-        help="of the files",
-    )
+    parser.add_argument("--include", nargs="+", default=[], metavar="GLOB", help="read only these files of a folder")
+    parser.add_argument("--exclude", nargs="+", default=[], metavar="GLOB", help="leave out these files of a folder")
+    parser.add_argument("--format", default="auto", choices=["auto", *FORMATS], help="format of the files")
     parser.add_argument(
         "--documents",
         default="file",
         choices=DOCUMENTS,
-        help="plain text: a document is a file, or lies between blank lines; or every line (or row) is a sentence",
+        help="plain text: a document is a file, or lies between blank lines; or each line (or row) is a sentence",
     )
-    parser.add_argument("--text_field", default="text", help="JSON lines, Parquet, data sets: the field with the text")
+    parser.add_argument("--text_field", default="text", help="JSON lines, Parquet, data sets: field with the text")
+    parser.add_argument("--bad_records", default="drop", choices=["drop", "stop"], help="drop and count them, or stop")
     parser.add_argument("--language", default="en", help="language of the sentence splitter (ISO 639)")
     parser.add_argument("--without", nargs="+", default=[], metavar="RULE", help="cleaning rules to leave out")
 
 
 def _input_problems(args: argparse.Namespace) -> list[str]:
-    from data_prep.cleaning import RULES
+    from data_prep.clean import RULES
 
     problems = []
     if not args.input:
@@ -198,10 +221,10 @@ def vocabulary_command(argv: Sequence[str]) -> None:
     args = parser.parse_args(argv)
     if problems := _input_problems(args):
         raise UserError(*problems)
-    from data_prep.build import sentences_of
+    from data_prep.prepare import sentences_of
     from data_prep.vocabulary import train_vocabulary
 
-    sentences = sentences_of(_build_settings(args, tokenizer=""), args.max_mb)
+    sentences = sentences_of(_settings(args, tokenizer=""), args.max_mb)
     train_vocabulary(sentences, args.output, kind=args.type, size=args.size, cased=args.cased, log=_log)
 
 

@@ -12,9 +12,10 @@ import sentencex
 QUOTES = '"“”„«»‘‚‹›`'
 # sentencex never splits inside quotation marks, so a speech of ten sentences would be one; nor does it know "Dr. and
 # --Mr. as abbreviations. It gets blanks for these marks, and for the single ones that open.
-_BLANKED = (*QUOTES, "--", "—")
+_BLANKED = (*QUOTES, "''", "--", "—")
 _LIST_NUMBER = re.compile(r"\((?<!\S.)(\w{1,2}|[ivx]+)\)(?=\s)")  # nor does it split an item that begins with (1)
-_OPENING = re.compile(rf"(?:(?<=\s)|(?=[—-]))[{QUOTES}'—\s-]+$")  # marks that belong to the sentence after them
+# Marks that belong to the sentence after them; but tokenized text closes with '' that stands apart.
+_OPENING = re.compile(rf"(?:(?<=\s)|(?=[—-]))(?!''\s)[{QUOTES}'—\s-]+$")
 _CLOSING = re.compile(rf"[{QUOTES}’'_)\]]+\.?(?![^\s—-])\s*|:\d[\d–,: ]*(?=\s)")  # the latter: pages of a reference
 
 
@@ -42,12 +43,13 @@ _SAYS = (
 )
 _NAME = r"(?!(?:He|She|It|We|They|You|And|But|Then|So)\b)[A-Z][\w’'-]+(?: [A-Z][\w’'-]+)?"
 _SPEAKER = rf"(?:I|The \w+|(?:(?:Mr|Mrs|Ms|Dr)\.? )?{_NAME})"
-_BEFORE_NUMBER = "vol vols no nos p pp ch fig figs sec secs art arts ca c fl approx"
+_BEFORE_NUMBER = "eq eqs vol vols no nos p pp ch fig figs sec secs art arts ca c fl approx"
 _CLOCK = r"Eastern|Central|Mountain|Pacific|[A-Z]{1,3}T\b|UTC|(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day"
 _GOES_ON = re.compile(
     r"(?![a-z]{1,2}[A-Z])[\s\[.…–—-]{0,20}[a-zß-öø-ÿа-я]|[,;:]"
-    r"|(?<=[!-~])(?=[^\s—-])(?!(?<=[a-z]{2}[.!?])[A-Z][a-z])"  # no blank: MUL.APIN, .NET
+    r"|(?<=[!-~])(?=[^\s—-])(?!(?<=[a-z]{2}[.!?])[A-Z][a-z’'-]+[\s,.])"  # no blank: MUL.APIN, nn.LayerNorm
     rf"|(?<=[?!…—-][{QUOTES}’'_]\s){_SPEAKER} (?:\w+ly )?(?:{_SAYS})\b"  # "Where?" Anna asked.
+    r"|(?<=\s\.\.\s)"  # 1 .. 5
     rf"|(?=\d){_after(_BEFORE_NUMBER)}|(?=[IVXLC]+\b){_after('vol vols pp')}"
     rf"|{_after('[ap].m')}(?:{_CLOCK})"
 )

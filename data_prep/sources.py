@@ -1,29 +1,47 @@
-"""What `--input` names: files, folders, and data sets of the Hugging Face hub, each checked before anything is read."""
+"""Lists what `--input` names: files and folders, also by their fsspec URL, and data sets of the Hugging Face Hub."""
 
 from __future__ import annotations
 
 import bz2
+import codecs
 import gzip
 import io
+import json
 import lzma
 import os
 import re
+import stat
 import zlib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import cache, partial
 from pathlib import Path
-from typing import IO, NamedTuple, cast
+from typing import IO, Any, NamedTuple, cast
 
-from multicls.errors import UserError, did_you_mean
+from multicls.errors import UserError, did_you_mean, first_line
 
-FORMATS = ("text", "wikiextractor", "jsonl", "mediawiki", "parquet", "dataset")
-DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError)  # what reading a broken compressed file raises
+FORMATS = ("text", "wikiextractor", "jsonl", "mediawiki", "html", "parquet", "dataset")
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 _HEAD = 1 << 16
-_SUFFIXES = (".txt", ".json", ".jsonl", ".xml", ".parquet", ".gz", ".bz2", ".xz", ".zst", ".csv", ".md")
+_MANY_FILES = 64  # a Hub data set of as many files is not cut further, so nobody needs their row groups
+_SUFFIXES = (".txt", ".json", ".jsonl", ".xml", ".html", ".parquet", ".csv", ".md", *COMPRESSIONS)
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[^:]*){0,2}")
+_NAMED = re.compile(r"([^/=]+)=(.+)", re.DOTALL)
+_PROLOG = re.compile(r"(\s*<(\?.*?\?>|!--.*?-->|!DOCTYPE(\[.*?\]|[^\[>])*>))*\s*", re.DOTALL | re.IGNORECASE)
+_ROOT = re.compile(r"<([A-Za-z_][\w.:-]*)([^<>]*)")
 
 
 class Hub(NamedTuple):
-    """A data set of the hub, and how its rows are read: see `readers.Reading`."""
+    """A data set of the Hub.
+
+    Attributes:
+        documents: "row" if a row is a document, "sentences" if it is a sentence.
+        layout: the layout of its documents, see `read.RawDocument`.
+        kind: the module of `datasets.packaged_modules` that reads its files; empty for a data set in the local cache.
+    """
 
     dataset: str
     config: str | None = None
@@ -31,206 +49,448 @@ class Hub(NamedTuple):
     revision: str | None = None
     documents: str = "row"
     layout: str = "blocks"
+    kind: str = ""
+
+    def __str__(self) -> str:
+        return ":".join(filter(None, (self.dataset, self.config, self.split)))
 
 
 PRESETS = {
     "wikipedia": Hub("wikimedia/wikipedia", "20231101.en", layout="lines"),
-    # Its loading script is no longer run by `datasets`; this branch is the hub's own conversion of it.
-    "bookcorpus": Hub(
-        "bookcorpus/bookcorpus", "plain_text", revision="refs/convert/parquet", documents="sentences", layout="lines"
-    ),
+    # `datasets` no longer runs its loading script; this branch is the Hub's own conversion.
+    "bookcorpus": Hub("bookcorpus/bookcorpus", "plain_text", revision="refs/convert/parquet", documents="sentences"),
     "bookcorpusopen": Hub("lucadiliello/bookcorpusopen"),
 }
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[^:]*){0,2}")
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """An input file or data set.
+    """An input file, or a data set on this disk.
 
     Attributes:
         source: name of the input it belongs to.
         name: its path below that input; with `source` it names the file wherever the input lies.
         format: one of `FORMATS`.
         size: bytes on disk, 0 if not known.
-        path: where it lies.
-        hub: or which data set of the hub it is.
+        path: local path or fsspec URL.
+        version: changes with the content: modification time, entity tag, or commit on the Hub.
+        rows: row groups (Parquet) or rows (data sets) that pieces count in; 0 for files that pieces cut by bytes.
+        hub: the data set of the Hub that it is part of.
     """
 
     source: str
     name: str
     format: str
     size: int
-    path: Path = Path()
+    path: str
+    version: str
+    rows: int = 0
     hub: Hub | None = None
 
     def __str__(self) -> str:
-        return self.name if self.hub else str(self.path)
+        return f"{self.hub}/{self.name}" if self.hub else printable(self.path)
 
 
-def find_files(inputs: Iterable[str], file_format: str = "auto") -> list[SourceFile]:
-    """All input files in a fixed order, each checked by a look at its head.
+class Skipped(NamedTuple):
+    """A path that is not read, and the reason."""
+
+    path: str
+    reason: str
+
+
+class Listing(NamedTuple):
+    """The input files in a fixed order, and the paths left out."""
+
+    files: list[SourceFile]
+    skipped: list[Skipped]
+
+
+class _Unreadable(Exception):
+    """The reason to skip a file."""
+
+
+def find_files(
+    inputs: Iterable[str], file_format: str = "auto", include: Sequence[str] = (), exclude: Sequence[str] = ()
+) -> Listing:
+    """Returns all input files in a fixed order, each checked by a look at its head, and what was left out.
 
     Args:
-        inputs: `[NAME=]WHAT`, WHAT being a file, a folder (walked in sorted order, hidden files and links to folders
-            left out), `wikipedia[:DATE.LANGUAGE]`, `bookcorpus`, `bookcorpusopen` or `OWNER/DATASET[:CONFIG[:SPLIT]]`.
+        inputs: `[NAME=]WHAT`. WHAT is a file, a folder, their fsspec URL (`s3://...`), `wikipedia[:DATE.LANGUAGE]`,
+            `bookcorpus`, `bookcorpusopen` or `OWNER/DATASET[:CONFIG[:SPLIT]]`.
         file_format: one of `FORMATS`, or "auto".
+        include: patterns such as `*.txt`; a file is read if its name below the input matches one of them.
+        exclude: patterns of files to leave out.
 
     Raises:
-        UserError: every path that is missing, empty, not readable, binary or not UTF-8.
+        UserError: every input that is missing or of which nothing can be read.
     """
+
+    def selected(name: str) -> bool:
+        included = not include or any(fnmatchcase(name, pattern) for pattern in include)
+        return included and not any(fnmatchcase(name, pattern) for pattern in exclude)
+
     files: list[SourceFile] = []
+    skipped: list[Skipped] = []
     problems: list[str] = []
     for given in inputs:
-        name, equals, what = given.partition("=")
-        if not equals or Path(given).exists():
-            name, what = "", given
+        match = None if os.path.exists(given) else _NAMED.fullmatch(given)
+        name, what = match.groups() if match else ("", given)
         try:
-            files += _files_of(name, what, file_format)
-        except UserError as error:
-            problems += error.problems
-    if problems:
-        raise UserError(*problems[:20], *([f"... and {len(problems) - 20} more."] if len(problems) > 20 else []))
-    return files
-
-
-def _files_of(name: str, what: str, file_format: str) -> list[SourceFile]:
-    path = Path(what)
-    if not path.exists():
-        hub, size = _pinned(_hub(what))
-        label = ":".join(filter(None, (hub.dataset, hub.config, hub.split)))
-        return [SourceFile(name or what.partition(":")[0].rpartition("/")[2], label, "dataset", size, hub=hub)]
-    source = name or path.resolve().name.split(".")[0]
-    if path.is_dir() and any((path / marker).is_file() for marker in ("state.json", "dataset_dict.json")):
-        size = sum(part.stat().st_size for part in path.rglob("*.arrow"))
-        return [SourceFile(source, path.name, "dataset", size, path)]
-    found = [file for file in (_walk(path) if path.is_dir() else [path]) if file.stat().st_size]
-    if not found:
-        raise UserError(f"--input {what}: {'no text in this folder' if path.is_dir() else 'the file is empty'}.")
-    files: list[SourceFile] = []
-    problems: list[str] = []
-    for file in found:
-        relative = file.relative_to(path).as_posix() if path.is_dir() else file.name
-        try:
-            kind = _sniff(file) if file_format == "auto" else _checked(file, file_format)
+            found, left_out = _list_input(printable(name), what, file_format, selected)
         except UserError as error:
             problems += error.problems
             continue
-        files.append(SourceFile(source, relative, kind, file.stat().st_size, file))
+        files += found
+        skipped += left_out
+        if not found:
+            problems.append(_nothing_read(what, left_out))
     if problems:
-        raise UserError(*problems)
-    return files
+        raise UserError(*problems[:20], *([f"... and {len(problems) - 20} more."] if len(problems) > 20 else []))
+    return Listing(files, skipped)
 
 
-def _hub(what: str) -> Hub:
-    """The hub data set that `what` names.
+def _nothing_read(what: str, skipped: list[Skipped]) -> str:
+    if not skipped:
+        return f"--input {printable(what)}: no file in this folder."
+    if len(skipped) == 1:
+        return f"--input {skipped[0].path}: {skipped[0].reason}."
+    counts = Counter(reason for _, reason in skipped).most_common(8)
+    first = {reason: path for path, reason in reversed(skipped)}
+    told = "; ".join(f"{count} x {reason} ({first[reason]})" for reason, count in counts)
+    return f"--input {printable(what)}: none of its {len(skipped)} paths can be read: {told}."
+
+
+def _list_input(
+    name: str, what: str, file_format: str, selected: Callable[[str], bool]
+) -> tuple[list[SourceFile], list[Skipped]]:
+    skipped: list[Skipped] = []
+    remote = "://" in what
+    if not remote and not os.path.exists(what):
+        return _list_hub(name, _parse_hub(what), selected)
+    if any(os.path.isfile(os.path.join(what, marker)) for marker in ("state.json", "dataset_dict.json")):
+        return [_saved_dataset(name, what)], []
+    source = name or printable(os.path.basename(what.rstrip("/") if remote else os.path.realpath(what)).split(".")[0])
+    inspect = partial(_inspect, file_format, selected)
+    with ThreadPoolExecutor(32) as pool:  # for remote files, which answer slowly
+        walked = _walk_remote(source, what, skipped) if remote else _walk(source, what, skipped)
+        inspected = list(pool.map(inspect, walked) if remote else map(inspect, walked))
+    skipped += [one for one in inspected if isinstance(one, Skipped)]
+    return [one for one in inspected if isinstance(one, SourceFile)], skipped
+
+
+def _walk(source: str, top: str, skipped: list[Skipped]) -> Iterator[SourceFile]:
+    def skip(path: str, reason: str) -> None:
+        skipped.append(Skipped(printable(path), reason))
+
+    def found(path: str, name: str) -> Iterator[SourceFile]:
+        try:
+            status = os.stat(path)
+        except OSError as error:
+            return skip(path, f"unreadable: {error.strerror}")
+        if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for its writer
+            return skip(path, "no file (a pipe, socket or device)")
+        yield SourceFile(source, printable(name), "", status.st_size, path, str(status.st_mtime_ns))
+
+    if not os.path.isdir(top):
+        yield from found(top, os.path.basename(top))
+        return
+    length = len(os.path.join(top, ""))
+    for parent, folders, names in os.walk(top, onerror=lambda e: skip(e.filename, f"unreadable: {e.strerror}")):
+        for name in folders:
+            path = os.path.join(parent, name)
+            if name.startswith(".") or os.path.islink(path):
+                skip(path, "hidden" if name.startswith(".") else "link to a folder")
+        folders[:] = sorted(name for name in folders if not name.startswith("."))  # it follows no links by itself
+        for name in sorted(names):
+            path = os.path.join(parent, name)
+            if name.startswith("."):
+                skip(path, "hidden")
+            else:
+                yield from found(path, path[length:])
+
+
+def _walk_remote(source: str, url: str, skipped: list[Skipped]) -> Iterator[SourceFile]:
+    try:
+        import fsspec
+
+        system, root = fsspec.core.url_to_fs(url)
+        found = system.find(root, detail=True)
+    except Exception as error:  # whatever its transports raise; ImportError names the package to install
+        raise UserError(f"--input {url}: {first_line(error)}.") from None
+    if not found:
+        raise UserError(f"--input {url}: no such file or folder.")
+    for path, details in sorted(found.items()):
+        name = path[len(root) :].lstrip("/") or os.path.basename(path)
+        whole = system.unstrip_protocol(path)
+        if any(part.startswith(".") for part in name.split("/")):
+            skipped.append(Skipped(whole, "hidden"))
+            continue
+        tags = filter(None, (details.get(key) for key in ("ETag", "etag", "blob_id", "md5Hash")))
+        yield SourceFile(source, name, "", details.get("size") or 0, whole, str(next(tags, None) or system.ukey(path)))
+
+
+def _inspect(file_format: str, selected: Callable[[str], bool], file: SourceFile) -> SourceFile | Skipped:
+    path = file.path
+    try:
+        if not selected(file.name):
+            raise _Unreadable("excluded")
+        kind = _format(_head(path), file.name, file_format)
+        return replace(file, format=kind, rows=_row_groups(path) if kind == "parquet" else 0)
+    except _Unreadable as reason:
+        return Skipped(printable(path), str(reason))
+    except Exception as error:
+        if isinstance(error, OSError) and error.strerror and "://" not in path:
+            return Skipped(printable(path), f"unreadable: {error.strerror}")
+        return Skipped(printable(path), damage(path, error))
+
+
+def damage(path: str, error: Exception) -> str:
+    """Returns how a file is damaged, from the error that reading it raised.
+
+    Raises:
+        UserError: the file could not be reached; the next try may go better, so it must not be left out.
+        Exception: the error itself, if it has nothing to do with reading.
+    """
+    import pyarrow as pa
+
+    remote = "://" in path
+    torn = isinstance(error, (EOFError, zlib.error, lzma.LZMAError, pa.ArrowException))
+    if torn or (isinstance(error, OSError) and error.errno is None and not remote):  # as bz2, gzip and zstd raise it
+        return f"damaged: {first_line(error)}"
+    if remote or isinstance(error, OSError):
+        told = f"{printable(path)}: cannot be read: {first_line(error)}; give the same command again."
+        raise UserError(told) from error
+    raise error
+
+
+def open_bytes(path: str, buffer: int = 1 << 20) -> tuple[IO[bytes], IO[bytes]]:
+    """Opens a local path or an fsspec URL; returns its decompressed stream and the raw one."""
+    raw = open_raw(path)
+    suffix = extension(path)
+    if suffix == ".gz":
+        return cast(IO[bytes], gzip.GzipFile(fileobj=raw)), raw
+    if suffix == ".bz2":
+        return bz2.BZ2File(raw), raw
+    if suffix == ".xz":
+        return lzma.LZMAFile(raw), raw
+    if suffix == ".zst":
+        import pyarrow as pa
+
+        return io.BufferedReader(pa.CompressedInputStream(raw, "zstd")), raw
+    return io.BufferedReader(raw, buffer) if "://" not in path else raw, raw
+
+
+def open_raw(path: str) -> Any:
+    """Opens a local path or an fsspec URL as it stands."""
+    if "://" not in path:
+        return io.FileIO(path)
+    import fsspec
+
+    return fsspec.open(path, "rb").open()
+
+
+def _head(path: str) -> bytes:
+    stream, raw = open_bytes(path, _HEAD)
+    with raw, stream:
+        return stream.read(_HEAD)
+
+
+def _format(head: bytes, name: str, file_format: str) -> str:
+    """Returns the format of a file.
+
+    Raises:
+        _Unreadable: it cannot be read.
+    """
+    if not head:
+        raise _Unreadable("empty")
+    if file_format == "dataset":
+        raise _Unreadable("no data set (a folder that `save_to_disk` has written, or a name on the Hub)")
+    if head.startswith(b"PAR1") and file_format in ("auto", "parquet"):
+        return "parquet"
+    if file_format == "parquet":
+        raise _Unreadable("no Parquet file")
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise _Unreadable("UTF-16; convert it (iconv -f utf-16 -t utf-8)")
+    if b"\0" in head or head.startswith(b"%PDF-"):
+        raise _Unreadable("binary")
+    text = head.decode("utf-8-sig", "replace").lstrip()
+    kind = file_format if file_format != "auto" else _guess(text, name)
+    try:
+        codecs.getincrementaldecoder("utf-8-sig")().decode(head, len(head) < _HEAD)
+    except UnicodeDecodeError as error:
+        lines = text.split("\n")
+        if kind in ("text", "html") or sum("\ufffd" in line for line in lines) > len(lines) / 10:  # else bad records
+            raise _Unreadable(f"not UTF-8 at byte {error.start}; convert it (iconv -t utf-8)") from None
+    if kind == "html" and not _can_extract_html():
+        raise _Unreadable("HTML; `pip install trafilatura` to extract its text, or --format text")
+    return kind
+
+
+@cache
+def _can_extract_html() -> bool:
+    try:
+        import trafilatura  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def _guess(text: str, name: str) -> str:
+    name = name.lower()
+    suffix = extension(name.removesuffix(extension(name)) if extension(name) in COMPRESSIONS else name)
+    if suffix in (".csv", ".tsv"):
+        raise _Unreadable(
+            f"a table ({suffix[1:].upper()}); write an object a line "
+            "(pandas.read_csv(...).to_json('x.jsonl', orient='records', lines=True)), or --format text"
+        )
+    if suffix in (".html", ".htm", ".xhtml"):
+        return "html"
+    if text.startswith("<"):
+        return _guess_markup(text, suffix)
+    if suffix in (".json", ".jsonl", ".ndjson"):
+        if text.startswith("[") or text.split("\n", 1)[0].strip() == "{":
+            form, how = ("one JSON array", ".[]") if text.startswith("[") else ("JSON over several lines", ".")
+            raise _Unreadable(f"{form}; write an object a line (jq -c '{how}')")
+        return "jsonl"
+    return "jsonl" if text.startswith("{") and _has_json_object(text) else "text"
+
+
+def _guess_markup(text: str, suffix: str) -> str:
+    prolog = _PROLOG.match(text)
+    root = _ROOT.match(text, prolog.end() if prolog else 0)
+    tag, attributes = root.groups() if root else ("", "")
+    if tag == "mediawiki":
+        return "mediawiki"
+    if tag == "doc" and " id=" in attributes and not text.startswith("<?xml"):
+        return "wikiextractor"
+    if tag.lower() in ("html", "head", "body") or re.match(r"<!doctype\s+html", text, re.IGNORECASE):
+        return "html"
+    if text.startswith("<?xml") or suffix == ".xml" or "xmlns" in attributes or tag in ("rss", "feed", "TEI", "TEI.2"):
+        raise _Unreadable(f"XML that is not MediaWiki (root element {tag or 'not found'})")
+    return "text"
+
+
+def _has_json_object(text: str) -> bool:
+    lines = text.split("\n")
+    for line in lines[:20]:
+        try:
+            if isinstance(json.loads(line), dict):
+                return True
+        except (ValueError, RecursionError):
+            continue
+    return len(lines) == 1 and re.match(r'\{\s*"[^"]*"\s*:', text) is not None  # longer than the head
+
+
+def _row_groups(path: str) -> int:
+    """Returns the number of row groups of a Parquet file, 0 if its end is damaged."""
+    import pyarrow.parquet as pq
+
+    try:
+        with open_raw(path) as raw:
+            return int(pq.read_metadata(raw).num_row_groups)
+    except Exception as error:
+        damage(path, error)
+        return 0
+
+
+def _parse_hub(what: str) -> Hub:
+    """Returns the data set of the Hub that `what` names.
 
     Raises:
         UserError: it names none.
     """
     name, _, rest = what.partition(":")
+    config, _, split = rest.partition(":")
     if name in PRESETS:
-        config, _, split = rest.partition(":")
         preset = PRESETS[name]
         return preset._replace(config=config or preset.config, split=split or preset.split)
     if _HUB_NAME.fullmatch(what) and not what.startswith(".") and Path(name).suffix not in _SUFFIXES:
-        config, _, split = rest.partition(":")
         return Hub(name, config or None, split or "train")
-    raise UserError(f"--input {what}: no such file or folder.{did_you_mean(name, PRESETS) if '/' not in what else ''}")
+    known = did_you_mean(name, PRESETS) if "/" not in what else ""
+    raise UserError(f"--input {printable(what)}: no such file or folder.{known}")
 
 
-def _pinned(hub: Hub) -> tuple[Hub, int]:
-    """The same at the commit that its revision means now, so that a run that goes on reads what it read before.
-
-    Returns:
-        Also the bytes of text that its card states, 0 if it does not.
+def _list_hub(source: str, hub: Hub, selected: Callable[[str], bool]) -> tuple[list[SourceFile], list[Skipped]]:
+    """Lists the files of a data set at the commit that its revision means now, so that a later start reads the same.
 
     Raises:
-        UserError: the hub does not know it or cannot be reached.
+        UserError: the Hub does not know it, or cannot be reached.
     """
     from huggingface_hub import HfApi, constants
 
+    source = source or next((name for name, preset in PRESETS.items() if preset.dataset == hub.dataset), "")
+    source = source or hub.dataset.rpartition("/")[2]
     if constants.HF_HUB_OFFLINE:
-        return hub, 0
+        return [_cached_dataset(source, hub)], []
     try:
-        card = HfApi().dataset_info(hub.dataset).card_data
-        commit = HfApi().dataset_info(hub.dataset, revision=hub.revision).sha
+        import datasets
+
+        info = HfApi().dataset_info(hub.dataset, revision=hub.revision, files_metadata=True)
+        hub = hub._replace(revision=info.sha)
+        builder = datasets.load_dataset_builder(hub.dataset, hub.config, revision=hub.revision)
+        splits: dict[str, list[str]] = builder.config.data_files or {}
     except Exception as error:  # whatever its transports raise
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"--input {hub.dataset}: not to be had from the hub ({reason}); with HF_HUB_OFFLINE=1 its cache is used."
+            f"--input {hub}: not to be had from the Hub ({first_line(error)}); with HF_HUB_OFFLINE=1 its cache is used."
         ) from None
-    stated = (card.to_dict() if card else {}).get("dataset_info") or []
-    configs = [info for info in (stated if isinstance(stated, list) else [stated]) if isinstance(info, dict)]
-    splits = [split for info in configs if info.get("config_name") == hub.config for split in info.get("splits", [])]
-    return hub._replace(revision=commit), sum(int(split["num_bytes"]) for split in splits if split["name"] == hub.split)
+    if hub.split not in splits:
+        raise UserError(f"--input {hub}: no split {hub.split!r}.{did_you_mean(hub.split, splits)}")
+    hub = hub._replace(kind=builder.name)
+    kind = "parquet" if hub.kind == "parquet" else "dataset"
+    sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or ()}
+    paths = [(path, path.partition(f"@{info.sha}/")[2] or path) for path in splits[hub.split]]
+    skipped = [Skipped(path, "excluded") for path, name in paths if not selected(name)]
+    paths = [(path, name) for path, name in paths if selected(name)]
+    few = kind == "parquet" and len(paths) < _MANY_FILES
+    return [
+        SourceFile(source, name, kind, sizes.get(name, 0), path, str(info.sha), _row_groups(path) if few else 0, hub)
+        for path, name in paths
+    ], skipped
 
 
-def _walk(folder: Path) -> list[Path]:
-    found = []
-    for parent, folders, names in os.walk(folder):  # does not follow links to folders, so no loops
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        found += [Path(parent, name) for name in sorted(names) if not name.startswith(".")]
-    return [path for path in found if path.is_file()]
+def _cached_dataset(source: str, hub: Hub) -> SourceFile:
+    data = load_rows(str(hub), hub)
+    cached = sorted(part["filename"] for part in data.cache_files)
+    commit = Path(cached[0]).parent.name if cached else ""
+    size = sum(os.path.getsize(path) for path in cached)
+    return SourceFile(source, str(hub), "dataset", size, str(hub), commit, len(data), hub)
 
 
-def open_bytes(path: Path) -> tuple[IO[bytes], io.FileIO]:
-    """The decompressed stream of a file, and the file below it, whose `tell()` says how much of it has been read."""
-    raw = io.FileIO(path)
-    if path.suffix == ".gz":
-        return cast(IO[bytes], gzip.GzipFile(fileobj=raw)), raw
-    if path.suffix == ".bz2":
-        return bz2.BZ2File(raw), raw
-    if path.suffix == ".xz":
-        return lzma.LZMAFile(raw), raw
-    if path.suffix == ".zst":
-        import pyarrow as pa
-
-        return io.BufferedReader(pa.CompressedInputStream(raw, "zstd")), raw
-    return io.BufferedReader(raw, 1 << 20), raw
+def _saved_dataset(source: str, path: str) -> SourceFile:
+    parts = [part.stat() for part in Path(path).rglob("*.arrow")]
+    name = printable(os.path.basename(os.path.realpath(path)))
+    version = str(max((part.st_mtime_ns for part in parts), default=0))
+    size = sum(part.st_size for part in parts)
+    return SourceFile(source or name, name, "dataset", size, path, version, len(load_rows(path, None)))
 
 
-def _head(path: Path) -> str:
-    """The first characters of a file, decompressed.
+def load_rows(path: str, hub: Hub | None) -> Any:
+    """Returns the `datasets.Dataset` that lies in a folder (all its splits), or in the local cache of the Hub.
 
     Raises:
-        UserError: it is not readable, binary or not UTF-8.
+        UserError: it is not to be had, with the reason.
     """
+    import datasets
+
     try:
-        stream, raw = open_bytes(path)
-        with raw, stream:
-            head = stream.read(_HEAD)
-    except DAMAGED as error:
-        raise UserError(f"{path}: cannot be read: {error}.") from None
-    if b"\0" in head:
-        raise UserError(f"{path}: holds NUL bytes, so it is no UTF-8 text; convert it or leave it out.")
-    try:
-        return head.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        if error.start >= len(head) - 3 and len(head) == _HEAD:  # a character cut by the end of the head
-            return head[: error.start].decode("utf-8-sig")
+        if hub is not None:
+            return datasets.load_dataset(hub.dataset, hub.config, split=hub.split, revision=hub.revision)
+        data = datasets.load_from_disk(path)
+        if isinstance(data, datasets.DatasetDict):
+            data = datasets.concatenate_datasets([data[split] for split in sorted(data)])
+        return data
+    except Exception as error:  # the library lets through whatever its transports raise
         raise UserError(
-            f"{path}: not UTF-8 at byte {error.start}; convert it (iconv -t utf-8) or leave it out."
+            f"--input {path}: not to be had ({first_line(error)}). Without a network, load it once where there is one "
+            "(`datasets.load_dataset`, not streamed), copy the cache and set HF_HUB_OFFLINE=1; or give a local folder."
         ) from None
 
 
-def _checked(path: Path, file_format: str) -> str:
-    if file_format not in ("parquet", "dataset"):
-        _head(path)
-    return file_format
+def printable(path: str) -> str:
+    """Returns a path as text that can be encoded; bytes that are not UTF-8 become `\\xff`."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
-def _sniff(path: Path) -> str:
-    with open(path, "rb") as file:
-        if file.read(4) == b"PAR1":
-            return "parquet"
-    head = _head(path).lstrip()
-    if head.startswith(("<mediawiki", "<?xml")):
-        return "mediawiki"
-    if head.startswith("<doc "):
-        return "wikiextractor"
-    if head.startswith("{"):
-        return "jsonl"
-    if head.startswith(("[{", "[\n")) and ".json" in path.name:
-        raise UserError(f"{path}: one JSON array; write an object a line instead (jq -c '.[]').")
-    return "text"
+def extension(path: str) -> str:
+    """Returns the last suffix of a path, with its dot."""
+    return os.path.splitext(path)[1]

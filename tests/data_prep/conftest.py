@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
-from data_prep.build import BuildSettings, build
 from data_prep.examples import SpecialIds
+from data_prep.prepare import PrepareSettings, prepare
 from multicls.corpus import Corpus
 from multicls.errors import UserError
 from multicls.sample import sample_dump, sample_model
@@ -58,10 +58,10 @@ def tiny_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sample_corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     """The embedded sample, prepared."""
     try:
-        settings = BuildSettings(input=(str(sample_dump()),), tokenizer=str(sample_model()))
+        settings = PrepareSettings(input=(str(sample_dump()),), tokenizer=str(sample_model()))
     except UserError as error:
         pytest.skip(str(error))
-    return Corpus.open(build(settings, tmp_path_factory.mktemp("sample") / "corpus"))
+    return Corpus.open(prepare(settings, tmp_path_factory.mktemp("sample") / "corpus"))
 
 
 @pytest.fixture(scope="session")
@@ -76,3 +76,11 @@ def story(sentences: int, start: int = 0) -> str:
         " ".join(WORDS[(start + 7 * s + i) % len(WORDS)] for i in range(3 + s % 9)).capitalize() + "."
         for s in range(sentences)
     )
+
+
+def same_files(one: Path, other: Path) -> None:
+    """Asserts that two corpora have the same files with the same bytes, but for the log and the input's dates."""
+    names = [sorted(path.name for path in folder.iterdir()) for folder in (one, other)]
+    assert names[0] == names[1]
+    for name in set(names[0]) - {"log.jsonl", "inputs.json"}:
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name

@@ -13,8 +13,9 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from data_prep import encode
 from data_prep.encode import TextEncoder, encoder_for, load_tokenizer_files
-from data_prep.readers import Reading, ReadOptions
+from data_prep.read import ReadOptions, read_piece
 from data_prep.sources import find_files
+from data_prep.units import Piece
 from multicls.errors import UserError
 from multicls.sample import sample_model
 
@@ -77,8 +78,8 @@ def test_lines_of_the_corpus(bert: str, multicls_data: Path) -> None:
     encoder = TextEncoder(bert)
     lines: list[str] = []
     count = 0
-    for file in find_files([str(multicls_data / "corpus")])[::10]:
-        for document in Reading(file, ReadOptions()):
+    for file in find_files([str(multicls_data / "corpus")]).files[::10]:
+        for document in read_piece(file, Piece(0, 0, file.size), ReadOptions()):
             lines += document.text.split("\n")
         assert_equal(encoder, bert, lines)
         count += len(lines)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from data_prep import run
+from data_prep import run, units
 from multicls.corpus import Corpus
 from multicls.errors import UserError
 from tests.data_prep.conftest import story
@@ -22,20 +22,20 @@ def test_a_plan_writes_nothing(tiny_tokenizer: Path, tmp_path: Path, capsys: pyt
     words = ["--input", str(tmp_path / "in.txt"), "--output", str(tmp_path / "out"), "--tokenizer", str(tiny_tokenizer)]
     run.main([*words, "--plan", "--documents", "blank_line"])
     printed = capsys.readouterr().out
-    assert printed.startswith("plan: 1 files, 0.2 MB of text -> about ") and not (tmp_path / "out").exists()
+    assert printed.startswith("plan: 1 files, 0.2 MB in 1 work units -> about ") and not (tmp_path / "out").exists()
     run.main([*words, "--documents", "blank_line"])
     planned = float(printed.split("about ")[1].split(" M")[0])
     assert planned == pytest.approx(Corpus.open(tmp_path / "out").manifest["tokens"] / 1e6, abs=0.05)
 
 
 def test_all_problems_of_the_flags_at_once(tmp_path: Path) -> None:
-    words = ["--output", str(tmp_path / "out"), "--num_processes", "0", "--min_sentences", "2", "--without", "heading"]
+    words = ["--output", str(tmp_path / "out"), "--workers", "0", "--min_sentences", "2", "--without", "heading"]
     done = subprocess.run([sys.executable, str(RUN), *words], capture_output=True, text=True)
     assert done.returncode == 2 and not (tmp_path / "out").exists()
     for problem in (
         "error: --input: missing",
         "error: --tokenizer: missing",
-        "error: --num_processes 0: must be at least 1",
+        "error: --workers 0: must be at least 1",
         "error: --min_sentences 2: must be at least 3",
         "error: --without heading: no such rule. Did you mean 'headings'?",
     ):
@@ -53,6 +53,7 @@ def test_the_manifest_names_the_command_and_the_rules(tiny_tokenizer: Path, tmp_
     assert not {"headings", "boilerplate"} & set(manifest["made_from"]["rules"])
     assert manifest["dropped"] == {"sentences_without_letter": 1} and manifest["sentences"] == 10
     samples = json.loads((tmp_path / "out" / "dropped.json").read_text())
+    assert samples.pop("skipped") == []
     assert samples == {"sentences_without_letter": [{"source": "tales", "document": "in.txt#0", "text": "1, 2."}]}
 
 
@@ -77,35 +78,20 @@ def test_a_vocabulary_of_ones_own_prepares_a_corpus(kind: str, tmp_path: Path) -
         run.main(["vocabulary", "--output", str(tmp_path / "other")])
 
 
-def test_near_duplicates_are_dropped_and_a_stopped_search_goes_on(
-    tiny_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from data_prep import build, writer
-
-    monkeypatch.setattr(writer, "SHARD_PIECES", 900)
-    monkeypatch.setattr(build, "CHUNK_CHARACTERS", 700)
+def test_near_duplicates_are_dropped(tiny_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rensa")
+    monkeypatch.setattr(units, "SMALLEST_UNIT", 3000)
     documents = [story(30, i) for i in range(20)]
     documents += [text + " The cat ran far away." for text in documents] + documents[:5]
     (tmp_path / "in.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in documents))
     words = ["--input", str(tmp_path / "in.jsonl"), "--tokenizer", str(tiny_tokenizer), "--near_duplicates"]
-    words += ["--without", "repeated_lines", "--output"]
-    run.main([*words, str(tmp_path / "whole")])
-    manifest = Corpus.open(tmp_path / "whole").manifest
-    near, exact = (manifest["dropped"].get(f"documents_{kind}duplicate", 0) for kind in ("near_", ""))
-    assert exact == 5 and near >= 20 and manifest["documents"] == 40 - near
-    write_shard, calls = writer.write_shard, []
+    run.main([*words, "--without", "repeated_lines", "--output", str(tmp_path / "out")])
+    corpus = Corpus.open(tmp_path / "out")
+    near, exact = (corpus.manifest["dropped"].get(f"documents_{kind}duplicate", 0) for kind in ("near_", ""))
+    assert corpus.num_shards > 3
+    assert exact == 5 and near >= 20 and corpus.manifest["documents"] == 40 - near
 
-    def stopping(*args: object) -> None:
-        calls.append(args)
-        if len(calls) in (2, 4):
-            raise KeyboardInterrupt
-        write_shard(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(writer, "write_shard", stopping)
-    for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
-            run.main([*words, str(tmp_path / "out")])
-    run.main([*words, str(tmp_path / "out")])
-    for path in (tmp_path / "whole").iterdir():
-        if path.name != "log.jsonl":
-            assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes()
+def test_old_names_of_flags_are_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--num_processes: is now called --workers"):
+        run.main(["--input", "x", "--output", str(tmp_path / "out"), "--tokenizer", "x", "--num_processes", "2"])

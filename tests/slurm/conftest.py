@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.data_prep.conftest import tiny_tokenizer  # noqa: F401  (a fixture)
 from tests.finetune.conftest import glue  # noqa: F401  (a fixture)
 from tests.pretrain.conftest import tiny_corpus  # noqa: F401  (a fixture)
 
@@ -44,8 +45,8 @@ KillWait=5
 SlurmdTimeout=6
 ReturnToService=2
 SchedulerParameters=sched_interval=2,bf_interval=2
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8 Gres=gpu:2
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8 Gres=gpu:2
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8 RealMemory=16000 Gres=gpu:2
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8 RealMemory=16000 Gres=gpu:2
 GresTypes=gpu
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE

@@ -1,0 +1,116 @@
+"""Draws sentence boundaries and dropped paragraphs for reading by a person: 300 of each, chosen by hash.
+
+    python benchmarks/run.py reading --genre novels --input PATH...
+    python benchmarks/run.py reading --genre notes --input data_prep/README.md docs
+
+Writes runs/benchmarks/reading_GENRE.txt. each boundary stands as `¦` between the sentences around it;
+each dropped paragraph stands with the rule that dropped it. Read them, count the wrong ones, and write the counts into
+data_prep/README.md. The same input and seed give the same file.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import xxhash
+
+from benchmarks.compare import RESULTS, new_parser
+from data_prep.clean import RULES, SAMPLE_LENGTH, Drops, clean
+from data_prep.read import DOCUMENTS, RawDocument, ReadOptions, read_piece
+from data_prep.sources import find_files
+from data_prep.units import cut_units
+from multicls.files import atomic_write
+
+NUMBER = 300
+CONTEXT = 160  # characters on each side of a boundary
+
+
+class AllDrops(Drops):
+    """Keeps every drop as (reason, document, text, length), where `Drops` keeps samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all: list[tuple[str, str, str]] = []
+
+    def add(self, reason: str, raw: RawDocument, text: str, count: int = 1, rule: str = "") -> None:
+        """Keeps the drop and counts it."""
+        super().add(reason, raw, text, count, rule)
+        if text.strip():
+            shown = (
+                text if len(text) <= 2 * SAMPLE_LENGTH else f"{text[: 2 * SAMPLE_LENGTH]} [... {len(text)} characters]"
+            )
+            self.all.append((reason, raw.id, " ".join(shown.split())))
+
+
+class Draw:
+    """The entries with the smallest hashes, whatever the order in which they come."""
+
+    def __init__(self, seed: int, number: int) -> None:
+        self.seed = seed
+        self.number = number
+        self.seen = 0
+        self._heap: list[tuple[int, str]] = []
+
+    def add(self, entry: str) -> None:
+        """Takes an entry into account."""
+        self.seen += 1
+        key = -xxhash.xxh3_64_intdigest(entry.encode("utf-8", "replace"), self.seed)
+        if len(self._heap) < self.number:
+            heapq.heappush(self._heap, (key, entry))
+        elif key > self._heap[0][0]:
+            heapq.heapreplace(self._heap, (key, entry))
+
+    def entries(self) -> list[str]:
+        """Returns the drawn entries in a fixed order."""
+        return [entry for _, entry in sorted(self._heap, reverse=True)]
+
+
+def documents(inputs: list[str], how: str) -> Iterator[RawDocument]:
+    """Yields all documents of the inputs."""
+    files = find_files(inputs).files
+    for unit in cut_units(files):
+        for piece in unit:
+            yield from read_piece(files[piece.file], piece, ReadOptions(documents=how))
+
+
+def boundaries(lines: list[list[str]]) -> Iterator[str]:
+    """Yields each boundary within a line: the sentences before and after it."""
+    for line in lines:
+        for before, after in zip(line, line[1:], strict=False):
+            yield f"{before[-CONTEXT:]} ¦ {after[:CONTEXT]}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Writes the file to read."""
+    parser = new_parser("reading", __doc__)
+    parser.add_argument("--genre", required=True, metavar="NAME", help="names the file that is written")
+    parser.add_argument("--input", nargs="+", required=True, metavar="[NAME=]WHAT", help="as for data_prep/run.py")
+    parser.add_argument("--documents", choices=DOCUMENTS, default="file", help="as for data_prep/run.py")
+    parser.add_argument("--language", default="en", help="of the sentence splitter")
+    parser.add_argument("--number", type=int, default=NUMBER, help="boundaries and dropped paragraphs to draw")
+    parser.add_argument("--seed", type=int, default=0, help="another seed draws others")
+    args = parser.parse_args(argv)
+    drops = AllDrops()
+    cuts, dropped = Draw(args.seed, args.number), Draw(args.seed, args.number)
+    sentences = 0
+    for raw in documents(args.input, args.documents):
+        lines = clean(raw, frozenset(RULES), args.language, drops)
+        sentences += sum(map(len, lines))
+        for cut in boundaries(lines):
+            cuts.add(cut)
+    for reason, document, text in drops.all:
+        dropped.add(f"{reason} ({document}): {text}")
+    counts = ", ".join(f"{reason} {count}" for reason, count in sorted(Counter(drops.counts).items()))
+    parts = [
+        f"{args.genre}: {sentences} sentences kept; dropped: {counts or 'nothing'}",
+        f"BOUNDARIES ({len(cuts.entries())} of {cuts.seen})",
+        *(f"{number}. {entry}" for number, entry in enumerate(cuts.entries(), 1)),
+        f"DROPPED ({len(dropped.entries())} of {dropped.seen})",
+        *(f"{number}. {entry}" for number, entry in enumerate(dropped.entries(), 1)),
+    ]
+    path = RESULTS / f"reading_{args.genre}.txt"
+    with atomic_write(path) as file:
+        file.write("\n".join([*parts, *drops.warnings(), ""]))
+    print(f"wrote {path}")

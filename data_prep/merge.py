@@ -1,0 +1,233 @@
+"""Makes a corpus of parts: finds duplicates and repeated lines across parts, writes shards, and then the manifest.
+
+Tables of hashes are sorted in each part. A task of the first stage takes one range of hashes from all parts, so its
+memory is bounded; a task of the second stage writes the shard of one part. Nothing depends on the order of tasks.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datatrove.pipeline.base import PipelineStep
+
+from data_prep.clean import Drops
+from data_prep.encode import encoder_for
+from data_prep.parts import COUNTED, row_frequency, rows_of, shard_entry
+from data_prep.plan import WorkPlan
+from data_prep.read import RawDocument
+from multicls.corpus import Shard, ShardRow, write_shard
+from multicls.files import atomic_write, read_json, write_json
+
+REPEATS = 10  # a line that has stood in as many documents is boilerplate from then on
+UNITS_PER_TASK = 8  # of the stage that writes shards: each takes a moment
+REASONS = ("documents_duplicate", "documents_near_duplicate")
+
+
+class FindDuplicates(PipelineStep):
+    """Compares the hashes of all parts that lie in one range."""
+
+    type, name = "data_prep", "duplicates"
+
+    def __init__(self, work: str) -> None:
+        super().__init__()
+        self.work = work
+
+    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[None]:
+        """Writes which documents and lines of which part are to be dropped, as far as range `rank` tells."""
+        plan = WorkPlan.load(self.work)
+        parts = [plan.part(unit) for unit in range(len(plan.units))]
+        with self.track_time("range"):
+            exact = "duplicate_documents" in plan.settings.rules
+            documents = duplicate_documents(_slices(parts, "hashes.npy", rank, world_size), exact)
+            lines = repeated_lines(_slices(parts, "lines.npy", rank, world_size))
+        with atomic_write(plan.folder / "duplicates" / f"{rank:05d}.npz", "wb") as file:
+            np.savez(file, documents=documents, lines=lines)
+        yield from ()
+
+
+def _slices(parts: list[Path], name: str, rank: int, world_size: int) -> np.ndarray:
+    """Returns the columns of all tables whose hash is in range `rank`; a last row has the number of their part."""
+    low, high = ((1 << 64) * i // world_size for i in (rank, rank + 1))
+    found = []
+    for number, part in enumerate(parts):
+        table = np.load(part / name, mmap_mode="r")
+        first = int(np.searchsorted(table[0], np.uint64(low)))
+        end = table.shape[1] if high > np.iinfo(np.uint64).max else int(np.searchsorted(table[0], np.uint64(high)))
+        own = np.array(table[:, first:end])
+        found.append(np.concatenate([own, np.full((1, own.shape[1]), number, np.uint64)]))
+    return np.concatenate(found, axis=1)
+
+
+def duplicate_documents(table: np.ndarray, exact: bool) -> np.ndarray:
+    """Returns part, document and reason (an index of `REASONS`) of the documents to drop, (D, 3) int64.
+
+    A document goes if an earlier one has the same hash (exact copy) or shares a MinHash band (near copy).
+
+    Args:
+        table: (4, H) uint64: hash, kind, document, part.
+        exact: whether exact copies are dropped.
+    """
+    hashes, kinds, documents, parts = table[:, np.lexsort((table[2], table[3], table[1], table[0]))]
+    seen = np.zeros(len(hashes), bool)
+    seen[1:] = (hashes[1:] == hashes[:-1]) & (kinds[1:] == kinds[:-1])
+    if not exact:
+        seen &= kinds > 0
+    return np.stack([parts[seen], documents[seen], kinds[seen] > 0], axis=1).astype(np.int64)
+
+
+def repeated_lines(table: np.ndarray) -> np.ndarray:
+    """Returns part, document, first sentence and end of the lines to drop, (L, 4) int64.
+
+    A line goes if it stood in `REPEATS` different documents before; exact copies of a document count once.
+
+    Args:
+        table: (6, M) uint64: hash, hash of the document, document, first sentence, end, part.
+    """
+    lines, copies, documents, firsts, ends, parts = table[:, np.lexsort((table[3], table[2], table[5], table[0]))]
+    if not len(lines):
+        return np.zeros((0, 4), np.int64)
+    new_line = np.append(True, lines[1:] != lines[:-1])
+    group = np.cumsum(new_line) - 1
+    _, first_seen, document = np.unique(
+        np.stack([group.astype(np.uint64), copies]), axis=1, return_index=True, return_inverse=True
+    )
+    is_first = np.zeros(len(lines), bool)
+    is_first[first_seen] = True
+    count = np.cumsum(is_first)  # different documents with a line, over all lines so far
+    before = count[first_seen][document.ravel()] - count[np.flatnonzero(new_line)[group]]
+    dropped = before >= REPEATS
+    return np.stack([parts, documents, firsts, ends], axis=1)[dropped].astype(np.int64)
+
+
+class WriteShards(PipelineStep):
+    """Writes the shards of some parts, without what the first stage found."""
+
+    type, name = "data_prep", "shards"
+
+    def __init__(self, work: str, output: str) -> None:
+        super().__init__()
+        self.work, self.output = work, output
+
+    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[None]:
+        """Writes the shards of the task's parts and, for each, what the manifest will say about it."""
+        plan = WorkPlan.load(self.work)
+        for unit in range(len(plan.units))[rank * UNITS_PER_TASK : (rank + 1) * UNITS_PER_TASK]:
+            with self.track_time("part"):
+                write_json(plan.folder / "shards" / f"{unit:05d}.json", write_part(plan, unit, Path(self.output)))
+        yield from ()
+
+
+def write_part(plan: WorkPlan, unit: int, output: Path) -> dict[str, Any]:
+    """Writes the shard of a unit's part and its document frequencies; returns what the manifest will say about it."""
+    part = plan.part(unit)
+    record = read_json(part / "part.json")
+    documents, lines = found_duplicates(plan.folder, unit)
+    path, frequency = output / f"shard-{unit:05d}.arrow", plan.folder / "shards" / f"{unit:05d}.npy"
+    result = {name: record.get(name) for name in ("drops", "hashes", "shard")}
+    if not documents and not lines:
+        if record.get("shard"):
+            _link(part / "rows.arrow", path)
+            _link(part / "frequency.npy", frequency)
+        return result
+    drops = Drops.from_json(record["drops"])
+    kept = list(_kept(Shard(part / "rows.arrow"), record["rows"], documents, lines, plan, drops))
+    rows = [row for document in kept for row in document]
+    result |= {"drops": drops.to_json(), "shard": None}
+    if rows:
+        write_shard(path, rows)
+        result["shard"] = shard_entry(path, rows, [len(document) for document in kept])
+        with atomic_write(frequency, "wb") as file:
+            np.save(file, row_frequency(rows, encoder_for(plan.tokenizer_json).vocabulary_size))
+    return result
+
+
+def found_duplicates(work: Path, part: int) -> tuple[dict[int, str], dict[int, list[tuple[int, int]]]]:
+    """Returns the reason to drop each document of a part, and the sentences [first, end) to drop by document."""
+    documents: dict[int, str] = {}
+    lines: dict[int, list[tuple[int, int]]] = {}
+    for path in sorted((work / "duplicates").glob("*.npz")):
+        with np.load(path, allow_pickle=False) as found:
+            for _, document, near in found["documents"][found["documents"][:, 0] == part].tolist():
+                documents[document] = min(documents.get(document, REASONS[1]), REASONS[near])  # "duplicate" comes first
+            for _, document, first, end in found["lines"][found["lines"][:, 0] == part].tolist():
+                lines.setdefault(document, []).append((first, end))
+    return documents, lines
+
+
+def _kept(
+    shard: Shard,
+    rows: list[int],
+    documents: dict[int, str],
+    lines: dict[int, list[tuple[int, int]]],
+    plan: WorkPlan,
+    drops: Drops,
+) -> Iterator[list[ShardRow]]:
+    """Yields the rows of each document that is kept, without its repeated lines."""
+    ends = np.cumsum(rows).tolist()
+    for number, (count, end) in enumerate(zip(rows, ends, strict=True)):
+        own = [shard.row(row) for row in range(end - count, end)]
+        row = own[0]
+        raw = RawDocument(row.source, row.id, row.title, "", "")
+        if number in documents:
+            drops.add(documents[number], raw, row.title or row.id)
+            continue
+        if number in lines:
+            tokens = np.concatenate([row.tokens for row in own])
+            lengths = np.concatenate([np.diff(row.offsets) for row in own])
+            starts = np.concatenate([[0], np.cumsum(lengths)])
+            kept = np.ones(len(lengths), bool)
+            decode = encoder_for(plan.tokenizer_json).tokenizer.decode
+            for first, last in sorted(lines[number]):
+                kept[first:last] = False
+                drops.add("lines_repeated", raw, decode(tokens[starts[first] : starts[last]].tolist()))
+            if kept.sum() < plan.settings.min_sentences:
+                drops.add("documents_too_short", raw, row.title or row.id)
+                continue
+            own = rows_of(row.source, row.id, row.title, row.hash, tokens[np.repeat(kept, lengths)], lengths[kept])
+        yield own
+
+
+def _link(source: Path, target: Path) -> None:
+    """Gives a finished file a second name; copies it where the file system has no links."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileNotFoundError):
+        target.unlink()
+    try:
+        os.link(source, target)
+    except OSError:
+        with open(source, "rb") as content, atomic_write(target, "wb") as file:
+            shutil.copyfileobj(content, file, 1 << 20)
+
+
+def gather(
+    plan: WorkPlan,
+) -> tuple[list[dict[str, Any]], dict[str, dict[str, int]], Drops, np.ndarray, list[list[str]]]:
+    """Adds up what the shards' tasks have written.
+
+    Returns:
+        The manifest's entries of shards, the numbers by source, what was dropped, the document frequencies (V,) and
+        the hashes of the input by unit.
+    """
+    shards: list[dict[str, Any]] = []
+    sources: dict[str, Counter[str]] = {}
+    drops = Drops()
+    frequency = np.zeros(encoder_for(plan.tokenizer_json).vocabulary_size, np.int64)
+    hashes = []
+    for unit in range(len(plan.units)):
+        record = read_json(plan.folder / "shards" / f"{unit:05d}.json")
+        drops.merge(Drops.from_json(record["drops"]))
+        hashes.append(record["hashes"])
+        if entry := record["shard"]:
+            for source, counts in entry.pop("sources").items():
+                sources.setdefault(source, Counter()).update(counts)
+            shards.append({"name": f"shard-{unit:05d}.arrow"} | entry)
+            frequency += np.load(plan.folder / "shards" / f"{unit:05d}.npy", allow_pickle=False)
+    ordered = {source: {name: counts[name] for name in COUNTED} for source, counts in sources.items()}
+    return shards, ordered, drops, frequency, hashes

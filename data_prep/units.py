@@ -1,0 +1,100 @@
+"""Cuts the listed input into units of work by size alone, so that every start and every executor cuts alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import IO, NamedTuple
+
+import xxhash
+
+from data_prep.sources import COMPRESSIONS, SourceFile, extension, open_raw
+
+UNITS = 64  # a smaller corpus is cut into about as many, so that as many workers share it
+SMALLEST_UNIT = 1 << 20
+LONGEST_DOCUMENT = 1 << 22  # characters; a plain text of fewer bytes is never cut
+_EXPANSION = 4  # bytes of text that a compressed byte is taken to hold
+_OPENING = 1 << 12  # bytes that take as long to read as a file takes to open
+_OVERLAP = 1 << 20  # bytes after a piece that its last record may reach into
+
+
+class Piece(NamedTuple):
+    """A share of a file, read by one task.
+
+    Attributes:
+        file: index of the file in `Listing.files`.
+        start: first byte; of Parquet and data sets on disk (`SourceFile.rows`), first row group or row.
+        stop: end of the range. A record belongs to the piece in which it begins.
+    """
+
+    file: int
+    start: int
+    stop: int
+
+
+def cut_units(files: Sequence[SourceFile], largest: int = 32 << 20) -> list[list[Piece]]:
+    """Returns the pieces of every unit, in the order of the files.
+
+    Args:
+        largest: bytes of a unit; it is less where the whole input is less than `UNITS` such units. A file that cannot
+            be cut may be larger.
+    """
+    weights = [_weight(file) or largest for file in files]
+    size = min(max(sum(weights) // UNITS, SMALLEST_UNIT), largest)
+    units: list[list[Piece]] = []
+    filled = size
+    for number, (file, weight) in enumerate(zip(files, weights, strict=True)):
+        length = file.rows or file.size
+        smallest = max(size, LONGEST_DOCUMENT) if file.format == "text" else size
+        count = max(min(-(-weight // smallest), length), 1) if _can_be_cut(file) else 1
+        for i in range(count):
+            if filled + weight // count > size:
+                units.append([])
+                filled = 0
+            units[-1].append(Piece(number, length * i // count, length * (i + 1) // count))
+            filled += weight // count
+    return units
+
+
+def _weight(file: SourceFile) -> int:
+    compressed = file.format == "parquet" or extension(file.path) in COMPRESSIONS
+    return file.size and max(file.size * (_EXPANSION if compressed else 1), _OPENING)
+
+
+def _can_be_cut(file: SourceFile) -> bool:
+    if file.format in ("parquet", "dataset"):
+        return file.rows > 0
+    if (
+        file.format == "mediawiki" and extension(file.path) == ".bz2"
+    ):  # at its streams; if there is one, the first piece has it
+        return True
+    return file.format != "html" and extension(file.path) not in COMPRESSIONS
+
+
+def piece_hash(file: SourceFile, piece: Piece) -> str:
+    """Returns the xxh3-128 of a piece's raw bytes and of a megabyte after it, into which its last record may reach.
+
+    It is "" for data sets and remote files, whose version decides.
+    """
+    if file.format == "dataset" or "://" in file.path:
+        return ""
+    with open_raw(file.path) as raw:
+        start, stop = _row_group_bytes(raw, piece) if file.rows else (piece.start, piece.stop + _OVERLAP)
+        raw.seek(start)
+        digest = xxhash.xxh3_128()
+        left = stop - start
+        while left > 0 and (data := raw.read(min(left, 1 << 20))):
+            digest.update(data)
+            left -= len(data)
+    return digest.hexdigest()
+
+
+def _row_group_bytes(raw: IO[bytes], piece: Piece) -> tuple[int, int]:
+    import pyarrow.parquet as pq
+
+    table = pq.read_metadata(raw)
+    starts, stops = [], []
+    for group in map(table.row_group, range(piece.start, piece.stop)):
+        for column in map(group.column, range(group.num_columns)):
+            starts.append(column.dictionary_page_offset or column.data_page_offset)
+            stops.append(starts[-1] + column.total_compressed_size)
+    return min(starts), max(stops)
