@@ -31,7 +31,7 @@ def corpus(tiny_bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             sentences = [" ".join(draw.choice(NOUNS) for _ in range(10)).capitalize() + "." for _ in range(60)]
             file.write(json.dumps({"text": " ".join(sentences)}) + "\n")
     prepare(["--input", str(folder / "articles.jsonl"), "--output", str(folder / "corpus"), "--tokenizer",
-             str(tiny_bert), "--num_processes", "1"])  # fmt: skip
+             str(tiny_bert), "--workers", "1"])  # fmt: skip
     return folder / "corpus"
 
 

@@ -76,13 +76,14 @@ def test_killed_tasks_and_commands_lose_nothing(
     tiny_tokenizer: Path,
     tmp_path: Path,
 ) -> None:
-    """Ten kills, of tasks on the nodes and of the waiting command, at moments drawn anew each time."""
+    """Kills tasks on the nodes and the waiting command, at moments drawn anew each time."""
     rng = random.Random(0)
+    most = int(os.environ.get("MULTICLS_KILLS", "3"))  # more take minutes
     words = command(text, tiny_tokenizer, tmp_path / "out", "--executor", "slurm", "--partition", "all")
     kills = 0
     for _ in range(40):
         waiting = subprocess.Popen(words, env=cluster.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        if kills < 10:
+        if kills < most:
             until(lambda: tasks() or waiting.poll() is not None, 60)  # noqa: B023
             for number in rng.sample(found, min(2, len(found))) if (found := tasks()) else []:
                 os.kill(number, signal.SIGKILL)
@@ -93,7 +94,7 @@ def test_killed_tasks_and_commands_lose_nothing(
         if waiting.returncode == 0:
             break
         assert waiting.returncode in (2, -signal.SIGKILL), output.decode()
-    assert kills >= 1
+    assert kills >= most
     Corpus.open(tmp_path / "out").verify()
     same_files(local, tmp_path / "out")
 
