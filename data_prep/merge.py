@@ -90,19 +90,16 @@ def repeated_lines(table: np.ndarray) -> np.ndarray:
     Args:
         table: (6, M) uint64: hash, hash of the document, document, first sentence, end, part.
     """
+    _, group, size = np.unique(table[0], return_inverse=True, return_counts=True)
+    table = table[:, size[group] > REPEATS]  # few lines are left
     lines, copies, documents, firsts, ends, parts = table[:, np.lexsort((table[3], table[2], table[5], table[0]))]
-    if not len(lines):
-        return np.zeros((0, 4), np.int64)
-    new_line = np.append(True, lines[1:] != lines[:-1])
-    group = np.cumsum(new_line) - 1
-    _, first_seen, document = np.unique(
-        np.stack([group.astype(np.uint64), copies]), axis=1, return_index=True, return_inverse=True
-    )
-    is_first = np.zeros(len(lines), bool)
-    is_first[first_seen] = True
-    count = np.cumsum(is_first)  # different documents with a line, over all lines so far
-    before = count[first_seen][document.ravel()] - count[np.flatnonzero(new_line)[group]]
-    dropped = before >= REPEATS
+    by_copy = np.lexsort((copies, lines))  # stable, so the first of each (line, document) is its first in the corpus
+    new = np.append(True, (np.diff(lines[by_copy]) != 0) | (np.diff(copies[by_copy]) != 0))[: len(lines)]
+    first_of_copy = np.empty(len(lines), np.int64)
+    first_of_copy[by_copy] = by_copy[new][np.cumsum(new) - 1]
+    different = np.cumsum(first_of_copy == np.arange(len(lines)))  # documents with a line, over all lines so far
+    first_of_line = np.searchsorted(lines, lines)
+    dropped = different[first_of_copy] - different[first_of_line] >= REPEATS
     return np.stack([parts, documents, firsts, ends], axis=1)[dropped].astype(np.int64)
 
 
