@@ -14,7 +14,7 @@ from typing import Any
 
 from data_prep.read import ReadOptions
 from data_prep.sources import Hub, SourceFile
-from data_prep.units import Piece
+from data_prep.units import Piece, text_bytes
 from multicls.errors import UserError
 from multicls.files import read_json, write_json
 
@@ -74,12 +74,12 @@ class WorkPlan:
 
     @cached_property
     def unit_bytes(self) -> list[int]:
-        """Bytes of input of each unit; for data sets, their share of the size as far as it is known."""
+        """Bytes of text that each unit is taken to hold; 0 if the size of its input is not known."""
         return [sum(self._piece_bytes(piece) for piece in unit) for unit in self.units]
 
     def _piece_bytes(self, piece: Piece) -> int:
         file = self.files[piece.file]
-        return file.size * (piece.stop - piece.start) // file.rows if file.rows else piece.stop - piece.start
+        return text_bytes(file) * (piece.stop - piece.start) // max(file.rows or file.size, 1)
 
     @cached_property
     def unit_keys(self) -> list[str]:
@@ -134,13 +134,13 @@ class Estimate:
     """What preparing a corpus will take.
 
     Attributes:
-        input_bytes: Bytes of the input.
+        text_bytes: Bytes of text of the input.
         tokens: Number of tokens that the corpus will hold.
         disk_bytes: Bytes that it will take on disk.
         seconds: CPU seconds of one process.
     """
 
-    input_bytes: int
+    text_bytes: int
     tokens: float
     disk_bytes: float
     seconds: float

@@ -311,11 +311,11 @@ def _log_estimate(plan: WorkPlan, output: Path, executor: ExecutorOptions, log: 
     with tempfile.TemporaryDirectory() as folder:
         found = estimate(replace(plan, folder=Path(folder)))
     free = free_disk(output, found.disk_bytes)
-    if not found.input_bytes:
+    if not found.text_bytes:
         log(f"plan: {len(plan.files)} data sets of unknown size; {free / 1e9:,.1f} GB free on the disk")
         return
     log(
-        f"plan: {len(plan.files)} files, {found.input_bytes / 1e6:,.1f} MB in {len(plan.units)} work units -> about "
+        f"plan: {len(plan.files)} files, {found.text_bytes / 1e6:,.1f} MB of text in {len(plan.units)} work units -> about "
         f"{found.tokens / 1e6:,.1f} M tokens, {found.disk_bytes / 1e6:,.1f} MB on disk ({free / 1e9:,.1f} GB free), "
         f"{duration(found.seconds / executor.workers + 1)} with {executor.workers} workers"
     )

@@ -55,18 +55,21 @@ def cut_units(files: Sequence[SourceFile], largest: int = 32 << 20) -> list[list
     return units
 
 
-def _weight(file: SourceFile) -> int:
+def text_bytes(file: SourceFile) -> int:
+    """Returns the bytes of text that a file is taken to hold; 0 if its size is not known."""
     compressed = file.format == "parquet" or extension(file.path) in COMPRESSIONS
-    return file.size and max(file.size * (_EXPANSION if compressed else 1), _OPENING)
+    return file.size * (_EXPANSION if compressed else 1)
+
+
+def _weight(file: SourceFile) -> int:
+    return file.size and max(text_bytes(file), _OPENING)
 
 
 def _can_be_cut(file: SourceFile) -> bool:
     if file.format in ("parquet", "dataset"):
         return file.rows > 0
-    if (
-        file.format == "mediawiki" and extension(file.path) == ".bz2"
-    ):  # at its streams; if there is one, the first piece has it
-        return True
+    if file.format == "mediawiki" and extension(file.path) == ".bz2":
+        return True  # at its streams; if there is one, the first piece has it
     return file.format != "html" and extension(file.path) not in COMPRESSIONS
 
 
