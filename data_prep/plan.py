@@ -21,10 +21,10 @@ from multicls.files import read_json, write_json
 PLAN = "plan.json"
 MIN_SENTENCES = 6  # a document needs two sentences for each of three parts
 BUCKET_BYTES = 2_000_000_000  # of input; the merge compares the hashes of about as much at a time
-SAMPLED_UNITS = 5  # of the estimate, evenly spaced
+SAMPLED_UNITS = 3  # of the estimate, evenly spaced
 SAMPLED_SECONDS = 2.0
-SAMPLED_DOCUMENTS = 200  # of a unit, at most
-SAMPLED_CHARACTERS = 200_000  # of a document, and of a unit
+SAMPLED_DOCUMENTS = 50  # of a unit, at most
+SAMPLED_CHARACTERS = 50_000  # of a document, and of a unit
 MARGIN = 1.1  # what is free must hold the estimate and this much more
 
 
