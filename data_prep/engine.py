@@ -1,20 +1,22 @@
 """Runs the stages of data preparation as datatrove tasks: in processes of this machine, as SLURM arrays, or on Ray.
 
-A task leaves a file when it is whole (datatrove's `completions/`), so a next start does only what is left. Task logs
-are in the work folder, `logs/STAGE/logs/`; the console shows one line of progress for all executors.
+A task that is whole writes a file (in datatrove's `completions/`), so the next start runs only the other tasks. Task
+logs are in the work folder, in `logs/STAGE/logs/`. The console shows the same line of progress for all executors.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from copy import deepcopy
@@ -32,11 +34,12 @@ from loguru import logger
 from multicls.errors import UserError
 from multicls.files import REPOSITORY, read_json, write_json
 
-logger.remove()  # datatrove logs to stderr by default; the logs of tasks stay
+logger.remove()  # datatrove logs to stderr by default; tasks still log to their files
 EXECUTORS = ("local", "slurm", "ray")
 SECONDS_PER_LINE = 5.0
 POLL_SECONDS = 2.0  # between looks at the tasks of SLURM and Ray
-PATIENCE = 10.0  # seconds for the last files of a shared disk to appear after SLURM's jobs have ended
+_ERROR = re.compile(r"[\w.]*(?:Error|Exception|Interrupt)\b")  # the last line of a traceback
+PATIENCE = 10.0  # seconds after the end of SLURM's jobs for their files to appear on a shared disk
 
 
 @dataclass(frozen=True)
@@ -45,10 +48,10 @@ class ExecutorOptions:
 
     Attributes:
         kind: One of `EXECUTORS`.
-        workers: Most tasks at a time.
+        workers: Largest number of tasks at a time.
         partition: SLURM: partition of the jobs.
         time: SLURM: time limit of a job.
-        tasks_per_job: SLURM: tasks that a job of the array does one after the other.
+        tasks_per_job: SLURM: number of tasks that each job of an array runs, one after the other.
         sbatch: SLURM: further options of sbatch.
     """
 
@@ -60,13 +63,17 @@ class ExecutorOptions:
     sbatch: dict[str, str] = field(default_factory=dict)
 
 
+class TasksFailed(UserError):
+    """Tasks failed on another machine. The work folder must stay, because the reasons are in its logs."""
+
+
 class Stage(NamedTuple):
     """Tasks that do not depend on each other.
 
     Attributes:
-        name: Name in logs and progress.
+        name: Its name in logs and progress.
         pipeline: Steps of each task.
-        sizes: Bytes, or 1, for each task: its share of the progress.
+        sizes: Each task's share of the progress: bytes of input, or 1.
     """
 
     name: str
@@ -75,7 +82,7 @@ class Stage(NamedTuple):
 
 
 class Progress:
-    """Prints how far the stages are and when they end: a bar on a terminal, else a line every few seconds."""
+    """Prints progress and ETA of the stages: as a bar on a terminal, else as a line every few seconds."""
 
     def __init__(self, log: Callable[[str], object]) -> None:
         self._log = log
@@ -85,11 +92,11 @@ class Progress:
             from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
             columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[line]}")
-            self._bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+            self._bar = Progress(*columns, TimeRemainingColumn(), console=Console(file=sys.stderr), transient=True)
             self._bar.start()
 
     def begin(self, stage: Stage, done: Sequence[int]) -> None:
-        """Starts a stage of which the tasks `done` are whole already."""
+        """Starts a stage; the tasks `done` of an earlier start are whole."""
         self._stage = stage
         self._before = self._size(done)
         self._started = self._last = time.monotonic()
@@ -97,7 +104,7 @@ class Progress:
             self._task = self._bar.add_task(stage.name, total=sum(stage.sizes), completed=self._before, line="")
 
     def update(self, done: Sequence[int]) -> None:
-        """Shows the tasks that are whole by now."""
+        """Shows the progress after the tasks `done`."""
         size, total = self._size(done), sum(self._stage.sizes)
         now = time.monotonic()
         line = f"{len(done)} of {len(self._stage.sizes)} tasks"
@@ -122,14 +129,14 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """Returns seconds as `3h12`, `4m05s` or `12s`."""
+    """Returns a number of seconds as `3h12`, `4m05s` or `12s`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02d}" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
 
 
 def run_stages(stages: list[Stage], work: Path, options: ExecutorOptions, log: Callable[[str], object]) -> None:
-    """Runs the stages one after the other and waits for them; what an earlier start has done is left out.
+    """Runs the stages one after the other, without the tasks that are whole, and waits for them.
 
     Raises:
         UserError: A task failed, was killed or cannot be submitted. What is written stays; the next start goes on.
@@ -148,8 +155,27 @@ def run_stages(stages: list[Stage], work: Path, options: ExecutorOptions, log: C
 
 def _whole(executor: PipelineExecutor) -> list[int]:
     """Returns the ranks of the tasks that are whole."""
-    left = set(executor.get_incomplete_ranks(skip_completed=True))
+    left = set(executor.get_incomplete_ranks())
     return [rank for rank in range(executor.world_size) if rank not in left]
+
+
+def _check_all_whole(executor: PipelineExecutor, stage: Stage, work: Path) -> None:
+    """Checks that every task of a stage is whole.
+
+    Raises:
+        TasksFailed: Some are not; the message has the error of the first one.
+    """
+    if not (left := executor.get_incomplete_ranks()):
+        return
+    logs = work / "logs" / stage.name
+    log = logs / "logs" / f"task_{left[0]:05d}.log"
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+    errors = [line for line in lines if _ERROR.match(line)]
+    told = f" Task {left[0]}: {errors[-1].removeprefix('multicls.errors.')}" if errors else ""
+    raise TasksFailed(
+        f"{len(left)} of {len(stage.sizes)} tasks of the stage {stage.name} failed: see {logs}. What is written is "
+        f"safe: give the same command again.{told}"
+    )
 
 
 # This machine
@@ -159,7 +185,7 @@ class LocalExecutor(LocalPipelineExecutor):
     """Runs tasks in a pool of `concurrent.futures`, which notices a killed worker; datatrove's own waits for ever.
 
     Args:
-        pool: the pool; None runs the tasks in this process.
+        pool: The pool; None runs the tasks in this process.
     """
 
     def __init__(self, stage: Stage, work: Path, pool: ProcessPoolExecutor | None, progress: Progress) -> None:
@@ -204,7 +230,7 @@ def _run_locally(stages: list[Stage], work: Path, workers: int, progress: Progre
 
 
 def _run_task(executor: PipelineExecutor, rank: int) -> None:
-    """Runs one task. datatrove logs to stderr as well as to the task's log; only the latter is wanted."""
+    """Runs one task. datatrove logs to the task's file and to stderr; the latter is suppressed."""
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
         executor._run_for_rank(rank, local_rank=1)
     logger.remove()
@@ -227,7 +253,7 @@ def _end_with(sentinel: int) -> None:
 
 
 class SlurmExecutor(SlurmPipelineExecutor):
-    """One array job for a stage. datatrove's extra job, which adds up statistics, is left out: it may stay pending."""
+    """Submits a stage as one array job, without datatrove's extra job for statistics, which may stay pending."""
 
     def __init__(self, stage: Stage, work: Path, options: ExecutorOptions, depends: SlurmExecutor | None) -> None:
         bin_folder = shlex.quote(str(Path(sys.executable).parent))
@@ -259,9 +285,8 @@ def _run_on_slurm(
     for stage in stages:
         executors.append(SlurmExecutor(stage, work, options, executors[-1] if executors else None))
     if not _alive(jobs.values()):
-        with contextlib.redirect_stderr(open(os.devnull, "w")), _named_submit_errors():
-            executors[-1].launch_job()
-        jobs = {s.name: str(e.job_id) for s, e in zip(stages, executors, strict=True) if e.job_id not in (None, -1)}
+        _cancel(jobs.values())  # they wait for jobs that have failed
+        jobs = _submit(stages, executors)
         write_json(submitted, jobs)
     log(f"SLURM jobs: {', '.join(f'{name} {job}' for name, job in jobs.items()) or 'none left'}")
     for stage, executor in zip(stages, executors, strict=True):
@@ -275,38 +300,65 @@ def _run_on_slurm(
             elif not ended:
                 ended = time.monotonic()
             elif time.monotonic() - ended > PATIENCE:
-                left = len(stage.sizes) - len(_whole(executor))
-                _cancel(jobs.values())
-                raise UserError(
-                    f"{left} of {len(stage.sizes)} tasks of the stage {stage.name} failed: see "
-                    f"{work / 'logs' / stage.name}. What is written is safe: give the same command again."
-                )
+                try:
+                    _check_all_whole(executor, stage, work)
+                except TasksFailed:
+                    _cancel(jobs.values())
+                    raise
 
 
-@contextlib.contextmanager
-def _named_submit_errors() -> Iterator[None]:
+def _submit(stages: list[Stage], executors: list[SlurmExecutor]) -> dict[str, str]:
+    """Submits the stages that are not whole yet; returns their jobs by stage.
+
+    Raises:
+        UserError: There is no SLURM, or it refuses a job. Then no job is left.
+    """
+
+    def submitted() -> dict[str, str]:
+        return {s.name: str(e.job_id) for s, e in zip(stages, executors, strict=True) if e.job_id not in (None, -1)}
+
     try:
-        yield
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+            executors[-1].launch_job()
     except FileNotFoundError:
         raise UserError("--executor slurm: there is no sbatch here; run it on a login node of the cluster.") from None
     except subprocess.CalledProcessError as error:
+        _cancel(submitted().values())
         raise UserError(
             f"--executor slurm: sbatch refused the job (exit code {error.returncode}); see above."
         ) from None
+    return submitted()
 
 
-def _alive(jobs: Any) -> bool:
-    """Returns whether SLURM still has one of the jobs, other than one that waits for what will never come."""
+def check_no_jobs(work: Path) -> None:
+    """Checks that no SLURM job of an earlier start still writes the work folder.
+
+    Raises:
+        UserError: One does.
+    """
+    jobs = read_json(work / "slurm.json").values() if (work / "slurm.json").exists() else ()
+    if _alive(jobs):
+        raise UserError(
+            f"{work.parent}: SLURM jobs of an earlier start are not finished. Wait for them with the command of that "
+            f"start, or end them: scancel {' '.join(jobs)}"
+        )
+
+
+def _alive(jobs: Iterable[str]) -> bool:
+    """Returns True if SLURM still has one of the jobs that may run, or does not answer."""
     known = [job for job in jobs if job]
-    if not known:
+    if not known or not shutil.which("squeue"):
         return False
     command = ["squeue", "--noheader", "--jobs", ",".join(known), "--format", "%T %r"]
-    states = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
-    return any(state and "DependencyNeverSatisfied" not in state for state in states)
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    if answer.returncode:
+        return "Invalid job id" not in answer.stderr  # which it says of jobs that ended some time ago
+    return any(state and "DependencyNeverSatisfied" not in state for state in answer.stdout.splitlines())
 
 
-def _cancel(jobs: Any) -> None:
-    subprocess.run(["scancel", *filter(None, jobs)], capture_output=True, check=False)
+def _cancel(jobs: Iterable[str]) -> None:
+    if known := [job for job in jobs if job]:
+        subprocess.run(["scancel", *known], capture_output=True, check=False)
 
 
 # Ray
@@ -319,7 +371,8 @@ def _run_on_ray(stages: list[Stage], work: Path, options: ExecutorOptions, progr
         raise UserError("--executor ray: needs the package ray: pip install ray.") from None
     from datatrove.executor.ray import RayPipelineExecutor
 
-    ray.init(address=os.environ.get("RAY_ADDRESS"), log_to_driver=False, ignore_reinit_error=True)
+    environment = {"env_vars": {"PYTHONPATH": str(REPOSITORY)}}  # the nodes have this repository at the same place
+    ray.init(os.environ.get("RAY_ADDRESS"), log_to_driver=False, ignore_reinit_error=True, runtime_env=environment)
     for stage in stages:
         executor = RayPipelineExecutor(
             stage.pipeline,
@@ -328,13 +381,14 @@ def _run_on_ray(stages: list[Stage], work: Path, options: ExecutorOptions, progr
             logging_dir=str(work / "logs" / stage.name),
         )
         progress.begin(stage, _whole(executor))
-        runner = threading.Thread(target=executor.run, daemon=True)
+        runner = threading.Thread(target=_run_quietly, args=(executor,), daemon=True)
         runner.start()
         while runner.is_alive():
             runner.join(POLL_SECONDS)
             progress.update(_whole(executor))
-        if left := len(stage.sizes) - len(_whole(executor)):
-            raise UserError(
-                f"{left} of {len(stage.sizes)} tasks of the stage {stage.name} failed: see "
-                f"{work / 'logs' / stage.name}. What is written is safe: give the same command again."
-            )
+        _check_all_whole(executor, stage, work)
+
+
+def _run_quietly(executor: PipelineExecutor) -> None:
+    with contextlib.suppress(Exception):  # the logs of the tasks have it
+        executor.run()
