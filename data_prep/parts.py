@@ -1,12 +1,13 @@
-"""The part of a corpus that one work unit gives, and what the build and the merge both do with its rows.
+"""The part of a corpus that is built from one work unit, and what the build and the merge both do with its rows.
 
 A part is a folder, written whole or not at all:
 
-    rows.arrow     the documents that the unit keeps, in the format of a shard; missing if there is none
-    frequency.npy  (V,) int32: in how many of its rows each token occurs; missing if there is none
+    rows-0.arrow   the documents that the unit keeps, in the format of a shard; missing if there are none. Only a file
+                   that cannot be cut into units, because it is compressed, may need rows-1.arrow and more
+    frequency.npy  (V,) int32: number of its rows that contain each token; missing if there are no rows
     hashes.npy     (3, H) uint64, ascending: hash, kind (0: whole document, 1 to BANDS: MinHash band), document
     lines.npy      (5, M) uint64, ascending: hash of a line, hash of its document, document, first sentence, end
-    part.json      rows of each document, what was dropped, hashes of the input, the entry of its shard
+    part.json      by file of rows: number of rows of each document, entry of the shard; drops; hashes of the input
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ def rows_of(source: str, name: str, title: str, key: int, tokens: np.ndarray, le
     """Returns the rows of a document: one, or several of about equal length if it is longer than `MAX_TOKENS`.
 
     Args:
-        source: name of the source.
-        name: name of the document.
-        title: its title.
-        key: hash of its text.
+        source: Name of the source.
+        name: Name of the document.
+        title: Its title.
+        key: Hash of its text.
         tokens: (N,) token ids.
-        lengths: (S,) tokens of each sentence, none 0.
+        lengths: (S,) number of tokens of each sentence, none 0.
     """
     ends = np.cumsum(lengths, dtype=np.int64)
     count = -(-len(tokens) // (MAX_TOKENS - int(lengths.max()))) if len(tokens) > MAX_TOKENS else 1
@@ -53,7 +54,7 @@ def rows_of(source: str, name: str, title: str, key: int, tokens: np.ndarray, le
 
 
 def row_frequency(rows: Sequence[ShardRow], vocabulary_size: int) -> np.ndarray:
-    """Returns in how many rows each token occurs, (V,) int32."""
+    """Returns the number of rows that contain each token, (V,) int32."""
     tokens = np.concatenate([row.tokens for row in rows])
     counts = np.concatenate([row.counts for row in rows])
     # c occurrences in a row weigh 1/c each, so one together
@@ -61,12 +62,12 @@ def row_frequency(rows: Sequence[ShardRow], vocabulary_size: int) -> np.ndarray:
 
 
 def shard_entry(path: Path, rows: Sequence[ShardRow], documents: Sequence[int]) -> dict[str, Any]:
-    """Returns what the manifest says about a shard, and its numbers by source.
+    """Returns the manifest's entry of a shard, and its counts by source.
 
     Args:
-        path: file of the shard.
-        rows: its rows.
-        documents: number of rows of each document.
+        path: File of the shard.
+        rows: Its rows.
+        documents: Number of rows of each document.
     """
     sources: dict[str, dict[str, int]] = defaultdict(lambda: dict.fromkeys(COUNTED, 0))
     firsts = set(np.cumsum([0, *documents[:-1]]).tolist())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +43,7 @@ def test_copies_are_found_across_parts(ranges: int, tmp_path: Path) -> None:
     folders = hash_tables(tmp_path, parts)
     found: dict[tuple[int, int], int] = {}
     for rank in range(ranges):
-        for part, document, near in duplicate_documents(_slices(folders, "hashes.npy", rank, ranges), True).tolist():
+        for part, document, near in duplicate_documents(_slices(folders, "hashes.npy", rank, ranges, 2), True).tolist():
             found[part, document] = min(near, found.get((part, document), 1))
     assert len(expected) > 20 and {0, 1} == set(expected.values())
     assert found == expected
@@ -63,10 +64,10 @@ def test_a_line_goes_once_it_stood_in_ten_documents(ranges: int, tmp_path: Path)
     for _ in range(6):
         documents = []
         for _ in range(rng.randrange(40)):
-            own = [rng.choice(lines) for _ in range(rng.randrange(4))]  # some twice in a document
+            own = [rng.choice([*lines, drawn(rng)]) for _ in range(rng.randrange(4))]  # some twice in a document
             documents.append((rng.choice((rng.randrange(1 << 64), 77)), own))  # some are copies of one document
         parts.append(documents)
-    seen: dict[int, list[int]] = {line: [] for line in lines}
+    seen: dict[int, list[int]] = defaultdict(list)
     expected = []
     for p, documents in enumerate(parts):
         for d, (key, own) in enumerate(documents):
@@ -83,7 +84,9 @@ def test_a_line_goes_once_it_stood_in_ten_documents(ranges: int, tmp_path: Path)
         (tmp_path / str(p)).mkdir()
         np.save(tmp_path / str(p) / "lines.npy", table[:, np.argsort(table[0], kind="stable")])
     folders = [tmp_path / str(p) for p in range(len(parts))]
-    found = [repeated_lines(_slices(folders, "lines.npy", rank, ranges)).tolist() for rank in range(ranges)]
+    slices = [_slices(folders, "lines.npy", rank, ranges, REPEATS + 1) for rank in range(ranges)]
+    found = [repeated_lines(table).tolist() for table in slices]
+    assert sum(table.shape[1] for table in slices) < sum(len(own) for documents in parts for _, own in documents)
     assert len(expected) > 5
     assert sorted(entry for entries in found for entry in entries) == sorted(expected)
 
