@@ -1,4 +1,4 @@
-"""The plan of a corpus: its settings, its input files and how they are cut into work units. Every task reads it."""
+"""The plan of a corpus: its settings, its input files and their division into work units. Every task reads it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from typing import Any
 
 from data_prep.read import ReadOptions
 from data_prep.sources import Hub, SourceFile
-from data_prep.units import Piece, text_bytes
+from data_prep.units import Piece, unit_bytes
 from multicls.errors import UserError
 from multicls.files import read_json, write_json
 
 PLAN = "plan.json"
 MIN_SENTENCES = 6  # a document needs two sentences for each of three parts
-BUCKET_BYTES = 2_000_000_000  # of input; the merge compares the hashes of about as much at a time
+BUCKET_BYTES = 2_000_000_000  # of input; the merge compares the hashes of about this much at a time
 SAMPLED_UNITS = 3  # of the estimate, evenly spaced
 SAMPLED_SECONDS = 2.0
 SAMPLED_DOCUMENTS = 50  # of a unit, at most
 SAMPLED_CHARACTERS = 50_000  # of a document, and of a unit
-MARGIN = 1.1  # what is free must hold the estimate and this much more
+MARGIN = 1.1  # the free disk must hold the estimate times this
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class WorkPlan:
 
     Attributes:
         folder: The work folder.
-        identity: What the bytes of the corpus depend on, besides the text.
+        identity: Everything but the text that decides the bytes of the corpus.
         settings: How documents become tokens.
         tokenizer_json: Text of the tokenizer.json.
         files: The input.
-        units: Pieces of files that a task builds a part from.
+        units: The pieces of files of each work unit.
     """
 
     folder: Path
@@ -69,22 +69,19 @@ class WorkPlan:
 
     @property
     def buckets(self) -> int:
-        """Number of tasks among which the merge divides the range of hashes; the input alone decides."""
+        """Number of tasks that share the hashes in the merge; only the input decides it."""
         return 1 + sum(self.unit_bytes) // BUCKET_BYTES
 
     @cached_property
     def unit_bytes(self) -> list[int]:
         """Bytes of text that each unit is taken to hold; 0 if the size of its input is not known."""
-        return [sum(self._piece_bytes(piece) for piece in unit) for unit in self.units]
-
-    def _piece_bytes(self, piece: Piece) -> int:
-        file = self.files[piece.file]
-        return text_bytes(file) * (piece.stop - piece.start) // max(file.rows or file.size, 1)
+        return [unit_bytes(self.files, unit) for unit in self.units]
 
     @cached_property
     def unit_keys(self) -> list[str]:
-        """A name for each unit that changes with its input or the settings, so that only whole equal parts are kept."""
-        identity = json.dumps(self.identity, sort_keys=True)
+        """A name for each unit that changes with its input, the settings and the tokenizer, added tokens included."""
+        tokenizer = hashlib.sha256(self.tokenizer_json.encode("utf-8")).hexdigest()
+        identity = json.dumps([self.identity, tokenizer], sort_keys=True)
         return [
             hashlib.blake2b(json.dumps([identity, self._described(unit)]).encode("utf-8"), digest_size=12).hexdigest()
             for unit in self.units

@@ -1,9 +1,9 @@
 """Prepares a corpus: lists the input, plans work units, runs the stages build, duplicates and shards, and finishes.
 
-DIR/work/              gone when the corpus is finished
+DIR/work/              removed when the corpus is finished
   plan.json            settings, files and units; every task reads it
-  parts/KEY/           a whole part for each unit; the key changes with the unit's input and the settings
-  duplicates/, shards/ what the two stages of the merge leave
+  parts/KEY/           the part of each unit; the key changes with the unit's input and the settings
+  duplicates/, shards/ results of the two stages of the merge
   logs/STAGE/          completions, logs and statistics of the tasks
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
 import shlex
 import shutil
 import tempfile
@@ -29,14 +30,14 @@ import numpy as np
 from data_prep.build import build_stage
 from data_prep.clean import RULES, Drops, clean
 from data_prep.encode import load_tokenizer_files
-from data_prep.engine import ExecutorOptions, Stage, duration, run_stages
+from data_prep.engine import ExecutorOptions, Stage, TasksFailed, check_no_jobs, duration, run_stages
 from data_prep.merge import UNITS_PER_TASK, FindDuplicates, WriteShards, gather
 from data_prep.parts import COUNTED, rensa_version
-from data_prep.plan import MIN_SENTENCES, WorkPlan, WorkSettings, estimate, free_disk
+from data_prep.plan import MIN_SENTENCES, PLAN, WorkPlan, WorkSettings, estimate, free_disk
 from data_prep.read import ReadOptions, read_piece
 from data_prep.sentences import splitter_name
 from data_prep.sources import Listing, find_files
-from data_prep.units import cut_units, piece_hash
+from data_prep.units import LARGEST_UNIT, cut_units, piece_hash, unit_bytes
 from multicls.corpus import FORMAT, FORMAT_VERSION, MANIFEST, tokenizer_fingerprint, write_manifest
 from multicls.errors import UserError
 from multicls.files import LOCK, append_jsonl, atomic_write, locked, read_json, sha256_of, write_json
@@ -45,14 +46,14 @@ DROPPED = "dropped.json"  # samples of what was dropped, by reason, and all inpu
 INPUTS = "inputs.json"  # the input files as they were; not part of the corpus
 WORK = "work"
 BYTES_PER_PROCESS = 4_000_000  # of input; for less, starting a process takes longer than the work
-BAD = ("damaged:", "unreadable:")  # reasons to skip a file that `bad_records = stop` does not accept
-MOST_PROBLEMS = 20  # told at once
+BAD = ("damaged:", "unreadable:")  # reasons to skip a file that are errors with `bad_records = stop`
+MOST_PROBLEMS = 20  # that are printed
 PACKAGES = ("mwparserfromhell", "numpy", "pyarrow", "sentencex", "tokenizers", "xxhash")
 
 
 @dataclass(frozen=True)
 class PrepareSettings:
-    """What decides the bytes of a corpus, together with the text itself.
+    """Settings of a corpus; together with the text they decide its bytes.
 
     Attributes:
         input: See `sources.find_files`.
@@ -104,7 +105,7 @@ def prepare(
     The bytes depend on the input, the settings and the package versions, never on the executor or on interruptions.
 
     Args:
-        settings: What decides the bytes.
+        settings: The settings.
         output: The folder.
         executor: Where the work is done; default: in this process.
         log: Called with each line of progress.
@@ -118,16 +119,19 @@ def prepare(
     """
     output = Path(output)
     executor = executor or ExecutorOptions()
-    listing = _listing(settings, log)
+    listing = _listing(settings, output, log)
     tokenizer_files = load_tokenizer_files(settings.tokenizer)
     plan = _plan(settings, listing, tokenizer_files, output / WORK)
     started = time.monotonic()
     with locked(output), _named_disk_errors(output):
         if (output / MANIFEST).exists():
+            shutil.rmtree(plan.folder, ignore_errors=True)  # if the run was killed right after it wrote the manifest
             _check_finished(output, plan)
             log(f"already finished: {output}")
             return output
         _check_unfinished(output, plan)
+        if executor.kind != "slurm" or _outdated(plan):
+            check_no_jobs(plan.folder)
         executor = _fitting(executor, plan)
         if not plan.folder.exists():
             _log_estimate(plan, output, executor, log)
@@ -135,8 +139,10 @@ def prepare(
             _save(plan, tokenizer_files, output)
             run_stages(_stages(plan, output), plan.folder, executor, log)
             _finish(output, plan, settings, listing, sorted(tokenizer_files), log)
+        except TasksFailed:
+            raise
         except UserError:
-            if not any((plan.folder / "parts").glob("*/rows.arrow")):  # nothing to go on from
+            if not any((plan.folder / "parts").glob("*/rows-0.arrow")):  # nothing to go on from
                 _clear(output, [*tokenizer_files, WORK])
             raise
         seconds = time.monotonic() - started
@@ -153,13 +159,13 @@ def print_plan(
     Raises:
         UserError: As `prepare`, as far as a look at the input tells.
     """
-    listing = _listing(settings, log)
+    listing = _listing(settings, Path(output), log)
     plan = _plan(settings, listing, load_tokenizer_files(settings.tokenizer), Path(output) / WORK)
     _log_estimate(plan, Path(output), _fitting(executor, plan), log)
 
 
 def sentences_of(settings: PrepareSettings, megabytes: float) -> Iterator[str]:
-    """Yields cleaned sentences of the input, at most so many megabytes, with a like share from each work unit.
+    """Yields cleaned sentences of at most `megabytes` of text; of a larger input, from the beginning of each work unit.
 
     Raises:
         UserError: The input is bad.
@@ -167,9 +173,9 @@ def sentences_of(settings: PrepareSettings, megabytes: float) -> Iterator[str]:
     files = find_files(settings.input, settings.format, settings.include, settings.exclude).files
     units = cut_units(files)
     drops = Drops()
-    total = sum(file.size for file in files)
-    for unit in units:
-        left = megabytes * 1e6 / len(units) if not total else min(megabytes * 1e6, total) / len(units)
+    sizes = [unit_bytes(files, unit) or LARGEST_UNIT for unit in units]
+    for unit, size in zip(units, sizes, strict=True):
+        left = megabytes * 1e6 * size / sum(sizes)
         for piece in unit:
             for raw in read_piece(files[piece.file], piece, settings.read_options):
                 if left < 0:
@@ -180,8 +186,20 @@ def sentences_of(settings: PrepareSettings, megabytes: float) -> Iterator[str]:
                         yield from line
 
 
-def _listing(settings: PrepareSettings, log: Callable[[str], object]) -> Listing:
+def _listing(settings: PrepareSettings, output: Path, log: Callable[[str], object]) -> Listing:
+    """Lists the input, without the output folder if that lies in the input, and tells what is skipped.
+
+    Raises:
+        UserError: Nothing can be read, or with `bad_records = stop` something cannot.
+    """
     listing = find_files(settings.input, settings.format, settings.include, settings.exclude)
+    own = os.path.join(os.path.abspath(output), "")
+    listing = Listing(
+        [file for file in listing.files if not _is_below(file.path, own)],
+        [entry for entry in listing.skipped if not _is_below(entry.path, own)],
+    )
+    if not listing.files:
+        raise UserError(f"{output}: is no corpus, and all of the input lies in it; give a new or empty --output.")
     if settings.bad_records == "stop" and (bad := [entry for entry in listing.skipped if entry.reason.startswith(BAD)]):
         raise UserError(*(f"{path}: {reason}." for path, reason in bad[:MOST_PROBLEMS]))
     for path, reason in listing.skipped[:MOST_PROBLEMS]:
@@ -189,6 +207,10 @@ def _listing(settings: PrepareSettings, log: Callable[[str], object]) -> Listing
     if len(listing.skipped) > MOST_PROBLEMS:
         log(f"skipped: {len(listing.skipped) - MOST_PROBLEMS} more; {DROPPED} will list them")
     return listing
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return "://" not in path and os.path.abspath(path).startswith(folder)
 
 
 def _plan(settings: PrepareSettings, listing: Listing, tokenizer_files: dict[str, bytes], folder: Path) -> WorkPlan:
@@ -201,11 +223,15 @@ def _plan(settings: PrepareSettings, listing: Listing, tokenizer_files: dict[str
     )
     tokenizer_json = tokenizer_files["tokenizer.json"].decode("utf-8")
     units = cut_units(listing.files)
-    return WorkPlan(folder.absolute(), _identity(settings, tokenizer_json), work, tokenizer_json, listing.files, units)
+    files = [  # tasks may run in another working directory
+        file if file.hub or "://" in file.path else replace(file, path=os.path.abspath(file.path))
+        for file in listing.files
+    ]
+    return WorkPlan(folder.absolute(), _identity(settings, tokenizer_json), work, tokenizer_json, files, units)
 
 
 def _identity(settings: PrepareSettings, tokenizer_json: str) -> dict[str, Any]:
-    """Returns what the bytes of a corpus depend on, besides the text."""
+    """Returns everything but the text that decides the bytes of a corpus."""
     from tokenizers import Tokenizer
 
     return {
@@ -231,6 +257,8 @@ def _check_finished(output: Path, plan: WorkPlan) -> None:
     packages = ("packages", "splitter")
     wanted = plan.identity | _described(plan)
     differing = [key for key, value in wanted.items() if key not in packages and made_from.get(key) != value]
+    if made_from.get("near_duplicates") and plan.settings.near_duplicates:
+        differing = [key for key in differing if key != "near_duplicates"]  # they may differ in rensa's version
     if made_from.get("splitter", {}).get("language") != plan.identity["splitter"]["language"]:
         differing.append("language")
     if differing:
@@ -241,14 +269,15 @@ def _check_finished(output: Path, plan: WorkPlan) -> None:
     known = read_json(output / INPUTS) if (output / INPUTS).exists() else {}
     for piece, before in zip((piece for unit in plan.units for piece in unit), known.get("hashes", []), strict=False):
         file = plan.files[piece.file]
-        if known["versions"][piece.file] != file.version and piece_hash(file, piece) != before:
+        same = known["versions"][piece.file] == file.version or file.hub  # a commit on the Hub may change other files
+        if not same and not (before and piece_hash(file, piece) == before):
             raise UserError(
                 f"{file}: has changed since {output} was prepared. Give another --output, or remove {output}."
             )
 
 
 def _described(plan: WorkPlan) -> dict[str, Any]:
-    """Returns what the manifest says of the input. Paths are left out: the same text gives the same manifest."""
+    """Returns the manifest's description of the input, without paths: the same text gives the same manifest."""
     listing = [[file.source, file.name, file.format, file.size] for file in plan.files]
     return {
         "sources": list(dict.fromkeys(file.source for file in plan.files)),
@@ -264,22 +293,42 @@ def _check_unfinished(output: Path, plan: WorkPlan) -> None:
     Raises:
         UserError: It holds something else.
     """
-    if (plan.folder / "plan.json").exists():
-        if read_json(plan.folder / "plan.json")["identity"] != json.loads(json.dumps(plan.identity)):
+    if (plan.folder / PLAN).exists():
+        before, wanted = read_json(plan.folder / PLAN)["identity"], json.loads(json.dumps(plan.identity))
+        if differing := [key for key in wanted if before.get(key) != wanted[key]]:
             raise UserError(
-                f"{output}: holds an unfinished corpus of other settings; remove it or give another --output."
+                f"{output}: holds an unfinished corpus of other settings ({', '.join(differing)}); remove it or give "
+                "another --output."
             )
     elif any(path.name not in (LOCK, WORK) for path in output.iterdir()):
         raise UserError(f"{output}: exists and is no corpus; give an --output that is new or empty.")
 
 
+def _outdated(plan: WorkPlan) -> bool:
+    """Returns True if the folder holds the plan of a stopped run with other input or stricter records."""
+    if not (plan.folder / PLAN).exists():
+        return False
+    before = WorkPlan.load(plan.folder)
+    return before.unit_keys != plan.unit_keys or _is_stricter(plan, before)
+
+
+def _is_stricter(plan: WorkPlan, before: WorkPlan) -> bool:
+    modes = [each.settings.read_options.bad_records for each in (before, plan)]
+    return modes == ["drop", "stop"]
+
+
 def _save(plan: WorkPlan, tokenizer_files: dict[str, bytes], output: Path) -> None:
-    """Writes the plan. If the input differs from that of a stopped run, only whole parts of equal units are kept."""
-    if (plan.folder / "plan.json").exists() and WorkPlan.load(plan.folder).unit_keys != plan.unit_keys:
-        _clear(plan.folder, ["logs", "duplicates", "shards", "slurm.json"])
+    """Writes the plan. If the input differs from that of a stopped run, only the parts of equal units are kept."""
+    if _outdated(plan):
+        parts = ["parts"] if _is_stricter(plan, WorkPlan.load(plan.folder)) else []  # they may lack bad records
+        _clear(plan.folder, ["logs", "duplicates", "shards", "slurm.json", *parts])
         for shard in output.glob("shard-*.arrow"):
             shard.unlink()
     plan.save()
+    _clear(output, sorted({"tokenizer_config.json"} - tokenizer_files.keys()))
+    for unit in range(len(plan.units)):
+        if not plan.part(unit).exists():  # then its task is not whole, whatever its log says
+            (plan.folder / "logs" / "build" / "completions" / f"{unit:05d}").unlink(missing_ok=True)
     for name, data in tokenizer_files.items():
         with atomic_write(output / name, "wb") as file:
             file.write(data)
@@ -295,7 +344,7 @@ def _stages(plan: WorkPlan, output: Path) -> list[Stage]:
 
 
 def _fitting(executor: ExecutorOptions, plan: WorkPlan) -> ExecutorOptions:
-    """Returns the options with no more local workers than there is work for."""
+    """Returns the options with as many local workers as the amount of work needs, or fewer."""
     most = 1 + sum(plan.unit_bytes) // BYTES_PER_PROCESS if all(plan.unit_bytes) else len(plan.units)
     if executor.kind != "local":
         return executor
@@ -303,10 +352,10 @@ def _fitting(executor: ExecutorOptions, plan: WorkPlan) -> ExecutorOptions:
 
 
 def _log_estimate(plan: WorkPlan, output: Path, executor: ExecutorOptions, log: Callable[[str], object]) -> None:
-    """Logs what is to come.
+    """Logs the amount of work and how long it will take.
 
     Raises:
-        UserError: The disk cannot hold it.
+        UserError: The disk has too little room.
     """
     with tempfile.TemporaryDirectory() as folder:
         found = estimate(replace(plan, folder=Path(folder)))
@@ -341,7 +390,7 @@ def _finish(
         raise UserError(f"no document of enough sentences in the input (dropped: {reasons or 'none'}).")
     for line in (warnings := drops.warnings())[:MOST_PROBLEMS]:
         log(f"warning: {line}")
-    _clear(output, [path.name for path in output.glob(".*") if path.name != LOCK])  # what killed tasks were writing
+    _clear(output, [path.name for path in output.glob(".*") if path.name != LOCK])  # temporary files of killed tasks
     with atomic_write(output / "document_frequency.npy", "wb") as file:
         np.save(file, frequency)
     samples: dict[str, Any] = {
@@ -371,7 +420,7 @@ def _finish(
             "shards": shards,
         },
     )
-    shutil.rmtree(plan.folder)
+    shutil.rmtree(plan.folder, ignore_errors=True)  # over NFS, open files may keep it until the next start
 
 
 def _clear(folder: Path, names: list[str]) -> None:

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def build_command(argv: Sequence[str]) -> None:
-    """`build`: prepares a corpus folder; a run that was stopped goes on."""
+    """Prepares a corpus folder, or continues a run that was stopped."""
     from data_prep.engine import EXECUTORS
 
     parser = argparse.ArgumentParser(
@@ -51,14 +51,14 @@ def build_command(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--tokenizer", metavar="PATH_OR_ID", help="folder with tokenizer.json, that file, a Hub id, or `sample`"
     )
-    parser.add_argument("--sample", action="store_true", help="takes the embedded sample as --input and --tokenizer")
+    parser.add_argument("--sample", action="store_true", help="use the embedded sample as --input and --tokenizer")
     parser.add_argument("--min_sentences", type=int, default=6, help="drop documents of fewer sentences (default: 6)")
     parser.add_argument("--near_duplicates", action="store_true", help="drop documents nearly equal to an earlier one")
-    parser.add_argument("--plan", action="store_true", help="only say what it would take")
+    parser.add_argument("--plan", action="store_true", help="print the expected size and time, and do nothing")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    where = parser.add_argument_group("where the work is done")
+    where = parser.add_argument_group("where the tasks run")
     where.add_argument("--executor", choices=EXECUTORS, default="local", help="this machine, SLURM or Ray")
-    where.add_argument("--workers", type=int, default=cores or 1, help="most tasks at a time (default: one a core)")
+    where.add_argument("--workers", type=int, default=cores or 1, help="most tasks at a time (default: one per core)")
     where.add_argument("--num_processes", type=int, help=argparse.SUPPRESS)  # its old name
     where.add_argument("--partition", default="", help="SLURM: partition of the jobs")
     where.add_argument("--time", default="04:00:00", help="SLURM: time limit of a job (default: 04:00:00)")
@@ -99,6 +99,8 @@ def _build_problems(args: argparse.Namespace) -> list[str]:
     problems += [f"--sbatch {option}: write OPTION=VALUE." for option in args.sbatch if "=" not in option]
     if args.executor == "slurm" and not args.partition:
         problems.append("--executor slurm: needs --partition; `sinfo` lists them.")
+    if args.executor == "slurm" and len(os.path.abspath(args.output).split()) > 1:
+        problems.append(f"--output {args.output}: with --executor slurm, its path must have no spaces.")
     return problems
 
 
@@ -125,7 +127,7 @@ def _log(line: str) -> None:
 
 
 def _add_input_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that say what is read and how it is cleaned."""
+    """Adds the flags that select the input and its cleaning."""
     from data_prep.read import DOCUMENTS
     from data_prep.sources import FORMATS
 
@@ -134,7 +136,7 @@ def _add_input_flags(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="[NAME=]WHAT",
         help="files and folders (.gz .bz2 .xz .zst, too; s3:// and other fsspec paths), wikipedia[:DATE.LANGUAGE], "
-        "bookcorpus, bookcorpusopen or a data set of the Hub, OWNER/DATASET[:CONFIG[:SPLIT]]; NAME names the source",
+        "bookcorpus, bookcorpusopen or a data set of the Hub, OWNER/DATASET[:CONFIG[:SPLIT]]; NAME: name of the source",
     )
     parser.add_argument("--include", nargs="+", default=[], metavar="GLOB", help="read only these files of a folder")
     parser.add_argument("--exclude", nargs="+", default=[], metavar="GLOB", help="leave out these files of a folder")
@@ -143,7 +145,7 @@ def _add_input_flags(parser: argparse.ArgumentParser) -> None:
         "--documents",
         default="file",
         choices=DOCUMENTS,
-        help="plain text: a document is a file, or lies between blank lines; or each line (or row) is a sentence",
+        help="plain text: a document is a file, or the text between blank lines; or each line (or row) is a sentence",
     )
     parser.add_argument("--text_field", default="text", help="JSON lines, Parquet, data sets: field with the text")
     parser.add_argument("--bad_records", default="drop", choices=["drop", "stop"], help="drop and count them, or stop")
@@ -164,15 +166,15 @@ def _input_problems(args: argparse.Namespace) -> list[str]:
 
 
 def show_command(argv: Sequence[str]) -> None:
-    """`show`: prints a document and a training example of it, exactly as the model sees it."""
+    """Prints a row and a training example of it, exactly as the model sees it."""
     parser = argparse.ArgumentParser(prog="data_prep/run.py show", description=show_command.__doc__)
     parser.add_argument("corpus", help="a corpus folder")
-    parser.add_argument("row", type=int, help="number of the row, from 0: a document, or a piece of a very long one")
+    parser.add_argument("row", type=int, help="row from 0: a document, or a part of a very long one")
     parser.add_argument("--seq_length", type=int, default=128)
     parser.add_argument("--num_facets", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--epoch", type=int, default=0)
-    parser.add_argument("--window", type=int, default=0, help="which of the document's examples")
+    parser.add_argument("--window", type=int, default=0, help="number of the window in the row, from 0")
     args = parser.parse_args(argv)
     from data_prep.show import show
 
@@ -180,7 +182,7 @@ def show_command(argv: Sequence[str]) -> None:
 
 
 def stats_command(argv: Sequence[str]) -> None:
-    """`stats`: prints lengths, sources, drops and coverage, and draws them."""
+    """Prints lengths, sources, drops and coverage, and draws a picture."""
     parser = argparse.ArgumentParser(prog="data_prep/run.py stats", description=stats_command.__doc__)
     parser.add_argument("corpus", help="a corpus folder")
     parser.add_argument("--output", metavar="PNG", help="the picture; default: beside the corpus, DIR.png")
@@ -195,7 +197,7 @@ def stats_command(argv: Sequence[str]) -> None:
 
 
 def verify_command(argv: Sequence[str]) -> None:
-    """`verify`: compares every file of a corpus with the manifest's checksums."""
+    """Compares every file of a corpus with the manifest's checksums."""
     parser = argparse.ArgumentParser(prog="data_prep/run.py verify", description=verify_command.__doc__)
     parser.add_argument("corpus", help="a corpus folder")
     args = parser.parse_args(argv)
@@ -208,7 +210,7 @@ def verify_command(argv: Sequence[str]) -> None:
 
 
 def vocabulary_command(argv: Sequence[str]) -> None:
-    """`vocabulary`: trains a tokenizer on the text that `build` would prepare."""
+    """Trains a tokenizer on the text that `build` would prepare."""
     parser = argparse.ArgumentParser(prog="data_prep/run.py vocabulary", description=vocabulary_command.__doc__)
     _add_input_flags(parser)
     parser.add_argument("--output", required=True, metavar="DIR", help="the folder of the tokenizer")
@@ -217,7 +219,7 @@ def vocabulary_command(argv: Sequence[str]) -> None:
     )
     parser.add_argument("--size", type=int, default=30_522, help="entries, special tokens included")
     parser.add_argument("--cased", action="store_true", help="keep upper case and accents")
-    parser.add_argument("--max_mb", type=float, default=2000.0, help="text to read at most, spread over the input")
+    parser.add_argument("--max_mb", type=float, default=2000.0, help="most text to read, spread over the input")
     args = parser.parse_args(argv)
     if problems := _input_problems(args):
         raise UserError(*problems)

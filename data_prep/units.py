@@ -11,6 +11,7 @@ from data_prep.sources import COMPRESSIONS, SourceFile, extension, open_raw
 
 UNITS = 64  # a smaller corpus is cut into about as many, so that as many workers share it
 SMALLEST_UNIT = 1 << 20
+LARGEST_UNIT = 32 << 20
 LONGEST_DOCUMENT = 1 << 22  # characters; a plain text of fewer bytes is never cut
 _EXPANSION = 4  # bytes of text that a compressed byte is taken to hold
 _OPENING = 1 << 12  # bytes that take as long to read as a file takes to open
@@ -31,7 +32,7 @@ class Piece(NamedTuple):
     stop: int
 
 
-def cut_units(files: Sequence[SourceFile], largest: int = 32 << 20) -> list[list[Piece]]:
+def cut_units(files: Sequence[SourceFile], largest: int = LARGEST_UNIT) -> list[list[Piece]]:
     """Returns the pieces of every unit, in the order of the files.
 
     Args:
@@ -59,6 +60,12 @@ def text_bytes(file: SourceFile) -> int:
     """Returns the bytes of text that a file is taken to hold; 0 if its size is not known."""
     compressed = file.format == "parquet" or extension(file.path) in COMPRESSIONS
     return file.size * (_EXPANSION if compressed else 1)
+
+
+def unit_bytes(files: Sequence[SourceFile], unit: Sequence[Piece]) -> int:
+    """Returns the bytes of text that a unit is taken to hold; 0 if the size of its input is not known."""
+    pieces = ((files[piece.file], piece.stop - piece.start) for piece in unit)
+    return sum(text_bytes(file) * length // max(file.rows or file.size, 1) for file, length in pieces)
 
 
 def _weight(file: SourceFile) -> int:
