@@ -371,7 +371,8 @@ def _run_on_ray(stages: list[Stage], work: Path, options: ExecutorOptions, progr
         raise UserError("--executor ray: needs the package ray: pip install ray.") from None
     from datatrove.executor.ray import RayPipelineExecutor
 
-    environment = {"env_vars": {"PYTHONPATH": str(REPOSITORY)}}  # the nodes have this repository at the same place
+    path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))  # the same on all nodes
+    environment = {"env_vars": {"PYTHONPATH": path}}
     ray.init(os.environ.get("RAY_ADDRESS"), log_to_driver=False, ignore_reinit_error=True, runtime_env=environment)
     for stage in stages:
         executor = RayPipelineExecutor(
