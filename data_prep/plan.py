@@ -16,7 +16,7 @@ from data_prep.read import ReadOptions
 from data_prep.sources import Hub, SourceFile
 from data_prep.units import Piece, unit_bytes
 from multicls.errors import UserError
-from multicls.files import read_json, write_json
+from multicls.files import atomic_write, read_json
 
 PLAN = "plan.json"
 MIN_SENTENCES = 6  # a document needs two sentences for each of three parts
@@ -108,7 +108,8 @@ class WorkPlan:
             "files": [asdict(file) for file in self.files],
             "units": self.units,
         }
-        write_json(self.folder / PLAN, record)
+        with atomic_write(self.folder / PLAN) as plan:
+            json.dump(record, plan)  # as ASCII, because a path may have bytes that are not UTF-8
 
     @classmethod
     def load(cls, folder: str | Path) -> WorkPlan:

@@ -36,7 +36,7 @@ from data_prep.parts import COUNTED, rensa_version
 from data_prep.plan import MIN_SENTENCES, PLAN, WorkPlan, WorkSettings, estimate, free_disk
 from data_prep.read import ReadOptions, read_piece
 from data_prep.sentences import splitter_name
-from data_prep.sources import Listing, find_files
+from data_prep.sources import Listing, find_files, printable
 from data_prep.units import LARGEST_UNIT, cut_units, piece_hash, unit_bytes
 from multicls.corpus import FORMAT, FORMAT_VERSION, MANIFEST, tokenizer_fingerprint, write_manifest
 from multicls.errors import UserError
@@ -146,7 +146,8 @@ def prepare(
                 _clear(output, [*tokenizer_files, WORK])
             raise
         seconds = time.monotonic() - started
-        append_jsonl(output / "log.jsonl", {"seconds": round(seconds, 2)} | asdict(executor) | asdict(settings))
+        given = asdict(settings) | {"input": [printable(what) for what in settings.input]}
+        append_jsonl(output / "log.jsonl", {"seconds": round(seconds, 2)} | asdict(executor) | given)
     log(f"done in {duration(seconds)}: {output}")
     return output
 

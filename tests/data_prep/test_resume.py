@@ -224,6 +224,17 @@ def test_paths_in_the_plan_are_absolute(
     assert [file["path"] for file in files] == [str(path) for path in sorted(texts.iterdir())]
 
 
+def test_names_that_are_not_utf8(tiny_tokenizer: Path, tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/in\xff"))
+    try:
+        folder.mkdir()
+    except OSError:
+        pytest.skip("the file system takes no such names")
+    (folder / os.fsdecode(b"a\xff.txt")).write_text(story(9))
+    corpus = prepared(tiny_tokenizer, tmp_path / "out", folder)
+    assert (corpus.row(0).source, corpus.row(0).id) == ("in\\xff", "a\\xff.txt#0")
+
+
 def test_a_vocabulary_reads_all_of_a_compressed_text(tmp_path: Path) -> None:
     text = " ".join(f"The cat sat on mat number {i}." for i in range(500))
     (tmp_path / "in.txt.gz").write_bytes(gzip.compress("\n\n".join([text] * 9).encode()))
