@@ -8,13 +8,14 @@ import shutil
 import time
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from data_prep.read import ReadOptions
 from data_prep.sources import Hub, SourceFile
 from data_prep.units import Piece, unit_bytes
+from multicls.corpus import ShardRow
 from multicls.errors import UserError
 from multicls.files import atomic_write, read_json
 
@@ -147,9 +148,16 @@ class Estimate:
 def estimate(plan: WorkPlan) -> Estimate:
     """Prepares the beginnings of some units and extrapolates by their bytes; writes the plan, which the steps read."""
     from data_prep.build import CleanText, EncodeText
-    from data_prep.read import read_piece
+    from data_prep.read import RawDocument, read_piece
 
     plan.save()
+    work = str(plan.folder)
+
+    def prepared(sample: list[RawDocument]) -> list[ShardRow]:
+        chunks = EncodeText(work).run(CleanText(work).run([sample]))
+        return [row for documents, _ in chunks for document in documents for row in document.rows]
+
+    prepared([RawDocument("", "", "", "Loads the tokenizer, the splitter and their data.", "blocks")])  # is not timed
     total = sum(plan.unit_bytes)
     read = tokens = sentences = rows = 0
     spent = 0.0
@@ -159,20 +167,18 @@ def estimate(plan: WorkPlan) -> Estimate:
             break
         started = time.process_time()
         sample, size = [], 0
-        for document in islice(
-            read_piece(plan.files[unit[0].file], unit[0], plan.settings.read_options), SAMPLED_DOCUMENTS
-        ):
+        options = plan.settings.read_options
+        documents = chain.from_iterable(read_piece(plan.files[piece.file], piece, options) for piece in unit)
+        for document in islice(documents, SAMPLED_DOCUMENTS):
             sample.append(document._replace(text=document.text[:SAMPLED_CHARACTERS]))
             size += len(sample[-1].text.encode("utf-8", "replace"))
             if size > SAMPLED_CHARACTERS:
                 break
         read += size
-        work = str(plan.folder)
-        for documents, _ in EncodeText(work).run(CleanText(work).run([sample])):
-            found = [row for document in documents for row in document.rows]
-            rows += len(found)
-            tokens += sum(len(row.tokens) for row in found)
-            sentences += sum(len(row.offsets) for row in found)
+        found = prepared(sample)
+        rows += len(found)
+        tokens += sum(len(row.tokens) for row in found)
+        sentences += sum(len(row.offsets) for row in found)
         spent += time.process_time() - started
     factor = total / max(read, 1)
     disk = tokens * 4 + sentences * 4 + rows * 120
