@@ -98,14 +98,6 @@ class Shard:
         counts = self.counts[offsets[0] : offsets[-1]]
         return ShardRow(source, name, title, int(self.hashes[number]), tokens, offsets - offsets[0], counts)
 
-    @property
-    def keys(self) -> np.ndarray:
-        """(R, 1 or more) uint64: `hashes`, and the MinHash bands if near-duplicates were searched for."""
-        columns = [self.hashes]
-        if "minhash" in self.batch.schema.names:
-            columns += list(self.batch.column("minhash").values.to_numpy().reshape(len(self.hashes), -1).T)
-        return np.stack(columns, axis=1)
-
 
 def occurrences(tokens: np.ndarray) -> np.ndarray:
     """Returns how often each token of a row occurs in it, (N,) uint16; the row has at most `MAX_TOKENS` tokens."""
@@ -113,13 +105,12 @@ def occurrences(tokens: np.ndarray) -> np.ndarray:
     return counts
 
 
-def write_shard(path: str | Path, rows: Sequence[ShardRow], minhash: np.ndarray | None = None) -> None:
+def write_shard(path: str | Path, rows: Sequence[ShardRow]) -> None:
     """Writes rows as one shard, atomically; the same rows give the same bytes.
 
     Args:
         path: file to write.
         rows: at least one row.
-        minhash: (R, bands) uint64, stored so that an interrupted search for near-duplicates can resume.
     """
     sentences = np.array([len(row.offsets) - 1 for row in rows])
     lengths = np.concatenate([np.diff(row.offsets) for row in rows])
@@ -136,8 +127,6 @@ def write_shard(path: str | Path, rows: Sequence[ShardRow], minhash: np.ndarray 
         "tokens": pa.ListArray.from_arrays(pa.array(_starts(sentences)), by_sentence),
         "counts": pa.ListArray.from_arrays(pa.array(_starts(num_tokens)), counts),
     }
-    if minhash is not None and minhash.shape[1]:
-        columns["minhash"] = pa.FixedSizeListArray.from_arrays(pa.array(minhash.ravel()), minhash.shape[1])
     batch = pa.record_batch(columns)
     with atomic_write(path, "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
         writer.write_batch(batch)
