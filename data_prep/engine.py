@@ -33,6 +33,7 @@ from loguru import logger
 
 from multicls.errors import UserError
 from multicls.files import REPOSITORY, read_json, write_json
+from multicls.words import duration
 
 logger.remove()  # datatrove logs to stderr by default; tasks still log to their files
 EXECUTORS = ("local", "slurm", "ray")
@@ -126,13 +127,6 @@ class Progress:
 
     def _size(self, done: Sequence[int]) -> int:
         return sum(self._stage.sizes[rank] for rank in done)
-
-
-def duration(seconds: float) -> str:
-    """Returns a number of seconds as `3h12`, `4m05s` or `12s`."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02d}" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
 
 
 def run_stages(stages: list[Stage], work: Path, options: ExecutorOptions, log: Callable[[str], object]) -> None:

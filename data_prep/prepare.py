@@ -30,7 +30,7 @@ import numpy as np
 from data_prep.build import build_stage
 from data_prep.clean import RULES, Drops, clean
 from data_prep.encode import load_tokenizer_files
-from data_prep.engine import ExecutorOptions, Stage, TasksFailed, check_no_jobs, duration, run_stages
+from data_prep.engine import ExecutorOptions, Stage, TasksFailed, check_no_jobs, run_stages
 from data_prep.merge import UNITS_PER_TASK, FindDuplicates, WriteShards, gather
 from data_prep.parts import COUNTED, rensa_version
 from data_prep.plan import MIN_SENTENCES, PLAN, WorkPlan, WorkSettings, estimate, free_disk
@@ -41,6 +41,7 @@ from data_prep.units import LARGEST_UNIT, cut_units, piece_hash, unit_bytes
 from multicls.corpus import FORMAT, FORMAT_VERSION, MANIFEST, tokenizer_fingerprint, write_manifest
 from multicls.errors import UserError
 from multicls.files import LOCK, append_jsonl, atomic_write, locked, read_json, sha256_of, write_json
+from multicls.words import duration
 
 DROPPED = "dropped.json"  # samples of what was dropped, by reason, and all input that was skipped
 INPUTS = "inputs.json"  # the input files as they were; not part of the corpus

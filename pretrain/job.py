@@ -25,10 +25,11 @@ from multicls.optim import choose_precision
 from multicls.sample import SAMPLE, SAMPLE_CORPUS, SAMPLE_MODEL, SAMPLE_TEXT, sample_model
 from multicls.settings import to_yaml
 from multicls.tokenization import facet_ids
+from multicls.words import duration
 from pretrain.checkpoints import Checkpoints
 from pretrain.engine import build_engine
 from pretrain.export import describe_model, export
-from pretrain.log import Log, duration
+from pretrain.log import Log
 from pretrain.run_folder import DONE, STOPPED, lock_patience
 from pretrain.scaling import Schedule, batch_note
 from pretrain.settings import PretrainSettings, TrainSettings, batch_arithmetic, settle_micro_batch

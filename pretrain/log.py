@@ -12,6 +12,7 @@ from typing import Any
 
 from multicls.errors import UserError
 from multicls.files import atomic_write, read_jsonl
+from multicls.words import duration
 
 OBJECTIVES = ("mlm", "tfidf", "so", "mcqt")
 SPLITS = ("train", "validation")
@@ -36,15 +37,6 @@ def console_line(step: int, steps: int, values: Mapping[str, float], eta: float 
     if eta is not None:
         parts.append(f"eta {duration(eta)}")
     return "  ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """Returns seconds as `3h12`, `4m05s` or `12s`."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours}h{minutes:02d}"
-    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
 
 
 class Log:

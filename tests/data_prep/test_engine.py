@@ -12,7 +12,7 @@ import pytest
 from datatrove.pipeline.base import PipelineStep
 
 from data_prep import engine
-from data_prep.engine import ExecutorOptions, Progress, Stage, duration, run_stages
+from data_prep.engine import ExecutorOptions, Progress, Stage, run_stages
 from multicls.errors import UserError
 
 
@@ -77,10 +77,6 @@ def test_progress_in_lines(monkeypatch: pytest.MonkeyPatch) -> None:
         "build: 4 of 10 tasks, 4.0 of 10.0 MB, 0.20 MB/s, ETA 30s",
         "build: 10 of 10 tasks, 10.0 of 10.0 MB, 0.40 MB/s",
     ]
-
-
-def test_durations() -> None:
-    assert [duration(seconds) for seconds in (12.4, 245, 11_520)] == ["12s", "4m05s", "3h12"]
 
 
 def test_slurm_and_ray_that_are_not_there_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

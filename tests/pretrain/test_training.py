@@ -13,7 +13,7 @@ from multicls.files import read_jsonl
 from pretrain.batches import RankSampler
 from pretrain.engine import PADDING_BIAS, compile_layers, freeze_unused, pad_vocabulary
 from pretrain.export import VOCABULARY_ROWS
-from pretrain.log import Log, duration
+from pretrain.log import Log
 from pretrain.settings import ObjectiveSettings, TrainSettings
 from pretrain.training import lr_at
 
@@ -134,7 +134,3 @@ def test_what_finds_the_disk_full_is_written_later(tmp_path: Path) -> None:
     said = [line.split()[-1] for line in (tmp_path / "log.txt").read_text().splitlines()]
     assert said == ["one", "two", "two", "three"]
     assert [record["step"] for record in read_jsonl(tmp_path / "metrics.jsonl")] == [3, 3, 4]
-
-
-def test_durations() -> None:
-    assert [duration(s) for s in (4, 65, 11_520)] == ["4s", "1m05s", "3h12"]
