@@ -98,7 +98,7 @@ def speed(split: Splitter, paragraphs: list[str], seconds: float) -> float:
 
 
 def right(split: Splitter) -> str:
-    """How many of the hand-marked English cases come out as marked, white space aside."""
+    """Counts the hand-marked English cases that come out as marked, white space aside."""
     lines = CASES.read_text(encoding="utf-8").splitlines()
     cases = [line.split("|") for line in lines if line and not line.startswith("#") and line[2:4] != ": "]
     count = sum([s.strip() for s in split(" ".join(case)) if s.strip()] == case for case in cases)

@@ -1,4 +1,4 @@
-"""What the training benchmarks train: a BERT of a given shape on real examples, by our trainer or in plain PyTorch."""
+"""Workload of the training benchmarks: a BERT of a given shape on real examples, by our trainer or in plain PyTorch."""
 
 from __future__ import annotations
 

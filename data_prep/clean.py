@@ -1,4 +1,4 @@
-"""From the text of a document to the sentences that are kept. Each rule has a name; what it drops is counted."""
+"""Cleans the text of a document and returns the sentences to keep. Each rule has a name; what it drops is counted."""
 
 from __future__ import annotations
 
@@ -341,7 +341,7 @@ def _is_disambiguation(lines: list[Line]) -> bool:
 
 
 def _ebook_frame(lines: list[Line], layout: str) -> set[int]:
-    """What stands before and after a text of Project Gutenberg."""
+    """Finds the lines before and after a text of Project Gutenberg."""
     if layout not in ("blocks", "lines"):
         return set()
     marks = [i for i, line in enumerate(lines) if "PROJECT GUTENBERG" in line.text.upper()]
@@ -372,7 +372,7 @@ def _notices(lines: list[Line], layout: str) -> set[int]:
 
 
 def _end_matter(lines: list[Line], layout: str) -> set[int]:
-    """From a heading like "References" to a heading of the same or a higher level; without levels, to prose."""
+    """Finds lists from a heading like "References" to one of the same or a higher level; without levels, to prose."""
     found = set()
     inside: int | None = None  # level of the heading that began it, 0 if it has none
     for i, (text, level) in enumerate(lines):

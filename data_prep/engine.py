@@ -45,7 +45,7 @@ PATIENCE = 10.0  # seconds after the end of SLURM's jobs for their files to appe
 
 @dataclass(frozen=True)
 class ExecutorOptions:
-    """Where the tasks run.
+    """Options that say where the tasks run.
 
     Attributes:
         kind: One of `EXECUTORS`.

@@ -31,7 +31,7 @@ MARGIN = 1.1  # the free disk must hold the estimate times this
 
 @dataclass(frozen=True)
 class WorkSettings:
-    """What decides how a document becomes tokens.
+    """Settings that decide how a document becomes tokens.
 
     Attributes:
         rules: Names of the cleaning rules in force.
@@ -50,7 +50,7 @@ class WorkSettings:
 
 @dataclass(frozen=True)
 class WorkPlan:
-    """What all tasks of a corpus have in common; its file is `plan.json` in the work folder.
+    """The plan that all tasks of a corpus share; its file is `plan.json` in the work folder.
 
     Attributes:
         folder: The work folder.
@@ -130,7 +130,7 @@ def _load(folder: str, _changed: int) -> WorkPlan:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What preparing a corpus will take.
+    """An estimate of what preparing a corpus takes.
 
     Attributes:
         text_bytes: Bytes of text of the input.

@@ -86,7 +86,7 @@ class PrepareSettings:
 
     @property
     def read_options(self) -> ReadOptions:
-        """How files are divided into documents."""
+        """Options that divide files into documents."""
         return ReadOptions(self.documents, self.text_field, self.bad_records)
 
     @property

@@ -48,7 +48,7 @@ class RawDocument(NamedTuple):
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How input is divided into documents.
+    """Options that divide input into documents.
 
     Attributes:
         documents: for plain text, "file" (one a file), "blank_line" (blank lines lie between documents) or

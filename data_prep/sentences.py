@@ -57,7 +57,7 @@ _MARKER = re.compile(r"\W*(?:\d{1,3}[.)]\W*)?")  # no sentence, but what may sta
 
 
 def splitter_name(language: str) -> dict[str, str]:
-    """What the manifest says about the splitter."""
+    """Returns the splitter's name, version and language for the manifest."""
     return {"name": "sentencex, quotation marks hidden", "version": metadata.version("sentencex"), "language": language}
 
 

@@ -86,7 +86,7 @@ def measure_text(corpus: Corpus, rows: range, unknown_id: int | None) -> Sampled
 
 
 class LengthBaseline(NamedTuple):
-    """How well the lengths of two segments alone predict their order, in cross-validation."""
+    """Scores of a model that predicts the order of two segments from their lengths, in cross-validation."""
 
     parts: int  # number of parts with two segments
     accuracy: float  # share of the parts whose order is predicted
