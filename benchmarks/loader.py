@@ -99,7 +99,7 @@ def plain_part(sentences: list[list[tuple[int, int]]], rng: random.Random, idf: 
 
 
 def sequences_per_second(batches: Iterator[Any], seconds: float) -> float:
-    """Counts the sequences that `batches` delivers after the first item (10 examples each), so without start-up."""
+    """Returns the sequences a second that `batches` delivers after its first item, so without start-up."""
     next(batches)
     start, count = time.perf_counter(), 0
     while (elapsed := time.perf_counter() - start) < seconds:
