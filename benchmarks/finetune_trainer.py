@@ -37,15 +37,16 @@ from transformers import (
 )
 
 from benchmarks.compare import Report, new_parser
-from finetune import reading
-from finetune.checkpoint import find_checkpoint, load_tokenizer
+from finetune.data import reading
+from finetune.data.examples import LabeledExample
+from finetune.data.metrics import score_examples
+from finetune.data.tasks import find_task
 from finetune.heads.building import build_head
-from finetune.metrics import score_examples
-from finetune.results import read_predictions
+from finetune.heads.checkpoint import find_checkpoint, load_tokenizer
 from finetune.run import run
 from finetune.settings import FinetuneSettings, resolve
-from finetune.tasks import find_task
-from finetune.training import find_device, row_batches
+from finetune.store.results import read_predictions
+from finetune.train.loop import find_device, row_batches
 from multicls.files import append_jsonl, read_json, read_jsonl, write_json
 from multicls.sample import sample_model
 from multicls.settings import load_settings
@@ -75,7 +76,7 @@ def theirs(settings: FinetuneSettings, run_id: str, alike: bool = False) -> tupl
     drawn = read_predictions(settings.output_dir, run_id)["train_rows"]
     tokenizer = load_tokenizer(checkpoint, settings.max_length or task.max_length)
 
-    def encode(examples: list[reading.Example]) -> list[dict[str, Any]]:
+    def encode(examples: list[LabeledExample]) -> list[dict[str, Any]]:
         texts = [list(column) for column in zip(*(example.texts for example in examples), strict=True)]
         encoded = tokenizer(*texts, truncation=True, max_length=settings.max_length or task.max_length)
         labels = [row.label / task.label_scale if task.is_regression else int(row.label) for row in examples]
@@ -103,9 +104,10 @@ def theirs(settings: FinetuneSettings, run_id: str, alike: bool = False) -> tupl
     arguments = TrainingArguments(
         output_dir=f"{settings.output_dir}/trainer", max_steps=steps, seed=settings.seed,
         per_device_train_batch_size=int(resolved.batch_size or 0), per_device_eval_batch_size=64,
-        learning_rate=resolved.learning_rate, lr_scheduler_type="linear", warmup_steps=round(resolved.warmup * steps),
+        learning_rate=resolved.learning_rate, lr_scheduler_type="linear",
+        warmup_steps=round(resolved.warmup_ratio * steps),
         weight_decay=resolved.weight_decay, adam_beta2=resolved.adam_beta2, adam_epsilon=resolved.adam_epsilon,
-        max_grad_norm=resolved.clip, eval_strategy="steps", eval_steps=every, save_strategy="no",
+        max_grad_norm=resolved.max_grad_norm, eval_strategy="steps", eval_steps=every, save_strategy="no",
         logging_strategy="no", report_to="none", disable_tqdm=True, use_cpu=device.type == "cpu",
         bf16=resolved.precision == "bf16", train_sampling_strategy="sequential" if alike else "random",
     )  # fmt: skip
@@ -128,7 +130,7 @@ def check(settings: FinetuneSettings) -> list[Any]:
     shutil.copytree(find_checkpoint(settings.model).folder, folder, dirs_exist_ok=True)
     off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "classifier_dropout": 0.0}
     write_json(folder / "config.json", read_json(folder / "config.json") | off)
-    still = settings.train.model_copy(update={"epochs": 1, "warmup": 0.0})
+    still = settings.train.model_copy(update={"epochs": 1, "warmup_ratio": 0.0})
     settings = settings.model_copy(update={"model": str(folder), "train": still})
     one, task = ours(settings), find_task(settings.task)
     mine = read_predictions(settings.output_dir, one["run_id"])

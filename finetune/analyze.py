@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/, whose names must not hide packages
 
+from finetune.data.tasks import TASKS, Task, find_task
 from finetune.settings import FinetuneSettings
-from finetune.tasks import TASKS, Task, find_task
 from multicls.errors import UserError, run_command
 from multicls.files import atomic_write, write_json
 from multicls.settings import load_settings
 
 if TYPE_CHECKING:
-    from finetune.checkpoint import Checkpoint
-    from finetune.encoding import Encoded
+    from finetune.data.encoding import Encoded
+    from finetune.data.examples import LabeledExample, TaskData
+    from finetune.heads.checkpoint import Checkpoint
     from finetune.heads.modeling_heads import TaskModel
-    from finetune.isotropy import Array
-    from finetune.reading import Example, TaskData
+    from finetune.show.isotropy import Array
 
 FEWEST, SHOWN_EXAMPLES = 20, 40  # rows to say anything about; rows of the heat map by example
 DISAGREEMENT = (
@@ -37,7 +37,7 @@ DISAGREEMENT = (
 
 
 @dataclass
-class Subject:
+class AnalyzedModel:
     """A model to look into.
 
     Attributes:
@@ -64,10 +64,10 @@ class Subject:
         head = next(iter(self.states.values())).config.head
         return f"{self.task.name}-{head}-{Path(self.folder).resolve().name}"
 
-    def encoder(self) -> Callable[[Sequence[Example]], Encoded]:
+    def encoder(self) -> Callable[[Sequence[LabeledExample]], Encoded]:
         """Encodes rows, at the run's own length or the paper's."""
-        from finetune.checkpoint import load_tokenizer
-        from finetune.encoding import Encoded
+        from finetune.data.encoding import Encoded
+        from finetune.heads.checkpoint import load_tokenizer
 
         identity = self.run["identity"] if self.run else {}
         wanted = identity["max_length"] if identity.get("task") == self.task.name else self.task.max_length
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def load_subject(folder: str, args: argparse.Namespace) -> Subject:
+def load_subject(folder: str, args: argparse.Namespace) -> AnalyzedModel:
     """Loads a model that finetune/run.py saved, or builds the head `cls` or `multicls` on a plain checkpoint.
 
     Raises:
@@ -113,8 +113,8 @@ def load_subject(folder: str, args: argparse.Namespace) -> Subject:
     import torch
     from transformers import AutoModelForSequenceClassification
 
-    from finetune.checkpoint import find_checkpoint
     from finetune.heads.building import build_head, describe
+    from finetune.heads.checkpoint import find_checkpoint
     from finetune.heads.modeling_heads import TaskModelConfig
 
     def build(name: str, tasks: Sequence[Task], **values: Any) -> TaskModel:
@@ -128,7 +128,7 @@ def load_subject(folder: str, args: argparse.Namespace) -> Subject:
             raise UserError(f"--model {folder}: a plain checkpoint has no task; add --task.")
         task, data = _read_rows(args, args.task)
         model = build(folder, [task], head="multicls" if checkpoint.num_facets else "cls")
-        return Subject(folder, task, data, 0, {"before": model}, checkpoint)
+        return AnalyzedModel(folder, task, data, 0, {"before": model}, checkpoint)
     states = {"after": AutoModelForSequenceClassification.from_pretrained(checkpoint.folder)}
     config, run = states["after"].config, _run_of(Path(folder))
     names = [about["name"] for about in config.tasks]
@@ -145,12 +145,12 @@ def load_subject(folder: str, args: argparse.Namespace) -> Subject:
         options = {f"{config.head}.{name}": value for name, value in config.head_options.items()}
         tasks = [task] if args.train_file else [find_task(name) for name in names]
         states = {"before": build(args.before, tasks, head=config.head, pooling=config.pooling, **options)} | states
-    return Subject(folder, task, data, names.index(name), states, checkpoint, run)
+    return AnalyzedModel(folder, task, data, names.index(name), states, checkpoint, run)
 
 
-def look_into(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
+def look_into(subject: AnalyzedModel, args: argparse.Namespace) -> dict[str, Any]:
     """Computes, draws and writes what is about one model; returns its entry in analysis.json."""
-    from finetune.splits import draw_rows
+    from finetune.data.splits import draw_rows
 
     task, data, output, encode = subject.task, subject.data, Path(args.output_dir), subject.encoder()
     train, dev = (
@@ -189,7 +189,7 @@ def read(model: TaskModel, rows: Encoded, task: int) -> dict[str, Array]:
     import torch
     from tqdm import trange
 
-    from finetune.training import find_device
+    from finetune.train.loop import find_device
 
     device, _ = find_device()
     model.eval().to(device)
@@ -207,14 +207,14 @@ def read(model: TaskModel, rows: Encoded, task: int) -> dict[str, Array]:
 
 
 def disagreement_of(
-    subject: Subject, found: Mapping[str, Mapping[str, Array]], dev: Sequence[Example], head: str
+    subject: AnalyzedModel, found: Mapping[str, Mapping[str, Array]], dev: Sequence[LabeledExample], head: str
 ) -> dict[str, Any]:
     """Do the facets of a fine-tuned model disagree where runs of `head` in its results folder do?
 
     Raises:
         UserError: it has no facets, lies in no results folder, or there are no such runs.
     """
-    from finetune.ensemble import compare_with_runs, facet_logits
+    from finetune.stats.ensembles import compare_with_runs, facet_logits
 
     if subject.run is None:
         raise UserError(f"--ensemble: {subject.folder} lies in no results folder with runs to compare it with.")
@@ -228,7 +228,7 @@ def disagreement_of(
     )
 
 
-def isotropy_of(subject: Subject, embeddings: Mapping[str, Array], labels: Array, output: Path) -> dict[str, Any]:
+def isotropy_of(subject: AnalyzedModel, embeddings: Mapping[str, Array], labels: Array, output: Path) -> dict[str, Any]:
     """The figures and numbers of the IsoBN paper, of the embedding that the classifier reads.
 
     Args:
@@ -239,8 +239,8 @@ def isotropy_of(subject: Subject, embeddings: Mapping[str, Array], labels: Array
     import numpy as np
     import torch
 
-    from finetune import figures, isotropy
     from finetune.heads.isobn import IsotropicBatchNorm
+    from finetune.show import figures, isotropy
 
     task, (first, *_, last) = subject.task, [*embeddings, *embeddings]
     raw = embeddings[first]
@@ -285,7 +285,7 @@ def facets_of(model: TaskModel, states_NKD: Array, name: str) -> dict[str, Any]:
     """Cosines between the facets' hidden states h_k, and between W_O,k h_k where the head has such matrices."""
     import numpy as np
 
-    from finetune.isotropy import between, facet_similarity
+    from finetune.show.isotropy import between, facet_similarity
 
     facets = {f"h_k {name}": states_NKD}
     for module in model.head.modules():
@@ -297,7 +297,7 @@ def facets_of(model: TaskModel, states_NKD: Array, name: str) -> dict[str, Any]:
 
 
 def _write_layers(path: Path, ids: Sequence[str], layers_NI: Array) -> None:
-    from finetune import figures
+    from finetune.show import figures
 
     _write_columns(path.with_suffix(".csv"), {"id": ids, **{f"layer {i}": row for i, row in enumerate(layers_NI.T)}})
     shown = dict(zip(ids[:SHOWN_EXAMPLES], layers_NI, strict=False))
@@ -306,8 +306,8 @@ def _write_layers(path: Path, ids: Sequence[str], layers_NI: Array) -> None:
 
 def _write_overviews(output: Path, numbers: Mapping[str, Any]) -> None:
     """layers.png, facets.png and disagreement.md, with a row for each model."""
-    from finetune import figures
     from finetune.report import Table, markdown
+    from finetune.show import figures
 
     if layers := {label: entry["layers"] for label, entry in numbers.items() if "layers" in entry}:
         figures.layers(output / "layers.png", "Importance of the layers, mean over dev", layers, "model")
@@ -330,8 +330,8 @@ def _write_columns(path: Path, columns: Mapping[str, Any]) -> None:
 
 def _read_rows(args: argparse.Namespace, name: str) -> tuple[Task, TaskData]:
     """The user's own rows, or those of the task `name`."""
-    from finetune.reading import read_task
-    from finetune.user_rows import read_own
+    from finetune.data.own_rows import read_own
+    from finetune.data.reading import read_task
 
     if args.train_file:
         return read_own(args.train_file, args.dev_file)
@@ -340,7 +340,7 @@ def _read_rows(args: argparse.Namespace, name: str) -> tuple[Task, TaskData]:
 
 def _run_of(folder: Path) -> dict[str, Any] | None:
     """The line of the run that saved the model, if it lies in a results folder."""
-    from finetune.results import RESULTS, read_results
+    from finetune.store.results import RESULTS, read_results
 
     results = folder.resolve().parents[1]
     records = read_results(results) if (results / RESULTS).exists() else []

@@ -24,8 +24,8 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/, whose n
 
 from pydantic import Field, PositiveFloat, ValidationError, field_validator
 
-from finetune.results import ERRORS, Busy, check_folder, read_results, run_id_of, write_error
 from finetune.settings import POOLED, FinetuneSettings, check_names
+from finetune.store.results import ERRORS, Busy, check_folder, read_results, run_id_of, write_error
 from multicls.errors import UserError, did_you_mean, run_command
 from multicls.files import append_jsonl, read_json, read_jsonl, write_json
 from multicls.settings import Settings, load_settings
@@ -40,7 +40,7 @@ Names = Annotated[list[str], Field(min_length=1)]
 Seeds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
-class CellSettings(FinetuneSettings):
+class GridRunSettings(FinetuneSettings):
     """The settings of `finetune/run.py` that are no axis of the grid."""
 
     model: str = "-"
@@ -61,8 +61,8 @@ class GridSettings(Settings):
     seeds: Seeds = Field(description="fine-tuning seeds")
     data_seeds: Seeds = Field(default=[1], description="draws of train rows")
     selections: list[Literal["dev", "holdout"]] = Field(default=["dev"], min_length=1, description="dev, holdout")
-    settings: CellSettings = Field(default=CellSettings(), description="any setting of run.py, for all cells")
-    overrides: dict[str, CellSettings] = Field(
+    settings: GridRunSettings = Field(default=GridRunSettings(), description="any setting of run.py, for all cells")
+    overrides: dict[str, GridRunSettings] = Field(
         default={}, description="task, head or train size -> settings of its cells, later ones win"
     )
 
@@ -78,14 +78,14 @@ class GridSettings(Settings):
 
 
 @dataclass(frozen=True)
-class Cell:
+class GridRun:
     """One run of a grid."""
 
     settings: FinetuneSettings
 
     @property
     def key(self) -> dict[str, Any]:
-        """Its place on every axis; what `finetune.significance` expects of a planned cell."""
+        """Its place on every axis; what `finetune.stats.systems` expects of a planned cell."""
         cell = self.settings
         pooling = f"/{cell.pooling}" if cell.head in POOLED and cell.pooling != "cls" else ""
         pooling += f" of {','.join(sorted(cell.task_names))}" if "," in cell.task else ""
@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise
 
 
-def expand(grid: GridSettings, output_dir: str) -> list[Cell]:
+def expand(grid: GridSettings, output_dir: str) -> list[GridRun]:
     """The cells, in the order of the axes: task, size, head, model, selection, draw, learning rate, seed.
 
     `probe` has no learning rate and takes part once; several tasks together are for `cln` only.
@@ -179,7 +179,7 @@ def expand(grid: GridSettings, output_dir: str) -> list[Cell]:
         try:
             settings = FinetuneSettings.model_validate(values)
             check_names(settings)
-            cells.append(Cell(settings))
+            cells.append(GridRun(settings))
         except ValidationError as error:
             problems += [f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}." for detail in error.errors()]
         except UserError as error:
@@ -189,7 +189,7 @@ def expand(grid: GridSettings, output_dir: str) -> list[Cell]:
     return cells
 
 
-def look(cells: Sequence[Cell], output_dir: str, since: int = 0) -> dict[str, dict[str, str]]:
+def look(cells: Sequence[GridRun], output_dir: str, since: int = 0) -> dict[str, dict[str, str]]:
     """What has become of the cells, from the results folder alone.
 
     Args:
@@ -221,7 +221,7 @@ def _merge(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]
     return merged
 
 
-def _work(cells: Sequence[Cell], output_dir: str, since: int) -> int:
+def _work(cells: Sequence[GridRun], output_dir: str, since: int) -> int:
     """Walks the cells in this process and runs those that are neither finished nor claimed by another process.
 
     Returns:
@@ -242,7 +242,7 @@ def _work(cells: Sequence[Cell], output_dir: str, since: int) -> int:
     return progress.close()
 
 
-def _attempt(cell: Cell, progress: _Progress) -> bool:
+def _attempt(cell: GridRun, progress: _Progress) -> bool:
     """Runs a cell, unless it is finished or has failed; False if another process is at it."""
     import torch
 
@@ -272,7 +272,7 @@ def _attempt(cell: Cell, progress: _Progress) -> bool:
 class _Progress:
     """Tells how many cells are done, and how long the rest will take at the speed since the start."""
 
-    def __init__(self, cells: Sequence[Cell], output_dir: str, since: int) -> None:
+    def __init__(self, cells: Sequence[GridRun], output_dir: str, since: int) -> None:
         self.cells, self.output_dir, self.since = cells, output_dir, since
         self.started, self.shown = time.monotonic(), ""
         self.left = len(look(cells, output_dir, since)["missing"])
@@ -297,7 +297,7 @@ class _Progress:
         return int(bool(self.state["failed"]) or not self.state["finished"])
 
 
-def _start_workers(cells: Sequence[Cell], args: argparse.Namespace, argv: Sequence[str], since: int) -> int:
+def _start_workers(cells: Sequence[GridRun], args: argparse.Namespace, argv: Sequence[str], since: int) -> int:
     """Runs `args.jobs` processes over the same cells and follows them; each has a log of its own."""
     logs = Path(args.output_dir) / "logs"
     logs.mkdir(parents=True, exist_ok=True)

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/, whose names must not hide packages
 
-from finetune.results import RESULTS, read_predictions, read_results
-from finetune.significance import (
+from finetune.stats.systems import (
     BENCHMARKS,
-    Choice,
     PairedTest,
+    SelectedSystem,
     benchmark_average,
     bootstrap_test,
     choose_learning_rates,
@@ -34,6 +33,7 @@ from finetune.significance import (
     sign_flip_test,
     summary,
 )
+from finetune.store.results import RESULTS, read_predictions, read_results
 from multicls.errors import UserError, did_you_mean, run_command
 from multicls.files import atomic_write
 
@@ -104,7 +104,7 @@ def planned_cells(folder: Path) -> list[dict[str, Any]]:
     return [cell for path in sorted(folder.glob("grids/*.json")) for cell in json.loads(path.read_text("utf-8"))]
 
 
-def results_table(choices: Sequence[Choice], missing: Sequence[str] = ()) -> Table:
+def results_table(choices: Sequence[SelectedSystem], missing: Sequence[str] = ()) -> Table:
     """Mean, standard error and median over seeds of every system at its chosen learning rate; then what is missing."""
     extra = differing([choice.chosen for choice in choices])
     if any(len(choice.candidates) > 1 for choice in choices):
@@ -130,7 +130,7 @@ def results_table(choices: Sequence[Choice], missing: Sequence[str] = ()) -> Tab
     return Table("Results", columns, rows, said)
 
 
-def systems_table(choices: Sequence[Choice]) -> Table:
+def systems_table(choices: Sequence[SelectedSystem]) -> Table:
     """The same means, a row for each system and train size, a column for each task; empty with a single task."""
     tasks = list(dict.fromkeys(choice.place[0] for choice in choices))
     cells: dict[tuple[str, tuple[str, ...]], dict[str, str]] = {}
@@ -146,7 +146,7 @@ def systems_table(choices: Sequence[Choice]) -> Table:
     return Table("Systems side by side", ("train rows", "system", *tasks), rows, (note,))
 
 
-def learning_rate_table(choices: Sequence[Choice]) -> Table:
+def learning_rate_table(choices: Sequence[SelectedSystem]) -> Table:
     """Mean score at every learning rate on the rows that choose; empty where there was nothing to choose."""
     rates = sorted({rate for choice in choices for rate in choice.candidates})
     rows = []
@@ -164,7 +164,7 @@ def learning_rate_table(choices: Sequence[Choice]) -> Table:
     return Table("Learning rates", ("task", "train rows", "system", *(f"{rate:g}" for rate in rates)), rows, notes)
 
 
-def averages_table(choices: Sequence[Choice]) -> Table:
+def averages_table(choices: Sequence[SelectedSystem]) -> Table:
     """Benchmark averages of every system and size, for the benchmarks of which there are two tasks or more."""
     tasks = {choice.place[0] for choice in choices}
     names = [name for name, members in BENCHMARKS.items() if len(tasks & set(members)) > 1]
@@ -177,9 +177,9 @@ def averages_table(choices: Sequence[Choice]) -> Table:
     ))  # fmt: skip
 
 
-def calibration_table(folder: Path, choices: Sequence[Choice]) -> Table:
+def calibration_table(folder: Path, choices: Sequence[SelectedSystem]) -> Table:
     """Calibration of classifications, averaged over runs, before and after temperature scaling."""
-    from finetune.calibration import NUM_BINS, calibration, fit_temperature
+    from finetune.stats.calibration import NUM_BINS, calibration, fit_temperature
 
     rows, columns = [], ("ece", "ece_mass", "brier", "nll")
     for choice in choices:
@@ -205,7 +205,7 @@ def calibration_table(folder: Path, choices: Sequence[Choice]) -> Table:
     return Table("Calibration", ("task", "train rows", "system", "runs", *titles, *scaled_titles, "T"), rows, (note,))
 
 
-def comparison_table(folder: Path, choices: Sequence[Choice], a: tuple[str, ...], b: tuple[str, ...]) -> Table:
+def comparison_table(folder: Path, choices: Sequence[SelectedSystem], a: tuple[str, ...], b: tuple[str, ...]) -> Table:
     """Paired tests of two systems: over examples and over seeds for each task, over tasks for each size."""
     sides = [{choice.place: choice.chosen for choice in choices if choice.system == system} for system in (a, b)]
     shared = [place for place in sides[0] if place in sides[1]]
@@ -255,7 +255,7 @@ def _find_system(name: str, systems: Sequence[tuple[str, ...]]) -> tuple[str, ..
     return found[0]
 
 
-def figures(folder: Path, choices: Sequence[Choice]) -> list[tuple[str, str]]:
+def figures(folder: Path, choices: Sequence[SelectedSystem]) -> list[tuple[str, str]]:
     """Captions and SVG of a strip plot of the seeds and of the reliability diagrams, for each train size."""
     from matplotlib import rc_context
 
@@ -285,7 +285,7 @@ def _panels(count: int, height: float) -> tuple[Figure, list[Axes]]:
     return figure, axes
 
 
-def _strip_plot(folder: Path, choices: Sequence[Choice]) -> Figure:
+def _strip_plot(folder: Path, choices: Sequence[SelectedSystem]) -> Figure:
     systems = sorted({choice.system for choice in choices})
     tasks = list(dict.fromkeys(choice.place[0] for choice in choices))
     figure, axes = _panels(len(tasks), 1.2 + 0.3 * len(systems))
@@ -305,10 +305,10 @@ def _strip_plot(folder: Path, choices: Sequence[Choice]) -> Figure:
     return figure
 
 
-def _reliability_plot(folder: Path, choices: Sequence[Choice]) -> Figure | None:
+def _reliability_plot(folder: Path, choices: Sequence[SelectedSystem]) -> Figure | None:
     import numpy as np
 
-    from finetune.calibration import NUM_BINS, Bins, reliability
+    from finetune.stats.calibration import NUM_BINS, Bins, reliability
 
     found: dict[tuple[str, ...], list[Bins]] = {}
     for choice in choices:
@@ -342,7 +342,7 @@ FIGURES = (
 )  # fmt: skip
 
 
-def _logits(folder: Path, choice: Choice) -> Iterable[Mapping[str, Any]]:
+def _logits(folder: Path, choice: SelectedSystem) -> Iterable[Mapping[str, Any]]:
     """The predictions of the choice's runs that have logits on disk."""
     for run in choice.chosen.runs:
         try:

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/, whose names must not hide packages
 
-from finetune import results
+from finetune.data.tasks import TASKS
 from finetune.heads import HEADS
 from finetune.settings import POOLED, FinetuneSettings, TrainSettings, check_names, resolve
-from finetune.tasks import TASKS
+from finetune.store import results
 from multicls.distributed import leave_deepspeed, on_rank_0, prepare_deepspeed, rank_and_world
 from multicls.ds_config import load_ds_config
 from multicls.environment import environment_record
@@ -32,13 +32,13 @@ from multicls.files import atomic_folder
 from multicls.settings import Settings, load_settings, to_yaml
 
 if TYPE_CHECKING:
-    from finetune.checkpoint import Checkpoint
-    from finetune.encoding import Encoded
-    from finetune.reading import Example
-    from finetune.selection import Rows
-    from finetune.training import Array, Outcome
+    from finetune.data.encoding import Encoded
+    from finetune.data.examples import LabeledExample
+    from finetune.data.selection import TaskRows
+    from finetune.heads.checkpoint import Checkpoint
+    from finetune.train.loop import Array, FinetuneResult
 
-    Encode = Callable[[int, Sequence[Example]], Encoded]
+    Encode = Callable[[int, Sequence[LabeledExample]], Encoded]
 
 log = logging.getLogger("finetune")
 SEVERAL_RANKS = "ds_configs/zero0.json"  # what trains on several ranks when no --config is given
@@ -62,7 +62,7 @@ class PlannedRun:
     title: str
     finished: bool
     identities: list[dict[str, Any]]
-    rows: list[Rows]
+    rows: list[TaskRows]
     checkpoint: Checkpoint
     train: TrainSettings
 
@@ -71,7 +71,7 @@ class PlannedRun:
 class Predicted:
     """What a run has learnt: for each task the outputs (N, C) for its held-out rows, its dev rows, and its tests."""
 
-    outcome: Outcome
+    outcome: FinetuneResult
     held: list[Array]
     dev: list[Array]
     test: list[list[Array]]
@@ -103,9 +103,9 @@ def plan_run(settings: FinetuneSettings) -> PlannedRun:
     Raises:
         UserError: model, data, head or settings do not fit, or the results folder is of another protocol.
     """
+    from finetune.data.selection import select_rows
     from finetune.heads.building import check_head
-    from finetune.selection import select_rows
-    from finetune.training import find_device
+    from finetune.train.loop import find_device
 
     done = {record["run_id"] for record in results.read_results(settings.output_dir)}
     checkpoint = _checkpoint(settings.model, settings.trust_remote_code)
@@ -149,7 +149,7 @@ def run(settings: FinetuneSettings) -> list[dict[str, Any]]:
 
 
 def _run(settings: FinetuneSettings, planned: PlannedRun) -> list[dict[str, Any]]:
-    from finetune.training import find_device
+    from finetune.train.loop import find_device
 
     rank, encoder = rank_and_world()[0], _encoder(planned)  # it refuses a wrong --max_length before anything is written
     _announce(settings, planned, find_device()[0].type)
@@ -168,9 +168,10 @@ def _run(settings: FinetuneSettings, planned: PlannedRun) -> list[dict[str, Any]
 
 def _train(settings: FinetuneSettings, planned: PlannedRun, tokenizer: Any, encode: Encode) -> Predicted:
     """The training loop, and what its best model says of the rows that did not choose it."""
-    from finetune import training
-    from finetune.heads.building import build_head, save_model
-    from finetune.metrics import score_examples
+    from finetune.data.metrics import score_examples
+    from finetune.heads.building import build_head
+    from finetune.heads.saving import save_model
+    from finetune.train import loop as training
 
     device, _ = training.find_device()
     training.seed_everything(settings.seed, device)
@@ -179,7 +180,7 @@ def _train(settings: FinetuneSettings, planned: PlannedRun, tokenizer: Any, enco
     for task, own in enumerate(planned.rows):
         choosing = own.held or own.dev
         score = partial(score_examples, own.task, choosing)
-        parts.append(training.Part(encode(task, own.train), encode(task, choosing), score))
+        parts.append(training.TaskSplit(encode(task, own.train), encode(task, choosing), score))
     holds_out = settings.selection == "holdout"
     outcome = training.fine_tune(
         model, parts, planned.train, settings.seed, device,
@@ -190,7 +191,7 @@ def _train(settings: FinetuneSettings, planned: PlannedRun, tokenizer: Any, enco
     if outcome.weights:
         training.load_weights(model, outcome.weights)
 
-    def outputs_of(task: int, examples: Sequence[Example]) -> Array:
+    def outputs_of(task: int, examples: Sequence[LabeledExample]) -> Array:
         return training.predict(model, encode(task, examples), device, planned.train, task)
 
     held, dev = outcome.outputs, outcome.outputs
@@ -209,25 +210,25 @@ def _probe(settings: FinetuneSettings, planned: PlannedRun, tokenizer: Any, enco
     import numpy as np
 
     from finetune.heads.probe import fit_probe
-    from finetune.training import Outcome, find_device
+    from finetune.train.loop import FinetuneResult, find_device
 
     started, (own,) = time.perf_counter(), planned.rows
     blocks = [own.held, own.dev, *(examples for _, examples in own.test)]
     asked = encode(0, [example for block in blocks for example in block])
     outputs = fit_probe(planned.checkpoint, encode(0, own.train), asked, own.task, settings, find_device()[0])
     held, dev, *test = np.split(outputs, np.cumsum([len(block) for block in blocks])[:-1])
-    return Predicted(Outcome(seconds=time.perf_counter() - started), [held], [dev], [test])
+    return Predicted(FinetuneResult(seconds=time.perf_counter() - started), [held], [dev], [test])
 
 
 def _encoder(planned: PlannedRun) -> tuple[Any, Encode]:
     """The tokenizer, and a function that encodes rows of the planned run's n-th task."""
-    from finetune.checkpoint import load_tokenizer
-    from finetune.encoding import Encoded
+    from finetune.data.encoding import Encoded
+    from finetune.heads.checkpoint import load_tokenizer
 
     lengths = [identity["max_length"] for identity in planned.identities]
     tokenizer = load_tokenizer(planned.checkpoint, max(lengths))
 
-    def encode(task: int, examples: Sequence[Example]) -> Encoded:
+    def encode(task: int, examples: Sequence[LabeledExample]) -> Encoded:
         return Encoded(planned.rows[task].task, examples, tokenizer, lengths[task])
 
     return tokenizer, encode
@@ -241,13 +242,13 @@ def _ds_config(settings: FinetuneSettings) -> tuple[str, dict[str, Any]] | None:
 @lru_cache(maxsize=4)
 def _checkpoint(name: str, trust_remote_code: bool) -> Checkpoint:
     """Found and fingerprinted once in a process: a grid has many cells of one model."""
-    from finetune.checkpoint import find_checkpoint
+    from finetune.heads.checkpoint import find_checkpoint
 
     return find_checkpoint(name, trust_remote_code)
 
 
 def _identity(
-    settings: FinetuneSettings, own: Rows, rows: Sequence[Rows], checkpoint: Checkpoint, train: TrainSettings
+    settings: FinetuneSettings, own: TaskRows, rows: Sequence[TaskRows], checkpoint: Checkpoint, train: TrainSettings
 ) -> dict[str, Any]:
     """All that decides the numbers of a run for one of its tasks."""
     names = {"train_size", "head", "seed", "data_seed", "sampling", "label_noise", "selection", "train_from_dev"}
@@ -270,8 +271,8 @@ def _identity(
 
 def _record(settings: FinetuneSettings, planned: PlannedRun, predicted: Predicted, task: int) -> dict[str, Any]:
     """The line of results of one task."""
-    from finetune.metrics import score_examples
-    from finetune.training import find_device
+    from finetune.data.metrics import score_examples
+    from finetune.train.loop import find_device
 
     own, outcome = planned.rows[task], predicted.outcome
     scores = score_examples(own.task, own.dev, predicted.dev[task])
@@ -303,7 +304,7 @@ def _record(settings: FinetuneSettings, planned: PlannedRun, predicted: Predicte
     }
 
 
-def _predictions(own: Rows, predicted: Predicted, task: int) -> dict[str, Any]:
+def _predictions(own: TaskRows, predicted: Predicted, task: int) -> dict[str, Any]:
     """The arrays of one task's predictions."""
     name, scale = ("scores", own.task.label_scale) if own.task.is_regression else ("logits", 1.0)
 
@@ -328,9 +329,9 @@ def _predictions(own: Rows, predicted: Predicted, task: int) -> dict[str, Any]:
     return arrays
 
 
-def _publish(settings: FinetuneSettings, own: Rows) -> None:
+def _publish(settings: FinetuneSettings, own: TaskRows) -> None:
     """The index file of the rows drawn, in the results folder; "full" needs none."""
-    from finetune.splits import publish
+    from finetune.data.splits import publish
 
     if settings.train_size != "full":
         where = "-of-dev" if own.split == "dev" else ""
@@ -340,7 +341,7 @@ def _publish(settings: FinetuneSettings, own: Rows) -> None:
 
 def _submit(settings: FinetuneSettings, planned: PlannedRun, predicted: Predicted, task: int) -> None:
     """Writes the files for the benchmark's site; the folder takes its name when it is whole."""
-    from finetune.submission import write_submission
+    from finetune.data.submissions import write_submission
 
     if not settings.predict_test:
         return

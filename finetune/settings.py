@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
+from finetune.data.tasks import find_task
 from finetune.heads import HEADS
-from finetune.tasks import find_task
 from multicls.errors import UserError, did_you_mean
 from multicls.settings import Settings
 
@@ -32,14 +32,14 @@ class TrainSettings(Settings):
         default=None, description="steps between evaluations; two epochs, at most 500"
     )
     patience: PositiveInt = Field(default=10_000, description="stop after so many steps without a better score")
-    warmup: Fraction = Field(
+    warmup_ratio: Fraction = Field(
         default=0.1, description="part of the steps with a rising learning rate; it then falls to 0"
     )
     # The paper names none for fine-tuning; 0.01 is that of the protocol it follows (Mosbach et al., 2021).
     weight_decay: float = Field(default=0.01, ge=0.0, description="decoupled; not on biases and LayerNorms")
     adam_beta2: float = Field(default=0.999, ge=0.0, lt=1.0, description="Adam's second decay rate")
     adam_epsilon: PositiveFloat = Field(default=1e-8, description="Adam's epsilon")
-    clip: PositiveFloat = Field(default=1.0, description="largest norm of the gradient")
+    max_grad_norm: PositiveFloat = Field(default=1.0, description="largest norm of the gradient")
     dropout: Fraction | None = Field(default=None, description="before the classifier; default: the checkpoint's")
     precision: Literal["auto", "fp32", "bf16"] = Field(
         default="auto", description="auto: bf16 on a GPU that has it, else fp32"

@@ -10,7 +10,7 @@ from .modeling_heads import span_means
 
 
 class Head(BaseHead):
-    """Embedding = sum_t mask_t h_t / sum_t mask_t; [CLS], facets and [SEP] count like any piece."""
+    """Embedding = sum_t mask_t h_t / sum_t mask_t; [CLS], facets and [SEP] count like any token."""
 
     def forward(self, states: BaseModelOutput, attention_mask: Tensor) -> Tensor:
         """(B, L, D) -> (B, D)."""

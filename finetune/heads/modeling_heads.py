@@ -175,7 +175,7 @@ class TaskModel(PreTrainedModel):
             input_ids: (B, L); of a choice task (B * C, L), a row's choices together.
             attention_mask: (B, L), 1 up to the padding, which is on the right.
             token_type_ids: (B, L); left out where the encoder has none.
-            spans: (B, S, L) bool, the pieces of each marked span, for tasks that mark spans.
+            spans: (B, S, L) bool, the tokens of each marked span, for tasks that mark spans.
             labels: (B,) class ids, or numbers for regression.
             task: which of `config.tasks`.
             **kwargs: for the encoder.

@@ -14,10 +14,10 @@ from finetune.heads.modeling_heads import PooledHead, TaskModel, TaskModelOutput
 if TYPE_CHECKING:
     import torch
 
-    from finetune.checkpoint import Checkpoint
-    from finetune.encoding import Encoded
+    from finetune.data.encoding import Encoded
+    from finetune.data.tasks import Task
+    from finetune.heads.checkpoint import Checkpoint
     from finetune.settings import FinetuneSettings
-    from finetune.tasks import Task
 
 log = logging.getLogger("finetune")
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -79,7 +79,7 @@ def fit_probe(
         UserError: the pooling makes no sense on the checkpoint, or it cannot be loaded.
     """
     from finetune.heads.building import build_head
-    from finetune.training import predict
+    from finetune.train.loop import predict
 
     model = build_head(settings, checkpoint, [task])
     embedder = _Embedder(model, max(1, task.num_choices)).to(device)

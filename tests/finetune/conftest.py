@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-NOUNS = ("bal", "del", "fil", "gol", "kul", "man")  # one piece each in the tiny BERT's vocabulary
+NOUNS = ("bal", "del", "fil", "gol", "kul", "man")  # one token each in the tiny BERT's vocabulary
 GOOD, BAD = ("nar", "pel"), ("ros", "tun")
 
 

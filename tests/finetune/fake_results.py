@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from finetune.metrics import score
-from finetune.results import run_id_of, write_result
-from finetune.tasks import find_task
+from finetune.data.metrics import score
+from finetune.data.tasks import find_task
+from finetune.store.results import run_id_of, write_result
 
 
 def fake_run(

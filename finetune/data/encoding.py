@@ -1,0 +1,180 @@
+"""Rows as token ids: one sequence a row, or one a choice; spans as masks over tokens; batches without waste."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from finetune.data.examples import LabeledExample
+from finetune.data.tasks import Task
+from multicls.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+IGNORE_INDEX = -100  # the class label that torch's cross-entropy leaves out
+
+
+class Encoded:
+    """Tokenized rows with their targets; batches are padded to their own longest sequence.
+
+    What does not fit into `max_length` is cut off the end of the longest text until it fits, so that a passage gives
+    way to a question. A marked span is never cut: its text loses its beginning where need be.
+
+    Attributes:
+        lengths: tokens of each row, of its longest choice where it has several.
+        labels: (N,) class indices (-100: hidden), or scores divided by the task's scale.
+
+    Raises:
+        UserError: a span does not fit, or none of the tokenizer's tokens belongs to it.
+    """
+
+    def __init__(
+        self, task: Task, examples: Sequence[LabeledExample], tokenizer: PreTrainedTokenizerBase, max_length: int
+    ) -> None:
+        masks: list[Tensor] = []
+        if task.shape not in ("single", "pair"):
+            features, masks = _encode_segments(task, examples, tokenizer, max_length)
+        else:
+            texts = [list(column) for column in zip(*(example.texts for example in examples), strict=True)]
+            features = dict(tokenizer(*texts, truncation=True, max_length=max_length))
+        self.features = {name: _tensors(rows) for name, rows in features.items()}
+        self.spans = masks
+        self.sequences_per_row = count = max(1, task.num_choices)
+        lengths = [len(ids) for ids in features["input_ids"]]
+        self.lengths = [max(lengths[i : i + count]) for i in range(0, len(lengths), count)]
+        self.padding = {"input_ids": tokenizer.pad_token_id or 0, "token_type_ids": tokenizer.pad_token_type_id}
+        labels = torch.tensor([example.label for example in examples], dtype=torch.float32)
+        classes = torch.where(labels.isnan(), IGNORE_INDEX, labels).long()
+        self.labels = labels / task.label_scale if task.is_regression else classes
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def batch(self, rows: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+        """The inputs and labels of some rows.
+
+        Returns:
+            `input_ids`, `attention_mask` and maybe `token_type_ids` (B, L), or (B*C, L) with a row's C choices
+            together; `spans` (B, S, L) for tasks that have them; `labels` (B,).
+        """
+        count = self.sequences_per_row
+        sequences = [row * count + choice for row in rows for choice in range(count)]
+        inputs = {
+            name: pad_sequence([ids[i] for i in sequences], True, self.padding.get(name, 0)).long()
+            for name, ids in self.features.items()
+        }
+        if self.spans:
+            inputs["spans"] = pad_sequence([self.spans[row].T for row in rows], batch_first=True).transpose(1, 2)
+        inputs["labels"] = self.labels[list(rows)]
+        return {name: tensor.to(device, non_blocking=True) for name, tensor in inputs.items()}
+
+
+def _tensors(rows: list[list[int]]) -> list[Tensor]:
+    """int32, views of one tensor: half the memory, and ten times as quick as one by one."""
+    flat = np.fromiter(chain.from_iterable(rows), np.int32)
+    return list(torch.from_numpy(flat).split([len(row) for row in rows]))
+
+
+class _Frame:
+    """The special tokens that go around segments, read off the tokenizer's own empty pair.
+
+    So it holds for `[CLS] [C1]..[CK] a [SEP] b [SEP]` and for RoBERTa's `<s> a </s></s> b </s>`; a third segment is
+    joined as the second is. Texts are split one by one and can bring in no special token.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        single = tokenizer("")["input_ids"]
+        pair = tokenizer([""], [""])  # in lists: alone, "" passes for no second text
+        self.prefix, self.close = single[:-1], single[-1:]
+        self.joiner = pair["input_ids"][0][len(single) : -1]
+        self.second_type: int | None = pair["token_type_ids"][0][-1] if "token_type_ids" in pair else None
+
+    def room(self, max_length: int, segments: int) -> int:
+        """Tokens that fit in between."""
+        return max_length - len(self.prefix) - segments * len(self.close) - (segments - 1) * len(self.joiner)
+
+    def join(self, segments: Sequence[list[int]]) -> tuple[list[int], list[int], list[int]]:
+        """Ids and token types of the sequence, and where each segment begins in it."""
+        ids, types, starts = list(self.prefix), [0] * len(self.prefix), []
+        for number, segment in enumerate(segments):
+            ids += self.joiner if number else []
+            starts.append(len(ids))
+            ids += [*segment, *self.close]
+            types += [min(number, 1) * (self.second_type or 0)] * (len(ids) - len(types))
+        return ids, types, starts
+
+
+def _encode_segments(
+    task: Task, examples: Sequence[LabeledExample], tokenizer: PreTrainedTokenizerBase, max_length: int
+) -> tuple[dict[str, list[list[int]]], list[Tensor]]:
+    """Features of every row's sequences, and for each row with spans their mask (S, L).
+
+    Every text is split once, however many rows have it: a passage of MultiRC has about sixty.
+    """
+    if not tokenizer.is_fast:
+        raise UserError(f"task {task.name} needs a fast tokenizer, one that knows where its tokens are in the text.")
+    frame = _Frame(tokenizer)
+    texts = sorted({text for example in examples for text in (*example.texts, *example.choices)})
+    split = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    tokens = dict(zip(texts, split["input_ids"], strict=True))
+    offsets = dict(zip(texts, split["offset_mapping"], strict=True))
+    features: dict[str, list[list[int]]] = {"input_ids": [], "attention_mask": [], "token_type_ids": []}
+    masks: list[Tensor] = []
+    for example in examples:
+        spans = [(span[0], *_tokens_in(example, span, offsets[example.texts[span[0]]])) for span in example.spans]
+        for last in [[choice] for choice in example.choices] or [[]]:
+            segments = [tokens[text] for text in (*example.texts, *last)]
+            sizes = _fit([len(segment) for segment in segments], frame.room(max_length, len(segments)))
+            begins = [_begin(example, text, sizes[text], spans, max_length) for text in range(len(segments))]
+            cut = [ids[begin : begin + size] for ids, begin, size in zip(segments, begins, sizes, strict=True)]
+            ids, types, starts = frame.join(cut)
+            for name, values in zip(features, (ids, [1] * len(ids), types), strict=True):
+                features[name].append(values)
+        if spans:
+            masks.append(torch.zeros(len(spans), len(ids), dtype=torch.bool))
+            for number, (text, first, end) in enumerate(spans):
+                shift = starts[text] - begins[text]
+                masks[-1][number, first + shift : end + shift] = True
+    if frame.second_type is None:
+        del features["token_type_ids"]
+    return features, masks
+
+
+def _tokens_in(example: LabeledExample, span: tuple[int, int, int], offsets: list[tuple[int, int]]) -> tuple[int, int]:
+    """First token that shares a character with the span, and the one after the last."""
+    text, start, end = span
+    inside = [token for token, (first, last) in enumerate(offsets) if first < end and last > start]
+    if not inside:
+        raise UserError(f"row {example.id}: the tokenizer leaves nothing of {example.texts[text][start:end]!r}.")
+    return inside[0], inside[-1] + 1
+
+
+def _fit(lengths: list[int], room: int) -> list[int]:
+    """Shortens the longest until all fit, as tokenizers do with a pair."""
+    while (excess := sum(lengths) - max(room, 0)) > 0:
+        *_, second, longest = sorted([0, *lengths])
+        last = max(text for text, length in enumerate(lengths) if length == longest)
+        lengths[last] -= min(excess, max(1, longest - second))
+    return lengths
+
+
+def _begin(
+    example: LabeledExample, text: int, size: int, spans: Sequence[tuple[int, int, int]], max_length: int
+) -> int:
+    """The token that a text of `size` tokens begins with: 0 unless a span ends behind them."""
+    own = [(first, end) for owner, first, end in spans if owner == text]
+    begin = max([0, *(end - size for _, end in own)])
+    if any(first < begin for first, _ in own):
+        need = max(end for _, end in own) - min(first for first, _ in own)
+        raise UserError(
+            f"row {example.id}: its marked words take {need} tokens from the first to the last, {size} fit: raise "
+            f"--max_length (= {max_length})."
+        )
+    return begin

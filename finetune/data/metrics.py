@@ -1,0 +1,200 @@
+"""The official metrics of the benchmarks, by scikit-learn and scipy, all as fractions of 1."""
+
+from __future__ import annotations
+
+import math
+import re
+import string
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from finetune.data.examples import LabeledExample
+from finetune.data.tasks import Task
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def accuracy(labels: Array, predictions: Array) -> float:
+    """Share of equal labels."""
+    from sklearn.metrics import accuracy_score
+
+    return float(accuracy_score(labels, predictions))
+
+
+def f1(labels: Array, predictions: Array) -> float:
+    """F1 of class 1; 0 when nothing is predicted or labelled 1."""
+    from sklearn.metrics import f1_score
+
+    return float(f1_score(labels, predictions, zero_division=0.0))
+
+
+def macro_f1(labels: Array, predictions: Array) -> float:
+    """Mean F1 of the classes that are labelled or predicted (SuperGLUE's F1 of CB)."""
+    from sklearn.metrics import f1_score
+
+    return float(f1_score(labels, predictions, average="macro", zero_division=0.0))
+
+
+def matthews(labels: Array, predictions: Array) -> float:
+    """Matthews' correlation (R3 for three classes); 0 when all predictions are equal."""
+    from sklearn.metrics import matthews_corrcoef
+
+    return float(matthews_corrcoef(labels, predictions))
+
+
+def pearson(labels: Array, predictions: Array) -> float:
+    """Pearson's correlation; 0 where it is undefined (constant predictions), as Matthews' is."""
+    from scipy.stats import pearsonr
+
+    return _zero_if_undefined(pearsonr, labels, predictions)
+
+
+def spearman(labels: Array, predictions: Array) -> float:
+    """Spearman's rank correlation; 0 where it is undefined (constant predictions), as Matthews' is."""
+    from scipy.stats import spearmanr
+
+    return _zero_if_undefined(spearmanr, labels, predictions)
+
+
+METRICS: dict[str, Callable[[Array, Array], float]] = {
+    "acc": accuracy,
+    "f1": f1,
+    "f1a": f1,  # MultiRC: over all answers of all questions
+    "macro_f1": macro_f1,
+    "matthews": matthews,
+    "pearson": pearson,
+    "spearman": spearman,
+}
+
+
+def exact_match(labels: Array, predictions: Array, groups: Sequence[str]) -> float:
+    """Share of groups in which every row is right (MultiRC's EM: all answers of a question)."""
+    wrong = {group for group, right in zip(groups, labels == predictions, strict=True) if not right}
+    return 1 - len(wrong) / len(set(groups))
+
+
+def gender_parity(predictions: Array, groups: Sequence[str]) -> float:
+    """Share of minimal pairs with one and the same prediction (AX-g)."""
+    found: dict[str, set[int]] = {}
+    for group, prediction in zip(groups, predictions.tolist(), strict=True):
+        found.setdefault(group, set()).add(prediction)
+    return sum(len(kinds) == 1 for kinds in found.values()) / len(found)
+
+
+def choose_answers(outputs: Array, groups: Sequence[str]) -> dict[str, int]:
+    """The row of each group whose class 1 is the most likely one (ReCoRD: the entity chosen for a query).
+
+    Args:
+        outputs: (N, 2) logits or log-probabilities.
+        groups: (N,) the group of each row.
+    """
+    margins = (outputs[:, 1] - outputs[:, 0]).tolist()
+    best: dict[str, int] = {}
+    for row, group in enumerate(groups):
+        if group not in best or margins[row] > margins[best[group]]:
+            best[group] = row
+    return best
+
+
+def record(labels: Array, outputs: Array, groups: Sequence[str], answers: Sequence[str]) -> tuple[float, float]:
+    """ReCoRD's token F1 and exact match, by its normalisation, the best over a query's right entities.
+
+    Args:
+        labels: (N,) 1 for right entities.
+        outputs: (N, 2) logits.
+        groups: (N,) the query of each row.
+        answers: (N,) the entity of each row.
+
+    Returns:
+        F1 and EM, means over queries. A query none of whose entities is right scores 0.
+    """
+    golds: dict[str, list[str]] = {}
+    for label, group, answer in zip(labels.tolist(), groups, answers, strict=True):
+        if label == 1:
+            golds.setdefault(group, []).append(_normalised(answer))
+    chosen = choose_answers(outputs, groups)
+    answer_of = {group: _normalised(answers[row]) for group, row in chosen.items()}
+    f1s = [max((_token_f1(answer, gold) for gold in golds.get(group, [])), default=0.0)
+           for group, answer in answer_of.items()]  # fmt: skip
+    matches = [answer in golds.get(group, []) for group, answer in answer_of.items()]
+    return sum(f1s) / len(f1s), sum(matches) / len(matches)
+
+
+def predictions_of(task: Task, outputs: Array) -> Array:
+    """Class indices of logits (N, C), or the scores (N,) of a regression's outputs (N, 1)."""
+    return outputs[:, 0] if task.is_regression else outputs.argmax(axis=1)
+
+
+def score_examples(task: Task, examples: Sequence[LabeledExample], outputs: Array) -> dict[str, float]:
+    """`score` of the outputs (N, C) for these rows."""
+    labels, parts = np.array([example.label for example in examples]), [example.part for example in examples]
+    groups, answers = [example.group for example in examples], [example.answer for example in examples]
+    return score(task, labels, outputs, parts, groups, answers)
+
+
+def score(
+    task: Task,
+    labels: Array,
+    outputs: Array,
+    parts: Sequence[str] = (),
+    groups: Sequence[str] = (),
+    answers: Sequence[str] = (),
+) -> dict[str, float]:
+    """All metrics of the task, the main one first.
+
+    Args:
+        task: names the metrics.
+        labels: (N,) class indices or scores.
+        outputs: (N, C) logits, or (N, 1) for regression.
+        parts: (N,) the part of the dev set each row belongs to; with several parts each metric is reported for each as
+            `name_part` as well, the plain name being that of all rows pooled.
+        groups: (N,) `LabeledExample.group` of each row, for the tasks that have it.
+        answers: (N,) `LabeledExample.answer` of each row (ReCoRD); without it F1 is taken to be the exact match.
+    """
+    values = _values(task, labels, outputs, groups, answers)
+    for part in sorted(set(parts) - {""}):
+        rows = np.array([own == part for own in parts])
+        values |= {f"{name}_{part}": value for name, value in _values(task, labels[rows], outputs[rows]).items()}
+    return values
+
+
+def _values(
+    task: Task, labels: Array, outputs: Array, groups: Sequence[str] = (), answers: Sequence[str] = ()
+) -> dict[str, float]:
+    predictions = predictions_of(task, outputs)
+    values: dict[str, float] = {}
+    if "record_f1" in task.metrics:
+        entities = answers if len(answers) else [f"{row}" for row in range(len(labels))]
+        values["record_f1"], values["record_em"] = record(labels, outputs, groups, entities)
+    for name in task.metrics:
+        if name in METRICS:
+            values[name] = METRICS[name](labels, predictions)
+        elif name == "em":
+            values[name] = exact_match(labels, predictions, groups)
+        elif name == "gender_parity":
+            values[name] = gender_parity(predictions, groups)
+    mean = sum(values.values()) / len(values)
+    return {name: mean if name.startswith("mean(") else values[name] for name in task.metrics}
+
+
+def _zero_if_undefined(correlation: Callable[[Array, Array], Any], labels: Array, predictions: Array) -> float:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # both warn about constant input, which the value 0 already says
+        value = float(correlation(labels, predictions)[0]) if len(labels) > 1 else 0.0
+    return value if math.isfinite(value) else 0.0
+
+
+def _normalised(answer: str) -> str:
+    """Lower case, without punctuation, articles and superfluous blanks (ReCoRD's, from SQuAD)."""
+    plain = "".join(character for character in answer.lower() if character not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", plain).split())
+
+
+def _token_f1(answer: str, gold: str) -> float:
+    first, second = Counter(answer.split()), Counter(gold.split())
+    common = (first & second).total()
+    return 2 * common / (first.total() + second.total()) if common else 0.0

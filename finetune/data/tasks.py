@@ -1,0 +1,168 @@
+"""The tasks: one table that says what each one is, where its rows are and how it is scored. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from multicls.errors import UserError, did_you_mean
+
+Parts = tuple[tuple[str, str], ...]
+MAX_LENGTHS = {"superglue": 256}  # tokens, facets included; of all others 128 (the paper's)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One labelled task.
+
+    Attributes:
+        name: as given to `--task`.
+        fields: for each text of a row, the column names that may hold it (official file, then hub).
+        labels: the labels as the benchmark's submissions spell them, in the hub's order; empty for regression.
+        metrics: names in `data.metrics`; the first one chooses the best evaluation; "mean(..)" is of the others.
+        shape: "single" text; "pair" of texts; "choice": a sequence for each choice, softmax over them; "span": one or
+            two texts in which two spans are marked; "multi_answer": a pair for each answer, scored by question.
+        benchmark: whose task it is; "own" for a user's rows.
+        folder: name of the folder under `--data_dir`; empty when the rows come from a prepared corpus.
+        hub: data set id and configuration on the Hugging Face hub; None when it is not there.
+        label: column names that may hold the label.
+        columns: the columns of train and dev files that have no header row.
+        train: file stem of the train rows; empty where there are none.
+        dev: file stem -> short name of each part of the dev set; parts are pooled for the score and reported apart.
+        test: the same for the test set.
+        submissions: for each part of test, the stem of its submission file and the number of predictions in it.
+        diagnostics: tasks without train rows, which a model trained on this task predicts.
+        label_scale: a regression label is divided by it to become the training target.
+        num_choices: sequences that a choice is made among; 0 for other shapes.
+        num_spans: spans marked in a row; 0 for other shapes.
+        drops_short_rows: the official train and dev files are known to hold rows with missing columns or no label; they
+            are left out, with a note.
+        about: what a reader of the results has to know.
+    """
+
+    name: str
+    fields: tuple[tuple[str, ...], ...]
+    labels: tuple[str, ...]
+    metrics: tuple[str, ...]
+    shape: Literal["single", "pair", "choice", "span", "multi_answer"]
+    benchmark: Literal["glue", "superglue", "cs224n", "own", ""] = ""
+    folder: str = ""
+    hub: tuple[str, str] | None = None
+    label: tuple[str, ...] = ("label",)
+    columns: tuple[str, ...] = ()
+    train: str = "train"
+    dev: Parts = (("dev", ""),)
+    test: Parts = ()
+    submissions: tuple[tuple[str, int], ...] = ()
+    diagnostics: tuple[str, ...] = ()
+    label_scale: float = 1.0
+    num_choices: int = 0
+    num_spans: int = 0
+    drops_short_rows: bool = False
+    about: str = ""
+
+    @property
+    def is_regression(self) -> bool:
+        """Whether the label is a number instead of a class."""
+        return not self.labels
+
+    @property
+    def num_labels(self) -> int:
+        """Outputs of the classifier for one encoded sequence: 1 for regression and for choices."""
+        return 1 if self.num_choices else max(1, len(self.labels))
+
+    @property
+    def max_length(self) -> int:
+        """The paper's sequence length, facets included."""
+        return MAX_LENGTHS.get(self.benchmark, 128)
+
+
+BINARY = ("0", "1")
+BOOLEAN = ("false", "true")
+ENTAILMENT = ("entailment", "not_entailment")
+NLI = ("entailment", "neutral", "contradiction")
+SENTENCE, SENTENCES = (("sentence",),), (("sentence1",), ("sentence2",))
+PREMISE = (("premise",), ("hypothesis",))
+ACC, CORRELATIONS = ("acc",), ("spearman", "pearson")
+
+
+def _glue(name: str, fields: tuple[tuple[str, ...], ...], labels: tuple[str, ...], metrics: tuple[str, ...],
+          folder: str, test_rows: int, **options: object) -> Task:  # fmt: skip
+    defaults: dict[str, object] = {"test": (("test", ""),), "submissions": ((folder, test_rows),)}
+    return Task(name, fields, labels, metrics, "single" if len(fields) == 1 else "pair", "glue", folder,
+                ("nyu-mll/glue", name), **(defaults | options))  # type: ignore[arg-type]  # fmt: skip
+
+
+def _super(name: str, fields: tuple[tuple[str, ...], ...], labels: tuple[str, ...], metrics: tuple[str, ...],
+           folder: str, test_rows: int, shape: str = "pair", **options: object) -> Task:  # fmt: skip
+    defaults: dict[str, object] = {"hub": ("aps/super_glue", name), "dev": (("val", ""),), "test": (("test", ""),),
+                                   "submissions": ((folder, test_rows),)}  # fmt: skip
+    return Task(name, fields, labels, metrics, shape, "superglue", folder,  # type: ignore[arg-type]
+                **(defaults | options))  # type: ignore[arg-type]  # fmt: skip
+
+
+_TABLE = (
+    _glue("cola", SENTENCE, BINARY, ("matthews", "acc"), "CoLA", 1063,
+          columns=("source", "label", "author_mark", "sentence")),
+    _glue("sst2", SENTENCE, BINARY, ACC, "SST-2", 1821),
+    _glue("mrpc", (("#1 String", "sentence1"), ("#2 String", "sentence2")), BINARY, ("f1", "acc"), "MRPC", 1725,
+          label=("Quality", "label")),
+    _glue("stsb", SENTENCES, (), CORRELATIONS, "STS-B", 1379, label=("score", "label"), label_scale=5.0),
+    _glue("qqp", (("question1",), ("question2",)), BINARY, ("f1", "acc"), "QQP", 390965,
+          label=("is_duplicate", "label"), drops_short_rows=True),
+    _glue("mnli", (("sentence1", "premise"), ("sentence2", "hypothesis")), NLI, ACC, "MNLI", 0,
+          label=("gold_label", "label"), dev=(("dev_matched", "m"), ("dev_mismatched", "mm")),
+          test=(("test_matched", "m"), ("test_mismatched", "mm")),
+          submissions=(("MNLI-m", 9796), ("MNLI-mm", 9847)), diagnostics=("ax",)),
+    _glue("qnli", (("question",), ("sentence",)), ENTAILMENT, ACC, "QNLI", 5463),
+    _glue("rte", SENTENCES, ENTAILMENT, ACC, "RTE", 3000),
+    _glue("wnli", SENTENCES, BINARY, ACC, "WNLI", 146),
+    _glue("ax", (("sentence1", "premise"), ("sentence2", "hypothesis")), NLI, ("matthews",), "AX", 1104,
+          train="", dev=(), test=(("AX", ""),)),
+    _super("boolq", (("passage",), ("question",)), BOOLEAN, ACC, "BoolQ", 3245),
+    _super("cb", PREMISE, ("entailment", "contradiction", "neutral"), ("mean(acc,macro_f1)", "acc", "macro_f1"),
+           "CB", 250),
+    _super("copa", (("premise",), ("question",)), BINARY, ACC, "COPA", 500, "choice", num_choices=2),
+    _super("multirc", (("passage", "paragraph"), ("question",)), BINARY, ("mean(f1a,em)", "f1a", "em"), "MultiRC",
+           9693, "multi_answer"),
+    _super("record", (("passage",), ("query",)), BINARY, ("mean(record_f1,record_em)", "record_f1", "record_em"),
+           "ReCoRD", 10000, "multi_answer"),
+    _super("rte_superglue", PREMISE, ENTAILMENT, ACC, "RTE", 3000, hub=("aps/super_glue", "rte"),
+           diagnostics=("axb", "axg")),
+    _super("wic", SENTENCES, BOOLEAN, ACC, "WiC", 1400, "span", num_spans=2),
+    _super("wsc", (("text",),), ("False", "True"), ACC, "WSC", 146, "span", num_spans=2,
+           hub=("aps/super_glue", "wsc.fixed")),
+    _super("axb", SENTENCES, ENTAILMENT, ("matthews", "acc"), "AX-b", 1104, train="", dev=(), test=(("AX-b", ""),)),
+    _super("axg", PREMISE, ENTAILMENT, ("acc", "gender_parity"), "AX-g", 356, train="", dev=(),
+           test=(("AX-g", ""),)),
+    Task("sst5", SENTENCE, ("0", "1", "2", "3", "4"), ACC, "single", "cs224n", ".", label=("sentiment",),
+         train="ids-sst-train", dev=(("ids-sst-dev", ""),)),
+    Task("quora", SENTENCES, ("0.0", "1.0"), ("acc", "f1"), "pair", "cs224n", ".", label=("is_duplicate",),
+         train="quora-train", dev=(("quora-dev", ""),), drops_short_rows=True),
+    Task("sts", SENTENCES, (), ("pearson", "spearman"), "pair", "cs224n", ".", label=("similarity",),
+         train="sts-train", dev=(("sts-dev", ""),), label_scale=5.0),
+    Task("sample_pairs", (("passage1",), ("passage2",)), ("different", "same"), ACC, "pair",
+         about="same-article, held-out sample articles; not GLUE"),
+)  # fmt: skip
+
+TASKS: dict[str, Task] = {task.name: task for task in _TABLE}
+
+
+def find_task(name: str) -> Task:
+    """The task called `name`.
+
+    Raises:
+        UserError: there is none.
+    """
+    if name not in TASKS:
+        raise UserError(f"--task {name}: no such task.{did_you_mean(name, TASKS)}")
+    return TASKS[name]
+
+
+def task_of(record: Mapping[str, Any]) -> Task:
+    """The task of a line of results; of a user's own rows, which are in no table, only what scores them."""
+    name, metrics = record["identity"]["task"], tuple(record["scores"])
+    if record["benchmark"] != "own":
+        return find_task(name)
+    return Task(name, (), () if "pearson" in metrics else ("",), metrics, "single", "own")

@@ -1,0 +1,170 @@
+"""A Hugging Face model to fine-tune: found, fingerprinted, and loaded without running code that lies beside it."""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from multicls.errors import UserError, first_line
+from multicls.files import read_json, sha256_of
+from multicls.from_bert import quiet_transformers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
+TEXT_FILES = ("*.json", "*.txt", "*.model", "*.py")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model folder.
+
+    Attributes:
+        name: as the user gave it.
+        folder: where its files are.
+        config: its config.json.
+        fingerprint: SHA-256 (16 hex digits) over weights, configuration and tokenizer.
+        trust_remote_code: the user allows the code in the folder to run.
+    """
+
+    name: str
+    folder: Path
+    config: dict[str, Any]
+    fingerprint: str
+    trust_remote_code: bool
+
+    @property
+    def model_type(self) -> str:
+        """`model_type` of config.json, "" if it has none."""
+        return str(self.config.get("model_type", ""))
+
+    @property
+    def encoder(self) -> dict[str, Any]:
+        """The configuration of its encoder, also where it is a fine-tuned model with a head."""
+        encoder: dict[str, Any] = self.config.get("encoder", self.config)
+        return encoder
+
+    @property
+    def num_facets(self) -> int:
+        """K; 0 for a single-CLS model."""
+        return int(self.encoder.get("num_facets", 0)) if self.encoder.get("model_type") == "multicls-bert" else 0
+
+
+def find_checkpoint(name: str, trust_remote_code: bool = False) -> Checkpoint:
+    """Finds the model folder `name`, or fetches the hub's model of that id.
+
+    Raises:
+        UserError: it is not there, not whole, of a type that transformers does not know, or needs its own code to run
+            and `trust_remote_code` is not given.
+    """
+    folder = Path(name)
+    if not folder.is_dir():
+        if folder.is_absolute() or name.startswith(".") or name.count("/") > 1:
+            raise UserError(f"--model {name}: no such folder.")
+        folder = _from_hub(name)
+    if not (folder / "config.json").exists():
+        raise UserError(
+            f"--model {name}: {folder} holds no config.json; give the folder with the exported model (RUN/hf)."
+        )
+    weights = next((found for pattern in WEIGHTS if (found := sorted(folder.glob(pattern)))), [])
+    if not weights:
+        raise UserError(f"--model {name}: {folder} holds no weights (model.safetensors).")
+    config = read_json(folder / "config.json")
+    _check_code(name, folder, config, trust_remote_code)
+    identity = [*weights, folder / "config.json", *(folder / file for file in ("tokenizer.json", "vocab.txt"))]
+    digests = [f"{path.name}:{sha256_of(path)}" for path in identity if path.exists()]
+    fingerprint = hashlib.sha256("\n".join(digests).encode()).hexdigest()[:16]
+    return Checkpoint(name, folder, config, fingerprint, trust_remote_code)
+
+
+def load_tokenizer(checkpoint: Checkpoint, max_length: int) -> PreTrainedTokenizerBase:
+    """The checkpoint's tokenizer, which takes all text for text: "[SEP]" in a row is split like any other word.
+
+    Raises:
+        UserError: it cannot be loaded, or the model has no `max_length` positions.
+    """
+    from transformers import AutoTokenizer
+
+    with _load_problems(checkpoint, "the tokenizer"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            checkpoint.folder, split_special_tokens=True, trust_remote_code=checkpoint.trust_remote_code
+        )
+    encoder = checkpoint.encoder
+    positions = int(encoder.get("max_position_embeddings", 512))
+    if "roberta" in encoder.get("model_type", ""):  # its positions begin behind the padding's
+        positions -= int(encoder.get("pad_token_id", 1)) + 1
+    positions = min(positions, tokenizer.model_max_length)
+    least = len(tokenizer([""], [""])["input_ids"][0]) + 2  # a token of each of two texts
+    if not least <= max_length <= positions:
+        raise UserError(
+            f"--max_length {max_length}: {checkpoint.name} takes sequences of {least} to {positions} tokens."
+        )
+    return tokenizer
+
+
+def load_encoder(checkpoint: Checkpoint) -> PreTrainedModel:
+    """The checkpoint's encoder, in float32; its heads of pretraining are left behind.
+
+    Raises:
+        UserError: it cannot be loaded, or weights other than the pooler's are missing.
+    """
+    import torch
+    from transformers import AutoModel
+
+    with _load_problems(checkpoint, "the model"), quiet_transformers():
+        model, found = AutoModel.from_pretrained(
+            checkpoint.folder,
+            dtype=torch.float32,
+            trust_remote_code=checkpoint.trust_remote_code,
+            output_loading_info=True,
+        )
+    lost = sorted(key for key in found["missing_keys"] if not key.startswith("pooler."))
+    if lost:
+        raise UserError(f"--model {checkpoint.name}: weights of the encoder are missing: {', '.join(lost[:3])}, ...")
+    encoder: PreTrainedModel = model
+    return encoder
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=[*TEXT_FILES, WEIGHTS[0]]))
+        if not list(folder.glob(WEIGHTS[0])):
+            folder = Path(snapshot_download(name, allow_patterns=[*TEXT_FILES, WEIGHTS[1]]))
+    except Exception as error:  # huggingface_hub, its HTTP client and the sockets below raise kinds of their own
+        raise UserError(f"--model {name}: no such folder, and the hub did not give it: {first_line(error)}") from None
+    return folder
+
+
+def _check_code(name: str, folder: Path, config: dict[str, Any], trust_remote_code: bool) -> None:
+    """Refuses a folder that only its own code can load, before any loader has seen it."""
+    import transformers  # registers "multicls-bert", too
+
+    import finetune.heads.registration  # noqa: F401 (registers fine-tuned models)
+    import multicls  # noqa: F401
+
+    known = config.get("model_type") in transformers.CONFIG_MAPPING
+    if "auto_map" in config and not known and not trust_remote_code:
+        raise UserError(
+            f"--model {name}: {folder} brings Python code of its own, which it needs to load "
+            f"(model_type {config.get('model_type')!r}). If you have read and trust that code, add --trust_remote_code."
+        )
+    if not known and "auto_map" not in config:
+        raise UserError(f"--model {name}: transformers knows no model_type {config.get('model_type')!r} (config.json).")
+
+
+@contextmanager
+def _load_problems(checkpoint: Checkpoint, what: str) -> Iterator[None]:
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+        raise UserError(f"--model {checkpoint.name}: {what} cannot be loaded: {first_line(error)}") from error

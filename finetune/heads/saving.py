@@ -1,0 +1,53 @@
+"""Saves a fine-tuned model in a folder that loads without this project."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from transformers.dynamic_module_utils import get_relative_import_files
+
+import multicls
+from finetune.heads.modeling_heads import PooledHead, TaskModel
+from multicls.files import atomic_folder
+from multicls.from_bert import quiet_transformers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ENTRY = "modeling_task"  # the saved folder's first module: imports what its head needs, and nothing else
+MULTICLS_ENTRY = """
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModel
+from .modeling_multicls import MultiClsBertConfig, MultiClsBertModel
+
+if MultiClsBertConfig.model_type not in CONFIG_MAPPING:
+    AutoConfig.register(MultiClsBertConfig.model_type, MultiClsBertConfig)
+    AutoModel.register(MultiClsBertConfig, MultiClsBertModel)
+"""
+
+
+def save_model(model: TaskModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Saves model and tokenizer with the code that loads them; the folder takes its name only when it is whole.
+
+    `AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True)` loads it without this project.
+    """
+    model.config.auto_map = {
+        "AutoConfig": f"{ENTRY}.TaskModelConfig",
+        "AutoModelForSequenceClassification": f"{ENTRY}.TaskModel",
+    }
+    heads = [model.config.head, *([model.config.pooling] if isinstance(model.head, PooledHead) else [])]
+    files = {Path(__file__).with_name(f"{name}.py") for name in heads}
+    files |= {Path(needed) for file in files for needed in get_relative_import_files(file)}
+    entry = '"""Loads this model; written when it was saved."""\n\n'
+    entry += "from .modeling_heads import TaskModel, TaskModelConfig\n"
+    entry += "".join(f"from .{name} import Head as {name}\n" for name in heads)
+    if model.config.encoder["model_type"] == "multicls-bert":
+        entry += MULTICLS_ENTRY
+        files |= {Path(multicls.__file__).with_name(f"{kind}_multicls.py") for kind in ("configuration", "modeling")}
+    with atomic_folder(folder) as fresh, quiet_transformers():
+        model.save_pretrained(fresh)
+        tokenizer.save_pretrained(fresh)
+        for file in files:
+            shutil.copy(file, fresh)
+        (fresh / f"{ENTRY}.py").write_text(entry, encoding="utf-8")

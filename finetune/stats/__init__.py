@@ -1,0 +1,1 @@
+"""Statistics of finished runs: systems, estimates, tests, calibration, ensembles."""

@@ -1,0 +1,1 @@
+"""The results folder: the only code that reads or writes it."""

@@ -1,0 +1,118 @@
+"""Metrics against values worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from finetune.data.examples import LabeledExample
+from finetune.data.metrics import METRICS, score, score_examples
+from finetune.data.tasks import TASKS
+
+LABELS, PREDICTED = np.array([1, 1, 1, 0, 0]), np.array([1, 1, 0, 0, 1])  # tp 2, fn 1, tn 1, fp 1
+
+
+@pytest.mark.parametrize(("name", "expected"), [("acc", 3 / 5), ("f1", 2 / 3), ("matthews", (2 - 1) / math.sqrt(36))])
+def test_classes(name: str, expected: float) -> None:
+    assert METRICS[name](LABELS, PREDICTED) == pytest.approx(expected, abs=1e-12)
+
+
+def test_f1_is_that_of_class_one() -> None:
+    assert METRICS["f1"](1 - LABELS, 1 - PREDICTED) == pytest.approx(1 / 2)
+
+
+def test_correlations() -> None:
+    # deviations -1 0 1 and -4/3 -1/3 5/3: 3 / sqrt(2 * 42/9); the ranks agree
+    first, second = np.array([1.0, 2.0, 3.0]), np.array([1.0, 2.0, 4.0])
+    assert METRICS["pearson"](first, second) == pytest.approx(3 / math.sqrt(2 * 42 / 9))
+    assert METRICS["spearman"](first, second) == pytest.approx(1.0)
+    assert METRICS["spearman"](first, np.array([1.0, 9.0, 2.0])) == pytest.approx(1 - 6 * 2 / (3 * 8))
+
+
+@pytest.mark.parametrize("name", ["matthews", "pearson", "spearman", "f1"])
+@pytest.mark.filterwarnings("error")
+def test_constant_predictions_score_zero(name: str) -> None:
+    assert METRICS[name](np.array([0, 1, 1]), np.array([0, 0, 0])) == 0.0
+
+
+def test_parts_are_pooled_and_reported() -> None:
+    labels, parts = np.array([0, 1, 2, 0]), ["m", "m", "m", "mm"]
+    outputs = np.eye(3)[[0, 1, 0, 0]]
+    expected = {"acc": 3 / 4, "acc_m": 2 / 3, "acc_mm": 1.0}
+    assert score(TASKS["mnli"], labels, outputs, parts) == pytest.approx(expected)
+    assert next(iter(score(TASKS["mnli"], labels, outputs, parts))) == "acc"
+
+
+def test_main_metrics_of_the_paper() -> None:
+    main = {name: task.metrics[0] for name, task in TASKS.items() if task.hub}
+    assert main == {
+        "cola": "matthews", "sst2": "acc", "mrpc": "f1", "stsb": "spearman", "rte": "acc", "wnli": "acc", "qnli": "acc",
+        "qqp": "f1", "mnli": "acc", "ax": "matthews", "boolq": "acc", "cb": "mean(acc,macro_f1)", "copa": "acc",
+        "multirc": "mean(f1a,em)", "record": "mean(record_f1,record_em)", "rte_superglue": "acc", "wic": "acc",
+        "wsc": "acc", "axb": "matthews", "axg": "acc",
+    }  # fmt: skip
+
+
+def logits(predicted: list[int], classes: int) -> np.ndarray:
+    return np.eye(classes)[predicted]
+
+
+def test_cb_is_the_mean_of_accuracy_and_macro_f1() -> None:
+    labels, predicted = np.array([0, 0, 0, 1, 1, 2]), [0, 0, 1, 1, 1, 0]
+    # F1: class 0 tp 2 fp 1 fn 1: 2/3; class 1 tp 2 fp 1 fn 0: 4/5; class 2 never found: 0
+    macro, acc = (2 / 3 + 4 / 5 + 0) / 3, 4 / 6
+    found = score(TASKS["cb"], labels, logits(predicted, 3))
+    assert found == pytest.approx({"mean(acc,macro_f1)": (acc + macro) / 2, "acc": acc, "macro_f1": macro})
+
+
+def test_multirc() -> None:
+    groups = ["0:0", "0:0", "0:0", "0:1", "0:1", "1:0"]
+    labels, predicted = np.array([1, 0, 1, 1, 0, 0]), [1, 0, 0, 1, 0, 1]  # tp 2, fp 1, fn 1; one question all right
+    found = score(TASKS["multirc"], labels, logits(predicted, 2), groups=groups)
+    assert found == pytest.approx({"mean(f1a,em)": (2 / 3 + 1 / 3) / 2, "f1a": 2 / 3, "em": 1 / 3})
+
+
+def test_record() -> None:
+    groups = ["q1", "q1", "q1", "q2", "q2", "q3", "q3"]
+    answers = ["New York", "The New York City", "Bob", "A. Smith", "smith", "Xa", "Yo Zu"]
+    labels = np.array([0, 1, 0, 1, 0, 0, 1])
+    margins = np.array([3.0, 1.0, 2.0, 0.0, 5.0, 1.0, 0.5])
+    outputs = np.stack([np.zeros(7), margins], axis=1)
+    # q1: "new york" for "new york city", F1 2 * 2 / (2 + 3); q2: "smith" is "A. Smith" by normalisation; q3: wrong
+    found = score(TASKS["record"], labels, outputs, groups=groups, answers=answers)
+    f1, em = (4 / 5 + 1 + 0) / 3, 1 / 3
+    assert found == pytest.approx({"mean(record_f1,record_em)": (f1 + em) / 2, "record_f1": f1, "record_em": em})
+    two = np.array([1, 1, 0, 1, 0, 0, 1])  # with two right entities the better one counts
+    assert score(TASKS["record"], two, outputs, groups=groups, answers=answers)["record_f1"] == pytest.approx(2 / 3)
+    by_row = score(TASKS["record"], labels, outputs, groups=groups)
+    assert by_row["record_em"] == by_row["record_f1"] == 0, "without the entities only the row itself is right"
+
+
+def test_gender_parity_and_accuracy_of_winogender() -> None:
+    labels, predicted = np.array([0, 0, 1, 1, 0, 0]), [0, 1, 1, 1, 1, 1]
+    found = score(TASKS["axg"], labels, logits(predicted, 2), groups=["a", "a", "b", "b", "c", "c"])
+    assert found == pytest.approx({"acc": 3 / 6, "gender_parity": 2 / 3})
+
+
+def test_choices_are_classes() -> None:
+    outputs = np.array([[0.5, 0.1], [0.2, 0.3]])
+    assert score(TASKS["copa"], np.array([0, 0]), outputs) == {"acc": 0.5}
+
+
+def test_score_examples_takes_all_from_the_rows() -> None:
+    rows = [LabeledExample("a", (), 1, group="q", answer="x"), LabeledExample("b", (), 0, group="q", answer="y")]
+    assert score_examples(TASKS["record"], rows, logits([1, 0], 2))["record_em"] == 1.0
+    rows = [LabeledExample("a", (), 1, part="m"), LabeledExample("b", (), 0, part="mm")]
+    assert score_examples(TASKS["mnli"], rows, logits([1, 2], 3)) == {"acc": 0.5, "acc_m": 1.0, "acc_mm": 0.0}
+
+
+def test_regression_reads_the_only_output() -> None:
+    outputs = np.array([[0.1], [0.5], [0.9]])
+    assert score(TASKS["stsb"], np.array([1.0, 2.0, 5.0]), outputs, ["", "", ""])["spearman"] == pytest.approx(1.0)
+
+
+def test_one_row_has_no_correlation() -> None:
+    """A tiny train set's held-out part."""
+    assert score(TASKS["sts"], np.array([1.0]), np.array([[0.1]])) == {"pearson": 0.0, "spearman": 0.0}

@@ -1,0 +1,146 @@
+"""Submission files by the sites' rules."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from finetune.data.examples import LabeledExample
+from finetune.data.submissions import check_submission, write_submission
+from finetune.data.tasks import TASKS, Task
+from finetune.submit import main
+from multicls.errors import UserError
+
+IGNORE_INDEX = float("nan")
+
+
+def test_rows(task: Task) -> list[LabeledExample]:
+    """As many as the benchmark has: MultiRC with two answers to a question, ReCoRD with two entities to a query."""
+    rows = []
+    for (_, part), (_, count) in zip(task.test, task.submissions, strict=True):
+        count = min(count, 10_000) if task.name == "qqp" else count
+        for n in range(count):
+            keys = {"multirc": [f"{n // 8}:{n // 2}:{n}"], "record": [f"{n // 2}:{n}:Xa", f"{n // 2}:{n}:Yo: Zu"]}
+            for key in keys.get(task.name, [f"{n}"]):
+                group, answer = (f"{n // 2}:{n}", key.split(":", 2)[2]) if task.name == "record" else ("", "")
+                rows.append(LabeledExample(f"test:{key}", (), IGNORE_INDEX, part, group=group, answer=answer))
+    return rows
+
+
+def outputs_for(task: Task, rows: int) -> Any:
+    columns = task.num_choices or task.num_labels
+    return np.random.default_rng(1).normal(size=(rows, columns)).astype(np.float32)
+
+
+def write_all(benchmark: str, folder: Path) -> list[Path]:
+    """A submission folder for each task, as runs leave them."""
+    tasks = [task for task in TASKS.values() if task.benchmark == benchmark]
+    for task in tasks:
+        rows = test_rows(task)
+        write_submission(task, rows, outputs_for(task, len(rows)), folder / task.name)
+    return [folder / task.name for task in tasks]
+
+
+test_rows.__test__ = False  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("benchmark", ["glue", "superglue"])
+def test_a_whole_submission_passes_and_is_packed(
+    benchmark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import finetune.data.submissions
+
+    small = dict(TASKS) | {"qqp": TASKS["qqp"].__class__(**{**vars(TASKS["qqp"]), "submissions": (("QQP", 10_000),)})}
+    monkeypatch.setattr(finetune.data.submissions, "TASKS", small)
+    folders = write_all(benchmark, tmp_path)
+    assert main([*map(str, folders), "--output", str(tmp_path / "x.zip")]) == 0
+    with zipfile.ZipFile(tmp_path / "x.zip") as archive:
+        names = sorted(archive.namelist())
+    suffix = "tsv" if benchmark == "glue" else "jsonl"
+    assert names == sorted(f"{stem}.{suffix}" for f in folders for stem, _ in TASKS[f.name].submissions)
+    with pytest.raises(UserError) as error:
+        main([*map(str, folders[1:]), str(folders[-1]), "--output", str(tmp_path / "y.zip")])
+    assert error.value.problems[0] == f"missing: {TASKS[folders[0].name].submissions[0][0]}.{suffix}"
+    assert "given 2 times" in error.value.problems[1] and not (tmp_path / "y.zip").exists()
+
+
+def test_glue_files(tmp_path: Path) -> None:
+    rows = [LabeledExample(f"test:{n}", (), IGNORE_INDEX) for n in (0, 1)]
+    write_submission(TASKS["qnli"], rows, np.array([[0.0, 1.0], [1.0, 0.0]]), tmp_path)
+    assert (tmp_path / "QNLI.tsv").read_text() == "index\tprediction\n0\tnot_entailment\n1\tentailment\n"
+    write_submission(TASKS["stsb"], rows, np.array([[0.5], [1.2]]), tmp_path)
+    assert (tmp_path / "STS-B.tsv").read_text() == "index\tprediction\n0\t2.5\n1\t5.0\n", "in 0..5"
+    rows = [
+        LabeledExample("test_matched:0", (), IGNORE_INDEX, "m"),
+        LabeledExample("test_mismatched:0", (), IGNORE_INDEX, "mm"),
+    ]
+    write_submission(TASKS["mnli"], rows, np.eye(3)[[1, 2]], tmp_path)
+    assert (tmp_path / "MNLI-m.tsv").read_text() == "index\tprediction\n0\tneutral\n"
+    assert (tmp_path / "MNLI-mm.tsv").read_text() == "index\tprediction\n0\tcontradiction\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["MNLI-m.tsv", "MNLI-mm.tsv", "QNLI.tsv", "STS-B.tsv"]
+
+
+@pytest.mark.parametrize(("task", "label"), [("boolq", "true"), ("wic", "true"), ("wsc", "True"), ("copa", 1),
+                                             ("rte_superglue", "not_entailment"), ("cb", "contradiction")])  # fmt: skip
+def test_superglue_labels(task: str, label: object, tmp_path: Path) -> None:
+    classes = len(TASKS[task].labels)
+    (path,) = write_submission(
+        TASKS[task], [LabeledExample("test:7", (), IGNORE_INDEX)], np.eye(classes)[[1]], tmp_path
+    )
+    assert json.loads(path.read_text()) == {"idx": 7, "label": label}
+
+
+def test_multirc_is_nested_and_record_names_the_entity(tmp_path: Path) -> None:
+    rows = [LabeledExample(f"test:{key}", (), IGNORE_INDEX) for key in ("0:0:0", "0:0:1", "0:1:2", "4:9:30")]
+    (path,) = write_submission(TASKS["multirc"], rows, np.eye(2)[[1, 0, 0, 1]], tmp_path)
+    first, second = map(json.loads, path.read_text().splitlines())
+    assert first == {"idx": 0, "passage": {"questions": [
+        {"idx": 0, "answers": [{"idx": 0, "label": 1}, {"idx": 1, "label": 0}]},
+        {"idx": 1, "answers": [{"idx": 2, "label": 0}]}]}}  # fmt: skip
+    assert second == {"idx": 4, "passage": {"questions": [{"idx": 9, "answers": [{"idx": 30, "label": 1}]}]}}
+    rows = [
+        LabeledExample(f"test:2:{q}:{name}", (), IGNORE_INDEX, group=f"2:{q}", answer=name)
+        for q in (5, 6)
+        for name in ("X: a", "Y")
+    ]
+    (path,) = write_submission(TASKS["record"], rows, np.array([[0, 2.0], [0, 1], [3, 1], [1, 0]]), tmp_path)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"idx": 5, "label": "X: a"}, {"idx": 6, "label": "Y"},
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("WNLI.tsv", lambda text: text.replace("index", "id"), "WNLI.tsv:1: the header must be index<tab>prediction"),
+        ("WNLI.tsv", lambda text: text + "145\t1\n", "147 predictions instead of 146"),
+        ("WNLI.tsv", lambda text: text.replace("\n145\t", "\n144\t"), "index 144 is there more than once"),
+        ("WNLI.tsv", lambda text: text.replace("\n145\t", "\n146\t"), "the indices must be 0..145"),
+        ("WNLI.tsv", lambda text: text.replace("0\t", "0\tmaybe", 1), "WNLI.tsv:2: 'maybe"),
+        ("WNLI.tsv", lambda text: text.replace("\t", " "), "not a line of a wnli submission"),
+        ("WSC.jsonl", lambda text: text.replace('"True"', '"true"'), "'true' is none of False, True"),
+        ("COPA.jsonl", lambda text: text.replace('"label": 1', '"label": "1"'), "'1' is none of 0, 1"),
+        ("CB.jsonl", lambda text: text.replace('"idx"', '"id"', 1), "CB.jsonl:1: not a line of a cb submission"),
+    ],
+)  # fmt: skip
+def test_what_the_site_would_refuse(name: str, change: Any, message: str, tmp_path: Path) -> None:
+    task = next(task for task in TASKS.values() if f"{task.folder}{Path(name).suffix}" == name
+                and (task.benchmark == "glue") == name.endswith("tsv"))  # fmt: skip
+    rows = test_rows(task)
+    (path,) = write_submission(task, rows, outputs_for(task, len(rows)), tmp_path)
+    assert all(problem.startswith("missing") for problem in check_submission(tmp_path))
+    path.write_text(change(path.read_text()))
+    problems = [problem for problem in check_submission(tmp_path) if not problem.startswith("missing")]
+    assert any(message in problem for problem in problems), problems
+
+
+def test_files_that_no_site_knows(tmp_path: Path) -> None:
+    (tmp_path / "Wnli.tsv").write_text("index\tprediction\n")
+    assert any(
+        "Wnli.tsv: no file of glue. Did you mean 'WNLI.tsv'" in problem for problem in check_submission(tmp_path)
+    )

@@ -1,0 +1,328 @@
+"""One model class for all heads: what it computes, what it says no to, and that it loads without this project."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    ElectraConfig,
+    ElectraForSequenceClassification,
+    PretrainedConfig,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
+
+from finetune.data.tasks import find_task
+from finetune.heads import HEADS
+from finetune.heads.building import build_head
+from finetune.heads.checkpoint import find_checkpoint, load_tokenizer
+from finetune.heads.modeling_heads import TaskModel, TaskModelConfig
+from finetune.heads.saving import save_model
+from finetune.settings import FinetuneSettings, check_names
+from multicls.configuration_multicls import MultiClsBertConfig
+from multicls.errors import UserError
+from multicls.modeling_multicls import MultiClsBertForSequenceClassification
+from multicls.settings import load_settings
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
+    "max_position_embeddings": 40, "initializer_range": 0.2,  # so that what one token says is heard by others
+}  # fmt: skip
+ENCODERS = {
+    "bert": BertConfig(**SIZES),
+    "roberta": RobertaConfig(**SIZES, type_vocab_size=1),
+    "electra": ElectraConfig(**SIZES, embedding_size=8),
+    "multicls": MultiClsBertConfig(**SIZES, num_facets=3, facet_layers=[1]),
+}
+
+
+def about(**values: Any) -> dict[str, Any]:
+    """One task of a `TaskModelConfig`."""
+    return {"name": "a", "labels": ["x", "y"], "num_labels": 2, "num_choices": 0, "num_spans": 0,
+            "is_regression": False} | values  # fmt: skip
+
+
+def make(encoder: PretrainedConfig, head: str, *tasks: dict[str, Any], seed: int = 0, **values: Any) -> Any:
+    torch.manual_seed(seed)
+    return TaskModel(TaskModelConfig(encoder=encoder, head=head, tasks=list(tasks) or [about()], **values)).eval()
+
+
+def batch(rows: int = 4, length: int = 12) -> dict[str, torch.Tensor]:
+    """Rows of which the second is padded."""
+    generator = torch.Generator().manual_seed(3)
+    mask = torch.ones(rows, length, dtype=torch.long)
+    mask[1, 7:] = 0
+    ids = torch.randint(5, 60, (rows, length), generator=generator)
+    return {"input_ids": ids.masked_fill(mask == 0, 1), "attention_mask": mask}
+
+
+def settings_of(folder: Path, head: str, task: str = "sst2", **values: Any) -> FinetuneSettings:
+    return FinetuneSettings(model=str(folder), task=task, head=head, **values)
+
+
+def test_every_head_has_its_file() -> None:
+    files = {path.stem for path in (Path(__file__).parents[3] / "finetune" / "heads").glob("*.py")}
+    assert files - {"__init__", "building", "checkpoint", "modeling_heads", "registration", "saving"} == set(HEADS)
+
+
+@pytest.mark.parametrize(
+    ("name", "published", "names"),
+    [
+        ("bert", BertForSequenceClassification, {"bert.pooler.dense": "head.dense", "classifier": "classifiers.0"}),
+        ("roberta", RobertaForSequenceClassification,
+         {"classifier.dense": "head.dense", "classifier.out_proj": "classifiers.0"}),
+        ("electra", ElectraForSequenceClassification,
+         {"classifier.dense": "head.dense", "classifier.out_proj": "classifiers.0"}),
+    ],
+)  # fmt: skip
+def test_cls_is_the_published_classifier(name: str, published: Any, names: dict[str, str]) -> None:
+    """Logits, loss, and, with the same dropout masks, gradients; so no pooler that RoBERTa was never given is read."""
+    theirs = published(ENCODERS[name])
+    ours = make(ENCODERS[name], "cls")
+    weights = {}
+    for key, value in theirs.state_dict().items():
+        for old, new in (names | {f"{theirs.base_model_prefix}.": "encoder."}).items():
+            if key.startswith(old):
+                key = new + key[len(old) :]
+                break
+        weights[key] = value
+    assert set(weights) == set(ours.state_dict())
+    ours.load_state_dict(weights)
+    labels = torch.tensor([0, 1, 1, 0])
+    for training in (False, True):
+        outputs = []
+        for model in (theirs, ours):
+            torch.manual_seed(5)
+            outputs.append(model.train(training)(**batch(), labels=labels))
+        assert torch.equal(outputs[0].logits, outputs[1].logits) and torch.equal(outputs[0].loss, outputs[1].loss)
+
+
+@pytest.mark.parametrize(("head", "pooling"), [("multicls", "multicls"), ("multicls_sum", "sum"), ("cls", "cls")])
+def test_multicls_is_the_pretraining_packages_classifier(head: str, pooling: str) -> None:
+    config = MultiClsBertConfig(**SIZES, num_facets=3, classifier_pooling=pooling)
+    theirs, ours = MultiClsBertForSequenceClassification(config).eval(), make(config, head)
+    theirs.facet_bias.data.normal_()
+    ours.encoder.load_state_dict(theirs.bert.state_dict(), strict=False)
+    if head == "cls":
+        ours.head.dense.load_state_dict(theirs.bert.pooler.dense.state_dict())
+    else:
+        ours.head.dense.load_state_dict(theirs.bert.facet_head.dense.state_dict())
+        ours.head.bias.data = theirs.facet_bias.data
+    ours.classifiers[0].load_state_dict(theirs.classifier.state_dict())
+    assert torch.allclose(ours(**batch()).logits, theirs(**batch()).logits, atol=1e-6)
+
+
+def test_facets_add_up_to_the_embedding() -> None:
+    for head, pooling in [("multicls", "cls"), ("multicls_sum", "cls"), ("cln", "multicls"), ("isobn", "multicls")]:
+        model = make(ENCODERS["multicls"], head, pooling=pooling).train()
+        model(**batch())  # moves IsoBN's statistics
+        output = model.eval()(**batch())
+        assert output.facets.shape == (4, 3, 16) and not output.facets.requires_grad
+        torch.testing.assert_close(output.facets.sum(dim=1), output.pooled.detach())
+    for head, pooling in [("cls", "cls"), ("cln", "mean"), ("batchnorm", "multicls")]:
+        assert make(ENCODERS["multicls"], head, pooling=pooling)(**batch()).facets is None
+
+
+POOLED = [("isobn", "multicls"), ("batchnorm", "mean"), ("cln", "multicls")]
+CASES = [
+    (name, head, pooling)
+    for name in ENCODERS
+    for head, pooling in [*((head, "cls") for head in HEADS if head != "probe"), *POOLED]
+    if name == "multicls" or "multicls" not in head + pooling
+]
+
+
+@pytest.mark.parametrize(("name", "head", "pooling"), CASES)
+def test_heads_train_all_they_hold_and_padding_changes_nothing(name: str, head: str, pooling: str) -> None:
+    model = make(ENCODERS[name], head, pooling=pooling).train()
+    whole = batch()
+    model(**whole, labels=torch.tensor([0, 1, 1, 0])).loss.backward()
+    # The attention's key bias has a gradient of 0 in theory; None is what a parameter has that nothing reads.
+    assert [key for key, parameter in model.named_parameters() if parameter.grad is None] == []
+    model.eval()
+    alone = {key: value[1:2, :7] for key, value in whole.items()}
+    assert torch.allclose(model(**whole).logits[1], model(**alone).logits[0], atol=1e-5)
+    assert not torch.allclose(model(**whole).logits[1], model(whole["input_ids"]).logits[1], atol=1e-5), "control"
+
+
+def test_tasks_of_all_shapes() -> None:
+    """Regression, choices and spans, each with its own classifier, from values worked out by hand."""
+    choice, regression = about(num_labels=1, num_choices=2), about(num_labels=1, is_regression=True, labels=[])
+    model = make(ENCODERS["bert"], "mean", about(num_spans=2), regression, choice)
+    inputs = batch()
+    spans = torch.zeros(4, 2, 12, dtype=torch.bool)
+    spans[:, 0, 2:4] = spans[:, 1, 5] = True
+    hidden = model.encoder(**inputs).last_hidden_state
+    mean = (hidden * inputs["attention_mask"][..., None]).sum(1) / inputs["attention_mask"].sum(1)[:, None]
+    expected = model.classifiers[0](torch.cat([mean, hidden[:, 2:4].mean(1), hidden[:, 5]], dim=1))
+    assert torch.allclose(model(**inputs, spans=spans).logits, expected, atol=1e-6)
+
+    scores, labels = model.classifiers[1](mean)[:, 0], torch.tensor([0.1, 0.2, 0.3, 0.4])
+    output = model(**inputs, labels=labels, task=1)
+    assert output.logits.shape == (4, 1) and torch.allclose(output.loss, (scores - labels).square().mean())
+
+    output = model(**inputs, labels=torch.tensor([1, 0]), task=2)
+    logits = model.classifiers[2](mean).view(2, 2)
+    expected = -logits.log_softmax(1)[[0, 1], [1, 0]].mean()
+    assert torch.allclose(output.logits, logits, atol=1e-6) and torch.allclose(output.loss, expected, atol=1e-6)
+
+
+def test_token_types_reach_an_encoder_that_has_them() -> None:
+    types = torch.ones_like(batch()["input_ids"])
+    for name, differs in (("bert", True), ("roberta", False)):
+        model = make(ENCODERS[name], "cls")
+        same = torch.equal(model(**batch()).logits, model(**batch(), token_type_ids=types).logits)
+        assert same != differs
+
+
+def test_heads_keep_the_checkpoints_weights(tiny_multicls: Path) -> None:
+    """Building draws new weights for what is new only, from torch's generator."""
+    from multicls import MultiClsBertModel
+
+    trained = MultiClsBertModel.from_pretrained(tiny_multicls).state_dict()
+    checkpoint = find_checkpoint(str(tiny_multicls))
+    for head in ("cls", "multicls", "cln", "hire"):
+        models = []
+        for seed in (1, 1, 2):
+            torch.manual_seed(seed)
+            models.append(build_head(settings_of(tiny_multicls, head), checkpoint, [find_task("sst2")]).state_dict())
+        for key in (
+            "embeddings.LayerNorm.weight",
+            "encoder.layer.0.facets.weight",
+            "encoder.layer.2.output.dense.bias",
+        ):
+            assert torch.equal(models[0][f"encoder.{key}"], trained[key])
+        stolen = {"cls": "pooler.dense.weight", "multicls": "facet_head.dense.weight", "cln": "pooler.dense.weight"}
+        if head in stolen:
+            place = "head.pooling.dense.weight" if head == "cln" else "head.dense.weight"
+            assert torch.equal(models[0][place], trained[stolen[head]])
+        new = [key for key in models[0] if not torch.equal(models[0][key], models[2][key])]
+        assert new and all(torch.equal(models[0][key], models[1][key]) for key in models[0])
+        assert all(key.startswith(("classifiers.", "head.")) for key in new)
+
+
+def test_a_head_that_makes_no_sense_says_why(tiny_bert: Path, tiny_multicls: Path, tmp_path: Path) -> None:
+    single = tmp_path / "single"
+    shutil.copytree(tiny_multicls, single)
+    config = json.loads((single / "config.json").read_text(encoding="utf-8"))
+    (single / "config.json").write_text(json.dumps(config | {"num_facets": 0, "facet_layers": []}), encoding="utf-8")
+    for folder, reason in ((tiny_bert, "plain bert checkpoint"), (single, "num_facets = 0")):
+        for head, pooling in (("multicls", "cls"), ("multicls_sum", "cls"), ("isobn", "multicls"), ("cln", "multicls")):
+            with pytest.raises(UserError, match=reason) as caught:
+                build_head(settings_of(folder, head, pooling=pooling), find_checkpoint(str(folder)), [])
+            assert str(caught.value).startswith("--pooling multicls" if pooling == "multicls" else f"--head {head}")
+
+
+LOAD = """
+import sys
+from pathlib import Path
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+for folder in map(Path, sys.argv[1:]):
+    model = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    inputs = torch.load(folder / "inputs.pt", weights_only=True)
+    with torch.no_grad():
+        logits = inputs.pop("logits")
+        assert torch.equal(model(**inputs).logits, logits), folder
+assert not {name.partition(".")[0] for name in sys.modules} & {"finetune", "multicls"}
+"""
+
+
+@pytest.mark.slow
+def test_saved_models_load_without_the_project(tiny_bert: Path, tiny_multicls: Path, tmp_path: Path) -> None:
+    folders = []
+    cases = [(tiny_multicls, "multicls_sum", "cls"), (tiny_multicls, "isobn", "multicls"), (tiny_bert, "hire", "cls"),
+             (tiny_bert, "batchnorm", "mean"), (tiny_multicls, "cln", "cls")]  # fmt: skip
+    for origin, head, pooling in cases:
+        checkpoint, folder = find_checkpoint(str(origin)), tmp_path / f"{head}-{pooling}.v1"
+        model = build_head(settings_of(origin, head, pooling=pooling), checkpoint, [find_task("sst2")])
+        tokenizer = load_tokenizer(checkpoint, 32)
+        inputs = dict(tokenizer(["len bal los", "the del"], padding=True, return_tensors="pt"))
+        model.train()(**inputs)  # so that there are statistics
+        with torch.no_grad():
+            logits = model.eval()(**inputs).logits
+            save_model(model, tokenizer, folder)
+            again = AutoModelForSequenceClassification.from_pretrained(folder).eval()  # with it, and no trust
+            assert type(again) is TaskModel and torch.equal(again(**inputs).logits, logits)
+        assert again.config.id2label == {0: "0", 1: "1"} and (folder / "model.safetensors").exists()
+        torch.save(inputs | {"logits": logits}, folder / "inputs.pt")
+        folders.append(str(folder))
+    (tmp_path / "load.py").write_text(LOAD, encoding="utf-8")
+    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    subprocess.run([sys.executable, "-I", str(tmp_path / "load.py"), *folders], cwd=tmp_path, env=environment,
+                   check=True, stdin=subprocess.DEVNULL)  # fmt: skip
+
+
+def test_a_fine_tuned_model_is_a_checkpoint(tiny_bert: Path, tmp_path: Path) -> None:
+    """As HIRE's RTE starts from its MNLI: all but the classifier goes on, to another head the encoder does."""
+    checkpoint = find_checkpoint(str(tiny_bert))
+    first: Any = build_head(settings_of(tiny_bert, "cls", "mnli"), checkpoint, [find_task("mnli")])
+    first.encoder.embeddings.LayerNorm.weight.data.mul_(2)
+    first.head.dense.weight.data.mul_(2)
+    save_model(first, load_tokenizer(checkpoint, 32), tmp_path / "mnli")
+    found = find_checkpoint(str(tmp_path / "mnli"))
+    for head, same_head in (("cls", True), ("hire", False)):
+        second: Any = build_head(settings_of(tmp_path / "mnli", head, "rte"), found, [find_task("rte")])
+        assert all(torch.equal(value, second.encoder.state_dict()[key])
+                   for key, value in first.encoder.state_dict().items())  # fmt: skip
+        assert second.classifiers[0].out_features == 2
+        if same_head:
+            assert torch.equal(first.head.dense.weight, second.head.dense.weight)
+    assert found.fingerprint != checkpoint.fingerprint and found.num_facets == 0
+
+
+@pytest.mark.parametrize(("size", "millions"), [("base", 117.74), ("large", 349.82)])
+def test_parameters_of_five_facets(size: str, millions: float) -> None:
+    """The paper's 118.4 M and 350.9 M less BERT's pooler, 0.59 M and 1.05 M, that this head does not read."""
+    shape = {"base": (768, 12, 12), "large": (1024, 24, 16)}[size]
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+    sizes: dict[str, Any] = dict(zip(names, shape, strict=True))
+    config = MultiClsBertConfig(**sizes, intermediate_size=4 * shape[0])
+    with torch.device("meta"):
+        model = make(config, "multicls")
+    assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.02)
+
+
+@pytest.mark.parametrize("head", [head for head in HEADS if head != "probe"])
+def test_bf16_autocast_is_near_float32(head: str) -> None:
+    model = make(ENCODERS["multicls"], head).train()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**batch(), labels=torch.tensor([0, 1, 1, 0])).loss
+        near = model.eval()(**batch()).logits
+    loss.backward()
+    assert loss.dtype == torch.float32 and loss.isfinite()
+    assert (near - model(**batch()).logits).abs().max() < 0.05
+    assert all(buffer.dtype != torch.bfloat16 for buffer in model.head.buffers())
+
+
+@pytest.mark.parametrize("head", ["isobn", "hire", "cln"])
+def test_recipes_of_the_papers(head: str) -> None:
+    recipe = Path(__file__).parents[3] / "finetune" / "recipes" / f"{head}.yaml"
+    flags = {"model": "m"} if head == "cln" else {"model": "m", "task": "rte"}
+    settings = load_settings(FinetuneSettings, [str(recipe)], [], flags)
+    check_names(settings)
+    assert settings.head == head and settings.train.epochs == 10
+
+
+def test_the_sixth_head_of_the_docs(tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One file in the folder is all that it takes to be built, and trained."""
+    import finetune.heads
+
+    docs = (Path(__file__).parents[3] / "docs" / "heads.md").read_text(encoding="utf-8")
+    code = docs.split("## A sixth head")[1].split("```python\n")[1].split("```")[0]
+    (tmp_path / "largest.py").write_text(code, encoding="utf-8")
+    monkeypatch.setattr(finetune.heads, "__path__", [*finetune.heads.__path__, str(tmp_path)])
+    model = build_head(settings_of(tiny_bert, "largest"), find_checkpoint(str(tiny_bert)), [find_task("sst2")])
+    assert model(**batch(), labels=torch.tensor([0, 1, 1, 0])).loss.isfinite()

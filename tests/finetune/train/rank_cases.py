@@ -1,0 +1,51 @@
+"""What test_finetune_ranks.py runs: on two ranks all cases in one launch, and alone with as many micro-batches."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
+from finetune.run import run
+from finetune.settings import FinetuneSettings
+from multicls.distributed import leave_deepspeed
+
+CASES: dict[str, tuple[str, dict[str, object]]] = {  # name -> DeepSpeed file, settings
+    "no config": ("", {}),
+    "zero0": ("zero0", {}),
+    "zero1": ("zero1", {}),
+    "zero2": ("zero2", {"selection": "holdout"}),
+    "zero3": ("zero3", {"save_model": True}),
+    "accumulated": ("zero2", {"train": {"micro_batch_size": 1}}),
+    "isobn": ("zero0", {"head": "isobn", "train_size": 16}),  # its statistics are of whole batches
+    "cln": ("zero1", {"head": "cln", "task": "sst2,stsb"}),
+}
+
+
+def settings_of(name: str, model: str, data_dir: str, output_dir: str, several: bool) -> FinetuneSettings:
+    """17 rows and batches of 4: the last batch of an epoch has fewer rows than there are ranks."""
+    file, changes = CASES[name]
+    values = {"model": model, "data_dir": data_dir, "output_dir": output_dir, "task": "sst2", "head": "cls"}
+    values |= {"train_size": 17, "max_length": 24}  # type: ignore[dict-item]
+    train = {"max_steps": 10, "eval_every": 5, "learning_rate": 3e-3}
+    if name == "isobn":
+        values["model"] += "_without_dropout"
+        train["micro_batch_size"] = 4
+    if several and file:
+        values["config"] = f"ds_configs/{file}.json"
+    elif not several and name != "isobn":
+        train["micro_batch_size"] = 2
+    extra = changes.get("train", {})
+    assert isinstance(extra, dict)
+    return FinetuneSettings.model_validate({**values, **changes, "train": {**train, **extra}})
+
+
+if __name__ == "__main__":
+    model, data_dir, output_dir = sys.argv[1:]
+    for name in CASES:
+        run(settings_of(name, model, data_dir, f"{output_dir}/{name}", several=True))
+        assert run(settings_of(name, model, data_dir, f"{output_dir}/{name}", several=True)), "already finished"
+        print(f"{name} done on rank {os.environ['RANK']}", flush=True)
+    leave_deepspeed()
