@@ -34,7 +34,7 @@ log = logging.getLogger("finetune")
 WORKER = "MULTICLS_WORKER"  # number of a process among those of `--jobs`
 PLANS = "grids"  # folder in the results folder: the cells of every grid, for reports
 FINISHED = f"{PLANS}/finished.jsonl"  # cells and their runs
-AXES = ("model", "model_name", "pretraining_seed", "task", "train_file", "dev_file", "train_size", "data_seed",
+AXES = ("model", "model_name", "pretraining_seed", "task", "train_size", "data_seed",
         "selection", "head", "seed", "output_dir")  # fmt: skip
 Names = Annotated[list[str], Field(min_length=1)]
 Seeds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]

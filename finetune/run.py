@@ -22,7 +22,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/, whose n
 
 from finetune.data.tasks import TASKS
 from finetune.heads import HEADS
-from finetune.settings import POOLED, FinetuneSettings, TrainSettings, check_names, resolve
+from finetune.settings import POOLED, FinetuneSettings, OwnDataSettings, TrainSettings, check_names, resolve
 from finetune.store import results
 from multicls.distributed import leave_deepspeed, on_rank_0, prepare_deepspeed, rank_and_world
 from multicls.ds_config import load_ds_config
@@ -389,7 +389,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--print_config", action="store_true", help="print the settings as a recipe and stop")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # appended by the launcher
     choices = {"task": ", ".join(TASKS), "head": "; ".join(f"{name}: {about}" for name, about in HEADS.items())}
-    for kind, prefix in ((FinetuneSettings, ""), (TrainSettings, "train.")):
+    for kind, prefix in ((FinetuneSettings, ""), (OwnDataSettings, "own."), (TrainSettings, "train.")):
         for name, field in kind.model_fields.items():
             if isinstance(field.default, Settings):  # of one head, or "train": --set reaches them
                 continue

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
@@ -13,6 +16,12 @@ from multicls.errors import UserError, did_you_mean
 from multicls.settings import Settings
 
 POOLED = ("isobn", "batchnorm", "cln", "probe")  # heads on top of another one, which `pooling` names
+HEAD_OPTIONS = ("isobn", "hire", "cln")  # groups of settings that only the head of that name reads
+NOT_IN_IDENTITY = ("model", "model_name", "pretraining_seed", "data_dir", "output_dir", "save_model", "predict_test",
+                   "config", "trust_remote_code")  # fmt: skip
+WITHOUT_EFFECT = ("eval_batch_size", "gradient_checkpointing", "snapshot_minutes", "precision")  # of train, on numbers
+OWN_IDENTITY = ("text_column", "label_column", "label_type", "metric", "dev_share")
+COLUMNS = ("task", "train_size", "head", "pooling", "selection", "data_seed", "seed", "train.learning_rate")
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -26,7 +35,17 @@ class TrainSettings(Settings):
         default=None, description="rows a step; 4, 8 or 16 for about 100, 1k or more rows"
     )
     micro_batch_size: PositiveInt | None = Field(
-        default=None, description="rows of a step that a rank takes at a time (gradient accumulation); default: all"
+        default=None, description="rows of a forward pass on each rank (gradient accumulation); default: all"
+    )
+    eval_batch_size: PositiveInt = Field(default=64, description="rows of a forward pass in evaluation")
+    gradient_checkpointing: bool = Field(
+        default=False, description="recompute activations in the backward pass: less memory, slower by about a third"
+    )
+    class_weights: Literal["none", "balanced"] = Field(
+        default="none", description="balanced: each class has the same total weight in the loss"
+    )
+    snapshot_minutes: float = Field(
+        default=5.0, gt=0.0, description="minutes between snapshots, from which a killed run goes on; at evaluations"
     )
     eval_every: PositiveInt | None = Field(
         default=None, description="steps between evaluations; two epochs, at most 500"
@@ -76,6 +95,41 @@ class ClnSettings(Settings):
     )
 
 
+class OwnDataSettings(Settings):
+    """Your own labelled rows, instead of a task of the benchmarks."""
+
+    train_file: str | None = Field(default=None, description="your own rows: CSV, TSV, JSON lines or Parquet")
+    dev_file: str | None = Field(default=None, description="rows to evaluate on; default: dev_share of train_file")
+    test_file: str | None = Field(default=None, description="labelled rows that are scored once, at the end")
+    dataset: str | None = Field(
+        default=None, description="id of a Hub data set instead of files, or ID:CONFIGURATION; its usual splits"
+    )
+    text_column: str | None = Field(
+        default=None,
+        description="column of the text; A,B for pairs of texts; default: text, or sentence1,sentence2",
+    )
+    label_column: str = Field(default="label", description="column of the label")
+    label_type: Literal["auto", "class", "multi_label", "score"] = Field(
+        default="auto", description="auto: score if labels are numbers that are not all whole, else class"
+    )
+    metric: str | None = Field(
+        default=None, description="metric that chooses and is reported first; default: acc, micro_f1 or spearman"
+    )
+    dev_share: float = Field(default=0.2, gt=0.0, lt=1.0, description="share of train_file for dev without dev_file")
+    task_name: str | None = Field(default=None, description="name in tables; default: the file's or data set's")
+
+    @property
+    def source(self) -> str | None:
+        """What the rows are read from, None if this is a task of the benchmarks."""
+        return self.train_file or self.dataset
+
+    @property
+    def name(self) -> str:
+        """The name of the task in tables and file names."""
+        name = self.task_name or Path((self.source or "").split(":")[0]).stem
+        return "own_" + re.sub(r"[^A-Za-z0-9-]+", "_", name)
+
+
 class FinetuneSettings(Settings):
     """One run: a model, a task, a number of train rows, a head and a seed."""
 
@@ -85,8 +139,7 @@ class FinetuneSettings(Settings):
     )
     pretraining_seed: int | None = Field(default=None, ge=0, description="which of the models of that name this is")
     task: str = Field(default="", description="name of the task; several with commas for --head cln")
-    train_file: str | None = Field(default=None, description="your own rows instead of a task: CSV, TSV or JSON lines")
-    dev_file: str | None = Field(default=None, description="your own dev rows, with the same columns")
+    own: OwnDataSettings = OwnDataSettings()
     train_size: PositiveInt | Literal["full"] = Field(
         default="full", description="train rows: 100, 1k, any number, or full"
     )
@@ -139,16 +192,52 @@ class FinetuneSettings(Settings):
 
     @model_validator(mode="after")
     def _rows_from_one_place(self) -> FinetuneSettings:
-        if bool(self.train_file) != bool(self.dev_file):
-            raise ValueError("train_file and dev_file go together: give both, or a task")
-        if bool(self.task) == bool(self.train_file):
-            raise ValueError("give either a task or your own train_file and dev_file")
+        if self.own.train_file and self.own.dataset:
+            raise ValueError("give either a train_file or a dataset")
+        if (self.own.dev_file or self.own.test_file) and not self.own.train_file:
+            raise ValueError("dev_file and test_file need a train_file")
+        if bool(self.task) == bool(self.own.source):
+            raise ValueError("give either a task, or your own rows by --train_file or --dataset")
         return self
 
     @property
     def task_names(self) -> list[str]:
-        """The tasks, more than one for `cln` only."""
+        """The tasks of a benchmark, more than one for `cln` only; none for own rows."""
         return [name.strip() for name in self.task.split(",")] if self.task else []
+
+    @property
+    def label(self) -> str:
+        """How the label is read, for tables: the head, its pooling and the tasks that share the model."""
+        pooling = f"/{self.pooling}" if self.head in POOLED and self.pooling != "cls" else ""
+        joint = f" of {','.join(sorted(self.task_names))}" if len(self.task_names) > 1 else ""
+        return self.head + pooling + joint
+
+    def requested(self) -> dict[str, Any]:
+        """Returns all that was requested and decides a run's numbers, but for the weights of the model.
+
+        Not in it: where things lie, what else a run leaves, and settings that this run does not read.
+        """
+        values = self.model_dump(mode="json", exclude=set(NOT_IN_IDENTITY))
+        unread = {name for name in HEAD_OPTIONS if name != self.head}
+        unread |= {"pooling"} if self.head not in POOLED else set()
+        unread |= {"holdout"} if self.selection == "dev" else set()
+        values = {name: value for name, value in values.items() if name not in unread}
+        values["train"] = {name: value for name, value in values["train"].items() if name not in WITHOUT_EFFECT}
+        values["own"] = {name: values["own"][name] for name in OWN_IDENTITY} if self.own.source else {}
+        return values | {"task": self.task or self.own.name}
+
+    def changed(self) -> dict[str, Any]:
+        """Returns what `requested` holds beyond defaults and what tables have columns for, by dotted name."""
+        plain = FinetuneSettings(model=self.model, head=self.head, task=self.task, own=self.own).requested()
+        mine, default = _flat(self.requested()), _flat(plain)
+        return {name: value for name, value in mine.items() if value != default.get(name) and name not in COLUMNS}
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
 
 
 def check_names(settings: FinetuneSettings) -> None:
@@ -171,8 +260,8 @@ def check_names(settings: FinetuneSettings) -> None:
         problems.append(f"--task {settings.task}: a task is given twice.")
     if settings.head == "probe" and settings.save_model:
         problems.append("--head probe trains no model: leave out --save_model.")
-    if settings.train_file and settings.predict_test:
-        problems.append("--predict_test: your own rows are no benchmark's; leave it out.")
+    if settings.own.source and settings.predict_test:
+        problems.append("--predict_test: your own rows are no benchmark's; leave it out, or give --test_file.")
     if problems:
         raise UserError(*problems)
 

@@ -10,10 +10,10 @@ from finetune.data.examples import LabeledExample, TaskData, fingerprint
 from finetune.data.reading import read_task
 from finetune.data.splits import draw_balanced, draw_rows, hold_out, noisy_labels
 from finetune.data.tasks import Task, find_task
-from finetune.settings import FinetuneSettings
+from finetune.settings import FinetuneSettings, OwnDataSettings
 from multicls.errors import UserError
 
-FIELDS = ("data_dir", "train_file", "dev_file", "train_from_dev", "predict_test", "train_size", "sampling", "data_seed",
+FIELDS = ("data_dir", "own", "train_from_dev", "predict_test", "train_size", "sampling", "data_seed",
           "label_noise", "selection", "holdout")  # fmt: skip
 
 
@@ -63,7 +63,7 @@ def _select(name: str, values: tuple[object, ...]) -> TaskRows:
     settings = FinetuneSettings.model_validate(
         {"model": "-", "head": "-", "task": name} | dict(zip(FIELDS, values, strict=True))
     )
-    task, data, test = _read(name, *values[:5])
+    task, data, test = _read(name, settings.data_dir, settings.own, settings.train_from_dev, settings.predict_test)
     notes = ([task.about] if task.about else []) + data.notes
     source = data.dev if data.train is None else data.train
     drawn = _draw(task, source, settings, notes)
@@ -90,12 +90,12 @@ def _select(name: str, values: tuple[object, ...]) -> TaskRows:
 
 @lru_cache(maxsize=4)
 def _read(
-    name: str, data_dir: str | None, train_file: str | None, dev_file: str | None, train_from_dev: bool, with_test: bool
+    name: str, data_dir: str | None, own: OwnDataSettings, train_from_dev: bool, with_test: bool
 ) -> tuple[Task, TaskData, list[tuple[Task, list[LabeledExample]]]]:
-    if train_file and dev_file:
+    if own.train_file and own.dev_file:
         from finetune.data.own_rows import read_own
 
-        return *read_own(train_file, dev_file), []
+        return *read_own(own.train_file, own.dev_file), []
     task = find_task(name)
     data = read_task(task, data_dir, train_from_dev, with_test)
     test = [(task, data.test)] if with_test else []
