@@ -1,0 +1,109 @@
+"""Sentences about a results folder: who leads and whether that can be told from chance, and what to know first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from finetune.show.tables import CONSTANT, error_of, number, units_text, with_error
+from finetune.stats.pairs import PairTest, leaders
+
+if TYPE_CHECKING:
+    from finetune.stats.systems import Results, SystemResult
+
+
+def headline(rows: Sequence[SystemResult], tests: Sequence[PairTest]) -> list[str]:
+    """Returns for each train size and selection which systems lead on which tasks, and what the tests support."""
+    best = leaders(rows)
+    sentences = []
+    for size, selection in dict.fromkeys((size, selection) for _, size, selection in best):
+        here = [row for (_, *place), row in best.items() if place == [size, selection]]
+        rivals = {row.task: _rivals(row, tests) for row in here}
+        if any(rivals.values()):
+            where = f"{size} train rows, selection {selection}"
+            sentences.append(f"{where}: {_who_leads([row for row in here if rivals[row.task]])}. {_verdict(rivals)}")
+    if not sentences:
+        sentences = [f"{row.system.name} on {row.task}, {row.train_size} train rows: {row.metric} "
+                     f"{with_error(row.estimate.mean, error_of(row))} ({units_text(row)})"
+                     + (f"; a {CONSTANT} has {number(row.constant)}." if row.constant is not None else ".")
+                     for row in rows]  # fmt: skip
+    return sentences
+
+
+def _rivals(row: SystemResult, tests: Iterable[PairTest]) -> list[PairTest]:
+    return [test for test in tests if row is test.a or row is test.b]
+
+
+def _who_leads(rows: Sequence[SystemResult]) -> str:
+    tasks: dict[str, list[str]] = {}
+    for row in rows:
+        tasks.setdefault(row.system.name, []).append(row.task)
+    order = sorted(tasks, key=lambda name: -len(tasks[name]))
+    first = f"{order[0]} has the best mean on {words(tasks[order[0]])}"
+    return "; ".join([first, *(f"{name} on {words(tasks[name])}" for name in order[1:])])
+
+
+def _verdict(rivals: Mapping[str, Sequence[PairTest]]) -> str:
+    """Returns for how many of the others each lead is supported by the corrected t-tests."""
+    supported: dict[str, list[str]] = {}
+    for task, tests in rivals.items():
+        if tests and all(math.isnan(test.corrected) for test in tests):
+            kind = "no test is possible, because one unit does not tell how much others would differ"
+        elif not any(test.significant for test in tests):
+            kind = "no difference can be told"
+        else:
+            beaten = sum(test.significant for test in tests)
+            kind = "the lead over " + ("every other system" if beaten == len(tests) else f"{beaten} of {len(tests)} others")
+            kind += " is supported"
+        if tests:
+            supported.setdefault(kind, []).append(task)
+    parts = [f"on {words(tasks)} {kind}" for kind, tasks in sorted(supported.items(), key=lambda item: "every" not in item[0])]
+    return "Corrected for the number of tests: " + "; ".join(parts) + "."
+
+
+def warnings(results: Results) -> list[str]:
+    """Returns what a reader has to know before the numbers: constant answers, missing runs, mixed versions, notes."""
+    found = _as_good_as_constant(results.rows)
+    short = [f"{row.system.name} on {row.task} ({row.train_size}): {len(row.records)} of {row.planned}"
+             for row in results.rows if len(row.records) < row.planned]  # fmt: skip
+    found += [f"Incomplete, finished runs of planned ones: {'; '.join(short)}."] if short else []
+    found += [f"Planned, but without a finished run: {'; '.join(results.never_run)}."] if results.never_run else []
+    if results.mixed:
+        found.append(f"Averaged over different environments: {'; '.join(results.mixed)}.")
+    said: dict[str, list[SystemResult]] = {}
+    for row in results.rows:
+        for text in dict.fromkeys([*row.problems, *row.notes]):
+            said.setdefault(text, []).append(row)
+    return found + [f"{text.rstrip('.')} ({_places(rows, results.rows)})." for text, rows in said.items()]
+
+
+def _as_good_as_constant(rows: Iterable[SystemResult]) -> list[str]:
+    """Returns a sentence for each task and size where systems are no better than a constant answer."""
+    places: dict[tuple[str, str], list[str]] = {}
+    constants: dict[tuple[str, str], str] = {}
+    for row in rows:
+        error, mean = error_of(row), row.estimate.mean
+        if row.constant is not None and mean - (0 if math.isnan(error) else error) <= row.constant:
+            place = row.task, row.train_size
+            places.setdefault(place, []).append(f"{row.system.name} {with_error(mean, error)}")
+            constants[place] = number(row.constant)
+    return [f"On {task} with {size} train rows a {CONSTANT} does as well ({constants[task, size]}; within one standard "
+            f"error): {'; '.join(systems)}." for (task, size), systems in places.items()]  # fmt: skip
+
+
+def _places(rows: Sequence[SystemResult], everything: Sequence[SystemResult]) -> str:
+    """Returns which rows a note is about, in a few words."""
+    if len(rows) == len(everything):
+        return "all results"
+    tasks: dict[str, list[str]] = {}
+    for row in rows:
+        tasks.setdefault(f"{row.task}, {row.train_size} rows", []).append(row.system.name)
+    counts = {place: sum(f"{row.task}, {row.train_size} rows" == place for row in everything) for place in tasks}
+    return "; ".join(place if len(names) == counts[place] else f"{place}: {', '.join(names)}"
+                     for place, names in tasks.items())  # fmt: skip
+
+
+def words(names: Sequence[str]) -> str:
+    """Returns "a, b and c"."""
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
