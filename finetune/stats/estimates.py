@@ -192,7 +192,8 @@ def cell_means(runs: pd.DataFrame) -> pd.DataFrame:
     for _, run in runs[~np.isfinite(runs["score"])].iterrows():
         place = f"pretraining {run['pretraining']}, draw {run['draw']}, seed {run['seed']}"
         raise UserError(f"{place}: the score is {run['score']}; repeat this run or leave it out.")
-    return runs.pivot_table(values="score", index="pretraining", columns="draw", aggfunc="mean")
+    cells = runs.pivot_table(values="score", index="pretraining", columns="draw", aggfunc="mean")
+    return cells.round(9)  # the order of equal scores makes no difference
 
 
 def complete(cells: pd.DataFrame) -> pd.DataFrame:
