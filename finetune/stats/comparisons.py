@@ -273,10 +273,10 @@ def _bootstrap(
     ends = np.cumsum(sizes)
 
     def weighted_sum(drawn: Array) -> float:
-        copies = np.repeat(np.arange(len(drawn)), sizes[drawn])
-        places = np.arange(len(copies)) + np.repeat(ends[drawn] - np.cumsum(sizes[drawn]), sizes[drawn])
+        drawn_sizes = sizes[drawn]
+        places = np.arange(drawn_sizes.sum()) + np.repeat(ends[drawn] - np.cumsum(drawn_sizes), drawn_sizes)
         rows = rows_of_all[places]
-        value = sum(weight * score(rows, copies) for weight, score in zip(weights, scorers, strict=True))
+        value = sum(weight * score(rows) for weight, score in zip(weights, scorers, strict=True))
         return round(100 * value, 9)  # equal systems differ by exactly 0
 
     everything = np.arange(len(units))
@@ -304,32 +304,52 @@ def units_of_rows(runs: Sequence[Predictions], task: str) -> list[Array]:
     return [np.array(rows) for rows in members.values()]
 
 
-def scorer(task: Task, predictions: Predictions) -> Callable[[Array, Array], float]:
-    """Returns a function of rows, and of the number of the draw each belongs to, that gives the main metric on them."""
+def scorer(task: Task, predictions: Predictions) -> Callable[[Array], float]:
+    """Returns a function that gives the main metric on some rows, which may be repeated, as a fraction of 1.
+
+    Rows of one group must come together, as `units_of_rows` draws them.
+    """
+    names = task.metrics[0].removeprefix("mean(").removesuffix(")").split(",")
+    parts = [_metric_of_rows(name, task, predictions) for name in names]
+    return lambda rows: float(np.mean([part(rows) for part in parts]))
+
+
+def _metric_of_rows(name: str, task: Task, predictions: Predictions) -> Callable[[Array], float]:
+    """Returns one metric as a function of rows, with everything computed beforehand that does not depend on them."""
     from finetune import metrics
 
-    labels, main = predictions["labels"], task.metrics[0]
+    labels = predictions["labels"]
     outputs = predictions["logits"] if "logits" in predictions else predictions["scores"][:, None]
-    names = main.removeprefix("mean(").removesuffix(")").split(",")
-    if set(names) <= set(FROM_COUNTS) and labels.ndim == 1:  # a thousand times as fast as scikit-learn
-        classes = outputs.shape[1]
+    if name in FROM_COUNTS and labels.ndim == 1:  # a thousand times as fast as scikit-learn
+        classes, of_counts = outputs.shape[1], FROM_COUNTS[name]
         pairs = labels.astype(int) * classes + outputs.argmax(axis=1)
+        return lambda rows: of_counts(
+            np.bincount(pairs[rows], minlength=classes**2).reshape(classes, classes).astype(float)
+        )
+    if name in ("em", "record_f1", "record_em"):
+        first, values = _values_of_groups(name, predictions)
+        return lambda rows: float(values[rows].sum() / first[rows].sum())
+    guesses, metric = metrics.predictions_of(task, outputs), metrics.METRICS[name]
+    return lambda rows: metric(labels[rows], guesses[rows])
 
-        def from_counts(rows: Array, copies: Array) -> float:
-            counts = np.bincount(pairs[rows], minlength=classes**2).reshape(classes, classes).astype(float)
-            return float(np.mean([FROM_COUNTS[name](counts) for name in names]))
 
-        return from_counts
+def _values_of_groups(name: str, predictions: Predictions) -> tuple[Array, Array]:
+    """Returns 1 at the first row of each group (N,), and the group's own score there; both 0 elsewhere."""
+    from finetune import metrics
 
-    groups, answers = predictions["groups"], predictions.get("answers")
-    grouped = any(groups.tolist())
-
-    def from_rows(rows: Array, copies: Array) -> float:
-        own_groups = [f"{copy} {groups[row]}" for copy, row in zip(copies, rows, strict=True)] if grouped else ()
-        own_answers = () if answers is None else answers[rows].tolist()
-        return metrics.score(task, labels[rows], outputs[rows], groups=own_groups, answers=own_answers)[main]
-
-    return from_rows
+    labels, outputs, groups = predictions["labels"], predictions["logits"], predictions["groups"]
+    answers = predictions.get("answers", np.arange(len(labels)).astype(str))  # without them F1 is the exact match
+    first, values = np.zeros(len(labels)), np.zeros(len(labels))
+    order = np.argsort(groups, kind="stable")
+    for rows in np.split(order, np.flatnonzero(groups[order][1:] != groups[order][:-1]) + 1):
+        group = groups[rows].tolist()
+        if name == "em":
+            value = metrics.exact_match(labels[rows], outputs[rows].argmax(axis=1), group)
+        else:
+            f1, match = metrics.record(labels[rows], outputs[rows], group, answers[rows].tolist())
+            value = f1 if name == "record_f1" else match
+        first[rows[0]], values[rows[0]] = 1, value
+    return first, values
 
 
 def _f1_of_classes(counts: Array) -> Array:
@@ -352,6 +372,7 @@ def _matthews(counts: Array) -> float:
 FROM_COUNTS: dict[str, Callable[[Array], float]] = {
     "acc": lambda counts: float(counts.trace() / counts.sum()),
     "f1": lambda counts: float(_f1_of_classes(counts)[1]),
+    "f1a": lambda counts: float(_f1_of_classes(counts)[1]),
     "macro_f1": _macro_f1,
     "matthews": _matthews,
 }

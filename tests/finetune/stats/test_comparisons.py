@@ -96,6 +96,17 @@ def test_draws_that_both_systems_share_cancel() -> None:
     assert one_each.flip_least == 0.25 and one_each.units == "3 draws, one pretraining each"
 
 
+def test_unrelated_pretrainings_and_shared_draws_by_hand() -> None:
+    models, draws = np.array([-2.0, 2])[:, None, None], np.array([-1.0, 0, 1])[None, :, None]
+    interaction = np.array([[-1.0, 0, 1], [1, 0, -1]])[..., None]
+    found = compare(runs(60 + 3 * models + interaction + draws, "a"), runs(50 + models + 0 * draws, "b"))
+    # Parts of the variance: pretrainings 72 / 2 and 8 / 2, draws 1 / 3; interaction of A: 4 / 2 over 6 cells.
+    variance = 36 + 4 + 1 / 3 - 2 / 6
+    df = (36 + 4 + 1 / 3) ** 2 / (36**2 + 4**2 + (1 / 3) ** 2 / 2)
+    half = stats.t.ppf(0.975, df) * math.sqrt(variance)
+    assert (found.difference, found.df, found.low) == pytest.approx((10, df, 10 - half))
+
+
 def test_a_draw_effect_on_one_system_widens_the_interval() -> None:
     a, b = noise(4, 3, 1), noise(4, 3, 1, seed=1)
     effect = np.array([-9.0, 0, 9])[None, :, None]
@@ -200,16 +211,15 @@ def test_scores_of_rows_are_the_metrics(name: str) -> None:
     task, groups = find_task(name), np.array([f"{row // 4}" for row in range(120)])
     found = predictions(LABELS, 0.3, groups=groups)
     if name == "stsb":
-        found = {key: found[key] for key in ("ids", "groups")} | {
-            "labels": LABELS * 1.0,
-            "scores": found["logits"][:, 0],
-        }
-    expected = score(task, found["labels"], found.get("logits", found.get("scores", LABELS)[:, None]), groups=groups)
+        found |= {"labels": LABELS * 1.0, "scores": found.pop("logits")[:, 0]}
+    outputs = found["logits"] if "logits" in found else found["scores"][:, None]
+    expected = score(task, found["labels"], outputs, groups=groups.tolist())
     quick = scorer(task, found)
-    assert quick(np.arange(120), np.zeros(120, dtype=int)) == pytest.approx(expected[task.metrics[0]])
-    if name in ("multirc", "record"):  # a question that is drawn twice counts twice
-        twice = quick(np.tile(np.arange(120), 2), np.repeat([0, 1], 120))
-        assert twice == pytest.approx(expected[task.metrics[0]])
+    assert quick(np.arange(120)) == pytest.approx(expected[task.metrics[0]])
+    drawn = [np.flatnonzero(groups == group) for group in np.random.default_rng(5).integers(0, 30, 30).astype(str)]
+    rows, copies = np.concatenate(drawn), [f"copy {number // 4}" for number in range(120)]
+    expected = score(task, found["labels"][rows], outputs[rows], groups=copies, answers=[f"{row}" for row in rows])
+    assert quick(rows) == pytest.approx(expected[task.metrics[0]]), "a question that is drawn twice counts twice"
 
 
 @pytest.mark.parametrize("name", sorted(FROM_COUNTS))
