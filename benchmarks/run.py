@@ -28,6 +28,7 @@ NAMES = (
     "reading",
     "finetune_trainer",
     "finetune_inference",
+    "finetune_statistics",
 )
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/, whose names must not hide packages
 
 from finetune.data.tasks import TASKS, Task, find_task
-from finetune.settings import FinetuneSettings
+from finetune.settings import FinetuneSettings, OwnDataSettings
 from multicls.errors import UserError, run_command
 from multicls.files import atomic_write, write_json
 from multicls.settings import load_settings
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from finetune.heads.checkpoint import Checkpoint
     from finetune.heads.modeling_heads import TaskModel
     from finetune.show.isotropy import Array
+    from finetune.store.results import Record
 
 FEWEST, SHOWN_EXAMPLES = 20, 40  # rows to say anything about; rows of the heat map by example
 DISAGREEMENT = (
@@ -56,7 +57,7 @@ class AnalyzedModel:
     index: int
     states: dict[str, TaskModel]
     checkpoint: Checkpoint
-    run: dict[str, Any] | None = None
+    run: Record | None = None
 
     @property
     def label(self) -> str:
@@ -69,8 +70,8 @@ class AnalyzedModel:
         from finetune.data.encoding import Encoded
         from finetune.heads.checkpoint import load_tokenizer
 
-        identity = self.run["identity"] if self.run else {}
-        wanted = identity["max_length"] if identity.get("task") == self.task.name else self.task.max_length
+        own = self.run is not None and self.run["task"] == self.task.name
+        wanted = self.run["resolved"]["max_length"] if self.run and own else self.task.max_length
         max_length = min(wanted, int(self.checkpoint.encoder.get("max_position_embeddings", 512)))
         tokenizer = load_tokenizer(self.checkpoint, max_length)
         return lambda rows: Encoded(self.task, rows, tokenizer, max_length)
@@ -88,8 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if args.examples < FEWEST:
         raise UserError(f"--examples {args.examples}: a covariance needs at least {FEWEST}.")
-    if bool(args.train_file) != bool(args.dev_file) or (args.task and args.train_file):
-        raise UserError("--train_file and --dev_file go together, and take the place of --task.")
+    if args.task and args.train_file:
+        raise UserError("--train_file takes the place of --task: give one of them.")
     subjects = {subject.label: subject for subject in (load_subject(folder, args) for folder in args.model)}
     if len(subjects) < len(args.model):
         raise UserError("--model: a model is given twice.")
@@ -136,12 +137,12 @@ def load_subject(folder: str, args: argparse.Namespace) -> AnalyzedModel:
     if name not in names:
         raise UserError(f"--task {name}: {folder} is fine-tuned on {', '.join(names)}.")
     if name not in TASKS and not args.train_file:
-        raise UserError(f"--model {folder}: fine-tuned on your own rows; add --train_file and --dev_file.")
+        raise UserError(f"--model {folder}: fine-tuned on your own rows; add --train_file.")
     task, data = _read_rows(args, name)
     if describe(task) != config.tasks[names.index(name)]:
         raise UserError(f"--model {folder}: fine-tuned on {name}; the rows are {task.name}, or have other labels.")
     if args.before:
-        torch.manual_seed(run["identity"]["seed"] if run else 0)  # as finetune/run.py does it: the same new weights
+        torch.manual_seed(run["seed"] if run else 0)  # as finetune/run.py does it: the same new weights
         options = {f"{config.head}.{name}": value for name, value in config.head_options.items()}
         tasks = [task] if args.train_file else [find_task(name) for name in names]
         states = {"before": build(args.before, tasks, head=config.head, pooling=config.pooling, **options)} | states
@@ -214,7 +215,8 @@ def disagreement_of(
     Raises:
         UserError: it has no facets, lies in no results folder, or there are no such runs.
     """
-    from finetune.stats.ensembles import compare_with_runs, facet_logits
+    from finetune.stats.disagreement import compare_with_runs, facet_logits
+    from finetune.store.results import Store
 
     if subject.run is None:
         raise UserError(f"--ensemble: {subject.folder} lies in no results folder with runs to compare it with.")
@@ -223,9 +225,8 @@ def disagreement_of(
         raise UserError(f"--ensemble: {subject.label}: its embedding is no sum of facets.")
     logits = facet_logits(facets_NKE.swapaxes(0, 1), weight, found["after"]["logits"].reshape(-1, len(weight)))
     logits = logits.reshape(len(logits), len(dev), -1)  # of a choice task a row's choices side by side
-    return compare_with_runs(
-        Path(subject.folder).resolve().parents[1], subject.run, subject.task.name, head, dev, logits
-    )
+    store = Store(Path(subject.folder).resolve().parents[1])
+    return compare_with_runs(store, subject.run, subject.task.name, head, dev, logits)
 
 
 def isotropy_of(subject: AnalyzedModel, embeddings: Mapping[str, Array], labels: Array, output: Path) -> dict[str, Any]:
@@ -334,16 +335,15 @@ def _read_rows(args: argparse.Namespace, name: str) -> tuple[Task, TaskData]:
     from finetune.data.reading import read_task
 
     if args.train_file:
-        return read_own(args.train_file, args.dev_file)
+        return read_own(OwnDataSettings(train_file=args.train_file, dev_file=args.dev_file))
     return find_task(name), read_task(find_task(name), args.data_dir, args.train_from_dev)
 
 
-def _run_of(folder: Path) -> dict[str, Any] | None:
-    """The line of the run that saved the model, if it lies in a results folder."""
-    from finetune.store.results import RESULTS, read_results
+def _run_of(folder: Path) -> Record | None:
+    """Returns the line of the run that saved the model, None if it lies in no results folder."""
+    from finetune.store.results import Store
 
-    results = folder.resolve().parents[1]
-    records = read_results(results) if (results / RESULTS).exists() else []
+    records = Store(folder.resolve().parents[1]).records()
     return next((record for record in records if record["run_id"] == folder.resolve().name), None)
 
 
@@ -355,7 +355,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", nargs="+", required=True, metavar="FOLDER", help="saved models, or plain checkpoints")
     add("--before", metavar="CHECKPOINT", help="what they were fine-tuned from, for comparison")
     add("--task", help="default: the (first) task that a model was fine-tuned on")
-    add("--train_file", metavar="FILE", help="your own rows, with --dev_file, as for run.py")
+    add("--train_file", metavar="FILE", help="your own rows, as for run.py")
     add("--dev_file", metavar="FILE", help="your own dev rows")
     add("--data_dir", help="as for run.py; default: the hub")
     add("--train_from_dev", action="store_true", help="take dev rows for train rows, for lack of these")

@@ -1,4 +1,4 @@
-"""Runs a grid of fine-tuning cells: models x tasks x heads x sizes x learning rates x seeds, and goes on where it was.
+"""Runs a grid: systems x tasks x sizes x draws x seeds, with the settings that each system chooses from.
 
 python finetune/grid.py --recipe finetune/recipes/quick.yaml --model k5=RUN/hf --model bert=bert-base-uncased \
     --data_dir DIR --output_dir results --jobs 2
@@ -15,29 +15,30 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/, whose names must not hide packages
 
-from pydantic import Field, PositiveFloat, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator
 
-from finetune.settings import POOLED, FinetuneSettings, check_names
-from finetune.store.results import ERRORS, Busy, check_folder, read_results, run_id_of, write_error
+from finetune.run import add_flags, request_ids_of
+from finetune.settings import LOOPLESS, FinetuneSettings, OwnDataSettings, check_names
+from finetune.store.results import Busy, Store
 from multicls.errors import UserError, did_you_mean, run_command
-from multicls.files import append_jsonl, read_json, read_jsonl, write_json
 from multicls.settings import Settings, load_settings
+from multicls.words import duration
 
 log = logging.getLogger("finetune")
 WORKER = "MULTICLS_WORKER"  # number of a process among those of `--jobs`
-PLANS = "grids"  # folder in the results folder: the cells of every grid, for reports
-FINISHED = f"{PLANS}/finished.jsonl"  # cells and their runs
-AXES = ("model", "model_name", "pretraining_seed", "task", "train_size", "data_seed",
-        "selection", "head", "seed", "output_dir")  # fmt: skip
+AXES = ("model", "model_name", "pretraining_seed", "task", "own", "train_size", "data_seed", "selection", "seed",
+        "output_dir")  # fmt: skip
 Names = Annotated[list[str], Field(min_length=1)]
 Seeds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+Search = dict[str, Annotated[list[Any], Field(min_length=1)]]
 
 
 class GridRunSettings(FinetuneSettings):
@@ -48,28 +49,49 @@ class GridRunSettings(FinetuneSettings):
     task: str = "-"
 
 
+class SystemSettings(GridRunSettings):
+    """A system: the settings of its runs, and what it chooses from."""
+
+    models: list[str] = Field(default=[], description="names of the models that it is for; default: all")
+    search: Search = Field(default={}, description="setting -> values to choose from, beside the grid's")
+
+
 class GridSettings(Settings):
-    """A grid: the axes, and what all cells share."""
+    """A grid: what is compared, on what, how often."""
 
     models: dict[str, list[str]] = Field(
-        default={}, description="name -> folder or hub id; or a list of them, one a pretraining seed"
+        default={}, description="name -> folder or hub id; or a list of them, one for each pretraining seed"
+    )
+    systems: dict[str, SystemSettings] = Field(
+        min_length=1, description="name -> settings of its runs; or a list of heads such as [cls, isobn/multicls]"
     )
     tasks: Names = Field(description="names of tasks; some with commas between are one task for head cln")
-    heads: Names = Field(description="head, or head/pooling such as isobn/multicls")
+    own: dict[str, OwnDataSettings] = Field(default={}, description="your own tasks: name -> train_file and the like")
     train_sizes: Names = Field(description="100, 1k, full, ...")
-    learning_rates: Annotated[list[PositiveFloat], Field(min_length=1)] = Field(description="peak learning rates")
     seeds: Seeds = Field(description="fine-tuning seeds")
     data_seeds: Seeds = Field(default=[1], description="draws of train rows")
     selections: list[Literal["dev", "holdout"]] = Field(default=["dev"], min_length=1, description="dev, holdout")
-    settings: GridRunSettings = Field(default=GridRunSettings(), description="any setting of run.py, for all cells")
+    search: Search = Field(default={}, description="setting -> values that each system chooses from")
+    choose: Literal["mean", "median"] = Field(default="mean", description="of the runs, to choose by")
+    settings: GridRunSettings = Field(default=GridRunSettings(), description="settings of all runs")
     overrides: dict[str, GridRunSettings] = Field(
-        default={}, description="task, head or train size -> settings of its cells, later ones win"
+        default={}, description="task, system or train size -> settings of its runs, later ones win"
     )
 
     @field_validator("models", mode="before")
     @classmethod
     def _one_path_is_a_list(cls, value: object) -> object:
         return {k: [v] if isinstance(v, str) else v for k, v in value.items()} if isinstance(value, dict) else value
+
+    @field_validator("systems", mode="before")
+    @classmethod
+    def _heads_are_systems(cls, value: object) -> object:
+        if not isinstance(value, list):
+            return value
+        pairs = [(str(name), str(name).partition("/")) for name in value]
+        return {
+            name: {"head": head} | ({"pooling": pooling} if slash else {}) for name, (head, slash, pooling) in pairs
+        }
 
     @field_validator("train_sizes", mode="before")
     @classmethod
@@ -79,118 +101,134 @@ class GridSettings(Settings):
 
 @dataclass(frozen=True)
 class GridRun:
-    """One run of a grid."""
+    """One run of a grid.
 
+    Attributes:
+        system: name of the system, with its model's.
+        candidate: the values that the system chooses from.
+        settings: of the run.
+    """
+
+    system: str
+    candidate: dict[str, Any]
     settings: FinetuneSettings
 
     @property
-    def key(self) -> dict[str, Any]:
-        """Its place on every axis; what `finetune.stats.systems` expects of a planned cell."""
-        cell = self.settings
-        pooling = f"/{cell.pooling}" if cell.head in POOLED and cell.pooling != "cls" else ""
-        pooling += f" of {','.join(sorted(cell.task_names))}" if "," in cell.task else ""
-        names = ("task", "train_size", "model", "model_name", "pretraining_seed", "selection", "data_seed", "seed")
-        return {name: getattr(cell, name) for name in names} | {
-            "head": cell.head + pooling, "learning_rate": cell.train.learning_rate
-        }  # fmt: skip
-
-    @property
-    def id(self) -> str:
-        """12 hex digits for all its settings but the results folder."""
-        return run_id_of(self.settings.model_dump(mode="json", exclude={"output_dir"}))
-
-    @property
     def title(self) -> str:
-        """The key on one line."""
-        key = self.key
-        return (
-            f"{key['task']}, {key['train_size']} rows, {key['head']}, {key['model']}, lr {key['learning_rate']:g}, "
-            f"{key['selection']}, draw {key['data_seed']}, seed {key['seed']}"
-        )
+        """The run on one line."""
+        run = self.settings
+        parts = [run.task or run.own.name, f"{run.train_size} rows", self.system]
+        parts += [f"{name.rpartition('.')[2]} {value}" for name, value in self.candidate.items()]
+        number = f"pretraining {run.pretraining_seed}, " if run.pretraining_seed else ""
+        return f"{', '.join(parts)}, {run.selection}, {number}draw {run.data_seed}, seed {run.seed}"
+
+    @property
+    def request_ids(self) -> list[str]:
+        """What stands for the run, for each of its tasks, whichever command makes it."""
+        return request_ids_of(self.settings, _fingerprint(self.settings.model))
+
+    def planned(self) -> list[dict[str, Any]]:
+        """Returns the entries of the plan, one for each task."""
+        run, tasks = self.settings, self.settings.task_names or [self.settings.own.name]
+        about = {
+            "system": self.system, "model_name": run.model_name, "label": run.label, "selection": run.selection,
+            "train_size": str(run.train_size), "candidate": self.candidate, "joint": tasks if len(tasks) > 1 else [],
+            "pretraining_seed": run.pretraining_seed, "data_seed": run.data_seed, "seed": run.seed,
+        }  # fmt: skip
+        return [about | {"task": task, "request_id": one} for task, one in zip(tasks, self.request_ids, strict=True)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
     args = _parser().parse_args(argv)
-    flags: dict[str, Any] = {"settings.data_dir": args.data_dir}
-    for name, path in (model.partition("=")[::2] for model in args.model):
-        if not path:
-            raise UserError(f"--model {name}: write it as NAME=FOLDER.")
-        flags.setdefault(f"models.{name}", []).append(path)
-    grid = load_settings(GridSettings, [args.recipe], args.set, flags)
-    cells = expand(grid, args.output_dir)
-    check_folder(args.output_dir)
+    grid = load_settings(GridSettings, [args.recipe], args.set, _flags(args))
+    runs, store = expand(grid, args.output_dir), Store(args.output_dir)
+    store.check(write=True)
     if args.list:
-        print("\n".join(cell.title for cell in cells))
+        print("\n".join(run.title for run in runs))
         return 0
     if args.status:
-        state = look(cells, args.output_dir)
-        print(", ".join(f"{name} {len(found)}" for name, found in state.items()) + f", of {len(cells)}")
+        state = look(runs, store)
+        print(", ".join(f"{name} {len(found)}" for name, found in state.items()) + f", of {len(runs)}")
         _print_problems(state)
         return 0
-    plan = Path(args.output_dir) / PLANS / f"{Path(args.recipe).stem}.json"
-    keys = [cell.key | {"task": task} for cell in cells for task in cell.settings.task_names]
-    if not plan.exists() or read_json(plan) != keys:
-        write_json(plan, keys)
-    since = len(read_jsonl(Path(args.output_dir) / ERRORS)) if args.since is None else args.since
+    store.add_plan({"choose": grid.choose, "runs": [entry for run in runs for entry in run.planned()]})
+    since = len(store.errors()) if args.since is None else args.since
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         if args.jobs > 1:
-            return _start_workers(cells, args, list(sys.argv[1:] if argv is None else argv), since)
-        return _work(cells, args.output_dir, since)
+            return _start_workers(runs, args, list(sys.argv[1:] if argv is None else argv), since)
+        return _work(runs, store, since)
     except KeyboardInterrupt:
         print("stopped; what was finished is kept, and the same command goes on from there", file=sys.stderr)
         raise
 
 
 def expand(grid: GridSettings, output_dir: str) -> list[GridRun]:
-    """The cells, in the order of the axes: task, size, head, model, selection, draw, learning rate, seed.
+    """Returns the runs, in the order: task, size, system, model, selection, draw, candidate, seed.
 
-    `probe` has no learning rate and takes part once; several tasks together are for `cln` only.
+    Several tasks together are for `cln` only; heads without training loop choose no settings of it.
 
     Raises:
-        UserError: an unknown task, head, or key of `overrides`, or settings that do not go together.
+        UserError: An unknown task, head, or key of `overrides`, or settings that do not go together.
     """
-    shared = {"settings": grid.settings, **{f"overrides.{key}": cell for key, cell in grid.overrides.items()}}
-    problems = [f"{where}.{name}: this is an axis of the grid, or a flag." for where, cell in shared.items()
-                for name in AXES if name in cell.model_fields_set]  # fmt: skip
+    shared = {"settings": grid.settings, **{f"systems.{name}": one for name, one in grid.systems.items()},
+              **{f"overrides.{key}": one for key, one in grid.overrides.items()}}  # fmt: skip
+    problems = [f"{where}.{name}: this is an axis of the grid, or a flag." for where, one in shared.items()
+                for name in AXES if name in one.model_fields_set]  # fmt: skip
     if not grid.models:
         problems.append("no models: give --model NAME=FOLDER, or models in the recipe.")
-    known = {*grid.tasks, *grid.heads, *grid.train_sizes}
-    problems += [f"overrides: {key}: no task, head or train size of this grid.{did_you_mean(key, known)}"
+    known = {*grid.tasks, *grid.systems, *grid.train_sizes}
+    problems += [f"overrides: {key}: no task, system or train size of this grid.{did_you_mean(key, known)}"
                  for key in grid.overrides if key not in known]  # fmt: skip
-    models = [(name, seed, path) for name, paths in grid.models.items() for seed, path in enumerate(paths, start=1)]
-    axes = (grid.tasks, grid.train_sizes, grid.heads, models, grid.selections, grid.data_seeds, grid.learning_rates,
-            grid.seeds)  # fmt: skip
-    cells = []
-    for task, size, head, (name, number, path), selection, data_seed, rate, seed in itertools.product(*axes):
-        head_name, _, pooling = head.partition("/")
-        if (head_name == "probe" and rate != grid.learning_rates[0]) or ("," in task and head_name != "cln"):
+    problems += [f"systems.{name}.models: {model}: no model of this grid.{did_you_mean(model, grid.models)}"
+                 for name, one in grid.systems.items() for model in one.models if model not in grid.models]  # fmt: skip
+    runs: list[GridRun] = []
+    axes = itertools.product(grid.tasks, grid.train_sizes, grid.systems)
+    for task, size, system in axes:
+        if "," in task and grid.systems[system].head != "cln":
             continue
-        values: dict[str, Any] = grid.settings.model_dump(exclude_unset=True)
-        for key in (task, head, size):
-            if key in grid.overrides:
-                values = _merge(values, grid.overrides[key].model_dump(exclude_unset=True))
-        values = _merge(values, {
-            "model": path, "model_name": name, "pretraining_seed": number if len(grid.models[name]) > 1 else None,
-            "task": task, "train_size": size, "head": head_name, "selection": selection, "data_seed": data_seed,
-            "seed": seed, "output_dir": output_dir, "train": {"learning_rate": rate},
-        } | ({"pooling": pooling} if pooling else {}))  # fmt: skip
         try:
-            settings = FinetuneSettings.model_validate(values)
-            check_names(settings)
-            cells.append(GridRun(settings))
+            runs += _expand_system(grid, task, size, system, output_dir)
         except ValidationError as error:
             problems += [f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}." for detail in error.errors()]
         except UserError as error:
             problems += error.problems
     if problems:
         raise UserError(*dict.fromkeys(problems))
-    return cells
+    return runs
 
 
-def look(cells: Sequence[GridRun], output_dir: str, since: int = 0) -> dict[str, dict[str, str]]:
-    """What has become of the cells, from the results folder alone.
+def _expand_system(grid: GridSettings, task: str, size: str, name: str, output_dir: str) -> Iterator[GridRun]:
+    """Yields the runs of one system on one task at one size."""
+    system = grid.systems[name]
+    values = _merge(grid.settings.model_dump(exclude_unset=True),
+                    system.model_dump(exclude_unset=True, exclude={"models", "search"}))  # fmt: skip
+    for key in (task, name, size):
+        if key in grid.overrides:
+            values = _merge(values, grid.overrides[key].model_dump(exclude_unset=True))
+    search = {key: options for key, options in (grid.search | system.search).items()
+              if not (key.startswith("train.") and system.head in LOOPLESS)}  # fmt: skip
+    rows = {"own": grid.own[task].model_copy(update={"task_name": task})} if task in grid.own else {"task": task}
+    models = [(model, number, path) for model in system.models or grid.models
+              for number, path in enumerate(grid.models[model], start=1)]  # fmt: skip
+    axes = (models, grid.selections, grid.data_seeds, itertools.product(*search.values()), grid.seeds)
+    for (model, number, path), selection, data_seed, picked, seed in itertools.product(*axes):
+        candidate = dict(zip(search, picked, strict=True))
+        run = _merge(values, rows | {
+            "model": path, "model_name": model, "pretraining_seed": number if len(grid.models[model]) > 1 else None,
+            "train_size": size, "selection": selection, "data_seed": data_seed, "seed": seed, "output_dir": output_dir,
+        })  # fmt: skip
+        for key, value in candidate.items():
+            group, _, leaf = key.rpartition(".")
+            run = _merge(run, {group: {leaf: value}} if group else {leaf: value})
+        settings = FinetuneSettings.model_validate(run)
+        check_names(settings)
+        yield GridRun(f"{model} {name}", candidate, settings)
+
+
+def look(runs: Sequence[GridRun], store: Store, since: int = 0) -> dict[str, dict[str, str]]:
+    """Returns what has become of the runs, from the results folder alone.
 
     Args:
         since: errors before this line of errors.jsonl do not count.
@@ -199,21 +237,27 @@ def look(cells: Sequence[GridRun], output_dir: str, since: int = 0) -> dict[str,
         Titles with, where something is to be said, the reason: `finished`, `impossible` (model, data or settings do not
         fit), `failed` and `missing`.
     """
-    done = {record["run_id"] for record in read_results(output_dir)}
-    lines = read_jsonl(Path(output_dir) / FINISHED)
-    finished = {line["cell"] for line in lines if done.issuperset(line["run_ids"])}
-    errors = {line["identity"].get("cell"): line for line in read_jsonl(Path(output_dir) / ERRORS)[since:]}
+    done = {record["request_id"] for record in store.records()}
+    errors = {request_id: line for line in store.errors()[since:] for request_id in line["request_ids"]}
     state: dict[str, dict[str, str]] = {"finished": {}, "impossible": {}, "failed": {}, "missing": {}}
-    for cell in cells:
-        line = errors.get(cell.id, {"error": "", "run_id": ""})
+    for run in runs:
+        ids = run.request_ids
+        line = errors.get(ids[0], {"error": "", "run_id": ""})
         refused = line["error"].startswith("UserError") and not line["run_id"]  # before it could be planned
         kind = "impossible" if refused else "failed" if line["error"] else "missing"
-        state["finished" if cell.id in finished else kind][cell.title] = line["error"]
+        state["finished" if done.issuperset(ids) else kind][run.title] = line["error"]
     return state
 
 
+@lru_cache
+def _fingerprint(model: str) -> str:
+    from finetune.heads.checkpoint import find_folder, fingerprint_of
+
+    return fingerprint_of(find_folder(model))
+
+
 def _merge(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` with those of `more`, groups of settings merged."""
+    """Returns `values` with those of `more`, groups of settings merged."""
     merged = dict(values)
     for name, value in more.items():
         inner = merged.get(name)
@@ -221,11 +265,11 @@ def _merge(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]
     return merged
 
 
-def _work(cells: Sequence[GridRun], output_dir: str, since: int) -> int:
-    """Walks the cells in this process and runs those that are neither finished nor claimed by another process.
+def _work(runs: Sequence[GridRun], store: Store, since: int) -> int:
+    """Walks the runs in this process and does those that are neither finished nor claimed by another process.
 
     Returns:
-        1 if cells have crashed, or none could run; else 0.
+        1 if runs have crashed, or none could run; else 0.
     """
     import torch
 
@@ -233,36 +277,35 @@ def _work(cells: Sequence[GridRun], output_dir: str, since: int) -> int:
     log.setLevel(logging.INFO)
     if torch.cuda.device_count() > 1:
         torch.cuda.set_device(int(os.environ.get(WORKER, 0)) % torch.cuda.device_count())
-    progress, pending = _Progress(cells, output_dir, since), list(cells)
+    progress, pending = _Progress(runs, store, since), list(runs)
     while pending:
-        busy = [cell for cell in pending if not _attempt(cell, progress)]
+        busy = [run for run in pending if not _attempt(run, store, progress)]
         if len(busy) == len(pending):
-            break  # the rest is in the hands of others; whoever is killed there leaves a cell for the next start
+            break  # the rest is in the hands of others; whoever is killed there leaves a run for the next start
         pending = busy
     return progress.close()
 
 
-def _attempt(cell: GridRun, progress: _Progress) -> bool:
-    """Runs a cell, unless it is finished or has failed; False if another process is at it."""
+def _attempt(run: GridRun, store: Store, progress: _Progress) -> bool:
+    """Does a run, unless it is finished or has failed; returns False if another process is at it."""
     import torch
 
-    from finetune.run import plan_run, run
+    from finetune.run import plan_run
+    from finetune.run import run as fine_tune
 
-    output_dir, run_ids = cell.settings.output_dir, [""]
-    if cell.title in progress.state["failed"].keys() | progress.state["impossible"].keys():
+    if run.title in progress.state["failed"].keys() | progress.state["impossible"].keys():
         return True
+    run_id = ""
     try:
-        planned = plan_run(cell.settings)
-        run_ids = planned.run_ids
-        if not planned.finished:
-            run(cell.settings)
-        if cell.title not in progress.state["finished"]:
-            append_jsonl(Path(output_dir) / FINISHED, {"cell": cell.id, "run_ids": run_ids})
+        planned = plan_run(run.settings)
+        run_id = planned.run_ids[0]
+        if planned.records() is None:
+            fine_tune(run.settings)
     except Busy:
         return False
-    except Exception as error:  # whatever it is, the other cells go on
-        log.error("%s: %s: %s", cell.title, type(error).__name__, error)
-        write_error(output_dir, error, cell.title, run_ids[0], cell.key | {"cell": cell.id})
+    except Exception as error:  # whatever it is, the other runs go on
+        log.error("%s: %s: %s", run.title, type(error).__name__, error)
+        store.write_error(error, run.title, run_id, run.request_ids)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # for the processes side by side
     progress.show()
@@ -270,36 +313,39 @@ def _attempt(cell: GridRun, progress: _Progress) -> bool:
 
 
 class _Progress:
-    """Tells how many cells are done, and how long the rest will take at the speed since the start."""
+    """Tells how many runs are done, and how long the rest will take at the speed since the start."""
 
-    def __init__(self, cells: Sequence[GridRun], output_dir: str, since: int) -> None:
-        self.cells, self.output_dir, self.since = cells, output_dir, since
+    def __init__(self, runs: Sequence[GridRun], store: Store, since: int) -> None:
+        self.runs, self.store, self.since = runs, store, since
         self.started, self.shown = time.monotonic(), ""
-        self.left = len(look(cells, output_dir, since)["missing"])
+        self.left = len(look(runs, store, since)["missing"])
         self.show()
 
     def show(self) -> None:
-        """Looks at the state of the cells, and prints a line if it has changed."""
-        self.state = look(self.cells, self.output_dir, self.since)
+        """Looks at the state of the runs, and prints a line if it has changed."""
+        self.state = look(self.runs, self.store, self.since)
         left = len(self.state["missing"])
-        text = f"cells {len(self.cells) - left}/{len(self.cells)}"
+        text = f"runs {len(self.runs) - left}/{len(self.runs)}"
         text += "".join(f"  {kind} {len(self.state[kind])}" for kind in ("impossible", "failed") if self.state[kind])
         if text != self.shown:
             self.shown = text
             seconds = (time.monotonic() - self.started) / max(1, self.left - left) * left
-            eta = f"  eta {seconds // 3600:.0f}h{seconds % 3600 // 60:02.0f}" if 0 < left < self.left else ""
+            eta = f"  eta {duration(seconds)}" if 0 < left < self.left else ""
             print(text + eta, flush=True)
 
     def close(self) -> int:
-        """Prints what is not finished; returns the exit code."""
+        """Prints what is not finished and what to do next; returns the exit code."""
         self.show()
         _print_problems(self.state)
+        if self.state["finished"]:
+            print(f"results: {self.store.folder}; tables: python finetune/report.py {self.store.folder}", flush=True)
         return int(bool(self.state["failed"]) or not self.state["finished"])
 
 
-def _start_workers(cells: Sequence[GridRun], args: argparse.Namespace, argv: Sequence[str], since: int) -> int:
-    """Runs `args.jobs` processes over the same cells and follows them; each has a log of its own."""
-    logs = Path(args.output_dir) / "logs"
+def _start_workers(runs: Sequence[GridRun], args: argparse.Namespace, argv: Sequence[str], since: int) -> int:
+    """Starts `args.jobs` processes over the same runs and follows them; each has a log of its own."""
+    store = Store(args.output_dir)
+    logs = store.folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // args.jobs))
     workers = []
@@ -309,16 +355,15 @@ def _start_workers(cells: Sequence[GridRun], args: argparse.Namespace, argv: Seq
                 command = [sys.executable, "-u", __file__, *argv, "--jobs", "1", "--since", str(since)]
                 environment = os.environ | {"OMP_NUM_THREADS": threads, WORKER: str(number)}
                 workers.append(subprocess.Popen(command, env=environment, stdout=file, stderr=file))
-        progress = _Progress(cells, args.output_dir, since)
+        progress = _Progress(runs, store, since)
         while any(worker.poll() is None for worker in workers):
             time.sleep(1)
             progress.show()
-    except BaseException:
+    finally:
         for worker in workers:
             worker.terminate()
         for worker in workers:
             worker.wait()
-        raise
     killed = [worker for worker in workers if worker.returncode not in (0, 1)]
     for worker in killed:
         print(f"a worker ended with {worker.returncode} (see {logs}); the same command goes on", file=sys.stderr)
@@ -335,6 +380,21 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
+def _flags(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the settings that flags give: the data folder, models, and one's own rows as the only task."""
+    flags: dict[str, Any] = {"settings.data_dir": args.data_dir}
+    for name, path in (model.partition("=")[::2] for model in args.model):
+        if not path:
+            raise UserError(f"--model {name}: write it as NAME=FOLDER.")
+        flags.setdefault(f"models.{name}", []).append(path)
+    own = {name.removeprefix("own."): value for name, value in vars(args).items()
+           if name.startswith("own.") and value is not None}  # fmt: skip
+    if own:
+        task = OwnDataSettings.model_validate(own).name.removeprefix("own_")
+        flags |= {f"own.{task}.{name}": value for name, value in own.items()} | {"tasks": [task]}
+    return flags
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -346,9 +406,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output_dir", default="results", metavar="DIR", help="results folder (results)")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="such as seeds=[1,2]")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes side by side (1)")
-    parser.add_argument("--list", action="store_true", help="print the cells and stop")
-    parser.add_argument("--status", action="store_true", help="count finished, failed and missing cells and stop")
+    parser.add_argument("--list", action="store_true", help="print the runs and stop")
+    parser.add_argument("--status", action="store_true", help="count finished, failed and missing runs and stop")
     parser.add_argument("--since", type=int, help=argparse.SUPPRESS)
+    add_flags(parser, "your own rows, instead of the recipe's tasks", OwnDataSettings, "own.")
     return parser
 
 

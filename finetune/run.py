@@ -1,6 +1,7 @@
 """Fine-tunes a model on a task and writes one line of results.
 
 python finetune/run.py --model RUN/hf --task rte --train_size 100 --head multicls --seed 1 --data_dir glue
+python finetune/run.py --model RUN/hf --train_file tickets.csv --head cls --save_model
 deepspeed --num_gpus 2 finetune/run.py --config ds_configs/zero2.json ...
 """
 
@@ -13,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,13 +22,12 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/, whose n
 
 from finetune.data.tasks import TASKS
 from finetune.heads import HEADS
-from finetune.settings import POOLED, FinetuneSettings, OwnDataSettings, TrainSettings, check_names, resolve
-from finetune.store import results
+from finetune.settings import FinetuneSettings, OwnDataSettings, TrainSettings, check_names, resolve
+from finetune.store.records import PlannedRun, Predicted, make_predictions, make_record
+from finetune.store.results import Record, Store, short_hash
 from multicls.distributed import leave_deepspeed, on_rank_0, prepare_deepspeed, rank_and_world
 from multicls.ds_config import load_ds_config
-from multicls.environment import environment_record
 from multicls.errors import run_command
-from multicls.files import atomic_folder
 from multicls.settings import Settings, load_settings, to_yaml
 
 if TYPE_CHECKING:
@@ -36,45 +35,12 @@ if TYPE_CHECKING:
     from finetune.data.examples import LabeledExample
     from finetune.data.selection import TaskRows
     from finetune.heads.checkpoint import Checkpoint
-    from finetune.train.loop import Array, FinetuneResult
+    from finetune.train.loop import Array
 
     Encode = Callable[[int, Sequence[LabeledExample]], Encoded]
 
 log = logging.getLogger("finetune")
 SEVERAL_RANKS = "ds_configs/zero0.json"  # what trains on several ranks when no --config is given
-
-
-@dataclass(frozen=True)
-class PlannedRun:
-    """A run before it is run; lists have one entry a task.
-
-    Attributes:
-        run_ids: of its lines in results.jsonl.
-        title: what it is, for people.
-        finished: all that it is to leave is there.
-        identities: all that decides its numbers.
-        rows: to learn from and to report on.
-        checkpoint: to start from.
-        train: the settings of the training, resolved.
-    """
-
-    run_ids: list[str]
-    title: str
-    finished: bool
-    identities: list[dict[str, Any]]
-    rows: list[TaskRows]
-    checkpoint: Checkpoint
-    train: TrainSettings
-
-
-@dataclass(frozen=True)
-class Predicted:
-    """What a run has learnt: for each task the outputs (N, C) for its held-out rows, its dev rows, and its tests."""
-
-    outcome: FinetuneResult
-    held: list[Array]
-    dev: list[Array]
-    test: list[list[Array]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,116 +63,130 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def plan_run(settings: FinetuneSettings) -> PlannedRun:
-    """What a run would do, without the model's weights; nothing is written.
-
-    Raises:
-        UserError: model, data, head or settings do not fit, or the results folder is of another protocol.
-    """
-    from finetune.data.selection import select_rows
-    from finetune.heads.building import check_head
-    from finetune.train.loop import find_device
-
-    done = {record["run_id"] for record in results.read_results(settings.output_dir)}
-    checkpoint = _checkpoint(settings.model, settings.trust_remote_code)
-    check_head(settings, checkpoint)
-    rows = select_rows(settings)
-    train = resolve(settings, [len(own.train) for own in rows], find_device()[1])
-    identities = [_identity(settings, own, rows, checkpoint, train) for own in rows]
-    run_ids = [results.run_id_of(identity) for identity in identities]
-    wanted = [results.model_path(settings.output_dir, run_ids[0])] if settings.save_model else []
-    wanted += [results.submission_path(settings.output_dir, run_id) for run_id in run_ids if settings.predict_test]
-    names = ",".join(own.task.name for own in rows)
-    head = settings.head + (f"/{settings.pooling}" if settings.head in POOLED and settings.pooling != "cls" else "")
-    title = f"{names}, {settings.train_size} train rows, head {head}, seed {settings.seed}"
-    finished = done.issuperset(run_ids) and all(path.exists() for path in wanted)
-    return PlannedRun(run_ids, title, finished, identities, rows, checkpoint, train)
-
-
-def run(settings: FinetuneSettings) -> list[dict[str, Any]]:
-    """One run, from the rows to the lines of results; a run that is finished already is not repeated.
+def run(settings: FinetuneSettings) -> list[Record]:
+    """Does one run, from the rows to the lines of results; a run that is finished already is not repeated.
 
     Returns:
-        The lines of results, one a task.
+        The lines of results, one for each task.
 
     Raises:
-        Busy: another process is at it.
-        UserError: model, data or settings do not fit; no line is written then.
+        Busy: Another process is at this run.
+        UserError: Model, data or settings do not fit; no line is written then.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic matrix products; read at CUDA's start
     if settings.config or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         prepare_deepspeed()
     planned = plan_run(settings)
     with ExitStack() as stack:
-        if not on_rank_0(lambda: planned.finished):
-            on_rank_0(lambda: stack.enter_context(results.claim(settings.output_dir, planned.run_ids[0])))
-            if not on_rank_0(lambda: plan_run(settings).finished):  # nor has another process finished it just now
-                return _run(settings, planned)
-    done = {record["run_id"]: record for record in results.read_results(settings.output_dir)}
-    records = [done[run_id] for run_id in planned.run_ids]
-    _tell(f"already finished: {planned.title}: {_scores(records)} ({_where(settings, records)})")
+        if on_rank_0(planned.records) is None:
+            on_rank_0(lambda: stack.enter_context(planned.store.claim(planned.run_ids[0])) and None)
+            if on_rank_0(planned.records) is None:  # nor has another process finished it just now
+                return _run(planned)
+    records = on_rank_0(planned.records)
+    assert records is not None
+    _tell(f"already finished: {planned.title}: {_scores(records)} ({_where(planned)})")
     return records
 
 
-def _run(settings: FinetuneSettings, planned: PlannedRun) -> list[dict[str, Any]]:
+def plan_run(settings: FinetuneSettings) -> PlannedRun:
+    """Returns what a run would do; reads the rows and not the model's weights, and writes nothing.
+
+    Raises:
+        UserError: Model, data, head or settings do not fit, or the results folder is of another protocol.
+    """
+    from finetune.data.selection import select_rows
+    from finetune.heads.building import check_head
     from finetune.train.loop import find_device
 
-    rank, encoder = rank_and_world()[0], _encoder(planned)  # it refuses a wrong --max_length before anything is written
-    _announce(settings, planned, find_device()[0].type)
-    predicted = (_probe if settings.head == "probe" else _train)(settings, planned, *encoder)
-    records = [_record(settings, planned, predicted, task) for task in range(len(planned.rows))]
-    if rank == 0:
+    Store(settings.output_dir).check(write=True)
+    checkpoint = _checkpoint(settings.model, settings.trust_remote_code)
+    check_head(settings, checkpoint)
+    rows, (device, precision) = select_rows(settings), find_device()
+    train = resolve(settings, [len(own.train) for own in rows], precision)
+    ds_config = _ds_config(settings)
+    numeric = {
+        "device": device.type,
+        "precision": train.precision,
+        "deepspeed": short_hash(ds_config[1]) if ds_config else None,
+    }
+    request_ids = request_ids_of(settings, checkpoint.fingerprint)
+    run_ids = [short_hash([request_id, numeric]) for request_id in request_ids]
+    return PlannedRun(settings, train, numeric, rows, checkpoint, request_ids, run_ids)
+
+
+def request_ids_of(settings: FinetuneSettings, fingerprint: str) -> list[str]:
+    """Returns for each task of a run what stands for all that was requested of it.
+
+    Args:
+        fingerprint: of the model's weights.
+    """
+    requested = settings.requested() | {"fingerprint": fingerprint}
+    return [short_hash(requested | {"scored": task}) for task in settings.task_names or [settings.own.name]]
+
+
+def _run(planned: PlannedRun) -> list[Record]:
+    settings, store = planned.settings, planned.store
+    tokenizer, encode = _encoder(planned)  # it refuses a wrong --max_length before anything is written
+    if rank_and_world()[0] == 0:
+        for own in planned.rows:
+            _publish(store, settings, own)
+        _announce(planned)
+    without_loop = {"probe": _probe}.get(settings.head)
+    predicted = without_loop(planned, encode) if without_loop else _train(planned, encode)
+    records: list[Record] = [make_record(planned, predicted, task) for task in range(len(planned.rows))]
+    if settings.save_model:
+        _save(planned, predicted, tokenizer, records)
+    if rank_and_world()[0] == 0:
         for task, record in enumerate(records):
-            _publish(settings, planned.rows[task])
-            _submit(settings, planned, predicted, task)
-            results.write_result(settings.output_dir, record, _predictions(planned.rows[task], predicted, task))
-    outcome = predicted.outcome
-    best = f"best of {len(outcome.history)} evaluations, step {outcome.best_step} of {outcome.steps}; "
-    _tell(f"{planned.title}: {_scores(records)} ({best * bool(outcome.history)}{_where(settings, records)})")
+            store.write(record, make_predictions(planned.rows[task], predicted, task))
+        store.remove_snapshots(planned.run_ids[0])
+    result = predicted.result
+    best = f"best of {len(result.history)} evaluations, step {result.best_step} of {result.steps}; "
+    _tell(f"{planned.title}: {_scores(records)} ({best * bool(result.history)}{_where(planned)})")
+    for text in _advice(planned, records):
+        _tell(text)
     return records
 
 
-def _train(settings: FinetuneSettings, planned: PlannedRun, tokenizer: Any, encode: Encode) -> Predicted:
-    """The training loop, and what its best model says of the rows that did not choose it."""
+def _train(planned: PlannedRun, encode: Encode) -> Predicted:
+    """Runs the training loop; predicts with its best weights the rows that did not choose them."""
     from finetune.data.metrics import score_examples
     from finetune.heads.building import build_head
-    from finetune.heads.saving import save_model
-    from finetune.train import loop as training
+    from finetune.train import loop
 
-    device, _ = training.find_device()
-    training.seed_everything(settings.seed, device)
+    settings, store, run_id = planned.settings, planned.store, planned.run_ids[0]
+    device, _ = loop.find_device()
+    loop.seed_everything(settings.seed, device)
     model = build_head(settings, planned.checkpoint, [own.task for own in planned.rows])
-    parts = []
+    splits = []
     for task, own in enumerate(planned.rows):
         choosing = own.held or own.dev
         score = partial(score_examples, own.task, choosing)
-        parts.append(training.TaskSplit(encode(task, own.train), encode(task, choosing), score))
-    holds_out = settings.selection == "holdout"
-    outcome = training.fine_tune(
-        model, parts, planned.train, settings.seed, device,
+        splits.append(loop.TaskSplit(encode(task, own.train), encode(task, choosing), score))
+    holds_out, tested = settings.selection == "holdout", any(own.test for own in planned.rows)
+    result = loop.fine_tune(
+        model, splits, planned.train, settings.seed, device,
         sampling=settings.cln.sampling,
-        keep_weights=holds_out or settings.save_model or settings.predict_test,
+        keep_weights=holds_out or settings.save_model or tested,
         ds_config=_ds_config(settings),
+        snapshots=store.snapshot_path(run_id),
+        tensorboard=store.tensorboard_path(run_id),
     )  # fmt: skip
-    if outcome.weights:
-        training.load_weights(model, outcome.weights)
+    if result.weights:
+        loop.load_weights(model, result.weights)
 
     def outputs_of(task: int, examples: Sequence[LabeledExample]) -> Array:
-        return training.predict(model, encode(task, examples), device, planned.train, task)
+        return loop.predict(model, encode(task, examples), device, planned.train, task)
 
-    held, dev = outcome.outputs, outcome.outputs
+    held, dev = result.outputs, result.outputs
     if holds_out:
         dev = [outputs_of(task, own.dev) for task, own in enumerate(planned.rows)]
     test = [[outputs_of(task, examples) for _, examples in own.test] for task, own in enumerate(planned.rows)]
-    if settings.save_model:
-        with training.gathered(model):
-            if rank_and_world()[0] == 0:
-                save_model(model, tokenizer, results.model_path(settings.output_dir, planned.run_ids[0]))
-    return Predicted(outcome, held, dev, test)
+    return Predicted(result, held, dev, test, model)
 
 
-def _probe(settings: FinetuneSettings, planned: PlannedRun, tokenizer: Any, encode: Encode) -> Predicted:
-    """The frozen encoder's regression: nothing is chosen, so all rows to predict are predicted at once."""
+def _probe(planned: PlannedRun, encode: Encode) -> Predicted:
+    """Fits the frozen encoder's regression; nothing is chosen, so all rows to predict are predicted at once."""
     import numpy as np
 
     from finetune.heads.probe import fit_probe
@@ -215,21 +195,33 @@ def _probe(settings: FinetuneSettings, planned: PlannedRun, tokenizer: Any, enco
     started, (own,) = time.perf_counter(), planned.rows
     blocks = [own.held, own.dev, *(examples for _, examples in own.test)]
     asked = encode(0, [example for block in blocks for example in block])
-    outputs = fit_probe(planned.checkpoint, encode(0, own.train), asked, own.task, settings, find_device()[0])
+    device, _ = find_device()
+    outputs = fit_probe(planned.checkpoint, encode(0, own.train), asked, own.task, planned.settings, device)
     held, dev, *test = np.split(outputs, np.cumsum([len(block) for block in blocks])[:-1])
     return Predicted(FinetuneResult(seconds=time.perf_counter() - started), [held], [dev], [test])
 
 
+def _save(planned: PlannedRun, predicted: Predicted, tokenizer: Any, records: Sequence[Record]) -> None:
+    from finetune.heads.saving import save_model
+    from finetune.show.cards import model_card
+    from finetune.train.loop import gathered
+
+    with gathered(predicted.model):
+        if rank_and_world()[0] == 0:
+            card = model_card(records, [own.task for own in planned.rows], planned.settings)
+            save_model(predicted.model, tokenizer, planned.model_path, card)
+
+
 def _encoder(planned: PlannedRun) -> tuple[Any, Encode]:
-    """The tokenizer, and a function that encodes rows of the planned run's n-th task."""
-    from finetune.data.encoding import Encoded
+    """Returns the tokenizer, and a function that encodes rows of the planned run's n-th task."""
+    from finetune.data.encoding import encode_rows
     from finetune.heads.checkpoint import load_tokenizer
 
-    lengths = [identity["max_length"] for identity in planned.identities]
+    lengths = [planned.settings.max_length or own.task.max_length for own in planned.rows]
     tokenizer = load_tokenizer(planned.checkpoint, max(lengths))
 
     def encode(task: int, examples: Sequence[LabeledExample]) -> Encoded:
-        return Encoded(planned.rows[task].task, examples, tokenizer, lengths[task])
+        return encode_rows(planned.rows[task].task, examples, tokenizer, lengths[task], planned.checkpoint.fingerprint)
 
     return tokenizer, encode
 
@@ -241,137 +233,64 @@ def _ds_config(settings: FinetuneSettings) -> tuple[str, dict[str, Any]] | None:
 
 @lru_cache(maxsize=4)
 def _checkpoint(name: str, trust_remote_code: bool) -> Checkpoint:
-    """Found and fingerprinted once in a process: a grid has many cells of one model."""
+    """Found and fingerprinted once in a process: a grid has many runs of one model."""
     from finetune.heads.checkpoint import find_checkpoint
 
     return find_checkpoint(name, trust_remote_code)
 
 
-def _identity(
-    settings: FinetuneSettings, own: TaskRows, rows: Sequence[TaskRows], checkpoint: Checkpoint, train: TrainSettings
-) -> dict[str, Any]:
-    """All that decides the numbers of a run for one of its tasks."""
-    names = {"train_size", "head", "seed", "data_seed", "sampling", "label_noise", "selection", "train_from_dev"}
-    names |= {"holdout"} if settings.selection == "holdout" else set()
-    names |= {"pooling"} if settings.head in POOLED else set()
-    options = getattr(settings, settings.head, None)
-    joint = [other.task.name for other in rows if other is not own]
-    fingerprints = [other.fingerprint for other in rows]
-    return {
-        "task": own.task.name,
-        **settings.model_dump(include=names),
-        "options": options.model_dump(mode="json") if isinstance(options, Settings) else {},
-        "max_length": settings.max_length or own.task.max_length,
-        "model": checkpoint.fingerprint,
-        "data": "+".join(fingerprints),
-        "train": train.model_dump(mode="json"),
-        **({"joint": joint} if joint else {}),
-    }
-
-
-def _record(settings: FinetuneSettings, planned: PlannedRun, predicted: Predicted, task: int) -> dict[str, Any]:
-    """The line of results of one task."""
-    from finetune.data.metrics import score_examples
-    from finetune.train.loop import find_device
-
-    own, outcome = planned.rows[task], predicted.outcome
-    scores = score_examples(own.task, own.dev, predicted.dev[task])
-    held = {}
-    if own.held:
-        held = {
-            "holdout_rows": len(own.held),
-            "holdout_scores": score_examples(own.task, own.held, predicted.held[task]),
-        }
-    return {
-        "run_id": planned.run_ids[task],
-        "identity": planned.identities[task],
-        **settings.model_dump(include={"model", "model_name", "pretraining_seed"}),
-        "benchmark": own.task.benchmark,
-        "metric": own.task.metrics[0],
-        "score": scores[own.task.metrics[0]],
-        "scores": scores,
-        **held,
-        "best_step": outcome.best_step,
-        "steps": outcome.steps,
-        "dev_rows": len(own.dev),
-        "train_rows": len(own.train),
-        "history": [(step, loss, mains[task]) for step, loss, mains in outcome.history],
-        "seconds": round(outcome.seconds, 2),
-        "device": find_device()[0].type,
-        "ranks": rank_and_world()[1],
-        "notes": own.notes,
-        **environment_record(),
-    }
-
-
-def _predictions(own: TaskRows, predicted: Predicted, task: int) -> dict[str, Any]:
-    """The arrays of one task's predictions."""
-    name, scale = ("scores", own.task.label_scale) if own.task.is_regression else ("logits", 1.0)
-
-    def outputs(values: Array) -> Array:
-        return values[:, 0] * scale if own.task.is_regression else values
-
-    arrays: dict[str, Any] = {
-        "ids": [example.id for example in own.dev],
-        "parts": [example.part for example in own.dev],
-        "groups": [example.group for example in own.dev],
-        "answers": [example.answer for example in own.dev],
-        "labels": [example.label for example in own.dev],
-        name: outputs(predicted.dev[task]),
-        "train_rows": own.train_rows,
-    }
-    if own.held:
-        arrays |= {
-            "holdout_labels": [example.label for example in own.held],
-            f"holdout_{name}": outputs(predicted.held[task]),
-            "holdout_rows": own.held_rows,
-        }
-    return arrays
-
-
-def _publish(settings: FinetuneSettings, own: TaskRows) -> None:
-    """The index file of the rows drawn, in the results folder; "full" needs none."""
+def _publish(store: Store, settings: FinetuneSettings, own: TaskRows) -> None:
+    """Writes which rows were drawn, or refuses to go on if the folder's earlier runs saw other data."""
     from finetune.data.splits import publish
 
-    if settings.train_size != "full":
-        where = "-of-dev" if own.split == "dev" else ""
-        name = f"{own.task.name}-{settings.train_size}-{settings.sampling}-seed{settings.data_seed}{where}.json"
-        publish(Path(settings.output_dir) / "splits" / name, own.drawn, own.split_rows, own.split)
+    where = "-of-dev" if own.split == "dev" else ""
+    name = f"{own.task.name}-{settings.train_size}-{settings.sampling}-seed{settings.data_seed}{where}"
+    if settings.label_noise:
+        name += f"-noise{settings.label_noise:g}"
+    publish(store.rows_path(name), own.drawn, own.split_rows, own.split, own.fingerprint)
 
 
-def _submit(settings: FinetuneSettings, planned: PlannedRun, predicted: Predicted, task: int) -> None:
-    """Writes the files for the benchmark's site; the folder takes its name when it is whole."""
-    from finetune.data.submissions import write_submission
-
-    if not settings.predict_test:
-        return
-    folder = results.submission_path(settings.output_dir, planned.run_ids[task])
-    with atomic_folder(folder) as fresh:
-        for (other, examples), outputs in zip(planned.rows[task].test, predicted.test[task], strict=True):
-            write_submission(other, examples, outputs, fresh)
-
-
-def _announce(settings: FinetuneSettings, planned: PlannedRun, device: str) -> None:
-    train = planned.train
+def _announce(planned: PlannedRun) -> None:
+    settings, train = planned.settings, planned.train
+    device = planned.numeric["device"]
     log.info("%s: run %s on %s in %s", planned.title, planned.run_ids[0], device, train.precision)
     for own in planned.rows:
         held = f", {len(own.held)} held out to choose" if own.held else ""
-        log.info("%s: %d train rows%s, %d dev rows", own.task.name, len(own.train), held, len(own.dev))
+        test = "".join(f", {len(rows)} test rows of {task.name}" for task, rows in own.test)
+        log.info("%s: %d train rows%s, %d dev rows%s", own.task.name, len(own.train), held, len(own.dev), test)
         for note in own.notes:
             log.info("note: %s", note)
     if settings.head != "probe":
         log.info("%d steps of %d rows, evaluated every %d", train.max_steps, train.batch_size, train.eval_every)
 
 
-def _scores(records: Sequence[dict[str, Any]]) -> str:
-    tasks = ["  ".join(f"{name} {100 * value:.2f}" for name, value in record["scores"].items()) for record in records]
+def _advice(planned: PlannedRun, records: Sequence[Record]) -> list[str]:
+    """Returns what a reader of the scores has to know, and what can be done next."""
+    lines = []
+    for record in records:
+        constant = record["constant"].get(record["metric"], -1.0)
+        if record["score"] <= constant:
+            lines.append(f"warning: {record['task']}: always giving the same answer scores {100 * constant:.2f}, too.")
+        lines += [f"test, {name}: {_percents(scores)}" for name, scores in record["test_scores"].items()]
+    if planned.settings.save_model:
+        lines.append(f"model: {planned.model_path}; to label new rows: python finetune/predict.py "
+                     f"{planned.model_path} ROWS.csv")  # fmt: skip
+    return lines
+
+
+def _scores(records: Sequence[Record]) -> str:
+    tasks = [_percents(record["scores"]) for record in records]
     if len(tasks) > 1:
-        tasks = [f"{record['identity']['task']} {text}" for record, text in zip(records, tasks, strict=True)]
+        tasks = [f"{record['task']} {text}" for record, text in zip(records, tasks, strict=True)]
     return "; ".join(tasks)
 
 
-def _where(settings: FinetuneSettings, records: Sequence[dict[str, Any]]) -> str:
-    return f"run {' '.join(record['run_id'] for record in records)} in {settings.output_dir}"
+def _percents(scores: dict[str, float]) -> str:
+    return "  ".join(f"{name} {100 * value:.2f}" for name, value in scores.items())
+
+
+def _where(planned: PlannedRun) -> str:
+    return f"run {' '.join(planned.run_ids)} in {planned.store.folder}"
 
 
 def _tell(text: str) -> None:
@@ -388,18 +307,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--print_config", action="store_true", help="print the settings as a recipe and stop")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # appended by the launcher
-    choices = {"task": ", ".join(TASKS), "head": "; ".join(f"{name}: {about}" for name, about in HEADS.items())}
-    for kind, prefix in ((FinetuneSettings, ""), (OwnDataSettings, "own."), (TrainSettings, "train.")):
-        for name, field in kind.model_fields.items():
-            if isinstance(field.default, Settings):  # of one head, or "train": --set reaches them
-                continue
-            default = "required" if field.is_required() else f"default {field.default}" if field.default else ""
-            text = "; ".join(filter(None, (field.description, choices.get(name, default))))
-            switch: dict[str, Any] = (
-                {"action": "store_true", "default": None} if field.default is False else {"metavar": "X"}
-            )
-            parser.add_argument(f"--{name}", dest=prefix + name, help=text.replace("%", "%%"), **switch)
+    add_flags(parser, "model, task and rows", FinetuneSettings, "")
+    add_flags(parser, "your own rows, instead of --task", OwnDataSettings, "own.")
+    add_flags(parser, "training", TrainSettings, "train.")
     return parser
+
+
+def add_flags(parser: argparse.ArgumentParser, title: str, kind: type[Settings], prefix: str) -> None:
+    """Adds a flag for each setting of `kind`, in a group of the help."""
+    choices = {"task": ", ".join(TASKS), "head": "; ".join(f"{name}: {about}" for name, about in HEADS.items())}
+    group = parser.add_argument_group(title)
+    for name, field in kind.model_fields.items():
+        if isinstance(field.default, Settings):  # of one head, or another group: --set reaches them
+            continue
+        default = "required" if field.is_required() else f"default {field.default}" if field.default else ""
+        text = "; ".join(filter(None, (field.description, choices.get(name, default))))
+        switch: dict[str, Any] = (
+            {"action": "store_true", "default": None} if field.default is False else {"metavar": "X"}
+        )
+        group.add_argument(f"--{name}", dest=prefix + name, help=text.replace("%", "%%"), **switch)
 
 
 if __name__ == "__main__":

@@ -16,12 +16,13 @@ from multicls.errors import UserError, did_you_mean
 from multicls.settings import Settings
 
 POOLED = ("isobn", "batchnorm", "cln", "probe")  # heads on top of another one, which `pooling` names
+LOOPLESS = ("probe", "setfit")  # heads without our training loop: settings of `train` do not reach them
 HEAD_OPTIONS = ("isobn", "hire", "cln")  # groups of settings that only the head of that name reads
 NOT_IN_IDENTITY = ("model", "model_name", "pretraining_seed", "data_dir", "output_dir", "save_model", "predict_test",
                    "config", "trust_remote_code")  # fmt: skip
 WITHOUT_EFFECT = ("eval_batch_size", "gradient_checkpointing", "snapshot_minutes", "precision")  # of train, on numbers
 OWN_IDENTITY = ("text_column", "label_column", "label_type", "metric", "dev_share")
-COLUMNS = ("task", "train_size", "head", "pooling", "selection", "data_seed", "seed", "train.learning_rate")
+COLUMNS = ("task", "train_size", "head", "pooling", "selection", "data_seed", "seed")
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -222,7 +223,8 @@ class FinetuneSettings(Settings):
         unread |= {"pooling"} if self.head not in POOLED else set()
         unread |= {"holdout"} if self.selection == "dev" else set()
         values = {name: value for name, value in values.items() if name not in unread}
-        values["train"] = {name: value for name, value in values["train"].items() if name not in WITHOUT_EFFECT}
+        train = {name: value for name, value in values["train"].items() if name not in WITHOUT_EFFECT}
+        values["train"] = {} if self.head in LOOPLESS else train
         values["own"] = {name: values["own"][name] for name in OWN_IDENTITY} if self.own.source else {}
         return values | {"task": self.task or self.own.name}
 

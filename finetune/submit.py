@@ -1,36 +1,103 @@
-"""Packs the submission files of several runs for the site of GLUE or SuperGLUE, after a check by its rules.
+"""Writes the zip file for the site of GLUE or SuperGLUE from runs made with --predict_test.
 
-python finetune/submit.py results/submissions/RUN_ID ... --output glue.zip
+python finetune/submit.py results --benchmark glue --system "k5 multicls" --output glue.zip
+python finetune/submit.py results --benchmark glue --system "k5 multicls x5" --for rte="k5 isobn" --output glue.zip
+
+For each task it takes the system's run with the best score on the choosing rows, or with "x5" the ensemble of five.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+import re
 import sys
+import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/, whose names must not hide packages
 
-from finetune.data.submissions import check_submission, submission_files
-from multicls.errors import UserError, run_command
+from finetune.data.examples import LabeledExample
+from finetune.data.submissions import check_submission, submission_files, write_submission
+from finetune.data.tasks import TASKS, Task
+from finetune.stats.systems import SystemResult, choosing_score, load_results
+from finetune.store.results import Array, Store
+from multicls.errors import UserError, did_you_mean, run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Packs the submission files of several runs, after a check that all of a benchmark's are there and valid."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", nargs="+", help="results/submissions/RUN_ID, one for each task")
-    parser.add_argument("--output", required=True, metavar="FILE.zip", help="what to upload")
-    args = parser.parse_args(argv)
-    files = [path for folder in args.folder for path in submission_files(Path(folder))]
-    if problems := check_submission(files):
-        raise UserError(*problems)
-    with zipfile.ZipFile(args.output, "w", zipfile.ZIP_DEFLATED) as archive:
-        for path in files:
-            archive.write(path, path.name)
+    """Runs the command; returns the exit code."""
+    args = _parser().parse_args(argv)
+    others = dict(text.partition("=")[::2] for text in args.other)
+    wanted = [task for task in TASKS.values() if task.benchmark == args.benchmark and task.submissions]
+    if unknown := sorted(others.keys() - {task.name for task in wanted}):
+        raise UserError(f"--for {unknown[0]}: no task of {args.benchmark}.{did_you_mean(unknown[0], TASKS)}")
+    sizes = {int(found[1]) for name in (args.system, *others.values()) if (found := re.search(r" x(\d+)$", name))}
+    store = Store(args.results)
+    rows = [row for size in sizes or {0} for row in load_results(store, size).rows]
+    with tempfile.TemporaryDirectory() as folder:
+        problems: list[str] = []
+        for task in wanted:
+            try:
+                _write_task(rows, task, others.get(task.name, args.system), args.train_size, Path(folder))
+            except UserError as error:
+                problems += error.problems
+        files = submission_files(Path(folder))
+        problems = problems or check_submission(files)
+        if problems:
+            raise UserError(*problems)
+        with zipfile.ZipFile(args.output, "w", zipfile.ZIP_DEFLATED) as archive:
+            for path in files:
+                archive.write(path, path.name)
     print(f"{args.output}: {len(files)} files, as the site wants them")
     return 0
+
+
+def _write_task(rows: Sequence[SystemResult], task: Task, system: str, size: str, folder: Path) -> None:
+    """Writes the files of one task from the best run of a system.
+
+    Raises:
+        UserError: There is no such run, or it did not predict the test set.
+    """
+    source = next((name for name, other in TASKS.items() if task.name in other.diagnostics), task.name)
+    found = [row for row in rows if row.task == source and row.train_size == size and row.system.title == system]
+    if not found:
+        names = {row.system.title for row in rows if row.task == source and row.train_size == size}
+        raise UserError(f"{task.name}: no finished run of {system!r} on {source}.{did_you_mean(system, names)}")
+    scores = [choosing_score([record], "mean") for record in found[0].records]
+    best = found[0].predictions()[max(range(len(scores)), key=scores.__getitem__)]
+    if f"test_{task.name}_ids" not in best:
+        raise UserError(f"{task.name}: the run of {system!r} on {source} did not predict it; add --predict_test.")
+    examples, outputs = test_predictions(task, best)
+    write_submission(task, examples, outputs, folder)
+
+
+def test_predictions(task: Task, arrays: Mapping[str, Array]) -> tuple[list[LabeledExample], Array]:
+    """Returns the test rows without their texts, and the outputs (N, C) for them, from a run's saved arrays."""
+    prefix = f"test_{task.name}_"
+    names = ("ids", "parts", "groups", "answers")
+    columns = zip(*(arrays[prefix + name].tolist() for name in names), strict=True)
+    examples = [LabeledExample(one, (), math.nan, part, group=group, answer=answer)
+                for one, part, group, answer in columns]  # fmt: skip
+    if task.is_regression:
+        return examples, arrays[prefix + "scores"][:, None] / task.label_scale
+    return examples, arrays[prefix + "logits"]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("results", help="folder with results.jsonl")
+    parser.add_argument("--benchmark", required=True, choices=("glue", "superglue"), help="whose site it is for")
+    parser.add_argument("--system", required=True, metavar="NAME", help="as the report names it; NAME x5: an ensemble")
+    parser.add_argument("--for", dest="other", action="append", default=[], metavar="TASK=NAME",
+                        help="another system for one task")  # fmt: skip
+    parser.add_argument("--train_size", default="full", metavar="SIZE", help="of the runs (full)")
+    parser.add_argument("--output", required=True, metavar="FILE.zip", help="what to upload")
+    return parser
 
 
 if __name__ == "__main__":

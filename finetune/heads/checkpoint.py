@@ -57,11 +57,23 @@ class Checkpoint:
 
 
 def find_checkpoint(name: str, trust_remote_code: bool = False) -> Checkpoint:
-    """Finds the model folder `name`, or fetches the hub's model of that id.
+    """Returns the model folder `name`, or the hub's model of that id.
 
     Raises:
-        UserError: it is not there, not whole, of a type that transformers does not know, or needs its own code to run
+        UserError: It is not there, not whole, of a type that transformers does not know, or needs its own code to run
             and `trust_remote_code` is not given.
+    """
+    folder = find_folder(name)
+    config = read_json(folder / "config.json")
+    _check_code(name, folder, config, trust_remote_code)
+    return Checkpoint(name, folder, config, fingerprint_of(folder), trust_remote_code)
+
+
+def find_folder(name: str) -> Path:
+    """Returns the folder of the model `name`, fetched from the hub if it is no folder. Imports no transformers.
+
+    Raises:
+        UserError: It is not there, or not whole.
     """
     folder = Path(name)
     if not folder.is_dir():
@@ -72,15 +84,20 @@ def find_checkpoint(name: str, trust_remote_code: bool = False) -> Checkpoint:
         raise UserError(
             f"--model {name}: {folder} holds no config.json; give the folder with the exported model (RUN/hf)."
         )
-    weights = next((found for pattern in WEIGHTS if (found := sorted(folder.glob(pattern)))), [])
-    if not weights:
+    if not _weights(folder):
         raise UserError(f"--model {name}: {folder} holds no weights (model.safetensors).")
-    config = read_json(folder / "config.json")
-    _check_code(name, folder, config, trust_remote_code)
-    identity = [*weights, folder / "config.json", *(folder / file for file in ("tokenizer.json", "vocab.txt"))]
-    digests = [f"{path.name}:{sha256_of(path)}" for path in identity if path.exists()]
-    fingerprint = hashlib.sha256("\n".join(digests).encode()).hexdigest()[:16]
-    return Checkpoint(name, folder, config, fingerprint, trust_remote_code)
+    return folder
+
+
+def fingerprint_of(folder: Path) -> str:
+    """Returns the SHA-256 (16 hexadecimal digits) over weights, configuration and tokenizer of a model folder."""
+    files = [*_weights(folder), *(folder / file for file in ("config.json", "tokenizer.json", "vocab.txt"))]
+    digests = [f"{path.name}:{sha256_of(path)}" for path in files if path.exists()]
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()[:16]
+
+
+def _weights(folder: Path) -> list[Path]:
+    return next((found for pattern in WEIGHTS if (found := sorted(folder.glob(pattern)))), [])
 
 
 def load_tokenizer(checkpoint: Checkpoint, max_length: int) -> PreTrainedTokenizerBase:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 
 Array = np.ndarray[Any, np.dtype[Any]]
 NUM_BINS = 15  # as Guo et al. (2017)
+LOWEST, HIGHEST = 0.05, 20.0  # temperatures
 
 
 @dataclass(frozen=True)
@@ -63,33 +65,55 @@ def reliability(logits: Array, labels: Array, num_bins: int = NUM_BINS, equal_ma
         return Bins(count, total_confidence / count, total_correct / count)
 
 
-def brier_score(logits: Array, labels: Array) -> float:
-    """Mean of the squared distance between the probabilities and the one-hot label, summed over classes: 0 to 2."""
-    one_hot = np.eye(logits.shape[1])[np.asarray(labels, dtype=int)]
-    return float(((np.exp(log_probabilities(logits)) - one_hot) ** 2).sum(axis=1).mean())
+@dataclass(frozen=True)
+class Temperature:
+    """A temperature to divide logits by.
+
+    Attributes:
+        value: in LOWEST..HIGHEST.
+        at_bound: the likelihood is best at a bound, as where all held-out rows are right: the value means nothing.
+    """
+
+    value: float
+    at_bound: bool
 
 
-def negative_log_likelihood(logits: Array, labels: Array, temperature: float = 1.0) -> float:
-    """Mean of -ln p(label), in nats."""
-    rows = np.arange(len(labels))
-    return float(-log_probabilities(logits, temperature)[rows, np.asarray(labels, dtype=int)].mean())
+def pooled_temperature(runs: Sequence[tuple[Array, Array]]) -> Temperature:
+    """Returns the one temperature with the best mean likelihood over several runs (Guo et al., 2017).
 
+    A run's held-out rows are few: with 20 of them all right, its own best temperature is 0. So one is fitted for all
+    runs of a system. It scales all logits of an example alike, so that no prediction changes.
 
-def fit_temperature(logits: Array, labels: Array) -> float:
-    """The temperature in [0.01, 100] with the best likelihood (Guo et al., 2017), on rows the model did not learn from.
-
-    It scales all logits of an example alike, so that no prediction changes.
+    Args:
+        runs: logits (N, C) and labels (N,) of each run, on rows that it did not learn from.
     """
     from scipy.optimize import minimize_scalar
 
-    bound = np.log(100.0)
-    found = minimize_scalar(
-        lambda log_t: negative_log_likelihood(logits, labels, float(np.exp(log_t))),
-        bounds=(-bound, bound),
-        method="bounded",
-        options={"xatol": 1e-6},
-    )
-    return float(np.exp(found.x))
+    def loss(log_t: float) -> float:
+        values = [negative_log_likelihood(logits, labels, float(np.exp(log_t))) for logits, labels in runs]
+        return float(np.mean(values))
+
+    bounds = (float(np.log(LOWEST)), float(np.log(HIGHEST)))
+    found = minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": 1e-6})
+    near = min(abs(found.x - bound) for bound in bounds)
+    return Temperature(float(np.exp(found.x)), near < 1e-3)
+
+
+def brier_score(logits: Array, labels: Array) -> float:
+    """Returns the mean squared distance of the probabilities and the one-hot label, summed over classes: 0 to 2."""
+    from sklearn.metrics import brier_score_loss
+
+    classes = list(range(logits.shape[1]))
+    probabilities = np.exp(log_probabilities(logits))
+    if len(classes) == 2:
+        return 2 * float(brier_score_loss(labels, probabilities[:, 1], labels=classes))
+    return float(brier_score_loss(labels, probabilities, labels=classes, scale_by_half=False))
+
+
+def negative_log_likelihood(logits: Array, labels: Array, temperature: float = 1.0) -> float:
+    """Returns the mean of -ln p(label), in nats."""
+    rows = np.arange(len(labels))
+    return float(-log_probabilities(logits, temperature)[rows, np.asarray(labels, dtype=int)].mean())
 
 
 def calibration(logits: Array, labels: Array, temperature: float = 1.0) -> dict[str, float]:

@@ -1,14 +1,24 @@
-"""What runs leave in a results folder, which many processes may write at once. Imports no torch."""
+"""The results folder, which many processes may write at once. Imports no torch.
+
+RESULTS/
+    results.jsonl         a line (record) for each finished run and task; the last line of a run counts
+    results.json          the protocol of the folder
+    predictions/ID.npz    outputs of a run on dev, held-out and test rows
+    plans/HASH.json       the runs of each grid that was started here
+    rows/NAME.json        which rows were drawn, and a fingerprint of the data set
+    models/ID/            saved models; tb/ID/ TensorBoard; snapshots/ID/ of unfinished runs; logs/ of `--jobs`
+    claims/ID/            runs that a process is at
+    errors.jsonl          runs that failed
+"""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
+import shutil
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -17,156 +27,210 @@ from typing import Any
 import numpy as np
 
 from multicls.errors import UserError
-from multicls.files import append_jsonl, atomic_write, read_json, read_jsonl, write_json
+from multicls.files import (
+    FolderLock,
+    append_jsonl,
+    atomic_write,
+    lock_holder,
+    locked,
+    read_json,
+    read_jsonl,
+    write_json,
+)
 
+Record = Mapping[str, Any]
+Array = np.ndarray[Any, np.dtype[Any]]
 RESULTS, ERRORS, MARKER = "results.jsonl", "errors.jsonl", "results.json"
-PROTOCOL = 2  # goes up when a record gets other fields, or the same settings give other numbers
+PROTOCOL = 3  # goes up when a record gets other fields, or the same settings give other numbers
+READABLE = (2, PROTOCOL)  # reports read folders of these; only those of PROTOCOL are written
+LOCK_SECONDS = 60.0  # how long a process waits for another one to append its line
 
 
 class Busy(UserError):
     """Another process is at this run."""
 
 
-def run_id_of(identity: Mapping[str, Any]) -> str:
-    """12 hex digits that stand for everything that decides a run's numbers."""
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
+def short_hash(content: Any) -> str:
+    """Returns 12 hexadecimal digits of the SHA-256 of a JSON value."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def check_folder(output_dir: str | Path) -> None:
-    """Makes sure that a results folder is new or of this protocol; changes nothing in it.
+class Store:
+    """A results folder: what runs have left there, and what is planned.
 
-    Raises:
-        UserError: it holds results of another protocol, which may not be mixed with these.
+    Args:
+        folder: may be missing; made by the first write.
     """
-    folder = Path(output_dir)
-    if (folder / MARKER).exists():
-        marker = read_json(folder / MARKER)
-        found = marker.get("protocol") if isinstance(marker, dict) else None
-    else:
-        found = 1 if (folder / RESULTS).exists() else PROTOCOL  # protocol 1 left no marker
-    if found != PROTOCOL:
-        raise UserError(
-            f"{folder}: results of protocol {found!r}, this is protocol {PROTOCOL}: they may not be mixed. The folder "
-            "stays as it is; give another --output_dir, or read it with the version that wrote it."
-        )
 
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
 
-def read_results(output_dir: str | Path) -> list[dict[str, Any]]:
-    """The finished runs of a results folder, by first appearance; of several lines of one run the last.
+    def check(self, write: bool = False) -> None:
+        """Checks the protocol of the folder; changes nothing in it.
 
-    Raises:
-        UserError: the folder is of another protocol.
-    """
-    check_folder(output_dir)
-    path = Path(output_dir) / RESULTS
-    if not path.exists():
-        return []
-    state = path.stat()
-    return list(_parsed(path, state.st_ino, state.st_size, state.st_mtime_ns))
+        Raises:
+            UserError: The folder holds results of a protocol that cannot be read (or with `write` be added to).
+        """
+        found: Any = PROTOCOL
+        if (self.folder / MARKER).exists():
+            marker = read_json(self.folder / MARKER)
+            found = marker.get("protocol") if isinstance(marker, dict) else None
+        elif (self.folder / RESULTS).exists():
+            found = 1  # protocol 1 left no marker
+        if found not in READABLE or (write and found != PROTOCOL):
+            reads = "a report can read it, but new runs may not be mixed in" if found in READABLE else "too old to read"
+            raise UserError(
+                f"{self.folder}: results of protocol {found!r}, this is protocol {PROTOCOL}: {reads}. The folder stays "
+                "as it is; give another --output_dir."
+            )
+
+    def records(self) -> list[Record]:
+        """Returns the finished runs, by first appearance.
+
+        Raises:
+            UserError: The folder is of another protocol.
+        """
+        self.check()
+        path = self.folder / RESULTS
+        if not path.exists():
+            return []
+        state = path.stat()
+        return list(_parse_results(path, state.st_ino, state.st_size, state.st_mtime_ns))
+
+    def predictions(self, run_id: str) -> dict[str, Array]:
+        """Returns the arrays that a run left: ids, labels, logits (N, C) or scores (N,), train_rows, ...
+
+        Raises:
+            UserError: The file is missing.
+        """
+        path = self._predictions_path(run_id)
+        if not path.exists():
+            raise UserError(f"{path}: no such file; without its line in {RESULTS} the run would be repeated.")
+        with np.load(path, allow_pickle=False) as file:
+            return dict(file)
+
+    def write(self, record: Record, predictions: Mapping[str, Any]) -> None:
+        """Writes the predictions, then the line: a run that was killed in between counts as not finished.
+
+        Args:
+            record: the line; its `run_id` names the predictions' file.
+            predictions: arrays without Python objects, so that they load without pickle.
+        """
+        arrays = {name: np.asarray(values) for name, values in predictions.items()}
+        assert not any(array.dtype.hasobject for array in arrays.values()), "objects would be pickled"
+        with atomic_write(self._predictions_path(record["run_id"]), "wb") as file:
+            np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # no array is named allow_pickle
+        self._append(RESULTS, record)
+
+    def write_error(self, error: BaseException, title: str, run_id: str = "", request_ids: Sequence[str] = ()) -> None:
+        """Adds a run that failed to errors.jsonl: what it was, its error, the end of the traceback."""
+        last = "".join(traceback.format_exception(error))[-4000:]
+        record = {"run_id": run_id, "request_ids": list(request_ids), "title": title}
+        record |= {"error": f"{type(error).__name__}: {error}", "traceback": last}
+        self._append(ERRORS, record | {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+
+    def errors(self) -> list[Record]:
+        """Returns the lines of errors.jsonl."""
+        return list(read_jsonl(self.folder / ERRORS))
+
+    def add_plan(self, plan: Mapping[str, Any]) -> None:
+        """Writes the runs of a grid; a plan of other content is another file, so that plans accumulate."""
+        path = self.folder / "plans" / f"{short_hash(plan)}.json"
+        if not path.exists():
+            self._mark()
+            write_json(path, plan)
+
+    def plans(self) -> list[dict[str, Any]]:
+        """Returns the plans of all grids that were started here, by name."""
+        return [read_json(path) for path in sorted((self.folder / "plans").glob("*.json"))]
+
+    def rows_path(self, name: str) -> Path:
+        """Returns where the rows drawn under `name` are published."""
+        return self.folder / "rows" / f"{name}.json"
+
+    def model_path(self, run_id: str) -> Path:
+        """Returns where the model of a run is, if it was saved."""
+        return self.folder / "models" / run_id
+
+    def snapshot_path(self, run_id: str) -> Path:
+        """Returns where an unfinished run keeps what it needs to go on."""
+        return self.folder / "snapshots" / run_id
+
+    def remove_snapshots(self, run_id: str) -> None:
+        """Removes the snapshots of a run that has finished."""
+        shutil.rmtree(self.snapshot_path(run_id), ignore_errors=True)
+
+    def tensorboard_path(self, run_id: str) -> Path:
+        """Returns the folder of a run's TensorBoard events."""
+        return self.folder / "tb" / run_id
+
+    @contextmanager
+    def claim(self, run_id: str) -> Iterator[None]:
+        """Holds a run for this process; the kernel lets go of it when the process ends, however it ends.
+
+        Raises:
+            Busy: Another process holds it.
+            UserError: The folder is of another protocol, or cannot be written to.
+        """
+        self.check(write=True)
+        lock = FolderLock(self.folder / "claims" / run_id)
+        try:
+            lock.acquire(patience=0)
+        except UserError:
+            if lock_holder(lock.path.parent) is None and not lock.path.parent.is_dir():
+                raise
+            raise Busy(f"run {run_id} in {self.folder}: another process is at it.") from None
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _predictions_path(self, run_id: str) -> Path:
+        return self.folder / "predictions" / f"{run_id}.npz"
+
+    def _mark(self) -> None:
+        self.check(write=True)
+        if not (self.folder / MARKER).exists():
+            write_json(self.folder / MARKER, {"protocol": PROTOCOL})
+
+    def _append(self, name: str, record: Record) -> None:
+        """Adds a line while no other process does; the first one of a folder marks it with the protocol."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with locked(self.folder, LOCK_SECONDS):
+            self._mark()
+            append_jsonl(self.folder / name, dict(record))
 
 
 @lru_cache(maxsize=1)
-def _parsed(path: Path, *state: int) -> list[dict[str, Any]]:
-    """Parsed once for each `state` of the file: a grid asks for every one of its cells."""
-    records = [record for record in read_jsonl(path) if "run_id" in record]
+def _parse_results(path: Path, *state: int) -> list[Record]:
+    """Returns the records; parsed once for each `state` of the file, since a grid asks for each of its runs."""
+    lines = [record for record in read_jsonl(path) if "run_id" in record]
+    # Protocol 2 wrote ensembles as runs; reports make them now.
+    records = [_from_protocol_2(line) for line in lines if not line.get("identity", {}).get("ensemble")]
     return list({record["run_id"]: record for record in records}.values())
 
 
-def predictions_path(output_dir: str | Path, run_id: str) -> Path:
-    """Where the predictions of a run are."""
-    return Path(output_dir) / "predictions" / f"{run_id}.npz"
+def _from_protocol_2(record: dict[str, Any]) -> Record:
+    """Returns a record with the fields of this protocol.
 
-
-def read_predictions(output_dir: str | Path, run_id: str) -> dict[str, np.ndarray[Any, Any]]:
-    """The arrays that a run left: ids, parts, groups, labels, logits (N, C) or scores (N,), train_rows, ...
-
-    Raises:
-        UserError: the file is missing.
+    Protocol 2 kept resolved settings only, so that these count as what was requested, and no new run equals an old one.
     """
-    path = predictions_path(output_dir, run_id)
-    if not path.exists():
-        raise UserError(f"{path}: no such file; without its line in {RESULTS} the run would be repeated.")
-    with np.load(path, allow_pickle=False) as file:
-        return dict(file)
-
-
-def model_path(output_dir: str | Path, run_id: str) -> Path:
-    """Where the model of a run is, if it was saved."""
-    return Path(output_dir) / "models" / run_id
-
-
-def submission_path(output_dir: str | Path, run_id: str) -> Path:
-    """Where the files for the benchmark's site are, if they were asked for."""
-    return Path(output_dir) / "submissions" / run_id
-
-
-def write_result(output_dir: str | Path, record: Mapping[str, Any], predictions: Mapping[str, Any]) -> None:
-    """Writes the predictions, then the line: a run that was killed in between counts as not finished.
-
-    Args:
-        record: the line; `run_id` names the predictions' file.
-        predictions: arrays; none of them holds Python objects, so that they load without pickle.
-    """
-    arrays = {name: np.asarray(values) for name, values in predictions.items()}
-    assert not any(array.dtype.hasobject for array in arrays.values()), "objects would be pickled"
-    with atomic_write(predictions_path(output_dir, record["run_id"]), "wb") as file:
-        np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # no array is named allow_pickle
-    _append(Path(output_dir) / RESULTS, dict(record))
-
-
-def write_error(
-    output_dir: str | Path,
-    error: BaseException,
-    title: str,
-    run_id: str = "",
-    identity: Mapping[str, Any] | None = None,
-) -> None:
-    """Adds a crashed run to errors.jsonl: what it was, its error, the end of the traceback."""
-    last = "".join(traceback.format_exception(error))[-4000:]
-    record = {"run_id": run_id, "identity": dict(identity or {}), "title": title}
-    record |= {"error": f"{type(error).__name__}: {error}", "traceback": last}
-    _append(Path(output_dir) / ERRORS, record | {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
-
-
-@contextmanager
-def claim(output_dir: str | Path, run_id: str) -> Iterator[None]:
-    """Holds a run for this process; the kernel lets go of it when the process ends, however it ends.
-
-    Raises:
-        Busy: another process holds it.
-        UserError: the folder is of another protocol.
-    """
-    check_folder(output_dir)
-    path = Path(output_dir) / "cells" / f"{run_id}.lock"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    while True:
-        with open(path, "ab") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise Busy(f"run {run_id} in {output_dir}: another process is at it.") from None
-            if not _still_there(path, file.fileno()):
-                continue  # its holder has removed it since we opened it
-            try:
-                yield
-            finally:
-                path.unlink(missing_ok=True)
-            return
-
-
-def _still_there(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
-
-
-def _append(path: Path, record: dict[str, Any]) -> None:
-    """Adds a line while no other process does; the first one of a folder marks it with the protocol."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.parent / ".lock", "ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        check_folder(path.parent)
-        if not (path.parent / MARKER).exists():
-            write_json(path.parent / MARKER, {"protocol": PROTOCOL})
-        append_jsonl(path, record)
+    identity = record.get("identity")
+    if identity is None:
+        return record
+    pooling = identity.get("pooling", "cls")
+    label = identity["head"] + (f"/{pooling}" if pooling != "cls" else "")
+    if joint := identity.get("joint"):
+        label += f" of {','.join(sorted([identity['task'], *joint]))}"
+    requested = {name: value for name, value in identity.items() if name not in ("model", "data", "joint")}
+    requested["train"] = {name: identity["train"].get(name) for name in ("learning_rate", "epochs")}
+    changed = {"train.learning_rate": identity["train"].get("learning_rate")}
+    changed |= {f"{identity['head']}.{name}": value for name, value in (identity.get("options") or {}).items()}
+    return record | {
+        "request_id": short_hash(identity), "task": identity["task"], "train_size": str(identity["train_size"]),
+        "data_seed": identity["data_seed"], "seed": identity["seed"], "fingerprint": identity["model"], "label": label,
+        "selection": identity["selection"], "requested": requested, "changed": changed, "tested": [],
+        "numeric": {"device": record["device"], "precision": identity["train"].get("precision"), "deepspeed": None},
+        "resolved": {"max_length": identity["max_length"], "train": identity["train"]},
+        "constant": {}, "score_error": None, "test_scores": {}, "gpu": None,
+    }  # fmt: skip

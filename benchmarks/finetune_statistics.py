@@ -1,0 +1,226 @@
+"""Statistics of fine-tuning: coverage, false positives and power of the tests in simulated worlds.
+
+    python benchmarks/run.py finetune_statistics [--worlds 10000] [--pretrainings 1 2 4] [--draws 1 3] [--seed_sd 2]
+
+A score is the sum of independent normal effects: the system's mean + pretraining + draw of train rows + system x draw +
+pretraining x draw + seed. Variances are multiples of the seed variance: pretraining 0.5, 1 and 2; draw 1; system x draw
+0.25 or none; pretraining x draw 0.25. All systems see the same draws. Two heads on the same pretrainings share half of
+the variance of pretraining and of pretraining x draw; two systems of unrelated pretrainings share none.
+
+What is simulated is what runs: `mean_of_cells`, `difference_of_cells` and `sign_flip_p` of `finetune.stats`. With one
+draw the true value is the mean at that draw, with one pretraining the mean of that pretraining.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.compare import Bar, Report, new_parser
+from finetune.stats.comparisons import difference_of_cells, least_sign_flip_p, sign_flip_p, sign_flip_units
+from finetune.stats.estimates import Array, StudentMean, mean_of_cells
+from multicls.errors import UserError
+
+LEVEL = 0.05
+POINTS = (1, 2, 4)  # true differences whose power is reported
+PRETRAINING = (0.5, 1.0, 2.0)  # variances between pretrainings
+SYSTEM_BY_DRAW = (0.25, 0.0)
+PRETRAINING_BY_DRAW = 0.25
+SHARED = 0.5  # share of the two pretraining variances that two heads on one pretraining have in common
+HARD = ((2, 3, 8.0, 0.0), (4, 3, 8.0, 0.0), (4, 3, 0.5, 16.0), (4, 2, 0.5, 16.0))
+
+
+@dataclass(frozen=True)
+class World:
+    """How the scores of two systems come about; variances in multiples of the seed variance.
+
+    Attributes:
+        paired: True for two heads on the same pretrainings.
+        pretrainings: Number of pretrainings of each system.
+        draws: Number of draws of train rows.
+        pretraining: Variance between pretrainings.
+        system_by_draw: Variance of what a draw does to one system only.
+        draw: Variance between draws.
+        seeds: Number of fine-tuning seeds of each cell.
+        seed_sd: Standard deviation over seeds, in points.
+    """
+
+    paired: bool
+    pretrainings: int
+    draws: int
+    pretraining: float
+    system_by_draw: float
+    draw: float = 1.0
+    seeds: int = 4
+    seed_sd: float = 2.0
+
+
+class Scores(NamedTuple):
+    """Scores of both systems (N, P, D, S) in N worlds without a difference, and what they estimate (N,)."""
+
+    a: Array
+    b: Array
+    mean: Array
+    difference: Array
+
+
+class Measured(NamedTuple):
+    """Shares of the worlds, in percent: two coverages, two rates of false positives, power, the same of the naive way.
+
+    `flip` is nan where the sign-flip test does not apply.
+    """
+
+    coverage: float
+    difference: float
+    false_positives: float
+    flip: float
+    power: tuple[float, ...]
+    naive_coverage: float
+    naive_false_positives: float
+
+
+def draw_scores(world: World, worlds: int) -> Scores:
+    """Returns simulated scores; the same world gives the same numbers."""
+    rng = np.random.default_rng(0)
+    models, draws, seeds = world.pretrainings, world.draws, world.seeds
+
+    def effect(variance: float, *shape: int) -> Array:
+        return world.seed_sd * variance**0.5 * rng.normal(size=(worlds, *shape))
+
+    shared = SHARED if world.paired else 0.0
+    common = [effect(shared * world.pretraining, models, 1, 1), effect(shared * PRETRAINING_BY_DRAW, models, draws, 1)]
+    draw = effect(world.draw, 1, draws, 1)
+    scores, targets = [], []
+    for _ in "ab":
+        model = common[0] + effect((1 - shared) * world.pretraining, models, 1, 1)
+        cell = common[1] + effect((1 - shared) * PRETRAINING_BY_DRAW, models, draws, 1)
+        of_draw = draw + effect(world.system_by_draw, 1, draws, 1)
+        scores.append(model + of_draw + cell + effect(1.0, models, draws, seeds))
+        at_draw, of_model = of_draw[:, 0, 0, 0] * (draws == 1), model[:, 0, 0, 0] * (models == 1)
+        targets.append(at_draw + of_model)
+    return Scores(scores[0], scores[1], targets[0], targets[0] - targets[1])
+
+
+def difference_of(a: Array, b: Array, paired: bool) -> StudentMean:
+    """Returns the difference of two tables of cells (N, P, D), as `compare` takes it."""
+    one_each = a.shape[-2] == b.shape[-2] == 1
+    return mean_of_cells(a - b) if paired or one_each else difference_of_cells(a, b)
+
+
+def measure(world: World, worlds: int) -> Measured:
+    """Returns what the intervals and tests do in a number of worlds."""
+    scores = draw_scores(world, worlds)
+    a, b = scores.a.mean(axis=-1), scores.b.mean(axis=-1)
+    found = difference_of(a, b, world.paired)
+    every_run = [side.reshape(worlds, -1, 1) for side in (scores.a, scores.b)]
+    naive = difference_of(every_run[0], every_run[1], world.paired)
+    flip = np.nan
+    if world.paired or world.pretrainings == 1:
+        units = sign_flip_units(a - b - scores.difference[:, None, None])
+        flip = _percent(sign_flip_p(units) <= LEVEL)
+    return Measured(
+        coverage=_percent(_covers(mean_of_cells(a), scores.mean)),
+        difference=_percent(_covers(found, scores.difference)),
+        false_positives=_percent(_p_values(found, scores.difference) < LEVEL),
+        flip=flip,
+        power=tuple(_percent(_p_values(found, scores.difference - points) < LEVEL) for points in POINTS),
+        naive_coverage=_percent(_covers(mean_of_cells(every_run[0]), scores.mean)),
+        naive_false_positives=_percent(_p_values(naive, scores.difference) < LEVEL),
+    )
+
+
+def _covers(found: StudentMean, truth: Array) -> Array:
+    low, high = found.interval
+    return (low <= truth) & (truth <= high)
+
+
+def _p_values(found: StudentMean, truth: Array) -> Array:
+    """Returns the p-values of the test that there is no difference beyond `truth` (N,)."""
+    return found._replace(mean=found.mean - truth).p_value()
+
+
+def _percent(happened: Array) -> float:
+    return float(100 * happened.mean())
+
+
+def all_worlds(pretrainings: Sequence[int], draws: Sequence[int], seeds: int, seed_sd: float) -> list[World]:
+    """Returns the worlds of the tables.
+
+    Draw effects on one system only matter with several draws, variances between pretrainings with several pretrainings.
+    """
+    worlds = []
+    for paired, models, rows in product((True, False), pretrainings, draws):
+        if models == rows == 1:
+            continue
+        variances = PRETRAINING if models > 1 else PRETRAINING[1:2]
+        for by_draw, variance in product(SYSTEM_BY_DRAW if rows > 1 else SYSTEM_BY_DRAW[:1], variances):
+            worlds.append(World(paired, models, rows, variance, by_draw, seeds=seeds, seed_sd=seed_sd))
+    if not worlds:
+        raise UserError("--pretrainings 1 --draws 1: nothing to simulate; give several of one of them.")
+    return worlds
+
+
+def table_row(world: World, found: Measured) -> list[Any]:
+    """Returns a line of the tables."""
+    units = world.pretrainings if world.pretrainings > 1 else world.draws
+    flip = "-" if np.isnan(found.flip) else f"{found.flip:.1f} ({least_sign_flip_p(units):g})"
+    own = [found.coverage, found.difference, found.false_positives]
+    row = [world.pretrainings, world.draws, f"{world.pretraining:g}", f"{world.system_by_draw:g}"]
+    row += [f"{value:.1f}" for value in own] + [flip] + [f"{value:.0f}" for value in found.power]
+    return row + [f"{found.naive_coverage:.0f}", f"{found.naive_false_positives:.0f}"]
+
+
+def add_bars(report: Report, measured: Sequence[Measured]) -> None:
+    """Adds the extremes over all worlds, with their bars."""
+    bars = {"least": Bar(">=", 93), "greatest": Bar("<=", 98)}
+    for name, values in (
+        ("the mean", [found.coverage for found in measured]),
+        ("the difference", [found.difference for found in measured]),
+    ):
+        for which, value in (("least", min(values)), ("greatest", max(values))):
+            report.figure(f"{which} coverage of the 95 % interval of {name}, %", value, bars[which])
+    worst = max(found.false_positives for found in measured)
+    report.figure("greatest rate of false positives of the t-test at 5 %, %", worst, Bar("<=", 6))
+    flips = [found.flip for found in measured if not np.isnan(found.flip)]
+    report.figure("greatest rate of false positives of the sign-flip test at 5 %, %", max(flips), Bar("<=", 6))
+    report.figure("least coverage if runs count as units, %", min(found.naive_coverage for found in measured))
+    naive = max(found.naive_false_positives for found in measured)
+    report.figure("greatest rate of false positives if runs count as units, %", naive)
+
+
+def add_hard_worlds(report: Report, world: World, worlds: int) -> None:
+    """Adds the coverage where one source of noise is far above the other, which no bar is set for."""
+    rows = []
+    for models, draws, variance, draw in HARD:
+        hard = replace(world, pretrainings=models, draws=draws, pretraining=variance, draw=draw, system_by_draw=0.0)
+        rows.append([models, draws, f"{variance:g}", f"{draw:g}", f"{measure(hard, worlds).coverage:.1f}"])
+    columns = ["pretrainings", "draws", "pretraining variance", "draw variance", "covers mean, %"]
+    report.table("Beyond the bars: one source of noise far above the other", columns, rows)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Simulates all worlds and writes the tables."""
+    parser = new_parser("finetune_statistics", __doc__)
+    parser.add_argument("--worlds", type=int, default=10_000)
+    parser.add_argument("--pretrainings", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--draws", type=int, nargs="+", default=[1, 3])
+    parser.add_argument("--seeds", type=int, default=4, help="fine-tuning seeds of each cell")
+    parser.add_argument("--seed_sd", type=float, default=2.0, help="standard deviation over seeds, in points")
+    args = parser.parse_args(argv)
+    worlds = all_worlds(args.pretrainings, args.draws, args.seeds, args.seed_sd)
+    measured = {world: measure(world, args.worlds) for world in worlds}
+    report = Report("finetune_statistics", "Statistics of fine-tuning in simulated worlds", argv)
+    add_bars(report, list(measured.values()))
+    columns = ["pretrainings", "draws", "pretraining variance", "system x draw", "covers mean, %",
+               "covers difference, %", "false positives: t, %", "sign-flip, % (least p)",
+               *(f"power at {points}, %" for points in POINTS), "naive: covers mean, %",
+               "naive: false positives, %"]  # fmt: skip
+    for paired, title in ((True, "Two heads on the same pretrainings"), (False, "Two systems, unrelated pretrainings")):
+        rows = [table_row(world, found) for world, found in measured.items() if world.paired == paired]
+        report.table(f"{title}, seed standard deviation {args.seed_sd:g} points", columns, rows)
+    add_hard_worlds(report, worlds[0], args.worlds)
+    report.write()

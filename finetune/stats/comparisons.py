@@ -1,0 +1,378 @@
+"""Difference of two systems: over pretrainings and draws of train rows, or over the examples of dev.
+
+The two questions are different. `compare` asks if other pretrainings or draws would show the same; its units are those
+of `finetune.stats.estimates`. `bootstrap_difference` asks if other dev examples would, with these runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from finetune.stats.estimates import (
+    Array,
+    StudentMean,
+    add,
+    cell_means,
+    complete,
+    component,
+    cross,
+    in_cells,
+    interaction_variance,
+    left_out_in_words,
+    mean_of_cells,
+    seed_units,
+    units_in_words,
+)
+from multicls.errors import UserError
+
+if TYPE_CHECKING:
+    from finetune.data.tasks import Task
+
+Predictions = Mapping[str, Array]
+PERMUTATIONS = 9999  # of a sign-flip test; exact up to 13 units
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Difference of two systems on one task at one train size.
+
+    Attributes:
+        difference: Mean score of A minus that of B.
+        low: Lower end of the 95 % interval; nan for a single unit.
+        high: Upper end.
+        p: Two-sided p-value of the t-test; nan for a single unit.
+        df: Degrees of freedom of the t-test.
+        flip_p: Two-sided p-value of the sign-flip test; nan where there are no paired units.
+        flip_least: Least p-value that the sign-flip test can give with so many units.
+        units: What the error covers, in words.
+        paired: True if the difference is taken within pretrained models (or within draws of one model each).
+    """
+
+    difference: float
+    low: float
+    high: float
+    p: float
+    df: float
+    flip_p: float
+    flip_least: float
+    units: str
+    paired: bool
+
+
+def compare(a: pd.DataFrame, b: pd.DataFrame) -> Comparison:
+    """Returns the difference of two systems, A minus B, with its tests.
+
+    Systems that fine-tune the same pretrained models are compared within each (pretraining, draw) cell that both have;
+    systems of unrelated models by Welch's test over pretrainings, at the draws that both have.
+
+    Args:
+        a: Runs of one system on one task at one size, as for `estimate`.
+        b: Runs of the other.
+
+    Raises:
+        UserError: The two have no cell, or no draw, in common.
+    """
+    first, second = cell_means(a), cell_means(b)
+    if not set(first.index) & set(second.index):
+        return _compare_unrelated(a, b, *complete_together(first, second))
+    differences = first - second
+    shared = differences.dropna(how="all", axis=0).dropna(how="all", axis=1)
+    if shared.empty:
+        raise UserError(f"the two systems share pretrained models, but {_no_common_draw(first, second)}")
+    cells = complete(shared)
+    if cells.size > 1:
+        return _compare_paired(cells.to_numpy(), cells, a, b)
+    runs = [in_cells(frame, cells) for frame in (a, b)]
+    pairs = pd.merge(*runs, on="seed", suffixes=("_a", "_b"))
+    if len(pairs) < 2:  # other seeds: nothing to pair
+        place = cells.index, cells.columns
+        return _compare_unrelated(a, b, first.loc[place], second.loc[place])
+    return _compare_paired((pairs["score_a"] - pairs["score_b"]).to_numpy()[:, None], cells, a, b)
+
+
+def _compare_paired(differences: Array, cells: pd.DataFrame, a: pd.DataFrame, b: pd.DataFrame) -> Comparison:
+    """Returns the comparison of paired differences (P, D), or (S, 1) of seeds, that come from these cells."""
+    models, draws = cells.shape
+    units = f"{units_in_words(models, draws, len(differences))}, paired"
+    units += left_out_in_words(_left_out(a, b, cells, cells))
+    return _comparison(mean_of_cells(differences), sign_flip_units(differences), units, paired=True)
+
+
+def _compare_unrelated(a: pd.DataFrame, b: pd.DataFrame, first: pd.DataFrame, second: pd.DataFrame) -> Comparison:
+    """Returns the comparison of systems whose cells are not paired, in complete tables with the same draws."""
+    left_out = left_out_in_words(_left_out(a, b, first, second))
+    values, models, draws = (first.to_numpy(), second.to_numpy()), (len(first), len(second)), first.shape[1]
+    if models == (1, 1) and draws > 1:
+        differences = values[0] - values[1]
+        units = f"{draws} draws, one pretraining each{left_out}"
+        return _comparison(mean_of_cells(differences), sign_flip_units(differences), units, paired=True)
+    if models == (1, 1):
+        values = seed_units(in_cells(a, first)), seed_units(in_cells(b, second))
+        words = f"{len(values[0])} and {len(values[1])} seeds, one pretraining each, one draw (seeds only)"
+    else:
+        at_draws = f"x {draws} draws" if draws > 1 else "at one draw"
+        words = f"{models[0]} and {models[1]} pretrainings {at_draws}"
+    if min(len(side) for side in values) == 1:
+        words += "; no test, because one unit does not tell how much others would differ"
+    return _comparison(difference_of_cells(*values), None, words + left_out, paired=False)
+
+
+def _comparison(found: StudentMean, flips: Array | None, units: str, paired: bool) -> Comparison:
+    flip_p, least = math.nan, math.nan
+    if flips is not None:
+        flip_p, least = float(sign_flip_p(flips)), least_sign_flip_p(len(flips))
+    low, high = (float(end) for end in found.interval)
+    return Comparison(
+        float(found.mean), low, high, float(found.p_value()), float(found.df), flip_p, least, units, paired
+    )
+
+
+def _left_out(a: pd.DataFrame, b: pd.DataFrame, first: pd.DataFrame, second: pd.DataFrame) -> int:
+    """Returns the number of runs of both systems that are in no cell of their table."""
+    return len(a) - len(in_cells(a, first)) + len(b) - len(in_cells(b, second))
+
+
+def complete_together(first: pd.DataFrame, second: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Returns both tables without missing cells and with the same draws.
+
+    Raises:
+        UserError: No draw is left.
+    """
+    shared = first.columns.intersection(second.columns)
+    if not len(shared):
+        raise UserError(_no_common_draw(first, second))
+    first, second = complete(first[shared]), complete(second[shared])
+    shared = first.columns.intersection(second.columns)
+    if not len(shared):
+        raise UserError("the two systems have no draw of train rows with all pretrainings in common; finish the grid.")
+    return first[shared], second[shared]
+
+
+def _no_common_draw(first: pd.DataFrame, second: pd.DataFrame) -> str:
+    lists = [", ".join(str(draw) for draw in table.columns) for table in (first, second)]
+    return f"no draw of train rows (A: {lists[0]}; B: {lists[1]}); run both with the same data_seeds."
+
+
+def difference_of_cells(a: Array, b: Array) -> StudentMean:
+    """Returns the mean of A minus that of B, for unrelated pretrainings.
+
+    One draw: Welch's test over pretrainings. Several: they are the same for both systems, so the variance of the
+    difference over draws is added (`cross`). Variances are nan if one side has a single pretraining.
+
+    Args:
+        a: (..., P, D) complete cells of A.
+        b: (..., Q, D) complete cells of B, at the same draws.
+    """
+    mean = a.mean(axis=(-2, -1)) - b.mean(axis=(-2, -1))
+    if min(a.shape[-2], b.shape[-2]) == 1:
+        nothing = np.full(mean.shape, math.nan)
+        return StudentMean(mean, nothing, nothing)
+    models = [component(side.mean(axis=-1)) for side in (a, b)]
+    if a.shape[-1] == 1:
+        part = add(models)
+    else:
+        draws = component(a.mean(axis=-2) - b.mean(axis=-2))
+        part = cross(models, draws, interaction_variance(a) + interaction_variance(b))
+    return StudentMean(mean, part.variance, np.asarray(part.df))
+
+
+def sign_flip_units(differences: Array) -> Array:
+    """Returns what a sign-flip test may flip: (..., P) means over draws, or (..., D) draws of one pretraining."""
+    return np.asarray(differences.mean(axis=-1) if differences.shape[-2] > 1 else differences[..., 0, :])
+
+
+def sign_flip_p(units: Array) -> Array:
+    """Returns the two-sided p-values (...) of the sign-flip test that units (..., n) are symmetric about 0."""
+    from scipy.stats import permutation_test
+
+    result = permutation_test(
+        (units,), np.mean, permutation_type="samples", axis=-1, n_resamples=PERMUTATIONS, vectorized=True, rng=0
+    )
+    return np.asarray(result.pvalue)
+
+
+def least_sign_flip_p(units: int) -> float:
+    """Returns the least p-value that `sign_flip_p` can give; four units never show less than 0.125."""
+    return 2 / min(2.0**units, PERMUTATIONS + 1)
+
+
+def holm(p: Sequence[float]) -> list[float]:
+    """Returns p-values corrected for their number by Holm's method (1979); nan stays nan and does not count."""
+    values = np.asarray(p, dtype=float)
+    order = np.argsort(values)[: np.count_nonzero(~np.isnan(values))]  # nan comes last
+    corrected = np.full(len(values), math.nan)
+    corrected[order] = np.minimum(1, np.maximum.accumulate(values[order] * np.arange(len(order), 0, -1)))
+    return [float(value) for value in corrected]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Difference of two systems over dev examples, in points.
+
+    Attributes:
+        difference: Main metric of A minus that of B, each averaged over its runs.
+        low: Lower end of the 95 % percentile interval.
+        high: Upper end.
+        p: Twice the smaller share of resamples on either side of 0.
+        units: Number of examples, or of passages or groups whose rows are drawn together.
+    """
+
+    difference: float
+    low: float
+    high: float
+    p: float
+    units: int
+
+
+def bootstrap_difference(
+    task: Task, a: Sequence[Predictions], b: Sequence[Predictions], resamples: int = 1000
+) -> Interval:
+    """Returns the difference of two systems in the main metric, by the paired bootstrap over dev examples.
+
+    The same examples are drawn for all runs of both systems. p is at least 2 / (resamples + 1).
+
+    Args:
+        task: Names the metrics.
+        a: Predictions of the runs of A: arrays `ids`, `labels`, `logits` or `scores`, `groups`, and where there are
+            some `passages` and `answers`.
+        b: Predictions of the runs of B, on the same rows.
+        resamples: Number of bootstrap samples.
+
+    Raises:
+        UserError: The predictions are of different examples.
+    """
+    signs = [1 / len(a)] * len(a) + [-1 / len(b)] * len(b)
+    difference, low, high, distribution, units = _bootstrap(task, [*a, *b], signs, resamples)
+    p = 2 * (1 + min((distribution <= 0).sum(), (distribution >= 0).sum())) / (resamples + 1)
+    return Interval(difference, low, high, min(1.0, float(p)), units)
+
+
+def bootstrap_score(task: Task, predictions: Predictions, resamples: int = 1000) -> tuple[float, float, float]:
+    """Returns a run's standard error over dev examples in the main metric, and its 95 % interval, in percent."""
+    _, low, high, distribution, _ = _bootstrap(task, [predictions], [1.0], resamples)
+    return float(distribution.std(ddof=1)), low, high
+
+
+def _bootstrap(
+    task: Task, runs: Sequence[Predictions], weights: Sequence[float], resamples: int
+) -> tuple[float, float, float, Array, int]:
+    """Returns a weighted sum of the runs' scores: value, interval, all resampled values, number of units."""
+    from scipy.stats import bootstrap
+
+    units = units_of_rows(runs, task.name)
+    if len(units) < 2:
+        raise UserError(f"task {task.name}: an error over examples needs two or more of them; there is {len(units)}.")
+    scorers = [scorer(task, predictions) for predictions in runs]
+    sizes, rows_of_all = np.array([len(rows) for rows in units]), np.concatenate(units)
+    ends = np.cumsum(sizes)
+
+    def weighted_sum(drawn: Array) -> float:
+        drawn_sizes = sizes[drawn]
+        places = np.arange(drawn_sizes.sum()) + np.repeat(ends[drawn] - np.cumsum(drawn_sizes), drawn_sizes)
+        rows = rows_of_all[places]
+        value = sum(weight * score(rows) for weight, score in zip(weights, scorers, strict=True))
+        return round(100 * value, 9)  # equal systems differ by exactly 0
+
+    everything = np.arange(len(units))
+    found = bootstrap((everything,), weighted_sum, n_resamples=resamples, vectorized=False, method="percentile", rng=0)
+    interval = found.confidence_interval
+    return weighted_sum(everything), float(interval.low), float(interval.high), found.bootstrap_distribution, len(units)
+
+
+def units_of_rows(runs: Sequence[Predictions], task: str) -> list[Array]:
+    """Returns the rows that are drawn together: those of one passage, else of one group, else each row by itself.
+
+    Raises:
+        UserError: The runs predict different examples.
+    """
+    first = runs[0]
+    if any(not np.array_equal(first["ids"], other["ids"]) for other in runs):
+        raise UserError(f"task {task}: the runs were evaluated on different examples; they cannot be compared.")
+    names = [name for name in ("passages", "groups") if name in first and any(first[name].tolist())]
+    if not names:
+        return [np.array([row]) for row in range(len(first["ids"]))]
+    keys = [str(key) or (row,) for row, key in enumerate(first[names[0]].tolist())]  # "": a unit of its own
+    members: dict[Any, list[int]] = {}
+    for row, key in enumerate(keys):
+        members.setdefault(key, []).append(row)
+    return [np.array(rows) for rows in members.values()]
+
+
+def scorer(task: Task, predictions: Predictions) -> Callable[[Array], float]:
+    """Returns a function that gives the main metric on some rows, which may be repeated, as a fraction of 1.
+
+    Rows of one group must come together, as `units_of_rows` draws them.
+    """
+    names = task.metrics[0].removeprefix("mean(").removesuffix(")").split(",")
+    parts = [_metric_of_rows(name, task, predictions) for name in names]
+    return lambda rows: float(np.mean([part(rows) for part in parts]))
+
+
+def _metric_of_rows(name: str, task: Task, predictions: Predictions) -> Callable[[Array], float]:
+    """Returns one metric as a function of rows, with everything computed beforehand that does not depend on them."""
+    from finetune import metrics
+
+    labels = predictions["labels"]
+    outputs = predictions["logits"] if "logits" in predictions else predictions["scores"][:, None]
+    if name in FROM_COUNTS and labels.ndim == 1:  # a thousand times as fast as scikit-learn
+        classes, of_counts = outputs.shape[1], FROM_COUNTS[name]
+        pairs = labels.astype(int) * classes + outputs.argmax(axis=1)
+        return lambda rows: of_counts(
+            np.bincount(pairs[rows], minlength=classes**2).reshape(classes, classes).astype(float)
+        )
+    if name in ("em", "record_f1", "record_em"):
+        first, values = _values_of_groups(name, predictions)
+        return lambda rows: float(values[rows].sum() / first[rows].sum())
+    guesses, metric = metrics.predictions_of(task, outputs), metrics.METRICS[name]
+    return lambda rows: metric(labels[rows], guesses[rows])
+
+
+def _values_of_groups(name: str, predictions: Predictions) -> tuple[Array, Array]:
+    """Returns 1 at the first row of each group (N,), and the group's own score there; both 0 elsewhere."""
+    from finetune import metrics
+
+    labels, outputs, groups = predictions["labels"], predictions["logits"], predictions["groups"]
+    answers = predictions.get("answers", np.arange(len(labels)).astype(str))  # without them F1 is the exact match
+    first, values = np.zeros(len(labels)), np.zeros(len(labels))
+    order = np.argsort(groups, kind="stable")
+    for rows in np.split(order, np.flatnonzero(groups[order][1:] != groups[order][:-1]) + 1):
+        group = groups[rows].tolist()
+        if name == "em":
+            value = metrics.exact_match(labels[rows], outputs[rows].argmax(axis=1), group)
+        else:
+            f1, match = metrics.record(labels[rows], outputs[rows], group, answers[rows].tolist())
+            value = f1 if name == "record_f1" else match
+        first[rows[0]], values[rows[0]] = 1, value
+    return first, values
+
+
+def _f1_of_classes(counts: Array) -> Array:
+    """Returns the F1 of each class (C,), 0 where it is neither a label nor predicted."""
+    total = counts.sum(axis=0) + counts.sum(axis=1)
+    return np.asarray(2 * counts.diagonal() / np.maximum(total, 1))
+
+
+def _macro_f1(counts: Array) -> float:
+    return float(_f1_of_classes(counts)[counts.sum(axis=0) + counts.sum(axis=1) > 0].mean())
+
+
+def _matthews(counts: Array) -> float:
+    total, labelled, predicted = counts.sum(), counts.sum(axis=1), counts.sum(axis=0)
+    scale = math.sqrt((total**2 - labelled @ labelled) * (total**2 - predicted @ predicted))
+    return float((counts.trace() * total - labelled @ predicted) / scale) if scale else 0.0
+
+
+# Metrics that are functions of the confusion matrix (label, prediction).
+FROM_COUNTS: dict[str, Callable[[Array], float]] = {
+    "acc": lambda counts: float(counts.trace() / counts.sum()),
+    "f1": lambda counts: float(_f1_of_classes(counts)[1]),
+    "f1a": lambda counts: float(_f1_of_classes(counts)[1]),
+    "macro_f1": _macro_f1,
+    "matthews": _matthews,
+}

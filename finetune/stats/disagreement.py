@@ -1,0 +1,124 @@
+"""Do the facets of one model disagree on the examples on which several models do?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from finetune.stats.systems import load_results
+from finetune.store.results import Array, Record, Store
+from multicls.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from finetune.data.examples import LabeledExample
+
+SHARE = 0.2  # the most uncertain fifth (Multi-CLS BERT)
+SAME_ROWS = ("sampling", "label_noise", "selection", "train_from_dev")  # what decides which rows a run learns from
+
+
+def disagreement(logits: Array) -> Array:
+    """How far the members of an ensemble, or the facets of one model, disagree on each example.
+
+    Args:
+        logits: (members, N, C), or scores with C = 1.
+
+    Returns:
+        (N,) variance of the probabilities (scores) over the members, summed over the classes.
+    """
+    from scipy.special import softmax
+
+    outputs = np.asarray(logits, dtype=np.float64)
+    return np.asarray((softmax(outputs, axis=-1) if outputs.shape[-1] > 1 else outputs).var(axis=0).sum(axis=-1))
+
+
+def most_uncertain(uncertainty: Array, share: float = SHARE) -> Array:
+    """Indices of the `share` of examples with the highest uncertainty, ties in their order."""
+    count = max(1, round(share * len(uncertainty)))
+    return np.argsort(-uncertainty, kind="stable")[:count]
+
+
+def compare_disagreement(facets: Array, members: Array, share: float = SHARE) -> dict[str, float]:
+    """Are the facets of one model unsure where the members of an ensemble are?
+
+    Args:
+        facets: (K, N, C) logits of each facet, by `facet_logits`.
+        members: (M, N, C) logits of each run.
+        share: part of the examples that counts as most uncertain.
+
+    Returns:
+        `overlap`: share of the most uncertain examples by facets that are among those by members (`chance` expected of
+        unrelated ones), and `spearman` of the two disagreements over all examples.
+    """
+    from finetune.data.metrics import spearman
+
+    by_facets, by_members = disagreement(facets), disagreement(members)
+    first, second = most_uncertain(by_facets, share), most_uncertain(by_members, share)
+    return {
+        "overlap": len(np.intersect1d(first, second)) / len(first),
+        "chance": len(second) / len(by_members),
+        "spearman": spearman(by_facets, by_members),
+    }
+
+
+def facet_logits(contributions: Array, weight: Array, logits: Array) -> Array:
+    """Logits of each facet by itself, as if all facets said what it says; their mean is the model's.
+
+    W (K c_k) + b where the model has W sum_k c_k + b, b standing for all that does not come from facets.
+
+    Args:
+        contributions: (K, N, D) c_k, which add up to the embedding: (W_O,k - mean W_O) h_k + b_k of Multi-CLS BERT.
+        weight: (C, D) of the classifier.
+        logits: (N, C) of the model.
+
+    Returns:
+        (K, N, C).
+    """
+    return np.asarray(len(contributions) * (contributions - contributions.mean(axis=0)) @ weight.T + logits)
+
+
+def compare_with_runs(
+    store: Store, run: Record, task: str, label: str, examples: Sequence[LabeledExample], facets: Array
+) -> dict[str, dict[str, float]]:
+    """Returns `compare_disagreement` of a run's facets with finished runs that learnt from the same rows.
+
+    Args:
+        store: the results.
+        run: the line of the facets' run.
+        task: of that run, the only one but for `cln`.
+        label: head of the runs to compare with, as in tables (`cls`, `isobn/multicls`).
+        examples: N dev rows; those that the runs did not evaluate on are left out.
+        facets: (K, N, C).
+
+    Returns:
+        By system; with `members` and `rows`, the number of runs and examples compared.
+
+    Raises:
+        UserError: There are no two such runs, or they saw other rows.
+    """
+    found: dict[str, dict[str, float]] = {}
+    labels: set[str] = set()
+    for row in load_results(store).rows:
+        runs = [other["run_id"] for other in row.records if other["run_id"] != run["run_id"]
+                and (row.task, row.train_size, other["data_seed"]) == (task, run["train_size"], run["data_seed"])
+                and all(other["requested"][name] == run["requested"][name] for name in SAME_ROWS)]  # fmt: skip
+        labels |= {row.system.label} if len(runs) > 1 else set()
+        if len(runs) < 2 or row.system.label != label:
+            continue
+        members = [store.predictions(run_id) for run_id in runs]
+        keys = [f"{example.part}/{example.id}" for example in examples]
+        theirs = [f"{part}/{name}" for part, name in zip(members[0]["parts"], members[0]["ids"], strict=True)]
+        _, own, their = np.intersect1d(keys, theirs, return_indices=True)
+        truth = [example.label for example in examples]
+        if not len(own) or not np.allclose(np.take(truth, own), members[0]["labels"][their]):
+            raise UserError(f"{store.folder}: the runs of {label} were evaluated on other rows than are read here.")
+        outputs = np.stack(
+            [member["logits"] if "logits" in member else member["scores"][:, None] for member in members]
+        )
+        about = {"members": len(runs), "rows": len(own)}
+        found[row.system.title] = about | compare_disagreement(facets[:, own], outputs[:, their])
+    if not found:
+        raise UserError(f"--ensemble {label}: {store.folder} has no two runs of it on {task} that learnt from the same "
+                        f"rows.{did_you_mean(label, labels)}")  # fmt: skip
+    return found

@@ -1,0 +1,169 @@
+"""A run from its plan to what it leaves: its line of results and its predictions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.store.results import Array, Record, Store
+from multicls.distributed import rank_and_world
+from multicls.environment import environment_record
+
+if TYPE_CHECKING:
+    from finetune.data.examples import LabeledExample
+    from finetune.data.selection import TaskRows
+    from finetune.data.tasks import Task
+    from finetune.heads.checkpoint import Checkpoint
+    from finetune.settings import FinetuneSettings, TrainSettings
+    from finetune.train.loop import FinetuneResult
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run before it is run; lists have one entry for each task.
+
+    Attributes:
+        settings: of the run.
+        train: the settings of the training, resolved.
+        numeric: device, precision and DeepSpeed file: what changes numbers beside the settings.
+        rows: to learn from and to report on.
+        checkpoint: to start from.
+        request_ids: what was requested.
+        run_ids: what was requested, in this numeric mode.
+    """
+
+    settings: FinetuneSettings
+    train: TrainSettings
+    numeric: dict[str, Any]
+    rows: list[TaskRows]
+    checkpoint: Checkpoint
+    request_ids: list[str]
+    run_ids: list[str]
+
+    @property
+    def store(self) -> Store:
+        """The results folder."""
+        return Store(self.settings.output_dir)
+
+    @property
+    def title(self) -> str:
+        """What the run is, for people."""
+        names = ",".join(own.task.name for own in self.rows)
+        return f"{names}, {self.settings.train_size} train rows, {self.settings.label}, seed {self.settings.seed}"
+
+    def records(self) -> list[Record] | None:
+        """Returns the lines of the run, None if it or the model that it is to leave is missing."""
+        done = {record["run_id"]: record for record in self.store.records()}
+        if not done.keys() >= set(self.run_ids) or (self.settings.save_model and not self.model_path.exists()):
+            return None
+        records = [done[run_id] for run_id in self.run_ids]
+        wanted = {task.name for own in self.rows for task, _ in own.test}
+        tested = {name for record in records for name in record["tested"]}
+        return records if wanted <= tested else None
+
+    @property
+    def model_path(self) -> Path:
+        """Where the model is saved."""
+        return self.store.model_path(self.run_ids[0])
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What a run has learnt: for each task the outputs (N, C) for its held-out rows, its dev rows, and its tests.
+
+    Attributes:
+        result: of the training.
+        held: outputs for the held-out rows; for `selection` dev those for dev.
+        dev: outputs for the dev rows.
+        test: outputs for each test set.
+        model: with its best weights; None where there is no model of ours.
+    """
+
+    result: FinetuneResult
+    held: list[Array]
+    dev: list[Array]
+    test: list[list[Array]]
+    model: Any = None
+
+
+def make_record(planned: PlannedRun, predicted: Predicted, task: int) -> dict[str, Any]:
+    """Returns the line of results of one task."""
+    from finetune.data.metrics import constant_scores, score_examples
+    from finetune.stats.comparisons import bootstrap_score
+    from finetune.train.loop import device_name
+
+    settings, own, result = planned.settings, planned.rows[task], predicted.result
+    scores = score_examples(own.task, own.dev, predicted.dev[task])
+    held = {}
+    if own.held:
+        held_scores = score_examples(own.task, own.held, predicted.held[task])
+        held = {"holdout_rows": len(own.held), "holdout_scores": held_scores}
+    error = bootstrap_score(own.task, make_predictions(own, predicted, task))[0] / 100
+    return {
+        "run_id": planned.run_ids[task],
+        "request_id": planned.request_ids[task],
+        "task": own.task.name,
+        "benchmark": own.task.benchmark,
+        **settings.model_dump(include={"model", "model_name", "pretraining_seed", "data_seed", "seed", "selection"}),
+        "train_size": str(settings.train_size),
+        "fingerprint": planned.checkpoint.fingerprint,
+        "label": settings.label,
+        "requested": settings.requested(),
+        "changed": settings.changed(),
+        "numeric": planned.numeric,
+        "resolved": {"max_length": settings.max_length or own.task.max_length, "train": planned.train.model_dump()},
+        "metric": own.task.metrics[0],
+        "score": scores[own.task.metrics[0]],
+        "scores": scores,
+        "score_error": error,
+        "constant": constant_scores(own.task, own.train, own.dev),
+        **held,
+        "tested": [other.name for other, _ in own.test],
+        "test_scores": _test_scores(own, predicted.test[task]),
+        "best_step": result.best_step,
+        "steps": result.steps,
+        "history": [(step, loss, mains[task]) for step, loss, mains in result.history],
+        "train_rows": len(own.train),
+        "dev_rows": len(own.dev),
+        "labels": list(own.task.labels),
+        "seconds": round(result.seconds, 2),
+        "gpu": device_name(),
+        "ranks": rank_and_world()[1],
+        "notes": own.notes,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        **environment_record(),
+    }
+
+
+def _test_scores(own: TaskRows, outputs: Sequence[Array]) -> dict[str, dict[str, float]]:
+    """Returns the scores of each test set whose labels are known."""
+    from finetune.data.metrics import score_examples
+
+    tests = zip(own.test, outputs, strict=True)
+    known = [(task, rows, values) for (task, rows), values in tests if all(row.label == row.label for row in rows)]
+    return {task.name: score_examples(task, rows, values) for task, rows, values in known}
+
+
+def make_predictions(own: TaskRows, predicted: Predicted, task: int) -> dict[str, Any]:
+    """Returns the arrays of one task's predictions."""
+    arrays = _arrays(own.task, own.dev, predicted.dev[task])
+    arrays["train_rows"] = own.train_rows
+    if own.held:
+        held = _arrays(own.task, own.held, predicted.held[task])
+        arrays |= {f"holdout_{name}": values for name, values in held.items()} | {"holdout_rows": own.held_rows}
+    for (other, examples), outputs in zip(own.test, predicted.test[task], strict=True):
+        test = _arrays(other, examples, outputs)
+        arrays |= {f"test_{other.name}_{name}": values for name, values in test.items()}
+    return arrays
+
+
+def _arrays(task: Task, examples: Sequence[LabeledExample], outputs: Array) -> dict[str, Any]:
+    names = ("id", "part", "group", "passage", "answer")
+    arrays: dict[str, Any] = {f"{name}s": [getattr(example, name) for example in examples] for name in names}
+    arrays["labels"] = [example.labels if task.multi_label else example.label for example in examples]
+    if task.is_regression:
+        return arrays | {"scores": outputs[:, 0] * task.label_scale}
+    return arrays | {"logits": outputs}
