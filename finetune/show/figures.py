@@ -8,6 +8,7 @@ import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,10 @@ MARKERS = "osD^vP*X<>"
 COLORS = ("black", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")  # Okabe and Ito (2008)
 GREY = "#808080"  # legible on white and on black
 WIDTH, LINE = 4.6, 0.15  # of a panel, of a line of text; inches
-SVG = {"svg.fonttype": "none", "text.parse_math": False, "font.size": 8}  # text stays text
+SVG: dict[Any, Any] = {"svg.fonttype": "none", "text.parse_math": False, "font.size": 8}  # text stays text
+
+
+Panel = tuple[str, Callable[[str], Figure]]  # title, and what draws the panel under it
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ def strip_plots(rows: Sequence[SystemResult]) -> list[Picture]:
         "mean, the bar the mean; a line that reaches the edge goes on. Dashed: a constant answer."
     )
     return _pictures("Runs", caption, rows, lambda here: [
-        (f"{task} ({found[0].metric})", lambda title, found=found: _strip_plot(title, found))
+        (f"{task} ({found[0].metric})", partial(_strip_plot, rows=found))
         for task, found in _by_task(here).items()
     ])  # fmt: skip
 
@@ -72,10 +76,10 @@ def reliability_diagrams(
     def panels(here: Sequence[SystemResult]) -> list[Panel]:
         runs: dict[str, list[Mapping[str, Array]]] = {}
         for row in here:
-            runs.setdefault(row.system.name, []).extend(
+            runs.setdefault(row.system.title, []).extend(
                 run for run in predictions.get(id(row), ()) if "logits" in run and run["labels"].ndim == 1
             )
-        return [(name, lambda title, found=found: _reliability(title, found)) for name, found in runs.items() if found]
+        return [(name, partial(_reliability, runs=found)) for name, found in runs.items() if found]
 
     caption = (
         "All tasks and runs of a system in 15 bins of equal width, before temperature scaling. On the dashed line "
@@ -89,12 +93,9 @@ def learning_curves(rows: Sequence[SystemResult]) -> list[Picture]:
     long = [row for row in rows if any(len(record.get("history") or ()) > 1 for record in row.records)]
     caption = "Mean over runs of the score on the rows that choose the best evaluation."
     return _pictures("Learning curves", caption, long, lambda here: [
-        (f"{task} ({found[0].metric})", lambda title, found=found: _learning_curve(title, found))
+        (f"{task} ({found[0].metric})", partial(_learning_curve, rows=found))
         for task, found in _by_task(here).items()
     ])  # fmt: skip
-
-
-Panel = tuple[str, Callable[[str], Figure]]  # title, and what draws it
 
 
 def _pictures(
@@ -149,7 +150,7 @@ def _axis(title: Sequence[str], height: float, below: float = 0.35, left: float 
 
 def _strip_plot(title: str, rows: Sequence[SystemResult]) -> Figure:
     """Returns a panel with a strip for each system: its name, its runs, and below them mean and interval."""
-    names = [_wrap(row.system.name, 64) for row in rows]
+    names = [_wrap(row.system.title, 64) for row in rows]
     ends = np.cumsum([LINE * len(name) + 0.3 for name in names])
     figure, axis = _axis([title], float(ends[-1]))
     for row, name, end in zip(rows, names, ends, strict=True):
@@ -197,7 +198,7 @@ def _reliability(title: str, runs: Sequence[Mapping[str, Array]]) -> Figure:
 
 def _learning_curve(title: str, rows: Sequence[SystemResult]) -> Figure:
     """Returns a panel with a line for each system, and their names below."""
-    names = [_wrap(row.system.name, 60) for row in rows]
+    names = [_wrap(row.system.title, 60) for row in rows]
     below = 0.45 + LINE * sum(map(len, names))
     figure, axis = _axis([title], 2.0, below=below, left=0.5)
     for index, (row, name) in enumerate(zip(rows, names, strict=True)):

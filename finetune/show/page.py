@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.show import summary, tables
-from finetune.show.figures import Picture, learning_curves, reliability_diagrams, strip_plots
+from finetune.show import figures, summary, tables
+from finetune.show.figures import Picture
 from finetune.show.tables import Table
-from finetune.stats.pairs import MAX_SHOWN, add_examples, compare_pairs, find_system, pairs_to_show
+from finetune.stats.pairs import add_examples, compare_pairs, find_system, pairs_to_show
 from multicls.errors import UserError
 from multicls.files import atomic_write
 
@@ -77,10 +77,11 @@ def build_report(
     shown = pairs_to_show(tests, rows)
     if len(shown) == len(tests):
         shown = list(add_examples(shown, predictions))
-    sections: list[Table | Picture] = [tables.side_by_side(rows, size) for size in dict.fromkeys(r.train_size for r in rows)]
+    sizes = dict.fromkeys(row.train_size for row in rows)
+    sections: list[Table | Picture] = [tables.side_by_side(rows, size) for size in sizes]
     if shown:
         sections.append(tables.comparison_table(shown, sum(test.comparison is not None for test in tests)))
-    sections += strip_plots(rows) if pictures else []
+    sections += figures.strip_plots(rows) if pictures else []
     sections += [
         tables.results_table(rows),
         tables.macro_table(rows),
@@ -88,7 +89,7 @@ def build_report(
         tables.candidates_table(rows),
         tables.calibration_table(rows, predictions),
     ]
-    sections += [*reliability_diagrams(rows, predictions), *learning_curves(rows)] if pictures else []
+    sections += [*figures.reliability_diagrams(rows, predictions), *figures.learning_curves(rows)] if pictures else []
     kept = [section for section in sections if isinstance(section, Picture) or not section.frame.empty]
     return Report(
         f"Fine-tuning results: {folder.name}", summary.headline(rows, tests), summary.warnings(results) + missing, kept
@@ -96,7 +97,7 @@ def build_report(
 
 
 def _names(rows: Sequence[SystemResult]) -> list[str]:
-    return [row.system.name for row in rows]
+    return [row.system.title for row in rows]
 
 
 def _read_predictions(rows: Sequence[SystemResult]) -> tuple[Predictions, list[str]]:
@@ -108,5 +109,5 @@ def _read_predictions(rows: Sequence[SystemResult]) -> tuple[Predictions, list[s
             found[id(row)] = [{name: array for name, array in run.items() if not name.startswith("test_")}
                               for run in row.predictions()]  # fmt: skip
         except UserError as error:
-            problems.append(f"Without calibration and bootstrap: {row.system.name} on {row.task}: {error}")
+            problems.append(f"Without calibration and bootstrap: {row.system.title} on {row.task}: {error}")
     return found, problems

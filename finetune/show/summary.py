@@ -24,7 +24,7 @@ def headline(rows: Sequence[SystemResult], tests: Sequence[PairTest]) -> list[st
             where = f"{size} train rows, selection {selection}"
             sentences.append(f"{where}: {_who_leads([row for row in here if rivals[row.task]])}. {_verdict(rivals)}")
     if not sentences:
-        sentences = [f"{row.system.name} on {row.task}, {row.train_size} train rows: {row.metric} "
+        sentences = [f"{row.system.title} on {row.task}, {row.train_size} train rows: {row.metric} "
                      f"{with_error(row.estimate.mean, error_of(row))} ({units_text(row)})"
                      + (f"; a {CONSTANT} has {number(row.constant)}." if row.constant is not None else ".")
                      for row in rows]  # fmt: skip
@@ -38,7 +38,7 @@ def _rivals(row: SystemResult, tests: Iterable[PairTest]) -> list[PairTest]:
 def _who_leads(rows: Sequence[SystemResult]) -> str:
     tasks: dict[str, list[str]] = {}
     for row in rows:
-        tasks.setdefault(row.system.name, []).append(row.task)
+        tasks.setdefault(row.system.title, []).append(row.task)
     order = sorted(tasks, key=lambda name: -len(tasks[name]))
     first = f"{order[0]} has the best mean on {words(tasks[order[0]])}"
     return "; ".join([first, *(f"{name} on {words(tasks[name])}" for name in order[1:])])
@@ -54,20 +54,18 @@ def _verdict(rivals: Mapping[str, Sequence[PairTest]]) -> str:
             kind = "no difference can be told"
         else:
             beaten = sum(test.significant for test in tests)
-            kind = "the lead over " + ("every other system" if beaten == len(tests) else f"{beaten} of {len(tests)} others")
-            kind += " is supported"
+            others = "every other system" if beaten == len(tests) else f"{beaten} of {len(tests)} others"
+            kind = f"the lead over {others} is supported"
         if tests:
             supported.setdefault(kind, []).append(task)
-    parts = [f"on {words(tasks)} {kind}" for kind, tasks in sorted(supported.items(), key=lambda item: "every" not in item[0])]
+    order = sorted(supported, key=lambda kind: ("lead" not in kind, "every" not in kind))
+    parts = [f"on {words(supported[kind])} {kind}" for kind in order]
     return "Corrected for the number of tests: " + "; ".join(parts) + "."
 
 
 def warnings(results: Results) -> list[str]:
     """Returns what a reader has to know before the numbers: constant answers, missing runs, mixed versions, notes."""
     found = _as_good_as_constant(results.rows)
-    short = [f"{row.system.name} on {row.task} ({row.train_size}): {len(row.records)} of {row.planned}"
-             for row in results.rows if len(row.records) < row.planned]  # fmt: skip
-    found += [f"Incomplete, finished runs of planned ones: {'; '.join(short)}."] if short else []
     found += [f"Planned, but without a finished run: {'; '.join(results.never_run)}."] if results.never_run else []
     if results.mixed:
         found.append(f"Averaged over different environments: {'; '.join(results.mixed)}.")
@@ -86,7 +84,7 @@ def _as_good_as_constant(rows: Iterable[SystemResult]) -> list[str]:
         error, mean = error_of(row), row.estimate.mean
         if row.constant is not None and mean - (0 if math.isnan(error) else error) <= row.constant:
             place = row.task, row.train_size
-            places.setdefault(place, []).append(f"{row.system.name} {with_error(mean, error)}")
+            places.setdefault(place, []).append(f"{row.system.title} {with_error(mean, error)}")
             constants[place] = number(row.constant)
     return [f"On {task} with {size} train rows a {CONSTANT} does as well ({constants[task, size]}; within one standard "
             f"error): {'; '.join(systems)}." for (task, size), systems in places.items()]  # fmt: skip
@@ -98,7 +96,7 @@ def _places(rows: Sequence[SystemResult], everything: Sequence[SystemResult]) ->
         return "all results"
     tasks: dict[str, list[str]] = {}
     for row in rows:
-        tasks.setdefault(f"{row.task}, {row.train_size} rows", []).append(row.system.name)
+        tasks.setdefault(f"{row.task}, {row.train_size} rows", []).append(row.system.title)
     counts = {place: sum(f"{row.task}, {row.train_size} rows" == place for row in everything) for place in tasks}
     return "; ".join(place if len(names) == counts[place] else f"{place}: {', '.join(names)}"
                      for place, names in tasks.items())  # fmt: skip

@@ -71,7 +71,7 @@ def p_text(value: float) -> str:
 
 def error_of(row: SystemResult) -> float:
     """Returns the standard error of a row's mean; of a single run the one over dev examples; nan if there is none."""
-    if len(row.records) == 1 and row.records[0].get("score_error") is not None:
+    if len(row.records) == 1 and row.records[0]["score_error"] is not None:
         return 100 * float(row.records[0]["score_error"])
     return row.estimate.error
 
@@ -91,12 +91,12 @@ def units_text(row: SystemResult) -> str:
     """Returns what the standard error covers, in words."""
     if len(row.records) > 1:
         return row.estimate.units
-    return "one run; its error is over dev examples" if row.records[0].get("score_error") is not None else "one run"
+    return "one run; its error is over dev examples" if row.records[0]["score_error"] is not None else "one run"
 
 
 def place_of(row: SystemResult) -> dict[str, str]:
     """Returns the cells that say which row of results this is."""
-    return {"task": row.task, "train rows": row.train_size, "system": row.system.name}
+    return {"task": row.task, "train rows": row.train_size, "system": row.system.title}
 
 
 def to_frame(rows: Iterable[Mapping[str, str]]) -> pd.DataFrame:
@@ -128,18 +128,18 @@ def results_table(rows: Sequence[SystemResult]) -> Table:
 def side_by_side(rows: Sequence[SystemResult], size: str) -> Table:
     """Returns a row for each system at one train size, a column for each task and for each complete average."""
     here = [row for row in rows if row.train_size == size]
-    systems = list(dict.fromkeys(row.system.name for row in here))
+    systems = list(dict.fromkeys(row.system.title for row in here))
     tasks = {row.task: f"{row.task}, {row.metric}" for row in here}
     lines = {name: {"system": name} for name in systems}
     constants: dict[str, str] = {"system": CONSTANT}
     for row in here:
-        lines[row.system.name][tasks[row.task]] = score_text(row)
+        lines[row.system.title][tasks[row.task]] = score_text(row)
         constants[tasks[row.task]] = number(row.constant)
     best = [row for row in leaders(here).values() if sum(row.task == other.task for other in here) > 1]
-    bold = {(systems.index(row.system.name), tasks[row.task]) for row in best}
+    bold = {(systems.index(row.system.title), tasks[row.task]) for row in best}
     notes = ["Mean ± standard error; the best mean of each task and selection is bold."]
     for benchmark, members in BENCHMARKS.items():
-        found = {name: benchmark_average([row for row in here if row.system.name == name], benchmark)
+        found = {name: benchmark_average([row for row in here if row.system.title == name], benchmark)
                  for name in systems}  # fmt: skip
         lacking = min((average.missing for average in found.values()), key=len)
         if not lacking:
@@ -147,7 +147,8 @@ def side_by_side(rows: Sequence[SystemResult], size: str) -> Table:
                 lines[name][benchmark] = str(average)
         elif len(members) - len(lacking) > 1:
             notes.append(f"No average of {benchmark}: no system has all tasks; missing: {', '.join(lacking)}.")
-    columns = ["system", *tasks.values(), *(name for name in BENCHMARKS if any(name in line for line in lines.values()))]
+    complete = [name for name in BENCHMARKS if any(name in line for line in lines.values())]
+    columns = ["system", *tasks.values(), *complete]
     frame = pd.DataFrame([*lines.values(), constants], columns=columns).fillna("-")
     return Table(f"Systems side by side, {size} train rows", frame, notes, frozenset(bold))
 
@@ -162,9 +163,10 @@ def comparison_table(tests: Sequence[PairTest], corrected: int) -> Table:
     lines, notes = [], []
     for test in tests:
         found = test.comparison
-        pair = {"task": test.a.task, "train rows": test.a.train_size, "A": test.a.system.name, "B": test.b.system.name}
+        place = {"task": test.a.task, "train rows": test.a.train_size}
+        pair = place | {"A": test.a.system.title, "B": test.b.system.title}
         if test.problem:
-            notes.append(f"{test.a.task}, {test.a.train_size} train rows, {pair['A']} and {pair['B']}: {test.problem}")
+            notes.append(f"Not compared: {', '.join(pair.values())}: {test.problem}")
         if found is None:
             continue
         flip = "-" if math.isnan(found.flip_p) else f"{p_text(found.flip_p)} ({p_text(found.flip_least)})"
@@ -209,14 +211,14 @@ def candidates_table(rows: Sequence[SystemResult]) -> Table:
 
 
 def macro_table(rows: Sequence[SystemResult]) -> Table:
-    """Returns accuracy beside macro-F1, where runs have both; without classes that count, a high accuracy says little."""
+    """Returns accuracy beside macro-F1, where runs have both."""
     lines = []
     for row in rows:
         if {"acc", "macro_f1"} <= set(row.records[0]["scores"]):
             line = place_of(row)
             for name, title in (("acc", "accuracy"), ("macro_f1", "macro-F1")):
                 for part, label in (("scores", title), ("constant", f"{title}, {CONSTANT}")):
-                    values = [record.get(part, {}).get(name, math.nan) for record in row.records]
+                    values = [record[part].get(name, math.nan) for record in row.records]
                     line[label] = number(100 * float(np.mean(values)))
             lines.append(line)
     note = "Means over runs. Macro-F1 counts each class alike: it falls where a system neglects the rare ones."
@@ -229,9 +231,9 @@ def scored_test_sets(rows: Sequence[SystemResult]) -> Table:
 
     lines = []
     for row in rows:
-        found = row.records[0].get("test_scores") or {}
-        for name, metric in ((name, metric) for name in found for metric in found[name]):
-            values = [record.get("test_scores", {}).get(name, {}).get(metric, math.nan) for record in row.records]
+        found = row.records[0]["test_scores"]
+        for name, metric in ((test, metric) for test in found for metric in found[test]):
+            values = [record["test_scores"].get(name, {}).get(metric, math.nan) for record in row.records]
             if not any(map(math.isnan, values)):
                 result = estimate(row.frame.assign(score=100 * np.array(values, dtype=float)))
                 lines.append(place_of(row) | {"test set": name, "metric": metric, "runs": str(len(values)),
@@ -267,7 +269,8 @@ def calibration_table(
                      if temperature]  # fmt: skip
             for name, title in titles.items():
                 scale = 100 if title.startswith("ECE") else 1
-                line[title + suffix] = number(scale * float(np.mean([one[name] for one in found])), 3) if found else "-"
+                mean = float(np.mean([one[name] for one in found])) if found else math.nan
+                line[title + suffix] = number(scale * mean, 3)
         line["T"] = number(fitted.value) + (" (at its bound)" if fitted.at_bound else "") if fitted else "-"
         lines.append(line)
     note = (

@@ -68,11 +68,10 @@ def _pairs(
 ) -> Iterator[tuple[SystemResult, SystemResult]]:
     for a, b in combinations(rows, 2):
         if (a.task, a.train_size, a.metric) == (b.task, b.train_size, b.metric):
-            if only is None and a.system.selection == b.system.selection:
+            alike = a.system.selection == b.system.selection
+            if (only is None and alike) or only == (a.system.title, b.system.title):
                 yield a, b
-            elif only == (a.system.name, b.system.name):
-                yield a, b
-            elif only == (b.system.name, a.system.name):
+            elif only == (b.system.title, a.system.title):
                 yield b, a
 
 
@@ -89,7 +88,7 @@ def leaders(rows: Sequence[SystemResult]) -> dict[tuple[str, str, str], SystemRe
 def pairs_to_show(tests: Sequence[PairTest], rows: Sequence[SystemResult]) -> list[PairTest]:
     """Returns all tests, or those of the leaders if there are more than `MAX_SHOWN` pairs of systems; leaders first."""
     best = {id(row) for row in leaders(rows).values()}
-    everything = len({frozenset((test.a.system.name, test.b.system.name)) for test in tests}) <= MAX_SHOWN
+    everything = len({frozenset((test.a.system.title, test.b.system.title)) for test in tests}) <= MAX_SHOWN
     return [test for test in tests if everything or id(test.a) in best or id(test.b) in best]
 
 
@@ -106,9 +105,9 @@ def add_examples(
     from finetune.stats.comparisons import bootstrap_difference
 
     for test in tests:
-        sides = predictions.get(id(test.a)), predictions.get(id(test.b))
+        a, b = predictions.get(id(test.a)), predictions.get(id(test.b))
         try:
-            found = bootstrap_difference(task_of(test.a.records[0]), *sides) if sides[0] and sides[1] else None
+            found = bootstrap_difference(task_of(test.a.records[0]), a, b) if a and b else None
             yield replace(test, examples=found)
         except UserError as error:  # other dev rows
             yield replace(test, problem=str(error))
