@@ -31,7 +31,7 @@ MARKERS = "osD^vP*X<>"
 COLORS = ("black", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")  # Okabe and Ito (2008)
 GREY = "#808080"  # legible on white and on black
 WIDTH, LINE = 4.6, 0.15  # of a panel, of a line of text; inches
-SVG: dict[Any, Any] = {"svg.fonttype": "none", "text.parse_math": False, "font.size": 8}  # text stays text
+SVG: dict[Any, Any] = {"svg.fonttype": "none", "text.parse_math": False, "font.size": 8.5}  # text stays text
 
 
 Panel = tuple[str, Callable[[str], Figure]]  # title, and what draws the panel under it
@@ -73,6 +73,7 @@ def reliability_diagrams(
         rows: All rows; those without classes are left out.
         predictions: Those of the runs of a row, by `id(row)`.
     """
+
     def panels(here: Sequence[SystemResult]) -> list[Panel]:
         runs: dict[str, list[Mapping[str, Array]]] = {}
         for row in here:
@@ -143,21 +144,29 @@ def _axis(title: Sequence[str], height: float, below: float = 0.35, left: float 
     total = height + above + below
     figure = Figure(figsize=(WIDTH, total))
     axis = figure.add_axes((left / WIDTH, below / total, 1 - (left + 0.1) / WIDTH, height / total))
-    axis.set_title("\n".join(title), fontsize=9, loc="left", fontweight="bold")
+    axis.set_title("\n".join(title), fontsize=9.5, loc="left", fontweight="bold")
     axis.spines[["top", "right"]].set_visible(False)
     return figure, axis
 
 
 def _strip_plot(title: str, rows: Sequence[SystemResult]) -> Figure:
     """Returns a panel with a strip for each system: its name, its runs, and below them mean and interval."""
-    names = [_wrap(row.system.title, 64) for row in rows]
-    ends = np.cumsum([LINE * len(name) + 0.3 for name in names])
-    figure, axis = _axis([title], float(ends[-1]))
+    names = [_wrap(row.system.title, 60) for row in rows]
+    ends = np.cumsum([LINE * len(name) + 0.32 for name in names])
+    bottom = float(ends[-1]) + 0.05
+    figure, axis = _axis([title], bottom)
     for row, name, end in zip(rows, names, ends, strict=True):
-        frame = row.frame
-        top = end - LINE * len(name) - 0.3
-        axis.text(0.005, top + 0.03, "\n".join(name), transform=axis.get_yaxis_transform(), va="top", fontsize=7.5)
-        for index, (_, runs) in enumerate(frame.groupby("pretraining", sort=True)):
+        axis.text(
+            0.005,
+            end - LINE * len(name) - 0.29,
+            "\n".join(name),
+            transform=axis.get_yaxis_transform(),
+            va="top",
+            fontsize=8,
+        )
+        if row.constant is not None:
+            axis.plot([row.constant] * 2, [end - 0.28, end], color=GREY, ls="--", lw=1, zorder=0)
+        for index, (_, runs) in enumerate(row.frame.groupby("pretraining", sort=True)):
             axis.plot(runs["score"], [end - 0.18] * len(runs), MARKERS[index % len(MARKERS)], color="black",
                       fillstyle="none", ms=5, mew=0.8, clip_on=False)  # fmt: skip
         axis.plot([row.estimate.low, row.estimate.high], [end - 0.06] * 2, color="black", lw=1)
@@ -165,11 +174,9 @@ def _strip_plot(title: str, rows: Sequence[SystemResult]) -> Figure:
         axis.axhline(end, color=GREY, lw=0.3)
     scores = np.concatenate([row.frame["score"].to_numpy() for row in rows])
     constants = {row.constant for row in rows if row.constant is not None}
-    for value in constants:
-        axis.axvline(value, color=GREY, ls="--", lw=0.8, zorder=0)
     low, high = min([*scores, *constants]), max([*scores, *constants])
     margin = 0.06 * (high - low) or 1.0
-    axis.set(xlim=(low - margin, high + margin), ylim=(float(ends[-1]), 0.0), yticks=[])
+    axis.set(xlim=(low - margin, high + margin), ylim=(bottom, 0.0), yticks=[])
     axis.spines["left"].set_visible(False)
     return figure
 
@@ -211,7 +218,7 @@ def _learning_curve(title: str, rows: Sequence[SystemResult]) -> Figure:
                   linestyle=LINES[index % len(LINES)], marker=MARKERS[index % len(MARKERS)], fillstyle="none",
                   markevery=0.15, label="\n".join(name))  # fmt: skip
     axis.set_xlabel("step")
-    figure.legend(loc="lower left", bbox_to_anchor=(0.0, 0.0), frameon=False, fontsize=7, labelspacing=0.25,
+    figure.legend(loc="lower left", bbox_to_anchor=(0.0, 0.0), frameon=False, fontsize=7.5, labelspacing=0.25,
                   borderaxespad=0.1, handlelength=3.5)  # fmt: skip
     return figure
 

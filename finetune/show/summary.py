@@ -21,7 +21,7 @@ def headline(rows: Sequence[SystemResult], tests: Sequence[PairTest]) -> list[st
         here = [row for (_, *place), row in best.items() if place == [size, selection]]
         rivals = {row.task: _rivals(row, tests) for row in here}
         if any(rivals.values()):
-            where = f"{size} train rows, selection {selection}"
+            where = f"{size} train rows" + (f", selection {selection}" if len({key[2] for key in best}) > 1 else "")
             sentences.append(f"{where}: {_who_leads([row for row in here if rivals[row.task]])}. {_verdict(rivals)}")
     if not sentences:
         sentences = [f"{row.system.title} on {row.task}, {row.train_size} train rows: {row.metric} "
@@ -51,14 +51,16 @@ def _verdict(rivals: Mapping[str, Sequence[PairTest]]) -> str:
         if tests and all(math.isnan(test.corrected) for test in tests):
             kind = "no test is possible, because one unit does not tell how much others would differ"
         elif not any(test.significant for test in tests):
-            kind = "no difference can be told"
+            kind = "no difference can be told between the leader and any other system"
         else:
             beaten = sum(test.significant for test in tests)
             others = "every other system" if beaten == len(tests) else f"{beaten} of {len(tests)} others"
             kind = f"the lead over {others} is supported"
+            if any("seeds only" in test.comparison.units for test in tests if test.comparison and test.significant):
+                kind += " (for other seeds; this says nothing about other pretrainings or draws of rows)"
         if tests:
             supported.setdefault(kind, []).append(task)
-    order = sorted(supported, key=lambda kind: ("lead" not in kind, "every" not in kind))
+    order = sorted(supported, key=lambda kind: ("is supported" not in kind, "every" not in kind))
     parts = [f"on {words(supported[kind])} {kind}" for kind in order]
     return "Corrected for the number of tests: " + "; ".join(parts) + "."
 
@@ -76,30 +78,31 @@ def warnings(results: Results) -> list[str]:
     return found + [f"{text.rstrip('.')} ({_places(rows, results.rows)})." for text, rows in said.items()]
 
 
-def _as_good_as_constant(rows: Iterable[SystemResult]) -> list[str]:
+def _as_good_as_constant(rows: Sequence[SystemResult]) -> list[str]:
     """Returns a sentence for each task and size where systems are no better than a constant answer."""
-    places: dict[tuple[str, str], list[str]] = {}
-    constants: dict[tuple[str, str], str] = {}
+    places: dict[tuple[str, str], list[SystemResult]] = {}
     for row in rows:
-        error, mean = error_of(row), row.estimate.mean
-        if row.constant is not None and mean - (0 if math.isnan(error) else error) <= row.constant:
-            place = row.task, row.train_size
-            places.setdefault(place, []).append(f"{row.system.title} {with_error(mean, error)}")
-            constants[place] = number(row.constant)
-    return [f"On {task} with {size} train rows a {CONSTANT} does as well ({constants[task, size]}; within one standard "
-            f"error): {'; '.join(systems)}." for (task, size), systems in places.items()]  # fmt: skip
+        error = 0.0 if math.isnan(error_of(row)) else error_of(row)
+        if row.constant is not None and row.estimate.mean - error <= row.constant:
+            places.setdefault((row.task, row.train_size), []).append(row)
+    sentences = []
+    for (task, size), found in places.items():
+        count = sum((row.task, row.train_size) == (task, size) for row in rows)
+        names = "every system" if len(found) == count > 1 else "; ".join(row.system.title for row in found)
+        sentences.append(f"{task}, {size} train rows: a {CONSTANT} ({number(found[0].constant)}) does as well, within "
+                         f"one standard error, as {names}.")  # fmt: skip
+    return sentences
 
 
 def _places(rows: Sequence[SystemResult], everything: Sequence[SystemResult]) -> str:
     """Returns which rows a note is about, in a few words."""
     if len(rows) == len(everything):
         return "all results"
-    tasks: dict[str, list[str]] = {}
-    for row in rows:
-        tasks.setdefault(f"{row.task}, {row.train_size} rows", []).append(row.system.title)
-    counts = {place: sum(f"{row.task}, {row.train_size} rows" == place for row in everything) for place in tasks}
-    return "; ".join(place if len(names) == counts[place] else f"{place}: {', '.join(names)}"
-                     for place, names in tasks.items())  # fmt: skip
+    tasks = dict.fromkeys(row.task for row in rows)
+    if len(rows) == sum(row.task in tasks for row in everything):
+        return ", ".join(tasks)
+    names = [f"{row.system.title} on {row.task}, {row.train_size} train rows" for row in rows]
+    return "; ".join(names[:2]) + (f"; and {len(names) - 2} others" if len(names) > 2 else "")
 
 
 def words(names: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from finetune.stats.systems import Candidate, SystemResult
 
 CONSTANT = "constant answer"
-NUMBER = re.compile(r"-$|< |[+-]?\d+(\.\d+)?( |$)")  # how a cell that is aligned to the right begins
+NUMBER = re.compile(r"-$|< |[+-]?\d+(\.\d+)?($| ±| to | \(| \*)")  # how a cell begins that is aligned to the right
 SELECTION = (
     "Scores are percentages at the best evaluation. Selection dev: dev chose it and reports it (the papers' protocol, "
     "optimistic). Selection holdout: rows held out of train chose it, and dev only reports."
@@ -145,7 +145,7 @@ def side_by_side(rows: Sequence[SystemResult], size: str) -> Table:
         if not lacking:
             for name, average in found.items():
                 lines[name][benchmark] = str(average)
-        elif len(members) - len(lacking) > 1:
+        elif len(lacking) <= len(members) / 2:
             notes.append(f"No average of {benchmark}: no system has all tasks; missing: {', '.join(lacking)}.")
     complete = [name for name in BENCHMARKS if any(name in line for line in lines.values())]
     columns = ["system", *tasks.values(), *complete]
@@ -183,9 +183,9 @@ def comparison_table(tests: Sequence[PairTest], corrected: int) -> Table:
     notes = [
         "Difference in points. The t-test and the sign-flip test ask: would other pretrainings or draws of train rows "
         "show the difference? The bootstrap asks: would other dev examples, with these very runs?",
-        f"Corrected: the t-test's p by Holm's method for the {corrected} tests of this report; * is below 0.05. Choose "
+        f"Corrected: the t-test's p by Holm's method over {corrected} {'test' if corrected == 1 else 'tests'}; * is below 0.05. Choose "
         "tasks (--task) and systems (--compare) before you look at the results: fewer tests need less correction. The "
-        "sign-flip test with few units cannot fall below the p in brackets.",
+        "sign-flip test with few units cannot fall below the p in brackets. --compare A B adds a bootstrap that is missing.",
         *notes,
     ]
     return Table("Comparisons: which differences can be told from chance?", to_frame(lines), notes)
@@ -241,12 +241,7 @@ def scored_test_sets(rows: Sequence[SystemResult]) -> Table:
     return Table("Test sets", to_frame(lines), ("Scored at the end of each run; they chose nothing.",))
 
 
-
-
-
-def calibration_table(
-    rows: Sequence[SystemResult], predictions: Mapping[int, Sequence[Mapping[str, Any]]]
-) -> Table:
+def calibration_table(rows: Sequence[SystemResult], predictions: Mapping[int, Sequence[Mapping[str, Any]]]) -> Table:
     """Returns the calibration of classifiers before and after one temperature for all runs of a row.
 
     Args:

@@ -63,10 +63,10 @@ def compare_pairs(rows: Sequence[SystemResult], only: tuple[str, str] | None = N
     return [replace(test, corrected=p) for test, p in zip(tests, corrected, strict=True)]
 
 
-def _pairs(
-    rows: Sequence[SystemResult], only: tuple[str, str] | None
-) -> Iterator[tuple[SystemResult, SystemResult]]:
-    for a, b in combinations(rows, 2):
+def _pairs(rows: Sequence[SystemResult], only: tuple[str, str] | None) -> Iterator[tuple[SystemResult, SystemResult]]:
+    """Yields the pairs in the order of `only`, else the one with the better mean first."""
+    for one, other in combinations(rows, 2):
+        a, b = (one, other) if one.estimate.mean >= other.estimate.mean else (other, one)
         if (a.task, a.train_size, a.metric) == (b.task, b.train_size, b.metric):
             alike = a.system.selection == b.system.selection
             if (only is None and alike) or only == (a.system.title, b.system.title):
@@ -88,8 +88,12 @@ def leaders(rows: Sequence[SystemResult]) -> dict[tuple[str, str, str], SystemRe
 def pairs_to_show(tests: Sequence[PairTest], rows: Sequence[SystemResult]) -> list[PairTest]:
     """Returns all tests, or those of the leaders if there are more than `MAX_SHOWN` pairs of systems; leaders first."""
     best = {id(row) for row in leaders(rows).values()}
-    everything = len({frozenset((test.a.system.title, test.b.system.title)) for test in tests}) <= MAX_SHOWN
+    everything = _count_pairs(tests) <= MAX_SHOWN
     return [test for test in tests if everything or id(test.a) in best or id(test.b) in best]
+
+
+def _count_pairs(tests: Iterable[PairTest]) -> int:
+    return len({frozenset((test.a.system.title, test.b.system.title)) for test in tests})
 
 
 def add_examples(
@@ -97,14 +101,21 @@ def add_examples(
 ) -> Iterator[PairTest]:
     """Yields the tests with their bootstrap over dev examples, where both sides have predictions.
 
+    With more than two systems, metrics that take long (correlations, multi-label) are left out.
+
     Args:
         tests: Pairs.
         predictions: Those of the runs of a row, by `id(row)`.
     """
     from finetune.data.tasks import task_of
-    from finetune.stats.comparisons import bootstrap_difference
+    from finetune.stats.comparisons import FROM_COUNTS, bootstrap_difference
 
+    few = _count_pairs(tests) == 1
     for test in tests:
+        names = set(test.a.metric.removeprefix("mean(").removesuffix(")").split(","))
+        if not few and not names <= FROM_COUNTS.keys():
+            yield test
+            continue
         a, b = predictions.get(id(test.a)), predictions.get(id(test.b))
         try:
             found = bootstrap_difference(task_of(test.a.records[0]), a, b) if a and b else None
