@@ -161,8 +161,10 @@ def find_task(name: str) -> Task:
 
 
 def task_of(record: Mapping[str, Any]) -> Task:
-    """The task of a line of results; of a user's own rows, which are in no table, only what scores them."""
-    name, metrics = record["identity"]["task"], tuple(record["scores"])
+    """Returns the task of a record; for a user's own rows, which are in no table, only what scores them."""
+    name, labels = record["task"], tuple(record.get("labels", ("",)))
     if record["benchmark"] != "own":
         return find_task(name)
-    return Task(name, (), () if "pearson" in metrics else ("",), metrics, "single", "own")
+    return Task(
+        name, (), labels, tuple(record["scores"]), "single", "own", multi_label=record.get("multi_label", False)
+    )

@@ -316,7 +316,7 @@ def scorer(task: Task, predictions: Predictions) -> Callable[[Array], float]:
 
 def _metric_of_rows(name: str, task: Task, predictions: Predictions) -> Callable[[Array], float]:
     """Returns one metric as a function of rows, with everything computed beforehand that does not depend on them."""
-    from finetune import metrics
+    from finetune.data import metrics
 
     labels = predictions["labels"]
     outputs = predictions["logits"] if "logits" in predictions else predictions["scores"][:, None]
@@ -335,7 +335,7 @@ def _metric_of_rows(name: str, task: Task, predictions: Predictions) -> Callable
 
 def _values_of_groups(name: str, predictions: Predictions) -> tuple[Array, Array]:
     """Returns 1 at the first row of each group (N,), and the group's own score there; both 0 elsewhere."""
-    from finetune import metrics
+    from finetune.data import metrics
 
     labels, outputs, groups = predictions["labels"], predictions["logits"], predictions["groups"]
     answers = predictions.get("answers", np.arange(len(labels)).astype(str))  # without them F1 is the exact match

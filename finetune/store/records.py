@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from finetune.settings import FinetuneSettings, TrainSettings
     from finetune.train.loop import FinetuneResult
 
+ERROR_RESAMPLES = 200  # of dev, for the standard error of a run's score
+
 
 @dataclass(frozen=True)
 class PlannedRun:
@@ -101,7 +103,7 @@ def make_record(planned: PlannedRun, predicted: Predicted, task: int) -> dict[st
     if own.held:
         held_scores = score_examples(own.task, own.held, predicted.held[task])
         held = {"holdout_rows": len(own.held), "holdout_scores": held_scores}
-    error = bootstrap_score(own.task, make_predictions(own, predicted, task))[0] / 100
+    error = bootstrap_score(own.task, make_predictions(own, predicted, task), ERROR_RESAMPLES)[0] / 100
     return {
         "run_id": planned.run_ids[task],
         "request_id": planned.request_ids[task],
@@ -129,6 +131,7 @@ def make_record(planned: PlannedRun, predicted: Predicted, task: int) -> dict[st
         "train_rows": len(own.train),
         "dev_rows": len(own.dev),
         "labels": list(own.task.labels),
+        "multi_label": own.task.multi_label,
         "seconds": round(result.seconds, 2),
         "gpu": device_name(),
         "ranks": rank_and_world()[1],

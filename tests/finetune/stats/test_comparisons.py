@@ -11,6 +11,7 @@ import pytest
 from scipy import stats
 
 from finetune.data.metrics import METRICS, score
+from finetune.data.tasks import find_task
 from finetune.stats.comparisons import (
     FROM_COUNTS,
     bootstrap_difference,
@@ -22,7 +23,6 @@ from finetune.stats.comparisons import (
     units_of_rows,
 )
 from finetune.stats.estimates import Array
-from finetune.data.tasks import find_task
 from multicls.errors import UserError
 
 
