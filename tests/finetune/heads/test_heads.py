@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from finetune.data.tasks import find_task
-from finetune.heads import HEADS
+from finetune.heads import FITTED_HEADS, HEADS
 from finetune.heads.building import build_head
 from finetune.heads.checkpoint import find_checkpoint, load_tokenizer
 from finetune.heads.modeling_heads import TaskModel, TaskModelConfig
@@ -138,7 +138,7 @@ POOLED = [("isobn", "multicls"), ("batchnorm", "mean"), ("cln", "multicls")]
 CASES = [
     (name, head, pooling)
     for name in ENCODERS
-    for head, pooling in [*((head, "cls") for head in HEADS if head != "probe"), *POOLED]
+    for head, pooling in [*((head, "cls") for head in HEADS if head not in FITTED_HEADS), *POOLED]
     if name == "multicls" or "multicls" not in head + pooling
 ]
 
@@ -295,7 +295,7 @@ def test_parameters_of_five_facets(size: str, millions: float) -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.02)
 
 
-@pytest.mark.parametrize("head", [head for head in HEADS if head != "probe"])
+@pytest.mark.parametrize("head", [head for head in HEADS if head not in FITTED_HEADS])
 def test_bf16_autocast_is_near_float32(head: str) -> None:
     model = make(ENCODERS["multicls"], head).train()
     with torch.autocast("cpu", torch.bfloat16):
