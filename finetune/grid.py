@@ -25,8 +25,9 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/, whose n
 
 from pydantic import Field, ValidationError, field_validator
 
+from finetune.heads import FITTED_HEADS
 from finetune.run import add_flags, request_ids_of
-from finetune.settings import LOOPLESS, FinetuneSettings, OwnDataSettings, check_names
+from finetune.settings import FinetuneSettings, OwnDataSettings, check_names
 from finetune.store.results import Busy, Store
 from multicls.errors import UserError, did_you_mean, run_command
 from multicls.settings import Settings, load_settings
@@ -208,7 +209,7 @@ def _expand_system(grid: GridSettings, task: str, size: str, name: str, output_d
         if key in grid.overrides:
             values = _merge(values, grid.overrides[key].model_dump(exclude_unset=True))
     search = {key: options for key, options in (grid.search | system.search).items()
-              if not (key.startswith("train.") and system.head in LOOPLESS)}  # fmt: skip
+              if not (key.startswith("train.") and system.head in FITTED_HEADS)}  # fmt: skip
     rows = {"own": grid.own[task].model_copy(update={"task_name": task})} if task in grid.own else {"task": task}
     models = [(model, number, path) for model in system.models or grid.models
               for number, path in enumerate(grid.models[model], start=1)]  # fmt: skip

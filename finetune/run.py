@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/, whose names must not hide packages
 
 from finetune.data.tasks import TASKS
-from finetune.heads import HEADS
+from finetune.heads import FITTED_HEADS, HEADS
 from finetune.settings import FinetuneSettings, OwnDataSettings, TrainSettings, check_names, resolve
 from finetune.store.records import PlannedRun, Predicted, make_predictions, make_record
 from finetune.store.results import Record, Store, short_hash
@@ -131,8 +131,7 @@ def _run(planned: PlannedRun) -> list[Record]:
         for own in planned.rows:
             _publish(store, settings, own)
         _announce(planned)
-    without_loop = {"probe": _probe}.get(settings.head)
-    predicted = without_loop(planned, encode) if without_loop else _train(planned, encode)
+    predicted = (_fit if settings.head in FITTED_HEADS else _train)(planned, encode)
     records: list[Record] = [make_record(planned, predicted, task) for task in range(len(planned.rows))]
     if settings.save_model:
         _save(planned, predicted, tokenizer, records)
@@ -185,18 +184,22 @@ def _train(planned: PlannedRun, encode: Encode) -> Predicted:
     return Predicted(result, held, dev, test, model)
 
 
-def _probe(planned: PlannedRun, encode: Encode) -> Predicted:
-    """Fits the frozen encoder's regression; nothing is chosen, so all rows to predict are predicted at once."""
+def _fit(planned: PlannedRun, encode: Encode) -> Predicted:
+    """Fits a head by a library; nothing is chosen, so all rows to predict are predicted at once."""
     import numpy as np
 
     from finetune.heads.probe import fit_probe
+    from finetune.heads.setfit import fit_setfit
     from finetune.train.loop import FinetuneResult, find_device
 
-    started, (own,) = time.perf_counter(), planned.rows
+    started, (own,), settings = time.perf_counter(), planned.rows, planned.settings
     blocks = [own.held, own.dev, *(examples for _, examples in own.test)]
-    asked = encode(0, [example for block in blocks for example in block])
-    device, _ = find_device()
-    outputs = fit_probe(planned.checkpoint, encode(0, own.train), asked, own.task, planned.settings, device)
+    asked, device = [example for block in blocks for example in block], find_device()[0]
+    if settings.head == "probe":
+        train = encode(0, own.train)
+        outputs = fit_probe(planned.checkpoint, train, encode(0, asked), own.task, settings, device)
+    else:
+        outputs = fit_setfit(planned.checkpoint, own.train, asked, own.task, settings, device)
     held, dev, *test = np.split(outputs, np.cumsum([len(block) for block in blocks])[:-1])
     return Predicted(FinetuneResult(seconds=time.perf_counter() - started), [held], [dev], [test])
 
@@ -214,14 +217,13 @@ def _save(planned: PlannedRun, predicted: Predicted, tokenizer: Any, records: Se
 
 def _encoder(planned: PlannedRun) -> tuple[Any, Encode]:
     """Returns the tokenizer, and a function that encodes rows of the planned run's n-th task."""
-    from finetune.data.encoding import encode_rows
-    from finetune.heads.checkpoint import load_tokenizer
+    from finetune.heads.checkpoint import encode_rows, load_tokenizer
 
     lengths = [planned.settings.max_length or own.task.max_length for own in planned.rows]
     tokenizer = load_tokenizer(planned.checkpoint, max(lengths))
 
     def encode(task: int, examples: Sequence[LabeledExample]) -> Encoded:
-        return encode_rows(planned.rows[task].task, examples, tokenizer, lengths[task], planned.checkpoint.fingerprint)
+        return encode_rows(planned.checkpoint, planned.rows[task].task, examples, lengths[task])
 
     return tokenizer, encode
 
@@ -260,7 +262,7 @@ def _announce(planned: PlannedRun) -> None:
         log.info("%s: %d train rows%s, %d dev rows%s", own.task.name, len(own.train), held, len(own.dev), test)
         for note in own.notes:
             log.info("note: %s", note)
-    if settings.head != "probe":
+    if settings.head not in FITTED_HEADS:
         log.info("%d steps of %d rows, evaluated every %d", train.max_steps, train.batch_size, train.eval_every)
 
 

@@ -93,9 +93,10 @@ class Predicted:
 
 def make_record(planned: PlannedRun, predicted: Predicted, task: int) -> dict[str, Any]:
     """Returns the line of results of one task."""
+    import torch
+
     from finetune.data.metrics import constant_scores, score_examples
     from finetune.stats.comparisons import bootstrap_score
-    from finetune.train.loop import device_name
 
     settings, own, result = planned.settings, planned.rows[task], predicted.result
     scores = score_examples(own.task, own.dev, predicted.dev[task])
@@ -133,7 +134,7 @@ def make_record(planned: PlannedRun, predicted: Predicted, task: int) -> dict[st
         "labels": list(own.task.labels),
         "multi_label": own.task.multi_label,
         "seconds": round(result.seconds, 2),
-        "gpu": device_name(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "ranks": rank_and_world()[1],
         "notes": own.notes,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
