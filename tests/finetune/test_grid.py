@@ -103,9 +103,10 @@ def test_list_and_status_need_no_torch(tmp_path: Path) -> None:
     model.mkdir()
     for file in ("config.json", "model.safetensors"):
         (model / file).write_text("{}")
+    path = recipe(tmp_path, models={"bert": str(model)})
     code = (
         "import sys, finetune.grid as grid\n"
-        f"for flag in ('--list', '--status'): grid.main(['--recipe', {recipe(tmp_path, models={'bert': str(model)})!r}, '--output_dir', "
+        f"for flag in ('--list', '--status'): grid.main(['--recipe', {path!r}, '--output_dir', "
         f"{str(tmp_path / 'results')!r}, flag])\n"
         "assert not {'torch', 'transformers', 'sklearn', 'datasets'} & set(sys.modules)\n"
     )
