@@ -191,9 +191,9 @@ def sign_flip_p(units: Array) -> Array:
     """Returns the two-sided p-values (...) of the sign-flip test that units (..., n) are symmetric about 0."""
     from scipy.stats import permutation_test
 
-    result = permutation_test(
-        (units,), np.mean, permutation_type="samples", axis=-1, n_resamples=PERMUTATIONS, vectorized=True, rng=0
-    )
+    options: dict[str, Any] = {"permutation_type": "samples", "n_resamples": PERMUTATIONS, "rng": 0}
+    batch = max(1, 10**7 // units.size)  # bounds the memory for thousands of simulated worlds
+    result = permutation_test((units,), np.mean, axis=-1, vectorized=True, batch=batch, **options)
     return np.asarray(result.pvalue)
 
 
