@@ -332,9 +332,10 @@ def _read_rows(args: argparse.Namespace, name: str) -> tuple[Task, TaskData]:
     """The user's own rows, or those of the task `name`."""
     from finetune.data.own_rows import read_own
     from finetune.data.reading import read_task
+    from finetune.settings import OwnDataSettings
 
     if args.train_file:
-        return read_own(args.train_file, args.dev_file)
+        return read_own(OwnDataSettings(train_file=args.train_file, dev_file=args.dev_file))
     return find_task(name), read_task(find_task(name), args.data_dir, args.train_from_dev)
 
 

@@ -330,13 +330,12 @@ def _predictions(own: TaskRows, predicted: Predicted, task: int) -> dict[str, An
 
 
 def _publish(settings: FinetuneSettings, own: TaskRows) -> None:
-    """The index file of the rows drawn, in the results folder; "full" needs none."""
+    """The index file of the rows drawn, in the results folder."""
     from finetune.data.splits import publish
 
-    if settings.train_size != "full":
-        where = "-of-dev" if own.split == "dev" else ""
-        name = f"{own.task.name}-{settings.train_size}-{settings.sampling}-seed{settings.data_seed}{where}.json"
-        publish(Path(settings.output_dir) / "splits" / name, own.drawn, own.split_rows, own.split)
+    where = "-of-dev" if own.split == "dev" else ""
+    name = f"{own.task.name}-{settings.train_size}-{settings.sampling}-seed{settings.data_seed}{where}.json"
+    publish(Path(settings.output_dir) / "splits" / name, own.drawn, own.split_rows, own.split, own.content)
 
 
 def _submit(settings: FinetuneSettings, planned: PlannedRun, predicted: Predicted, task: int) -> None:
