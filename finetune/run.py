@@ -33,7 +33,6 @@ from multicls.settings import Settings, load_settings, to_yaml
 if TYPE_CHECKING:
     from finetune.data.encoding import Encoded
     from finetune.data.examples import LabeledExample
-    from finetune.data.selection import TaskRows
     from finetune.heads.checkpoint import Checkpoint
     from finetune.train.loop import Array
 
@@ -127,15 +126,14 @@ def request_ids_of(settings: FinetuneSettings, fingerprint: str) -> list[str]:
 def _run(planned: PlannedRun) -> list[Record]:
     settings, store = planned.settings, planned.store
     tokenizer, encode = _encoder(planned)  # it refuses a wrong --max_length before anything is written
-    if rank_and_world()[0] == 0:
-        for own in planned.rows:
-            _publish(store, settings, own)
-        _announce(planned)
+    on_rank_0(lambda: _publish(planned, write=False))
+    _announce(planned)
     predicted = (_fit if settings.head in FITTED_HEADS else _train)(planned, encode)
     records: list[Record] = [make_record(planned, predicted, task) for task in range(len(planned.rows))]
     if settings.save_model:
         _save(planned, predicted, tokenizer, records)
     if rank_and_world()[0] == 0:
+        _publish(planned, write=True)
         for task, record in enumerate(records):
             store.write(record, make_predictions(planned.rows[task], predicted, task))
         store.remove_snapshots(planned.run_ids[0])
@@ -241,15 +239,16 @@ def _checkpoint(name: str, trust_remote_code: bool) -> Checkpoint:
     return find_checkpoint(name, trust_remote_code)
 
 
-def _publish(store: Store, settings: FinetuneSettings, own: TaskRows) -> None:
-    """Writes which rows were drawn, or refuses to go on if the folder's earlier runs saw other data."""
+def _publish(planned: PlannedRun, write: bool) -> None:
+    """Writes which rows were drawn from what, or only checks that earlier runs of the folder saw the same data."""
     from finetune.data.splits import publish
 
-    where = "-of-dev" if own.split == "dev" else ""
-    name = f"{own.task.name}-{settings.train_size}-{settings.sampling}-seed{settings.data_seed}{where}"
-    if settings.label_noise:
-        name += f"-noise{settings.label_noise:g}"
-    publish(store.rows_path(name), own.drawn, own.split_rows, own.split, own.fingerprint)
+    settings = planned.settings
+    for own in planned.rows:
+        name = own.task.name + ("-of-dev" if own.split == "dev" else "")
+        drawn = f"{name}-{settings.train_size}-{settings.sampling}-seed{settings.data_seed}"
+        for file, rows in ((name, range(own.split_rows)), (drawn, own.drawn)):
+            publish(planned.store.rows_path(file), rows, own.split_rows, own.split, own.content, write)
 
 
 def _announce(planned: PlannedRun) -> None:

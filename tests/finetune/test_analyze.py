@@ -12,7 +12,7 @@ import pytest
 from finetune.analyze import _parser, facets_of, load_subject, main, read
 from finetune.data.own_rows import read_own
 from finetune.data.tasks import Task, find_task
-from finetune.settings import FinetuneSettings
+from finetune.settings import FinetuneSettings, OwnDataSettings
 from finetune.show import figures, isotropy
 from multicls.errors import UserError
 from multicls.files import read_json
@@ -214,7 +214,7 @@ def test_choices_spans_several_tasks_and_own_rows(
     own = [tmp_path / "mine.csv", tmp_path / "dev.csv"]
     for path in own:
         write_tsv(path, "text,label", [f"len {NOUNS[i % 6]} los,{'abc'[i % 3]}" for i in range(30)])
-    task, _ = read_own(*map(str, own))
+    task, _ = read_own(OwnDataSettings(train_file=str(own[0]), dev_file=str(own[1])))
     files = ["--train_file", str(own[0]), "--dev_file", str(own[1])]
     sequences = {"copa": 60, "wic": 30, "stsb": 30, "own_mine": 30}
     places = {"copa": ["--data_dir", str(data)], "wic": ["--data_dir", str(data)], "own_mine": files,
