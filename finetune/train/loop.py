@@ -328,7 +328,7 @@ def fine_tune(
             checkpointing are asked for where there is no such thing.
     """
     assert settings.max_steps and settings.batch_size and settings.eval_every, "settings are not resolved"
-    model.train().to(device)  # type: ignore[arg-type]  # transformers wraps the method
+    model.train().to(device)
     if settings.gradient_checkpointing:
         recompute_activations(model)
     tasks = model.config.tasks or []
