@@ -133,11 +133,11 @@ def predict(folder: str, trained: TrainedTask, examples: Sequence[LabeledExample
     with quiet_transformers():
         model: Any = TaskModel.from_pretrained(folder)
     model.to(device)
-    settings, outputs = TrainSettings(precision=precision), []
+    settings, outputs = TrainSettings(precision=precision, eval_batch_size=batch_size), []
     with tqdm(total=len(examples), disable=not sys.stderr.isatty(), unit="row", leave=False) as bar:
         for start in range(0, len(examples), SLICE):
             rows = Encoded(trained.task, examples[start : start + SLICE], tokenizer, trained.max_length)
-            outputs.append(loop.predict(model, rows, device, settings, trained.index, batch_size))
+            outputs.append(loop.predict(model, rows, device, settings, trained.index))
             bar.update(len(rows))
     return np.concatenate(outputs)
 

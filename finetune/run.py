@@ -209,7 +209,7 @@ def _save(planned: PlannedRun, predicted: Predicted, tokenizer: Any, records: Se
 
     with gathered(predicted.model):
         if rank_and_world()[0] == 0:
-            card = model_card(records, [own.task for own in planned.rows], planned.settings)
+            card = model_card(records, planned.rows)
             save_model(predicted.model, tokenizer, planned.model_path, card)
 
 
