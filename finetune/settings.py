@@ -230,14 +230,15 @@ class FinetuneSettings(Settings):
     def changed(self) -> dict[str, Any]:
         """Returns what `requested` holds beyond defaults and what tables have columns for, by dotted name."""
         plain = FinetuneSettings(model=self.model, head=self.head, task=self.task, own=self.own).requested()
-        mine, default = _flat(self.requested()), _flat(plain)
+        mine, default = flatten(self.requested()), flatten(plain)
         return {name: value for name, value in mine.items() if value != default.get(name) and name not in COLUMNS}
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns nested settings by dotted name."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
     return flat
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from finetune.store.results import Array, Record, Store
 from multicls.distributed import rank_and_world
 from multicls.environment import environment_record
@@ -166,8 +168,8 @@ def make_predictions(own: TaskRows, predicted: Predicted, task: int) -> dict[str
 
 def _arrays(task: Task, examples: Sequence[LabeledExample], outputs: Array) -> dict[str, Any]:
     names = ("id", "part", "group", "passage", "answer")
-    arrays: dict[str, Any] = {f"{name}s": [getattr(example, name) for example in examples] for name in names}
-    arrays["labels"] = [example.labels if task.multi_label else example.label for example in examples]
+    arrays: dict[str, Any] = {f"{name}s": np.array([getattr(example, name) for example in examples]) for name in names}
+    arrays["labels"] = np.array([example.labels if task.multi_label else example.label for example in examples])
     if task.is_regression:
         return arrays | {"scores": outputs[:, 0] * task.label_scale}
     return arrays | {"logits": outputs}

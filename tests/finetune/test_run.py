@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from finetune import report
+
 from finetune.data.metrics import score
 from finetune.data.tasks import TASKS
 from finetune.run import main, plan_run, run
