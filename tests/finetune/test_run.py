@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-
 from finetune.data.metrics import score
 from finetune.data.tasks import TASKS
 from finetune.run import main, plan_run, run
@@ -215,6 +214,8 @@ def test_own_rows(tiny_bert: Path, glue: Path, tmp_path: Path) -> None:
     # No table of tasks holds it, and yet it is compared and averaged as any.
     for head, seed in (("cls", "2"), ("mean", "1")):
         main(["--model", str(tiny_bert), "--head", head, *more, "--seed", seed, "--max_steps", "1"])
+    from finetune import report
+
     assert report.main([str(tmp_path), "--ensembles", "2"]) == 0 and len(lines(tmp_path)) == 3
 
 
