@@ -92,8 +92,9 @@ def load_task(folder: str, name: str | None = None) -> TrainedTask:
     if name is not None and name not in names:
         raise UserError(f"--task {name}: {folder} is fine-tuned on {', '.join(names)}.{did_you_mean(name, names)}")
     index = names.index(name) if name else 0
-    task = _task(config["tasks"][index])
-    return TrainedTask(task, index, int(config["tasks"][index].get("max_length") or task.max_length))
+    about = config["tasks"][index]
+    task, positions = _task(about), config.get("encoder", {}).get("max_position_embeddings", 512)
+    return TrainedTask(task, index, int(about.get("max_length") or min(task.max_length, positions)))
 
 
 def _task(about: Mapping[str, Any]) -> Task:
@@ -133,11 +134,11 @@ def predict(folder: str, trained: TrainedTask, examples: Sequence[LabeledExample
     with quiet_transformers():
         model: Any = TaskModel.from_pretrained(folder)
     model.to(device)
-    settings, outputs = TrainSettings(precision=precision), []
+    settings, outputs = TrainSettings(precision=precision, eval_batch_size=batch_size), []
     with tqdm(total=len(examples), disable=not sys.stderr.isatty(), unit="row", leave=False) as bar:
         for start in range(0, len(examples), SLICE):
             rows = Encoded(trained.task, examples[start : start + SLICE], tokenizer, trained.max_length)
-            outputs.append(loop.predict(model, rows, device, settings, trained.index, batch_size))
+            outputs.append(loop.predict(model, rows, device, settings, trained.index))
             bar.update(len(rows))
     return np.concatenate(outputs)
 

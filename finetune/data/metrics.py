@@ -136,7 +136,7 @@ def record(labels: Array, outputs: Array, groups: Sequence[str], answers: Sequen
 
 
 def predictions_of(task: Task, outputs: Array) -> Array:
-    """Returns class indices (N,) of logits (N, C); 0 and 1 (N, C) for several labels a row; scores (N,) of a regression."""
+    """Returns the classes (N,) of logits (N, C), or 0 and 1 (N, C) for several labels a row, or scores (N,)."""
     if task.multi_label:
         return (outputs > 0).astype(int)
     return outputs[:, 0] if task.is_regression else outputs.argmax(axis=1)

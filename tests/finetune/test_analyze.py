@@ -12,8 +12,7 @@ import pytest
 from finetune.analyze import _parser, facets_of, load_subject, main, read
 from finetune.data.own_rows import read_own
 from finetune.data.tasks import Task, find_task
-from finetune.settings import OwnDataSettings
-from finetune.settings import FinetuneSettings
+from finetune.settings import FinetuneSettings, OwnDataSettings
 from finetune.show import figures, isotropy
 from multicls.errors import UserError
 from multicls.files import read_json
