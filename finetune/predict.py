@@ -92,8 +92,9 @@ def load_task(folder: str, name: str | None = None) -> TrainedTask:
     if name is not None and name not in names:
         raise UserError(f"--task {name}: {folder} is fine-tuned on {', '.join(names)}.{did_you_mean(name, names)}")
     index = names.index(name) if name else 0
-    task = _task(config["tasks"][index])
-    return TrainedTask(task, index, int(config["tasks"][index].get("max_length") or task.max_length))
+    about = config["tasks"][index]
+    task, positions = _task(about), config.get("encoder", {}).get("max_position_embeddings", 512)
+    return TrainedTask(task, index, int(about.get("max_length") or min(task.max_length, positions)))
 
 
 def _task(about: Mapping[str, Any]) -> Task:

@@ -148,8 +148,7 @@ def test_holdout_chooses_and_dev_only_reports(tiny_bert: Path, glue: Path, tmp_p
     both = [*arrays["train_rows"], *arrays["holdout_rows"]]
     assert sorted(both) == arrays_of(dev, tmp_path)["train_rows"].tolist()
     assert (dev["selection"], "holdout" in dev["requested"], held["requested"]["holdout"]) == ("dev", False, 0.2)
-    (drawn,) = (tmp_path / "rows").iterdir()
-    assert drawn.name == "sst2-40-uniform-seed1.json"
+    drawn = tmp_path / "rows" / "sst2-40-uniform-seed1.json"
     published = json.loads(drawn.read_text(encoding="utf-8"))
     assert (published["split"], published["split_rows"], published["rows"]) == ("train", 120, sorted(both))
     best = {step: main for step, _, main in held["history"]}[held["best_step"]]
@@ -250,7 +249,7 @@ def test_a_folder_of_another_protocol_is_left_alone(tiny_bert: Path, glue: Path,
         ({"--task": "sst2,sst2", "--head": "cln"}, "given twice"),
         ({"--task": "stsb", "--train_size": "9", "--sampling": "balanced"}, "task stsb has scores for labels"),
         ({"--task": "stsb", "--label_noise": "0.1"}, "task stsb has scores for labels"),
-        ({"--train_size": "1", "--selection": "holdout"}, "1 train row(s) or question(s) cannot be divided"),
+        ({"--train_size": "1", "--selection": "holdout"}, "1 train row(s) or passage(s) cannot be divided"),
         ({"--config": "ds_configs/zer2.json"}, "Did you mean 'ds_configs/zero2.json'?"),
         ({"--train_size": "many"}, "--train_size: train_size = 'many'"),
         ({"--train_size": "0"}, "--train_size"),

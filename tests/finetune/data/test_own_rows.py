@@ -34,9 +34,7 @@ def labelled(*labels: Any) -> list[dict[str, Any]]:
 
 
 def read(folder: Path, rows: Rows, dev: Rows | None = None, suffix: str = "jsonl", **own: Any) -> tuple[Task, TaskData]:
-    train_file, dev_file = (
-        write(folder / f"{name}.{suffix}", part or rows) for name, part in (("t", rows), ("d", dev))
-    )
+    train_file, dev_file = write(folder / f"t.{suffix}", rows), write(folder / f"d.{suffix}", dev or rows)
     return read_own(OwnDataSettings(train_file=train_file, dev_file=dev_file, **own))
 
 
@@ -73,7 +71,8 @@ def test_whole_numbers_are_classes_however_many_there_are(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("cells", "note"), [
     ((["a", "b"], ["b"], []), "as lists"),
-    (("a|b", "b", ""), "separated by '|'"), (("a; b", "b", ""), "separated by ';'"), (("a, b", "b", ""), "separated by ','"),
+    (("a|b", "b", ""), "separated by '|'"), (("a; b", "b", ""), "separated by ';'"),
+    (("a, b", "b", ""), "separated by ','"),
 ])  # fmt: skip
 def test_several_labels_a_row(cells: tuple[Any, ...], note: str, tmp_path: Path) -> None:
     task, data = read(tmp_path, labelled(*cells), label_type="multi_label")
@@ -100,7 +99,7 @@ def test_a_share_of_the_train_file_is_dev(tmp_path: Path) -> None:
     rows = labelled(*("abbb"[n % 4] for n in range(100)))
     rows[7] = rows[3]  # twice the same row
     file = write(tmp_path / "t.csv", rows)
-    task, data = read_own(OwnDataSettings(train_file=file, dev_share=0.3))
+    _, data = read_own(OwnDataSettings(train_file=file, dev_share=0.3))
     assert data.train and len(data.train) + len(data.dev) == 100 and 29 <= len(data.dev) <= 31
     assert abs(sum(row.label == 0 for row in data.dev) - 7.5) < 1.5, "classes in proportion"
     assert not {row.texts for row in data.train} & {row.texts for row in data.dev}, "equal texts stay together"
@@ -140,7 +139,7 @@ def test_a_data_set_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_data_set_without_dev_rows_and_test_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = labelled(*(["x", "y"][n % 2] for n in range(20)))
     name = hub_folder(tmp_path, monkeypatch, train=rows, test=[{"text": "a", "label": None}])
-    task, data = read_own(OwnDataSettings(dataset=name))
+    _, data = read_own(OwnDataSettings(dataset=name))
     assert data.train and (len(data.train), len(data.dev), data.test) == (16, 4, [])
     assert "the test split has no labels: left out" in data.notes
     with pytest.raises(UserError, match=r"--dataset .*/none: cannot be loaded"):
@@ -148,9 +147,12 @@ def test_a_data_set_without_dev_rows_and_test_labels(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(("labels", "metric", "first"), [
-    ("xyz", "matthews", "matthews"), ("xyx", "f1", "f1"), ((0.5, 1.0), "pearson", "pearson"), ("xyz", "macro_f1", "macro_f1"),
-    ("xyz", "f1", "with 3 classes; possible: acc, macro_f1, matthews."), ((0.5, 1.0), "acc", "possible: spearman, pearson"),
-    ("xyz", "exact_match", "not a metric of labels of type class"), (([], ["a", "b"]), "acc", "possible: micro_f1, macro_f1"),
+    ("xyz", "matthews", "matthews"), ("xyx", "f1", "f1"), ((0.5, 1.0), "pearson", "pearson"),
+    ("xyz", "macro_f1", "macro_f1"),
+    ("xyz", "f1", "with 3 classes; possible: acc, macro_f1, matthews."),
+    ((0.5, 1.0), "acc", "possible: spearman, pearson"),
+    ("xyz", "exact_match", "not a metric of labels of type class"),
+    (([], ["a", "b"]), "acc", "possible: micro_f1, macro_f1"),
 ])  # fmt: skip
 def test_metrics(labels: Sequence[Any], metric: str, first: str, tmp_path: Path) -> None:
     if " " not in first:
@@ -165,9 +167,9 @@ TWO = [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}]
 
 
 @pytest.mark.parametrize(("train", "dev", "own", "message"), [
-    ([{"text": "a", "lable": "x"}], None, {}, "no column 'label' for the label (--label_column); the columns are 'text', 'la"),
+    ([{"text": "a", "lable": "x"}], None, {}, "no column 'label' for the label (--label_column); the columns are"),
     ([{"body": "a", "label": "x"}], None, {}, "t.csv: no column 'text' or 'text1' and 'text2' or 'sentence1'"),
-    (TWO, None, {"text_column": "texd"}, "t.csv: no column 'texd'; the columns are 'text', 'label'. Did you mean 'text'?"),
+    (TWO, None, {"text_column": "texd"}, "no column 'texd'; the columns are 'text', 'label'. Did you mean 'text'?"),
     (TWO, None, {"text_column": "a,b,c"}, "give one column, or two"),
     (labelled("x", "x"), None, {}, "t.csv: every label is 'x'; a task needs two classes or scores"),
     ([*TWO, {"text": " ", "label": "y"}], None, {}, "t.csv:4: column 'text' is ' '; it must be a text"),
@@ -176,7 +178,7 @@ TWO = [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}]
     (labelled(1, 2, "a"), None, {"label_type": "score"}, "t.csv:4: label 'a' is not a finite number"),
     (TWO, labelled("z"), {}, "d.csv:2: label 'z' is none of train's: x, y"),
     (TWO, [{"txt": "a", "label": "x"}], {}, "d.csv:2: no 'text'; the columns are 'txt', 'label'. Did you mean 'txt'"),
-    (labelled("a|b", "a"), labelled("a|z"), {"label_type": "multi_label"}, "d.csv:2: label 'z' is none of train's: a, b"),
+    (labelled("a|b", "a"), labelled("z"), {"label_type": "multi_label"}, "d.csv:2: label 'z' is none of train's: a, b"),
 ])  # fmt: skip
 def test_rows_that_do_not_fit_are_named(
     train: Rows, dev: Rows | None, own: dict[str, str], message: str, tmp_path: Path
