@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, Any
 from transformers import CONFIG_MAPPING
 
 from finetune.heads import FITTED_HEADS
-from finetune.heads.checkpoint import Checkpoint, load_encoder, read_fine_tuned
+from finetune.heads.checkpoint import Checkpoint, encode_rows, load_encoder, read_fine_tuned
 from finetune.heads.modeling_heads import PooledHead, TaskModel, TaskModelConfig, find_head
 from multicls.errors import UserError
 
 if TYPE_CHECKING:
+    import torch
+
+    from finetune.data.examples import LabeledExample
     from finetune.data.tasks import Task
+    from finetune.heads.probe import Array
     from finetune.settings import FinetuneSettings
 
 
@@ -69,6 +73,31 @@ def build_head(settings: FinetuneSettings, checkpoint: Checkpoint, tasks: Sequen
     }
     model.load_state_dict(fits, strict=False)
     return model
+
+
+def fit_head(
+    settings: FinetuneSettings,
+    checkpoint: Checkpoint,
+    task: Task,
+    train: Sequence[LabeledExample],
+    asked: Sequence[LabeledExample],
+    device: torch.device,
+) -> Array:
+    """Fits a head of `FITTED_HEADS` on `train` and returns its outputs (N, C) for `asked`.
+
+    Raises:
+        UserError: the head does not work on the task or the checkpoint.
+    """
+    check_head(settings, checkpoint)
+    if settings.head == "setfit":
+        from finetune.heads.setfit import fit_setfit
+
+        return fit_setfit(checkpoint, train, asked, task, settings, device)
+    from finetune.heads.probe import fit_probe
+
+    max_length = settings.max_length or task.max_length
+    known, unknown = (encode_rows(checkpoint, task, rows, max_length) for rows in (train, asked))
+    return fit_probe(checkpoint, known, unknown, task, settings, device)
 
 
 def describe(task: Task, max_length: int | None = None) -> dict[str, Any]:

@@ -37,7 +37,9 @@ class TaskModelConfig(PretrainedConfig):
 
     model_type = "encoder-with-head"
     # With these left out, a Trainer's `compute_metrics` gets the logits alone.
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["pooled", "features", "layer_weights", "facets"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = [
+        "hidden_states", "pooled", "features", "layer_weights", "facets"
+    ]  # fmt: skip
 
     encoder: Any = None
     head: str = "cls"

@@ -311,21 +311,19 @@ def fine_tune(
     """Trains and evaluates `model` on `device`, on all ranks together.
 
     Args:
-        model: as `finetune.heads.building.build_head` gives it.
+        model: made by `finetune.heads.building.build_head`; moved to `device`.
         parts: the model's tasks, in its order.
         settings: resolved by `finetune.settings.resolve`.
         seed: of the order of the rows and of dropout.
-        device: where the model goes and stays.
-        sampling: of several tasks, as `task_batches` takes it.
+        sampling: how `task_batches` samples several tasks.
         keep_weights: keep a copy of the weights of the best evaluation.
         ds_config: name and content of the DeepSpeed JSON to train with; needed for several ranks.
-        snapshots: folder of this run's snapshots; a run that was killed goes on from there. The caller removes it
-            (`remove_snapshot`) when the record is written. None: a killed run starts again.
-        tensorboard: folder for TensorBoard: loss/train, optim/lr and each task's scores at evaluations.
+        snapshots: folder of this run's snapshot; a killed run goes on from there. The caller removes it with
+            `remove_snapshot` after the record is written. None: a killed run starts again.
+        tensorboard: folder for TensorBoard.
 
     Raises:
-        UserError: the loss is no longer a number, the JSON does not fit the settings, or class weights or gradient
-            checkpointing are asked for where there is no such thing.
+        UserError: the loss is no longer a number, or the JSON, class weights or gradient checkpointing do not fit.
     """
     assert settings.max_steps and settings.batch_size and settings.eval_every, "settings are not resolved"
     model.train().to(device)
@@ -353,11 +351,10 @@ def fine_tune(
             if not evaluates:
                 continue
             outputs = [predict(model, part.dev, device, settings, task) for task, part in enumerate(parts)]
-            curves, better = _evaluate(result, outputs, parts, losses.pop())
+            curves, better = _evaluate(result, outputs, parts, losses.pop(), learning_rate_at(step - 1, settings))
             if better and keep_weights:
                 result.weights = copy_weights(model)
-            rate = learning_rate_at(step - 1, settings)
-            progress.evaluation(result, curves | {"optim/lr": rate}, time.perf_counter() - started)
+            progress.evaluation(result, curves, time.perf_counter() - started)
             if step - result.best_step >= settings.patience:
                 log.info("no better score for %d steps: stopped", step - result.best_step)
                 break
@@ -431,7 +428,7 @@ def gathered(model: nn.Module, writing: bool = False) -> AbstractContextManager[
 
 
 def _evaluate(
-    result: FinetuneResult, outputs: list[Array], parts: Sequence[TaskSplit], losses: Tensor
+    result: FinetuneResult, outputs: list[Array], parts: Sequence[TaskSplit], losses: Tensor, learning_rate: float
 ) -> tuple[Scores, bool]:
     """Adds an evaluation to `result`, and keeps it if it is strictly better than all before.
 
@@ -445,7 +442,7 @@ def _evaluate(
     result.history.append((result.steps, round(loss, 6), mains))
     if better:
         result.scores, result.outputs, result.best_step = scores, outputs, result.steps
-    curves = {"loss/train": loss}
+    curves = {"loss/train": loss, "optim/lr": learning_rate}
     for part, own in zip(parts, scores, strict=True):
         curves |= {f"{part.curve}/{name}": value for name, value in own.items()}
     return curves, better

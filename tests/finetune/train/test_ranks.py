@@ -43,6 +43,7 @@ def launched(checkpoint: Path, glue: Path, tmp_path_factory: pytest.TempPathFact
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(done.stdout.count(f"{name} done on rank") == 2 for name in CASES)
     assert done.stdout.count("already finished") == len(CASES), "told once"
+    assert done.stdout.count(" ended on rank") == done.stdout.count(" resumed on rank") == 2 * 4, done.stdout
     return folder
 
 

@@ -52,8 +52,9 @@ def split(folder: Path, task: str, kill_at: int = 0, really: bool = False) -> Ta
 
 
 def train(
-    folder: Path, snapshots: Path | None, kill_at: int = 0, seed: int = 1, head: str = "isobn", really: bool = False
-) -> FinetuneResult:
+    folder: Path, snapshots: Path | None, kill_at: int = 0, seed: int = 1, head: str = "isobn", really: bool = False,
+    ds_config: tuple[str, dict[str, Any]] | None = None,
+) -> FinetuneResult:  # fmt: skip
     """20 steps with dropout and ten evaluations, of IsoBN (which has statistics) or of two tasks (`cln`)."""
     tasks = ["sst2", "rte"] if head == "cln" else ["sst2"]
     settings = FinetuneSettings(model=str(folder), task=",".join(tasks), head=head)
@@ -63,7 +64,7 @@ def train(
     parts = [split(folder, task, kill_at if task == tasks[-1] else 0, really) for task in tasks]
     return fine_tune(
         model, parts, TrainSettings.model_validate(values | {"snapshot_minutes": 1e-9}), seed, torch.device("cpu"),
-        keep_weights=True, snapshots=snapshots,
+        keep_weights=True, snapshots=snapshots, ds_config=ds_config,
     )  # fmt: skip
 
 
