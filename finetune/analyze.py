@@ -308,8 +308,10 @@ def _write_layers(path: Path, ids: Sequence[str], layers_NI: Array) -> None:
 
 def _write_overviews(output: Path, numbers: Mapping[str, Any]) -> None:
     """layers.png, facets.png and disagreement.md, with a row for each model."""
-    from finetune.report import Table, markdown
+    import pandas as pd
+
     from finetune.show import figures
+    from finetune.show.tables import Table, markdown
 
     if layers := {label: entry["layers"] for label, entry in numbers.items() if "layers" in entry}:
         figures.layers(output / "layers.png", "Importance of the layers, mean over dev", layers, "model")
@@ -319,7 +321,8 @@ def _write_overviews(output: Path, numbers: Mapping[str, Any]) -> None:
                 for system, found in entry.get("disagreement", {}).items()]  # fmt: skip
     if compared:
         columns = ("facets of", "runs of", "runs", "rows", "overlap", "by chance", "Spearman")
-        text = markdown(Table("Disagreement of facets and of runs", columns, compared, [DISAGREEMENT]))
+        frame = pd.DataFrame(compared, columns=columns)
+        text = markdown(Table("Disagreement of facets and of runs", frame, [DISAGREEMENT]))
         with atomic_write(output / "disagreement.md") as file:
             file.write(text)
         print(text)

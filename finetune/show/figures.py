@@ -1,21 +1,226 @@
-"""The pictures of finetune/analyze.py, readable in black and white. Imports matplotlib."""
+"""The pictures of finetune/report.py (SVG) and finetune/analyze.py (PNG), readable in black and white."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import html
+import io
+import re
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from finetune.stats.systems import SystemResult
 
 matplotlib.use("Agg")
 
 Array = np.ndarray[Any, np.dtype[Any]]
 LINES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)))
 HATCHES = ("", "///", "...", "xxx")
+MARKERS = "osD^vP*X<>"
+COLORS = ("black", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")  # Okabe and Ito (2008)
+GREY = "#808080"  # legible on white and on black
+WIDTH, LINE = 4.6, 0.15  # of a panel, of a line of text; inches
+SVG: dict[Any, Any] = {"svg.fonttype": "none", "text.parse_math": False, "font.size": 8.5}  # text stays text
+
+
+Panel = tuple[str, Callable[[str], Figure]]  # title, and what draws the panel under it
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Panels that a page lays side by side as its width allows.
+
+    Attributes:
+        title: Heading.
+        caption: What is shown.
+        panels: SVG of each panel; what is black there takes the page's text colour.
+    """
+
+    title: str
+    caption: str
+    panels: list[str]
+
+
+def strip_plots(rows: Sequence[SystemResult]) -> list[Picture]:
+    """Returns a picture of all runs for each train size and benchmark, with a panel for each task."""
+    caption = (
+        "Each marker is a run (runs of one pretraining share a marker), the line below it the 95 % interval of the "
+        "mean, the bar the mean; a line that reaches the edge goes on. Dashed: a constant answer."
+    )
+    return _pictures("Runs", caption, rows, lambda here: [
+        (f"{task} ({found[0].metric})", partial(_strip_plot, rows=found))
+        for task, found in _by_task(here).items()
+    ])  # fmt: skip
+
+
+def reliability_diagrams(
+    rows: Sequence[SystemResult], predictions: Mapping[int, Sequence[Mapping[str, Array]]]
+) -> list[Picture]:
+    """Returns a picture of the calibration for each train size and benchmark, with a panel for each system.
+
+    Args:
+        rows: All rows; those without classes are left out.
+        predictions: Those of the runs of a row, by `id(row)`.
+    """
+
+    def panels(here: Sequence[SystemResult]) -> list[Panel]:
+        runs: dict[str, list[Mapping[str, Array]]] = {}
+        for row in here:
+            runs.setdefault(row.system.title, []).extend(
+                run for run in predictions.get(id(row), ()) if "logits" in run and run["labels"].ndim == 1
+            )
+        return [(name, partial(_reliability, runs=found)) for name, found in runs.items() if found]
+
+    caption = (
+        "All tasks and runs of a system in 15 bins of equal width, before temperature scaling. On the dashed line "
+        "confidence is accuracy; hatched bars show the share of examples."
+    )
+    return _pictures("Reliability", caption, rows, panels)
+
+
+def learning_curves(rows: Sequence[SystemResult]) -> list[Picture]:
+    """Returns a picture of the scores during training for each train size and benchmark, with a panel for each task."""
+    long = [row for row in rows if any(len(record.get("history") or ()) > 1 for record in row.records)]
+    caption = "Mean over runs of the score on the rows that choose the best evaluation."
+    return _pictures("Learning curves", caption, long, lambda here: [
+        (f"{task} ({found[0].metric})", partial(_learning_curve, rows=found))
+        for task, found in _by_task(here).items()
+    ])  # fmt: skip
+
+
+def _pictures(
+    title: str, caption: str, rows: Sequence[SystemResult], panels: Callable[[Sequence[SystemResult]], list[Panel]]
+) -> list[Picture]:
+    """Returns a picture for each train size and benchmark that has panels."""
+    groups: dict[str, list[SystemResult]] = {}
+    for row in rows:
+        benchmark = {"glue": "GLUE, ", "superglue": "SuperGLUE, "}.get(row.records[0].get("benchmark") or "", "")
+        groups.setdefault(f"{title}: {benchmark}{row.train_size} train rows", []).append(row)
+    drawn = []
+    for heading, here in groups.items():
+        svgs = []
+        for name, draw in panels(here):
+            with matplotlib.rc_context(SVG | {"svg.hashsalt": f"{heading} {name}"}):
+                svgs.append(_svg(draw(name), f"{heading}: {name}"))
+        if svgs:
+            drawn.append(Picture(heading, caption, svgs))
+    return drawn
+
+
+def _svg(figure: Figure, label: str) -> str:
+    """Returns the figure as an SVG element without ids that repeat in a page, in the colours of the page."""
+    file = io.StringIO()
+    figure.savefig(file, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    text = file.getvalue()
+    text = re.sub(r'<g id="[^"]*"', "<g", text[text.index("<svg") :]).replace("#000000", "currentColor")
+    return text.replace("<svg ", f'<svg role="img" aria-label="{html.escape(label)}" ', 1)
+
+
+def _by_task(rows: Sequence[SystemResult]) -> dict[str, list[SystemResult]]:
+    found: dict[str, list[SystemResult]] = {}
+    for row in rows:
+        found.setdefault(row.task, []).append(row)
+    return found
+
+
+def _wrap(text: str, width: int, lines: int = 3) -> list[str]:
+    return textwrap.wrap(text, width, max_lines=lines, placeholder=" ...") or [""]
+
+
+def _axis(title: Sequence[str], height: float, below: float = 0.35, left: float = 0.1) -> tuple[Figure, Axes]:
+    """Returns a panel of the usual width around a plot of this height; `below` and `left` have room for its labels."""
+    above = 0.12 + LINE * 1.2 * len(title)
+    total = height + above + below
+    figure = Figure(figsize=(WIDTH, total))
+    axis = figure.add_axes((left / WIDTH, below / total, 1 - (left + 0.1) / WIDTH, height / total))
+    axis.set_title("\n".join(title), fontsize=9.5, loc="left", fontweight="bold")
+    axis.spines[["top", "right"]].set_visible(False)
+    return figure, axis
+
+
+def _strip_plot(title: str, rows: Sequence[SystemResult]) -> Figure:
+    """Returns a panel with a strip for each system: its name, its runs, and below them mean and interval."""
+    names = [_wrap(row.system.title, 60) for row in rows]
+    ends = np.cumsum([LINE * len(name) + 0.32 for name in names])
+    bottom = float(ends[-1]) + 0.05
+    figure, axis = _axis([title], bottom)
+    for row, name, end in zip(rows, names, ends, strict=True):
+        axis.text(
+            0.005,
+            end - LINE * len(name) - 0.29,
+            "\n".join(name),
+            transform=axis.get_yaxis_transform(),
+            va="top",
+            fontsize=8,
+        )
+        if row.constant is not None:
+            axis.plot([row.constant] * 2, [end - 0.28, end], color=GREY, ls="--", lw=1, zorder=0)
+        for index, (_, runs) in enumerate(row.frame.groupby("pretraining", sort=True)):
+            axis.plot(runs["score"], [end - 0.18] * len(runs), MARKERS[index % len(MARKERS)], color="black",
+                      fillstyle="none", ms=5, mew=0.8, clip_on=False)  # fmt: skip
+        axis.plot([row.estimate.low, row.estimate.high], [end - 0.06] * 2, color="black", lw=1)
+        axis.plot([row.estimate.mean] * 2, [end - 0.1, end - 0.02], color="black", lw=2.5)
+        axis.axhline(end, color=GREY, lw=0.3)
+    scores = np.concatenate([row.frame["score"].to_numpy() for row in rows])
+    constants = {row.constant for row in rows if row.constant is not None}
+    low, high = min([*scores, *constants]), max([*scores, *constants])
+    margin = 0.06 * (high - low) or 1.0
+    axis.set(xlim=(low - margin, high + margin), ylim=(bottom, 0.0), yticks=[])
+    axis.spines["left"].set_visible(False)
+    return figure
+
+
+def _reliability(title: str, runs: Sequence[Mapping[str, Array]]) -> Figure:
+    """Returns a panel with the accuracy at each confidence, of the predictions of all runs together."""
+    from finetune.stats.calibration import NUM_BINS, Bins, reliability
+
+    bins = [reliability(run["logits"], run["labels"]) for run in runs]
+    weights = np.array([one.count for one in bins])
+    count = weights.sum(axis=0)
+    with np.errstate(invalid="ignore"):
+        confidence, accuracy = (
+            (np.nan_to_num([getattr(one, name) for one in bins]) * weights).sum(axis=0) / count
+            for name in ("confidence", "accuracy")
+        )
+    error = f"pooled ECE {100 * Bins(count, confidence, accuracy).error:.1f} %"
+    figure, axis = _axis([*_wrap(title, 60), error], 2.2, below=0.4, left=0.5)
+    middle = (np.arange(NUM_BINS) + 0.5) / NUM_BINS
+    axis.bar(middle, count / count.sum(), 1 / NUM_BINS, color="none", edgecolor=GREY, hatch="//", lw=0.5)
+    axis.plot([0, 1], [0, 1], "--", color=GREY, lw=0.8)
+    axis.plot(confidence, accuracy, "o-", color="black", ms=4, lw=1)
+    axis.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="accuracy, share of examples")
+    return figure
+
+
+def _learning_curve(title: str, rows: Sequence[SystemResult]) -> Figure:
+    """Returns a panel with a line for each system, and their names below."""
+    names = [_wrap(row.system.title, 60) for row in rows]
+    below = 0.45 + LINE * sum(map(len, names))
+    figure, axis = _axis([title], 2.0, below=below, left=0.5)
+    for index, (row, name) in enumerate(zip(rows, names, strict=True)):
+        scores: dict[int, list[float]] = {}
+        for record in row.records:
+            for step, _, score in record.get("history") or ():
+                scores.setdefault(int(step), []).append(100 * score)
+        steps = sorted(scores)
+        axis.plot(steps, [np.mean(scores[step]) for step in steps], color=COLORS[index % len(COLORS)], lw=1.2, ms=4,
+                  linestyle=LINES[index % len(LINES)], marker=MARKERS[index % len(MARKERS)], fillstyle="none",
+                  markevery=0.15, label="\n".join(name))  # fmt: skip
+    axis.set_xlabel("step")
+    figure.legend(loc="lower left", bbox_to_anchor=(0.0, 0.0), frameon=False, fontsize=7.5, labelspacing=0.25,
+                  borderaxespad=0.1, handlelength=3.5)  # fmt: skip
+    return figure
 
 
 def isotropy(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,7 +105,7 @@ class SystemResult:
         """The main metric."""
         return str(self.records[0]["metric"])
 
-    @property
+    @cached_property
     def frame(self) -> pd.DataFrame:
         """The runs' scores in percent, with columns pretraining, draw, seed, score."""
         import pandas as pd
@@ -113,7 +114,7 @@ class SystemResult:
         rows = [{name: record[key] for name, key in columns.items()} for record in self.records]
         return pd.DataFrame(rows).assign(score=lambda frame: 100 * frame["score"])
 
-    @property
+    @cached_property
     def estimate(self) -> Estimate:
         """Mean and 95 % interval over pretrainings and draws of rows."""
         from finetune.stats.estimates import estimate

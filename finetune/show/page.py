@@ -1,0 +1,113 @@
+"""The report of a results folder: sentences, tables and pictures, as Markdown and as one HTML page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.show import figures, summary, tables
+from finetune.show.figures import Picture
+from finetune.show.tables import Table
+from finetune.stats.pairs import add_examples, compare_pairs, find_system, pairs_to_show
+from multicls.errors import UserError
+from multicls.files import atomic_write
+
+if TYPE_CHECKING:
+    from finetune.stats.systems import Results, SystemResult
+
+TEMPLATE = Path(__file__).with_name("page.html.jinja")
+Predictions = dict[int, list[Mapping[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What there is to say about a results folder, the most important first.
+
+    Attributes:
+        title: Heading.
+        headline: Which systems lead, and what the tests support.
+        warnings: What to know before the numbers.
+        sections: Tables and pictures.
+    """
+
+    title: str
+    headline: list[str]
+    warnings: list[str]
+    sections: list[Table | Picture]
+
+    def markdown(self) -> str:
+        """Returns the sentences and tables as Markdown."""
+        parts = [f"# {self.title}\n", *(f"{text}\n" for text in self.headline)]
+        parts += ["".join(f"- {text}\n" for text in self.warnings)] if self.warnings else []
+        parts += [tables.markdown(section) for section in self.sections if isinstance(section, Table)]
+        return "\n".join(parts)
+
+    def html(self) -> str:
+        """Returns one page that needs no other file and no script."""
+        from jinja2 import Environment, StrictUndefined
+
+        source = TEMPLATE.read_text(encoding="utf-8")
+        environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+        return environment.from_string(source).render(report=self, is_table=lambda section: isinstance(section, Table))
+
+    def write(self, path: Path) -> None:
+        """Writes the page."""
+        with atomic_write(path) as file:
+            file.write(self.html())
+
+
+def build_report(
+    results: Results, folder: Path, compare: tuple[str, str] | None = None, pictures: bool = True
+) -> Report:
+    """Returns the report of a results folder.
+
+    Args:
+        results: Rows of the folder, of which there is at least one.
+        folder: Where the results are; for the heading.
+        compare: Names of two systems that alone are compared; default: all pairs.
+        pictures: False leaves out what only the page shows.
+    """
+    rows = results.rows
+    if compare:
+        compare = find_system(compare[0], _names(rows)), find_system(compare[1], _names(rows))
+    predictions, missing = _read_predictions(rows)
+    tests = compare_pairs(rows, compare)
+    shown = pairs_to_show(tests, rows)
+    if len(shown) == len(tests):
+        shown = list(add_examples(shown, predictions))
+    sizes = dict.fromkeys(row.train_size for row in rows)
+    sections: list[Table | Picture] = [tables.side_by_side(rows, size) for size in sizes]
+    if shown:
+        sections.append(tables.comparison_table(shown, sum(test.comparison is not None for test in tests)))
+    sections += figures.strip_plots(rows) if pictures else []
+    sections += [
+        tables.results_table(rows),
+        tables.macro_table(rows),
+        tables.scored_test_sets(rows),
+        tables.candidates_table(rows),
+        tables.calibration_table(rows, predictions),
+    ]
+    sections += [*figures.reliability_diagrams(rows, predictions), *figures.learning_curves(rows)] if pictures else []
+    kept = [section for section in sections if isinstance(section, Picture) or not section.frame.empty]
+    return Report(
+        f"Fine-tuning results: {folder.name}", summary.headline(rows, tests), summary.warnings(results) + missing, kept
+    )
+
+
+def _names(rows: Sequence[SystemResult]) -> list[str]:
+    return [row.system.title for row in rows]
+
+
+def _read_predictions(rows: Sequence[SystemResult]) -> tuple[Predictions, list[str]]:
+    """Returns the predictions on dev and held-out rows by `id(row)`, and which ones are missing."""
+    found: Predictions = {}
+    problems = []
+    for row in rows:
+        try:
+            found[id(row)] = [{name: array for name, array in run.items() if not name.startswith("test_")}
+                              for run in row.predictions()]  # fmt: skip
+        except UserError as error:
+            problems.append(f"Without calibration and bootstrap: {row.system.title} on {row.task}: {error}")
+    return found, problems
