@@ -97,7 +97,7 @@ def test_the_best_complete_candidate_is_chosen(tmp_path: Path) -> None:
 
 def test_held_out_rows_choose_and_dev_reports(tmp_path: Path) -> None:
     for rate, held, dev in ((1e-5, 0.8, 0.5), (2e-5, 0.6, 0.9)):
-        settings = {"seed": 1, "learning_rate": rate, "selection": "holdout"}
+        settings: dict[str, Any] = {"seed": 1, "learning_rate": rate, "selection": "holdout"}
         add_plan(tmp_path, planned("k5 cls", candidate={"train.learning_rate": rate}, **settings))
         fake_run(tmp_path, holdout=True, learning_rate=rate, score=dev, holdout_scores={"acc": held})
     row = row_of(load_results(Store(tmp_path)), "k5 cls, holdout")
@@ -118,7 +118,7 @@ def test_median_is_a_choice(tmp_path: Path) -> None:
 def test_a_joint_system_takes_one_candidate_for_all_tasks(tmp_path: Path) -> None:
     scores = {1e-5: (0.9, 0.1), 2e-5: (0.7, 0.6)}
     for rate, both in scores.items():
-        values = {"task": "rte,cola", "head": "cln", "learning_rate": rate}
+        values: dict[str, Any] = {"task": "rte,cola", "head": "cln", "learning_rate": rate}
         entries = planned("k5 cln", candidate={"train.learning_rate": rate}, **values)
         add_plan(tmp_path, entries)
         for entry, score in zip(entries, both, strict=True):
@@ -165,7 +165,7 @@ def test_folders_of_protocol_2_are_read(tmp_path: Path) -> None:
         "model": FINGERPRINT, "data": "d" * 16, "options": {"beta": 0.5},
         "train": {"learning_rate": 2e-5, "epochs": 20, "batch_size": 4, "max_steps": 500, "precision": "fp32"},
     }  # fmt: skip
-    old = {
+    old: dict[str, Any] = {
         "identity": identity, "model": "RUN/hf", "model_name": "m", "pretraining_seed": None, "benchmark": "glue",
         "metric": "acc", "scores": {"acc": 0.6}, "device": "cpu", "notes": [], "versions": {},
     }  # fmt: skip
