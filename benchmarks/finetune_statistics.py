@@ -121,7 +121,7 @@ def measure(world: World, worlds: int) -> Measured:
     flip = np.nan
     if world.paired or world.pretrainings == 1:
         units = sign_flip_units(a - b - scores.difference[:, None, None])
-        flip = _percent(sign_flip_p(units) <= LEVEL)
+        flip = np.nan if units is None else _percent(sign_flip_p(units) < LEVEL)
     return Measured(
         coverage=_percent(_covers(mean_of_cells(a), scores.mean)),
         difference=_percent(_covers(found, scores.difference)),
@@ -166,7 +166,7 @@ def all_worlds(pretrainings: Sequence[int], draws: Sequence[int], seeds: int, se
 
 def table_row(world: World, found: Measured) -> list[Any]:
     """Returns a line of the tables."""
-    units = world.pretrainings if world.pretrainings > 1 else world.draws
+    units = world.pretrainings * world.draws
     flip = "-" if np.isnan(found.flip) else f"{found.flip:.1f} ({least_sign_flip_p(units):g})"
     own = [found.coverage, found.difference, found.false_positives]
     row = [world.pretrainings, world.draws, f"{world.pretraining:g}", f"{world.system_by_draw:g}"]
@@ -185,8 +185,8 @@ def add_bars(report: Report, measured: Sequence[Measured]) -> None:
             report.figure(f"{which} coverage of the 95 % interval of {name}, %", value, bars[which])
     worst = max(found.false_positives for found in measured)
     report.figure("greatest rate of false positives of the t-test at 5 %, %", worst, Bar("<=", 6))
-    flips = [found.flip for found in measured if not np.isnan(found.flip)]
-    report.figure("greatest rate of false positives of the sign-flip test at 5 %, %", max(flips), Bar("<=", 6))
+    flip = np.nanmax([0.0, *(found.flip for found in measured)])
+    report.figure("greatest rate of false positives of the sign-flip test at 5 %, %", float(flip), Bar("<=", 6))
     report.figure("least coverage if runs count as units, %", min(found.naive_coverage for found in measured))
     naive = max(found.naive_false_positives for found in measured)
     report.figure("greatest rate of false positives if runs count as units, %", naive)

@@ -45,7 +45,7 @@ from finetune.heads.building import build_head
 from finetune.heads.checkpoint import find_checkpoint, load_tokenizer
 from finetune.run import run
 from finetune.settings import FinetuneSettings, resolve
-from finetune.store.results import read_predictions
+from finetune.store.results import Store
 from finetune.train.loop import find_device, row_batches
 from multicls.files import append_jsonl, read_json, read_jsonl, write_json
 from multicls.sample import sample_model
@@ -73,7 +73,7 @@ def theirs(settings: FinetuneSettings, run_id: str, alike: bool = False) -> tupl
     """
     task, checkpoint = find_task(settings.task), find_checkpoint(settings.model)
     data, (device, precision) = reading.read_task(task, settings.data_dir), find_device()
-    drawn = read_predictions(settings.output_dir, run_id)["train_rows"]
+    drawn = Store(settings.output_dir).predictions(run_id)["train_rows"]
     tokenizer = load_tokenizer(checkpoint, settings.max_length or task.max_length)
 
     def encode(examples: list[LabeledExample]) -> list[dict[str, Any]]:
@@ -133,7 +133,7 @@ def check(settings: FinetuneSettings) -> list[Any]:
     still = settings.train.model_copy(update={"epochs": 1, "warmup_ratio": 0.0})
     settings = settings.model_copy(update={"model": str(folder), "train": still})
     one, task = ours(settings), find_task(settings.task)
-    mine = read_predictions(settings.output_dir, one["run_id"])
+    mine = Store(settings.output_dir).predictions(one["run_id"])
     outputs = mine["scores"][:, None] / task.label_scale if task.is_regression else mine["logits"]
     two, others = theirs(settings, one["run_id"], alike=True)
     off_by, most = np.abs(outputs - others.reshape(outputs.shape)).max(), np.abs(outputs).max()

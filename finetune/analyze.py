@@ -139,7 +139,8 @@ def load_subject(folder: str, args: argparse.Namespace) -> AnalyzedModel:
     if name not in TASKS and not args.train_file:
         raise UserError(f"--model {folder}: fine-tuned on your own rows; add --train_file.")
     task, data = _read_rows(args, name)
-    if describe(task) != config.tasks[names.index(name)]:
+    about = config.tasks[names.index(name)]
+    if describe(task, about.get("max_length")) != about:
         raise UserError(f"--model {folder}: fine-tuned on {name}; the rows are {task.name}, or have other labels.")
     if args.before:
         torch.manual_seed(run["seed"] if run else 0)  # as finetune/run.py does it: the same new weights

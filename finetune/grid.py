@@ -25,8 +25,9 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/, whose n
 
 from pydantic import Field, ValidationError, field_validator
 
+from finetune.heads import FITTED_HEADS
 from finetune.run import add_flags, request_ids_of
-from finetune.settings import LOOPLESS, FinetuneSettings, OwnDataSettings, check_names
+from finetune.settings import FinetuneSettings, OwnDataSettings, check_names, flatten
 from finetune.store.results import Busy, Store
 from multicls.errors import UserError, did_you_mean, run_command
 from multicls.settings import Settings, load_settings
@@ -38,7 +39,7 @@ AXES = ("model", "model_name", "pretraining_seed", "task", "own", "train_size", 
         "output_dir")  # fmt: skip
 Names = Annotated[list[str], Field(min_length=1)]
 Seeds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
-Search = dict[str, Annotated[list[Any], Field(min_length=1)]]
+Search = dict[str, Any]  # nested as settings are; lists at its leaves
 
 
 class GridRunSettings(FinetuneSettings):
@@ -183,6 +184,8 @@ def expand(grid: GridSettings, output_dir: str) -> list[GridRun]:
                  for key in grid.overrides if key not in known]  # fmt: skip
     problems += [f"systems.{name}.models: {model}: no model of this grid.{did_you_mean(model, grid.models)}"
                  for name, one in grid.systems.items() for model in one.models if model not in grid.models]  # fmt: skip
+    if problems:
+        raise UserError(*problems)
     runs: list[GridRun] = []
     axes = itertools.product(grid.tasks, grid.train_sizes, grid.systems)
     for task, size, system in axes:
@@ -207,8 +210,11 @@ def _expand_system(grid: GridSettings, task: str, size: str, name: str, output_d
     for key in (task, name, size):
         if key in grid.overrides:
             values = _merge(values, grid.overrides[key].model_dump(exclude_unset=True))
-    search = {key: options for key, options in (grid.search | system.search).items()
-              if not (key.startswith("train.") and system.head in LOOPLESS)}  # fmt: skip
+    search = {key: options for key, options in flatten(_merge(grid.search, system.search)).items()
+              if not (key.startswith("train.") and system.head in FITTED_HEADS)}  # fmt: skip
+    for key, options in search.items():
+        if not isinstance(options, list) or not options:
+            raise UserError(f"search.{key} = {options!r}: give a list of values to choose from.")
     rows = {"own": grid.own[task].model_copy(update={"task_name": task})} if task in grid.own else {"task": task}
     models = [(model, number, path) for model in system.models or grid.models
               for number, path in enumerate(grid.models[model], start=1)]  # fmt: skip

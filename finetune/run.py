@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/, whose names must not hide packages
 
 from finetune.data.tasks import TASKS
-from finetune.heads import HEADS
+from finetune.heads import FITTED_HEADS, HEADS
 from finetune.settings import FinetuneSettings, OwnDataSettings, TrainSettings, check_names, resolve
 from finetune.store.records import PlannedRun, Predicted, make_predictions, make_record
 from finetune.store.results import Record, Store, short_hash
@@ -33,7 +33,6 @@ from multicls.settings import Settings, load_settings, to_yaml
 if TYPE_CHECKING:
     from finetune.data.encoding import Encoded
     from finetune.data.examples import LabeledExample
-    from finetune.data.selection import TaskRows
     from finetune.heads.checkpoint import Checkpoint
     from finetune.train.loop import Array
 
@@ -127,16 +126,14 @@ def request_ids_of(settings: FinetuneSettings, fingerprint: str) -> list[str]:
 def _run(planned: PlannedRun) -> list[Record]:
     settings, store = planned.settings, planned.store
     tokenizer, encode = _encoder(planned)  # it refuses a wrong --max_length before anything is written
-    if rank_and_world()[0] == 0:
-        for own in planned.rows:
-            _publish(store, settings, own)
-        _announce(planned)
-    without_loop = {"probe": _probe}.get(settings.head)
-    predicted = without_loop(planned, encode) if without_loop else _train(planned, encode)
+    on_rank_0(lambda: _publish(planned, write=False))
+    _announce(planned)
+    predicted = (_fit if settings.head in FITTED_HEADS else _train)(planned, encode)
     records: list[Record] = [make_record(planned, predicted, task) for task in range(len(planned.rows))]
     if settings.save_model:
         _save(planned, predicted, tokenizer, records)
     if rank_and_world()[0] == 0:
+        _publish(planned, write=True)
         for task, record in enumerate(records):
             store.write(record, make_predictions(planned.rows[task], predicted, task))
         store.remove_snapshots(planned.run_ids[0])
@@ -185,18 +182,22 @@ def _train(planned: PlannedRun, encode: Encode) -> Predicted:
     return Predicted(result, held, dev, test, model)
 
 
-def _probe(planned: PlannedRun, encode: Encode) -> Predicted:
-    """Fits the frozen encoder's regression; nothing is chosen, so all rows to predict are predicted at once."""
+def _fit(planned: PlannedRun, encode: Encode) -> Predicted:
+    """Fits a head by a library; nothing is chosen, so all rows to predict are predicted at once."""
     import numpy as np
 
     from finetune.heads.probe import fit_probe
+    from finetune.heads.setfit import fit_setfit
     from finetune.train.loop import FinetuneResult, find_device
 
-    started, (own,) = time.perf_counter(), planned.rows
+    started, (own,), settings = time.perf_counter(), planned.rows, planned.settings
     blocks = [own.held, own.dev, *(examples for _, examples in own.test)]
-    asked = encode(0, [example for block in blocks for example in block])
-    device, _ = find_device()
-    outputs = fit_probe(planned.checkpoint, encode(0, own.train), asked, own.task, planned.settings, device)
+    asked, device = [example for block in blocks for example in block], find_device()[0]
+    if settings.head == "probe":
+        train = encode(0, own.train)
+        outputs = fit_probe(planned.checkpoint, train, encode(0, asked), own.task, settings, device)
+    else:
+        outputs = fit_setfit(planned.checkpoint, own.train, asked, own.task, settings, device)
     held, dev, *test = np.split(outputs, np.cumsum([len(block) for block in blocks])[:-1])
     return Predicted(FinetuneResult(seconds=time.perf_counter() - started), [held], [dev], [test])
 
@@ -208,20 +209,19 @@ def _save(planned: PlannedRun, predicted: Predicted, tokenizer: Any, records: Se
 
     with gathered(predicted.model):
         if rank_and_world()[0] == 0:
-            card = model_card(records, [own.task for own in planned.rows], planned.settings)
+            card = model_card(records, planned.rows)
             save_model(predicted.model, tokenizer, planned.model_path, card)
 
 
 def _encoder(planned: PlannedRun) -> tuple[Any, Encode]:
     """Returns the tokenizer, and a function that encodes rows of the planned run's n-th task."""
-    from finetune.data.encoding import encode_rows
-    from finetune.heads.checkpoint import load_tokenizer
+    from finetune.heads.checkpoint import encode_rows, load_tokenizer
 
     lengths = [planned.settings.max_length or own.task.max_length for own in planned.rows]
     tokenizer = load_tokenizer(planned.checkpoint, max(lengths))
 
     def encode(task: int, examples: Sequence[LabeledExample]) -> Encoded:
-        return encode_rows(planned.rows[task].task, examples, tokenizer, lengths[task], planned.checkpoint.fingerprint)
+        return encode_rows(planned.checkpoint, planned.rows[task].task, examples, lengths[task])
 
     return tokenizer, encode
 
@@ -239,15 +239,16 @@ def _checkpoint(name: str, trust_remote_code: bool) -> Checkpoint:
     return find_checkpoint(name, trust_remote_code)
 
 
-def _publish(store: Store, settings: FinetuneSettings, own: TaskRows) -> None:
-    """Writes which rows were drawn, or refuses to go on if the folder's earlier runs saw other data."""
+def _publish(planned: PlannedRun, write: bool) -> None:
+    """Writes which rows were drawn from what, or only checks that earlier runs of the folder saw the same data."""
     from finetune.data.splits import publish
 
-    where = "-of-dev" if own.split == "dev" else ""
-    name = f"{own.task.name}-{settings.train_size}-{settings.sampling}-seed{settings.data_seed}{where}"
-    if settings.label_noise:
-        name += f"-noise{settings.label_noise:g}"
-    publish(store.rows_path(name), own.drawn, own.split_rows, own.split, own.fingerprint)
+    settings = planned.settings
+    for own in planned.rows:
+        name = own.task.name + ("-of-dev" if own.split == "dev" else "")
+        drawn = f"{name}-{settings.train_size}-{settings.sampling}-seed{settings.data_seed}"
+        for file, rows in ((name, range(own.split_rows)), (drawn, own.drawn)):
+            publish(planned.store.rows_path(file), rows, own.split_rows, own.split, own.content, write)
 
 
 def _announce(planned: PlannedRun) -> None:
@@ -260,7 +261,7 @@ def _announce(planned: PlannedRun) -> None:
         log.info("%s: %d train rows%s, %d dev rows%s", own.task.name, len(own.train), held, len(own.dev), test)
         for note in own.notes:
             log.info("note: %s", note)
-    if settings.head != "probe":
+    if settings.head not in FITTED_HEADS:
         log.info("%d steps of %d rows, evaluated every %d", train.max_steps, train.batch_size, train.eval_every)
 
 

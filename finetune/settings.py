@@ -11,12 +11,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from finetune.data.tasks import find_task
-from finetune.heads import HEADS
+from finetune.heads import FITTED_HEADS, HEADS
 from multicls.errors import UserError, did_you_mean
 from multicls.settings import Settings
 
 POOLED = ("isobn", "batchnorm", "cln", "probe")  # heads on top of another one, which `pooling` names
-LOOPLESS = ("probe", "setfit")  # heads without our training loop: settings of `train` do not reach them
 HEAD_OPTIONS = ("isobn", "hire", "cln")  # groups of settings that only the head of that name reads
 NOT_IN_IDENTITY = ("model", "model_name", "pretraining_seed", "data_dir", "output_dir", "save_model", "predict_test",
                    "config", "trust_remote_code")  # fmt: skip
@@ -224,21 +223,22 @@ class FinetuneSettings(Settings):
         unread |= {"holdout"} if self.selection == "dev" else set()
         values = {name: value for name, value in values.items() if name not in unread}
         train = {name: value for name, value in values["train"].items() if name not in WITHOUT_EFFECT}
-        values["train"] = {} if self.head in LOOPLESS else train
+        values["train"] = {} if self.head in FITTED_HEADS else train
         values["own"] = {name: values["own"][name] for name in OWN_IDENTITY} if self.own.source else {}
         return values | {"task": self.task or self.own.name}
 
     def changed(self) -> dict[str, Any]:
         """Returns what `requested` holds beyond defaults and what tables have columns for, by dotted name."""
         plain = FinetuneSettings(model=self.model, head=self.head, task=self.task, own=self.own).requested()
-        mine, default = _flat(self.requested()), _flat(plain)
+        mine, default = flatten(self.requested()), flatten(plain)
         return {name: value for name, value in mine.items() if value != default.get(name) and name not in COLUMNS}
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns nested settings by dotted name."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
     return flat
 
 
@@ -260,8 +260,8 @@ def check_names(settings: FinetuneSettings) -> None:
         problems.append(f"--task {settings.task}: only --head cln trains several tasks together.")
     if len(set(names)) < len(names):
         problems.append(f"--task {settings.task}: a task is given twice.")
-    if settings.head == "probe" and settings.save_model:
-        problems.append("--head probe trains no model: leave out --save_model.")
+    if settings.head in FITTED_HEADS and settings.save_model:
+        problems.append(f"--head {settings.head} trains no model that can be saved: leave out --save_model.")
     if settings.own.source and settings.predict_test:
         problems.append("--predict_test: your own rows are no benchmark's; leave it out, or give --test_file.")
     if problems:

@@ -137,6 +137,10 @@ def find_shipped(path: str | Path) -> Path:
     raise UserError(f"{path}: no such file.{did_you_mean(str(path), shipped)}")
 
 
+class FolderInUse(UserError):
+    """Another process holds the lock of a folder."""
+
+
 class FolderLock:
     """Keeps a folder to one process, with a lock on FOLDER/.lock that the kernel releases when the process ends.
 
@@ -161,7 +165,8 @@ class FolderLock:
             patience: seconds to wait for another process.
 
         Raises:
-            UserError: another process, or another part of this one, holds the lock; or the folder is not writable.
+            FolderInUse: another process, or another part of this one, holds the lock.
+            UserError: the folder is not writable.
         """
         began, told = time.monotonic(), False
         while not self._try():
@@ -170,7 +175,7 @@ class FolderLock:
                 print(f"{self.path.parent}: waiting for {lock_holder(self.path.parent)}", flush=True)
                 told = True
             if waited >= patience:
-                raise UserError(
+                raise FolderInUse(
                     f"{self.path.parent}: in use by {lock_holder(self.path.parent) or 'another process'}. Wait for it, "
                     f"stop it, or give another folder. If that host is down and will not come back, remove {self.path}."
                 )
@@ -204,6 +209,10 @@ class FolderLock:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except FileNotFoundError:  # its last holder has removed the folder since
             return False
+        except FileExistsError as error:
+            if self.path.parent.exists() and not self.path.parent.is_dir():
+                raise UserError(f"{self.path.parent}: cannot be written to: {error.strerror}.") from None
+            return False  # removed in the middle of mkdir
         except OSError as error:
             raise UserError(f"{self.path.parent}: cannot be written to: {error.strerror}.") from None
         try:

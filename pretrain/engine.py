@@ -9,9 +9,8 @@ import argparse
 import ctypes
 import math
 import os
-import pickle
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from multicls.errors import UserError
 from multicls.modeling_multicls import VARLEN
 from multicls.optim import parameter_groups
+from multicls.safe_unpickling import safe_unpickling
 from pretrain.settings import ObjectiveSettings, PretrainSettings
 
 VOCABULARY_MULTIPLE = 64  # rows of the decoder, so that 16-bit matrix products are aligned
@@ -209,7 +208,7 @@ def load_engine(engine: Any, folder: Path, tag: str) -> None:
     """Loads the state in `folder/tag` into the engine; all ranks must call it."""
     groups = engine.optimizer.param_groups
     ours = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-    with _safe_unpickling(folder / tag):
+    with safe_unpickling(folder / tag):
         path, _ = engine.load_checkpoint(str(folder), tag=tag)
     assert path is not None, f"DeepSpeed found no checkpoint {tag} in {folder}"
     if engine.load_universal_checkpoint():
@@ -220,39 +219,13 @@ def load_engine(engine: Any, folder: Path, tag: str) -> None:
             moments["step"] = moments["step"].clone()
 
 
-@contextmanager
-def _safe_unpickling(path: Path) -> Iterator[None]:
-    """Makes DeepSpeed read files with `weights_only=True`: a run folder may come from somebody else.
-
-    Raises:
-        UserError: the files hold other objects than DeepSpeed writes.
-    """
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-    force = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # stronger than the weights_only=False that DeepSpeed passes
-    before = os.environ.get(force)
-    os.environ[force] = "1"
-    try:
-        with torch.serialization.safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]):
-            yield
-    except pickle.UnpicklingError as error:
-        reason = str(error).split("WeightsUnpickler error: ")[-1].split(". ")[0].strip()
-        raise UserError(f"{path}: holds other objects than DeepSpeed writes; it was not loaded: {reason}.") from None
-    finally:
-        os.environ.pop(force)
-        if before is not None:
-            os.environ[force] = before
-
-
 def convert_to_universal(source: Path, target: Path) -> None:
     """Converts a checkpoint to DeepSpeed's universal form, in this process and without DeepSpeed's messages."""
     from deepspeed.checkpoint.ds_to_universal import main
 
     options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
     options |= {"strict": True, "inject_missing_state": True}
-    with _safe_unpickling(source), open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+    with safe_unpickling(source), open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         main(argparse.Namespace(input_folder=str(source), output_folder=str(target), **options))
     (target.parent / "latest_universal").unlink(missing_ok=True)
 

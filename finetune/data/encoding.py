@@ -1,7 +1,8 @@
-"""Rows as token ids: one sequence a row, or one a choice; spans as masks over tokens; batches without waste."""
+"""Turns rows into token ids: one sequence a row or a choice; spans become masks over tokens."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -24,15 +25,16 @@ IGNORE_INDEX = -100  # the class label that torch's cross-entropy leaves out
 class Encoded:
     """Tokenized rows with their targets; batches are padded to their own longest sequence.
 
-    What does not fit into `max_length` is cut off the end of the longest text until it fits, so that a passage gives
-    way to a question. A marked span is never cut: its text loses its beginning where need be.
+    If a row is longer than `max_length`, its longest text loses tokens at its end, so that a passage gives way to a
+    question. A marked span is never cut: its text loses its beginning instead.
 
     Attributes:
-        lengths: tokens of each row, of its longest choice where it has several.
-        labels: (N,) class indices (-100: hidden), or scores divided by the task's scale.
+        lengths: number of tokens of each row; of its longest choice if it has several.
+        labels: (N,) class indices (-100: hidden), or scores divided by the task's scale; (N, C) 0.0 and 1.0 if a row
+            has several labels.
 
     Raises:
-        UserError: a span does not fit, or none of the tokenizer's tokens belongs to it.
+        UserError: A span does not fit, or no token belongs to it.
     """
 
     def __init__(
@@ -50,19 +52,17 @@ class Encoded:
         lengths = [len(ids) for ids in features["input_ids"]]
         self.lengths = [max(lengths[i : i + count]) for i in range(0, len(lengths), count)]
         self.padding = {"input_ids": tokenizer.pad_token_id or 0, "token_type_ids": tokenizer.pad_token_type_id}
-        labels = torch.tensor([example.label for example in examples], dtype=torch.float32)
-        classes = torch.where(labels.isnan(), IGNORE_INDEX, labels).long()
-        self.labels = labels / task.label_scale if task.is_regression else classes
+        self.labels = _targets(task, examples)
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def batch(self, rows: Sequence[int], device: torch.device) -> dict[str, Tensor]:
-        """The inputs and labels of some rows.
+        """Returns the inputs and labels of some rows.
 
         Returns:
             `input_ids`, `attention_mask` and maybe `token_type_ids` (B, L), or (B*C, L) with a row's C choices
-            together; `spans` (B, S, L) for tasks that have them; `labels` (B,).
+            together; `spans` (B, S, L) for tasks that have them; `labels` (B,) or (B, C).
         """
         count = self.sequences_per_row
         sequences = [row * count + choice for row in rows for choice in range(count)]
@@ -76,17 +76,27 @@ class Encoded:
         return {name: tensor.to(device, non_blocking=True) for name, tensor in inputs.items()}
 
 
+def _targets(task: Task, examples: Sequence[LabeledExample]) -> Tensor:
+    if task.multi_label:
+        hidden = (math.nan,) * len(task.labels)
+        return torch.tensor([example.labels or hidden for example in examples], dtype=torch.float32)
+    labels = torch.tensor([example.label for example in examples], dtype=torch.float32)
+    if task.is_regression:
+        return labels / task.label_scale
+    return torch.where(labels.isnan(), IGNORE_INDEX, labels).long()
+
+
 def _tensors(rows: list[list[int]]) -> list[Tensor]:
-    """int32, views of one tensor: half the memory, and ten times as quick as one by one."""
+    """Returns int32 views of one tensor: half the memory, and ten times as quick as a tensor each."""
     flat = np.fromiter(chain.from_iterable(rows), np.int32)
     return list(torch.from_numpy(flat).split([len(row) for row in rows]))
 
 
 class _Frame:
-    """The special tokens that go around segments, read off the tokenizer's own empty pair.
+    """The special tokens around segments, read off the tokenizer's own empty pair.
 
-    So it holds for `[CLS] [C1]..[CK] a [SEP] b [SEP]` and for RoBERTa's `<s> a </s></s> b </s>`; a third segment is
-    joined as the second is. Texts are split one by one and can bring in no special token.
+    It serves `[CLS] [C1]..[CK] a [SEP] b [SEP]` and for RoBERTa's `<s> a </s></s> b </s>`; a third segment is
+    joined like the second. Texts are split one by one, so none can bring in a special token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -97,11 +107,11 @@ class _Frame:
         self.second_type: int | None = pair["token_type_ids"][0][-1] if "token_type_ids" in pair else None
 
     def room(self, max_length: int, segments: int) -> int:
-        """Tokens that fit in between."""
+        """Returns the number of tokens left for the segments."""
         return max_length - len(self.prefix) - segments * len(self.close) - (segments - 1) * len(self.joiner)
 
     def join(self, segments: Sequence[list[int]]) -> tuple[list[int], list[int], list[int]]:
-        """Ids and token types of the sequence, and where each segment begins in it."""
+        """Returns ids and token types of the sequence, and the start of each segment in it."""
         ids, types, starts = list(self.prefix), [0] * len(self.prefix), []
         for number, segment in enumerate(segments):
             ids += self.joiner if number else []
@@ -114,9 +124,9 @@ class _Frame:
 def _encode_segments(
     task: Task, examples: Sequence[LabeledExample], tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> tuple[dict[str, list[list[int]]], list[Tensor]]:
-    """Features of every row's sequences, and for each row with spans their mask (S, L).
+    """Returns the features of all sequences, and for each row with spans their mask (S, L).
 
-    Every text is split once, however many rows have it: a passage of MultiRC has about sixty.
+    Each text is split once, however many rows have it: a passage of MultiRC has about sixty.
     """
     if not tokenizer.is_fast:
         raise UserError(f"task {task.name} needs a fast tokenizer, one that knows where its tokens are in the text.")
@@ -148,7 +158,7 @@ def _encode_segments(
 
 
 def _tokens_in(example: LabeledExample, span: tuple[int, int, int], offsets: list[tuple[int, int]]) -> tuple[int, int]:
-    """First token that shares a character with the span, and the one after the last."""
+    """Returns the first token that shares a character with the span, and the token after the last."""
     text, start, end = span
     inside = [token for token, (first, last) in enumerate(offsets) if first < end and last > start]
     if not inside:
@@ -157,7 +167,7 @@ def _tokens_in(example: LabeledExample, span: tuple[int, int, int], offsets: lis
 
 
 def _fit(lengths: list[int], room: int) -> list[int]:
-    """Shortens the longest until all fit, as tokenizers do with a pair."""
+    """Returns the lengths after shortening the longest until all fit, as tokenizers do with a pair."""
     while (excess := sum(lengths) - max(room, 0)) > 0:
         *_, second, longest = sorted([0, *lengths])
         last = max(text for text, length in enumerate(lengths) if length == longest)
@@ -168,7 +178,7 @@ def _fit(lengths: list[int], room: int) -> list[int]:
 def _begin(
     example: LabeledExample, text: int, size: int, spans: Sequence[tuple[int, int, int]], max_length: int
 ) -> int:
-    """The token that a text of `size` tokens begins with: 0 unless a span ends behind them."""
+    """Returns the first token to keep of a text of `size` tokens: 0 unless a span ends after them."""
     own = [(first, end) for owner, first, end in spans if owner == text]
     begin = max([0, *(end - size for _, end in own)])
     if any(first < begin for first, _ in own):

@@ -1,4 +1,4 @@
-"""The official metrics of the benchmarks, by scikit-learn and scipy, all as fractions of 1."""
+"""The metrics of the benchmarks and of own rows, by scikit-learn and scipy, all as fractions of 1."""
 
 from __future__ import annotations
 
@@ -14,47 +14,56 @@ import numpy as np
 
 from finetune.data.examples import LabeledExample
 from finetune.data.tasks import Task
+from multicls.errors import UserError
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def accuracy(labels: Array, predictions: Array) -> float:
-    """Share of equal labels."""
+    """Returns the share of equal labels; of rows with several labels, the share of rows with all right."""
     from sklearn.metrics import accuracy_score
 
     return float(accuracy_score(labels, predictions))
 
 
 def f1(labels: Array, predictions: Array) -> float:
-    """F1 of class 1; 0 when nothing is predicted or labelled 1."""
+    """Returns the F1 of class 1; 0 if nothing is predicted or labelled 1."""
     from sklearn.metrics import f1_score
 
     return float(f1_score(labels, predictions, zero_division=0.0))
 
 
 def macro_f1(labels: Array, predictions: Array) -> float:
-    """Mean F1 of the classes that are labelled or predicted (SuperGLUE's F1 of CB)."""
+    """Returns the mean F1 of the classes that are labelled or predicted (SuperGLUE's F1 of CB)."""
     from sklearn.metrics import f1_score
 
-    return float(f1_score(labels, predictions, average="macro", zero_division=0.0))
+    value = float(f1_score(labels, predictions, average="macro", zero_division=math.nan))  # NaN: left out of the mean
+    return value if math.isfinite(value) else 0.0
+
+
+def micro_f1(labels: Array, predictions: Array) -> float:
+    """Returns the F1 over all labels of all rows, of rows with several labels each."""
+    from sklearn.metrics import f1_score
+
+    return float(f1_score(labels, predictions, average="micro", zero_division=0.0))
 
 
 def matthews(labels: Array, predictions: Array) -> float:
-    """Matthews' correlation (R3 for three classes); 0 when all predictions are equal."""
+    """Returns Matthews' correlation (R3 for three classes); 0 if all predictions are equal."""
     from sklearn.metrics import matthews_corrcoef
 
     return float(matthews_corrcoef(labels, predictions))
 
 
 def pearson(labels: Array, predictions: Array) -> float:
-    """Pearson's correlation; 0 where it is undefined (constant predictions), as Matthews' is."""
+    """Returns Pearson's correlation; 0 if it is undefined (constant predictions), as for Matthews'."""
     from scipy.stats import pearsonr
 
     return _zero_if_undefined(pearsonr, labels, predictions)
 
 
 def spearman(labels: Array, predictions: Array) -> float:
-    """Spearman's rank correlation; 0 where it is undefined (constant predictions), as Matthews' is."""
+    """Returns Spearman's rank correlation; 0 if it is undefined (constant predictions)."""
     from scipy.stats import spearmanr
 
     return _zero_if_undefined(spearmanr, labels, predictions)
@@ -65,6 +74,8 @@ METRICS: dict[str, Callable[[Array, Array], float]] = {
     "f1": f1,
     "f1a": f1,  # MultiRC: over all answers of all questions
     "macro_f1": macro_f1,
+    "micro_f1": micro_f1,
+    "exact_match": accuracy,
     "matthews": matthews,
     "pearson": pearson,
     "spearman": spearman,
@@ -72,13 +83,13 @@ METRICS: dict[str, Callable[[Array, Array], float]] = {
 
 
 def exact_match(labels: Array, predictions: Array, groups: Sequence[str]) -> float:
-    """Share of groups in which every row is right (MultiRC's EM: all answers of a question)."""
+    """Returns the share of groups in which each row is right (MultiRC's EM: all answers of a question)."""
     wrong = {group for group, right in zip(groups, labels == predictions, strict=True) if not right}
     return 1 - len(wrong) / len(set(groups))
 
 
 def gender_parity(predictions: Array, groups: Sequence[str]) -> float:
-    """Share of minimal pairs with one and the same prediction (AX-g)."""
+    """Returns the share of minimal pairs with equal predictions (AX-g)."""
     found: dict[str, set[int]] = {}
     for group, prediction in zip(groups, predictions.tolist(), strict=True):
         found.setdefault(group, set()).add(prediction)
@@ -86,7 +97,7 @@ def gender_parity(predictions: Array, groups: Sequence[str]) -> float:
 
 
 def choose_answers(outputs: Array, groups: Sequence[str]) -> dict[str, int]:
-    """The row of each group whose class 1 is the most likely one (ReCoRD: the entity chosen for a query).
+    """Returns the row of each group whose class 1 is the most likely (ReCoRD: the entity chosen for a query).
 
     Args:
         outputs: (N, 2) logits or log-probabilities.
@@ -101,7 +112,7 @@ def choose_answers(outputs: Array, groups: Sequence[str]) -> dict[str, int]:
 
 
 def record(labels: Array, outputs: Array, groups: Sequence[str], answers: Sequence[str]) -> tuple[float, float]:
-    """ReCoRD's token F1 and exact match, by its normalisation, the best over a query's right entities.
+    """Returns ReCoRD's token F1 and exact match: by its normalisation, the best over a query's right entities.
 
     Args:
         labels: (N,) 1 for right entities.
@@ -125,13 +136,16 @@ def record(labels: Array, outputs: Array, groups: Sequence[str], answers: Sequen
 
 
 def predictions_of(task: Task, outputs: Array) -> Array:
-    """Class indices of logits (N, C), or the scores (N,) of a regression's outputs (N, 1)."""
+    """Returns class indices (N,) of logits (N, C), zeros and ones (N, C) for multi-label tasks, or scores (N,)."""
+    if task.multi_label:
+        return (outputs > 0).astype(int)
     return outputs[:, 0] if task.is_regression else outputs.argmax(axis=1)
 
 
 def score_examples(task: Task, examples: Sequence[LabeledExample], outputs: Array) -> dict[str, float]:
-    """`score` of the outputs (N, C) for these rows."""
-    labels, parts = np.array([example.label for example in examples]), [example.part for example in examples]
+    """Returns `score` of the outputs (N, C) for these rows."""
+    labels = np.array([example.labels if task.multi_label else example.label for example in examples])
+    parts = [example.part for example in examples]
     groups, answers = [example.group for example in examples], [example.answer for example in examples]
     return score(task, labels, outputs, parts, groups, answers)
 
@@ -144,22 +158,45 @@ def score(
     groups: Sequence[str] = (),
     answers: Sequence[str] = (),
 ) -> dict[str, float]:
-    """All metrics of the task, the main one first.
+    """Returns all metrics of the task, the main one first.
 
     Args:
         task: names the metrics.
-        labels: (N,) class indices or scores.
+        labels: (N,) class indices or scores; (N, C) 0 and 1 if a row has several labels.
         outputs: (N, C) logits, or (N, 1) for regression.
-        parts: (N,) the part of the dev set each row belongs to; with several parts each metric is reported for each as
-            `name_part` as well, the plain name being that of all rows pooled.
+        parts: (N,) part of the dev set that each row belongs to. Each part's metrics are returned as `name_part`; the
+            plain name is the metric over all rows.
         groups: (N,) `LabeledExample.group` of each row, for the tasks that have it.
         answers: (N,) `LabeledExample.answer` of each row (ReCoRD); without it F1 is taken to be the exact match.
+
+    Raises:
+        UserError: Some outputs are not finite.
     """
+    if broken := int((~np.isfinite(outputs)).any(axis=1).sum()):
+        raise UserError(
+            f"task {task.name}: the model's outputs for {broken} of {len(outputs)} rows are not finite numbers (NaN or "
+            "infinity), so they have no score. Lower train.learning_rate, or check the checkpoint's weights."
+        )
     values = _values(task, labels, outputs, groups, answers)
     for part in sorted(set(parts) - {""}):
         rows = np.array([own == part for own in parts])
         values |= {f"{name}_{part}": value for name, value in _values(task, labels[rows], outputs[rows]).items()}
     return values
+
+
+def constant_scores(task: Task, train: Sequence[LabeledExample], dev: Sequence[LabeledExample]) -> dict[str, float]:
+    """Returns the scores on dev of one constant answer, learnt from the labels of train.
+
+    It is the most frequent class; a regression's mean; the first choice; the labels of more than half of the rows.
+    """
+    if task.multi_label:
+        output = np.mean([example.labels for example in train], axis=0) - 0.5
+    elif task.is_regression:
+        output = np.array([np.mean([example.label for example in train]) / task.label_scale])
+    else:
+        counts = np.bincount([int(example.label) for example in train], minlength=task.num_labels)
+        output = np.eye(task.num_choices or task.num_labels)[0 if task.num_choices else counts.argmax()]
+    return score_examples(task, dev, np.tile(output, (len(dev), 1)))
 
 
 def _values(
@@ -189,7 +226,7 @@ def _zero_if_undefined(correlation: Callable[[Array, Array], Any], labels: Array
 
 
 def _normalised(answer: str) -> str:
-    """Lower case, without punctuation, articles and superfluous blanks (ReCoRD's, from SQuAD)."""
+    """Returns the answer in lower case, without punctuation, articles and superfluous blanks (ReCoRD's, from SQuAD)."""
     plain = "".join(character for character in answer.lower() if character not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", plain).split())
 

@@ -1,138 +1,337 @@
-"""A user's own rows, from two files of CSV, TSV or JSON lines."""
+"""Reads a user's own labelled rows, from files or a Hub data set, and finds out what task they are."""
 
 from __future__ import annotations
 
-import csv
 import math
-from collections.abc import Iterator, Mapping
-from itertools import chain
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from finetune.data.examples import LabeledExample, TaskData
-from finetune.data.reading import json_rows
+from finetune.data.examples import LabeledExample, TaskData, passage_id
+from finetune.data.splits import hold_out
+from finetune.data.tables import RawRows, Row, read_table
 from finetune.data.tasks import Task
-from multicls.errors import UserError, did_you_mean
+from multicls.errors import UserError, did_you_mean, first_line
 
+if TYPE_CHECKING:
+    from finetune.settings import OwnDataSettings
+
+LabelType = Literal["class", "multi_label", "score"]
 TEXTS = (("text",), ("text1", "text2"), ("sentence1", "sentence2"))
-LABEL = "label"
-MAX_NUMBERS = 20  # integer labels with more values than that are scores, not classes
-RawRows = list[tuple[str, Mapping[str, Any]]]  # FILE:LINE and the row
+JOINTS = ("|", ";", ",")  # what separates the labels of a cell
+METRICS = {
+    "class": ("acc", "macro_f1", "matthews", "f1"),
+    "multi_label": ("micro_f1", "macro_f1", "exact_match"),
+    "score": ("spearman", "pearson"),
+}
+DEFAULTS = {"class": ("acc", "macro_f1")}  # all of METRICS for the others
+SHOWN = 20  # names of classes in a note
+HUB_SPLITS = {"train": ("train",), "dev": ("validation", "valid", "val", "dev"), "test": ("test",)}
 
 
-def read_own(train_file: str, dev_file: str) -> tuple[Task, TaskData]:
-    """Reads the two files and finds out what task they are.
+@dataclass(frozen=True)
+class RawData:
+    """Rows as they stand in the files.
 
-    Texts are in the columns `text`, or `text1` and `text2`, or `sentence1` and `sentence2`; the label is in `label`.
-    Numbers that are not all whole, or whole with over 20 values, are scores (a regression, trained on label over the
-    largest absolute label of train); all other labels are classes, the distinct ones of train in sorted order.
+    Attributes:
+        source: the train file or the data set, for messages.
+        splits: the rows of train, dev and test; dev and test may be missing.
+        names: names of the classes that the labels are indices of; empty if the labels are names themselves.
+    """
 
-    Args:
-        train_file: `.csv` (commas, quoted), `.tsv` (tabs, not quoted) or `.jsonl` (an object a line), with a header.
-        dev_file: the same columns; it may be another format.
+    source: str
+    splits: dict[str, RawRows]
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class LabelFormat:
+    """How a column of labels is to be read.
+
+    Attributes:
+        kind: what the labels are.
+        column: name of the column.
+        names: names of the classes that the labels are indices of; empty if the labels are names themselves.
+        joint: what separates several labels of a cell; "" if nothing does.
+        whole: labels are whole numbers: 1.0 is the class 1.
+    """
+
+    kind: LabelType
+    column: str
+    names: tuple[str, ...] = ()
+    joint: str = ""
+    whole: bool = False
+
+    def read(self, row: Row, where: str) -> Any:
+        """Returns the score, the name of the class, or the tuple of names.
+
+        Raises:
+            UserError: The cell is empty or no such label; only a row of several labels may have none.
+        """
+        value = row.get(self.column)
+        if self.kind == "multi_label" and (isinstance(value, list) or value == ""):
+            return tuple(self._name(one, where) for one in value)
+        if value is None or value != value or isinstance(value, (dict, list)) or not str(value).strip():
+            raise UserError(f"{where}: column {self.column!r} is {value!r}; it must be a label.")
+        if self.kind == "multi_label":
+            parts = str(value).split(self.joint) if self.joint else [value]
+            return tuple(self._name(part, where) for part in parts if str(part).strip())
+        if self.kind == "class":
+            return self._name(value, where)
+        if not _is_number(value) or not math.isfinite(float(value)):
+            raise UserError(f"{where}: label {value!r} is not a finite number. Leave the row out.")
+        return float(value)
+
+    def _name(self, value: Any, where: str) -> str:
+        if not self.names:
+            text = str(value).strip()
+            return str(int(float(text))) if self.whole and _is_number(text) else text
+        if not isinstance(value, int) or not 0 <= value < len(self.names):
+            raise UserError(f"{where}: label {value!r} is no index of the {len(self.names)} classes.")
+        return self.names[value]
+
+
+def read_own(own: OwnDataSettings) -> tuple[Task, TaskData]:
+    """Reads the rows and finds out what task they are.
+
+    Without dev rows, `dev_share` of the train rows become dev: by class, always the same ones, equal texts together.
 
     Raises:
-        UserError: a file, a column or a value is missing, or dev has a class that train has not.
+        UserError: A file, column or value is missing, dev or test hold a label that train lacks, or the metric does
+            not fit the labels.
     """
-    train, dev = _rows(Path(train_file)), _rows(Path(dev_file))
-    fields = _fields(train_file, train[0][1])
-    labels = [_text(row, LABEL, where) for where, row in (*train, *dev)]
-    if _are_scores(labels, train_file):
-        scale = max(abs(float(label)) for label in labels[: len(train)]) or 1.0
-        task = _task(train_file, fields, (), ("pearson", "spearman"), scale)
-        note = f"labels are numbers: a regression, trained on label/{scale:g}"
-    else:
-        classes = tuple(sorted(set(labels[: len(train)])))
-        if len(classes) < 2:
-            raise UserError(f"{train_file}: every label is {classes[0]!r}; a task needs two classes or numbers.")
-        task = _task(train_file, fields, classes, ("acc", "macro_f1"), 1.0)
-        note = f"{len(classes)} classes: {', '.join(classes[:MAX_NUMBERS])}" + (", ..." * (len(classes) > MAX_NUMBERS))
-    examples = [[_example(task, fields, row, where, number) for number, (where, row) in enumerate(rows)]
-                for rows in (train, dev)]  # fmt: skip
-    return task, TaskData(examples[0], examples[1], [note])
+    raw, notes = _from_files(own) if own.train_file else _from_hub(own), list[str]()
+    fields = text_columns(raw.source, raw.splits["train"][0][1], own.text_column)
+    _check_label_column(own, raw, notes)
+    cells = [row.get(own.label_column) for rows in raw.splits.values() for _, row in rows]
+    form = label_format(own.label_column, own.label_type, cells, raw.names)
+    labels = {split: [form.read(row, where) for where, row in rows] for split, rows in raw.splits.items()}
+    task = _task(own, raw.source, fields, form, labels["train"])
+    notes += _notes_about(task, form, labels["train"])
+    found = {
+        split: [
+            example_of(task, fields, row, where, f"{split}:{number}", labels[split][number])
+            for number, (where, row) in enumerate(rows)
+        ]
+        for split, rows in raw.splits.items()
+    }
+    train, dev = found["train"], found.get("dev", [])
+    if not dev:
+        train, dev = _split(task, train, own.dev_share)
+        notes.append(f"dev is {len(dev)} of the {len(train) + len(dev)} train rows (dev_share {own.dev_share:g})")
+    return task, TaskData(train, dev, notes, found.get("test", []))
 
 
-def _task(file: str, fields: tuple[str, ...], labels: tuple[str, ...], metrics: tuple[str, ...], scale: float) -> Task:
-    return Task(
-        f"own_{Path(file).stem}", tuple((name,) for name in fields), labels, metrics,
-        "single" if len(fields) == 1 else "pair", "own", label_scale=scale, about=f"own rows of {file}",
-    )  # fmt: skip
+def text_columns(source: str, row: Row, asked: str | None) -> tuple[str, ...]:
+    """Returns the columns of the texts: those asked for ("A" or "A,B"), or the first usual ones that exist.
 
-
-def _rows(path: Path) -> RawRows:
-    readers = {".csv": _csv_rows, ".tsv": _csv_rows, ".jsonl": json_rows, ".json": json_rows}
-    if path.suffix not in readers:
-        raise UserError(f"{path}: must be one of {', '.join(readers)}.")
-    try:
-        rows: RawRows = list(readers[path.suffix](path))
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}.") from None
-    if not rows:
-        raise UserError(f"{path}: no rows.")
-    return rows
-
-
-def _csv_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    quoted = path.suffix == ".csv"
-    with open(path, encoding="utf-8-sig", newline="" if quoted else "\n") as file:
-        options: dict[str, Any] = {"strict": True} if quoted else {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
-        csv.field_size_limit(1 << 30)  # characters of a cell; 131,072 are few for a document
-        reader = csv.reader(file, **options)
-        try:
-            columns = next(reader, [])
-            if doubled := [name for name in {LABEL, *chain(*TEXTS)} if columns.count(name) > 1]:
-                raise UserError(f"{path}: column {doubled[0]!r} is there more than once.")
-            for values in filter(None, reader):  # not blank lines
-                where = f"{path}:{reader.line_num}"
-                if len(values) != len(columns):
-                    raise UserError(f"{where}: {len(values)} columns instead of {len(columns)} ({', '.join(columns)}).")
-                yield where, dict(zip(columns, values, strict=True))
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path}: not UTF-8: {error.reason}. Save it as UTF-8.") from None
-        except csv.Error as error:
-            raise UserError(f"{path}:{reader.line_num}: cannot be read: {error}.") from None
-
-
-def _fields(file: str, row: Mapping[str, Any]) -> tuple[str, ...]:
+    Raises:
+        UserError: They are not there.
+    """
+    if asked:
+        names = (asked,) if asked in row else tuple(name.strip() for name in asked.split(","))
+        if len(names) > 2:
+            raise UserError(f"--text_column {asked}: give one column, or two for pairs of texts.")
+        if missing := [name for name in names if name not in row]:
+            raise UserError(*(f"{source}: no column {name!r}; {_columns(name, row)}" for name in missing))
+        return names
     found = next((names for names in TEXTS if set(names) <= set(row)), None)
-    problems = []
     if found is None:
         wanted = " or ".join(" and ".join(map(repr, names)) for names in TEXTS)
-        problems.append(f"{file}: no column {wanted} for the text; the columns are {', '.join(map(repr, row))}.")
-    if LABEL not in row:
-        problems.append(f"{file}: no column {LABEL!r}; " + _columns(LABEL, row))
-    if problems:
-        raise UserError(*problems)
-    assert found is not None
+        raise UserError(
+            f"{source}: no column {wanted} for the text; the columns are {', '.join(map(repr, row))}. Name the column "
+            "by --text_column, or two by --text_column A,B."
+        )
     return found
 
 
-def _columns(name: str, row: Mapping[str, Any]) -> str:
+def example_of(
+    task: Task, fields: Sequence[str], row: Row, where: str, name: str, label: Any = math.nan
+) -> LabeledExample:
+    """Returns a row as an example of the task.
+
+    Args:
+        task: the task, whose classes the labels are.
+        fields: columns of the texts.
+        row: the row.
+        where: where it stands, for messages.
+        name: the id of the example.
+        label: name of the class, names of the classes, or score; NaN: hidden.
+
+    Raises:
+        UserError: A text is missing, or the task has no such label.
+    """
+    texts = tuple(_text(row, column, where) for column in fields)
+    passage = passage_id(texts[0]) if task.passage == 0 else ""
+    if task.is_regression or label is math.nan:
+        return LabeledExample(name, texts, label, passage=passage)
+    given = label if task.multi_label else (label,)
+    if unknown := [one for one in given if one not in task.labels]:
+        raise UserError(
+            f"{where}: label {unknown[0]!r} is none of train's: {_shortened(task.labels)}."
+            f"{did_you_mean(unknown[0], task.labels) if len(task.labels) > SHOWN else ''}"
+        )
+    if not task.multi_label:
+        return LabeledExample(name, texts, task.labels.index(label), passage=passage)
+    marks = tuple(float(one in given) for one in task.labels)
+    return LabeledExample(name, texts, 0.0, labels=marks, passage=passage)
+
+
+def label_format(column: str, asked: str, cells: Sequence[Any], names: tuple[str, ...] = ()) -> LabelFormat:
+    """Returns how to read the labels `cells`.
+
+    Args:
+        column: their column.
+        asked: "class", "multi_label", "score" or "auto": lists are several labels, numbers that are not all whole are
+            scores, all else are classes.
+        cells: the labels of all rows.
+        names: names of the classes, if the labels are their indices.
+
+    Raises:
+        UserError: The labels are lists, but not read as several labels.
+    """
+    lists = any(isinstance(cell, list) for cell in cells)
+    numbers = all(map(_is_number, cells))
+    whole = numbers and all(float(cell).is_integer() for cell in cells)
+    kind: Any = asked
+    if asked == "auto":
+        kind = "multi_label" if lists else "score" if numbers and not whole else "class"
+    elif lists and asked != "multi_label":
+        raise UserError(f"column {column!r} holds lists of labels: give --label_type multi_label, not {asked}.")
+    joint = next((mark for mark in JOINTS if any(mark in str(cell) for cell in cells)), "")
+    return LabelFormat(kind, column, names, joint if kind == "multi_label" and not lists else "", whole)
+
+
+def _from_files(own: OwnDataSettings) -> RawData:
+    files = {"train": own.train_file, "dev": own.dev_file, "test": own.test_file}
+    texts = [own.text_column.split(",")] if own.text_column else TEXTS
+    wanted = [[*(name.strip() for name in names), own.label_column] for names in texts]
+    splits = {split: read_table(Path(name), wanted) for split, name in files.items() if name}
+    return RawData(str(own.train_file), splits)
+
+
+def _from_hub(own: OwnDataSettings) -> RawData:
+    """Reads a data set of the Hub, or a local folder of such a data set."""
+    name, _, configuration = str(own.dataset).partition(":")
+    try:
+        import datasets
+
+        loaded = datasets.load_dataset(name, configuration or None)
+    except Exception as error:  # datasets, the hub client and the sockets below raise kinds of their own
+        raise UserError(f"--dataset {own.dataset}: cannot be loaded: {first_line(error)}") from None
+    known = {ours: next((name for name in names if name in loaded), None) for ours, names in HUB_SPLITS.items()}
+    if known["train"] is None:
+        raise UserError(f"--dataset {own.dataset}: no split 'train'; there is {', '.join(map(repr, loaded))}.")
+    splits = {
+        ours: [(f"{own.dataset}, {split} row {number}", row) for number, row in enumerate(loaded[split], start=1)]
+        for ours, split in known.items()
+        if split
+    }
+    feature: Any = loaded[known["train"]].features.get(own.label_column)
+    feature = getattr(feature, "feature", feature)  # of a list
+    if not splits["train"]:
+        raise UserError(f"--dataset {own.dataset}: the split 'train' has no rows.")
+    return RawData(str(own.dataset), splits, tuple(getattr(feature, "names", None) or ()))
+
+
+def _check_label_column(own: OwnDataSettings, raw: RawData, notes: list[str]) -> None:
+    """Checks that all splits have labels; leaves out a Hub data set's test split that has none."""
+    column = own.label_column
+    for split, rows in list(raw.splits.items()):
+        hidden = all(row.get(column) in (None, -1) for _, row in rows)
+        if own.dataset and split == "test" and hidden:
+            del raw.splits[split]
+            notes.append("the test split has no labels: left out")
+        elif column not in rows[0][1]:
+            where, row = rows[0]
+            raise UserError(f"{where}: no column {column!r} for the label (--label_column); {_columns(column, row)}")
+
+
+def _task(own: OwnDataSettings, source: str, fields: tuple[str, ...], form: LabelFormat, labels: list[Any]) -> Task:
+    """Returns the task that rows with these train labels are."""
+    classes: tuple[str, ...] = ()
+    scale = 1.0
+    if form.kind == "score":
+        scale = max(abs(label) for label in labels) or 1.0
+    else:
+        given = {one for label in labels for one in (label if form.kind == "multi_label" else (label,))}
+        classes = tuple(name for name in form.names if name in given) or _in_order(given, form.whole)
+        if len(classes) < 2:
+            what = f"every label is {classes[0]!r}" if classes else "no row has a label"
+            raise UserError(f"{source}: {what}; a task needs two classes or scores.")
+    return Task(
+        own.name, tuple((name,) for name in fields), classes, _metrics(own, form.kind, len(classes)),
+        "single" if len(fields) == 1 else "pair", "own", label=(own.label_column,), label_scale=scale,
+        multi_label=form.kind == "multi_label", passage=0 if len(fields) == 1 else None, about=f"own rows of {source}",
+    )  # fmt: skip
+
+
+def _in_order(names: Iterable[str], numbers: bool) -> tuple[str, ...]:
+    return tuple(sorted(names, key=int) if numbers else sorted(names))
+
+
+def _metrics(own: OwnDataSettings, kind: LabelType, classes: int) -> tuple[str, ...]:
+    """Returns the metrics of the task, the one asked for first."""
+    possible = [name for name in METRICS[kind] if name != "f1" or classes == 2]
+    defaults = DEFAULTS.get(kind, METRICS[kind])
+    if own.metric and own.metric not in possible:
+        raise UserError(
+            f"--metric {own.metric}: not a metric of labels of type {kind}"
+            f"{f' with {classes} classes' * (kind == 'class')}; possible: {', '.join(possible)}."
+        )
+    return (own.metric, *(name for name in defaults if name != own.metric)) if own.metric else defaults
+
+
+def _notes_about(task: Task, form: LabelFormat, labels: Sequence[Any]) -> list[str]:
+    """Returns what was found out about the labels, in words."""
+    if task.is_regression:
+        return [f"labels are scores: a regression, trained on label/{task.label_scale:g}"]
+    notes = [f"{len(task.labels)} classes: {_shortened(task.labels)}"]
+    if form.kind == "multi_label":
+        between = f"separated by {form.joint!r} in their cell" if form.joint else "as lists or one in a cell"
+        notes = [f"{len(task.labels)} labels, any number a row, {between}: {_shortened(task.labels)}"]
+        if empty := sum(not label for label in labels):
+            notes.append(f"{empty} train rows have no label")
+    elif form.whole and not form.names:
+        notes[0] += " (whole numbers are classes; --label_type score makes them scores)"
+    if "f1" in task.metrics:
+        notes.append(f"f1 is that of the class {task.labels[1]!r}")
+    return notes
+
+
+def _split(
+    task: Task, examples: list[LabeledExample], share: float
+) -> tuple[list[LabeledExample], list[LabeledExample]]:
+    """Returns the train rows and `share` of all rows for dev: the same ones whatever is drawn for train later."""
+    rows, units = range(len(examples)), [example.texts for example in examples]
+    if len(set(units)) < 2:
+        raise UserError("the train file holds one text only: give a --dev_file.")
+    classes = [0.0 if task.is_regression else example.label for example in examples]
+    dev = hold_out(rows, classes, units, share, "dev")
+    return [examples[row] for row in rows if row not in dev], [examples[row] for row in rows if row in dev]
+
+
+def _text(row: Row, column: str, where: str) -> str:
+    if column not in row:
+        raise UserError(f"{where}: no {column!r}; {_columns(column, row)}")
+    value = row[column]
+    if value is None or isinstance(value, (dict, list)) or not str(value).strip():
+        raise UserError(f"{where}: column {column!r} is {value!r}; it must be a text.")
+    return str(value)
+
+
+def _columns(name: str, row: Row) -> str:
     return f"the columns are {', '.join(map(repr, row))}.{did_you_mean(name, row)}"
 
 
-def _text(row: Mapping[str, Any], column: str, where: str) -> str:
-    if column not in row:
-        raise UserError(f"{where}: no {column!r}; " + _columns(column, row))
-    value = row[column]
-    if value is None or isinstance(value, (dict, list)) or not str(value).strip():
-        raise UserError(f"{where}: {column} is {value!r}; it must be a text or a number.")
-    return str(value).strip() if column == LABEL else str(value)
+def _shortened(names: Sequence[str]) -> str:
+    return ", ".join(names[:SHOWN]) + ", ..." * (len(names) > SHOWN)
 
 
-def _are_scores(labels: list[str], file: str) -> bool:
+def _is_number(value: Any) -> bool:
+    """Returns True for what `float` reads, also infinity and NaN."""
     try:
-        numbers = {float(label) for label in labels}
-    except ValueError:
+        return not isinstance(value, bool) and float(value) is not None
+    except (TypeError, ValueError):
         return False
-    if odd := [label for label in labels if not math.isfinite(float(label))]:
-        raise UserError(f"{file}: all labels are numbers, but one is {odd[0]!r}: leave its row out.")
-    return len(numbers) > MAX_NUMBERS or any(number != int(number) for number in numbers)
-
-
-def _example(task: Task, fields: tuple[str, ...], row: Mapping[str, Any], where: str, number: int) -> LabeledExample:
-    texts, label = tuple(_text(row, name, where) for name in fields), _text(row, LABEL, where)
-    if not task.is_regression and label not in task.labels:
-        raise UserError(f"{where}: label {label!r} is none of train's: {', '.join(task.labels)}.")
-    value = float(label) if task.is_regression else task.labels.index(label)
-    return LabeledExample(f"{Path(where.rsplit(':', 1)[0]).stem}:{number}", texts, value)

@@ -1,21 +1,24 @@
-"""RawRows of a task, from files in the official layout or from the hub."""
+"""Reads the rows of a benchmark's task, from files in the official layout or from the hub."""
 
 from __future__ import annotations
 
 import csv
-import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.data.examples import LabeledExample, TaskData
+from finetune.data.examples import LabeledExample, TaskData, passage_id
 from finetune.data.superglue import flat_rows
+from finetune.data.tables import json_rows, read_text
 from finetune.data.tasks import Task
 from multicls.errors import UserError, first_line
 
 SUFFIXES = {"superglue": (".jsonl",), "cs224n": (".csv",), "glue": (".tsv", ".jsonl")}
-RawRows = Iterable[tuple[str, Mapping[str, Any] | None]]  # file:line, and the row, or None for one that is torn
+OTHER_STEMS = {"AX": ("diagnostic-full", "AX", "diagnostic")}  # usual names of a file; the first has labels
+OTHER_FOLDERS = {"ax": ("diagnostic", "diagnostics", "MNLI", ".")}  # usual places of a task's files
+RawRows = Iterable[tuple[str, Mapping[str, Any] | None]]  # FILE:LINE, and the row, or None for one that is torn
 
 
 Reader = Callable[
@@ -23,61 +26,77 @@ Reader = Callable[
 ]  # file stem, part, hidden labels -> rows; None: no such file
 
 
-def read_task(task: Task, data_dir: str | None, train_from_dev: bool = False, with_test: bool = False) -> TaskData:
-    """Reads the train and dev rows.
+def read_task(task: Task, data_dir: str | None, train_from_dev: bool = False) -> TaskData:
+    """Reads the train and dev rows of a task.
 
     Args:
+        task: the task.
         data_dir: folder with one folder a task, or with such a folder for each benchmark (glue/, superglue/, cs224n/);
             None: the hub; for tasks made from a corpus, the corpus folder.
         train_from_dev: the train file is not needed, and of several dev files one suffices.
-        with_test: the test rows, too. Tasks that have nothing else need it.
 
     Raises:
-        UserError: a file is missing or a row of it does not parse.
+        UserError: A file is missing, a row does not parse, or the task has test rows only.
     """
-    if with_test and not task.test:
-        raise UserError(f"--predict_test: task {task.name} has no test rows to submit.")
-    if not task.dev and not with_test:
+    if not task.dev:
+        trained = "mnli" if task.benchmark == "glue" else "rte_superglue"
         raise UserError(
-            f"--task {task.name} has no train and dev rows: a model fine-tuned on "
-            f"{'mnli' if task.benchmark == 'glue' else 'rte_superglue'} predicts it with --predict_test."
+            f"--task {task.name} has test rows only, which a model fine-tuned on {trained} predicts. Run `python "
+            f"finetune/run.py --task {trained} --predict_test ...`: it predicts {task.name}, too, and scores it if its "
+            "labels are there."
         )
     if not task.folder:
         from finetune.data import sample_task
 
         return sample_task.read(task, data_dir)
     notes: list[str] = []
-    place, read = _hub_reader(task) if data_dir is None else _folder_reader(task, Path(data_dir), notes)
+    place, read = _reader(task, data_dir, notes)
     parts = {stem: read(stem, part, False) for stem, part in task.dev}
     missing = [_file_name(task, stem) for stem, rows in parts.items() if rows is None]
     if missing and (len(missing) == len(parts) or not train_from_dev):
         raise UserError(f"{place}: {', '.join(missing)} is missing; task {task.name} is evaluated on it.")
     if missing:
         notes.append(f"{', '.join(missing)} is missing: not evaluated on it")
-    train = None if train_from_dev or not task.train else read(task.train, "", False)
-    if train is None and task.train and not train_from_dev:
+    train = None if train_from_dev else read(task.train, "", False)
+    if train is None and not train_from_dev:
         raise UserError(
             f"{place}: {_file_name(task, task.train)} is missing. Get the whole data set, or add --train_from_dev: "
             "the train rows are then drawn from dev and the rest of it evaluates; not the protocol, and recorded so."
         )
-    tests = {stem: read(stem, part, True) for stem, part in task.test if with_test}
+    return TaskData(train, [row for rows in parts.values() for row in rows or []], notes)
+
+
+def read_test(task: Task, data_dir: str | None) -> list[LabeledExample]:
+    """Reads the test rows of a task, with their labels if the files hold them.
+
+    Raises:
+        UserError: The task has no test rows, a file is missing or a row does not parse.
+    """
+    if not task.test:
+        raise UserError(f"--predict_test: task {task.name} has no test rows to submit.")
+    place, read = _reader(task, data_dir, [])
+    tests = {stem: read(stem, part, True) for stem, part in task.test}
     if missing := [_file_name(task, stem) for stem, rows in tests.items() if rows is None]:
         raise UserError(f"{place}: {', '.join(missing)} is missing; --predict_test predicts it.")
-    dev, test = ([row for rows in found.values() for row in rows or []] for found in (parts, tests))
-    return TaskData(train, dev, notes, test)
+    return [row for rows in tests.values() for row in rows or []]
+
+
+def has_test_files(task: Task, data_dir: str | None) -> bool:
+    """Returns True if the folder holds a test file of the task; the hub holds each."""
+    return data_dir is None or _task_folder(task, Path(data_dir), dict(task.test)) is not None
 
 
 def read_file(task: Task, path: Path, part: str = "", hidden: bool = False) -> tuple[list[LabeledExample], int]:
-    """Reads one official file: `.tsv` (tabs, no quoting), `.csv` (tabs, quoted) or `.jsonl`.
+    """Returns the rows of one official file, and the number of rows left out for missing columns.
 
     Args:
-        hidden: a test file, whose labels may be missing.
-
-    Returns:
-        The rows and the number of rows left out for missing columns (only where the task allows it).
+        task: the task; it may allow to leave out rows.
+        path: `.tsv` (tabs, no quoting), `.csv` (tabs, quoted) or `.jsonl`.
+        part: the part of dev or test that the rows belong to.
+        hidden: True for a test file, whose labels may be missing.
 
     Raises:
-        UserError: a row does not parse; file and line are named.
+        UserError: A row does not parse; file and line are named.
     """
     rows = json_rows(path) if path.suffix == ".jsonl" else _table_rows(task, path, hidden)
     examples, dropped = _examples(task, path.stem, rows, part, hidden, indices_allowed=path.suffix == ".jsonl")
@@ -102,37 +121,51 @@ def _examples(
 
 
 def _find(task: Task, folder: Path, stem: str) -> Path | None:
-    return next((path for suffix in _suffixes(task) if (path := folder / f"{stem}{suffix}").exists()), None)
-
-
-def _suffixes(task: Task) -> tuple[str, ...]:
-    return SUFFIXES[task.benchmark]
+    stems = OTHER_STEMS.get(stem, (stem,))
+    paths = [folder / f"{name}{suffix}" for name in stems for suffix in SUFFIXES[task.benchmark]]
+    return next((path for path in paths if path.exists()), None)
 
 
 def _file_name(task: Task, stem: str) -> str:
-    first, *others = _suffixes(task)
+    first, *others = SUFFIXES[task.benchmark]
     return f"{stem}{first}" + "".join(f" (or {suffix})" for suffix in others)
 
 
-def _task_folder(task: Task, data_dir: Path) -> Path:
-    """DATA_DIR/FOLDER or DATA_DIR/BENCHMARK/FOLDER, whichever holds a file of the task."""
-    folders = [data_dir / task.folder, data_dir / task.benchmark / task.folder]
+def _task_folder(task: Task, data_dir: Path, stems: Iterable[str]) -> Path | None:
+    """Returns the folder that holds a file of the task: below `data_dir` or the benchmark's folder in it.
+
+    Case, "-" and "_" do not count in the names of folders: sst2 is as good as SST-2.
+    """
+    names = [task.folder, *OTHER_FOLDERS.get(task.name, ())]
+    parents = [data_dir, *_folders(data_dir, task.benchmark)]
+    found = [folder for parent in parents for name in names for folder in _folders(parent, name)]
+    return next((folder for folder in found if any(_find(task, folder, stem) for stem in stems)), None)
+
+
+def _folders(parent: Path, name: str) -> list[Path]:
+    if name == "." or not parent.is_dir():
+        return [parent]
+    return sorted(path for path in parent.iterdir() if path.is_dir() and _plain(path.name) == _plain(name))
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_ ]", "", name.lower())
+
+
+def _reader(task: Task, data_dir: str | None, notes: list[str]) -> tuple[str, Reader]:
+    """Returns the name of the place that the rows come from, and the function that reads a file of it."""
+    if data_dir is None:
+        return _hub_reader(task)
     stems = [stem for stem in (task.train, *dict(task.dev), *dict(task.test)) if stem]
-    for folder in folders:
-        if any(_find(task, folder, stem) for stem in stems):
-            return folder
-    if folders[0].is_dir() and task.folder != ".":
-        return folders[0]
-    hint = "no such folder"
-    if data_dir.is_dir():
-        hint = "it holds " + (", ".join(sorted(path.name for path in data_dir.iterdir())[:12]) or "nothing")
-    raise UserError(
-        f"--data_dir {data_dir}: task {task.name} is read from {folders[0]}/{_file_name(task, stems[0])}: {hint}."
-    )
-
-
-def _folder_reader(task: Task, data_dir: Path, notes: list[str]) -> tuple[str, Reader]:
-    folder = _task_folder(task, data_dir)
+    folder = _task_folder(task, Path(data_dir), stems)
+    if folder is None:
+        hint = "no such folder"
+        if Path(data_dir).is_dir():
+            hint = "it holds " + (", ".join(sorted(path.name for path in Path(data_dir).iterdir())[:12]) or "nothing")
+        raise UserError(
+            f"--data_dir {data_dir}: task {task.name} is read from {Path(data_dir) / task.folder}/"
+            f"{_file_name(task, stems[0])}: {hint}."
+        )
 
     def read(stem: str, part: str, hidden: bool) -> list[LabeledExample] | None:
         path = _find(task, folder, stem)
@@ -173,13 +206,10 @@ def _hub_reader(task: Task) -> tuple[str, Reader]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Numbered lines; only a line feed ends one, for texts hold other separators of Unicode."""
-    content = path.read_bytes().removeprefix(b"\xef\xbb\xbf").rstrip(b"\r\n")
-    for number, raw in enumerate(content.split(b"\n") if content else (), start=1):
-        try:
-            yield number, raw.decode("utf-8").removesuffix("\r")
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path}:{number}: not UTF-8 (byte {error.start} of the line).") from None
+    """Yields numbered lines; only a line feed ends one: texts hold other separators of Unicode."""
+    text = read_text(path).rstrip("\r\n")
+    for number, line in enumerate(text.split("\n") if text else (), start=1):
+        yield number, line.removesuffix("\r")
 
 
 def _table_rows(task: Task, path: Path, hidden: bool) -> RawRows:
@@ -212,24 +242,6 @@ def _cells(path: Path, line: str) -> list[str]:
     return line.split("\t")
 
 
-def json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """FILE:LINE and object of each line of a file of JSON lines.
-
-    Raises:
-        UserError: a line is not a JSON object.
-    """
-    for number, line in _lines(path):
-        try:
-            row = json.loads(line)
-            if "\\u" in line:  # half a pair, such as "\\ud83d", is JSON, but no text
-                json.dumps(row, ensure_ascii=False).encode("utf-8")
-        except ValueError as error:
-            raise UserError(f"{path}:{number}: not a line of JSON: {error}.") from None
-        if not isinstance(row, dict):
-            raise UserError(f"{path}:{number}: not a JSON object.")
-        yield f"{path}:{number}", row
-
-
 def _example(
     task: Task,
     name: str,
@@ -245,8 +257,9 @@ def _example(
     label = math.nan
     if not hidden or any(row.get(column) not in (None, "", -1) for column in task.label):
         label = _label(task, _value(row, task.label, where), where, indices_allowed)
+    passage = "" if task.passage is None else passage_id(texts[task.passage])
     return LabeledExample(name, texts, label, part, choices, row.get("spans", ()), row.get("group", ""),
-                   row.get("answer", ""))  # fmt: skip
+                          row.get("answer", ""), passage=passage)  # fmt: skip
 
 
 def _value(row: Mapping[str, Any], names: tuple[str, ...], where: str) -> Any:
@@ -257,7 +270,7 @@ def _value(row: Mapping[str, Any], names: tuple[str, ...], where: str) -> Any:
 
 
 def _label(task: Task, value: Any, where: str, indices_allowed: bool) -> float:
-    """Class index or score. JSON and hub rows may give the index itself; -1 there means hidden."""
+    """Returns the class index or score. JSON and hub rows may hold the index itself; -1 means hidden there."""
     if task.is_regression:
         try:
             number = float(value)

@@ -1,4 +1,4 @@
-"""The rows of a run: read, drawn, given wrong labels where asked for, and some held out. Imports nothing heavy."""
+"""Selects the rows of a run: reads, draws, adds label noise and holds out. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from finetune.data.examples import LabeledExample, TaskData, fingerprint
-from finetune.data.reading import read_task
+from finetune.data.reading import has_test_files, read_task, read_test
 from finetune.data.splits import draw_balanced, draw_rows, hold_out, noisy_labels
 from finetune.data.tasks import Task, find_task
 from finetune.settings import FinetuneSettings, OwnDataSettings
@@ -22,16 +22,17 @@ class TaskRows:
     """The rows of one task in one run.
 
     Attributes:
-        task: whose rows they are.
+        task: the task.
         drawn: indices of the rows drawn, ascending: into `split`, from 0.
         split: "train", or "dev" with `train_from_dev`.
-        split_rows: rows that it has.
-        train: the rows to learn from, and in `train_rows` their indices.
-        held: the rows held out of the drawn ones, and in `held_rows` their indices; empty with `selection` dev.
+        split_rows: number of rows in it.
+        train: the rows to learn from; `train_rows` are their indices.
+        held: the rows held out of the drawn ones, `held_rows` their indices; empty with `selection` dev.
         dev: the rows to report on.
-        test: (task, rows) to predict: of the task itself and of its diagnostics.
+        test: (task, rows) to predict: the task's test set and its diagnostics; of own rows the labelled test split.
         notes: what a reader of the result has to know.
-        fingerprint: of all drawn rows and dev.
+        fingerprint: of all drawn rows, with their noise, and dev.
+        content: fingerprint of the data that the rows were drawn from, the same for each draw.
     """
 
     task: Task
@@ -46,13 +47,14 @@ class TaskRows:
     test: list[tuple[Task, list[LabeledExample]]]
     notes: list[str]
     fingerprint: str
+    content: str
 
 
 def select_rows(settings: FinetuneSettings) -> list[TaskRows]:
-    """The rows of each task of a run; a grid's cells that share them read and draw them once.
+    """Returns the rows of each task of a run; runs that share them read and draw them once in a process.
 
     Raises:
-        UserError: rows are missing or do not parse, or an option makes no sense for a task.
+        UserError: Rows are missing or do not parse, or an option makes no sense for a task.
     """
     values = tuple(getattr(settings, name) for name in FIELDS)
     return [_select(name, values) for name in settings.task_names or [""]]
@@ -63,19 +65,15 @@ def _select(name: str, values: tuple[object, ...]) -> TaskRows:
     settings = FinetuneSettings.model_validate(
         {"model": "-", "head": "-", "task": name} | dict(zip(FIELDS, values, strict=True))
     )
-    task, data, test = _read(name, settings.data_dir, settings.own, settings.train_from_dev, settings.predict_test)
+    task, data, test, content = _read(
+        name, settings.data_dir, settings.own, settings.train_from_dev, settings.predict_test
+    )
+    if settings.train_from_dev and data.train is not None:
+        raise UserError(f"--train_from_dev: {task.name} has train rows of its own; leave it out.")
     notes = ([task.about] if task.about else []) + data.notes
     source = data.dev if data.train is None else data.train
     drawn = _draw(task, source, settings, notes)
-    dev = data.dev
-    if settings.train_from_dev and data.train is not None:
-        raise UserError(f"--train_from_dev: {task.name} has train rows of its own; leave it out.")
-    if data.train is None:
-        taken, groups = set(drawn), {source[row].group or None for row in drawn} - {None}
-        dev = [row for index, row in enumerate(source) if index not in taken and row.group not in groups]
-        if not dev:
-            raise UserError(f"--train_size {settings.train_size}: leaves no row of dev to evaluate on.")
-        notes.append(f"not the protocol: train rows drawn from dev, the other {len(dev)} evaluate")
+    dev = data.dev if data.train is not None else _rest_of(source, drawn, settings, notes)
     examples = _with_noise(task, [source[row] for row in drawn], drawn, settings)
     held = _hold_out(task, examples, drawn, settings)
     kept = [place for place, row in enumerate(drawn) if row not in held]
@@ -84,24 +82,48 @@ def _select(name: str, values: tuple[object, ...]) -> TaskRows:
         task, drawn, "dev" if data.train is None else "train", len(source),
         [examples[place] for place in kept], [drawn[place] for place in kept],
         [examples[place] for place in away], [drawn[place] for place in away],
-        dev, test, notes, fingerprint([*examples, *dev]),
+        dev, test, notes, fingerprint([*examples, *dev], task.labels, task.label_scale), content,
     )  # fmt: skip
 
 
 @lru_cache(maxsize=4)
 def _read(
     name: str, data_dir: str | None, own: OwnDataSettings, train_from_dev: bool, with_test: bool
-) -> tuple[Task, TaskData, list[tuple[Task, list[LabeledExample]]]]:
-    if own.train_file and own.dev_file:
+) -> tuple[Task, TaskData, list[tuple[Task, list[LabeledExample]]], str]:
+    """Returns the task, its rows, the test rows to predict, and the fingerprint of the rows."""
+    if own.source:
         from finetune.data.own_rows import read_own
 
-        return *read_own(own.train_file, own.dev_file), []
-    task = find_task(name)
-    data = read_task(task, data_dir, train_from_dev, with_test)
-    test = [(task, data.test)] if with_test else []
-    for other in map(find_task, task.diagnostics if with_test else ()):
-        test.append((other, read_task(other, data_dir, with_test=True).test))
-    return task, data, test
+        task, data = read_own(own)
+        test = [(task, data.test)] if data.test else []
+    else:
+        task = find_task(name)
+        data = read_task(task, data_dir, train_from_dev)
+        test = [(task, read_test(task, data_dir))] if with_test else []
+        for other in map(find_task, task.diagnostics if with_test else ()):
+            if has_test_files(other, data_dir):
+                test.append((other, read_test(other, data_dir)))
+            else:
+                data.notes.append(f"{other.name} is not in {data_dir}: not predicted")
+    rows = [*(data.train or ()), *data.dev, *data.test]
+    return task, data, test, fingerprint(rows, task.labels, task.label_scale)
+
+
+def _rest_of(
+    source: Sequence[LabeledExample], drawn: Sequence[int], settings: FinetuneSettings, notes: list[str]
+) -> list[LabeledExample]:
+    """Returns the rows of dev that share no question and no passage with the rows drawn from it."""
+    taken = set(drawn)
+    groups, passages = {source[row].group for row in drawn} - {""}, {source[row].passage for row in drawn} - {""}
+    dev = [
+        row
+        for index, row in enumerate(source)
+        if index not in taken and row.group not in groups and row.passage not in passages
+    ]
+    if not dev:
+        raise UserError(f"--train_size {settings.train_size}: leaves no row of dev to evaluate on.")
+    notes.append(f"not the protocol: train rows drawn from dev, the other {len(dev)} evaluate")
+    return dev
 
 
 def _draw(task: Task, source: Sequence[LabeledExample], settings: FinetuneSettings, notes: list[str]) -> list[int]:
@@ -114,8 +136,7 @@ def _draw(task: Task, source: Sequence[LabeledExample], settings: FinetuneSettin
         notes.append(f"{size} train rows asked for, {len(source)} exist: all taken")
     if settings.sampling == "uniform":
         return draw_rows(len(source), size, settings.data_seed)
-    if task.is_regression:
-        raise UserError(f"--sampling balanced: task {task.name} has scores for labels, no classes.")
+    _check_one_class_a_row(task, "--sampling balanced")
     return draw_balanced([example.label for example in source], size, settings.data_seed)
 
 
@@ -124,21 +145,27 @@ def _with_noise(
 ) -> list[LabeledExample]:
     if not settings.label_noise:
         return examples
-    if task.is_regression:
-        raise UserError(f"--label_noise: task {task.name} has scores for labels, there is no other class to give.")
+    _check_one_class_a_row(task, "--label_noise")
     labels = [example.label for example in examples]
     noisy = noisy_labels(rows, labels, task.num_choices or len(task.labels), settings.label_noise, settings.data_seed)
     return [replace(example, label=label) for example, label in zip(examples, noisy, strict=True)]
 
 
+def _check_one_class_a_row(task: Task, option: str) -> None:
+    if task.is_regression or task.multi_label:
+        kind = "scores for labels" if task.is_regression else "several labels a row"
+        raise UserError(f"{option}: task {task.name} has {kind}; leave the option out. It needs one class a row.")
+
+
 def _hold_out(
     task: Task, examples: Sequence[LabeledExample], rows: Sequence[int], settings: FinetuneSettings
 ) -> set[int]:
+    """Returns the rows held out: whole passages (or questions), the classes in proportion if a row has one class."""
     if settings.selection == "dev":
         return set()
-    grouped = task.shape == "multi_answer"
-    classes = [0 if grouped or task.is_regression else example.label for example in examples]
-    units = [example.group if grouped else example.id for example in examples]
+    mixed = task.shape == "multi_answer" or task.is_regression
+    classes = [0 if mixed else example.label for example in examples]
+    units = [example.passage or example.group or example.id for example in examples]
     if len(set(units)) < 2:
-        raise UserError(f"--selection holdout: {len(set(units))} train row(s) or question(s) cannot be divided.")
+        raise UserError(f"--selection holdout: {len(set(units))} train row(s) or passage(s) cannot be divided.")
     return hold_out(rows, classes, units, settings.holdout, settings.data_seed)

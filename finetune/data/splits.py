@@ -1,4 +1,4 @@
-"""Which train rows a run sees, and with which labels: drawn by SHA-256, the same on every machine for ever."""
+"""Draws, holds out and mislabels train rows by SHA-256: the same rows on every machine, for ever."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def draw_rows(num_rows: int, size: int, seed: int) -> list[int]:
 
 
 def draw_balanced(labels: Sequence[float], size: int, seed: int) -> list[int]:
-    """Draws `size` rows, as many of each class as there are, in the ranking of `draw_rows`.
+    """Draws `size` rows, equally many of each class, in the ranking of `draw_rows`.
 
     The classes take turns, each giving its next row: counts differ by one at most unless a class runs out. A smaller
-    sample is a part of every larger one here, too.
+    sample is a part of each larger one here, too.
 
     Returns:
         Row indices, ascending.
@@ -39,11 +39,14 @@ def draw_balanced(labels: Sequence[float], size: int, seed: int) -> list[int]:
 def noisy_labels(
     rows: Sequence[int], labels: Sequence[float], num_classes: int, share: float, seed: int
 ) -> list[float]:
-    """The labels with `share` of them, rounded to whole rows, replaced by another one, each other one as likely.
+    """Returns the labels after replacing `share` of them, each other label being as likely.
 
     Args:
-        rows: what the labels are of; which rows are hit and by what depends on these numbers, not on their places.
+        rows: row index of each label. The noise depends on these indices, not on the order of the list.
         labels: class indices.
+        num_classes: number of classes.
+        share: share of the labels to replace, rounded to whole rows.
+        seed: seed of the noise.
     """
     hit = set(_ranked(rows, f"noise:{seed}")[: round(share * len(rows))])
     return [
@@ -55,14 +58,16 @@ def noisy_labels(
 
 
 def hold_out(
-    rows: Sequence[int], classes: Sequence[Hashable], units: Sequence[Hashable], share: float, seed: int
+    rows: Sequence[int], classes: Sequence[Hashable], units: Sequence[Hashable], share: float, seed: int | str
 ) -> set[int]:
-    """Chooses about `share` of the rows, at least one unit and not all, with classes in proportion.
+    """Chooses about `share` of the units, at least one and not all, with classes in proportion.
 
     Args:
-        rows: to choose from.
-        classes: the class of each row; all equal: none is kept in proportion.
-        units: rows of one unit (the answers to one question) stay together; they count by the class of the first.
+        rows: the rows to choose from.
+        classes: class of each row; if all are equal, no class is kept in proportion.
+        units: unit of each row. Rows of one unit (a passage) stay together; the unit has the class of its first row.
+        share: share of the units to hold out.
+        seed: seed of the ranking, or a name for one that no seed gives.
 
     Returns:
         The rows held out.
@@ -78,24 +83,33 @@ def hold_out(
     return {row for _, _, leader in places[:count] for row in leaders[leader]}
 
 
-def publish(path: Path, rows: Sequence[int], num_rows: int, source: str) -> None:
+def publish(path: Path, rows: Sequence[int], num_rows: int, source: str, content: str, write: bool = True) -> None:
     """Writes the index file of a sample, or compares with the one that is there.
 
     Args:
+        path: the file.
         rows: indices into the rows of `source`, from 0, in the file's order.
-        num_rows: rows that `source` has.
-        source: split they were drawn from.
+        num_rows: number of rows of `source`.
+        source: the split they were drawn from.
+        content: fingerprint of the data, `TaskRows.content`.
+        write: False: only compares.
 
     Raises:
-        UserError: another sample stands in the file.
+        UserError: The file is about other data or another sample.
     """
-    content = {"split": source, "split_rows": num_rows, "rows": list(rows)}
+    drawn = "all" if len(rows) == num_rows else list(rows)
+    sample = {"split": source, "split_rows": num_rows, "data": content, "rows": drawn}
     if not path.exists():
-        write_json(path, content)
-    elif read_json(path) != content:
+        if write:
+            write_json(path, sample)
+        return
+    before = read_json(path)
+    if before != sample:
+        same = all(before.get(key) == sample[key] for key in ("split", "split_rows", "data"))
+        what = "other rows were drawn" if same else "the earlier runs of this task read other data"
         raise UserError(
-            f"{path}: holds other rows than are drawn now ({len(rows)} of {num_rows} of {source}): the data are not "
-            "those of the earlier runs. Give another --output_dir, or the data of those runs."
+            f"{path}: {what}, so their results do not belong together. Give another --output_dir, for your own rows "
+            "another --task_name, or the data of the earlier runs."
         )
 
 
@@ -104,7 +118,7 @@ def _digest(prefix: str, row: int) -> bytes:
 
 
 def _turns(ranked: Sequence[int], class_of: Mapping[int, Hashable]) -> list[tuple[int, int, int]]:
-    """(rows of its class before it, place among all, row) for each row."""
+    """Returns (number of rows of its class before it, place among all, row) for each row."""
     before: Counter[Hashable] = Counter()
     turns = []
     for place, row in enumerate(ranked):

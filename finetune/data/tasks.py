@@ -1,4 +1,4 @@
-"""The tasks: one table that says what each one is, where its rows are and how it is scored. Imports nothing heavy."""
+"""The tasks: one table that says what each is, where its rows are and how it is scored. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Task:
         name: as given to `--task`.
         fields: for each text of a row, the column names that may hold it (official file, then hub).
         labels: the labels as the benchmark's submissions spell them, in the hub's order; empty for regression.
-        metrics: names in `data.metrics`; the first one chooses the best evaluation; "mean(..)" is of the others.
+        metrics: names in `data.metrics`; the first chooses the best evaluation; "mean(..)" is the mean of the others.
         shape: "single" text; "pair" of texts; "choice": a sequence for each choice, softmax over them; "span": one or
             two texts in which two spans are marked; "multi_answer": a pair for each answer, scored by question.
-        benchmark: whose task it is; "own" for a user's rows.
+        benchmark: the benchmark it belongs to; "own" for a user's rows.
         folder: name of the folder under `--data_dir`; empty when the rows come from a prepared corpus.
         hub: data set id and configuration on the Hugging Face hub; None when it is not there.
         label: column names that may hold the label.
@@ -34,10 +34,13 @@ class Task:
         submissions: for each part of test, the stem of its submission file and the number of predictions in it.
         diagnostics: tasks without train rows, which a model trained on this task predicts.
         label_scale: a regression label is divided by it to become the training target.
-        num_choices: sequences that a choice is made among; 0 for other shapes.
+        num_choices: sequences to choose from; 0 for other shapes.
         num_spans: spans marked in a row; 0 for other shapes.
         drops_short_rows: the official train and dev files are known to hold rows with missing columns or no label; they
             are left out, with a note.
+        multi_label: a row has any number of the labels; C sigmoid outputs.
+        passage: index of the text that rows share; rows of one passage stay together in hold-outs and bootstraps. It is
+            given if a third of the rows or more share it.
         about: what a reader of the results has to know.
     """
 
@@ -60,16 +63,18 @@ class Task:
     num_choices: int = 0
     num_spans: int = 0
     drops_short_rows: bool = False
+    multi_label: bool = False
+    passage: int | None = None
     about: str = ""
 
     @property
     def is_regression(self) -> bool:
-        """Whether the label is a number instead of a class."""
+        """True if the label is a number instead of a class."""
         return not self.labels
 
     @property
     def num_labels(self) -> int:
-        """Outputs of the classifier for one encoded sequence: 1 for regression and for choices."""
+        """Number of outputs of the classifier for a sequence: 1 for regression and for choices."""
         return 1 if self.num_choices else max(1, len(self.labels))
 
     @property
@@ -114,24 +119,24 @@ _TABLE = (
     _glue("mnli", (("sentence1", "premise"), ("sentence2", "hypothesis")), NLI, ACC, "MNLI", 0,
           label=("gold_label", "label"), dev=(("dev_matched", "m"), ("dev_mismatched", "mm")),
           test=(("test_matched", "m"), ("test_mismatched", "mm")),
-          submissions=(("MNLI-m", 9796), ("MNLI-mm", 9847)), diagnostics=("ax",)),
-    _glue("qnli", (("question",), ("sentence",)), ENTAILMENT, ACC, "QNLI", 5463),
+          submissions=(("MNLI-m", 9796), ("MNLI-mm", 9847)), diagnostics=("ax",), passage=0),
+    _glue("qnli", (("question",), ("sentence",)), ENTAILMENT, ACC, "QNLI", 5463, passage=0),
     _glue("rte", SENTENCES, ENTAILMENT, ACC, "RTE", 3000),
-    _glue("wnli", SENTENCES, BINARY, ACC, "WNLI", 146),
-    _glue("ax", (("sentence1", "premise"), ("sentence2", "hypothesis")), NLI, ("matthews",), "AX", 1104,
-          train="", dev=(), test=(("AX", ""),)),
-    _super("boolq", (("passage",), ("question",)), BOOLEAN, ACC, "BoolQ", 3245),
+    _glue("wnli", SENTENCES, BINARY, ACC, "WNLI", 146, passage=0),
+    _glue("ax", (("sentence1", "premise", "Premise"), ("sentence2", "hypothesis", "Hypothesis")), NLI, ("matthews",),
+          "AX", 1104, label=("label", "Label"), train="", dev=(), test=(("AX", ""),)),
+    _super("boolq", (("passage",), ("question",)), BOOLEAN, ACC, "BoolQ", 3245, passage=0),
     _super("cb", PREMISE, ("entailment", "contradiction", "neutral"), ("mean(acc,macro_f1)", "acc", "macro_f1"),
            "CB", 250),
     _super("copa", (("premise",), ("question",)), BINARY, ACC, "COPA", 500, "choice", num_choices=2),
     _super("multirc", (("passage", "paragraph"), ("question",)), BINARY, ("mean(f1a,em)", "f1a", "em"), "MultiRC",
-           9693, "multi_answer"),
+           9693, "multi_answer", passage=0),
     _super("record", (("passage",), ("query",)), BINARY, ("mean(record_f1,record_em)", "record_f1", "record_em"),
-           "ReCoRD", 10000, "multi_answer"),
+           "ReCoRD", 10000, "multi_answer", passage=0),
     _super("rte_superglue", PREMISE, ENTAILMENT, ACC, "RTE", 3000, hub=("aps/super_glue", "rte"),
            diagnostics=("axb", "axg")),
-    _super("wic", SENTENCES, BOOLEAN, ACC, "WiC", 1400, "span", num_spans=2),
-    _super("wsc", (("text",),), ("False", "True"), ACC, "WSC", 146, "span", num_spans=2,
+    _super("wic", SENTENCES, BOOLEAN, ACC, "WiC", 1400, "span", num_spans=2, passage=0),
+    _super("wsc", (("text",),), ("False", "True"), ACC, "WSC", 146, "span", num_spans=2, passage=0,
            hub=("aps/super_glue", "wsc.fixed")),
     _super("axb", SENTENCES, ENTAILMENT, ("matthews", "acc"), "AX-b", 1104, train="", dev=(), test=(("AX-b", ""),)),
     _super("axg", PREMISE, ENTAILMENT, ("acc", "gender_parity"), "AX-g", 356, train="", dev=(),
@@ -150,10 +155,10 @@ TASKS: dict[str, Task] = {task.name: task for task in _TABLE}
 
 
 def find_task(name: str) -> Task:
-    """The task called `name`.
+    """Returns the task of that name.
 
     Raises:
-        UserError: there is none.
+        UserError: There is none.
     """
     if name not in TASKS:
         raise UserError(f"--task {name}: no such task.{did_you_mean(name, TASKS)}")
@@ -161,8 +166,10 @@ def find_task(name: str) -> Task:
 
 
 def task_of(record: Mapping[str, Any]) -> Task:
-    """The task of a line of results; of a user's own rows, which are in no table, only what scores them."""
-    name, metrics = record["identity"]["task"], tuple(record["scores"])
+    """Returns the task of a record; for a user's own rows, which are in no table, only what scores them."""
+    name, labels = record["task"], tuple(record.get("labels", () if "pearson" in record["scores"] else ("",)))
     if record["benchmark"] != "own":
         return find_task(name)
-    return Task(name, (), () if "pearson" in metrics else ("",), metrics, "single", "own")
+    return Task(
+        name, (), labels, tuple(record["scores"]), "single", "own", multi_label=record.get("multi_label", False)
+    )

@@ -12,4 +12,6 @@ HEADS = {
     "hire": "HIRE: all layers read by GRUs, and fused",
     "cln": "conditional layer normalisation: one encoder for several tasks",
     "probe": "logistic or ridge regression on the frozen embedding, by scikit-learn",
+    "setfit": "SetFit: contrastive pairs, then logistic regression; needs the package setfit",
 }
+FITTED_HEADS = ("probe", "setfit")  # fitted by a library: they read no `train` settings and leave no model to save

@@ -7,20 +7,25 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import CONFIG_MAPPING
 
-from finetune.heads.checkpoint import Checkpoint, load_encoder
+from finetune.heads import FITTED_HEADS
+from finetune.heads.checkpoint import Checkpoint, encode_rows, load_encoder, read_fine_tuned
 from finetune.heads.modeling_heads import PooledHead, TaskModel, TaskModelConfig, find_head
 from multicls.errors import UserError
 
 if TYPE_CHECKING:
+    import torch
+
+    from finetune.data.examples import LabeledExample
     from finetune.data.tasks import Task
+    from finetune.heads.probe import Array
     from finetune.settings import FinetuneSettings
 
 
 def check_head(settings: FinetuneSettings, checkpoint: Checkpoint) -> None:
-    """Checks that the head, and the pooling below it, make sense on the checkpoint.
+    """Checks that the head and its pooling work on the checkpoint, and that the settings suit the head.
 
     Raises:
-        UserError: one does not; it says why. Or the model could not be saved as the settings ask.
+        UserError: one does not; the message says why. Or the model could not be saved as the settings ask.
     """
     reads = {"head": settings.head}
     if issubclass(find_head(settings.head), PooledHead):
@@ -28,18 +33,25 @@ def check_head(settings: FinetuneSettings, checkpoint: Checkpoint) -> None:
     for option, name in reads.items():
         if reason := find_head(name).why_not(checkpoint.encoder):
             raise UserError(f"--{option} {name}: {checkpoint.name}: {reason}")
+    if settings.head in ("isobn", "batchnorm") and 1 in (settings.train.micro_batch_size, settings.train.batch_size):
+        raise UserError(
+            f"--head {settings.head}: it normalises over the rows of a forward pass, and a single row has no spread: "
+            "train.micro_batch_size and train.batch_size must be 2 or more."
+        )
+    if settings.save_model and settings.head in FITTED_HEADS:
+        raise UserError(f"--head {settings.head}: leaves no model to save; leave out --save_model.")
     if settings.save_model and checkpoint.encoder.get("model_type") not in CONFIG_MAPPING:
         raise UserError(f"--save_model: {checkpoint.name} brings code of its own, which a saved model would not have.")
 
 
 def build_head(settings: FinetuneSettings, checkpoint: Checkpoint, tasks: Sequence[Task]) -> TaskModel:
-    """The checkpoint's encoder in float32 with a head and a classifier for each task.
+    """Returns the checkpoint's encoder in float32 with a head and a classifier for each task.
 
     New weights are drawn from torch's global generator. A checkpoint that is itself a fine-tuned `TaskModel` gives
-    every weight of the same name and shape but those of its classifiers.
+    each weight of the same name and shape except its classifiers'.
 
     Raises:
-        UserError: the head makes no sense there, or the checkpoint cannot be loaded.
+        UserError: the head does not work on the checkpoint, or the checkpoint cannot be loaded.
     """
     check_head(settings, checkpoint)
     options = getattr(settings, settings.head, None)
@@ -48,12 +60,12 @@ def build_head(settings: FinetuneSettings, checkpoint: Checkpoint, tasks: Sequen
         head=settings.head,
         head_options=options.model_dump() if options else {},
         pooling=settings.pooling,
-        tasks=[describe(task) for task in tasks],
+        tasks=[describe(task, settings.max_length or task.max_length) for task in tasks],
         dropout=settings.train.dropout,
     )
     if checkpoint.model_type != TaskModelConfig.model_type:
         return TaskModel(config, load_encoder(checkpoint))
-    model, saved = TaskModel(config), TaskModel.from_pretrained(checkpoint.folder).state_dict()
+    model, saved = TaskModel(config), read_fine_tuned(checkpoint)
     fits = {
         name: saved[name]
         for name, own in model.state_dict().items()
@@ -63,7 +75,38 @@ def build_head(settings: FinetuneSettings, checkpoint: Checkpoint, tasks: Sequen
     return model
 
 
-def describe(task: Task) -> dict[str, Any]:
-    """What a `TaskModel` has to know of a task."""
-    names = ("name", "num_labels", "num_choices", "num_spans", "is_regression")
-    return {"labels": list(task.labels), **{name: getattr(task, name, 0) for name in names}}
+def fit_head(
+    settings: FinetuneSettings,
+    checkpoint: Checkpoint,
+    task: Task,
+    train: Sequence[LabeledExample],
+    asked: Sequence[LabeledExample],
+    device: torch.device,
+) -> Array:
+    """Fits a head of `FITTED_HEADS` on `train` and returns its outputs (N, C) for `asked`.
+
+    Raises:
+        UserError: the head does not work on the task or the checkpoint.
+    """
+    check_head(settings, checkpoint)
+    if settings.head == "setfit":
+        from finetune.heads.setfit import fit_setfit
+
+        return fit_setfit(checkpoint, train, asked, task, settings, device)
+    from finetune.heads.probe import fit_probe
+
+    max_length = settings.max_length or task.max_length
+    known, unknown = (encode_rows(checkpoint, task, rows, max_length) for rows in (train, asked))
+    return fit_probe(checkpoint, known, unknown, task, settings, device)
+
+
+def describe(task: Task, max_length: int | None = None) -> dict[str, Any]:
+    """Returns what a `TaskModel` and those who use it have to know of a task, as JSON values."""
+    names = ("name", "num_labels", "num_choices", "num_spans", "is_regression", "label_scale", "shape")
+    return {
+        "labels": list(task.labels),
+        **{name: getattr(task, name) for name in names},
+        "multi_label": getattr(task, "multi_label", False),
+        "max_length": max_length or task.max_length,
+        "text_columns": [columns[0] for columns in task.fields] if task.benchmark == "own" else [],
+    }

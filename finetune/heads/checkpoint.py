@@ -1,10 +1,15 @@
-"""A Hugging Face model to fine-tune: found, fingerprinted, and loaded without running code that lies beside it."""
+"""A Hugging Face model to fine-tune: finds, fingerprints and loads it without running code from its folder.
+
+A process reads weights, tokenizer and rows once for all runs that share them.
+"""
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +18,19 @@ from multicls.files import read_json, sha256_of
 from multicls.from_bert import quiet_transformers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
+    from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from finetune.data.encoding import Encoded
+    from finetune.data.examples import LabeledExample
+    from finetune.data.tasks import Task
 
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 TEXT_FILES = ("*.json", "*.txt", "*.model", "*.py")
+ENCODED_KEPT = 8  # sets of token ids that a process keeps: train, dev, held-out and test rows of two tasks
+_encoded: dict[tuple[str, str, str, int], Encoded] = {}
 
 
 @dataclass(frozen=True)
@@ -35,7 +47,7 @@ class Checkpoint:
 
     name: str
     folder: Path
-    config: dict[str, Any]
+    config: dict[str, Any] = field(compare=False)  # the fingerprint stands for it
     fingerprint: str
     trust_remote_code: bool
 
@@ -101,17 +113,12 @@ def _weights(folder: Path) -> list[Path]:
 
 
 def load_tokenizer(checkpoint: Checkpoint, max_length: int) -> PreTrainedTokenizerBase:
-    """The checkpoint's tokenizer, which takes all text for text: "[SEP]" in a row is split like any other word.
+    """Returns the checkpoint's tokenizer, which treats all text as text: "[SEP]" in a row is split like any word.
 
     Raises:
         UserError: it cannot be loaded, or the model has no `max_length` positions.
     """
-    from transformers import AutoTokenizer
-
-    with _load_problems(checkpoint, "the tokenizer"):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            checkpoint.folder, split_special_tokens=True, trust_remote_code=checkpoint.trust_remote_code
-        )
+    tokenizer = _read_tokenizer(checkpoint)
     encoder = checkpoint.encoder
     positions = int(encoder.get("max_position_embeddings", 512))
     if "roberta" in encoder.get("model_type", ""):  # its positions begin behind the padding's
@@ -125,27 +132,79 @@ def load_tokenizer(checkpoint: Checkpoint, max_length: int) -> PreTrainedTokeniz
     return tokenizer
 
 
+@lru_cache(maxsize=2)
+def _read_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    with _load_problems(checkpoint, "the tokenizer"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            checkpoint.folder, split_special_tokens=True, trust_remote_code=checkpoint.trust_remote_code
+        )
+    return tokenizer
+
+
 def load_encoder(checkpoint: Checkpoint) -> PreTrainedModel:
-    """The checkpoint's encoder, in float32; its heads of pretraining are left behind.
+    """Returns the checkpoint's encoder in float32, without the heads of its pretraining.
+
+    A process reads the weights of the last two checkpoints once. A pooler that the checkpoint lacks is drawn from
+    torch's global generator at every call.
 
     Raises:
         UserError: it cannot be loaded, or weights other than the pooler's are missing.
     """
+    read, missing = _read_encoder(checkpoint)
+    encoder = copy.deepcopy(read)
+    for name in missing:
+        weight = encoder.get_parameter(name)
+        weight.data.normal_(0.0, encoder.config.initializer_range) if weight.ndim > 1 else weight.data.zero_()
+    return encoder
+
+
+@lru_cache(maxsize=2)
+def _read_encoder(checkpoint: Checkpoint) -> tuple[PreTrainedModel, list[str]]:
+    """Returns the encoder and the names of the weights that its file lacks."""
     import torch
     from transformers import AutoModel
 
-    with _load_problems(checkpoint, "the model"), quiet_transformers():
-        model, found = AutoModel.from_pretrained(
+    with _load_problems(checkpoint, "the model"), quiet_transformers(), torch.random.fork_rng(devices=[]):
+        encoder, found = AutoModel.from_pretrained(
             checkpoint.folder,
             dtype=torch.float32,
             trust_remote_code=checkpoint.trust_remote_code,
             output_loading_info=True,
         )
-    lost = sorted(key for key in found["missing_keys"] if not key.startswith("pooler."))
+    missing = sorted(found["missing_keys"])
+    lost = [key for key in missing if not key.startswith("pooler.")]
     if lost:
         raise UserError(f"--model {checkpoint.name}: weights of the encoder are missing: {', '.join(lost[:3])}, ...")
-    encoder: PreTrainedModel = model
-    return encoder
+    return encoder, missing
+
+
+@lru_cache(maxsize=2)
+def read_fine_tuned(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Returns the weights of a fine-tuned model; they are shared, do not change them."""
+    from finetune.heads.modeling_heads import TaskModel
+
+    with _load_problems(checkpoint, "the model"), quiet_transformers():
+        return TaskModel.from_pretrained(checkpoint.folder).state_dict()
+
+
+def encode_rows(checkpoint: Checkpoint, task: Task, rows: Sequence[LabeledExample], max_length: int) -> Encoded:
+    """Returns the rows as token ids; a process that encodes the same rows again gets the same object.
+
+    Raises:
+        UserError: the tokenizer cannot be loaded, or the rows do not fit into `max_length` tokens.
+    """
+    from finetune.data.encoding import Encoded
+    from finetune.data.examples import fingerprint
+
+    tokenizer = load_tokenizer(checkpoint, max_length)
+    key = (checkpoint.fingerprint, repr(task), fingerprint(rows), max_length)
+    encoded = _encoded.pop(key, None) or Encoded(task, rows, tokenizer, max_length)
+    _encoded[key] = encoded  # the newest is last
+    if len(_encoded) > ENCODED_KEPT:
+        del _encoded[next(iter(_encoded))]
+    return encoded
 
 
 def _from_hub(name: str) -> Path:

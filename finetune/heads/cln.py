@@ -24,13 +24,14 @@ class ConditionalLayerNorm(nn.LayerNorm):
 
     def __init__(self, norm: nn.LayerNorm, num_tasks: int) -> None:
         super().__init__(norm.normalized_shape, eps=norm.eps)
-        self.weight, self.bias = norm.weight, norm.bias
+        self.weight, self.bias = norm.weight, norm.bias  # ModernBERT's norms have no bias: then beta is 0
         self.task_weight = nn.Parameter(torch.zeros(num_tasks, *norm.normalized_shape))
         self.task_bias = nn.Parameter(torch.zeros(num_tasks, *norm.normalized_shape))
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., D) -> (..., D)."""
-        weight_D, bias_D = self.weight + self.task_weight[self.task], self.bias + self.task_bias[self.task]
+        bias_D = self.task_bias[self.task] if self.bias is None else self.bias + self.task_bias[self.task]
+        weight_D = self.weight + self.task_weight[self.task]
         return F.layer_norm(input, self.normalized_shape, weight_D, bias_D, self.eps)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
 
+ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
 NOT_OF_THE_ENCODER = ("auto_map", "architectures", "dtype", "transformers_version")  # fields of its file, not of itself
 
 
@@ -28,12 +29,17 @@ class TaskModelConfig(PretrainedConfig):
         head: a file of this folder, whose class `Head` reads the embedding.
         head_options: that head's settings.
         pooling: the head that `isobn`, `batchnorm`, `cln` and `probe` are built on: "cls", "multicls" or "mean".
-        tasks: a dictionary a task: name, labels, num_labels, num_choices, num_spans, is_regression.
+        tasks: a dictionary for each task, made by `finetune.heads.building.describe`: name, labels, num_labels,
+            num_choices, num_spans, is_regression, multi_label, label_scale, max_length, shape and text_columns.
         dropout: before the classifier; None: the encoder's own.
         **kwargs: as `PretrainedConfig`.
     """
 
     model_type = "encoder-with-head"
+    # With these left out, a Trainer's `compute_metrics` gets the logits alone.
+    keys_to_ignore_at_inference: ClassVar[list[str]] = [
+        "hidden_states", "pooled", "features", "layer_weights", "facets"
+    ]  # fmt: skip
 
     encoder: Any = None
     head: str = "cls"
@@ -46,11 +52,21 @@ class TaskModelConfig(PretrainedConfig):
         encoder = self.encoder if isinstance(self.encoder, dict) else self.encoder.to_dict() if self.encoder else {}
         self.encoder = {name: value for name, value in encoder.items() if name not in NOT_OF_THE_ENCODER}
         self.head_options, self.tasks = self.head_options or {}, self.tasks or []
-        labels = [str(label) for label in (self.tasks[0].get("labels") if self.tasks else None) or []]
-        if labels:
-            kwargs.setdefault("id2label", dict(enumerate(labels)))
-            kwargs.setdefault("label2id", {label: index for index, label in enumerate(labels)})
+        first = self.tasks[0] if self.tasks else {}
+        names = [str(label) for label in first.get("labels") or (["score"] if first.get("is_regression") else [])]
+        if names and self.id2label is None:
+            self.id2label = dict(enumerate(names))
+            self.label2id = {label: index for index, label in enumerate(names)}
+        if first and self.problem_type is None:
+            self.problem_type = problem_type_of(first)
         super().__post_init__(**kwargs)
+
+
+def problem_type_of(task: dict[str, Any]) -> ProblemType:
+    """Returns the `problem_type` of a task; by it a pipeline chooses softmax, sigmoid or nothing."""
+    if task.get("is_regression"):
+        return "regression"
+    return "multi_label_classification" if task.get("multi_label") else "single_label_classification"
 
 
 @dataclass
@@ -167,6 +183,7 @@ class TaskModel(PreTrainedModel):
         spans: Tensor | None = None,
         labels: Tensor | None = None,
         task: int = 0,
+        class_weights: Tensor | None = None,
         **kwargs: Any,
     ) -> TaskModelOutput:
         """Classifies sequences of one task.
@@ -176,12 +193,14 @@ class TaskModel(PreTrainedModel):
             attention_mask: (B, L), 1 up to the padding, which is on the right.
             token_type_ids: (B, L); left out where the encoder has none.
             spans: (B, S, L) bool, the tokens of each marked span, for tasks that mark spans.
-            labels: (B,) class ids, or numbers for regression.
-            task: which of `config.tasks`.
+            labels: (B,) class ids, or numbers for regression; (B, C) zeros and ones for a multi-label task.
+            task: index into `config.tasks`.
+            class_weights: (C,) factor of a row's loss by its class; the loss is then the mean of the weighted losses.
             **kwargs: for the encoder.
 
         Returns:
-            `loss`, the mean over rows, with labels; `logits` (B, num_labels), of a choice task (B, C).
+            `loss`, the mean over rows (and over classes in a multi-label task), if labels are given; `logits`
+            (B, num_labels), or (B, C) in a choice task.
         """
         self.head.select_task(task)
         if getattr(self.encoder.config, "type_vocab_size", 0) > 1:
@@ -200,11 +219,7 @@ class TaskModel(PreTrainedModel):
         about = (self.config.tasks or [])[task]
         if about["num_choices"]:
             logits = logits.view(-1, about["num_choices"])
-        loss = None
-        if labels is not None and about["is_regression"]:
-            loss = F.mse_loss(logits.squeeze(-1).float(), labels.float())
-        elif labels is not None:
-            loss = F.cross_entropy(logits.float(), labels)
+        loss = None if labels is None else loss_of(about, logits.float(), labels, class_weights)
         return TaskModelOutput(
             loss=loss,
             logits=logits,
@@ -215,6 +230,17 @@ class TaskModel(PreTrainedModel):
             layer_weights=self.head.layer_weights,
             facets=self.head.facets,
         )
+
+
+def loss_of(task: dict[str, Any], logits_BC: Tensor, labels: Tensor, class_weights: Tensor | None) -> Tensor:
+    """Returns the mean loss of a batch: squared error, binary cross-entropy (multi-label) or cross-entropy."""
+    if task["is_regression"]:
+        return F.mse_loss(logits_BC.squeeze(-1), labels.float())
+    if task.get("multi_label"):
+        return F.binary_cross_entropy_with_logits(logits_BC, labels.float())
+    if class_weights is None:
+        return F.cross_entropy(logits_BC, labels)
+    return F.cross_entropy(logits_BC, labels, weight=class_weights, reduction="none").mean()
 
 
 def span_means(hidden_BLD: Tensor, spans_BSL: Tensor) -> Tensor:

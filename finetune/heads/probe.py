@@ -67,16 +67,18 @@ def fit_probe(
 ) -> Array:
     """Fits the regression on the frozen embeddings of `train` and predicts `asked`.
 
-    Embeddings (and the means over marked spans behind them) are standardised. A choice task is a logistic regression
-    without intercept on the difference between the right choice's embedding and each wrong one's: a score for every
-    choice, and softmax over them. C of the logistic regression is that of the best log loss in five-fold
-    cross-validation on train rows, alpha of the ridge regression that of the best leave-one-out error.
+    Embeddings (and the means over marked spans after them) are standardised. A choice task is a logistic regression
+    without intercept on the difference between the right choice's embedding and each wrong one's: it scores every
+    choice, and softmax makes probabilities of the scores. A multi-label task is one logistic regression for each
+    label. Five-fold cross-validation on train rows chooses C of the logistic regression by log loss; leave-one-out
+    chooses alpha of the ridge regression.
 
     Returns:
-        (N, C) log-probabilities, or (N, 1) predictions on the scale of the encoded labels; float32.
+        (N, C) log-probabilities, of a multi-label task log-odds, or (N, 1) predictions on the scale of the encoded
+        labels; float32.
 
     Raises:
-        UserError: the pooling makes no sense on the checkpoint, or it cannot be loaded.
+        UserError: the pooling does not work on the checkpoint, or the checkpoint cannot be loaded.
     """
     from finetune.heads.building import build_head
     from finetune.train.loop import predict
@@ -85,7 +87,10 @@ def fit_probe(
     embedder = _Embedder(model, max(1, task.num_choices)).to(device)
     train_NF, asked_NF = (predict(embedder, rows, device, settings.train) for rows in (train, asked))
     labels = train.labels.numpy()
-    if task.is_regression:
+    if getattr(task, "multi_label", False):
+        pairs = [_classes(train_NF, own, asked_NF, 2, settings.seed) for own in labels.T.astype(int)]
+        outputs = np.stack([pair[:, 1] - pair[:, 0] for pair in pairs], axis=1)
+    elif task.is_regression:
         outputs = _ridge(train_NF, labels, asked_NF)
     elif task.num_choices:
         outputs = _choices(train_NF, labels, asked_NF, task.num_choices, settings.seed)

@@ -27,10 +27,14 @@ if MultiClsBertConfig.model_type not in CONFIG_MAPPING:
 """
 
 
-def save_model(model: TaskModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Saves model and tokenizer with the code that loads them; the folder takes its name only when it is whole.
+def save_model(model: TaskModel, tokenizer: PreTrainedTokenizerBase, folder: Path, card: str = "") -> None:
+    """Saves model, tokenizer and model card with the code that loads them.
 
-    `AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True)` loads it without this project.
+    `AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True)` loads the model without this
+    project. The folder takes its name when it is whole, and everybody may read it.
+
+    Args:
+        card: content of README.md, from `finetune.show.cards.model_card`; "": none is written.
     """
     model.config.auto_map = {
         "AutoConfig": f"{ENTRY}.TaskModelConfig",
@@ -51,3 +55,7 @@ def save_model(model: TaskModel, tokenizer: PreTrainedTokenizerBase, folder: Pat
         for file in files:
             shutil.copy(file, fresh)
         (fresh / f"{ENTRY}.py").write_text(entry, encoding="utf-8")
+        if card:
+            (fresh / "README.md").write_text(card, encoding="utf-8")
+        for file in fresh.iterdir():
+            file.chmod(0o644)  # safetensors writes files that only their owner may read

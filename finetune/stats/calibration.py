@@ -11,6 +11,7 @@ import numpy as np
 Array = np.ndarray[Any, np.dtype[Any]]
 NUM_BINS = 15  # as Guo et al. (2017)
 LOWEST, HIGHEST = 0.05, 20.0  # temperatures
+FLAT = 1e-4  # nats: a bound that is worse by less is as good
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,8 @@ def pooled_temperature(runs: Sequence[tuple[Array, Array]]) -> Temperature:
 
     bounds = (float(np.log(LOWEST)), float(np.log(HIGHEST)))
     found = minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": 1e-6})
-    near = min(abs(found.x - bound) for bound in bounds)
-    return Temperature(float(np.exp(found.x)), near < 1e-3)
+    at_bound = min(map(loss, bounds)) < loss(found.x) + FLAT
+    return Temperature(float(np.exp(found.x)), at_bound)
 
 
 def brier_score(logits: Array, labels: Array) -> float:

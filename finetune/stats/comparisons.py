@@ -48,8 +48,9 @@ class Comparison:
         high: Upper end.
         p: Two-sided p-value of the t-test; nan for a single unit.
         df: Degrees of freedom of the t-test.
-        flip_p: Two-sided p-value of the sign-flip test; nan where there are no paired units.
-        flip_least: Least p-value that the sign-flip test can give with so many units.
+        flip_p: Two-sided p-value of the sign-flip test; nan where there are no paired units, and where pretrainings
+            and draws are crossed: flips of pretrainings would say nothing about other draws.
+        flip_least: Least p-value that the sign-flip test can give with so many units; nan likewise.
         units: What the error covers, in words.
         paired: True if the difference is taken within pretrained models (or within draws of one model each).
     """
@@ -182,18 +183,19 @@ def difference_of_cells(a: Array, b: Array) -> StudentMean:
     return StudentMean(mean, part.variance, np.asarray(part.df))
 
 
-def sign_flip_units(differences: Array) -> Array:
-    """Returns what a sign-flip test may flip: (..., P) means over draws, or (..., D) draws of one pretraining."""
-    return np.asarray(differences.mean(axis=-1) if differences.shape[-2] > 1 else differences[..., 0, :])
+def sign_flip_units(differences: Array) -> Array | None:
+    """Returns what a sign-flip test may flip, (..., n), of paired differences (..., P, D); None if both are several."""
+    models, draws = differences.shape[-2:]
+    return None if models > 1 and draws > 1 else differences.reshape(*differences.shape[:-2], models * draws)
 
 
 def sign_flip_p(units: Array) -> Array:
     """Returns the two-sided p-values (...) of the sign-flip test that units (..., n) are symmetric about 0."""
     from scipy.stats import permutation_test
 
-    result = permutation_test(
-        (units,), np.mean, permutation_type="samples", axis=-1, n_resamples=PERMUTATIONS, vectorized=True, rng=0
-    )
+    options: dict[str, Any] = {"permutation_type": "samples", "n_resamples": PERMUTATIONS, "rng": 0}
+    batch = max(1, 10**7 // units.size)  # bounds the memory for thousands of simulated worlds
+    result = permutation_test((units,), np.mean, axis=-1, vectorized=True, batch=batch, **options)
     return np.asarray(result.pvalue)
 
 

@@ -80,8 +80,8 @@ def cross(pretrainings: Sequence[Component], draws: Component, interaction: Arra
 
     Both parts contain the interaction (and the seed noise), so it is subtracted once: the usual two-way random-effects
     estimate, but never less than either part. The degrees of freedom are those of the sum before the subtraction
-    (Satterthwaite, 1946), and at most those of all components but the one with the fewest: with two or three levels the
-    plain formula covers too rarely. `benchmarks/finetune_statistics.py` is the reason for this choice.
+    (Satterthwaite, 1946), and at most twice those of the part with fewer: the plain formula covers too rarely where a
+    part with few levels happens to look small. `benchmarks/finetune_statistics.py` is the reason for this choice.
 
     Args:
         pretrainings: Components of the pretrainings of each system.
@@ -90,8 +90,7 @@ def cross(pretrainings: Sequence[Component], draws: Component, interaction: Arra
     """
     models, both = add(pretrainings), add([*pretrainings, draws])
     variance = np.maximum(both.variance - interaction, np.maximum(models.variance, draws.variance))
-    degrees = [float(part.df) for part in (*pretrainings, draws)]
-    return Component(variance, np.minimum(both.df, sum(degrees) - min(degrees)))
+    return Component(variance, np.minimum(both.df, 2 * np.minimum(models.df, draws.df)))
 
 
 def interaction_variance(cells: Array) -> Array:

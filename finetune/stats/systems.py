@@ -328,8 +328,9 @@ def _ensembles_of(one: _Found, size: int, store: Store) -> _Found | None:
 
     Each candidate has its own ensembles, so that they choose by their own scores.
     """
-    runs: dict[str, list[Record]] = {key: [ensemble(store, members, number) for number, members in enumerate(member_sets(found, size), 1)]
-            for key, found in one.runs.items()}  # fmt: skip
+    runs: dict[str, list[Record]] = {}
+    for key, found in one.runs.items():
+        runs[key] = [ensemble(store, members, number) for number, members in enumerate(member_sets(found, size), 1)]
     if not any(runs.values()):
         return None
     ids = {key: [f"{size} runs {number}" for number in range(max(map(len, runs.values())))] for key in runs}

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from finetune.store.results import Array, Record, Store
 from multicls.distributed import rank_and_world
 from multicls.environment import environment_record
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from finetune.heads.checkpoint import Checkpoint
     from finetune.settings import FinetuneSettings, TrainSettings
     from finetune.train.loop import FinetuneResult
+
+ERROR_RESAMPLES = 200  # of dev, for the standard error of a run's score
 
 
 @dataclass(frozen=True)
@@ -91,9 +95,10 @@ class Predicted:
 
 def make_record(planned: PlannedRun, predicted: Predicted, task: int) -> dict[str, Any]:
     """Returns the line of results of one task."""
+    import torch
+
     from finetune.data.metrics import constant_scores, score_examples
     from finetune.stats.comparisons import bootstrap_score
-    from finetune.train.loop import device_name
 
     settings, own, result = planned.settings, planned.rows[task], predicted.result
     scores = score_examples(own.task, own.dev, predicted.dev[task])
@@ -101,7 +106,7 @@ def make_record(planned: PlannedRun, predicted: Predicted, task: int) -> dict[st
     if own.held:
         held_scores = score_examples(own.task, own.held, predicted.held[task])
         held = {"holdout_rows": len(own.held), "holdout_scores": held_scores}
-    error = bootstrap_score(own.task, make_predictions(own, predicted, task))[0] / 100
+    error = bootstrap_score(own.task, make_predictions(own, predicted, task), ERROR_RESAMPLES)[0] / 100
     return {
         "run_id": planned.run_ids[task],
         "request_id": planned.request_ids[task],
@@ -129,8 +134,9 @@ def make_record(planned: PlannedRun, predicted: Predicted, task: int) -> dict[st
         "train_rows": len(own.train),
         "dev_rows": len(own.dev),
         "labels": list(own.task.labels),
+        "multi_label": own.task.multi_label,
         "seconds": round(result.seconds, 2),
-        "gpu": device_name(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "ranks": rank_and_world()[1],
         "notes": own.notes,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -162,8 +168,8 @@ def make_predictions(own: TaskRows, predicted: Predicted, task: int) -> dict[str
 
 def _arrays(task: Task, examples: Sequence[LabeledExample], outputs: Array) -> dict[str, Any]:
     names = ("id", "part", "group", "passage", "answer")
-    arrays: dict[str, Any] = {f"{name}s": [getattr(example, name) for example in examples] for name in names}
-    arrays["labels"] = [example.labels if task.multi_label else example.label for example in examples]
+    arrays: dict[str, Any] = {f"{name}s": np.array([getattr(example, name) for example in examples]) for name in names}
+    arrays["labels"] = np.array([example.labels if task.multi_label else example.label for example in examples])
     if task.is_regression:
         return arrays | {"scores": outputs[:, 0] * task.label_scale}
     return arrays | {"logits": outputs}

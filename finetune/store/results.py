@@ -28,10 +28,10 @@ import numpy as np
 
 from multicls.errors import UserError
 from multicls.files import (
+    FolderInUse,
     FolderLock,
     append_jsonl,
     atomic_write,
-    lock_holder,
     locked,
     read_json,
     read_jsonl,
@@ -176,9 +176,7 @@ class Store:
         lock = FolderLock(self.folder / "claims" / run_id)
         try:
             lock.acquire(patience=0)
-        except UserError:
-            if lock_holder(lock.path.parent) is None and not lock.path.parent.is_dir():
-                raise
+        except FolderInUse:
             raise Busy(f"run {run_id} in {self.folder}: another process is at it.") from None
         try:
             yield

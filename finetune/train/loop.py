@@ -9,26 +9,29 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from itertools import count
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import count, islice
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from finetune.data.encoding import Encoded
+from finetune.heads.modeling_heads import TaskModel
 from finetune.settings import TrainSettings
+from finetune.train.progress import Progress
+from finetune.train.snapshots import Snapshots
 from multicls.distributed import rank_and_world
 from multicls.ds_config import OWNED, check_with_deepspeed, resolve_ds_config
 from multicls.errors import UserError
 from multicls.optim import choose_precision, dropout_seed, linear_lr, parameter_groups
+from multicls.safe_unpickling import safe_unpickling
 
 log = logging.getLogger("finetune")
 Scores = dict[str, float]
@@ -37,6 +40,7 @@ Weights = dict[str, Tensor]
 OWNERS = {**OWNED, "train_batch_size": "train.batch_size", "gradient_clipping": "train.max_grad_norm",
           "gradient_accumulation_steps": "train.micro_batch_size"}  # fmt: skip
 CHECK_EVERY = 50  # steps between looks at the loss on the device: each look waits for the device
+NO_NUMBERS = {"eval_batch_size", "gradient_checkpointing", "snapshot_minutes"}  # train settings that change no number
 
 
 @dataclass(frozen=True)
@@ -47,11 +51,15 @@ class TaskSplit:
         train: the rows to learn from.
         dev: the rows that choose the best evaluation.
         score: the metrics of outputs (N, C) on `dev`, the main one first.
+        curve: name of the dev rows' scores in TensorBoard: "dev", "holdout", or "dev/TASK" of several tasks.
+        class_weights: (C,) weights of the rows' losses by class; `fine_tune` fills them in.
     """
 
     train: Encoded
     dev: Encoded
     score: Callable[[Array], Scores]
+    curve: str = "dev"
+    class_weights: Tensor | None = None
 
 
 @dataclass
@@ -181,6 +189,15 @@ class Stepper:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
+    def state(self, folder: Path, step: int) -> dict[str, Any]:
+        """Returns what a snapshot needs to go on from `step`; may write files to `folder`."""
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load_state(self, folder: Path, state: Mapping[str, Any]) -> None:
+        """Puts back what `state` gave."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
 
 class DeepSpeedStepper(Stepper):
     """The same by a DeepSpeed engine, on any number of ranks. `prepare_deepspeed` comes before it."""
@@ -211,14 +228,30 @@ class DeepSpeedStepper(Stepper):
         self.model.step()  # updates with the last chunk of a step
 
     def update(self) -> None:
-        """Done by the last `backward`."""
+        """Does nothing: the last `backward` has updated the weights."""
+
+    def state(self, folder: Path, step: int) -> dict[str, Any]:
+        """Writes the engine's state to `folder/step_N` on all ranks; returns that name."""
+        self.model.save_checkpoint(str(folder), tag=f"step_{step}", save_latest=False)
+        return {"tag": f"step_{step}"}
+
+    def load_state(self, folder: Path, state: Mapping[str, Any]) -> None:
+        """Loads what `state` wrote."""
+        with safe_unpickling(folder):
+            path, _ = self.model.load_checkpoint(str(folder), tag=state["tag"])
+        assert path is not None, f"DeepSpeed found no checkpoint {state['tag']} in {folder}"
 
 
 def train_step(
     stepper: Stepper, part: TaskSplit, task: int, rows: Sequence[int], device: torch.device, settings: TrainSettings,
     seed: int, step: int,
 ) -> Tensor:  # fmt: skip
-    """One update (`step` counts from 0); returns this rank's share of the step's loss, detached."""
+    """Updates the weights once (`step` counts from 0); returns this rank's share of the step's loss, detached.
+
+    Each row's loss is multiplied by the weight of its class and divided by the rows of the step, however the step is
+    cut into chunks.
+    """
+    weights = {} if part.class_weights is None else {"class_weights": part.class_weights}
     for group in stepper.optimizer.param_groups:
         group["lr"] = learning_rate_at(step, settings)
     chunks = chunks_of(rows, stepper.chunks)
@@ -227,7 +260,7 @@ def train_step(
         chunk_rows, share = chunks[chunk]
         torch.manual_seed(dropout_seed(seed, step * stepper.chunks + chunk))
         with _autocast(stepper.model, device, settings):
-            loss = stepper.model(**part.train.batch(chunk_rows, device), task=task).loss * share
+            loss = stepper.model(**part.train.batch(chunk_rows, device), task=task, **weights).loss * share
         stepper.backward(loss)
         total += loss.detach()
     stepper.update()
@@ -235,18 +268,17 @@ def train_step(
 
 
 @torch.no_grad()
-def predict(
-    model: nn.Module, rows: Encoded, device: torch.device, settings: TrainSettings, task: int = 0, batch_size: int = 64
-) -> Array:
-    """Outputs (N, C) of all rows, in their order, on all ranks, each of which computes a part of them.
+def predict(model: nn.Module, rows: Encoded, device: torch.device, settings: TrainSettings, task: int = 0) -> Array:
+    """Returns the outputs (N, C) of all rows, in their order, on all ranks, each of which computes a part of them.
 
-    Rows of like length go together, for less padding.
+    A batch holds `eval_batch_size` rows of like length, for less padding.
     """
     was_training = model.training
     model.eval()
     rank, world_size = rank_and_world()
     by_length = sorted(range(len(rows)), key=rows.lengths.__getitem__)
-    batches = [by_length[start : start + batch_size] for start in range(0, len(rows), batch_size)]
+    size = settings.eval_batch_size
+    batches = [by_length[start : start + size] for start in range(0, len(rows), size)]
     rounds = math.ceil(len(batches) / world_size)  # of all ranks: ZeRO-3 gathers weights in every one
     own = [batches[min(turn * world_size + rank, len(batches) - 1)] for turn in range(rounds)]
     outputs = []
@@ -264,7 +296,7 @@ def predict(
 
 
 def fine_tune(
-    model: nn.Module,
+    model: TaskModel,
     parts: Sequence[TaskSplit],
     settings: TrainSettings,
     seed: int,
@@ -273,45 +305,103 @@ def fine_tune(
     sampling: str = "size_balanced",
     keep_weights: bool = False,
     ds_config: tuple[str, Mapping[str, Any]] | None = None,
+    snapshots: Path | None = None,
+    tensorboard: Path | None = None,
 ) -> FinetuneResult:
     """Trains and evaluates `model` on `device`, on all ranks together.
 
     Args:
-        model: as `finetune.heads.building.build_head` gives it.
+        model: made by `finetune.heads.building.build_head`; moved to `device`.
         parts: the model's tasks, in its order.
         settings: resolved by `finetune.settings.resolve`.
         seed: of the order of the rows and of dropout.
-        device: where the model goes and stays.
-        sampling: of several tasks, as `task_batches` takes it.
+        sampling: how `task_batches` samples several tasks.
         keep_weights: keep a copy of the weights of the best evaluation.
         ds_config: name and content of the DeepSpeed JSON to train with; needed for several ranks.
+        snapshots: folder of this run's snapshot; a killed run goes on from there. The caller removes it with
+            `remove_snapshot` after the record is written. None: a killed run starts again.
+        tensorboard: folder for TensorBoard.
 
     Raises:
-        UserError: the loss is no longer a number, or the JSON does not fit the settings.
+        UserError: the loss is no longer a number, or the JSON, class weights or gradient checkpointing do not fit.
     """
     assert settings.max_steps and settings.batch_size and settings.eval_every, "settings are not resolved"
-    model.to(device).train()
+    model.train().to(device)
+    if settings.gradient_checkpointing:
+        recompute_activations(model)
+    tasks = model.config.tasks or []
+    parts = [replace(part, class_weights=class_weights(tasks[task], part.train, settings, device))
+             for task, part in enumerate(parts)]  # fmt: skip
     stepper = DeepSpeedStepper(model, settings, ds_config[1], ds_config[0]) if ds_config else Stepper(model, settings)
-    outcome, started, losses = FinetuneResult(), time.perf_counter(), []
-    batches = task_batches([len(part.train) for part in parts], settings.batch_size, seed, sampling)
-    with _progress(settings.max_steps) as show:
-        for step in range(1, settings.max_steps + 1):
+    result, losses = FinetuneResult(), list[Tensor]()
+    identity = _identity(model, parts, settings, seed, sampling, keep_weights, ds_config)
+    keeper = Snapshots(snapshots, settings.snapshot_minutes, identity)
+    keeper.load(stepper, result)
+    started, done = time.perf_counter() - result.seconds, result.steps
+    batches = islice(task_batches([len(part.train) for part in parts], settings.batch_size, seed, sampling), done, None)
+    with Progress(settings.max_steps, done, tensorboard) as progress:
+        for step in range(done + 1, settings.max_steps + 1):
             task, rows = next(batches)
             losses.append(train_step(stepper, parts[task], task, rows, device, settings, seed, step - 1))
-            outcome.steps = step
+            result.steps = step
             evaluates = step % settings.eval_every == 0 or step == settings.max_steps
             if evaluates or step % CHECK_EVERY == 0:
                 losses = [_finite_losses(losses, step, settings)]
-            if evaluates:
-                outputs = [predict(model, part.dev, device, settings, task) for task, part in enumerate(parts)]
-                if _evaluate(outcome, outputs, parts, losses.pop()) and keep_weights:
-                    outcome.weights = copy_weights(model)
-                if step - outcome.best_step >= settings.patience:
-                    log.info("no better score for %d steps: stopped", step - outcome.best_step)
-                    break
-            show(outcome, evaluates, time.perf_counter() - started)
-    outcome.seconds = time.perf_counter() - started
-    return outcome
+            progress.step()
+            if not evaluates:
+                continue
+            outputs = [predict(model, part.dev, device, settings, task) for task, part in enumerate(parts)]
+            curves, better = _evaluate(result, outputs, parts, losses.pop(), learning_rate_at(step - 1, settings))
+            if better and keep_weights:
+                result.weights = copy_weights(model)
+            progress.evaluation(result, curves, time.perf_counter() - started)
+            if step - result.best_step >= settings.patience:
+                log.info("no better score for %d steps: stopped", step - result.best_step)
+                break
+            if step < settings.max_steps:
+                keeper.save_if_due(stepper, result, time.perf_counter() - started)
+    result.seconds = time.perf_counter() - started
+    return result
+
+
+def class_weights(
+    task: Mapping[str, Any], rows: Encoded, settings: TrainSettings, device: torch.device
+) -> Tensor | None:
+    """Returns the weight of each class, (C,), by its share of the rows; None for `class_weights` "none".
+
+    Balanced weights are n / (C n_c): the classes have equal total weights, and the mean over the rows is 1. A class
+    without rows does not count.
+
+    Raises:
+        UserError: the task has no classes of which a row has one.
+    """
+    if settings.class_weights == "none":
+        return None
+    if task["is_regression"] or task["num_choices"] or task.get("multi_label"):
+        raise UserError(
+            f"--class_weights {settings.class_weights}: task {task['name']} gives no row one of several classes; "
+            "leave it out."
+        )
+    counts = torch.bincount(rows.labels, minlength=task["num_labels"])
+    return (len(rows) / ((counts > 0).sum() * counts.clamp(min=1))).to(device)
+
+
+def recompute_activations(model: TaskModel) -> None:
+    """Makes the encoder compute its activations again in the backward pass, instead of keeping them.
+
+    Raises:
+        UserError: the encoder cannot.
+    """
+    encoder: Any = model.encoder
+    # transformers 5.23 has renamed it
+    enable = getattr(encoder, "activation_checkpointing_enable", encoder.gradient_checkpointing_enable)
+    try:
+        enable({"use_reentrant": False})
+    except ValueError:
+        raise UserError(
+            f"--gradient_checkpointing: {encoder.config.model_type} does not support it; leave it out, and give "
+            "a smaller --micro_batch_size to save memory."
+        ) from None
 
 
 def copy_weights(model: nn.Module) -> Weights:
@@ -337,15 +427,46 @@ def gathered(model: nn.Module, writing: bool = False) -> AbstractContextManager[
     return context
 
 
-def _evaluate(outcome: FinetuneResult, outputs: list[Array], parts: Sequence[TaskSplit], losses: Tensor) -> bool:
-    """Adds an evaluation to `outcome`, and keeps it if it is strictly better than all before, which it returns."""
+def _evaluate(
+    result: FinetuneResult, outputs: list[Array], parts: Sequence[TaskSplit], losses: Tensor, learning_rate: float
+) -> tuple[Scores, bool]:
+    """Adds an evaluation to `result`, and keeps it if it is strictly better than all before.
+
+    Returns:
+        The values for TensorBoard, and whether it is better.
+    """
     scores = [part.score(own) for part, own in zip(parts, outputs, strict=True)]
     mains = [next(iter(own.values())) for own in scores]
-    better = not outcome.history or sum(mains) > max(sum(before) for _, _, before in outcome.history)
-    outcome.history.append((outcome.steps, round(float(losses.mean()), 6), mains))
+    better = not result.history or sum(mains) > max(sum(before) for _, _, before in result.history)
+    loss = float(losses.mean())
+    result.history.append((result.steps, round(loss, 6), mains))
     if better:
-        outcome.scores, outcome.outputs, outcome.best_step = scores, outputs, outcome.steps
-    return better
+        result.scores, result.outputs, result.best_step = scores, outputs, result.steps
+    curves = {"loss/train": loss, "optim/lr": learning_rate}
+    for part, own in zip(parts, scores, strict=True):
+        curves |= {f"{part.curve}/{name}": value for name, value in own.items()}
+    return curves, better
+
+
+def _identity(
+    model: TaskModel,
+    parts: Sequence[TaskSplit],
+    settings: TrainSettings,
+    seed: int,
+    sampling: str,
+    keep_weights: bool,
+    ds_config: tuple[str, Mapping[str, Any]] | None,
+) -> dict[str, Any]:
+    """Returns what a snapshot and a run must agree on, as JSON values."""
+    config = model.config
+    return {
+        "settings": settings.model_dump(mode="json", exclude=NO_NUMBERS),
+        "seed": [seed, sampling, keep_weights],
+        "rows": [[len(part.train), len(part.dev)] for part in parts],
+        "model": [config.head, config.head_options, config.pooling, config.tasks, config.encoder],
+        "weights": [[name, list(tensor.shape)] for name, tensor in model.state_dict().items()],
+        "ranks": [rank_and_world()[1], ds_config and ds_config[1]],
+    }
 
 
 def _finite_losses(losses: list[Tensor], step: int, settings: TrainSettings) -> Tensor:
@@ -365,25 +486,3 @@ def _autocast(model: Any, device: torch.device, settings: TrainSettings) -> torc
     """bf16 arithmetic on float32 weights; DeepSpeed holds weights in bf16 instead, next to float32 ones of its own."""
     enabled = settings.precision == "bf16" and next(model.parameters()).dtype == torch.float32
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled)
-
-
-@contextmanager
-def _progress(steps: int) -> Iterator[Callable[[FinetuneResult, bool, float], None]]:
-    """A bar on a terminal; elsewhere one line an evaluation, with the time left. Only on rank 0."""
-    bar = tqdm(total=steps, disable=not sys.stderr.isatty() or rank_and_world()[0] > 0, unit="step", leave=False)
-
-    def show(outcome: FinetuneResult, evaluated: bool, seconds: float) -> None:
-        bar.update()
-        if not evaluated:
-            return
-        step, loss, mains = outcome.history[-1]
-        main = sum(mains) / len(mains)
-        bar.set_postfix(loss=f"{loss:.3f}", score=f"{main:.4f}")
-        if bar.disable:
-            left = seconds / step * (steps - step)
-            log.info(
-                "step %d/%d  loss %.4f  score %.4f  eta %d:%02d", step, steps, loss, main, *divmod(round(left), 60)
-            )
-
-    with bar:
-        yield show

@@ -43,7 +43,7 @@ def glue(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_tsv(folder / "SST-2" / f"{split}.tsv", "sentence\tlabel", sentiment_rows(count, seed))
         write_tsv(folder / "STS-B" / f"{split}.tsv", stsb, similarity_rows(count, seed))
     answers = ["entailment" if index % 3 else "not_entailment" for index in range(40)]
-    rows = [f"{i}\trol {NOUNS[i % 6]}\t{NOUNS[i % 5]} pel\t{answers[i]}" for i in range(40)]
+    rows = [f"{i}\trol {NOUNS[i % 6]} {i}\t{NOUNS[i % 5]} pel\t{answers[i]}" for i in range(40)]
     write_tsv(folder / "QNLI" / "dev.tsv", "index\tquestion\tsentence\tlabel", rows)
     return folder
 

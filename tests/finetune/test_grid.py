@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -16,14 +15,14 @@ import yaml
 
 from finetune import run as run_module
 from finetune.grid import GridSettings, expand, main
-from finetune.store.results import read_results
+from finetune.store.results import Store
 from multicls.errors import UserError
 from multicls.files import REPOSITORY, read_jsonl
 from multicls.settings import load_settings
 
 GRID: dict[str, Any] = {
-    "models": {"bert": "MODEL"}, "tasks": ["sst2"], "heads": ["cls"], "train_sizes": [16], "learning_rates": [1e-3],
-    "seeds": [1, 2], "settings": {"max_length": 32, "train": {"max_steps": 2}},
+    "models": {"bert": "MODEL"}, "tasks": ["sst2"], "systems": ["cls"], "train_sizes": [16], "seeds": [1, 2],
+    "settings": {"max_length": 32, "train": {"max_steps": 2, "learning_rate": 1e-3}},
 }  # fmt: skip
 
 
@@ -44,18 +43,20 @@ def test_cells_in_the_order_of_the_axes(tmp_path: Path) -> None:
 
 
 def test_pretraining_seeds_pooling_and_overrides(tmp_path: Path) -> None:
-    found = cells(tmp_path, models={"k5": ["A", "B"], "one": "C"}, heads=["cls", "isobn/multicls"], seeds=[1],
+    found = cells(tmp_path, models={"k5": ["A", "B"], "one": "C"}, systems=["cls", "isobn/multicls"], seeds=[1],
                   overrides={"isobn/multicls": {"isobn": {"beta": 1.0}}, "16": {"train": {"epochs": 3}}})  # fmt: skip
     names = [(cell.settings.model_name, cell.settings.pretraining_seed, cell.settings.model) for cell in found[:3]]
     assert names == [("k5", 1, "A"), ("k5", 2, "B"), ("one", None, "C")]
-    assert [cell.key["head"] for cell in found] == ["cls"] * 3 + ["isobn/multicls"] * 3
+    assert [cell.settings.label for cell in found] == ["cls"] * 3 + ["isobn/multicls"] * 3
+    assert [cell.system for cell in found[1:5]] == ["k5 cls", "one cls", "k5 isobn/multicls", "k5 isobn/multicls"]
     last = found[-1].settings
     assert (last.isobn.beta, last.pooling, last.train.epochs, last.train.max_steps) == (1.0, "multicls", 3, 2)
     assert found[0].settings.isobn.beta == 0.5
 
 
 def test_probe_takes_part_once_and_joint_tasks_are_for_cln(tmp_path: Path) -> None:
-    found = cells(tmp_path, heads=["cls", "cln", "probe"], tasks=["sst5", "sst5,sts"], learning_rates=[1e-5, 1e-3])
+    search = {"train.learning_rate": [1e-5, 1e-3]}
+    found = cells(tmp_path, systems=["cls", "cln", "probe"], tasks=["sst5", "sst5,sts"], search=search)
     count = [(cell.settings.task, cell.settings.head) for cell in found]
     assert [count.count(("sst5", head)) for head in ("cls", "cln", "probe")] == [4, 4, 2]
     assert [count.count(("sst5,sts", head)) for head in ("cls", "cln", "probe")] == [0, 4, 0]
@@ -65,11 +66,13 @@ def test_probe_takes_part_once_and_joint_tasks_are_for_cln(tmp_path: Path) -> No
     ("changes", "message"),
     [
         ({"tasks": ["rt"]}, "--task rt: no such task. Did you mean 'rte'"),
-        ({"heads": ["multcls"]}, "no such head. Did you mean 'multicls'"),
+        ({"systems": ["multcls"]}, "no such head. Did you mean 'multicls'"),
         ({"train_sises": [100]}, "train_sises: no such setting. Did you mean 'train_sizes'"),
         ({"settings": {"train": {"epoch": 3}}}, "settings.train.epoch: no such setting. Did you mean"),
         ({"settings": {"seed": 3}}, "settings.seed: this is an axis"),
-        ({"overrides": {"sst": {}}}, "overrides: sst: no task, head or train size of this grid. Did you mean 'sst2'"),
+        ({"overrides": {"sst": {}}}, "overrides: sst: no task, system or train size of this grid. Did you mean 'sst2'"),
+        ({"systems": {"a": {"head": "cls", "models": ["brt"]}}}, "systems.a.models: brt: no model of this grid"),
+        ({"search": {"isobn.betta": [1]}}, "betta"),
         ({"models": {}}, "no models: give --model NAME=FOLDER"),
         ({"seeds": []}, "seeds"),
     ],
@@ -84,10 +87,11 @@ def test_mistakes_are_told(tmp_path: Path, changes: dict[str, Any], message: str
 def test_shipped_recipes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--recipe", f"finetune/recipes/{name}.yaml", "--list"]
     models = 4 if name.startswith("paper") else 1
-    assert main([*flags, *(f"--model=k5={seed}" for seed in range(models))]) == 0
+    names = ["minilm", "k5"] if name == "heads_100" else ["k5"]
+    assert main([*flags, *(f"--model={model}=M{seed}" for model in names for seed in range(models))]) == 0
     expected = {
-        "quick": 2 * 2 * 3,
-        "heads_100": 7 * 4 * 4 * 2,
+        "quick": 2 * 3 * 3,
+        "heads_100": 7 * 12 * (5 + 3),
         "paper_glue": 8 * 3 * 6 * 16,
         "paper_superglue": 7 * 3 * 6 * 16,
     }
@@ -95,9 +99,14 @@ def test_shipped_recipes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_list_and_status_need_no_torch(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in ("config.json", "model.safetensors"):
+        (model / file).write_text("{}")
+    path = recipe(tmp_path, models={"bert": str(model)})
     code = (
         "import sys, finetune.grid as grid\n"
-        f"for flag in ('--list', '--status'): grid.main(['--recipe', {recipe(tmp_path)!r}, '--output_dir', "
+        f"for flag in ('--list', '--status'): grid.main(['--recipe', {path!r}, '--output_dir', "
         f"{str(tmp_path / 'results')!r}, flag])\n"
         "assert not {'torch', 'transformers', 'sklearn', 'datasets'} & set(sys.modules)\n"
     )
@@ -110,7 +119,7 @@ def test_list_and_status_need_no_torch(tmp_path: Path) -> None:
 @pytest.fixture
 def flags(tiny_bert: Path, glue: Path, tmp_path: Path) -> list[str]:
     """Flags of a grid of cls and multicls on a BERT without facets."""
-    path = recipe(tmp_path, heads=["multicls", "cls"], models={"bert": str(tiny_bert)})
+    path = recipe(tmp_path, systems=["multicls", "cls"], models={"bert": str(tiny_bert)})
     return ["--recipe", path, "--data_dir", str(glue), "--output_dir", str(tmp_path / "results")]
 
 
@@ -119,15 +128,16 @@ def test_impossible_cells_are_told_and_finished_ones_skipped(
 ) -> None:
     assert main(flags) == 0
     text = capsys.readouterr().out
-    assert "cells 4/4  impossible 2" in text and "it has no facets" in text
+    assert "runs 4/4  impossible 2" in text and "it has no facets" in text
     results = read_jsonl(tmp_path / "results" / "results.jsonl")
-    assert sorted(record["identity"]["seed"] for record in results) == [1, 2]
+    assert sorted(record["seed"] for record in results) == [1, 2]
     assert main([*flags, "--status"]) == 0
     assert capsys.readouterr().out.startswith("finished 2, impossible 2, failed 0, missing 0, of 4")
     assert main(flags) == 0
     assert read_jsonl(tmp_path / "results" / "results.jsonl") == results
-    plan = tmp_path / "results" / "grids" / "grid.json"
-    assert [cell["seed"] for cell in json.loads(plan.read_text())] == [1, 2, 1, 2]
+    (plan,) = Store(tmp_path / "results").plans()
+    assert [(run["system"], run["seed"]) for run in plan["runs"]] == [
+        ("bert multicls", 1), ("bert multicls", 2), ("bert cls", 1), ("bert cls", 2)]  # fmt: skip
 
 
 def test_crashed_cells_are_recorded_and_tried_again(
@@ -144,34 +154,34 @@ def test_crashed_cells_are_recorded_and_tried_again(
         return real(settings)
 
     monkeypatch.setattr(run_module, "run", crashing)
-    assert main([*flags, "--set", "heads=[cls]", "--set", "seeds=[1, 2, 3]"]) == 1
+    assert main([*flags, "--set", "systems=[cls]", "--set", "seeds=[1, 2, 3]"]) == 1
     assert seen == [1, 2, 3] and "RuntimeError: the device is on fire" in capsys.readouterr().out
     line, _ = read_jsonl(tmp_path / "results" / "errors.jsonl")
-    assert "crashing" in line["traceback"] and line["identity"]["seed"] == 1 and line["run_id"]
+    assert "crashing" in line["traceback"] and line["title"].endswith("seed 1") and line["run_id"]
     monkeypatch.undo()
-    assert main([*flags, "--set", "heads=[cls]", "--set", "seeds=[1, 2, 3]", "--status"]) == 0
+    assert main([*flags, "--set", "systems=[cls]", "--set", "seeds=[1, 2, 3]", "--status"]) == 0
     assert "finished 1, impossible 0, failed 2, missing 0, of 3" in capsys.readouterr().out
-    assert main([*flags, "--set", "heads=[cls]"]) == 0
-    assert [record["identity"]["seed"] for record in read_results(tmp_path / "results")] == [2, 1]
-    assert main([*flags, "--set", "heads=[cls]", "--status"]) == 0
+    assert main([*flags, "--set", "systems=[cls]"]) == 0
+    assert [record["seed"] for record in Store(tmp_path / "results").records()] == [2, 1]
+    assert main([*flags, "--set", "systems=[cls]", "--status"]) == 0
     assert "finished 2, impossible 0, failed 0, missing 0" in capsys.readouterr().out
 
 
 def test_other_settings_are_other_cells(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*flags, "--set", "heads=[cls]"]) == 0
+    assert main([*flags, "--set", "systems=[cls]"]) == 0
     capsys.readouterr()
     for change, finished in (
         ("settings.train.max_grad_norm=1.0", 2),
         ("settings.train.max_grad_norm=2.0", 0),
         ("seeds=[2, 3]", 1),
     ):
-        assert main([*flags, "--set", "heads=[cls]", "--set", change, "--status"]) == 0
+        assert main([*flags, "--set", "systems=[cls]", "--set", change, "--status"]) == 0
         assert capsys.readouterr().out.startswith(f"finished {finished}, ")
 
 
 @pytest.mark.slow
 def test_processes_side_by_side_are_stopped_and_go_on(flags: list[str], tmp_path: Path) -> None:
-    sets = ("heads=[cls]", "seeds=[1, 2, 3, 4, 5, 6]", "settings.train.max_steps=40")
+    sets = ("systems=[cls]", "seeds=[1, 2, 3, 4, 5, 6]", "settings.train.max_steps=40")
     command = [sys.executable, str(REPOSITORY / "finetune" / "grid.py"), *flags, "--jobs", "2"]
     command += [f"--set={value}" for value in sets]
     lines, results = tmp_path / "out.txt", tmp_path / "results" / "results.jsonl"
@@ -187,5 +197,19 @@ def test_processes_side_by_side_are_stopped_and_go_on(flags: list[str], tmp_path
     assert 1 <= before < 6 and not (tmp_path / "results" / "errors.jsonl").exists()
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"cells {before}/6" in done.stdout and "cells 6/6" in done.stdout
-    assert sorted(record["identity"]["seed"] for record in read_jsonl(results)) == [1, 2, 3, 4, 5, 6], "each cell once"
+    assert f"runs {before}/6" in done.stdout and "runs 6/6" in done.stdout
+    assert sorted(record["seed"] for record in read_jsonl(results)) == [1, 2, 3, 4, 5, 6], "each cell once"
+
+
+def test_own_rows_in_a_grid(tiny_bert: Path, glue: Path, tmp_path: Path) -> None:
+    """By the recipe, and by flags: both are the same runs."""
+    rows = (glue / "SST-2" / "dev.tsv").read_text(encoding="utf-8").replace("sentence\t", "text\t", 1)
+    (tmp_path / "reviews.tsv").write_text(rows, encoding="utf-8")
+    values = {"models": {"bert": str(tiny_bert)}, "systems": ["cls", "mean"], "seeds": [1]}
+    own = {"reviews": {"train_file": str(tmp_path / "reviews.tsv")}}
+    first = cells(tmp_path, tasks=["reviews"], own=own, **values)
+    flags = ["--recipe", recipe(tmp_path, **values), "--train_file", str(tmp_path / "reviews.tsv")]
+    assert main([*flags, "--output_dir", str(tmp_path / "results")]) == 0
+    records = Store(tmp_path / "results").records()
+    assert [run.request_ids[0] for run in first] == [record["request_id"] for record in records]
+    assert {record["task"] for record in records} == {"own_reviews"}

@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from finetune import ensemble, report
 from finetune.data.metrics import score
 from finetune.data.tasks import TASKS
 from finetune.run import main, plan_run, run
 from finetune.settings import FinetuneSettings
-from finetune.store.results import Busy, claim, read_predictions
+from finetune.store.results import Busy, Store
 from multicls.errors import UserError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -38,12 +37,12 @@ def finetune(
 
 
 def arrays_of(record: dict[str, Any], output_dir: Path) -> dict[str, Any]:
-    return read_predictions(output_dir, record["run_id"])
+    return Store(output_dir).predictions(record["run_id"])
 
 
 def check_predictions(record: dict[str, Any], output_dir: Path) -> dict[str, Any]:
     """The saved predictions give the metrics of the line."""
-    task = TASKS[record["identity"]["task"]]
+    task = TASKS[record["task"]]
     arrays = arrays_of(record, output_dir)
     outputs = arrays["scores"][:, None] if task.is_regression else arrays["logits"]
     assert score(task, arrays["labels"], outputs, arrays["parts"].tolist()) == pytest.approx(record["scores"], abs=1e-6)
@@ -63,11 +62,11 @@ def test_command_line_learns_saves_and_skips(
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)  # from another folder
     assert done.returncode == 0, done.stderr
     assert main(arguments) == 0
-    assert "already finished: sst2, 100 train rows, head multicls, seed 1" in capsys.readouterr().out
+    assert "already finished: sst2, 100 train rows, multicls, seed 1" in capsys.readouterr().out
     (record,) = lines(output_dir)
     assert record["score"] > 0.9, "one of two words decides the label"
     assert (record["train_rows"], record["dev_rows"], record["steps"]) == (100, 60, 200)
-    assert record["identity"]["train"]["batch_size"] == 4 and record["notes"] == []
+    assert record["resolved"]["train"]["batch_size"] == 4 and record["notes"] == []
     assert [point[0] for point in record["history"]] == [50, 100, 150, 200]
     check_predictions(record, output_dir)
 
@@ -148,12 +147,10 @@ def test_holdout_chooses_and_dev_only_reports(tiny_bert: Path, glue: Path, tmp_p
     assert (held["train_rows"], held["holdout_rows"], held["dev_rows"]) == (32, 8, 60)
     both = [*arrays["train_rows"], *arrays["holdout_rows"]]
     assert sorted(both) == arrays_of(dev, tmp_path)["train_rows"].tolist()
-    assert (dev["identity"]["selection"], "holdout" in dev["identity"], held["identity"]["holdout"]) == (
-        "dev", False, 0.2
-    )  # fmt: skip
-    (split,) = (tmp_path / "splits").iterdir()
-    assert split.name == "sst2-40-uniform-seed1.json"
-    assert json.loads(split.read_text(encoding="utf-8")) == {"split": "train", "split_rows": 120, "rows": sorted(both)}
+    assert (dev["selection"], "holdout" in dev["requested"], held["requested"]["holdout"]) == ("dev", False, 0.2)
+    drawn = tmp_path / "rows" / "sst2-40-uniform-seed1.json"
+    published = json.loads(drawn.read_text(encoding="utf-8"))
+    assert (published["split"], published["split_rows"], published["rows"]) == ("train", 120, sorted(both))
     best = {step: main for step, _, main in held["history"]}[held["best_step"]]
     assert score(TASKS["sst2"], arrays["holdout_labels"], arrays["holdout_logits"]) == {"acc": best}
     assert score(TASKS["sst2"], arrays["labels"], arrays["logits"]) == held["scores"]
@@ -185,7 +182,7 @@ def test_label_noise_changes_labels_and_balanced_the_rows(tiny_bert: Path, glue:
     )
     rows = [arrays_of(record, tmp_path)["train_rows"].tolist() for record in (plain, noisy, balanced)]
     assert rows[0] == rows[1] != rows[2]
-    assert len({record["identity"]["data"] for record in (plain, noisy, balanced)}) == 3
+    assert len(list((tmp_path / "rows").iterdir())) == 3
     assert plain["history"][0][1] != noisy["history"][0][1], "another loss at the same first step"
 
 
@@ -193,8 +190,7 @@ def test_tasks_together_get_a_line_each(tiny_bert: Path, glue: Path, tmp_path: P
     more = ("--max_steps", "4", "--eval_every", "2", "--set", "cln.sampling=round_robin")
     finetune(tiny_bert, glue, tmp_path, *more, task="sst2,stsb", head="cln")
     first, second = lines(tmp_path)
-    assert (first["identity"]["task"], first["identity"]["joint"]) == ("sst2", ["stsb"])
-    assert (second["identity"]["task"], second["identity"]["joint"]) == ("stsb", ["sst2"])
+    assert (first["task"], second["task"]) == ("sst2", "stsb") and first["label"] == "cln of sst2,stsb"
     assert first["best_step"] == second["best_step"] and first["run_id"] != second["run_id"]
     means = {a[0]: (a[2] + b[2]) / 2 for a, b in zip(first["history"], second["history"], strict=True)}
     assert means[first["best_step"]] == max(means.values())
@@ -217,11 +213,9 @@ def test_own_rows(tiny_bert: Path, glue: Path, tmp_path: Path) -> None:
     # No table of tasks holds it, and yet it is compared and averaged as any.
     for head, seed in (("cls", "2"), ("mean", "1")):
         main(["--model", str(tiny_bert), "--head", head, *more, "--seed", seed, "--max_steps", "1"])
-    (tmp_path / "results.jsonl").write_text(
-        "".join(json.dumps(line | {"identity": line["identity"] | {"train": record["identity"]["train"]}}) + "\n"
-                for line in lines(tmp_path)), encoding="utf-8")  # fmt: skip
-    assert report.main([str(tmp_path), "--compare", "cls", "mean"]) == 0
-    assert ensemble.main([str(tmp_path), "--size", "2"]) == 0 and len(lines(tmp_path)) == 4
+    from finetune import report
+
+    assert report.main([str(tmp_path), "--ensembles", "2"]) == 0 and len(lines(tmp_path)) == 3
 
 
 def test_a_run_in_other_hands_is_left_to_them(tiny_bert: Path, glue: Path, tmp_path: Path) -> None:
@@ -230,16 +224,16 @@ def test_a_run_in_other_hands_is_left_to_them(tiny_bert: Path, glue: Path, tmp_p
         values | {"output_dir": str(tmp_path), "max_length": 24, "train": {"max_steps": 1}}
     )
     planned = plan_run(settings)
-    assert not planned.finished and not list(tmp_path.iterdir()), "planning writes nothing"
-    with claim(tmp_path, planned.run_ids[0]), pytest.raises(Busy, match="another process is at it"):
+    assert planned.records() is None and not list(tmp_path.iterdir()), "planning writes nothing"
+    with Store(tmp_path).claim(planned.run_ids[0]), pytest.raises(Busy, match="another process is at it"):
         run(settings)
     assert [record["run_id"] for record in run(settings)] == planned.run_ids
-    assert plan_run(settings).finished
+    assert plan_run(settings).records()
 
 
 def test_a_folder_of_another_protocol_is_left_alone(tiny_bert: Path, glue: Path, tmp_path: Path) -> None:
     (tmp_path / "results.jsonl").write_text('{"run_id": "old"}\n', encoding="utf-8")
-    with pytest.raises(UserError, match="protocol 1, this is protocol 2.*--output_dir"):
+    with pytest.raises(UserError, match="protocol 1, this is protocol 3.*--output_dir"):
         finetune(tiny_bert, glue, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["results.jsonl"]
 
@@ -255,7 +249,7 @@ def test_a_folder_of_another_protocol_is_left_alone(tiny_bert: Path, glue: Path,
         ({"--task": "sst2,sst2", "--head": "cln"}, "given twice"),
         ({"--task": "stsb", "--train_size": "9", "--sampling": "balanced"}, "task stsb has scores for labels"),
         ({"--task": "stsb", "--label_noise": "0.1"}, "task stsb has scores for labels"),
-        ({"--train_size": "1", "--selection": "holdout"}, "1 train row(s) or question(s) cannot be divided"),
+        ({"--train_size": "1", "--selection": "holdout"}, "1 train row(s) or passage(s) cannot be divided"),
         ({"--config": "ds_configs/zer2.json"}, "Did you mean 'ds_configs/zero2.json'?"),
         ({"--train_size": "many"}, "--train_size: train_size = 'many'"),
         ({"--train_size": "0"}, "--train_size"),
@@ -301,3 +295,30 @@ def test_printed_config_is_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixtur
     (tmp_path / "recipe.yaml").write_text(printed, encoding="utf-8")
     main(["--recipe", str(tmp_path / "recipe.yaml"), "--print_config"])
     assert capsys.readouterr().out == printed and "train_size: 1000" in printed
+
+
+def test_a_run_of_run_py_completes_the_cell_of_a_grid(
+    tiny_bert: Path, glue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from finetune import grid
+
+    finetune(tiny_bert, glue, tmp_path, "--train_size", "16", "--max_steps", "2")
+    recipe = tmp_path / "grid.yaml"
+    recipe.write_text(
+        "{systems: [cls], tasks: [sst2], train_sizes: [16], seeds: [1, 2], settings: {max_length: 24, train: "
+        "{epochs: 8, learning_rate: 0.003, max_steps: 2}}}"
+    )
+    flags = ["--recipe", str(recipe), "--model", f"bert={tiny_bert}", "--data_dir", str(glue)]
+    assert grid.main([*flags, "--output_dir", str(tmp_path), "--status"]) == 0
+    assert capsys.readouterr().out.endswith("finished 1, impossible 0, failed 0, missing 1, of 2\n")
+
+
+def test_tests_with_labels_are_scored(tiny_bert: Path, glue: Path, tmp_path: Path) -> None:
+    rows = (glue / "SST-2" / "dev.tsv").read_text(encoding="utf-8").replace("sentence\t", "text\t", 1)
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.tsv").write_text(rows, encoding="utf-8")
+    files = ["--train_file", str(tmp_path / "train.tsv"), "--test_file", str(tmp_path / "test.tsv")]
+    main(["--model", str(tiny_bert), "--head", "cls", *files, "--output_dir", str(tmp_path / "out"), *QUICK])
+    (record,) = lines(tmp_path / "out")
+    (scores,) = record["test_scores"].values()
+    assert scores["acc"] > 0.8 and record["dev_rows"] == 12, "a fifth of 60"

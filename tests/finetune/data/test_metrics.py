@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from finetune.data.examples import LabeledExample
-from finetune.data.metrics import METRICS, score, score_examples
-from finetune.data.tasks import TASKS
+from finetune.data.metrics import METRICS, constant_scores, score, score_examples
+from finetune.data.tasks import TASKS, Task
+from multicls.errors import UserError
 
 LABELS, PREDICTED = np.array([1, 1, 1, 0, 0]), np.array([1, 1, 0, 0, 1])  # tp 2, fn 1, tn 1, fp 1
 
@@ -116,3 +117,38 @@ def test_regression_reads_the_only_output() -> None:
 def test_one_row_has_no_correlation() -> None:
     """A tiny train set's held-out part."""
     assert score(TASKS["sts"], np.array([1.0]), np.array([[0.1]])) == {"pearson": 0.0, "spearman": 0.0}
+
+
+MULTI = Task("own_m", (("text",),), ("a", "b", "c"), ("micro_f1", "macro_f1", "exact_match"), "single", "own",
+             multi_label=True)  # fmt: skip
+
+
+def test_several_labels_a_row() -> None:
+    labels = np.array([[1, 0, 0], [1, 1, 0], [0, 0, 0]])
+    outputs = np.array([[2.0, -1.0, -1.0], [3.0, -0.1, -5.0], [0.5, -1.0, -1.0]])
+    # a: tp 2, fp 1; b: fn 1; c is neither labelled nor predicted and does not count for macro_f1
+    expected = {"micro_f1": 2 * 2 / (2 * 2 + 1 + 1), "macro_f1": (4 / 5 + 0) / 2, "exact_match": 1 / 3}
+    assert score(MULTI, labels, outputs) == pytest.approx(expected)
+    rows = [LabeledExample("", (), 0.0, labels=tuple(map(float, row))) for row in labels]
+    assert score_examples(MULTI, rows, outputs) == pytest.approx(expected)
+    nothing = score(MULTI, np.zeros((2, 3)), -np.ones((2, 3)))
+    assert nothing == {"micro_f1": 0.0, "macro_f1": 0.0, "exact_match": 1.0}
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_outputs_that_are_not_finite_have_no_score(broken: float) -> None:
+    outputs = np.array([[broken, 0.0], [1.0, 0.0]])
+    with pytest.raises(UserError, match="task rte: the model's outputs for 1 of 2 rows are not finite numbers"):
+        score(TASKS["rte"], np.array([0, 1]), outputs)
+
+
+def test_constant_answers() -> None:
+    def rows(*labels: float) -> list[LabeledExample]:
+        return [LabeledExample(f"{n}", (), label, group=f"{n}") for n, label in enumerate(labels)]
+
+    assert constant_scores(TASKS["rte"], rows(1, 1, 0), rows(0, 0, 0, 1)) == {"acc": 0.25}
+    assert constant_scores(TASKS["copa"], rows(1, 1), rows(0, 0, 0, 1)) == {"acc": 0.75}
+    assert constant_scores(TASKS["stsb"], rows(1, 4), rows(0, 5)) == {"spearman": 0.0, "pearson": 0.0}
+    assert constant_scores(TASKS["multirc"], rows(0, 0, 1), rows(0, 1))["em"] == 0.5
+    several = [LabeledExample("", (), 0.0, labels=labels) for labels in ((1.0, 0.0, 1.0), (1.0, 0.0, 0.0))]
+    assert constant_scores(MULTI, several, several)["exact_match"] == 0.5, "label a alone, in more than half"

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from finetune.data.examples import LabeledExample, fingerprint
-from finetune.data.reading import read_file, read_task
+from finetune.data.examples import LabeledExample, fingerprint, passage_id
+from finetune.data.reading import has_test_files, read_file, read_task, read_test
 from finetune.data.tasks import TASKS
 from multicls.errors import UserError
 
@@ -133,8 +133,9 @@ def test_rows_that_do_not_parse_are_named(task: str, content: str | bytes, messa
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "dev.jsonl:1: not a line of JSON"),
-        ("[1]", "dev.jsonl:1: not a JSON object"),
+        ("{", "dev.jsonl:1: not valid JSON"),
+        ("[1]", "dev.jsonl, row 1: not a JSON object"),
+        ("1", "dev.jsonl:1: not a JSON object"),
         ('{"sentence1": "a", "label": 0}', "dev.jsonl:1: no 'sentence2'"),
         ('{"sentence1": "a", "sentence2": 3, "label": 0}', "must be text"),
         ('{"sentence1": "a", "sentence2": "b", "label": -1}', "label -1"),
@@ -176,14 +177,14 @@ def test_the_hub_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         return [{"premise": split, "hypothesis": "b", "label": -1 if "test" in split else 1, "idx": 7}]
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    data = read_task(TASKS["mnli"], None, with_test=True)
+    data, test = read_task(TASKS["mnli"], None), read_test(TASKS["mnli"], None)
     splits = ("validation_matched", "validation_mismatched", "train", "test_matched", "test_mismatched")
     assert asked == [("nyu-mll/glue", split, {"name": "mnli"}) for split in splits]
     assert [(row.texts[0], row.label, row.part) for row in data.dev] == [
         ("validation_matched", 1, "m"), ("validation_mismatched", 1, "mm"),
     ]  # fmt: skip
-    assert [row.id for row in data.test] == ["test_matched:7", "test_mismatched:7"]
-    assert all(math.isnan(row.label) for row in data.test)
+    assert [row.id for row in test] == ["test_matched:7", "test_mismatched:7"]
+    assert all(math.isnan(row.label) for row in test)
     asked.clear()
     read_task(TASKS["cb"], None)
     options = {"data_dir": "cb", "revision": "refs/convert/parquet"}
@@ -222,14 +223,15 @@ def test_hub_and_file_give_the_same_rows(name: str, tmp_path: Path, monkeypatch:
         put(tmp_path / TASKS[name].folder / f"{stem}.jsonl", json.dumps(OFFICIAL[name]) + "\n")
     found = [read_task(TASKS[name], source).train or [] for source in (str(tmp_path), None)]
     assert fingerprint(found[0]) == fingerprint(found[1]) and found[0] == found[1]
+    met, saw = passage_id("Xa met Yo."), passage_id("Xa saw Yo. She left.")
     expected = {
-        "multirc": [LabeledExample("train:0:3:9", ("P.", "Q? A"), 1, group="0:3")],
+        "multirc": [LabeledExample("train:0:3:9", ("P.", "Q? A"), 1, group="0:3", passage=passage_id("P."))],
         "record": [
-            LabeledExample("train:0:3:Xa", ("Xa met Yo.", "Xa left."), 0, group="0:3", answer="Xa"),
-            LabeledExample("train:0:3:Yo", ("Xa met Yo.", "Yo left."), 1, group="0:3", answer="Yo"),
+            LabeledExample("train:0:3:Xa", ("Xa met Yo.", "Xa left."), 0, group="0:3", answer="Xa", passage=met),
+            LabeledExample("train:0:3:Yo", ("Xa met Yo.", "Yo left."), 1, group="0:3", answer="Yo", passage=met),
         ],
-        "wsc": [LabeledExample("train:0", ("Xa saw Yo. She left.",), 1, spans=((0, 0, 2), (0, 11, 14)))],
-        "wic": [LabeledExample("train:0", ("a b", "b b"), 0, spans=((0, 2, 3), (1, 2, 3)))],
+        "wsc": [LabeledExample("train:0", ("Xa saw Yo. She left.",), 1, spans=((0, 0, 2), (0, 11, 14)), passage=saw)],
+        "wic": [LabeledExample("train:0", ("a b", "b b"), 0, spans=((0, 2, 3), (1, 2, 3)), passage=passage_id("a b"))],
         "copa": [LabeledExample("train:0", ("P.", "What happened as a result?"), 1, choices=("x", "y"))],
     }
     assert found[0] == expected[name]
@@ -270,9 +272,9 @@ def test_test_rows(tmp_path: Path) -> None:
     for stem in ("train", "dev"):
         put(tmp_path / "CoLA" / f"{stem}.tsv", "s\t1\t\tthe cat\n")
     with pytest.raises(UserError, match="CoLA: test.tsv.* is missing; --predict_test"):
-        read_task(TASKS["cola"], str(tmp_path), with_test=True)
+        read_test(TASKS["cola"], str(tmp_path))
     put(tmp_path / "CoLA" / "test.tsv", "index\tsentence\n0\tthe dog\n1\ta dog\n")  # with a header, unlike the others
-    test = read_task(TASKS["cola"], str(tmp_path), with_test=True).test
+    test = read_test(TASKS["cola"], str(tmp_path))
     assert [(row.id, row.texts) for row in test] == [("test:0", ("the dog",)), ("test:1", ("a dog",))]
     assert all(math.isnan(row.label) for row in test)
 
@@ -280,13 +282,51 @@ def test_test_rows(tmp_path: Path) -> None:
 def test_diagnostics_have_test_rows_only(tmp_path: Path) -> None:
     rows = [{"premise": "a", "hypothesis": "b", "label": "entailment", "idx": n, "pair_id": 40 + n} for n in range(4)]
     put(tmp_path / "AX-g" / "AX-g.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    data = read_task(TASKS["axg"], str(tmp_path), with_test=True)
-    assert data.train is None and data.dev == [] and [row.group for row in data.test] == ["0", "0", "1", "1"]
-    assert {row.label for row in data.test} == {0}, "its labels are public"
-    with pytest.raises(UserError, match="axg has no train and dev rows: .*rte_superglue.*--predict_test"):
-        read_task(TASKS["axg"], str(tmp_path))
+    test = read_test(TASKS["axg"], str(tmp_path))
+    assert [row.group for row in test] == ["0", "0", "1", "1"]
+    assert {row.label for row in test} == {0}, "its labels are public"
+    for name, trained in (("axg", "rte_superglue"), ("ax", "mnli")):
+        with pytest.raises(UserError, match=f"{name} has test rows only.*run.py --task {trained} --predict_test"):
+            read_task(TASKS[name], str(tmp_path))
     with pytest.raises(UserError, match="sst5 has no test rows"):
-        read_task(TASKS["sst5"], str(tmp_path), with_test=True)
+        read_test(TASKS["sst5"], str(tmp_path))
+
+
+PLAIN_AX = "index\tsentence1\tsentence2\n0\ta\tb\n1\tc\td\n"
+FULL_AX = "Logic\tPremise\tHypothesis\tLabel\n\ta\tb\tneutral\n\tc\td\tentailment\n"
+
+
+@pytest.mark.parametrize("name", ["AX/AX.tsv", "AX.tsv", "diagnostic/diagnostic.tsv", "MNLI/diagnostic.tsv",
+                                  "glue/diagnostic/diagnostic.tsv", "GLUE/mnli/diagnostic-full.tsv"])  # fmt: skip
+def test_usual_places_of_the_diagnostic(name: str, tmp_path: Path) -> None:
+    assert not has_test_files(TASKS["ax"], str(tmp_path))
+    put(tmp_path / name, FULL_AX if "full" in name else PLAIN_AX)
+    assert has_test_files(TASKS["ax"], str(tmp_path))
+    test = read_test(TASKS["ax"], str(tmp_path))
+    assert [(row.id.split(":")[1], row.texts) for row in test] == [("0", ("a", "b")), ("1", ("c", "d"))]
+    assert [row.label for row in test] == [1, 0] if "full" in name else all(math.isnan(row.label) for row in test)
+
+
+def test_labels_of_the_diagnostic_are_taken_where_both_files_are(tmp_path: Path) -> None:
+    put(tmp_path / "diagnostic" / "diagnostic.tsv", PLAIN_AX)
+    put(tmp_path / "diagnostic" / "diagnostic-full.tsv", FULL_AX)
+    assert [row.label for row in read_test(TASKS["ax"], str(tmp_path))] == [1, 0]
+
+
+def test_lower_case_folders_and_all_columns_of_mnli(tmp_path: Path) -> None:
+    header = "index\tsentence1\tsentence2\tlabel1\tlabel2\tgold_label\n"
+    for stem in ("train", "dev_matched", "dev_mismatched"):
+        put(tmp_path / "mnli" / f"{stem}.tsv", header + "0\ta\tb\tneutral\tentailment\tcontradiction\n")
+    for stem in ("train", "dev"):
+        put(tmp_path / "sst2" / f"{stem}.tsv", "sentence\tlabel\na\t1\n")
+    assert [row.label for row in read_task(TASKS["mnli"], str(tmp_path)).dev] == [2, 2]
+    assert [row.label for row in read_task(TASKS["sst2"], str(tmp_path)).dev] == [1]
+
+
+def test_blank_lines_and_arrays_of_json(tmp_path: Path) -> None:
+    row = {"sentence1": "a", "sentence2": "b", "label": "entailment"}
+    for content in (f"{json.dumps(row)}\n\n{json.dumps(row)}\n", json.dumps([row, row], indent=1)):
+        assert len(read_file(TASKS["rte"], put(tmp_path / "dev.jsonl", content))[0]) == 2
 
 
 def test_folders_of_benchmarks(tmp_path: Path) -> None:

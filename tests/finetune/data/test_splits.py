@@ -11,6 +11,7 @@ import pytest
 
 from finetune.data.splits import draw_balanced, draw_rows, hold_out, noisy_labels, publish
 from multicls.errors import UserError
+from multicls.files import read_json
 
 SKEWED = [float(row % 10 == 0) + float(row % 50 == 0) for row in range(500)]  # 450, 40 and 10 rows of three classes
 
@@ -94,10 +95,16 @@ def test_holdout_keeps_classes_in_proportion_and_units_together() -> None:
 
 def test_an_index_file_is_written_once_and_compared_ever_after(tmp_path: Path) -> None:
     path = tmp_path / "splits" / "rte-100-uniform-seed1.json"
-    publish(path, [1, 5], 9, "train")
+    publish(path, [1, 5], 9, "train", "aa")
     before = path.read_bytes()
-    publish(path, [1, 5], 9, "train")
-    for rows, num_rows in (([1, 6], 9), ([1, 5], 10)):
-        with pytest.raises(UserError, match="rte-100-uniform-seed1.json: holds other rows"):
-            publish(path, rows, num_rows, "train")
+    publish(path, [1, 5], 9, "train", "aa")
+    with pytest.raises(UserError, match="seed1.json: other rows were drawn.*--output_dir.*--task_name"):
+        publish(path, [1, 6], 9, "train", "aa")
+    for rows, num_rows, content in (([1, 5], 10, "aa"), ([1, 5], 9, "bb")):
+        with pytest.raises(UserError, match="seed1.json: the earlier runs of this task read other data"):
+            publish(path, rows, num_rows, "train", content)
     assert path.read_bytes() == before
+    publish(tmp_path / "full.json", range(9), 9, "train", "aa")
+    assert read_json(tmp_path / "full.json")["rows"] == "all"
+    with pytest.raises(UserError, match="read other data"):
+        publish(tmp_path / "full.json", range(9), 9, "train", "bb")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,6 @@ import pytest
 from finetune.data.examples import LabeledExample
 from finetune.data.submissions import check_submission, write_submission
 from finetune.data.tasks import TASKS, Task
-from finetune.submit import main
-from multicls.errors import UserError
 
 IGNORE_INDEX = float("nan")
 
@@ -37,36 +34,7 @@ def outputs_for(task: Task, rows: int) -> Any:
     return np.random.default_rng(1).normal(size=(rows, columns)).astype(np.float32)
 
 
-def write_all(benchmark: str, folder: Path) -> list[Path]:
-    """A submission folder for each task, as runs leave them."""
-    tasks = [task for task in TASKS.values() if task.benchmark == benchmark]
-    for task in tasks:
-        rows = test_rows(task)
-        write_submission(task, rows, outputs_for(task, len(rows)), folder / task.name)
-    return [folder / task.name for task in tasks]
-
-
 test_rows.__test__ = False  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("benchmark", ["glue", "superglue"])
-def test_a_whole_submission_passes_and_is_packed(
-    benchmark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import finetune.data.submissions
-
-    small = dict(TASKS) | {"qqp": TASKS["qqp"].__class__(**{**vars(TASKS["qqp"]), "submissions": (("QQP", 10_000),)})}
-    monkeypatch.setattr(finetune.data.submissions, "TASKS", small)
-    folders = write_all(benchmark, tmp_path)
-    assert main([*map(str, folders), "--output", str(tmp_path / "x.zip")]) == 0
-    with zipfile.ZipFile(tmp_path / "x.zip") as archive:
-        names = sorted(archive.namelist())
-    suffix = "tsv" if benchmark == "glue" else "jsonl"
-    assert names == sorted(f"{stem}.{suffix}" for f in folders for stem, _ in TASKS[f.name].submissions)
-    with pytest.raises(UserError) as error:
-        main([*map(str, folders[1:]), str(folders[-1]), "--output", str(tmp_path / "y.zip")])
-    assert error.value.problems[0] == f"missing: {TASKS[folders[0].name].submissions[0][0]}.{suffix}"
-    assert "given 2 times" in error.value.problems[1] and not (tmp_path / "y.zip").exists()
 
 
 def test_glue_files(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BertConfig, PretrainedConfig, RobertaConfig
+from transformers import BertConfig, ModernBertConfig, PretrainedConfig, RobertaConfig
 
 from finetune.heads.cln import ConditionalLayerNorm
 from finetune.heads.modeling_heads import TaskModel, TaskModelConfig
@@ -57,16 +57,33 @@ def test_the_start_is_the_plain_model_bit_for_bit(encoder: PretrainedConfig) -> 
     assert torch.equal(conditional(**INPUTS, task=0).logits, plain(**INPUTS, task=0).logits)
 
 
-def test_the_formula() -> None:
-    norm = nn.LayerNorm(4, eps=1e-3)
-    nn.init.normal_(norm.weight), nn.init.normal_(norm.bias)
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_formula(bias: bool) -> None:
+    norm = nn.LayerNorm(4, eps=1e-3, bias=bias)
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter)
     conditional = ConditionalLayerNorm(norm, 2)
     nn.init.normal_(conditional.task_weight), nn.init.normal_(conditional.task_bias)
     x = torch.randn(3, 4)
     conditional.task = 1
     scaled = (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-3).sqrt()
-    expected = scaled * (norm.weight + conditional.task_weight[1]) + norm.bias + conditional.task_bias[1]
+    expected = scaled * (norm.weight + conditional.task_weight[1]) + conditional.task_bias[1]
+    expected = expected + norm.bias if bias else expected
     torch.testing.assert_close(conditional(x), expected)
+
+
+def test_an_encoder_whose_layer_norms_have_no_bias() -> None:
+    """ModernBERT's: it starts as the plain model, saves no bias, and learns."""
+    encoder = ModernBertConfig(**SIZES, pad_token_id=0, cls_token_id=1, sep_token_id=2, bos_token_id=1, eos_token_id=2)
+    plain = make(encoder, "mean", 1)
+    conditional = TaskModel(TaskModelConfig(encoder=encoder, head="cln", pooling="mean", tasks=TASKS[:1])).eval()
+    weights = {key.replace("head.", "head.pooling."): value for key, value in plain.state_dict().items()}
+    missing, unexpected = conditional.load_state_dict(weights, strict=False)
+    assert not unexpected and missing and all("task_" in key for key in missing)
+    assert not any(key.endswith("norm.bias") for key in conditional.state_dict())
+    assert torch.equal(conditional(**INPUTS).logits, plain(**INPUTS).logits)
+    training_step(conditional, 0, torch.tensor([4, 1, 0, 2]), learning_rate=0.01)
+    assert all(conditional.state_dict()[key].any() for key in missing)
 
 
 def test_modes() -> None:

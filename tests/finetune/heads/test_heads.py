@@ -21,15 +21,16 @@ from transformers import (
     PretrainedConfig,
     RobertaConfig,
     RobertaForSequenceClassification,
+    TextClassificationPipeline,
 )
 
-from finetune.data.tasks import find_task
-from finetune.heads import HEADS
-from finetune.heads.building import build_head
+from finetune.data.tasks import Task, find_task
+from finetune.heads import FITTED_HEADS, HEADS
+from finetune.heads.building import build_head, check_head, describe
 from finetune.heads.checkpoint import find_checkpoint, load_tokenizer
 from finetune.heads.modeling_heads import TaskModel, TaskModelConfig
 from finetune.heads.saving import save_model
-from finetune.settings import FinetuneSettings, check_names
+from finetune.settings import FinetuneSettings, TrainSettings, check_names
 from multicls.configuration_multicls import MultiClsBertConfig
 from multicls.errors import UserError
 from multicls.modeling_multicls import MultiClsBertForSequenceClassification
@@ -138,7 +139,7 @@ POOLED = [("isobn", "multicls"), ("batchnorm", "mean"), ("cln", "multicls")]
 CASES = [
     (name, head, pooling)
     for name in ENCODERS
-    for head, pooling in [*((head, "cls") for head in HEADS if head != "probe"), *POOLED]
+    for head, pooling in [*((head, "cls") for head in HEADS if head not in FITTED_HEADS), *POOLED]
     if name == "multicls" or "multicls" not in head + pooling
 ]
 
@@ -224,6 +225,72 @@ def test_a_head_that_makes_no_sense_says_why(tiny_bert: Path, tiny_multicls: Pat
             assert str(caught.value).startswith("--pooling multicls" if pooling == "multicls" else f"--head {head}")
 
 
+@pytest.mark.parametrize("train", [{"micro_batch_size": 1}, {"batch_size": 1}])
+def test_batch_statistics_need_two_rows(tiny_bert: Path, train: dict[str, int]) -> None:
+    """With one row at a time IsoBN would normalise nothing, and say nothing of it."""
+    for head in ("isobn", "batchnorm"):
+        with pytest.raises(UserError, match=f"--head {head}: .* must be 2 or more"):
+            check_head(settings_of(tiny_bert, head, train=TrainSettings(**train)), find_checkpoint(str(tiny_bert)))
+    check_head(settings_of(tiny_bert, "cls", train=TrainSettings(**train)), find_checkpoint(str(tiny_bert)))
+
+
+def test_a_fitted_head_leaves_no_model(tiny_bert: Path) -> None:
+    with pytest.raises(UserError, match="--head probe: leaves no model to save"):
+        check_head(settings_of(tiny_bert, "probe", save_model=True), find_checkpoint(str(tiny_bert)))
+
+
+def test_a_saved_model_says_what_it_was_trained_on(tiny_bert: Path) -> None:
+    settings = settings_of(tiny_bert, "cls", "stsb", max_length=24)
+    (told,) = build_head(settings, find_checkpoint(str(tiny_bert)), [find_task("stsb")]).config.tasks or []
+    assert told == {
+        "name": "stsb", "labels": [], "num_labels": 1, "num_choices": 0, "num_spans": 0, "is_regression": True,
+        "multi_label": False, "label_scale": 5.0, "max_length": 24, "shape": "pair", "text_columns": [],
+    }  # fmt: skip
+    mine = Task("own_x", (("mail",), ("reply",)), ("a", "b"), ("acc",), "pair", "own")
+    assert describe(mine)["text_columns"] == ["mail", "reply"] and describe(mine)["max_length"] == 128
+
+
+@pytest.mark.parametrize(
+    ("task", "problem_type", "expected"),
+    [
+        (about(), "single_label_classification", lambda logits: logits.softmax(-1)),
+        (about(multi_label=True), "multi_label_classification", lambda logits: logits.sigmoid()),
+        (about(num_labels=1, labels=[], is_regression=True), "regression", lambda logits: logits),
+    ],
+)
+def test_pipelines_give_probabilities_or_the_score(
+    task: dict[str, Any], problem_type: str, expected: Any, tiny_bert: Path, tmp_path: Path
+) -> None:
+    tokenizer = load_tokenizer(find_checkpoint(str(tiny_bert)), 24)
+    encoder = BertConfig(**SIZES | {"vocab_size": len(tokenizer)})
+    save_model(make(encoder, "cls", task), tokenizer, tmp_path / "saved")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
+    assert model.config.problem_type == problem_type
+    classify: Any = TextClassificationPipeline(model=model, tokenizer=tokenizer)
+    found = {answer["label"]: answer["score"] for answer in classify(["len bal"], top_k=None)[0]}
+    logits = model.eval()(**tokenizer("len bal", return_tensors="pt")).logits[0]
+    assert found == pytest.approx(dict(zip(task["labels"] or ["score"], expected(logits).tolist(), strict=True)))
+
+
+def test_the_loss_of_several_labels() -> None:
+    """The mean over rows and classes, as BERT's own classifier with this problem type."""
+    task = about(multi_label=True, num_labels=3, labels=["x", "y", "z"])
+    model, labels = make(ENCODERS["bert"], "cls", task), torch.tensor([[0.0, 1, 1]] * 3 + [[0.0, 0, 0]])
+    output = model(**batch(), labels=labels)
+    probabilities = output.logits.sigmoid()
+    expected = -(labels * probabilities.log() + (1 - labels) * (1 - probabilities).log()).mean()
+    torch.testing.assert_close(output.loss, expected)
+
+
+def test_a_trainer_s_metrics_get_the_logits_alone() -> None:
+    """`np.argmax(logits)` in the usual `compute_metrics` fails on a tuple."""
+    for name, head in (("multicls", "multicls"), ("bert", "hire")):
+        model = make(ENCODERS[name], head)
+        output = model(**batch(), labels=torch.tensor([0, 1, 1, 0]))
+        ignored = [*model.config.keys_to_ignore_at_inference, "loss"]  # what transformers.Trainer leaves out
+        assert [key for key in output if key not in ignored] == ["logits"]
+
+
 LOAD = """
 import sys
 from pathlib import Path
@@ -295,7 +362,7 @@ def test_parameters_of_five_facets(size: str, millions: float) -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.02)
 
 
-@pytest.mark.parametrize("head", [head for head in HEADS if head != "probe"])
+@pytest.mark.parametrize("head", [head for head in HEADS if head not in FITTED_HEADS])
 def test_bf16_autocast_is_near_float32(head: str) -> None:
     model = make(ENCODERS["multicls"], head).train()
     with torch.autocast("cpu", torch.bfloat16):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,18 @@ from finetune.data.encoding import Encoded
 from finetune.data.examples import LabeledExample
 from finetune.data.tasks import Task, find_task
 from finetune.heads import probe
+from finetune.heads.building import fit_head
 from finetune.heads.checkpoint import find_checkpoint, load_tokenizer
 from finetune.settings import FinetuneSettings
 from multicls.errors import UserError
 
 GOOD, BAD = ("nar", "pel"), ("ros", "tun")
 CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class ManyLabels(Task):
+    multi_label: bool = True
 
 
 def text(label: int, number: int) -> str:
@@ -28,11 +35,8 @@ def text(label: int, number: int) -> str:
 def fit(
     folder: Path, task: Task, train: list[LabeledExample], asked: list[LabeledExample], **settings: Any
 ) -> np.ndarray[Any, Any]:
-    checkpoint = find_checkpoint(str(folder))
-    tokenizer = load_tokenizer(checkpoint, 32)
-    chosen = FinetuneSettings(model=str(folder), task=task.name, head="probe", **settings)
-    first, second = (Encoded(task, rows, tokenizer, 32) for rows in (train, asked))
-    return probe.fit_probe(checkpoint, first, second, task, chosen, CPU)
+    chosen = FinetuneSettings(model=str(folder), task=task.name, head="probe", max_length=32, **settings)
+    return fit_head(chosen, find_checkpoint(str(folder)), task, train, asked, CPU)
 
 
 def example(number: int, *texts: str, label: float, **values: Any) -> LabeledExample:
@@ -47,6 +51,17 @@ def test_classes(tiny_multicls: Path, pooling: str) -> None:
     assert np.allclose(np.exp(outputs).sum(axis=1), 1, atol=1e-5)
     assert (outputs.argmax(axis=1) == np.arange(24) % 2).mean() > 0.9
     assert np.array_equal(outputs, fit(tiny_multicls, find_task("sst2"), rows, rows, pooling=pooling)), "deterministic"
+
+
+def test_several_labels_a_row(tiny_bert: Path) -> None:
+    """One regression for each label; a row may have both or none."""
+    rows = [example(n, f"len {('ros', 'nar')[n % 2]} {('tun', 'pel')[n // 2 % 2]}", label=0.0) for n in range(24)]
+    checkpoint, task = find_checkpoint(str(tiny_bert)), ManyLabels("a", (("text",),), ("x", "y"), ("acc",), "single")
+    encoded = Encoded(find_task("sst2"), rows, load_tokenizer(checkpoint, 32), 32)
+    encoded.labels = torch.tensor([[n % 2, n // 2 % 2] for n in range(24)], dtype=torch.float32)
+    settings = FinetuneSettings(model=str(tiny_bert), task="sst2", head="probe", pooling="mean")
+    outputs = probe.fit_probe(checkpoint, encoded, encoded, task, settings, CPU)
+    assert ((outputs > 0) == encoded.labels.numpy()).mean() > 0.95
 
 
 def test_facets_that_are_not_there(tiny_bert: Path) -> None:

@@ -9,9 +9,9 @@ from finetune.stats.calibration import (
     Array,
     brier_score,
     calibration,
-    fit_temperature,
     log_probabilities,
     negative_log_likelihood,
+    pooled_temperature,
     reliability,
 )
 
@@ -57,8 +57,9 @@ def test_temperature_is_found_again_and_changes_no_prediction() -> None:
     true = draw.normal(size=(4000, 3)) * 2
     labels = np.array([draw.choice(3, p=p) for p in np.exp(log_probabilities(true))])
     overconfident = 3 * true
-    temperature = fit_temperature(overconfident, labels)
-    assert temperature == pytest.approx(3, rel=0.1)
+    found = pooled_temperature([(overconfident[:1000], labels[:1000]), (overconfident[1000:], labels[1000:])])
+    temperature = found.value
+    assert temperature == pytest.approx(3, rel=0.1) and not found.at_bound
     before, after = calibration(overconfident, labels), calibration(overconfident, labels, temperature)
     assert after["ece"] < 0.02 < 0.1 < before["ece"] and after["nll"] < before["nll"]
     for other in (0.01, 0.5, temperature, 100.0):
@@ -69,5 +70,17 @@ def test_extreme_logits_are_safe() -> None:
     logits, labels = np.array([[1e6, -1e6], [-1e6, 1e6]], np.float32), np.array([0, 0])
     assert negative_log_likelihood(logits, labels) == pytest.approx(1e6)
     assert all(np.isfinite(value) for value in calibration(logits, labels).values())
-    separable = np.array([[4.0, 0.0], [0.0, 4.0]])
-    assert 0.01 <= fit_temperature(separable, np.array([0, 1])) < 0.2  # any small one is as good; never 0
+
+
+def test_a_temperature_of_rows_that_are_all_right_is_flagged() -> None:
+    right, mixed = np.array([[4.0, 0.0], [0.0, 4.0]] * 10), logits_of(*[0.9] * 20)
+    labels = np.array([0, 1] * 10)
+    assert pooled_temperature([(right, labels)]).at_bound, "any smaller one would be better still"
+    pooled = pooled_temperature([(right, labels), (mixed, np.array([0] * 14 + [1] * 6))])
+    assert not pooled.at_bound and 0.5 < pooled.value < 3
+
+
+def test_brier_score_of_three_classes() -> None:
+    logits = np.log(np.array([[0.5, 0.3, 0.2], [0.2, 0.2, 0.6]]))
+    # (0.5^2 + 0.3^2 + 0.2^2 + 0.2^2 + 0.8^2 + 0.6^2) / 2
+    assert brier_score(logits, np.array([0, 1])) == pytest.approx((0.38 + 1.04) / 2)

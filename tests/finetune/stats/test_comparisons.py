@@ -11,6 +11,7 @@ import pytest
 from scipy import stats
 
 from finetune.data.metrics import METRICS, score
+from finetune.data.tasks import find_task
 from finetune.stats.comparisons import (
     FROM_COUNTS,
     bootstrap_difference,
@@ -22,7 +23,6 @@ from finetune.stats.comparisons import (
     units_of_rows,
 )
 from finetune.stats.estimates import Array
-from finetune.data.tasks import find_task
 from multicls.errors import UserError
 
 
@@ -127,6 +127,7 @@ def test_missing_cells_are_left_out_and_counted() -> None:
     a, b = runs(noise(4, 3, 2)), runs(noise(3, 3, 2, seed=1))
     found, whole = compare(a, b), compare(a[a["pretraining"] != "m3"], b)
     assert (found.difference, found.p) == pytest.approx((whole.difference, whole.p))
+    assert math.isnan(found.flip_p), "flips of pretrainings would say nothing about other draws"
     assert found.units == "3 pretrainings x 3 draws, paired; 6 runs of incomplete pretrainings or draws left out"
     unrelated = compare(a, runs(noise(3, 2, 2), "b"))
     assert unrelated.units.startswith("4 and 3 pretrainings x 2 draws; 8 runs")

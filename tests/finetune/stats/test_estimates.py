@@ -72,7 +72,7 @@ def test_interaction_is_subtracted_once_and_never_shrinks_the_variance_below_a_p
     assert (found.variance >= np.maximum(models, draws) - 1e-12).all()
     assert (found.variance <= models + draws + 1e-12).all()
     assert found.variance.mean() < (models + draws).mean()
-    assert (found.df <= 3 + 1e-12).all()
+    assert (found.df <= 4 + 1e-12).all()
 
 
 def test_incomplete_tables() -> None:

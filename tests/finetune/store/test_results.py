@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from finetune.store import results
+from finetune.store.results import Store
 from multicls.errors import UserError
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -20,34 +21,34 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 
 def _write_many(folder: Path, writer: int) -> None:
     for number in range(20):
-        results.write_result(folder, {"run_id": f"{writer}-{number}", "filler": "x" * 2000}, {"ids": np.arange(3)})
+        Store(folder).write({"run_id": f"{writer}-{number}", "filler": "x" * 2000}, {"ids": np.arange(3)})
 
 
 def test_many_processes_write_one_folder(tmp_path: Path) -> None:
     with get_context("spawn").Pool(4) as pool:
         pool.starmap(_write_many, [(tmp_path, writer) for writer in range(4)])
-    found = {record["run_id"] for record in results.read_results(tmp_path)}
+    found = {record["run_id"] for record in Store(tmp_path).records()}
     assert found == {f"{writer}-{number}" for writer in range(4) for number in range(20)}
     assert json.loads((tmp_path / results.MARKER).read_text(encoding="utf-8")) == {"protocol": results.PROTOCOL}
-    assert results.read_predictions(tmp_path, "2-7")["ids"].tolist() == [0, 1, 2]
+    assert Store(tmp_path).predictions("2-7")["ids"].tolist() == [0, 1, 2]
 
 
 def test_a_claim_is_exclusive_and_dies_with_its_process(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from finetune.store.results import claim\n"
-        "with claim(sys.argv[1], 'a1'): print('held', flush=True); time.sleep(60)"
+        "import sys, time; from finetune.store.results import Store\n"
+        "with Store(sys.argv[1]).claim('a1'): print('held', flush=True); time.sleep(60)"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout and holder.stdout.readline() == "held\n"
-        with pytest.raises(results.Busy, match="run a1 .* another process"), results.claim(tmp_path, "a1"):
+        with pytest.raises(results.Busy, match="run a1 .* another process"), Store(tmp_path).claim("a1"):
             pass
-        with results.claim(tmp_path, "b2"):
+        with Store(tmp_path).claim("b2"):
             pass
         holder.kill()
-    with results.claim(tmp_path, "a1"):  # the dead one's lock file is there, its lock is not
+    with Store(tmp_path).claim("a1"):  # the dead one's lock file is there, its lock is not
         pass
-    assert not list((tmp_path / "cells").iterdir())
+    assert not list((tmp_path / "claims").iterdir())
 
 
 def _race(folder: Path, inside: Path) -> int:
@@ -55,7 +56,7 @@ def _race(folder: Path, inside: Path) -> int:
     held, end = 0, time.monotonic() + 1.5
     while time.monotonic() < end:
         try:
-            with results.claim(folder, "c3"):
+            with Store(folder).claim("c3"):
                 inside.touch(exist_ok=False)
                 inside.unlink()
                 held += 1
@@ -71,18 +72,18 @@ def test_racing_processes_never_hold_one_claim_together(tmp_path: Path) -> None:
 
 
 def test_a_run_without_its_line_is_not_finished_and_the_last_line_counts(tmp_path: Path) -> None:
-    assert results.read_results(tmp_path / "none") == []
+    assert Store(tmp_path / "none").records() == []
     for score in (0.1, 0.2):
-        results.write_result(tmp_path, {"run_id": "a", "score": score}, {"logits": np.zeros((2, 2))})
+        Store(tmp_path).write({"run_id": "a", "score": score}, {"logits": np.zeros((2, 2))})
     (tmp_path / results.RESULTS).open("a").write('{"run_id": "torn')
-    results.write_result(tmp_path, {"run_id": "b"}, {})
-    assert [(r["run_id"], r.get("score")) for r in results.read_results(tmp_path)] == [("a", 0.2), ("b", None)]
+    Store(tmp_path).write({"run_id": "b"}, {})
+    assert [(r["run_id"], r.get("score")) for r in Store(tmp_path).records()] == [("a", 0.2), ("b", None)]
 
 
 def test_objects_are_refused(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="pickled"):
-        results.write_result(tmp_path, {"run_id": "a"}, {"ids": np.array([object()])})
-    assert results.read_results(tmp_path) == []
+        Store(tmp_path).write({"run_id": "a"}, {"ids": np.array([object()])})
+    assert Store(tmp_path).records() == []
 
 
 @pytest.mark.parametrize(
@@ -92,11 +93,11 @@ def test_objects_are_refused(tmp_path: Path) -> None:
 def test_a_folder_of_another_protocol_is_refused_and_left_alone(name: str, content: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(content, encoding="utf-8")
     with pytest.raises(UserError, match=f"protocol .*, this is protocol {results.PROTOCOL}.*--output_dir"):
-        results.read_results(tmp_path)
-    with pytest.raises(UserError, match="protocol"), results.claim(tmp_path, "a"):
+        Store(tmp_path).records()
+    with pytest.raises(UserError, match="protocol"), Store(tmp_path).claim("a"):
         pass
     with pytest.raises(UserError, match="protocol"):
-        results.write_error(tmp_path, ValueError("x"), "title")
+        Store(tmp_path).write_error(ValueError("x"), "title")
     assert (tmp_path / name).read_text(encoding="utf-8") == content and not (tmp_path / results.ERRORS).exists()
 
 
@@ -104,8 +105,8 @@ def test_errors_keep_what_is_needed_to_understand_them(tmp_path: Path) -> None:
     try:
         raise MemoryError("no room")
     except MemoryError as error:
-        results.write_error(tmp_path, error, "rte, 100 rows", "a1", {"task": "rte"})
+        Store(tmp_path).write_error(error, "rte, 100 rows", "a1", ["r1"])
     (line,) = (tmp_path / results.ERRORS).read_text(encoding="utf-8").splitlines()
     record = json.loads(line)
-    assert (record["run_id"], record["title"], record["identity"]) == ("a1", "rte, 100 rows", {"task": "rte"})
+    assert (record["run_id"], record["title"], record["request_ids"]) == ("a1", "rte, 100 rows", ["r1"])
     assert record["error"] == "MemoryError: no room" and "raise MemoryError" in record["traceback"] and record["time"]

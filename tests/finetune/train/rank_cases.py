@@ -11,6 +11,8 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from finetune.run import run
 from finetune.settings import FinetuneSettings
 from multicls.distributed import leave_deepspeed
+from multicls.ds_config import load_ds_config
+from tests.finetune.train.test_snapshots import Killed, assert_same, train
 
 CASES: dict[str, tuple[str, dict[str, object]]] = {  # name -> DeepSpeed file, settings
     "no config": ("", {}),
@@ -42,10 +44,26 @@ def settings_of(name: str, model: str, data_dir: str, output_dir: str, several: 
     return FinetuneSettings.model_validate({**values, **changes, "train": {**train, **extra}})
 
 
+def resume(model: str, folder: Path, file: str) -> None:
+    """A run that ends at its fourth evaluation goes on with the same numbers under every ZeRO stage."""
+    ds_config = (file, load_ds_config(file))
+    folder /= Path(file).stem
+    expected = train(Path(model), None, ds_config=ds_config)
+    try:
+        train(Path(model), folder, kill_at=4, ds_config=ds_config)
+    except Killed:
+        print(f"{file} ended on rank {os.environ['RANK']}", flush=True)
+    assert [path.name for path in folder.glob("step_*")] == ["step_6"], "old steps are removed"
+    assert_same(train(Path(model), folder, ds_config=ds_config), expected)
+    print(f"{file} resumed on rank {os.environ['RANK']}", flush=True)
+
+
 if __name__ == "__main__":
     model, data_dir, output_dir = sys.argv[1:]
     for name in CASES:
         run(settings_of(name, model, data_dir, f"{output_dir}/{name}", several=True))
         assert run(settings_of(name, model, data_dir, f"{output_dir}/{name}", several=True)), "already finished"
         print(f"{name} done on rank {os.environ['RANK']}", flush=True)
+    for stage in range(4):
+        resume(model, Path(output_dir) / "snapshots", f"ds_configs/zero{stage}.json")
     leave_deepspeed()

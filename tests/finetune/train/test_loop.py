@@ -92,7 +92,9 @@ def test_outputs_keep_the_order_of_rows_and_padding_changes_nothing(tiny_multicl
     rows = [replace(row, texts=(row.texts[0] + " len bal" * (i % 5), row.texts[1])) for i, row in enumerate(rows)]
     encoded = Encoded(TASKS["qnli"], rows, tokenizer, 32)
     assert len(set(encoded.lengths)) > 3
-    together, alone = (predict(model, encoded, CPU, settings, batch_size=size) for size in (9, 1))
+    together, alone = (
+        predict(model, encoded, CPU, settings.model_copy(update={"eval_batch_size": size})) for size in (9, 1)
+    )
     np.testing.assert_allclose(together, alone, atol=1e-6)
     assert len({tuple(row) for row in alone.round(6).tolist()}) > 3, "rows differ, so that an order can be wrong"
     assert not model.training, "as it was found"

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from finetune.run import _parser, main, run
-from finetune.store.results import read_predictions, read_results
+from finetune.store.results import Store
 from multicls.files import read_json, write_json
 from tests.finetune.train.rank_cases import CASES, settings_of
 
@@ -43,13 +43,14 @@ def launched(checkpoint: Path, glue: Path, tmp_path_factory: pytest.TempPathFact
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(done.stdout.count(f"{name} done on rank") == 2 for name in CASES)
     assert done.stdout.count("already finished") == len(CASES), "told once"
+    assert done.stdout.count(" ended on rank") == done.stdout.count(" resumed on rank") == 2 * 4, done.stdout
     return folder
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_same_numbers_as_one_rank(name: str, launched: Path, checkpoint: Path, glue: Path, tmp_path: Path) -> None:
     run(settings_of(name, str(checkpoint), str(glue), str(tmp_path), several=False))
-    alone, together = read_results(tmp_path), read_results(launched / name)
+    alone, together = Store(tmp_path).records(), Store(launched / name).records()
     assert len(alone) == len(together) == (2 if name == "cln" else 1)
     for one, two in zip(alone, together, strict=True):
         assert (one["ranks"], two["ranks"]) == (1, 2)
@@ -62,7 +63,7 @@ def test_same_numbers_as_one_rank(name: str, launched: Path, checkpoint: Path, g
 
 
 def predictions(folder: Path, record: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in read_predictions(folder, record["run_id"]).items() if v.dtype.kind == "f"}
+    return {k: v for k, v in Store(folder).predictions(record["run_id"]).items() if v.dtype.kind == "f"}
 
 
 def scale(values: Any) -> float:
@@ -75,14 +76,14 @@ def test_the_model_saved_under_zero_3_is_whole(launched: Path, glue: Path) -> No
 
     import finetune.heads.registration  # noqa: F401  # the auto classes know the model
 
-    (record,) = read_results(launched / "zero3")
+    (record,) = Store(launched / "zero3").records()
     folder = launched / "zero3" / "models" / record["run_id"]
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     texts = [line.split("\t")[0] for line in (glue / "SST-2" / "dev.tsv").read_text(encoding="utf-8").splitlines()[1:]]
     with torch.no_grad():
         batch = AutoTokenizer.from_pretrained(folder)(texts, return_tensors="pt", padding=True)
         np.testing.assert_allclose(
-            model(**batch).logits, read_predictions(launched / "zero3", record["run_id"])["logits"], atol=1e-5
+            model(**batch).logits, Store(launched / "zero3").predictions(record["run_id"])["logits"], atol=1e-5
         )
 
 

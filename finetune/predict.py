@@ -1,0 +1,258 @@
+"""Labels new rows with a fine-tuned model.
+
+python finetune/predict.py results/models/RUN_ID new.csv
+python finetune/predict.py results/models/RUN_ID new.jsonl --text_column body --output labelled.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/, whose names must not hide packages
+
+from finetune.data.own_rows import DEFAULTS, METRICS, TEXTS, example_of, label_format, text_columns
+from finetune.data.tables import RawRows, Row, read_table
+from finetune.data.tasks import TASKS, Task
+from multicls.errors import UserError, did_you_mean, run_command
+from multicls.files import atomic_write, read_json
+
+if TYPE_CHECKING:
+    from finetune.data.examples import LabeledExample
+    from finetune.data.metrics import Array
+
+SLICE = 4096  # rows that are tokenized at a time
+MODEL_TYPE = "encoder-with-head"
+
+
+@dataclass(frozen=True)
+class TrainedTask:
+    """What a saved model was fine-tuned on.
+
+    Attributes:
+        task: the task; `fields` is empty if the model does not know its columns.
+        index: its place among the tasks of the model.
+        max_length: longest sequence in tokens.
+    """
+
+    task: Task
+    index: int
+    max_length: int
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns the exit code."""
+    args = _parser().parse_args(argv)
+    if args.batch_size < 1:
+        raise UserError(f"--batch_size {args.batch_size}: must be at least 1.")
+    trained = load_task(args.model, args.task)
+    rows = read_table(Path(args.rows), _wanted(args.text_column, trained.task))
+    output = _output(args.rows, args.output)
+    fields = _fields(args.rows, rows[0][1], args.text_column, trained.task)
+    hidden = [example_of(trained.task, fields, row, where, str(n)) for n, (where, row) in enumerate(rows)]
+    outputs = predict(args.model, trained, hidden, args.batch_size)
+    answers = answers_of(trained.task, outputs)
+    tell = sys.stderr if output is None else sys.stdout
+    if output is None:
+        _write(sys.stdout, rows, answers, as_json=False)
+    else:
+        with atomic_write(output) as file:
+            _write(file, rows, answers, output.suffix == ".jsonl")
+    print(f"{len(rows)} rows: {_summary(trained.task, answers)}", file=tell)
+    if scores := _scores(trained.task, fields, rows, outputs):
+        print(scores, file=tell)
+    if output is not None:
+        print(f"written: {output}", file=tell)
+    return 0
+
+
+def load_task(folder: str, name: str | None = None) -> TrainedTask:
+    """Returns the task that the saved model in `folder` was fine-tuned on.
+
+    Raises:
+        UserError: The folder is not a fine-tuned model, or its task is not one of plain texts.
+    """
+    path = Path(folder) / "config.json"
+    config = read_json(path) if path.exists() else {}
+    if config.get("model_type") != MODEL_TYPE or not config.get("tasks"):
+        raise UserError(
+            f"{folder}: not a fine-tuned model. Give a folder that `python finetune/run.py ... --save_model` has saved "
+            "(OUTPUT_DIR/models/RUN_ID)."
+        )
+    names = [about["name"] for about in config["tasks"]]
+    if name is None and len(names) > 1:
+        raise UserError(f"{folder}: fine-tuned on several tasks; add --task, one of {', '.join(names)}.")
+    if name is not None and name not in names:
+        raise UserError(f"--task {name}: {folder} is fine-tuned on {', '.join(names)}.{did_you_mean(name, names)}")
+    index = names.index(name) if name else 0
+    about = config["tasks"][index]
+    task, positions = _task(about), config.get("encoder", {}).get("max_position_embeddings", 512)
+    return TrainedTask(task, index, int(about.get("max_length") or min(task.max_length, positions)))
+
+
+def _task(about: Mapping[str, Any]) -> Task:
+    """Returns the task that a saved model's configuration describes."""
+    name, known = about["name"], TASKS.get(about["name"])
+    if about.get("num_choices") or about.get("num_spans"):
+        what = "chooses between sentences" if about.get("num_choices") else "judges marked words"
+        raise UserError(f"task {name} {what}, which rows of plain texts do not have: only run.py predicts it.")
+    if known:
+        return known
+    kind = "multi_label" if about.get("multi_label") else "score" if about["is_regression"] else "class"
+    scale = about.get("label_scale")
+    if scale is None and kind == "score":
+        raise UserError(f"the model for task {name} does not hold the scale of its scores: save it anew with run.py.")
+    fields = tuple((column,) for column in about.get("text_columns") or ())
+    return Task(
+        name, fields, tuple(map(str, about["labels"])), DEFAULTS.get(kind, METRICS[kind]),
+        "pair" if len(fields) == 2 else "single", "own", label=(about.get("label_column") or "label",),
+        label_scale=float(scale or 1.0), multi_label=kind == "multi_label",
+    )  # fmt: skip
+
+
+def predict(folder: str, trained: TrainedTask, examples: Sequence[LabeledExample], batch_size: int) -> Array:
+    """Returns the outputs (N, C) of the saved model for the rows."""
+    import numpy as np
+    from tqdm import tqdm
+
+    from finetune.data.encoding import Encoded
+    from finetune.heads.checkpoint import find_checkpoint, load_tokenizer
+    from finetune.heads.modeling_heads import TaskModel
+    from finetune.settings import TrainSettings
+    from finetune.train import loop
+    from multicls.from_bert import quiet_transformers
+
+    tokenizer = load_tokenizer(find_checkpoint(folder), trained.max_length)
+    device, precision = loop.find_device()
+    with quiet_transformers():
+        model: Any = TaskModel.from_pretrained(folder)
+    model.to(device)
+    settings, outputs = TrainSettings(precision=precision, eval_batch_size=batch_size), []
+    with tqdm(total=len(examples), disable=not sys.stderr.isatty(), unit="row", leave=False) as bar:
+        for start in range(0, len(examples), SLICE):
+            rows = Encoded(trained.task, examples[start : start + SLICE], tokenizer, trained.max_length)
+            outputs.append(loop.predict(model, rows, device, settings, trained.index))
+            bar.update(len(rows))
+    return np.concatenate(outputs)
+
+
+def answers_of(task: Task, outputs: Array) -> dict[str, list[Any]]:
+    """Returns the new columns: `label` and a probability `p_LABEL` for each label, or `score` of a regression."""
+    from scipy.special import expit, softmax
+
+    from finetune.data.metrics import predictions_of
+
+    predicted = predictions_of(task, outputs)
+    if task.is_regression:
+        return {"score": [round(float(value) * task.label_scale, 6) for value in predicted]}
+    probabilities = expit(outputs) if task.multi_label else softmax(outputs, axis=1)
+    if task.multi_label:
+        labels = ["|".join(name for name, one in zip(task.labels, row, strict=True) if one) for row in predicted]
+    else:
+        labels = [task.labels[index] for index in predicted]
+    columns = zip(task.labels, probabilities.T, strict=True)
+    return {"label": labels} | {f"p_{name}": [round(float(value), 6) for value in column] for name, column in columns}
+
+
+def _wanted(asked: str | None, task: Task) -> list[list[str]]:
+    """Returns the sets of columns of which a CSV file must have one."""
+    if asked:
+        return [[name.strip() for name in asked.split(",")], [asked]]
+    if not task.fields:
+        return [list(names) for names in TEXTS]
+    return [[names[0] for names in task.fields], [names[-1] for names in task.fields]]
+
+
+def _fields(source: str, row: Row, asked: str | None, task: Task) -> tuple[str, ...]:
+    """Returns the columns of the texts: those asked for, else those that the model was trained with."""
+    if asked or not task.fields:
+        found = text_columns(source, row, asked)
+    else:
+        found = tuple(next((name for name in names if name in row), "") for names in task.fields)
+    problems = [
+        f"{source}: no column {names[0]!r}, which the model was trained with; the columns are "
+        f"{', '.join(map(repr, row))}.{did_you_mean(names[0], row)} Or name it by --text_column."
+        for names, name in zip(task.fields, found, strict=False)
+        if not name
+    ]
+    if not problems and task.fields and len(found) != len(task.fields):
+        problems = [f"--text_column {asked}: the model reads {len(task.fields)} text(s) a row, not {len(found)}."]
+    if problems:
+        raise UserError(*problems)
+    return found
+
+
+def _output(rows: str, asked: str | None) -> Path | None:
+    """Returns the file to write; None: stdout."""
+    if asked == "-":
+        return None
+    path = Path(asked) if asked else Path(rows).with_suffix(".predictions.csv")
+    if path.suffix not in (".csv", ".jsonl"):
+        raise UserError(f"--output {path}: the name must end in .csv or .jsonl, or be -, for stdout.")
+    if path.resolve() == Path(rows).resolve():
+        raise UserError(f"--output {path}: these are the rows to label; give another name.")
+    return path
+
+
+def _write(file: IO[str], rows: RawRows, answers: Mapping[str, list[Any]], as_json: bool) -> None:
+    """Writes the input columns and the new ones; a new one is called predicted_X if the rows have a column X."""
+    columns = list(dict.fromkeys(name for _, row in rows for name in row))
+    names = {name: f"predicted_{name}" if name in columns else name for name in answers}
+    table = [dict(row) | {names[name]: answers[name][n] for name in answers} for n, (_, row) in enumerate(rows)]
+    if as_json:
+        file.writelines(f"{json.dumps(row, ensure_ascii=False, default=str)}\n" for row in table)
+        return
+    writer = csv.DictWriter(file, [*columns, *names.values()], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: _cell(value) for name, value in row.items()} for row in table)
+
+
+def _cell(value: Any) -> Any:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict)) else value
+
+
+def _summary(task: Task, answers: Mapping[str, list[Any]]) -> str:
+    if task.is_regression:
+        return f"scores from {min(answers['score']):g} to {max(answers['score']):g}"
+    return ", ".join(f"{count} {name or '(no label)'}" for name, count in Counter(answers["label"]).most_common())
+
+
+def _scores(task: Task, fields: Sequence[str], rows: RawRows, outputs: Array) -> str:
+    """Returns the scores in words, or why there are none; "" if the rows have no labels."""
+    from finetune.data.metrics import score_examples
+
+    column = next((name for name in task.label if name in rows[0][1]), None)
+    if column is None:
+        return ""
+    kind = "multi_label" if task.multi_label else "score" if task.is_regression else "class"
+    try:
+        form = label_format(column, kind, [row.get(column) for _, row in rows])
+        labelled = [example_of(task, fields, row, where, "", form.read(row, where)) for where, row in rows]
+    except UserError as error:
+        return f"not scored: {error}"
+    scores = score_examples(task, labelled, outputs)
+    return f"against column {column!r}: " + "  ".join(f"{name} {100 * value:.2f}" for name, value in scores.items())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("model", metavar="MODEL", help="folder that run.py --save_model has saved")
+    parser.add_argument("rows", metavar="ROWS", help="rows to label: CSV, TSV, JSON lines, JSON array or Parquet")
+    parser.add_argument("--output", metavar="FILE", help=".csv, .jsonl or - for stdout; default: ROWS.predictions.csv")
+    parser.add_argument("--text_column", metavar="A", help="column of the text, or A,B; default: that of the training")
+    parser.add_argument("--task", metavar="NAME", help="which task, if the model was fine-tuned on several")
+    parser.add_argument("--batch_size", type=int, default=64, metavar="N", help="rows of a forward pass (default 64)")
+    return parser
+
+
+if __name__ == "__main__":
+    run_command(main)
