@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from finetune.stats.systems import Candidate, SystemResult
 
 CONSTANT = "constant answer"
-NUMBER = re.compile(r"-$|< |[+-]?\d+(\.\d+)?($| ±| to | \(| \*)")  # how a cell begins that is aligned to the right
+NUMBER = re.compile(r"-$|< |[+-]?\d+(\.\d+)?($| ±| to | of | \(| \*)")  # how a cell begins that is aligned to the right
 SELECTION = (
     "Scores are percentages at the best evaluation. Selection dev: dev chose it and reports it (the papers' protocol, "
     "optimistic). Selection holdout: rows held out of train chose it, and dev only reports."

@@ -40,8 +40,10 @@ class Checker(HTMLParser):
 
 
 def results(**more: object) -> Results:
-    rows = [fake_row("rte", name, scores, pretrainings=2, skill=skill, holdout=True)
-            for name, scores, skill in (("<b>$k5$ cls", (0.5, 0.6, 0.7, 0.8), 0.5), ("mean", (0.4, 0.5, 0.4, 0.5), 1.0))]
+    rows = [
+        fake_row("rte", name, scores, pretrainings=2, skill=skill, holdout=True)
+        for name, scores, skill in (("<b>$k5$ cls", (0.5, 0.6, 0.7, 0.8), 0.5), ("mean", (0.4, 0.5, 0.4, 0.5), 1.0))
+    ]
     rows.append(fake_row("stsb", "<b>$k5$ cls", (0.5, 0.6), notes=["<script>"]))
     return Results(rows, [], [])  # fmt: skip
 
@@ -102,8 +104,10 @@ def test_single_run() -> None:
 def test_missing_predictions_are_told() -> None:
     rows = [fake_row("rte", name, (0.5, 0.6), predicted=name == "a") for name in ("a", "b")]
     report = build_report(Results(rows, [], []), Path("out"), pictures=False)
-    assert report.warnings == ["rte, 100 train rows: a constant answer (52.70) does as well, within one standard error, "
-                               "as every system.", "Without calibration and bootstrap: b on rte: 0.npz: no such file."]
+    assert report.warnings == [
+        "rte, 100 train rows: a constant answer (52.70) does as well, within one standard error, as every system.",
+        "Without calibration and bootstrap: b on rte: 0.npz: no such file.",
+    ]
     assert "## Calibration" in report.markdown()  # fmt: skip
 
 
@@ -111,9 +115,11 @@ def test_compare_speaks_of_two_systems_only() -> None:
     rows = [fake_row("rte", name, [score, score + 0.01, score], skill=score)
             for name, score in (("k5 cls", 0.6), ("k5 mean", 0.7), ("k5 hire", 0.9))]  # fmt: skip
     report = build_report(Results(rows, [], []), Path("out"), ("cls", "mean"), pictures=False)
-    assert report.headline == ["100 train rows: k5 mean has the best mean on rte. Corrected for the number of tests: on "
-                               "rte the lead over every other system is supported (for other seeds; this says nothing "
-                               "about other pretrainings or draws of rows)."]  # fmt: skip
+    assert report.headline == [
+        "100 train rows: k5 mean has the best mean on rte. Corrected for the number of tests: on rte the lead over "
+        "every other system is supported (for other seeds; this says nothing about other pretrainings or draws of "
+        "rows)."
+    ]
     text = report.markdown()
     assert "| rte | 100 | k5 cls | k5 mean | -10.00 |" in text and "over 1 test;" in text
     with pytest.raises(UserError, match="--compare men: 0 systems.*Did you mean 'k5 mean'"):
