@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from multicls.errors import UserError, first_line
 from multicls.files import read_json, sha256_of
 from multicls.from_bert import quiet_transformers
+from multicls.sample import sample_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -84,10 +85,12 @@ def find_checkpoint(name: str, trust_remote_code: bool = False) -> Checkpoint:
 def find_folder(name: str) -> Path:
     """Returns the folder of the model `name`, fetched from the hub if it is no folder. Imports no transformers.
 
+    "sample" is the BERT that comes with a Python package (`multicls.sample`).
+
     Raises:
         UserError: It is not there, or not whole.
     """
-    folder = Path(name)
+    folder = sample_model() if name == "sample" and not Path(name).exists() else Path(name)
     if not folder.is_dir():
         if folder.is_absolute() or name.startswith(".") or name.count("/") > 1:
             raise UserError(f"--model {name}: no such folder.")
