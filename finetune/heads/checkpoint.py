@@ -54,18 +54,18 @@ class Checkpoint:
 
     @property
     def model_type(self) -> str:
-        """`model_type` of config.json, "" if it has none."""
+        """Returns `model_type` of config.json, "" if it has none."""
         return str(self.config.get("model_type", ""))
 
     @property
     def encoder(self) -> dict[str, Any]:
-        """The configuration of its encoder, also where it is a fine-tuned model with a head."""
+        """Returns the configuration of the encoder, also of a fine-tuned model with a head."""
         encoder: dict[str, Any] = self.config.get("encoder", self.config)
         return encoder
 
     @property
     def num_facets(self) -> int:
-        """K; 0 for a single-CLS model."""
+        """Returns K, the number of facets; 0 for a single-CLS model."""
         return int(self.encoder.get("num_facets", 0)) if self.encoder.get("model_type") == "multicls-bert" else 0
 
 
