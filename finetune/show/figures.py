@@ -58,7 +58,8 @@ def strip_plots(rows: Sequence[SystemResult]) -> list[Picture]:
         "Each marker is a run (runs of one pretraining share a marker), the line below it the 95 % interval of the "
         "mean, the bar the mean; a line that reaches the edge goes on. Dashed: a constant answer."
     )
-    return _pictures("Runs", caption, rows, lambda here: [
+    several = [row for row in rows if any(len(other.records) > 1 for other in rows if other.task == row.task)]
+    return _pictures("Runs", caption, several, lambda here: [
         (f"{task} ({found[0].metric})", partial(_strip_plot, rows=found))
         for task, found in _by_task(here).items()
     ])  # fmt: skip

@@ -72,11 +72,14 @@ def build_report(
     rows = results.rows
     if compare:
         compare = find_system(compare[0], _names(rows)), find_system(compare[1], _names(rows))
-    predictions, missing = _read_predictions(rows)
+    about = [row for row in rows if not compare or row.system.title in compare]
+    predictions, problems = _read_predictions(rows)
     tests = compare_pairs(rows, compare)
     shown = pairs_to_show(tests, rows)
     if len(shown) == len(tests):
         shown = list(add_examples(shown, predictions))
+    problems += [f"Not compared on {test.a.task}, {test.a.train_size} train rows: {test.a.system.title} and "
+                 f"{test.b.system.title}: {test.problem}" for test in shown if test.problem]  # fmt: skip
     sizes = dict.fromkeys(row.train_size for row in rows)
     sections: list[Table | Picture] = [tables.side_by_side(rows, size) for size in sizes]
     if shown:
@@ -92,7 +95,10 @@ def build_report(
     sections += [*figures.reliability_diagrams(rows, predictions), *figures.learning_curves(rows)] if pictures else []
     kept = [section for section in sections if isinstance(section, Picture) or not section.frame.empty]
     return Report(
-        f"Fine-tuning results: {folder.name}", summary.headline(rows, tests), summary.warnings(results) + missing, kept
+        f"Fine-tuning results: {folder.name}",
+        summary.headline(about, tests, by_selection=not compare),
+        summary.warnings(results) + problems,
+        kept,
     )
 
 

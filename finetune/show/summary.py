@@ -13,9 +13,15 @@ if TYPE_CHECKING:
     from finetune.stats.systems import Results, SystemResult
 
 
-def headline(rows: Sequence[SystemResult], tests: Sequence[PairTest]) -> list[str]:
-    """Returns for each train size and selection which systems lead on which tasks, and what the tests support."""
-    best = leaders(rows)
+def headline(rows: Sequence[SystemResult], tests: Sequence[PairTest], by_selection: bool = True) -> list[str]:
+    """Returns for each train size and selection which systems lead on which tasks, and what the tests support.
+
+    Args:
+        rows: The systems to speak of.
+        tests: Their comparisons.
+        by_selection: Rows of different selections are not compared.
+    """
+    best = leaders(rows, by_selection)
     sentences = []
     for size, selection in dict.fromkeys((size, selection) for _, size, selection in best):
         here = [row for (_, *place), row in best.items() if place == [size, selection]]

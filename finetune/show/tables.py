@@ -42,19 +42,22 @@ class Table:
     bold: frozenset[tuple[int, str]] = frozenset()
 
     @property
-    def rows(self) -> list[list[tuple[str, bool, bool]]]:
-        """Cells of each row: text, bold or not, number or not."""
-        return [
-            [(text, (index, name) in self.bold, bool(NUMBER.match(text)))
-             for name, text in zip(self.frame.columns, row, strict=True)]
-            for index, row in enumerate(self.frame.itertuples(index=False))
-        ]  # fmt: skip
+    def rows(self) -> list[list[tuple[str, bool]]]:
+        """Cells of each row: text, bold or not."""
+        names = self.frame.columns
+        return [[(text, (index, name) in self.bold) for name, text in zip(names, row, strict=True)]
+                for index, row in enumerate(self.frame.itertuples(index=False))]  # fmt: skip
+
+    @property
+    def numeric(self) -> list[bool]:
+        """For each column True if it holds numbers, which are aligned to the right."""
+        return [all(NUMBER.match(text) for text in self.frame[name]) for name in self.frame.columns]
 
 
 def markdown(table: Table) -> str:
     """Returns the table as Markdown, with its title and notes."""
     lines = [list(map(str, table.frame.columns)), ["---"] * len(table.frame.columns)]
-    lines += [[f"**{text}**" if bold else text for text, bold, _ in row] for row in table.rows]
+    lines += [[f"**{text}**" if bold else text for text, bold in row] for row in table.rows]
     text = "".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in lines)
     return "\n".join([f"## {table.title}\n", text, *(f"{note}\n" for note in table.notes)])
 
@@ -160,13 +163,11 @@ def comparison_table(tests: Sequence[PairTest], corrected: int) -> Table:
         tests: The pairs to show.
         corrected: Number of tests that the correction is for.
     """
-    lines, notes = [], []
+    lines = []
     for test in tests:
         found = test.comparison
         place = {"task": test.a.task, "train rows": test.a.train_size}
         pair = place | {"A": test.a.system.title, "B": test.b.system.title}
-        if test.problem:
-            notes.append(f"Not compared: {', '.join(pair.values())}: {test.problem}")
         if found is None:
             continue
         flip = "-" if math.isnan(found.flip_p) else f"{p_text(found.flip_p)} ({p_text(found.flip_least)})"
@@ -176,17 +177,18 @@ def comparison_table(tests: Sequence[PairTest], corrected: int) -> Table:
             "p, corrected": p_text(test.corrected) + (" *" if test.significant else ""),
             "p: other models or draws? t-test": p_text(found.p),
             "same, sign-flip (its least)": flip,
-            "units": found.units,
             "p: other examples? bootstrap": p_text(test.examples.p) if test.examples else "-",
             "its 95 % interval": f"{test.examples.low:+.2f} to {test.examples.high:+.2f}" if test.examples else "-",
+            "units": found.units,
         })  # fmt: skip
     notes = [
         "Difference in points. The t-test and the sign-flip test ask: would other pretrainings or draws of train rows "
-        "show the difference? The bootstrap asks: would other dev examples, with these very runs?",
-        f"Corrected: the t-test's p by Holm's method over {corrected} {'test' if corrected == 1 else 'tests'}; * is below 0.05. Choose "
-        "tasks (--task) and systems (--compare) before you look at the results: fewer tests need less correction. The "
-        "sign-flip test with few units cannot fall below the p in brackets. --compare A B adds a bootstrap that is missing.",
-        *notes,
+        "(or whatever the units are) show the difference? The bootstrap asks: would other dev examples, with these "
+        "very runs?",
+        f"Corrected: the t-test's p by Holm's method over {corrected} {'test' if corrected == 1 else 'tests'}; * is "
+        "below 0.05. Choose tasks (--task) and systems (--compare) before you look at the results: fewer tests need "
+        "less correction. The sign-flip test with few units cannot fall below the p in brackets. --compare A B adds a "
+        "bootstrap that is missing.",
     ]
     return Table("Comparisons: which differences can be told from chance?", to_frame(lines), notes)
 

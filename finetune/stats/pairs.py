@@ -75,11 +75,11 @@ def _pairs(rows: Sequence[SystemResult], only: tuple[str, str] | None) -> Iterat
                 yield b, a
 
 
-def leaders(rows: Sequence[SystemResult]) -> dict[tuple[str, str, str], SystemResult]:
-    """Returns the row with the best mean of each task, train size and selection."""
+def leaders(rows: Sequence[SystemResult], by_selection: bool = True) -> dict[tuple[str, str, str], SystemResult]:
+    """Returns the row with the best mean of each task, train size and selection; without `by_selection` that is ""."""
     best: dict[tuple[str, str, str], SystemResult] = {}
     for row in rows:
-        place = (row.task, row.train_size, row.system.selection)
+        place = (row.task, row.train_size, row.system.selection if by_selection else "")
         if place not in best or row.estimate.mean > best[place].estimate.mean:
             best[place] = row
     return best

@@ -62,7 +62,7 @@ def fake_row(
     records: list[Record] = []
     for index, score in enumerate(scores):
         records.append({
-            "run_id": f"{index}", "task": task, "identity": {"task": task}, "benchmark": found.benchmark, "notes": [],
+            "run_id": f"{index}", "task": task, "benchmark": found.benchmark, "notes": [],
             "fingerprint": f"{model}{index // (seeds * draws)}", "data_seed": index // seeds % draws + 1,
             "seed": index % seeds + 1, "metric": found.metrics[0], "score": score,
             "scores": dict.fromkeys(found.metrics, score), "constant": dict.fromkeys(found.metrics, constant),
