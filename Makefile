@@ -39,7 +39,7 @@ demo: setup
 	$(BIN)/python data_prep/run.py --sample --output runs/sample_corpus
 	$(BIN)/deepspeed pretrain/run.py --config ds_configs/zero2.json
 	$(FINETUNE) --head cls
-	$(FINETUNE) --head multicls
+	$(FINETUNE) --head multicls --save_model
 	$(BIN)/python finetune/report.py runs/results
 
 test: setup

@@ -10,10 +10,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/, whose names must not hide packages
 
+from finetune.store.results import Store
 from multicls.errors import UserError, did_you_mean, run_command
+
+if TYPE_CHECKING:
+    from finetune.stats.systems import Results
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,7 +27,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from finetune.show.page import build_report
     from finetune.stats.systems import load_results
-    from finetune.store.results import Store
 
     folder = Path(args.results)
     results = load_results(Store(folder), ensembles=args.ensembles)
@@ -40,7 +44,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         page = Path(args.html or folder / "report.html")
         report.write(page)
         print(f"page with figures: {page}")
+    print("\n".join(next_steps(Store(folder), results)))
     return 0
+
+
+def next_steps(store: Store, results: Results) -> list[str]:
+    """Returns lines that name the best saved model, the curves, and a command to go on with."""
+    saved = [(record["score"], store.model_path(record["run_id"])) for row in results.rows for record in row.records
+             if record["run_id"] and store.model_path(record["run_id"]).is_dir()]  # fmt: skip
+    lines = [f"curves: tensorboard --logdir {store.folder / 'tb'}"]
+    if not saved:
+        return [*lines, "next: --save_model keeps the model of a run, and finetune/predict.py labels new rows with it"]
+    model = max(saved)[1]
+    return [f"best saved model: {model}", *lines, f"next: python finetune/predict.py {model} ROWS.csv"]
 
 
 def _parser() -> argparse.ArgumentParser:

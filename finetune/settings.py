@@ -133,7 +133,7 @@ class OwnDataSettings(Settings):
 class FinetuneSettings(Settings):
     """One run: a model, a task, a number of train rows, a head and a seed."""
 
-    model: str = Field(description="a run's hf/ folder, any Hugging Face model folder, or a hub id")
+    model: str = Field(description="a run's hf/ folder, any Hugging Face model folder, a Hub id, or 'sample'")
     model_name: str | None = Field(
         default=None, description="name in tables; models that differ by their pretraining seed only share one"
     )
@@ -229,7 +229,8 @@ class FinetuneSettings(Settings):
 
     def changed(self) -> dict[str, Any]:
         """Returns what `requested` holds beyond defaults and what tables have columns for, by dotted name."""
-        plain = FinetuneSettings(model=self.model, head=self.head, task=self.task, own=self.own).requested()
+        same = {name: getattr(self, name) for name in ("model", "head", "task", "own", "selection")}
+        plain = FinetuneSettings(**same).requested()
         mine, default = flatten(self.requested()), flatten(plain)
         return {name: value for name, value in mine.items() if value != default.get(name) and name not in COLUMNS}
 

@@ -1,1 +1,1 @@
-"""The tasks and their rows: official files, the Hub or a user's own; drawn, held out, tokenized; metrics."""
+"""Tasks and their rows: read from official files, the Hub or a user's own; drawn, held out, tokenized and scored."""

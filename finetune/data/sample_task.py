@@ -1,10 +1,10 @@
 """`sample_pairs`: a real labelled task that needs no download, made from the held-out articles of a prepared corpus.
 
-"Are these two passages from one article?" It shows that the way from pretraining to a score works; it is no benchmark,
-not GLUE, and its numbers compare with nothing published. What makes it fair: pretraining with
+"Are these two passages from one article?" The task shows that the way from pretraining to a score works. It is no
+benchmark, not GLUE, and its numbers compare with nothing published. It is fair: pretraining with
 `validation_fraction >= HELD_OUT` never sees its articles, train and dev pairs come from different articles, no passage
-is used twice in a pair of the same kind, and the classes are balanced, so chance is 50 %. The passages are decoded from
-the corpus's tokens, so with an uncased tokenizer they are lower-cased, with spaces around punctuation.
+is used twice, and the classes are balanced, so chance is 50 %. The passages are decoded from the corpus's tokens, so
+with an uncased tokenizer they are lower-cased, with spaces around punctuation.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from multicls.errors import UserError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-HELD_OUT = 0.2  # share of the articles, those that the recipe of the embedded default holds out
-DEV = 0.4  # share of those that dev gets
-MAX_ARTICLES = 500  # of a large corpus
-PASSAGE_TOKENS = 24  # whole sentences until there are so many
+HELD_OUT = 0.2  # share of the articles; the default recipe of pretraining holds out the same ones
+DEV = 0.4  # share of the held-out articles that dev gets
+MAX_ARTICLES = 500  # held-out articles to use of a large corpus
+PASSAGE_TOKENS = 24  # whole sentences up to at least this length
 MAX_PASSAGES = 80  # of an article: a long one must not make up the whole task
 MIN_PAIRS = 20
 
 
 def read(task: Task, data_dir: str | None) -> TaskData:
-    """The pairs made from the corpus folder `data_dir`, the same on every machine.
+    """Returns the pairs made from the corpus folder `data_dir`, the same on every machine.
 
     Raises:
-        UserError: no corpus is given, or too few of its articles are held out.
+        UserError: No corpus is given, or too few of its articles are held out.
     """
     from tokenizers import Tokenizer
 
@@ -62,7 +62,7 @@ def read(task: Task, data_dir: str | None) -> TaskData:
 
 
 def held_out(corpus: Corpus) -> list[tuple[int, float]]:
-    """Number and share of the first held-out articles: those that pretraining validates on, and never trains on."""
+    """Returns number and share of the first held-out articles, on which pretraining validates and never trains."""
     found: list[tuple[int, float]] = []
     for number in range(corpus.num_shards):
         shares = held_out_share(corpus.shard(number).hashes)
@@ -74,7 +74,7 @@ def held_out(corpus: Corpus) -> list[tuple[int, float]]:
 
 
 def make_pairs(task: Task, corpus: Corpus, tokenizer: Tokenizer, articles: list[int]) -> list[LabeledExample]:
-    """Balanced pairs: half of each article's passages are paired with each other, half with those of other articles."""
+    """Returns balanced pairs: half of an article's passages are paired among themselves, half with other articles'."""
     same: list[tuple[str, str]] = []
     others: list[str] = []
     texts: dict[str, str] = {}
@@ -86,7 +86,7 @@ def make_pairs(task: Task, corpus: Corpus, tokenizer: Tokenizer, articles: list[
         same += [(keys[i], keys[i + 1]) for i in range(0, half, 2)]
         others += keys[half:]
         texts |= {key: passages[key] for key in keys}
-    # others is in the order of articles: the one half a turn away is from another article unless one holds half of all
+    # in the order of articles, the passage half a turn away is from another article unless one article holds half
     half = len(others) // 2
     different = [pair for pair in zip(others[:half], others[half:], strict=True) if not _same_article(*pair)]
     count = min(len(same), len(different))
@@ -99,7 +99,7 @@ def make_pairs(task: Task, corpus: Corpus, tokenizer: Tokenizer, articles: list[
 
 
 def _passages(corpus: Corpus, tokenizer: Tokenizer, article: int) -> dict[str, str]:
-    """Runs of whole sentences by "article:first token"; a rest at the end is left out."""
+    """Returns segments of whole sentences by "article:first token", without the rest at the end."""
     document = corpus.row(article)
     passages, begin = {}, 0
     for end in document.offsets[1:].tolist():
@@ -114,5 +114,5 @@ def _same_article(first: str, second: str) -> bool:
 
 
 def _rank(key: str) -> bytes:
-    """An order that has nothing to do with the text, the same on every machine."""
+    """Returns a sort key that has nothing to do with the text, the same on every machine."""
     return hashlib.sha256(key.encode()).digest()

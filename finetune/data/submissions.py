@@ -1,4 +1,4 @@
-"""Submission files for the sites of GLUE and SuperGLUE: written, and checked by the sites' rules."""
+"""Writes submission files for the sites of GLUE and SuperGLUE, and checks them by the sites' rules."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def write_submission(task: Task, examples: Sequence[LabeledExample], outputs: Ar
         task: one with `submissions`.
         examples: its test rows.
         outputs: (N, C) outputs of the model for them.
-        folder: created where need be.
+        folder: the folder for the files; it is created.
 
     Returns:
         The files, one for each part of the test set.
@@ -51,13 +51,13 @@ def write_submission(task: Task, examples: Sequence[LabeledExample], outputs: Ar
 
 
 def check_submission(files: Iterable[Path | str] | Path | str) -> list[str]:
-    """What the site would refuse: missing or unknown files, predictions missing, doubled or not of the task.
+    """Returns the problems that make the site refuse the files: missing or unknown files, wrong predictions.
 
     Args:
         files: the files, or a folder with them.
 
     Returns:
-        A line for each problem; none: it can be sent.
+        A line for each problem; an empty list means that the files can be sent.
     """
     paths = submission_files(Path(files)) if isinstance(files, (Path, str)) else [Path(path) for path in files]
     benchmark = "glue" if any(path.suffix == ".tsv" for path in paths) else "superglue"
@@ -86,7 +86,7 @@ def submission_files(folder: Path) -> list[Path]:
 
 
 def _spelled(task: Task, value: float) -> str | int | float:
-    """A prediction as the site wants it: a number for 0 and 1, a score in the task's range, else the label."""
+    """Returns a prediction as the site wants it: a number for 0 and 1, a score in the task's range, else the label."""
     if task.is_regression:
         return round(min(max(value * task.label_scale, 0.0), task.label_scale), 4)
     label = task.labels[int(value)]
@@ -112,7 +112,7 @@ def _lines(task: Task, predictions: list[tuple[str, Any]]) -> Iterator[str]:
 
 
 def _problems(path: Path, task: Task, rows: int) -> Iterator[str]:
-    """The problems of one file."""
+    """Yields the problems of one file."""
     indices: list[Any] = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if task.benchmark == "glue" and number == 1:
@@ -140,7 +140,7 @@ def _problems(path: Path, task: Task, rows: int) -> Iterator[str]:
 
 
 def _parsed(task: Task, line: str) -> Iterator[tuple[Any, Any]]:
-    """Index and prediction of each row that a line predicts."""
+    """Yields index and prediction of each row that a line predicts."""
     if task.benchmark == "glue":
         index, value = line.split("\t")
         yield int(index), value

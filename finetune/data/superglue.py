@@ -1,7 +1,7 @@
-"""Rows of SuperGLUE, from files or from the hub, as the flat rows that the table of tasks describes.
+"""Turns SuperGLUE's rows, from files or the hub, into the flat rows that the table of tasks describes.
 
-A flat row has the texts and the label under the names of the table, and where the task needs them `choices` (the last
-segments), `spans` ((text, first character, end character), ...), `group` (what is judged together), `answer` (what a
+A flat row has the texts and the label under the names of the table. If the task needs them, it also has `choices` (the
+last segments), `spans` ((text, first character, end character), ...), `group` (rows judged together), `answer` (what a
 submission names) and `key` (what identifies it in its file).
 """
 
@@ -18,15 +18,15 @@ QUESTIONS = {"cause": "What was the cause of this?", "effect": "What happened as
 
 
 def flat_rows(task: str, row: Row, where: str) -> Iterator[Row]:
-    """The rows that one official row stands for.
+    """Yields the flat rows of one official row.
 
     Args:
         task: name of the task.
-        row: of an official file or of the hub.
+        row: a row of an official file or of the hub.
         where: file and line, for errors.
 
     Raises:
-        UserError: the row does not have the official form.
+        UserError: The row does not have the official form.
     """
     try:
         yield from _FORMS.get(task, lambda row: iter([row]))(row)
@@ -43,7 +43,7 @@ def _copa(row: Row) -> Iterator[Row]:
 
 
 def _multirc(row: Row) -> Iterator[Row]:
-    if isinstance(row["passage" if "passage" in row else "paragraph"], str):  # of the hub: flat already
+    if isinstance(row["passage" if "passage" in row else "paragraph"], str):  # from the hub: flat already
         index = row["idx"]
         yield _answer_row(row["paragraph"], row["question"], row["answer"], row.get("label"), *index.values())
         return
@@ -62,7 +62,7 @@ def _answer_row(passage: str, question: str, answer: str, label: Any, *index: in
 
 
 def _record(row: Row) -> Iterator[Row]:
-    if "qas" not in row:  # of the hub
+    if "qas" not in row:  # from the hub
         passage, number, entities = row["passage"], row["idx"]["passage"], row["entities"]
         queries = [(row["query"], row["idx"]["query"], row["answers"])]
     else:
@@ -96,9 +96,9 @@ def _wsc(row: Row) -> Iterator[Row]:
 
 
 def _mention(text: str, words: str, index: int) -> tuple[int, int]:
-    """Characters of the mention `words` that begins in the `index`-th word between blanks.
+    """Returns the characters of the mention `words` that begins in the `index`-th word between blanks.
 
-    A few indices of the official files are off by one: the nearest occurrence is taken then.
+    A few indices of the official files are off by one: the nearest occurrence counts.
     """
     starts = [match.start() for match in re.finditer(r"\S+", text)]
     pattern = r"\s+".join(map(re.escape, words.split()))

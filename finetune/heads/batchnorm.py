@@ -14,7 +14,7 @@ from .modeling_heads import PooledHead, TaskModelConfig
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """All-reduce that gradients pass: as every rank's loss reads the sum, so are their gradients summed."""
+    """An all-reduce with a gradient: each rank's loss reads the sum, so the gradients of all ranks are summed."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ class BatchNorm(nn.BatchNorm1d):
     """`nn.BatchNorm1d` over the rows of all ranks, in float32; a batch of one row is normalised as in evaluation."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """(B, D) -> (B, D), of the input's type."""
+        """Returns the normalised rows, (B, D), in the input's type."""
         with torch.autocast(input.device.type, enabled=False):
             return self._normalise(input.float()).to(input.dtype)
 
@@ -48,14 +48,14 @@ class BatchNorm(nn.BatchNorm1d):
 
 
 class Head(PooledHead):
-    """The normalised embedding of the pooling below it."""
+    """Normalises the embedding of its pooling."""
 
     def __init__(self, config: TaskModelConfig, encoder: PreTrainedModel) -> None:
         super().__init__(config, encoder)
         self.norm = BatchNorm(self.width)
 
     def forward(self, states: BaseModelOutput, attention_mask: Tensor) -> Tensor:
-        """(B, L, D) -> (B, E)."""
+        """Returns the embedding, (B, E), from hidden states (B, L, D)."""
         normalised: Tensor = self.norm(super().forward(states, attention_mask))
-        self.facets = None  # what the mean takes away belongs to none of them
+        self.facets = None  # the mean that is subtracted belongs to no facet
         return normalised

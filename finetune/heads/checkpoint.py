@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from multicls.errors import UserError, first_line
 from multicls.files import read_json, sha256_of
 from multicls.from_bert import quiet_transformers
+from multicls.sample import sample_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -53,18 +54,18 @@ class Checkpoint:
 
     @property
     def model_type(self) -> str:
-        """`model_type` of config.json, "" if it has none."""
+        """Returns `model_type` of config.json, "" if it has none."""
         return str(self.config.get("model_type", ""))
 
     @property
     def encoder(self) -> dict[str, Any]:
-        """The configuration of its encoder, also where it is a fine-tuned model with a head."""
+        """Returns the configuration of the encoder, also of a fine-tuned model with a head."""
         encoder: dict[str, Any] = self.config.get("encoder", self.config)
         return encoder
 
     @property
     def num_facets(self) -> int:
-        """K; 0 for a single-CLS model."""
+        """Returns K, the number of facets; 0 for a single-CLS model."""
         return int(self.encoder.get("num_facets", 0)) if self.encoder.get("model_type") == "multicls-bert" else 0
 
 
@@ -84,10 +85,12 @@ def find_checkpoint(name: str, trust_remote_code: bool = False) -> Checkpoint:
 def find_folder(name: str) -> Path:
     """Returns the folder of the model `name`, fetched from the hub if it is no folder. Imports no transformers.
 
+    "sample" is the BERT that comes with a Python package (`multicls.sample`).
+
     Raises:
         UserError: It is not there, or not whole.
     """
-    folder = Path(name)
+    folder = sample_model() if name == "sample" and not Path(name).exists() else Path(name)
     if not folder.is_dir():
         if folder.is_absolute() or name.startswith(".") or name.count("/") > 1:
             raise UserError(f"--model {name}: no such folder.")

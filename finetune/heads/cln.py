@@ -14,7 +14,7 @@ from .modeling_heads import PooledHead, TaskModelConfig
 
 
 class ConditionalLayerNorm(nn.LayerNorm):
-    """A layer normalisation with its weight and bias, and what each task adds to them, which starts at 0.
+    """A layer normalisation whose weight and bias each task changes by vectors of its own, which start at 0.
 
     Attributes:
         task: the task of the batch.
@@ -29,17 +29,17 @@ class ConditionalLayerNorm(nn.LayerNorm):
         self.task_bias = nn.Parameter(torch.zeros(num_tasks, *norm.normalized_shape))
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., D) -> (..., D)."""
+        """Returns the normalised input, (..., D)."""
         bias_D = self.task_bias[self.task] if self.bias is None else self.bias + self.task_bias[self.task]
         weight_D = self.weight + self.task_weight[self.task]
         return F.layer_norm(input, self.normalized_shape, weight_D, bias_D, self.eps)
 
 
 class Head(PooledHead):
-    """The pooling below it, on an encoder whose every LayerNorm, the embeddings' included, is a conditional one.
+    """Its pooling, on an encoder whose LayerNorms (the embeddings' too) are conditional.
 
-    With `train` "last_linear" what the checkpoint brought is frozen; gamma_t, beta_t, the classifiers and what is new
-    in the pooling learn.
+    With `train` "last_linear" the checkpoint's weights are frozen; gamma_t, beta_t, the classifiers and the new weights
+    of the pooling learn.
     """
 
     norms: tuple[ConditionalLayerNorm, ...]
@@ -52,7 +52,7 @@ class Head(PooledHead):
         self.norms = tuple(_replace_norms(encoder, len(config.tasks or [])))
 
     def select_task(self, task: int) -> None:
-        """The rows of gamma_t and beta_t that the encoder is to use."""
+        """Makes the encoder use gamma_t and beta_t of that task."""
         for norm in self.norms:
             norm.task = task
 

@@ -13,10 +13,10 @@ PRETRAINED_POOLER = ("bert", "multicls-bert")  # elsewhere it is new, whatever t
 
 
 class Head(BaseHead):
-    """The published classifier of the encoder's type, up to its last layer.
+    """The published classifier of the encoder's type without its last layer.
 
     RoBERTa and ELECTRA were pretrained without a pooler: as in their own fine-tuning, W_p is new and dropout stands
-    before it, too (ELECTRA has GELU instead of tanh). The pooler that their Hugging Face classes draw is never read. On
+    before it, too (ELECTRA has GELU instead of tanh). The pooler that their Hugging Face classes draw is not read. On
     a Multi-CLS checkpoint the facets are not read.
     """
 
@@ -29,7 +29,7 @@ class Head(BaseHead):
         self.activation: nn.Module = nn.GELU() if model_type == "electra" else nn.Tanh()
 
     def forward(self, states: BaseModelOutput, attention_mask: Tensor) -> Tensor:
-        """(B, L, D) -> (B, D)."""
+        """Returns the embedding, (B, D), from hidden states (B, L, D)."""
         assert states.last_hidden_state is not None
         pooled: Tensor = self.activation(self.dense(self.dropout(states.last_hidden_state[:, 0])))
         return pooled

@@ -18,7 +18,7 @@ from .modeling_heads import TaskModelConfig, dropout_of
 
 
 class Head(BaseHead):
-    """All layers weighed by what a GRU reads in them, summed, and fused with the last one by a second GRU.
+    """Weighs all layers by a GRU that reads them, sums them, and fuses the sum with the last layer by a second GRU.
 
     U_i = the four final states of one two-layer bidirectional GRU over H_i (Eq. 2); alpha_i = ReLU(w^T U_i + b)
     (Eq. 3); S = softmax(alpha) (Eq. 4); A = sum_i S_i H_i (Eq. 5); M = [R; A; R+A; R*A] (Eq. 6); F = bidirectional
@@ -48,7 +48,7 @@ class Head(BaseHead):
         self.dense = nn.Linear(2 * size if fusion_layers else 4 * size if self.fuses else size, size)
 
     def forward(self, states: BaseModelOutput, attention_mask: Tensor) -> Tensor:
-        """(l + 1) x (B, L, D) -> (B, D); leaves S, (B, l + 1), in `layer_weights`."""
+        """Returns the embedding, (B, D), from all hidden states; leaves S, (B, l + 1), in `layer_weights`."""
         assert states.hidden_states is not None
         hidden_NBLD = torch.stack(states.hidden_states)
         lengths_B = attention_mask.sum(dim=1).cpu()
@@ -69,7 +69,7 @@ class Head(BaseHead):
         return pooled
 
     def weigh(self, hidden_NBLD: Tensor, lengths_B: Tensor) -> Tensor:
-        """S, (B, N): all layers of all sequences go through the GRU as one batch of N * B."""
+        """Returns S, (B, N). All layers of all sequences go through the GRU as one batch of N * B."""
         count, rows = hidden_NBLD.shape[:2]
         if self.layers != "dynamic":
             return self.fixed_weights.expand(rows, count)
@@ -80,10 +80,10 @@ class Head(BaseHead):
 
 
 def fixed_weights(kind: str, count: int) -> Tensor:
-    """Weights of "mean_first6", "random_all", ...: the same for every text, softmax of random scores or all equal.
+    """Returns layer weights that no text changes: equal ones or the softmax of random scores.
 
     Args:
-        kind: "mean" or "random", then which: the first 6, the last 6 or all.
+        kind: "mean_first6", "random_all", ...: how they are made, and for which layers.
         count: l + 1.
 
     Returns:

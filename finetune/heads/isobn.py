@@ -15,7 +15,7 @@ from .modeling_heads import PooledHead, TaskModelConfig
 
 
 class IsotropicBatchNorm(nn.Module):
-    """Scales every dimension down by how much it varies and how much other dimensions say the same (Eq. 5 to 7).
+    """Scales each dimension down by its spread and by its correlation with the others (Eq. 5 to 7).
 
     rho = Sigma / (sigma sigma^T), clamped to [-1, 1]; gamma_i = sum_j rho_ij^2;
     theta_i = (sigma_i gamma_i + eps)^-beta; output_i = theta_i h_i sqrt(sum_j v_j / sum_j v_j theta_j^2), v the
@@ -24,7 +24,7 @@ class IsotropicBatchNorm(nn.Module):
 
     sigma and Sigma are moving statistics in float32, whatever the autocast or the type the model is cast to; they start
     at 0 and take no gradient. In training the batch moves them first, stat += momentum * (batch - stat), and then they
-    are used; all ranks of `torch.distributed` count as one batch. A batch of one row says nothing of the spread and
+    are used; all ranks of `torch.distributed` count as one batch. A batch of one row has no spread and
     moves nothing. Evaluation only uses them. Before the first batch the output is the input.
 
     Args:
@@ -44,7 +44,7 @@ class IsotropicBatchNorm(nn.Module):
         self.register_buffer("Sigma", torch.zeros(dim, dim))
 
     def forward(self, h_BD: Tensor) -> Tensor:
-        """(B, D) -> (B, D), of the input's type."""
+        """Returns the scaled rows, (B, D), in the input's type."""
         with torch.no_grad(), torch.autocast(h_BD.device.type, enabled=False):
             if self.training:
                 self._update(h_BD.detach().float())
@@ -52,7 +52,7 @@ class IsotropicBatchNorm(nn.Module):
         return h_BD * scale_D.to(h_BD.dtype)
 
     def scale(self) -> Tensor:
-        """theta_bar, (D,), from the moving statistics."""
+        """Returns theta_bar, (D,), from the moving statistics."""
         tiny = torch.finfo(self.sigma.dtype).tiny  # a dimension that never varied: rho 0, not 0 / 0
         rho_DD = (self.Sigma / torch.outer(self.sigma, self.sigma).clamp(min=tiny)).clamp(-1.0, 1.0)
         theta_D = (self.sigma * rho_DD.square().sum(dim=1) + self.epsilon) ** -self.beta
@@ -70,7 +70,7 @@ class IsotropicBatchNorm(nn.Module):
         self.sigma += momentum * (Sigma_DD.diagonal().clamp(min=0).sqrt() - self.sigma)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> IsotropicBatchNorm:
-        """As `nn.Module`, but `.half()`, `.bfloat16()` and the like leave the statistics in float32."""
+        """Converts the module as `nn.Module` does, but leaves the statistics in float32."""
         before = dict(self.named_buffers(recurse=False))
         super()._apply(fn, recurse)
         for name, buffer in self.named_buffers(recurse=False):
@@ -80,7 +80,7 @@ class IsotropicBatchNorm(nn.Module):
 
 
 class Head(PooledHead):
-    """theta_bar * embedding of the pooling below it."""
+    """Multiplies the embedding of its pooling by theta_bar."""
 
     def __init__(self, config: TaskModelConfig, encoder: PreTrainedModel) -> None:
         super().__init__(config, encoder)
@@ -88,7 +88,7 @@ class Head(PooledHead):
         self.norm = IsotropicBatchNorm(self.width, **options)
 
     def forward(self, states: BaseModelOutput, attention_mask: Tensor) -> Tensor:
-        """(B, L, D) -> (B, E)."""
+        """Returns the embedding, (B, E), from hidden states (B, L, D)."""
         normalised: Tensor = self.norm(super().forward(states, attention_mask))
         if self.facets is not None:
             self.facets = self.facets * self.norm.scale()
@@ -96,13 +96,13 @@ class Head(PooledHead):
 
 
 def all_ranks(values: Tensor) -> Tensor:
-    """The sum over all ranks; gradients do not pass."""
+    """Returns the sum over all ranks, without a gradient."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(values)
     return values
 
 
 def global_mean(rows_BD: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean over the rows of all ranks, which may hold different numbers of them, and how many rows that were."""
+    """Returns the mean over the rows of all ranks, and their number; ranks may hold different numbers of rows."""
     sums = all_ranks(torch.cat([rows_BD.sum(dim=0), rows_BD.new_full((1,), len(rows_BD))]))
     return sums[:-1] / sums[-1].clamp(min=1), sums[-1]

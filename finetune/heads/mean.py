@@ -1,4 +1,4 @@
-"""`mean`: the mean of the last hidden states over all unpadded positions, as sentence encoders are mostly read."""
+"""`mean`: the mean of the last hidden states over all unpadded positions, as in most sentence encoders."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ class Head(BaseHead):
     """Embedding = sum_t mask_t h_t / sum_t mask_t; [CLS], facets and [SEP] count like any token."""
 
     def forward(self, states: BaseModelOutput, attention_mask: Tensor) -> Tensor:
-        """(B, L, D) -> (B, D)."""
+        """Returns the embedding, (B, D), from hidden states (B, L, D)."""
         assert states.last_hidden_state is not None
         return span_means(states.last_hidden_state, attention_mask[:, None]).squeeze(1)

@@ -1,4 +1,4 @@
-"""An encoder, a head that reads one embedding off it, and a classifier a task. Travels with saved models.
+"""An encoder, a head that makes one embedding of it, and a classifier for each task. Saved models hold this file.
 
 Imports only torch and transformers. Shape legend: B sequences, L tokens, D hidden size, E size of the embedding, C
 outputs (or choices), S marked spans.
@@ -22,7 +22,7 @@ NOT_OF_THE_ENCODER = ("auto_map", "architectures", "dtype", "transformers_versio
 
 
 class TaskModelConfig(PretrainedConfig):
-    """What a `TaskModel` is made of.
+    """The parts of a `TaskModel`.
 
     Args:
         encoder: configuration of the encoder, as an object or as its dictionary with `model_type`.
@@ -71,13 +71,13 @@ def problem_type_of(task: dict[str, Any]) -> ProblemType:
 
 @dataclass
 class TaskModelOutput(SequenceClassifierOutput):
-    """As BERT's classifier output.
+    """The output of a `TaskModel`: BERT's classifier output with more fields.
 
     Attributes:
-        pooled: what the classifier reads, before dropout and without spans, (B, E).
-        features: the same with the means over the spans behind it, (B, E + S * D).
+        pooled: the embedding before dropout, (B, E).
+        features: the embedding with the means over the spans after it, (B, E + S * D).
         layer_weights: HIRE's importance of each layer, (B, layers + 1); None for other heads.
-        facets: what each facet brings to `pooled`, their sum, (B, K, E), without gradient; None without facets.
+        facets: the part of each facet in `pooled`, (B, K, E), without gradient; None without facets.
     """
 
     pooled: Tensor | None = None
@@ -87,17 +87,17 @@ class TaskModelOutput(SequenceClassifierOutput):
 
 
 class Head(nn.Module, ABC):
-    """What the file of a head defines, under this very name: how one embedding is read off an encoder.
+    """Makes one embedding of an encoder's hidden states. The file of each head defines a class of this name.
 
-    It may take modules that came with the checkpoint for its own (`encoder.pooler`): the encoder is left without pooler
-    and facet head, so that nothing is trained or saved that nothing reads.
+    It may take modules of the checkpoint (`encoder.pooler`). The encoder is left without pooler and facet head, so that
+    nothing is trained or saved that nothing reads.
 
     Attributes:
         width: E, the size of the embedding.
         reads_all_layers: it needs `states.hidden_states`.
-        dropout_before_classifier: what the paper of the head says.
-        layer_weights: for analysis: the last batch's importance of each layer, (B, layers + 1), where there is one.
-        facets: for analysis: what each facet brings to the last batch's embedding, (B, K, E), where they add up to it.
+        dropout_before_classifier: the paper of the head has dropout there.
+        layer_weights: for analysis: the weight of each layer in the last batch, (B, layers + 1), or None.
+        facets: for analysis: the part of each facet in the last batch's embedding, (B, K, E), or None.
     """
 
     width: int
@@ -112,19 +112,19 @@ class Head(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, states: BaseModelOutput, attention_mask: Tensor) -> Tensor:
-        """(B, L, D) last hidden states (and `hidden_states`), (B, L) mask -> (B, E)."""
+        """Returns the embedding, (B, E), from hidden states (B, L, D) and the mask (B, L)."""
 
     def select_task(self, task: int) -> None:
-        """Called before the encoder runs on a batch of that task."""
+        """Prepares for a batch of that task; called before the encoder runs."""
 
     @classmethod
     def why_not(cls, encoder: dict[str, Any]) -> str:
-        """Why the head makes no sense on an encoder of that configuration; "" if it does."""
+        """Returns why the head does not work on an encoder of that configuration; "" if it does."""
         return ""
 
 
 class PooledHead(Head):
-    """A head on top of another one, which `config.pooling` names."""
+    """A head on top of another head, the one that `config.pooling` names."""
 
     def __init__(self, config: TaskModelConfig, encoder: PreTrainedModel) -> None:
         super().__init__(config, encoder)
@@ -132,14 +132,14 @@ class PooledHead(Head):
         self.width = self.pooling.width
 
     def forward(self, states: BaseModelOutput, attention_mask: Tensor) -> Tensor:
-        """(B, E) of the other head."""
+        """Returns the embedding of the other head, (B, E)."""
         pooled: Tensor = self.pooling(states, attention_mask)
         self.facets = self.pooling.facets
         return pooled
 
 
 def find_head(name: str) -> type[Head]:
-    """The class `Head` of the file called `name` beside this one."""
+    """Returns the class `Head` of the file `name` in this folder."""
     if not name.isidentifier():
         raise ValueError(f"head {name!r}: not a name")
     head: type[Head] = importlib.import_module(f".{name}", __package__).Head
@@ -149,11 +149,11 @@ def find_head(name: str) -> type[Head]:
 class TaskModel(PreTrainedModel):
     """An encoder with a head, and a linear classifier for each task.
 
-    Logits = W dropout([pooled; mean over span 1; mean over span 2]) + b, spans of the last hidden states where the task
-    has them. Of a choice task every choice is a sequence with one output.
+    Logits = W dropout([pooled; mean over span 1; mean over span 2]) + b, with means of the last hidden states over the
+    spans of a task that has them. Each choice of a choice task is a sequence with one output.
 
     Args:
-        config: what it is made of.
+        config: its parts.
         encoder: with its weights; None: drawn anew.
     """
 
@@ -244,12 +244,12 @@ def loss_of(task: dict[str, Any], logits_BC: Tensor, labels: Tensor, class_weigh
 
 
 def span_means(hidden_BLD: Tensor, spans_BSL: Tensor) -> Tensor:
-    """(B, S, D): the mean over the positions of each span; 0 for a span that truncation has cut off."""
+    """Returns the mean over the positions of each span, (B, S, D); 0 for a span that truncation has cut off."""
     weights_BSL = spans_BSL.to(hidden_BLD.dtype)
     return weights_BSL @ hidden_BLD / weights_BSL.sum(dim=-1, keepdim=True).clamp(min=1)
 
 
 def dropout_of(config: TaskModelConfig) -> float:
-    """The probability before the classifier: the settings', else the checkpoint's."""
+    """Returns the dropout before the classifier: the settings', else the checkpoint's."""
     candidates = (config.dropout, *(config.encoder.get(name) for name in ("classifier_dropout", "hidden_dropout_prob")))
     return float(next((value for value in candidates if value is not None), 0.1))

@@ -30,7 +30,7 @@ class Head(BaseHead):
         self.bias = nn.Parameter(torch.zeros(self.num_facets, self.width))
 
     def forward(self, states: BaseModelOutput, attention_mask: Tensor) -> Tensor:
-        """(B, L, D) -> (B, D), and its parts in `facets`; the facets stand at positions 1..K."""
+        """Returns the embedding, (B, D); leaves its parts in `facets`. The facets are at positions 1..K."""
         assert states.last_hidden_state is not None
         facets_BKD = states.last_hidden_state[:, 1 : 1 + self.num_facets]
         projected_BKD: Tensor = self.dense(facets_BKD, centred=self.centred and self.num_facets > 1)
@@ -40,7 +40,7 @@ class Head(BaseHead):
 
     @classmethod
     def why_not(cls, encoder: dict[str, Any]) -> str:
-        """Only a Multi-CLS checkpoint with facets has facets to pool."""
+        """Refuses a checkpoint without facets."""
         if encoder.get("model_type") != "multicls-bert":
             return (
                 f"it is a plain {encoder.get('model_type')} checkpoint, it has no facets to pool. Use cls, or pretrain "

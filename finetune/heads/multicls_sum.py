@@ -6,6 +6,6 @@ from .multicls import Head as MultiClsHead
 
 
 class Head(MultiClsHead):
-    """The plain sum, in which nothing keeps the facets apart."""
+    """The plain sum; nothing keeps the facets apart."""
 
     centred = False

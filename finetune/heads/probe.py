@@ -24,19 +24,19 @@ Array = np.ndarray[Any, np.dtype[Any]]
 STRENGTHS = np.logspace(-5, 1, 13)  # C of the logistic regression
 ALPHAS = np.logspace(-1, 5, 13)
 FOLDS = 5
-CHOOSING_ROWS = 10_000  # C is chosen on so many rows at most: more cost hours and hardly move it
+CHOOSING_ROWS = 10_000  # at most so many rows choose C: more take hours and hardly change it
 LOWEST = 1e-12  # probability of a class, so that its logarithm is a number
 
 
 class Head(PooledHead):
-    """The embedding of the pooling below it; for "cls" the last hidden state of [CLS] as it is.
+    """The embedding of its pooling; for "cls" the last hidden state of [CLS] without a pooler.
 
-    BERT's pooler was pretrained to tell next sentences only, that of many distilled models not at all, and RoBERTa's
-    and ELECTRA's are not there: a tanh of it would be no embedding that anyone would pick.
+    BERT's pooler was pretrained for next sentences only, that of many distilled models not at all, and RoBERTa and
+    ELECTRA have none.
     """
 
     def forward(self, states: BaseModelOutput, attention_mask: Tensor) -> Tensor:
-        """(B, L, D) -> (B, D)."""
+        """Returns the embedding, (B, D), from hidden states (B, L, D)."""
         if type(self.pooling).__module__.endswith(".cls"):
             assert states.last_hidden_state is not None
             return states.last_hidden_state[:, 0]
@@ -44,7 +44,7 @@ class Head(PooledHead):
 
 
 class _Embedder(nn.Module):
-    """A model whose outputs are what its classifier reads, (B, E + S * D), a row's choices side by side."""
+    """A model whose outputs are the features of its classifier, (B, E + S * D); a row's choices are side by side."""
 
     def __init__(self, model: TaskModel, sequences_per_row: int) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def _ridge(train_NF: Array, labels: Array, asked_NF: Array) -> Array:
 
 
 def _classes(train_NF: Array, labels: Array, asked_NF: Array, num_classes: int, seed: int) -> Array:
-    """(N, C) log-probabilities; a class without train rows is the least likely one."""
+    """Returns (N, C) log-probabilities; a class without train rows is the least likely one."""
     probabilities = np.full((len(asked_NF), num_classes), LOWEST)
     seen = np.unique(labels)
     if len(seen) > 1:
@@ -137,7 +137,7 @@ def _choices(train_NF: Array, labels: Array, asked_NF: Array, num_choices: int, 
 
 
 def _logistic(rows_NF: Array, labels: Array, seed: int, intercept: bool = True) -> Any:
-    """A fitted pipeline of scaling and logistic regression; C by cross-validation where each class has two rows."""
+    """Returns a fitted scaling and logistic regression; cross-validation chooses C if each class has two rows."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.model_selection import GridSearchCV, StratifiedKFold
     from sklearn.pipeline import make_pipeline

@@ -1,8 +1,8 @@
-"""The fine-tuning loop: AdamW with bias correction, linear warm-up and decay, the best evaluation wins.
+"""The fine-tuning loop: AdamW with bias correction, linear warm-up and decay; the best evaluation counts.
 
 A step's rows are cut into chunks, one for each rank and each of its micro-batches. Every chunk's loss counts by its
-share of the step's rows and its dropout is seeded by step and chunk, so the numbers do not depend on which rank does
-what: `2 ranks x 1 micro-batch` gives what `1 rank x 2 micro-batches` gives, up to the order of floating-point sums.
+share of the step's rows, and its dropout is seeded by step and chunk. So ranks and micro-batches change no number:
+`2 ranks x 1 micro-batch` and `1 rank x 2 micro-batches` differ only by the order of floating-point sums.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ NO_NUMBERS = {"eval_batch_size", "gradient_checkpointing", "snapshot_minutes"}  
 
 @dataclass(frozen=True)
 class TaskSplit:
-    """One task of a run.
+    """The rows of one task of a run.
 
     Attributes:
         train: the rows to learn from.
@@ -64,7 +64,7 @@ class TaskSplit:
 
 @dataclass
 class FinetuneResult:
-    """What a run gives; lists have one entry a task.
+    """The result of a run; lists have one entry for each task.
 
     Attributes:
         scores: all metrics of the best evaluation, the main one first.
@@ -73,7 +73,7 @@ class FinetuneResult:
         steps: steps taken.
         history: (step, mean train loss since the last evaluation, main score of each task) of every evaluation.
         seconds: wall time of training and evaluation.
-        weights: those of the best evaluation, on the CPU, where they were asked for.
+        weights: those of the best evaluation, on the CPU; None if they were not asked for.
     """
 
     scores: list[Scores] = field(default_factory=list)
@@ -86,7 +86,7 @@ class FinetuneResult:
 
 
 def find_device() -> tuple[torch.device, Literal["fp32", "bf16"]]:
-    """Returns the GPU if there is one, else the CPU, and what "auto" precision means there: native bf16, else fp32.
+    """Returns the GPU or else the CPU, and what "auto" precision means there: native bf16, else fp32.
 
     fp16 would need a loss scale, which the loop without DeepSpeed does not have.
     """
@@ -95,7 +95,7 @@ def find_device() -> tuple[torch.device, Literal["fp32", "bf16"]]:
 
 
 def seed_everything(seed: int, device: torch.device) -> None:
-    """Same seed, same numbers: new weights and, on a GPU, deterministic kernels where they exist."""
+    """Seeds the new weights, and makes a GPU use deterministic kernels if they exist."""
     torch.manual_seed(seed)
     if device.type == "cuda":
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -108,7 +108,7 @@ def learning_rate_at(step: int, settings: TrainSettings) -> float:
 
 
 def make_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.AdamW:
-    """AdamW on what is not frozen; biases and LayerNorms do not decay."""
+    """Returns AdamW for the weights that are not frozen; biases and LayerNorms do not decay."""
     return torch.optim.AdamW(
         parameter_groups(model, settings.weight_decay),
         lr=settings.learning_rate,
@@ -119,7 +119,7 @@ def make_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Ada
 
 
 def row_batches(num_rows: int, batch_size: int, seed: int) -> Iterator[list[int]]:
-    """Endless batches of row indices; every epoch is a new permutation, its last batch may be smaller."""
+    """Yields batches of row indices for ever; each epoch is a new permutation, its last batch may be smaller."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randperm(num_rows, generator=generator).tolist()
@@ -127,7 +127,7 @@ def row_batches(num_rows: int, batch_size: int, seed: int) -> Iterator[list[int]
 
 
 def task_batches(sizes: Sequence[int], batch_size: int, seed: int, sampling: str) -> Iterator[tuple[int, list[int]]]:
-    """Endless batches (task, rows), each of one task.
+    """Yields batches (task, rows) for ever, each of one task.
 
     Args:
         sizes: train rows of each task.
@@ -146,22 +146,21 @@ def task_batches(sizes: Sequence[int], batch_size: int, seed: int, sampling: str
 
 
 def chunks_of(rows: Sequence[int], num_chunks: int) -> list[tuple[list[int], float]]:
-    """Cuts a step's rows into chunks of as equal size as can be, each with its share of the rows.
+    """Cuts a step's rows into chunks of about equal size; returns each with its share of the rows.
 
-    Where there are more chunks than rows, rows come again with a share of 0: every rank must run the model as often as
-    the others do.
+    If there are more chunks than rows, rows come again with a share of 0: all ranks must run the model equally often.
     """
     cuts = [len(rows) * chunk // num_chunks for chunk in range(num_chunks + 1)]
-    tokens = [list(rows[start:end]) for start, end in zip(cuts, cuts[1:], strict=False)]
-    return [(token or [rows[chunk % len(rows)]], len(token) / len(rows)) for chunk, token in enumerate(tokens)]
+    parts = [list(rows[start:end]) for start, end in zip(cuts, cuts[1:], strict=False)]
+    return [(part or [rows[chunk % len(rows)]], len(part) / len(rows)) for chunk, part in enumerate(parts)]
 
 
 class Stepper:
-    """Gradients and updates by torch alone, on one rank.
+    """Computes gradients and updates by torch alone, on one rank.
 
     Attributes:
-        model: what to call in training.
-        chunks: in which a step's rows are cut; this rank computes those of `mine`.
+        model: the module to call in training.
+        chunks: number of chunks of a step's rows; this rank computes those in `mine`.
     """
 
     def __init__(self, model: nn.Module, settings: TrainSettings) -> None:
@@ -194,13 +193,13 @@ class Stepper:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load_state(self, folder: Path, state: Mapping[str, Any]) -> None:
-        """Puts back what `state` gave."""
+        """Loads what `state` returned."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
 
 
 class DeepSpeedStepper(Stepper):
-    """The same by a DeepSpeed engine, on any number of ranks. `prepare_deepspeed` comes before it."""
+    """Computes gradients and updates by a DeepSpeed engine on any number of ranks, after `prepare_deepspeed`."""
 
     def __init__(self, model: nn.Module, settings: TrainSettings, ds_config: Mapping[str, Any], where: str) -> None:
         super().__init__(model, settings)
@@ -212,7 +211,7 @@ class DeepSpeedStepper(Stepper):
         self.optimizer = self.model.optimizer
 
     def arithmetic(self, settings: TrainSettings) -> dict[str, Any]:
-        """What of a DeepSpeed JSON our settings own."""
+        """Returns the values of the DeepSpeed JSON that our settings decide."""
         assert settings.batch_size and settings.precision != "auto"
         return {
             "micro_batch_size": math.ceil(settings.batch_size / self.chunks),
@@ -223,7 +222,7 @@ class DeepSpeedStepper(Stepper):
         }
 
     def backward(self, loss: Tensor) -> None:
-        """Adds a chunk's gradients; DeepSpeed takes means over chunks, where the loss is a share of their sum."""
+        """Adds a chunk's gradients. DeepSpeed takes the mean over chunks, we need the sum of their shares."""
         self.model.backward(loss * self.chunks)
         self.model.step()  # updates with the last chunk of a step
 
@@ -405,19 +404,19 @@ def recompute_activations(model: TaskModel) -> None:
 
 
 def copy_weights(model: nn.Module) -> Weights:
-    """All weights and buffers on the CPU, whole, on every rank; all must call it."""
+    """Returns all weights and buffers, whole and on the CPU, on every rank; all ranks must call it."""
     with gathered(model):
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.state_dict().items()}
 
 
 def load_weights(model: nn.Module, weights: Weights) -> None:
-    """Puts back what `copy_weights` gave; all ranks must call it."""
+    """Loads weights of `copy_weights`; all ranks must call it."""
     with gathered(model, writing=True):
         model.load_state_dict(weights)
 
 
 def gathered(model: nn.Module, writing: bool = False) -> AbstractContextManager[None]:
-    """The model with whole parameters inside: ZeRO-3 keeps only a part of each on a rank."""
+    """Returns a context in which parameters are whole: ZeRO-3 keeps only a part of each on a rank."""
     parameters = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
     if not parameters:
         return nullcontext()
@@ -470,7 +469,7 @@ def _identity(
 
 
 def _finite_losses(losses: list[Tensor], step: int, settings: TrainSettings) -> Tensor:
-    """The losses of the steps since the last evaluation, (S,), over all ranks."""
+    """Returns the losses of the steps since the last evaluation, (S,), summed over all ranks."""
     latest = torch.stack([loss for loss in losses if loss.ndim == 0])
     if rank_and_world()[1] > 1:
         dist.all_reduce(latest)
@@ -483,6 +482,6 @@ def _finite_losses(losses: list[Tensor], step: int, settings: TrainSettings) -> 
 
 
 def _autocast(model: Any, device: torch.device, settings: TrainSettings) -> torch.autocast:
-    """bf16 arithmetic on float32 weights; DeepSpeed holds weights in bf16 instead, next to float32 ones of its own."""
+    """Returns a context of bf16 arithmetic for float32 weights; under DeepSpeed the weights themselves are bf16."""
     enabled = settings.precision == "bf16" and next(model.parameters()).dtype == torch.float32
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled)

@@ -241,7 +241,6 @@ def test_choices_spans_several_tasks_and_own_rows(
     for arguments, message in (
         ([], "your own rows; add --train_file"),
         ([*files[:3], str(own[0]).replace("mine", "gone")], "gone.csv"),
-        (files[:2], "go together"),
         ([files[0], str(own[1]), *files[2:]], "the rows are own_dev"),
     ):
         with pytest.raises(UserError, match=message):

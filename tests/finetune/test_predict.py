@@ -125,6 +125,19 @@ def test_several_labels_a_row() -> None:
     assert found["label"] == ["a|b", "b", ""] and found["p_a"][0] == pytest.approx(1 / (1 + np.exp(-2.0)), abs=1e-6)
 
 
+def test_several_labels_a_row_from_training_to_new_rows(tiny_bert: Path, tmp_path: Path, capsys: Any) -> None:
+    rows = [{"text": text, "label": "poor|odd" if "ros" in text else "fine"} for text in TEXTS]
+    file = write_csv(tmp_path / "t.csv", rows)
+    saved = train(tiny_bert, tmp_path / "out", "--train_file", file, "--test_file", file, "--label_type", "multi_label",
+                  "--epochs", "6", "--learning_rate", "1e-3")  # fmt: skip
+    assert main([str(saved), file, "--output", str(tmp_path / "x.csv")]) == 0
+    found = read_csv(tmp_path / "x.csv")
+    for row in found:
+        likely = [name for name in ("fine", "odd", "poor") if float(row[f"p_{name}"]) > 0.5]
+        assert row["predicted_label"] == "|".join(likely)
+    assert "against column 'label': micro_f1" in capsys.readouterr().out
+
+
 def save_config(folder: Path, *others: dict[str, Any], **about: Any) -> str:
     """A folder without weights: all that is wrong is told before they are read."""
     task = {"name": "own_x", "labels": ["a", "b"], "num_choices": 0, "num_spans": 0, "is_regression": False} | about

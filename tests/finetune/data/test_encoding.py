@@ -11,7 +11,7 @@ import torch
 from finetune.data.encoding import IGNORE_INDEX, Encoded
 from finetune.data.examples import LabeledExample
 from finetune.data.reading import read_task
-from finetune.data.tasks import TASKS
+from finetune.data.tasks import TASKS, Task
 from multicls.errors import UserError
 
 CPU = torch.device("cpu")
@@ -203,3 +203,10 @@ def test_every_official_span_decodes_to_its_words(name: str, multicls_data: Path
             before = 6 + text + sum(len(tokens(part, add_special_tokens=False)) for part in texts)
             assert mask.nonzero()[0] == before, "the right one of several"
     assert set(inside_a_piece) <= {"doesn"}, "'does' of \"doesn't\" is part of a token: the whole token is marked"
+
+
+def test_several_labels_a_row(bert: Any) -> None:
+    task = Task("own_m", (("text",),), ("a", "b"), ("micro_f1",), "single", "own", multi_label=True)
+    rows = [LabeledExample("a", ("bal",), 0.0, labels=(1.0, 0.0)), LabeledExample("b", ("del",), float("nan"))]
+    labels = Encoded(task, rows, bert, 32).batch([0, 1], CPU)["labels"]
+    assert labels.dtype == torch.float32 and labels[0].tolist() == [1.0, 0.0] and labels[1].isnan().all()

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def test_same_numbers_as_one_rank(name: str, launched: Path, checkpoint: Path, g
             np.testing.assert_allclose(found[key], expected[key], rtol=1e-2, atol=2e-2 * scale(expected[key]))
 
 
-def predictions(folder: Path, record: dict[str, Any]) -> dict[str, Any]:
+def predictions(folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in Store(folder).predictions(record["run_id"]).items() if v.dtype.kind == "f"}
 
 
