@@ -102,13 +102,8 @@ def pooled_temperature(runs: Sequence[tuple[Array, Array]]) -> Temperature:
 
 def brier_score(logits: Array, labels: Array) -> float:
     """Returns the mean squared distance of the probabilities and the one-hot label, summed over classes: 0 to 2."""
-    from sklearn.metrics import brier_score_loss
-
-    classes = list(range(logits.shape[1]))
-    probabilities = np.exp(log_probabilities(logits))
-    if len(classes) == 2:
-        return 2 * float(brier_score_loss(labels, probabilities[:, 1], labels=classes))
-    return float(brier_score_loss(labels, probabilities, labels=classes, scale_by_half=False))
+    one_hot = np.eye(logits.shape[1])[np.asarray(labels, dtype=int)]
+    return float(((np.exp(log_probabilities(logits)) - one_hot) ** 2).sum(axis=1).mean())
 
 
 def negative_log_likelihood(logits: Array, labels: Array, temperature: float = 1.0) -> float:
