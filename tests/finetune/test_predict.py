@@ -134,7 +134,8 @@ def test_several_labels_a_row_from_training_to_new_rows(tiny_bert: Path, tmp_pat
     found = read_csv(tmp_path / "x.csv")
     for row in found:
         given = row["predicted_label"].split("|")
-        assert all((float(row[f"p_{name}"]) >= 0.5) == (name in given) for name in ("fine", "odd", "poor"))
+        shares = {name: float(row[f"p_{name}"]) for name in ("fine", "odd", "poor")}
+        assert all((share > 0.5) == (name in given) for name, share in shares.items() if abs(share - 0.5) > 1e-5)
     assert "against column 'label': micro_f1" in capsys.readouterr().out
 
 
