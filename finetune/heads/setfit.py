@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import sys
 import tempfile
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -110,6 +111,7 @@ def _model(checkpoint: Checkpoint, task: Task, settings: FinetuneSettings, devic
 def _train(model: Any, texts: list[str], labels: np.ndarray[Any, Any], seed: int) -> None:
     from datasets import Dataset
     from setfit import Trainer, TrainingArguments
+    from transformers.trainer_callback import ProgressCallback
 
     rows = Dataset.from_dict({"text": texts, "label": labels.tolist()})
     with tempfile.TemporaryDirectory() as folder:
@@ -118,4 +120,7 @@ def _train(model: Any, texts: list[str], labels: np.ndarray[Any, Any], seed: int
             report_to="none", logging_strategy="no", save_strategy="no", show_progress_bar=False,
         )  # fmt: skip
         log.info("setfit: %d pairs of %d rows", 2 * ITERATIONS * len(texts), len(texts))
-        Trainer(model=model, args=arguments, train_dataset=rows).train()
+        trainer = Trainer(model=model, args=arguments, train_dataset=rows)
+        if not sys.stderr.isatty():  # `show_progress_bar` of setfit 1.2.0 does not reach this bar
+            trainer.remove_callback(ProgressCallback)
+        trainer.train()
