@@ -212,7 +212,7 @@ def _counts(task: Task, train: Sequence[LabeledExample], dev: Sequence[LabeledEx
 
 def _labels(task: Task, example: LabeledExample) -> list[int]:
     if getattr(task, "multi_label", False):
-        return [label for label, value in enumerate(example.labels) if value]  # type: ignore[attr-defined]
+        return [label for label, value in enumerate(example.labels) if value]
     return [int(example.label)] if example.label == example.label else []
 
 
