@@ -186,18 +186,13 @@ def _fit(planned: PlannedRun, encode: Encode) -> Predicted:
     """Fits a head by a library; nothing is chosen, so all rows to predict are predicted at once."""
     import numpy as np
 
-    from finetune.heads.probe import fit_probe
-    from finetune.heads.setfit import fit_setfit
+    from finetune.heads.building import fit_head
     from finetune.train.loop import FinetuneResult, find_device
 
-    started, (own,), settings = time.perf_counter(), planned.rows, planned.settings
+    started, (own,) = time.perf_counter(), planned.rows
     blocks = [own.held, own.dev, *(examples for _, examples in own.test)]
     asked, device = [example for block in blocks for example in block], find_device()[0]
-    if settings.head == "probe":
-        train = encode(0, own.train)
-        outputs = fit_probe(planned.checkpoint, train, encode(0, asked), own.task, settings, device)
-    else:
-        outputs = fit_setfit(planned.checkpoint, own.train, asked, own.task, settings, device)
+    outputs = fit_head(planned.settings, planned.checkpoint, own.task, own.train, asked, device)
     held, dev, *test = np.split(outputs, np.cumsum([len(block) for block in blocks])[:-1])
     return Predicted(FinetuneResult(seconds=time.perf_counter() - started), [held], [dev], [test])
 
