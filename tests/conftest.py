@@ -20,6 +20,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in every background 
 
 LONGEST = (
     "tests/test_readme.py",
+    "tests/test_docs.py",
     "tests/slurm",
     *(f"tests/pretrain/test_{name}.py" for name in ("resume", "crashes", "nodes", "ds_configs", "export", "learning")),
 )

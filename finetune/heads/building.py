@@ -106,7 +106,8 @@ def describe(task: Task, max_length: int | None = None) -> dict[str, Any]:
     return {
         "labels": list(task.labels),
         **{name: getattr(task, name) for name in names},
-        "multi_label": getattr(task, "multi_label", False),
+        "multi_label": task.multi_label,
         "max_length": max_length or task.max_length,
         "text_columns": [columns[0] for columns in task.fields] if task.benchmark == "own" else [],
+        "label_column": task.label[0],
     }
