@@ -13,6 +13,7 @@ import numpy as np
 from finetune.store.results import Array, Record, Store
 from multicls.distributed import rank_and_world
 from multicls.environment import environment_record
+from multicls.errors import UserError
 
 if TYPE_CHECKING:
     from finetune.data.examples import LabeledExample
@@ -98,7 +99,6 @@ def make_record(planned: PlannedRun, predicted: Predicted, task: int) -> dict[st
     import torch
 
     from finetune.data.metrics import constant_scores, score_examples
-    from finetune.stats.comparisons import bootstrap_score
 
     settings, own, result = planned.settings, planned.rows[task], predicted.result
     scores = score_examples(own.task, own.dev, predicted.dev[task])
@@ -106,7 +106,6 @@ def make_record(planned: PlannedRun, predicted: Predicted, task: int) -> dict[st
     if own.held:
         held_scores = score_examples(own.task, own.held, predicted.held[task])
         held = {"holdout_rows": len(own.held), "holdout_scores": held_scores}
-    error = bootstrap_score(own.task, make_predictions(own, predicted, task), ERROR_RESAMPLES)[0] / 100
     return {
         "run_id": planned.run_ids[task],
         "request_id": planned.request_ids[task],
@@ -123,7 +122,7 @@ def make_record(planned: PlannedRun, predicted: Predicted, task: int) -> dict[st
         "metric": own.task.metrics[0],
         "score": scores[own.task.metrics[0]],
         "scores": scores,
-        "score_error": error,
+        "score_error": _score_error(own, predicted, task),
         "constant": constant_scores(own.task, own.train, own.dev),
         **held,
         "tested": [other.name for other, _ in own.test],
@@ -142,6 +141,16 @@ def make_record(planned: PlannedRun, predicted: Predicted, task: int) -> dict[st
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         **environment_record(),
     }
+
+
+def _score_error(own: TaskRows, predicted: Predicted, task: int) -> float | None:
+    """Returns the standard error of the score over dev examples; None if there is one example or passage only."""
+    from finetune.stats.comparisons import bootstrap_score
+
+    try:
+        return bootstrap_score(own.task, make_predictions(own, predicted, task), ERROR_RESAMPLES)[0] / 100
+    except UserError:
+        return None
 
 
 def _test_scores(own: TaskRows, outputs: Sequence[Array]) -> dict[str, dict[str, float]]:
