@@ -25,9 +25,7 @@ def test_own_labels_from_a_table_to_predictions(tmp_path: Path) -> None:
         done = subprocess.run(
             [*shell, "-c", block.commands], cwd=copy, env=environment, capture_output=True, text=True, check=False
         )
-        assert done.returncode == 0, (
-            f"docs/own_labels.md line {block.line}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
-        )
+        assert done.returncode == 0, f"line {block.line}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
         output += done.stdout
     for said in ("acc 100.00", "minilm cls", "page with figures: runs/own/results/report.html", "20 rows: 9 billing",
                  "'label': 'defect'"):  # fmt: skip
