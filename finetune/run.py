@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/, whose names must not hide packages
 
@@ -91,7 +91,8 @@ def plan_run(settings: FinetuneSettings) -> PlannedRun:
     """Returns what a run would do; reads the rows and not the model's weights, and writes nothing.
 
     Raises:
-        UserError: Model, data, head or settings do not fit, or the results folder is of another protocol.
+        UserError: Model, data, head or settings do not fit, the results folder is of another protocol, or its runs read
+            other data.
     """
     from finetune.data.selection import select_rows
     from finetune.heads.building import check_head
@@ -110,7 +111,9 @@ def plan_run(settings: FinetuneSettings) -> PlannedRun:
     }
     request_ids = request_ids_of(settings, checkpoint.fingerprint)
     run_ids = [short_hash([request_id, numeric]) for request_id in request_ids]
-    return PlannedRun(settings, train, numeric, rows, checkpoint, request_ids, run_ids)
+    planned = PlannedRun(settings, train, numeric, rows, checkpoint, request_ids, run_ids)
+    _publish(planned, write=False)
+    return planned
 
 
 def request_ids_of(settings: FinetuneSettings, fingerprint: str) -> list[str]:
@@ -126,7 +129,6 @@ def request_ids_of(settings: FinetuneSettings, fingerprint: str) -> list[str]:
 def _run(planned: PlannedRun) -> list[Record]:
     settings, store = planned.settings, planned.store
     tokenizer, encode = _encoder(planned)  # it refuses a wrong --max_length before anything is written
-    on_rank_0(lambda: _publish(planned, write=False))
     _announce(planned)
     predicted = (_fit if settings.head in FITTED_HEADS else _train)(planned, encode)
     records: list[Record] = [make_record(planned, predicted, task) for task in range(len(planned.rows))]
@@ -236,6 +238,7 @@ def _checkpoint(name: str, trust_remote_code: bool) -> Checkpoint:
 
 def _publish(planned: PlannedRun, write: bool) -> None:
     """Writes which rows were drawn from what, or only checks that earlier runs of the folder saw the same data."""
+    from finetune.data.examples import fingerprint
     from finetune.data.splits import publish
 
     settings = planned.settings
@@ -244,6 +247,9 @@ def _publish(planned: PlannedRun, write: bool) -> None:
         drawn = f"{name}-{settings.train_size}-{settings.sampling}-seed{settings.data_seed}"
         for file, rows in ((name, range(own.split_rows)), (drawn, own.drawn)):
             publish(planned.store.rows_path(file), rows, own.split_rows, own.split, own.content, write)
+        for task, examples in own.test if settings.own.source else ():
+            path, content = planned.store.rows_path(f"{task.name}-test"), fingerprint(examples, task.labels)
+            publish(path, range(len(examples)), len(examples), "test", content, write)
 
 
 def _announce(planned: PlannedRun) -> None:
@@ -266,7 +272,8 @@ def _advice(planned: PlannedRun, records: Sequence[Record]) -> list[str]:
     for record in records:
         constant = record["constant"].get(record["metric"], -1.0)
         if record["score"] <= constant:
-            lines.append(f"warning: {record['task']}: always giving the same answer scores {100 * constant:.2f}, too.")
+            lines.append(f"warning: {record['task']}: always giving the same answer scores {100 * constant:.2f}, which "
+                         "is as good or better.")  # fmt: skip
         lines += [f"test, {name}: {_percents(scores)}" for name, scores in record["test_scores"].items()]
     if planned.settings.save_model:
         lines.append(f"model: {planned.model_path}; to label new rows: python finetune/predict.py "
@@ -311,16 +318,17 @@ def _parser() -> argparse.ArgumentParser:
 
 def add_flags(parser: argparse.ArgumentParser, title: str, kind: type[Settings], prefix: str) -> None:
     """Adds a flag for each setting of `kind`, in a group of the help."""
-    choices = {"task": ", ".join(TASKS), "head": "; ".join(f"{name}: {about}" for name, about in HEADS.items())}
+    about = {"task": ", ".join(TASKS), "head": "; ".join(f"{name}: {about}" for name, about in HEADS.items())}
     group = parser.add_argument_group(title)
     for name, field in kind.model_fields.items():
         if isinstance(field.default, Settings):  # of one head, or another group: --set reaches them
             continue
         default = "required" if field.is_required() else f"default {field.default}" if field.default else ""
-        text = "; ".join(filter(None, (field.description, choices.get(name, default))))
-        switch: dict[str, Any] = (
-            {"action": "store_true", "default": None} if field.default is False else {"metavar": "X"}
-        )
+        text = "; ".join(filter(None, (field.description, about.get(name, default))))
+        values = [str(value) for value in get_args(field.annotation) if isinstance(value, str)]
+        switch: dict[str, Any] = {"metavar": f"{{{','.join(values)}}}" if values else "X"}
+        if field.default is False:
+            switch = {"action": "store_true", "default": None}
         group.add_argument(f"--{name}", dest=prefix + name, help=text.replace("%", "%%"), **switch)
 
 

@@ -102,7 +102,7 @@ def compare_with_runs(
     for row in load_results(store).rows:
         runs = [other["run_id"] for other in row.records if other["run_id"] != run["run_id"]
                 and (row.task, row.train_size, other["data_seed"]) == (task, run["train_size"], run["data_seed"])
-                and all(other["requested"][name] == run["requested"][name] for name in SAME_ROWS)]  # fmt: skip
+                and all(other["requested"].get(name) == run["requested"].get(name) for name in SAME_ROWS)]  # fmt: skip
         labels |= {row.system.label} if len(runs) > 1 else set()
         if len(runs) < 2 or row.system.label != label:
             continue

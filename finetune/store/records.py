@@ -131,6 +131,7 @@ def make_record(planned: PlannedRun, predicted: Predicted, task: int) -> dict[st
         "steps": result.steps,
         "history": [(step, loss, mains[task]) for step, loss, mains in result.history],
         "train_rows": len(own.train),
+        "all_rows": len(own.drawn) == own.split_rows and not own.held and not settings.label_noise,
         "dev_rows": len(own.dev),
         "labels": list(own.task.labels),
         "multi_label": own.task.multi_label,
