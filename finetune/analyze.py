@@ -18,7 +18,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/, whose n
 
 from finetune.data.tasks import TASKS, Task, find_task
 from finetune.settings import FinetuneSettings, OwnDataSettings
-from multicls.errors import UserError, run_command
+from multicls.errors import CommandParser, UserError, run_command
 from multicls.files import atomic_write, write_json
 from multicls.settings import load_settings
 
@@ -351,10 +351,8 @@ def _run_of(folder: Path) -> Record | None:
     return next((record for record in records if record["run_id"] == folder.resolve().name), None)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+def _parser() -> CommandParser:
+    parser = CommandParser(__doc__)
     add = parser.add_argument
     add("--model", nargs="+", required=True, metavar="FOLDER", help="saved models, or plain checkpoints")
     add("--before", metavar="CHECKPOINT", help="what they were fine-tuned from, for comparison")

@@ -29,7 +29,7 @@ from finetune.heads import FITTED_HEADS
 from finetune.run import add_flags, request_ids_of
 from finetune.settings import HEAD_OPTIONS, POOLED, FinetuneSettings, OwnDataSettings, check_names, flatten
 from finetune.store.results import Busy, Store
-from multicls.errors import UserError, did_you_mean, run_command
+from multicls.errors import CommandParser, UserError, did_you_mean, run_command
 from multicls.settings import Settings, load_settings
 from multicls.words import duration
 
@@ -126,7 +126,7 @@ class GridRun:
     @property
     def request_ids(self) -> list[str]:
         """What stands for the run, for each of its tasks, whichever command makes it."""
-        return request_ids_of(self.settings, _fingerprint(self.settings.model))
+        return request_ids_of(self.settings, _fingerprint(self.settings.model, self.settings.trust_remote_code))
 
     def planned(self) -> list[dict[str, Any]]:
         """Returns the entries of the plan, one for each task."""
@@ -261,10 +261,10 @@ def look(runs: Sequence[GridRun], store: Store, since: int = 0) -> dict[str, dic
 
 
 @lru_cache
-def _fingerprint(model: str) -> str:
+def _fingerprint(model: str, trust_remote_code: bool) -> str:
     from finetune.heads.checkpoint import find_folder, fingerprint_of
 
-    return fingerprint_of(find_folder(model))
+    return fingerprint_of(find_folder(model), trust_remote_code)
 
 
 def _nested(key: str, value: Any) -> dict[str, Any]:
@@ -412,10 +412,8 @@ def _flags(args: argparse.Namespace) -> dict[str, Any]:
     return flags
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+def _parser() -> CommandParser:
+    parser = CommandParser(__doc__)
     parser.add_argument("--recipe", required=True, metavar="FILE", help="YAML file of the grid")
     parser.add_argument("--model", action="append", default=[], metavar="NAME=FOLDER",
                         help="a model to add; the same name again is another pretraining seed")  # fmt: skip

@@ -27,7 +27,7 @@ from finetune.store.records import PlannedRun, Predicted, make_predictions, make
 from finetune.store.results import Record, Store, short_hash
 from multicls.distributed import leave_deepspeed, on_rank_0, prepare_deepspeed, rank_and_world
 from multicls.ds_config import load_ds_config
-from multicls.errors import run_command
+from multicls.errors import CommandParser, run_command
 from multicls.settings import Settings, load_settings, to_yaml
 
 if TYPE_CHECKING:
@@ -301,9 +301,8 @@ def _tell(text: str) -> None:
         print(text, flush=True)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)  # fmt: skip
+def _parser() -> CommandParser:
+    parser = CommandParser(__doc__)
     parser.add_argument("--recipe", action="append", default=[], metavar="FILE", help="YAML file of settings")
     parser.add_argument(
         "--set", action="append", default=[], metavar="a.b=c", help="any setting, for instance isobn.beta=1"
