@@ -168,7 +168,7 @@ def _train(planned: PlannedRun, encode: Encode) -> Predicted:
         sampling=settings.cln.sampling,
         keep_weights=holds_out or settings.save_model or tested,
         ds_config=_ds_config(settings),
-        snapshots=store.snapshot_path(run_id),
+        snapshots=store.snapshot_path(run_id) / short_hash([own.content for own in planned.rows]),
         tensorboard=store.tensorboard_path(run_id),
     )  # fmt: skip
     if result.weights:
@@ -194,7 +194,8 @@ def _fit(planned: PlannedRun, encode: Encode) -> Predicted:
     started, (own,) = time.perf_counter(), planned.rows
     blocks = [own.held, own.dev, *(examples for _, examples in own.test)]
     asked, device = [example for block in blocks for example in block], find_device()[0]
-    outputs = fit_head(planned.settings, planned.checkpoint, own.task, own.train, asked, device)
+    settings = planned.settings.model_copy(update={"train": planned.train})  # in the precision that the record names
+    outputs = fit_head(settings, planned.checkpoint, own.task, own.train, asked, device)
     held, dev, *test = np.split(outputs, np.cumsum([len(block) for block in blocks])[:-1])
     return Predicted(FinetuneResult(seconds=time.perf_counter() - started), [held], [dev], [test])
 

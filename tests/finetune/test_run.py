@@ -346,3 +346,39 @@ def test_other_data_under_one_name_are_refused_also_for_a_finished_run(tiny_bert
     with pytest.raises(UserError, match="own_a.json.*read other data"):
         main(command)
     assert len(lines(tmp_path)) == 2
+
+
+def test_a_probe_reads_in_the_precision_that_its_record_names(
+    tiny_bert: Path, glue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from finetune.train import loop
+
+    options = {"task": "sst2", "head": "probe"}
+    plain = finetune(tiny_bert, glue, tmp_path / "plain", **options)
+    monkeypatch.setattr(loop, "find_device", lambda: (loop.torch.device("cpu"), "bf16"))  # as a GPU
+    chosen = finetune(tiny_bert, glue, tmp_path / "auto", **options)
+    asked = finetune(tiny_bert, glue, tmp_path / "asked", "--precision", "bf16", **options)
+    first, second, third = (arrays_of(record, tmp_path / name)["logits"] for record, name in
+                            ((plain, "plain"), (chosen, "auto"), (asked, "asked")))  # fmt: skip
+    assert chosen["run_id"] == asked["run_id"] != plain["run_id"]
+    assert (second == third).all() and (first != second).any()
+
+
+def test_a_snapshot_is_of_the_same_data(tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from finetune.train import loop
+
+    folders = []
+
+    def stop(*args: Any, snapshots: Path, **options: Any) -> None:
+        folders.append(snapshots)
+        raise UserError("stopped")
+
+    monkeypatch.setattr(loop, "fine_tune", stop)
+    for number, word in enumerate(NOUNS[:2]):
+        (tmp_path / str(number)).mkdir()
+        file = tmp_path / str(number) / "a.csv"
+        file.write_text("text,label\n" + "".join(f"{word} {noun},{noun in NOUNS[:3]}\n" for noun in NOUNS))
+        with pytest.raises(UserError, match="stopped"):
+            main(["--model", str(tiny_bert), "--head", "cls", "--train_file", str(file), "--max_length", "24",
+                  "--output_dir", str(tmp_path)])  # fmt: skip
+    assert folders[0].parent == folders[1].parent and folders[0] != folders[1]
