@@ -125,7 +125,7 @@ class GridRun:
 
     @property
     def request_ids(self) -> list[str]:
-        """What stands for the run, for each of its tasks, whichever command makes it."""
+        """The run's identity for each of its tasks, whichever command makes it."""
         return request_ids_of(self.settings, _fingerprint(self.settings.model, self.settings.trust_remote_code))
 
     def planned(self) -> list[dict[str, Any]]:
@@ -143,6 +143,8 @@ class GridRun:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
     args = _parser().parse_args(argv)
+    if args.jobs < 1:
+        raise UserError(f"--jobs {args.jobs}: must be at least 1.")
     grid = load_settings(GridSettings, [args.recipe], args.set, _flags(args))
     runs, store = expand(grid, args.output_dir), Store(args.output_dir)
     store.check(write=True)
@@ -239,7 +241,7 @@ def _expand_system(grid: GridSettings, task: str, size: str, name: str, output_d
 
 
 def look(runs: Sequence[GridRun], store: Store, since: int = 0) -> dict[str, dict[str, str]]:
-    """Returns what has become of the runs, from the results folder alone.
+    """Returns the state of the runs, from the results folder alone.
 
     Args:
         since: errors before this line of errors.jsonl do not count.

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
     args = _parser().parse_args(argv)
+    if args.ensembles and args.ensembles < 2:
+        raise UserError(f"--ensembles {args.ensembles}: must be 2 or more.")
 
     from finetune.show.page import build_report
     from finetune.stats.systems import load_results

@@ -117,7 +117,7 @@ def plan_run(settings: FinetuneSettings) -> PlannedRun:
 
 
 def request_ids_of(settings: FinetuneSettings, fingerprint: str) -> list[str]:
-    """Returns for each task of a run what stands for all that was requested of it.
+    """Returns a hash of all that was requested of a run, for each of its tasks.
 
     Args:
         fingerprint: of the model's weights.
@@ -231,7 +231,7 @@ def _ds_config(settings: FinetuneSettings) -> tuple[str, dict[str, Any]] | None:
 
 @lru_cache(maxsize=4)
 def _checkpoint(name: str, trust_remote_code: bool) -> Checkpoint:
-    """Found and fingerprinted once in a process: a grid has many runs of one model."""
+    """Returns the model folder; a process finds and fingerprints it once for all runs of a grid."""
     from finetune.heads.checkpoint import find_checkpoint
 
     return find_checkpoint(name, trust_remote_code)

@@ -274,7 +274,7 @@ def check_names(settings: FinetuneSettings) -> None:
 
 
 def resolve(settings: FinetuneSettings, num_rows: list[int], precision: Literal["fp32", "bf16"]) -> TrainSettings:
-    """`settings.train` with every value that depends on the data or the device filled in.
+    """Returns `settings.train` with every value that depends on the data or the device filled in.
 
     Args:
         num_rows: train rows that each task has.

@@ -77,7 +77,7 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Predicted:
-    """What a run has learnt: for each task the outputs (N, C) for its held-out rows, its dev rows, and its tests.
+    """The outputs of a trained model: for each task those (N, C) for held-out rows, dev rows and test sets.
 
     Attributes:
         result: of the training.

@@ -105,6 +105,11 @@ def test_shipped_recipes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(capsys.readouterr().out.splitlines()) == expected[name]
 
 
+def test_a_grid_needs_a_process(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--jobs 0: must be at least 1"):
+        main(["--recipe", recipe(tmp_path), "--jobs", "0"])
+
+
 def test_list_and_status_need_no_torch(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
