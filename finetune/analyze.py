@@ -18,7 +18,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/, whose n
 
 from finetune.data.tasks import TASKS, Task, find_task
 from finetune.settings import FinetuneSettings, OwnDataSettings
-from multicls.errors import UserError, run_command
+from multicls.errors import CommandParser, UserError, run_command
 from multicls.files import atomic_write, write_json
 from multicls.settings import load_settings
 
@@ -66,7 +66,7 @@ class AnalyzedModel:
         return f"{self.task.name}-{head}-{Path(self.folder).resolve().name}"
 
     def encoder(self) -> Callable[[Sequence[LabeledExample]], Encoded]:
-        """Encodes rows, at the run's own length or the paper's."""
+        """Returns a function that encodes rows, at the run's own length or the paper's."""
         from finetune.data.encoding import Encoded
         from finetune.heads.checkpoint import load_tokenizer
 
@@ -77,7 +77,7 @@ class AnalyzedModel:
         return lambda rows: Encoded(self.task, rows, tokenizer, max_length)
 
     def weights(self) -> dict[str, Array]:
-        """The classifier's (C, E) by state; what span tasks have behind the embedding is left out."""
+        """Returns the classifier's weights (C, E) by state, without the columns for the spans of span tasks."""
         return {
             name: model.get_parameter(f"classifiers.{self.index}.weight").detach().cpu().numpy()[:, : model.head.width]
             for name, model in self.states.items()
@@ -91,13 +91,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"--examples {args.examples}: a covariance needs at least {FEWEST}.")
     if args.task and args.train_file:
         raise UserError("--train_file takes the place of --task: give one of them.")
-    subjects = {subject.label: subject for subject in (load_subject(folder, args) for folder in args.model)}
-    if len(subjects) < len(args.model):
+    several = {analyzed.label: analyzed for analyzed in (load_analyzed(folder, args) for folder in args.model)}
+    if len(several) < len(args.model):
         raise UserError("--model: a model is given twice.")
     numbers = {}
-    for label, subject in subjects.items():
-        print(f"{label}: {subject.folder}", flush=True)
-        numbers[label] = look_into(subject, args)
+    for label, analyzed in several.items():
+        print(f"{label}: {analyzed.folder}", flush=True)
+        numbers[label] = look_into(analyzed, args)
     output = Path(args.output_dir)
     _write_overviews(output, numbers)
     write_json(output / "analysis.json", numbers)
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def load_subject(folder: str, args: argparse.Namespace) -> AnalyzedModel:
+def load_analyzed(folder: str, args: argparse.Namespace) -> AnalyzedModel:
     """Loads a model that finetune/run.py saved, or builds the head `cls` or `multicls` on a plain checkpoint.
 
     Raises:
@@ -150,11 +150,11 @@ def load_subject(folder: str, args: argparse.Namespace) -> AnalyzedModel:
     return AnalyzedModel(folder, task, data, names.index(name), states, checkpoint, run)
 
 
-def look_into(subject: AnalyzedModel, args: argparse.Namespace) -> dict[str, Any]:
-    """Computes, draws and writes what is about one model; returns its entry in analysis.json."""
+def look_into(analyzed: AnalyzedModel, args: argparse.Namespace) -> dict[str, Any]:
+    """Analyzes one model and writes its figures; returns its entry in analysis.json."""
     from finetune.data.splits import draw_rows
 
-    task, data, output, encode = subject.task, subject.data, Path(args.output_dir), subject.encoder()
+    task, data, output, encode = analyzed.task, analyzed.data, Path(args.output_dir), analyzed.encoder()
     train, dev = (
         [rows[row] for row in sorted(draw_rows(len(rows), min(args.examples, len(rows)), 1))]
         for rows in (data.train or data.dev, data.dev)
@@ -162,26 +162,26 @@ def look_into(subject: AnalyzedModel, args: argparse.Namespace) -> dict[str, Any
     if len(train) < FEWEST or (not task.num_choices and len({row.label for row in train}) < 2):
         raise UserError(f"{task.name}: {len(train)} train rows, at least {FEWEST} with different labels are needed.")
     encoded, encoded_dev = encode(train), encode(dev)
-    embeddings = {name: read(model, encoded, subject.index)["pooled"] for name, model in subject.states.items()}
-    found = {name: read(model, encoded_dev, subject.index) for name, model in subject.states.items()}
-    entry = {"model": subject.folder, "before": args.before, "train_rows": len(train), "dev_rows": len(dev)}
+    embeddings = {name: read(model, encoded, analyzed.index)["pooled"] for name, model in analyzed.states.items()}
+    found = {name: read(model, encoded_dev, analyzed.index) for name, model in analyzed.states.items()}
+    entry = {"model": analyzed.folder, "before": args.before, "train_rows": len(train), "dev_rows": len(dev)}
     if args.ensemble:
-        entry["disagreement"] = disagreement_of(subject, found, dev, args.ensemble)
+        entry["disagreement"] = disagreement_of(analyzed, found, dev, args.ensemble)
     output.mkdir(parents=True, exist_ok=True)
-    entry |= isotropy_of(subject, embeddings, encoded.labels.numpy(), output)
-    for name, model in subject.states.items():
+    entry |= isotropy_of(analyzed, embeddings, encoded.labels.numpy(), output)
+    for name, model in analyzed.states.items():
         if found[name]["states"].shape[1] > 1:
             entry.setdefault("facets", {}).update(facets_of(model, found[name]["states"], name))
     if "after" in found and (layers := found["after"]["layers"]).size:
         choices = [f" {choice}" for choice in range(task.num_choices)] or [""]
         ids = [example.id + choice for example in dev for choice in choices]
-        _write_layers(output / f"layers-{subject.label}", ids, layers)
+        _write_layers(output / f"layers-{analyzed.label}", ids, layers)
         entry["layers"] = layers.mean(axis=0).tolist()
     return entry
 
 
 def read(model: TaskModel, rows: Encoded, task: int) -> dict[str, Array]:
-    """What the model makes of N rows, without dropout, in float32.
+    """Returns what the model makes of N rows, without dropout, in float32.
 
     Returns:
         "pooled", what the classifier reads (N, E); "states", the facets' last hidden states (N, K, D); "facets", what
@@ -209,9 +209,9 @@ def read(model: TaskModel, rows: Encoded, task: int) -> dict[str, Array]:
 
 
 def disagreement_of(
-    subject: AnalyzedModel, found: Mapping[str, Mapping[str, Array]], dev: Sequence[LabeledExample], head: str
+    analyzed: AnalyzedModel, found: Mapping[str, Mapping[str, Array]], dev: Sequence[LabeledExample], head: str
 ) -> dict[str, Any]:
-    """Do the facets of a fine-tuned model disagree where runs of `head` in its results folder do?
+    """Returns how far the facets of a fine-tuned model disagree where runs of `head` in its results folder do.
 
     Raises:
         UserError: it has no facets, lies in no results folder, or there are no such runs.
@@ -219,19 +219,21 @@ def disagreement_of(
     from finetune.stats.disagreement import compare_with_runs, facet_logits
     from finetune.store.results import Store
 
-    if subject.run is None:
-        raise UserError(f"--ensemble: {subject.folder} lies in no results folder with runs to compare it with.")
-    facets_NKE, weight = found["after"]["facets"], subject.weights()["after"]
+    if analyzed.run is None:
+        raise UserError(f"--ensemble: {analyzed.folder} lies in no results folder with runs to compare it with.")
+    facets_NKE, weight = found["after"]["facets"], analyzed.weights()["after"]
     if facets_NKE.shape[1] < 2:
-        raise UserError(f"--ensemble: {subject.label}: its embedding is no sum of facets.")
+        raise UserError(f"--ensemble: {analyzed.label}: its embedding is no sum of facets.")
     logits = facet_logits(facets_NKE.swapaxes(0, 1), weight, found["after"]["logits"].reshape(-1, len(weight)))
     logits = logits.reshape(len(logits), len(dev), -1)  # of a choice task a row's choices side by side
-    store = Store(Path(subject.folder).resolve().parents[1])
-    return compare_with_runs(store, subject.run, subject.task.name, head, dev, logits)
+    store = Store(Path(analyzed.folder).resolve().parents[1])
+    return compare_with_runs(store, analyzed.run, analyzed.task.name, head, dev, logits)
 
 
-def isotropy_of(subject: AnalyzedModel, embeddings: Mapping[str, Array], labels: Array, output: Path) -> dict[str, Any]:
-    """The figures and numbers of the IsoBN paper, of the embedding that the classifier reads.
+def isotropy_of(
+    analyzed: AnalyzedModel, embeddings: Mapping[str, Array], labels: Array, output: Path
+) -> dict[str, Any]:
+    """Draws the figures of the IsoBN paper and returns its numbers, for the embedding that the classifier reads.
 
     Args:
         embeddings: (N, E) by state.
@@ -244,7 +246,7 @@ def isotropy_of(subject: AnalyzedModel, embeddings: Mapping[str, Array], labels:
     from finetune.heads.isobn import IsotropicBatchNorm
     from finetune.show import figures, isotropy
 
-    task, (first, *_, last) = subject.task, [*embeddings, *embeddings]
+    task, (first, *_, last) = analyzed.task, [*embeddings, *embeddings]
     raw = embeddings[first]
     normed = {  # over all rows at once, the paper's beta for Table 2 and Figure 7
         f"{first}, batch norm": raw / np.maximum(raw.std(axis=0), 1e-8),
@@ -255,19 +257,19 @@ def isotropy_of(subject: AnalyzedModel, embeddings: Mapping[str, Array], labels:
     correlations = {name: isotropy.correlation(values) for name, values in embeddings.items()}
     if task.num_choices:  # a row for each choice: is it the right one?
         labels = (np.arange(task.num_choices) == labels[:, None]).ravel().astype(int)
-    weights = subject.weights()
+    weights = analyzed.weights()
     classifiers = {"classifier": weights["after"]} if "after" in weights else {}
     classifiers["regression"] = isotropy.reference_classifier(embeddings[last], labels, task.is_regression)
     shares = {name: isotropy.logit_variance(embeddings[last], weight) for name, weight in classifiers.items()}
 
     matrices = {name: matrix for name, (matrix, _) in correlations.items()}
-    figures.isotropy(output / f"isotropy-{subject.label}.png", subject.label, variance, stds, shares, matrices)
+    figures.isotropy(output / f"isotropy-{analyzed.label}.png", analyzed.label, variance, stds, shares, matrices)
     columns = {"component or dimension": np.arange(raw.shape[1])}
     for kind, table in (("EV", variance), ("logit variance", shares), ("std", stds)):
         columns |= {f"{kind} {name}": values for name, values in table.items()}
-    _write_columns(output / f"isotropy-{subject.label}.csv", columns)
+    _write_columns(output / f"isotropy-{analyzed.label}.csv", columns)
     for name, (matrix, order) in correlations.items():
-        with atomic_write(output / f"correlation-{subject.label}-{name}.csv") as file:
+        with atomic_write(output / f"correlation-{analyzed.label}-{name}.csv") as file:
             np.savetxt(file, matrix, "%.3f", ",", header=",".join(map(str, order)), comments="")
     numbers: dict[str, Any] = {
         "EV1, EV2, EV3": {name: values[:3].tolist() for name, values in variance.items()},
@@ -277,14 +279,14 @@ def isotropy_of(subject: AnalyzedModel, embeddings: Mapping[str, Array], labels:
             name: [float(values[:top_k].sum()) for top_k in (1, 5, 30)] for name, values in shares.items()
         },
     }
-    if subject.run and len(weights) == 2:  # the very classifier that the run began with
+    if analyzed.run and len(weights) == 2:  # the very classifier that the run began with
         change = isotropy.classifier_change(embeddings[last], weights["before"], weights["after"])
         numbers["classifier before and after"] = dict(zip(("cosine", "L2 distance"), change, strict=True))
     return numbers
 
 
 def facets_of(model: TaskModel, states_NKD: Array, name: str) -> dict[str, Any]:
-    """Cosines between the facets' hidden states h_k, and between W_O,k h_k where the head has such matrices."""
+    """Returns cosines between the facets' hidden states h_k, and between W_O,k h_k if the head has such matrices."""
     import numpy as np
 
     from finetune.show.isotropy import between, facet_similarity
@@ -307,7 +309,7 @@ def _write_layers(path: Path, ids: Sequence[str], layers_NI: Array) -> None:
 
 
 def _write_overviews(output: Path, numbers: Mapping[str, Any]) -> None:
-    """layers.png, facets.png and disagreement.md, with a row for each model."""
+    """Writes layers.png, facets.png and disagreement.md, with a row for each model."""
     import pandas as pd
 
     from finetune.show import figures
@@ -334,7 +336,7 @@ def _write_columns(path: Path, columns: Mapping[str, Any]) -> None:
 
 
 def _read_rows(args: argparse.Namespace, name: str) -> tuple[Task, TaskData]:
-    """The user's own rows, or those of the task `name`."""
+    """Returns the user's own rows, or those of the task `name`."""
     from finetune.data.own_rows import read_own
     from finetune.data.reading import read_task
 
@@ -351,10 +353,8 @@ def _run_of(folder: Path) -> Record | None:
     return next((record for record in records if record["run_id"] == folder.resolve().name), None)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+def _parser() -> CommandParser:
+    parser = CommandParser(__doc__)
     add = parser.add_argument
     add("--model", nargs="+", required=True, metavar="FOLDER", help="saved models, or plain checkpoints")
     add("--before", metavar="CHECKPOINT", help="what they were fine-tuned from, for comparison")

@@ -27,9 +27,9 @@ from pydantic import Field, ValidationError, field_validator
 
 from finetune.heads import FITTED_HEADS
 from finetune.run import add_flags, request_ids_of
-from finetune.settings import FinetuneSettings, OwnDataSettings, check_names, flatten
+from finetune.settings import HEAD_OPTIONS, POOLED, FinetuneSettings, OwnDataSettings, check_names, flatten
 from finetune.store.results import Busy, Store
-from multicls.errors import UserError, did_you_mean, run_command
+from multicls.errors import CommandParser, UserError, did_you_mean, run_command
 from multicls.settings import Settings, load_settings
 from multicls.words import duration
 
@@ -125,8 +125,8 @@ class GridRun:
 
     @property
     def request_ids(self) -> list[str]:
-        """What stands for the run, for each of its tasks, whichever command makes it."""
-        return request_ids_of(self.settings, _fingerprint(self.settings.model))
+        """The run's identity for each of its tasks, whichever command makes it."""
+        return request_ids_of(self.settings, _fingerprint(self.settings.model, self.settings.trust_remote_code))
 
     def planned(self) -> list[dict[str, Any]]:
         """Returns the entries of the plan, one for each task."""
@@ -135,6 +135,7 @@ class GridRun:
             "system": self.system, "model_name": run.model_name, "label": run.label, "selection": run.selection,
             "train_size": str(run.train_size), "candidate": self.candidate, "joint": tasks if len(tasks) > 1 else [],
             "pretraining_seed": run.pretraining_seed, "data_seed": run.data_seed, "seed": run.seed,
+            "changed": {name: value for name, value in run.changed().items() if name not in self.candidate},
         }  # fmt: skip
         return [about | {"task": task, "request_id": one} for task, one in zip(tasks, self.request_ids, strict=True)]
 
@@ -142,6 +143,8 @@ class GridRun:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
     args = _parser().parse_args(argv)
+    if args.jobs < 1:
+        raise UserError(f"--jobs {args.jobs}: must be at least 1.")
     grid = load_settings(GridSettings, [args.recipe], args.set, _flags(args))
     runs, store = expand(grid, args.output_dir), Store(args.output_dir)
     store.check(write=True)
@@ -168,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def expand(grid: GridSettings, output_dir: str) -> list[GridRun]:
     """Returns the runs, in the order: task, size, system, model, selection, draw, candidate, seed.
 
-    Several tasks together are for `cln` only; heads without training loop choose no settings of it.
+    Several tasks together are for `cln` only; a system chooses only from settings that its head reads.
 
     Raises:
         UserError: An unknown task, head, or key of `overrides`, or settings that do not go together.
@@ -189,7 +192,7 @@ def expand(grid: GridSettings, output_dir: str) -> list[GridRun]:
     runs: list[GridRun] = []
     axes = itertools.product(grid.tasks, grid.train_sizes, grid.systems)
     for task, size, system in axes:
-        if "," in task and grid.systems[system].head != "cln":
+        if "," in task and "cln" not in (grid.systems[system].head, grid.settings.head):
             continue
         try:
             runs += _expand_system(grid, task, size, system, output_dir)
@@ -210,11 +213,16 @@ def _expand_system(grid: GridSettings, task: str, size: str, name: str, output_d
     for key in (task, name, size):
         if key in grid.overrides:
             values = _merge(values, grid.overrides[key].model_dump(exclude_unset=True))
-    search = {key: options for key, options in flatten(_merge(grid.search, system.search)).items()
-              if not (key.startswith("train.") and system.head in FITTED_HEADS)}  # fmt: skip
+    head = values.get("head")
+    unread = {group for group in HEAD_OPTIONS if group != head}
+    unread |= {"train"} if head in FITTED_HEADS else set()
+    unread |= {"pooling"} if head not in POOLED else set()
+    search = flatten(_merge(grid.search, system.search))
     for key, options in search.items():
         if not isinstance(options, list) or not options:
             raise UserError(f"search.{key} = {options!r}: give a list of values to choose from.")
+        GridRunSettings.model_validate(_nested(key, options[0]))  # a misspelt key is told, whichever head it is for
+    search = {key: options for key, options in search.items() if key.partition(".")[0] not in unread}
     rows = {"own": grid.own[task].model_copy(update={"task_name": task})} if task in grid.own else {"task": task}
     models = [(model, number, path) for model in system.models or grid.models
               for number, path in enumerate(grid.models[model], start=1)]  # fmt: skip
@@ -226,15 +234,14 @@ def _expand_system(grid: GridSettings, task: str, size: str, name: str, output_d
             "train_size": size, "selection": selection, "data_seed": data_seed, "seed": seed, "output_dir": output_dir,
         })  # fmt: skip
         for key, value in candidate.items():
-            group, _, leaf = key.rpartition(".")
-            run = _merge(run, {group: {leaf: value}} if group else {leaf: value})
+            run = _merge(run, _nested(key, value))
         settings = FinetuneSettings.model_validate(run)
         check_names(settings)
         yield GridRun(f"{model} {name}", candidate, settings)
 
 
 def look(runs: Sequence[GridRun], store: Store, since: int = 0) -> dict[str, dict[str, str]]:
-    """Returns what has become of the runs, from the results folder alone.
+    """Returns the state of the runs, from the results folder alone.
 
     Args:
         since: errors before this line of errors.jsonl do not count.
@@ -256,10 +263,16 @@ def look(runs: Sequence[GridRun], store: Store, since: int = 0) -> dict[str, dic
 
 
 @lru_cache
-def _fingerprint(model: str) -> str:
+def _fingerprint(model: str, trust_remote_code: bool) -> str:
     from finetune.heads.checkpoint import find_folder, fingerprint_of
 
-    return fingerprint_of(find_folder(model))
+    return fingerprint_of(find_folder(model), trust_remote_code)
+
+
+def _nested(key: str, value: Any) -> dict[str, Any]:
+    """Returns the setting of a dotted name, with the group that it is in."""
+    group, _, leaf = key.rpartition(".")
+    return {group: {leaf: value}} if group else {leaf: value}
 
 
 def _merge(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
@@ -401,10 +414,8 @@ def _flags(args: argparse.Namespace) -> dict[str, Any]:
     return flags
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+def _parser() -> CommandParser:
+    parser = CommandParser(__doc__)
     parser.add_argument("--recipe", required=True, metavar="FILE", help="YAML file of the grid")
     parser.add_argument("--model", action="append", default=[], metavar="NAME=FOLDER",
                         help="a model to add; the same name again is another pretraining seed")  # fmt: skip

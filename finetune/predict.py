@@ -6,7 +6,6 @@ python finetune/predict.py results/models/RUN_ID new.jsonl --text_column body --
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import sys
@@ -21,7 +20,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/, whose n
 from finetune.data.own_rows import DEFAULTS, METRICS, TEXTS, example_of, label_format, text_columns
 from finetune.data.tables import RawRows, Row, read_table
 from finetune.data.tasks import TASKS, Task
-from multicls.errors import UserError, did_you_mean, run_command
+from multicls.errors import CommandParser, UserError, did_you_mean, run_command
 from multicls.files import atomic_write, read_json
 
 if TYPE_CHECKING:
@@ -241,10 +240,8 @@ def _scores(task: Task, fields: Sequence[str], rows: RawRows, outputs: Array) ->
     return f"against column {column!r}: " + "  ".join(f"{name} {100 * value:.2f}" for name, value in scores.items())
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+def _parser() -> CommandParser:
+    parser = CommandParser(__doc__)
     parser.add_argument("model", metavar="MODEL", help="folder that run.py --save_model has saved")
     parser.add_argument("rows", metavar="ROWS", help="rows to label: CSV, TSV, JSON lines, JSON array or Parquet")
     parser.add_argument("--output", metavar="FILE", help=".csv, .jsonl or - for stdout; default: ROWS.predictions.csv")

@@ -5,7 +5,6 @@ python finetune/report.py results --compare "k5 multicls" "k5 cls"
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/, whose names must not hide packages
 
 from finetune.store.results import Store
-from multicls.errors import UserError, did_you_mean, run_command
+from multicls.errors import CommandParser, UserError, did_you_mean, run_command
 
 if TYPE_CHECKING:
     from finetune.stats.systems import Results
@@ -24,6 +23,8 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
     args = _parser().parse_args(argv)
+    if args.ensembles and args.ensembles < 2:
+        raise UserError(f"--ensembles {args.ensembles}: must be 2 or more.")
 
     from finetune.show.page import build_report
     from finetune.stats.systems import load_results
@@ -59,10 +60,8 @@ def next_steps(store: Store, results: Results) -> list[str]:
     return [f"best saved model: {model}", *lines, f"next: python finetune/predict.py {model} ROWS.csv"]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+def _parser() -> CommandParser:
+    parser = CommandParser(__doc__)
     add = parser.add_argument
     add("results", help="folder with results.jsonl")
     add("--html", metavar="FILE", help="where the page goes (default: RESULTS/report.html)")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/, whose names must not hide packages
 
@@ -27,7 +27,7 @@ from finetune.store.records import PlannedRun, Predicted, make_predictions, make
 from finetune.store.results import Record, Store, short_hash
 from multicls.distributed import leave_deepspeed, on_rank_0, prepare_deepspeed, rank_and_world
 from multicls.ds_config import load_ds_config
-from multicls.errors import run_command
+from multicls.errors import CommandParser, run_command
 from multicls.settings import Settings, load_settings, to_yaml
 
 if TYPE_CHECKING:
@@ -91,7 +91,8 @@ def plan_run(settings: FinetuneSettings) -> PlannedRun:
     """Returns what a run would do; reads the rows and not the model's weights, and writes nothing.
 
     Raises:
-        UserError: Model, data, head or settings do not fit, or the results folder is of another protocol.
+        UserError: Model, data, head or settings do not fit, the results folder is of another protocol, or its runs read
+            other data.
     """
     from finetune.data.selection import select_rows
     from finetune.heads.building import check_head
@@ -110,11 +111,13 @@ def plan_run(settings: FinetuneSettings) -> PlannedRun:
     }
     request_ids = request_ids_of(settings, checkpoint.fingerprint)
     run_ids = [short_hash([request_id, numeric]) for request_id in request_ids]
-    return PlannedRun(settings, train, numeric, rows, checkpoint, request_ids, run_ids)
+    planned = PlannedRun(settings, train, numeric, rows, checkpoint, request_ids, run_ids)
+    _publish(planned, write=False)
+    return planned
 
 
 def request_ids_of(settings: FinetuneSettings, fingerprint: str) -> list[str]:
-    """Returns for each task of a run what stands for all that was requested of it.
+    """Returns a hash of all that was requested of a run, for each of its tasks.
 
     Args:
         fingerprint: of the model's weights.
@@ -126,7 +129,6 @@ def request_ids_of(settings: FinetuneSettings, fingerprint: str) -> list[str]:
 def _run(planned: PlannedRun) -> list[Record]:
     settings, store = planned.settings, planned.store
     tokenizer, encode = _encoder(planned)  # it refuses a wrong --max_length before anything is written
-    on_rank_0(lambda: _publish(planned, write=False))
     _announce(planned)
     predicted = (_fit if settings.head in FITTED_HEADS else _train)(planned, encode)
     records: list[Record] = [make_record(planned, predicted, task) for task in range(len(planned.rows))]
@@ -166,7 +168,7 @@ def _train(planned: PlannedRun, encode: Encode) -> Predicted:
         sampling=settings.cln.sampling,
         keep_weights=holds_out or settings.save_model or tested,
         ds_config=_ds_config(settings),
-        snapshots=store.snapshot_path(run_id),
+        snapshots=store.snapshot_path(run_id) / short_hash([own.content for own in planned.rows]),
         tensorboard=store.tensorboard_path(run_id),
     )  # fmt: skip
     if result.weights:
@@ -192,7 +194,8 @@ def _fit(planned: PlannedRun, encode: Encode) -> Predicted:
     started, (own,) = time.perf_counter(), planned.rows
     blocks = [own.held, own.dev, *(examples for _, examples in own.test)]
     asked, device = [example for block in blocks for example in block], find_device()[0]
-    outputs = fit_head(planned.settings, planned.checkpoint, own.task, own.train, asked, device)
+    settings = planned.settings.model_copy(update={"train": planned.train})  # in the precision that the record names
+    outputs = fit_head(settings, planned.checkpoint, own.task, own.train, asked, device)
     held, dev, *test = np.split(outputs, np.cumsum([len(block) for block in blocks])[:-1])
     return Predicted(FinetuneResult(seconds=time.perf_counter() - started), [held], [dev], [test])
 
@@ -228,7 +231,7 @@ def _ds_config(settings: FinetuneSettings) -> tuple[str, dict[str, Any]] | None:
 
 @lru_cache(maxsize=4)
 def _checkpoint(name: str, trust_remote_code: bool) -> Checkpoint:
-    """Found and fingerprinted once in a process: a grid has many runs of one model."""
+    """Returns the model folder; a process finds and fingerprints it once for all runs of a grid."""
     from finetune.heads.checkpoint import find_checkpoint
 
     return find_checkpoint(name, trust_remote_code)
@@ -236,6 +239,7 @@ def _checkpoint(name: str, trust_remote_code: bool) -> Checkpoint:
 
 def _publish(planned: PlannedRun, write: bool) -> None:
     """Writes which rows were drawn from what, or only checks that earlier runs of the folder saw the same data."""
+    from finetune.data.examples import fingerprint
     from finetune.data.splits import publish
 
     settings = planned.settings
@@ -244,6 +248,9 @@ def _publish(planned: PlannedRun, write: bool) -> None:
         drawn = f"{name}-{settings.train_size}-{settings.sampling}-seed{settings.data_seed}"
         for file, rows in ((name, range(own.split_rows)), (drawn, own.drawn)):
             publish(planned.store.rows_path(file), rows, own.split_rows, own.split, own.content, write)
+        for task, examples in own.test if settings.own.source else ():
+            path, content = planned.store.rows_path(f"{task.name}-test"), fingerprint(examples, task.labels)
+            publish(path, range(len(examples)), len(examples), "test", content, write)
 
 
 def _announce(planned: PlannedRun) -> None:
@@ -266,7 +273,8 @@ def _advice(planned: PlannedRun, records: Sequence[Record]) -> list[str]:
     for record in records:
         constant = record["constant"].get(record["metric"], -1.0)
         if record["score"] <= constant:
-            lines.append(f"warning: {record['task']}: always giving the same answer scores {100 * constant:.2f}, too.")
+            lines.append(f"warning: {record['task']}: always giving the same answer scores {100 * constant:.2f}, which "
+                         "is as good or better.")  # fmt: skip
         lines += [f"test, {name}: {_percents(scores)}" for name, scores in record["test_scores"].items()]
     if planned.settings.save_model:
         lines.append(f"model: {planned.model_path}; to label new rows: python finetune/predict.py "
@@ -294,9 +302,8 @@ def _tell(text: str) -> None:
         print(text, flush=True)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)  # fmt: skip
+def _parser() -> CommandParser:
+    parser = CommandParser(__doc__)
     parser.add_argument("--recipe", action="append", default=[], metavar="FILE", help="YAML file of settings")
     parser.add_argument(
         "--set", action="append", default=[], metavar="a.b=c", help="any setting, for instance isobn.beta=1"
@@ -311,16 +318,17 @@ def _parser() -> argparse.ArgumentParser:
 
 def add_flags(parser: argparse.ArgumentParser, title: str, kind: type[Settings], prefix: str) -> None:
     """Adds a flag for each setting of `kind`, in a group of the help."""
-    choices = {"task": ", ".join(TASKS), "head": "; ".join(f"{name}: {about}" for name, about in HEADS.items())}
+    about = {"task": ", ".join(TASKS), "head": "; ".join(f"{name}: {about}" for name, about in HEADS.items())}
     group = parser.add_argument_group(title)
     for name, field in kind.model_fields.items():
         if isinstance(field.default, Settings):  # of one head, or another group: --set reaches them
             continue
         default = "required" if field.is_required() else f"default {field.default}" if field.default else ""
-        text = "; ".join(filter(None, (field.description, choices.get(name, default))))
-        switch: dict[str, Any] = (
-            {"action": "store_true", "default": None} if field.default is False else {"metavar": "X"}
-        )
+        text = "; ".join(filter(None, (field.description, about.get(name, default))))
+        values = [str(value) for value in get_args(field.annotation) if isinstance(value, str)]
+        switch: dict[str, Any] = {"metavar": f"{{{','.join(values)}}}" if values else "X"}
+        if field.default is False:
+            switch = {"action": "store_true", "default": None}
         group.add_argument(f"--{name}", dest=prefix + name, help=text.replace("%", "%%"), **switch)
 
 

@@ -174,7 +174,7 @@ class FinetuneSettings(Settings):
         default=False, description="save the model of the best evaluation to OUTPUT_DIR/models/RUN_ID"
     )
     predict_test: bool = Field(
-        default=False, description="write the benchmark's submission file to OUTPUT_DIR/submissions/RUN_ID"
+        default=False, description="also predict the benchmark's test set, for finetune/submit.py"
     )
     config: str | None = Field(default=None, description="DeepSpeed JSON, such as ds_configs/zero2.json")
     trust_remote_code: bool = Field(default=False, description="run the Python code that lies in the model's folder")
@@ -221,15 +221,19 @@ class FinetuneSettings(Settings):
         unread = {name for name in HEAD_OPTIONS if name != self.head}
         unread |= {"pooling"} if self.head not in POOLED else set()
         unread |= {"holdout"} if self.selection == "dev" else set()
+        if self.train_size == "full":
+            unread |= {"sampling"}  # all rows are taken
+            unread |= {"data_seed"} if self.selection == "dev" and not self.label_noise else set()
         values = {name: value for name, value in values.items() if name not in unread}
         train = {name: value for name, value in values["train"].items() if name not in WITHOUT_EFFECT}
         values["train"] = {} if self.head in FITTED_HEADS else train
         values["own"] = {name: values["own"][name] for name in OWN_IDENTITY} if self.own.source else {}
-        return values | {"task": self.task or self.own.name}
+        return values | {"task": ",".join(self.task_names) or self.own.name}
 
     def changed(self) -> dict[str, Any]:
         """Returns what `requested` holds beyond defaults and what tables have columns for, by dotted name."""
-        same = {name: getattr(self, name) for name in ("model", "head", "task", "own", "selection")}
+        same = {name: getattr(self, name) for name in ("model", "head", "task", "train_size", "selection")}
+        same["own"] = self.own.model_copy(update={"metric": None})
         plain = FinetuneSettings(**same).requested()
         mine, default = flatten(self.requested()), flatten(plain)
         return {name: value for name, value in mine.items() if value != default.get(name) and name not in COLUMNS}
@@ -270,7 +274,7 @@ def check_names(settings: FinetuneSettings) -> None:
 
 
 def resolve(settings: FinetuneSettings, num_rows: list[int], precision: Literal["fp32", "bf16"]) -> TrainSettings:
-    """`settings.train` with every value that depends on the data or the device filled in.
+    """Returns `settings.train` with every value that depends on the data or the device filled in.
 
     Args:
         num_rows: train rows that each task has.

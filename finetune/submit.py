@@ -8,7 +8,6 @@ For each task it takes the system's run with the best score on the choosing rows
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 import sys
@@ -24,7 +23,7 @@ from finetune.data.submissions import check_submission, submission_files, write_
 from finetune.data.tasks import TASKS, Task
 from finetune.stats.systems import SystemResult, choosing_score, load_results
 from finetune.store.results import Array, Store
-from multicls.errors import UserError, did_you_mean, run_command
+from multicls.errors import CommandParser, UserError, did_you_mean, run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,10 +85,8 @@ def test_predictions(task: Task, arrays: Mapping[str, Array]) -> tuple[list[Labe
     return examples, arrays[prefix + "logits"]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+def _parser() -> CommandParser:
+    parser = CommandParser(__doc__)
     parser.add_argument("results", help="folder with results.jsonl")
     parser.add_argument("--benchmark", required=True, choices=("glue", "superglue"), help="whose site it is for")
     parser.add_argument("--system", required=True, metavar="NAME", help="as the report names it; NAME x5: an ensemble")

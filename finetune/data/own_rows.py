@@ -80,13 +80,17 @@ class LabelFormat:
         if self.kind == "class":
             return self._name(value, where)
         if not _is_number(value) or not math.isfinite(float(value)):
-            raise UserError(f"{where}: label {value!r} is not a finite number. Leave the row out.")
+            raise UserError(
+                f"{where}: label {value!r} is not a finite number. Leave the row out, or give --label_type class if "
+                "the labels are names."
+            )
         return float(value)
 
     def _name(self, value: Any, where: str) -> str:
         if not self.names:
             text = str(value).strip()
-            return str(int(float(text))) if self.whole and _is_number(text) else text
+            is_code = not self.whole or text.isdigit() or not _is_number(text)  # 01 and 1 are two classes
+            return text if is_code else str(int(float(text)))
         if not isinstance(value, int) or not 0 <= value < len(self.names):
             raise UserError(f"{where}: label {value!r} is no index of the {len(self.names)} classes.")
         return self.names[value]
@@ -268,7 +272,7 @@ def _task(own: OwnDataSettings, source: str, fields: tuple[str, ...], form: Labe
 
 
 def _in_order(names: Iterable[str], numbers: bool) -> tuple[str, ...]:
-    return tuple(sorted(names, key=int) if numbers else sorted(names))
+    return tuple(sorted(names, key=lambda name: (int(name), name)) if numbers else sorted(names))
 
 
 def _metrics(own: OwnDataSettings, kind: LabelType, classes: int) -> tuple[str, ...]:

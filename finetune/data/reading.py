@@ -114,7 +114,7 @@ def _examples(
         if row is None:
             dropped += 1
             continue
-        for flat in flat_rows(task.name, row, where):
+        for flat in flat_rows(task.name, row, where) if task.benchmark == "superglue" else (row,):
             key = str(flat.get("key", flat.get("idx", flat.get("index", number)) if hidden else len(examples)))
             examples.append(_example(task, f"{stem}:{key}", flat, where, part, hidden, indices_allowed))
     return examples, dropped

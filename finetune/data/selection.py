@@ -31,8 +31,7 @@ class TaskRows:
         dev: the rows to report on.
         test: (task, rows) to predict: the task's test set and its diagnostics; of own rows the labelled test split.
         notes: what a reader of the result has to know.
-        fingerprint: of all drawn rows, with their noise, and dev.
-        content: fingerprint of the data that the rows were drawn from, the same for each draw.
+        content: fingerprint of train and dev, the same for each draw.
     """
 
     task: Task
@@ -46,7 +45,6 @@ class TaskRows:
     dev: list[LabeledExample]
     test: list[tuple[Task, list[LabeledExample]]]
     notes: list[str]
-    fingerprint: str
     content: str
 
 
@@ -82,7 +80,7 @@ def _select(name: str, values: tuple[object, ...]) -> TaskRows:
         task, drawn, "dev" if data.train is None else "train", len(source),
         [examples[place] for place in kept], [drawn[place] for place in kept],
         [examples[place] for place in away], [drawn[place] for place in away],
-        dev, test, notes, fingerprint([*examples, *dev], task.labels, task.label_scale), content,
+        dev, test, notes, content,
     )  # fmt: skip
 
 
@@ -105,7 +103,7 @@ def _read(
                 test.append((other, read_test(other, data_dir)))
             else:
                 data.notes.append(f"{other.name} is not in {data_dir}: not predicted")
-    rows = [*(data.train or ()), *data.dev, *data.test]
+    rows = [*(data.train or ()), *data.dev]
     return task, data, test, fingerprint(rows, task.labels, task.label_scale)
 
 

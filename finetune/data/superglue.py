@@ -29,7 +29,7 @@ def flat_rows(task: str, row: Row, where: str) -> Iterator[Row]:
         UserError: The row does not have the official form.
     """
     try:
-        yield from _FORMS.get(task, lambda row: iter([row]))(row)
+        yield from _FORMS[task](row) if task in _FORMS else (row,)
     except KeyError as error:
         raise UserError(f"{where}: no {error.args[0]!r}; there is {', '.join(map(repr, row))}.") from None
     except (TypeError, ValueError, AttributeError) as error:

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 TEXT_FILES = ("*.json", "*.txt", "*.model", "*.py")
+HASHED_FILES = ("config.json", "tokenizer.json", "vocab.txt", "vocab.json", "merges.txt", "*.model")
+HASHED_OPTIONS = {"do_lower_case": True, "strip_accents": None, "tokenize_chinese_chars": True,
+                  "add_prefix_space": False}  # of tokenizer_config.json, with their defaults  # fmt: skip
 ENCODED_KEPT = 8  # sets of token ids that a process keeps: train, dev, held-out and test rows of two tasks
 _encoded: dict[tuple[str, str, str, int], Encoded] = {}
 
@@ -79,7 +82,7 @@ def find_checkpoint(name: str, trust_remote_code: bool = False) -> Checkpoint:
     folder = find_folder(name)
     config = read_json(folder / "config.json")
     _check_code(name, folder, config, trust_remote_code)
-    return Checkpoint(name, folder, config, fingerprint_of(folder), trust_remote_code)
+    return Checkpoint(name, folder, config, fingerprint_of(folder, trust_remote_code), trust_remote_code)
 
 
 def find_folder(name: str) -> Path:
@@ -104,10 +107,18 @@ def find_folder(name: str) -> Path:
     return folder
 
 
-def fingerprint_of(folder: Path) -> str:
-    """Returns the SHA-256 (16 hexadecimal digits) over weights, configuration and tokenizer of a model folder."""
-    files = [*_weights(folder), *(folder / file for file in ("config.json", "tokenizer.json", "vocab.txt"))]
-    digests = [f"{path.name}:{sha256_of(path)}" for path in files if path.exists()]
+def fingerprint_of(folder: Path, trust_remote_code: bool = False) -> str:
+    """Returns the SHA-256 (16 hexadecimal digits) over weights, configuration and tokenizer of a model folder.
+
+    Code that is allowed to run counts, too. Options of the tokenizer count unless they are defaults.
+    """
+    patterns = [*HASHED_FILES, *["*.py"] * trust_remote_code]
+    files = [*_weights(folder), *(path for pattern in patterns for path in sorted(folder.glob(pattern)))]
+    digests = [f"{path.name}:{sha256_of(path)}" for path in files]
+    about = folder / "tokenizer_config.json"
+    given = read_json(about) if about.exists() else {}
+    options = {name: given.get(name, default) for name, default in HASHED_OPTIONS.items()}
+    digests += [f"{name}:{value}" for name, value in options.items() if value != HASHED_OPTIONS[name]]
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()[:16]
 
 

@@ -1,4 +1,4 @@
-"""Do the facets of one model disagree on the examples on which several models do?"""
+"""Compares the disagreement of one model's facets with that of several models, example by example."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAME_ROWS = ("sampling", "label_noise", "selection", "train_from_dev")  # what d
 
 
 def disagreement(logits: Array) -> Array:
-    """How far the members of an ensemble, or the facets of one model, disagree on each example.
+    """Returns how far the members of an ensemble, or the facets of one model, disagree on each example.
 
     Args:
         logits: (members, N, C), or scores with C = 1.
@@ -34,13 +34,13 @@ def disagreement(logits: Array) -> Array:
 
 
 def most_uncertain(uncertainty: Array, share: float = SHARE) -> Array:
-    """Indices of the `share` of examples with the highest uncertainty, ties in their order."""
+    """Returns the indices of the `share` of examples with the highest uncertainty, ties in their order."""
     count = max(1, round(share * len(uncertainty)))
     return np.argsort(-uncertainty, kind="stable")[:count]
 
 
 def compare_disagreement(facets: Array, members: Array, share: float = SHARE) -> dict[str, float]:
-    """Are the facets of one model unsure where the members of an ensemble are?
+    """Returns how well the uncertainty of one model's facets matches that of an ensemble's members.
 
     Args:
         facets: (K, N, C) logits of each facet, by `facet_logits`.
@@ -63,7 +63,7 @@ def compare_disagreement(facets: Array, members: Array, share: float = SHARE) ->
 
 
 def facet_logits(contributions: Array, weight: Array, logits: Array) -> Array:
-    """Logits of each facet by itself, as if all facets said what it says; their mean is the model's.
+    """Returns the logits of each facet, as if all facets agreed with it; their mean is the model's.
 
     W (K c_k) + b where the model has W sum_k c_k + b, b standing for all that does not come from facets.
 
@@ -102,7 +102,7 @@ def compare_with_runs(
     for row in load_results(store).rows:
         runs = [other["run_id"] for other in row.records if other["run_id"] != run["run_id"]
                 and (row.task, row.train_size, other["data_seed"]) == (task, run["train_size"], run["data_seed"])
-                and all(other["requested"][name] == run["requested"][name] for name in SAME_ROWS)]  # fmt: skip
+                and all(other["requested"].get(name) == run["requested"].get(name) for name in SAME_ROWS)]  # fmt: skip
         labels |= {row.system.label} if len(runs) > 1 else set()
         if len(runs) < 2 or row.system.label != label:
             continue

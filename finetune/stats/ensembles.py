@@ -81,7 +81,7 @@ def _average(outputs: Sequence[Array], kind: str) -> Array:
 
 
 def score_of(task: Task, predictions: Mapping[str, Array]) -> dict[str, float]:
-    """All metrics of saved predictions."""
+    """Returns all metrics of saved predictions."""
     from finetune.data import metrics
 
     outputs = predictions["logits"] if "logits" in predictions else predictions["scores"][:, None] / task.label_scale

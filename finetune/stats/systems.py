@@ -8,6 +8,7 @@ made it, and no run can change the rows of another system.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -107,12 +108,13 @@ class SystemResult:
 
     @cached_property
     def frame(self) -> pd.DataFrame:
-        """The runs' scores in percent, with columns pretraining, draw, seed, score."""
+        """The runs' scores in percent, with columns pretraining, draw, seed, score. All rows are one draw."""
         import pandas as pd
 
-        columns = {"pretraining": "fingerprint", "draw": "data_seed", "seed": "seed", "score": "score"}
-        rows = [{name: record[key] for name, key in columns.items()} for record in self.records]
-        return pd.DataFrame(rows).assign(score=lambda frame: 100 * frame["score"])
+        first = min(record["data_seed"] for record in self.records)
+        rows = [(record["fingerprint"], first if record.get("all_rows") else record["data_seed"], record["seed"],
+                 100 * record["score"]) for record in self.records]  # fmt: skip
+        return pd.DataFrame(rows, columns=["pretraining", "draw", "seed", "score"])
 
     @cached_property
     def estimate(self) -> Estimate:
@@ -220,27 +222,55 @@ def load_results(store: Store, ensembles: int = 0) -> Results:
         UserError: The folder is of another protocol.
     """
     records = store.records()
-    wanted = _wanted_by_plans(store.plans())
+    wanted = _wanted_by_plans(store.plans(), records)
     asked = {request_id for one in wanted for ids in one.request_ids.values() for request_id in ids}
     wanted += _wanted_by_themselves([record for record in records if record["request_id"] not in asked])
-    found = [one for each in wanted for one in _find(each, records)]
-    never_run = [f"{w.system.title} on {w.task} with {w.train_size} rows" for w in wanted
-                 if not any(f.wanted is w for f in found)]  # fmt: skip
+    by_wanted = [(one, _find(one, records)) for one in wanted]
+    found = list(chain.from_iterable(runs for _, runs in by_wanted))
+    never_run = [f"{one.system.title} on {one.task} with {one.train_size} rows" for one, runs in by_wanted if not runs]
     if ensembles:
         found += [made for one in found if (made := _ensembles_of(one, ensembles, store))]
     rows = sorted((_choose(one, found, store) for one in found), key=_order)
     return Results(rows, never_run, [text for row in rows if (text := _differences(row))])
 
 
-def _wanted_by_plans(plans: Iterable[Mapping[str, Any]]) -> list[_Wanted]:
+def _wanted_by_plans(plans: Iterable[Mapping[str, Any]], records: Sequence[Record]) -> list[_Wanted]:
+    """Returns the systems that plans name.
+
+    If plans give one name to different settings, the plan with the earliest run keeps it; the names of the others say
+    which settings differ.
+    """
+    place_of = {record["request_id"]: place for place, record in enumerate(records)}
+    plans = sorted(plans, key=lambda plan: min(place_of.get(run["request_id"], len(place_of)) for run in plan["runs"]))
+    changed = {run["request_id"]: run["changed"] for plan in plans for run in plan["runs"] if "changed" in run}
+    disputed = _disputed_settings(chain.from_iterable(plan["runs"] for plan in plans), changed)
     wanted: dict[Hashable, _Wanted] = {}
-    for plan in plans:
+    owners: dict[str, tuple[int, set[str]]] = {}  # the first plan of each name, and its values of disputed settings
+    for number, plan in enumerate(plans):
         for run in plan["runs"]:
-            system = System(run["system"], run["model_name"], run["label"], run["selection"])
+            values = changed.get(run["request_id"], {})
+            parts = [_setting(name, values.get(name, "default")) for name in sorted(disputed[run["system"]])]
+            name = ", ".join([run["system"], *parts])
+            owner, kept = owners.setdefault(run["system"], (number, set()))
+            if owner == number:
+                kept.add(name)
+            system = System(run["system"] if name in kept else name, run["model_name"], run["label"], run["selection"])
             place = (system, run["task"], run["train_size"])
             one = wanted.setdefault(place, _Wanted(*place, plan["choose"], tuple(run["joint"])))
             one.add(run["candidate"], run["request_id"])
     return list(wanted.values())
+
+
+def _disputed_settings(runs: Iterable[Mapping[str, Any]], changed: Mapping[str, Values]) -> dict[str, set[str]]:
+    """Returns for each system the settings that its runs on one task at one size do not agree on."""
+    disputed: dict[str, set[str]] = defaultdict(set)
+    seen: dict[Hashable, Values] = {}
+    for run in runs:
+        place = (run["system"], run["selection"], run["task"], run["train_size"])
+        values = changed.get(run["request_id"], {})
+        first = seen.setdefault(place, values)
+        disputed[run["system"]] |= {name for name in first | values if first.get(name) != values.get(name)}
+    return disputed
 
 
 def _wanted_by_themselves(records: Iterable[Record]) -> list[_Wanted]:
@@ -268,11 +298,24 @@ def _find(wanted: _Wanted, records: Sequence[Record]) -> list[_Found]:
         if record["request_id"] in asked:
             by_mode.setdefault(_mode(record), {})[record["request_id"]] = record
     several = len({_mode(record) for record in records}) > 1
-    return [
-        _Found(wanted, replace(wanted.system, mode=mode if several else ""),
-               {key: [done[one] for one in ids if one in done] for key, ids in wanted.request_ids.items()})
-        for mode, done in by_mode.items()
-    ]  # fmt: skip
+    found = []
+    for mode, done in by_mode.items():
+        own = _without_repeats(wanted, done)
+        runs = {key: [done[one] for one in ids if one in done] for key, ids in own.request_ids.items()}
+        found.append(_Found(own, replace(wanted.system, mode=mode if several else ""), runs))
+    return found
+
+
+def _without_repeats(wanted: _Wanted, done: Mapping[str, Record]) -> _Wanted:
+    """Returns the wanted runs but for those that took all rows, as a run of another data seed did before them."""
+    kept: dict[str, list[str]] = {}
+    for key, ids in wanted.request_ids.items():
+        first: dict[Hashable, str] = {}
+        for one in ids:
+            record = done.get(one, {})
+            first.setdefault((record["fingerprint"], record["seed"]) if record.get("all_rows") else one, one)
+        kept[key] = list(first.values())
+    return replace(wanted, request_ids=kept)
 
 
 def _mode(record: Record) -> str:

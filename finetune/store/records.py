@@ -77,7 +77,7 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Predicted:
-    """What a run has learnt: for each task the outputs (N, C) for its held-out rows, its dev rows, and its tests.
+    """The outputs of a trained model: for each task those (N, C) for held-out rows, dev rows and test sets.
 
     Attributes:
         result: of the training.
@@ -131,6 +131,7 @@ def make_record(planned: PlannedRun, predicted: Predicted, task: int) -> dict[st
         "steps": result.steps,
         "history": [(step, loss, mains[task]) for step, loss, mains in result.history],
         "train_rows": len(own.train),
+        "all_rows": len(own.drawn) == own.split_rows and not own.held and not settings.label_noise,
         "dev_rows": len(own.dev),
         "labels": list(own.task.labels),
         "multi_label": own.task.multi_label,

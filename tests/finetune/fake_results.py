@@ -12,7 +12,8 @@ from finetune.data.tasks import find_task
 from finetune.settings import FinetuneSettings
 from finetune.store.results import Store, short_hash
 
-RECORD = ("fingerprint", "score", "holdout_scores", "notes", "numeric", "versions", "git_commit", "constant", "history")
+RECORD = ("fingerprint", "score", "holdout_scores", "notes", "numeric", "versions", "git_commit", "constant", "history",
+          "all_rows")  # fmt: skip
 
 
 def fake_settings(task: str = "rte", head: str = "cls", **values: Any) -> FinetuneSettings:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from finetune.analyze import _parser, facets_of, load_subject, main, read
+from finetune.analyze import _parser, facets_of, load_analyzed, main, read
 from finetune.data.own_rows import read_own
 from finetune.data.tasks import Task, find_task
 from finetune.settings import FinetuneSettings, OwnDataSettings
@@ -191,11 +191,11 @@ def test_facets_disagree_where_runs_do_or_do_not(
     main([*common, str(tuned)])
     (entry,) = read_json(tmp_path / "a" / "analysis.json").values()
     ((system, numbers),) = entry["disagreement"].items()
-    subject = load_subject(str(tuned), _parser().parse_args([*common, str(tuned)]))
-    assert subject.run in store.records()
-    found = read(subject.states["after"], subject.encoder()(subject.data.dev), 0)
+    analyzed = load_analyzed(str(tuned), _parser().parse_args([*common, str(tuned)]))
+    assert analyzed.run in store.records()
+    found = read(analyzed.states["after"], analyzed.encoder()(analyzed.data.dev), 0)
     np.testing.assert_allclose(found["logits"], store.predictions(tuned.name)["logits"], atol=1e-5)
-    facets = facet_logits(found["facets"].swapaxes(0, 1), subject.weights()["after"], found["logits"])
+    facets = facet_logits(found["facets"].swapaxes(0, 1), analyzed.weights()["after"], found["logits"])
     assert numbers == {"members": 2, "rows": 60} | compare_disagreement(facets, np.stack(members))
     line = f"| {numbers['overlap']:.3g} | 0.2 | {numbers['spearman']:.3g} |"
     assert " cls" in system and line in (tmp_path / "a" / "disagreement.md").read_text()
@@ -234,8 +234,8 @@ def test_choices_spans_several_tasks_and_own_rows(
             "regression",
         }
         assert 0.9 < entry["classifier before and after"]["cosine"] < 1 and "h_k after" in entry["facets"]
-        subject = load_subject(str(tuned), _parser().parse_args([*common, *place]))
-        found = read(subject.states["after"], subject.encoder()(subject.data.dev[:30]), subject.index)
+        analyzed = load_analyzed(str(tuned), _parser().parse_args([*common, *place]))
+        found = read(analyzed.states["after"], analyzed.encoder()(analyzed.data.dev[:30]), analyzed.index)
         assert len(found["facets"]) == sequences[name]
         np.testing.assert_allclose(found["facets"].sum(axis=1), found["pooled"], atol=1e-5)
     for arguments, message in (
@@ -272,9 +272,9 @@ def test_the_plain_sum_makes_facets_alike_and_the_reparameterised_one_does_not(
             )  # fmt: skip
             saved = str(Store(settings.output_dir).model_path(run(settings)[0]["run_id"]))
             args = _parser().parse_args(["--model", saved, "--before", start, "--data_dir", glue])
-            subject = load_subject(saved, args)
-            rows = subject.encoder()(subject.data.dev[:100])
-            for when, model in subject.states.items():
+            analyzed = load_analyzed(saved, args)
+            rows = analyzed.encoder()(analyzed.data.dev[:100])
+            for when, model in analyzed.states.items():
                 found = facets_of(model, read(model, rows, 0)["states"], when)
                 cosines[seed, head, when] = found[f"W_k h_k {when}"]["mean cosine"]
         assert cosines[seed, "multicls", "before"] == pytest.approx(cosines[seed, "multicls_sum", "before"])

@@ -62,6 +62,13 @@ def test_probe_takes_part_once_and_joint_tasks_are_for_cln(tmp_path: Path) -> No
     assert [count.count(("sst5,sts", head)) for head in ("cls", "cln", "probe")] == [0, 4, 0]
 
 
+def test_systems_choose_only_from_settings_that_their_head_reads(tmp_path: Path) -> None:
+    search = {"isobn": {"beta": [0.25, 0.5]}, "train": {"batch_size": [4, 8]}, "pooling": ["cls", "multicls"]}
+    found = cells(tmp_path, systems=["cls", "isobn"], seeds=[1], search=search)
+    assert [cell.candidate for cell in found[:2]] == [{"train.batch_size": 4}, {"train.batch_size": 8}]
+    assert len(found) == 2 + 8 and len({(cell.settings.head, str(cell.settings.requested())) for cell in found}) == 10
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -96,6 +103,11 @@ def test_shipped_recipes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
         "paper_superglue": 7 * 3 * 6 * 16,
     }
     assert len(capsys.readouterr().out.splitlines()) == expected[name]
+
+
+def test_a_grid_needs_a_process(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--jobs 0: must be at least 1"):
+        main(["--recipe", recipe(tmp_path), "--jobs", "0"])
 
 
 def test_list_and_status_need_no_torch(tmp_path: Path) -> None:

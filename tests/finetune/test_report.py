@@ -45,3 +45,8 @@ def test_mistakes(folder: Path, tmp_path: Path) -> None:
         main([str(tmp_path / "empty")])
     with pytest.raises(UserError, match="--task rt: no finished run of it.*Did you mean 'rte'"):
         main([str(folder), "--task", "rt"])
+
+
+def test_an_ensemble_has_two_members_or_more(folder: Path) -> None:
+    with pytest.raises(UserError, match="--ensembles 1: must be 2 or more"):
+        main([str(folder), "--ensembles", "1"])

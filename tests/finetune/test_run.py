@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from finetune.data import selection
 from finetune.data.metrics import score
 from finetune.data.tasks import TASKS
 from finetune.run import main, plan_run, run
 from finetune.settings import FinetuneSettings
 from finetune.store.results import Busy, Store
 from multicls.errors import UserError
+from tests.finetune.conftest import BAD, GOOD, NOUNS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 QUICK = ["--epochs", "8", "--learning_rate", "3e-3", "--max_length", "24"]
@@ -322,3 +324,61 @@ def test_tests_with_labels_are_scored(tiny_bert: Path, glue: Path, tmp_path: Pat
     (record,) = lines(tmp_path / "out")
     (scores,) = record["test_scores"].values()
     assert scores["acc"] > 0.8 and record["dev_rows"] == 13, "a fifth of the rows of each class"
+
+
+def test_other_data_under_one_name_are_refused_also_for_a_finished_run(tiny_bert: Path, tmp_path: Path) -> None:
+    rows = [f"len {noun} los {word},{word in GOOD:d}" for noun in NOUNS for word in (*GOOD, *BAD)]
+    file, test, command = tmp_path / "a.csv", tmp_path / "test.csv", ["--max_steps", "1", "--max_length", "24"]
+    command += ["--model", str(tiny_bert), "--head", "cls", "--train_file", str(file), "--output_dir", str(tmp_path)]
+    file.write_text("\n".join(["text,label", *rows]), encoding="utf-8")
+    test.write_text("\n".join(["text,label", *rows[:8]]), encoding="utf-8")
+    main(command)
+    main([*command, "--test_file", str(test)])  # a test set that comes later is no other data
+    assert lines(tmp_path)[-1]["test_scores"].keys() == {"own_a"}
+    selection._read.cache_clear()  # as another process
+    selection._select.cache_clear()
+    test.write_text("\n".join(["text,label", *rows[:7]]), encoding="utf-8")
+    with pytest.raises(UserError, match="own_a-test.json.*read other data"):
+        main([*command, "--test_file", str(test)])
+    file.write_text("\n".join(["text,label", *rows[1:]]), encoding="utf-8")
+    selection._read.cache_clear()
+    selection._select.cache_clear()
+    with pytest.raises(UserError, match="own_a.json.*read other data"):
+        main(command)
+    assert len(lines(tmp_path)) == 2
+
+
+def test_a_probe_reads_in_the_precision_that_its_record_names(
+    tiny_bert: Path, glue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from finetune.train import loop
+
+    options = {"task": "sst2", "head": "probe"}
+    plain = finetune(tiny_bert, glue, tmp_path / "plain", **options)
+    monkeypatch.setattr(loop, "find_device", lambda: (loop.torch.device("cpu"), "bf16"))  # as a GPU
+    chosen = finetune(tiny_bert, glue, tmp_path / "auto", **options)
+    asked = finetune(tiny_bert, glue, tmp_path / "asked", "--precision", "bf16", **options)
+    first, second, third = (arrays_of(record, tmp_path / name)["logits"] for record, name in
+                            ((plain, "plain"), (chosen, "auto"), (asked, "asked")))  # fmt: skip
+    assert chosen["run_id"] == asked["run_id"] != plain["run_id"]
+    assert (second == third).all() and (first != second).any()
+
+
+def test_a_snapshot_is_of_the_same_data(tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from finetune.train import loop
+
+    folders = []
+
+    def stop(*args: Any, snapshots: Path, **options: Any) -> None:
+        folders.append(snapshots)
+        raise UserError("stopped")
+
+    monkeypatch.setattr(loop, "fine_tune", stop)
+    for number, word in enumerate(NOUNS[:2]):
+        (tmp_path / str(number)).mkdir()
+        file = tmp_path / str(number) / "a.csv"
+        file.write_text("text,label\n" + "".join(f"{word} {noun},{noun in NOUNS[:3]}\n" for noun in NOUNS))
+        with pytest.raises(UserError, match="stopped"):
+            main(["--model", str(tiny_bert), "--head", "cls", "--train_file", str(file), "--max_length", "24",
+                  "--output_dir", str(tmp_path)])  # fmt: skip
+    assert folders[0].parent == folders[1].parent and folders[0] != folders[1]

@@ -68,3 +68,17 @@ def test_shipped_recipes_of_single_runs_load(name: str) -> None:
 def test_no_recipe_is_forgotten() -> None:
     grids = {"heads_100", "paper_glue", "paper_superglue", "quick"}
     assert {path.stem for path in Path(REPOSITORY / "finetune" / "recipes").glob("*.yaml")} <= {*RUNS, *grids}
+
+
+def test_settings_that_decide_nothing_are_not_requested() -> None:
+    def same(first: dict[str, object], second: dict[str, object]) -> bool:
+        return settings(**first).requested() == settings(**second).requested()
+
+    assert same({"data_seed": 1}, {"data_seed": 2}), "all rows are one draw"
+    assert same({"sampling": "uniform"}, {"sampling": "balanced"})
+    assert same({"task": "sst5,sts", "head": "cln"}, {"task": "sst5, sts", "head": "cln"})
+    for drawn in ({"train_size": 100}, {"selection": "holdout"}, {"label_noise": 0.1}):
+        assert not same({"data_seed": 1, **drawn}, {"data_seed": 2, **drawn})
+    assert settings(train_size=100).changed() == {}
+    own = {"task": None, "own.train_file": "a.csv"}
+    assert settings(**own, **{"own.metric": "f1"}).changed() == {"own.metric": "f1"}

@@ -76,7 +76,6 @@ def test_content_is_that_of_the_data_not_of_the_draw(glue: Path, tmp_path: Path)
     drawn = rows_of(**common)
     for change in ({"data_seed": 2}, {"label_noise": 0.5}, {"train_size": 30}):
         assert rows_of(**common | change).content == drawn.content
-        assert rows_of(**common | change).fingerprint != drawn.fingerprint
     (tmp_path / "SST-2").mkdir()
     for name in ("train", "dev"):
         text = (glue / "SST-2" / f"{name}.tsv").read_text()

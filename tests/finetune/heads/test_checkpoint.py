@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.heads.checkpoint import find_checkpoint, load_encoder, load_tokenizer
+from finetune.heads.checkpoint import find_checkpoint, fingerprint_of, load_encoder, load_tokenizer
 from multicls.errors import UserError
 
 
@@ -114,3 +114,19 @@ def test_positions_of_roberta(tiny_bert: Path, tmp_path: Path) -> None:
     folder = changed(tiny_bert, tmp_path / "roberta", model_type="roberta", pad_token_id=1)
     with pytest.raises(UserError, match="of 5 to 62 tokens"):
         load_tokenizer(find_checkpoint(str(folder)), 63)
+
+
+def test_fingerprint_is_also_of_what_splits_the_words(tiny_bert: Path, tmp_path: Path) -> None:
+    def fingerprint(name: str, trust_remote_code: bool = False, **files: str) -> str:
+        folder = tmp_path / name
+        shutil.copytree(tiny_bert, folder)
+        for file, content in files.items():
+            (folder / file.replace("__", ".")).write_text(content, encoding="utf-8")
+        return fingerprint_of(folder, trust_remote_code)
+
+    plain = fingerprint_of(tiny_bert)
+    assert fingerprint("default", tokenizer_config__json='{"do_lower_case": true, "model_max_length": 9}') == plain
+    assert fingerprint("cased", tokenizer_config__json='{"do_lower_case": false}') != plain
+    assert fingerprint("merges", merges__txt="a b") != plain
+    assert fingerprint("unused code", modeling__py="x = 1") == plain
+    assert fingerprint("code", True, modeling__py="x = 1") != plain

@@ -176,3 +176,41 @@ def test_folders_of_protocol_2_are_read(tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text('{"protocol": 2}')
     (row,) = load_results(Store(tmp_path)).rows
     assert row.system.label == "isobn/mean" and row.estimate.runs == 2 and round(row.estimate.mean) == 65
+
+
+def test_plans_that_give_one_name_to_other_settings_are_apart(tmp_path: Path) -> None:
+    """Whichever runs first keeps the name, on all tasks; a setting that a recipe overrides for a task disputes none."""
+
+    def plan(task: str, epochs: int, override: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+        changed = {"train.epochs": epochs} | (override or {})
+        return [run | {"changed": changed} for run in planned("k5 cls", task=task, seed=1, epochs=epochs)]
+
+    add_plan(tmp_path, plan("rte", 20), plan("copa", 20), plan("cb", 20, {"train.batch_size": 8}))
+    add_plan(tmp_path, plan("copa", 10))
+    for task in ("rte", "copa", "cb"):
+        fake_run(tmp_path, task=task, seed=1, epochs=20, score=0.9)
+    before = load_results(Store(tmp_path))
+    assert [row.system.name for row in before.rows] == ["k5 cls"] * 3
+    assert before.never_run == ["k5 cls, epochs 10 on copa with 100 rows"]
+    fake_run(tmp_path, task="copa", seed=1, epochs=10, score=0.5)
+    after = load_results(Store(tmp_path)).rows
+    assert [row for row in after if row.system.name == "k5 cls"] == before.rows
+    assert round(row_of(load_results(Store(tmp_path)), "k5 cls, epochs 10", "copa").estimate.mean) == 50
+
+    other = tmp_path / "other"  # the short grid ran first
+    add_plan(other, plan("copa", 10))
+    fake_run(other, task="copa", seed=1, epochs=10)
+    add_plan(other, plan("rte", 20), plan("copa", 20))
+    fake_run(other, task="copa", seed=1, epochs=20)
+    fake_run(other, task="rte", seed=1, epochs=20)
+    names = [(row.task, row.system.name) for row in load_results(Store(other)).rows]
+    assert sorted(names) == [("copa", "k5 cls"), ("copa", "k5 cls, epochs 20"), ("rte", "k5 cls, epochs 20")]
+
+
+def test_draws_that_took_all_rows_are_one(tmp_path: Path) -> None:
+    for data_seed in (1, 2, 3):
+        for seed in (1, 2):
+            fake_run(tmp_path, task="cb", seed=seed, data_seed=data_seed, train_size=1000, model_name="m",
+                     score=0.5 + 0.1 * seed, all_rows=True)  # fmt: skip
+    (row,) = load_results(Store(tmp_path)).rows
+    assert (row.estimate.draws, row.estimate.runs, row.planned, row.problems) == (1, 2, 2, [])
