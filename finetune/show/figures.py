@@ -157,14 +157,8 @@ def _strip_plot(title: str, rows: Sequence[SystemResult]) -> Figure:
     bottom = float(ends[-1]) + 0.05
     figure, axis = _axis([title], bottom)
     for row, name, end in zip(rows, names, ends, strict=True):
-        axis.text(
-            0.005,
-            end - LINE * len(name) - 0.29,
-            "\n".join(name),
-            transform=axis.get_yaxis_transform(),
-            va="top",
-            fontsize=8,
-        )
+        axis.text(0.005, end - LINE * len(name) - 0.29, "\n".join(name), transform=axis.get_yaxis_transform(),
+                  va="top", fontsize=8)  # fmt: skip
         if row.constant is not None:
             axis.plot([row.constant] * 2, [end - 0.28, end], color=GREY, ls="--", lw=1, zorder=0)
         for index, (_, runs) in enumerate(row.frame.groupby("pretraining", sort=True)):
@@ -184,22 +178,16 @@ def _strip_plot(title: str, rows: Sequence[SystemResult]) -> Figure:
 
 def _reliability(title: str, runs: Sequence[Mapping[str, Array]]) -> Figure:
     """Returns a panel with the accuracy at each confidence, of the predictions of all runs together."""
-    from finetune.stats.calibration import NUM_BINS, Bins, reliability
+    from finetune.stats.calibration import NUM_BINS, bins_of, confidences
 
-    bins = [reliability(run["logits"], run["labels"]) for run in runs]
-    weights = np.array([one.count for one in bins])
-    count = weights.sum(axis=0)
-    with np.errstate(invalid="ignore"):
-        confidence, accuracy = (
-            (np.nan_to_num([getattr(one, name) for one in bins]) * weights).sum(axis=0) / count
-            for name in ("confidence", "accuracy")
-        )
-    error = f"pooled ECE {100 * Bins(count, confidence, accuracy).error:.1f} %"
+    pooled = zip(*(confidences(run["logits"], run["labels"]) for run in runs), strict=True)
+    bins = bins_of(*map(np.concatenate, pooled))
+    error = f"pooled ECE {100 * bins.error:.1f} %"
     figure, axis = _axis([*_wrap(title, 60), error], 2.2, below=0.4, left=0.5)
     middle = (np.arange(NUM_BINS) + 0.5) / NUM_BINS
-    axis.bar(middle, count / count.sum(), 1 / NUM_BINS, color="none", edgecolor=GREY, hatch="//", lw=0.5)
+    axis.bar(middle, bins.count / bins.count.sum(), 1 / NUM_BINS, color="none", edgecolor=GREY, hatch="//", lw=0.5)
     axis.plot([0, 1], [0, 1], "--", color=GREY, lw=0.8)
-    axis.plot(confidence, accuracy, "o-", color="black", ms=4, lw=1)
+    axis.plot(bins.confidence, bins.accuracy, "o-", color="black", ms=4, lw=1)
     axis.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="accuracy, share of examples")
     return figure
 

@@ -52,13 +52,22 @@ def reliability(logits: Array, labels: Array, num_bins: int = NUM_BINS, equal_ma
         logits: (N, C), or log-probabilities.
         labels: (N,) class indices.
     """
+    return bins_of(*confidences(logits, labels), num_bins, equal_mass)
+
+
+def confidences(logits: Array, labels: Array) -> tuple[Array, Array]:
+    """Returns the probability of each predicted class (N,), and True where the prediction is right (N,)."""
     log_p = log_probabilities(logits)
-    confidence, correct = np.exp(log_p.max(axis=1)), log_p.argmax(axis=1) == labels
+    return np.exp(log_p.max(axis=1)), log_p.argmax(axis=1) == labels
+
+
+def bins_of(confidence: Array, correct: Array, num_bins: int = NUM_BINS, equal_mass: bool = False) -> Bins:
+    """Returns the bins of `reliability` for confidences (N,) of predictions that are right or wrong."""
     if not equal_mass:
         index = np.clip(np.ceil(confidence * num_bins).astype(int) - 1, 0, num_bins - 1)
     else:
-        index = np.empty(len(labels), dtype=int)
-        index[np.argsort(confidence, kind="stable")] = np.arange(len(labels)) * num_bins // len(labels)
+        index = np.empty(len(correct), dtype=int)
+        index[np.argsort(confidence, kind="stable")] = np.arange(len(correct)) * num_bins // len(correct)
     count, total_confidence, total_correct = (
         np.bincount(index, weights, num_bins) for weights in (None, confidence, correct)
     )

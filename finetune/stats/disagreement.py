@@ -51,14 +51,14 @@ def compare_disagreement(facets: Array, members: Array, share: float = SHARE) ->
         `overlap`: share of the most uncertain examples by facets that are among those by members (`chance` expected of
         unrelated ones), and `spearman` of the two disagreements over all examples.
     """
-    from finetune.data.metrics import spearman
+    from finetune.data.metrics import METRICS
 
     by_facets, by_members = disagreement(facets), disagreement(members)
     first, second = most_uncertain(by_facets, share), most_uncertain(by_members, share)
     return {
         "overlap": len(np.intersect1d(first, second)) / len(first),
         "chance": len(second) / len(by_members),
-        "spearman": spearman(by_facets, by_members),
+        "spearman": METRICS["spearman"](by_facets, by_members),
     }
 
 
