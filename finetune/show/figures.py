@@ -181,7 +181,8 @@ def _reliability(title: str, runs: Sequence[Mapping[str, Array]]) -> Figure:
     from finetune.stats.calibration import NUM_BINS, bins_of, confidences
 
     pooled = zip(*(confidences(run["logits"], run["labels"]) for run in runs), strict=True)
-    bins = bins_of(*map(np.concatenate, pooled))
+    confidence, correct = map(np.concatenate, pooled)
+    bins = bins_of(confidence, correct)
     error = f"pooled ECE {100 * bins.error:.1f} %"
     figure, axis = _axis([*_wrap(title, 60), error], 2.2, below=0.4, left=0.5)
     middle = (np.arange(NUM_BINS) + 0.5) / NUM_BINS
