@@ -244,7 +244,8 @@ def test_a_saved_model_says_what_it_was_trained_on(tiny_bert: Path) -> None:
     (told,) = build_head(settings, find_checkpoint(str(tiny_bert)), [find_task("stsb")]).config.tasks or []
     assert told == {
         "name": "stsb", "labels": [], "num_labels": 1, "num_choices": 0, "num_spans": 0, "is_regression": True,
-        "multi_label": False, "label_scale": 5.0, "max_length": 24, "shape": "pair", "text_columns": [], "label_column": "score",
+        "multi_label": False, "label_scale": 5.0, "max_length": 24, "shape": "pair", "text_columns": [],
+        "label_column": "score",
     }  # fmt: skip
     mine = Task("own_x", (("mail",), ("reply",)), ("a", "b"), ("acc",), "pair", "own")
     assert describe(mine)["text_columns"] == ["mail", "reply"] and describe(mine)["max_length"] == 128
