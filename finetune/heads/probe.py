@@ -58,12 +58,7 @@ class _Embedder(nn.Module):
 
 
 def fit_probe(
-    checkpoint: Checkpoint,
-    train: Encoded,
-    asked: Encoded,
-    task: Task,
-    settings: FinetuneSettings,
-    device: torch.device,
+    checkpoint: Checkpoint, train: Encoded, asked: Encoded, task: Task, settings: FinetuneSettings, device: torch.device
 ) -> Array:
     """Fits the regression on the frozen embeddings of `train` and predicts `asked`.
 

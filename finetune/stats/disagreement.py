@@ -113,9 +113,7 @@ def compare_with_runs(
         truth = [example.label for example in examples]
         if not len(own) or not np.allclose(np.take(truth, own), members[0]["labels"][their]):
             raise UserError(f"{store.folder}: the runs of {label} were evaluated on other rows than are read here.")
-        outputs = np.stack(
-            [member["logits"] if "logits" in member else member["scores"][:, None] for member in members]
-        )
+        outputs = np.stack([one["logits"] if "logits" in one else one["scores"][:, None] for one in members])
         about = {"members": len(runs), "rows": len(own)}
         found[row.system.title] = about | compare_disagreement(facets[:, own], outputs[:, their])
     if not found:

@@ -163,21 +163,10 @@ def estimate(runs: pd.DataFrame) -> Estimate:
     cells = complete(cell_means(runs))
     models, draws = cells.shape
     used = in_cells(runs, cells)
-    values = seed_units(used) if cells.size == 1 else cells.to_numpy()
-    found = mean_of_cells(values)
-    low, high = found.interval
-    return Estimate(
-        float(found.mean),
-        float(np.sqrt(found.variance)),
-        float(low),
-        float(high),
-        float(found.df),
-        float(runs["score"].median()),
-        models,
-        draws,
-        len(used),
-        len(runs) - len(used),
-    )
+    found = mean_of_cells(seed_units(used) if cells.size == 1 else cells.to_numpy())
+    mean, error, low, high, df = map(float, (found.mean, np.sqrt(found.variance), *found.interval, found.df))
+    median, counts = float(runs["score"].median()), (models, draws, len(used), len(runs) - len(used))
+    return Estimate(mean, error, low, high, df, median, *counts)
 
 
 def cell_means(runs: pd.DataFrame) -> pd.DataFrame:
