@@ -170,10 +170,11 @@ def test_runs_of_one_model_read_weights_tokenizer_and_rows_once(
 
         monkeypatch.setattr(kind, "from_pretrained", read)
 
-    for cache in (checkpoints._read_encoder, checkpoints._read_tokenizer, checkpoints._encode_rows):
+    caches = (checkpoints._read_encoder, checkpoints._read_tokenizer, checkpoints._encode_rows)
+    for cache in caches:
         cache.cache_clear()
     first, model = trained(tiny_bert, examples(12))
-    for cache in (checkpoints._read_encoder, checkpoints._read_tokenizer):
+    for cache in caches:
         cache.cache_clear()
     counted(AutoModel, "weights")
     counted(AutoTokenizer, "tokenizer")
