@@ -11,24 +11,21 @@ import logging
 import sys
 import tempfile
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
+from sklearn.linear_model import LogisticRegression
 
-from finetune.heads.checkpoint import load_tokenizer
+from finetune.data.examples import LabeledExample
+from finetune.data.tasks import Task
+from finetune.heads.checkpoint import Checkpoint, load_tokenizer
 from finetune.heads.mean import Head as MeanHead
 from finetune.heads.modeling_heads import TaskModelConfig
 from finetune.heads.probe import LOWEST, Array
+from finetune.settings import FinetuneSettings
 from multicls.errors import UserError, first_line
 from multicls.from_bert import quiet_transformers
-
-if TYPE_CHECKING:
-    import torch
-
-    from finetune.data.examples import LabeledExample
-    from finetune.data.tasks import Task
-    from finetune.heads.checkpoint import Checkpoint
-    from finetune.settings import FinetuneSettings
 
 log = logging.getLogger("finetune")
 ITERATIONS = 20  # pairs of each kind for each row, the paper's R
@@ -92,7 +89,6 @@ def _model(checkpoint: Checkpoint, task: Task, settings: FinetuneSettings, devic
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
     from setfit import SetFitModel
-    from sklearn.linear_model import LogisticRegression
 
     trust = {"trust_remote_code": checkpoint.trust_remote_code}
     with quiet_transformers():

@@ -11,16 +11,15 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-    from finetune.stats.systems import SystemResult
+from finetune.stats.calibration import NUM_BINS, bins_of, confidences
+from finetune.stats.systems import SystemResult
 
 matplotlib.use("Agg")
 
@@ -178,7 +177,6 @@ def _strip_plot(title: str, rows: Sequence[SystemResult]) -> Figure:
 
 def _reliability(title: str, runs: Sequence[Mapping[str, Array]]) -> Figure:
     """Returns a panel with the accuracy at each confidence, of the predictions of all runs together."""
-    from finetune.stats.calibration import NUM_BINS, bins_of, confidences
 
     pooled = zip(*(confidences(run["logits"], run["labels"]) for run in runs), strict=True)
     confidence, correct = map(np.concatenate, pooled)

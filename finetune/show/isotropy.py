@@ -8,6 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from scipy.cluster.hierarchy import leaves_list, linkage
+from scipy.spatial.distance import squareform
+from sklearn.linear_model import LogisticRegression, Ridge
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -30,8 +33,6 @@ def correlation(embeddings_ND: Array) -> tuple[Array, Array]:
         (D, D) in the new order, and that order: indices of dimensions, by average-linkage clustering with distance
         1 - |r|. A dimension that never changes correlates with none.
     """
-    from scipy.cluster.hierarchy import leaves_list, linkage
-    from scipy.spatial.distance import squareform
 
     with np.errstate(invalid="ignore"):
         matrix = np.abs(np.nan_to_num(np.corrcoef(_centred(embeddings_ND), rowvar=False)))
@@ -71,7 +72,6 @@ def classifier_change(
 
 def reference_classifier(embeddings_ND: Array, labels_N: Array, is_regression: bool) -> Array:
     """Weights (C, D) of scikit-learn's logistic (for scores: ridge) regression with its own defaults."""
-    from sklearn.linear_model import LogisticRegression, Ridge
 
     model = Ridge() if is_regression else LogisticRegression(max_iter=5000)
     return np.atleast_2d(model.fit(embeddings_ND, labels_N).coef_)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
 
 from finetune.show import figures, summary, tables
 from finetune.show.figures import Picture
 from finetune.show.tables import Table
 from finetune.stats.pairs import add_examples, compare_pairs, find_system, pairs_to_show
+from finetune.stats.systems import Results, SystemResult
 from multicls.errors import UserError
 from multicls.files import atomic_write
-
-if TYPE_CHECKING:
-    from finetune.stats.systems import Results, SystemResult
 
 TEMPLATE = Path(__file__).with_name("page.html.jinja")
 Predictions = dict[int, list[Mapping[str, Any]]]
@@ -46,7 +46,6 @@ class Report:
 
     def html(self) -> str:
         """Returns one page that needs no other file and no script."""
-        from jinja2 import Environment, StrictUndefined
 
         source = TEMPLATE.read_text(encoding="utf-8")
         environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
-if TYPE_CHECKING:
-    from finetune.stats.systems import SystemResult
+from finetune.stats.estimates import estimate
+from finetune.stats.systems import SystemResult
 
 MAIN: tuple[str, ...] = ()  # the score that chooses the best evaluation
 _PAIR = ("acc", "f1")
@@ -64,7 +63,6 @@ def benchmark_average(results: Sequence[SystemResult], benchmark: str) -> Averag
         results: Those of one system at one train size.
         benchmark: A key of `BENCHMARKS`.
     """
-    from finetune.stats.estimates import estimate
 
     tasks = BENCHMARKS[benchmark]
     here = {result.task: result for result in results if result.task in tasks}

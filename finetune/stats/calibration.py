@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from scipy.optimize import minimize_scalar
+from scipy.special import log_softmax
 
 Array = np.ndarray[Any, np.dtype[Any]]
 NUM_BINS = 15  # as Guo et al. (2017)
@@ -38,7 +40,6 @@ class Bins:
 
 def log_probabilities(logits: Array, temperature: float = 1.0) -> Array:
     """(N, C) log-softmax in float64, safe for logits of any size."""
-    from scipy.special import log_softmax
 
     return np.asarray(log_softmax(np.asarray(logits, dtype=np.float64) / temperature, axis=1))
 
@@ -97,7 +98,6 @@ def pooled_temperature(runs: Sequence[tuple[Array, Array]]) -> Temperature:
     Args:
         runs: logits (N, C) and labels (N,) of each run, on rows that it did not learn from.
     """
-    from scipy.optimize import minimize_scalar
 
     def loss(log_t: float) -> float:
         values = [negative_log_likelihood(logits, labels, float(np.exp(log_t))) for logits, labels in runs]

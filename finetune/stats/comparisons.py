@@ -9,11 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
+from scipy.stats import bootstrap, permutation_test
 
+from finetune.data import metrics
+from finetune.data.tasks import Task
 from finetune.stats.estimates import (
     Array,
     StudentMean,
@@ -30,9 +33,6 @@ from finetune.stats.estimates import (
     units_in_words,
 )
 from multicls.errors import UserError
-
-if TYPE_CHECKING:
-    from finetune.data.tasks import Task
 
 Predictions = Mapping[str, Array]
 PERMUTATIONS = 9999  # of a sign-flip test; exact up to 13 units
@@ -187,7 +187,6 @@ def sign_flip_units(differences: Array) -> Array | None:
 
 def sign_flip_p(units: Array) -> Array:
     """Returns the two-sided p-values (...) of the sign-flip test that units (..., n) are symmetric about 0."""
-    from scipy.stats import permutation_test
 
     options: dict[str, Any] = {"permutation_type": "samples", "n_resamples": PERMUTATIONS, "rng": 0}
     batch = max(1, 10**7 // units.size)  # bounds the memory for thousands of simulated worlds
@@ -261,7 +260,6 @@ def _bootstrap(
     task: Task, runs: Sequence[Predictions], weights: Sequence[float], resamples: int
 ) -> tuple[float, float, float, Array, int]:
     """Returns a weighted sum of the runs' scores: value, interval, all resampled values, number of units."""
-    from scipy.stats import bootstrap
 
     units = units_of_rows(runs, task.name)
     if len(units) < 2:
@@ -312,7 +310,6 @@ def scorer(task: Task, predictions: Predictions) -> Callable[[Array], float]:
 
 def _metric_of_rows(name: str, task: Task, predictions: Predictions) -> Callable[[Array], float]:
     """Returns one metric as a function of rows, with everything computed beforehand that does not depend on them."""
-    from finetune.data import metrics
 
     labels = predictions["labels"]
     outputs = predictions["logits"] if "logits" in predictions else predictions["scores"][:, None]
@@ -329,7 +326,6 @@ def _metric_of_rows(name: str, task: Task, predictions: Predictions) -> Callable
 
 def _values_of_groups(name: str, predictions: Predictions) -> tuple[Array, Array]:
     """Returns 1 at the first row of each group (N,), and the group's own score there; both 0 elsewhere."""
-    from finetune.data import metrics
 
     labels, outputs, groups = predictions["labels"], predictions["logits"], predictions["groups"]
     answers = predictions.get("answers", np.arange(len(labels)).astype(str))  # without them F1 is the exact match

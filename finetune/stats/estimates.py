@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+from scipy.stats import t
 
 from multicls.errors import UserError
 
@@ -37,14 +38,12 @@ class StudentMean(NamedTuple):
     @property
     def interval(self) -> tuple[Array, Array]:
         """Lower and upper end of the 95 % interval."""
-        from scipy.stats import t
 
         half = t.ppf((1 + CONFIDENCE) / 2, self.df) * np.sqrt(self.variance)
         return self.mean - half, self.mean + half
 
     def p_value(self, value: float = 0.0) -> Array:
         """Returns the two-sided p-values of the t-test that the true mean is `value`."""
-        from scipy.stats import t
 
         distance, error = np.abs(self.mean - value), np.sqrt(self.variance)
         with np.errstate(divide="ignore", invalid="ignore"):  # without any variance: p is 1 if nothing differs, else 0
