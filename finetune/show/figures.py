@@ -219,10 +219,15 @@ def isotropy(
     shares: Mapping[str, Array],
     correlations: Mapping[str, Array],
 ) -> None:
-    """IsoBN's Figures 7, 4, 3 and 5 for one model, each of it by name: "before", "after", ...
+    """Draws IsoBN's Figures 7, 4, 3 and 5 for one model; each argument has entries by name: "before", "after", ...
 
-    EV_k; the standard deviation of every dimension; the share of the logits' variance of every principal component;
-    |Pearson|, (D, D), re-ordered.
+    Args:
+        path: the PNG.
+        title: heading.
+        variance: EV_k (Eq. 9).
+        stds: (D,) standard deviation of each dimension.
+        shares: share of the logits' variance of each principal component.
+        correlations: (D, D) |Pearson|, re-ordered.
     """
     figure = Figure(figsize=(12, 7.5), layout="constrained")
     figure.suptitle(title)
@@ -255,7 +260,7 @@ def isotropy(
 
 
 def layers(path: Path, title: str, rows: Mapping[str, Sequence[float] | Array], ylabel: str) -> None:
-    """HIRE's Figures 2 and 3: importance of the layers, (layers + 1,) for each task or example; `ylabel` says which."""
+    """Draws HIRE's Figures 2 and 3: importance of the layers (layers + 1,) by task or example; `ylabel` says which."""
     table = np.array(list(zip_longest(*rows.values(), fillvalue=np.nan)), dtype=float).T  # smaller models end earlier
     width = table.shape[1]
     figure = Figure(figsize=(3 + 0.45 * width, 1.6 + 0.28 * len(rows)), layout="constrained")
@@ -268,7 +273,7 @@ def layers(path: Path, title: str, rows: Mapping[str, Sequence[float] | Array], 
 
 
 def facets(path: Path, rows: Mapping[str, Mapping[str, Any]]) -> None:
-    """Cosines between facets, "cosines" (K, K) and "mean cosine": a row for each model, a column for each state."""
+    """Draws "cosines" (K, K) and "mean cosine" of facets: a row for each model, a column for each state."""
     columns = list(dict.fromkeys(name for row in rows.values() for name in row))
     figure = Figure(figsize=(2.6 * len(columns) + 1, 2.7 * len(rows) + 0.3), layout="constrained")
     panels = figure.subplots(len(rows), len(columns), squeeze=False)

@@ -1,4 +1,4 @@
-"""Is a probability of 0.8 right in 8 of 10 cases? Calibration errors, Brier score, likelihood, temperature scaling."""
+"""Calibration (is 0.8 right in 8 of 10 cases?): errors, Brier score, likelihood, temperature scaling."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class Bins:
 
 
 def log_probabilities(logits: Array, temperature: float = 1.0) -> Array:
-    """(N, C) log-softmax in float64, safe for logits of any size."""
+    """Returns the log-softmax (N, C) in float64, safe for logits of any size."""
 
     return np.asarray(log_softmax(np.asarray(logits, dtype=np.float64) / temperature, axis=1))
 
 
 def reliability(logits: Array, labels: Array, num_bins: int = NUM_BINS, equal_mass: bool = False) -> Bins:
-    """Bins of equal width over [0, 1], or of equal mass: as many examples in each.
+    """Returns bins of equal width over [0, 1], or of equal mass: as many examples in each.
 
     A bin of equal width holds its upper end; equally sure examples may fall into neighbouring bins of equal mass.
 
@@ -122,7 +122,7 @@ def negative_log_likelihood(logits: Array, labels: Array, temperature: float = 1
 
 
 def calibration(logits: Array, labels: Array, temperature: float = 1.0) -> dict[str, float]:
-    """`ece` (15 bins of equal width), `ece_mass` (15 of equal mass), `brier`, `nll` after division by a temperature."""
+    """Returns `ece` (equal width), `ece_mass` (equal mass), `brier` and `nll` of logits divided by a temperature."""
     scaled = np.asarray(logits, dtype=np.float64) / temperature
     return {
         "ece": reliability(scaled, labels).error,

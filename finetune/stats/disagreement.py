@@ -1,4 +1,4 @@
-"""Do the facets of one model disagree on the examples on which several models do?"""
+"""Compares the examples on which the facets of one model disagree with those on which several models do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAME_ROWS = ("sampling", "label_noise", "selection", "train_from_dev")  # what d
 
 
 def disagreement(logits: Array) -> Array:
-    """How far the members of an ensemble, or the facets of one model, disagree on each example.
+    """Returns how far the members of an ensemble, or the facets of one model, disagree on each example.
 
     Args:
         logits: (members, N, C), or scores with C = 1.
@@ -34,13 +34,13 @@ def disagreement(logits: Array) -> Array:
 
 
 def most_uncertain(uncertainty: Array, share: float = SHARE) -> Array:
-    """Indices of the `share` of examples with the highest uncertainty, ties in their order."""
+    """Returns the indices of the `share` of examples with the highest uncertainty, ties in their order."""
     count = max(1, round(share * len(uncertainty)))
     return np.argsort(-uncertainty, kind="stable")[:count]
 
 
 def compare_disagreement(facets: Array, members: Array, share: float = SHARE) -> dict[str, float]:
-    """Are the facets of one model unsure where the members of an ensemble are?
+    """Returns how far the facets of one model are unsure where the members of an ensemble are.
 
     Args:
         facets: (K, N, C) logits of each facet, by `facet_logits`.
@@ -63,9 +63,9 @@ def compare_disagreement(facets: Array, members: Array, share: float = SHARE) ->
 
 
 def facet_logits(contributions: Array, weight: Array, logits: Array) -> Array:
-    """Logits of each facet by itself, as if all facets said what it says; their mean is the model's.
+    """Returns the logits of each facet alone, as if all facets were like it; their mean is the model's logits.
 
-    W (K c_k) + b where the model has W sum_k c_k + b, b standing for all that does not come from facets.
+    A facet's logits are W (K c_k) + b; the model's are W sum_k c_k + b. b is all that does not come from facets.
 
     Args:
         contributions: (K, N, D) c_k, which add up to the embedding: (W_O,k - mean W_O) h_k + b_k of Multi-CLS BERT.

@@ -193,7 +193,7 @@ def test_facets_disagree_where_runs_do_or_do_not(
     ((system, numbers),) = entry["disagreement"].items()
     subject = load_subject(str(tuned), _parser().parse_args([*common, str(tuned)]))
     assert subject.run in store.records()
-    found = read(subject.states["after"], subject.encoder()(subject.data.dev), 0)
+    found = read(subject.states["after"], subject.encode(subject.data.dev), 0)
     np.testing.assert_allclose(found["logits"], store.predictions(tuned.name)["logits"], atol=1e-5)
     facets = facet_logits(found["facets"].swapaxes(0, 1), subject.weights()["after"], found["logits"])
     assert numbers == {"members": 2, "rows": 60} | compare_disagreement(facets, np.stack(members))
@@ -235,7 +235,7 @@ def test_choices_spans_several_tasks_and_own_rows(
         }
         assert 0.9 < entry["classifier before and after"]["cosine"] < 1 and "h_k after" in entry["facets"]
         subject = load_subject(str(tuned), _parser().parse_args([*common, *place]))
-        found = read(subject.states["after"], subject.encoder()(subject.data.dev[:30]), subject.index)
+        found = read(subject.states["after"], subject.encode(subject.data.dev[:30]), subject.index)
         assert len(found["facets"]) == sequences[name]
         np.testing.assert_allclose(found["facets"].sum(axis=1), found["pooled"], atol=1e-5)
     for arguments, message in (
