@@ -273,7 +273,7 @@ def test_the_plain_sum_makes_facets_alike_and_the_reparameterised_one_does_not(
             saved = str(Store(settings.output_dir).model_path(run(settings)[0]["run_id"]))
             args = _parser().parse_args(["--model", saved, "--before", start, "--data_dir", glue])
             subject = load_subject(saved, args)
-            rows = subject.encoder()(subject.data.dev[:100])
+            rows = subject.encode(subject.data.dev[:100])
             for when, model in subject.states.items():
                 found = facets_of(model, read(model, rows, 0)["states"], when)
                 cosines[seed, head, when] = found[f"W_k h_k {when}"]["mean cosine"]
