@@ -84,7 +84,7 @@ def fit_probe(
     embedder = _Embedder(model, max(1, task.num_choices)).to(device)
     train_NF, asked_NF = (predict(embedder, rows, device, settings.train) for rows in (train, asked))
     labels = train.labels.numpy()
-    if getattr(task, "multi_label", False):
+    if task.multi_label:
         pairs = [_classes(train_NF, own, asked_NF, 2, settings.seed) for own in labels.T.astype(int)]
         outputs = np.stack([pair[:, 1] - pair[:, 0] for pair in pairs], axis=1)
     elif task.is_regression:

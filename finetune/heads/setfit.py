@@ -61,7 +61,7 @@ def fit_setfit(
     Raises:
         UserError: the task is no classification of texts, or the package or the model cannot be loaded.
     """
-    if task.is_regression or task.num_choices or task.num_spans or getattr(task, "multi_label", False):
+    if task.is_regression or task.num_choices or task.num_spans or task.multi_label:
         raise UserError(f"--head setfit: it classifies texts, each into one class; task {task.name} is another kind.")
     if checkpoint.model_type == TaskModelConfig.model_type:
         raise UserError(f"--head setfit: {checkpoint.name} is fine-tuned already; give a pretrained model.")

@@ -37,6 +37,7 @@ log = logging.getLogger("finetune")
 Scores = dict[str, float]
 Array = np.ndarray[Any, np.dtype[np.float32]]
 Weights = dict[str, Tensor]
+DeepSpeedFile = tuple[str, Mapping[str, Any]]  # name of a DeepSpeed JSON, and its content
 OWNERS = {**OWNED, "train_batch_size": "train.batch_size", "gradient_clipping": "train.max_grad_norm",
           "gradient_accumulation_steps": "train.micro_batch_size"}  # fmt: skip
 CHECK_EVERY = 50  # steps between looks at the loss on the device: each look waits for the device
@@ -196,7 +197,7 @@ class Stepper:
 class DeepSpeedStepper(Stepper):
     """Computes gradients and updates by a DeepSpeed engine on any number of ranks, after `prepare_deepspeed`."""
 
-    def __init__(self, model: nn.Module, settings: TrainSettings, ds_config: tuple[str, Mapping[str, Any]]) -> None:
+    def __init__(self, model: nn.Module, settings: TrainSettings, ds_config: DeepSpeedFile) -> None:
         super().__init__(model, settings)
         import deepspeed
 
@@ -285,18 +286,10 @@ def predict(model: nn.Module, rows: Encoded, device: torch.device, settings: Tra
 
 
 def fine_tune(
-    model: TaskModel,
-    parts: Sequence[TaskSplit],
-    settings: TrainSettings,
-    seed: int,
-    device: torch.device,
-    *,
-    sampling: str = "size_balanced",
-    keep_weights: bool = False,
-    ds_config: tuple[str, Mapping[str, Any]] | None = None,
-    snapshots: Path | None = None,
-    tensorboard: Path | None = None,
-) -> FinetuneResult:
+    model: TaskModel, parts: Sequence[TaskSplit], settings: TrainSettings, seed: int, device: torch.device, *,
+    sampling: str = "size_balanced", keep_weights: bool = False, ds_config: DeepSpeedFile | None = None,
+    snapshots: Path | None = None, tensorboard: Path | None = None,
+) -> FinetuneResult:  # fmt: skip
     """Trains and evaluates `model` on `device`, on all ranks together.
 
     Args:
@@ -307,20 +300,16 @@ def fine_tune(
         sampling: how `task_batches` samples several tasks.
         keep_weights: keep a copy of the weights of the best evaluation.
         ds_config: name and content of the DeepSpeed JSON to train with; needed for several ranks.
-        snapshots: folder of this run's snapshot, from which a killed run goes on. The caller removes it with
-            `remove_snapshot` after the record is written.
+        snapshots: folder of this run's snapshot, from which a killed run goes on; the caller removes it.
         tensorboard: folder for TensorBoard.
 
     Raises:
         UserError: the loss is no longer a number, or the JSON, class weights or gradient checkpointing do not fit.
     """
     assert settings.max_steps and settings.batch_size and settings.eval_every, "settings are not resolved"
-    model.train().to(device)
-    if settings.gradient_checkpointing:
-        recompute_activations(model)
+    stepper = prepare(model, settings, device, ds_config)
     parts = [replace(part, class_weights=class_weights(task, part.train, settings, device))
              for task, part in zip(model.config.tasks or [], parts, strict=True)]  # fmt: skip
-    stepper = DeepSpeedStepper(model, settings, ds_config) if ds_config else Stepper(model, settings)
     result, losses = FinetuneResult(), list[Tensor]()
     identity = _identity(model, parts, settings, seed, sampling, keep_weights, ds_config)
     keeper = Snapshots(snapshots, settings.snapshot_minutes, identity)
@@ -338,9 +327,9 @@ def fine_tune(
             progress.step()
             if not evaluates:
                 continue
+            losses.clear()
             outputs = [predict(model, part.dev, device, settings, task) for task, part in enumerate(parts)]
             curves, better = _evaluate(result, outputs, parts, loss, learning_rate_at(step - 1, settings))
-            losses.clear()
             if better and keep_weights:
                 result.weights = copy_weights(model)
             progress.evaluation(result, curves, time.perf_counter() - started)
@@ -351,6 +340,20 @@ def fine_tune(
                 keeper.save_if_due(stepper, result, time.perf_counter() - started)
     result.seconds = time.perf_counter() - started
     return result
+
+
+def prepare(
+    model: TaskModel, settings: TrainSettings, device: torch.device, ds_config: DeepSpeedFile | None
+) -> Stepper:
+    """Moves the model to `device`, in training mode; returns what updates it.
+
+    Raises:
+        UserError: the DeepSpeed JSON or gradient checkpointing does not fit.
+    """
+    model.train().to(device)
+    if settings.gradient_checkpointing:
+        recompute_activations(model)
+    return DeepSpeedStepper(model, settings, ds_config) if ds_config else Stepper(model, settings)
 
 
 def class_weights(
@@ -436,14 +439,9 @@ def _evaluate(
 
 
 def _identity(
-    model: TaskModel,
-    parts: Sequence[TaskSplit],
-    settings: TrainSettings,
-    seed: int,
-    sampling: str,
-    keep_weights: bool,
-    ds_config: tuple[str, Mapping[str, Any]] | None,
-) -> dict[str, Any]:
+    model: TaskModel, parts: Sequence[TaskSplit], settings: TrainSettings, seed: int, sampling: str,
+    keep_weights: bool, ds_config: DeepSpeedFile | None,
+) -> dict[str, Any]:  # fmt: skip
     """Returns what a snapshot and a run must agree on, as JSON values."""
     config = model.config
     return {
