@@ -58,10 +58,7 @@ def strip_plots(rows: Sequence[SystemResult]) -> list[Picture]:
         "mean, the bar the mean; a line that reaches the edge goes on. Dashed: a constant answer."
     )
     several = [row for row in rows if any(len(other.records) > 1 for other in rows if other.task == row.task)]
-    return _pictures("Runs", caption, several, lambda here: [
-        (f"{task} ({found[0].metric})", partial(_strip_plot, rows=found))
-        for task, found in _by_task(here).items()
-    ])  # fmt: skip
+    return _pictures("Runs", caption, several, partial(_panels_of_tasks, draw=_strip_plot))
 
 
 def reliability_diagrams(
@@ -93,10 +90,7 @@ def learning_curves(rows: Sequence[SystemResult]) -> list[Picture]:
     """Returns a picture of the scores during training for each train size and benchmark, with a panel for each task."""
     long = [row for row in rows if any(len(record["history"]) > 1 for record in row.records)]
     caption = "Mean over runs of the score on the rows that choose the best evaluation."
-    return _pictures("Learning curves", caption, long, lambda here: [
-        (f"{task} ({found[0].metric})", partial(_learning_curve, rows=found))
-        for task, found in _by_task(here).items()
-    ])  # fmt: skip
+    return _pictures("Learning curves", caption, long, partial(_panels_of_tasks, draw=_learning_curve))
 
 
 def _pictures(
@@ -127,11 +121,10 @@ def _svg(figure: Figure, label: str) -> str:
     return text.replace("<svg ", f'<svg role="img" aria-label="{html.escape(label)}" ', 1)
 
 
-def _by_task(rows: Sequence[SystemResult]) -> dict[str, list[SystemResult]]:
-    found: dict[str, list[SystemResult]] = {}
-    for row in rows:
-        found.setdefault(row.task, []).append(row)
-    return found
+def _panels_of_tasks(rows: Sequence[SystemResult], draw: Callable[..., Figure]) -> list[Panel]:
+    tasks = {row.task: row.metric for row in rows}
+    return [(f"{task} ({metric})", partial(draw, rows=[row for row in rows if row.task == task]))
+            for task, metric in tasks.items()]  # fmt: skip
 
 
 def _wrap(text: str, width: int, lines: int = 3) -> list[str]:

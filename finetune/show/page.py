@@ -70,7 +70,8 @@ def build_report(
     """
     rows = results.rows
     if compare:
-        compare = find_system(compare[0], _names(rows)), find_system(compare[1], _names(rows))
+        names = [row.system.title for row in rows]
+        compare = find_system(compare[0], names), find_system(compare[1], names)
     about = [row for row in rows if not compare or row.system.title in compare]
     predictions, problems = _read_predictions(rows)
     tests = compare_pairs(rows, compare)
@@ -99,10 +100,6 @@ def build_report(
         summary.warnings(results) + problems,
         kept,
     )
-
-
-def _names(rows: Sequence[SystemResult]) -> list[str]:
-    return [row.system.title for row in rows]
 
 
 def _read_predictions(rows: Sequence[SystemResult]) -> tuple[Predictions, list[str]]:
