@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import csv
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -65,19 +66,18 @@ class AnalyzedModel:
         head = next(iter(self.states.values())).config.head
         return f"{self.task.name}-{head}-{Path(self.folder).resolve().name}"
 
-    def encoder(self) -> Callable[[Sequence[LabeledExample]], Encoded]:
-        """Returns a function that encodes rows, at the run's own length or the paper's."""
+    def encode(self, rows: Sequence[LabeledExample]) -> Encoded:
+        """Returns the rows as token ids, at the run's own length or the paper's."""
         from finetune.data.encoding import Encoded
         from finetune.heads.checkpoint import load_tokenizer
 
         own = self.run is not None and self.run["task"] == self.task.name
         wanted = self.run["resolved"]["max_length"] if self.run and own else self.task.max_length
         max_length = min(wanted, int(self.checkpoint.encoder.get("max_position_embeddings", 512)))
-        tokenizer = load_tokenizer(self.checkpoint, max_length)
-        return lambda rows: Encoded(self.task, rows, tokenizer, max_length)
+        return Encoded(self.task, rows, load_tokenizer(self.checkpoint, max_length), max_length)
 
     def weights(self) -> dict[str, Array]:
-        """Returns the classifier's weights (C, E) by state, without the columns for the spans of span tasks."""
+        """Returns the classifier's weights (C, E) by state, without those of span tasks after the embedding."""
         return {
             name: model.get_parameter(f"classifiers.{self.index}.weight").detach().cpu().numpy()[:, : model.head.width]
             for name, model in self.states.items()
@@ -120,10 +120,10 @@ def load_analyzed(folder: str, args: argparse.Namespace) -> AnalyzedModel:
 
     def build(name: str, tasks: Sequence[Task], **values: Any) -> TaskModel:
         values |= {"model": name, "task": ",".join(task.name for task in tasks)}
-        return build_head(load_settings(FinetuneSettings, flags=values), find_checkpoint(name, trust), tasks)
+        found = find_checkpoint(name, args.trust_remote_code)
+        return build_head(load_settings(FinetuneSettings, flags=values), found, tasks)
 
-    trust = args.trust_remote_code
-    checkpoint = find_checkpoint(folder, trust)
+    checkpoint = find_checkpoint(folder, args.trust_remote_code)
     if checkpoint.model_type != TaskModelConfig.model_type:
         if not args.task and not args.train_file:
             raise UserError(f"--model {folder}: a plain checkpoint has no task; add --task.")
@@ -154,14 +154,14 @@ def look_into(analyzed: AnalyzedModel, args: argparse.Namespace) -> dict[str, An
     """Analyzes one model and writes its figures; returns its entry in analysis.json."""
     from finetune.data.splits import draw_rows
 
-    task, data, output, encode = analyzed.task, analyzed.data, Path(args.output_dir), analyzed.encoder()
+    task, data, output = analyzed.task, analyzed.data, Path(args.output_dir)
     train, dev = (
         [rows[row] for row in sorted(draw_rows(len(rows), min(args.examples, len(rows)), 1))]
         for rows in (data.train or data.dev, data.dev)
     )
     if len(train) < FEWEST or (not task.num_choices and len({row.label for row in train}) < 2):
         raise UserError(f"{task.name}: {len(train)} train rows, at least {FEWEST} with different labels are needed.")
-    encoded, encoded_dev = encode(train), encode(dev)
+    encoded, encoded_dev = analyzed.encode(train), analyzed.encode(dev)
     embeddings = {name: read(model, encoded, analyzed.index)["pooled"] for name, model in analyzed.states.items()}
     found = {name: read(model, encoded_dev, analyzed.index) for name, model in analyzed.states.items()}
     entry = {"model": analyzed.folder, "before": args.before, "train_rows": len(train), "dev_rows": len(dev)}
@@ -181,11 +181,11 @@ def look_into(analyzed: AnalyzedModel, args: argparse.Namespace) -> dict[str, An
 
 
 def read(model: TaskModel, rows: Encoded, task: int) -> dict[str, Array]:
-    """Returns what the model makes of N rows, without dropout, in float32.
+    """Returns the model's embeddings and outputs for N rows, without dropout, in float32.
 
     Returns:
-        "pooled", what the classifier reads (N, E); "states", the facets' last hidden states (N, K, D); "facets", what
-        each of them brings to the embedding (N, K, E) or nothing (N, 0); "layers", HIRE's weights (N, layers + 1) or
+        "pooled", what the classifier reads (N, E); "states", the facets' last hidden states (N, K, D); "facets", the
+        part of each in the embedding (N, K, E) or nothing (N, 0); "layers", HIRE's weights (N, layers + 1) or
         nothing; "logits" (rows, C). N is the number of sequences for choice tasks.
     """
     import torch
@@ -196,22 +196,24 @@ def read(model: TaskModel, rows: Encoded, task: int) -> dict[str, Array]:
     device, _ = find_device()
     model.eval().to(device)
     count = getattr(model.encoder.config, "num_facets", 0)
-    found: list[tuple[torch.Tensor, ...]] = []
+    found: dict[str, list[torch.Tensor]] = defaultdict(list)
     with torch.inference_mode():
         for start in trange(0, len(rows), 32, leave=False, disable=None):
             batch = rows.batch(range(start, min(start + 32, len(rows))), device)
             output = model(**batch, task=task, output_hidden_states=True)
-            facets, layers = (output.pooled[:, :0] if part is None else part
-                              for part in (output.facets, output.layer_weights))  # fmt: skip
-            found.append((output.pooled, output.hidden_states[-1][:, 1 : 1 + count], facets, layers, output.logits))
-    arrays = (torch.cat(parts).float().cpu().numpy() for parts in zip(*found, strict=True))
-    return dict(zip(("pooled", "states", "facets", "layers", "logits"), arrays, strict=True))
+            nothing = output.pooled[:, :0]
+            found["pooled"].append(output.pooled)
+            found["states"].append(output.hidden_states[-1][:, 1 : 1 + count])
+            found["facets"].append(nothing if output.facets is None else output.facets)
+            found["layers"].append(nothing if output.layer_weights is None else output.layer_weights)
+            found["logits"].append(output.logits)
+    return {name: torch.cat(parts).float().cpu().numpy() for name, parts in found.items()}
 
 
 def disagreement_of(
     analyzed: AnalyzedModel, found: Mapping[str, Mapping[str, Array]], dev: Sequence[LabeledExample], head: str
 ) -> dict[str, Any]:
-    """Returns how far the facets of a fine-tuned model disagree where runs of `head` in its results folder do.
+    """Returns how far the facets of a model disagree where runs of `head` in its results folder do, by system.
 
     Raises:
         UserError: it has no facets, lies in no results folder, or there are no such runs.
@@ -233,7 +235,7 @@ def disagreement_of(
 def isotropy_of(
     analyzed: AnalyzedModel, embeddings: Mapping[str, Array], labels: Array, output: Path
 ) -> dict[str, Any]:
-    """Draws the figures of the IsoBN paper and returns its numbers, for the embedding that the classifier reads.
+    """Draws and returns the figures and numbers of the IsoBN paper for the embedding that the classifier reads.
 
     Args:
         embeddings: (N, E) by state.
@@ -363,11 +365,7 @@ def _parser() -> CommandParser:
     add("--dev_file", metavar="FILE", help="your own dev rows")
     add("--data_dir", help="as for run.py; default: the hub")
     add("--train_from_dev", action="store_true", help="take dev rows for train rows, for lack of these")
-    add(
-        "--ensemble",
-        metavar="HEAD",
-        help="compare facets with finished runs of that head in the model's results folder",
-    )
+    add("--ensemble", metavar="HEAD", help="compare facets with runs of that head in the model's results folder")
     add("--output_dir", default="analysis", help="for PNG, CSV and analysis.json")
     add("--examples", type=int, default=1000, metavar="N", help="rows of train, and of dev (default 1000)")
     add("--trust_remote_code", action="store_true", help="run the Python code in the model's folder")

@@ -8,9 +8,12 @@ import string
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
+from scipy.stats import pearsonr, spearmanr
+from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
 from finetune.data.examples import LabeledExample
 from finetune.data.tasks import Task
@@ -19,66 +22,33 @@ from multicls.errors import UserError
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-def accuracy(labels: Array, predictions: Array) -> float:
-    """Returns the share of equal labels; of rows with several labels, the share of rows with all right."""
-    from sklearn.metrics import accuracy_score
+def _f1(labels: Array, predictions: Array, average: str) -> float:
+    """Returns the F1 of class 1 ("binary"), of all labels together ("micro"), or the mean over classes ("macro").
 
-    return float(accuracy_score(labels, predictions))
-
-
-def f1(labels: Array, predictions: Array) -> float:
-    """Returns the F1 of class 1; 0 if nothing is predicted or labelled 1."""
-    from sklearn.metrics import f1_score
-
-    return float(f1_score(labels, predictions, zero_division=0.0))
-
-
-def macro_f1(labels: Array, predictions: Array) -> float:
-    """Returns the mean F1 of the classes that are labelled or predicted (SuperGLUE's F1 of CB)."""
-    from sklearn.metrics import f1_score
-
-    value = float(f1_score(labels, predictions, average="macro", zero_division=math.nan))  # NaN: left out of the mean
+    A class that is neither labelled nor predicted does not count; without any class that counts the F1 is 0.
+    """
+    value = float(f1_score(labels, predictions, average=average, zero_division=math.nan))
     return value if math.isfinite(value) else 0.0
 
 
-def micro_f1(labels: Array, predictions: Array) -> float:
-    """Returns the F1 over all labels of all rows, of rows with several labels each."""
-    from sklearn.metrics import f1_score
-
-    return float(f1_score(labels, predictions, average="micro", zero_division=0.0))
-
-
-def matthews(labels: Array, predictions: Array) -> float:
-    """Returns Matthews' correlation (R3 for three classes); 0 if all predictions are equal."""
-    from sklearn.metrics import matthews_corrcoef
-
-    return float(matthews_corrcoef(labels, predictions))
-
-
-def pearson(labels: Array, predictions: Array) -> float:
-    """Returns Pearson's correlation; 0 if it is undefined (constant predictions), as for Matthews'."""
-    from scipy.stats import pearsonr
-
-    return _zero_if_undefined(pearsonr, labels, predictions)
-
-
-def spearman(labels: Array, predictions: Array) -> float:
-    """Returns Spearman's rank correlation; 0 if it is undefined (constant predictions)."""
-    from scipy.stats import spearmanr
-
-    return _zero_if_undefined(spearmanr, labels, predictions)
+def _correlation(labels: Array, predictions: Array, kind: Callable[[Array, Array], Any]) -> float:
+    """Returns a correlation; 0 if it is undefined (constant predictions), as Matthews' is."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about constant input, which the value 0 already says
+        value = float(kind(labels, predictions)[0]) if len(labels) > 1 else 0.0
+    return value if math.isfinite(value) else 0.0
 
 
 METRICS: dict[str, Callable[[Array, Array], float]] = {
-    "acc": accuracy,
-    "f1": f1,
-    "f1a": f1,  # MultiRC: over all answers of all questions
-    "macro_f1": macro_f1,
-    "micro_f1": micro_f1,
-    "exact_match": accuracy,
-    "matthews": matthews,
-    "pearson": pearson,
-    "spearman": spearman,
+    "acc": lambda labels, predictions: float(accuracy_score(labels, predictions)),
+    "exact_match": lambda labels, predictions: float(accuracy_score(labels, predictions)),  # all labels of a row right
+    "f1": partial(_f1, average="binary"),
+    "f1a": partial(_f1, average="binary"),  # MultiRC: over all answers of all questions
+    "macro_f1": partial(_f1, average="macro"),
+    "micro_f1": partial(_f1, average="micro"),
+    "matthews": lambda labels, predictions: float(matthews_corrcoef(labels, predictions)),
+    "pearson": partial(_correlation, kind=pearsonr),
+    "spearman": partial(_correlation, kind=spearmanr),
 }
 
 
@@ -216,13 +186,6 @@ def _values(
             values[name] = gender_parity(predictions, groups)
     mean = sum(values.values()) / len(values)
     return {name: mean if name.startswith("mean(") else values[name] for name in task.metrics}
-
-
-def _zero_if_undefined(correlation: Callable[[Array, Array], Any], labels: Array, predictions: Array) -> float:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # both warn about constant input, which the value 0 already says
-        value = float(correlation(labels, predictions)[0]) if len(labels) > 1 else 0.0
-    return value if math.isfinite(value) else 0.0
 
 
 def _normalised(answer: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -113,13 +113,8 @@ def read_own(own: OwnDataSettings) -> tuple[Task, TaskData]:
     labels = {split: [form.read(row, where) for where, row in rows] for split, rows in raw.splits.items()}
     task = _task(own, raw.source, fields, form, labels["train"])
     notes += _notes_about(task, form, labels["train"])
-    found = {
-        split: [
-            example_of(task, fields, row, where, f"{split}:{number}", labels[split][number])
-            for number, (where, row) in enumerate(rows)
-        ]
-        for split, rows in raw.splits.items()
-    }
+    found = {split: [example_of(task, fields, row, where, f"{split}:{number}", labels[split][number])
+                     for number, (where, row) in enumerate(rows)] for split, rows in raw.splits.items()}  # fmt: skip
     train, dev = found["train"], found.get("dev", [])
     if not dev:
         train, dev = _split(task, train, own.dev_share)
@@ -227,11 +222,8 @@ def _from_hub(own: OwnDataSettings) -> RawData:
     known = {ours: next((name for name in names if name in loaded), None) for ours, names in HUB_SPLITS.items()}
     if known["train"] is None:
         raise UserError(f"--dataset {own.dataset}: no split 'train'; there is {', '.join(map(repr, loaded))}.")
-    splits = {
-        ours: [(f"{own.dataset}, {split} row {number}", row) for number, row in enumerate(loaded[split], start=1)]
-        for ours, split in known.items()
-        if split
-    }
+    splits = {ours: [(f"{own.dataset}, {split} row {number}", row) for number, row in enumerate(loaded[split], start=1)]
+              for ours, split in known.items() if split}  # fmt: skip
     feature: Any = loaded[known["train"]].features.get(own.label_column)
     feature = getattr(feature, "feature", feature)  # of a list
     if not splits["train"]:
@@ -254,37 +246,37 @@ def _check_label_column(own: OwnDataSettings, raw: RawData, notes: list[str]) ->
 
 def _task(own: OwnDataSettings, source: str, fields: tuple[str, ...], form: LabelFormat, labels: list[Any]) -> Task:
     """Returns the task that rows with these train labels are."""
-    classes: tuple[str, ...] = ()
+    classes: Sequence[str] = ()
     scale = 1.0
     if form.kind == "score":
-        scale = max(abs(label) for label in labels) or 1.0
+        scale = max(map(abs, labels)) or 1.0
     else:
         given = {one for label in labels for one in (label if form.kind == "multi_label" else (label,))}
-        classes = tuple(name for name in form.names if name in given) or _in_order(given, form.whole)
+        classes = [name for name in form.names if name in given] or sorted(
+            given, key=lambda name: (int(name), name) if form.whole else (0, name)
+        )
         if len(classes) < 2:
             what = f"every label is {classes[0]!r}" if classes else "no row has a label"
             raise UserError(f"{source}: {what}; a task needs two classes or scores.")
     return Task(
-        own.name, tuple((name,) for name in fields), classes, _metrics(own, form.kind, len(classes)),
+        own.name, tuple((name,) for name in fields), tuple(classes), _metrics(own, form.kind, len(classes)),
         "single" if len(fields) == 1 else "pair", "own", label=(own.label_column,), label_scale=scale,
         multi_label=form.kind == "multi_label", passage=0 if len(fields) == 1 else None, about=f"own rows of {source}",
     )  # fmt: skip
-
-
-def _in_order(names: Iterable[str], numbers: bool) -> tuple[str, ...]:
-    return tuple(sorted(names, key=lambda name: (int(name), name)) if numbers else sorted(names))
 
 
 def _metrics(own: OwnDataSettings, kind: LabelType, classes: int) -> tuple[str, ...]:
     """Returns the metrics of the task, the one asked for first."""
     possible = [name for name in METRICS[kind] if name != "f1" or classes == 2]
     defaults = DEFAULTS.get(kind, METRICS[kind])
-    if own.metric and own.metric not in possible:
+    if own.metric is None:
+        return defaults
+    if own.metric not in possible:
         raise UserError(
             f"--metric {own.metric}: not a metric of labels of type {kind}"
             f"{f' with {classes} classes' * (kind == 'class')}; possible: {', '.join(possible)}."
         )
-    return (own.metric, *(name for name in defaults if name != own.metric)) if own.metric else defaults
+    return (own.metric, *(name for name in defaults if name != own.metric))
 
 
 def _notes_about(task: Task, form: LabelFormat, labels: Sequence[Any]) -> list[str]:

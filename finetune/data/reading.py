@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,7 @@ OTHER_FOLDERS = {"ax": ("diagnostic", "diagnostics", "MNLI", ".")}  # usual plac
 RawRows = Iterable[tuple[str, Mapping[str, Any] | None]]  # FILE:LINE, and the row, or None for one that is torn
 
 
-Reader = Callable[
-    [str, str, bool], "list[LabeledExample] | None"
-]  # file stem, part, hidden labels -> rows; None: no such file
+Reader = Callable[[str, str, bool], "list[LabeledExample] | None"]  # file stem, part, hidden -> rows; None: no file
 
 
 def read_task(task: Task, data_dir: str | None, train_from_dev: bool = False) -> TaskData:
@@ -145,11 +142,9 @@ def _task_folder(task: Task, data_dir: Path, stems: Iterable[str]) -> Path | Non
 def _folders(parent: Path, name: str) -> list[Path]:
     if name == "." or not parent.is_dir():
         return [parent]
-    return sorted(path for path in parent.iterdir() if path.is_dir() and _plain(path.name) == _plain(name))
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[-_ ]", "", name.lower())
+    without = str.maketrans("", "", "-_ ")
+    wanted = name.lower().translate(without)
+    return sorted(path for path in parent.iterdir() if path.is_dir() and path.name.lower().translate(without) == wanted)
 
 
 def _reader(task: Task, data_dir: str | None, notes: list[str]) -> tuple[str, Reader]:
@@ -205,15 +200,9 @@ def _hub_reader(task: Task) -> tuple[str, Reader]:
     return name, read
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yields numbered lines; only a line feed ends one: texts hold other separators of Unicode."""
-    text = read_text(path).rstrip("\r\n")
-    for number, line in enumerate(text.split("\n") if text else (), start=1):
-        yield number, line.removesuffix("\r")
-
-
 def _table_rows(task: Task, path: Path, hidden: bool) -> RawRows:
-    lines = _lines(path)
+    text = read_text(path).rstrip("\r\n").split("\n")  # only a line feed ends a line: texts hold Unicode's separators
+    lines = enumerate((line.removesuffix("\r") for line in text if text != [""]), start=1)
     columns = [] if hidden else list(task.columns)
     needed = task.fields if hidden else (*task.fields, task.label)
     if not columns:
@@ -243,13 +232,7 @@ def _cells(path: Path, line: str) -> list[str]:
 
 
 def _example(
-    task: Task,
-    name: str,
-    row: Mapping[str, Any],
-    where: str,
-    part: str,
-    hidden: bool,
-    indices_allowed: bool,
+    task: Task, name: str, row: Mapping[str, Any], where: str, part: str, hidden: bool, indices_allowed: bool
 ) -> LabeledExample:
     texts, choices = tuple(_value(row, names, where) for names in task.fields), tuple(row.get("choices", ()))
     if not all(isinstance(text, str) for text in (*texts, *choices)):

@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import CONFIG_MAPPING
 
+from finetune.data.examples import LabeledExample
+from finetune.data.tasks import Task
 from finetune.heads import FITTED_HEADS
 from finetune.heads.checkpoint import Checkpoint, encode_rows, load_encoder, read_fine_tuned
 from finetune.heads.modeling_heads import PooledHead, TaskModel, TaskModelConfig, find_head
+from finetune.settings import FinetuneSettings
 from multicls.errors import UserError
 
 if TYPE_CHECKING:
-    import torch
-
-    from finetune.data.examples import LabeledExample
-    from finetune.data.tasks import Task
     from finetune.heads.probe import Array
-    from finetune.settings import FinetuneSettings
 
 
 def check_head(settings: FinetuneSettings, checkpoint: Checkpoint) -> None:

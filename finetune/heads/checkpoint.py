@@ -33,8 +33,6 @@ TEXT_FILES = ("*.json", "*.txt", "*.model", "*.py")
 HASHED_FILES = ("config.json", "tokenizer.json", "vocab.txt", "vocab.json", "merges.txt", "*.model")
 HASHED_OPTIONS = {"do_lower_case": True, "strip_accents": None, "tokenize_chinese_chars": True,
                   "add_prefix_space": False}  # of tokenizer_config.json, with their defaults  # fmt: skip
-ENCODED_KEPT = 8  # sets of token ids that a process keeps: train, dev, held-out and test rows of two tasks
-_encoded: dict[tuple[str, str, str, int], Encoded] = {}
 
 
 @dataclass(frozen=True)
@@ -182,14 +180,11 @@ def _read_encoder(checkpoint: Checkpoint) -> tuple[PreTrainedModel, list[str]]:
 
     with _load_problems(checkpoint, "the model"), quiet_transformers(), torch.random.fork_rng(devices=[]):
         encoder, found = AutoModel.from_pretrained(
-            checkpoint.folder,
-            dtype=torch.float32,
-            trust_remote_code=checkpoint.trust_remote_code,
+            checkpoint.folder, dtype=torch.float32, trust_remote_code=checkpoint.trust_remote_code,
             output_loading_info=True,
-        )
+        )  # fmt: skip
     missing = sorted(found["missing_keys"])
-    lost = [key for key in missing if not key.startswith("pooler.")]
-    if lost:
+    if lost := [key for key in missing if not key.startswith("pooler.")]:
         raise UserError(f"--model {checkpoint.name}: weights of the encoder are missing: {', '.join(lost[:3])}, ...")
     return encoder, missing
 
@@ -209,16 +204,14 @@ def encode_rows(checkpoint: Checkpoint, task: Task, rows: Sequence[LabeledExampl
     Raises:
         UserError: the tokenizer cannot be loaded, or the rows do not fit into `max_length` tokens.
     """
-    from finetune.data.encoding import Encoded
-    from finetune.data.examples import fingerprint
+    return _encode_rows(checkpoint, task, tuple(rows), max_length)
 
-    tokenizer = load_tokenizer(checkpoint, max_length)
-    key = (checkpoint.fingerprint, repr(task), fingerprint(rows), max_length)
-    encoded = _encoded.pop(key, None) or Encoded(task, rows, tokenizer, max_length)
-    _encoded[key] = encoded  # the newest is last
-    if len(_encoded) > ENCODED_KEPT:
-        del _encoded[next(iter(_encoded))]
-    return encoded
+
+@lru_cache(maxsize=8)  # train, dev, held-out and test rows of two tasks
+def _encode_rows(checkpoint: Checkpoint, task: Task, rows: tuple[LabeledExample, ...], max_length: int) -> Encoded:
+    from finetune.data.encoding import Encoded
+
+    return Encoded(task, rows, load_tokenizer(checkpoint, max_length), max_length)
 
 
 def _from_hub(name: str) -> Path:
@@ -240,14 +233,16 @@ def _check_code(name: str, folder: Path, config: dict[str, Any], trust_remote_co
     import finetune.heads.registration  # noqa: F401 (registers fine-tuned models)
     import multicls  # noqa: F401
 
-    known = config.get("model_type") in transformers.CONFIG_MAPPING
-    if "auto_map" in config and not known and not trust_remote_code:
+    model_type = config.get("model_type")
+    if model_type in transformers.CONFIG_MAPPING:
+        return
+    if "auto_map" not in config:
+        raise UserError(f"--model {name}: transformers knows no model_type {model_type!r} (config.json).")
+    if not trust_remote_code:
         raise UserError(
-            f"--model {name}: {folder} brings Python code of its own, which it needs to load "
-            f"(model_type {config.get('model_type')!r}). If you have read and trust that code, add --trust_remote_code."
+            f"--model {name}: {folder} brings Python code of its own, which it needs to load (model_type "
+            f"{model_type!r}). If you have read and trust that code, add --trust_remote_code."
         )
-    if not known and "auto_map" not in config:
-        raise UserError(f"--model {name}: transformers knows no model_type {config.get('model_type')!r} (config.json).")
 
 
 @contextmanager

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
+from scipy.special import log_softmax
+from sklearn.linear_model import LogisticRegression, RidgeCV
+from sklearn.model_selection import GridSearchCV, StratifiedKFold
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
+from finetune.data.encoding import Encoded
+from finetune.data.tasks import Task
+from finetune.heads.building import build_head
+from finetune.heads.checkpoint import Checkpoint
 from finetune.heads.modeling_heads import PooledHead, TaskModel, TaskModelOutput
-
-if TYPE_CHECKING:
-    import torch
-
-    from finetune.data.encoding import Encoded
-    from finetune.data.tasks import Task
-    from finetune.heads.checkpoint import Checkpoint
-    from finetune.settings import FinetuneSettings
+from finetune.settings import FinetuneSettings
+from finetune.train.loop import predict
 
 log = logging.getLogger("finetune")
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -58,12 +62,7 @@ class _Embedder(nn.Module):
 
 
 def fit_probe(
-    checkpoint: Checkpoint,
-    train: Encoded,
-    asked: Encoded,
-    task: Task,
-    settings: FinetuneSettings,
-    device: torch.device,
+    checkpoint: Checkpoint, train: Encoded, asked: Encoded, task: Task, settings: FinetuneSettings, device: torch.device
 ) -> Array:
     """Fits the regression on the frozen embeddings of `train` and predicts `asked`.
 
@@ -80,14 +79,12 @@ def fit_probe(
     Raises:
         UserError: the pooling does not work on the checkpoint, or the checkpoint cannot be loaded.
     """
-    from finetune.heads.building import build_head
-    from finetune.train.loop import predict
 
     model = build_head(settings, checkpoint, [task])
     embedder = _Embedder(model, max(1, task.num_choices)).to(device)
     train_NF, asked_NF = (predict(embedder, rows, device, settings.train) for rows in (train, asked))
     labels = train.labels.numpy()
-    if getattr(task, "multi_label", False):
+    if task.multi_label:
         pairs = [_classes(train_NF, own, asked_NF, 2, settings.seed) for own in labels.T.astype(int)]
         outputs = np.stack([pair[:, 1] - pair[:, 0] for pair in pairs], axis=1)
     elif task.is_regression:
@@ -100,9 +97,6 @@ def fit_probe(
 
 
 def _ridge(train_NF: Array, labels: Array, asked_NF: Array) -> Array:
-    from sklearn.linear_model import RidgeCV
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import StandardScaler
 
     fitted = make_pipeline(StandardScaler(), RidgeCV(ALPHAS)).fit(train_NF, labels)
     log.info("probe: ridge regression, alpha = %g", fitted[-1].alpha_)
@@ -122,7 +116,6 @@ def _classes(train_NF: Array, labels: Array, asked_NF: Array, num_classes: int, 
 
 
 def _choices(train_NF: Array, labels: Array, asked_NF: Array, num_choices: int, seed: int) -> Array:
-    from scipy.special import log_softmax
 
     train_NCF, asked_NCF = (rows.reshape(len(rows), num_choices, -1) for rows in (train_NF, asked_NF))
     right_N1F = np.take_along_axis(train_NCF, labels[:, None, None], axis=1)
@@ -138,10 +131,6 @@ def _choices(train_NF: Array, labels: Array, asked_NF: Array, num_choices: int, 
 
 def _logistic(rows_NF: Array, labels: Array, seed: int, intercept: bool = True) -> Any:
     """Returns a fitted scaling and logistic regression; cross-validation chooses C if each class has two rows."""
-    from sklearn.linear_model import LogisticRegression
-    from sklearn.model_selection import GridSearchCV, StratifiedKFold
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import StandardScaler
 
     pipeline = make_pipeline(
         StandardScaler(with_mean=intercept), LogisticRegression(fit_intercept=intercept, max_iter=2000)

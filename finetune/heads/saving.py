@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from transformers import PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import get_relative_import_files
 
 import multicls
 from finetune.heads.modeling_heads import PooledHead, TaskModel
 from multicls.files import atomic_folder
 from multicls.from_bert import quiet_transformers
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 ENTRY = "modeling_task"  # the saved folder's first module: imports what its head needs, and nothing else
 MULTICLS_ENTRY = """

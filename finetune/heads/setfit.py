@@ -11,24 +11,21 @@ import logging
 import sys
 import tempfile
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
+from sklearn.linear_model import LogisticRegression
 
-from finetune.heads.checkpoint import load_tokenizer
+from finetune.data.examples import LabeledExample
+from finetune.data.tasks import Task
+from finetune.heads.checkpoint import Checkpoint, load_tokenizer
 from finetune.heads.mean import Head as MeanHead
 from finetune.heads.modeling_heads import TaskModelConfig
 from finetune.heads.probe import LOWEST, Array
+from finetune.settings import FinetuneSettings
 from multicls.errors import UserError, first_line
 from multicls.from_bert import quiet_transformers
-
-if TYPE_CHECKING:
-    import torch
-
-    from finetune.data.examples import LabeledExample
-    from finetune.data.tasks import Task
-    from finetune.heads.checkpoint import Checkpoint
-    from finetune.settings import FinetuneSettings
 
 log = logging.getLogger("finetune")
 ITERATIONS = 20  # pairs of each kind for each row, the paper's R
@@ -64,7 +61,7 @@ def fit_setfit(
     Raises:
         UserError: the task is no classification of texts, or the package or the model cannot be loaded.
     """
-    if task.is_regression or task.num_choices or task.num_spans or getattr(task, "multi_label", False):
+    if task.is_regression or task.num_choices or task.num_spans or task.multi_label:
         raise UserError(f"--head setfit: it classifies texts, each into one class; task {task.name} is another kind.")
     if checkpoint.model_type == TaskModelConfig.model_type:
         raise UserError(f"--head setfit: {checkpoint.name} is fine-tuned already; give a pretrained model.")
@@ -92,7 +89,6 @@ def _model(checkpoint: Checkpoint, task: Task, settings: FinetuneSettings, devic
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
     from setfit import SetFitModel
-    from sklearn.linear_model import LogisticRegression
 
     trust = {"trust_remote_code": checkpoint.trust_remote_code}
     with quiet_transformers():

@@ -17,76 +17,7 @@ Record = Mapping[str, Any]
 HUB_METRICS = {"acc": "accuracy", "f1": "f1", "f1a": "f1", "macro_f1": "f1", "micro_f1": "f1",
                "matthews": "matthews_correlation", "pearson": "pearsonr", "spearman": "spearmanr"}  # fmt: skip
 CLASSES_SHOWN = 20
-CARD = """---
-{{ metadata }}
----
-# {{ title }}
-
-A text classifier for {{ names }}: the head `{{ first.label }}` on {{ base }}, fine-tuned on
-{{ first.train_rows }} rows{% if records | length > 1 %} of {{ first.task }}{% endif %}.
-
-## Use
-
-{% if pipeline -%}
-```python
-from transformers import pipeline
-
-folder = "."  # this folder, or its Hub id
-classify = pipeline("text-classification", model=folder, trust_remote_code=True{{ options }})
-print(classify({{ example }}, truncation=True, max_length={{ max_length }}))
-```
-
-`trust_remote_code=True` runs the Python files of this folder; read them first.
-{%- if pair %} A row has two texts: {{ columns }}.{% endif %}
-{%- if multi_label %} Each label has a probability of its own; a text has the labels above 0.5.{% endif %}
-{%- if scale != 1 %} The output is the label divided by {{ scale }}: multiply it by {{ scale }}.{% endif %}
-{%- else -%}
-```python
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-folder = "."  # this folder, or its Hub id
-model = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-```
-
-`trust_remote_code=True` runs the Python files of this folder; read them first. A row of this task is more than a text
-or two, so no pipeline reads it: the project's `finetune/data/encoding.py` makes the model's inputs.
-{%- endif %}
-{%- if records | length > 1 %} `model(**inputs, task=1)` is the second task.{% endif %}
-
-## Data
-{% for task in tasks %}
-### {{ task.name }}
-
-{{ task.about }}
-
-| {{ task.head }} | train | dev |
-|---|---|---|
-{% for row in task.counts -%}
-| {{ row | join(" | ") }} |
-{% endfor -%}
-{% endfor %}
-## Scores
-{% for task in tasks %}
-{{ task.name }}, {{ task.rows }}; in percent. The constant answer gives every row {{ task.constant }}.
-
-| metric | rows | this model | constant answer |
-|---|---|---|---|
-{% for row in task.scores -%}
-| {{ row | join(" | ") }} |
-{% endfor -%}
-{% endfor %}
-The interval covers the chance in the choice of the dev rows, not that of seeds or train rows.
-
-## Training
-
-{{ settings }}
-
-## Limits
-{% for limit in limits %}
-- {{ limit }}
-{%- endfor %}
-"""
+TEMPLATE = Path(__file__).with_name("card.md.jinja")
 
 
 def model_card(records: Sequence[Record], rows: Sequence[TaskRows]) -> str:
@@ -100,11 +31,10 @@ def model_card(records: Sequence[Record], rows: Sequence[TaskRows]) -> str:
 
     first, task = records[0], rows[0].task
     pipeline = task.shape in ("single", "pair")
-    columns = [names[0] for names in task.fields]
     texts = ["A sentence to classify.", "A second one."]
     names = ", ".join(_cell(own.task.name) for own in rows)
-    template = Environment(undefined=StrictUndefined, keep_trailing_newline=True).from_string(CARD)
-    return template.render(
+    environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True)
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         metadata=_metadata(records, rows, pipeline),
         title=f"{names}: {_base(first)} with the head {first['label']}",
         names=names,
@@ -112,13 +42,10 @@ def model_card(records: Sequence[Record], rows: Sequence[TaskRows]) -> str:
         records=records,
         base=_base(first),
         pipeline=pipeline,
-        pair=task.shape == "pair",
-        columns=", ".join(map(_cell, columns)),
-        multi_label=getattr(task, "multi_label", False),
+        columns=", ".join(_cell(names[0]) for names in task.fields),
+        task=task,
         scale=f"{task.label_scale:g}" if task.label_scale != 1 else 1,
-        options=", top_k=None" if getattr(task, "multi_label", False) else "",
         example=str({"text": texts[0], "text_pair": texts[1]}) if task.shape == "pair" else repr(texts[0]),
-        max_length=first["resolved"]["max_length"],
         tasks=[_task(record, own) for record, own in zip(records, rows, strict=True)],
         settings=_settings(first),
         limits=_limits(records, rows),
@@ -163,7 +90,7 @@ def _base(record: Record) -> str:
 
 def _task(record: Record, own: TaskRows) -> dict[str, Any]:
     task = own.task
-    error, metric = record.get("score_error"), record["metric"]
+    error, metric = record["score_error"], record["metric"]
     interval = ""
     if error is not None and error == error:  # not NaN
         low, high = record["score"] - 1.96 * error, min(1.0, record["score"] + 1.96 * error)
@@ -173,7 +100,7 @@ def _task(record: Record, own: TaskRows) -> dict[str, Any]:
          f"{100 * record['constant'][name]:.1f}" if name in record["constant"] else "")
         for name, value in record["scores"].items()
     ]  # fmt: skip
-    for test, values in (record.get("test_scores") or {}).items():
+    for test, values in record["test_scores"].items():
         scores += [(name, _cell(f"test, {test}"), f"{100 * value:.1f}", "") for name, value in values.items()]
     return {
         "name": _cell(task.name),
@@ -203,15 +130,14 @@ def _counts(task: Task, train: Sequence[LabeledExample], dev: Sequence[LabeledEx
     counts = [Counter(label for example in rows for label in _labels(task, example)) for rows in (train, dev)]
     order = sorted(range(len(task.labels)), key=lambda label: -counts[0][label])
     table = [(_cell(task.labels[label]), counts[0][label], counts[1][label]) for label in order]
-    if len(table) > CLASSES_SHOWN:
-        rest = table[CLASSES_SHOWN:]
-        rest_row = (f"{len(rest)} other classes", sum(row[1] for row in rest), sum(row[2] for row in rest))
-        table = [*table[:CLASSES_SHOWN], rest_row]
+    if rest := table[CLASSES_SHOWN:]:
+        others = (f"{len(rest)} other classes", sum(row[1] for row in rest), sum(row[2] for row in rest))
+        table[CLASSES_SHOWN:] = [others]
     return [*table, total]
 
 
 def _labels(task: Task, example: LabeledExample) -> list[int]:
-    if getattr(task, "multi_label", False):
+    if task.multi_label:
         return [label for label, value in enumerate(example.labels) if value]
     return [int(example.label)] if example.label == example.label else []
 
@@ -230,8 +156,8 @@ def _settings(record: Record) -> str:
     if record["changed"]:
         lines.append("Settings that are not the defaults: "
                      + ", ".join(f"`{name}` = {value}" for name, value in record["changed"].items()) + ".")  # fmt: skip
-    versions = ", ".join(f"{name} {version}" for name, version in (record.get("versions") or {}).items())
-    return "\n".join(lines + ([f"Versions: {versions}."] if versions else []))
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    return "\n".join([*lines, f"Versions: {versions}."])
 
 
 def _limits(records: Sequence[Record], rows: Sequence[TaskRows]) -> list[str]:
@@ -246,7 +172,7 @@ def _limits(records: Sequence[Record], rows: Sequence[TaskRows]) -> list[str]:
         limits.append("The probabilities are not calibrated.")
     limits.append("It needs transformers 5. The licenses of the pretrained model and of the data apply.")
     about = {own.task.about for own in rows}  # of own rows it names the user's file
-    notes = [note for record in records for note in record.get("notes", ()) if note not in about]
+    notes = [note for record in records for note in record["notes"] if note not in about]
     return [*limits, *dict.fromkeys(_cell(re.sub(r"(/[^\s/:]+)+/", "", note)) for note in notes)]
 
 

@@ -11,16 +11,15 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-    from finetune.stats.systems import SystemResult
+from finetune.stats.calibration import NUM_BINS, bins_of, confidences
+from finetune.stats.systems import SystemResult
 
 matplotlib.use("Agg")
 
@@ -59,10 +58,7 @@ def strip_plots(rows: Sequence[SystemResult]) -> list[Picture]:
         "mean, the bar the mean; a line that reaches the edge goes on. Dashed: a constant answer."
     )
     several = [row for row in rows if any(len(other.records) > 1 for other in rows if other.task == row.task)]
-    return _pictures("Runs", caption, several, lambda here: [
-        (f"{task} ({found[0].metric})", partial(_strip_plot, rows=found))
-        for task, found in _by_task(here).items()
-    ])  # fmt: skip
+    return _pictures("Runs", caption, several, partial(_panels_of_tasks, draw=_strip_plot))
 
 
 def reliability_diagrams(
@@ -92,12 +88,9 @@ def reliability_diagrams(
 
 def learning_curves(rows: Sequence[SystemResult]) -> list[Picture]:
     """Returns a picture of the scores during training for each train size and benchmark, with a panel for each task."""
-    long = [row for row in rows if any(len(record.get("history") or ()) > 1 for record in row.records)]
+    long = [row for row in rows if any(len(record["history"]) > 1 for record in row.records)]
     caption = "Mean over runs of the score on the rows that choose the best evaluation."
-    return _pictures("Learning curves", caption, long, lambda here: [
-        (f"{task} ({found[0].metric})", partial(_learning_curve, rows=found))
-        for task, found in _by_task(here).items()
-    ])  # fmt: skip
+    return _pictures("Learning curves", caption, long, partial(_panels_of_tasks, draw=_learning_curve))
 
 
 def _pictures(
@@ -106,7 +99,7 @@ def _pictures(
     """Returns a picture for each train size and benchmark that has panels."""
     groups: dict[str, list[SystemResult]] = {}
     for row in rows:
-        benchmark = {"glue": "GLUE, ", "superglue": "SuperGLUE, "}.get(row.records[0].get("benchmark") or "", "")
+        benchmark = {"glue": "GLUE, ", "superglue": "SuperGLUE, "}.get(row.records[0]["benchmark"], "")
         groups.setdefault(f"{title}: {benchmark}{row.train_size} train rows", []).append(row)
     drawn = []
     for heading, here in groups.items():
@@ -128,11 +121,10 @@ def _svg(figure: Figure, label: str) -> str:
     return text.replace("<svg ", f'<svg role="img" aria-label="{html.escape(label)}" ', 1)
 
 
-def _by_task(rows: Sequence[SystemResult]) -> dict[str, list[SystemResult]]:
-    found: dict[str, list[SystemResult]] = {}
-    for row in rows:
-        found.setdefault(row.task, []).append(row)
-    return found
+def _panels_of_tasks(rows: Sequence[SystemResult], draw: Callable[..., Figure]) -> list[Panel]:
+    tasks = {row.task: row.metric for row in rows}
+    return [(f"{task} ({metric})", partial(draw, rows=[row for row in rows if row.task == task]))
+            for task, metric in tasks.items()]  # fmt: skip
 
 
 def _wrap(text: str, width: int, lines: int = 3) -> list[str]:
@@ -157,14 +149,8 @@ def _strip_plot(title: str, rows: Sequence[SystemResult]) -> Figure:
     bottom = float(ends[-1]) + 0.05
     figure, axis = _axis([title], bottom)
     for row, name, end in zip(rows, names, ends, strict=True):
-        axis.text(
-            0.005,
-            end - LINE * len(name) - 0.29,
-            "\n".join(name),
-            transform=axis.get_yaxis_transform(),
-            va="top",
-            fontsize=8,
-        )
+        axis.text(0.005, end - LINE * len(name) - 0.29, "\n".join(name), transform=axis.get_yaxis_transform(),
+                  va="top", fontsize=8)  # fmt: skip
         if row.constant is not None:
             axis.plot([row.constant] * 2, [end - 0.28, end], color=GREY, ls="--", lw=1, zorder=0)
         for index, (_, runs) in enumerate(row.frame.groupby("pretraining", sort=True)):
@@ -184,22 +170,16 @@ def _strip_plot(title: str, rows: Sequence[SystemResult]) -> Figure:
 
 def _reliability(title: str, runs: Sequence[Mapping[str, Array]]) -> Figure:
     """Returns a panel with the accuracy at each confidence, of the predictions of all runs together."""
-    from finetune.stats.calibration import NUM_BINS, Bins, reliability
 
-    bins = [reliability(run["logits"], run["labels"]) for run in runs]
-    weights = np.array([one.count for one in bins])
-    count = weights.sum(axis=0)
-    with np.errstate(invalid="ignore"):
-        confidence, accuracy = (
-            (np.nan_to_num([getattr(one, name) for one in bins]) * weights).sum(axis=0) / count
-            for name in ("confidence", "accuracy")
-        )
-    error = f"pooled ECE {100 * Bins(count, confidence, accuracy).error:.1f} %"
+    pooled = zip(*(confidences(run["logits"], run["labels"]) for run in runs), strict=True)
+    confidence, correct = map(np.concatenate, pooled)
+    bins = bins_of(confidence, correct)
+    error = f"pooled ECE {100 * bins.error:.1f} %"
     figure, axis = _axis([*_wrap(title, 60), error], 2.2, below=0.4, left=0.5)
     middle = (np.arange(NUM_BINS) + 0.5) / NUM_BINS
-    axis.bar(middle, count / count.sum(), 1 / NUM_BINS, color="none", edgecolor=GREY, hatch="//", lw=0.5)
+    axis.bar(middle, bins.count / bins.count.sum(), 1 / NUM_BINS, color="none", edgecolor=GREY, hatch="//", lw=0.5)
     axis.plot([0, 1], [0, 1], "--", color=GREY, lw=0.8)
-    axis.plot(confidence, accuracy, "o-", color="black", ms=4, lw=1)
+    axis.plot(bins.confidence, bins.accuracy, "o-", color="black", ms=4, lw=1)
     axis.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="accuracy, share of examples")
     return figure
 
@@ -212,7 +192,7 @@ def _learning_curve(title: str, rows: Sequence[SystemResult]) -> Figure:
     for index, (row, name) in enumerate(zip(rows, names, strict=True)):
         scores: dict[int, list[float]] = {}
         for record in row.records:
-            for step, _, score in record.get("history") or ():
+            for step, _, score in record["history"]:
                 scores.setdefault(int(step), []).append(100 * score)
         steps = sorted(scores)
         axis.plot(steps, [np.mean(scores[step]) for step in steps], color=COLORS[index % len(COLORS)], lw=1.2, ms=4,
@@ -232,10 +212,15 @@ def isotropy(
     shares: Mapping[str, Array],
     correlations: Mapping[str, Array],
 ) -> None:
-    """IsoBN's Figures 7, 4, 3 and 5 for one model, each of it by name: "before", "after", ...
+    """Draws IsoBN's Figures 7, 4, 3 and 5 for one model; each argument has entries by name: "before", "after", ...
 
-    EV_k; the standard deviation of every dimension; the share of the logits' variance of every principal component;
-    |Pearson|, (D, D), re-ordered.
+    Args:
+        path: the PNG.
+        title: heading.
+        variance: EV_k (Eq. 9).
+        stds: (D,) standard deviation of each dimension.
+        shares: share of the logits' variance of each principal component.
+        correlations: (D, D) |Pearson|, re-ordered.
     """
     figure = Figure(figsize=(12, 7.5), layout="constrained")
     figure.suptitle(title)
@@ -268,7 +253,7 @@ def isotropy(
 
 
 def layers(path: Path, title: str, rows: Mapping[str, Sequence[float] | Array], ylabel: str) -> None:
-    """HIRE's Figures 2 and 3: importance of the layers, (layers + 1,) for each task or example; `ylabel` says which."""
+    """Draws HIRE's Figures 2 and 3: importance of the layers (layers + 1,) by task or example; `ylabel` says which."""
     table = np.array(list(zip_longest(*rows.values(), fillvalue=np.nan)), dtype=float).T  # smaller models end earlier
     width = table.shape[1]
     figure = Figure(figsize=(3 + 0.45 * width, 1.6 + 0.28 * len(rows)), layout="constrained")
@@ -281,7 +266,7 @@ def layers(path: Path, title: str, rows: Mapping[str, Sequence[float] | Array], 
 
 
 def facets(path: Path, rows: Mapping[str, Mapping[str, Any]]) -> None:
-    """Cosines between facets, "cosines" (K, K) and "mean cosine": a row for each model, a column for each state."""
+    """Draws "cosines" (K, K) and "mean cosine" of facets: a row for each model, a column for each state."""
     columns = list(dict.fromkeys(name for row in rows.values() for name in row))
     figure = Figure(figsize=(2.6 * len(columns) + 1, 2.7 * len(rows) + 0.3), layout="constrained")
     panels = figure.subplots(len(rows), len(columns), squeeze=False)

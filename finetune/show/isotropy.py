@@ -8,12 +8,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from scipy.cluster.hierarchy import leaves_list, linkage
+from scipy.spatial.distance import squareform
+from sklearn.linear_model import LogisticRegression, Ridge
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def explained_variance(embeddings_ND: Array) -> Array:
-    """EV_1, EV_2, ... (Eq. 9): the share of the k largest squared singular values of the centred embeddings.
+    """Returns EV_1, EV_2, ... (Eq. 9): the share of the k largest squared singular values of the centred embeddings.
 
     Returns:
         (min(N, D),), rising to 1; all nan if the embeddings are all the same.
@@ -24,14 +27,12 @@ def explained_variance(embeddings_ND: Array) -> Array:
 
 
 def correlation(embeddings_ND: Array) -> tuple[Array, Array]:
-    """|Pearson| between dimensions, those that go together side by side (Figure 5).
+    """Returns |Pearson| between dimensions, correlated ones side by side (Figure 5).
 
     Returns:
         (D, D) in the new order, and that order: indices of dimensions, by average-linkage clustering with distance
         1 - |r|. A dimension that never changes correlates with none.
     """
-    from scipy.cluster.hierarchy import leaves_list, linkage
-    from scipy.spatial.distance import squareform
 
     with np.errstate(invalid="ignore"):
         matrix = np.abs(np.nan_to_num(np.corrcoef(_centred(embeddings_ND), rowvar=False)))
@@ -41,10 +42,10 @@ def correlation(embeddings_ND: Array) -> tuple[Array, Array]:
 
 
 def logit_variance(embeddings_ND: Array, weight_CD: Array) -> Array:
-    """The share of the logits' variance that each principal component brings, largest component first (Figure 3).
+    """Returns each principal component's share of the logits' variance, largest component first (Figure 3).
 
     Var_i = w_i (W^T v_i)^2 with the i-th eigenvalue and eigenvector of the embeddings' covariance; shares are averaged
-    over classes. What all classes have in common moves no decision and is taken out first.
+    over classes. The mean of the class weights does not affect predictions, so it is subtracted first.
 
     Returns:
         (min(N, D),), which sum to 1; zeros for weights of zero.
@@ -59,7 +60,7 @@ def logit_variance(embeddings_ND: Array, weight_CD: Array) -> Array:
 def classifier_change(
     embeddings_ND: Array, start_CD: Array, end_CD: Array, components: int = 10
 ) -> tuple[float, float]:
-    """Cosine and L2 distance of a classifier's rows before and after training, averaged over classes (Figure 2).
+    """Returns cosine and L2 distance of a classifier's rows before and after training, mean over classes (Figure 2).
 
     Both are projected onto the embeddings' top principal components first, as in the paper.
     """
@@ -70,21 +71,20 @@ def classifier_change(
 
 
 def reference_classifier(embeddings_ND: Array, labels_N: Array, is_regression: bool) -> Array:
-    """Weights (C, D) of scikit-learn's logistic (for scores: ridge) regression with its own defaults."""
-    from sklearn.linear_model import LogisticRegression, Ridge
+    """Returns weights (C, D) of scikit-learn's logistic (for scores: ridge) regression with its own defaults."""
 
     model = Ridge() if is_regression else LogisticRegression(max_iter=5000)
     return np.atleast_2d(model.fit(embeddings_ND, labels_N).coef_)
 
 
 def facet_similarity(facets_NKD: Array) -> Array:
-    """Mean cosine between every two facets of an example, (K, K)."""
+    """Returns the mean cosine between each two facets of an example, (K, K)."""
     unit = facets_NKD / np.linalg.norm(facets_NKD, axis=-1, keepdims=True)
     return np.asarray(np.einsum("nid,njd->ij", unit, unit) / len(unit))
 
 
 def between(similarity_KK: Array) -> float:
-    """The mean of a similarity matrix off its diagonal: 1 where all facets say the same."""
+    """Returns the mean of a similarity matrix off its diagonal: 1 where all facets say the same."""
     count = len(similarity_KK)
     return float((similarity_KK.sum() - np.trace(similarity_KK)) / (count * (count - 1)))
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
 
 from finetune.show import figures, summary, tables
 from finetune.show.figures import Picture
 from finetune.show.tables import Table
 from finetune.stats.pairs import add_examples, compare_pairs, find_system, pairs_to_show
+from finetune.stats.systems import Results, SystemResult
 from multicls.errors import UserError
 from multicls.files import atomic_write
-
-if TYPE_CHECKING:
-    from finetune.stats.systems import Results, SystemResult
 
 TEMPLATE = Path(__file__).with_name("page.html.jinja")
 Predictions = dict[int, list[Mapping[str, Any]]]
@@ -46,7 +46,6 @@ class Report:
 
     def html(self) -> str:
         """Returns one page that needs no other file and no script."""
-        from jinja2 import Environment, StrictUndefined
 
         source = TEMPLATE.read_text(encoding="utf-8")
         environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -71,7 +70,8 @@ def build_report(
     """
     rows = results.rows
     if compare:
-        compare = find_system(compare[0], _names(rows)), find_system(compare[1], _names(rows))
+        names = [row.system.title for row in rows]
+        compare = find_system(compare[0], names), find_system(compare[1], names)
     about = [row for row in rows if not compare or row.system.title in compare]
     predictions, problems = _read_predictions(rows)
     tests = compare_pairs(rows, compare)
@@ -100,10 +100,6 @@ def build_report(
         summary.warnings(results) + problems,
         kept,
     )
-
-
-def _names(rows: Sequence[SystemResult]) -> list[str]:
-    return [row.system.title for row in rows]
 
 
 def _read_predictions(rows: Sequence[SystemResult]) -> tuple[Predictions, list[str]]:

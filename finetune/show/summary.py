@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from finetune.show.tables import CONSTANT, error_of, number, units_text, with_error
 from finetune.stats.pairs import PairTest, leaders
-
-if TYPE_CHECKING:
-    from finetune.stats.systems import Results, SystemResult
+from finetune.stats.systems import Results, SystemResult
 
 
 def headline(rows: Sequence[SystemResult], tests: Sequence[PairTest], by_selection: bool = True) -> list[str]:

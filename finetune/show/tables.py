@@ -6,16 +6,16 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from finetune.stats import calibration
 from finetune.stats.averages import BENCHMARKS, benchmark_average
+from finetune.stats.estimates import estimate
 from finetune.stats.pairs import PairTest, leaders
-
-if TYPE_CHECKING:
-    from finetune.stats.systems import Candidate, SystemResult
+from finetune.stats.systems import Candidate, SystemResult
 
 CONSTANT = "constant answer"
 NUMBER = re.compile(r"-$|< |[+-]?\d+(\.\d+)?($| ±| to | of | \(| \*)")  # how a cell begins that is aligned to the right
@@ -229,7 +229,6 @@ def macro_table(rows: Sequence[SystemResult]) -> Table:
 
 def scored_test_sets(rows: Sequence[SystemResult]) -> Table:
     """Returns the scores on test sets and diagnostics with labels."""
-    from finetune.stats.estimates import estimate
 
     lines = []
     for row in rows:
@@ -250,7 +249,6 @@ def calibration_table(rows: Sequence[SystemResult], predictions: Mapping[int, Se
         rows: All rows; those without classes are left out.
         predictions: Those of the runs of a row, by `id(row)`.
     """
-    from finetune.stats import calibration
 
     titles = {"ece": "ECE", "ece_mass": "ECE, equal mass", "brier": "Brier", "nll": "NLL"}
     lines = []

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
-if TYPE_CHECKING:
-    from finetune.stats.systems import SystemResult
+from finetune.stats.estimates import estimate
+from finetune.stats.systems import SystemResult
 
 MAIN: tuple[str, ...] = ()  # the score that chooses the best evaluation
 _PAIR = ("acc", "f1")
@@ -64,16 +63,14 @@ def benchmark_average(results: Sequence[SystemResult], benchmark: str) -> Averag
         results: Those of one system at one train size.
         benchmark: A key of `BENCHMARKS`.
     """
-    from finetune.stats.estimates import estimate
 
     tasks = BENCHMARKS[benchmark]
     here = {result.task: result for result in results if result.task in tasks}
     frames = {task: _scores(result, tasks[task]) for task, result in here.items()}
-    missing = [task for task in tasks if task not in frames or frames[task].isna().any()]
-    if missing:
+    if missing := [task for task in tasks if task not in frames or frames[task].isna().any()]:
         return Average(missing=missing)
     partial = [task for task, result in here.items() if len(result.records) < result.planned]
-    columns = [scores.groupby(level=list(range(scores.index.nlevels))).mean() for scores in frames.values()]
+    columns = [scores.groupby(level=scores.index.names).mean() for scores in frames.values()]
     mean = float(np.mean([estimate(scores.reset_index()).mean for scores in columns]))
     if any(set(scores.index) != set(columns[0].index) for scores in columns):
         return Average(mean, partial=partial)

@@ -1,4 +1,4 @@
-"""Is a probability of 0.8 right in 8 of 10 cases? Calibration errors, Brier score, likelihood, temperature scaling."""
+"""Calibration (is 0.8 right in 8 of 10 cases?): errors, Brier score, likelihood, temperature scaling."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from scipy.optimize import minimize_scalar
+from scipy.special import log_softmax
 
 Array = np.ndarray[Any, np.dtype[Any]]
 NUM_BINS = 15  # as Guo et al. (2017)
@@ -37,14 +39,13 @@ class Bins:
 
 
 def log_probabilities(logits: Array, temperature: float = 1.0) -> Array:
-    """(N, C) log-softmax in float64, safe for logits of any size."""
-    from scipy.special import log_softmax
+    """Returns the log-softmax (N, C) in float64, safe for logits of any size."""
 
     return np.asarray(log_softmax(np.asarray(logits, dtype=np.float64) / temperature, axis=1))
 
 
 def reliability(logits: Array, labels: Array, num_bins: int = NUM_BINS, equal_mass: bool = False) -> Bins:
-    """Bins of equal width over [0, 1], or of equal mass: as many examples in each.
+    """Returns bins of equal width over [0, 1], or of equal mass: as many examples in each.
 
     A bin of equal width holds its upper end; equally sure examples may fall into neighbouring bins of equal mass.
 
@@ -52,13 +53,22 @@ def reliability(logits: Array, labels: Array, num_bins: int = NUM_BINS, equal_ma
         logits: (N, C), or log-probabilities.
         labels: (N,) class indices.
     """
+    return bins_of(*confidences(logits, labels), num_bins, equal_mass)
+
+
+def confidences(logits: Array, labels: Array) -> tuple[Array, Array]:
+    """Returns the probability of each predicted class (N,), and True where the prediction is right (N,)."""
     log_p = log_probabilities(logits)
-    confidence, correct = np.exp(log_p.max(axis=1)), log_p.argmax(axis=1) == labels
+    return np.exp(log_p.max(axis=1)), log_p.argmax(axis=1) == labels
+
+
+def bins_of(confidence: Array, correct: Array, num_bins: int = NUM_BINS, equal_mass: bool = False) -> Bins:
+    """Returns the bins of `reliability` for confidences (N,) of predictions that are right or wrong."""
     if not equal_mass:
         index = np.clip(np.ceil(confidence * num_bins).astype(int) - 1, 0, num_bins - 1)
     else:
-        index = np.empty(len(labels), dtype=int)
-        index[np.argsort(confidence, kind="stable")] = np.arange(len(labels)) * num_bins // len(labels)
+        index = np.empty(len(correct), dtype=int)
+        index[np.argsort(confidence, kind="stable")] = np.arange(len(correct)) * num_bins // len(correct)
     count, total_confidence, total_correct = (
         np.bincount(index, weights, num_bins) for weights in (None, confidence, correct)
     )
@@ -88,7 +98,6 @@ def pooled_temperature(runs: Sequence[tuple[Array, Array]]) -> Temperature:
     Args:
         runs: logits (N, C) and labels (N,) of each run, on rows that it did not learn from.
     """
-    from scipy.optimize import minimize_scalar
 
     def loss(log_t: float) -> float:
         values = [negative_log_likelihood(logits, labels, float(np.exp(log_t))) for logits, labels in runs]
@@ -113,7 +122,7 @@ def negative_log_likelihood(logits: Array, labels: Array, temperature: float = 1
 
 
 def calibration(logits: Array, labels: Array, temperature: float = 1.0) -> dict[str, float]:
-    """`ece` (15 bins of equal width), `ece_mass` (15 of equal mass), `brier`, `nll` after division by a temperature."""
+    """Returns `ece` (equal width), `ece_mass` (equal mass), `brier` and `nll` of logits divided by a temperature."""
     scaled = np.asarray(logits, dtype=np.float64) / temperature
     return {
         "ece": reliability(scaled, labels).error,

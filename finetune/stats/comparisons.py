@@ -9,11 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
+from scipy.stats import bootstrap, permutation_test
 
+from finetune.data import metrics
+from finetune.data.tasks import Task
 from finetune.stats.estimates import (
     Array,
     StudentMean,
@@ -30,9 +33,6 @@ from finetune.stats.estimates import (
     units_in_words,
 )
 from multicls.errors import UserError
-
-if TYPE_CHECKING:
-    from finetune.data.tasks import Task
 
 Predictions = Mapping[str, Array]
 PERMUTATIONS = 9999  # of a sign-flip test; exact up to 13 units
@@ -125,13 +125,9 @@ def _compare_unrelated(a: pd.DataFrame, b: pd.DataFrame, first: pd.DataFrame, se
 
 
 def _comparison(found: StudentMean, flips: Array | None, units: str, paired: bool) -> Comparison:
-    flip_p, least = math.nan, math.nan
-    if flips is not None:
-        flip_p, least = float(sign_flip_p(flips)), least_sign_flip_p(len(flips))
-    low, high = (float(end) for end in found.interval)
-    return Comparison(
-        float(found.mean), low, high, float(found.p_value()), float(found.df), flip_p, least, units, paired
-    )
+    mean, low, high, p, df = map(float, (found.mean, *found.interval, found.p_value(), found.df))
+    flip = (math.nan, math.nan) if flips is None else (float(sign_flip_p(flips)), least_sign_flip_p(len(flips)))
+    return Comparison(mean, low, high, p, df, *flip, units, paired)
 
 
 def _left_out(a: pd.DataFrame, b: pd.DataFrame, first: pd.DataFrame, second: pd.DataFrame) -> int:
@@ -191,7 +187,6 @@ def sign_flip_units(differences: Array) -> Array | None:
 
 def sign_flip_p(units: Array) -> Array:
     """Returns the two-sided p-values (...) of the sign-flip test that units (..., n) are symmetric about 0."""
-    from scipy.stats import permutation_test
 
     options: dict[str, Any] = {"permutation_type": "samples", "n_resamples": PERMUTATIONS, "rng": 0}
     batch = max(1, 10**7 // units.size)  # bounds the memory for thousands of simulated worlds
@@ -207,7 +202,7 @@ def least_sign_flip_p(units: int) -> float:
 def holm(p: Sequence[float]) -> list[float]:
     """Returns p-values corrected for their number by Holm's method (1979); nan stays nan and does not count."""
     values = np.asarray(p, dtype=float)
-    order = np.argsort(values)[: np.count_nonzero(~np.isnan(values))]  # nan comes last
+    order = np.argsort(values)[: np.isfinite(values).sum()]  # nan comes last
     corrected = np.full(len(values), math.nan)
     corrected[order] = np.minimum(1, np.maximum.accumulate(values[order] * np.arange(len(order), 0, -1)))
     return [float(value) for value in corrected]
@@ -265,7 +260,6 @@ def _bootstrap(
     task: Task, runs: Sequence[Predictions], weights: Sequence[float], resamples: int
 ) -> tuple[float, float, float, Array, int]:
     """Returns a weighted sum of the runs' scores: value, interval, all resampled values, number of units."""
-    from scipy.stats import bootstrap
 
     units = units_of_rows(runs, task.name)
     if len(units) < 2:
@@ -296,13 +290,11 @@ def units_of_rows(runs: Sequence[Predictions], task: str) -> list[Array]:
     first = runs[0]
     if any(not np.array_equal(first["ids"], other["ids"]) for other in runs):
         raise UserError(f"task {task}: the runs were evaluated on different examples; they cannot be compared.")
-    names = [name for name in ("passages", "groups") if name in first and any(first[name].tolist())]
-    if not names:
-        return [np.array([row]) for row in range(len(first["ids"]))]
-    keys = [str(key) or (row,) for row, key in enumerate(first[names[0]].tolist())]  # "": a unit of its own
+    shared = [first[name].tolist() for name in ("passages", "groups") if name in first and any(first[name].tolist())]
+    names = shared[0] if shared else [""] * len(first["ids"])
     members: dict[Any, list[int]] = {}
-    for row, key in enumerate(keys):
-        members.setdefault(key, []).append(row)
+    for row, name in enumerate(names):
+        members.setdefault(name or row, []).append(row)  # "": a unit of its own
     return [np.array(rows) for rows in members.values()]
 
 
@@ -318,16 +310,13 @@ def scorer(task: Task, predictions: Predictions) -> Callable[[Array], float]:
 
 def _metric_of_rows(name: str, task: Task, predictions: Predictions) -> Callable[[Array], float]:
     """Returns one metric as a function of rows, with everything computed beforehand that does not depend on them."""
-    from finetune.data import metrics
 
     labels = predictions["labels"]
     outputs = predictions["logits"] if "logits" in predictions else predictions["scores"][:, None]
     if name in FROM_COUNTS and labels.ndim == 1:  # a thousand times as fast as scikit-learn
-        classes, of_counts = outputs.shape[1], FROM_COUNTS[name]
-        pairs = labels.astype(int) * classes + outputs.argmax(axis=1)
-        return lambda rows: of_counts(
-            np.bincount(pairs[rows], minlength=classes**2).reshape(classes, classes).astype(float)
-        )
+        shape, of_counts = (outputs.shape[1],) * 2, FROM_COUNTS[name]
+        pairs = labels.astype(int) * shape[1] + outputs.argmax(axis=1)
+        return lambda rows: of_counts(np.bincount(pairs[rows], minlength=shape[0] ** 2).reshape(shape).astype(float))
     if name in ("em", "record_f1", "record_em"):
         first, values = _values_of_groups(name, predictions)
         return lambda rows: float(values[rows].sum() / first[rows].sum())
@@ -337,7 +326,6 @@ def _metric_of_rows(name: str, task: Task, predictions: Predictions) -> Callable
 
 def _values_of_groups(name: str, predictions: Predictions) -> tuple[Array, Array]:
     """Returns 1 at the first row of each group (N,), and the group's own score there; both 0 elsewhere."""
-    from finetune.data import metrics
 
     labels, outputs, groups = predictions["labels"], predictions["logits"], predictions["groups"]
     answers = predictions.get("answers", np.arange(len(labels)).astype(str))  # without them F1 is the exact match
@@ -356,8 +344,7 @@ def _values_of_groups(name: str, predictions: Predictions) -> tuple[Array, Array
 
 def _f1_of_classes(counts: Array) -> Array:
     """Returns the F1 of each class (C,), 0 where it is neither a label nor predicted."""
-    total = counts.sum(axis=0) + counts.sum(axis=1)
-    return np.asarray(2 * counts.diagonal() / np.maximum(total, 1))
+    return np.asarray(2 * counts.diagonal() / np.maximum(counts.sum(axis=0) + counts.sum(axis=1), 1))
 
 
 def _macro_f1(counts: Array) -> float:

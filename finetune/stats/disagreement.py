@@ -51,21 +51,21 @@ def compare_disagreement(facets: Array, members: Array, share: float = SHARE) ->
         `overlap`: share of the most uncertain examples by facets that are among those by members (`chance` expected of
         unrelated ones), and `spearman` of the two disagreements over all examples.
     """
-    from finetune.data.metrics import spearman
+    from finetune.data.metrics import METRICS
 
     by_facets, by_members = disagreement(facets), disagreement(members)
     first, second = most_uncertain(by_facets, share), most_uncertain(by_members, share)
     return {
         "overlap": len(np.intersect1d(first, second)) / len(first),
         "chance": len(second) / len(by_members),
-        "spearman": spearman(by_facets, by_members),
+        "spearman": METRICS["spearman"](by_facets, by_members),
     }
 
 
 def facet_logits(contributions: Array, weight: Array, logits: Array) -> Array:
     """Returns the logits of each facet, as if all facets agreed with it; their mean is the model's.
 
-    W (K c_k) + b where the model has W sum_k c_k + b, b standing for all that does not come from facets.
+    A facet's logits are W (K c_k) + b; the model's are W sum_k c_k + b. b is all that does not come from facets.
 
     Args:
         contributions: (K, N, D) c_k, which add up to the embedding: (W_O,k - mean W_O) h_k + b_k of Multi-CLS BERT.
@@ -113,9 +113,7 @@ def compare_with_runs(
         truth = [example.label for example in examples]
         if not len(own) or not np.allclose(np.take(truth, own), members[0]["labels"][their]):
             raise UserError(f"{store.folder}: the runs of {label} were evaluated on other rows than are read here.")
-        outputs = np.stack(
-            [member["logits"] if "logits" in member else member["scores"][:, None] for member in members]
-        )
+        outputs = np.stack([one["logits"] if "logits" in one else one["scores"][:, None] for one in members])
         about = {"members": len(runs), "rows": len(own)}
         found[row.system.title] = about | compare_disagreement(facets[:, own], outputs[:, their])
     if not found:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+from scipy.stats import t
 
 from multicls.errors import UserError
 
@@ -37,14 +38,12 @@ class StudentMean(NamedTuple):
     @property
     def interval(self) -> tuple[Array, Array]:
         """Lower and upper end of the 95 % interval."""
-        from scipy.stats import t
 
         half = t.ppf((1 + CONFIDENCE) / 2, self.df) * np.sqrt(self.variance)
         return self.mean - half, self.mean + half
 
     def p_value(self, value: float = 0.0) -> Array:
         """Returns the two-sided p-values of the t-test that the true mean is `value`."""
-        from scipy.stats import t
 
         distance, error = np.abs(self.mean - value), np.sqrt(self.variance)
         with np.errstate(divide="ignore", invalid="ignore"):  # without any variance: p is 1 if nothing differs, else 0
@@ -163,21 +162,10 @@ def estimate(runs: pd.DataFrame) -> Estimate:
     cells = complete(cell_means(runs))
     models, draws = cells.shape
     used = in_cells(runs, cells)
-    values = seed_units(used) if cells.size == 1 else cells.to_numpy()
-    found = mean_of_cells(values)
-    low, high = found.interval
-    return Estimate(
-        float(found.mean),
-        float(np.sqrt(found.variance)),
-        float(low),
-        float(high),
-        float(found.df),
-        float(runs["score"].median()),
-        models,
-        draws,
-        len(used),
-        len(runs) - len(used),
-    )
+    found = mean_of_cells(seed_units(used) if cells.size == 1 else cells.to_numpy())
+    mean, error, low, high, df = map(float, (found.mean, np.sqrt(found.variance), *found.interval, found.df))
+    median, counts = float(runs["score"].median()), (models, draws, len(used), len(runs) - len(used))
+    return Estimate(mean, error, low, high, df, median, *counts)
 
 
 def cell_means(runs: pd.DataFrame) -> pd.DataFrame:

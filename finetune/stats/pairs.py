@@ -6,13 +6,12 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from finetune.data.tasks import task_of
+from finetune.stats.comparisons import FROM_COUNTS, Comparison, Interval, bootstrap_difference, compare, holm
+from finetune.stats.systems import SystemResult
 from multicls.errors import UserError, did_you_mean
-
-if TYPE_CHECKING:
-    from finetune.stats.comparisons import Comparison, Interval
-    from finetune.stats.systems import SystemResult
 
 SIGNIFICANT = 0.05  # of a corrected p-value
 MAX_SHOWN = 10  # pairs of systems; with more, tables hold each place's leader against the others
@@ -51,7 +50,6 @@ def compare_pairs(rows: Sequence[SystemResult], only: tuple[str, str] | None = N
         rows: Systems of one task, train size and selection form pairs.
         only: Names of the two systems to compare instead, whatever their selection.
     """
-    from finetune.stats.comparisons import compare, holm
 
     tests = []
     for a, b in _pairs(rows, only):
@@ -107,8 +105,6 @@ def add_examples(
         tests: Pairs.
         predictions: Those of the runs of a row, by `id(row)`.
     """
-    from finetune.data.tasks import task_of
-    from finetune.stats.comparisons import FROM_COUNTS, bootstrap_difference
 
     few = _count_pairs(tests) == 1
     for test in tests:

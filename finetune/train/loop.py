@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from pathlib import Path
@@ -37,6 +37,7 @@ log = logging.getLogger("finetune")
 Scores = dict[str, float]
 Array = np.ndarray[Any, np.dtype[np.float32]]
 Weights = dict[str, Tensor]
+DeepSpeedFile = tuple[str, Mapping[str, Any]]  # name of a DeepSpeed JSON, and its content
 OWNERS = {**OWNED, "train_batch_size": "train.batch_size", "gradient_clipping": "train.max_grad_norm",
           "gradient_accumulation_steps": "train.micro_batch_size"}  # fmt: skip
 CHECK_EVERY = 50  # steps between looks at the loss on the device: each look waits for the device
@@ -109,13 +110,8 @@ def learning_rate_at(step: int, settings: TrainSettings) -> float:
 
 def make_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.AdamW:
     """Returns AdamW for the weights that are not frozen; biases and LayerNorms do not decay."""
-    return torch.optim.AdamW(
-        parameter_groups(model, settings.weight_decay),
-        lr=settings.learning_rate,
-        betas=(0.9, settings.adam_beta2),
-        eps=settings.adam_epsilon,
-        fused=True,
-    )
+    groups, betas = parameter_groups(model, settings.weight_decay), (0.9, settings.adam_beta2)
+    return torch.optim.AdamW(groups, settings.learning_rate, betas, settings.adam_epsilon, fused=True)
 
 
 def row_batches(num_rows: int, batch_size: int, seed: int) -> Iterator[list[int]]:
@@ -201,25 +197,20 @@ class Stepper:
 class DeepSpeedStepper(Stepper):
     """Computes gradients and updates by a DeepSpeed engine on any number of ranks, after `prepare_deepspeed`."""
 
-    def __init__(self, model: nn.Module, settings: TrainSettings, ds_config: Mapping[str, Any], where: str) -> None:
+    def __init__(self, model: nn.Module, settings: TrainSettings, ds_config: DeepSpeedFile) -> None:
         super().__init__(model, settings)
         import deepspeed
 
-        resolved = resolve_ds_config(ds_config, where=where, owners=OWNERS, **self.arithmetic(settings))
+        assert settings.batch_size and settings.precision != "auto"
+        where, config = ds_config
+        resolved = resolve_ds_config(
+            config, where=where, owners=OWNERS, micro_batch_size=math.ceil(settings.batch_size / self.chunks),
+            accumulation=self.accumulation, world_size=self.world_size, gradient_clipping=settings.max_grad_norm,
+            precision=settings.precision,
+        )  # fmt: skip
         check_with_deepspeed(resolved, where)
         self.model = deepspeed.initialize(model=model, optimizer=self.optimizer, config=resolved)[0]
         self.optimizer = self.model.optimizer
-
-    def arithmetic(self, settings: TrainSettings) -> dict[str, Any]:
-        """Returns the values of the DeepSpeed JSON that our settings decide."""
-        assert settings.batch_size and settings.precision != "auto"
-        return {
-            "micro_batch_size": math.ceil(settings.batch_size / self.chunks),
-            "accumulation": self.accumulation,
-            "world_size": self.world_size,
-            "gradient_clipping": settings.max_grad_norm,
-            "precision": settings.precision,
-        }
 
     def backward(self, loss: Tensor) -> None:
         """Adds a chunk's gradients. DeepSpeed takes the mean over chunks, we need the sum of their shares."""
@@ -295,62 +286,50 @@ def predict(model: nn.Module, rows: Encoded, device: torch.device, settings: Tra
 
 
 def fine_tune(
-    model: TaskModel,
-    parts: Sequence[TaskSplit],
-    settings: TrainSettings,
-    seed: int,
-    device: torch.device,
-    *,
-    sampling: str = "size_balanced",
-    keep_weights: bool = False,
-    ds_config: tuple[str, Mapping[str, Any]] | None = None,
-    snapshots: Path | None = None,
-    tensorboard: Path | None = None,
-) -> FinetuneResult:
+    model: TaskModel, parts: Sequence[TaskSplit], settings: TrainSettings, seed: int, device: torch.device, *,
+    sampling: str = "size_balanced", keep_weights: bool = False, ds_config: DeepSpeedFile | None = None,
+    snapshots: Path | None = None, tensorboard: Path | None = None,
+) -> FinetuneResult:  # fmt: skip
     """Trains and evaluates `model` on `device`, on all ranks together.
 
     Args:
-        model: made by `finetune.heads.building.build_head`; moved to `device`.
+        model: made by `finetune.heads.building.build_head`.
         parts: the model's tasks, in its order.
         settings: resolved by `finetune.settings.resolve`.
-        seed: of the order of the rows and of dropout.
+        seed: seed of the order of the rows and of dropout.
         sampling: how `task_batches` samples several tasks.
         keep_weights: keep a copy of the weights of the best evaluation.
         ds_config: name and content of the DeepSpeed JSON to train with; needed for several ranks.
-        snapshots: folder of this run's snapshot; a killed run goes on from there. The caller removes it with
-            `remove_snapshot` after the record is written. None: a killed run starts again.
+        snapshots: folder of this run's snapshot, from which a killed run goes on; the caller removes it.
         tensorboard: folder for TensorBoard.
 
     Raises:
         UserError: the loss is no longer a number, or the JSON, class weights or gradient checkpointing do not fit.
     """
     assert settings.max_steps and settings.batch_size and settings.eval_every, "settings are not resolved"
-    model.train().to(device)
-    if settings.gradient_checkpointing:
-        recompute_activations(model)
-    tasks = model.config.tasks or []
-    parts = [replace(part, class_weights=class_weights(tasks[task], part.train, settings, device))
-             for task, part in enumerate(parts)]  # fmt: skip
-    stepper = DeepSpeedStepper(model, settings, ds_config[1], ds_config[0]) if ds_config else Stepper(model, settings)
+    stepper = prepare(model, settings, device, ds_config)
+    parts = [replace(part, class_weights=class_weights(task, part.train, settings, device))
+             for task, part in zip(model.config.tasks or [], parts, strict=True)]  # fmt: skip
     result, losses = FinetuneResult(), list[Tensor]()
     identity = _identity(model, parts, settings, seed, sampling, keep_weights, ds_config)
     keeper = Snapshots(snapshots, settings.snapshot_minutes, identity)
     keeper.load(stepper, result)
     started, done = time.perf_counter() - result.seconds, result.steps
     batches = islice(task_batches([len(part.train) for part in parts], settings.batch_size, seed, sampling), done, None)
-    with Progress(settings.max_steps, done, tensorboard) as progress:
+    with closing(Progress(settings.max_steps, done, tensorboard)) as progress:
         for step in range(done + 1, settings.max_steps + 1):
             task, rows = next(batches)
             losses.append(train_step(stepper, parts[task], task, rows, device, settings, seed, step - 1))
             result.steps = step
             evaluates = step % settings.eval_every == 0 or step == settings.max_steps
             if evaluates or step % CHECK_EVERY == 0:
-                losses = [_finite_losses(losses, step, settings)]
+                loss = mean_loss(losses, step, settings)
             progress.step()
             if not evaluates:
                 continue
+            losses.clear()
             outputs = [predict(model, part.dev, device, settings, task) for task, part in enumerate(parts)]
-            curves, better = _evaluate(result, outputs, parts, losses.pop(), learning_rate_at(step - 1, settings))
+            curves, better = _evaluate(result, outputs, parts, loss, learning_rate_at(step - 1, settings))
             if better and keep_weights:
                 result.weights = copy_weights(model)
             progress.evaluation(result, curves, time.perf_counter() - started)
@@ -361,6 +340,20 @@ def fine_tune(
                 keeper.save_if_due(stepper, result, time.perf_counter() - started)
     result.seconds = time.perf_counter() - started
     return result
+
+
+def prepare(
+    model: TaskModel, settings: TrainSettings, device: torch.device, ds_config: DeepSpeedFile | None
+) -> Stepper:
+    """Moves the model to `device`, in training mode; returns what updates it.
+
+    Raises:
+        UserError: the DeepSpeed JSON or gradient checkpointing does not fit.
+    """
+    model.train().to(device)
+    if settings.gradient_checkpointing:
+        recompute_activations(model)
+    return DeepSpeedStepper(model, settings, ds_config) if ds_config else Stepper(model, settings)
 
 
 def class_weights(
@@ -422,12 +415,11 @@ def gathered(model: nn.Module, writing: bool = False) -> AbstractContextManager[
         return nullcontext()
     from deepspeed.runtime.zero import GatheredParameters
 
-    context: AbstractContextManager[None] = GatheredParameters(parameters, modifier_rank=0 if writing else None)
-    return context
+    return GatheredParameters(parameters, modifier_rank=0 if writing else None)
 
 
 def _evaluate(
-    result: FinetuneResult, outputs: list[Array], parts: Sequence[TaskSplit], losses: Tensor, learning_rate: float
+    result: FinetuneResult, outputs: list[Array], parts: Sequence[TaskSplit], loss: float, learning_rate: float
 ) -> tuple[Scores, bool]:
     """Adds an evaluation to `result`, and keeps it if it is strictly better than all before.
 
@@ -437,7 +429,6 @@ def _evaluate(
     scores = [part.score(own) for part, own in zip(parts, outputs, strict=True)]
     mains = [next(iter(own.values())) for own in scores]
     better = not result.history or sum(mains) > max(sum(before) for _, _, before in result.history)
-    loss = float(losses.mean())
     result.history.append((result.steps, round(loss, 6), mains))
     if better:
         result.scores, result.outputs, result.best_step = scores, outputs, result.steps
@@ -448,14 +439,9 @@ def _evaluate(
 
 
 def _identity(
-    model: TaskModel,
-    parts: Sequence[TaskSplit],
-    settings: TrainSettings,
-    seed: int,
-    sampling: str,
-    keep_weights: bool,
-    ds_config: tuple[str, Mapping[str, Any]] | None,
-) -> dict[str, Any]:
+    model: TaskModel, parts: Sequence[TaskSplit], settings: TrainSettings, seed: int, sampling: str,
+    keep_weights: bool, ds_config: DeepSpeedFile | None,
+) -> dict[str, Any]:  # fmt: skip
     """Returns what a snapshot and a run must agree on, as JSON values."""
     config = model.config
     return {
@@ -468,17 +454,21 @@ def _identity(
     }
 
 
-def _finite_losses(losses: list[Tensor], step: int, settings: TrainSettings) -> Tensor:
-    """Returns the losses of the steps since the last evaluation, (S,), summed over all ranks."""
-    latest = torch.stack([loss for loss in losses if loss.ndim == 0])
+def mean_loss(losses: Sequence[Tensor], step: int, settings: TrainSettings) -> float:
+    """Returns the mean over steps of this rank's losses, each summed over all ranks.
+
+    Raises:
+        UserError: one is not finite; on all ranks.
+    """
+    summed = torch.stack(list(losses))
     if rank_and_world()[1] > 1:
-        dist.all_reduce(latest)
-    if not torch.isfinite(latest).all():
+        dist.all_reduce(summed)
+    if not torch.isfinite(summed).all():
         raise UserError(
             f"the loss is not a finite number any more (seen at step {step}): nothing is written. Lower "
             f"train.learning_rate (= {settings.learning_rate:g}), or check the checkpoint's weights."
         )
-    return torch.cat([loss for loss in losses if loss.ndim == 1] + [latest])
+    return float(summed.mean())
 
 
 def _autocast(model: Any, device: torch.device, settings: TrainSettings) -> torch.autocast:

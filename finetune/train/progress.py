@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
@@ -19,7 +18,7 @@ log = logging.getLogger("finetune")
 
 
 class Progress:
-    """A context manager that shows the steps and evaluations of a run.
+    """Shows the steps and evaluations of a run.
 
     Args:
         steps: steps of the run.
@@ -37,12 +36,8 @@ class Progress:
 
             self.board = SummaryWriter(str(tensorboard), purge_step=done + 1)
 
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Ends the bar and the file of TensorBoard."""
         self.bar.close()
         if self.board is not None:
             self.board.close()

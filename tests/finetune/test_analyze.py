@@ -193,7 +193,7 @@ def test_facets_disagree_where_runs_do_or_do_not(
     ((system, numbers),) = entry["disagreement"].items()
     analyzed = load_analyzed(str(tuned), _parser().parse_args([*common, str(tuned)]))
     assert analyzed.run in store.records()
-    found = read(analyzed.states["after"], analyzed.encoder()(analyzed.data.dev), 0)
+    found = read(analyzed.states["after"], analyzed.encode(analyzed.data.dev), 0)
     np.testing.assert_allclose(found["logits"], store.predictions(tuned.name)["logits"], atol=1e-5)
     facets = facet_logits(found["facets"].swapaxes(0, 1), analyzed.weights()["after"], found["logits"])
     assert numbers == {"members": 2, "rows": 60} | compare_disagreement(facets, np.stack(members))
@@ -235,7 +235,7 @@ def test_choices_spans_several_tasks_and_own_rows(
         }
         assert 0.9 < entry["classifier before and after"]["cosine"] < 1 and "h_k after" in entry["facets"]
         analyzed = load_analyzed(str(tuned), _parser().parse_args([*common, *place]))
-        found = read(analyzed.states["after"], analyzed.encoder()(analyzed.data.dev[:30]), analyzed.index)
+        found = read(analyzed.states["after"], analyzed.encode(analyzed.data.dev[:30]), analyzed.index)
         assert len(found["facets"]) == sequences[name]
         np.testing.assert_allclose(found["facets"].sum(axis=1), found["pooled"], atol=1e-5)
     for arguments, message in (
@@ -273,7 +273,7 @@ def test_the_plain_sum_makes_facets_alike_and_the_reparameterised_one_does_not(
             saved = str(Store(settings.output_dir).model_path(run(settings)[0]["run_id"]))
             args = _parser().parse_args(["--model", saved, "--before", start, "--data_dir", glue])
             analyzed = load_analyzed(saved, args)
-            rows = analyzed.encoder()(analyzed.data.dev[:100])
+            rows = analyzed.encode(analyzed.data.dev[:100])
             for when, model in analyzed.states.items():
                 found = facets_of(model, read(model, rows, 0)["states"], when)
                 cosines[seed, head, when] = found[f"W_k h_k {when}"]["mean cosine"]

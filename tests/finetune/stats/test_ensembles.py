@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.special import expit, softmax
 
-from finetune.data.metrics import spearman
+from finetune.data.metrics import METRICS
 from finetune.stats.ensembles import average_predictions, ensemble, member_sets
 from finetune.store.results import Store
 from multicls.errors import UserError
@@ -33,7 +33,7 @@ def test_scores_of_a_regression_and_sigmoids_are_averaged(tmp_path: Path) -> Non
     members = [store.predictions(run["run_id"]) for run in runs]
     scores = np.mean([member["scores"] for member in members], axis=0)
     np.testing.assert_allclose(average_predictions(members)["scores"], scores)
-    assert ensemble(store, runs, 1)["score"] == pytest.approx(spearman(members[0]["labels"], scores))
+    assert ensemble(store, runs, 1)["score"] == pytest.approx(METRICS["spearman"](members[0]["labels"], scores))
     several = [{"ids": np.arange(1), "labels": np.ones((1, 2)), "logits": np.array([[x, -x]])} for x in (1.0, 3.0)]
     expected = np.mean([expit(one["logits"]) for one in several], axis=0)
     np.testing.assert_allclose(expit(average_predictions(several)["logits"]), expected)

@@ -170,11 +170,11 @@ def test_runs_of_one_model_read_weights_tokenizer_and_rows_once(
 
         monkeypatch.setattr(kind, "from_pretrained", read)
 
-    for cache in (checkpoints._read_encoder, checkpoints._read_tokenizer):
+    caches = (checkpoints._read_encoder, checkpoints._read_tokenizer, checkpoints._encode_rows)
+    for cache in caches:
         cache.cache_clear()
-    checkpoints._encoded.clear()
     first, model = trained(tiny_bert, examples(12))
-    for cache in (checkpoints._read_encoder, checkpoints._read_tokenizer):
+    for cache in caches:
         cache.cache_clear()
     counted(AutoModel, "weights")
     counted(AutoTokenizer, "tokenizer")
@@ -190,7 +190,7 @@ def test_runs_of_one_model_read_weights_tokenizer_and_rows_once(
         assert encode_rows(found, *changed) is not encode_rows(found, task, rows, 16)
     for size in range(1, 12):
         encode_rows(found, task, rows[:size], 16)
-    assert len(checkpoints._encoded) == checkpoints.ENCODED_KEPT
+    assert checkpoints._encode_rows.cache_info().currsize == 8, "not every size is kept"
 
 
 def test_a_missing_pooler_is_drawn_by_each_run_s_seed(tiny_bert: Path, tmp_path: Path) -> None:

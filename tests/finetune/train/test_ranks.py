@@ -16,6 +16,7 @@ import pytest
 from finetune.run import _parser, main, run
 from finetune.store.results import Store
 from multicls.files import read_json, write_json
+from tests.finetune.heads.test_isobn import assert_ranks_are_one_batch
 from tests.finetune.train.rank_cases import CASES, settings_of
 
 pytestmark = pytest.mark.launcher
@@ -44,7 +45,7 @@ def launched(checkpoint: Path, glue: Path, tmp_path_factory: pytest.TempPathFact
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(done.stdout.count(f"{name} done on rank") == 2 for name in CASES)
     assert done.stdout.count("already finished") == len(CASES), "told once"
-    assert done.stdout.count(" ended on rank") == done.stdout.count(" resumed on rank") == 2 * 4, done.stdout
+    assert done.stdout.count(" ended on rank") == done.stdout.count(" resumed on rank") == 2 * 3, done.stdout
     return folder
 
 
@@ -69,6 +70,10 @@ def predictions(folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
 
 def scale(values: Any) -> float:
     return float(np.abs(values).max())
+
+
+def test_normalisation_takes_the_rows_of_both_ranks_for_one_batch(launched: Path) -> None:
+    assert_ranks_are_one_batch(launched)
 
 
 def test_the_model_saved_under_zero_3_is_whole(launched: Path, glue: Path) -> None:

@@ -53,12 +53,12 @@ def split(folder: Path, task: str, kill_at: int = 0, really: bool = False) -> Ta
 
 def train(
     folder: Path, snapshots: Path | None, kill_at: int = 0, seed: int = 1, head: str = "isobn", really: bool = False,
-    ds_config: tuple[str, dict[str, Any]] | None = None,
+    steps: int = 20, ds_config: tuple[str, dict[str, Any]] | None = None,
 ) -> FinetuneResult:  # fmt: skip
-    """20 steps with dropout and ten evaluations, of IsoBN (which has statistics) or of two tasks (`cln`)."""
+    """Steps with dropout of IsoBN (which has statistics) or of two tasks (`cln`); every second one is evaluated."""
     tasks = ["sst2", "rte"] if head == "cln" else ["sst2"]
     settings = FinetuneSettings(model=str(folder), task=",".join(tasks), head=head)
-    values = {"max_steps": 20, "batch_size": 5, "eval_every": 2, "precision": "fp32", "learning_rate": 5e-3}
+    values = {"max_steps": steps, "batch_size": 5, "eval_every": 2, "precision": "fp32", "learning_rate": 5e-3}
     torch.manual_seed(seed)
     model = build_head(settings, find_checkpoint(str(folder)), [TASKS[task] for task in tasks])
     parts = [split(folder, task, kill_at if task == tasks[-1] else 0, really) for task in tasks]
