@@ -191,7 +191,8 @@ def test_rows_that_do_not_fit_are_named(
 def test_whole_numbers_keep_their_spelling(tmp_path: Path) -> None:
     """Codes such as 01 are names; only 1.0 is written as 1, for tables that hold numbers."""
     task, data = read(tmp_path, labelled("01", "1", "02", "10"), suffix="csv")
-    assert task.labels == ("01", "1", "02", "10") and [row.label for row in data.train] == [0, 1, 2, 3]
+    assert task.labels == ("01", "1", "02", "10") and data.train
+    assert [row.label for row in data.train] == [0, 1, 2, 3]
     task, _ = read(tmp_path, labelled("1.0", "1", "2.0", "-3"), suffix="csv")
     assert task.labels == ("-3", "1", "2")
 
