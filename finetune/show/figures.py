@@ -88,7 +88,7 @@ def reliability_diagrams(
 
 def learning_curves(rows: Sequence[SystemResult]) -> list[Picture]:
     """Returns a picture of the scores during training for each train size and benchmark, with a panel for each task."""
-    long = [row for row in rows if any(len(record["history"]) > 1 for record in row.records)]
+    long = [row for row in rows if any(len(record.get("history") or ()) > 1 for record in row.records)]
     caption = "Mean over runs of the score on the rows that choose the best evaluation."
     return _pictures("Learning curves", caption, long, partial(_panels_of_tasks, draw=_learning_curve))
 
@@ -99,7 +99,7 @@ def _pictures(
     """Returns a picture for each train size and benchmark that has panels."""
     groups: dict[str, list[SystemResult]] = {}
     for row in rows:
-        benchmark = {"glue": "GLUE, ", "superglue": "SuperGLUE, "}.get(row.records[0]["benchmark"], "")
+        benchmark = {"glue": "GLUE, ", "superglue": "SuperGLUE, "}.get(row.records[0].get("benchmark") or "", "")
         groups.setdefault(f"{title}: {benchmark}{row.train_size} train rows", []).append(row)
     drawn = []
     for heading, here in groups.items():
@@ -192,7 +192,7 @@ def _learning_curve(title: str, rows: Sequence[SystemResult]) -> Figure:
     for index, (row, name) in enumerate(zip(rows, names, strict=True)):
         scores: dict[int, list[float]] = {}
         for record in row.records:
-            for step, _, score in record["history"]:
+            for step, _, score in record.get("history") or ():
                 scores.setdefault(int(step), []).append(100 * score)
         steps = sorted(scores)
         axis.plot(steps, [np.mean(scores[step]) for step in steps], color=COLORS[index % len(COLORS)], lw=1.2, ms=4,
