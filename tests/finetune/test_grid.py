@@ -98,7 +98,7 @@ def test_shipped_recipes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*flags, *(f"--model={model}=M{seed}" for model in names for seed in range(models))]) == 0
     expected = {
         "quick": 2 * 3 * 3,
-        "heads_100": 7 * 12 * (5 + 2),
+        "heads_100": 7 * 12 * (3 + 2),
         "paper_glue": 8 * 3 * 6 * 16,
         "paper_superglue": 7 * 3 * 6 * 16,
     }
