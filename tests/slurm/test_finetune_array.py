@@ -12,9 +12,8 @@ from tests.slurm.conftest import Cluster
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 GRID = """
 tasks: [sst2]
-heads: [cls, multicls]  # multicls cannot go on this model
+systems: [cls, multicls]  # multicls cannot go on this model
 train_sizes: [16]
-learning_rates: [1.0e-4]
 seeds: [1, 2, 3, 4]
 settings: {max_length: 32, train: {max_steps: 2}}
 """
@@ -34,8 +33,8 @@ def test_grid_submitted_twice(cluster: Cluster, tiny_bert: Path, glue: Path, tmp
     log, codes = submit()
     assert codes == {"0:0"}, log
     results = read_jsonl(tmp_path / "results" / "results.jsonl")
-    assert sorted(record["identity"]["seed"] for record in results) == [1, 2, 3, 4], log
-    assert "cells 8/8  impossible 4" in log and "it has no facets" in log
+    assert sorted(record["seed"] for record in results) == [1, 2, 3, 4], log
+    assert "runs 8/8  impossible 4" in log and "it has no facets" in log
     _, codes = submit()
     assert codes == {"0:0"} and read_jsonl(tmp_path / "results" / "results.jsonl") == results
     log, codes = submit("--set", "seed=3")
