@@ -33,7 +33,7 @@ MODEL_TYPE = "encoder-with-head"
 
 @dataclass(frozen=True)
 class TrainedTask:
-    """What a saved model was fine-tuned on.
+    """The task that a saved model was fine-tuned on.
 
     Attributes:
         task: the task; `fields` is empty if the model does not know its columns.

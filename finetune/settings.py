@@ -120,7 +120,7 @@ class OwnDataSettings(Settings):
 
     @property
     def source(self) -> str | None:
-        """What the rows are read from, None if this is a task of the benchmarks."""
+        """The file or data set of the rows, None if this is a task of the benchmarks."""
         return self.train_file or self.dataset
 
     @property

@@ -23,7 +23,7 @@ Predictions = dict[int, list[Mapping[str, Any]]]
 
 @dataclass(frozen=True)
 class Report:
-    """What there is to say about a results folder, the most important first.
+    """The contents of a report on a results folder, the most important first.
 
     Attributes:
         title: Heading.

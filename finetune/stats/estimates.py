@@ -145,7 +145,7 @@ class Estimate:
 
     @property
     def units(self) -> str:
-        """What the error covers, in words."""
+        """The units that the error covers, in words."""
         return units_in_words(self.pretrainings, self.draws, self.runs) + left_out_in_words(self.left_out)
 
 

@@ -125,18 +125,18 @@ class SystemResult:
 
     @property
     def constant(self) -> float | None:
-        """What the constant answer scores, in percent; None if the runs are too old to know."""
+        """Score of the constant answer in percent; None if the runs are too old to know."""
         values = [record["constant"][self.metric] for record in self.records if self.metric in record["constant"]]
         return 100 * float(np.mean(values)) if values else None
 
     @property
     def notes(self) -> list[str]:
-        """What departs from the task's protocol."""
+        """Notes of the runs on all that departs from the task's protocol."""
         return list(dict.fromkeys(chain.from_iterable(record["notes"] for record in self.records)))
 
     @property
     def problems(self) -> list[str]:
-        """What is incomplete, in words."""
+        """The incomplete candidates, in words."""
         short = [one for one in self.candidates if one.finished < one.planned]
         return [f"{one.text or 'runs'} incomplete: {one.finished} of {one.planned}" for one in short]
 
@@ -200,7 +200,7 @@ class _Wanted:
 
 @dataclass
 class _Found:
-    """What has become of the wanted runs, in one numeric mode: the finished ones of each candidate."""
+    """The finished runs of each candidate, in one numeric mode."""
 
     wanted: _Wanted
     system: System

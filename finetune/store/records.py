@@ -55,7 +55,7 @@ class PlannedRun:
 
     @property
     def title(self) -> str:
-        """What the run is, for people."""
+        """Task, size, head and seed of the run, for people."""
         names = ",".join(own.task.name for own in self.rows)
         return f"{names}, {self.settings.train_size} train rows, {self.settings.label}, seed {self.settings.seed}"
 
@@ -71,7 +71,7 @@ class PlannedRun:
 
     @property
     def model_path(self) -> Path:
-        """Where the model is saved."""
+        """Folder of the saved model."""
         return self.store.model_path(self.run_ids[0])
 
 
