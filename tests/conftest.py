@@ -27,7 +27,7 @@ LONGEST = (
 
 
 def whole(nodeid: str) -> str:
-    """What runs in one process: a file, for its fixtures; all of tests/slurm, which share two node names."""
+    """Returns the group of tests that runs in one process: a file, or all of tests/slurm (two shared node names)."""
     return next((name for name in LONGEST if nodeid.startswith(name)), nodeid.split("::")[0])
 
 

@@ -63,7 +63,7 @@ def test_what_is_simulated_is_what_runs(shape: tuple[int, int], paired: bool) ->
 
 
 def test_targets_are_what_the_worlds_share() -> None:
-    """With one draw its effect belongs to the true mean, with one pretraining that pretraining's."""
+    """The true mean holds the effect of the draw if there is one, and of the pretraining if there is one."""
     one_draw, one_model, both = (draw_scores(World(True, p, d, 1.0, 0.25), 500) for p, d in ((4, 1), (1, 3), (4, 3)))
     assert one_draw.mean.std() > 1 and one_model.mean.std() > 1
     assert not both.mean.any() and not both.difference.any()

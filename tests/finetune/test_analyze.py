@@ -251,7 +251,7 @@ def test_choices_spans_several_tasks_and_own_rows(
 def test_the_plain_sum_makes_facets_alike_and_the_reparameterised_one_does_not(
     tiny_bert: Path, multicls_data: Path, tmp_path: Path
 ) -> None:
-    """On rows of SST-2, from two draws of new weights. With MiniLM: docs/analysis.md."""
+    """Compares both heads on rows of SST-2, from two draws of new weights. With MiniLM: docs/analysis.md."""
     import torch
 
     from finetune.run import run

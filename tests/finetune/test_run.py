@@ -159,7 +159,7 @@ def test_holdout_chooses_and_dev_only_reports(tiny_bert: Path, glue: Path, tmp_p
 
 
 def test_holdout_reports_the_best_weights_not_the_last(tiny_bert: Path, glue: Path, tmp_path: Path) -> None:
-    """With every evaluation counted as worse than the first, dev must be that of a run that ends there."""
+    """The first evaluation is the best here, so dev must be that of a run that ends there."""
     more = ("--train_size", "40", "--selection", "holdout", "--eval_every", "4", "--warmup_ratio", "0", "--head", "cls")
     long = finetune(tiny_bert, glue, tmp_path, *more, "--learning_rate", "1e-7")
     assert (long["best_step"], long["steps"]) == (4, 64)

@@ -29,7 +29,7 @@ def small_qqp(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_arrays(task: Task, shift: float = 0.0) -> dict[str, Any]:
-    """What a run with --predict_test saves of a test set; `shift` is added to the last class."""
+    """Returns the arrays that a run with --predict_test saves of a test set; `shift` is added to the last class."""
     rows, prefix = test_rows(task), f"test_{task.name}_"
     outputs = outputs_for(task, len(rows)) + shift * np.eye(task.num_choices or task.num_labels)[-1]
     arrays = {f"{prefix}{name}s": [getattr(row, name) for row in rows] for name in ("id", "part", "group", "answer")}

@@ -84,7 +84,7 @@ def test_padded_vocabulary_changes_no_loss_and_no_gradient(dtype: torch.dtype) -
 
 
 def test_compiled_layers_change_no_loss_and_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a backend that needs no C++ compiler."""
+    """Compiles with a backend that needs no C++ compiler."""
     monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="aot_eager"))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

@@ -54,7 +54,7 @@ def roberta() -> Any:
 
 
 def words_at(encoded: Encoded, row: int, tokenizer: Any) -> list[str]:
-    """What stands where the masks point to."""
+    """Returns the words that the masks point to."""
     batch = encoded.batch([row], CPU)
     return [tokenizer.decode(batch["input_ids"][0][mask]).strip() for mask in batch["spans"][0]]
 
@@ -179,7 +179,7 @@ def test_a_span_without_pieces_is_named(bert: Any) -> None:
 
 @pytest.mark.parametrize("name", ["wic", "wsc"])
 def test_every_official_span_decodes_to_its_words(name: str, multicls_data: Path) -> None:
-    """With five facets, over the vocabulary of bert-base-uncased."""
+    """Checks spans with five facets, over the vocabulary of bert-base-uncased."""
     from transformers import AutoTokenizer
 
     from multicls.sample import sample_model

@@ -17,7 +17,7 @@ IGNORE_INDEX = float("nan")
 
 
 def test_rows(task: Task) -> list[LabeledExample]:
-    """As many as the benchmark has: MultiRC with two answers to a question, ReCoRD with two entities to a query."""
+    """Returns as many rows as the benchmark has, with two answers to a MultiRC question and two ReCoRD entities."""
     rows = []
     for (_, part), (_, count) in zip(task.test, task.submissions, strict=True):
         count = min(count, 10_000) if task.name == "qqp" else count

@@ -227,7 +227,7 @@ def test_a_head_that_makes_no_sense_says_why(tiny_bert: Path, tiny_multicls: Pat
 
 @pytest.mark.parametrize("train", [{"micro_batch_size": 1}, {"batch_size": 1}])
 def test_batch_statistics_need_two_rows(tiny_bert: Path, train: dict[str, int]) -> None:
-    """With one row at a time IsoBN would normalise nothing, and say nothing of it."""
+    """IsoBN would normalise nothing with one row at a time, without a word."""
     for head in ("isobn", "batchnorm"):
         with pytest.raises(UserError, match=f"--head {head}: .* must be 2 or more"):
             check_head(settings_of(tiny_bert, head, train=TrainSettings(**train)), find_checkpoint(str(tiny_bert)))
@@ -334,7 +334,7 @@ def test_saved_models_load_without_the_project(tiny_bert: Path, tiny_multicls: P
 
 
 def test_a_fine_tuned_model_is_a_checkpoint(tiny_bert: Path, tmp_path: Path) -> None:
-    """As HIRE's RTE starts from its MNLI: all but the classifier goes on, to another head the encoder does."""
+    """The same head keeps all weights but the classifier's, as HIRE's RTE starts from MNLI; others keep the encoder."""
     checkpoint = find_checkpoint(str(tiny_bert))
     first: Any = build_head(settings_of(tiny_bert, "cls", "mnli"), checkpoint, [find_task("mnli")])
     first.encoder.embeddings.LayerNorm.weight.data.mul_(2)

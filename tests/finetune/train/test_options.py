@@ -194,7 +194,7 @@ def test_runs_of_one_model_read_weights_tokenizer_and_rows_once(
 
 
 def test_a_missing_pooler_is_drawn_by_each_run_s_seed(tiny_bert: Path, tmp_path: Path) -> None:
-    """As if every run read the weights anew: nothing of another run's seed, and no draw before its own."""
+    """The pooler depends on the run's own seed alone, though runs share the weights that were read."""
     from safetensors.torch import load_file, save_file
 
     weights = load_file(tiny_bert / "model.safetensors")
