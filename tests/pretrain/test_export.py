@@ -149,7 +149,7 @@ def test_damaged_checkpoints_are_named_and_passed_over(run: Path, tmp_path: Path
     assert "WARNING: checkpoint" in err and "step_00000004 is damaged" in err and "model.safetensors has changed" in err
     assert exported(tmp_path / "model")["step"] == 2
     card = (tmp_path / "model" / "README.md").read_text()
-    assert "2 optimizer steps of 6 examples" in card and "validation at step 0" in card
+    assert "2 of 4 planned optimizer steps of 6 examples" in card and "after step 0" in card
     with pytest.raises(UserError, match="step_00000004 is damaged .* Give another --step"):
         export.main([str(run), "--step", "4", "--output", str(tmp_path / "other")])
     weights_of(run, 2).unlink()
@@ -239,7 +239,7 @@ def stopped(fork: Fork, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_stopping_refreshes_the_export(stopped: Path, tmp_path: Path) -> None:
     assert exported(stopped / "hf")["step"] == 3
-    assert "3 optimizer steps of 6 examples" in (stopped / "hf" / "README.md").read_text()
+    assert "3 of 4 planned optimizer steps of 6 examples" in (stopped / "hf" / "README.md").read_text()
     assert export.main([str(stopped), "--output", str(tmp_path / "model")]) == 0
     assert_same_files(tmp_path / "model", stopped / "hf")
 
