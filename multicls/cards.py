@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from multicls.files import read_json
+from multicls.sample import SAMPLE, SAMPLE_MODEL_ID, sample_model
 
 CARD = "README.md"
 TRANSFORMERS = "5.17"  # the oldest release that loads the models; pyproject.toml has the same
@@ -62,10 +63,12 @@ def inherited_metadata(checkpoint: str, local_files_only: bool = True) -> dict[s
     config.json names: a path is nobody else's business, and the Hub refuses it. Nothing is guessed.
 
     Args:
-        checkpoint: folder or Hub id.
+        checkpoint: folder, Hub id, or "sample".
         local_files_only: read a Hub model's card only from the local cache.
     """
     folder = Path(checkpoint)
+    if checkpoint == SAMPLE and not folder.exists():
+        return inherited_metadata(str(sample_model())) | {"base_model": SAMPLE_MODEL_ID}
     if folder.is_dir():
         card = _read_metadata(folder / CARD)
         config = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
@@ -138,7 +141,7 @@ def render_card(template: Path, metadata: Mapping[str, Any], *, papers: Sequence
     Args:
         template: Jinja template that extends `base_card.md.jinja` of this package.
         metadata: arguments of `huggingface_hub.ModelCardData`; those that are None or empty are left out.
-        papers: names in `PAPERS` to cite.
+        papers: names in `PAPERS` to cite; others are left out.
         values: what the template prints.
     """
     from huggingface_hub import ModelCardData
@@ -150,7 +153,7 @@ def render_card(template: Path, metadata: Mapping[str, Any], *, papers: Sequence
     )
     environment.filters["cell"] = cell
     data = {key: value for key, value in metadata.items() if value}
-    entries = [bibtex(name) for name in papers if name in PAPERS]
+    entries = [bibtex(name) for name in dict.fromkeys(papers) if name in PAPERS]
     return environment.get_template(template.name).render(
         values,
         metadata=ModelCardData(**data).to_yaml(),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from multicls.cards import CARD, METHOD, cell, model_link, render_card
+from multicls.cards import CARD, METHOD, model_link, render_card
 from multicls.files import read_json, read_jsonl
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ OBJECTIVES = {
     "so": "sentence order (SO)",
     "mcqt": "multi-CLS quick thoughts (MCQT)",
 }
+SHORT = {"mlm": "masked-LM", "tfidf": "TF-IDF", "so": "SO", "mcqt": "MCQT"}  # above the curves
 LOCAL = (("model", "checkpoint"), ("data", "corpus"), ("data", "local_copy"))  # settings that are paths
 Record = Mapping[str, Any]
 
@@ -46,7 +47,7 @@ def write_card(folder: Path, run_folder: Path, step: int, config: MultiClsBertCo
     tokens = sum(record.get("data/tokens", 0) for record in train)
     has_sentence_transformer = (folder / "modules.json").exists()
     tags = ["multicls-bert", "continued-pretraining", "fill-mask", "sentence-similarity"]
-    base = "random weights" if settings["model"]["random_weights"] else model_link(metadata)
+    random_weights = settings["model"]["random_weights"]
     text = render_card(
         TEMPLATE,
         {
@@ -58,7 +59,7 @@ def write_card(folder: Path, run_folder: Path, step: int, config: MultiClsBertCo
         },
         papers=[METHOD],
         title=f"Multi-CLS BERT with {config.num_facets} facets",
-        start=base,
+        start="started from random weights" if random_weights else f"continued from {model_link(metadata)}",
         config=config,
         corpus=corpus,
         about=origin.get("about", ""),
@@ -67,6 +68,7 @@ def write_card(folder: Path, run_folder: Path, step: int, config: MultiClsBertCo
         software=_software(run_folder),
         curves=draw_curves(records, settings["objective"], folder / CURVES) and CURVES,
         validation=validation,
+        examples=settings["run"]["eval_examples"],
         results=results_table(validation, settings["train"]["negatives_group"], config.num_parts),
         limits=_limits(settings, tokens, metadata),
         has_sentence_transformer=has_sentence_transformer,
@@ -83,7 +85,7 @@ def _settings_in_words(settings: Record, step: int, tokens: float, config: Multi
     sentences = [
         f"{step} of {train['steps']} planned optimizer steps of {train['global_batch_size']} examples. An example is "
         f"{config.num_parts} consecutive passages of one document, of {length} tokens at most.",
-        f"AdamW: learning rate {train['learning_rate']:g} after a warm-up over {train['warmup_ratio']:.3%} of the steps, "
+        f"AdamW: learning rate {train['learning_rate']:g} after a warm-up over {100 * train['warmup_ratio']:g} % of the steps, "
         f"then linear decay to 0; weight decay {train['weight_decay']:g}, gradient norm at most "
         f"{train['max_grad_norm']:g}, seed {train['seed']}.",
         "Objectives: " + ", ".join(f"{name} (weight {weight:g})" for name, weight in weights.items()) + ".",
@@ -164,7 +166,7 @@ def draw_curves(records: Sequence[Record], objective: Mapping[str, float], path:
             style += "." * (len(measured) == 1 and split == "train")  # a single point makes no line
             steps, losses = [one["step"] for one in measured], [one[f"loss/{name}"] for one in measured]
             axes.plot(steps, losses, style, ms=4, lw=1, label=split)
-        axes.set_title(OBJECTIVES[name].removeprefix("multi-CLS quick thoughts ").strip("()"), fontsize=9)
+        axes.set_title(SHORT[name], fontsize=9)
         axes.set_xlabel("optimizer step", fontsize=8)
         axes.tick_params(labelsize=7)
         axes.spines[["top", "right"]].set_visible(False)
@@ -176,21 +178,21 @@ def draw_curves(records: Sequence[Record], objective: Mapping[str, float], path:
 
 def _limits(settings: Record, tokens: float, metadata: Mapping[str, Any]) -> list[str]:
     """Returns what the model is not for, and what nobody has tested."""
-    languages = ", ".join(metadata.get("language", [])) or "the language of its training data, which nobody stated"
+    languages = ", ".join(metadata.get("language", [])) or "none"
     limits = [
         "It is an encoder: it generates no text, and labels need fine-tuning first. The classifier of "
         "`AutoModelForSequenceClassification` is untrained.",
         "The validation above scores its own objectives. This model has not been evaluated on any downstream task, nor "
         "for biases of its training data.",
-        f"Its text was in: {languages}. It has not been tested on any other language.",
+        f"Languages of the base model and of the training data, as stated: {languages}. No other was tested.",
         f"It was trained on {settings['data']['seq_length']} tokens at a time; longer texts have not been tested.",
         "Its tokenizer inserts the facet tokens and pads on the right. With another tokenizer, or padding on the left, "
         "the embeddings are meaningless.",
     ]
     if tokens < PAPER_TOKENS / 10:
         limits.append(
-            f"Little training: {tokens:,.0f} tokens, {tokens / PAPER_TOKENS:.2%} of the {PAPER_TOKENS:.0e} of the "
-            "paper's BERT-base. Do not expect the paper's results."
+            f"It was trained on little text: {tokens:,.0f} tokens, where the paper's BERT-base read {PAPER_TOKENS:,.0f}. Do "
+            "not expect the paper's results."
         )
     return limits
 
@@ -211,7 +213,6 @@ def origin_of(metadata: Mapping[str, Any], manifest: Record) -> dict[str, Any]:
     """
     language = manifest.get("made_from", {}).get("splitter", {}).get("language")
     languages = dict.fromkeys([*metadata.get("language", []), *([language] if language else [])])
-    sources = {cell(name): counts for name, counts in manifest["sources"].items()}
     totals = {key: manifest[key] for key in ("documents", "sentences", "tokens")}
-    corpus = totals | {"sources": sources, "datasets": manifest.get("hub_datasets", {})}
+    corpus = totals | {"sources": manifest["sources"], "datasets": manifest.get("hub_datasets", {})}
     return {"metadata": {**metadata, "language": list(languages)}, "corpus": corpus}

@@ -24,7 +24,7 @@ from multicls.errors import UserError
 from multicls.files import FolderLock, atomic_write, read_json, read_jsonl, sha256_of, write_json
 from multicls.from_bert import checkpoint_fingerprint, from_bert
 from multicls.optim import choose_precision
-from multicls.sample import SAMPLE, SAMPLE_CORPUS, SAMPLE_MODEL_ID, SAMPLE_TEXT, sample_model
+from multicls.sample import SAMPLE, SAMPLE_CORPUS, SAMPLE_TEXT, sample_model
 from multicls.settings import to_yaml
 from multicls.tokenization import facet_ids
 from multicls.words import duration
@@ -237,7 +237,7 @@ def load_model(settings: PretrainSettings, report: Callable[[str], None]) -> tup
     options = settings.model.model_dump(exclude={"checkpoint"})
     with first_rank_first() as may_fetch:
         if may_fetch:  # the checkpoint's card, into the local cache
-            inherited_metadata(_checkpoint(settings), local_files_only=False)
+            inherited_metadata(settings.model.checkpoint, local_files_only=False)
         return from_bert(_checkpoint(settings), **options, local_files_only=not may_fetch, report=report)
 
 
@@ -336,9 +336,7 @@ def _schedule(train: TrainSettings) -> Schedule:
 
 def _facts(settings: PretrainSettings, corpus: Corpus) -> dict[str, Any]:
     """Returns what the model card says about the start of the run."""
-    metadata = {} if settings.model.random_weights else inherited_metadata(_checkpoint(settings))
-    if settings.model.checkpoint == SAMPLE and metadata:
-        metadata["base_model"] = SAMPLE_MODEL_ID
+    metadata = {} if settings.model.random_weights else inherited_metadata(settings.model.checkpoint)
     origin = origin_of(metadata, corpus.manifest)
     return {"origin": origin | {"about": SAMPLE_TEXT} if settings.data.corpus == SAMPLE else origin}
 

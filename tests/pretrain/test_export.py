@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +24,7 @@ from multicls.files import locked, read_json, sha256_of, write_json
 from pretrain import export
 from pretrain.engine import full_weights
 from pretrain.run_folder import checkpoint_path, complete_steps, is_running, status
+from tests.hub_rules import checked_card, snippets
 from tests.pretrain.conftest import Fork, said
 
 pytestmark = pytest.mark.launcher
@@ -139,6 +143,22 @@ def test_master_weights_of_fp16_in_stage_0(monkeypatch: pytest.MonkeyPatch) -> N
         dist.destroy_process_group()
     assert torch.equal(weights["weight"], master) and not torch.equal(weights["weight"], model.weight.float())
     assert torch.equal(weights["bias"], model.bias.float())
+
+
+def test_the_cards_snippets_run_where_the_folder_lies(finished: Path, tmp_path: Path) -> None:
+    _, text = checked_card((finished / "hf" / "README.md").read_text(encoding="utf-8"))
+    blocks = snippets(text)
+    if "AutoModelForMaskedLM" not in read_json(finished / "hf" / "config.json")["auto_map"]:
+        blocks = [block for block in blocks if "fill-mask" not in block]
+    assert len(blocks) >= 2 and str(finished) not in text
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(blocks)],
+        cwd=finished / "hf", env=environment | {"HF_MODULES_CACHE": str(tmp_path)}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "torch.Size([2, 3, 32])" in done.stdout and "tensor([[" in done.stdout
 
 
 def test_damaged_checkpoints_are_named_and_passed_over(run: Path, tmp_path: Path, capsys: Any) -> None:
