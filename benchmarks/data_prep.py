@@ -51,7 +51,7 @@ def documents(inputs: list[str]) -> Iterator[RawDocument]:
 
 def ours(inputs: list[str], tokenizer: str, output: Path, workers: int) -> None:
     """Prepares the text with data_prep/run.py's function."""
-    prepare(PrepareSettings(tuple(inputs), tokenizer), output, ExecutorOptions(workers=workers), log=lambda _: None)
+    prepare(PrepareSettings(input=tuple(inputs), tokenizer=tokenizer), output, ExecutorOptions(workers=workers), log=lambda _: None)
 
 
 def baseline(inputs: list[str], tokenizer: str, output: Path, batched: bool, workers: int) -> None:

@@ -149,7 +149,7 @@ def load_analyzed(folder: str, args: AnalyzeOptions) -> AnalyzedModel:
     if checkpoint.model_type != TaskModelConfig.model_type:
         if not args.task and not args.train_file:
             raise UserError(f"--model {folder}: a plain checkpoint has no task; add --task.")
-        task, data = _read_rows(args, args.task)
+        task, data = _read_rows(args, args.task or "")
         model = build(folder, [task], head="multicls" if checkpoint.num_facets else "cls")
         return AnalyzedModel(folder, task, data, 0, {"before": model}, checkpoint)
     states = {"after": AutoModelForSequenceClassification.from_pretrained(checkpoint.folder)}
@@ -186,7 +186,12 @@ def look_into(analyzed: AnalyzedModel, args: AnalyzeOptions) -> dict[str, Any]:
     encoded, encoded_dev = analyzed.encode(train), analyzed.encode(dev)
     embeddings = {name: read(model, encoded, analyzed.index)["pooled"] for name, model in analyzed.states.items()}
     found = {name: read(model, encoded_dev, analyzed.index) for name, model in analyzed.states.items()}
-    entry: dict[str, Any] = {"model": analyzed.folder, "before": args.before, "train_rows": len(train), "dev_rows": len(dev)}
+    entry: dict[str, Any] = {
+        "model": analyzed.folder,
+        "before": args.before,
+        "train_rows": len(train),
+        "dev_rows": len(dev),
+    }
     if args.ensemble:
         entry["disagreement"] = disagreement_of(analyzed, found, dev, args.ensemble)
     output.mkdir(parents=True, exist_ok=True)

@@ -237,7 +237,13 @@ def _arguments(flag: str, field: FieldInfo, positional: bool) -> dict[str, Any]:
     default, about = field.get_default(call_default_factory=True), field.description
     if about is not None:
         shown = " ".join(map(str, default)) if isinstance(default, (list, tuple)) else default
-        more = "required" if field.is_required() else f"default: {shown}" if shown not in (None, "") and shown is not False else ""
+        more = (
+            "required"
+            if field.is_required()
+            else f"default: {shown}"
+            if shown not in (None, "") and shown is not False
+            else ""
+        )
         about = f"{about} ({more})" if more else about
     text = argparse.SUPPRESS if about is None else about.replace("%", "%%")
     if default is False:

@@ -203,6 +203,7 @@ def _explain(
     allowed = re.findall(r"'([^']*)'", detail["ctx"]["expected"]) if detail["type"] == "literal_error" else []
     hint = did_you_mean(str(detail["input"]), allowed) if len(allowed) > 1 else ""
     message += f".{hint}" if "Did you" in hint else ""
-    if source == names.get(key) and isinstance(detail["input"], str):
-        return f"{source} {detail['input']}: ", message
+    if source == names.get(key) and isinstance(detail["input"], (str, list)):
+        value = detail["input"]
+        return f"{source} {value if isinstance(value, str) else ' '.join(map(str, value))}: ", message
     return f"{source}: {key} = {detail['input']!r}: " if key else "", message

@@ -72,7 +72,7 @@ def read_settings(options: RunOptions, flags: Mapping[str, Any]) -> PretrainSett
     """Returns the settings of recipes and flags; without recipe, model and corpus those of the embedded default."""
     recipes = [SAMPLE_RECIPE] if is_embedded_default(options, flags) else options.recipe
     if "train.steps" in flags:
-        flags = flags | {"train.tokens": 0}  # --steps replaces a recipe's tokens
+        flags = {**flags, "train.tokens": 0}  # --steps replaces a recipe's tokens
     settings = load_settings(PretrainSettings, recipes, options.set, flags, COMMAND.names)
     if settings.run.output_dir is None:
         name = Path(recipes[-1]).stem if recipes else "pretrain"
