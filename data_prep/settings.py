@@ -11,6 +11,7 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 from multicls.errors import did_you_mean
 from multicls.settings import Settings
 
+FileFormat = Literal["text", "wikiextractor", "jsonl", "mediawiki", "html", "parquet", "dataset"]
 MIN_SENTENCES = 6  # a document needs two sentences for each of three parts
 
 
@@ -20,15 +21,13 @@ class InputSettings(Settings):
     input: tuple[str, ...] = Field(
         min_length=1,
         title="[NAME=]WHAT",
-        description="the text to prepare, or --sample; files and folders (.gz .bz2 .xz .zst, too; s3:// and other fsspec "
-        "paths), wikipedia[:DATE.LANGUAGE], bookcorpus, bookcorpusopen or a data set of the Hub, "
+        description="the text to prepare, or --sample; files and folders (.gz .bz2 .xz .zst, too; s3:// and other "
+        "fsspec paths), wikipedia[:DATE.LANGUAGE], bookcorpus, bookcorpusopen or a data set of the Hub, "
         "OWNER/DATASET[:CONFIG[:SPLIT]]; NAME: name of the source",
     )
     include: tuple[str, ...] = Field(default=(), title="GLOB", description="read only these files of a folder")
     exclude: tuple[str, ...] = Field(default=(), title="GLOB", description="leave out these files of a folder")
-    format: Literal["auto", "text", "wikiextractor", "jsonl", "mediawiki", "html", "parquet", "dataset"] = Field(
-        default="auto", description="format of the files"
-    )
+    format: Literal["auto"] | FileFormat = Field(default="auto", description="format of the files")
     documents: Literal["file", "blank_line", "sentences"] = Field(
         default="file",
         description="plain text: a document is a file, or the text between blank lines; or each line (or row) is a "
