@@ -9,17 +9,23 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from textwrap import indent, shorten
+from textwrap import indent
 from types import NoneType, UnionType
 from typing import Annotated, Any, Generic, Literal, NoReturn, TextIO, TypeVar, Union, cast, get_args, get_origin
 
 from pydantic import Field
 from pydantic.fields import FieldInfo
 
-from multicls.errors import UserError, did_you_mean
-from multicls.files import REPOSITORY
-from multicls.settings import ALIASES, Settings, find_field, known_keys, load_settings
+from multicls.errors import UserError
+from multicls.settings import (
+    ALIASES,
+    Settings,
+    find_field,
+    find_recipe,
+    known_keys,
+    load_settings,
+    shipped_recipes,
+)
 
 OptionsT = TypeVar("OptionsT", bound=Settings)
 ReadT = TypeVar("ReadT")
@@ -65,7 +71,7 @@ class CommandLine(Generic[OptionsT]):
         recipes: str = "",
         sibling: str = "",
     ) -> None:
-        self.options, self.settings, self.recipes, self.positional = options, settings, recipes, positional
+        self.options, self.settings, self.recipes, self.positional = options, settings or Settings, recipes, positional
         named = {title: keys if isinstance(keys, Mapping) else {key.rpartition(".")[2]: key for key in keys}
                  for title, keys in (groups or {}).items()}  # fmt: skip
         taken = {key for flags in named.values() for key in flags.values()}
@@ -97,7 +103,8 @@ class CommandLine(Generic[OptionsT]):
         problems = self._unknown(rest)
         if self.recipes and "recipe" in values:
             try:
-                values["recipe"] = [self._recipe(name) for name in values["recipe"]]
+                found = [find_recipe(name, self.recipes, self.settings, self._sibling) for name in values["recipe"]]
+                values["recipe"] = found
             except UserError as error:
                 raise UserError(*problems, *error.problems) from None
         mine = {key: value for key, value in values.items() if find_field(self.options, key)}
@@ -117,16 +124,14 @@ class CommandLine(Generic[OptionsT]):
             raise UserError(*dict.fromkeys(problems))
         return options, result[0]
 
-    def format_help(self) -> str:
-        """Returns the text of `--help`."""
-        return self._parser().format_help()
-
     def _parser(self) -> argparse.ArgumentParser:
         paragraphs = [text for text in self._doc.split("\n\n") if text.strip()]
         examples = indent("\n".join(text.strip("\n") for text in paragraphs if EXAMPLE.match(text)), "  ")
         about = "\n\n".join(text.strip() for text in paragraphs if not EXAMPLE.match(text))
         if self.recipes:
-            names = "\n".join(f"  {name:18}{text}" for name, text in self._shipped().items())
+            names = "\n".join(
+                f"  {name:18}{text}" for name, text in shipped_recipes(self.recipes, self.settings).items()
+            )
             about += f"\n\nrecipes:\n{names}"
         width = min(120, shutil.get_terminal_size((100, 24)).columns)
         parser = _Parser(
@@ -146,38 +151,8 @@ class CommandLine(Generic[OptionsT]):
                 group.add_argument(key if positional else f"--{flag}", **arguments)
         return parser
 
-    def _shipped(self) -> dict[str, str]:
-        """Returns the shipped recipes of this command: name -> first sentence of the file's first comment."""
-        texts = {
-            path.stem: path.read_text(encoding="utf-8") for path in sorted((REPOSITORY / self.recipes).glob("*.yaml"))
-        }
-        return {name: shorten(text.partition("\n")[0].lstrip("# ").split(". ")[0].rstrip("."), 98)
-                for name, text in texts.items() if self._is_ours(text)}  # fmt: skip
-
-    def _is_ours(self, text: str) -> bool:
-        return self.settings is None or set(re.findall(r"^(\w+):", text, re.M)) <= self.settings.model_fields.keys()
-
-    def _recipe(self, name: str) -> str:
-        """Returns the path of a recipe, given as a path or by the name of a shipped one.
-
-        Raises:
-            UserError: there is none; the message lists the shipped ones.
-        """
-        path = Path(name)
-        if path.suffix == ".json":
-            raise UserError(f"--recipe {name}: a recipe is a YAML file; give the JSON of DeepSpeed with --config.")
-        for found in (name, *([] if path.suffix else [f"{self.recipes}/{name}.yaml"])):
-            file = next((file for file in (Path(found), REPOSITORY / found) if file.is_file()), None)
-            if file and self.recipes in str(file) and not self._is_ours(file.read_text(encoding="utf-8")):
-                raise UserError(f"--recipe {name}: this recipe is for {self._sibling}.")
-            if file:
-                return found
-        hint = did_you_mean(path.stem, self._shipped())
-        lines = "".join(f"\n  {one:18}{about}" for one, about in self._shipped().items())
-        raise UserError(f"--recipe {name}: no such recipe.{hint if 'Did' in hint else ''} Recipes by name:{lines}")
-
     def _field(self, key: str) -> FieldInfo:
-        field = find_field(self.options, key) or (find_field(self.settings, key) if self.settings else None)
+        field = find_field(self.options, key) or find_field(self.settings, key)
         assert field is not None, f"{key} is no setting"
         return field
 
@@ -208,7 +183,7 @@ class CommandLine(Generic[OptionsT]):
 
     def _nearest(self, name: str, value: str) -> str:
         """Returns the flag or setting that was meant, with its value."""
-        keys = {key.rpartition(".")[2]: key for key in known_keys(self.settings)[::-1]} if self.settings else {}
+        keys = {key.rpartition(".")[2]: key for key in known_keys(self.settings)[::-1]}
         aliases = [*ALIASES.get(name, "").split(), name]
         for alias in [*aliases, *difflib.get_close_matches(name, [*self.flags, *keys], n=1, cutoff=0.6)]:
             meant, _, fixed = alias.partition("=")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from textwrap import shorten
 from types import UnionType
 from typing import Any, TypeVar, Union, get_origin
 
@@ -16,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
 from multicls.errors import UserError, did_you_mean
-from multicls.files import find_shipped
+from multicls.files import REPOSITORY, find_shipped
 
 ALIASES = {  # names in other tools and earlier versions -> ours, the first that a command has
     **dict.fromkeys(("lr", "peak_lr"), "learning_rate"),
@@ -131,6 +132,45 @@ def find_field(kind: type[Settings], key: str) -> FieldInfo | None:
     if not rest or field is None:
         return field
     return find_field(field.annotation, rest) if _is_group(field.annotation) else None  # type: ignore[arg-type]
+
+
+def shipped_recipes(folder: str, kind: type[Settings]) -> dict[str, str]:
+    """Returns the recipes in a folder of this repository that have settings of `kind`: name -> first sentence in it."""
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted((REPOSITORY / folder).glob("*.yaml"))}
+    return {name: shorten(text.partition("\n")[0].lstrip("# ").split(". ")[0].rstrip("."), 98)
+            for name, text in texts.items() if _has_only(kind, text)}  # fmt: skip
+
+
+def find_recipe(name: str, folder: str, kind: type[Settings], sibling: str = "") -> str:
+    """Returns the path of a recipe, given as a path or by the name of a shipped one.
+
+    Args:
+        name: path or name.
+        folder: of the shipped recipes, in this repository.
+        kind: class of the settings.
+        sibling: command that takes the shipped recipes of other settings.
+
+    Raises:
+        UserError: there is none; the message lists the shipped ones.
+    """
+    path = Path(name)
+    if path.suffix == ".json":
+        raise UserError(f"--recipe {name}: a recipe is a YAML file; give the JSON of DeepSpeed with --config.")
+    for found in (name, *([] if path.suffix else [f"{folder}/{name}.yaml"])):
+        file = next((file for file in (Path(found), REPOSITORY / found) if file.is_file()), None)
+        if file and sibling and folder in str(file) and not _has_only(kind, file.read_text(encoding="utf-8")):
+            raise UserError(f"--recipe {name}: this recipe is for {sibling}.")
+        if file:
+            return found
+    shipped = shipped_recipes(folder, kind)
+    hint = did_you_mean(path.stem, shipped)
+    lines = "".join(f"\n  {one:18}{about}" for one, about in shipped.items())
+    raise UserError(f"--recipe {name}: no such recipe.{hint if 'Did' in hint else ''} Recipes by name:{lines}")
+
+
+def _has_only(kind: type[Settings], text: str) -> bool:
+    """Returns True if a recipe has settings of `kind` only."""
+    return set(re.findall(r"^(\w+):", text, re.MULTILINE)) <= kind.model_fields.keys()
 
 
 def to_yaml(settings: Settings) -> str:
