@@ -1,11 +1,13 @@
 """Exports a checkpoint of a pretraining run as a Hugging Face model folder.
 
-python pretrain/export.py RUN --output DIR
+python pretrain/export.py runs/base --output exports/base
+python pretrain/export.py runs/base --step 20000 --output exports/base_at_20000
+python pretrain/export.py runs/base --finish       # a run that was stopped for good: runs/base/hf
 """
 
 from __future__ import annotations
 
-import argparse
+import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,8 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from pydantic import Field, model_validator
+
+from multicls.command_line import CommandLine, print_summary
 from multicls.errors import UserError, did_you_mean, print_stderr, run_command
 from multicls.files import atomic_folder, locked, read_json, read_jsonl, write_json
+from multicls.settings import Settings
 from pretrain.card import write_card
 from pretrain.run_folder import (
     COMPLETE,
@@ -37,20 +43,29 @@ FACTS = "export.json"  # in an export: its step, origin and validation; in RUN/m
 VOCABULARY_ROWS = ("bert.embeddings.word_embeddings.weight", "cls.predictions.bias")
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the command line."""
-    parser = argparse.ArgumentParser(prog="pretrain/export.py", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("run", metavar="RUN", type=Path, help="run folder of pretrain/run.py, in any state")
-    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest whole one)")
-    target = parser.add_mutually_exclusive_group(required=True)
-    target.add_argument("--output", metavar="DIR", type=Path, help="new folder, or an earlier export to replace")
-    target.add_argument("--finish", action="store_true", help="export to RUN/hf and mark the run as finished")
-    return parser.parse_args(argv)
+class ExportOptions(Settings):
+    """Options of the command."""
+
+    run: Path = Field(description="the run folder of pretrain/run.py, in any state")
+    step: int | None = Field(default=None, description="step of the checkpoint; default: the newest whole one")
+    output: Path | None = Field(default=None, description="new folder, or an earlier export to replace")
+    finish: bool = Field(
+        default=False, description="export to RUN/hf and mark the run as finished, instead of --output"
+    )
+
+    @model_validator(mode="after")
+    def _one_target(self) -> ExportOptions:
+        if self.finish == (self.output is not None):
+            raise ValueError("give either --output FOLDER, or --finish")
+        return self
+
+
+COMMAND = CommandLine("pretrain/export.py", __doc__, ExportOptions, positional=("run",))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exports a checkpoint and, if asked, ends the run with it. Returns the exit code."""
-    args = parse(argv)
+    args = COMMAND.parse(argv)
     run_folder, output = args.run, args.output or args.run / "hf"
     check_run(run_folder)
     if args.finish:
@@ -71,8 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.finish:
             write_json(run_folder / DONE, {"step": step, "validation": facts["validation"]})
             (run_folder / STOPPED).unlink(missing_ok=True)
-    done = f"{run_folder} is finished at step {step}" if args.finish else f"exported step {step} of {run_folder}"
-    print(f"{done}; fine-tune the model with: python finetune/run.py --model {output}")
+    done = f"{run_folder} is finished at step {step}" if args.finish else f"step {step} of {run_folder}"
+    next_command = shlex.join(["python", "finetune/run.py", "--model", str(output)])
+    print_summary([("model", f"{output} ({done})")], f"{next_command} --head multicls --train_file ROWS.csv")
     return 0
 
 

@@ -165,7 +165,7 @@ def test_damaged_checkpoints_are_named_and_passed_over(run: Path, tmp_path: Path
     flip_a_bit(weights_of(run, 4))
     assert export.main([str(run), "--output", str(tmp_path / "model")]) == 0
     out, err = capsys.readouterr()
-    assert f"exported step 2 of {run}" in out.splitlines()[-1]
+    assert f"(step 2 of {run})" in out.splitlines()[-2]
     assert "WARNING: checkpoint" in err and "step_00000004 is damaged" in err and "model.safetensors has changed" in err
     assert exported(tmp_path / "model")["step"] == 2
     card = (tmp_path / "model" / "README.md").read_text()
@@ -285,7 +285,7 @@ def test_a_run_is_finished_early(fork: Fork, stopped: Path, tmp_path: Path, tiny
     flip_a_bit(folder / "hf" / "model.safetensors")
     assert not is_running(folder)
     assert export.main([str(folder), "--finish"]) == 0
-    assert "is finished at step 3" in capsys.readouterr().out.splitlines()[-1]
+    assert "is finished at step 3" in capsys.readouterr().out.splitlines()[-2]
     assert_same_files(folder / "hf", stopped / "hf")
     assert status(folder) == ("finished at step 3", True) and not (folder / "STOPPED").exists()
     assert json.loads((folder / "DONE").read_text())["step"] == 3
