@@ -51,6 +51,7 @@ def test_finished_run_is_left_alone(fork: Fork, finished: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.slow
 def test_two_ranks_give_the_same_curve(launch: Launch, finished: Path, tmp_path: Path) -> None:
     """And with two loader processes each instead of one."""
     deepspeed = ("deepspeed", "--num_gpus", "2", f"--master_port={free_ports(1)[0]}")
