@@ -19,7 +19,7 @@ import xxhash
 from benchmarks.compare import RESULTS, new_parser
 from benchmarks.data_prep import documents
 from data_prep.clean import RULES, SAMPLE_LENGTH, Drops, clean
-from data_prep.read import DOCUMENTS, RawDocument
+from data_prep.read import RawDocument
 from multicls.files import atomic_write
 
 NUMBER = 300
