@@ -18,7 +18,7 @@ import xxhash
 
 from benchmarks.compare import RESULTS, new_parser
 from data_prep.clean import RULES, SAMPLE_LENGTH, Drops, clean
-from data_prep.read import DOCUMENTS, RawDocument, ReadOptions, read_piece
+from data_prep.read import RawDocument, ReadOptions, read_piece
 from data_prep.sources import find_files
 from data_prep.units import cut_units
 from multicls.files import atomic_write
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = new_parser("reading", __doc__)
     parser.add_argument("--genre", required=True, metavar="NAME", help="names the file that is written")
     parser.add_argument("--input", nargs="+", required=True, metavar="[NAME=]WHAT", help="as for data_prep/run.py")
-    parser.add_argument("--documents", choices=DOCUMENTS, default="file", help="as for data_prep/run.py")
+    parser.add_argument("--documents", default="file", help="as for data_prep/run.py")
     parser.add_argument("--language", default="en", help="of the sentence splitter")
     parser.add_argument("--number", type=int, default=NUMBER, help="boundaries and dropped paragraphs to draw")
     parser.add_argument("--seed", type=int, default=0, help="another seed draws others")

@@ -16,7 +16,6 @@ from tests.test_readme import NOT_COPIED, REPOSITORY, runnable_blocks
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_own_labels_from_a_table_to_predictions(tmp_path: Path) -> None:
     copy = tmp_path / "repository"
     shutil.copytree(REPOSITORY, copy, ignore=shutil.ignore_patterns(*NOT_COPIED))

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForPreTraining, AutoTokenizer
 
 from tests.pretrain.conftest import Fork, Launch, records, said
+from tests.processes import free_ports
 
 LOSSES = [f"loss/{name}" for name in ("total", "mlm", "tfidf", "so", "mcqt")]
 pytestmark = pytest.mark.launcher
@@ -52,7 +53,7 @@ def test_finished_run_is_left_alone(fork: Fork, finished: Path) -> None:
 
 def test_two_ranks_give_the_same_curve(launch: Launch, finished: Path, tmp_path: Path) -> None:
     """And with two loader processes each instead of one."""
-    deepspeed = ("deepspeed", "--num_gpus", "2", "--master_port", "29617")
+    deepspeed = ("deepspeed", "--num_gpus", "2", f"--master_port={free_ports(1)[0]}")
     done = launch(tmp_path / "run", "--set", "data.num_workers=2", launcher=deepspeed)
     assert done.returncode == 0, done.stdout + done.stderr
     for split in ("train", "validation"):
@@ -90,11 +91,11 @@ def test_resume_refuses_another_run(fork: Fork, launch: Launch, finished: Path) 
         (["--set", "train.lerning_rate=1"], "Did you mean 'train.learning_rate'?"),
         (["--corpus", "nowhere"], "nowhere"),
         (["--config", "ds_configs/zero22.json"], "ds_configs/zero2"),
-        (["--recipe", "pretrain/recipes/tinny.yaml"], "pretrain/recipes/tiny.yaml"),
-        (["--global_batch_size", "0"], "train.global_batch_size = 0"),
+        (["--recipe", "pretrain/recipes/tinny.yaml"], "Did you mean 'tiny'?"),
+        (["--global_batch_size", "0"], "--global_batch_size 0: must be greater than 0"),
         (["--global_batch_size", "4"], "give 3, or another train.negatives_group"),
         (["--set", "train.triples=4"], "train.triples is now train.negatives_group"),
-        (["--micro_batches", "2"], "--micro_batches is now --global_batch_size"),
+        (["--micro_batches", "2"], "Did you mean '--global_batch_size 2'?"),
         (["--micro_batch_size", "4"], "train.micro_batch_size = 4 is no multiple of"),
     ],
 )
