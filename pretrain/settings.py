@@ -61,7 +61,7 @@ class ObjectiveSettings(Settings):
     mlm: float = Field(default=1.0, ge=0, description="weight of the loss: masked tokens")
     tfidf: float = Field(default=1.0, ge=0, description="weight of the loss: TF-IDF of each token")
     so: float = Field(default=1.0, ge=0, description="weight of the loss: order of the two segments of a part")
-    mcqt: float = Field(default=1.0, ge=0, description="weight of the loss: which part follows which (multi-CLS quick thoughts)")
+    mcqt: float = Field(default=1.0, ge=0, description="weight of the loss: which part follows which")
 
     @model_validator(mode="after")
     def _something_to_learn(self) -> ObjectiveSettings:
