@@ -55,7 +55,7 @@ class Cluster:
     bandwidth: float = _input(50e9, "bytes a second of a GPU: 400 Gb/s InfiniBand, NVIDIA's DGX H100 data sheet")
     overlap: float = _input(0.0, "share of the all-reduce hidden behind the backward pass; 0 is the worst case")
     loader_rate: float = _input(83_463, "sequences a second of a rank's loader process; docs/data_measured.md")
-    checkpoint_seconds: float = _input(10, "the run waits while one is written; assumed, `save_cost` measures it")
+    checkpoint_seconds: float = _input(10, "the run waits while one is written; assumed, the log of a run tells it")
     save_every: float = _input(10_000, "steps between checkpoints; default of run.save_every")
 
 

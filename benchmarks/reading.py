@@ -17,10 +17,9 @@ from collections.abc import Iterator, Sequence
 import xxhash
 
 from benchmarks.compare import RESULTS, new_parser
+from benchmarks.data_prep import documents
 from data_prep.clean import RULES, SAMPLE_LENGTH, Drops, clean
-from data_prep.read import RawDocument, ReadOptions, read_piece
-from data_prep.sources import find_files
-from data_prep.units import cut_units
+from data_prep.read import RawDocument
 from multicls.files import atomic_write
 
 NUMBER = 300
@@ -65,14 +64,6 @@ class Draw:
     def entries(self) -> list[str]:
         """Returns the drawn entries in a fixed order."""
         return [entry for _, entry in sorted(self._heap, reverse=True)]
-
-
-def documents(inputs: list[str], how: str) -> Iterator[RawDocument]:
-    """Yields all documents of the inputs."""
-    files = find_files(inputs).files
-    for unit in cut_units(files):
-        for piece in unit:
-            yield from read_piece(files[piece.file], piece, ReadOptions(documents=how))
 
 
 def boundaries(lines: list[list[str]]) -> Iterator[str]:

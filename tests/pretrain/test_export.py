@@ -90,8 +90,8 @@ def expected_weights(run_folder: Path, stage: int) -> dict[str, torch.Tensor]:
     return dict(weights)
 
 
-CASES = [(0, 1, "fp32"), (1, 2, "fp32"), (2, 2, "fp32"), (3, 2, "fp32"), (0, 2, "bf16"), (2, 2, "bf16")]
-SLOW = [(3, 1, "fp32"), (3, 2, "bf16")]
+CASES = [(0, 1, "fp32"), (2, 2, "fp32"), (3, 2, "fp32")]
+SLOW = [(1, 2, "fp32"), (3, 1, "fp32"), (0, 2, "bf16"), (2, 2, "bf16"), (3, 2, "bf16")]
 
 
 @pytest.mark.parametrize(

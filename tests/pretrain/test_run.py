@@ -11,6 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForPreTraining, AutoTokenizer
 
+import finetune.report
+import finetune.run
 from tests.pretrain.conftest import Fork, Launch, records, said
 from tests.processes import free_ports
 
@@ -45,12 +47,22 @@ def test_run_folder_and_export(finished: Path) -> None:
     assert tokens[1:4] == ["[unused0]", "[unused1]", "[unused2]"]
 
 
+def test_text_to_report(finished: Path, glue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The model of data preparation and pretraining is fine-tuned on its facets, and its score is in the report."""
+    flags = ["--model", str(finished / "hf"), "--head", "multicls", "--task", "sst2", "--data_dir", str(glue)]
+    flags += ["--train_size", "16", "--max_length", "32", "--max_steps", "2", "--output_dir", str(tmp_path)]
+    assert finetune.run.main(flags) == 0
+    finetune.report.main([str(tmp_path)])
+    assert "| sst2 | 16 |" in capsys.readouterr().out and (tmp_path / "report.html").exists()
+
+
 def test_finished_run_is_left_alone(fork: Fork, finished: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("*") if path.is_file()}
     assert fork(finished) == [[0]] and "already finished at step 8" in said(finished)
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.slow
 def test_two_ranks_give_the_same_curve(launch: Launch, finished: Path, tmp_path: Path) -> None:
     """And with two loader processes each instead of one."""
     deepspeed = ("deepspeed", "--num_gpus", "2", f"--master_port={free_ports(1)[0]}")
