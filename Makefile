@@ -2,6 +2,7 @@
 # make test      sets up, then runs the tests but the slow ones
 # make test-all  sets up, then runs all tests
 # make lint      sets up, then runs ruff and mypy
+# make docs      sets up, then builds the documentation as a site in build/site
 # make setup     only sets up; skipped when nothing changed since
 # make clean     removes what the others made, the environment included
 #
@@ -11,11 +12,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
-CODE := multicls data_prep pretrain finetune benchmarks tests
+CODE := multicls data_prep pretrain finetune benchmarks tools tests
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 
-.PHONY: setup demo test test-all lint clean
+.PHONY: setup demo test test-all lint docs clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -54,6 +55,9 @@ lint: setup
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/mypy $(CODE)
 
+docs: setup
+	$(BIN)/zensical build --strict --clean
+
 clean:
-	rm -rf .venv runs build *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv runs build .cache *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +

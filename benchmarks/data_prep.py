@@ -28,9 +28,10 @@ from data_prep.build import CleanDocument, CleanText, EncodeText, ReadUnit, Writ
 from data_prep.clean import RULES, Drops, clean
 from data_prep.encode import TextEncoder, load_tokenizer_files
 from data_prep.engine import ExecutorOptions
-from data_prep.plan import MIN_SENTENCES, WorkPlan, WorkSettings
+from data_prep.plan import WorkPlan, WorkSettings
 from data_prep.prepare import PrepareSettings, prepare
 from data_prep.read import RawDocument, ReadOptions, read_piece
+from data_prep.settings import MIN_SENTENCES
 from data_prep.sources import find_files
 from data_prep.units import cut_units
 from multicls.corpus import Corpus
@@ -50,7 +51,8 @@ def documents(inputs: list[str], how: str = "file") -> Iterator[RawDocument]:
 
 def ours(inputs: list[str], tokenizer: str, output: Path, workers: int) -> None:
     """Prepares the text with data_prep/run.py's function."""
-    prepare(PrepareSettings(tuple(inputs), tokenizer), output, ExecutorOptions(workers=workers), log=lambda _: None)
+    settings = PrepareSettings(input=tuple(inputs), tokenizer=tokenizer)
+    prepare(settings, output, ExecutorOptions(workers=workers), log=lambda _: None)
 
 
 def baseline(inputs: list[str], tokenizer: str, output: Path, batched: bool, workers: int) -> None:

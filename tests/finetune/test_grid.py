@@ -106,7 +106,7 @@ def test_shipped_recipes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_grid_needs_a_process(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--jobs 0: must be at least 1"):
+    with pytest.raises(UserError, match="--jobs 0: must be greater than 0"):
         main(["--recipe", recipe(tmp_path), "--jobs", "0"])
 
 

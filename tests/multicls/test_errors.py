@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import pytest
 
-from multicls.errors import CommandParser, UserError, did_you_mean, run_command
+from multicls.errors import UserError, did_you_mean, run_command
 from multicls.files import REPOSITORY
 
 LIMIT = 300  # seconds of a command; its child would keep it for 600
@@ -147,20 +147,3 @@ def test_a_command_without_streams_keeps_its_exit_code(statement: str, code: int
     script = COMMAND.replace("import run_command", "import UserError, run_command").format(statement=statement)
     command = ["bash", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, script]
     assert subprocess.run(command, cwd=REPOSITORY, timeout=LIMIT, check=False).returncode == code
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--lerning_rate", "1"], "--lerning_rate: no such flag. Did you mean '--learning_rate'?"),
-        (["--learning-rate=1"], "--learning-rate: no such flag. Did you mean '--learning_rate'?"),
-        (["--zzz"], "--zzz: no such flag. --help lists all flags."),
-        (["--learning_rate"], "argument --learning_rate: expected one argument. --help lists all flags."),
-    ],
-)
-def test_a_misspelt_flag_is_told_in_a_line(argv: list[str], message: str) -> None:
-    parser = CommandParser("About.")
-    parser.add_argument("--learning_rate")
-    with pytest.raises(UserError) as error:
-        parser.parse_args(argv)
-    assert str(error.value) == message
