@@ -1,11 +1,11 @@
 """Draws sentence boundaries and dropped paragraphs for reading by a person: 300 of each, chosen by hash.
 
     python benchmarks/run.py reading --genre novels --input PATH...
-    python benchmarks/run.py reading --genre notes --input data_prep/README.md docs
+    python benchmarks/run.py reading --genre notes --input README.md docs
 
 Writes runs/benchmarks/reading_GENRE.txt. each boundary stands as `¦` between the sentences around it;
 each dropped paragraph stands with the rule that dropped it. Read them, count the wrong ones, and write the counts into
-data_prep/README.md. The same input and seed give the same file.
+docs/data_measured.md. The same input and seed give the same file.
 """
 
 from __future__ import annotations

@@ -376,6 +376,7 @@ def _finish(
             "format_version": FORMAT_VERSION,
             **{key: sum(shard[key] for shard in shards) for key in COUNTED},
             "sources": sources,
+            "hub_datasets": {file.source: file.hub.dataset for file in plan.files if file.hub},
             "dropped": dict(sorted(drops.counts.items())),
             "skipped": dict(sorted(skipped.items())),
             "warnings": warnings,

@@ -219,10 +219,11 @@ def _save(planned: PlannedRun, predicted: Predicted, tokenizer: Any, records: Se
     from finetune.heads.saving import save_model
     from finetune.show.cards import model_card
     from finetune.train.loop import gathered
+    from multicls.cards import inherited_metadata
 
     with gathered(predicted.model):
         if rank_and_world()[0] == 0:
-            card = model_card(records, planned.rows)
+            card = model_card(records, planned.rows, inherited_metadata(planned.checkpoint.name))
             save_model(predicted.model, tokenizer, planned.model_path, card)
 
 

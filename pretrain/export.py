@@ -23,6 +23,7 @@ from multicls.command_line import CommandLine, print_summary
 from multicls.errors import UserError, did_you_mean, print_stderr, run_command
 from multicls.files import atomic_folder, locked, read_json, read_jsonl, write_json
 from multicls.settings import Settings
+from pretrain.card import write_card
 from pretrain.run_folder import (
     COMPLETE,
     DONE,
@@ -38,40 +39,8 @@ from pretrain.run_folder import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-FACTS = "export.json"  # in an export: its step, base model and data; in RUN/model: the same without the step
+FACTS = "export.json"  # in an export: its step, origin and validation; in RUN/model: the origin
 VOCABULARY_ROWS = ("bert.embeddings.word_embeddings.weight", "cls.predictions.bias")
-CARD = """---
-library_name: transformers
-base_model: {base_model}
-tags: [multicls-bert, continued-pretraining]
----
-# Multi-CLS BERT, K = {facets}, continued from {base_model}
-
-{step} optimizer steps of {examples_per_step} examples ({parts} consecutive parts each) on {data}.
-
-{validation}
-
-The tokenizer adds the facet tokens: `[CLS] [C1..CK] a [SEP] b [SEP]`. It treats all text as plain text: a literal
-"[MASK]" is split into word pieces (pass `split_special_tokens=False` to change that).
-
-```python
-from transformers import AutoModel, AutoTokenizer
-
-folder = "."  # this folder, or its Hub id
-tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-model = AutoModel.from_pretrained(folder, trust_remote_code=True)
-outputs = model(**tokenizer("A sentence.", return_tensors="pt"))
-print(outputs.facet_embeddings.shape)  # (1, {embeddings}, {hidden})
-```
-
-With `import multicls` the same works without `trust_remote_code`.
-
-<details><summary>Settings</summary>
-
-```yaml
-{settings}```
-</details>
-"""
 
 
 class ExportOptions(Settings):
@@ -204,7 +173,7 @@ def describe_model(model: Any, tokenizer: Any, run_folder: Path, facts: Mapping[
         model: with a configuration of the vocabulary's true size.
         tokenizer: the model's.
         run_folder: the folder RUN.
-        facts: for the model card: base_model, data, examples_per_step.
+        facts: for the model card: `origin`, from `pretrain.card.origin_of`.
     """
     from multicls.from_bert import quiet_transformers
 
@@ -231,23 +200,14 @@ def write_model(weights: Mapping[str, Tensor], run_folder: Path, step: int, outp
 
     config = MultiClsBertConfig.from_json_file(str(run_folder / "model" / "config.json"))
     weights = without_padding(weights, config.vocab_size)
-    validated, validation = last_validation(run_folder, step)
-    facts = read_json(run_folder / "model" / FACTS) | {"step": step, "validation": validation}
-    card = CARD.format(
-        **(facts | {"validation": _table(validated, validation)}),
-        facets=config.num_facets,
-        embeddings=config.num_embeddings_per_sequence,
-        hidden=config.hidden_size,
-        parts=config.num_parts,
-        settings=(run_folder / "settings.yaml").read_text(encoding="utf-8"),
-    )
+    facts = read_json(run_folder / "model" / FACTS) | {"step": step, "validation": last_validation(run_folder, step)}
     try:
         with atomic_folder(output) as fresh:
             shutil.copytree(run_folder / "model", fresh, dirs_exist_ok=True)
             save_file(weights, fresh / WEIGHTS, metadata={"format": "pt"})
             (fresh / WEIGHTS).chmod(0o644)  # safetensors lets only the owner read it
-            (fresh / "README.md").write_text(card, encoding="utf-8")
             write_json(fresh / FACTS, facts)
+            write_card(fresh, run_folder, step, config, facts)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{output}: the export of step {step} could not be written: {error}. Make room.") from None
     return facts
@@ -269,20 +229,11 @@ def without_padding(weights: Mapping[str, Tensor], vocab_size: int) -> dict[str,
     return dict(weights) | {name: weights[name][:vocab_size].clone() for name in VOCABULARY_ROWS}
 
 
-def last_validation(run_folder: Path, step: int) -> tuple[int, dict[str, float]]:
-    """Returns step and metrics of the last validation up to `step`; (0, {}) if there is none."""
+def last_validation(run_folder: Path, step: int) -> dict[str, float]:
+    """Returns the metrics of the last validation up to `step`; {} if there is none."""
     records = read_jsonl(run_folder / "metrics.jsonl")
     records = [record for record in records if record["split"] == "validation" and record["step"] <= step]
-    if not records:
-        return 0, {}
-    return records[-1]["step"], {name: value for name, value in records[-1].items() if "/" in name}
-
-
-def _table(step: int, metrics: Mapping[str, float]) -> str:
-    if not metrics:
-        return "Not validated yet."
-    rows = [f"| {name} | {value:.4f} |" for name, value in sorted(metrics.items())]
-    return "\n".join([f"| validation at step {step} | value |", "|---|---|", *rows])
+    return {name: value for name, value in records[-1].items() if "/" in name} if records else {}
 
 
 def _may_be_replaced(folder: Path) -> bool:

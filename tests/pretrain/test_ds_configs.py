@@ -24,6 +24,7 @@ from pretrain.nonfinite import NonFiniteGuard
 from pretrain.training import lr_at
 from tests.pretrain.conftest import Fork, said
 from tests.pretrain.two_ranks import BATCH, CASES, FACETS, GROUP, STEPS, facets, micro_batch, model, settings
+from tests.processes import free_ports
 
 OBJECTIVES = ("mlm", "tfidf", "so", "mcqt")
 
@@ -48,7 +49,7 @@ def launch(ranks: int, folder: Path) -> Launched:
     """Runs all cases on some ranks."""
     results = folder / "results.json"
     torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node", str(ranks)]
-    torchrun += ["--master_port", str(29640 + ranks)]
+    torchrun += [f"--master_port={free_ports(1)[0]}"]
     command = [*torchrun, str(Path(__file__).with_name("two_ranks.py")), str(results)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForPreTraining, AutoTokenizer
 
 from tests.pretrain.conftest import Fork, Launch, records, said
+from tests.processes import free_ports
 
 LOSSES = [f"loss/{name}" for name in ("total", "mlm", "tfidf", "so", "mcqt")]
 pytestmark = pytest.mark.launcher
@@ -52,7 +53,7 @@ def test_finished_run_is_left_alone(fork: Fork, finished: Path) -> None:
 
 def test_two_ranks_give_the_same_curve(launch: Launch, finished: Path, tmp_path: Path) -> None:
     """And with two loader processes each instead of one."""
-    deepspeed = ("deepspeed", "--num_gpus", "2", "--master_port", "29617")
+    deepspeed = ("deepspeed", "--num_gpus", "2", f"--master_port={free_ports(1)[0]}")
     done = launch(tmp_path / "run", "--set", "data.num_workers=2", launcher=deepspeed)
     assert done.returncode == 0, done.stdout + done.stderr
     for split in ("train", "validation"):

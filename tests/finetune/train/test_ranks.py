@@ -18,6 +18,7 @@ from finetune.store.results import Store
 from multicls.files import read_json, write_json
 from tests.finetune.heads.test_isobn import assert_ranks_are_one_batch
 from tests.finetune.train.rank_cases import CASES, settings_of
+from tests.processes import free_ports
 
 pytestmark = pytest.mark.launcher
 
@@ -36,7 +37,12 @@ def checkpoint(tiny_bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 @pytest.fixture(scope="module")
 def launched(checkpoint: Path, glue: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
-    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node", "2", "--master_port", "29657"]
+    torchrun = [
+        str(Path(sys.executable).with_name("torchrun")),
+        "--nproc_per_node",
+        "2",
+        f"--master_port={free_ports(1)[0]}",
+    ]
     script = str(Path(__file__).with_name("rank_cases.py"))
     command = [*torchrun, script, str(checkpoint), str(glue), str(folder)]
     done = subprocess.run(
