@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from multicls.embeddings import write_sentence_transformer
 from multicls.errors import UserError, first_line, run_command
 from multicls.files import atomic_folder
 
@@ -83,11 +84,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     tokenizer = _tokenizer(args.tokenizer, model.config) if args.tokenizer else None
     from multicls.from_bert import quiet_transformers
+    from multicls.tokenization import facet_ids
 
     with atomic_folder(args.output) as folder, quiet_transformers():
-        model.save_pretrained(folder)
         if tokenizer is not None:
+            model.config.facet_ids = list(facet_ids(tokenizer))
             tokenizer.save_pretrained(folder)
+        model.save_pretrained(folder)
+        write_sentence_transformer(folder)
     print(f"wrote {args.output}: {sum(p.numel() for p in model.parameters()):,} parameters, {_describe(model.config)}")
     if tokenizer is None:
         print("it has no tokenizer: convert with --tokenizer bert-base-uncased, or the one that the checkpoint used")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from multicls.embeddings import write_sentence_transformer
 from multicls.errors import UserError, did_you_mean, print_stderr, run_command
 from multicls.files import atomic_folder, locked, read_json, read_jsonl, write_json
 from pretrain.run_folder import (
@@ -196,6 +197,7 @@ def describe_model(model: Any, tokenizer: Any, run_folder: Path, facts: Mapping[
         model.save_pretrained(fresh, state_dict={})
         (fresh / WEIGHTS).unlink(missing_ok=True)
         tokenizer.save_pretrained(fresh)
+        write_sentence_transformer(fresh)
         write_json(fresh / FACTS, dict(facts))
 
 
@@ -229,7 +231,6 @@ def write_model(weights: Mapping[str, Tensor], run_folder: Path, step: int, outp
         with atomic_folder(output) as fresh:
             shutil.copytree(run_folder / "model", fresh, dirs_exist_ok=True)
             save_file(weights, fresh / WEIGHTS, metadata={"format": "pt"})
-            (fresh / WEIGHTS).chmod(0o644)  # safetensors lets only the owner read it
             (fresh / "README.md").write_text(card, encoding="utf-8")
             write_json(fresh / FACTS, facts)
     except (OSError, SafetensorError) as error:
