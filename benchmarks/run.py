@@ -29,6 +29,7 @@ NAMES = (
     "finetune_trainer",
     "finetune_inference",
     "finetune_statistics",
+    "embeddings",
 )
 
 

@@ -372,7 +372,7 @@ class MultiClsBertModel(MultiClsBertPreTrainedModel, BertModel):
     def _check_input(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> None:
         """Warns once of input that another tokenizer has made, or that is padded on the left.
 
-        On a GPU only the first batch is looked at, since the host has to wait for its values.
+        In training, and on a GPU, only the first batch is looked at: the host has to wait for its values.
 
         Raises:
             ValueError: The sequences are too short to hold [CLS] and the facets.
@@ -395,7 +395,7 @@ class MultiClsBertModel(MultiClsBertPreTrainedModel, BertModel):
             problem = f"lacks the facets (ids {facet_ids}) after [CLS]; use the tokenizer that was saved with the model"
         if problem:
             warnings.warn(f"the outputs are not those of the trained model: the input {problem}", stacklevel=2)
-        self.checks_input = input_ids.is_cpu and not problem
+        self.checks_input = input_ids.is_cpu and not self.training and not problem
 
     def _forward_packed(
         self,
