@@ -1,4 +1,4 @@
-"""What a model inherits from its checkpoint: only what a card or configuration states, and never a path."""
+"""A model inherits from its checkpoint only what a card or configuration states, and never a path."""
 
 from __future__ import annotations
 
