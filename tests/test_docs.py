@@ -99,7 +99,7 @@ def test_links_of_the_site_lead_somewhere(site: Path) -> None:
 
 def test_lists_begin_after_an_empty_line() -> None:
     """GitHub shows other lists as well; the site's Markdown does not."""
-    wrong = re.compile(r"^(?![-*|#>]|\d+\. )\S.*\n(?:- |1\. ).*", re.MULTILINE)
+    wrong = re.compile(r"^(?!- |\* |[|#>]|\d+\. )\S.*\n(?:- |1\. ).*", re.MULTILINE)
     assert wrong.findall("text\n- item\n") and not wrong.findall("- item\n- item\n\ntext\n\n1. item\n")
     pages = [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").glob("*.md")]
     texts = {path.name: re.sub(r"^```.*?^```", "", path.read_text("utf-8"), flags=re.M | re.S) for path in pages}
