@@ -97,6 +97,15 @@ def test_links_of_the_site_lead_somewhere(site: Path) -> None:
     assert {f"{page}.html" for page in pages - {"index"}} <= {link.removeprefix("./") for link in listed}
 
 
+def test_lists_begin_after_an_empty_line() -> None:
+    """GitHub shows other lists as well; the site's Markdown does not."""
+    wrong = re.compile(r"^(?!- |\* |[|#>]|\d+\. )\S.*\n(?:- |1\. ).*", re.MULTILINE)
+    assert wrong.findall("text\n- item\n") and not wrong.findall("- item\n- item\n\ntext\n\n1. item\n")
+    pages = [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").glob("*.md")]
+    texts = {path.name: re.sub(r"^```.*?^```", "", path.read_text("utf-8"), flags=re.M | re.S) for path in pages}
+    assert not {name: wrong.findall(text) for name, text in texts.items() if wrong.findall(text)}
+
+
 def test_a_broken_link_is_found(tmp_path: Path) -> None:
     (tmp_path / "a.html").write_text('<h1 id="top"><a href="b.html#x">1</a><a href="c.html">2</a><a href="#top">3</a>')
     (tmp_path / "b.html").write_text('<p id="y"><a href="a.html#top"></a><script src="https://cdn.example/x.js">')
