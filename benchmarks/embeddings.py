@@ -41,7 +41,7 @@ def facets_of(model: Any, tokenizer: Any, texts: Sequence[str]) -> Tensor:
 
 def similarities(folder: str, pairs: tuple[list[str], list[str]]) -> dict[str, Tensor]:
     """Returns the similarity of each pair, (N,), by the kind of embedding."""
-    model = SentenceTransformer(folder, local_files_only=True)
+    model: Any = SentenceTransformer(folder, local_files_only=True)
 
     def cosines() -> Tensor:
         first, second = (model.encode(texts, convert_to_tensor=True, show_progress_bar=False) for texts in pairs)
