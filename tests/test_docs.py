@@ -35,6 +35,30 @@ def test_own_labels_from_a_table_to_predictions(tmp_path: Path) -> None:
     assert len((copy / "runs/own/labelled.csv").read_text(encoding="utf-8").splitlines()) == 21
 
 
+@pytest.mark.slow
+def test_snippets_of_the_model_pages_run(tmp_path: Path) -> None:
+    """MiniLM with new facets stands in for the demo's model."""
+    from multicls.embeddings import write_sentence_transformer
+    from multicls.from_bert import from_bert
+    from multicls.sample import sample_model
+
+    folder = tmp_path / "runs" / "sample" / "hf"
+    for part in from_bert(str(sample_model())):
+        part.save_pretrained(folder)
+    write_sentence_transformer(folder)
+    pages = [(REPOSITORY / "docs" / name).read_text(encoding="utf-8") for name in ("embeddings.md", "model.md")]
+    blocks = [block.commands for page in pages for block in runnable_blocks(page) if block.language == "python"]
+    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(blocks)],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(blocks) == 3 and "(3, 384)" in done.stdout and "torch.Size([3, 5, 384])" in done.stdout
+    found = re.search(r"^tensor\(\[([\d.]+), ([\d.]+)\]\)$", done.stdout, re.MULTILINE)
+    assert found and float(found[1]) > 0.7 > 0.3 > float(found[2])
+
+
 class Page(HTMLParser):
     """The anchors of a page, its links, and the addresses from which it loads something."""
 
