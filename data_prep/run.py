@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from multicls.console import print_line
 from multicls.errors import UserError, did_you_mean, run_command
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def build_command(argv: Sequence[str]) -> None:
     settings = _settings(args, args.tokenizer, min_sentences=args.min_sentences, near_duplicates=args.near_duplicates)
     sbatch = dict(option.lstrip("-").split("=", 1) for option in args.sbatch)
     executor = ExecutorOptions(args.executor, args.workers, args.partition, args.time, args.tasks_per_job, sbatch)
-    (print_plan if args.plan else prepare)(settings, args.output, executor, _log)
+    (print_plan if args.plan else prepare)(settings, args.output, executor, print_line)
 
 
 def _build_problems(args: argparse.Namespace) -> list[str]:
@@ -120,10 +121,6 @@ def _settings(args: argparse.Namespace, tokenizer: str, **others: Any) -> Prepar
         without=tuple(args.without),
         **others,
     )
-
-
-def _log(line: str) -> None:
-    print(line, flush=True)
 
 
 def _add_input_flags(parser: argparse.ArgumentParser) -> None:
@@ -227,7 +224,7 @@ def vocabulary_command(argv: Sequence[str]) -> None:
     from data_prep.vocabulary import train_vocabulary
 
     sentences = sentences_of(_settings(args, tokenizer=""), args.max_mb)
-    train_vocabulary(sentences, args.output, kind=args.type, size=args.size, cased=args.cased, log=_log)
+    train_vocabulary(sentences, args.output, kind=args.type, size=args.size, cased=args.cased, log=print_line)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import csv
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -19,6 +20,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/, whose n
 
 from finetune.data.tasks import TASKS, Task, find_task
 from finetune.settings import FinetuneSettings, OwnDataSettings
+from multicls.console import Progress
 from multicls.errors import CommandParser, UserError, run_command
 from multicls.files import atomic_write, write_json
 from multicls.settings import load_settings
@@ -189,7 +191,6 @@ def read(model: TaskModel, rows: Encoded, task: int) -> dict[str, Array]:
         nothing; "logits" (rows, C). N is the number of sequences for choice tasks.
     """
     import torch
-    from tqdm import trange
 
     from finetune.train.loop import find_device
 
@@ -197,8 +198,9 @@ def read(model: TaskModel, rows: Encoded, task: int) -> dict[str, Array]:
     model.eval().to(device)
     count = getattr(model.encoder.config, "num_facets", 0)
     found: dict[str, list[torch.Tensor]] = defaultdict(list)
-    with torch.inference_mode():
-        for start in trange(0, len(rows), 32, leave=False, disable=None):
+    with torch.inference_mode(), closing(Progress("analyzing", len(rows), unit="rows")) as progress:
+        for start in range(0, len(rows), 32):
+            progress.update(start)
             batch = rows.batch(range(start, min(start + 32, len(rows))), device)
             output = model(**batch, task=task, output_hidden_states=True)
             nothing = output.pooled[:, :0]

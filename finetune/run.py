@@ -25,6 +25,7 @@ from finetune.heads import FITTED_HEADS, HEADS
 from finetune.settings import FinetuneSettings, OwnDataSettings, TrainSettings, check_names, resolve
 from finetune.store.records import PlannedRun, Predicted, make_predictions, make_record
 from finetune.store.results import Record, Store, short_hash
+from multicls.console import fold, show_log
 from multicls.distributed import leave_deepspeed, on_rank_0, prepare_deepspeed, rank_and_world
 from multicls.ds_config import load_ds_config
 from multicls.errors import CommandParser, run_command
@@ -54,8 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if print_config:
         print(to_yaml(settings), end="")
         return 0
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    log.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
+    show_log(log.name, logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
     run(settings)
     if rank_and_world()[1] > 1 or settings.config:
         leave_deepspeed()
@@ -299,7 +299,7 @@ def _where(planned: PlannedRun) -> str:
 
 def _tell(text: str) -> None:
     if rank_and_world()[0] == 0:
-        print(text, flush=True)
+        print(fold(text), flush=True)
 
 
 def _parser() -> CommandParser:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from multicls.console import print_line
 from multicls.corpus import Corpus
 from multicls.ds_config import load_ds_config, resolve_ds_config
 from multicls.errors import UserError, run_command
@@ -23,7 +24,7 @@ from multicls.files import REPOSITORY
 from multicls.sample import SAMPLE, SAMPLE_CORPUS, SAMPLE_MODEL, SAMPLE_TEXT
 from multicls.settings import load_settings, to_yaml
 from pretrain.run_folder import status
-from pretrain.settings import RENAMED, PretrainSettings, TrainSettings, batch_arithmetic
+from pretrain.settings import LENGTHS, RENAMED, PretrainSettings, TrainSettings, batch_arithmetic
 
 UNFINISHED = 3  # exit code of --status
 SAMPLE_RECIPE = "pretrain/recipes/sample.yaml"
@@ -32,6 +33,7 @@ FLAGS = {  # command-line flag -> setting
     "corpus": "data.corpus",
     "output_dir": "run.output_dir",
     "steps": "train.steps",
+    "epochs": "train.epochs",
     "global_batch_size": "train.global_batch_size",
     "micro_batch_size": "train.micro_batch_size",
     "learning_rate": "train.learning_rate",
@@ -54,6 +56,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--corpus", help="folder written by data_prep/run.py")
     parser.add_argument("--output_dir", help="run folder (default: runs/NAME_OF_RECIPE)")
     parser.add_argument("--steps", type=int, help="optimizer steps")
+    parser.add_argument("--epochs", type=float, help="passes over the training documents, instead of steps")
     parser.add_argument("--global_batch_size", type=int, help="examples of an optimizer step, over all ranks")
     parser.add_argument("--micro_batch_size", type=size, help="examples of a forward pass, or auto")
     parser.add_argument("--learning_rate", type=float, help="peak learning rate")
@@ -82,8 +85,8 @@ def read_settings(args: argparse.Namespace) -> PretrainSettings:
     if is_embedded_default(args):
         recipes = [SAMPLE_RECIPE]
     flags = {setting: getattr(args, flag) for flag, setting in FLAGS.items()}
-    if args.steps is not None:
-        flags["train.tokens"] = 0  # --steps replaces a recipe's tokens
+    if args.steps is not None or args.epochs is not None:  # they replace the length of a recipe
+        flags |= {f"train.{name}": getattr(args, name, None) or 0 for name in LENGTHS}
     settings = load_settings(PretrainSettings, recipes, args.set, flags)
     if settings.run.output_dir is None:
         name = Path(recipes[-1]).stem if recipes else "pretrain"
@@ -128,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Corpus.open(settings.data.corpus)
     if rank == 0:
         for line in opening_lines(args, settings):
-            print(line, flush=True)
+            print_line(line)
         if settings.data.corpus == SAMPLE:
             prepare_sample_corpus()
 
@@ -164,7 +167,7 @@ def opening_lines(args: argparse.Namespace, settings: PretrainSettings) -> list[
 def prepare_sample_corpus() -> None:
     """Runs data_prep on the sample's corpus if that has not been done: stages pass files, not objects."""
     if not (SAMPLE_CORPUS / "manifest.json").exists():
-        print("preparing the sample's corpus (once)", flush=True)
+        print_line("preparing the sample's corpus (once)")
         command = [sys.executable, str(REPOSITORY / "data_prep" / "run.py"), "--sample", "--output", str(SAMPLE_CORPUS)]
         if subprocess.run(command, check=False).returncode:
             raise UserError(f"preparing the sample's corpus failed: {shlex.join(command)}")
