@@ -38,9 +38,7 @@ class RunLength(NamedTuple):
 
     def words(self) -> list[str]:
         """Returns lines for the log: the length, and a warning if the run repeats the text too often."""
-        passes = (
-            f"{self.passes:,.0f}" if self.passes >= 10 else f"{self.passes:.1f}" if self.passes >= 0.1 else "under 0.1"
-        )
+        passes = f"{self.passes:,.{0 if self.passes >= 10 else 1 if self.passes >= 0.1 else 3}f}"
         lines = [
             f"length: {self.training_tokens:,} training tokens; {self.steps:,} steps ({self.tokens:,.0f} tokens) are "
             f"{passes} passes (epochs) over them"

@@ -47,12 +47,12 @@ def console_line(step: int, steps: int, values: Mapping[str, float], eta: float 
 
 
 def validation_line(step: int, values: Mapping[str, float]) -> str:
-    """Returns a line such as `step 1200  validation 8.04 (mlm 0.91 ...)  acc mcqt 0.71 so 0.62  facet cos 0.12`."""
+    """Returns a line such as `step 1200  validation 8.04 (mlm 0.91 ...)  acc mcqt 0.71 so 0.62  cos 0.12`."""
     parts = [f"step {step}  validation {_losses(values)}"]
     accuracies = [f"{name} {values[f'acc/{name}']:.2f}" for name in ("mcqt", "so") if f"acc/{name}" in values]
     parts += [f"acc {' '.join(accuracies)}"] * bool(accuracies)
     if "facets/mean_cosine" in values:
-        parts.append(f"facet cos {values['facets/mean_cosine']:.2f}")
+        parts.append(f"cos {values['facets/mean_cosine']:.2f}")
     return "  ".join(parts)
 
 

@@ -90,7 +90,7 @@ def test_intervals_may_be_shares_of_the_run(corpus: Corpus) -> None:
 
 def test_length_in_words() -> None:
     assert RunLength(600, 1.9e6, 1_904_000).words() == [
-        "length: 1,904,000 training tokens; 600 steps (1,900,000 tokens) are 1 passes (epochs) over them"
+        "length: 1,904,000 training tokens; 600 steps (1,900,000 tokens) are 1.0 passes (epochs) over them"
     ]
     length, warning = RunLength(640_000, 2e9, 1_904_000).words()
     assert "are 1,050 passes (epochs) over them" in length
