@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import platform
 import shlex
 import sys
 from collections.abc import Callable
@@ -14,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 from data_prep.examples import ExampleStream, SpecialIds
+from multicls.cards import inherited_metadata
+from multicls.command_line import fine_tuning_command, print_summary
 from multicls.configuration_multicls import MultiClsBertConfig
 from multicls.console import print_line
 from multicls.corpus import Corpus, tokenizer_fingerprint
@@ -24,10 +27,11 @@ from multicls.errors import UserError
 from multicls.files import FolderLock, atomic_write, read_json, read_jsonl, sha256_of, write_json
 from multicls.from_bert import checkpoint_fingerprint, from_bert
 from multicls.optim import choose_precision
-from multicls.sample import SAMPLE, SAMPLE_CORPUS, SAMPLE_MODEL, SAMPLE_TEXT, sample_model
+from multicls.sample import SAMPLE, SAMPLE_CORPUS, SAMPLE_TEXT, sample_model
 from multicls.settings import to_yaml
 from multicls.tokenization import facet_ids
 from multicls.words import duration
+from pretrain.card import origin_of
 from pretrain.checkpoints import Checkpoints
 from pretrain.engine import build_engine
 from pretrain.export import describe_model, export
@@ -84,7 +88,8 @@ def run_job(
     finally:
         lock.release()
     if dist.get_rank() == 0 and (run_folder / DONE).exists():
-        print(*next_steps(run_folder), sep="\n", flush=True)
+        made = [("model", run_folder / "hf"), ("curves", f"tensorboard --logdir {run_folder / 'tb'}")]
+        print_summary(made, fine_tuning_command(run_folder / "hf"))
     leave_deepspeed()
 
 
@@ -170,16 +175,6 @@ def _train(trainer: Trainer, start: int, state: dict[str, Any], run_folder: Path
         log.say(f"done: {steps:,} steps, peak memory {peak_memory_gb(trainer.device):.1f} GB on rank 0")
 
 
-def next_steps(run_folder: Path) -> list[str]:
-    """Returns what a finished run has made and what to do next, a line each."""
-    model = run_folder / "hf"
-    return [
-        f"model: {model}",
-        f"curves: tensorboard --logdir {run_folder / 'tb'}",
-        f"next: python finetune/run.py --model {model} --train_file ROWS.csv --head multicls --save_model",
-    ]
-
-
 def dry_run(settings: PretrainSettings, ds_config: dict[str, Any], *, where: str, run_folder: Path, **_: Any) -> None:
     """Makes some steps with all that goes with a run: save, reload, evaluate, export; prints what the run will take.
 
@@ -241,6 +236,8 @@ def load_model(settings: PretrainSettings, report: Callable[[str], None]) -> tup
     """Returns the model and its tokenizer; one rank fetches them from the Hub, the others find the files."""
     options = settings.model.model_dump(exclude={"checkpoint"})
     with first_rank_first() as may_fetch:
+        if may_fetch:  # the checkpoint's card, into the local cache
+            inherited_metadata(settings.model.checkpoint, local_files_only=False)
         return from_bert(_checkpoint(settings), **options, local_files_only=not may_fetch, report=report)
 
 
@@ -339,11 +336,9 @@ def _schedule(train: TrainSettings) -> Schedule:
 
 def _facts(settings: PretrainSettings, corpus: Corpus) -> dict[str, Any]:
     """Returns what the model card says about the start of the run."""
-    return {
-        "base_model": SAMPLE_MODEL if settings.model.checkpoint == SAMPLE else settings.model.checkpoint,
-        "data": SAMPLE_TEXT if settings.data.corpus == SAMPLE else f"{corpus.num_documents} documents",
-        "examples_per_step": settings.train.global_batch_size,
-    }
+    metadata = {} if settings.model.random_weights else inherited_metadata(settings.model.checkpoint)
+    origin = origin_of(metadata, corpus.manifest)
+    return {"origin": origin | {"about": SAMPLE_TEXT} if settings.data.corpus == SAMPLE else origin}
 
 
 def _data_notes(settings: PretrainSettings, corpus: Corpus, validation: ExampleStream) -> list[str]:
@@ -399,4 +394,5 @@ def _describe_run(folder: Path, settings: PretrainSettings, ds_config: dict[str,
     write_json(folder / "ds_config.json", ds_config)
     with atomic_write(folder / "command.txt") as file:
         file.write(shlex.join(sys.argv) + "\n")
-    write_json(folder / "env.json", environment_record() | {"world_size": dist.get_world_size()})
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
+    write_json(folder / "env.json", environment_record() | {"world_size": dist.get_world_size(), "device": device})

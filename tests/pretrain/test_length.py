@@ -11,7 +11,7 @@ from data_prep.examples import ExampleStream, SpecialIds
 from multicls.corpus import Corpus
 from multicls.errors import UserError
 from pretrain.length import RunLength, settle_length
-from pretrain.run import parse, read_settings
+from pretrain.run import parse
 from pretrain.settings import PretrainSettings
 
 SMALL = {"train.negatives_group": 4, "train.global_batch_size": 12, "data.seq_length": 32}
@@ -24,9 +24,8 @@ def corpus(tiny_corpus: Path) -> Corpus:
 
 def read(*flags: str, **settings: object) -> PretrainSettings:
     given = SMALL | {name.replace("__", "."): value for name, value in settings.items()}
-    return read_settings(
-        parse(["--model", "m", "--corpus", "c", *(f"--set={n}={v}" for n, v in given.items()), *flags])
-    )
+    assignments = [f"--set={name}={value}" for name, value in given.items()]
+    return parse(["--model", "m", "--corpus", "c", *assignments, *flags])[1]
 
 
 def steps(corpus: Corpus, *flags: str, **settings: object) -> int:
