@@ -29,6 +29,7 @@ from multicls.command_line import CommandLine, print_summary
 from multicls.console import print_line
 from multicls.errors import UserError, did_you_mean, run_command
 
+OWN_TEXT = 100_000_000  # tokens; for fewer, the recipe own_text fits better than the paper's
 INPUT = tuple(InputSettings.model_fields)
 
 
@@ -76,7 +77,8 @@ def _summarize(options: BuildOptions) -> None:
     made = [("corpus", f"{options.output} ({size})"), ("left out", Path(options.output) / DROPPED)]
     folder = Path(options.tokenizer)
     model = options.tokenizer if not folder.exists() or (folder / "config.json").exists() else "CHECKPOINT"
-    command = ["deepspeed", "pretrain/run.py", "--recipe", "base", "--model", model, "--corpus", options.output]
+    recipe = "own_text" if corpus.manifest["tokens"] < OWN_TEXT else "base"
+    command = ["deepspeed", "pretrain/run.py", "--recipe", recipe, "--model", model, "--corpus", options.output]
     print_summary(made, "" if options.sample else shlex.join(command))
 
 
