@@ -223,7 +223,8 @@ def _save(planned: PlannedRun, predicted: Predicted, tokenizer: Any, records: Se
 
     with gathered(predicted.model):
         if rank_and_world()[0] == 0:
-            card = model_card(records, planned.rows, inherited_metadata(planned.checkpoint.name))
+            inherited = inherited_metadata(planned.checkpoint.name)
+            card = model_card(records, planned.rows, inherited, planned.store.records())
             save_model(predicted.model, tokenizer, planned.model_path, card)
 
 

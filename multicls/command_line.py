@@ -19,15 +19,7 @@ from pydantic import Field
 from pydantic.fields import FieldInfo
 
 from multicls.errors import UserError
-from multicls.settings import (
-    ALIASES,
-    Settings,
-    find_field,
-    find_recipe,
-    known_keys,
-    load_settings,
-    shipped_recipes,
-)
+from multicls.settings import ALIASES, Settings, find_field, find_recipe, known_keys, load_settings, shipped_recipes
 
 OptionsT = TypeVar("OptionsT", bound=Settings)
 ReadT = TypeVar("ReadT")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from multicls.command_line import CommandLine, fine_tuning_command, print_summary
+from multicls.embeddings import write_sentence_transformer
 from multicls.errors import UserError, first_line, run_command
 from multicls.files import atomic_folder
 from multicls.settings import Settings
@@ -94,11 +95,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     tokenizer = _tokenizer(args.tokenizer, model.config) if args.tokenizer else None
     from multicls.from_bert import quiet_transformers
+    from multicls.tokenization import facet_ids
 
     with atomic_folder(args.output) as folder, quiet_transformers():
-        model.save_pretrained(folder)
         if tokenizer is not None:
+            model.config.facet_ids = list(facet_ids(tokenizer))
             tokenizer.save_pretrained(folder)
+        model.save_pretrained(folder)
+        write_sentence_transformer(folder)
     size = f"{sum(p.numel() for p in model.parameters()):,} parameters, {_describe(model.config)}"
     made = [("model", f"{args.output} ({size})")]
     if tokenizer is None:

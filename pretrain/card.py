@@ -81,12 +81,12 @@ def _settings_in_words(settings: Record, step: int, tokens: float, config: Multi
     """Returns what was trained and how, one sentence each."""
     train, length = settings["train"], settings["data"]["seq_length"]
     weights = {OBJECTIVES[name]: weight for name, weight in settings["objective"].items() if weight}
-    layers = ", ".join(map(str, config.facet_layers))
+    layers = ", ".join(map(str, config.facet_layers or []))
     sentences = [
         f"{step} of {train['steps']} planned optimizer steps of {train['global_batch_size']} examples. An example is "
         f"{config.num_parts} consecutive passages of one document, of {length} tokens at most.",
-        f"AdamW: learning rate {train['learning_rate']:g} after a warm-up over {100 * train['warmup_ratio']:g} % of the steps, "
-        f"then linear decay to 0; weight decay {train['weight_decay']:g}, gradient norm at most "
+        f"AdamW: learning rate {train['learning_rate']:g} after a warm-up over {100 * train['warmup_ratio']:g} % of "
+        f"the steps, then linear decay to 0; weight decay {train['weight_decay']:g}, gradient norm at most "
         f"{train['max_grad_norm']:g}, seed {train['seed']}.",
         "Objectives: " + ", ".join(f"{name} (weight {weight:g})" for name, weight in weights.items()) + ".",
         f"{config.num_facets} facets; linear layers for the facets after layers {layers or 'none'}; weight of the best "
@@ -191,8 +191,8 @@ def _limits(settings: Record, tokens: float, metadata: Mapping[str, Any]) -> lis
     ]
     if tokens < PAPER_TOKENS / 10:
         limits.append(
-            f"It was trained on little text: {tokens:,.0f} tokens, where the paper's BERT-base read {PAPER_TOKENS:,.0f}. Do "
-            "not expect the paper's results."
+            f"It was trained on little text: {tokens:,.0f} tokens; the paper's BERT-base read {PAPER_TOKENS:,.0f}. "
+            "Do not expect the paper's results."
         )
     return limits
 

@@ -19,6 +19,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from pydantic import Field, model_validator
 
 from multicls.command_line import CommandLine, fine_tuning_command, print_summary
+from multicls.embeddings import write_sentence_transformer
 from multicls.errors import UserError, did_you_mean, print_stderr, run_command
 from multicls.files import atomic_folder, locked, read_json, read_jsonl, write_json
 from multicls.settings import Settings
@@ -179,6 +180,7 @@ def describe_model(model: Any, tokenizer: Any, run_folder: Path, facts: Mapping[
         model.save_pretrained(fresh, state_dict={})
         (fresh / WEIGHTS).unlink(missing_ok=True)
         tokenizer.save_pretrained(fresh)
+        write_sentence_transformer(fresh)
         write_json(fresh / FACTS, dict(facts))
 
 
@@ -203,7 +205,6 @@ def write_model(weights: Mapping[str, Tensor], run_folder: Path, step: int, outp
         with atomic_folder(output) as fresh:
             shutil.copytree(run_folder / "model", fresh, dirs_exist_ok=True)
             save_file(weights, fresh / WEIGHTS, metadata={"format": "pt"})
-            (fresh / WEIGHTS).chmod(0o644)  # safetensors lets only the owner read it
             write_json(fresh / FACTS, facts)
             write_card(fresh, run_folder, step, config, facts)
     except (OSError, SafetensorError) as error:

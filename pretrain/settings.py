@@ -59,10 +59,10 @@ class DataSettings(Settings):
 class ObjectiveSettings(Settings):
     """Weights of the losses; a weight of 0 switches a loss off."""
 
-    mlm: float = Field(default=1.0, ge=0)
-    tfidf: float = Field(default=1.0, ge=0)
-    so: float = Field(default=1.0, ge=0)
-    mcqt: float = Field(default=1.0, ge=0)
+    mlm: float = Field(default=1.0, ge=0, description="weight of the loss: masked tokens")
+    tfidf: float = Field(default=1.0, ge=0, description="weight of the loss: TF-IDF of each token")
+    so: float = Field(default=1.0, ge=0, description="weight of the loss: order of the two segments of a part")
+    mcqt: float = Field(default=1.0, ge=0, description="weight of the loss: which part follows which")
 
     @model_validator(mode="after")
     def _something_to_learn(self) -> ObjectiveSettings:

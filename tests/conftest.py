@@ -1,4 +1,4 @@
-"""What all tests share: no network, where the real data lies, and a tiny BERT."""
+"""Fixtures of all tests: no network, the folder of real data, a tiny BERT."""
 
 from __future__ import annotations
 

@@ -156,3 +156,16 @@ def test_method_figure_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for picture in (tmp_path / "method.svg", REPOSITORY / "docs" / "images" / "method.svg"):
         text = picture.read_text("utf-8")
         assert "<!-- MCQT -->" in text and "<!-- part C -->" in text and "http://www.w3.org/2000/svg" in text
+
+
+def test_messages_in_the_faq_are_those_of_the_code() -> None:
+    others = ("No module named", "EADDRINUSE", "address already in use", "trust_remote_code=True", "loss/so",
+              "--tokenizer: missing")  # of others, or put together from a key and a text  # fmt: skip
+    folders = ("multicls", "data_prep", "pretrain", "finetune")
+    code = "".join(path.read_text("utf-8") for name in folders for path in (REPOSITORY / name).rglob("*.py"))
+    code = re.sub(r'"\s*\n\s*f?"', "", code) + (REPOSITORY / "Makefile").read_text("utf-8")  # joins split texts
+    page = (REPOSITORY / "docs" / "faq.md").read_text("utf-8")
+    cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    quoted = [piece.strip() for cell in cells for text in re.findall("`([^`]+)`", cell) for piece in text.split("...")]
+    wrong = [piece for piece in quoted if piece not in code and not piece.startswith(others)]
+    assert len(cells) > 15 and not wrong, wrong

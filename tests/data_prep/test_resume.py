@@ -1,4 +1,4 @@
-"""The same command again: after accidents, after changes, and beside tasks that still run."""
+"""Giving the same command again: after accidents, after changes, and beside tasks that still run."""
 
 from __future__ import annotations
 

@@ -145,6 +145,7 @@ def test_master_weights_of_fp16_in_stage_0(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(weights["bias"], model.bias.float())
 
 
+@pytest.mark.slow
 def test_the_cards_snippets_run_where_the_folder_lies(finished: Path, tmp_path: Path) -> None:
     _, text = checked_card((finished / "hf" / "README.md").read_text(encoding="utf-8"))
     blocks = snippets(text)

@@ -82,7 +82,7 @@ def totals_of(network: MultiClsBertForPreTraining, inputs: list[dict[str, Tensor
 
 
 def plain_loop(network: MultiClsBertForPreTraining, batches: list[dict[str, Tensor]]) -> dict[str, float]:
-    """The same numbers, one sequence, token and pair after the other."""
+    """Computes the metrics one sequence, token and pair after the other."""
     facets, parts = network.config.num_facets, network.config.num_parts
     seen: dict[str, list[float]] = {}
     targets, predictions = [], []
@@ -212,7 +212,7 @@ def test_targets_that_are_all_the_same_have_no_r2() -> None:
 
 @pytest.mark.parametrize("facets", [4, 0])
 def test_flops_of_a_step_are_those_that_torch_counts(facets: int) -> None:
-    """But for the pooler, which no loss needs, and the comparisons of MCQT; both are counted by hand here."""
+    """The pooler, which no loss needs, and the comparisons of MCQT are counted by hand here."""
     network = model(facets, hidden_size=32, vocab_size=100, num_attention_heads=4)
     batch = micro_batch(0, facets, 3, padded=False)
     rows, hidden, embeddings = len(batch["input_ids"]), 32, max(facets, 1)
