@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from data_prep.examples import ExampleStream, SpecialIds
@@ -93,7 +94,7 @@ def settle_length(settings: PretrainSettings, corpus: Corpus) -> tuple[PretrainS
             f"{length.training_tokens:,} training tokens of {corpus.path}. Give {SHORTER}, or --steps N."
         )
     intervals = {name: getattr(settings.run, name) for name in INTERVALS}
-    intervals = {name: max(1, round(n * steps)) if n < 1 else n for name, n in intervals.items()}
+    intervals = {name: math.ceil(n * steps - 1e-9) if n < 1 else n for name, n in intervals.items()}
     changed = {
         "train": train.model_copy(update={"steps": steps, "tokens": 0.0, "epochs": 0.0}),
         "run": settings.run.model_copy(update=intervals),

@@ -85,6 +85,8 @@ def test_intervals_may_be_shares_of_the_run(corpus: Corpus) -> None:
     settings = read("--steps", "30", run__log_every=0.02, run__eval_every=0.1, run__save_every=7)
     run = settle_length(settings, corpus)[0].run
     assert (run.log_every, run.eval_every, run.save_every) == (1, 3, 7)
+    run = settle_length(read("--steps", "31", run__eval_every=0.2), corpus)[0].run
+    assert run.eval_every == 7  # not 6, whose last two validations would be those of steps 30 and 31
 
 
 def test_length_in_words() -> None:
