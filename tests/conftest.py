@@ -30,6 +30,7 @@ LONGEST = (
     *(f"tests/data_prep/test_{name}.py" for name in ("prepare", "read", "hostile", "resume")),
     "tests/finetune/train/test_ranks.py",
     "tests/finetune/test_run.py",
+    "tests/multicls/test_without_project.py",
 )
 
 
