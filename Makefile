@@ -1,8 +1,10 @@
-# make demo    sets up, then runs the whole pipeline on the embedded sample
-# make test    sets up, then runs the tests
-# make lint    sets up, then runs ruff and mypy
-# make setup   only sets up; skipped when nothing changed since
-# make clean   removes what the others made, the environment included
+# make demo      sets up, then runs the whole pipeline on the embedded sample
+# make test      sets up, then runs the tests but the slow ones
+# make test-all  sets up, then runs all tests
+# make lint      sets up, then runs ruff and mypy
+# make docs      sets up, then builds the documentation as a site in build/site
+# make setup     only sets up; skipped when nothing changed since
+# make clean     removes what the others made, the environment included
 #
 # PYTHON=python3.12 chooses the interpreter for .venv. pip's own variables pass through: on a machine without a GPU,
 # PIP_EXTRA_INDEX_URL=<index of CPU builds> saves the gigabytes of CUDA libraries that torch brings from PyPI.
@@ -10,11 +12,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
-CODE := multicls data_prep pretrain finetune benchmarks tests
+CODE := multicls data_prep pretrain finetune benchmarks tools tests
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 
-.PHONY: setup demo test lint clean
+.PHONY: setup demo test test-all lint docs clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -43,6 +45,9 @@ demo: setup
 	$(BIN)/python finetune/report.py runs/results
 
 test: setup
+	$(BIN)/python -m pytest -n 2 -m "not slow" $(PYTEST_FLAGS)
+
+test-all: setup
 	$(BIN)/python -m pytest -n 2 $(PYTEST_FLAGS)
 
 lint: setup
@@ -50,6 +55,9 @@ lint: setup
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/mypy $(CODE)
 
+docs: setup
+	$(BIN)/zensical build --strict --clean
+
 clean:
-	rm -rf .venv runs build *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv runs build .cache *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -47,15 +47,15 @@ class Cluster:
 
     parameters: float = _input(118e6, "of BERT-base with five facets; counted")
     sequences: float = _input(240, "of a rank's step: 80 examples, what train.micro_batch_tokens allows by default")
-    tokens: float = _input(113, "real tokens of a sequence: L = 128 less 11.8 %, see data_prep/README.md")
+    tokens: float = _input(113, "real tokens of a sequence: L = 128 less 11.8 %, see docs/data_measured.md")
     masked: float = _input(15, "tokens of a sequence that the MLM head predicts: 15 %, see data.mlm_probability")
     peak: float = _input(989e12, "operations a second of a GPU in bf16; H200, pretrain/flops.py")
     mfu: float = _input(0.4, "share of the peak that a step reaches; assumed, `step --device cuda` measures it")
     bytes_per_parameter: float = _input(2, "gradients are reduced, and weights gathered, in bf16")
     bandwidth: float = _input(50e9, "bytes a second of a GPU: 400 Gb/s InfiniBand, NVIDIA's DGX H100 data sheet")
     overlap: float = _input(0.0, "share of the all-reduce hidden behind the backward pass; 0 is the worst case")
-    loader_rate: float = _input(83_463, "sequences a second of a rank's loader process; data_prep/README.md")
-    checkpoint_seconds: float = _input(10, "the run waits while one is written; assumed, `save_cost` measures it")
+    loader_rate: float = _input(83_463, "sequences a second of a rank's loader process; docs/data_measured.md")
+    checkpoint_seconds: float = _input(10, "the run waits while one is written; assumed, the log of a run tells it")
     save_every: float = _input(10_000, "steps between checkpoints; default of run.save_every")
 
 

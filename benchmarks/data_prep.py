@@ -1,11 +1,10 @@
 """Data preparation against plain `datasets.map` that cleans, splits and tokenizes alike, in one run.
 
-python benchmarks/run.py data_prep NAME=PATH [NAME=PATH ...] [--tokenizer PATH_OR_ID] [--repeats 3] [--check]
+python benchmarks/run.py data_prep NAME=PATH [NAME=PATH ...] [--tokenizer PATH_OR_ID] [--repeats 3]
 
 Each measurement is a process of its own, from the files to what lies on disk; the order is shuffled in each round.
 Then: CPU time of the process that coordinates, against its workers'; CPU time of each step, and the tokenizer alone on
-the same sentences; and how long a model of 64 workers takes for 25 GB, from the units timed here. `--check` first
-compares the ids with the Hugging Face tokenizer's on each line of the input.
+the same sentences; and how long a model of 64 workers takes for 25 GB, from the units timed here.
 """
 
 from __future__ import annotations
@@ -29,9 +28,10 @@ from data_prep.build import CleanDocument, CleanText, EncodeText, ReadUnit, Writ
 from data_prep.clean import RULES, Drops, clean
 from data_prep.encode import TextEncoder, load_tokenizer_files
 from data_prep.engine import ExecutorOptions
-from data_prep.plan import MIN_SENTENCES, WorkPlan, WorkSettings
+from data_prep.plan import WorkPlan, WorkSettings
 from data_prep.prepare import PrepareSettings, prepare
 from data_prep.read import RawDocument, ReadOptions, read_piece
+from data_prep.settings import MIN_SENTENCES
 from data_prep.sources import find_files
 from data_prep.units import cut_units
 from multicls.corpus import Corpus
@@ -41,17 +41,18 @@ LARGEST_UNIT = 32 << 20
 MEASURED_PER_UNIT = 20  # the units timed here are about as much smaller
 
 
-def documents(inputs: list[str]) -> Iterator[RawDocument]:
-    """Yields all documents of the input."""
+def documents(inputs: list[str], how: str = "file") -> Iterator[RawDocument]:
+    """Yields all documents of the input; `how` is `ReadOptions.documents`."""
     files = find_files(inputs).files
     for unit in cut_units(files):
         for piece in unit:
-            yield from read_piece(files[piece.file], piece, ReadOptions())
+            yield from read_piece(files[piece.file], piece, ReadOptions(documents=how))
 
 
 def ours(inputs: list[str], tokenizer: str, output: Path, workers: int) -> None:
     """Prepares the text with data_prep/run.py's function."""
-    prepare(PrepareSettings(tuple(inputs), tokenizer), output, ExecutorOptions(workers=workers), log=lambda _: None)
+    settings = PrepareSettings(input=tuple(inputs), tokenizer=tokenizer)
+    prepare(settings, output, ExecutorOptions(workers=workers), log=lambda _: None)
 
 
 def baseline(inputs: list[str], tokenizer: str, output: Path, batched: bool, workers: int) -> None:
@@ -206,27 +207,12 @@ def simulate(report: Report, per_byte: list[float], startup: float = 2.0, task: 
     report.figure(f"{TARGET_BYTES / 1e9:.0f} GB in {units} units, {WORKERS} workers: efficiency", efficiency)
 
 
-def check(inputs: list[str], tokenizer_json: str) -> None:
-    """Compares the ids of each line of the input with the tokenizer's."""
-    encoder, reference = TextEncoder(tokenizer_json), TextEncoder(tokenizer_json)
-    reference.word_by_word = False
-    count = 0
-    for raw in documents(inputs):
-        lines = raw.text.split("\n")
-        found, expected = encoder.encode(lines), reference.encode(lines)
-        if not all((a == b).all() for a, b in zip(found, expected, strict=True)):
-            raise SystemExit(f"{raw.source} {raw.id}: ids differ from the tokenizer's")
-        count += len(lines)
-    print(f"ids equal to the tokenizer's on all {count:,} lines\n")
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures what the command line asks for."""
     parser = new_parser("data_prep", __doc__)
     parser.add_argument("inputs", nargs="+", metavar="NAME=PATH")
     parser.add_argument("--tokenizer", default="sample", help="default: the embedded sample's")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--check", action="store_true")
     parser.add_argument("--run", nargs=2, metavar=("SYSTEM", "FOLDER"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.tokenizer == "sample":
@@ -244,8 +230,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(seconds, tokens_in(output), own, of_workers.ru_utime + of_workers.ru_stime)
         return
     tokenizer_json = load_tokenizer_files(args.tokenizer)["tokenizer.json"].decode("utf-8")
-    if args.check:
-        check(args.inputs, tokenizer_json)
     report = Report("data_prep", "Data preparation against datasets.map", argv)
     measure(report, args.inputs, args.tokenizer, args.repeats)
     simulate(report, where_the_time_goes(report, args.inputs, tokenizer_json))

@@ -1,11 +1,11 @@
 """Draws sentence boundaries and dropped paragraphs for reading by a person: 300 of each, chosen by hash.
 
     python benchmarks/run.py reading --genre novels --input PATH...
-    python benchmarks/run.py reading --genre notes --input data_prep/README.md docs
+    python benchmarks/run.py reading --genre notes --input README.md docs
 
 Writes runs/benchmarks/reading_GENRE.txt. each boundary stands as `¦` between the sentences around it;
 each dropped paragraph stands with the rule that dropped it. Read them, count the wrong ones, and write the counts into
-data_prep/README.md. The same input and seed give the same file.
+docs/data_measured.md. The same input and seed give the same file.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from collections.abc import Iterator, Sequence
 import xxhash
 
 from benchmarks.compare import RESULTS, new_parser
+from benchmarks.data_prep import documents
 from data_prep.clean import RULES, SAMPLE_LENGTH, Drops, clean
-from data_prep.read import DOCUMENTS, RawDocument, ReadOptions, read_piece
-from data_prep.sources import find_files
-from data_prep.units import cut_units
+from data_prep.read import RawDocument
 from multicls.files import atomic_write
 
 NUMBER = 300
@@ -67,14 +66,6 @@ class Draw:
         return [entry for _, entry in sorted(self._heap, reverse=True)]
 
 
-def documents(inputs: list[str], how: str) -> Iterator[RawDocument]:
-    """Yields all documents of the inputs."""
-    files = find_files(inputs).files
-    for unit in cut_units(files):
-        for piece in unit:
-            yield from read_piece(files[piece.file], piece, ReadOptions(documents=how))
-
-
 def boundaries(lines: list[list[str]]) -> Iterator[str]:
     """Yields each boundary within a line: the sentences before and after it."""
     for line in lines:
@@ -87,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = new_parser("reading", __doc__)
     parser.add_argument("--genre", required=True, metavar="NAME", help="names the file that is written")
     parser.add_argument("--input", nargs="+", required=True, metavar="[NAME=]WHAT", help="as for data_prep/run.py")
-    parser.add_argument("--documents", choices=DOCUMENTS, default="file", help="as for data_prep/run.py")
+    parser.add_argument("--documents", default="file", help="as for data_prep/run.py")
     parser.add_argument("--language", default="en", help="of the sentence splitter")
     parser.add_argument("--number", type=int, default=NUMBER, help="boundaries and dropped paragraphs to draw")
     parser.add_argument("--seed", type=int, default=0, help="another seed draws others")

@@ -36,7 +36,6 @@ from multicls.files import REPOSITORY, read_json, write_json
 from multicls.words import duration
 
 logger.remove()  # datatrove logs to stderr by default; tasks still log to their files
-EXECUTORS = ("local", "slurm", "ray")
 SECONDS_PER_LINE = 5.0
 POLL_SECONDS = 2.0  # between looks at the tasks of SLURM and Ray
 _ERROR = re.compile(r"[\w.]*(?:Error|Exception|Interrupt)\b")  # the last line of a traceback
@@ -48,7 +47,7 @@ class ExecutorOptions:
     """Options that say where the tasks run.
 
     Attributes:
-        kind: One of `EXECUTORS`.
+        kind: "local", "slurm" or "ray".
         workers: Largest number of tasks at a time.
         partition: SLURM: partition of the jobs.
         time: SLURM: time limit of a job.

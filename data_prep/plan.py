@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.read import ReadOptions
+from data_prep.settings import MIN_SENTENCES
 from data_prep.sources import Hub, SourceFile
 from data_prep.units import Piece, unit_bytes
 from multicls.corpus import ShardRow
@@ -20,7 +21,6 @@ from multicls.errors import UserError
 from multicls.files import atomic_write, read_json
 
 PLAN = "plan.json"
-MIN_SENTENCES = 6  # a document needs two sentences for each of three parts
 BUCKET_BYTES = 2_000_000_000  # of input; the merge compares the hashes of about this much at a time
 SAMPLED_UNITS = 3  # of the estimate, evenly spaced
 SAMPLED_SECONDS = 2.0

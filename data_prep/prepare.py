@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,10 @@ from data_prep.encode import load_tokenizer_files
 from data_prep.engine import ExecutorOptions, Stage, TasksFailed, check_no_jobs, run_stages
 from data_prep.merge import UNITS_PER_TASK, FindDuplicates, WriteShards, gather
 from data_prep.parts import COUNTED, rensa_version
-from data_prep.plan import MIN_SENTENCES, PLAN, WorkPlan, WorkSettings, estimate, free_disk
+from data_prep.plan import PLAN, WorkPlan, WorkSettings, estimate, free_disk
 from data_prep.read import ReadOptions, read_piece
 from data_prep.sentences import splitter_name
+from data_prep.settings import InputSettings, PrepareSettings
 from data_prep.sources import Listing, find_files, printable
 from data_prep.units import LARGEST_UNIT, cut_units, piece_hash, unit_bytes
 from multicls.corpus import FORMAT, FORMAT_VERSION, MANIFEST, tokenizer_fingerprint, write_manifest
@@ -52,47 +53,14 @@ MOST_PROBLEMS = 20  # that are printed
 PACKAGES = ("mwparserfromhell", "numpy", "pyarrow", "sentencex", "tokenizers", "xxhash")
 
 
-@dataclass(frozen=True)
-class PrepareSettings:
-    """Settings of a corpus; together with the text they decide its bytes.
+def read_options(settings: InputSettings) -> ReadOptions:
+    """Returns the options that divide files into documents."""
+    return ReadOptions(settings.documents, settings.text_field, settings.bad_records)
 
-    Attributes:
-        input: See `sources.find_files`.
-        tokenizer: Folder with a tokenizer.json, such a file, a Hub id, or `sample`.
-        format: See `sources.FORMATS`, or "auto".
-        include: Patterns of the files of a folder to read; none: all.
-        exclude: Patterns of the files of a folder to leave out.
-        documents: See `read.ReadOptions`.
-        text_field: See `read.ReadOptions`.
-        bad_records: See `read.ReadOptions`.
-        language: Language of the sentence splitter, as ISO 639 code.
-        without: Names of the cleaning rules to leave out.
-        min_sentences: A document with fewer sentences is dropped.
-        near_duplicates: Whether documents nearly equal to an earlier one are dropped.
-    """
 
-    input: tuple[str, ...]
-    tokenizer: str
-    format: str = "auto"
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    documents: str = "file"
-    text_field: str = "text"
-    bad_records: str = "drop"
-    language: str = "en"
-    without: tuple[str, ...] = ()
-    min_sentences: int = MIN_SENTENCES
-    near_duplicates: bool = False
-
-    @property
-    def read_options(self) -> ReadOptions:
-        """Options that divide files into documents."""
-        return ReadOptions(self.documents, self.text_field, self.bad_records)
-
-    @property
-    def rules(self) -> frozenset[str]:
-        """Names of the cleaning rules in force."""
-        return frozenset(RULES) - frozenset(self.without)
+def rules_of(settings: InputSettings) -> frozenset[str]:
+    """Returns the names of the cleaning rules in force."""
+    return frozenset(RULES) - frozenset(settings.without)
 
 
 def prepare(
@@ -147,7 +115,7 @@ def prepare(
                 _clear(output, [*tokenizer_files, WORK])
             raise
         seconds = time.monotonic() - started
-        given = asdict(settings) | {"input": [printable(what) for what in settings.input]}
+        given = settings.model_dump() | {"input": [printable(what) for what in settings.input]}
         append_jsonl(output / "log.jsonl", {"seconds": round(seconds, 2)} | asdict(executor) | given)
     log(f"done in {duration(seconds)}: {output}")
     return output
@@ -166,7 +134,7 @@ def print_plan(
     _log_estimate(plan, Path(output), _fitting(executor, plan), log)
 
 
-def sentences_of(settings: PrepareSettings, megabytes: float) -> Iterator[str]:
+def sentences_of(settings: InputSettings, megabytes: float) -> Iterator[str]:
     """Yields cleaned sentences of at most `megabytes` of text; of a larger input, from the beginning of each work unit.
 
     Raises:
@@ -179,12 +147,12 @@ def sentences_of(settings: PrepareSettings, megabytes: float) -> Iterator[str]:
     for unit, size in zip(units, sizes, strict=True):
         left = megabytes * 1e6 * size / sum(sizes)
         for piece in unit:
-            for raw in read_piece(files[piece.file], piece, settings.read_options):
+            for raw in read_piece(files[piece.file], piece, read_options(settings)):
                 if left < 0:
                     break
                 left -= len(raw.text)
                 if not raw.dropped:
-                    for line in clean(raw, settings.rules, settings.language, drops):
+                    for line in clean(raw, rules_of(settings), settings.language, drops):
                         yield from line
 
 
@@ -217,11 +185,11 @@ def _is_below(path: str, folder: str) -> bool:
 
 def _plan(settings: PrepareSettings, listing: Listing, tokenizer_files: dict[str, bytes], folder: Path) -> WorkPlan:
     work = WorkSettings(
-        rules=settings.rules,
+        rules=rules_of(settings),
         language=settings.language,
         min_sentences=settings.min_sentences,
         near_duplicates=settings.near_duplicates,
-        read_options=settings.read_options,
+        read_options=read_options(settings),
     )
     tokenizer_json = tokenizer_files["tokenizer.json"].decode("utf-8")
     units = cut_units(listing.files)
@@ -240,7 +208,7 @@ def _identity(settings: PrepareSettings, tokenizer_json: str) -> dict[str, Any]:
         "format_version": FORMAT_VERSION,
         "tokenizer_fingerprint": tokenizer_fingerprint(Tokenizer.from_str(tokenizer_json)),
         "splitter": splitter_name(settings.language),
-        "rules": sorted(settings.rules),
+        "rules": sorted(rules_of(settings)),
         "min_sentences": settings.min_sentences,
         "near_duplicates": {"rensa": rensa_version()} if settings.near_duplicates else None,
         "documents": settings.documents,
@@ -408,6 +376,7 @@ def _finish(
             "format_version": FORMAT_VERSION,
             **{key: sum(shard[key] for shard in shards) for key in COUNTED},
             "sources": sources,
+            "hub_datasets": {file.source: file.hub.dataset for file in plan.files if file.hub},
             "dropped": dict(sorted(drops.counts.items())),
             "skipped": dict(sorted(skipped.items())),
             "warnings": warnings,
@@ -439,7 +408,7 @@ def _command(settings: PrepareSettings, sources: list[str]) -> str:
     """Returns the command that prepares the corpus, without paths."""
     words = ["data_prep/run.py", "--input", *sources, "--tokenizer", Path(settings.tokenizer).name]
     for name in ("format", "documents", "text_field", "bad_records", "language", "min_sentences"):
-        if getattr(settings, name) != getattr(PrepareSettings, name):
+        if getattr(settings, name) != PrepareSettings.model_fields[name].default:
             words += [f"--{name}", str(getattr(settings, name))]
     for name in ("include", "exclude", "without"):
         words += [f"--{name}", *getattr(settings, name)] if getattr(settings, name) else []

@@ -18,7 +18,6 @@ from data_prep.sources import COMPRESSIONS, SourceFile, damage, extension, load_
 from data_prep.units import LONGEST_DOCUMENT, Piece
 from multicls.errors import UserError, did_you_mean, first_line
 
-DOCUMENTS = ("file", "blank_line", "sentences")
 LONGEST_RECORD = 1 << 26  # bytes of a line or a page; a document with a longer one is left out
 SENTENCES = 512  # in a document where each line or row is a sentence and nothing says where documents end
 _SEARCH = 1 << 20  # bytes after a cut in a plain text in which a blank line is looked for

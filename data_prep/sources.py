@@ -23,7 +23,6 @@ from typing import IO, Any, NamedTuple, cast
 
 from multicls.errors import UserError, did_you_mean, first_line
 
-FORMATS = ("text", "wikiextractor", "jsonl", "mediawiki", "html", "parquet", "dataset")
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 _HEAD = 1 << 16
 _MANY_FILES = 64  # a Hub data set of as many files is not cut further, so nobody needs their row groups
@@ -70,7 +69,7 @@ class SourceFile:
     Attributes:
         source: name of the input it belongs to.
         name: its path below that input; with `source` it names the file wherever the input lies.
-        format: one of `FORMATS`.
+        format: one of `settings.FileFormat`.
         size: bytes on disk, 0 if not known.
         path: local path or fsspec URL.
         version: changes with the content: modification time, entity tag, or commit on the Hub.
@@ -117,7 +116,7 @@ def find_files(
     Args:
         inputs: `[NAME=]WHAT`. WHAT is a file, a folder, their fsspec URL (`s3://...`), `wikipedia[:DATE.LANGUAGE]`,
             `bookcorpus`, `bookcorpusopen` or `OWNER/DATASET[:CONFIG[:SPLIT]]`.
-        file_format: one of `FORMATS`, or "auto".
+        file_format: one of `settings.FileFormat`, or "auto".
         include: patterns such as `*.txt`; a file is read if its name below the input matches one of them.
         exclude: patterns of files to leave out.
 

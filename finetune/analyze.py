@@ -5,7 +5,6 @@ python finetune/analyze.py --model results/models/RUN_ID --before CHECKPOINT --d
 
 from __future__ import annotations
 
-import argparse
 import csv
 import sys
 from collections import defaultdict
@@ -17,11 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/, whose names must not hide packages
 
+from pydantic import Field
+
 from finetune.data.tasks import TASKS, Task, find_task
 from finetune.settings import FinetuneSettings, OwnDataSettings
-from multicls.errors import CommandParser, UserError, run_command
+from multicls.command_line import CommandLine, print_summary
+from multicls.errors import UserError, run_command
 from multicls.files import atomic_write, write_json
-from multicls.settings import load_settings
+from multicls.settings import Settings, load_settings
 
 if TYPE_CHECKING:
     from finetune.data.encoding import Encoded
@@ -36,6 +38,27 @@ DISAGREEMENT = (
     "Overlap: the share of the 20 % of rows on which the facets disagree most that is among the 20 % on which the runs "
     "do. Spearman: of the two disagreements (variances of the probabilities) over all rows."
 )
+
+
+class AnalyzeOptions(Settings):
+    """Options of the command."""
+
+    model: list[str] = Field(min_length=1, description="the folders of saved models, or of plain checkpoints")
+    before: str | None = Field(default=None, description="checkpoint that they were fine-tuned from, for comparison")
+    task: str | None = Field(default=None, description="default: the (first) task that a model was fine-tuned on")
+    train_file: str | None = Field(default=None, description="your own rows, as for finetune/run.py")
+    dev_file: str | None = Field(default=None, description="your own dev rows")
+    data_dir: str | None = Field(default=None, description="folder of the tasks, as for run.py; default: the hub")
+    train_from_dev: bool = Field(default=False, description="take dev rows for train rows, for lack of these")
+    ensemble: str | None = Field(
+        default=None, title="HEAD", description="compare facets with runs of that head in the model's results folder"
+    )
+    output_dir: str = Field(default="analysis", description="folder for PNG, CSV and analysis.json")
+    examples: int = Field(default=1000, ge=FEWEST, description="rows of train, and of dev")
+    trust_remote_code: bool = Field(default=False, description="run the Python code in the model's folder")
+
+
+COMMAND = CommandLine("finetune/analyze.py", __doc__, AnalyzeOptions)
 
 
 @dataclass
@@ -86,9 +109,7 @@ class AnalyzedModel:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
-    args = _parser().parse_args(argv)
-    if args.examples < FEWEST:
-        raise UserError(f"--examples {args.examples}: a covariance needs at least {FEWEST}.")
+    args = COMMAND.parse(argv)
     if args.task and args.train_file:
         raise UserError("--train_file takes the place of --task: give one of them.")
     several = {analyzed.label: analyzed for analyzed in (load_analyzed(folder, args) for folder in args.model)}
@@ -101,11 +122,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     output = Path(args.output_dir)
     _write_overviews(output, numbers)
     write_json(output / "analysis.json", numbers)
-    print(f"written to {output}: {', '.join(sorted(path.name for path in output.iterdir()))}")
+    made = [("figures", f"{output}/*.png"), ("tables", f"{output}/*.csv"), ("numbers", output / "analysis.json")]
+    print_summary(made)
     return 0
 
 
-def load_analyzed(folder: str, args: argparse.Namespace) -> AnalyzedModel:
+def load_analyzed(folder: str, args: AnalyzeOptions) -> AnalyzedModel:
     """Loads a model that finetune/run.py saved, or builds the head `cls` or `multicls` on a plain checkpoint.
 
     Raises:
@@ -127,7 +149,7 @@ def load_analyzed(folder: str, args: argparse.Namespace) -> AnalyzedModel:
     if checkpoint.model_type != TaskModelConfig.model_type:
         if not args.task and not args.train_file:
             raise UserError(f"--model {folder}: a plain checkpoint has no task; add --task.")
-        task, data = _read_rows(args, args.task)
+        task, data = _read_rows(args, args.task or "")
         model = build(folder, [task], head="multicls" if checkpoint.num_facets else "cls")
         return AnalyzedModel(folder, task, data, 0, {"before": model}, checkpoint)
     states = {"after": AutoModelForSequenceClassification.from_pretrained(checkpoint.folder)}
@@ -150,7 +172,7 @@ def load_analyzed(folder: str, args: argparse.Namespace) -> AnalyzedModel:
     return AnalyzedModel(folder, task, data, names.index(name), states, checkpoint, run)
 
 
-def look_into(analyzed: AnalyzedModel, args: argparse.Namespace) -> dict[str, Any]:
+def look_into(analyzed: AnalyzedModel, args: AnalyzeOptions) -> dict[str, Any]:
     """Analyzes one model and writes its figures; returns its entry in analysis.json."""
     from finetune.data.splits import draw_rows
 
@@ -164,7 +186,12 @@ def look_into(analyzed: AnalyzedModel, args: argparse.Namespace) -> dict[str, An
     encoded, encoded_dev = analyzed.encode(train), analyzed.encode(dev)
     embeddings = {name: read(model, encoded, analyzed.index)["pooled"] for name, model in analyzed.states.items()}
     found = {name: read(model, encoded_dev, analyzed.index) for name, model in analyzed.states.items()}
-    entry = {"model": analyzed.folder, "before": args.before, "train_rows": len(train), "dev_rows": len(dev)}
+    entry: dict[str, Any] = {
+        "model": analyzed.folder,
+        "before": args.before,
+        "train_rows": len(train),
+        "dev_rows": len(dev),
+    }
     if args.ensemble:
         entry["disagreement"] = disagreement_of(analyzed, found, dev, args.ensemble)
     output.mkdir(parents=True, exist_ok=True)
@@ -337,7 +364,7 @@ def _write_columns(path: Path, columns: Mapping[str, Any]) -> None:
         csv.writer(file).writerows([columns, *zip_longest(*columns.values(), fillvalue="")])
 
 
-def _read_rows(args: argparse.Namespace, name: str) -> tuple[Task, TaskData]:
+def _read_rows(args: AnalyzeOptions, name: str) -> tuple[Task, TaskData]:
     """Returns the user's own rows, or those of the task `name`."""
     from finetune.data.own_rows import read_own
     from finetune.data.reading import read_task
@@ -353,23 +380,6 @@ def _run_of(folder: Path) -> Record | None:
 
     records = Store(folder.resolve().parents[1]).records()
     return next((record for record in records if record["run_id"] == folder.resolve().name), None)
-
-
-def _parser() -> CommandParser:
-    parser = CommandParser(__doc__)
-    add = parser.add_argument
-    add("--model", nargs="+", required=True, metavar="FOLDER", help="saved models, or plain checkpoints")
-    add("--before", metavar="CHECKPOINT", help="what they were fine-tuned from, for comparison")
-    add("--task", help="default: the (first) task that a model was fine-tuned on")
-    add("--train_file", metavar="FILE", help="your own rows, as for run.py")
-    add("--dev_file", metavar="FILE", help="your own dev rows")
-    add("--data_dir", help="as for run.py; default: the hub")
-    add("--train_from_dev", action="store_true", help="take dev rows for train rows, for lack of these")
-    add("--ensemble", metavar="HEAD", help="compare facets with runs of that head in the model's results folder")
-    add("--output_dir", default="analysis", help="for PNG, CSV and analysis.json")
-    add("--examples", type=int, default=1000, metavar="N", help="rows of train, and of dev (default 1000)")
-    add("--trust_remote_code", action="store_true", help="run the Python code in the model's folder")
-    return parser
 
 
 if __name__ == "__main__":

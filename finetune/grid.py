@@ -1,12 +1,12 @@
 """Runs a grid: systems x tasks x sizes x draws x seeds, with the settings that each system chooses from.
 
-python finetune/grid.py --recipe finetune/recipes/quick.yaml --model k5=RUN/hf --model bert=bert-base-uncased \
-    --data_dir DIR --output_dir results --jobs 2
+python finetune/grid.py --recipe quick --model k5=RUN/hf --model bert=bert-base-uncased --data_dir glue --jobs 2
+python finetune/grid.py --recipe quick --model k5=RUN/hf --data_dir glue --status
+python finetune/grid.py --recipe quick --model k5=RUN/hf --train_file tickets.csv --set "seeds=[1, 2, 3]"
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import logging
 import os
@@ -23,14 +23,15 @@ from typing import Annotated, Any, Literal
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/, whose names must not hide packages
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, PositiveInt, ValidationError, field_validator
 
 from finetune.heads import FITTED_HEADS
-from finetune.run import add_flags, request_ids_of
+from finetune.run import OWN, request_ids_of
 from finetune.settings import HEAD_OPTIONS, POOLED, FinetuneSettings, OwnDataSettings, check_names, flatten
 from finetune.store.results import Busy, Store
-from multicls.errors import CommandParser, UserError, did_you_mean, run_command
-from multicls.settings import Settings, load_settings
+from multicls.command_line import CommandLine, RecipeOptions, print_summary
+from multicls.errors import UserError, did_you_mean, run_command
+from multicls.settings import Settings, load_settings, to_yaml
 from multicls.words import duration
 
 log = logging.getLogger("finetune")
@@ -100,6 +101,31 @@ class GridSettings(Settings):
         return [str(size) for size in value] if isinstance(value, list) else value
 
 
+class GridOptions(RecipeOptions):
+    """Options of the command."""
+
+    recipe: list[str] = Field(min_length=1, description="the YAML file of a grid, or the name of a shipped one")
+    model: list[str] = Field(
+        default=[], title="NAME=FOLDER", description="a model to add; the same name again is another pretraining seed"
+    )
+    data_dir: str | None = Field(default=None, description="folder of the tasks; default: the hub")
+    output_dir: str = Field(default="results", description="results folder")
+    jobs: PositiveInt = Field(default=1, description="processes side by side")
+    list_runs: bool = Field(default=False, description="print the runs and stop")
+    status: bool = Field(default=False, description="count finished, failed and missing runs and stop")
+    since: int | None = None
+    own: OwnDataSettings = OwnDataSettings()
+
+
+COMMAND = CommandLine(
+    "finetune/grid.py", __doc__, GridOptions, settings=GridSettings, recipes="finetune/recipes",
+    sibling="finetune/run.py", groups={
+        "runs": {"jobs": "jobs", "list": "list_runs", "status": "status"},
+        "your own rows, instead of the recipe's tasks": OWN,
+    },
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class GridRun:
     """One run of a grid.
@@ -142,13 +168,13 @@ class GridRun:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
-    args = _parser().parse_args(argv)
-    if args.jobs < 1:
-        raise UserError(f"--jobs {args.jobs}: must be at least 1.")
-    grid = load_settings(GridSettings, [args.recipe], args.set, _flags(args))
+    args, grid = COMMAND.parse_with(argv, lambda options, _: _read_grid(options))
+    if args.print_config:
+        print(to_yaml(grid), end="")
+        return 0
     runs, store = expand(grid, args.output_dir), Store(args.output_dir)
     store.check(write=True)
-    if args.list:
+    if args.list_runs:
         print("\n".join(run.title for run in runs))
         return 0
     if args.status:
@@ -357,11 +383,14 @@ class _Progress:
         self.show()
         _print_problems(self.state)
         if self.state["finished"]:
-            print(f"results: {self.store.folder}; tables: python finetune/report.py {self.store.folder}", flush=True)
+            count = f"{len(self.state['finished'])} of {len(self.runs)} runs finished"
+            print_summary(
+                [("results", f"{self.store.folder} ({count})")], f"python finetune/report.py {self.store.folder}"
+            )
         return int(bool(self.state["failed"]) or not self.state["finished"])
 
 
-def _start_workers(runs: Sequence[GridRun], args: argparse.Namespace, argv: Sequence[str], since: int) -> int:
+def _start_workers(runs: Sequence[GridRun], args: GridOptions, argv: Sequence[str], since: int) -> int:
     """Starts `args.jobs` processes over the same runs and follows them; each has a log of its own."""
     store = Store(args.output_dir)
     logs = store.folder / "logs"
@@ -399,35 +428,17 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def _flags(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the settings that flags give: the data folder, models, and one's own rows as the only task."""
-    flags: dict[str, Any] = {"settings.data_dir": args.data_dir}
-    for name, path in (model.partition("=")[::2] for model in args.model):
+def _read_grid(options: GridOptions) -> GridSettings:
+    """Returns the grid of the recipes with what flags give: the data folder, models, own rows as the only task."""
+    flags: dict[str, Any] = {"settings.data_dir": options.data_dir}
+    for name, path in (model.partition("=")[::2] for model in options.model):
         if not path:
             raise UserError(f"--model {name}: write it as NAME=FOLDER.")
         flags.setdefault(f"models.{name}", []).append(path)
-    own = {name.removeprefix("own."): value for name, value in vars(args).items()
-           if name.startswith("own.") and value is not None}  # fmt: skip
-    if own:
-        task = OwnDataSettings.model_validate(own).name.removeprefix("own_")
+    if own := options.own.model_dump(exclude_unset=True):
+        task = options.own.name.removeprefix("own_")
         flags |= {f"own.{task}.{name}": value for name, value in own.items()} | {"tasks": [task]}
-    return flags
-
-
-def _parser() -> CommandParser:
-    parser = CommandParser(__doc__)
-    parser.add_argument("--recipe", required=True, metavar="FILE", help="YAML file of the grid")
-    parser.add_argument("--model", action="append", default=[], metavar="NAME=FOLDER",
-                        help="a model to add; the same name again is another pretraining seed")  # fmt: skip
-    parser.add_argument("--data_dir", metavar="DIR", help="folder of the tasks; default: the hub")
-    parser.add_argument("--output_dir", default="results", metavar="DIR", help="results folder (results)")
-    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="such as seeds=[1,2]")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes side by side (1)")
-    parser.add_argument("--list", action="store_true", help="print the runs and stop")
-    parser.add_argument("--status", action="store_true", help="count finished, failed and missing runs and stop")
-    parser.add_argument("--since", type=int, help=argparse.SUPPRESS)
-    add_flags(parser, "your own rows, instead of the recipe's tasks", OwnDataSettings, "own.")
-    return parser
+    return load_settings(GridSettings, options.recipe, options.set, flags)
 
 
 if __name__ == "__main__":

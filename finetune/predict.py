@@ -17,11 +17,15 @@ from typing import IO, TYPE_CHECKING, Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/, whose names must not hide packages
 
+from pydantic import Field, PositiveInt
+
 from finetune.data.own_rows import DEFAULTS, METRICS, TEXTS, example_of, label_format, text_columns
 from finetune.data.tables import RawRows, Row, read_table
 from finetune.data.tasks import TASKS, Task
-from multicls.errors import CommandParser, UserError, did_you_mean, run_command
+from multicls.command_line import CommandLine, print_summary
+from multicls.errors import UserError, did_you_mean, run_command
 from multicls.files import atomic_write, read_json
+from multicls.settings import Settings
 
 if TYPE_CHECKING:
     from finetune.data.examples import LabeledExample
@@ -29,6 +33,20 @@ if TYPE_CHECKING:
 
 SLICE = 4096  # rows that are tokenized at a time
 MODEL_TYPE = "encoder-with-head"
+
+
+class PredictOptions(Settings):
+    """Options of the command."""
+
+    model: str = Field(description="a folder that finetune/run.py --save_model has saved")
+    rows: str = Field(description="rows to label: CSV, TSV, JSON lines, JSON array or Parquet")
+    output: str | None = Field(default=None, description=".csv, .jsonl or - for stdout; default: ROWS.predictions.csv")
+    text_column: str | None = Field(default=None, description="column of the text, or A,B; default: the training's")
+    task: str | None = Field(default=None, description="which task, if the model was fine-tuned on several")
+    batch_size: PositiveInt = Field(default=64, description="rows of a forward pass")
+
+
+COMMAND = CommandLine("finetune/predict.py", __doc__, PredictOptions, positional=("model", "rows"))
 
 
 @dataclass(frozen=True)
@@ -48,9 +66,7 @@ class TrainedTask:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
-    args = _parser().parse_args(argv)
-    if args.batch_size < 1:
-        raise UserError(f"--batch_size {args.batch_size}: must be at least 1.")
+    args = COMMAND.parse(argv)
     trained = load_task(args.model, args.task)
     rows = read_table(Path(args.rows), _wanted(args.text_column, trained.task))
     output = _output(args.rows, args.output)
@@ -64,11 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         with atomic_write(output) as file:
             _write(file, rows, answers, output.suffix == ".jsonl")
-    print(f"{len(rows)} rows: {_summary(trained.task, answers)}", file=tell)
-    if scores := _scores(trained.task, fields, rows, outputs):
-        print(scores, file=tell)
-    if output is not None:
-        print(f"written: {output}", file=tell)
+    scores = _scores(trained.task, fields, rows, outputs)
+    made = [("rows", f"{len(rows)}: {_summary(trained.task, answers)}"), ("scores", scores), ("written", output)]
+    print_summary([(name, value) for name, value in made if value], file=tell)
     return 0
 
 
@@ -238,17 +252,6 @@ def _scores(task: Task, fields: Sequence[str], rows: RawRows, outputs: Array) ->
         return f"not scored: {error}"
     scores = score_examples(task, labelled, outputs)
     return f"against column {column!r}: " + "  ".join(f"{name} {100 * value:.2f}" for name, value in scores.items())
-
-
-def _parser() -> CommandParser:
-    parser = CommandParser(__doc__)
-    parser.add_argument("model", metavar="MODEL", help="folder that run.py --save_model has saved")
-    parser.add_argument("rows", metavar="ROWS", help="rows to label: CSV, TSV, JSON lines, JSON array or Parquet")
-    parser.add_argument("--output", metavar="FILE", help=".csv, .jsonl or - for stdout; default: ROWS.predictions.csv")
-    parser.add_argument("--text_column", metavar="A", help="column of the text, or A,B; default: that of the training")
-    parser.add_argument("--task", metavar="NAME", help="which task, if the model was fine-tuned on several")
-    parser.add_argument("--batch_size", type=int, default=64, metavar="N", help="rows of a forward pass (default 64)")
-    return parser
 
 
 if __name__ == "__main__":

@@ -1,76 +1,95 @@
-"""Prints a results folder as Markdown tables, and writes them with figures as one HTML page.
+"""Reports on a results folder: scores on the console, all tables as Markdown, and one HTML page with figures.
 
-python finetune/report.py results --compare "k5 multicls" "k5 cls"
+python finetune/report.py results
+python finetune/report.py results --compare "k5 multicls" "k5 cls" --task rte cola
+python finetune/report.py results --ensembles 5 --html report/ensembles.html
 """
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/, whose names must not hide packages
 
+from pydantic import Field
+
 from finetune.store.results import Store
-from multicls.errors import CommandParser, UserError, did_you_mean, run_command
+from multicls.command_line import CommandLine, print_summary
+from multicls.errors import UserError, did_you_mean, run_command
+from multicls.files import atomic_write
+from multicls.settings import Settings
 
 if TYPE_CHECKING:
     from finetune.stats.systems import Results
 
 
+class ReportOptions(Settings):
+    """Options of the command."""
+
+    results: str = Field(description="a folder with results.jsonl")
+    html: str | None = Field(default=None, description="where the page goes, and the Markdown beside it; default: "
+                             "RESULTS/report.html")  # fmt: skip
+    no_html: bool = Field(default=False, description="write the tables without the page, which takes longer")
+    compare: tuple[str, str] | None = Field(
+        default=None, title="SYSTEM", description="test these two systems only, named as in the tables or by some words"
+    )
+    task: list[str] = Field(default=[], description="report these tasks only")
+    ensembles: Annotated[int, Field(ge=2)] | None = Field(
+        default=None, description="add rows for ensembles of so many runs"
+    )
+
+
+COMMAND = CommandLine("finetune/report.py", __doc__, ReportOptions, positional=("results",))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
-    args = _parser().parse_args(argv)
-    if args.ensembles and args.ensembles < 2:
-        raise UserError(f"--ensembles {args.ensembles}: must be 2 or more.")
+    args = COMMAND.parse(argv)
 
     from finetune.show.page import build_report
     from finetune.stats.systems import load_results
 
     folder = Path(args.results)
-    results = load_results(Store(folder), ensembles=args.ensembles)
+    results = load_results(Store(folder), ensembles=args.ensembles or 0)
     if not results.rows:
         raise UserError(f"{folder}: no finished runs there. finetune/run.py and finetune/grid.py write them.")
     known = {row.task for row in results.rows}
-    if unknown := [task for task in args.task or () if task not in known]:
+    if unknown := [task for task in args.task if task not in known]:
         raise UserError(*(f"--task {task}: no finished run of it in {folder}.{did_you_mean(task, known)}"
                           for task in unknown))  # fmt: skip
     if args.task:
         results = replace(results, rows=[row for row in results.rows if row.task in args.task])
-    report = build_report(results, folder.resolve(), args.compare and tuple(args.compare), pictures=not args.no_html)
-    print(report.markdown())
+    report = build_report(results, folder.resolve(), args.compare, pictures=not args.no_html)
+    report.print()
+    page = Path(args.html or folder / "report.html")
+    with atomic_write(page.with_suffix(".md")) as file:
+        file.write(report.markdown())
+    made: list[tuple[str, object]] = [("tables", page.with_suffix(".md"))]
     if not args.no_html:
-        page = Path(args.html or folder / "report.html")
         report.write(page)
-        print(f"page with figures: {page}")
-    print("\n".join(next_steps(Store(folder), results)))
+        made.append(("page", page))
+    made.append(("curves", f"tensorboard --logdir {folder / 'tb'}"))
+    best = best_saved_model(Store(folder), results)
+    if best:
+        made.append(("best model", best))
+        print_summary(made, shlex.join(["python", "finetune/predict.py", str(best), "ROWS.csv"]))
+    else:
+        print_summary(
+            made, "finetune/run.py ... --save_model keeps a model, with which finetune/predict.py labels rows"
+        )
     return 0
 
 
-def next_steps(store: Store, results: Results) -> list[str]:
-    """Returns lines that name the best saved model, the curves, and a command to go on with."""
+def best_saved_model(store: Store, results: Results) -> Path | None:
+    """Returns the folder of the saved model with the best score, None if no run has saved one."""
     saved = [(record["score"], store.model_path(record["run_id"])) for row in results.rows for record in row.records
              if record["run_id"] and store.model_path(record["run_id"]).is_dir()]  # fmt: skip
-    lines = [f"curves: tensorboard --logdir {store.folder / 'tb'}"]
-    if not saved:
-        return [*lines, "next: --save_model keeps the model of a run, and finetune/predict.py labels new rows with it"]
-    model = max(saved)[1]
-    return [f"best saved model: {model}", *lines, f"next: python finetune/predict.py {model} ROWS.csv"]
-
-
-def _parser() -> CommandParser:
-    parser = CommandParser(__doc__)
-    add = parser.add_argument
-    add("results", help="folder with results.jsonl")
-    add("--html", metavar="FILE", help="where the page goes (default: RESULTS/report.html)")
-    add("--no_html", action="store_true", help="print the tables only")
-    add("--compare", nargs=2, metavar=("A", "B"),
-        help="test these two systems only; each named as in the tables, or by some of those words")  # fmt: skip
-    add("--task", nargs="+", metavar="TASK", help="report these tasks only")
-    add("--ensembles", type=int, default=0, metavar="N", help="add rows for ensembles of N runs")
-    return parser
+    return max(saved)[1] if saved else None
 
 
 if __name__ == "__main__":

@@ -1,34 +1,33 @@
 """Fine-tunes a model on a task and writes one line of results.
 
-python finetune/run.py --model RUN/hf --task rte --train_size 100 --head multicls --seed 1 --data_dir glue
-python finetune/run.py --model RUN/hf --train_file tickets.csv --head cls --save_model
-deepspeed --num_gpus 2 finetune/run.py --config ds_configs/zero2.json ...
+python finetune/run.py --model runs/sample/hf --task rte --train_size 100 --head multicls --seed 1 --data_dir glue
+python finetune/run.py --model runs/sample/hf --train_file tickets.csv --head mean --save_model
+deepspeed --num_gpus 2 finetune/run.py --config ds_configs/zero2.json --model sample --task rte --head cls
 """
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/, whose names must not hide packages
 
-from finetune.data.tasks import TASKS
-from finetune.heads import FITTED_HEADS, HEADS
+from finetune.heads import FITTED_HEADS
 from finetune.settings import FinetuneSettings, OwnDataSettings, TrainSettings, check_names, resolve
 from finetune.store.records import PlannedRun, Predicted, make_predictions, make_record
 from finetune.store.results import Record, Store, short_hash
+from multicls.command_line import CommandLine, RecipeOptions
 from multicls.distributed import leave_deepspeed, on_rank_0, prepare_deepspeed, rank_and_world
 from multicls.ds_config import load_ds_config
-from multicls.errors import CommandParser, run_command
-from multicls.settings import Settings, load_settings, to_yaml
+from multicls.errors import run_command
+from multicls.settings import load_settings, to_yaml
 
 if TYPE_CHECKING:
     from finetune.data.encoding import Encoded
@@ -40,18 +39,25 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("finetune")
 SEVERAL_RANKS = "ds_configs/zero0.json"  # what trains on several ranks when no --config is given
+OWN = {name: f"own.{name}" for name in OwnDataSettings.model_fields}
+COMMAND = CommandLine(
+    "finetune/run.py", __doc__, RecipeOptions, settings=FinetuneSettings, recipes="finetune/recipes",
+    sibling="finetune/grid.py",
+    groups={
+        "model and head": ("model", "model_name", "pretraining_seed", "trust_remote_code", "head", "pooling", "seed"),
+        "task and rows": ("task", "data_dir", "train_size", "sampling", "data_seed", "label_noise", "train_from_dev",
+                          "selection", "holdout", "max_length"),
+        "your own rows, instead of --task": OWN,
+        "training": [f"train.{name}" for name in TrainSettings.model_fields] + ["config"],
+        "output": ("output_dir", "save_model", "predict_test"),
+    },
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
-    args = vars(_parser().parse_args(argv))
-    args.pop("local_rank")
-    recipes, assignments, print_config = args.pop("recipe"), args.pop("set"), args.pop("print_config")
-    settings = load_settings(FinetuneSettings, recipes, assignments, args)
-    check_names(settings)
-    if settings.config:
-        load_ds_config(settings.config)
-    if print_config:
+    options, settings = COMMAND.parse_with(argv, read_settings)
+    if options.print_config:
         print(to_yaml(settings), end="")
         return 0
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
@@ -60,6 +66,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rank_and_world()[1] > 1 or settings.config:
         leave_deepspeed()
     return 0
+
+
+def read_settings(options: RecipeOptions, flags: Mapping[str, Any]) -> FinetuneSettings:
+    """Returns the settings of recipes and flags, with names that are known and go together."""
+    settings = load_settings(FinetuneSettings, options.recipe, options.set, flags, COMMAND.names)
+    check_names(settings)
+    if settings.config:
+        load_ds_config(settings.config)
+    return settings
 
 
 def run(settings: FinetuneSettings) -> list[Record]:
@@ -204,10 +219,11 @@ def _save(planned: PlannedRun, predicted: Predicted, tokenizer: Any, records: Se
     from finetune.heads.saving import save_model
     from finetune.show.cards import model_card
     from finetune.train.loop import gathered
+    from multicls.cards import inherited_metadata
 
     with gathered(predicted.model):
         if rank_and_world()[0] == 0:
-            card = model_card(records, planned.rows)
+            card = model_card(records, planned.rows, inherited_metadata(planned.checkpoint.name))
             save_model(predicted.model, tokenizer, planned.model_path, card)
 
 
@@ -300,36 +316,6 @@ def _where(planned: PlannedRun) -> str:
 def _tell(text: str) -> None:
     if rank_and_world()[0] == 0:
         print(text, flush=True)
-
-
-def _parser() -> CommandParser:
-    parser = CommandParser(__doc__)
-    parser.add_argument("--recipe", action="append", default=[], metavar="FILE", help="YAML file of settings")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="a.b=c", help="any setting, for instance isobn.beta=1"
-    )
-    parser.add_argument("--print_config", action="store_true", help="print the settings as a recipe and stop")
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # appended by the launcher
-    add_flags(parser, "model, task and rows", FinetuneSettings, "")
-    add_flags(parser, "your own rows, instead of --task", OwnDataSettings, "own.")
-    add_flags(parser, "training", TrainSettings, "train.")
-    return parser
-
-
-def add_flags(parser: argparse.ArgumentParser, title: str, kind: type[Settings], prefix: str) -> None:
-    """Adds a flag for each setting of `kind`, in a group of the help."""
-    about = {"task": ", ".join(TASKS), "head": "; ".join(f"{name}: {about}" for name, about in HEADS.items())}
-    group = parser.add_argument_group(title)
-    for name, field in kind.model_fields.items():
-        if isinstance(field.default, Settings):  # of one head, or another group: --set reaches them
-            continue
-        default = "required" if field.is_required() else f"default {field.default}" if field.default else ""
-        text = "; ".join(filter(None, (field.description, about.get(name, default))))
-        values = [str(value) for value in get_args(field.annotation) if isinstance(value, str)]
-        switch: dict[str, Any] = {"metavar": f"{{{','.join(values)}}}" if values else "X"}
-        if field.default is False:
-            switch = {"action": "store_true", "default": None}
-        group.add_argument(f"--{name}", dest=prefix + name, help=text.replace("%", "%%"), **switch)
 
 
 if __name__ == "__main__":

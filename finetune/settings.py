@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from finetune.data.tasks import find_task
+from finetune.data.tasks import TASKS, find_task
 from finetune.heads import FITTED_HEADS, HEADS
 from multicls.errors import UserError, did_you_mean
 from multicls.settings import Settings
@@ -133,12 +133,16 @@ class OwnDataSettings(Settings):
 class FinetuneSettings(Settings):
     """One run: a model, a task, a number of train rows, a head and a seed."""
 
-    model: str = Field(description="a run's hf/ folder, any Hugging Face model folder, a Hub id, or 'sample'")
+    model: str = Field(
+        description="a pretraining run's hf/ folder, any Hugging Face model folder, a Hub id, or 'sample'"
+    )
     model_name: str | None = Field(
         default=None, description="name in tables; models that differ by their pretraining seed only share one"
     )
     pretraining_seed: int | None = Field(default=None, ge=0, description="which of the models of that name this is")
-    task: str = Field(default="", description="name of the task; several with commas for --head cln")
+    task: str = Field(
+        default="", description=f"name of the task; several with commas for --head cln: {', '.join(TASKS)}"
+    )
     own: OwnDataSettings = OwnDataSettings()
     train_size: PositiveInt | Literal["full"] = Field(
         default="full", description="train rows: 100, 1k, any number, or full"
@@ -154,7 +158,10 @@ class FinetuneSettings(Settings):
     holdout: float = Field(
         default=0.2, gt=0.0, lt=1.0, description="share of the drawn train rows that --selection holdout holds out"
     )
-    head: str = Field(description="how the label is read off the encoder")
+    head: str = Field(
+        description="the name of a head, such as cls or multicls; "
+        + "; ".join(f"{name}: {about}" for name, about in HEADS.items())
+    )
     pooling: Literal["cls", "multicls", "mean"] = Field(default="cls", description=f"what {', '.join(POOLED)} read")
     isobn: IsoBnSettings = IsoBnSettings()
     hire: HireSettings = HireSettings()
@@ -197,7 +204,7 @@ class FinetuneSettings(Settings):
         if (self.own.dev_file or self.own.test_file) and not self.own.train_file:
             raise ValueError("dev_file and test_file need a train_file")
         if bool(self.task) == bool(self.own.source):
-            raise ValueError("give either a task, or your own rows by --train_file or --dataset")
+            raise ValueError("give either --task NAME, or your own rows by --train_file FILE or --dataset ID")
         return self
 
     @property

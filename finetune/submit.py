@@ -15,21 +15,43 @@ import tempfile
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/, whose names must not hide packages
+
+from pydantic import Field
 
 from finetune.data.examples import LabeledExample
 from finetune.data.submissions import check_submission, submission_files, write_submission
 from finetune.data.tasks import TASKS, Task
 from finetune.stats.systems import SystemResult, choosing_score, load_results
 from finetune.store.results import Array, Store
-from multicls.errors import CommandParser, UserError, did_you_mean, run_command
+from multicls.command_line import CommandLine, print_summary
+from multicls.errors import UserError, did_you_mean, run_command
+from multicls.settings import Settings
+
+
+class SubmitOptions(Settings):
+    """Options of the command."""
+
+    results: str = Field(description="a folder with results.jsonl")
+    benchmark: Literal["glue", "superglue"] = Field(description="the benchmark whose site it is for: glue or superglue")
+    system: str = Field(description="the system's name as the report says it; NAME x5: an ensemble")
+    others: list[str] = Field(default=[], title="TASK=NAME", description="another system for one task")
+    train_size: str = Field(default="full", description="train rows of the runs")
+    output: str = Field(description="the zip file to upload")
+
+
+COMMAND = CommandLine(
+    "finetune/submit.py", __doc__, SubmitOptions, positional=("results",),
+    groups={"runs": {"system": "system", "for": "others", "train_size": "train_size"}},
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
-    args = _parser().parse_args(argv)
-    others = dict(text.partition("=")[::2] for text in args.other)
+    args = COMMAND.parse(argv)
+    others = dict(text.partition("=")[::2] for text in args.others)
     wanted = [task for task in TASKS.values() if task.benchmark == args.benchmark and task.submissions]
     if unknown := sorted(others.keys() - {task.name for task in wanted}):
         raise UserError(f"--for {unknown[0]}: no task of {args.benchmark}.{did_you_mean(unknown[0], TASKS)}")
@@ -50,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with zipfile.ZipFile(args.output, "w", zipfile.ZIP_DEFLATED) as archive:
             for path in files:
                 archive.write(path, path.name)
-    print(f"{args.output}: {len(files)} files, as the site wants them")
+    print_summary([("written", f"{args.output} ({len(files)} files, as the site wants them)")])
     return 0
 
 
@@ -83,18 +105,6 @@ def test_predictions(task: Task, arrays: Mapping[str, Array]) -> tuple[list[Labe
     if task.is_regression:
         return examples, arrays[prefix + "scores"][:, None] / task.label_scale
     return examples, arrays[prefix + "logits"]
-
-
-def _parser() -> CommandParser:
-    parser = CommandParser(__doc__)
-    parser.add_argument("results", help="folder with results.jsonl")
-    parser.add_argument("--benchmark", required=True, choices=("glue", "superglue"), help="whose site it is for")
-    parser.add_argument("--system", required=True, metavar="NAME", help="as the report names it; NAME x5: an ensemble")
-    parser.add_argument("--for", dest="other", action="append", default=[], metavar="TASK=NAME",
-                        help="another system for one task")  # fmt: skip
-    parser.add_argument("--train_size", default="full", metavar="SIZE", help="of the runs (full)")
-    parser.add_argument("--output", required=True, metavar="FILE.zip", help="what to upload")
-    return parser
 
 
 if __name__ == "__main__":

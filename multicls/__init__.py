@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         MultiClsBertModel,
     )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "MultiClsBertConfig",
     "MultiClsBertForPreTraining",

@@ -1,20 +1,25 @@
 """Converts a checkpoint of the authors' code (`model.pt`) to a Hugging Face folder with all pretraining heads.
 
-    python -m multicls.convert model.pt --num-facets 3 --facet-layers 1,3 --output DIR
+python -m multicls.convert model.pt --num_facets 3 --facet_layers 1,3 --output runs/authors
+python -m multicls.convert model.pt --tokenizer bert-base-uncased --output runs/authors   # training.conf beside it
 
 Sizes are taken from the tensors. Facets and layers default to the values in `training.conf` beside the checkpoint.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import Field
+
+from multicls.command_line import CommandLine, print_summary
 from multicls.errors import UserError, first_line, run_command
 from multicls.files import atomic_folder
+from multicls.settings import Settings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,31 +37,38 @@ RENAMED = (
 )
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command."""
-    parser = argparse.ArgumentParser(prog="python -m multicls.convert", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("checkpoint", type=Path, help="model.pt of the authors' code: {'sd': state dict, 'epoch'}")
-    parser.add_argument("--output", type=Path, required=True, help="folder to write; new or empty")
-    parser.add_argument("--num-facets", type=int, help="K; default: num_facet in training.conf beside the checkpoint")
-    parser.add_argument(
-        "--facet-layers",
-        help="layers, numbered from 1, after which facets pass their inserted linear layers, separated by commas; '' "
-        "for none. The authors' code has the same numbers, as inputs of layers counted from 0. Default: "
+class ConvertOptions(Settings):
+    """Options of the command."""
+
+    checkpoint: Path = Field(description="the model.pt of the authors' code, {'sd': state dict, 'epoch'}")
+    output: Path = Field(description="the folder to write, new or empty")
+    num_facets: int | None = Field(
+        default=None, ge=0, description="K; default: num_facet in training.conf beside the checkpoint"
+    )
+    facet_layers: str | None = Field(
+        default=None,
+        description="layers, numbered from 1, after which facets pass their inserted linear layers, separated by "
+        "commas; '' for none. The authors' code has the same numbers, as inputs of layers counted from 0. Default: "
         "diversify_hidden_layer in training.conf",
     )
-    parser.add_argument("--num-attention-heads", type=int, help="default: hidden size / 64")
-    parser.add_argument("--mcqt-lambda", type=float, default=0.1, help="weight of the best facet pair (default: 0.1)")
-    parser.add_argument(
-        "--task-type-row",
-        type=int,
+    num_attention_heads: int | None = Field(default=None, description="default: hidden size / 64")
+    mcqt_lambda: float = Field(default=0.1, ge=0, le=1, description="weight of the best facet pair")
+    task_type_row: int = Field(
         default=0,
-        help="row of the authors' task-type table to add to the token types: 0 as in their fine-tuning (default), or 5 "
+        description="row of the authors' task-type table to add to the token types: 0 as in their fine-tuning, or 5 "
         "as in their pretraining",
     )
-    parser.add_argument(
-        "--tokenizer", help="folder or Hub id of the tokenizer to save with the model, with facets added"
+    tokenizer: str | None = Field(
+        default=None, description="folder or Hub id of the tokenizer to save with the model, with facets added"
     )
-    args = parser.parse_args(argv)
+
+
+COMMAND = CommandLine("python -m multicls.convert", __doc__, ConvertOptions, positional=("checkpoint",))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command."""
+    args = COMMAND.parse(argv)
     if args.output.is_file() or (args.output.is_dir() and any(args.output.iterdir())):
         raise UserError(f"--output {args.output}: exists already; give a new or empty folder.")
     state = read_checkpoint(args.checkpoint)
@@ -66,8 +78,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     problems = [
         f"{args.checkpoint}: no training.conf beside it states {name}; give {flag}."
         for name, value, flag in (
-            ("num_facet", num_facets, "--num-facets"),
-            ("diversify_hidden_layer", levels, "--facet-layers"),
+            ("num_facet", num_facets, "--num_facets"),
+            ("diversify_hidden_layer", levels, "--facet_layers"),
         )
         if value is None
     ]
@@ -75,8 +87,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(*problems)
     model = convert(
         state,
-        num_facets=_integers(str(num_facets), "--num-facets")[0],
-        facet_layers=_integers(str(levels), "--facet-layers"),
+        num_facets=_integers(str(num_facets), "--num_facets")[0],
+        facet_layers=_integers(str(levels), "--facet_layers"),
         num_attention_heads=args.num_attention_heads,
         mcqt_lambda=args.mcqt_lambda,
         task_type_row=args.task_type_row,
@@ -88,9 +100,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         model.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-    print(f"wrote {args.output}: {sum(p.numel() for p in model.parameters()):,} parameters, {_describe(model.config)}")
+    size = f"{sum(p.numel() for p in model.parameters()):,} parameters, {_describe(model.config)}"
+    made = [("model", f"{args.output} ({size})")]
     if tokenizer is None:
-        print("it has no tokenizer: convert with --tokenizer bert-base-uncased, or the one that the checkpoint used")
+        made.append(("missing", "the tokenizer; convert with --tokenizer bert-base-uncased, or the checkpoint's own"))
+    next_command = shlex.join(["python", "finetune/run.py", "--model", str(args.output)])
+    print_summary(made, f"{next_command} --head multicls --train_file ROWS.csv")
 
 
 def read_checkpoint(path: Path) -> dict[str, Tensor]:
@@ -153,7 +168,7 @@ def convert(
     config = _config(state, num_facets, facet_layers, num_attention_heads, mcqt_lambda)
     task_types = _take(state, "bert.embeddings.task_type_embeddings.weight")
     if not 0 <= task_type_row < len(task_types):
-        raise UserError(f"--task-type-row {task_type_row}: the checkpoint's table has rows 0..{len(task_types) - 1}.")
+        raise UserError(f"--task_type_row {task_type_row}: the checkpoint's table has rows 0..{len(task_types) - 1}.")
     token_types = _take(state, "bert.embeddings.token_type_embeddings.weight")
     converted = {"bert.embeddings.token_type_embeddings.weight": token_types + task_types[task_type_row]}
     for level, layer in enumerate(facet_layers):
@@ -170,7 +185,7 @@ def convert(
     if state:
         raise UserError(
             f"a model of {num_facets} facets and {len(facet_layers)} levels of inserted layers has no place for the "
-            f"tensors {', '.join(sorted(state)[:5])}. Check --num-facets and --facet-layers."
+            f"tensors {', '.join(sorted(state)[:5])}. Check --num_facets and --facet_layers."
         )
     converted["cls.predictions.decoder.weight"] = converted["bert.embeddings.word_embeddings.weight"]
     converted["cls.predictions.decoder.bias"] = converted["cls.predictions.bias"]
@@ -193,7 +208,7 @@ def _config(
     heads = hidden // 64 if heads is None else heads
     if heads < 1 or hidden % heads:
         raise UserError(
-            f"--num-attention-heads: {heads} does not divide the hidden size {hidden}; give the right number."
+            f"--num_attention_heads: {heads} does not divide the hidden size {hidden}; give the right number."
         )
     try:
         return MultiClsBertConfig(

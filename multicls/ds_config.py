@@ -117,8 +117,12 @@ def load_ds_config(path: str | Path) -> dict[str, Any]:
     A path that does not exist in the working directory is looked up in the repository.
 
     Raises:
-        UserError: the file does not exist, is not JSON, holds no JSON object, or gives a key twice.
+        UserError: the file is a YAML recipe, does not exist, is not JSON, holds no JSON object, or gives a key twice.
     """
+    if Path(path).suffix in (".yaml", ".yml"):
+        raise UserError(
+            f"--config {path}: this takes the JSON of DeepSpeed; give a YAML file of settings with --recipe."
+        )
     file = find_shipped(path)
     try:
         config = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_read_group)

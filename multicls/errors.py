@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import difflib
 import multiprocessing
@@ -40,28 +39,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     if nearest:
         return f" Did you mean '{nearest[0]}'?"
     return f" Known: {', '.join(known)}." if known else ""
-
-
-class CommandParser(argparse.ArgumentParser):
-    """A parser of flags that tells a misspelt one in a line, with the nearest one.
-
-    Args:
-        description: printed by `--help` as it is.
-    """
-
-    def __init__(self, description: str | None) -> None:
-        formatter = argparse.RawDescriptionHelpFormatter
-        super().__init__(description=description, formatter_class=formatter, allow_abbrev=False)
-
-    def error(self, message: str) -> NoReturn:
-        """Raises a `UserError`, which the command line prints without the usage."""
-        names = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
-        if not message.startswith("unrecognized arguments") or not names:
-            raise UserError(f"{message}. --help lists all flags.")
-        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
-        hints = [did_you_mean(name, flags) for name in names]
-        raise UserError(*(f"{name}: no such flag.{hint if hint.startswith(' Did') else ' --help lists all flags.'}"
-                          for name, hint in zip(names, hints, strict=True)))  # fmt: skip
 
 
 def first_line(error: BaseException) -> str:

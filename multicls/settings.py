@@ -5,15 +5,47 @@ Precedence: defaults < recipes in the order given < `--set` < flags. Imports no 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from textwrap import shorten
+from types import UnionType
+from typing import Any, TypeVar, Union, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.fields import FieldInfo
 
 from multicls.errors import UserError, did_you_mean
-from multicls.files import find_shipped
+from multicls.files import REPOSITORY, find_shipped
+
+ALIASES = {  # names in other tools and earlier versions -> ours, the first that a command has
+    **dict.fromkeys(("lr", "peak_lr"), "learning_rate"),
+    **dict.fromkeys(("batch_size", "train_batch_size", "micro_batches", "bs"), "batch_size global_batch_size"),
+    **dict.fromkeys(("per_device_train_batch_size", "train_micro_batch_size_per_gpu"), "micro_batch_size batch_size"),
+    "gradient_accumulation_steps": "micro_batch_size=...",
+    **dict.fromkeys(("num_epochs", "num_train_epochs"), "epochs"),
+    **dict.fromkeys(("steps", "max_steps", "num_steps", "train_steps", "max_train_steps"), "max_steps steps"),
+    **{name: f"precision={name}" for name in ("fp32", "bf16", "fp16")},
+    **dict.fromkeys(("model_name_or_path", "model_name", "checkpoint", "pretrained_model", "bert_model"), "model"),
+    **dict.fromkeys(("data", "data_path", "dataset_path", "train_data"), "corpus data_dir input"),
+    **dict.fromkeys(("out", "output", "out_dir", "output_dir", "save_dir", "run_dir"), "output_dir output"),
+    **dict.fromkeys(("ds_config", "deepspeed", "deepspeed_config"), "config"),
+    **dict.fromkeys(("max_len", "max_length", "max_seq_len", "max_seq_length", "seq_len"), "max_length seq_length"),
+    **dict.fromkeys(("warmup", "warmup_fraction", "warmup_steps"), "warmup_ratio=..."),
+    **dict.fromkeys(("clip", "gradient_clipping", "max_norm"), "max_grad_norm"),
+    **dict.fromkeys(("workers", "num_workers", "num_processes", "num_proc", "n_jobs"), "workers jobs num_workers"),
+    "resume_from_checkpoint": "resume=auto",
+    "save_steps": "save_every",
+    "eval_steps": "eval_every",
+    "logging_steps": "log_every",
+}  # fmt: skip
+PLAIN = {  # types of pydantic's errors in our words
+    "int_parsing": "must be a whole number", "int_from_float": "must be a whole number",
+    "float_parsing": "must be a number", "bool_parsing": "must be true or false",
+}  # fmt: skip
+WORDS = {"Input should be": "must be", "Field required": "too few values",
+         "greater than or equal to": "at least", "less than or equal to": "at most"}  # fmt: skip
 
 
 class Settings(BaseModel):
@@ -30,6 +62,7 @@ def load_settings(
     recipes: Iterable[str | Path] = (),
     assignments: Iterable[str] = (),
     flags: Mapping[str, Any] | None = None,
+    names: Mapping[str, str] | None = None,
 ) -> AnySettings:
     """Loads settings of type `kind`.
 
@@ -39,18 +72,23 @@ def load_settings(
             is looked up in the repository.
         assignments: texts `a.b=c` from `--set`; c is YAML.
         flags: values of command-line flags by dotted key; None means not given.
+        names: how the command line spells settings, by dotted key; default: `--` and the last part of the key.
 
     Raises:
         UserError: a recipe cannot be read, or settings are wrong. The error lists all wrong settings, each with its
             source, key, value and the nearest known key.
     """
-    values: dict[str, Any] = {}
+    names = names or {}
+    values: dict[str, Any] = {name: {} for name, field in kind.model_fields.items()
+                              if field.is_required() and _is_group(field.annotation)}  # fmt: skip
     sources: dict[str, str] = {}
     problems: list[str] = []
     for recipe in recipes:
         path = find_shipped(recipe)
         try:
             loaded = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        except OSError as error:
+            raise UserError(f"{recipe}: cannot be read: {error.strerror}.") from None
         except (UnicodeDecodeError, yaml.YAMLError) as error:
             raise UserError(f"{recipe}: not valid YAML: {error}.") from None
         if not isinstance(loaded, dict):
@@ -70,15 +108,69 @@ def load_settings(
         _assign(values, sources, key.strip(), value, source="--set")
     for key, value in (flags or {}).items():
         if value is not None:
-            _assign(values, sources, key, value, source="--" + key.split(".")[-1])
+            _assign(values, sources, key, value, source=names.get(key) or f"--{key.rpartition('.')[2]}")
     settings = None
     try:
         settings = kind.model_validate(values)
     except ValidationError as error:
-        problems += [_explain(kind, detail, sources) for detail in error.errors()]
+        found: dict[str, list[str]] = {}
+        for detail in error.errors():
+            where, message = _explain(kind, detail, sources, names)
+            found.setdefault(where, []).append(message)
+        for where, messages in found.items():
+            text = where + " or ".join(dict.fromkeys(messages)).replace(" or must be ", " or ")
+            problems.append(text if text[-1] in ".?" else f"{text}.")
     if problems or settings is None:
         raise UserError(*problems)
     return settings
+
+
+def find_field(kind: type[Settings], key: str) -> FieldInfo | None:
+    """Returns the field of a dotted key, None if there is no such setting."""
+    group, _, rest = key.partition(".")
+    field = kind.model_fields.get(group)
+    if not rest or field is None:
+        return field
+    return find_field(field.annotation, rest) if _is_group(field.annotation) else None  # type: ignore[arg-type]
+
+
+def shipped_recipes(folder: str, kind: type[Settings]) -> dict[str, str]:
+    """Returns the recipes in a folder of this repository that have settings of `kind`: name -> first sentence in it."""
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted((REPOSITORY / folder).glob("*.yaml"))}
+    return {name: shorten(text.partition("\n")[0].lstrip("# ").split(". ")[0].rstrip("."), 98)
+            for name, text in texts.items() if _has_only(kind, text)}  # fmt: skip
+
+
+def find_recipe(name: str, folder: str, kind: type[Settings], sibling: str = "") -> str:
+    """Returns the path of a recipe, given as a path or by the name of a shipped one.
+
+    Args:
+        name: path or name.
+        folder: of the shipped recipes, in this repository.
+        kind: class of the settings.
+        sibling: command that takes the shipped recipes of other settings.
+
+    Raises:
+        UserError: there is none; the message lists the shipped ones.
+    """
+    path = Path(name)
+    if path.suffix == ".json":
+        raise UserError(f"--recipe {name}: a recipe is a YAML file; give the JSON of DeepSpeed with --config.")
+    for found in (name, *([] if path.suffix else [f"{folder}/{name}.yaml"])):
+        file = next((file for file in (Path(found), REPOSITORY / found) if file.is_file()), None)
+        if file and sibling and folder in str(file) and not _has_only(kind, file.read_text(encoding="utf-8")):
+            raise UserError(f"--recipe {name}: this recipe is for {sibling}.")
+        if file:
+            return found
+    shipped = shipped_recipes(folder, kind)
+    hint = did_you_mean(path.stem, shipped)
+    lines = "".join(f"\n  {one:18}{about}" for one, about in shipped.items())
+    raise UserError(f"--recipe {name}: no such recipe.{hint if 'Did' in hint else ''} Recipes by name:{lines}")
+
+
+def _has_only(kind: type[Settings], text: str) -> bool:
+    """Returns True if a recipe has settings of `kind` only."""
+    return set(re.findall(r"^(\w+):", text, re.MULTILINE)) <= kind.model_fields.keys()
 
 
 def to_yaml(settings: Settings) -> str:
@@ -91,9 +183,13 @@ def known_keys(kind: type[Settings], prefix: str = "") -> list[str]:
     keys = []
     for name, field in kind.model_fields.items():
         keys.append(prefix + name)
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Settings):
-            keys += known_keys(field.annotation, f"{prefix}{name}.")
+        if _is_group(field.annotation):
+            keys += known_keys(field.annotation, f"{prefix}{name}.")  # type: ignore[arg-type]
     return keys
+
+
+def _is_group(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, Settings)
 
 
 def _flatten(tree: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, Any]]:
@@ -119,19 +215,35 @@ def _assign(values: dict[str, Any], sources: dict[str, str], key: str, value: An
     sources[key] = source
 
 
-def _explain(kind: type[Settings], detail: Any, sources: Mapping[str, str]) -> str:
-    """Words one of pydantic's errors, with the source of the value."""
-    key = ".".join(str(part) for part in detail["loc"])
+def _explain(
+    kind: type[Settings], detail: Any, sources: Mapping[str, str], names: Mapping[str, str]
+) -> tuple[str, str]:
+    """Words one of pydantic's errors; returns the setting with the source of its value, and what is wrong with it."""
+    loc = detail["loc"]
+    field = find_field(kind, ".".join(map(str, loc[:-1]))) if len(loc) > 1 and isinstance(loc[-1], str) else None
+    if field is not None and get_origin(field.annotation) in (Union, UnionType):
+        loc = loc[:-1]  # pydantic names the member of the union
+    key = ".".join(map(str, loc))
     source = next((sources[known] for known in sources if known == key or known.startswith(f"{key}.")), None)
     source = source or next((sources[known] for known in sources if key.startswith(f"{known}.")), kind.__name__)
     if detail["type"] == "extra_forbidden":
         siblings = [k for k in known_keys(kind) if k.rpartition(".")[0] == key.rpartition(".")[0]]
         leaves = {known.rpartition(".")[2]: known for known in known_keys(kind)}
-        elsewhere = leaves.get(key.rpartition(".")[2])
+        leaf = key.rpartition(".")[2]
+        elsewhere = next((leaves[name] for name in [leaf, *ALIASES.get(leaf, "").split()] if name in leaves), None)
         hint = f" Did you mean '{elsewhere}'?" if elsewhere else did_you_mean(key, siblings)
-        return f"{source}: {key}: no such setting.{hint}"
-    if detail["type"] == "missing":
-        return f"{source}: {key}: this setting is required; give it in a recipe or with --set {key}=..."
-    message = str(detail["msg"]).removeprefix("Value error, ")
-    where = f"{key} = {detail['input']!r}" if key else ""
-    return f"{source}: {where}: {message}." if where else f"{source}: {message}."
+        return f"{source}: {key}: ", f"no such setting.{hint}"
+    if detail["type"] == "missing" and find_field(kind, key):
+        about = getattr(find_field(kind, key), "description", None)
+        where = names.get(key) or f"{key} (in a recipe or with --set {key}=...)"
+        return f"{where}: missing; ", f"give {about.partition('; ')[0]}" if about else "this setting is required"
+    message = PLAIN.get(detail["type"]) or str(detail["msg"]).removeprefix("Value error, ")
+    for theirs, ours in WORDS.items():
+        message = message.replace(theirs, ours)
+    allowed = re.findall(r"'([^']*)'", detail["ctx"]["expected"]) if detail["type"] == "literal_error" else []
+    hint = did_you_mean(str(detail["input"]), allowed) if len(allowed) > 1 else ""
+    message += f".{hint}" if "Did you" in hint else ""
+    if source == names.get(key) and isinstance(detail["input"], (str, list)):
+        value = detail["input"]
+        return f"{source} {value if isinstance(value, str) else ' '.join(map(str, value))}: ", message
+    return f"{source}: {key} = {detail['input']!r}: " if key else "", message

@@ -1,11 +1,13 @@
 """Exports a checkpoint of a pretraining run as a Hugging Face model folder.
 
-python pretrain/export.py RUN --output DIR
+python pretrain/export.py runs/base --output exports/base
+python pretrain/export.py runs/base --step 20000 --output exports/base_at_20000
+python pretrain/export.py runs/base --finish       # a run that was stopped for good: runs/base/hf
 """
 
 from __future__ import annotations
 
-import argparse
+import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,8 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from pydantic import Field, model_validator
+
+from multicls.command_line import CommandLine, print_summary
 from multicls.errors import UserError, did_you_mean, print_stderr, run_command
 from multicls.files import atomic_folder, locked, read_json, read_jsonl, write_json
+from multicls.settings import Settings
+from pretrain.card import write_card
 from pretrain.run_folder import (
     COMPLETE,
     DONE,
@@ -32,56 +39,33 @@ from pretrain.run_folder import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-FACTS = "export.json"  # in an export: its step, base model and data; in RUN/model: the same without the step
+FACTS = "export.json"  # in an export: its step, origin and validation; in RUN/model: the origin
 VOCABULARY_ROWS = ("bert.embeddings.word_embeddings.weight", "cls.predictions.bias")
-CARD = """---
-library_name: transformers
-base_model: {base_model}
-tags: [multicls-bert, continued-pretraining]
----
-# Multi-CLS BERT, K = {facets}, continued from {base_model}
-
-{step} optimizer steps of {examples_per_step} examples ({parts} consecutive parts each) on {data}.
-
-{validation}
-
-The tokenizer adds the facet tokens: `[CLS] [C1..CK] a [SEP] b [SEP]`. It treats all text as plain text: a literal
-"[MASK]" is split into word pieces (pass `split_special_tokens=False` to change that).
-
-```python
-from transformers import AutoModel, AutoTokenizer
-
-folder = "."  # this folder, or its Hub id
-tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-model = AutoModel.from_pretrained(folder, trust_remote_code=True)
-outputs = model(**tokenizer("A sentence.", return_tensors="pt"))
-print(outputs.facet_embeddings.shape)  # (1, {embeddings}, {hidden})
-```
-
-With `import multicls` the same works without `trust_remote_code`.
-
-<details><summary>Settings</summary>
-
-```yaml
-{settings}```
-</details>
-"""
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the command line."""
-    parser = argparse.ArgumentParser(prog="pretrain/export.py", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("run", metavar="RUN", type=Path, help="run folder of pretrain/run.py, in any state")
-    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest whole one)")
-    target = parser.add_mutually_exclusive_group(required=True)
-    target.add_argument("--output", metavar="DIR", type=Path, help="new folder, or an earlier export to replace")
-    target.add_argument("--finish", action="store_true", help="export to RUN/hf and mark the run as finished")
-    return parser.parse_args(argv)
+class ExportOptions(Settings):
+    """Options of the command."""
+
+    run: Path = Field(description="the run folder of pretrain/run.py, in any state")
+    step: int | None = Field(default=None, description="step of the checkpoint; default: the newest whole one")
+    output: Path | None = Field(default=None, description="new folder, or an earlier export to replace")
+    finish: bool = Field(
+        default=False, description="export to RUN/hf and mark the run as finished, instead of --output"
+    )
+
+    @model_validator(mode="after")
+    def _one_target(self) -> ExportOptions:
+        if self.finish == (self.output is not None):
+            raise ValueError("give either --output FOLDER, or --finish")
+        return self
+
+
+COMMAND = CommandLine("pretrain/export.py", __doc__, ExportOptions, positional=("run",))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exports a checkpoint and, if asked, ends the run with it. Returns the exit code."""
-    args = parse(argv)
+    args = COMMAND.parse(argv)
     run_folder, output = args.run, args.output or args.run / "hf"
     check_run(run_folder)
     if args.finish:
@@ -102,8 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.finish:
             write_json(run_folder / DONE, {"step": step, "validation": facts["validation"]})
             (run_folder / STOPPED).unlink(missing_ok=True)
-    done = f"{run_folder} is finished at step {step}" if args.finish else f"exported step {step} of {run_folder}"
-    print(f"{done}; fine-tune the model with: python finetune/run.py --model {output}")
+    done = f"{run_folder} is finished at step {step}" if args.finish else f"step {step} of {run_folder}"
+    next_command = shlex.join(["python", "finetune/run.py", "--model", str(output)])
+    print_summary([("model", f"{output} ({done})")], f"{next_command} --head multicls --train_file ROWS.csv")
     return 0
 
 
@@ -188,7 +173,7 @@ def describe_model(model: Any, tokenizer: Any, run_folder: Path, facts: Mapping[
         model: with a configuration of the vocabulary's true size.
         tokenizer: the model's.
         run_folder: the folder RUN.
-        facts: for the model card: base_model, data, examples_per_step.
+        facts: for the model card: `origin`, from `pretrain.card.origin_of`.
     """
     from multicls.from_bert import quiet_transformers
 
@@ -215,23 +200,14 @@ def write_model(weights: Mapping[str, Tensor], run_folder: Path, step: int, outp
 
     config = MultiClsBertConfig.from_json_file(str(run_folder / "model" / "config.json"))
     weights = without_padding(weights, config.vocab_size)
-    validated, validation = last_validation(run_folder, step)
-    facts = read_json(run_folder / "model" / FACTS) | {"step": step, "validation": validation}
-    card = CARD.format(
-        **(facts | {"validation": _table(validated, validation)}),
-        facets=config.num_facets,
-        embeddings=config.num_embeddings_per_sequence,
-        hidden=config.hidden_size,
-        parts=config.num_parts,
-        settings=(run_folder / "settings.yaml").read_text(encoding="utf-8"),
-    )
+    facts = read_json(run_folder / "model" / FACTS) | {"step": step, "validation": last_validation(run_folder, step)}
     try:
         with atomic_folder(output) as fresh:
             shutil.copytree(run_folder / "model", fresh, dirs_exist_ok=True)
             save_file(weights, fresh / WEIGHTS, metadata={"format": "pt"})
             (fresh / WEIGHTS).chmod(0o644)  # safetensors lets only the owner read it
-            (fresh / "README.md").write_text(card, encoding="utf-8")
             write_json(fresh / FACTS, facts)
+            write_card(fresh, run_folder, step, config, facts)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{output}: the export of step {step} could not be written: {error}. Make room.") from None
     return facts
@@ -253,20 +229,11 @@ def without_padding(weights: Mapping[str, Tensor], vocab_size: int) -> dict[str,
     return dict(weights) | {name: weights[name][:vocab_size].clone() for name in VOCABULARY_ROWS}
 
 
-def last_validation(run_folder: Path, step: int) -> tuple[int, dict[str, float]]:
-    """Returns step and metrics of the last validation up to `step`; (0, {}) if there is none."""
+def last_validation(run_folder: Path, step: int) -> dict[str, float]:
+    """Returns the metrics of the last validation up to `step`; {} if there is none."""
     records = read_jsonl(run_folder / "metrics.jsonl")
     records = [record for record in records if record["split"] == "validation" and record["step"] <= step]
-    if not records:
-        return 0, {}
-    return records[-1]["step"], {name: value for name, value in records[-1].items() if "/" in name}
-
-
-def _table(step: int, metrics: Mapping[str, float]) -> str:
-    if not metrics:
-        return "Not validated yet."
-    rows = [f"| {name} | {value:.4f} |" for name, value in sorted(metrics.items())]
-    return "\n".join([f"| validation at step {step} | value |", "|---|---|", *rows])
+    return {name: value for name, value in records[-1].items() if "/" in name} if records else {}
 
 
 def _may_be_replaced(folder: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import platform
 import shlex
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from data_prep.examples import ExampleStream, SpecialIds
+from multicls.cards import inherited_metadata
 from multicls.configuration_multicls import MultiClsBertConfig
 from multicls.corpus import Corpus, tokenizer_fingerprint
 from multicls.distributed import leave_deepspeed, on_rank_0, prepare_deepspeed, rank_and_world
@@ -22,10 +24,11 @@ from multicls.errors import UserError
 from multicls.files import FolderLock, atomic_write, read_json, read_jsonl, sha256_of, write_json
 from multicls.from_bert import checkpoint_fingerprint, from_bert
 from multicls.optim import choose_precision
-from multicls.sample import SAMPLE, SAMPLE_CORPUS, SAMPLE_MODEL, SAMPLE_TEXT, sample_model
+from multicls.sample import SAMPLE, SAMPLE_CORPUS, SAMPLE_TEXT, sample_model
 from multicls.settings import to_yaml
 from multicls.tokenization import facet_ids
 from multicls.words import duration
+from pretrain.card import origin_of
 from pretrain.checkpoints import Checkpoints
 from pretrain.engine import build_engine
 from pretrain.export import describe_model, export
@@ -233,6 +236,8 @@ def load_model(settings: PretrainSettings, report: Callable[[str], None]) -> tup
     """Returns the model and its tokenizer; one rank fetches them from the Hub, the others find the files."""
     options = settings.model.model_dump(exclude={"checkpoint"})
     with first_rank_first() as may_fetch:
+        if may_fetch:  # the checkpoint's card, into the local cache
+            inherited_metadata(settings.model.checkpoint, local_files_only=False)
         return from_bert(_checkpoint(settings), **options, local_files_only=not may_fetch, report=report)
 
 
@@ -331,11 +336,9 @@ def _schedule(train: TrainSettings) -> Schedule:
 
 def _facts(settings: PretrainSettings, corpus: Corpus) -> dict[str, Any]:
     """Returns what the model card says about the start of the run."""
-    return {
-        "base_model": SAMPLE_MODEL if settings.model.checkpoint == SAMPLE else settings.model.checkpoint,
-        "data": SAMPLE_TEXT if settings.data.corpus == SAMPLE else f"{corpus.num_documents} documents",
-        "examples_per_step": settings.train.global_batch_size,
-    }
+    metadata = {} if settings.model.random_weights else inherited_metadata(settings.model.checkpoint)
+    origin = origin_of(metadata, corpus.manifest)
+    return {"origin": origin | {"about": SAMPLE_TEXT} if settings.data.corpus == SAMPLE else origin}
 
 
 def _data_notes(settings: PretrainSettings, corpus: Corpus, streams: dict[str, ExampleStream]) -> list[str]:
@@ -380,4 +383,5 @@ def _describe_run(folder: Path, settings: PretrainSettings, ds_config: dict[str,
     write_json(folder / "ds_config.json", ds_config)
     with atomic_write(folder / "command.txt") as file:
         file.write(shlex.join(sys.argv) + "\n")
-    write_json(folder / "env.json", environment_record() | {"world_size": dist.get_world_size()})
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
+    write_json(folder / "env.json", environment_record() | {"world_size": dist.get_world_size(), "device": device})

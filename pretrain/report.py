@@ -1,22 +1,26 @@
-"""Prints the last values of pretraining runs as a Markdown table. TensorBoard shows their curves.
+"""Prints the last values of pretraining runs side by side. TensorBoard shows their curves.
 
 python pretrain/report.py runs/base runs/k1 --markdown report.md
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not pretrain/, whose names must not hide packages
 
+from pydantic import Field
+
+from multicls.command_line import CommandLine, print_summary
 from multicls.errors import UserError, did_you_mean, run_command
 from multicls.files import atomic_write, read_jsonl
+from multicls.settings import Settings
 from pretrain.run_folder import DONE
 
 METRICS = "metrics.jsonl"
@@ -34,6 +38,11 @@ COLUMNS: dict[str, tuple[str, str]] = {  # heading -> key of the last validation
     "facet cosine": ("facets/mean_cosine", "{:.3f}"),
     "facet variance": (LEAST_VARIANCE, "{:.4f}"),
 }
+NOTE = (
+    "Losses, accuracies and facets are those of the last validation. Facet variance is that of the facet that varies "
+    "least, the time of a step is the median, and tokens leave out padding. Losses compare only between runs with the "
+    "same objectives, weights and numbers of candidates."
+)
 Record = Mapping[str, Any]
 
 
@@ -47,21 +56,28 @@ class Run:
     validation: list[Record]
 
 
+class ReportOptions(Settings):
+    """Options of the command."""
+
+    runs: list[str] = Field(min_length=1, description="run folders; an unfinished run is shown as far as it is")
+    markdown: str | None = Field(default=None, title="FILE", description="write the table to this file as well")
+
+
+COMMAND = CommandLine("pretrain/report.py", __doc__, ReportOptions, positional=("runs",))
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder; an unfinished run is shown as far as it is")
-    parser.add_argument("--markdown", help="write the table to this file as well")
-    args = parser.parse_args(argv)
+    args = COMMAND.parse(argv)
     runs = read_runs(args.runs)
-    text = table(runs)
-    print(text, end="")
+    print_table(runs)
+    made = []
     if args.markdown:
         with atomic_write(args.markdown) as file:
-            file.write(text)
-    print(f"\ncurves: tensorboard --logdir_spec {','.join(f'{Path(path).name}:{path}/tb' for path in args.runs)}")
+            file.write(table(runs))
+        made.append(("table", args.markdown))
+    curves = ",".join(f"{Path(path).name}:{path}/tb" for path in args.runs)
+    print_summary([*made, ("curves", f"tensorboard --logdir_spec {curves}")])
 
 
 def read_runs(paths: Sequence[str]) -> list[Run]:
@@ -112,8 +128,8 @@ def _with_least_variance(record: Record) -> Record:
     return {**record, LEAST_VARIANCE: min(variances)} if variances else record
 
 
-def table(runs: Sequence[Run]) -> str:
-    """Returns a Markdown table with one line for each run: last validation, median time of a step, tokens seen."""
+def table_rows(runs: Sequence[Run]) -> list[list[str]]:
+    """Returns the headings, and for each run its last validation, median time of a step and tokens seen."""
     rows = [["run", "steps", *COLUMNS, "ms a step", "tokens"]]
     for run in runs:
         last = run.validation[-1] if run.validation else {}
@@ -121,14 +137,29 @@ def table(runs: Sequence[Run]) -> str:
         tokens = [record["data/tokens"] for record in run.train if "data/tokens" in record]
         cells = [form.format(last[key]) if key in last else "-" for key, form in COLUMNS.values()]
         pace = f"{1000 * statistics.median(paces):.0f}" if paces else "-"
-        rows.append([run.name.replace("|", r"\|"), run.state, *cells, pace, _short(sum(tokens)) if tokens else "-"])
+        rows.append([run.name, run.state, *cells, pace, _short(sum(tokens)) if tokens else "-"])
+    return rows
+
+
+def table(runs: Sequence[Run]) -> str:
+    """Returns a Markdown table with one line for each run."""
+    rows = [[cell.replace("|", r"\|") for cell in row] for row in table_rows(runs)]
     rows.insert(1, ["---"] * len(rows[0]))
-    text = "".join(f"| {' | '.join(row)} |\n" for row in rows)
-    return text + (
-        "\nLosses, accuracies and facets are those of the last validation. Facet variance is that of the facet that "
-        "varies least, the time of a step is the median, and tokens leave out padding. Losses compare only between "
-        "runs with the same objectives, weights and numbers of candidates.\n"
-    )
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows) + f"\n{NOTE}\n"
+
+
+def print_table(runs: Sequence[Run]) -> None:
+    """Prints the table turned round, a column for each run, so that it fits a terminal."""
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    (corner, *names), *lines = zip(*table_rows(runs), strict=True)
+    grid = Table(corner, *names, box=SIMPLE)
+    for line in lines:
+        grid.add_row(*line)
+    console = Console(markup=False, highlight=False, emoji=False, width=min(120, get_terminal_size((120, 24)).columns))
+    console.print(grid, NOTE, "", sep="\n")
 
 
 def _short(number: float) -> str:

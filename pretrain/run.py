@@ -1,21 +1,27 @@
 """Continues the pretraining of a BERT with several CLS tokens: corpus folder in, run folder with an HF model out.
 
-deepspeed pretrain/run.py --config ds_configs/zero2.json --recipe pretrain/recipes/base.yaml --corpus CORPUS
+deepspeed pretrain/run.py --recipe base --model bert-base-uncased --corpus CORPUS --output_dir runs/base
+deepspeed pretrain/run.py --recipe base --recipe k1 --corpus CORPUS --steps 1000 --dry_run
+python pretrain/run.py                       # the embedded sample, in minutes
+python pretrain/run.py --recipe base --corpus CORPUS --set model.num_facets=3 --print_config
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from pydantic import Field
+
+from multicls.command_line import CommandLine, RecipeOptions
 from multicls.corpus import Corpus
 from multicls.ds_config import load_ds_config, resolve_ds_config
 from multicls.errors import UserError, run_command
@@ -23,92 +29,73 @@ from multicls.files import REPOSITORY
 from multicls.sample import SAMPLE, SAMPLE_CORPUS, SAMPLE_MODEL, SAMPLE_TEXT
 from multicls.settings import load_settings, to_yaml
 from pretrain.run_folder import status
-from pretrain.settings import RENAMED, PretrainSettings, TrainSettings, batch_arithmetic
+from pretrain.settings import PretrainSettings, TrainSettings, batch_arithmetic
 
 UNFINISHED = 3  # exit code of --status
 SAMPLE_RECIPE = "pretrain/recipes/sample.yaml"
-FLAGS = {  # command-line flag -> setting
-    "model": "model.checkpoint",
-    "corpus": "data.corpus",
-    "output_dir": "run.output_dir",
-    "steps": "train.steps",
-    "global_batch_size": "train.global_batch_size",
-    "micro_batch_size": "train.micro_batch_size",
-    "learning_rate": "train.learning_rate",
-    "seed": "train.seed",
-}
 
 
-def size(text: str) -> int | str:
-    """Reads a number of examples, or "auto"."""
-    return text if text == "auto" else int(text)
+class RunOptions(RecipeOptions):
+    """Options of the command that are no settings of the run."""
 
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the command line. No flag begins like an option of the deepspeed launcher, which reads abbreviations."""
-    parser = argparse.ArgumentParser(prog="pretrain/run.py", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--config", default="ds_configs/zero2.json", help="DeepSpeed JSON (default: %(default)s)")
-    parser.add_argument("--recipe", action="append", default=[], help="YAML settings; may be given several times")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="e.g. --set model.num_facets=3")
-    parser.add_argument("--model", help="Hub id or folder of any BERT checkpoint, e.g. bert-base-uncased")
-    parser.add_argument("--corpus", help="folder written by data_prep/run.py")
-    parser.add_argument("--output_dir", help="run folder (default: runs/NAME_OF_RECIPE)")
-    parser.add_argument("--steps", type=int, help="optimizer steps")
-    parser.add_argument("--global_batch_size", type=int, help="examples of an optimizer step, over all ranks")
-    parser.add_argument("--micro_batch_size", type=size, help="examples of a forward pass, or auto")
-    parser.add_argument("--learning_rate", type=float, help="peak learning rate")
-    parser.add_argument("--seed", type=int)
-    parser.add_argument(
-        "--resume", choices=["auto", "never"], default="auto", help="auto: go on from the newest checkpoint, if any"
+    config: str = Field(default="ds_configs/zero2.json", description="DeepSpeed JSON")
+    resume: Literal["auto", "never"] = Field(
+        default="auto", description="auto: go on from the newest checkpoint, if any"
     )
-    parser.add_argument("--print_config", action="store_true", help="print the settings and leave")
-    parser.add_argument(
-        "--dry_run", action="store_true", help="make two steps, keep nothing, and print what the run will take"
-    )
-    parser.add_argument("--status", action="store_true", help="print how far the run is; exit code 0: finished, 3: not")
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # appended by the launcher
-    parser.add_argument("--micro_batches", help=argparse.SUPPRESS)  # of earlier versions
-    return parser.parse_args(argv)
+    dry_run: bool = Field(default=False, description="make two steps, keep nothing, print what the run will take")
+    status: bool = Field(default=False, description="print how far the run is; exit code 0: finished, 3: not")
 
 
-def is_embedded_default(args: argparse.Namespace) -> bool:
+COMMAND = CommandLine(  # no flag begins like an option of the deepspeed launcher, which reads abbreviations
+    "pretrain/run.py", __doc__, RunOptions, settings=PretrainSettings, recipes="pretrain/recipes",
+    groups={
+        "model and data": {"model": "model.checkpoint", "corpus": "data.corpus"},
+        "training": ("train.steps", "train.global_batch_size", "train.micro_batch_size", "train.learning_rate",
+                     "train.seed"),
+        "output": ("run.output_dir",),
+    },
+)  # fmt: skip
+
+
+def is_embedded_default(options: RunOptions, flags: Mapping[str, Any]) -> bool:
     """Returns True if no recipe, model or corpus was given."""
-    return not (args.recipe or args.model or args.corpus)
+    return not (options.recipe or {"model.checkpoint", "data.corpus"} & flags.keys())
 
 
-def read_settings(args: argparse.Namespace) -> PretrainSettings:
+def parse(argv: Sequence[str] | None) -> tuple[RunOptions, PretrainSettings, dict[str, Any]]:
+    """Returns the options, the settings, and those of the settings that flags give, by dotted key."""
+    options, (settings, flags) = COMMAND.parse_with(argv, lambda *given: (read_settings(*given), given[1]))
+    return options, settings, flags
+
+
+def read_settings(options: RunOptions, flags: Mapping[str, Any]) -> PretrainSettings:
     """Returns the settings of recipes and flags; without recipe, model and corpus those of the embedded default."""
-    recipes = list(args.recipe)
-    if is_embedded_default(args):
-        recipes = [SAMPLE_RECIPE]
-    flags = {setting: getattr(args, flag) for flag, setting in FLAGS.items()}
-    if args.steps is not None:
-        flags["train.tokens"] = 0  # --steps replaces a recipe's tokens
-    settings = load_settings(PretrainSettings, recipes, args.set, flags)
+    recipes = [SAMPLE_RECIPE] if is_embedded_default(options, flags) else options.recipe
+    if "train.steps" in flags:
+        flags = {**flags, "train.tokens": 0}  # --steps replaces a recipe's tokens
+    settings = load_settings(PretrainSettings, recipes, options.set, flags, COMMAND.names)
     if settings.run.output_dir is None:
         name = Path(recipes[-1]).stem if recipes else "pretrain"
         settings = settings.model_copy(update={"run": settings.run.model_copy(update={"output_dir": f"runs/{name}"})})
     return settings
 
 
-def recipe_settings(args: argparse.Namespace) -> TrainSettings | None:
+def recipe_settings(options: RunOptions, flags: Mapping[str, Any]) -> TrainSettings | None:
     """Returns the training settings of the recipes without flags; None if there are none."""
-    if not args.recipe:
+    if not options.recipe:
         return None
-    needed = {"model.checkpoint": args.model, "data.corpus": args.corpus}
-    model_and_data = [text for text in args.set if text.startswith(("model.", "data."))]
+    needed = {key: value for key, value in flags.items() if key in ("model.checkpoint", "data.corpus")}
+    model_and_data = [text for text in options.set if text.startswith(("model.", "data."))]
     try:
-        return load_settings(PretrainSettings, args.recipe, model_and_data, needed).train
+        return load_settings(PretrainSettings, options.recipe, model_and_data, needed).train
     except UserError:  # the recipes are whole only with the flags
         return None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Checks everything that needs no torch, then trains. Returns the exit code."""
-    args = parse(argv)
-    if args.micro_batches is not None:
-        raise UserError(f"--micro_batches is now --global_batch_size {RENAMED['micro_batches'].partition(' ')[2]}.")
-    settings = read_settings(args)
+    args, settings, flags = parse(argv)
+    embedded = is_embedded_default(args, flags)
     if args.print_config:
         print(to_yaml(settings), end="")
         return 0
@@ -119,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if finished else UNFINISHED
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
-    settings = fit_ranks(settings, world_size) if is_embedded_default(args) else settings
+    settings = fit_ranks(settings, world_size) if embedded else settings
     ds_config = load_ds_config(args.config)
     resolve_ds_config(ds_config, where=args.config, **batch_arithmetic(settings, world_size), precision=None)
     if args.resume == "never" and (run_folder / "settings.yaml").exists():
@@ -127,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if settings.data.corpus != SAMPLE:
         Corpus.open(settings.data.corpus)
     if rank == 0:
-        for line in opening_lines(args, settings):
+        for line in opening_lines(args.config, settings, embedded):
             print(line, flush=True)
         if settings.data.corpus == SAMPLE:
             prepare_sample_corpus()
@@ -135,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from pretrain.job import dry_run, run_job  # import torch and deepspeed, so not before everything above is right
 
     job = dry_run if args.dry_run else run_job
-    job(settings, ds_config, where=args.config, run_folder=run_folder, recipe=recipe_settings(args))
+    job(settings, ds_config, where=args.config, run_folder=run_folder, recipe=recipe_settings(args, flags))
     return 0
 
 
@@ -147,15 +134,15 @@ def fit_ranks(settings: PretrainSettings, world_size: int) -> PretrainSettings:
     return settings.model_copy(update={"train": changed})
 
 
-def opening_lines(args: argparse.Namespace, settings: PretrainSettings) -> list[str]:
+def opening_lines(config: str, settings: PretrainSettings, embedded: bool) -> list[str]:
     """Returns the lines that say which model, corpus and run folder are used."""
     model = SAMPLE_MODEL if settings.model.checkpoint == SAMPLE else settings.model.checkpoint
     corpus = SAMPLE_TEXT if settings.data.corpus == SAMPLE else settings.data.corpus
-    lines = [f"model: {model}", f"corpus: {corpus}", f"run folder: {settings.run.output_dir}, DeepSpeed: {args.config}"]
-    if is_embedded_default(args):
+    lines = [f"model: {model}", f"corpus: {corpus}", f"run folder: {settings.run.output_dir}, DeepSpeed: {config}"]
+    if embedded:
         lines[:0] = [
             "no --recipe, --model or --corpus given: training the embedded default, a small sample.",
-            "for the real thing: --recipe pretrain/recipes/base.yaml --model bert-base-uncased "
+            "for the real thing: --recipe base --model bert-base-uncased "
             "--corpus FOLDER (written by data_prep/run.py) --output_dir FOLDER",
         ]
     return lines

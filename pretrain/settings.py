@@ -21,7 +21,7 @@ RENAMED = {  # settings of earlier versions -> what replaces them
 class ModelSettings(Settings):
     """The model and the checkpoint that it starts from."""
 
-    checkpoint: str = Field(description="Hub id or folder of a BERT checkpoint, or 'sample'")
+    checkpoint: str = Field(description="the Hub id or folder of a BERT checkpoint, or 'sample'")
     random_weights: bool = Field(default=False, description="use only the checkpoint's shape and tokenizer")
     num_facets: int = Field(default=5, ge=0, description="K, the extra CLS tokens; 0: the plain single-CLS model")
     facet_layers: list[int] | None = Field(default=None, description="layers followed by inserted linears; []: none")
@@ -37,7 +37,7 @@ class ModelSettings(Settings):
 class DataSettings(Settings):
     """The corpus and how it becomes examples."""
 
-    corpus: str = Field(description="folder written by data_prep/run.py, or 'sample'")
+    corpus: str = Field(description="the folder written by data_prep/run.py, or 'sample'")
     seq_length: int = Field(default=128, ge=16, description="L, tokens of a sequence, special tokens included")
     mlm_probability: float = Field(default=0.15, gt=0, lt=1, description="share of text tokens to predict")
     source_weights: dict[str, Annotated[float, Field(ge=0)]] = Field(
@@ -73,7 +73,7 @@ class ObjectiveSettings(Settings):
 class TrainSettings(Settings):
     """Batch, schedule and optimizer. Sizes count examples, each of three (or two) sequences."""
 
-    seed: int = Field(default=1, ge=0)
+    seed: int = Field(default=1, ge=0, description="seed of new weights, the order of the text, masking and dropout")
     tokens: float = Field(
         default=0, ge=0, description="length of the run in text tokens, e.g. 2e9; alternative to `steps`"
     )
@@ -86,7 +86,7 @@ class TrainSettings(Settings):
         default=32768, description="most tokens of a forward pass, padding included, if micro_batch_size is auto"
     )
     negatives_group: PositiveInt = Field(default=10, description="examples that are each other's negatives")
-    learning_rate: float = Field(default=2e-5, gt=0, description="peak")
+    learning_rate: float = Field(default=2e-5, gt=0, description="peak learning rate")
     warmup_ratio: float = Field(default=0.001, ge=0, lt=1, description="share of steps with rising learning rate")
     weight_decay: float = Field(default=0.02, ge=0, description="decoupled; none on biases and LayerNorms")
     max_grad_norm: float = Field(default=1.0, gt=0, description="largest global gradient norm")

@@ -58,7 +58,7 @@ def test_readme_has_commands_to_run(blocks: list[Block]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(7200)
 def test_readme_commands_run(blocks: list[Block], tmp_path: Path) -> None:
     copy = tmp_path / "repository"
     shutil.copytree(REPOSITORY, copy, ignore=shutil.ignore_patterns(*NOT_COPIED))

@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from multicls.cards import CARD
 from multicls.errors import UserError, first_line
 from multicls.files import read_json, sha256_of
 from multicls.from_bert import quiet_transformers
@@ -218,7 +219,7 @@ def _from_hub(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        folder = Path(snapshot_download(name, allow_patterns=[*TEXT_FILES, WEIGHTS[0]]))
+        folder = Path(snapshot_download(name, allow_patterns=[*TEXT_FILES, CARD, WEIGHTS[0]]))
         if not list(folder.glob(WEIGHTS[0])):
             folder = Path(snapshot_download(name, allow_patterns=[*TEXT_FILES, WEIGHTS[1]]))
     except Exception as error:  # huggingface_hub, its HTTP client and the sockets below raise kinds of their own

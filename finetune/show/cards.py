@@ -8,6 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from multicls.cards import METHOD, cell, model_link, render_card
+from multicls.sample import SAMPLE
+
 if TYPE_CHECKING:
     from finetune.data.examples import LabeledExample
     from finetune.data.selection import TaskRows
@@ -17,44 +20,45 @@ Record = Mapping[str, Any]
 HUB_METRICS = {"acc": "accuracy", "f1": "f1", "f1a": "f1", "macro_f1": "f1", "micro_f1": "f1",
                "matthews": "matthews_correlation", "pearson": "pearsonr", "spearman": "spearmanr"}  # fmt: skip
 CLASSES_SHOWN = 20
+SMALL = 500  # dev rows
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 
 
-def model_card(records: Sequence[Record], rows: Sequence[TaskRows]) -> str:
+def model_card(records: Sequence[Record], rows: Sequence[TaskRows], inherited: Mapping[str, Any]) -> str:
     """Returns the card of a saved model as Markdown with the Hub's metadata.
 
     Args:
         records: the lines of results of the run, one for each task.
         rows: the rows of each task.
+        inherited: what `multicls.cards.inherited_metadata` says about the pretrained model.
     """
-    from jinja2 import Environment, StrictUndefined
-
     first, task = records[0], rows[0].task
     pipeline = task.shape in ("single", "pair")
     texts = ["A sentence to classify.", "A second one."]
-    names = ", ".join(_cell(own.task.name) for own in rows)
-    environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True)
-    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        metadata=_metadata(records, rows, pipeline),
-        title=f"{names}: {_base(first)} with the head {first['label']}",
+    names = ", ".join(cell(own.task.name) for own in rows)
+    return render_card(
+        TEMPLATE,
+        _metadata(records, rows, pipeline) | dict(inherited),
+        papers=[METHOD] * ("multicls" in first["label"]) + [first["label"].partition("/")[0]],
+        title=f"{names}: a BERT with the head {first['label']}",
         names=names,
         first=first,
         records=records,
-        base=_base(first),
+        start=_start(first, inherited),
         pipeline=pipeline,
-        columns=", ".join(_cell(names[0]) for names in task.fields),
+        columns=", ".join(cell(names[0]) for names in task.fields),
         task=task,
         scale=f"{task.label_scale:g}" if task.label_scale != 1 else 1,
         example=str({"text": texts[0], "text_pair": texts[1]}) if task.shape == "pair" else repr(texts[0]),
         tasks=[_task(record, own) for record, own in zip(records, rows, strict=True)],
         settings=_settings(first),
-        limits=_limits(records, rows),
+        limits=_limits(records, rows, inherited),
     )
 
 
-def _metadata(records: Sequence[Record], rows: Sequence[TaskRows], pipeline: bool) -> str:
-    """Returns the YAML between the card's lines `---`, as the Hub wants it."""
-    from huggingface_hub import EvalResult, ModelCardData
+def _metadata(records: Sequence[Record], rows: Sequence[TaskRows], pipeline: bool) -> dict[str, Any]:
+    """Returns the metadata that the run itself knows, as arguments of `ModelCardData`."""
+    from huggingface_hub import EvalResult
 
     first = records[0]
     results = [
@@ -63,29 +67,24 @@ def _metadata(records: Sequence[Record], rows: Sequence[TaskRows], pipeline: boo
         for record, own in zip(records, rows, strict=True) if own.task.hub
         for name, value in record["scores"].items() if name in HUB_METRICS
     ]  # fmt: skip
-    scored = {HUB_METRICS[name] for record in records for name in record["scores"] if name in HUB_METRICS}
-    data = ModelCardData(
-        library_name="transformers",
-        base_model=first["model"] if _is_hub_id(first["model"]) else None,
-        pipeline_tag="text-classification" if pipeline else None,
-        tags=["text-classification", *(["multicls-bert"] if "multicls" in first["label"] else [])],
-        metrics=sorted(scored) or None,
-        datasets=sorted({own.task.hub[0] for own in rows if own.task.hub}) or None,
-        model_name=f"{first['label']}-{first['run_id']}".replace("/", "-") if results else None,
-        eval_results=results or None,
-    )
-    return data.to_yaml()
+    return {
+        "library_name": "transformers",
+        "pipeline_tag": "text-classification" if pipeline else None,
+        "tags": ["text-classification", *(["multicls-bert"] if "multicls" in first["label"] else [])],
+        "metrics": sorted({HUB_METRICS[name] for one in records for name in one["scores"] if name in HUB_METRICS}),
+        "datasets": sorted({own.task.hub[0] for own in rows if own.task.hub}),
+        "model_name": f"{first['label']}-{first['run_id']}".replace("/", "-") if results else None,
+        "eval_results": results,
+    }
 
 
-def _is_hub_id(model: str) -> bool:
-    return not Path(model).exists() and bool(re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", model))
-
-
-def _base(record: Record) -> str:
-    """Returns the pretrained model in words. A local path is nobody else's business."""
-    if _is_hub_id(record["model"]):
-        return str(record["model"])
-    return _cell(record.get("model_name") or f"a local model (fingerprint {record['fingerprint']})")
+def _start(record: Record, inherited: Mapping[str, Any]) -> str:
+    """Returns the pretrained model in words, without the user's paths."""
+    base, link = inherited.get("base_model"), model_link(inherited)
+    if base and record["model"] in (base, SAMPLE):
+        return link
+    name = f"{cell(record.get('model_name') or 'a local model')} (fingerprint {record['fingerprint']})"
+    return f"{name}, trained from {link}" if base else name
 
 
 def _task(record: Record, own: TaskRows) -> dict[str, Any]:
@@ -101,9 +100,9 @@ def _task(record: Record, own: TaskRows) -> dict[str, Any]:
         for name, value in record["scores"].items()
     ]  # fmt: skip
     for test, values in record["test_scores"].items():
-        scores += [(name, _cell(f"test, {test}"), f"{100 * value:.1f}", "") for name, value in values.items()]
+        scores += [(name, cell(f"test, {test}"), f"{100 * value:.1f}", "") for name, value in values.items()]
     return {
-        "name": _cell(task.name),
+        "name": cell(task.name),
         "about": _about(task),
         "head": "score" if task.is_regression else "label",
         "counts": _counts(task, own.train, own.dev),
@@ -118,7 +117,7 @@ def _about(task: Task) -> str:
     if task.hub:
         return f"A task of {task.benchmark}; on the Hub: {task.hub[0]}, configuration {task.hub[1]}."
     if task.benchmark == "own":
-        return f"The user's own rows; the text is in {', '.join(_cell(names[0]) for names in task.fields)}."
+        return f"The user's own rows; the text is in {', '.join(cell(names[0]) for names in task.fields)}."
     return f"Rows of {task.benchmark or 'a prepared corpus'}."
 
 
@@ -129,7 +128,7 @@ def _counts(task: Task, train: Sequence[LabeledExample], dev: Sequence[LabeledEx
         return [total]
     counts = [Counter(label for example in rows for label in _labels(task, example)) for rows in (train, dev)]
     order = sorted(range(len(task.labels)), key=lambda label: -counts[0][label])
-    table = [(_cell(task.labels[label]), counts[0][label], counts[1][label]) for label in order]
+    table = [(cell(task.labels[label]), counts[0][label], counts[1][label]) for label in order]
     if rest := table[CLASSES_SHOWN:]:
         others = (f"{len(rest)} other classes", sum(row[1] for row in rest), sum(row[2] for row in rest))
         table[CLASSES_SHOWN:] = [others]
@@ -160,22 +159,23 @@ def _settings(record: Record) -> str:
     return "\n".join([*lines, f"Versions: {versions}."])
 
 
-def _limits(records: Sequence[Record], rows: Sequence[TaskRows]) -> list[str]:
-    limits = ["Tested on rows like the train rows only; texts of another kind may score lower."]
+def _limits(records: Sequence[Record], rows: Sequence[TaskRows], inherited: Mapping[str, Any]) -> list[str]:
+    languages = ", ".join(inherited.get("language", []))
+    limits = [
+        f"The pretrained model knows: {languages}. " * bool(languages) + "The language of the rows was not checked.",
+        "Biases of the rows and of the pretraining text have not been examined.",
+        "Tested on rows like the train rows only; texts of another kind may score lower.",
+    ]
+    if (small := min(len(own.dev) for own in rows)) < SMALL:
+        limits.append(f"Only {small} rows tested it, so the intervals are wide.")
     if records[0]["selection"] == "dev":
         limits.append("The dev rows chose the weights and gave the score, so the score is optimistic.")
     for record in records:
         constant, metric = record["constant"].get(record["metric"]), record["metric"]
         if constant is not None and record["score"] <= constant:
-            limits.append(f"On {_cell(record['task'])} it is no better than the constant answer ({metric}).")
+            limits.append(f"On {cell(record['task'])} it is no better than the constant answer ({metric}).")
     if not rows[0].task.is_regression:
         limits.append("The probabilities are not calibrated.")
-    limits.append("It needs transformers 5. The licenses of the pretrained model and of the data apply.")
     about = {own.task.about for own in rows}  # of own rows it names the user's file
     notes = [note for record in records for note in record["notes"] if note not in about]
-    return [*limits, *dict.fromkeys(_cell(re.sub(r"(/[^\s/:]+)+/", "", note)) for note in notes)]
-
-
-def _cell(text: object) -> str:
-    """Returns a text of the user's that breaks neither a table nor the Markdown around it."""
-    return re.sub(r"([|`<>\[\]*\\])", r"\\\1", " ".join(str(text).split()))
+    return [*limits, *dict.fromkeys(cell(re.sub(r"(/[^\s/:]+)+/", "", note)) for note in notes)]

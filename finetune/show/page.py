@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
+from rich.console import Console
 
 from finetune.show import figures, summary, tables
 from finetune.show.figures import Picture
@@ -18,6 +20,7 @@ from multicls.errors import UserError
 from multicls.files import atomic_write
 
 TEMPLATE = Path(__file__).with_name("page.html.jinja")
+MOST_WARNINGS = 4  # on the console
 Predictions = dict[int, list[Mapping[str, Any]]]
 
 
@@ -43,6 +46,20 @@ class Report:
         parts += ["".join(f"- {text}\n" for text in self.warnings)] if self.warnings else []
         parts += [tables.markdown(section) for section in self.sections if isinstance(section, Table)]
         return "\n".join(parts)
+
+    def print(self) -> None:
+        """Prints the sentences and how the systems compare on each task, within 120 columns."""
+        console = Console(
+            markup=False, highlight=False, emoji=False, width=min(120, get_terminal_size((120, 24)).columns)
+        )
+        console.print(self.title, style="bold")
+        for text in [*self.headline, *(f"- {text}" for text in self.warnings[:MOST_WARNINGS])]:
+            console.print(text)
+        if len(self.warnings) > MOST_WARNINGS:
+            console.print(f"- {len(self.warnings) - MOST_WARNINGS} more such notes are in the files below.")
+        for section in self.sections:
+            if isinstance(section, Table) and section.title.startswith(tables.SIDE_BY_SIDE):
+                tables.print_table(console, section)
 
     def html(self) -> str:
         """Returns one page that needs no other file and no script."""

@@ -10,6 +10,10 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
 
 from finetune.stats import calibration
 from finetune.stats.averages import BENCHMARKS, benchmark_average
@@ -19,6 +23,8 @@ from finetune.stats.systems import Candidate, SystemResult
 
 CONSTANT = "constant answer"
 NUMBER = re.compile(r"-$|< |[+-]?\d+(\.\d+)?($| ±| to | of | \(| \*)")  # how a cell begins that is aligned to the right
+SIDE_BY_SIDE = "Systems side by side"
+COLUMNS_BESIDE = 5  # that the console shows beside the first one
 SELECTION = (
     "Scores are percentages at the best evaluation. Selection dev: dev chose it and reports it (the papers' protocol, "
     "optimistic). Selection holdout: rows held out of train chose it, and dev only reports."
@@ -60,6 +66,19 @@ def markdown(table: Table) -> str:
     lines += [[f"**{text}**" if bold else text for text, bold in row] for row in table.rows]
     text = "".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in lines)
     return "\n".join([f"## {table.title}\n", text, *(f"{note}\n" for note in table.notes)])
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Prints the table with its title; of a wide one some columns at a time, each time with the first one."""
+    names = list(table.frame.columns)
+    for start in range(1, len(names), COLUMNS_BESIDE):
+        shown = [0, *range(start, min(start + COLUMNS_BESIDE, len(names)))]
+        grid = RichTable(title=table.title if start == 1 else None, title_justify="left", box=SIMPLE)
+        for column in shown:
+            grid.add_column(names[column], justify="right" if column else "left", no_wrap=column > 0)
+        for row in table.rows:
+            grid.add_row(*(Text(row[column][0], style="bold" if row[column][1] else "") for column in shown))
+        console.print(grid)
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -153,7 +172,7 @@ def side_by_side(rows: Sequence[SystemResult], size: str) -> Table:
     complete = [name for name in BENCHMARKS if any(name in line for line in lines.values())]
     columns = ["system", *tasks.values(), *complete]
     frame = pd.DataFrame([*lines.values(), constants], columns=columns).fillna("-")
-    return Table(f"Systems side by side, {size} train rows", frame, notes, frozenset(bold))
+    return Table(f"{SIDE_BY_SIDE}, {size} train rows", frame, notes, frozenset(bold))
 
 
 def comparison_table(tests: Sequence[PairTest], corrected: int) -> Table:

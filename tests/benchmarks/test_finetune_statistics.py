@@ -47,11 +47,11 @@ def test_runs_are_not_units(variance: float) -> None:
 @pytest.mark.parametrize("paired", [True, False])
 def test_what_is_simulated_is_what_runs(shape: tuple[int, int], paired: bool) -> None:
     models, draws = shape
-    scores = draw_scores(World(paired, models, draws, 1.0, 0.25), 20)
+    scores = draw_scores(World(paired, models, draws, 1.0, 0.25), 5)
     a, b = scores.a.mean(axis=-1), scores.b.mean(axis=-1)
     means = mean_of_cells(a)
     differences = mean_of_cells(a - b) if paired or models == 1 else difference_of_cells(a, b)
-    for world in range(20):
+    for world in range(5):
         first, second = runs_of("m", scores.a[world]), runs_of("m" if paired else "n", scores.b[world])
         one, two = estimate(first), compare(first, second)
         low, high = (end[world] for end in means.interval)

@@ -74,7 +74,7 @@ def test_random_unicode(bert: str) -> None:
 
 @pytest.mark.slow
 def test_lines_of_the_corpus(bert: str, multicls_data: Path) -> None:
-    """Every tenth file; `benchmarks/run.py data_prep --check` compares them all."""
+    """Compares every tenth file."""
     encoder = TextEncoder(bert)
     lines: list[str] = []
     count = 0

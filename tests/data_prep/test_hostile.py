@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from multicls.corpus import Corpus
 from multicls.errors import UserError
 from multicls.files import locked
 from tests.data_prep.conftest import story
+from tests.processes import children, sessions, until
 
 RUN = Path(run.__file__)
 
@@ -69,6 +69,7 @@ def test_nul_bytes_in_the_middle_are_removed_and_counted(tiny_tokenizer: Path, t
     assert corpus.manifest["dropped"]["characters_control"] == 1
 
 
+@pytest.mark.slow
 def test_an_endless_line_is_left_out_in_bounded_memory(tiny_tokenizer: Path, tmp_path: Path) -> None:
     """1 GB without a line's end: as a sparse-looking gzip, so that the test is quick."""
     with gzip.open(tmp_path / "long.txt.gz", "wb", compresslevel=1) as file:
@@ -192,49 +193,33 @@ def test_a_full_disk_loses_nothing(
             assert path.read_bytes() == (small_disk / "out" / path.name).read_bytes()
 
 
-def children(pid: int) -> list[int]:
-    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout.split()
-    return [int(child) for child in found]
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
+def at_work(tokenizer: Path, folder: Path) -> subprocess.Popen[bytes]:
+    """Returns a run of two workers that has written its first part."""
+    (folder / "in.txt").write_text("\n\n".join(story(2000, i) for i in range(200)))
+    words = command(tokenizer, folder / "out", folder / "in.txt")
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    until(lambda: list((folder / "out").glob("work/parts/*")) or process.poll() is not None)
+    return process
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_no_process_outlives_the_run(how: signal.Signals, tiny_tokenizer: Path, tmp_path: Path) -> None:
-    (tmp_path / "in.txt").write_text("\n\n".join(story(2000, i) for i in range(200)))
-    process = subprocess.Popen(
-        command(tiny_tokenizer, tmp_path / "out", tmp_path / "in.txt"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    deadline = time.monotonic() + 60
-    while len(workers := children(process.pid)) < 3 and time.monotonic() < deadline:  # two, and Python's own tracker
-        time.sleep(0.05)
-    time.sleep(1)
+    process = at_work(tiny_tokenizer, tmp_path)
+    workers = children(process.pid)
     process.send_signal(how)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate()
     assert process.returncode == {signal.SIGINT: 130}.get(how, -how)
     assert b"Traceback" not in errors
-    while any(map(alive, workers)) and time.monotonic() < deadline + 30:
-        time.sleep(0.05)
-    assert workers and not any(map(alive, workers))
+    assert len(workers) >= 2
+    until(lambda: not sessions().keys() & set(workers))
 
 
 @pytest.mark.slow
 def test_a_killed_worker_is_named(tiny_tokenizer: Path, tmp_path: Path) -> None:
-    (tmp_path / "in.txt").write_text("\n\n".join(story(2000, i) for i in range(200)))
-    words = command(tiny_tokenizer, tmp_path / "out", tmp_path / "in.txt")
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 60
-    while len(children(process.pid)) < 3 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    time.sleep(0.5)
-    os.kill(children(process.pid)[-1], signal.SIGKILL)
-    _, errors = process.communicate(timeout=60)
+    process = at_work(tiny_tokenizer, tmp_path)
+    os.kill(max(children(process.pid)), signal.SIGKILL)
+    _, errors = process.communicate()
     assert process.returncode == 2 and b"was killed, perhaps because memory ran out" in errors
 
 

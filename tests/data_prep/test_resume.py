@@ -238,7 +238,7 @@ def test_names_that_are_not_utf8(tiny_tokenizer: Path, tmp_path: Path) -> None:
 def test_a_vocabulary_reads_all_of_a_compressed_text(tmp_path: Path) -> None:
     text = " ".join(f"The cat sat on mat number {i}." for i in range(500))
     (tmp_path / "in.txt.gz").write_bytes(gzip.compress("\n\n".join([text] * 9).encode()))
-    settings = PrepareSettings((str(tmp_path / "in.txt.gz"),), "", documents="blank_line")
+    settings = PrepareSettings(input=(str(tmp_path / "in.txt.gz"),), tokenizer="", documents="blank_line")
     assert len(list(sentences_of(settings, 10))) == 4500
     assert 500 <= len(list(sentences_of(settings, 0.02))) <= 1000
 

@@ -36,7 +36,7 @@ def test_all_problems_of_the_flags_at_once(tmp_path: Path) -> None:
     for problem in (
         "error: --input: missing",
         "error: --tokenizer: missing",
-        "error: --workers 0: must be at least 1",
+        "error: --workers 0: must be greater than 0",
         "error: --min_sentences 2: must be at least 3",
         "error: --without heading: no such rule. Did you mean 'headings'?",
     ):
@@ -94,5 +94,5 @@ def test_near_duplicates_are_dropped(tiny_tokenizer: Path, tmp_path: Path, monke
 
 
 def test_old_names_of_flags_are_told(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--num_processes: is now called --workers"):
+    with pytest.raises(UserError, match="--num_processes: no such flag. Did you mean '--workers 2'"):
         run.main(["--input", "x", "--output", str(tmp_path / "out"), "--tokenizer", "x", "--num_processes", "2"])

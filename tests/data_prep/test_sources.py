@@ -11,7 +11,7 @@ import lzma
 import os
 import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import datasets
 import fsspec
@@ -21,7 +21,8 @@ import pytest
 
 from data_prep import sources
 from data_prep.read import RawDocument, ReadOptions, read_piece
-from data_prep.sources import FORMATS, find_files
+from data_prep.settings import FileFormat
+from data_prep.sources import find_files
 from data_prep.units import cut_units
 from multicls.errors import UserError
 
@@ -187,7 +188,7 @@ def test_a_folder_of_hostile_files(extractor: bool, hostile: Path, monkeypatch: 
     expected |= dict.fromkeys(("\\xff\\xfe.txt", "below/plain.txt", "below/linked.txt"), "text")
     if not extractor:
         expected |= {"page.html": NO_TRAFILATURA, "fragment.html": NO_TRAFILATURA}
-    assert {name for name, what in expected.items() if what in FORMATS} == formats.keys()
+    assert {name for name, what in expected.items() if what in get_args(FileFormat)} == formats.keys()
     assert formats.items() <= expected.items() and skipped.keys() == expected.keys() - formats.keys()
     assert all(reason.startswith(expected[name]) for name, reason in skipped.items()), skipped
     assert len(expected) >= 60
@@ -209,7 +210,7 @@ def test_a_folder_of_hostile_files(extractor: bool, hostile: Path, monkeypatch: 
 
 def test_hostile_files_given_by_themselves(hostile: Path) -> None:
     for name, (_, what, *_) in HOSTILE.items():
-        if what not in FORMATS and what != "hidden":
+        if what not in get_args(FileFormat) and what != "hidden":
             with pytest.raises(UserError) as error:
                 find_files([str(hostile / name)])
             (problem,) = error.value.problems

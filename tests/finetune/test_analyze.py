@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from finetune.analyze import _parser, facets_of, load_analyzed, main, read
+from finetune.analyze import COMMAND, facets_of, load_analyzed, main, read
 from finetune.data.own_rows import read_own
 from finetune.data.tasks import Task, find_task
 from finetune.settings import FinetuneSettings, OwnDataSettings
@@ -191,7 +191,7 @@ def test_facets_disagree_where_runs_do_or_do_not(
     main([*common, str(tuned)])
     (entry,) = read_json(tmp_path / "a" / "analysis.json").values()
     ((system, numbers),) = entry["disagreement"].items()
-    analyzed = load_analyzed(str(tuned), _parser().parse_args([*common, str(tuned)]))
+    analyzed = load_analyzed(str(tuned), COMMAND.parse([*common, str(tuned)]))
     assert analyzed.run in store.records()
     found = read(analyzed.states["after"], analyzed.encode(analyzed.data.dev), 0)
     np.testing.assert_allclose(found["logits"], store.predictions(tuned.name)["logits"], atol=1e-5)
@@ -234,7 +234,7 @@ def test_choices_spans_several_tasks_and_own_rows(
             "regression",
         }
         assert 0.9 < entry["classifier before and after"]["cosine"] < 1 and "h_k after" in entry["facets"]
-        analyzed = load_analyzed(str(tuned), _parser().parse_args([*common, *place]))
+        analyzed = load_analyzed(str(tuned), COMMAND.parse([*common, *place]))
         found = read(analyzed.states["after"], analyzed.encode(analyzed.data.dev[:30]), analyzed.index)
         assert len(found["facets"]) == sequences[name]
         np.testing.assert_allclose(found["facets"].sum(axis=1), found["pooled"], atol=1e-5)
@@ -271,7 +271,7 @@ def test_the_plain_sum_makes_facets_alike_and_the_reparameterised_one_does_not(
                  "train": {"learning_rate": 3e-3, "epochs": 5, "batch_size": 16, "eval_every": 1000}}
             )  # fmt: skip
             saved = str(Store(settings.output_dir).model_path(run(settings)[0]["run_id"]))
-            args = _parser().parse_args(["--model", saved, "--before", start, "--data_dir", glue])
+            args = COMMAND.parse(["--model", saved, "--before", start, "--data_dir", glue])
             analyzed = load_analyzed(saved, args)
             rows = analyzed.encode(analyzed.data.dev[:100])
             for when, model in analyzed.states.items():

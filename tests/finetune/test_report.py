@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -23,21 +24,27 @@ def folder(tmp_path: Path) -> Path:
 def test_the_page_is_written_and_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(folder)]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("# Fine-tuning results: ") and "| k5 hire | **" in text
-    assert f"page with figures: {folder / 'report.html'}" in text.splitlines()
+    assert text.startswith("Fine-tuning results: ") and all(len(line) <= 120 for line in text.splitlines()[:-4])
+    summary = [line.partition(":")[0] for line in text.splitlines()[-4:]]
+    assert summary == ["tables", "page", "curves", "next"] and str(folder / "report.html") in text.splitlines()[-3]
+    markdown = (folder / "report.md").read_text(encoding="utf-8")
+    assert "| k5 hire | **" in markdown
+    for score in re.findall(r"\*\*(.+?)\*\*", markdown):
+        assert score in text
     assert "<svg" in (folder / "report.html").read_text(encoding="utf-8")
 
 
 def test_tables_only(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(folder), "--no_html", "--task", "rte", "--compare", "hire", "cls"]) == 0
-    text = capsys.readouterr().out
+    assert "cola" not in capsys.readouterr().out
+    text = (folder / "report.md").read_text(encoding="utf-8")
     assert "| rte | 100 | k5 hire | k5 cls | +" in text and "cola" not in text
     assert not (folder / "report.html").exists()
 
 
 def test_ensembles_get_rows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(folder), "--no_html", "--ensembles", "2"]) == 0
-    assert "| k5 hire x2 |" in capsys.readouterr().out
+    assert "k5 hire x2" in capsys.readouterr().out
 
 
 def test_mistakes(folder: Path, tmp_path: Path) -> None:
@@ -48,5 +55,5 @@ def test_mistakes(folder: Path, tmp_path: Path) -> None:
 
 
 def test_an_ensemble_has_two_members_or_more(folder: Path) -> None:
-    with pytest.raises(UserError, match="--ensembles 1: must be 2 or more"):
+    with pytest.raises(UserError, match="--ensembles 1: must be at least 2"):
         main([str(folder), "--ensembles", "1"])

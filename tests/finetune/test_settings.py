@@ -24,8 +24,8 @@ def settings(**changes: object) -> FinetuneSettings:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"task": None}, "give either a task, or your own"),
-        ({"own.train_file": "a.csv", "own.dev_file": "b.csv"}, "give either a task, or your own"),
+        ({"task": None}, "give either --task NAME, or your own"),
+        ({"own.train_file": "a.csv", "own.dev_file": "b.csv"}, "give either --task NAME, or your own"),
         ({"task": None, "own.train_file": "a.csv", "own.dataset": "b"}, "either a train_file or a dataset"),
         ({"own.dev_file": "a.csv"}, "need a train_file"),
         ({"task": "rte,sts"}, "only --head cln"),

@@ -9,6 +9,7 @@ import pytest
 
 from multicls.distributed import prepare_deepspeed
 from multicls.files import REPOSITORY
+from tests.processes import free_ports
 
 TRAIN = """
 import sys
@@ -105,7 +106,12 @@ def test_plain_python_trains_with_every_shipped_file_and_no_compiler(tmp_path: P
 @pytest.mark.slow
 @pytest.mark.launcher
 def test_two_ranks_train_without_a_compiler(tmp_path: Path) -> None:
-    launcher = (str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "2", "--master_port", "29616")
+    launcher = (
+        str(Path(sys.executable).with_name("deepspeed")),
+        "--num_gpus",
+        "2",
+        f"--master_port={free_ports(1)[0]}",
+    )
     if not Path(launcher[0]).exists():
         pytest.skip("no deepspeed command beside this Python")
     losses = train(tmp_path, (2, 3), launcher)

@@ -7,9 +7,10 @@ from typing import NoReturn
 
 import pytest
 
-from multicls.errors import CommandParser, UserError, did_you_mean, run_command
+from multicls.errors import UserError, did_you_mean, run_command
 from multicls.files import REPOSITORY
 
+LIMIT = 300  # seconds of a command; its child would keep it for 600
 COMMAND = """
 import multiprocessing, signal, sys, time
 from multicls.errors import run_command
@@ -18,7 +19,7 @@ def main(argv):
     def outlive(ready):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         ready.set()
-        time.sleep(60)
+        time.sleep(600)
 
     context = multiprocessing.get_context("fork")
     ready = context.Event()
@@ -124,7 +125,7 @@ def test_a_pipe_that_is_not_stdout_keeps_its_traceback(capfd: pytest.CaptureFixt
 )
 def test_no_child_process_keeps_a_command(statement: str, code: int) -> None:
     command = [sys.executable, "-c", COMMAND.format(statement=statement)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert (done.returncode, done.stdout) == (code, "printed\n"), done.stderr
 
 
@@ -135,7 +136,7 @@ def test_a_closed_stdout_is_told_in_a_line(statement: str) -> None:
     os.close(reader)
     command = [sys.executable, "-c", COMMAND.format(statement=statement)]
     done = subprocess.run(
-        command, cwd=REPOSITORY, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=30, check=False
+        command, cwd=REPOSITORY, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=LIMIT, check=False
     )
     os.close(writer)
     assert done.returncode == 1 and done.stderr == "error: nothing reads the output any more (stdout is closed)\n"
@@ -145,21 +146,4 @@ def test_a_closed_stdout_is_told_in_a_line(statement: str) -> None:
 def test_a_command_without_streams_keeps_its_exit_code(statement: str, code: int) -> None:
     script = COMMAND.replace("import run_command", "import UserError, run_command").format(statement=statement)
     command = ["bash", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, script]
-    assert subprocess.run(command, cwd=REPOSITORY, timeout=30, check=False).returncode == code
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--lerning_rate", "1"], "--lerning_rate: no such flag. Did you mean '--learning_rate'?"),
-        (["--learning-rate=1"], "--learning-rate: no such flag. Did you mean '--learning_rate'?"),
-        (["--zzz"], "--zzz: no such flag. --help lists all flags."),
-        (["--learning_rate"], "argument --learning_rate: expected one argument. --help lists all flags."),
-    ],
-)
-def test_a_misspelt_flag_is_told_in_a_line(argv: list[str], message: str) -> None:
-    parser = CommandParser("About.")
-    parser.add_argument("--learning_rate")
-    with pytest.raises(UserError) as error:
-        parser.parse_args(argv)
-    assert str(error.value) == message
+    assert subprocess.run(command, cwd=REPOSITORY, timeout=LIMIT, check=False).returncode == code

@@ -36,15 +36,17 @@ def be_rank(rank):
                 stranger.sendall(text)
     line = lifeline.Lifeline(Store(), rank, 4, "127.0.0.1")
     if how == "killed" and rank == 2:
-        if not os.fork():  # a loader process that outlives its rank for a while
+        loader = os.fork()
+        if not loader:  # it outlives its rank
             os.closerange(1, 3)
-            time.sleep(20)
+            time.sleep(600)
             os._exit(0)
+        (folder / "loader").write_text(str(loader))
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "ended" and rank == 0:
         os._exit(0)
     if how in ("killed", "ended"):
-        time.sleep(60)
+        time.sleep(600)
     time.sleep(0.3 * rank)
     line.leave()
     time.sleep(0.3 * (3 - rank))
@@ -55,30 +57,29 @@ for rank in range(4):
     if not ranks[-1]:
         be_rank(rank)
         os._exit(0)
-started = time.monotonic()
-print([os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks], time.monotonic() - started)
+print([os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks])
+if (folder / "loader").exists():
+    os.kill(int((folder / "loader").read_text()), signal.SIGKILL)  # fails if it has ended
 """
 
 
-def run(how: str, folder: Path) -> tuple[str, float, str]:
-    """Exit codes of the ranks, seconds until all had ended, and what they printed on stderr."""
+def run(how: str, folder: Path) -> tuple[str, str]:
+    """Returns the exit codes of the ranks, and what they printed on stderr."""
     command = [sys.executable, "-c", RANKS, how, str(folder)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=90, check=True)
-    codes, _, seconds = done.stdout.rpartition(" ")
-    return codes, float(seconds), done.stderr
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    return done.stdout.strip(), done.stderr
 
 
 @pytest.mark.parametrize("how", ["left", "strangers"])
 def test_ranks_that_say_goodbye_may_end_at_any_time(tmp_path: Path, how: str) -> None:
-    codes, _, told = run(how, tmp_path)
+    codes, told = run(how, tmp_path)
     assert codes == "[0, 0, 0, 0]" and told == ""
 
 
 @pytest.mark.parametrize(("how", "victim", "code"), [("killed", 2, -9), ("ended", 0, 0)])
 def test_a_rank_that_is_gone_ends_the_others(tmp_path: Path, how: str, victim: int, code: int) -> None:
-    """Also while a process that it forked lives on, and with an exit code of 0."""
-    codes, seconds, told = run(how, tmp_path)
+    """A process that it forked may live on, and its exit code may be 0."""
+    codes, told = run(how, tmp_path)
     assert codes == str([code if rank == victim else 1 for rank in range(4)])
-    assert seconds < 15
     for rank in {0, 1, 2, 3} - {victim}:
         assert told.count(f"error: rank {rank} lost contact with rank {victim}") == 1

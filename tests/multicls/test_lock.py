@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ FolderLock(sys.argv[1]).acquire()
 child = os.fork()
 if child:
     print(child, flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -55,10 +54,18 @@ def test_waiting_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd:
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         child = int(holder.stdout.readline())
-        threading.Timer(0.5, holder.kill).start()
-        with locked(tmp_path, patience=60):
+        told = []
+
+        def end_holder_once_told(seconds: float) -> None:
+            told.append(capfd.readouterr().out)
+            if any(told):
+                holder.kill()
+                holder.wait()
+
+        monkeypatch.setattr(files.time, "sleep", end_holder_once_told)
+        with locked(tmp_path, patience=600):
             os.kill(child, signal.SIGKILL)
-    assert capfd.readouterr().out.count(f"{tmp_path}: waiting for process {holder.pid} on host") == 1
+    assert "".join(told).count(f"{tmp_path}: waiting for process {holder.pid} on host") == 1
 
 
 def test_free_folder_has_no_lock_file(tmp_path: Path) -> None:

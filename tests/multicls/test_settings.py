@@ -60,7 +60,7 @@ def test_all_problems_are_told_at_once_with_their_sources(tmp_path: Path) -> Non
     assert len(found) == 6
     assert f"{path}: train.stpes: no such setting. Did you mean 'train.steps'?" in text
     assert f"{path}: train.learning_rate = 'high'" in text
-    assert "--steps: train.steps = 0: Input should be greater than 0." in text
+    assert "--steps: train.steps = 0: must be greater than 0." in text
     assert "--set no_equals_sign: write it as key=value" in text
     assert "--set train.fancy=[: the value is not valid YAML" in text
     assert "--set: train.lr: no such setting" in text

@@ -15,9 +15,7 @@ With two arguments, OUTPUT and one launch, this process is a rank of that launch
 
 from __future__ import annotations
 
-import contextlib
 import json
-import math
 import multiprocessing.util
 import os
 import resource
@@ -42,9 +40,10 @@ import pretrain.run
 import pretrain.training
 from multicls.errors import run_command
 from multicls.files import append_jsonl
+from tests.processes import IdleClock, sessions
 
-DEADLINE = 120.0  # seconds that a launch may take
-GONE = 15.0  # seconds after a crash in which every process of the run must end
+DEADLINE = 120.0  # seconds of an idle machine that a launch may take
+GONE = 15.0  # such seconds after a crash in which every process of the run must end
 RAISED = {error.__name__: error for error in (RuntimeError, MemoryError, torch.OutOfMemoryError)}
 Checkpoints, Trainer = pretrain.checkpoints.Checkpoints, pretrain.training.Trainer
 
@@ -202,7 +201,7 @@ def wait(ranks: list[int], crashed: Path, terminate: bool) -> list[int | None]:
         terminate: when a rank has ended, send SIGTERM to the others, as launchers do.
     """
     codes: dict[int, int] = {}
-    started = time.time()
+    launched, since_crash = IdleClock(), IdleClock()
     while True:
         for rank in set(ranks) - codes.keys():
             found, state = os.waitpid(rank, os.WNOHANG)
@@ -213,7 +212,9 @@ def wait(ranks: list[int], crashed: Path, terminate: bool) -> list[int | None]:
             for rank in set(ranks) - codes.keys():
                 os.kill(rank, signal.SIGTERM)
             terminate = False
-        late = time.time() > min(started + DEADLINE, crashed.stat().st_mtime + GONE if crashed.exists() else math.inf)
+        launched.tick()
+        since_crash.tick(crashed.exists())
+        late = launched.seconds > DEADLINE or since_crash.seconds > GONE
         left = set(ranks) - codes.keys()
         if late or not left:
             processes = {number: session for number, session in sessions().items() if session in ranks}
@@ -225,17 +226,6 @@ def wait(ranks: list[int], crashed: Path, terminate: bool) -> list[int | None]:
     for rank in left:
         os.waitpid(rank, 0)
     return [None if rank in left or rank in processes.values() else codes[rank] for rank in ranks]
-
-
-def sessions() -> dict[int, int]:
-    """Process id -> id of its session, of all living processes."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # gone meanwhile
-            state, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
-            if state != "Z":
-                found[int(path.parent.name)] = int(session)
-    return found
 
 
 def main() -> None:

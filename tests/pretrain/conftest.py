@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.finetune.conftest import glue  # noqa: F401  (a fixture)
+
 REPOSITORY = Path(__file__).parents[2]
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 Fork = Callable[..., list[list[int | None]]]

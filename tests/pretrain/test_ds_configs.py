@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -24,6 +25,7 @@ from pretrain.nonfinite import NonFiniteGuard
 from pretrain.training import lr_at
 from tests.pretrain.conftest import Fork, said
 from tests.pretrain.two_ranks import BATCH, CASES, FACETS, GROUP, STEPS, facets, micro_batch, model, settings
+from tests.processes import free_ports
 
 OBJECTIVES = ("mlm", "tfidf", "so", "mcqt")
 
@@ -48,7 +50,7 @@ def launch(ranks: int, folder: Path) -> Launched:
     """Runs all cases on some ranks."""
     results = folder / "results.json"
     torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node", str(ranks)]
-    torchrun += ["--master_port", str(29640 + ranks)]
+    torchrun += [f"--master_port={free_ports(1)[0]}"]
     command = [*torchrun, str(Path(__file__).with_name("two_ranks.py")), str(results)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -58,6 +60,7 @@ def launch(ranks: int, folder: Path) -> Launched:
     return found
 
 
+@functools.cache
 def plain_pytorch(ranks: int, gather: bool, size: int) -> list[dict[str, float]]:
     """Returns the losses of the first steps, by a loop over the definitions in one process.
 
@@ -121,13 +124,13 @@ def test_losses_are_those_of_plain_pytorch(launched: Launched, name: str) -> Non
 
 
 @pytest.mark.launcher
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_that_is_not_finite_updates_nothing(alone: Launched, launched: Launched, ranks: int, name: str) -> None:
+def test_a_step_that_is_not_finite_updates_nothing(request: pytest.FixtureRequest, ranks: int, name: str) -> None:
     """Without DeepSpeed's scan for overflow, in each precision and ZeRO stage that runs on CPU."""
     if ranks == 1 and "gather_negatives" in CASES[name].changes:
         pytest.skip("one rank has nothing to gather")
-    found = (alone if ranks == 1 else launched)[name]
+    found = request.getfixturevalue("alone" if ranks == 1 else "launched")[name]
     before, broken, good, broken_again = found["levels"]
     assert before == broken != good == broken_again
     assert "step 5: a loss is not finite on 1 rank(s)" in found["stopped"]

@@ -10,6 +10,11 @@ import pytest
 
 from tests.pretrain.conftest import Fork, records, said
 
+LEARNT = [
+    ("mcqt", 0.9),
+    *(pytest.param(name, share, marks=pytest.mark.slow) for name, share in (("mlm", 0.9), ("tfidf", 0.5), ("so", 0.8))),
+]
+
 
 @pytest.fixture(scope="module")
 def orderly_corpus(tiny_bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -34,7 +39,7 @@ def orderly_corpus(tiny_bert: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.launcher
-@pytest.mark.parametrize(("objective", "fraction"), [("mlm", 0.9), ("tfidf", 0.5), ("so", 0.8), ("mcqt", 0.9)])
+@pytest.mark.parametrize(("objective", "fraction"), LEARNT)
 def test_every_loss_falls(fork: Fork, orderly_corpus: Path, tmp_path: Path, objective: str, fraction: float) -> None:
     flags = [
         "--corpus",

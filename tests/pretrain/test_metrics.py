@@ -343,6 +343,7 @@ def test_wandb_missing_is_said_before_anything_starts(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.launcher
+@pytest.mark.slow
 def test_a_run_with_peak_and_wandb(launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "wandb.py").write_text(WANDB)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.pretrain.conftest import REPOSITORY, Fork, records, said
-from tests.slurm.conftest import free_ports
+from tests.processes import free_ports
 
 pytestmark = [pytest.mark.launcher, pytest.mark.slow]
 STEPS = ("--steps", "2")
@@ -56,7 +56,7 @@ def test_two_nodes(launcher: Any, alone: Path, tiny_bert: Path, tiny_corpus: Pat
         with open(logs[-1], "w") as log:
             nodes.append(subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=log, stderr=log))
     try:
-        codes = [node.wait(timeout=240) for node in nodes]
+        codes = [node.wait() for node in nodes]
     finally:
         for process in nodes:
             process.kill()

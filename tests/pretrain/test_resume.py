@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -73,6 +75,12 @@ def assert_same_to_the_bit(folder: Path, other: Path) -> None:
     assert metrics(folder) == metrics(other)
 
 
+def assert_same_losses(folder: Path, other: Path) -> None:
+    for ours, theirs in zip(metrics(folder), metrics(other), strict=True):
+        losses = {name: value for name, value in theirs.items() if name.startswith("loss/")}
+        assert {name: ours[name] for name in losses} == pytest.approx(losses, rel=1e-4)
+
+
 def test_killed_again_and_again(disturb: Fork, undisturbed: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     launches = [
@@ -123,11 +131,32 @@ def test_one_signalled_rank_takes_all_along_and_others_go_on(disturb: Fork, undi
         assert f"checkpoint of {old} rank(s) converted for {new} rank(s)" in said(folder, launch)
     assert examples(folder) == examples(undisturbed)
     assert not list((folder / "checkpoints").glob("*universal*"))
-    for ours, theirs in zip(metrics(folder), metrics(undisturbed), strict=True):
-        for name, value in theirs.items():
-            assert ours[name] == (pytest.approx(value, rel=1e-4) if name.startswith("loss/") else ours[name])
-    ours, theirs = weights(folder), weights(undisturbed)
-    assert ours.keys() == theirs.keys()
+    assert_same_losses(folder, undisturbed)
+    assert weights(folder).keys() == weights(undisturbed).keys()
+
+
+KILLS = int(os.environ.get("MULTICLS_KILLS", "4"))  # more take minutes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("most_ranks", [1, 2])
+def test_random_disturbances(disturb: Fork, undisturbed: Path, tmp_path: Path, most_ranks: int) -> None:
+    """Runs that are killed and signalled at random train on the same examples, on one rank or on one and two."""
+    rng = random.Random(most_ranks)
+    for number in range(0, KILLS, 4):
+        folder = tmp_path / str(number) / "run"
+        folder.parent.mkdir()
+        launches, expected = list[dict[str, Any]](), []
+        for step in sorted(rng.sample(range(7), min(4, KILLS - number))):
+            accident = rng.choice(("killed in a step", "killed in an evaluation", "SIGTERM", "SIGUSR1"))
+            ranks = rng.randint(1, most_ranks)
+            launches.append({"accident": accident, "step": step, "ranks": ranks, "on": rng.randrange(ranks)})
+            expected.append([0 if accident.startswith("SIG") else 1] * ranks)
+            if accident.startswith("killed"):
+                expected[-1][launches[-1]["on"]] = -9
+        assert disturb(folder, *launches, {}) == [*expected, [0]], (launches, said(folder, len(launches)))
+        assert examples(folder) == examples(undisturbed)
+        (assert_same_to_the_bit if most_ranks == 1 else assert_same_losses)(folder, undisturbed)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -136,9 +165,7 @@ def test_other_numbers_of_ranks_at_other_stages(disturb: Fork, undisturbed: Path
     launches = [{"accident": "SIGTERM", "step": 2, "ranks": 2}, {"accident": "SIGTERM", "step": 5, "ranks": 4}, {}]
     flags = ("--config", f"ds_configs/zero{stage}.json")
     assert disturb(tmp_path / "run", *launches, flags=flags) == [[0, 0], [0] * 4, [0]]
-    for ours, theirs in zip(metrics(tmp_path / "run"), metrics(undisturbed), strict=True):
-        losses = {name: value for name, value in theirs.items() if name.startswith("loss/")}
-        assert {name: ours[name] for name in losses} == pytest.approx(losses, rel=1e-4)
+    assert_same_losses(tmp_path / "run", undisturbed)
 
 
 def test_full_disk_keeps_the_run_alive(disturb: Fork, undisturbed: Path, tmp_path: Path) -> None:

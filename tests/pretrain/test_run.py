@@ -11,7 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForPreTraining, AutoTokenizer
 
+import finetune.report
+import finetune.run
 from tests.pretrain.conftest import Fork, Launch, records, said
+from tests.processes import free_ports
 
 LOSSES = [f"loss/{name}" for name in ("total", "mlm", "tfidf", "so", "mcqt")]
 pytestmark = pytest.mark.launcher
@@ -44,15 +47,25 @@ def test_run_folder_and_export(finished: Path) -> None:
     assert tokens[1:4] == ["[unused0]", "[unused1]", "[unused2]"]
 
 
+def test_text_to_report(finished: Path, glue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The model of data preparation and pretraining is fine-tuned on its facets, and its score is in the report."""
+    flags = ["--model", str(finished / "hf"), "--head", "multicls", "--task", "sst2", "--data_dir", str(glue)]
+    flags += ["--train_size", "16", "--max_length", "32", "--max_steps", "2", "--output_dir", str(tmp_path)]
+    assert finetune.run.main(flags) == 0
+    finetune.report.main([str(tmp_path)])
+    assert "| sst2 | 16 |" in capsys.readouterr().out and (tmp_path / "report.html").exists()
+
+
 def test_finished_run_is_left_alone(fork: Fork, finished: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("*") if path.is_file()}
     assert fork(finished) == [[0]] and "already finished at step 8" in said(finished)
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.slow
 def test_two_ranks_give_the_same_curve(launch: Launch, finished: Path, tmp_path: Path) -> None:
     """And with two loader processes each instead of one."""
-    deepspeed = ("deepspeed", "--num_gpus", "2", "--master_port", "29617")
+    deepspeed = ("deepspeed", "--num_gpus", "2", f"--master_port={free_ports(1)[0]}")
     done = launch(tmp_path / "run", "--set", "data.num_workers=2", launcher=deepspeed)
     assert done.returncode == 0, done.stdout + done.stderr
     for split in ("train", "validation"):
@@ -90,11 +103,11 @@ def test_resume_refuses_another_run(fork: Fork, launch: Launch, finished: Path) 
         (["--set", "train.lerning_rate=1"], "Did you mean 'train.learning_rate'?"),
         (["--corpus", "nowhere"], "nowhere"),
         (["--config", "ds_configs/zero22.json"], "ds_configs/zero2"),
-        (["--recipe", "pretrain/recipes/tinny.yaml"], "pretrain/recipes/tiny.yaml"),
-        (["--global_batch_size", "0"], "train.global_batch_size = 0"),
+        (["--recipe", "pretrain/recipes/tinny.yaml"], "Did you mean 'tiny'?"),
+        (["--global_batch_size", "0"], "--global_batch_size 0: must be greater than 0"),
         (["--global_batch_size", "4"], "give 3, or another train.negatives_group"),
         (["--set", "train.triples=4"], "train.triples is now train.negatives_group"),
-        (["--micro_batches", "2"], "--micro_batches is now --global_batch_size"),
+        (["--micro_batches", "2"], "Did you mean '--global_batch_size 2'?"),
         (["--micro_batch_size", "4"], "train.micro_batch_size = 4 is no multiple of"),
     ],
 )

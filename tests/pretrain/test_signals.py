@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,49 +13,52 @@ import pytest
 from tests.pretrain.conftest import REPOSITORY, Launch
 
 RANK = """
-import os, sys, time
+import math, os, sys, time
 import torch, torch.distributed as dist
 from pretrain import stopping
-stopping.SAME_REQUEST = 0.5
+stopping.SAME_REQUEST = math.inf
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 stop = stopping.StopRequest(None)
 print("ready", flush=True)
 while not stop.agreed():
     stop.note(torch.tensor(stop.requests()))
     time.sleep(0.01)
-reason = stop.agreed()
-print(reason, flush=True)
-time.sleep(float(sys.argv[1]))
+print(stop.agreed(), flush=True)
+for line in sys.stdin:  # from now on a signal is another request
+    os.getpid()  # Python handles signals after a call
+    stopping.SAME_REQUEST = -1.0
+    print("later", flush=True)
 """
 
 
-def rank(seconds: float) -> subprocess.Popen[str]:
-    """A process that says what asked it to leave, and leaves after `seconds`."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", RANK, str(seconds)], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
-    )
+def rank() -> subprocess.Popen[str]:
+    """Returns a process that says what asked it to leave, and leaves at the end of its stdin."""
+    command, pipe = [sys.executable, "-c", RANK], subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=REPOSITORY)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     return process
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
 def test_second_signal_leaves_at_once(name: str) -> None:
-    process = rank(30)
-    for pause in (0.0, 0.0, 1.0):  # the first two are one request, which a launcher has passed on
-        time.sleep(pause)
-        assert process.poll() is None
-        process.send_signal(signal.Signals[name])
-    assert process.wait(5) == -signal.Signals[name]
-    assert process.stdout is not None and process.stdout.read() == f"{name}\n"
+    process, number = rank(), signal.Signals[name]
+    assert process.stdin is not None and process.stdout is not None
+    process.send_signal(number)
+    assert process.stdout.readline() == f"{name}\n"
+    process.send_signal(number)  # the same request, which a launcher has passed on
+    print("later", file=process.stdin, flush=True)
+    assert process.stdout.readline() == "later\n"
+    process.send_signal(number)
+    assert process.wait() == -number
 
 
 def test_passed_on_signal_is_the_same_request() -> None:
-    process = rank(1)
+    process = rank()
+    assert process.stdout is not None
     process.send_signal(signal.SIGINT)
-    time.sleep(0.1)
+    assert process.stdout.readline() == "SIGINT\n"
     process.send_signal(signal.SIGTERM)
-    assert process.wait(10) == 0
-    assert process.stdout is not None and process.stdout.read() == "SIGINT\n"
+    assert process.communicate() == ("", None) and process.returncode == 0
 
 
 def test_status_answers_without_torch(launch: Launch, tmp_path: Path) -> None:

@@ -111,6 +111,7 @@ def test_warm_up_says_when_the_memory_is_too_small(corpus: Path, monkeypatch: py
     assert "0.0 GB of memory: data.warm_up helps little" in lines[0]
 
 
+@pytest.mark.slow
 def test_run_with_staging_gives_the_same_losses(fork: Fork, tmp_path: Path) -> None:
     """Two ranks of one node: one of them copies and reads. Neither setting is part of the run's identity."""
     plain, staged, local, steps = tmp_path / "plain", tmp_path / "staged", tmp_path / "local", ("--steps", "2")

@@ -15,15 +15,13 @@ import torch.distributed as dist
 from multicls.errors import UserError
 from pretrain import turns
 from pretrain.turns import first_rank_first, once_per_node
-from tests.slurm.conftest import free_ports
 
 NODES = ("a", "a", "b", "b", "b")  # of ranks 0 to 4
-pytestmark = pytest.mark.timeout(60)  # against a rank that waits for good
 
 
 def run_ranks(folder: Path, work: Callable[[int, Path], Any], *, world_size: int = len(NODES)) -> list[Any]:
     """What `work(rank, folder)` gives on each rank, or [kind of error, its text]. Each rank is a fork."""
-    address = f"tcp://127.0.0.1:{free_ports(1)[0]}"
+    address = f"file://{folder}/meeting"
     children = []
     for rank in range(world_size):
         child = os.fork()

@@ -10,8 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ import pytest
 from tests.data_prep.conftest import tiny_tokenizer  # noqa: F401  (a fixture)
 from tests.finetune.conftest import glue  # noqa: F401  (a fixture)
 from tests.pretrain.conftest import tiny_corpus  # noqa: F401  (a fixture)
+from tests.processes import free_ports, until
 
 REPOSITORY = Path(__file__).parents[2]
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
@@ -42,7 +42,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 MpiDefault=none
 KillWait=5
-SlurmdTimeout=6
+SlurmdTimeout=15
 ReturnToService=2
 SchedulerParameters=sched_interval=2,bf_interval=2
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8 RealMemory=16000 Gres=gpu:2
@@ -80,7 +80,6 @@ class Cluster:
             capture_output=True,
             text=True,
             check=False,
-            timeout=60,
         )
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
@@ -96,10 +95,10 @@ class Cluster:
         """What SLURM says of a job: JobState, ExitCode, Restarts, Reason ..."""
         return dict(re.findall(r"(\w+)=(\S*)", self.run("scontrol", "show", "job", job)))
 
-    def wait(self, job: str, *states: str, timeout: float = 240) -> dict[str, str]:
+    def wait(self, job: str, *states: str) -> dict[str, str]:
         """Waits until the job is in one of the states, by default until it has ended."""
         ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-        until(lambda: self.job(job)["JobState"] in (states or ended), timeout, lambda: str(self.job(job)))
+        until(lambda: self.job(job)["JobState"] in (states or ended), lambda: str(self.job(job)))
         return self.job(job)
 
     def start(self, name: str, *command: str, **environment: str) -> None:
@@ -149,25 +148,6 @@ def processes(node: str = "") -> dict[int, str]:
     return found
 
 
-def until(condition: Callable[[], object], timeout: float, what: Callable[[], str] = lambda: "") -> None:
-    """Waits for `condition`."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout} s in vain; {what()}"
-        time.sleep(0.1)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nothing listens on."""
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("", 0))
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
-
-
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two nodes, idle."""
@@ -186,13 +166,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     files = {"socket": "munge.sock", "key-file": "munge.key", "pid-file": "munge.pid", "seed-file": "munge.seed"}
     try:
         cluster.start("munged", "munged", "--foreground", "--force", *(f"--{k}={folder / v}" for k, v in files.items()))
-        until((folder / "munge.sock").exists, 10, (folder / "munged.out").read_text)
+        until((folder / "munge.sock").exists, (folder / "munged.out").read_text)
         cluster.start("slurmctld", "slurmctld", "-D", "-f", str(folder / "slurm.conf"))
         for name in ("n1", "n2"):
             cluster.start_node(name)
-        until((folder / "slurmctld.pid").exists, 10, (folder / "slurmctld.log").read_text)
+        until((folder / "slurmctld.pid").exists, (folder / "slurmctld.log").read_text)
         idle = ("sinfo", "--noheader", "--states=idle", "--format=%D")
-        until(lambda: cluster.run(*idle) == "2", 30, (folder / "slurmctld.log").read_text)
+        until(lambda: cluster.run(*idle) == "2", (folder / "slurmctld.log").read_text)
         yield cluster
     finally:
         cluster.stop()

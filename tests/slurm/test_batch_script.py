@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.slurm.conftest import Cluster, until
+from tests.processes import until
+from tests.slurm.conftest import Cluster
 
 pytestmark = pytest.mark.slurm
 AWKWARD = ("--set", "a=[1, 2]", "$HOME", 'quote"s', "it's", "*")
@@ -60,7 +61,7 @@ def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 def test_cancelled_job_stays_so(cluster: Cluster, jobs: dict[str, Submitted]) -> None:
     job = jobs["cancelled"]
-    until(job.started, 30)
+    until(job.started, job.log)
     cluster.run("scancel", job.number)
     ended = cluster.wait(job.number)
     assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "0"), job.log()
@@ -68,7 +69,7 @@ def test_cancelled_job_stays_so(cluster: Cluster, jobs: dict[str, Submitted]) ->
 
 def test_save_and_stop_for_good(cluster: Cluster, jobs: dict[str, Submitted]) -> None:
     job = jobs["held"]
-    until(job.started, 30)
+    until(job.started, job.log)
     cluster.run("scontrol", "update", f"JobId={job.number}", "Requeue=0")
     cluster.run("scancel", "--signal=USR1", job.number)
     ended = cluster.wait(job.number)
@@ -150,7 +151,7 @@ def test_preempted_job_comes_back(cluster: Cluster, jobs: dict[str, Submitted]) 
         cluster.wait(other.number)
     folder = jobs["settings"].folder
     job = Submitted(folder, cluster.submit("pretrain.sbatch", "--codes", "wait,0!", cwd=folder, options=("--nodes=2",)))
-    until(job.started, 30)
+    until(job.started, job.log)
     cluster.run("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
     ended = cluster.wait(job.number)
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), job.log()

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.pretrain.conftest import records, weights
-from tests.slurm.conftest import Cluster, processes, until
+from tests.processes import until
+from tests.slurm.conftest import Cluster, processes
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 STEPS = 120
 
 
@@ -35,7 +36,7 @@ def wait_for_step(folder: Path, step: int) -> int:
         lines = records(folder / "run") if (folder / "run" / "metrics.jsonl").exists() else []
         return int(lines[-1]["step"]) if lines else 0
 
-    until(lambda: now() >= step, 90, lambda: "\n".join(path.read_text()[-3000:] for path in folder.glob("*.log")))
+    until(lambda: now() >= step, lambda: "\n".join(path.read_text()[-3000:] for path in folder.glob("*.log")))
     return now()
 
 
@@ -48,8 +49,8 @@ def test_disturbed_run(cluster: Cluster, tiny_bert: Path, tiny_corpus: Path, tmp
     log = war / f"pretrain-{job}.log"
 
     def wait_for_requeue(restarts: int) -> None:
-        until(lambda: cluster.job(job)["Restarts"] == str(restarts), 90, log.read_text)
-        until(lambda: not ranks(war), 30, log.read_text)
+        until(lambda: cluster.job(job)["Restarts"] == str(restarts), log.read_text)
+        until(lambda: not ranks(war), log.read_text)
 
     wait_for_step(war, 7)
     cluster.run("scancel", "--signal=USR1", job)  # what SLURM does before the time limit

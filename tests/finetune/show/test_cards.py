@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import ModelCard
 
 from finetune.data.examples import LabeledExample
 from finetune.data.tasks import Task, find_task
@@ -19,6 +18,7 @@ from finetune.heads.checkpoint import find_checkpoint, load_tokenizer
 from finetune.heads.saving import save_model
 from finetune.settings import FinetuneSettings
 from finetune.show.cards import model_card
+from tests.hub_rules import checked_card, snippets
 
 OWN = Task("own_mail", (("mail",),), ("bug", "praise|other", "question"), ("acc", "macro_f1"), "single", "own",
            about="own rows of /home/anna/mail.csv")  # fmt: skip
@@ -44,12 +44,8 @@ def record_of(task: Task, **values: Any) -> dict[str, Any]:
     } | values  # fmt: skip
 
 
-def parts_of(card: str) -> tuple[dict[str, Any], str]:
-    return ModelCard(card, ignore_metadata_errors=False).data.to_dict(), card.split("---\n", 2)[2]
-
-
 def test_the_card_tells_data_scores_and_limits() -> None:
-    data, text = parts_of(model_card([record_of(OWN)], [rows_of(OWN)]))
+    data, text = checked_card(model_card([record_of(OWN)], [rows_of(OWN)], {}))
     assert data["library_name"] == "transformers" and data["pipeline_tag"] == "text-classification"
     assert data["metrics"] == ["accuracy", "f1"] and not {"base_model", "license", "language", "model-index"} & set(
         data
@@ -60,14 +56,14 @@ def test_the_card_tells_data_scores_and_limits() -> None:
     assert "step 20 of 30" in text and "`isobn.beta` = 1.0" in text and "the score is optimistic" in text
     assert "- a note" in text and "anna" not in text, "no path of the user's"
     worse, _ = record_of(OWN, score=0.5, score_error=None), None
-    _, text = parts_of(model_card([worse], [rows_of(OWN)]))
+    _, text = checked_card(model_card([worse], [rows_of(OWN)], {}))
     assert "no better than the constant answer" in text and "interval 6" not in text
 
 
 def test_a_benchmarks_card_has_a_model_index_and_the_hub_model() -> None:
     task = find_task("rte")
     record = record_of(task, model="bert-base-uncased", selection="holdout", label="cls", changed={})
-    data, text = parts_of(model_card([record], [rows_of(task)]))
+    data, text = checked_card(model_card([record], [rows_of(task)], {"base_model": "bert-base-uncased"}))
     assert data["base_model"] == "bert-base-uncased" and data["datasets"] == [task.hub[0] if task.hub else ""]
     (result,) = data["model-index"][0]["results"]
     assert result["metrics"][0]["type"] == "accuracy" and result["metrics"][0]["value"] == 0.75
@@ -76,9 +72,9 @@ def test_a_benchmarks_card_has_a_model_index_and_the_hub_model() -> None:
 
 def test_joint_scores_and_choices() -> None:
     tasks = [find_task("stsb"), find_task("copa")]
-    _, text = parts_of(model_card([record_of(task) for task in tasks], [rows_of(task) for task in tasks]))
+    _, text = checked_card(model_card([record_of(task) for task in tasks], [rows_of(task) for task in tasks], {}))
     assert "task=1" in text and "### copa" in text and "multiply it by 5" in text and "the mean score of train" in text
-    data, text = parts_of(model_card([record_of(tasks[1])], [rows_of(tasks[1])]))
+    data, text = checked_card(model_card([record_of(tasks[1])], [rows_of(tasks[1])], {}))
     assert "pipeline_tag" not in data and "pipeline(" not in text and "AutoTokenizer" in text
 
 
@@ -90,11 +86,11 @@ def test_the_snippet_runs(
     settings = FinetuneSettings(model=str(tiny_multicls), task=task, head="multicls", max_length=24)
     checkpoint, own = find_checkpoint(str(tiny_multicls)), find_task(task)
     model = build_head(settings, checkpoint, [own])
-    card = model_card([record_of(own, label="multicls")], [rows_of(own)])
+    card = model_card([record_of(own, label="multicls")], [rows_of(own)], {})
     save_model(model, load_tokenizer(checkpoint, 24), tmp_path / "saved", card)
     assert {file.stat().st_mode & 0o777 for file in (tmp_path / "saved").iterdir()} == {0o644}
     text = (tmp_path / "saved" / "README.md").read_text(encoding="utf-8")
-    (tmp_path / "snippet.py").write_text(text.split("```python\n")[1].split("```")[0], encoding="utf-8")
+    (tmp_path / "snippet.py").write_text(snippets(text)[0], encoding="utf-8")
     monkeypatch.chdir(tmp_path / "saved")
     runpy.run_path(str(tmp_path / "snippet.py"))
     found = ast.literal_eval(capsys.readouterr().out)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -36,7 +35,7 @@ def test_many_processes_write_one_folder(tmp_path: Path) -> None:
 def test_a_claim_is_exclusive_and_dies_with_its_process(tmp_path: Path) -> None:
     code = (
         "import sys, time; from finetune.store.results import Store\n"
-        "with Store(sys.argv[1]).claim('a1'): print('held', flush=True); time.sleep(60)"
+        "with Store(sys.argv[1]).claim('a1'): print('held', flush=True); time.sleep(600)"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as holder:
@@ -51,10 +50,10 @@ def test_a_claim_is_exclusive_and_dies_with_its_process(tmp_path: Path) -> None:
     assert not list((tmp_path / "claims").iterdir())
 
 
-def _race(folder: Path, inside: Path) -> int:
-    """Tries for one claim again and again; counts how often it got it, and fails if it was not alone."""
-    held, end = 0, time.monotonic() + 1.5
-    while time.monotonic() < end:
+def _race(folder: Path, inside: Path) -> None:
+    """Takes one claim fifty times, as soon as it is free; fails if it is not alone."""
+    held = 0
+    while held < 50:
         try:
             with Store(folder).claim("c3"):
                 inside.touch(exist_ok=False)
@@ -62,13 +61,12 @@ def _race(folder: Path, inside: Path) -> int:
                 held += 1
         except results.Busy:
             continue
-    return held
 
 
 def test_racing_processes_never_hold_one_claim_together(tmp_path: Path) -> None:
     with get_context("spawn").Pool(3) as pool:
-        held = pool.starmap(_race, [(tmp_path, tmp_path / "inside")] * 3)
-    assert sum(held) > 100
+        pool.starmap(_race, [(tmp_path, tmp_path / "inside")] * 3)
+    assert not (tmp_path / "inside").exists()
 
 
 def test_a_run_without_its_line_is_not_finished_and_the_last_line_counts(tmp_path: Path) -> None:

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from finetune.run import _parser, main, run
+from finetune.run import COMMAND, main, run
 from finetune.store.results import Store
 from multicls.files import read_json, write_json
 from tests.finetune.heads.test_isobn import assert_ranks_are_one_batch
 from tests.finetune.train.rank_cases import CASES, settings_of
+from tests.processes import free_ports
 
 pytestmark = pytest.mark.launcher
 
@@ -36,7 +37,12 @@ def checkpoint(tiny_bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 @pytest.fixture(scope="module")
 def launched(checkpoint: Path, glue: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
-    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node", "2", "--master_port", "29657"]
+    torchrun = [
+        str(Path(sys.executable).with_name("torchrun")),
+        "--nproc_per_node",
+        "2",
+        f"--master_port={free_ports(1)[0]}",
+    ]
     script = str(Path(__file__).with_name("rank_cases.py"))
     command = [*torchrun, script, str(checkpoint), str(glue), str(folder)]
     done = subprocess.run(
@@ -99,7 +105,7 @@ def test_the_deepspeed_launcher_and_run_py_leave_each_other_s_arguments_alone(
     """The launcher reads abbreviations of its own options behind the script's name, and appends --local_rank."""
     from deepspeed.launcher.runner import parse_args
 
-    flags = [word for action in _parser()._actions for word in action.option_strings if word.startswith("--")]
+    flags = [f"--{flag}" for flag in COMMAND.flags]
     ours = [word for flag in flags if flag not in ("--help", "--local_rank") for word in (flag, "1")]
     parsed = parse_args(["--num_gpus", "2", "finetune/run.py", *ours])
     assert parsed.num_gpus == 2 and parsed.user_args == ours

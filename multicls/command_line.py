@@ -1,0 +1,255 @@
+"""Command lines of all stages: flags from settings classes, all mistakes told at once, a summary at the end."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from textwrap import indent
+from types import NoneType, UnionType
+from typing import Annotated, Any, Generic, Literal, NoReturn, TextIO, TypeVar, Union, cast, get_args, get_origin
+
+from pydantic import Field
+from pydantic.fields import FieldInfo
+
+from multicls.errors import UserError
+from multicls.settings import (
+    ALIASES,
+    Settings,
+    find_field,
+    find_recipe,
+    known_keys,
+    load_settings,
+    shipped_recipes,
+)
+
+OptionsT = TypeVar("OptionsT", bound=Settings)
+ReadT = TypeVar("ReadT")
+NEGATIVE = re.compile(r"-(\.?\d|inf|nan)")
+EXAMPLE = re.compile(r"\s*(python|deepspeed) ")
+
+
+class RecipeOptions(Settings):
+    """Options of commands whose settings come from recipes."""
+
+    recipe: list[str] = Field(default=[], description="YAML settings: a file, or the name of a shipped one; later wins")
+    set: list[str] = Field(default=[], title="KEY=VALUE", description="any setting; --print_config shows all")
+    print_config: bool = Field(default=False, description="print all settings as a recipe and stop")
+    local_rank: int | None = None  # appended by the deepspeed launcher
+
+
+class CommandLine(Generic[OptionsT]):
+    """The flags of a command, made from the fields of settings classes.
+
+    A field's type, default and description become those of its flag: a list takes several values and may be repeated, a
+    boolean is a switch, `title` names the value in the help. A field without description is hidden.
+
+    Args:
+        prog: the command, for the help.
+        doc: the command's docstring. Its paragraphs of commands become the examples at the end of the help.
+        options: class of the command's own options.
+        positional: options that are given by their place.
+        groups: heading -> flags, as keys of options or settings, or as flag -> key. Options in no group are "common".
+        settings: class of the settings that `groups` may name.
+        recipes: folder of the shipped recipes.
+        sibling: command that takes those recipes of the folder that this one does not.
+    """
+
+    def __init__(
+        self,
+        prog: str,
+        doc: str | None,
+        options: type[OptionsT],
+        *,
+        positional: Sequence[str] = (),
+        groups: Mapping[str, Iterable[str] | Mapping[str, str]] | None = None,
+        settings: type[Settings] | None = None,
+        recipes: str = "",
+        sibling: str = "",
+    ) -> None:
+        self.options, self.settings, self.recipes, self.positional = options, settings or Settings, recipes, positional
+        named = {title: keys if isinstance(keys, Mapping) else {key.rpartition(".")[2]: key for key in keys}
+                 for title, keys in (groups or {}).items()}  # fmt: skip
+        taken = {key for flags in named.values() for key in flags.values()}
+        common = [key for key in options.model_fields if key not in taken and not _is_group(options, key)]
+        self.groups: dict[str, Mapping[str, str]] = {"common": {key: key for key in common}, **named}
+        self.flags = {flag: key for flags in self.groups.values() for flag, key in flags.items()}
+        self.names = {key: flag.upper() if flag in positional else f"--{flag}" for flag, key in self.flags.items()}
+        self._prog, self._doc, self._sibling = prog, doc or "", sibling
+
+    def parse(self, argv: Sequence[str] | None = None) -> OptionsT:
+        """Returns the options; `argv` is `sys.argv` by default.
+
+        Raises:
+            UserError: flags are unknown, missing or wrong; all are told.
+        """
+        return self.parse_with(argv, lambda options, flags: None)[0]
+
+    def parse_with(
+        self, argv: Sequence[str] | None, read: Callable[[OptionsT, dict[str, Any]], ReadT]
+    ) -> tuple[OptionsT, ReadT]:
+        """Returns the options, and what `read` makes of them and of the settings given by flags, by dotted key.
+
+        Raises:
+            UserError: as `parse`, with the problems that `read` finds.
+        """
+        argv = sys.argv[1:] if argv is None else argv
+        given, rest = self._parser().parse_known_args(self._spelled(argv))
+        values = vars(given)
+        problems = self._unknown(rest)
+        if self.recipes and "recipe" in values:
+            try:
+                found = [find_recipe(name, self.recipes, self.settings, self._sibling) for name in values["recipe"]]
+                values["recipe"] = found
+            except UserError as error:
+                raise UserError(*problems, *error.problems) from None
+        mine = {key: value for key, value in values.items() if find_field(self.options, key)}
+        flags = {key: value for key, value in values.items() if key not in mine}
+        result: list[ReadT] = []
+        try:
+            options = load_settings(self.options, flags=mine, names=self.names)
+        except UserError as error:
+            problems += error.problems
+            options = cast(OptionsT, self.options.model_construct(None, **mine))  # unchecked: what else is wrong?
+        try:
+            if vars(options).keys() >= self.options.model_fields.keys():
+                result.append(read(options, flags))
+        except UserError as error:
+            problems += error.problems
+        if problems:
+            raise UserError(*dict.fromkeys(problems))
+        return options, result[0]
+
+    def _parser(self) -> argparse.ArgumentParser:
+        paragraphs = [text for text in self._doc.split("\n\n") if text.strip()]
+        examples = indent("\n".join(text.strip("\n") for text in paragraphs if EXAMPLE.match(text)), "  ")
+        about = "\n\n".join(text.strip() for text in paragraphs if not EXAMPLE.match(text))
+        if self.recipes:
+            names = "\n".join(
+                f"  {name:18}{text}" for name, text in shipped_recipes(self.recipes, self.settings).items()
+            )
+            about += f"\n\nrecipes:\n{names}"
+        width = min(120, shutil.get_terminal_size((100, 24)).columns)
+        parser = _Parser(
+            prog=self._prog, description=about, add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS,
+            usage=" ".join([self._prog, *map(str.upper, self.positional), "[options]"]),
+            epilog=f"examples:\n{examples}" if examples else None,
+            formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=32, width=width),
+        )  # fmt: skip
+        for title, flags in self.groups.items():
+            group = parser.add_argument_group(title)
+            if title == "common":
+                group.add_argument("-h", "--help", action="help", help="print this help and stop")
+            for flag, key in flags.items():
+                field = self._field(key)
+                positional = flag in self.positional
+                arguments = _arguments(flag, field, positional) | ({} if positional else {"dest": key})
+                group.add_argument(key if positional else f"--{flag}", **arguments)
+        return parser
+
+    def _field(self, key: str) -> FieldInfo:
+        field = find_field(self.options, key) or find_field(self.settings, key)
+        assert field is not None, f"{key} is no setting"
+        return field
+
+    def _spelled(self, argv: Sequence[str]) -> list[str]:
+        """Returns the words with underscores in flags; a negative number is joined to its flag, so that it is none."""
+        words: list[str] = []
+        for word in argv:
+            flag, equals, value = word.partition("=")
+            known = flag.removeprefix("--").replace("-", "_")
+            if flag.startswith("--") and known in self.flags:
+                words.append(f"--{known}{equals}{value}")
+            elif NEGATIVE.match(word) and words and words[-1].removeprefix("--") in self.flags:
+                words[-1] += f"={word}"
+            else:
+                words.append(word)
+        return words
+
+    def _unknown(self, rest: Sequence[str]) -> list[str]:
+        """Returns the messages on words that no flag takes."""
+        problems = []
+        for word, after in zip(rest, [*rest[1:], "-"], strict=False):
+            flag, equals, value = word.partition("=")
+            if flag.startswith("-"):
+                given = value if equals else "" if after.startswith("-") else after
+                problems.append(f"{flag}: no such flag.{self._nearest(flag.lstrip('-').replace('-', '_'), given)}")
+        strays = [f"{word}: not expected here; flags begin with --, and --help lists them." for word in rest]
+        return problems or strays
+
+    def _nearest(self, name: str, value: str) -> str:
+        """Returns the flag or setting that was meant, with its value."""
+        keys = {key.rpartition(".")[2]: key for key in known_keys(self.settings)[::-1]}
+        aliases = [*ALIASES.get(name, "").split(), name]
+        for alias in [*aliases, *difflib.get_close_matches(name, [*self.flags, *keys], n=1, cutoff=0.6)]:
+            meant, _, fixed = alias.partition("=")
+            given = fixed or value
+            if meant in self.flags and meant not in self.positional:
+                return f" Did you mean '--{meant}{f' {given}' if given else ''}'?"
+            if meant in keys:
+                return f" Did you mean '--set {keys[meant]}={given or '...'}'?"
+        return " --help lists all flags."
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Raises a `UserError`, which the command prints without the usage."""
+        message = message.removeprefix("argument ").replace("expected one argument", "give a value after it")
+        raise UserError(f"{message}. --help lists all flags.")
+
+
+def _is_group(kind: type[Settings], key: str) -> bool:
+    annotation = kind.model_fields[key].annotation
+    return isinstance(annotation, type) and issubclass(annotation, Settings)
+
+
+def _arguments(flag: str, field: FieldInfo, positional: bool) -> dict[str, Any]:
+    """Returns the arguments of `add_argument` for a field. Values stay text: the settings class reads them."""
+    default, about = field.get_default(call_default_factory=True), field.description
+    if about is not None:
+        shown = " ".join(map(str, default)) if isinstance(default, (list, tuple)) else default
+        more = (
+            "required"
+            if field.is_required()
+            else f"default: {shown}"
+            if shown not in (None, "") and shown is not False
+            else ""
+        )
+        about = f"{about} ({more})" if more else about
+    text = argparse.SUPPRESS if about is None else about.replace("%", "%%")
+    if default is False:
+        return {"action": "store_true", "help": text}
+    kinds = list(_kinds(field.annotation))
+    texts = [str(value) for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
+    number = "N" if int in kinds else "X" if float in kinds else ""
+    metavar = "|".join(filter(None, [number, *texts])) or flag.rpartition("_")[2].upper()
+    arguments: dict[str, Any] = {"help": text, "metavar": field.title or metavar}
+    for kind in kinds:
+        if get_origin(kind) is tuple and Ellipsis not in get_args(kind):
+            return arguments | {"nargs": len(get_args(kind))}
+        if get_origin(kind) in (list, tuple):
+            return arguments | {"nargs": "*" if positional else "+", "action": "extend"}
+    return arguments | ({"nargs": "?"} if positional else {})
+
+
+def _kinds(annotation: Any) -> Iterable[Any]:
+    """Yields the types that an annotation allows, without their constraints and None."""
+    if get_origin(annotation) is Annotated:
+        yield from _kinds(get_args(annotation)[0])
+    elif get_origin(annotation) in (Union, UnionType):
+        for member in get_args(annotation):
+            yield from _kinds(member)
+    elif annotation is not NoneType:
+        yield annotation
+
+
+def print_summary(made: Iterable[tuple[str, object]], next_command: str = "", file: TextIO | None = None) -> None:
+    """Prints the end of a command: what it made and where, one a line, and the command to go on with."""
+    lines = [*made, *([("next", next_command)] if next_command else [])]
+    width = max((len(name) for name, _ in lines), default=0) + 1
+    for name, value in lines:
+        print(f"{name + ':':{width}} {value}", file=file, flush=True)

@@ -1,0 +1,67 @@
+"""Waiting for what happens instead of for a time, free ports, and the processes of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+LIMIT = 900.0  # seconds; only a hang takes as long
+
+
+def until(condition: Callable[[], object], what: Callable[[], str] = lambda: "") -> None:
+    """Returns once `condition()` is true; fails with the text of `what` if it never is."""
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {LIMIT} s in vain; {what()}"
+        time.sleep(0.02)
+
+
+class IdleClock:
+    """Counts the seconds that an idle machine would have needed, so that limits hold on a busy one as well.
+
+    Each second counts as the share of a core that a process has at that time.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._last = time.monotonic()
+
+    def tick(self, counts: bool = True) -> None:
+        """Adds the time since the last tick if it `counts`."""
+        now, last = time.monotonic(), self._last
+        running = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
+        self._last = now
+        if counts:
+            self.seconds += (now - last) * min(1.0, len(os.sched_getaffinity(0)) / max(running, 1))
+
+
+def free_ports(count: int) -> list[int]:
+    """Returns ports that nothing listens on."""
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.create_server(("", 0))) for _ in range(count)]
+        return [probe.getsockname()[1] for probe in probes]
+
+
+def sessions() -> dict[int, int]:
+    """Returns the session id of each living process, by process id."""
+    return {number: int(stat[3]) for number, stat in _stats().items()}
+
+
+def children(parent: int) -> list[int]:
+    """Returns the process ids of a process's living children."""
+    return [number for number, stat in _stats().items() if int(stat[1]) == parent]
+
+
+def _stats() -> dict[int, list[str]]:
+    """Returns state, parent, group and session of each living process."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # gone meanwhile
+            stat = path.read_text().rpartition(")")[2].split()[:4]
+            if stat[0] != "Z":
+                found[int(path.parent.name)] = stat
+    return found

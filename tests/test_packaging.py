@@ -1,0 +1,138 @@
+"""The wheel and the sdist hold what they should, and the installed wheel loads exports and converts checkpoints."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModel
+
+import multicls
+from multicls.from_bert import from_bert
+from tests.multicls.test_parity import FIXTURE, save_authors_checkpoint
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with a wheel and an sdist of the tracked files, built without network."""
+    folder = tmp_path_factory.mktemp("packages")
+    tree = folder / "tree"
+    listing = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, check=False)
+    if listing.returncode:
+        pytest.skip("needs the git repository: what is not tracked must not be in a package")
+    for name in filter(None, listing.stdout.decode().split("\0")):
+        if (REPOSITORY / name).is_file():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            (tree / name).write_bytes((REPOSITORY / name).read_bytes())
+    build = "import setuptools.build_meta as b; print(b.build_sdist('..')); print(b.build_wheel('..'))"
+    subprocess.run([sys.executable, "-c", build], cwd=tree, check=True, capture_output=True)
+    return folder
+
+
+def tracked(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.slow
+def test_the_sdist_holds_the_repository(built: Path) -> None:
+    (sdist,) = built.glob(f"multicls-{multicls.__version__}.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    made = {"PKG-INFO", "setup.cfg"}
+    wanted = {name for name in tracked(built / "tree") if not re.search(r"\.egg-info/|^build/", name)}
+    assert {name for name in wanted - names if name not in made} == set()
+    assert not [name for name in names if "__pycache__" in name or name.startswith(("runs/", ".venv/"))]
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_package_only(built: Path) -> None:
+    (wheel,) = built.glob(f"multicls-{multicls.__version__}-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert names == {name for name in tracked(built / "tree") if re.match(r"multicls/[^/]+$", name)}
+    assert "base_card.md.jinja" in {Path(name).name for name in names}
+    assert "transformers" in requirements(wheel) and "deepspeed" not in requirements(wheel)
+
+
+def requirements(wheel: Path) -> set[str]:
+    """Import names of what the wheel requires without extras."""
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = archive.read(f"multicls-{multicls.__version__}.dist-info/METADATA").decode()
+    names = re.findall(r"^Requires-Dist: ([\w-]+)[^;\n]*$", metadata, re.MULTILINE)
+    return {IMPORT_NAMES.get(name, name) for name in names}
+
+
+def imported_by(file: Path) -> set[str]:
+    """Top-level names of all absolute imports of a module, those inside functions included."""
+    nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+    return {name.split(".")[0] for name in names}
+
+
+SCRIPT = """
+import sys
+import multicls
+assert multicls.__file__.startswith(sys.argv[1]), multicls.__file__
+from transformers import AutoModel, AutoTokenizer
+model = AutoModel.from_pretrained(sys.argv[2])
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[2])
+print(model(**tokenizer("len bal", return_tensors="pt")).facet_embeddings.shape)
+import runpy
+sys.argv = ["convert", *sys.argv[3:]]
+try:
+    runpy.run_module("multicls.convert", run_name="__main__")
+finally:
+    print("used:", *(sys.modules[name].__file__ for name in sorted(sys.modules) if name.split(".")[0] == "multicls"))
+"""
+IMPORT_NAMES = {"huggingface-hub": "huggingface_hub", "pyyaml": "yaml"}
+
+
+@pytest.mark.slow
+def test_the_installed_wheel_loads_an_export_and_converts(built: Path, tiny_bert: Path, tmp_path: Path) -> None:
+    """It is installed on top of the packages of this environment; what it uses imports only those that it requires."""
+    (wheel,), site, export = built.glob("*.whl"), tmp_path / "site", tmp_path / "export"
+    pip = [sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", "--target", str(site), str(wheel)]
+    subprocess.run(pip, check=True, capture_output=True)
+    model, tokenizer = from_bert(str(tiny_bert), num_facets=2, facet_layers=[1], report=lambda line: None)
+    model.save_pretrained(export)
+    tokenizer.save_pretrained(export)
+    save_authors_checkpoint(load_file(FIXTURE), tmp_path / "model.pt")
+    flags = "--num-facets 3 --facet-layers 1,3 --num-attention-heads 4"
+    arguments = [str(site), str(export), "model.pt", "--output", "converted", *flags.split()]
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *arguments],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(site)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "torch.Size([1, 2, 32])" in done.stdout and "wrote converted:" in done.stdout
+    required = requirements(wheel) | {"multicls"} | set(sys.stdlib_module_names)
+    for file in done.stdout.split("used: ")[1].split():
+        assert file.startswith(str(site)) and imported_by(Path(file)) <= required, file
+    assert AutoModel.from_pretrained(tmp_path / "converted").config.num_facets == 3
+
+
+def test_one_version_everywhere() -> None:
+    citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == multicls.__version__
+    assert f"\n## {multicls.__version__}\n" in (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_forms_and_workflow_are_yaml() -> None:
+    files = sorted((REPOSITORY / ".github").rglob("*.yml"))
+    assert len(files) == 3
+    loaded = {file.name: yaml.safe_load(file.read_text(encoding="utf-8")) for file in files}
+    assert loaded["ci.yml"]["jobs"]["test"]["steps"][-1] == {"run": ".ci/run"}
+    for name in ("bug.yml", "question.yml"):
+        assert loaded[name].keys() >= {"name", "description", "body"}
