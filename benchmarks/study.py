@@ -1,10 +1,11 @@
 """The study: do facets help, and by how much? Arms of equal tokens, fine-tuned on many tasks, within a budget of time.
 
-    python benchmarks/study.py pack --text wiki=DIR books=DIR --data_dir DIR --output inputs.tar.xz
-    python benchmarks/study.py --inputs inputs.tar.xz --budget 25m [--device cuda] [--piece 8m] [--output_dir DIR]
-    python benchmarks/study.py page [--study runs/study] [--output docs/study.md]
+The first call plans the study. Each call works for at most --piece, and the same command goes on where it was.
 
-The second command plans the study in its first call, works for at most `--piece` in each, and goes on where it was.
+python benchmarks/study.py pack --text wiki=DIR books=DIR --data_dir DIR --output inputs.tar.xz
+python benchmarks/study.py --inputs inputs.tar.xz --budget 25m --device cuda
+python benchmarks/study.py --inputs inputs.tar.xz --size smoke --piece 2h
+python benchmarks/study.py page
 """
 
 from __future__ import annotations
@@ -26,43 +27,60 @@ from typing import Any, Literal
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import yaml
+from pydantic import Field
 
 from benchmarks import study_plan
 from benchmarks.compare import machine
-from benchmarks.study_plan import ARMS, BASE, ENSEMBLE, MEASURED_ARMS, SPECIAL, Measured, Plan, Pretraining
+from benchmarks.study_plan import ARMS, BASE, MEASURED_ARMS, SPECIAL, Measured, Plan, Pretraining
 from finetune.store.results import Record, Store
+from multicls.command_line import CommandLine
 from multicls.corpus import Corpus
-from multicls.errors import CommandParser, UserError, run_command
+from multicls.errors import UserError, run_command
 from multicls.files import REPOSITORY, append_jsonl, atomic_write, locked, read_json, read_jsonl, write_json
+from multicls.settings import Settings
 from multicls.words import duration
 from pretrain.run_folder import DONE
 
 HELD_OUT = 0.02  # share of the documents that pretraining validates on
 MOST_JOBS = 6  # processes side by side: one for each arm
 PROBE_STEPS = {"cpu": 5, "cuda": 60}  # of a pretraining that is only timed
-PROBE_FINETUNING = 40  # likewise, of fine-tuning
+PROBE_FINETUNING = 40  # steps likewise
 SAVING = 20.0  # seconds at the end of a piece, for what is running to save and leave
 WEIGHTS = ("checkpoints", "hf", "model", "tb")  # folders of a pretraining that do not stay
 LEFTOVERS = ("models", "snapshots", "tb", "claims", "logs")  # of a results folder
 Commands = Mapping[str, Sequence[str]]  # a command line by the name of its log
 
 
+class StudyOptions(Settings):
+    """Options of the command."""
+
+    inputs: Path | None = Field(default=None, description="what `pack` has written; only a study's first call needs it")
+    budget: str | None = Field(default=None, title="TIME", description="time of the whole study, such as 25m")
+    size: Literal["smoke"] | None = Field(default=None, description="a fixed small study instead of a --budget")
+    device: Literal["cpu", "cuda"] | None = Field(default=None, description="default: the GPU, if there is one")
+    piece: str = Field(default="8m", title="TIME", description="longest time of one call")
+    base: str | None = Field(
+        default=None, title="MODEL", description="any BERT instead of the packed one: folder or id"
+    )
+    output_dir: Path = Field(default=Path("runs/study"), description="folder of the study")
+    keep_weights: bool = Field(default=False, description="keep inputs and models at the end")
+
+
 class Call:
-    """One call of the command on one study folder.
+    """One call of the command on a study.
 
     Attributes:
         folder: The study.
         deadline: When to leave, on the monotonic clock.
-        environment: Of the commands.
+        environment: That of the commands.
     """
 
     def __init__(self, folder: Path, piece: float, device: str, jobs: int) -> None:
         self.folder = folder
         self.deadline = time.monotonic() + piece - min(SAVING, piece / 10)
         threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, _cores() // jobs))
-        self.environment = os.environ | {"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
-        if device == "cpu":
-            self.environment["CUDA_VISIBLE_DEVICES"] = ""
+        hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+        self.environment = os.environ | {"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"} | hidden
 
     def run_all(self, commands: Commands, jobs: int = 1) -> bool:
         """Runs commands, `jobs` at a time; at the deadline asks those that run to save and leave.
@@ -81,9 +99,10 @@ class Call:
                 time.sleep(0.05)
                 for name in [name for name, process in running.items() if process.poll() is not None]:
                     if code := running.pop(name).returncode:
-                        last = self._log(name).read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
-                        raise UserError(f"{name} ended with code {code}: {' '.join(last)} ({self._log(name)}). Put it "
-                                        "right, and the same command goes on.")  # fmt: skip
+                        log = self._log(name)
+                        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+                        raise UserError(f"{name} ended with code {code}: {' '.join(lines[-1:])} (log: {log}). "
+                                        "Put it right; the same command goes on.")  # fmt: skip
         finally:
             for process in running.values():
                 process.terminate()
@@ -93,18 +112,17 @@ class Call:
 
     def _start(self, name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
         self._log(name).parent.mkdir(parents=True, exist_ok=True)
+        words = [sys.executable, str(REPOSITORY / command[0]), *command[1:]]
         with open(self._log(name), "ab") as log:
-            words = [sys.executable, str(REPOSITORY / command[0]), *command[1:]]
-            return subprocess.Popen(
-                words, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=self.environment, preexec_fn=_end_with_us
-            )
+            return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environment,
+                                    preexec_fn=_end_with_parent)  # fmt: skip
 
     def _log(self, name: str) -> Path:
         return self.folder / "logs" / f"{name}.log"
 
 
-def _end_with_us() -> None:
-    """Asks Linux to send SIGTERM to this new process when the study's process ends, however it ends."""
+def _end_with_parent() -> None:
+    """Asks Linux to send this new process SIGTERM when the study's process ends, even if that was killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
@@ -113,77 +131,76 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["pack"]:
-        from benchmarks.study_inputs import main as pack
+        from benchmarks import study_inputs
 
-        return pack(argv[1:])
+        return study_inputs.main(argv[1:])
     if argv[:1] == ["page"]:
-        from benchmarks.study_page import main as page
+        from benchmarks import study_page
 
-        return page(argv[1:])
-    args = _parser().parse_args(argv)
-    folder, piece = Path(args.output_dir), seconds_of("--piece", args.piece)
+        return study_page.main(argv[1:])
+    options = CommandLine("benchmarks/study.py", __doc__, StudyOptions).parse(argv)
+    folder, piece = options.output_dir, seconds_of("--piece", options.piece)
     signal.signal(signal.SIGTERM, _interrupt)
     with locked(folder):
-        plan = load_plan(folder, args)
-        if plan is None:
-            print("measuring times, to plan the study", flush=True)
-            plan = make_plan(folder, args, piece)
+        began = time.monotonic()
+        plan = find_plan(options) or make_plan(options, piece)
         print("\n".join(plan.words()), flush=True)
-        work(folder, plan, piece, args.keep_weights)
+        work(Call(folder, piece - (time.monotonic() - began), plan.device, plan.jobs), plan, options.keep_weights)
         print(left_in_words(folder, plan, piece), flush=True)
     return 0
 
 
-def load_plan(folder: Path, args: Any) -> Plan | None:
-    """Returns the plan of the folder, None if it has none yet.
+def find_plan(options: StudyOptions) -> Plan | None:
+    """Returns the plan of the study, None if it has none yet.
 
     Raises:
-        UserError: The command asks for another study than that of the plan.
+        UserError: The options ask for another study than the plan's, or lack what a new one needs.
     """
-    path = folder / "plan.json"
+    path = options.output_dir / "plan.json"
+    budget = seconds_of("--budget", options.budget) if options.budget else None
     if not path.exists():
-        if not args.inputs:
-            raise UserError("--inputs: give what `python benchmarks/study.py pack` has written, to begin a study.")
-        if args.size == "budget" and not args.budget:
-            raise UserError("--budget: give a time such as 25m, or --size smoke.")
+        if not options.inputs:
+            raise UserError("--inputs: a new study needs the file that `python benchmarks/study.py pack` writes.")
+        if (budget is None) == (options.size is None):
+            raise UserError("give a new study either a --budget, such as 25m, or --size smoke.")
         return None
     plan = Plan.model_validate(read_json(path))
-    asked = {"budget": args.budget and seconds_of("--budget", args.budget), "device": args.device}
-    asked["size"] = None if args.size == "budget" and not args.budget else args.size
-    for name, value in asked.items():
-        if value is not None and value != getattr(plan, name):
-            raise UserError(
-                f"--{name}: {path} was made for {name} {getattr(plan, name)}, not {value}. A plan is kept to its end: "
-                "leave the flag out to go on, or give another --output_dir for another study."
-            )
+    for name, value in {"budget": budget, "size": options.size, "device": options.device}.items():
+        if value is not None and value != (was := getattr(plan, name)):
+            raise UserError(f"--{name} {getattr(options, name)}: the plan in {path} was made for {name} {was}; it is kept "
+                            "to its end. Leave the flag out to go on, or give another --output_dir.")  # fmt: skip
     return plan
 
 
-def make_plan(folder: Path, args: Any, piece: float) -> Plan:
-    """Measures, decides and writes STUDY/plan.json."""
+def make_plan(options: StudyOptions, piece: float) -> Plan:
+    """Unpacks, measures if there is a budget, decides, and writes STUDY/plan.json."""
     from benchmarks.study_inputs import unpack
 
-    began = time.monotonic()
-    inputs = unpack(Path(args.inputs), folder / "inputs")
-    device, hardware = find_device(args.device)
+    assert options.inputs
+    began, folder = time.monotonic(), options.output_dir
+    inputs = unpack(options.inputs, folder / "inputs")
+    device, hardware = find_device(options.device)
     jobs = max(1, min(MOST_JOBS, _cores() // (2 if device == "cuda" else 1)))
-    base = args.base or str(inputs / "model")
-    name = args.base or read_json(inputs / "inputs.json")["base"]
-    one_pass = Corpus.open(inputs / "corpus").manifest["tokens"] * (1 - HELD_OUT)
     pretraining, evaluation = study_plan.SMOKE
-    budget = seconds_of("--budget", args.budget) if args.budget else None
-    plan = Plan(size=args.size, budget=budget, device=device, hardware=hardware, jobs=jobs, base=base, base_name=name,
-                corpus=str(inputs / "corpus"), data=str(inputs / "data"), one_pass=one_pass, measured=None,
-                pretraining=pretraining, evaluation=evaluation, made=time.strftime("%Y-%m-%d"))  # fmt: skip
-    if budget:
+    plan = Plan(
+        size=options.size, budget=None, device=device, hardware=hardware, jobs=jobs,
+        base=options.base or str(inputs / "model"), base_name=options.base or read_json(inputs / "inputs.json")["base"],
+        corpus=str(inputs / "corpus"), data=str(inputs / "data"), made=time.strftime("%Y-%m-%d"), expected={},
+        one_pass=Corpus.open(inputs / "corpus").manifest["tokens"] * (1 - HELD_OUT),
+        pretraining=pretraining, evaluation=evaluation,
+    )  # fmt: skip
+    if options.budget:
+        print("measuring times, to plan the study", flush=True)
         measured = measure(Call(folder, piece, device, jobs), plan)
+        budget = seconds_of("--budget", options.budget)
         left = budget - (time.monotonic() - began)
-        pieces = math.ceil(budget / piece)
-        pretraining, evaluation = study_plan.decide(measured, left, one_pass, jobs, pieces)
-        changes = {"measured": measured, "pretraining": pretraining, "evaluation": evaluation}
+        pretraining, evaluation, expected = study_plan.decide(
+            measured, left, plan.one_pass, jobs, math.ceil(budget / piece)
+        )
+        changes = {"budget": budget, "pretraining": pretraining, "evaluation": evaluation, "expected": expected}
         plan = plan.model_copy(update=changes)
     write_json(folder / "plan.json", plan.model_dump(mode="json"))
-    append_jsonl(folder / "calls.jsonl", {"stage": "measurement", "seconds": time.monotonic() - began, "runs": 0})
+    append_jsonl(folder / "calls.jsonl", {"stage": "planning", "seconds": time.monotonic() - began, "runs": 0})
     return plan
 
 
@@ -210,52 +227,46 @@ def measure(call: Call, plan: Plan) -> Measured:
     """
     probe, steps, full = call.folder / "probe", PROBE_STEPS[plan.device], study_plan.LADDER[0]
     shutil.rmtree(probe, ignore_errors=True)
-    train = Pretraining(tokens=0, seeds=[], eval_every=steps // study_plan.EVALUATIONS)
-    runs = [(MEASURED_ARMS[n % len(MEASURED_ARMS)], probe / f"pretraining-{n}") for n in range(max(2, plan.jobs))]
-    commands = {run.name: [*pretrain_command(probe, plan, train, arm, 1), "--steps", str(steps), "--output_dir", str(run)]
-                for arm, run in runs}  # fmt: skip
+    train = Pretraining(tokens=0, seeds=(), eval_every=steps // study_plan.EVALUATIONS)
+    runs = [(MEASURED_ARMS[n % len(MEASURED_ARMS)], probe / f"run-{n}") for n in range(max(2, plan.jobs))]
+    commands = {run.name: [*pretrain_command(probe, plan, train, arm, run), "--steps", str(steps)] for arm, run in runs}
     recipe = {
         "models": {BASE: [plan.base]}, "systems": ["cls"], "tasks": full.tasks, "train_sizes": full.train_sizes,
         "seeds": [1], "selections": ["holdout"],
         "settings": {"max_length": full.max_length, "train": {"max_steps": PROBE_FINETUNING}},
     }  # fmt: skip
-    _write_yaml(probe / "grid.yaml", recipe)
-    grid = ["finetune/grid.py", "--recipe", str(probe / "grid.yaml"), "--data_dir", plan.data, "--output_dir"]
-    grids = {f"grid-{n}": [*grid, str(probe / f"grid-{n}")] for n in range(plan.jobs)}
+    grids = {
+        f"grid-{n}": grid_command(plan, probe / "grid.yaml", recipe, probe / f"grid-{n}") for n in range(plan.jobs)
+    }
     began, walls = time.monotonic(), list[float]()
     for batch in (commands, grids, {"grid-0": grids["grid-0"]}):  # the last one finds its runs finished
         if not call.run_all(batch, plan.jobs):
-            raise UserError(
-                f"--piece: measuring takes longer than {time.monotonic() - began:.0f} s; give a longer one."
-            )
+            raise UserError("--piece: the measurement takes longer than that; give a longer one.")
         walls.append(time.monotonic() - began - sum(walls))
-    seconds, lengths = dict[str, list[float]](), list[float]()
+    seconds, texts = dict[str, list[float]](), list[float]()
     for arm, run in runs:
         records = [one for one in read_jsonl(run / "metrics.jsonl") if one["split"] == "train"]
         seconds.setdefault(arm, []).append(statistics.median(one["speed/seconds_per_step"] for one in records[1:]))
-        lengths += [records[-1]["data/tokens_per_sequence"] - ARMS[arm].facets - SPECIAL]
-    step, waves = max(map(statistics.mean, seconds.values())), math.ceil(len(runs) / plan.jobs)
+        texts.append(train.sequences * (records[-1]["data/tokens_per_sequence"] - ARMS[arm].facets - SPECIAL))
+    step, rounds = max(map(statistics.mean, seconds.values())), math.ceil(len(runs) / plan.jobs)
     whole = _whole_runs(Store(probe / "grid-0").records(), walls[1] - walls[2])
     shutil.rmtree(probe)
-    return Measured(pretrain_start=max(0.0, walls[0] / waves - step * steps), step=step, grid_start=walls[2],
-                    step_tokens=statistics.mean(lengths) * train.sequences, runs=whole)  # fmt: skip
+    return Measured(max(0.0, walls[0] / rounds - step * steps), step, statistics.mean(texts), walls[2], whole)
 
 
-def _whole_runs(records: Sequence[Record], wall: float) -> dict[int, dict[str, float]]:
+def _whole_runs(records: Sequence[Record], wall: float) -> dict[tuple[int, str], float]:
     """Returns the seconds of whole runs by train size and task, from short ones that took `wall` seconds together."""
-    runs: dict[int, dict[str, float]] = {}
+    runs = {}
     overhead = max(0.0, wall - sum(record["seconds"] for record in records)) / len(records)
     for record in records:
-        steps = (
-            math.ceil(record["train_rows"] / record["resolved"]["train"]["batch_size"]) * study_plan.LADDER[0].epochs
-        )
-        seconds = record["seconds"] / record["steps"] * steps + overhead
-        runs.setdefault(int(record["train_size"]), {})[record["task"]] = seconds
+        an_epoch = math.ceil(record["train_rows"] / record["resolved"]["train"]["batch_size"])
+        training = record["seconds"] / record["steps"] * an_epoch * study_plan.LADDER[0].epochs
+        runs[int(record["train_size"]), record["task"]] = training + overhead
     return runs
 
 
-def pretrain_command(folder: Path, plan: Plan, train: Pretraining, arm: str, seed: int) -> list[str]:
-    """Returns the command line of a pretraining without its length and run folder; writes the recipe of all arms."""
+def pretrain_command(folder: Path, plan: Plan, train: Pretraining, arm: str, run: Path, seed: int = 1) -> list[str]:
+    """Returns the command line of a pretraining; writes the recipe of all arms to `folder`."""
     recipe = {
         "model": {"checkpoint": plan.base, "facet_layers": None},  # None: after one and two thirds of the layers
         "data": {"corpus": plan.corpus, "seq_length": train.seq_length, "validation_fraction": HELD_OUT},
@@ -264,31 +275,40 @@ def pretrain_command(folder: Path, plan: Plan, train: Pretraining, arm: str, see
                 "eval_examples": train.eval_examples, "save_every": train.eval_every},
     }  # fmt: skip
     _write_yaml(folder / "pretraining.yaml", recipe)
-    words = ["pretrain/run.py", "--config", "ds_configs/zero0.json", "--recipe", "pretrain/recipes/base.yaml"]
-    words += ["--recipe", str(folder / "pretraining.yaml")]
-    if ARMS[arm].recipe:
-        words += ["--recipe", f"pretrain/recipes/{ARMS[arm].recipe}.yaml"]
+    recipes = ["base", str(folder / "pretraining.yaml"), *filter(None, [ARMS[arm].recipe])]
+    words = [
+        "pretrain/run.py",
+        "--config",
+        "ds_configs/zero0.json",
+        *(w for name in recipes for w in ("--recipe", name)),
+    ]
     examples = str(train.sequences // ARMS[arm].parts)
-    return [*words, "--global_batch_size", examples, "--set", f"train.negatives_group={examples}", "--seed", str(seed)]
+    words += ["--global_batch_size", examples, "--set", f"train.negatives_group={examples}"]
+    return [*words, "--seed", str(seed), "--output_dir", str(run)]
 
 
-def work(folder: Path, plan: Plan, piece: float, keep_weights: bool = False) -> None:
+def grid_command(plan: Plan, path: Path, recipe: Mapping[str, Any], results: Path) -> list[str]:
+    """Returns the command line of a grid without `--jobs`; writes its recipe to `path`."""
+    _write_yaml(path, recipe)
+    return ["finetune/grid.py", "--recipe", str(path), "--data_dir", plan.data, "--output_dir", str(results)]
+
+
+def work(call: Call, plan: Plan, keep_weights: bool = False) -> None:
     """Does what is left of the study, until the piece is over."""
-    call = Call(folder, piece, plan.device, plan.jobs)
     for stage, do in (("pretraining", pretrain), ("evaluation", evaluate)):
-        if _is_done(folder, stage):
+        if _is_done(call.folder, stage):
             continue
-        began, before = time.monotonic(), progress(folder, plan)[stage][0]
+        began, before = time.monotonic(), progress(call.folder, plan)[stage][0]
         try:
             finished = do(call, plan)
         finally:
-            runs = progress(folder, plan)[stage][0] - before
-            append_jsonl(folder / "calls.jsonl", {"stage": stage, "seconds": time.monotonic() - began, "runs": runs})
+            about = {"seconds": time.monotonic() - began, "runs": progress(call.folder, plan)[stage][0] - before}
+            append_jsonl(call.folder / "calls.jsonl", {"stage": stage} | about)
         if not finished:
             return
-        _mark_done(folder, stage)
+        _mark_done(call.folder, stage)
     if not keep_weights:
-        tidy(folder)
+        tidy(call.folder)
 
 
 def run_folders(folder: Path, plan: Plan) -> dict[tuple[str, int], Path]:
@@ -297,14 +317,12 @@ def run_folders(folder: Path, plan: Plan) -> dict[tuple[str, int], Path]:
 
 
 def pretrain(call: Call, plan: Plan) -> bool:
-    """Trains the arms; returns True if all are finished. The checkpoints of finished ones go."""
-    commands = {}
-    for (arm, seed), run in run_folders(call.folder, plan).items():
-        if not (run / DONE).exists():
-            words = pretrain_command(call.folder, plan, plan.pretraining, arm, seed)
-            commands[run.name] = [*words, "--output_dir", str(run)]
+    """Trains the arms, and removes the checkpoints of finished ones; returns True if all are finished."""
+    runs = run_folders(call.folder, plan)
+    commands = {run.name: pretrain_command(call.folder, plan, plan.pretraining, arm, run, seed)
+                for (arm, seed), run in runs.items() if not (run / DONE).exists()}  # fmt: skip
     finished = call.run_all(commands, plan.jobs)
-    for run in run_folders(call.folder, plan).values():
+    for run in runs.values():
         if (run / DONE).exists():
             shutil.rmtree(run / "checkpoints", ignore_errors=True)
     return finished
@@ -316,36 +334,26 @@ def evaluate(call: Call, plan: Plan) -> bool:
     for (arm, _), run in run_folders(call.folder, plan).items():
         models.setdefault(arm, []).append(str(run / "hf"))
     for name, (results, recipe) in study_plan.grids(plan, models).items():
-        path = call.folder / "grids" / f"{name}.yaml"
-        _write_yaml(path, recipe)
-        command = ["finetune/grid.py", "--recipe", str(path), "--data_dir", plan.data]
-        command += ["--output_dir", str(call.folder / results), "--jobs", str(plan.jobs)]
-        if not _is_done(call.folder, name):
-            if not call.run_all({name: command}):
-                return False
-            _mark_done(call.folder, name)
-    store, analysis = Store(call.folder / "ensembles"), call.folder / "analysis"
-    saved = [store.model_path(record["run_id"]) for record in store.records()]
-    command = ["finetune/analyze.py", "--model", *(str(path) for path in saved if path.is_dir()), "--ensemble", "cls",
-               "--data_dir", plan.data, "--output_dir", str(analysis)]  # fmt: skip
-    if not (analysis / "analysis.json").exists():
-        return call.run_all({"analysis": command})
-    return True
+        command = grid_command(plan, call.folder / "grids" / f"{name}.yaml", recipe, call.folder / results)
+        if not _is_done(call.folder, name) and not call.run_all({name: [*command, "--jobs", str(plan.jobs)]}):
+            return False
+        _mark_done(call.folder, name)
+    ensembles = Store(call.folder / "ensembles")
+    saved = [str(path) for record in ensembles.records() if (path := ensembles.model_path(record["run_id"])).is_dir()]
+    return call.run_all({"analysis": ["finetune/analyze.py", "--model", *saved, "--ensemble", "cls", "--data_dir",
+                                      plan.data, "--output_dir", str(call.folder / "analysis")]})  # fmt: skip
 
 
 def tidy(folder: Path) -> None:
     """Removes weights and all else that the page does not need."""
-    for run in (folder / "pretraining").iterdir():
-        for name in WEIGHTS:
-            shutil.rmtree(run / name, ignore_errors=True)
-    for results in ("results", "ensembles"):
-        for name in LEFTOVERS:
-            shutil.rmtree(folder / results / name, ignore_errors=True)
+    doomed = [folder / name for name in ("inputs", "grids", "logs")]
+    doomed += [run / name for run in (folder / "pretraining").iterdir() for name in WEIGHTS]
+    doomed += [folder / results / name for results in ("results", "ensembles") for name in LEFTOVERS]
+    for path in doomed:
+        shutil.rmtree(path, ignore_errors=True)
     for path in (folder / "analysis").iterdir():  # figures and matrices
-        if path.name != "analysis.json":
+        if path.suffix not in (".json", ".md"):
             path.unlink()
-    for name in ("inputs", "grids", "logs"):
-        shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def progress(folder: Path, plan: Plan) -> dict[str, tuple[int, int]]:
@@ -354,34 +362,26 @@ def progress(folder: Path, plan: Plan) -> dict[str, tuple[int, int]]:
     done = sum((run / DONE).exists() for run in runs.values())
     finished = sum(len(Store(folder / name).records()) for name in ("results", "ensembles"))
     planned = about.num_runs(len(plan.pretraining.seeds)) * len(about.tasks) * len(about.train_sizes)
-    planned += ENSEMBLE * sum(map(len, study_plan.ENSEMBLE_SYSTEMS.values())) * len(about.ensemble_tasks)
+    planned += study_plan.num_members() * len(about.ensemble_tasks)
     return {"pretraining": (done, len(runs)), "evaluation": (finished, planned)}
 
 
 def left_in_words(folder: Path, plan: Plan, piece: float) -> str:
-    """Returns how far the study is and about how many more calls it takes, at the speed so far."""
-    state = progress(folder, plan)
+    """Returns how far the study is, and about how many more calls it takes at the speed so far."""
     if _is_done(folder, "evaluation"):
         return f"finished: {folder}; the page: python benchmarks/study.py page --study {folder}"
-    text = "; ".join(f"{done} of {planned} {stage} runs done" for stage, (done, planned) in state.items())
-    seconds = 0.0
+    state, seconds = progress(folder, plan), 0.0
     for stage, (done, planned) in state.items():
         calls = [call for call in read_jsonl(folder / "calls.jsonl") if call["stage"] == stage]
-        runs = sum(call["runs"] for call in calls)
-        each = sum(call["seconds"] for call in calls) / runs if runs else _planned_seconds(plan, stage) / planned
-        seconds += each * (planned - done)
-    calls_left = "the number of further calls is not known yet" if math.isnan(seconds) else (
-        f"about {math.ceil(seconds / piece) or 1} more calls of {duration(piece)}")  # fmt: skip
-    return f"{text}; {calls_left}: give the same command again"
-
-
-def _planned_seconds(plan: Plan, stage: str) -> float:
-    if plan.measured is None:
-        return math.nan
-    seeds = len(plan.pretraining.seeds)
-    if stage == "pretraining":
-        return study_plan.pretraining_seconds(plan.measured, plan.pretraining.tokens, seeds, plan.jobs)
-    return study_plan.evaluation_seconds(plan.measured, plan.evaluation, seeds, plan.jobs)
+        runs, spent = (sum(call[name] for call in calls) for name in ("runs", "seconds"))
+        seconds += (planned - done) * (spent / runs if runs else plan.expected.get(stage, math.nan) / planned)
+    left = (
+        "how many more calls is not known yet"
+        if math.isnan(seconds)
+        else f"about {math.ceil(seconds / piece)} more calls"
+    )
+    done_in_words = ", ".join(f"{done} of {planned} {stage} runs done" for stage, (done, planned) in state.items())
+    return f"{done_in_words}; {left} of {duration(piece)}: give the same command again"
 
 
 def seconds_of(flag: str, text: str) -> float:
@@ -416,24 +416,6 @@ def _cores() -> int:
 
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
-
-
-def _parser() -> CommandParser:
-    parser = CommandParser(__doc__)
-    add = parser.add_argument
-    add(
-        "--inputs",
-        metavar="FILE_OR_DIR",
-        help="what `pack` has written, packed or unpacked; only a first call needs it",
-    )
-    add("--budget", metavar="TIME", help="time for the whole study, such as 25m; a first call measures and plans")
-    add("--size", choices=("budget", "smoke"), default="budget", help="smoke: a fixed small study instead of a budget")
-    add("--device", choices=("cpu", "cuda"), help="default: the GPU, if there is one")
-    add("--piece", default="8m", metavar="TIME", help="longest time of one call (default: 8m)")
-    add("--base", metavar="MODEL", help="any BERT: folder or Hub id (default: the packed one)")
-    add("--output_dir", default="runs/study", metavar="DIR", help="the study (default: runs/study)")
-    add("--keep_weights", action="store_true", help="keep models and inputs at the end")
-    return parser
 
 
 if __name__ == "__main__":

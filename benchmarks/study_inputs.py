@@ -7,42 +7,51 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
+from pydantic import Field
 
 from benchmarks.study_plan import TASKS
 from finetune.data.tasks import find_task
+from multicls.command_line import CommandLine
 from multicls.corpus import MANIFEST, Corpus, Shard, occurrences, write_shard
-from multicls.errors import CommandParser, UserError
+from multicls.errors import UserError
 from multicls.files import REPOSITORY, atomic_folder, atomic_write, write_json
+from multicls.settings import Settings
 
+Array = np.ndarray[Any, np.dtype[Any]]
 MOST_BYTES = 60_000_000
 FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6, "lc": 0, "lp": 1, "pb": 1}]  # most of it is numbers of 16 bits
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
 
 
+class PackOptions(Settings):
+    """Options of the command."""
+
+    text: list[str] = Field(title="NAME=DIR", description="folders of text, as data_prep/run.py takes them")
+    data_dir: Path = Field(description="folder with the files of GLUE and SuperGLUE")
+    output: Path = Field(title="FILE", description="the packed file, such as inputs.tar.xz")
+    base: str = Field(default="sample", title="MODEL", description="any BERT: folder or Hub id")
+    text_mb: float = Field(default=70.0, gt=0, description="most megabytes of text to take")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Packs the inputs of a study; returns the exit code."""
-    parser = CommandParser("Packs what a study needs into one file; the same inputs give the same bytes.")
-    add = parser.add_argument
-    add("--text", nargs="+", required=True, metavar="NAME=DIR", help="folders of text, as data_prep/run.py takes them")
-    add("--data_dir", required=True, metavar="DIR", help="folder with the files of GLUE and SuperGLUE")
-    add("--output", required=True, metavar="FILE", help="the packed file, such as inputs.tar.xz")
-    add("--base", default="sample", metavar="MODEL", help="any BERT: folder or Hub id (default: sample)")
-    add("--text_mb", type=float, default=70.0, metavar="N", help="most megabytes of text to take (default: 70)")
-    args = parser.parse_args(argv)
-    with TemporaryDirectory() as name:
-        work, inputs = Path(name) / "work", Path(name) / "inputs"
-        pack_model(args.base, inputs / "model")
-        pack_tasks(Path(args.data_dir), inputs / "data")
-        take_text(args.text, args.text_mb * 1e6, work / "text")
+    options = CommandLine("benchmarks/study.py pack", __doc__, PackOptions).parse(argv)
+    with TemporaryDirectory() as place:
+        work, inputs = Path(place) / "work", Path(place) / "inputs"
+        pack_model(options.base, inputs / "model")
+        pack_tasks(options.data_dir, inputs / "data")
+        take_text(options.text, options.text_mb * 1e6, work / "text")
         tokens = pack_corpus(work, inputs)
-        write_json(inputs / "inputs.json", {"base": args.base, "tokens": tokens})
-        size = write_archive(inputs, Path(args.output), args.text_mb)
-    print(f"{args.output}: {size / 1e6:.1f} MB, with {tokens / 1e6:.1f} M tokens of text")
+        name = Path(options.base).name if Path(options.base).is_dir() else options.base
+        write_json(inputs / "inputs.json", {"base": name, "tokens": tokens})
+        size = write_archive(inputs, options.output, options.text_mb)
+    print(f"{options.output}: {size / 1e6:.1f} MB, with {tokens / 1e6:.1f} M tokens of text")
     return 0
 
 
@@ -128,20 +137,30 @@ def pack_corpus(work: Path, inputs: Path) -> int:
     The counts are a third of the packed corpus and follow from the tokens: `unpack` puts them back.
     """
     texts = [f"{path.name}={path}" for path in sorted((work / "text").iterdir())]
-    command = ["data_prep/run.py", "--input", *texts, "--output", work / "corpus", "--tokenizer", inputs / "model"]
-    done = subprocess.run([sys.executable, REPOSITORY / command[0], *command[1:]], check=False)
-    if done.returncode:
-        raise UserError(f"data_prep/run.py ended with code {done.returncode}; its lines above say why.")
+    command = [
+        sys.executable,
+        str(REPOSITORY / "data_prep/run.py"),
+        "--output",
+        str(work / "corpus"),
+        "--input",
+        *texts,
+    ]
+    if code := subprocess.run([*command, "--tokenizer", str(inputs / "model")], check=False).returncode:
+        raise UserError(f"data_prep/run.py ended with code {code}; its lines above say why.")
     corpus = Corpus.open(work / "corpus")
     (inputs / "corpus").mkdir()
     for name in (MANIFEST, *corpus.manifest["files"]):
         shutil.copyfile(corpus.path / name, inputs / "corpus" / name)
+    rewrite_counts(corpus, inputs / "corpus", lambda tokens: np.zeros(len(tokens), np.uint16))
+    return int(corpus.manifest["tokens"])
+
+
+def rewrite_counts(corpus: Corpus, target: Path, count: Callable[[Array], Array]) -> None:
+    """Writes the shards of a corpus to `target` with other counts of tokens."""
     for entry in corpus.manifest["shards"]:
         shard = Shard(corpus.path / entry["name"])
         rows = [shard.row(number) for number in range(entry["rows"])]
-        empty = [row._replace(counts=np.zeros_like(row.counts)) for row in rows]
-        write_shard(inputs / "corpus" / entry["name"], empty)
-    return int(corpus.manifest["tokens"])
+        write_shard(target / entry["name"], [row._replace(counts=count(row.tokens)) for row in rows])
 
 
 def write_archive(folder: Path, output: Path, text_mb: float) -> int:
@@ -159,8 +178,8 @@ def write_archive(folder: Path, output: Path, text_mb: float) -> int:
                     archive.addfile(info, content)
         size = int(file.tell())
         if size > MOST_BYTES:
-            raise UserError(f"--text_mb {text_mb:g}: gives {size / 1e6:.1f} MB, more than {MOST_BYTES / 1e6:.0f}. Give a "
-                            "smaller --text_mb, or a smaller --base.")  # fmt: skip
+            raise UserError(f"--text_mb {text_mb:g}: gives {size / 1e6:.1f} MB, more than {MOST_BYTES / 1e6:.0f}. Give "
+                            "less of it, or a smaller --base.")  # fmt: skip
     return size
 
 
@@ -186,9 +205,6 @@ def unpack(source: Path, target: Path) -> Path:
         if not (fresh / "inputs.json").exists():
             raise UserError(f"--inputs {source}: no packed inputs (inputs.json is missing).")
         corpus = Corpus.open(fresh / "corpus")
-        for entry in corpus.manifest["shards"]:
-            shard = Shard(corpus.path / entry["name"])
-            rows = [shard.row(number) for number in range(entry["rows"])]
-            write_shard(corpus.path / entry["name"], [row._replace(counts=occurrences(row.tokens)) for row in rows])
+        rewrite_counts(corpus, corpus.path, occurrences)
         corpus.verify()
     return target

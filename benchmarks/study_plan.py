@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from multicls.errors import UserError
 from multicls.settings import Settings
@@ -111,63 +111,63 @@ SMOKE = (
 )  # fmt: skip
 
 
-class Measured(Settings):
-    """Seconds measured with `Plan.jobs` processes side by side, each of which takes so long.
+class Measured(NamedTuple):
+    """Seconds with `Plan.jobs` processes side by side, each of which takes so long.
 
     Attributes:
         pretrain_start: What a pretraining takes beside its steps.
         step: A step of the slowest arm.
         step_tokens: Tokens of text in it.
-        grid_start: Start of a grid's process.
-        runs: A fine-tuning run by train size and task.
+        grid_start: Start of a grid.
+        runs: A fine-tuning run, by train size and task.
     """
 
     pretrain_start: float
     step: float
     step_tokens: float
     grid_start: float
-    runs: dict[int, dict[str, float]]
+    runs: dict[tuple[int, str], float]
 
 
 class Plan(Settings):
     """All decisions of a study, in STUDY/plan.json."""
 
-    size: Literal["budget", "smoke"]
+    size: Literal["smoke"] | None
     budget: float | None  # seconds
     device: Literal["cpu", "cuda"]
     hardware: str
-    jobs: int
+    jobs: int  # processes side by side
     base: str
     base_name: str
     corpus: str
     data: str
-    one_pass: float  # tokens of the corpus that are trained on
-    measured: Measured | None
+    one_pass: float  # tokens of text to train on in the corpus
     pretraining: Pretraining
     evaluation: Evaluation
+    expected: dict[str, float]  # seconds of each stage, if they were measured
     made: str  # date
 
     def words(self) -> list[str]:
         """Returns the decisions as sentences."""
         train, check = self.pretraining, self.evaluation
-        per_place = check.num_runs(len(train.seeds))
-        runs = per_place * len(check.tasks) * len(check.train_sizes)
-        size = f"--budget {duration(self.budget)}" if self.budget else f"--size {self.size}"
+        runs = check.num_runs(len(train.seeds)) * len(check.tasks) * len(check.train_sizes)
+        size = f"budget {duration(self.budget)}" if self.budget else f"size {self.size}"
         lines = [
             f"{size} on {self.hardware}, {self.jobs} processes side by side; base model: {self.base_name}",
             f"pretraining: {len(ARMS)} arms ({', '.join(ARMS)}) x {len(train.seeds)} seeds x {train.tokens:,.0f} "
-            f"tokens ({train.tokens / self.one_pass:.3g} passes over the corpus), {train.sequences} sequences of "
-            f"{train.seq_length} tokens a step, peak learning rate {train.learning_rate:g}",
+            f"tokens ({train.tokens / self.one_pass:.2g} passes), {train.sequences} sequences of {train.seq_length} a "
+            f"step, peak learning rate {train.learning_rate:g}",
             f"evaluation, {check.level}: {len(check.tasks)} tasks x {'/'.join(map(str, check.train_sizes))} rows x "
             f"{len(check.draws)} draws x {len(check.seeds)} seeds x {len(check.learning_rates)} learning rates, "
-            f"{check.epochs} epochs: {runs:,} runs, and ensembles of {ENSEMBLE} on {', '.join(check.ensemble_tasks)}",
+            f"{check.epochs} epochs: {runs:,} runs; ensembles of {ENSEMBLE} on {', '.join(check.ensemble_tasks)}",
         ]
-        if self.measured:
-            first = pretraining_seconds(self.measured, train.tokens, len(train.seeds), self.jobs)
-            second = evaluation_seconds(self.measured, check, len(train.seeds), self.jobs)
-            lines.append(f"expected: {duration(first)} of pretraining (a step takes {self.measured.step:.3g} s), "
-                         f"{duration(second)} of evaluation")  # fmt: skip
-        return lines
+        expected = ", ".join(f"{duration(seconds)} of {stage}" for stage, seconds in self.expected.items())
+        return lines + [f"expected: {expected}"] * bool(expected)
+
+
+def num_members() -> int:
+    """Returns the number of fine-tuning runs for the ensembles of a task."""
+    return ENSEMBLE * sum(map(len, ENSEMBLE_SYSTEMS.values()))
 
 
 def pretraining_seconds(measured: Measured, tokens: float, seeds: int, jobs: int) -> float:
@@ -182,16 +182,16 @@ def _rounds(seeds: int, jobs: int) -> int:
 def evaluation_seconds(measured: Measured, evaluation: Evaluation, seeds: int, jobs: int) -> float:
     """Returns the seconds that all fine-tuning runs take, `jobs` at a time."""
     each = evaluation.num_runs(seeds)
-    seconds = sum(each * measured.runs[size][task] for size in evaluation.train_sizes for task in evaluation.tasks)
-    members = ENSEMBLE * sum(map(len, ENSEMBLE_SYSTEMS.values()))
-    seconds += sum(members * measured.runs[evaluation.train_sizes[0]][task] for task in evaluation.ensemble_tasks)
+    seconds = sum(each * measured.runs[size, task] for size in evaluation.train_sizes for task in evaluation.tasks)
+    least = evaluation.train_sizes[0]
+    seconds += sum(num_members() * measured.runs[least, task] for task in evaluation.ensemble_tasks)
     return seconds / jobs + 4 * measured.grid_start  # two grids of the ensembles, and the analysis of facets
 
 
 def decide(
     measured: Measured, seconds: float, one_pass: float, jobs: int, pieces: int
-) -> tuple[Pretraining, Evaluation]:
-    """Returns the pretraining and the evaluation that a budget allows, about half of it for each.
+) -> tuple[Pretraining, Evaluation, dict[str, float]]:
+    """Returns the pretraining and the evaluation that a budget allows, about half of it for each, and their seconds.
 
     Tokens are capped at one pass over the corpus until each arm has `MOST_SEEDS` pretrainings; more seeds come before
     more passes.
@@ -214,10 +214,9 @@ def decide(
     seeds = max([2, *(n for n in range(3, MOST_SEEDS + 1) if tokens_in(usable / 2, n) >= one_pass)])
     tokens = tokens_in(usable / 2, seeds)
     tokens = min(tokens, one_pass) if seeds < MOST_SEEDS else tokens
-    steps = tokens / measured.step_tokens
-    rest = usable - pretraining_seconds(measured, tokens, seeds, jobs)
-    fitting = (level for level in LADDER if evaluation_seconds(measured, level, seeds, jobs) <= rest)
-    evaluation = next(fitting, None)
+    steps, first = tokens / measured.step_tokens, pretraining_seconds(measured, tokens, seeds, jobs)
+    levels = {level: evaluation_seconds(measured, level, seeds, jobs) for level in LADDER}
+    evaluation = next((level for level, second in levels.items() if first + second <= usable), None)
     if evaluation is None or steps < EVALUATIONS:
         least = evaluation_seconds(measured, LADDER[-1], 2, jobs)
         least = max(least, pretraining_seconds(measured, EVALUATIONS * measured.step_tokens, 2, jobs))
@@ -228,7 +227,7 @@ def decide(
         )
     pretraining = Pretraining(tokens=round(tokens), seeds=tuple(range(1, seeds + 1)),
                               eval_every=max(1, int(steps // EVALUATIONS)))  # fmt: skip
-    return pretraining, evaluation
+    return pretraining, evaluation, {"pretraining": first, "evaluation": levels[evaluation]}
 
 
 def grids(plan: Plan, models: Mapping[str, list[str]]) -> dict[str, tuple[str, dict[str, Any]]]:

@@ -24,18 +24,19 @@ from multicls.errors import UserError
 from multicls.files import read_json, read_jsonl, sha256_of, write_json
 from multicls.settings import load_settings
 from tests.finetune.show.fake import fake_row
+from tests.processes import until
 
 TIMES = Measured(pretrain_start=15, step=0.1, step_tokens=3000, grid_start=10,
-                 runs={size: dict.fromkeys(study_plan.TASKS, size / 100) for size in (100, 1000)})  # fmt: skip
+                 runs={(size, task): size / 100 for size in (100, 1000) for task in study_plan.TASKS})  # fmt: skip
 ONE_PASS = 2e7
 
 
 def plan_of(train: Pretraining, check: Evaluation, folder: Path, **changes: Any) -> Plan:
     """A plan for the inputs in `folder`/inputs."""
     places = {name: str(folder / "inputs" / name) for name in ("corpus", "data")}
-    values = {
+    values: dict[str, Any] = {
         "size": "smoke", "budget": None, "device": "cpu", "hardware": "a test", "jobs": 2, "one_pass": 1e6,
-        "base": str(folder / "inputs" / "model"), "base_name": "tiny", "measured": None, "made": "2026-01-01",
+        "base": str(folder / "inputs" / "model"), "base_name": "tiny", "expected": {}, "made": "2026-01-01",
     }  # fmt: skip
     return Plan(**(values | places | changes), pretraining=train, evaluation=check)
 
@@ -45,16 +46,17 @@ def plan_of(train: Pretraining, check: Evaluation, folder: Path, **changes: Any)
 
 def test_a_budget_is_kept_to_and_more_of_it_is_never_less_pretraining() -> None:
     found = [decide(TIMES, minutes * 60, ONE_PASS, 6, math.ceil(minutes / 8)) for minutes in range(20, 400, 7)]
-    tokens = [train.tokens * len(train.seeds) for train, _ in found]
+    tokens = [train.tokens * len(train.seeds) for train, *_ in found]
     assert tokens == sorted(tokens) and tokens[0] < tokens[-1]
-    for minutes, (train, check) in zip(range(20, 400, 7), found, strict=True):
+    for minutes, (train, check, expected) in zip(range(20, 400, 7), found, strict=True):
         first = study_plan.pretraining_seconds(TIMES, train.tokens, len(train.seeds), 6)
         second = study_plan.evaluation_seconds(TIMES, check, len(train.seeds), 6)
+        assert expected == {"pretraining": first, "evaluation": second}
         assert first <= 0.5 * minutes * 60 and first + second <= 0.9 * minutes * 60
         larger = LADDER[: LADDER.index(check)]
         rest = 0.9 * minutes * 60 - math.ceil(minutes / 8) * 15 - first
         assert all(study_plan.evaluation_seconds(TIMES, one, len(train.seeds), 6) > rest for one in larger)
-    assert len({check.level for _, check in found}) >= 3
+    assert len({check.level for _, check, _ in found}) >= 3
 
 
 def test_one_pass_comes_before_more_seeds_and_these_before_more_passes() -> None:
@@ -84,8 +86,8 @@ def test_all_arms_have_equal_tokens_and_sequences(tmp_path: Path) -> None:
     for train in (SMOKE[0], Pretraining(tokens=1e6, seeds=(1, 2))):
         plan, settings = plan_of(train, SMOKE[1], tmp_path), []
         for arm in ARMS:
-            command = study.pretrain_command(tmp_path, plan, train, arm, seed=2)
-            settings.append(run.read_settings(run.parse(command[1:])))
+            command = study.pretrain_command(tmp_path, plan, train, arm, tmp_path / arm, seed=2)
+            settings.append(run.parse(command[1:])[1])
         assert {(one.train.tokens, one.train.steps, one.train.seed) for one in settings} == {(train.tokens, 0, 2)}
         batches = [one.train.global_batch_size * one.model.num_parts for one in settings]
         assert set(batches) == {train.sequences}
@@ -172,7 +174,8 @@ def write_rows(folder: Path, words: list[str]) -> None:
     }  # fmt: skip
     objects = {
         "CB": lambda n: {"premise": text(), "hypothesis": text(), "label": "neutral", "idx": n},
-        "COPA": lambda n: {"premise": text(), "choice1": text(), "choice2": text(), "question": "cause", "label": n % 2},
+        "COPA": lambda n: {"premise": text(), "choice1": text(), "choice2": text(), "question": "cause",
+                           "label": n % 2},
         "WiC": lambda n: {"sentence1": words[0], "sentence2": words[0], "word": words[0], "label": n % 2 == 0,
                           **{f"start{k}": 0 for k in (1, 2)}, **{f"end{k}": 3 for k in (1, 2)}},
     }  # fmt: skip
@@ -241,9 +244,7 @@ def test_from_inputs_to_the_page_with_an_interruption(
 
     first = multiprocessing.get_context("fork").Process(target=study.main, args=(flags,))
     first.start()
-    while not any((run / "DONE").exists() for run in runs.values()):
-        assert first.is_alive()
-        time.sleep(0.05)
+    until(lambda: any((run / "DONE").exists() for run in runs.values()) or not first.is_alive())
     os.kill(first.pid or 0, signal.SIGKILL)
     first.join()
     before = {run: (run / "DONE").stat().st_mtime_ns for run in runs.values() if (run / "DONE").exists()}
@@ -254,14 +255,14 @@ def test_from_inputs_to_the_page_with_an_interruption(
     said = capsys.readouterr().out
     assert "finished:" in said
     assert all((run / "DONE").stat().st_mtime_ns == at for run, at in before.items())
-    lines = [line["run_id"] for name in ("results", "ensembles") for line in read_jsonl(folder / name / "results.jsonl")]
+    results = [folder / name / "results.jsonl" for name in ("results", "ensembles")]
+    lines = [line["run_id"] for path in results for line in read_jsonl(path)]
     planned = study.progress(folder, Plan.model_validate(read_json(folder / "plan.json")))["evaluation"][1]
     assert len(lines) == len(set(lines)) == planned  # nothing was run twice
     assert all(record["peak_memory_gb"] > 0.05 for record in Store(folder / "results").records())
     assert not [path for path in folder.rglob("*") if path.suffix in (".safetensors", ".pt", ".bin")]
     study.main(flags)
-    assert [line["run_id"] for line in read_jsonl(folder / "results" / "results.jsonl")] == lines[: -len(
-        read_jsonl(folder / "ensembles" / "results.jsonl"))]  # fmt: skip
+    assert [line["run_id"] for path in results for line in read_jsonl(path)] == lines
 
     page = tmp_path / "docs" / "study.md"
     assert study.main(["page", "--study", str(folder), "--output", str(page)]) == 0
@@ -269,9 +270,54 @@ def test_from_inputs_to_the_page_with_an_interruption(
     for said in ("## Verdict", "### Not seen at this power", "k5 multicls", "Size \"smoke\"", "base cls x5", "Spearman",
                  "61.80", "mtl-2"):  # fmt: skip
         assert said in text, said
-    assert "Unfinished" not in text and "nan" not in text
+    assert "Unfinished" not in text and " nan" not in text
     pictures = {path.name: path.read_bytes() for path in (page.parent / "images").iterdir()}
     assert set(pictures) == {"study_curves.svg", "study_scores.svg"}
     study.main(["page", "--study", str(folder), "--output", str(page)])
     assert page.read_text() == text
     assert {path.name: path.read_bytes() for path in (page.parent / "images").iterdir()} == pictures
+
+
+# The rules of the page, on invented results.
+
+
+def results_of(better: float, size: str = "100") -> list[Any]:
+    """Two pretrainings x three draws on two tasks; five facets are `better` points above the others, but for noise."""
+    draw = random.Random(0)
+    rows = []
+    for task in ("sst2", "rte"):
+        for name in ("base cls", "mlm cls", "mtl cls", "k1 multicls", "k5 multicls"):
+            mean = 0.6 + (better / 100 if name == "k5 multicls" else 0)
+            scores = [mean + draw.gauss(0, 0.002) for _ in range(3 if name == "base cls" else 6)]
+            rows.append(fake_row(task, name, scores, draws=3, pretrainings=len(scores) // 3, size=size))
+    return rows
+
+
+@pytest.mark.parametrize(("better", "verdict"), [(10, "supported"), (-10, "contradicted"), (0, "not seen")])
+def test_verdicts_follow_the_corrected_tests(better: float, verdict: str) -> None:
+    found = study_page.claim_tests(results_of(better), by_task=False)
+    scores = {one.claim.b: one for one in found if one.claim.measure == "score" and one.claim.a == "k5 multicls"}
+    assert scores.keys() == {"mtl cls", "k1 multicls", "mlm cls", "base cls"}
+    assert {one.verdict for one in scores.values()} == {verdict}
+    assert all(one.corrected >= one.found.p for one in found)
+    assert scores["base cls"].found.paired and not scores["mtl cls"].found.paired
+    assert f"{scores['mtl cls'].found.difference:+.2f} points" in str(scores["mtl cls"])
+
+
+def test_less_calibration_error_supports_a_claim() -> None:
+    rows = results_of(0)
+    claim = next(claim for claim in study_page.CLAIMS if claim.measure == "ece")
+    errors = [one for one in study_page.claim_tests(rows, by_task=False) if one.claim == claim]
+    assert len(errors) == 1
+    for sign, verdict in ((-1, "supported"), (1, "contradicted")):
+        tested = study_page.replace(errors[0], corrected=0.01,
+                                    found=study_page.replace(errors[0].found, difference=sign * 3.0))  # fmt: skip
+        assert tested.verdict == verdict
+
+
+def test_an_average_needs_all_tasks_of_a_run() -> None:
+    rows = results_of(5)
+    frames = [row.frame for row in rows if row.system.name == "k5 multicls"]
+    whole, less = study_page.average_frame(frames), study_page.average_frame([frames[0], frames[1].iloc[1:]])
+    assert len(whole) == 6 and len(less) == 5
+    assert whole["score"].mean() == pytest.approx((frames[0]["score"].mean() + frames[1]["score"].mean()) / 2)
