@@ -167,8 +167,8 @@ def find_plan(options: StudyOptions) -> Plan | None:
     plan = Plan.model_validate(read_json(path))
     for name, value in {"budget": budget, "size": options.size, "device": options.device}.items():
         if value is not None and value != (was := getattr(plan, name)):
-            raise UserError(f"--{name} {getattr(options, name)}: the plan in {path} was made for {name} {was}; it is kept "
-                            "to its end. Leave the flag out to go on, or give another --output_dir.")  # fmt: skip
+            raise UserError(f"--{name} {getattr(options, name)}: the plan in {path} was made for {name} {was}. "
+                            "Leave the flag out to go on, or give another --output_dir.")  # fmt: skip
     return plan
 
 
