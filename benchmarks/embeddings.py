@@ -15,16 +15,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import Field
 from scipy.stats import spearmanr
 from sentence_transformers import SentenceTransformer
 from torch import Tensor
 
 import multicls  # noqa: F401 (registers the model)
-from benchmarks.compare import Report, new_parser
+from benchmarks.compare import Report
 from finetune.data.reading import read_task
 from finetune.data.tasks import find_task
+from multicls.command_line import CommandLine
 from multicls.modeling_multicls import mcqt_scores
 from multicls.sample import sample_model
+from multicls.settings import Settings
 
 SAMPLES = 1000
 
@@ -41,7 +44,7 @@ def facets_of(model: Any, tokenizer: Any, texts: Sequence[str]) -> Tensor:
 
 def similarities(folder: str, pairs: tuple[list[str], list[str]]) -> dict[str, Tensor]:
     """Returns the similarity of each pair, (N,), by the kind of embedding."""
-    model = SentenceTransformer(folder, local_files_only=True)
+    model: Any = SentenceTransformer(folder, local_files_only=True)
 
     def cosines() -> Tensor:
         first, second = (model.encode(texts, convert_to_tensor=True, show_progress_bar=False) for texts in pairs)
@@ -58,12 +61,16 @@ def similarities(folder: str, pairs: tuple[list[str], list[str]]) -> dict[str, T
     return found
 
 
+class EmbeddingOptions(Settings):
+    """Options of the benchmark."""
+
+    data_dir: str = Field(description="the folder with STS-B in GLUE's layout")
+    models: list[str] = Field(default=["runs/sample/hf"], description="exported Multi-CLS models")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures and writes the results."""
-    parser = new_parser("embeddings", __doc__)
-    parser.add_argument("--data_dir", required=True, help="folder with STS-B in GLUE's layout")
-    parser.add_argument("--models", nargs="*", default=["runs/sample/hf"], help="exported Multi-CLS models")
-    args = parser.parse_args(argv)
+    args = CommandLine("benchmarks/run.py embeddings", __doc__, EmbeddingOptions).parse(argv)
     rows = read_task(find_task("stsb"), args.data_dir).dev
     pairs = ([row.texts[0] for row in rows], [row.texts[1] for row in rows])
     gold = np.array([row.label for row in rows])

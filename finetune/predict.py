@@ -83,7 +83,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         with atomic_write(output) as file:
             _write(file, rows, answers, output.suffix == ".jsonl")
     scores = _scores(trained.task, fields, rows, outputs)
-    made = [("rows", f"{len(rows)}: {_summary(trained.task, answers)}"), ("scores", scores), ("written", output)]
+    made = [
+        ("labelled", f"{len(rows)} rows: {_summary(trained.task, answers)}"),
+        ("scores", scores),
+        ("written", output),
+    ]
     print_summary([(name, value) for name, value in made if value], file=tell)
     return 0
 

@@ -24,7 +24,7 @@ from multicls.settings import ALIASES, Settings, find_field, find_recipe, known_
 OptionsT = TypeVar("OptionsT", bound=Settings)
 ReadT = TypeVar("ReadT")
 NEGATIVE = re.compile(r"-(\.?\d|inf|nan)")
-EXAMPLE = re.compile(r"\s*(python|deepspeed) ")
+EXAMPLE = re.compile(r"\s*(\w+=\S+ )*(python|deepspeed) ")
 
 
 class RecipeOptions(Settings):

@@ -66,6 +66,30 @@ def test_own_text_from_a_folder_to_predictions(copy: Path) -> None:
     assert lines and max(map(len, lines)) <= 120
 
 
+@pytest.mark.slow
+def test_snippets_of_the_model_pages_run(tmp_path: Path) -> None:
+    """MiniLM with new facets stands in for the demo's model."""
+    from multicls.embeddings import write_sentence_transformer
+    from multicls.from_bert import from_bert
+    from multicls.sample import sample_model
+
+    folder = tmp_path / "runs" / "sample" / "hf"
+    for part in from_bert(str(sample_model())):
+        part.save_pretrained(folder)
+    write_sentence_transformer(folder)
+    pages = [(REPOSITORY / "docs" / name).read_text(encoding="utf-8") for name in ("embeddings.md", "model.md")]
+    blocks = [block.commands for page in pages for block in runnable_blocks(page) if block.language == "python"]
+    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(blocks)],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(blocks) == 3 and "(3, 384)" in done.stdout and "torch.Size([3, 5, 384])" in done.stdout
+    found = re.search(r"^tensor\(\[([\d.]+), ([\d.]+)\]\)$", done.stdout, re.MULTILINE)
+    assert found and float(found[1]) > 0.7 > 0.3 > float(found[2])
+
+
 class Page(HTMLParser):
     """The anchors of a page, its links, and the addresses from which it loads something."""
 
@@ -126,6 +150,15 @@ def test_links_of_the_site_lead_somewhere(site: Path) -> None:
     assert "make demo" in text, "the start page shows the README"
     listed = Page(text).links
     assert {f"{page}.html" for page in pages - {"index"}} <= {link.removeprefix("./") for link in listed}
+
+
+def test_lists_begin_after_an_empty_line() -> None:
+    """GitHub shows other lists as well; the site's Markdown does not."""
+    wrong = re.compile(r"^(?!- |\* |[|#>]|\d+\. )\S.*\n(?:- |1\. ).*", re.MULTILINE)
+    assert wrong.findall("text\n- item\n") and not wrong.findall("- item\n- item\n\ntext\n\n1. item\n")
+    pages = [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").glob("*.md")]
+    texts = {path.name: re.sub(r"^```.*?^```", "", path.read_text("utf-8"), flags=re.M | re.S) for path in pages}
+    assert not {name: wrong.findall(text) for name, text in texts.items() if wrong.findall(text)}
 
 
 def test_a_broken_link_is_found(tmp_path: Path) -> None:
