@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from textwrap import indent
 from types import NoneType, UnionType
 from typing import Annotated, Any, Generic, Literal, NoReturn, TextIO, TypeVar, Union, cast, get_args, get_origin
@@ -234,6 +236,11 @@ def _kinds(annotation: Any) -> Iterable[Any]:
             yield from _kinds(member)
     elif annotation is not NoneType:
         yield annotation
+
+
+def fine_tuning_command(model: Path) -> str:
+    """Returns the command that fine-tunes a model folder, as the next step after a command that made it."""
+    return f"{shlex.join(['python', 'finetune/run.py', '--model', str(model)])} --head multicls --train_file ROWS.csv"
 
 
 def print_summary(made: Iterable[tuple[str, object]], next_command: str = "", file: TextIO | None = None) -> None:
