@@ -109,8 +109,8 @@ def test_facets_and_levels_from_training_conf(fixture: Fixture, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("", "--num-facets"),
-        ("--num-facets 3 --facet-layers 1,3", "--num-attention-heads"),
+        ("", "--num_facets"),
+        ("--num-facets 3 --facet-layers 1,3", "--num_attention_heads"),
         ("--num-facets 2 --facet-layers 1,3 --num-attention-heads 4", "facet_lin_emb.0.2.weight"),
         ("--num-facets 3 --facet-layers 1 --num-attention-heads 4", "facet_lin_emb.1.0.weight"),
         ("--num-facets 4 --facet-layers 1,3 --num-attention-heads 4", "facet_lin_emb.0.3.weight"),
