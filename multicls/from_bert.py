@@ -165,6 +165,11 @@ def _config(checkpoint: str, base: Any, settings: Mapping[str, Any], has_facets:
             raise UserError(
                 f"model {checkpoint}: has {key} = {getattr(base, key)}, the settings ask for {settings[key]}."
             )
+    if len(settings["facet_ids"]) != settings["num_facets"]:
+        raise UserError(
+            f"model {checkpoint}: its tokenizer inserts {len(settings['facet_ids'])} facets, the model has "
+            f"{settings['num_facets']}; put back the tokenizer files that were saved with it."
+        )
     dropped = ("model_type", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype", *NOT_OF_BERT)
     kept = {key: value for key, value in base.to_dict().items() if key not in dropped}
     if base.model_type == "roberta":
