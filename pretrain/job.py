@@ -22,7 +22,7 @@ from multicls.console import print_line
 from multicls.corpus import Corpus, tokenizer_fingerprint
 from multicls.distributed import leave_deepspeed, on_rank_0, prepare_deepspeed, rank_and_world
 from multicls.ds_config import Precision, check_with_deepspeed, resolve_ds_config
-from multicls.environment import environment_record
+from multicls.environment import environment_record, peak_memory_gb
 from multicls.errors import UserError
 from multicls.files import FolderLock, atomic_write, read_json, read_jsonl, sha256_of, write_json
 from multicls.from_bert import checkpoint_fingerprint, from_bert
@@ -37,7 +37,6 @@ from pretrain.engine import build_engine
 from pretrain.export import describe_model, export
 from pretrain.length import settle_length
 from pretrain.log import Log
-from pretrain.metrics import peak_memory_gb
 from pretrain.run_folder import DONE, STOPPED, lock_patience
 from pretrain.scaling import Schedule, batch_note
 from pretrain.settings import LENGTHS, PretrainSettings, TrainSettings, batch_arithmetic, settle_micro_batch
@@ -172,7 +171,7 @@ def _train(trainer: Trainer, start: int, state: dict[str, Any], run_folder: Path
     trainer.export(steps)
     if dist.get_rank() == 0:
         write_json(run_folder / DONE, {"step": steps, "validation": metrics})
-        log.say(f"done: {steps:,} steps, peak memory {peak_memory_gb(trainer.device):.1f} GB on rank 0")
+        log.say(f"done: {steps:,} steps, peak memory {peak_memory_gb(trainer.device.type):.1f} GB on rank 0")
 
 
 def dry_run(settings: PretrainSettings, ds_config: dict[str, Any], *, where: str, run_folder: Path, **_: Any) -> None:

@@ -7,7 +7,6 @@ logged. Nothing is read back from the device before `MetricSums.totals`.
 from __future__ import annotations
 
 import math
-import resource
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -184,10 +183,3 @@ def collapses(values: Mapping[str, float]) -> list[str]:
         shown = ", ".join(f"{name} {value:.4f}" for name, value in still.items())
         found.append(f"{len(still)} of {len(variances)} facets are nearly the same for every text ({shown})")
     return found
-
-
-def peak_memory_gb(device: torch.device) -> float:
-    """Returns the peak memory in GB: allocations of the GPU, or the resident set of the process on CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from data_prep.examples import ExampleStream
 from multicls.console import Progress, Pulse
+from multicls.environment import peak_memory_gb
 from multicls.errors import UserError
 from multicls.optim import dropout_seed, linear_lr
 from pretrain.batches import MicroBatch, RankSampler, load_steps
@@ -21,7 +22,7 @@ from pretrain.engine import grad_norm, loss_scale
 from pretrain.flops import known_peak_tflops, throughput
 from pretrain.gather import gather_rows
 from pretrain.log import Log, console_line, validation_line
-from pretrain.metrics import MetricSums, collapses, loss_terms, means, measure, peak_memory_gb
+from pretrain.metrics import MetricSums, collapses, loss_terms, means, measure
 from pretrain.nonfinite import NonFiniteGuard
 from pretrain.settings import ObjectiveSettings, PretrainSettings, TrainSettings
 from pretrain.stopping import Stopped, StopRequest, naming_a_lost_rank
@@ -283,7 +284,7 @@ class Trainer:
             values["optim/loss_scale"] = scale
         seconds = timer.seconds()
         values |= throughput(self.engine.module.config, totals, seconds, self._peak_tflops)
-        values |= timer.metrics(seconds) | {"memory/peak_gb": peak_memory_gb(self.device)}
+        values |= timer.metrics(seconds) | {"memory/peak_gb": peak_memory_gb(self.device.type)}
         self.log.record(done, "train", values)
         eta = values["speed/seconds_per_step"] * (self.settings.train.steps - done)
         self.log.say(console_line(done, self.settings.train.steps, values, eta))

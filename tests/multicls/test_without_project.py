@@ -18,6 +18,7 @@ from multicls.files import atomic_folder
 from multicls.from_bert import from_bert
 from tests.multicls import without_project
 
+pytestmark = pytest.mark.slow
 CHECKS = [name.removeprefix("check_") for name in vars(without_project) if name.startswith("check_")]
 
 

@@ -115,6 +115,7 @@ def test_signals_save_and_leave(disturb: Fork, undisturbed: Path, tmp_path: Path
     assert_same_to_the_bit(folder, undisturbed)
 
 
+@pytest.mark.slow
 def test_one_signalled_rank_takes_all_along_and_others_go_on(disturb: Fork, undisturbed: Path, tmp_path: Path) -> None:
     """One rank, two of which one is signalled, one, two, four: the same examples and the same losses."""
     folder = tmp_path / "run"
