@@ -226,7 +226,7 @@ def test_packed_inputs_are_the_same_bytes_and_whole(packed: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_from_inputs_to_the_page_with_an_interruption(
     packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
