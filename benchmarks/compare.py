@@ -7,7 +7,6 @@ disturbs least, and the median over rounds.
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 import re
@@ -181,12 +180,6 @@ class Report:
             file.write(to_markdown(self.content))
         print(f"written: {path} and {path.with_suffix('.md').name}")
         return path
-
-
-def new_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
-    """Returns the command line of a benchmark, described by the docstring of its module."""
-    form = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(prog=f"benchmarks/run.py {name}", description=doc, formatter_class=form)
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

@@ -13,11 +13,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from benchmarks.compare import RESULTS, Report, Samples, new_parser, take_turns
+from pydantic import Field
+
+from benchmarks.compare import RESULTS, Report, Samples, take_turns
+from multicls.command_line import CommandLine
+from multicls.settings import Settings
 
 AT = {"L": 128, "K": 5, "examples": 10, "ranks": 1}  # where one axis varies, the others stay here
 AXES: dict[str, tuple[int, ...]] = {
@@ -36,27 +40,35 @@ LABELS = {
 GPUS = tuple(2**power for power in range(11))
 
 
-def _input(default: float, source: str) -> Any:
-    """Returns a field whose help names its source."""
-    return field(default=default, metadata={"help": source})
-
-
-@dataclass(frozen=True)
-class Cluster:
+class Cluster(Settings):
     """Inputs of `step_seconds`; "assumed" marks those without a measurement or a data sheet."""
 
-    parameters: float = _input(118e6, "of BERT-base with five facets; counted")
-    sequences: float = _input(240, "of a rank's step: 80 examples, what train.micro_batch_tokens allows by default")
-    tokens: float = _input(113, "real tokens of a sequence: L = 128 less 11.8 %, see docs/data_measured.md")
-    masked: float = _input(15, "tokens of a sequence that the MLM head predicts: 15 %, see data.mlm_probability")
-    peak: float = _input(989e12, "operations a second of a GPU in bf16; H200, pretrain/flops.py")
-    mfu: float = _input(0.4, "share of the peak that a step reaches; assumed, `step --device cuda` measures it")
-    bytes_per_parameter: float = _input(2, "gradients are reduced, and weights gathered, in bf16")
-    bandwidth: float = _input(50e9, "bytes a second of a GPU: 400 Gb/s InfiniBand, NVIDIA's DGX H100 data sheet")
-    overlap: float = _input(0.0, "share of the all-reduce hidden behind the backward pass; 0 is the worst case")
-    loader_rate: float = _input(83_463, "sequences a second of a rank's loader process; docs/data_measured.md")
-    checkpoint_seconds: float = _input(10, "the run waits while one is written; assumed, the log of a run tells it")
-    save_every: float = _input(10_000, "steps between checkpoints; default of run.save_every")
+    parameters: float = Field(118e6, description="of BERT-base with five facets; counted")
+    sequences: float = Field(
+        240, description="of a rank's step: 80 examples, what train.micro_batch_tokens allows by default"
+    )
+    tokens: float = Field(113, description="real tokens of a sequence: L = 128 less 11.8 %, see docs/data_measured.md")
+    masked: float = Field(
+        15, description="tokens of a sequence that the MLM head predicts: 15 %, see data.mlm_probability"
+    )
+    peak: float = Field(989e12, description="operations a second of a GPU in bf16; H200, pretrain/flops.py")
+    mfu: float = Field(
+        0.4, description="share of the peak that a step reaches; assumed, `step --device cuda` measures it"
+    )
+    bytes_per_parameter: float = Field(2, description="gradients are reduced, and weights gathered, in bf16")
+    bandwidth: float = Field(
+        50e9, description="bytes a second of a GPU: 400 Gb/s InfiniBand, NVIDIA's DGX H100 data sheet"
+    )
+    overlap: float = Field(
+        0.0, description="share of the all-reduce hidden behind the backward pass; 0 is the worst case"
+    )
+    loader_rate: float = Field(
+        83_463, description="sequences a second of a rank's loader process; docs/data_measured.md"
+    )
+    checkpoint_seconds: float = Field(
+        10, description="the run waits while one is written; assumed, the log of a run tells it"
+    )
+    save_every: float = Field(10_000, description="steps between checkpoints; default of run.save_every")
 
 
 @dataclass(frozen=True)
@@ -109,7 +121,7 @@ def on_paper(report: Report, cluster: Cluster) -> None:
         step = step_seconds(gpus, flops, cluster)
         parts = [1000 * seconds for seconds in (step.compute, step.all_reduce, step.loader, step.checkpoint)]
         rows.append([gpus, *parts, 1000 * step.total, gpus * tokens / step.total, f"{alone / step.total:.1%}"])
-    inputs = ", ".join(f"{name} {value:g}" for name, value in vars(cluster).items())
+    inputs = ", ".join(f"{name} {getattr(cluster, name):g}" for name in Cluster.model_fields)
     columns = ["GPUs", "compute, ms", "all-reduce, ms", "loader, ms", "checkpoint, ms", "step, ms", "tokens/s"]
     report.table(f"BERT-base on paper; {inputs}", [*columns, "efficiency"], rows, computed=True)
 
@@ -171,19 +183,24 @@ def draw(found: Mapping[str, Mapping[int, Samples]], path: Path) -> None:
     print(f"written: {path}")
 
 
+class CostOptions(Cluster):
+    """Options of the benchmark."""
+
+    quick: bool = Field(default=False, description="two points an axis")
+    axes: list[Literal["L", "K", "examples", "ranks"]] = Field(
+        default=["L", "K", "examples", "ranks"], description="axes"
+    )
+    paper: bool = Field(default=False, description="measure nothing, compute only what is on paper")
+    rounds: int = Field(default=5, description="rounds of each point")
+    seconds: float = Field(default=60.0, description="seconds of each axis; three rounds at least")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures, draws and computes."""
-    parser = new_parser("cost", __doc__)
-    parser.add_argument("--quick", action="store_true", help="two points an axis")
-    parser.add_argument("--axes", nargs="*", choices=list(AXES), default=list(AXES), help="none: only on paper")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each axis; three rounds at least")
-    for one in fields(Cluster):
-        text = one.metadata["help"].replace("%", "%%") + " (default: %(default)g)"
-        parser.add_argument(f"--{one.name}", type=float, default=one.default, help=text)
-    args = parser.parse_args(argv)
+    args = CommandLine("benchmarks/run.py cost", __doc__, CostOptions).parse(argv)
+    axes = [] if args.paper else args.axes
     found: dict[str, dict[int, Samples]] = {}
-    if args.axes:
+    if axes:
         import torch
 
         from benchmarks.workload import on_cpu
@@ -191,14 +208,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         on_cpu()
         torch.set_num_threads(1)
     report = Report("cost", "Cost of a step against its size, 2 layers x 128 on CPU", argv)
-    for axis in args.axes:
+    for axis in axes:
         values = (QUICK if args.quick else AXES)[axis]
         found[axis] = measure(axis, values, args.rounds, args.seconds)
         columns = [LABELS[axis], "ms a step (median)", "least", "most", "CPU ms (median)", "ms a sequence"]
         report.table(f"Step over {LABELS[axis]}", columns, [row(axis, *point) for point in found[axis].items()])
     if found:
         draw(found, RESULTS / "cost.png")
-    on_paper(report, Cluster(**{one.name: getattr(args, one.name) for one in fields(Cluster)}))
+    on_paper(report, args)
     report.write()
 
 

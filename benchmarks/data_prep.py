@@ -9,7 +9,6 @@ the same sentences; and how long a model of 64 workers takes for 25 GB, from the
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import importlib
 import random
@@ -23,7 +22,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare import Report, new_parser
+from pydantic import Field
+
+from benchmarks.compare import Report
 from data_prep.build import CleanDocument, CleanText, EncodeText, ReadUnit, WritePart
 from data_prep.clean import RULES, Drops, clean
 from data_prep.encode import TextEncoder, load_tokenizer_files
@@ -34,7 +35,10 @@ from data_prep.read import RawDocument, ReadOptions, read_piece
 from data_prep.settings import MIN_SENTENCES
 from data_prep.sources import find_files
 from data_prep.units import cut_units
+from multicls.command_line import CommandLine
 from multicls.corpus import Corpus
+from multicls.sample import sample_model
+from multicls.settings import Settings
 
 WORKERS, TARGET_BYTES = 64, 25e9
 LARGEST_UNIT = 32 << 20
@@ -207,30 +211,31 @@ def simulate(report: Report, per_byte: list[float], startup: float = 2.0, task: 
     report.figure(f"{TARGET_BYTES / 1e9:.0f} GB in {units} units, {WORKERS} workers: efficiency", efficiency)
 
 
+class DataPrepOptions(Settings):
+    """Options of the benchmark."""
+
+    inputs: list[str] = Field(min_length=1, title="NAME=PATH", description="the text to prepare")
+    tokenizer: str = Field(default="sample", description="tokenizer; `sample` is the embedded one")
+    repeats: int = Field(default=3, description="repeats of each measurement")
+    run: tuple[str, str] | None = None  # system and folder, of the processes that are measured
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures what the command line asks for."""
-    parser = new_parser("data_prep", __doc__)
-    parser.add_argument("inputs", nargs="+", metavar="NAME=PATH")
-    parser.add_argument("--tokenizer", default="sample", help="default: the embedded sample's")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--run", nargs=2, metavar=("SYSTEM", "FOLDER"), help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    if args.tokenizer == "sample":
-        from multicls.sample import sample_model
-
-        args.tokenizer = str(sample_model())
+    args = CommandLine("benchmarks/run.py data_prep", __doc__, DataPrepOptions, positional=("inputs",)).parse(argv)
+    tokenizer = str(sample_model()) if args.tokenizer == "sample" else args.tokenizer
     if args.run:
         system, settings = SYSTEMS[args.run[0]]
         importlib.import_module("datasets"), importlib.import_module("transformers")  # no one's time is for imports
         start, before = time.monotonic(), time.process_time()
         output = Path(args.run[1]) / "output"
-        system(args.inputs, args.tokenizer, output, **settings)  # type: ignore[operator]
+        system(args.inputs, tokenizer, output, **settings)  # type: ignore[operator]
         seconds, own = time.monotonic() - start, time.process_time() - before
         of_workers = resource.getrusage(resource.RUSAGE_CHILDREN)
         print(seconds, tokens_in(output), own, of_workers.ru_utime + of_workers.ru_stime)
         return
-    tokenizer_json = load_tokenizer_files(args.tokenizer)["tokenizer.json"].decode("utf-8")
+    tokenizer_json = load_tokenizer_files(tokenizer)["tokenizer.json"].decode("utf-8")
     report = Report("data_prep", "Data preparation against datasets.map", argv)
-    measure(report, args.inputs, args.tokenizer, args.repeats)
+    measure(report, args.inputs, tokenizer, args.repeats)
     simulate(report, where_the_time_goes(report, args.inputs, tokenizer_json))
     report.write()

@@ -10,29 +10,34 @@ process of its own (on a GPU: of the allocator) above what the imported librarie
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import resource
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from pydantic import Field
 from transformers import BertConfig, BertForSequenceClassification
 
-from benchmarks.compare import Report, new_parser, take_turns
+from benchmarks.compare import Report, take_turns
+from multicls.command_line import CommandLine
 from multicls.configuration_multicls import MultiClsBertConfig
 from multicls.modeling_multicls import MultiClsBertForSequenceClassification
+from multicls.settings import Settings
 
 SYSTEMS = {"K=1": (1, 1), "K=5": (5, 1), "ensemble of 5, single CLS": (0, 5)}  # facets of a model, models
 PAPER = {"K=1": 0.2918, "K=5": 0.3119, "ensemble of 5, single CLS": 1.4590}  # seconds
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def make_system(name: str, args: argparse.Namespace) -> Callable[[], torch.Tensor]:
+def make_system(name: str, args: InferenceOptions) -> Callable[[], torch.Tensor]:
     """A function that gives the probabilities (B, 2) of a batch of random tokens."""
     torch.manual_seed(0)
     facets, count = SYSTEMS[name]
-    shape = {"hidden_size": args.hidden, "num_hidden_layers": args.layers, "num_attention_heads": args.hidden // 64,
-             "intermediate_size": 4 * args.hidden}  # fmt: skip
+    shape: dict[str, Any] = {
+        "hidden_size": args.hidden, "num_hidden_layers": args.layers, "num_attention_heads": args.hidden // 64,
+        "intermediate_size": 4 * args.hidden,
+    }  # fmt: skip
     models: list[torch.nn.Module]
     if facets:
         config = MultiClsBertConfig(num_facets=facets, **shape)
@@ -50,7 +55,7 @@ def make_system(name: str, args: argparse.Namespace) -> Callable[[], torch.Tenso
     return predict
 
 
-def peak_memory(name: str, args: argparse.Namespace) -> float:
+def peak_memory(name: str, args: InferenceOptions) -> float:
     """GiB that a system takes at its peak, in a process of its own."""
     if DEVICE.type == "cuda":
         make_system(name, args)()
@@ -60,15 +65,19 @@ def peak_memory(name: str, args: argparse.Namespace) -> float:
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20
 
 
+class InferenceOptions(Settings):
+    """Options of the benchmark."""
+
+    rounds: int = Field(default=20, description="rounds of the comparison")
+    batch_size: int = Field(default=32, description="rows of a forward pass")
+    length: int = Field(default=128, description="tokens of a row")
+    layers: int = Field(default=12, description="layers of the encoder")
+    hidden: int = Field(default=768, description="hidden size of the encoder")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures and writes the results."""
-    parser = new_parser("finetune_inference", __doc__)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--batch_size", type=int, default=32)
-    parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--hidden", type=int, default=768)
-    args = parser.parse_args(argv)
+    args = CommandLine("benchmarks/run.py finetune_inference", __doc__, InferenceOptions).parse(argv)
     memory: dict[str, float] = {}
     for name in SYSTEMS:
         with multiprocessing.get_context("spawn").Pool(1) as pool:

@@ -19,11 +19,14 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
+from pydantic import Field
 
-from benchmarks.compare import Bar, Report, new_parser
+from benchmarks.compare import Bar, Report
 from finetune.stats.comparisons import difference_of_cells, least_sign_flip_p, sign_flip_p, sign_flip_units
 from finetune.stats.estimates import Array, StudentMean, mean_of_cells
+from multicls.command_line import CommandLine
 from multicls.errors import UserError
+from multicls.settings import Settings
 
 LEVEL = 0.05
 POINTS = (1, 2, 4)  # true differences whose power is reported
@@ -202,15 +205,19 @@ def add_hard_worlds(report: Report, world: World, worlds: int) -> None:
     report.table("Beyond the bars: one source of noise far above the other", columns, rows)
 
 
+class StatisticsOptions(Settings):
+    """Options of the benchmark."""
+
+    worlds: int = Field(default=10_000, description="simulated data sets of each kind")
+    pretrainings: list[int] = Field(default=[1, 2, 4], description="pretrainings of each system")
+    draws: list[int] = Field(default=[1, 3], description="draws of train rows")
+    seeds: int = Field(default=4, description="fine-tuning seeds of each pretraining and draw")
+    seed_sd: float = Field(default=2.0, description="standard deviation over seeds, in points")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Simulates all worlds and writes the tables."""
-    parser = new_parser("finetune_statistics", __doc__)
-    parser.add_argument("--worlds", type=int, default=10_000)
-    parser.add_argument("--pretrainings", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--draws", type=int, nargs="+", default=[1, 3])
-    parser.add_argument("--seeds", type=int, default=4, help="fine-tuning seeds of each cell")
-    parser.add_argument("--seed_sd", type=float, default=2.0, help="standard deviation over seeds, in points")
-    args = parser.parse_args(argv)
+    args = CommandLine("benchmarks/run.py finetune_statistics", __doc__, StatisticsOptions).parse(argv)
     worlds = all_worlds(args.pretrainings, args.draws, args.seeds, args.seed_sd)
     measured = {world: measure(world, args.worlds) for world in worlds}
     report = Report("finetune_statistics", "Statistics of fine-tuning in simulated worlds", argv)

@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import Field
 from transformers import (
     AutoModelForSequenceClassification,
     DataCollatorWithPadding,
@@ -36,7 +37,7 @@ from transformers import (
     set_seed,
 )
 
-from benchmarks.compare import Report, new_parser
+from benchmarks.compare import Report
 from finetune.data import reading
 from finetune.data.examples import LabeledExample
 from finetune.data.metrics import score_examples
@@ -47,9 +48,10 @@ from finetune.run import run
 from finetune.settings import FinetuneSettings, resolve
 from finetune.store.results import Store
 from finetune.train.loop import find_device, row_batches
+from multicls.command_line import CommandLine
 from multicls.files import append_jsonl, read_json, read_jsonl, write_json
 from multicls.sample import sample_model
-from multicls.settings import load_settings
+from multicls.settings import Settings, load_settings
 
 Run = dict[str, Any]
 Outputs = np.ndarray[Any, np.dtype[np.float32]]
@@ -176,21 +178,25 @@ COMPARED = (
 )
 
 
+class TrainerOptions(Settings):
+    """Options of the benchmark."""
+
+    data_dir: str = Field(description="the folder of GLUE in the official layout")
+    model: str = Field(default="", description="default: the MiniLM of the sample")
+    tasks: list[str] = Field(default=["rte", "mrpc", "cola", "stsb"], description="tasks")
+    seeds: int = Field(default=5, description="seeds 1 to this number")
+    epochs: int = Field(default=3, description="passes over the train rows")
+    batch_size: int = Field(default=16, description="rows of a step")
+    learning_rate: float = Field(default=5e-5, description="peak learning rate")
+    rows: str = Field(default="full", description="train rows, for a small try")
+    output_dir: str = Field(default="runs/finetune_trainer", description="folder of both sides' results")
+    check: bool = Field(default=False, description="one epoch without chance: equal but for rounding?")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs what is not there yet, one side after the other, and prints the table."""
-    parser = new_parser("finetune_trainer", __doc__)
-    parser.add_argument("--data_dir", required=True, help="GLUE in the official layout")
-    parser.add_argument("--model", help="default: the MiniLM of the sample")
-    parser.add_argument("--tasks", nargs="+", default=["rte", "mrpc", "cola", "stsb"], metavar="TASK")
-    parser.add_argument("--seeds", type=int, default=5, help="seeds 1 to this number")
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch_size", type=int, default=16)
-    parser.add_argument("--learning_rate", type=float, default=5e-5)
-    parser.add_argument("--rows", default="full", help="train rows, for a small try")
-    parser.add_argument("--output_dir", default="runs/finetune_trainer")
-    parser.add_argument("--check", action="store_true", help="one epoch without chance: equal but for rounding?")
-    args = parser.parse_args(argv)
-    args.model = args.model or str(sample_model())
+    args = CommandLine("benchmarks/run.py finetune_trainer", __doc__, TrainerOptions).parse(argv)
+    args = args.model_copy(update={"model": args.model or str(sample_model())})
     log = Path(args.output_dir) / "runs.jsonl"
     key = {name: getattr(args, name) for name in ("model", "epochs", "batch_size", "learning_rate", "rows")}
 

@@ -22,10 +22,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import Field
 
-from benchmarks.compare import Report, new_parser
+from benchmarks.compare import Report
 from data_prep.examples import ExampleStream, SpecialIds
+from multicls.command_line import CommandLine
 from multicls.corpus import FORMAT, FORMAT_VERSION, Corpus, ShardRow, occurrences, write_manifest, write_shard
+from multicls.settings import Settings
 from pretrain.batches import RankSampler, load_steps
 
 NEED = 15_000  # sequences of 128 tokens a second: an upper bound, the peak arithmetic of an H200 training BERT-base
@@ -192,14 +195,18 @@ def invent(folder: Path, documents: int) -> None:
     write_manifest(folder, manifest | counts)
 
 
+class LoaderOptions(Settings):
+    """Options of the benchmark."""
+
+    corpus: str = Field(description="a folder of data_prep/run.py")
+    documents: int = Field(default=1_000_000, description="documents of the invented corpus; 0 leaves it out")
+    repeats: int = Field(default=5, description="repeats of each measurement")
+    seconds: float = Field(default=3.0, description="seconds of each measurement")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures and writes the results."""
-    parser = new_parser("loader", __doc__)
-    parser.add_argument("corpus", help="a folder of data_prep/run.py")
-    parser.add_argument("--documents", type=int, default=1_000_000, help="of the invented corpus; 0 leaves it out")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of every measurement")
-    args = parser.parse_args(argv)
+    args = CommandLine("benchmarks/run.py loader", __doc__, LoaderOptions, positional=("corpus",)).parse(argv)
     torch.set_num_threads(1)
     corpus = Corpus.open(args.corpus)
     stream = ExampleStream(corpus, SPECIAL, seq_length=LENGTH, seed=0)

@@ -15,12 +15,15 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import xxhash
+from pydantic import Field
 
-from benchmarks.compare import RESULTS, new_parser
+from benchmarks.compare import RESULTS
 from benchmarks.data_prep import documents
 from data_prep.clean import RULES, SAMPLE_LENGTH, Drops, clean
 from data_prep.read import RawDocument
+from multicls.command_line import CommandLine
 from multicls.files import atomic_write
+from multicls.settings import Settings
 
 NUMBER = 300
 CONTEXT = 160  # characters on each side of a boundary
@@ -73,16 +76,20 @@ def boundaries(lines: list[list[str]]) -> Iterator[str]:
             yield f"{before[-CONTEXT:]} ¦ {after[:CONTEXT]}"
 
 
+class ReadingOptions(Settings):
+    """Options of the benchmark."""
+
+    genre: str = Field(description="the name of the file that is written")
+    input: list[str] = Field(min_length=1, title="[NAME=]WHAT", description="the text, as for data_prep/run.py")
+    documents: str = Field(default="file", description="as for data_prep/run.py")
+    language: str = Field(default="en", description="language of the sentence splitter")
+    number: int = Field(default=NUMBER, description="boundaries and dropped paragraphs to draw")
+    seed: int = Field(default=0, description="another seed draws others")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Writes the file to read."""
-    parser = new_parser("reading", __doc__)
-    parser.add_argument("--genre", required=True, metavar="NAME", help="names the file that is written")
-    parser.add_argument("--input", nargs="+", required=True, metavar="[NAME=]WHAT", help="as for data_prep/run.py")
-    parser.add_argument("--documents", default="file", help="as for data_prep/run.py")
-    parser.add_argument("--language", default="en", help="of the sentence splitter")
-    parser.add_argument("--number", type=int, default=NUMBER, help="boundaries and dropped paragraphs to draw")
-    parser.add_argument("--seed", type=int, default=0, help="another seed draws others")
-    args = parser.parse_args(argv)
+    args = CommandLine("benchmarks/run.py reading", __doc__, ReadingOptions).parse(argv)
     drops = AllDrops()
     cuts, dropped = Draw(args.seed, args.number), Draw(args.seed, args.number)
     sentences = 0

@@ -24,6 +24,7 @@ NAMES = (
     "finetune_trainer",
     "finetune_inference",
     "finetune_statistics",
+    "embeddings",
 )
 
 

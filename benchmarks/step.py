@@ -20,14 +20,17 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import Field
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.compare import Bar, Report, Samples, new_parser, take_turns
+from benchmarks.compare import Bar, Report, Samples, take_turns
 from benchmarks.workload import BASE, SMALL, Shape, Workload, hugging_face_step, on_cpu, plain_step, trainer_step
+from multicls.command_line import CommandLine
 from multicls.files import REPOSITORY
+from multicls.settings import Settings
 from pretrain.engine import freeze_unused, pad_vocabulary
 from pretrain.training import weighted_sum
 
@@ -203,23 +206,28 @@ def _rank(rank: int, count: int, make: Any, rounds: int, threads: int, folder: s
     leave_deepspeed()
 
 
+class StepOptions(Settings):
+    """Options of the benchmark."""
+
+    device: Literal["cpu", "cuda"] = Field(default="cpu", description="device")
+    only: list[Literal["counts", "small", "base", "groups", "ranks", "options"]] = Field(
+        default=[], description="parts of the CPU pass; default: all"
+    )
+    rounds: int = Field(default=10, description="rounds of each comparison; half of them for BERT-base")
+    threads: int = Field(default=1, description="threads of torch, on CPU; of each rank where there are two")
+    seconds: float = Field(default=4.0, description="seconds of each comparison on the GPU")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures what the command line asks for, and writes the results."""
-    names = ("counts", "small", "base", "groups", "ranks", "options")
-    parser = new_parser("step", __doc__)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--only", nargs="+", choices=names, default=names, help="parts of the CPU pass")
-    parser.add_argument("--rounds", type=int, default=10, help="of each comparison; half of them for BERT-base")
-    parser.add_argument("--threads", type=int, default=1, help="of torch, on CPU; of each rank where there are two")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each comparison on the GPU")
-    args = parser.parse_args(argv)
+    args = CommandLine("benchmarks/run.py step", __doc__, StepOptions).parse(argv)
     if args.device == "cuda":
         from benchmarks import step_gpu
 
         return step_gpu.measure(argv, args.seconds)
     on_cpu()
     torch.set_num_threads(args.threads)
-    name = "step" if args.only == names else f"step.{'_'.join(args.only)}"
+    name = ".".join(["step", "_".join(args.only)] if args.only else ["step"])
     report = Report(name, "A training step on CPU", argv)
     parts: dict[str, Callable[[], None]] = {
         "counts": lambda: count(report),
@@ -229,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "ranks": lambda: ranks(report, args.rounds, args.threads),
         "options": lambda: options(report, args.rounds),
     }
-    for name in args.only:
+    for name in args.only or parts:
         parts[name]()
     report.write()
     return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,8 @@ from finetune.heads import FITTED_HEADS
 from finetune.settings import FinetuneSettings, OwnDataSettings, TrainSettings, check_names, resolve
 from finetune.store.records import PlannedRun, Predicted, make_predictions, make_record
 from finetune.store.results import Record, Store, short_hash
-from multicls.command_line import CommandLine, RecipeOptions
+from multicls.command_line import CommandLine, RecipeOptions, print_summary
+from multicls.console import fold, show_log
 from multicls.distributed import leave_deepspeed, on_rank_0, prepare_deepspeed, rank_and_world
 from multicls.ds_config import load_ds_config
 from multicls.errors import run_command
@@ -60,9 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.print_config:
         print(to_yaml(settings), end="")
         return 0
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    log.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
-    run(settings)
+    show_log(log.name, logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
+    records = run(settings)
+    if rank_and_world()[0] == 0:
+        _summarize(settings, records)
     if rank_and_world()[1] > 1 or settings.config:
         leave_deepspeed()
     return 0
@@ -75,6 +78,20 @@ def read_settings(options: RecipeOptions, flags: Mapping[str, Any]) -> FinetuneS
     if settings.config:
         load_ds_config(settings.config)
     return settings
+
+
+def _summarize(settings: FinetuneSettings, records: Sequence[Record]) -> None:
+    store = Store(settings.output_dir)
+    made: list[tuple[str, object]] = [
+        ("results", store.folder),
+        ("curves", f"tensorboard --logdir {store.folder / 'tb'}"),
+    ]
+    report = ["python", "finetune/report.py", str(store.folder)]
+    model = store.model_path(records[0]["run_id"])
+    if model.is_dir():
+        made.insert(0, ("model", model))
+        report = ["python", "finetune/predict.py", str(model), "ROWS.csv"]
+    print_summary(made, shlex.join(report))
 
 
 def run(settings: FinetuneSettings) -> list[Record]:
@@ -157,7 +174,7 @@ def _run(planned: PlannedRun) -> list[Record]:
     result = predicted.result
     best = f"best of {len(result.history)} evaluations, step {result.best_step} of {result.steps}; "
     _tell(f"{planned.title}: {_scores(records)} ({best * bool(result.history)}{_where(planned)})")
-    for text in _advice(planned, records):
+    for text in _advice(records):
         _tell(text)
     return records
 
@@ -223,7 +240,8 @@ def _save(planned: PlannedRun, predicted: Predicted, tokenizer: Any, records: Se
 
     with gathered(predicted.model):
         if rank_and_world()[0] == 0:
-            card = model_card(records, planned.rows, inherited_metadata(planned.checkpoint.name))
+            inherited = inherited_metadata(planned.checkpoint.name)
+            card = model_card(records, planned.rows, inherited, planned.store.records())
             save_model(predicted.model, tokenizer, planned.model_path, card)
 
 
@@ -283,8 +301,8 @@ def _announce(planned: PlannedRun) -> None:
         log.info("%d steps of %d rows, evaluated every %d", train.max_steps, train.batch_size, train.eval_every)
 
 
-def _advice(planned: PlannedRun, records: Sequence[Record]) -> list[str]:
-    """Returns what a reader of the scores has to know, and what can be done next."""
+def _advice(records: Sequence[Record]) -> list[str]:
+    """Returns what a reader of the scores has to know: scores on test sets, and that a constant answer is as good."""
     lines = []
     for record in records:
         constant = record["constant"].get(record["metric"], -1.0)
@@ -292,9 +310,6 @@ def _advice(planned: PlannedRun, records: Sequence[Record]) -> list[str]:
             lines.append(f"warning: {record['task']}: always giving the same answer scores {100 * constant:.2f}, which "
                          "is as good or better.")  # fmt: skip
         lines += [f"test, {name}: {_percents(scores)}" for name, scores in record["test_scores"].items()]
-    if planned.settings.save_model:
-        lines.append(f"model: {planned.model_path}; to label new rows: python finetune/predict.py "
-                     f"{planned.model_path} ROWS.csv")  # fmt: skip
     return lines
 
 
@@ -315,7 +330,7 @@ def _where(planned: PlannedRun) -> str:
 
 def _tell(text: str) -> None:
     if rank_and_world()[0] == 0:
-        print(text, flush=True)
+        print(fold(text), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """Multi-CLS BERT (arXiv:2210.05043): the model, and the code that the three stages share.
 
-`import multicls` registers the model type "multicls-bert" with `AutoConfig`, `AutoModel`, `AutoModelForPreTraining` and
-`AutoModelForSequenceClassification`. torch and transformers are imported only when they are needed: the light modules
-(settings, corpus) load at once.
+`import multicls` registers the model type "multicls-bert" with the auto classes of transformers. torch and transformers
+are imported only when they are needed: the light modules (settings, corpus) load at once.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import wrapt
 if TYPE_CHECKING:
     from multicls.configuration_multicls import MultiClsBertConfig
     from multicls.modeling_multicls import (
+        MultiClsBertForMaskedLM,
         MultiClsBertForPreTraining,
         MultiClsBertForSequenceClassification,
         MultiClsBertModel,
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 __all__ = [
     "MultiClsBertConfig",
+    "MultiClsBertForMaskedLM",
     "MultiClsBertForPreTraining",
     "MultiClsBertForSequenceClassification",
     "MultiClsBertModel",
@@ -53,21 +54,13 @@ def _load_models(_configuration: Any) -> None:
 
 @wrapt.when_imported("multicls.modeling_multicls")
 def _register(modeling: Any) -> None:
-    """Registers the models with the auto classes, and their code to be saved with each model."""
-    from transformers import (
-        AutoConfig,
-        AutoModel,
-        AutoModelForPreTraining,
-        AutoModelForSequenceClassification,
-    )
+    """Registers the classes of `AUTO_MAP` with the auto classes, and their code to be saved with each model."""
+    import transformers
+
+    from multicls.configuration_multicls import AUTO_MAP
 
     config = modeling.MultiClsBertConfig
-    AutoConfig.register(config.model_type, config)
-    config.register_for_auto_class()
-    for auto_class, model in (
-        (AutoModel, modeling.MultiClsBertModel),
-        (AutoModelForPreTraining, modeling.MultiClsBertForPreTraining),
-        (AutoModelForSequenceClassification, modeling.MultiClsBertForSequenceClassification),
-    ):
-        auto_class.register(config, model)
-        model.register_for_auto_class(auto_class.__name__)
+    for name, reference in AUTO_MAP.items():
+        auto_class, ours = getattr(transformers, name), getattr(modeling, reference.split(".")[1])
+        auto_class.register(config.model_type if ours is config else config, ours)
+        ours.register_for_auto_class(name)

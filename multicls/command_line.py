@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from textwrap import indent
 from types import NoneType, UnionType
 from typing import Annotated, Any, Generic, Literal, NoReturn, TextIO, TypeVar, Union, cast, get_args, get_origin
@@ -17,20 +19,12 @@ from pydantic import Field
 from pydantic.fields import FieldInfo
 
 from multicls.errors import UserError
-from multicls.settings import (
-    ALIASES,
-    Settings,
-    find_field,
-    find_recipe,
-    known_keys,
-    load_settings,
-    shipped_recipes,
-)
+from multicls.settings import ALIASES, Settings, find_field, find_recipe, known_keys, load_settings, shipped_recipes
 
 OptionsT = TypeVar("OptionsT", bound=Settings)
 ReadT = TypeVar("ReadT")
 NEGATIVE = re.compile(r"-(\.?\d|inf|nan)")
-EXAMPLE = re.compile(r"\s*(python|deepspeed) ")
+EXAMPLE = re.compile(r"\s*(\w+=\S+ )*(python|deepspeed) ")
 
 
 class RecipeOptions(Settings):
@@ -245,6 +239,11 @@ def _kinds(annotation: Any) -> Iterable[Any]:
             yield from _kinds(member)
     elif annotation is not NoneType:
         yield annotation
+
+
+def fine_tuning_command(model: Path) -> str:
+    """Returns the command that fine-tunes a model folder, as the next step after a command that made it."""
+    return f"{shlex.join(['python', 'finetune/run.py', '--model', str(model)])} --head multicls --train_file ROWS.csv"
 
 
 def print_summary(made: Iterable[tuple[str, object]], next_command: str = "", file: TextIO | None = None) -> None:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
-from transformers import BertConfig
+from transformers import BertConfig, __version__
+
+if int(__version__.split(".")[0]) < 5:
+    raise ImportError(
+        f"Multi-CLS BERT needs transformers 5, this is transformers {__version__}: pip install 'transformers>=5.17,<6'"
+    )
 
 POOLINGS = ("multicls", "sum", "cls")
+SENTENCE_EMBEDDINGS = ("mean", "facets")
 AUTO_MAP = {
     "AutoConfig": "configuration_multicls.MultiClsBertConfig",
     "AutoModel": "modeling_multicls.MultiClsBertModel",
     "AutoModelForPreTraining": "modeling_multicls.MultiClsBertForPreTraining",
+    "AutoModelForMaskedLM": "modeling_multicls.MultiClsBertForMaskedLM",
     "AutoModelForSequenceClassification": "modeling_multicls.MultiClsBertForSequenceClassification",
 }
 
@@ -28,6 +35,9 @@ class MultiClsBertConfig(BertConfig):
             False: two parts, and only in-batch negatives.
         classifier_pooling: input of the classifier in `MultiClsBertForSequenceClassification`: "multicls" is the
             re-parameterised sum of facets (section 2.6), "sum" the plain sum, "cls" BERT's pooled [CLS].
+        sentence_embedding: result of `MultiClsBertModel.embed_sentences`, which sentence-transformers calls: "mean" is
+            the mean over all tokens but the facets, "facets" the sum of the facet embeddings.
+        facet_ids: the K token ids of the facets; the model warns of input that lacks them. None: not known.
         **kwargs: fields of `BertConfig`.
 
     Raises:
@@ -35,12 +45,16 @@ class MultiClsBertConfig(BertConfig):
     """
 
     model_type = "multicls-bert"
+    # With `pooled` left out, a Trainer's `compute_metrics` gets the logits alone.
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["pooled"]
 
     num_facets: int = 5
     facet_layers: list[int] | None = None
     mcqt_lambda: float = 0.1
     hard_negatives: bool = True
     classifier_pooling: str = "multicls"
+    sentence_embedding: str = "mean"
+    facet_ids: list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         depth = self.num_hidden_layers
@@ -58,9 +72,17 @@ class MultiClsBertConfig(BertConfig):
             )
         if not 0.0 <= self.mcqt_lambda <= 1.0:
             raise ValueError(f"mcqt_lambda = {self.mcqt_lambda}: must lie in 0..1")
-        if self.classifier_pooling not in POOLINGS:
-            raise ValueError(f"classifier_pooling = {self.classifier_pooling!r}: must be one of {', '.join(POOLINGS)}")
+        for field, choices in (("classifier_pooling", POOLINGS), ("sentence_embedding", SENTENCE_EMBEDDINGS)):
+            if (value := getattr(self, field)) not in choices:
+                raise ValueError(f"{field} = {value!r}: must be one of {', '.join(choices)}")
+        if self.facet_ids is not None and len(self.facet_ids) != self.num_facets:
+            raise ValueError(f"facet_ids = {self.facet_ids}: must be num_facets = {self.num_facets} token ids")
         super().__post_init__(**kwargs)
+
+    @property
+    def facet_slice(self) -> slice:
+        """Positions of the facets in a sequence: 1..K, between [CLS] and the text."""
+        return slice(1, 1 + self.num_facets)
 
     @property
     def num_embeddings_per_sequence(self) -> int:

@@ -9,14 +9,14 @@ Sizes are taken from the tensors. Facets and layers default to the values in `tr
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from multicls.command_line import CommandLine, print_summary
+from multicls.command_line import CommandLine, fine_tuning_command, print_summary
+from multicls.embeddings import write_sentence_transformer
 from multicls.errors import UserError, first_line, run_command
 from multicls.files import atomic_folder
 from multicls.settings import Settings
@@ -95,17 +95,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     tokenizer = _tokenizer(args.tokenizer, model.config) if args.tokenizer else None
     from multicls.from_bert import quiet_transformers
+    from multicls.tokenization import facet_ids
 
     with atomic_folder(args.output) as folder, quiet_transformers():
-        model.save_pretrained(folder)
         if tokenizer is not None:
+            model.config.facet_ids = list(facet_ids(tokenizer))
             tokenizer.save_pretrained(folder)
+        model.save_pretrained(folder)
+        write_sentence_transformer(folder)
     size = f"{sum(p.numel() for p in model.parameters()):,} parameters, {_describe(model.config)}"
     made = [("model", f"{args.output} ({size})")]
     if tokenizer is None:
         made.append(("missing", "the tokenizer; convert with --tokenizer bert-base-uncased, or the checkpoint's own"))
-    next_command = shlex.join(["python", "finetune/run.py", "--model", str(args.output)])
-    print_summary(made, f"{next_command} --head multicls --train_file ROWS.csv")
+    print_summary(made, fine_tuning_command(args.output))
 
 
 def read_checkpoint(path: Path) -> dict[str, Tensor]:

@@ -51,6 +51,7 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     """Creates a temporary folder beside `path` and renames it to `path` when the block succeeds.
 
     An existing folder is replaced as a whole. If the block fails, it stays and the temporary folder is removed.
+    Everybody may read the files; safetensors leaves them to their owner.
     """
     path = Path(path).absolute()
     fresh, old = path.with_name(f".{path.name}.new"), path.with_name(f".{path.name}.old")
@@ -61,6 +62,9 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     fresh.mkdir(parents=True)
     try:
         yield fresh
+        for file in fresh.rglob("*"):
+            if file.is_file():
+                file.chmod(0o644)
         if path.exists():
             path.rename(old)
         fresh.rename(path)

@@ -80,7 +80,7 @@ def from_bert(
 
     from multicls.configuration_multicls import MultiClsBertConfig
     from multicls.modeling_multicls import MultiClsBertForPreTraining
-    from multicls.tokenization import with_facets
+    from multicls.tokenization import facet_ids, with_facets
 
     with _load_problems(checkpoint):
         how: dict[str, Any] = {"trust_remote_code": False, "local_files_only": local_files_only}
@@ -91,9 +91,9 @@ def from_bert(
     settings: dict[str, Any] = {"num_facets": num_facets, "mcqt_lambda": mcqt_lambda, "hard_negatives": hard_negatives}
     if facet_layers is not None or not has_facets:
         settings["facet_layers"] = facet_layers
-    config = _config(checkpoint, base, settings, has_facets)
     if not has_facets:
         tokenizer = with_facets(tokenizer, num_facets)
+    config = _config(checkpoint, base, settings | {"facet_ids": list(facet_ids(tokenizer))}, has_facets)
     if random_weights:
         model = MultiClsBertForPreTraining(config)
         report(f"weights: random, in the shape of {checkpoint}")

@@ -7,6 +7,7 @@ V vocabulary, C classes.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, BertModel, BertPreTrainedModel
+from transformers import AttentionInterface, BertForMaskedLM, BertModel, BertPreTrainedModel
 from transformers import initialization as init
+from transformers.loss.loss_utils import ForSequenceClassificationLoss
 from transformers.modeling_outputs import BaseModelOutputWithPooling, ModelOutput, SequenceClassifierOutput
 from transformers.models.bert.modeling_bert import BertLayer, BertLMPredictionHead, BertPredictionHeadTransform
 from transformers.utils import can_return_tuple
@@ -23,6 +25,7 @@ from transformers.utils import can_return_tuple
 from .configuration_multicls import MultiClsBertConfig
 
 PRETRAINING_HEADS = [r"^cls\."]  # weights of `MultiClsBertForPreTraining` that the other classes do not need
+ALL_BUT_MLM = [r"^cls\.(?!predictions\.)", r"^bert\.pooler\."]
 IGNORE_INDEX = -100  # label of positions without a target
 VARLEN = "multicls_varlen"  # `attn_implementation` that leaves out the padding
 
@@ -119,7 +122,7 @@ class FacetBertLayer(BertLayer):
 
     def __init__(self, config: MultiClsBertConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx=layer_idx)
-        self.num_facets = config.num_facets
+        self.facet_slice = config.facet_slice
         self.facets = FacetLinear(config.num_facets, config.hidden_size)
 
     def forward(self, *args: Any, facet_positions: Tensor | None = None, **kwargs: Any) -> Tensor:
@@ -132,10 +135,10 @@ class FacetBertLayer(BertLayer):
         """
         hidden_BLD = super().forward(*args, **kwargs)
         if facet_positions is not None:
-            facets_BKD = hidden_BLD[0].index_select(0, facet_positions).unflatten(0, (-1, self.num_facets))
+            facets_BKD = hidden_BLD[0].index_select(0, facet_positions).unflatten(0, (-1, len(self.facets.weight)))
             return hidden_BLD[0].index_copy(0, facet_positions, self.facets(facets_BKD).flatten(0, 1))[None]
-        text = 1 + self.num_facets  # position of the first text token; [CLS] is at 0
-        return torch.cat([hidden_BLD[:, :1], self.facets(hidden_BLD[:, 1:text]), hidden_BLD[:, text:]], dim=1)
+        before, after = hidden_BLD[:, : self.facet_slice.start], hidden_BLD[:, self.facet_slice.stop :]
+        return torch.cat([before, self.facets(hidden_BLD[:, self.facet_slice]), after], dim=1)
 
 
 @dataclass
@@ -162,14 +165,16 @@ class MultiClsBertForPreTrainingOutput(ModelOutput):
     """Output of `MultiClsBertForPreTraining`.
 
     Attributes:
-        loss: Sum of `losses`.
-        losses: Scalars by name: "mlm", "tfidf", "so" (where their labels were given) and "mcqt".
+        loss: Sum of `losses`; None if there are none.
+        losses: Scalars by name: "mlm", "tfidf", "so" (where their labels were given) and "mcqt" (with `mcqt_scores`).
         last_hidden_state: (B, L, D).
         facet_embeddings: (B, S, D).
-        mcqt_scores: A `McqtScores` pair.
+        mcqt_scores: A `McqtScores` pair; None if the batch does not divide into parts.
         so_logits: (B, 2); class 1 is "swapped".
         tfidf: (B, L - K), predicted TF-IDF of [CLS] and the text; the facet positions 1..K are left out.
-        mlm_logits: (M, V), one row for each labelled position in row-major order; None without labels.
+        mlm_logits: (M, V), one row for each labelled position in row-major order; without labels (B, L, V).
+        hidden_states: (B, L, D) after the embeddings and after each layer, if asked for.
+        attentions: (B, heads, L, L) of each layer, if asked for.
     """
 
     loss: Tensor | None = None
@@ -180,6 +185,8 @@ class MultiClsBertForPreTrainingOutput(ModelOutput):
     so_logits: Tensor | None = None
     tfidf: Tensor | None = None
     mlm_logits: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
 
 
 @dataclass
@@ -270,6 +277,8 @@ class MultiClsBertPreTrainedModel(BertPreTrainedModel):
     config_class = MultiClsBertConfig
     config: MultiClsBertConfig
     base_model_prefix = "bert"
+    _no_split_modules = ["BertEmbeddings", "BertLayer", "FacetBertLayer"]  # noqa: RUF012 (the base class's form)
+    accepts_loss_kwargs = False  # the losses are means over a batch: a Trainer divides them by its accumulation steps
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -296,11 +305,33 @@ class MultiClsBertModel(MultiClsBertPreTrainedModel, BertModel):
         for layer in config.facet_layers or []:
             self.encoder.layer[layer - 1] = FacetBertLayer(config, layer_idx=layer - 1)
         self.facet_head = FacetHead(config)
+        self.checks_input = True  # until it has warned
         self.post_init()
 
     def facet_states(self, hidden_BLD: Tensor) -> Tensor:
         """Returns (B, S, D): the hidden states at the facet positions, or of [CLS] if there are no facets."""
-        return hidden_BLD[:, 1 : 1 + self.config.num_facets] if self.config.num_facets else hidden_BLD[:, :1]
+        return hidden_BLD[:, self.config.facet_slice] if self.config.num_facets else hidden_BLD[:, :1]
+
+    def embed_sentences(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
+    ) -> Tensor:
+        """Returns one embedding of each sequence, (B, D), by `config.sentence_embedding`.
+
+        "mean" is the mean of the last hidden states of [CLS], the text and [SEP]. "facets" is the sum of the facet
+        embeddings, whose cosine is the second term of the MCQT score (Eq. 2).
+        """
+        outputs = self(input_ids=input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids)
+        if self.config.sentence_embedding == "facets":
+            return outputs.facet_embeddings.sum(dim=1)
+        weights_BL = torch.ones_like(input_ids) if attention_mask is None else attention_mask.clone()
+        weights_BL[:, self.config.facet_slice] = 0
+        hidden_BLD = outputs.last_hidden_state
+        means_BD = torch.einsum("bl,bld->bd", weights_BL.to(_fp32(hidden_BLD).dtype), _fp32(hidden_BLD))
+        return (means_BD / weights_BL.sum(dim=1, keepdim=True)).to(hidden_BLD.dtype)
+
+    def similarity(self, queries_nSD: Tensor, candidates_mSD: Tensor) -> Tensor:
+        """Returns the MCQT scores (n, m) of facet embeddings with the lambda of pretraining, see `mcqt_scores`."""
+        return mcqt_scores(queries_nSD, candidates_mSD, self.config.mcqt_lambda)
 
     @can_return_tuple
     def forward(
@@ -318,6 +349,7 @@ class MultiClsBertModel(MultiClsBertPreTrainedModel, BertModel):
         are no `hidden_states` and `attentions`.
         """
         kwargs |= {"return_dict": True}
+        self._check_input(input_ids, inputs_embeds)
         if self.config._attn_implementation == VARLEN:
             assert input_ids is not None
             return self._forward_packed(input_ids, attention_mask, token_type_ids, **kwargs)
@@ -336,6 +368,34 @@ class MultiClsBertModel(MultiClsBertPreTrainedModel, BertModel):
             attentions=outputs.attentions,
             facet_embeddings=self.facet_head(self.facet_states(outputs.last_hidden_state)),
         )
+
+    def _check_input(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> None:
+        """Warns once of input that another tokenizer has made, or that is padded on the left.
+
+        In training, and on a GPU, only the first batch is looked at: the host has to wait for its values.
+
+        Raises:
+            ValueError: The sequences are too short to hold [CLS] and the facets.
+        """
+        given, facets = inputs_embeds if input_ids is None else input_ids, self.config.num_facets
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or given is None or given.is_meta:
+            return
+        if given.shape[1] <= facets:
+            raise ValueError(
+                f"an input of {given.shape[1]} tokens has no room for [CLS] and {facets} facets; use the tokenizer "
+                "that was saved with the model"
+            )
+        if input_ids is None or not self.checks_input:
+            return
+        problem, found_BK = "", input_ids[:, self.config.facet_slice]
+        padding, facet_ids = self.config.pad_token_id, self.config.facet_ids
+        if padding is not None and input_ids[:, 0].eq(padding).any():
+            problem = "is padded on the left; set tokenizer.padding_side = 'right'"
+        elif facet_ids and found_BK.ne(found_BK.new_tensor(facet_ids)).any():
+            problem = f"lacks the facets (ids {facet_ids}) after [CLS]; use the tokenizer that was saved with the model"
+        if problem:
+            warnings.warn(f"the outputs are not those of the trained model: the input {problem}", stacklevel=2)
+        self.checks_input = input_ids.is_cpu and not self.training and not problem
 
     def _forward_packed(
         self,
@@ -363,7 +423,8 @@ class MultiClsBertModel(MultiClsBertPreTrainedModel, BertModel):
             token_positions = real.flatten().nonzero().squeeze(1)
             cu_seqlens = F.pad(real.sum(dim=1).cumsum(0), (1, 0))
         types = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
-        facets = torch.arange(1, 1 + self.config.num_facets, device=input_ids.device)
+        at = self.config.facet_slice
+        facets = torch.arange(at.start, at.stop, device=input_ids.device)
         outputs = super().forward(
             input_ids=input_ids.flatten()[token_positions][None],
             token_type_ids=types.flatten()[token_positions][None],
@@ -411,6 +472,20 @@ class MultiClsPreTrainingHeads(nn.Module):
         return self.seq_relationship(self.order_transform(facets_BSD.flatten(1)))
 
 
+class MultiClsBertForMaskedLM(MultiClsBertPreTrainedModel, BertForMaskedLM):
+    """BERT's masked-LM model on an encoder with facets; logits (B, L, V), `labels` (B, L) with -100 elsewhere.
+
+    Its weights are the encoder and the MLM head of `MultiClsBertForPreTraining`.
+    """
+
+    _keys_to_ignore_on_load_unexpected = ALL_BUT_MLM
+
+    def __init__(self, config: MultiClsBertConfig) -> None:
+        super().__init__(config)
+        self.bert = MultiClsBertModel(config, add_pooling_layer=False)
+        self.post_init()
+
+
 class MultiClsBertForPreTraining(MultiClsBertPreTrainedModel):
     """Multi-CLS BERT with the heads of its four objectives: MLM, TF-IDF, sentence order (SO) and MCQT.
 
@@ -418,10 +493,7 @@ class MultiClsBertForPreTraining(MultiClsBertPreTrainedModel):
     found in it); its MLM head is kept, and its next-sentence classifier starts the sentence-order classifier.
     """
 
-    _tied_weights_keys = {  # noqa: RUF012 (the base class's form)
-        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
-        "cls.predictions.decoder.bias": "cls.predictions.bias",
-    }
+    _tied_weights_keys = BertForMaskedLM._tied_weights_keys
 
     def __init__(self, config: MultiClsBertConfig) -> None:
         super().__init__(config)
@@ -429,14 +501,8 @@ class MultiClsBertForPreTraining(MultiClsBertPreTrainedModel):
         self.cls = MultiClsPreTrainingHeads(config)
         self.post_init()
 
-    def get_output_embeddings(self) -> nn.Linear:
-        """Returns the MLM decoder, which is tied to the word embeddings."""
-        return self.cls.predictions.decoder
-
-    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
-        """Replaces the MLM decoder (when the vocabulary grows)."""
-        self.cls.predictions.decoder = new_embeddings
-        self.cls.predictions.bias = new_embeddings.bias
+    get_output_embeddings = BertForMaskedLM.get_output_embeddings
+    set_output_embeddings = BertForMaskedLM.set_output_embeddings
 
     @can_return_tuple
     def forward(
@@ -453,13 +519,16 @@ class MultiClsBertForPreTraining(MultiClsBertPreTrainedModel):
         gather: Callable[[Tensor], Tensor] | None = None,
         **kwargs: Any,
     ) -> MultiClsBertForPreTrainingOutput:
-        """Computes the objectives over a part-major batch: all first parts, then all second parts, ...
+        """Computes the heads of all objectives, and the losses of those whose labels are given.
+
+        MCQT needs no labels but a part-major batch: all first parts, then all second parts, ... It is left out where B
+        does not divide into parts.
 
         Args:
             input_ids: (B, L), `[CLS] [C1..CK] segment [SEP] segment [SEP]`, padded.
             attention_mask: (B, L), 0 on padding.
             token_type_ids: (B, L), 0 up to the first [SEP], 1 for the second segment and its [SEP].
-            labels: (B, L) masked-LM targets, -100 elsewhere. The MLM head is computed at the labelled positions only.
+            labels: (B, L) masked-LM targets, -100 elsewhere. With them the MLM head is computed where they are, only.
             tfidf_labels: (B, L - K) targets in 0..10, without the facet positions. The loss is the mean over unpadded
                 positions.
             so_labels: (B,) 1 = the segments are swapped, 0 = in order, -100 = the part has one segment.
@@ -472,41 +541,53 @@ class MultiClsBertForPreTraining(MultiClsBertPreTrainedModel):
             **kwargs: Arguments of `BertModel`.
 
         Raises:
-            ValueError: B does not divide into the parts and groups.
+            ValueError: `group_size` or `gather` is given, and B does not divide into the parts and groups.
         """
-        outputs = self.bert(
+        encoded = self.bert(
             input_ids=input_ids,
             attention_mask=self._encoder_mask(attention_mask),
             token_type_ids=token_type_ids,
             **(kwargs | {"return_dict": True, "use_cache": False}),
         )
-        hidden_BLD = outputs.last_hidden_state
-        tfidf_BT = self.cls.tfidf(self._without_facets(hidden_BLD))
-        so_logits = self.cls.sentence_order(self.bert.facet_states(hidden_BLD))
-        facets, config = outputs.facet_embeddings, self.config
-        scores = part_scores(facets, config.num_parts, config.mcqt_lambda, group_size, gather)
-
-        mlm_logits, losses = None, {"mcqt": mcqt_loss(scores, group_size)}
-        count = (normalizers or {}).get
-        if labels is not None:
-            if masked_positions is None:
-                masked_positions = (labels.flatten() != IGNORE_INDEX).nonzero().squeeze(1)
-            mlm_logits = self.cls.predictions(hidden_BLD.flatten(0, 1).index_select(0, masked_positions))
-            losses["mlm"] = _cross_entropy(mlm_logits, labels.flatten().index_select(0, masked_positions), count("mlm"))
+        if labels is not None and masked_positions is None:
+            masked_positions = (labels.flatten() != IGNORE_INDEX).nonzero().squeeze(1)
+        heads = self._heads(encoded, masked_positions, group_size, gather)
+        losses, count = {}, (normalizers or {}).get
+        if heads["mcqt_scores"] is not None:
+            losses["mcqt"] = mcqt_loss(heads["mcqt_scores"], group_size)
+        if labels is not None and masked_positions is not None:
+            losses["mlm"] = _cross_entropy(heads["mlm_logits"], _pick(labels, masked_positions), count("mlm"))
         if tfidf_labels is not None:
-            losses["tfidf"] = self._tfidf_loss(tfidf_BT, tfidf_labels, attention_mask, count("tfidf"))
+            losses["tfidf"] = self._tfidf_loss(heads["tfidf"], tfidf_labels, attention_mask, count("tfidf"))
         if so_labels is not None:
-            losses["so"] = _cross_entropy(so_logits, so_labels, count("so"))
-        return MultiClsBertForPreTrainingOutput(
-            loss=torch.stack(list(losses.values())).sum(),
-            losses=losses,
-            last_hidden_state=hidden_BLD,
-            facet_embeddings=facets,
-            mcqt_scores=scores,
-            so_logits=so_logits,
-            tfidf=tfidf_BT,
-            mlm_logits=mlm_logits,
-        )
+            losses["so"] = _cross_entropy(heads["so_logits"], so_labels, count("so"))
+        total = torch.stack(list(losses.values())).sum() if losses else None
+        return MultiClsBertForPreTrainingOutput(loss=total, losses=losses, **heads)
+
+    def _heads(
+        self,
+        encoded: MultiClsBertModelOutput,
+        masked_positions: Tensor | None,
+        group_size: int | None,
+        gather: Callable[[Tensor], Tensor] | None,
+    ) -> dict[str, Any]:
+        """Returns the fields of the output but the losses. Arguments and errors are those of `forward`."""
+        hidden_BLD, facets_BSD, parts = encoded.last_hidden_state, encoded.facet_embeddings, self.config.num_parts
+        assert hidden_BLD is not None and facets_BSD is not None
+        scores = None
+        if group_size or gather or len(facets_BSD) % parts == 0:
+            scores = part_scores(facets_BSD, parts, self.config.mcqt_lambda, group_size, gather)
+        mlm_hidden = hidden_BLD if masked_positions is None else _pick(hidden_BLD, masked_positions)
+        return {
+            "last_hidden_state": hidden_BLD,
+            "facet_embeddings": facets_BSD,
+            "mcqt_scores": scores,
+            "so_logits": self.cls.sentence_order(self.bert.facet_states(hidden_BLD)),
+            "tfidf": self.cls.tfidf(self._without_facets(hidden_BLD)),
+            "mlm_logits": self.cls.predictions(mlm_hidden),
+            "hidden_states": encoded.hidden_states,
+            "attentions": encoded.attentions,
+        }
 
     def _encoder_mask(self, attention_mask: Tensor | None) -> Tensor | None:
         """Returns the mask in the form that the attention takes, (B, 1, 1, L).
@@ -529,12 +610,18 @@ class MultiClsBertForPreTraining(MultiClsBertPreTrainedModel):
 
     def _without_facets(self, values: Tensor) -> Tensor:
         """Returns (B, T, ...) from (B, L, ...), T = L - K: [CLS] and the text after the facets."""
-        return torch.cat([values[:, :1], values[:, 1 + self.config.num_facets :]], dim=1)
+        at = self.config.facet_slice
+        return torch.cat([values[:, : at.start], values[:, at.stop :]], dim=1)
 
 
 def _fp32(values: Tensor) -> Tensor:
     """Returns 16-bit values in float32, others unchanged."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def _pick(values_BL: Tensor, positions_M: Tensor) -> Tensor:
+    """Returns (M, ...) from (B, L, ...): the values at positions of the flattened (B * L) batch."""
+    return values_BL.flatten(0, 1).index_select(0, positions_M)
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor, count: Tensor | float | None) -> Tensor:
@@ -581,7 +668,12 @@ class MultiClsBertForSequenceClassification(MultiClsBertPreTrainedModel):
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> MultiClsBertClassifierOutput:
-        """Classifies (B, L) token ids; `labels` (B,): class ids, or scores (MSE) when there is one label."""
+        """Classifies (B, L) token ids.
+
+        `config.problem_type` says what `labels` are, as for `BertForSequenceClassification`: "regression" (B,) or
+        (B, C) numbers, "single_label_classification" (B,) class ids, "multi_label_classification" (B, C) zeros and
+        ones. If it is None, the first labels decide.
+        """
         outputs = self.bert(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -591,10 +683,8 @@ class MultiClsBertForSequenceClassification(MultiClsBertPreTrainedModel):
         pooled_BD = self.pool(outputs)
         logits_BC = self.classifier(self.dropout(pooled_BD))
         loss = None
-        if labels is not None and self.num_labels == 1:
-            loss = F.mse_loss(logits_BC.squeeze(-1).float(), labels.float())
-        elif labels is not None:
-            loss = F.cross_entropy(logits_BC.float(), labels)
+        if labels is not None:
+            loss = ForSequenceClassificationLoss(labels, _fp32(logits_BC), self.config)
         return MultiClsBertClassifierOutput(
             loss=loss,
             logits=logits_BC,

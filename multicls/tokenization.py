@@ -25,10 +25,11 @@ def facet_tokens(vocabulary: dict[str, int], num_facets: int) -> list[str]:
 
 
 def with_facets(tokenizer: PreTrainedTokenizerBase, num_facets: int) -> PreTrainedTokenizerFast:
-    """Returns a copy of `tokenizer` that inserts the facets and never reads special tokens from text.
+    """Returns a copy of `tokenizer` that inserts the facets.
 
-    The copy has `split_special_tokens` set: a literal "[MASK]" or "[unused0]" in a text is split like any other word.
-    The exception is a unigram model whose own vocabulary finds special tokens in text, such as XLM-R's.
+    As with any BERT tokenizer, a literal "[MASK]" in a text becomes the special token, which fill-mask needs. With
+    `split_special_tokens=True` it is split like any other word, except by a unigram model whose own vocabulary finds
+    special tokens in text, such as XLM-R's.
 
     Raises:
         UserError: the tokenizer is not a fast one, or has no token for [CLS], [SEP], [PAD] or [MASK].
@@ -63,8 +64,8 @@ def with_facets(tokenizer: PreTrainedTokenizerBase, num_facets: int) -> PreTrain
         tokenizer_object=backend,
         model_max_length=tokenizer.model_max_length,
         model_input_names=["input_ids", "token_type_ids", "attention_mask"],
-        split_special_tokens=True,
         unk_token=tokenizer.unk_token,
+        extra_special_tokens=facets,  # `get_special_tokens_mask` finds special tokens by these names
         **named,
     )
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 CURVES = "curves.png"
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 PAPER_TOKENS = 2e9  # of the paper's BERT-base
+TAGS = ["multicls-bert", "continued-pretraining", "fill-mask", "sentence-similarity", "sentence-transformers"]
 OBJECTIVES = {
     "mlm": "masked-LM",
     "tfidf": "TF-IDF",
@@ -45,8 +46,6 @@ def write_card(folder: Path, run_folder: Path, step: int, config: MultiClsBertCo
     origin = facts.get("origin", {})
     corpus, metadata = origin.get("corpus", {}), origin.get("metadata", {})
     tokens = sum(record.get("data/tokens", 0) for record in train)
-    has_sentence_transformer = (folder / "modules.json").exists()
-    tags = ["multicls-bert", "continued-pretraining", "fill-mask", "sentence-similarity"]
     random_weights = settings["model"]["random_weights"]
     text = render_card(
         TEMPLATE,
@@ -55,7 +54,7 @@ def write_card(folder: Path, run_folder: Path, step: int, config: MultiClsBertCo
             "datasets": sorted(set(corpus.get("datasets", {}).values())),
             "library_name": "transformers",
             "pipeline_tag": "feature-extraction",
-            "tags": [*tags, *["sentence-transformers"] * has_sentence_transformer],
+            "tags": TAGS,
         },
         papers=[METHOD],
         title=f"Multi-CLS BERT with {config.num_facets} facets",
@@ -71,7 +70,6 @@ def write_card(folder: Path, run_folder: Path, step: int, config: MultiClsBertCo
         examples=settings["run"]["eval_examples"],
         results=results_table(validation, settings["train"]["negatives_group"], config.num_parts),
         limits=_limits(settings, tokens, metadata),
-        has_sentence_transformer=has_sentence_transformer,
         details=_without_paths(settings),
     )
     (folder / CARD).write_text(text, encoding="utf-8")
@@ -80,13 +78,13 @@ def write_card(folder: Path, run_folder: Path, step: int, config: MultiClsBertCo
 def _settings_in_words(settings: Record, step: int, tokens: float, config: MultiClsBertConfig) -> list[str]:
     """Returns what was trained and how, one sentence each."""
     train, length = settings["train"], settings["data"]["seq_length"]
-    weights = {OBJECTIVES[name]: weight for name, weight in settings["objective"].items() if weight}
-    layers = ", ".join(map(str, config.facet_layers))
+    weights = {OBJECTIVES.get(name, name): weight for name, weight in settings["objective"].items() if weight}
+    layers = ", ".join(map(str, config.facet_layers or []))
     sentences = [
         f"{step} of {train['steps']} planned optimizer steps of {train['global_batch_size']} examples. An example is "
         f"{config.num_parts} consecutive passages of one document, of {length} tokens at most.",
-        f"AdamW: learning rate {train['learning_rate']:g} after a warm-up over {100 * train['warmup_ratio']:g} % of the steps, "
-        f"then linear decay to 0; weight decay {train['weight_decay']:g}, gradient norm at most "
+        f"AdamW: learning rate {train['learning_rate']:g} after a warm-up over {100 * train['warmup_ratio']:g} % of "
+        f"the steps, then linear decay to 0; weight decay {train['weight_decay']:g}, gradient norm at most "
         f"{train['max_grad_norm']:g}, seed {train['seed']}.",
         "Objectives: " + ", ".join(f"{name} (weight {weight:g})" for name, weight in weights.items()) + ".",
         f"{config.num_facets} facets; linear layers for the facets after layers {layers or 'none'}; weight of the best "
@@ -191,8 +189,8 @@ def _limits(settings: Record, tokens: float, metadata: Mapping[str, Any]) -> lis
     ]
     if tokens < PAPER_TOKENS / 10:
         limits.append(
-            f"It was trained on little text: {tokens:,.0f} tokens, where the paper's BERT-base read {PAPER_TOKENS:,.0f}. Do "
-            "not expect the paper's results."
+            f"It was trained on little text: {tokens:,.0f} tokens; the paper's BERT-base read {PAPER_TOKENS:,.0f}. "
+            "Do not expect the paper's results."
         )
     return limits
 

@@ -7,7 +7,6 @@ python pretrain/export.py runs/base --finish       # a run that was stopped for 
 
 from __future__ import annotations
 
-import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,8 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from pydantic import Field, model_validator
 
-from multicls.command_line import CommandLine, print_summary
+from multicls.command_line import CommandLine, fine_tuning_command, print_summary
+from multicls.embeddings import write_sentence_transformer
 from multicls.errors import UserError, did_you_mean, print_stderr, run_command
 from multicls.files import atomic_folder, locked, read_json, read_jsonl, write_json
 from multicls.settings import Settings
@@ -87,8 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             write_json(run_folder / DONE, {"step": step, "validation": facts["validation"]})
             (run_folder / STOPPED).unlink(missing_ok=True)
     done = f"{run_folder} is finished at step {step}" if args.finish else f"step {step} of {run_folder}"
-    next_command = shlex.join(["python", "finetune/run.py", "--model", str(output)])
-    print_summary([("model", f"{output} ({done})")], f"{next_command} --head multicls --train_file ROWS.csv")
+    print_summary([("model", f"{output} ({done})")], fine_tuning_command(output))
     return 0
 
 
@@ -181,6 +180,7 @@ def describe_model(model: Any, tokenizer: Any, run_folder: Path, facts: Mapping[
         model.save_pretrained(fresh, state_dict={})
         (fresh / WEIGHTS).unlink(missing_ok=True)
         tokenizer.save_pretrained(fresh)
+        write_sentence_transformer(fresh)
         write_json(fresh / FACTS, dict(facts))
 
 
@@ -205,7 +205,6 @@ def write_model(weights: Mapping[str, Tensor], run_folder: Path, step: int, outp
         with atomic_folder(output) as fresh:
             shutil.copytree(run_folder / "model", fresh, dirs_exist_ok=True)
             save_file(weights, fresh / WEIGHTS, metadata={"format": "pt"})
-            (fresh / WEIGHTS).chmod(0o644)  # safetensors lets only the owner read it
             write_json(fresh / FACTS, facts)
             write_card(fresh, run_folder, step, config, facts)
     except (OSError, SafetensorError) as error:

@@ -45,12 +45,16 @@ class MetricSums:
             vector = vector if counted else torch.zeros_like(vector)
             self._vectors[names] = self._vectors[names] + vector if names in self._vectors else vector
 
-    def totals(self, device: torch.device) -> dict[str, tuple[float, float]]:
-        """Returns sum and count by name over all ranks. All ranks call it, having added the same names."""
+    def totals(self, device: torch.device, *, own: bool = False) -> dict[str, tuple[float, float]]:
+        """Returns sum and count by name over all ranks. All ranks call it, having added the same names.
+
+        With `own` they are those of this rank alone, which calls it alone.
+        """
         names = [name for group in self._vectors for name in group] + list(self._numbers)
         host = [*self._numbers.values(), *self._counts.values()]
         table = torch.cat([*self._vectors.values(), torch.tensor(host, dtype=torch.float64, device=device)])
-        dist.all_reduce(table)
+        if not own:
+            dist.all_reduce(table)
         values = table.tolist()
         sums: dict[str, float] = {}
         for name, value in zip(names, values, strict=False):

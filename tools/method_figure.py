@@ -125,7 +125,7 @@ def main() -> None:
         "3  MCQT: which part follows?": (draw_mcqt, (0, 5.6)),
         "4  Fine-tuning: the re-parameterised sum": (draw_fine_tuning, (0.2, 5.3)),
     }
-    figure, grid = plt.subplots(2, 2, figsize=(12.5, 7.6), layout="constrained", height_ratios=(1.15, 1))
+    figure, grid = plt.subplots(2, 2, figsize=(10.4, 7.4), layout="constrained", height_ratios=(1.15, 1))
     for axes, (title, (draw, limits)) in zip(grid.flat, panels.items(), strict=True):
         axes.set(xlim=(-0.1, 10.1), ylim=limits)
         axes.set_title(title, loc="left", fontsize=11, weight="bold")

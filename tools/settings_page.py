@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -84,7 +85,8 @@ def flag_rows(command: str) -> list[Row]:
         value = action.metavar or choices or action.dest.upper()
         names = ", ".join(action.option_strings) or str(action.metavar or action.dest)
         shown = names if action.nargs == 0 or not action.option_strings else f"{names} {value}"
-        rows.append((f"`{shown}`", formatter._expand_help(action) if action.help else ""))
+        text = formatter._expand_help(action) if action.help else ""
+        rows.append((f"`{shown}`", re.sub(r"(one per core) \(default: \d+\)", r"\1", text)))  # of this machine
     return rows
 
 
@@ -124,7 +126,7 @@ def table(header: Row, rows: Iterable[Row]) -> str:
 
 
 def _cell(text: str) -> str:
-    text = " ".join(text.split()).replace("|", "&#124;")
+    text = " ".join(text.split()).replace("|", " or ")
     return text if text.startswith("`") else text.replace("<", "&lt;").replace("*", "\\*")
 
 

@@ -14,8 +14,13 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel, __version__
 from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
+
+if int(__version__.split(".")[0]) < 5:
+    raise ImportError(
+        f"this model needs transformers 5, this is transformers {__version__}: pip install 'transformers>=5.17,<6'"
+    )
 
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
 NOT_OF_THE_ENCODER = ("auto_map", "architectures", "dtype", "transformers_version")  # fields of its file, not of itself
@@ -159,6 +164,7 @@ class TaskModel(PreTrainedModel):
 
     config_class = TaskModelConfig
     base_model_prefix = "encoder"
+    accepts_loss_kwargs = False  # the loss is a mean over the batch: a Trainer divides it by its accumulation steps
 
     def __init__(self, config: TaskModelConfig, encoder: PreTrainedModel | None = None) -> None:
         super().__init__(config)
@@ -193,7 +199,8 @@ class TaskModel(PreTrainedModel):
             attention_mask: (B, L), 1 up to the padding, which is on the right.
             token_type_ids: (B, L); left out where the encoder has none.
             spans: (B, S, L) bool, the tokens of each marked span, for tasks that mark spans.
-            labels: (B,) class ids, or numbers for regression; (B, C) zeros and ones for a multi-label task.
+            labels: by `config.problem_type` of a model of one task, else by the task: (B,) class ids; (B,) or (B, C)
+                numbers for regression; (B, C) zeros and ones for a multi-label task.
             task: index into `config.tasks`.
             class_weights: (C,) factor of a row's loss by its class; the loss is then the mean of the weighted losses.
             **kwargs: for the encoder.
@@ -219,7 +226,8 @@ class TaskModel(PreTrainedModel):
         about = (self.config.tasks or [])[task]
         if about["num_choices"]:
             logits = logits.view(-1, about["num_choices"])
-        loss = None if labels is None else loss_of(about, logits.float(), labels, class_weights)
+        problem = self.config.problem_type if len(self.classifiers) == 1 else problem_type_of(about)
+        loss = None if labels is None else loss_of(problem, logits.float(), labels, class_weights)
         return TaskModelOutput(
             loss=loss,
             logits=logits,
@@ -232,11 +240,11 @@ class TaskModel(PreTrainedModel):
         )
 
 
-def loss_of(task: dict[str, Any], logits_BC: Tensor, labels: Tensor, class_weights: Tensor | None) -> Tensor:
+def loss_of(problem: str | None, logits_BC: Tensor, labels: Tensor, class_weights: Tensor | None) -> Tensor:
     """Returns the mean loss of a batch: squared error, binary cross-entropy (multi-label) or cross-entropy."""
-    if task["is_regression"]:
+    if problem == "regression":
         return F.mse_loss(logits_BC.squeeze(-1), labels.float())
-    if task.get("multi_label"):
+    if problem == "multi_label_classification":
         return F.binary_cross_entropy_with_logits(logits_BC, labels.float())
     if class_weights is None:
         return F.cross_entropy(logits_BC, labels)

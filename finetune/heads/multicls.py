@@ -25,15 +25,15 @@ class Head(BaseHead):
 
     def __init__(self, config: TaskModelConfig, encoder: PreTrainedModel) -> None:
         super().__init__(config, encoder)
-        self.num_facets = int(encoder.config.num_facets)
+        self.facet_slice: slice = encoder.config.facet_slice
         self.dense = encoder.get_submodule("facet_head.dense")
-        self.bias = nn.Parameter(torch.zeros(self.num_facets, self.width))
+        self.bias = nn.Parameter(torch.zeros(encoder.config.num_facets, self.width))
 
     def forward(self, states: BaseModelOutput, attention_mask: Tensor) -> Tensor:
-        """Returns the embedding, (B, D); leaves its parts in `facets`. The facets are at positions 1..K."""
+        """Returns the embedding, (B, D); leaves its parts in `facets`."""
         assert states.last_hidden_state is not None
-        facets_BKD = states.last_hidden_state[:, 1 : 1 + self.num_facets]
-        projected_BKD: Tensor = self.dense(facets_BKD, centred=self.centred and self.num_facets > 1)
+        facets_BKD = states.last_hidden_state[:, self.facet_slice]
+        projected_BKD: Tensor = self.dense(facets_BKD, centred=self.centred and facets_BKD.shape[1] > 1)
         parts_BKD = projected_BKD + self.bias
         self.facets = parts_BKD.detach()
         return parts_BKD.sum(dim=1)

@@ -12,6 +12,7 @@ import multicls
 from finetune.heads.modeling_heads import PooledHead, TaskModel
 from multicls.files import atomic_folder
 from multicls.from_bert import quiet_transformers
+from multicls.tokenization import facet_ids
 
 ENTRY = "modeling_task"  # the saved folder's first module: imports what its head needs, and nothing else
 MULTICLS_ENTRY = """
@@ -45,6 +46,7 @@ def save_model(model: TaskModel, tokenizer: PreTrainedTokenizerBase, folder: Pat
     entry += "".join(f"from .{name} import Head as {name}\n" for name in heads)
     if model.config.encoder["model_type"] == "multicls-bert":
         entry += MULTICLS_ENTRY
+        model.config.encoder["facet_ids"] = list(facet_ids(tokenizer))
         files |= {Path(multicls.__file__).with_name(f"{kind}_multicls.py") for kind in ("configuration", "modeling")}
     with atomic_folder(folder) as fresh, quiet_transformers():
         model.save_pretrained(fresh)
@@ -54,5 +56,3 @@ def save_model(model: TaskModel, tokenizer: PreTrainedTokenizerBase, folder: Pat
         (fresh / f"{ENTRY}.py").write_text(entry, encoding="utf-8")
         if card:
             (fresh / "README.md").write_text(card, encoding="utf-8")
-        for file in fresh.iterdir():
-            file.chmod(0o644)  # safetensors writes files that only their owner may read

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
+
 from multicls.cards import METHOD, cell, model_link, render_card
 from multicls.sample import SAMPLE
 
@@ -24,13 +26,16 @@ SMALL = 500  # dev rows
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 
 
-def model_card(records: Sequence[Record], rows: Sequence[TaskRows], inherited: Mapping[str, Any]) -> str:
+def model_card(
+    records: Sequence[Record], rows: Sequence[TaskRows], inherited: Mapping[str, Any], earlier: Sequence[Record] = ()
+) -> str:
     """Returns the card of a saved model as Markdown with the Hub's metadata.
 
     Args:
         records: the lines of results of the run, one for each task.
         rows: the rows of each task.
         inherited: what `multicls.cards.inherited_metadata` says about the pretrained model.
+        earlier: all lines of the results folder; runs that differ in seed or draw only say how far the score varies.
     """
     first, task = records[0], rows[0].task
     pipeline = task.shape in ("single", "pair")
@@ -50,7 +55,10 @@ def model_card(records: Sequence[Record], rows: Sequence[TaskRows], inherited: M
         task=task,
         scale=f"{task.label_scale:g}" if task.label_scale != 1 else 1,
         example=str({"text": texts[0], "text_pair": texts[1]}) if task.shape == "pair" else repr(texts[0]),
-        tasks=[_task(record, own) for record, own in zip(records, rows, strict=True)],
+        tasks=[
+            _task(record, own) | {"runs": _over_runs(record, earlier)}
+            for record, own in zip(records, rows, strict=True)
+        ],
         settings=_settings(first),
         limits=_limits(records, rows, inherited),
     )
@@ -110,6 +118,23 @@ def _task(record: Record, own: TaskRows) -> dict[str, Any]:
         "constant": "the mean score of train" if task.is_regression else "what is most frequent in train",
         "scores": scores,
     }
+
+
+def _over_runs(record: Record, earlier: Sequence[Record]) -> str:
+    """Returns the mean over this run and its repetitions with other seeds or draws; "" if there are none."""
+    from finetune.stats.estimates import estimate
+
+    same = ("task", "label", "fingerprint", "train_size", "selection", "changed")
+    alike = {one["run_id"]: one for one in [*earlier, record] if all(one[name] == record[name] for name in same)}
+    if len(alike) < 2:
+        return ""
+    runs = pd.DataFrame({"pretraining": one["fingerprint"], "draw": one["data_seed"], "seed": one["seed"],
+                         "score": 100 * one["score"]} for one in alike.values())  # fmt: skip
+    found = estimate(runs)
+    return (
+        f"{record['metric']} over {found.runs} runs ({found.units}), of which this model is one: "
+        f"{found.mean:.1f} (95 % interval of the mean {found.low:.1f} to {found.high:.1f})."
+    )
 
 
 def _about(task: Task) -> str:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from finetune.data.encoding import Encoded
 from finetune.heads.modeling_heads import TaskModel
 from finetune.settings import TrainSettings
-from finetune.train.progress import Progress
+from finetune.train.progress import RunProgress
 from finetune.train.snapshots import Snapshots
 from multicls.distributed import rank_and_world
 from multicls.ds_config import OWNED, check_with_deepspeed, resolve_ds_config
@@ -317,7 +317,7 @@ def fine_tune(
     keeper.load(stepper, result)
     started, done = time.perf_counter() - result.seconds, result.steps
     batches = islice(task_batches([len(part.train) for part in parts], settings.batch_size, seed, sampling), done, None)
-    with closing(Progress(settings.max_steps, done, tensorboard)) as progress:
+    with closing(RunProgress(settings.max_steps, done, tensorboard)) as progress:
         for step in range(done + 1, settings.max_steps + 1):
             task, rows = next(batches)
             losses.append(train_step(stepper, parts[task], task, rows, device, settings, seed, step - 1))

@@ -129,7 +129,7 @@ def test_step_on_paper_at_its_limits() -> None:
     alone = step_seconds(1, flops, cluster)
     assert alone.all_reduce == 0 and alone.loader == 0
     assert alone.total == alone.compute == flops / (cluster.mfu * cluster.peak)
-    endless = Cluster(loader_rate=1e12, checkpoint_seconds=0, bandwidth=float("inf"))
+    endless = Cluster(loader_rate=1e12, checkpoint_seconds=0, bandwidth=1e30)
     assert step_seconds(1024, flops, endless).total == pytest.approx(alone.total)
     hidden = Cluster(loader_rate=1e12, checkpoint_seconds=0, overlap=1.0)
     assert step_seconds(1024, flops, hidden).total == pytest.approx(alone.total)

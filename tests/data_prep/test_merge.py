@@ -1,4 +1,4 @@
-"""What the merge finds across parts, against a plain search; the same for any number of ranges and parts."""
+"""The merge finds what a plain search finds, for any number of ranges and parts."""
 
 from __future__ import annotations
 

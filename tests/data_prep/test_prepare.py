@@ -1,4 +1,4 @@
-"""From files to a corpus folder: formats, cleaning, determinism, interruptions, bad input."""
+"""Preparing a corpus folder: formats, cleaning, determinism, interruptions, bad input."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_a_stopped_run_goes_on_and_never_looks_whole(
 def test_a_whole_unit_is_never_read_again(
     tiny_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if another file was repaired or taken away in between."""
+    """Another file may be repaired or taken away in between."""
     texts = many_files(tmp_path / "in")
     read: list[str] = []
     original = build.read_piece

@@ -1,4 +1,4 @@
-"""From pieces of files and data sets to documents."""
+"""Reading documents from pieces of files and data sets."""
 
 from __future__ import annotations
 
@@ -221,57 +221,62 @@ from data_prep.read import ReadOptions, read_piece
 from data_prep.sources import _can_extract_html, find_files
 from data_prep.units import cut_units, piece_hash
 from multicls.errors import UserError
-try:
-    files, skipped = find_files(sys.argv[1:2], exclude=sys.argv[2:])
-    documents = [d for u in cut_units(files) for p in u for d in read_piece(files[p.file], p, ReadOptions())]
-    told = [[[f.source, f.name, f.format, f.size, f.version, f.rows] for f in files], documents, skipped]
-except UserError as error:
-    told = error.problems
+told = []
+for name, *exclude in json.loads(sys.argv[1]):
+    try:
+        files, skipped = find_files([name], exclude=exclude)
+        documents = [d for u in cut_units(files) for p in u for d in read_piece(files[p.file], p, ReadOptions())]
+        told.append([[[f.source, f.name, f.format, f.size, f.version, f.rows] for f in files], documents, skipped])
+    except UserError as error:
+        told.append(error.problems)
 print(json.dumps(told), flush=True)
 os._exit(0)  # datasets' threads sometimes abort the interpreter when it ends
 """
 
 
-def ask_hub(address: str, home: Path, *words: str) -> Any:
+def ask_hub(address: str, home: Path, *questions: list[str]) -> Any:
+    """Returns files, documents and skipped paths, or the problems, of each `[input, exclude ...]`; one new process."""
     environment = os.environ | {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_DATASETS_OFFLINE": "0"}
     environment |= {"HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", HUB_SCRIPT, *words], env=environment, capture_output=True, text=True, cwd=Path.cwd()
+        [sys.executable, "-c", HUB_SCRIPT, json.dumps(questions)], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0 and done.stdout, done.stderr + "\n".join(Hub.asked)
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_files_of_the_hub(hub: str, tmp_path: Path) -> None:  # noqa: F811
-    files, documents, skipped = ask_hub(hub, tmp_path / "home", "wikipedia")
+    wrong = {
+        "owner/none": "--input owner/none:train: not to be had from the Hub (",
+        "wikimedia/wikipedia:1999": "not to be had from the Hub (BuilderConfig '1999' not found",
+        "wikimedia/wikipedia:20231101.en:nose": "no split 'nose'. Known: train.",
+    }
+    questions = [["wikipedia"], ["wikipedia", "*-00000-of-*"], *([name] for name in wrong)]
+    (files, documents, skipped), excluded, *problems = ask_hub(hub, tmp_path / "home", *questions)
     names = [f"20231101.en/train-0000{i}-of-00002.parquet" for i in range(2)]
     assert [file[:3] + file[4:] for file in files] == [["wikipedia", name, "parquet", SHA, 1] for name in names]
     assert [document[2] for document in documents] == [f"Article {i}" for i in range(20)] and not skipped
     assert documents[11][1] == f"{names[1]}#11" and {document[4] for document in documents} == {"lines"}
-    files, documents, skipped = ask_hub(hub, tmp_path / "home", "wikipedia", "*-00000-of-*")
-    assert len(files) == len(skipped) == 1 and len(documents) == 10
-    for name, reason in {
-        "owner/none": "--input owner/none:train: not to be had from the Hub (",
-        "wikimedia/wikipedia:1999": "not to be had from the Hub (BuilderConfig '1999' not found",
-        "wikimedia/wikipedia:20231101.en:nose": "no split 'nose'. Known: train.",
-    }.items():
-        (problem,) = ask_hub(hub, tmp_path / "home", name)
+    assert [len(found) for found in excluded] == [1, 10, 1]
+    for (problem,), reason in zip(problems, wrong.values(), strict=True):
         assert reason in problem
     Hub.files[names[1]] = Hub.files[names[1]][:-9]  # the Hub answers, with a torn file
-    _, documents, _ = ask_hub(hub, tmp_path / "other", "wikipedia")
+    ((_, documents, _),) = ask_hub(hub, tmp_path / "other", ["wikipedia"])
     assert [document[5] for document in documents] == [""] * 10 + ["records_file_damaged"]
 
 
+@pytest.mark.slow
 def test_other_files_of_the_hub(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     for name in [name for name in Hub.files if name.endswith(".parquet")]:
         rows = pq.read_table(pa.BufferReader(Hub.files.pop(name))).to_pylist()
         Hub.files[name.replace(".parquet", ".jsonl")] = "\n".join(map(json.dumps, rows)).encode()
-    files, documents, _ = ask_hub(hub, tmp_path / "home", "wikipedia")
+    ((files, documents, _),) = ask_hub(hub, tmp_path / "home", ["wikipedia"])
     assert [file[2] for file in files] == ["dataset"] * 2
     assert [document[2] for document in documents] == [f"Article {i}" for i in range(20)]
     Hub.files = {name: data for name, data in Hub.files.items() if "00001" not in name}
     Hub.files["20231101.en/train-00001-of-00002.jsonl"] = b'{"text": 7'
-    _, documents, _ = ask_hub(hub, tmp_path / "other", "wikipedia")
+    ((_, documents, _),) = ask_hub(hub, tmp_path / "other", ["wikipedia"])
     assert [document[5] for document in documents] == [""] * 10 + ["records_file_damaged"]
     send = Hub.send_file
 
@@ -279,5 +284,5 @@ def test_other_files_of_the_hub(hub: str, tmp_path: Path, monkeypatch: pytest.Mo
         self.send_error(403) if "00001" in name else send(self, name)
 
     monkeypatch.setattr(Hub, "send_file", send_file)
-    (problem,) = ask_hub(hub, tmp_path / "third", "wikipedia")
+    ((problem,),) = ask_hub(hub, tmp_path / "third", ["wikipedia"])
     assert "wikimedia/wikipedia@" in problem and "train-00001-of-00002.jsonl: cannot be read" in problem

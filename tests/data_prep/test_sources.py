@@ -1,4 +1,4 @@
-"""What `--input` names: every path is listed or skipped with its reason, whatever lies in a folder."""
+"""Listing the input: every path is listed or skipped with its reason, whatever lies in a folder."""
 
 from __future__ import annotations
 

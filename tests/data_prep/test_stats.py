@@ -65,7 +65,7 @@ def write_corpus(folder: Path, tokenizer: Path, shards: list[list[ShardRow]], vo
 
 
 def counts_of(rows: list[ShardRow]) -> dict[str, int]:
-    """What the manifest says about rows."""
+    """Returns the manifest's counts of rows."""
     return {
         "documents": len({row.hash for row in rows}),
         "rows": len(rows),

@@ -175,6 +175,7 @@ def read_corpus(folder: Path, number: int) -> list[str]:
     return [line for line in lines if line.strip() and not line.startswith(("<doc", "</doc"))]
 
 
+@pytest.mark.slow
 def test_ids_are_those_of_sentencepiece_on_real_text(multicls_data: Path, tmp_path: Path) -> None:
     train_vocabulary(
         read_corpus(multicls_data / "corpus", 0), tmp_path / "v", kind="unigram", size=2000, log=lambda _: None

@@ -212,7 +212,7 @@ def test_processes_side_by_side_are_stopped_and_go_on(flags: list[str], tmp_path
 
 
 def test_own_rows_in_a_grid(tiny_bert: Path, glue: Path, tmp_path: Path) -> None:
-    """By the recipe, and by flags: both are the same runs."""
+    """A recipe and flags give the same runs."""
     rows = (glue / "SST-2" / "dev.tsv").read_text(encoding="utf-8").replace("sentence\t", "text\t", 1)
     (tmp_path / "reviews.tsv").write_text(rows, encoding="utf-8")
     values = {"models": {"bert": str(tiny_bert)}, "systems": ["cls", "mean"], "seeds": [1]}

@@ -71,7 +71,7 @@ def test_labels_probabilities_and_all_input_columns(three_classes: Path, tmp_pat
         shares = {name: float(row[f"p_{name}"]) for name in WORDS}
         assert abs(sum(shares.values()) - 1) < 1e-5 and max(shares, key=shares.__getitem__) == row["label"]
     text = capsys.readouterr().out
-    assert "10 rows: 4 fine, 3 poor, 3 same" in text and f"written: {tmp_path / 'new.predictions.csv'}" in text
+    assert "10 rows: 4 fine, 3 poor, 3 same" in text and f"written:  {tmp_path / 'new.predictions.csv'}" in text
 
 
 def test_the_probabilities_are_those_of_the_run(three_classes: Path, tmp_path: Path) -> None:

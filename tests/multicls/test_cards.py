@@ -1,4 +1,4 @@
-"""What a model inherits from its checkpoint: only what a card or configuration states, and never a path."""
+"""A model inherits from its checkpoint only what a card or configuration states, and never a path."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def test_license_and_language_come_from_the_card(tmp_path: Path) -> None:
     assert found == {"license": "mit", "language": ["en", "multilingual"]}  # YAML reads `no` as false
 
 
-@pytest.mark.parametrize("card", ["", "no metadata", "---\n[1, 2]\n---\n", "---\na: [\n---\n", "---\nlicense: [a]\n---\n"])
+@pytest.mark.parametrize(
+    "card", ["", "no metadata", "---\n[1, 2]\n---\n", "---\na: [\n---\n", "---\nlicense: [a]\n---\n"]
+)
 def test_broken_cards_state_nothing(tmp_path: Path, card: str) -> None:
     assert cards.inherited_metadata(folder_with(tmp_path, card)) == {}
 

@@ -76,7 +76,7 @@ def train(tmp_path: Path, stages: tuple[int, ...], launcher: tuple[str, ...] = (
 def test_device_where_a_process_sees_its_own_gpu_alone(
     monkeypatch: pytest.MonkeyPatch, local_rank: str, visible: int, chosen: int
 ) -> None:
-    """As under `srun --gpus-per-task=1`. DeepSpeed, too, takes its device from LOCAL_RANK."""
+    """Ranks see one GPU each under `srun --gpus-per-task=1`. DeepSpeed, too, takes its device from LOCAL_RANK."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     for name, value in {"RANK": "0", "LOCAL_RANK": local_rank, "WORLD_SIZE": "1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)

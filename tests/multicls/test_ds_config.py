@@ -40,7 +40,7 @@ def test_shipped_files_resolve_completely(path: Path) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_files_serve_every_precision(path: Path, precision: str) -> None:
-    """So fp16 and bf16 need no files of their own: DeepSpeed's own loss scaling is dynamic."""
+    """Shows that fp16 and bf16 need no files of their own: DeepSpeed's own loss scaling is dynamic."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     theirs = DeepSpeedConfig(
@@ -148,7 +148,7 @@ def test_whole_numbers_written_as_floats_are_taken() -> None:
 
 
 def test_precision_not_known_yet_is_not_checked() -> None:
-    """So that a launch can be refused before a GPU is looked for."""
+    """A launch can be refused before a GPU is looked for."""
     config = {"bf16": {"enabled": True}}
     resolve_ds_config(config, **(OURS | {"precision": None}))
     assert problems(config, precision="fp32")

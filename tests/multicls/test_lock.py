@@ -80,7 +80,7 @@ def test_free_folder_has_no_lock_file(tmp_path: Path) -> None:
 
 
 def test_one_process_takes_a_lock_once(tmp_path: Path) -> None:
-    """And looking at the lock does not lose it, which closing a descriptor of the file would."""
+    """Looking at the lock does not lose it, which closing a descriptor of the file would."""
     folder = tmp_path / "run"
     (tmp_path / "link").symlink_to(folder)
     with locked(folder):
@@ -92,7 +92,7 @@ def test_one_process_takes_a_lock_once(tmp_path: Path) -> None:
 
 
 def _taken_elsewhere(folder: Path) -> bool:
-    """What `lock_holder` says in another process."""
+    """Returns whether `lock_holder` finds a holder in another process."""
     script = "import sys; from multicls.files import lock_holder; print(lock_holder(sys.argv[1]))"
     done = subprocess.run(
         [sys.executable, "-c", script, str(folder)], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True

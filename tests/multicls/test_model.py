@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from multicls import (
     MultiClsBertConfig,
+    MultiClsBertForMaskedLM,
     MultiClsBertForPreTraining,
     MultiClsBertForSequenceClassification,
     MultiClsBertModel,
@@ -46,10 +51,89 @@ def batch(config: MultiClsBertConfig, examples: int = 4, length: int = 20) -> di
     }
 
 
-def test_batch_that_is_not_part_major_is_refused() -> None:
-    model = MultiClsBertForPreTraining(tiny())
-    with pytest.raises(ValueError, match="3 parts"):
-        model(torch.randint(10, 97, (4, 20)))
+def test_a_batch_that_is_not_part_major_has_the_other_objectives() -> None:
+    model = MultiClsBertForPreTraining(tiny()).eval()
+    ids = torch.randint(10, 97, (4, 20))
+    out = model(ids, output_hidden_states=True, output_attentions=True)
+    assert out.loss is None and out.losses == {} and out.mcqt_scores is None
+    assert out.mlm_logits.shape == (4, 20, 97) and len(out.hidden_states) == 4
+    labels = torch.full_like(ids, -100)
+    labels[1, 7] = labels[3, 5] = 11
+    labelled = model(ids, labels=labels)
+    assert set(labelled.losses) == {"mlm"} and labelled.loss == labelled.losses["mlm"]
+    torch.testing.assert_close(labelled.mlm_logits, out.mlm_logits[[1, 3], [7, 5]])
+    assert set(model(ids[:3], labels=labels[:3]).losses) == {"mcqt", "mlm"}
+    with pytest.raises(ValueError, match="3 parts"):  # MCQT is asked for
+        model(ids, group_size=2)
+
+
+def test_masked_lm_shares_the_pretraining_weights(tmp_path: Path) -> None:
+    pretraining = MultiClsBertForPreTraining(tiny()).eval()
+    pretraining.save_pretrained(tmp_path)
+    loaded: Any = MultiClsBertForMaskedLM.from_pretrained(tmp_path, output_loading_info=True)
+    masked, report = loaded
+    assert not any(report.values())
+    assert masked.cls.predictions.decoder.weight is masked.bert.embeddings.word_embeddings.weight
+    ids = torch.randint(10, 97, (2, 20))
+    torch.testing.assert_close(masked.eval()(ids).logits, pretraining(ids).mlm_logits)
+
+
+@pytest.mark.parametrize(
+    ("labels", "given", "found"),
+    [
+        (torch.tensor([0.5, 2.0]), None, "regression"),
+        (torch.tensor([[0.5, 2.0, 1.0], [1.0, 0.0, 3.0]]), "regression", "regression"),
+        (torch.tensor([0, 2]), None, "single_label_classification"),
+        (torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]]), None, "multi_label_classification"),
+    ],
+)
+def test_problem_type_is_that_of_bert(labels: Tensor, given: str | None, found: str) -> None:
+    config = tiny(num_labels=1 if labels.is_floating_point() and labels.ndim == 1 else 3, problem_type=given)
+    model = MultiClsBertForSequenceClassification(config).eval()
+    out = model(torch.randint(10, 97, (2, 12)), labels=labels)
+    losses = {
+        "regression": lambda: (out.logits.squeeze(-1) - labels).square().mean(),
+        "single_label_classification": lambda: -out.logits.log_softmax(-1)[[0, 1], labels].mean(),
+        "multi_label_classification": lambda: torch.nn.functional.binary_cross_entropy(out.logits.sigmoid(), labels),
+    }
+    torch.testing.assert_close(out.loss, losses[found]())
+    assert model.config.problem_type == found
+
+
+def test_short_input_and_wrong_tokens_are_told() -> None:
+    model = MultiClsBertModel(tiny(facet_ids=[1, 2, 3], num_hidden_layers=1, facet_layers=[])).eval()
+    with pytest.raises(ValueError, match="3 tokens has no room for .* 3 facets"):
+        model(torch.tensor([[5, 1, 2]]))
+    ids = torch.tensor([[5, 1, 2, 3, 9, 9], [5, 1, 2, 3, 9, 0]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(ids)
+        model(inputs_embeds=torch.zeros(1, 6, 16))
+    with pytest.warns(UserWarning, match="padded on the left"):
+        model(ids.roll(1, dims=1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(ids.flip(1))  # it has warned
+    with pytest.warns(UserWarning, match=r"ids \[1, 2, 3\]"):
+        MultiClsBertModel(model.config)(torch.tensor([[5, 1, 2, 4, 9, 9]]))
+
+
+@pytest.mark.parametrize("facets", [0, 3])
+def test_sentence_embeddings(facets: int) -> None:
+    """The mean leaves the facets out; without facets it is the usual mean."""
+    model = MultiClsBertModel(tiny(num_facets=facets)).eval()
+    ids = torch.randint(10, 97, (2, 12))
+    mask = torch.ones_like(ids)
+    mask[1, 9:] = 0
+    out = model(ids, attention_mask=mask)
+    kept = [0, *range(1 + facets, 12)]
+    expected = torch.stack([out.last_hidden_state[0, kept].mean(0), out.last_hidden_state[1, kept[:-3]].mean(0)])
+    torch.testing.assert_close(model.embed_sentences(ids, mask), expected)
+    model.config.sentence_embedding = "facets"
+    torch.testing.assert_close(model.embed_sentences(ids, mask), out.facet_embeddings.sum(1))
+    model.config.mcqt_lambda = 0.0
+    sums = torch.nn.functional.normalize(out.facet_embeddings.sum(1), dim=-1)
+    torch.testing.assert_close(model.similarity(out.facet_embeddings, out.facet_embeddings), sums @ sums.T)
 
 
 def test_normalizers_replace_the_counts() -> None:
@@ -153,6 +237,8 @@ def test_parameter_counts_of_the_paper(shape: dict[str, int], millions: float) -
         ({"num_facets": 39}, "num_facets"),
         ({"mcqt_lambda": 1.5}, "mcqt_lambda"),
         ({"classifier_pooling": "mean"}, "classifier_pooling"),
+        ({"sentence_embedding": "max"}, "sentence_embedding"),
+        ({"facet_ids": [1, 2]}, "facet_ids"),
     ],
 )
 def test_settings_out_of_range(changes: dict[str, object], message: str) -> None:

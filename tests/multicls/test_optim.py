@@ -1,4 +1,4 @@
-"""What both stages take for the optimizer, and the record of the software."""
+"""Parameter groups, precision and seeds of both stages, and the record of the software."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_dropout_seeds_differ_and_repeat() -> None:
 def test_auto_is_bf16_only_where_the_gpu_has_it(
     capability: tuple[int, int], precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By default torch counts emulated bf16 as supported: "auto" would be bf16 on each of these GPUs."""
+    """Precision "auto" is bf16 only where it is native; torch counts emulated bf16 as supported by default."""
     properties = SimpleNamespace(major=capability[0], minor=capability[1])
     monkeypatch.setattr("torch.version.hip", None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)

@@ -39,7 +39,7 @@ def test_special_tokens_may_have_other_names(unknown: list[str], tmp_path: Path)
     with_facets(theirs, 2).save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert facet_ids(tokenizer) == (len(theirs), len(theirs) + 1) and len(tokenizer) == len(theirs) + 2
-    pair = tokenizer("hello <mask> [C1]", "</s> world")
+    pair = tokenizer("hello <mask> [C1]", "</s> world", split_special_tokens=True)
     tokens = tokenizer.convert_ids_to_tokens(pair["input_ids"])
     assert tokens[:4] == ["<s>", "[C1]", "[C2]", "hello"] and tokens[-1] == "</s>"
     assert tokens.count("</s>") == 2 and tokens.count("[C1]") == 1 and "<mask>" not in tokens

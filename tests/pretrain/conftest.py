@@ -59,9 +59,9 @@ def launch(tiny_bert: Path, tiny_corpus: Path) -> Launch:
 
 @pytest.fixture(scope="session")
 def fork(tiny_bert: Path, tiny_corpus: Path) -> Iterator[Fork]:
-    """The same without an interpreter's start: `fork(run_folder, {}, {"ranks": 2, "accident": "SIGTERM"}, flags=())`.
+    """Runs pretrain/run.py in forks of one process: `fork(run_folder, {}, {"ranks": 2, "accident": "SIGTERM"})`.
 
-    Gives the exit codes of the ranks of each launch, None for a hang; see accidents.py.
+    Returns the exit codes of the ranks of each launch, None for a hang; see accidents.py.
     """
     command = [sys.executable, str(Path(__file__).with_name("accidents.py"))]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -82,7 +82,7 @@ def fork(tiny_bert: Path, tiny_corpus: Path) -> Iterator[Fork]:
 
 
 def said(folder: Path, launch: int = 0) -> str:
-    """What the ranks of a `fork` launch printed, errors included."""
+    """Returns what the ranks of a `fork` launch printed, errors included."""
     return (folder.parent / f"launch_{launch}.txt").read_text()
 
 

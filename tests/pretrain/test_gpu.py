@@ -1,4 +1,4 @@
-"""What only a GPU can show: precisions and ZeRO stages, resume, export, packed tokens, and no waits of the host."""
+"""Tests that need a GPU: precisions and ZeRO stages, resume, export, packed tokens, and no waits of the host."""
 
 from __future__ import annotations
 

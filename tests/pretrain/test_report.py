@@ -97,7 +97,7 @@ def test_help_is_quick_and_mistakes_have_no_traceback(tmp_path: Path) -> None:
 
 
 def test_keys_of_report_and_page_are_keys_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What training writes under other names would silently be left out; and every key is explained."""
+    """A key that training writes under another name would silently be left out; every key is explained."""
     from pretrain.flops import throughput
     from pretrain.metrics import means
     from pretrain.training import StepTimer

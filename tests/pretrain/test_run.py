@@ -64,7 +64,7 @@ def test_finished_run_is_left_alone(fork: Fork, finished: Path) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_give_the_same_curve(launch: Launch, finished: Path, tmp_path: Path) -> None:
-    """And with two loader processes each instead of one."""
+    """Each rank has two loader processes instead of one."""
     deepspeed = ("deepspeed", "--num_gpus", "2", f"--master_port={free_ports(1)[0]}")
     done = launch(tmp_path / "run", "--set", "data.num_workers=2", launcher=deepspeed)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -74,7 +74,7 @@ def test_two_ranks_give_the_same_curve(launch: Launch, finished: Path, tmp_path:
 
 
 def test_zero_3_gives_the_same_curve(fork: Fork, finished: Path, tmp_path: Path) -> None:
-    """And the same export. The other stages: test_ds_configs.py."""
+    """The export is the same as well; test_ds_configs.py has the other stages."""
     assert fork(tmp_path / "run", flags=("--config", "ds_configs/zero3.json")) == [[0]], said(tmp_path / "run")
     for ours, theirs in zip(records(tmp_path / "run"), records(finished), strict=True):
         assert {name: ours[name] for name in LOSSES} == pytest.approx({name: theirs[name] for name in LOSSES}, rel=1e-5)

@@ -34,7 +34,7 @@ def test_second_launch_is_refused(fork: Fork, tmp_path: Path) -> None:
 
 
 def test_killed_run_leaves_the_folder_free(fork: Fork, tmp_path: Path) -> None:
-    """Also where loader workers were forked, which live on for a moment."""
+    """Forked loader workers live on for a moment; they do not keep the lock."""
     run, flags = tmp_path / "run", ("--set", "data.num_workers=2")
     assert fork(run, {"accident": "killed in a step", "step": 5}, {}, flags=flags) == [[-9], [0]], said(run, 1)
     assert "resuming from step 4" in said(run, 1)

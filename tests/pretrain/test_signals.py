@@ -1,4 +1,4 @@
-"""What asks a run to leave: signals, once and twice, and how far it has come, without torch."""
+"""Signals ask a run to leave, once and twice; `--status` answers without torch."""
 
 from __future__ import annotations
 

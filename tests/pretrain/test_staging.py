@@ -79,7 +79,7 @@ def test_no_room(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_processes_at_once_copy_once(corpus: Path, tmp_path: Path) -> None:
-    """As two containers of one machine that share a disk would: a process each, since a lock belongs to a process."""
+    """Two containers of one machine share a disk; here each is a process, since a lock belongs to a process."""
     import multiprocessing
 
     with multiprocessing.get_context("fork").Pool(3) as pool:

@@ -20,7 +20,7 @@ NODES = ("a", "a", "b", "b", "b")  # of ranks 0 to 4
 
 
 def run_ranks(folder: Path, work: Callable[[int, Path], Any], *, world_size: int = len(NODES)) -> list[Any]:
-    """What `work(rank, folder)` gives on each rank, or [kind of error, its text]. Each rank is a fork."""
+    """Returns what `work(rank, folder)` gives on each rank, a fork, or [kind of error, its text]."""
     address = f"file://{folder}/meeting"
     children = []
     for rank in range(world_size):

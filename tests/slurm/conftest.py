@@ -92,7 +92,7 @@ class Cluster:
         return self.run("sbatch", "--parsable", *options, f"slurm/{script}", *arguments, cwd=cwd)
 
     def job(self, job: str) -> dict[str, str]:
-        """What SLURM says of a job: JobState, ExitCode, Restarts, Reason ..."""
+        """Returns what SLURM says of a job: JobState, ExitCode, Restarts, Reason ..."""
         return dict(re.findall(r"(\w+)=(\S*)", self.run("scontrol", "show", "job", job)))
 
     def wait(self, job: str, *states: str) -> dict[str, str]:

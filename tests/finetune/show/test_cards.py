@@ -36,6 +36,7 @@ def record_of(task: Task, **values: Any) -> dict[str, Any]:
     return {
         "run_id": "0123456789ab", "task": task.name, "benchmark": task.benchmark, "model": "/home/anna/models/base",
         "model_name": None, "fingerprint": "ab12", "label": "isobn/multicls", "selection": "dev",
+        "train_size": "all", "data_seed": 1,
         "changed": {"isobn.beta": 1.0}, "resolved": {"max_length": 24, "train": train}, "metric": metric,
         "score": 0.75, "scores": {name: 0.75 - 0.25 * n for n, name in enumerate(task.metrics)}, "score_error": 0.05,
         "constant": dict.fromkeys(task.metrics, 0.5), "test_scores": {}, "best_step": 20, "steps": 30, "seed": 1,
@@ -58,6 +59,18 @@ def test_the_card_tells_data_scores_and_limits() -> None:
     worse, _ = record_of(OWN, score=0.5, score_error=None), None
     _, text = checked_card(model_card([worse], [rows_of(OWN)], {}))
     assert "no better than the constant answer" in text and "interval 6" not in text
+
+
+def test_repetitions_with_other_seeds_give_the_mean_an_interval() -> None:
+    """Scores 70, 75 and 80: mean 75, standard error 2.887, t(2) = 4.303."""
+    record = record_of(OWN)
+    others = [record_of(OWN, run_id=f"r{seed}", seed=seed, score=score) for seed, score in ((2, 0.7), (3, 0.8))]
+    foreign = [record_of(OWN, run_id="f", label="cls", score=0.1), record_of(OWN, run_id="g", fingerprint="cd")]
+    _, text = checked_card(model_card([record], [rows_of(OWN)], {}, [*others, *foreign, record]))
+    assert "acc over 3 runs (3 seeds of one pretraining and draw (seeds only))" in text
+    assert "75.0 (95 % interval of the mean 62.6 to 87.4)" in text
+    _, text = checked_card(model_card([record], [rows_of(OWN)], {}, foreign))
+    assert "interval of the mean" not in text
 
 
 def test_a_benchmarks_card_has_a_model_index_and_the_hub_model() -> None:

@@ -1,4 +1,4 @@
-"""What test_ranks.py runs: on two ranks all cases in one launch, and alone with as many micro-batches."""
+"""The runs of test_ranks.py: on two ranks all cases in one launch, and alone with as many micro-batches."""
 
 from __future__ import annotations
 
