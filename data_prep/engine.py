@@ -31,12 +31,11 @@ from datatrove.executor.slurm import SlurmPipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
+from multicls.console import Progress
 from multicls.errors import UserError
 from multicls.files import REPOSITORY, read_json, write_json
-from multicls.words import duration
 
 logger.remove()  # datatrove logs to stderr by default; tasks still log to their files
-SECONDS_PER_LINE = 5.0
 POLL_SECONDS = 2.0  # between looks at the tasks of SLURM and Ray
 _ERROR = re.compile(r"[\w.]*(?:Error|Exception|Interrupt)\b")  # the last line of a traceback
 PATIENCE = 10.0  # seconds after the end of SLURM's jobs for their files to appear on a shared disk
@@ -81,48 +80,31 @@ class Stage(NamedTuple):
     sizes: Sequence[int]
 
 
-class Progress:
-    """Prints progress and ETA of the stages: as a bar on a terminal, else as a line every few seconds."""
+class StageProgress:
+    """Shows progress and remaining time of the stages: as a bar on a terminal, else as a line every few seconds."""
 
     def __init__(self, log: Callable[[str], object]) -> None:
         self._log = log
-        self._bar: Any = None
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-            columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[line]}")
-            self._bar = Progress(*columns, TimeRemainingColumn(), console=Console(file=sys.stderr), transient=True)
-            self._bar.start()
+        self._shown: Progress | None = None
 
     def begin(self, stage: Stage, done: Sequence[int]) -> None:
         """Starts a stage; the tasks `done` of an earlier start are whole."""
+        self.end()
+        total = sum(stage.sizes)
+        unit = "MB" if total > len(stage.sizes) else "tasks"  # sizes are bytes, or 1
         self._stage = stage
-        self._before = self._size(done)
-        self._started = self._last = time.monotonic()
-        if self._bar:
-            self._task = self._bar.add_task(stage.name, total=sum(stage.sizes), completed=self._before, line="")
+        self._shown = Progress(stage.name, total, done=self._size(done), unit=unit, say=self._log)
 
     def update(self, done: Sequence[int]) -> None:
         """Shows the progress after the tasks `done`."""
-        size, total = self._size(done), sum(self._stage.sizes)
-        now = time.monotonic()
-        line = f"{len(done)} of {len(self._stage.sizes)} tasks"
-        if total > len(self._stage.sizes):  # sizes are bytes
-            speed = (size - self._before) / max(now - self._started, 1e-9)
-            line += f", {size / 1e6:,.1f} of {total / 1e6:,.1f} MB, {speed / 1e6:.2f} MB/s"
-            if speed and size < total:
-                line += f", ETA {duration((total - size) / speed)}"
-        if self._bar:
-            self._bar.update(self._task, completed=size, line=line)
-        elif now - self._last >= SECONDS_PER_LINE:
-            self._last = now
-            self._log(f"{self._stage.name}: {line}")
+        assert self._shown is not None
+        tasks = f"{len(done)} of {len(self._stage.sizes)} tasks" if self._shown.unit == "MB" else ""
+        self._shown.update(self._size(done), tasks)
 
     def end(self) -> None:
         """Removes the bar."""
-        if self._bar:
-            self._bar.stop()
+        if self._shown is not None:
+            self._shown.close()
 
     def _size(self, done: Sequence[int]) -> int:
         return sum(self._stage.sizes[rank] for rank in done)
@@ -134,7 +116,7 @@ def run_stages(stages: list[Stage], work: Path, options: ExecutorOptions, log: C
     Raises:
         UserError: A task failed, was killed or cannot be submitted. What is written stays; the next start goes on.
     """
-    progress = Progress(log)
+    progress = StageProgress(log)
     try:
         if options.kind == "local":
             _run_locally(stages, work, options.workers, progress)
@@ -181,7 +163,7 @@ class LocalExecutor(LocalPipelineExecutor):
         pool: The pool; None runs the tasks in this process.
     """
 
-    def __init__(self, stage: Stage, work: Path, pool: ProcessPoolExecutor | None, progress: Progress) -> None:
+    def __init__(self, stage: Stage, work: Path, pool: ProcessPoolExecutor | None, progress: StageProgress) -> None:
         super().__init__(stage.pipeline, tasks=len(stage.sizes), logging_dir=str(work / "logs" / stage.name))
         self.stage, self.pool, self.progress = stage, pool, progress
 
@@ -207,7 +189,7 @@ class LocalExecutor(LocalPipelineExecutor):
             self.progress.update(done)
 
 
-def _run_locally(stages: list[Stage], work: Path, workers: int, progress: Progress) -> None:
+def _run_locally(stages: list[Stage], work: Path, workers: int, progress: StageProgress) -> None:
     pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_start_worker) if workers > 1 else None
     try:
         for stage in stages:
@@ -270,7 +252,7 @@ class SlurmExecutor(SlurmPipelineExecutor):
 
 
 def _run_on_slurm(
-    stages: list[Stage], work: Path, options: ExecutorOptions, progress: Progress, log: Callable[[str], object]
+    stages: list[Stage], work: Path, options: ExecutorOptions, progress: StageProgress, log: Callable[[str], object]
 ) -> None:
     submitted = work / "slurm.json"
     jobs: dict[str, str] = read_json(submitted) if submitted.exists() else {}
@@ -357,7 +339,7 @@ def _cancel(jobs: Iterable[str]) -> None:
 # Ray
 
 
-def _run_on_ray(stages: list[Stage], work: Path, options: ExecutorOptions, progress: Progress) -> None:
+def _run_on_ray(stages: list[Stage], work: Path, options: ExecutorOptions, progress: StageProgress) -> None:
     try:
         import ray
     except ImportError:

@@ -93,6 +93,7 @@ class ExampleStream:
     Attributes:
         examples_per_epoch: number of examples in an epoch of the split.
         num_documents: number of documents in the split; a document that takes several rows counts once.
+        num_tokens: number of tokens of the split's text, weighted by `source_weights`.
         budget: number of text tokens that fit into a part.
 
     Raises:
@@ -137,6 +138,7 @@ class ExampleStream:
         )
         self.examples_per_epoch = self._index.per_epoch
         self.num_documents = self._index.num_documents
+        self.num_tokens = self._index.num_tokens
         # glibc returns freed memory to the system, and faulting it in again for every batch costs as much as all the
         # rest. Once a block of this size has been freed, glibc keeps as much.
         np.empty(16 << 20, np.uint8)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -27,10 +26,11 @@ from data_prep.settings import (
     VocabularyOptions,
 )
 from multicls.command_line import CommandLine, print_summary
+from multicls.console import print_line
 from multicls.errors import UserError, did_you_mean, run_command
 
+OWN_TEXT = 100_000_000  # tokens; for fewer, the recipe own_text fits better than the paper's
 INPUT = tuple(InputSettings.model_fields)
-_log = partial(print, flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -62,9 +62,9 @@ def build_command(argv: Sequence[str]) -> None:
         options.executor, options.workers, options.partition, options.time, options.tasks_per_job, sbatch
     )
     if options.plan:
-        print_plan(options.settings(), options.output, executor, _log)
+        print_plan(options.settings(), options.output, executor, print_line)
         return
-    prepare(options.settings(), options.output, executor, _log)
+    prepare(options.settings(), options.output, executor, print_line)
     _summarize(options)
 
 
@@ -77,7 +77,8 @@ def _summarize(options: BuildOptions) -> None:
     made = [("corpus", f"{options.output} ({size})"), ("left out", Path(options.output) / DROPPED)]
     folder = Path(options.tokenizer)
     model = options.tokenizer if not folder.exists() or (folder / "config.json").exists() else "CHECKPOINT"
-    command = ["deepspeed", "pretrain/run.py", "--recipe", "base", "--model", model, "--corpus", options.output]
+    recipe = "own_text" if corpus.manifest["tokens"] < OWN_TEXT else "base"
+    command = ["deepspeed", "pretrain/run.py", "--recipe", recipe, "--model", model, "--corpus", options.output]
     print_summary(made, "" if options.sample else shlex.join(command))
 
 
@@ -122,7 +123,9 @@ def vocabulary_command(argv: Sequence[str]) -> None:
     from data_prep.vocabulary import train_vocabulary
 
     sentences = sentences_of(options, options.max_mb)
-    train_vocabulary(sentences, options.output, kind=options.type, size=options.size, cased=options.cased, log=_log)
+    train_vocabulary(
+        sentences, options.output, kind=options.type, size=options.size, cased=options.cased, log=print_line
+    )
     command_words = ["python", "data_prep/run.py", "--input", *options.input, "--tokenizer", options.output]
     print_summary([("tokenizer", options.output)], shlex.join([*command_words, "--output", "CORPUS"]))
 

@@ -80,6 +80,7 @@ class WindowIndex:
     Attributes:
         per_epoch: number of examples in an epoch of the split.
         num_documents: number of documents in the split; a document that takes several rows counts once.
+        num_tokens: number of tokens in the rows of the split that have windows, weighted as an epoch shows them.
 
     Raises:
         UserError: a weight is not finite and >= 0, or its source does not exist.
@@ -109,20 +110,24 @@ class WindowIndex:
             codes = np.array([names.setdefault(name, len(names)) for name in shard.source_names])[shard.source_codes]
             firsts = np.union1d(np.arange(0, len(codes), BLOCK), np.flatnonzero(np.diff(codes)) + 1)
             ends = np.append(firsts[1:], len(codes))
-            counts = np.add.reduceat(self._windows_of_split([(shard, 0, len(codes))]), firsts)
-            columns.append([codes[firsts], np.full(len(firsts), number), firsts, ends, counts])
+            windows = self._windows_of_split([(shard, 0, len(codes))])
+            shown = np.where(windows > 0, shard.num_tokens, 0).astype(np.int64)
+            counts, tokens = (np.add.reduceat(values, firsts) for values in (windows, shown))
+            columns.append([codes[firsts], np.full(len(firsts), number), firsts, ends, counts, tokens])
             begins_document = np.append(shard.hashes[0] != last_hash, shard.hashes[1:] != shard.hashes[:-1])
             self.num_documents += int((begins_document & self._in_split(shard.hashes)).sum())
             last_hash = shard.hashes[-1]
-        source, *block, counts = (np.concatenate(column) for column in zip(*columns, strict=True))
+        source, *block, counts, tokens = (np.concatenate(column) for column in zip(*columns, strict=True))
         order = np.argsort(source, kind="stable")  # the windows of a source stand together
         self._blocks = np.stack(block, axis=1).astype(np.int32)[order]  # shard, first row, end
         self._block_starts = np.cumsum(np.append(0, counts[order]))
         self._sizes = np.bincount(source, counts, minlength=len(names)).astype(np.int64)  # windows of each source
         self._source_starts = np.cumsum(self._sizes) - self._sizes
-        self._shown = np.rint(_checked_weights(source_weights, list(names)) * self._sizes).astype(np.int64)  # an epoch
+        weights = _checked_weights(source_weights, list(names))
+        self._shown = np.rint(weights * self._sizes).astype(np.int64)  # an epoch
         self._shown_ends = np.cumsum(self._shown)
         self.per_epoch = int(self._shown_ends[-1])
+        self.num_tokens = round(float((weights[source] * tokens).sum()))
 
     def find(self, key: np.ndarray, epochs: np.ndarray, indices: np.ndarray) -> Windows:
         """Returns the windows of (B,) examples; `key` is the hash of the seed.

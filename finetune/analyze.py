@@ -9,6 +9,7 @@ import csv
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -21,6 +22,7 @@ from pydantic import Field
 from finetune.data.tasks import TASKS, Task, find_task
 from finetune.settings import FinetuneSettings, OwnDataSettings
 from multicls.command_line import CommandLine, print_summary
+from multicls.console import Progress
 from multicls.errors import UserError, run_command
 from multicls.files import atomic_write, write_json
 from multicls.settings import Settings, load_settings
@@ -216,7 +218,6 @@ def read(model: TaskModel, rows: Encoded, task: int) -> dict[str, Array]:
         nothing; "logits" (rows, C). N is the number of sequences for choice tasks.
     """
     import torch
-    from tqdm import trange
 
     from finetune.train.loop import find_device
 
@@ -224,8 +225,9 @@ def read(model: TaskModel, rows: Encoded, task: int) -> dict[str, Array]:
     model.eval().to(device)
     count = getattr(model.encoder.config, "num_facets", 0)
     found: dict[str, list[torch.Tensor]] = defaultdict(list)
-    with torch.inference_mode():
-        for start in trange(0, len(rows), 32, leave=False, disable=None):
+    with torch.inference_mode(), closing(Progress("analyzing", len(rows), unit="rows")) as progress:
+        for start in range(0, len(rows), 32):
+            progress.update(start)
             batch = rows.batch(range(start, min(start + 32, len(rows))), device)
             output = model(**batch, task=task, output_hidden_states=True)
             nothing = output.pooled[:, :0]

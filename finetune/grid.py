@@ -30,6 +30,7 @@ from finetune.run import OWN, request_ids_of
 from finetune.settings import HEAD_OPTIONS, POOLED, FinetuneSettings, OwnDataSettings, check_names, flatten
 from finetune.store.results import Busy, Store
 from multicls.command_line import CommandLine, RecipeOptions, print_summary
+from multicls.console import print_line, show_log
 from multicls.errors import UserError, did_you_mean, run_command
 from multicls.settings import Settings, load_settings, to_yaml
 from multicls.words import duration
@@ -318,8 +319,7 @@ def _work(runs: Sequence[GridRun], store: Store, since: int) -> int:
     """
     import torch
 
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    log.setLevel(logging.INFO)
+    show_log(log.name, logging.INFO)
     if torch.cuda.device_count() > 1:
         torch.cuda.set_device(int(os.environ.get(WORKER, 0)) % torch.cuda.device_count())
     progress, pending = _Progress(runs, store, since), list(runs)
@@ -376,7 +376,7 @@ class _Progress:
             self.shown = text
             seconds = (time.monotonic() - self.started) / max(1, self.left - left) * left
             eta = f"  eta {duration(seconds)}" if 0 < left < self.left else ""
-            print(text + eta, flush=True)
+            print_line(text + eta)
 
     def close(self) -> int:
         """Prints what is not finished and what to do next; returns the exit code."""

@@ -11,6 +11,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from finetune.data.own_rows import DEFAULTS, METRICS, TEXTS, example_of, label_f
 from finetune.data.tables import RawRows, Row, read_table
 from finetune.data.tasks import TASKS, Task
 from multicls.command_line import CommandLine, print_summary
+from multicls.console import Progress
 from multicls.errors import UserError, did_you_mean, run_command
 from multicls.files import atomic_write, read_json
 from multicls.settings import Settings
@@ -137,7 +139,6 @@ def _task(about: Mapping[str, Any]) -> Task:
 def predict(folder: str, trained: TrainedTask, examples: Sequence[LabeledExample], batch_size: int) -> Array:
     """Returns the outputs (N, C) of the saved model for the rows."""
     import numpy as np
-    from tqdm import tqdm
 
     from finetune.data.encoding import Encoded
     from finetune.heads.checkpoint import find_checkpoint, load_tokenizer
@@ -152,11 +153,11 @@ def predict(folder: str, trained: TrainedTask, examples: Sequence[LabeledExample
         model: Any = TaskModel.from_pretrained(folder)
     model.to(device)
     settings, outputs = TrainSettings(precision=precision, eval_batch_size=batch_size), []
-    with tqdm(total=len(examples), disable=not sys.stderr.isatty(), unit="row", leave=False) as bar:
+    with closing(Progress("predicting", len(examples), unit="rows")) as progress:
         for start in range(0, len(examples), SLICE):
             rows = Encoded(trained.task, examples[start : start + SLICE], tokenizer, trained.max_length)
             outputs.append(loop.predict(model, rows, device, settings, trained.index))
-            bar.update(len(rows))
+            progress.update(start + len(rows))
     return np.concatenate(outputs)
 
 

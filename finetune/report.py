@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.task:
         results = replace(results, rows=[row for row in results.rows if row.task in args.task])
     report = build_report(results, folder.resolve(), args.compare, pictures=not args.no_html)
-    report.print()
+    report.print(comparisons=args.compare is not None)
     page = Path(args.html or folder / "report.html")
     with atomic_write(page.with_suffix(".md")) as file:
         file.write(report.markdown())

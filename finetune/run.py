@@ -25,6 +25,7 @@ from finetune.settings import FinetuneSettings, OwnDataSettings, TrainSettings, 
 from finetune.store.records import PlannedRun, Predicted, make_predictions, make_record
 from finetune.store.results import Record, Store, short_hash
 from multicls.command_line import CommandLine, RecipeOptions, print_summary
+from multicls.console import fold, show_log
 from multicls.distributed import leave_deepspeed, on_rank_0, prepare_deepspeed, rank_and_world
 from multicls.ds_config import load_ds_config
 from multicls.errors import run_command
@@ -61,8 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.print_config:
         print(to_yaml(settings), end="")
         return 0
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    log.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
+    show_log(log.name, logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
     records = run(settings)
     if rank_and_world()[0] == 0:
         _summarize(settings, records)
@@ -330,7 +330,7 @@ def _where(planned: PlannedRun) -> str:
 
 def _tell(text: str) -> None:
     if rank_and_world()[0] == 0:
-        print(text, flush=True)
+        print(fold(text), flush=True)
 
 
 if __name__ == "__main__":

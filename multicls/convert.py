@@ -9,14 +9,13 @@ Sizes are taken from the tensors. Facets and layers default to the values in `tr
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from multicls.command_line import CommandLine, print_summary
+from multicls.command_line import CommandLine, fine_tuning_command, print_summary
 from multicls.embeddings import write_sentence_transformer
 from multicls.errors import UserError, first_line, run_command
 from multicls.files import atomic_folder
@@ -108,8 +107,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     made = [("model", f"{args.output} ({size})")]
     if tokenizer is None:
         made.append(("missing", "the tokenizer; convert with --tokenizer bert-base-uncased, or the checkpoint's own"))
-    next_command = shlex.join(["python", "finetune/run.py", "--model", str(args.output)])
-    print_summary(made, f"{next_command} --head multicls --train_file ROWS.csv")
+    print_summary(made, fine_tuning_command(args.output))
 
 
 def read_checkpoint(path: Path) -> dict[str, Tensor]:

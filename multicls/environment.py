@@ -1,8 +1,9 @@
-"""The software that a run used. Imports none of it."""
+"""The software and the memory that a run used. Imports torch only on a GPU."""
 
 from __future__ import annotations
 
 import platform
+import resource
 import subprocess
 from importlib.metadata import version
 from typing import Any
@@ -19,6 +20,15 @@ def environment_record() -> dict[str, Any]:
     """
     versions = {"python": platform.python_version()} | {package: version(package) for package in PACKAGES}
     return {"versions": versions, "git_commit": _git_commit()}
+
+
+def peak_memory_gb(device: str) -> float:
+    """Returns the peak memory in GB: allocations of the GPU, or the resident set of the process on "cpu"."""
+    if device == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated() / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
 def _git_commit() -> str | None:

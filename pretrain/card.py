@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 CURVES = "curves.png"
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 PAPER_TOKENS = 2e9  # of the paper's BERT-base
+TAGS = ["multicls-bert", "continued-pretraining", "fill-mask", "sentence-similarity", "sentence-transformers"]
 OBJECTIVES = {
     "mlm": "masked-LM",
     "tfidf": "TF-IDF",
@@ -45,8 +46,6 @@ def write_card(folder: Path, run_folder: Path, step: int, config: MultiClsBertCo
     origin = facts.get("origin", {})
     corpus, metadata = origin.get("corpus", {}), origin.get("metadata", {})
     tokens = sum(record.get("data/tokens", 0) for record in train)
-    has_sentence_transformer = (folder / "modules.json").exists()
-    tags = ["multicls-bert", "continued-pretraining", "fill-mask", "sentence-similarity"]
     random_weights = settings["model"]["random_weights"]
     text = render_card(
         TEMPLATE,
@@ -55,7 +54,7 @@ def write_card(folder: Path, run_folder: Path, step: int, config: MultiClsBertCo
             "datasets": sorted(set(corpus.get("datasets", {}).values())),
             "library_name": "transformers",
             "pipeline_tag": "feature-extraction",
-            "tags": [*tags, *["sentence-transformers"] * has_sentence_transformer],
+            "tags": TAGS,
         },
         papers=[METHOD],
         title=f"Multi-CLS BERT with {config.num_facets} facets",
@@ -71,7 +70,6 @@ def write_card(folder: Path, run_folder: Path, step: int, config: MultiClsBertCo
         examples=settings["run"]["eval_examples"],
         results=results_table(validation, settings["train"]["negatives_group"], config.num_parts),
         limits=_limits(settings, tokens, metadata),
-        has_sentence_transformer=has_sentence_transformer,
         details=_without_paths(settings),
     )
     (folder / CARD).write_text(text, encoding="utf-8")

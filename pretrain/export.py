@@ -7,7 +7,6 @@ python pretrain/export.py runs/base --finish       # a run that was stopped for 
 
 from __future__ import annotations
 
-import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from pydantic import Field, model_validator
 
-from multicls.command_line import CommandLine, print_summary
+from multicls.command_line import CommandLine, fine_tuning_command, print_summary
 from multicls.embeddings import write_sentence_transformer
 from multicls.errors import UserError, did_you_mean, print_stderr, run_command
 from multicls.files import atomic_folder, locked, read_json, read_jsonl, write_json
@@ -88,8 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             write_json(run_folder / DONE, {"step": step, "validation": facts["validation"]})
             (run_folder / STOPPED).unlink(missing_ok=True)
     done = f"{run_folder} is finished at step {step}" if args.finish else f"step {step} of {run_folder}"
-    next_command = shlex.join(["python", "finetune/run.py", "--model", str(output)])
-    print_summary([("model", f"{output} ({done})")], f"{next_command} --head multicls --train_file ROWS.csv")
+    print_summary([("model", f"{output} ({done})")], fine_tuning_command(output))
     return 0
 
 

@@ -7,6 +7,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ import torch.distributed as dist
 
 from data_prep.examples import ExampleStream, SpecialIds
 from multicls.cards import inherited_metadata
+from multicls.command_line import fine_tuning_command, print_summary
 from multicls.configuration_multicls import MultiClsBertConfig
+from multicls.console import print_line
 from multicls.corpus import Corpus, tokenizer_fingerprint
 from multicls.distributed import leave_deepspeed, on_rank_0, prepare_deepspeed, rank_and_world
 from multicls.ds_config import Precision, check_with_deepspeed, resolve_ds_config
-from multicls.environment import environment_record
+from multicls.environment import environment_record, peak_memory_gb
 from multicls.errors import UserError
 from multicls.files import FolderLock, atomic_write, read_json, read_jsonl, sha256_of, write_json
 from multicls.from_bert import checkpoint_fingerprint, from_bert
@@ -32,10 +35,11 @@ from pretrain.card import origin_of
 from pretrain.checkpoints import Checkpoints
 from pretrain.engine import build_engine
 from pretrain.export import describe_model, export
+from pretrain.length import settle_length
 from pretrain.log import Log
 from pretrain.run_folder import DONE, STOPPED, lock_patience
 from pretrain.scaling import Schedule, batch_note
-from pretrain.settings import PretrainSettings, TrainSettings, batch_arithmetic, settle_micro_batch
+from pretrain.settings import LENGTHS, PretrainSettings, TrainSettings, batch_arithmetic, settle_micro_batch
 from pretrain.staging import stage
 from pretrain.stopping import DRY_RUN, Stopped, StopRequest
 from pretrain.training import Trainer
@@ -47,7 +51,8 @@ DRY_STEPS = 4
 FREE = {
     "model": {"checkpoint"},  # its fingerprint counts
     "data": {"corpus", "num_workers", "local_copy", "warm_up"},  # the corpus's manifest counts
-    "train": {"precision", "activation_checkpointing", "compile", "unpad", "skip_nonfinite"}
+    # epochs are resolved to steps
+    "train": {"epochs", "precision", "activation_checkpointing", "compile", "unpad", "skip_nonfinite"}
     | {"micro_batch_size", "micro_batch_tokens"},
 }
 
@@ -81,6 +86,9 @@ def run_job(
         pretrain(deepspeed, settings, ds_config, where=where, run_folder=run_folder, stop=stop, recipe=recipe)
     finally:
         lock.release()
+    if dist.get_rank() == 0 and (run_folder / DONE).exists():
+        made = [("model", run_folder / "hf"), ("curves", f"tensorboard --logdir {run_folder / 'tb'}")]
+        print_summary(made, fine_tuning_command(run_folder / "hf"))
     leave_deepspeed()
 
 
@@ -105,26 +113,13 @@ def pretrain(
     if on_rank_0((run_folder / DONE).exists):
         checkpoints.check_identity()
         if dist.get_rank() == 0:
-            step = read_json(run_folder / DONE)["step"]
-            print(f"already finished at step {step}: the model is in {run_folder / 'hf'}")
+            print(f"already finished at step {read_json(run_folder / DONE)['step']}")
         return
     start = checkpoints.newest()
     on_rank_0(lambda: _check_lost(run_folder, start, settings.run.save_every))
-    notes[:0] = [*checkpoints.new_notes(), f"resuming from step {start}" if start else "fresh run"]
+    notes[:0] = [*checkpoints.new_notes(), f"resuming from step {start}" if start else "fresh run", _device(settings)]
 
-    torch.manual_seed(settings.train.seed)
-    model, tokenizer = load_model(settings, notes.append)
-    corpus = Corpus.open(stage(_corpus_folder(settings), settings.data.local_copy, settings.data.warm_up))
-    streams = build_streams(settings, corpus, tokenizer, model.config)
-    parameters = sum(p.numel() for p in model.parameters())
-    checkpoints.check_space(parameters)
-    notes += _data_notes(settings, corpus, streams)
-    notes.append(f"model: {parameters / 1e6:.1f} M parameters, {_precision(settings)}")
-
-    converted = checkpoints.prepare(start) if start else False
-    if not start:
-        on_rank_0(lambda: describe_model(model, tokenizer, run_folder, _facts(settings, corpus)))
-    engine = build_engine(deepspeed, model, settings, resolved, universal=converted)
+    engine, streams = _build(deepspeed, settings, resolved, checkpoints, start, run_folder, notes)
     log = _open_log(run_folder, settings, resolved, start)
     for note in notes + checkpoints.new_notes():
         log.say(note)
@@ -132,23 +127,51 @@ def pretrain(
     size = settings.train.micro_batch_size
     if (before := state.get("micro_batch_size", size)) != size:
         log.say(f"micro-batches had {before} examples and have {size} now: the same examples with other dropout")
-
-    def export_step(step: int) -> None:
-        export(engine, run_folder, step)
-
+    export_step = partial(export, engine, run_folder)
     trainer = Trainer(engine, settings, streams["train"], streams["validation"], checkpoints, log, stop, export_step)
+    _train(trainer, start, state, run_folder)
+    log.close()
+
+
+def _build(
+    deepspeed: Any,
+    settings: PretrainSettings,
+    ds_config: dict[str, Any],
+    checkpoints: Checkpoints,
+    start: int,
+    run_folder: Path,
+    notes: list[str],
+) -> tuple[Any, dict[str, ExampleStream]]:
+    """Returns the engine and the streams of examples by split; adds what there is to say to `notes`."""
+    torch.manual_seed(settings.train.seed)
+    model, tokenizer = load_model(settings, notes.append)
+    corpus = Corpus.open(stage(_corpus_folder(settings), settings.data.local_copy, settings.data.warm_up))
+    streams = build_streams(settings, corpus, tokenizer, model.config)
+    parameters = sum(p.numel() for p in model.parameters())
+    checkpoints.check_space(parameters)
+    notes += _data_notes(settings, corpus, streams["validation"])
+    notes.append(f"model: {parameters / 1e6:.1f} M parameters")
+    converted = checkpoints.prepare(start) if start else False
+    if not start:
+        on_rank_0(lambda: describe_model(model, tokenizer, run_folder, _facts(settings, corpus)))
+    return build_engine(deepspeed, model, settings, ds_config, universal=converted), streams
+
+
+def _train(trainer: Trainer, start: int, state: dict[str, Any], run_folder: Path) -> None:
+    """Trains to the end, or until asked to leave; marks the run folder and says what is there."""
+    log, steps = trainer.log, trainer.settings.train.steps
     try:
         metrics = trainer.run(start, state)
     except Stopped as stopped:
         leaving = stopped
-        on_rank_0(lambda: _mark_stopped(run_folder, leaving, checkpoints.warning))
+        on_rank_0(lambda: _mark_stopped(run_folder, leaving, trainer.checkpoints.warning))
         log.say(f"stopped by {stopped.reason}, checkpoint at step {stopped.step}; the same command goes on")
-    else:
-        export_step(settings.train.steps)
-        if dist.get_rank() == 0:
-            write_json(run_folder / DONE, {"step": settings.train.steps, "validation": metrics})
-        log.say(f"done: {run_folder / 'hf'} holds the model, its tokenizer and a model card")
-    log.close()
+        return
+    assert trainer.export is not None
+    trainer.export(steps)
+    if dist.get_rank() == 0:
+        write_json(run_folder / DONE, {"step": steps, "validation": metrics})
+        log.say(f"done: {steps:,} steps, peak memory {peak_memory_gb(trainer.device.type):.1f} GB on rank 0")
 
 
 def dry_run(settings: PretrainSettings, ds_config: dict[str, Any], *, where: str, run_folder: Path, **_: Any) -> None:
@@ -159,9 +182,10 @@ def dry_run(settings: PretrainSettings, ds_config: dict[str, Any], *, where: str
     folder = run_folder.with_name(f".{run_folder.name}.dry_run")
     intervals = {"log_every": 1, "eval_every": NO_INTERVAL, "save_every": NO_INTERVAL}
     run = settings.run.model_copy(update=intervals | {"milestone_every": None, "wandb_project": None})
-    train = settings.train.model_copy(update={"steps": DRY_STEPS, "tokens": 0.0})
+    train = settings.train.model_copy(update=dict.fromkeys(LENGTHS, 0) | {"steps": DRY_STEPS})
     short = settings.model_copy(update={"run": run, "train": train})
     deepspeed = prepare_deepspeed()
+    length = on_rank_0(lambda: settle_length(settings, Corpus.open(_corpus_folder(settings))))[1]
     lock = FolderLock(folder)
     on_rank_0(lock.acquire)
     on_rank_0(lock.clear_folder)
@@ -176,11 +200,12 @@ def dry_run(settings: PretrainSettings, ds_config: dict[str, Any], *, where: str
             records = [record for record in read_jsonl(folder / "metrics.jsonl") if record["split"] == "train"]
             seconds = records[-1]["speed/seconds_per_step"]  # the first steps after a start are slow
             memory = max(record["memory/peak_gb"] for record in records)
-            steps = settle_steps(settings, Corpus.open(_corpus_folder(settings))).train.steps
-            print(
-                f"dry run: {seconds:.3f} s a step, peak memory {memory:.1f} GB on rank 0; {steps} steps will take "
-                f"{duration(seconds * steps)} without evaluations and checkpoints. Everything works; nothing is kept.",
-                flush=True,
+            for line in length.words():
+                print_line(line)
+            print_line(
+                f"dry run: {seconds:.3f} s a step, peak memory {memory:.1f} GB on rank 0; {length.steps:,} steps will "
+                f"take {duration(seconds * length.steps)} without evaluations and checkpoints. Everything works; "
+                "nothing is kept."
             )
     finally:
         if dist.get_rank() == 0:
@@ -191,45 +216,19 @@ def dry_run(settings: PretrainSettings, ds_config: dict[str, Any], *, where: str
 
 def settle(settings: PretrainSettings, recipe: TrainSettings | None, notes: list[str]) -> PretrainSettings:
     """Returns the settings with steps and micro-batch size as numbers, and adds what they come from to `notes`."""
-    tokens, world_size = settings.train.tokens, dist.get_world_size()
-    settings = on_rank_0(lambda: settle_steps(settings, Corpus.open(_corpus_folder(settings))))
-    settings = settle_micro_batch(settings, world_size)
+    world_size = dist.get_world_size()
+    in_steps, length = on_rank_0(lambda: settle_length(settings, Corpus.open(_corpus_folder(settings))))
+    settings = settle_micro_batch(in_steps, world_size)
     train, batch = settings.train, batch_arithmetic(settings, world_size)
     notes.append(
         f"batch: {batch['micro_batch_size']} examples x {world_size} ranks x {batch['accumulation']} accumulation = "
         f"{train.global_batch_size} examples of {settings.model.num_parts} parts x {settings.data.seq_length} tokens a "
         f"step, in groups of {train.negatives_group}"
     )
-    if tokens:
-        notes.append(f"schedule: {tokens:g} tokens of text are {train.steps} steps")
+    notes += length.words()
     if recipe and (note := batch_note(_schedule(recipe), _schedule(train))):
         notes.append(note)
     return settings
-
-
-def settle_steps(settings: PretrainSettings, corpus: Corpus) -> PretrainSettings:
-    """Returns the settings with `train.tokens` as `train.steps`.
-
-    The tokens of text in the corpus's first 4,096 examples tell how many an example has, the same for all seeds.
-    """
-    data, train = settings.data, settings.train
-    if train.steps:
-        return settings
-    stream = ExampleStream(
-        corpus,
-        SpecialIds(cls=0, sep=0, pad=0, mask=0, facets=(0,) * settings.model.num_facets),  # only their number matters
-        seq_length=data.seq_length,
-        seed=0,
-        validation_fraction=data.validation_fraction,
-        num_parts=settings.model.num_parts,
-        source_weights=data.source_weights,
-    )
-    arrays = stream.micro_batches(range(8), 512)
-    parts = arrays["so_labels"]
-    special = parts.size * (2 + settings.model.num_facets) + (parts >= 0).sum()  # [CLS], facets, [SEP] of each segment
-    text = float(arrays["attention_mask"].sum() - special) / parts.size * stream.num_parts
-    steps = max(1, round(train.tokens / text / train.global_batch_size))
-    return settings.model_copy(update={"train": train.model_copy(update={"steps": steps, "tokens": 0.0})})
 
 
 def load_model(settings: PretrainSettings, report: Callable[[str], None]) -> tuple[Any, Any]:
@@ -341,17 +340,28 @@ def _facts(settings: PretrainSettings, corpus: Corpus) -> dict[str, Any]:
     return {"origin": origin | {"about": SAMPLE_TEXT} if settings.data.corpus == SAMPLE else origin}
 
 
-def _data_notes(settings: PretrainSettings, corpus: Corpus, streams: dict[str, ExampleStream]) -> list[str]:
-    per_epoch = streams["train"].examples_per_epoch
-    epochs = settings.train.steps * settings.train.global_batch_size / per_epoch
-    return [
-        f"data: {corpus.num_documents} documents, {streams['validation'].num_documents} of them held out; "
-        f"{per_epoch} training and {streams['validation'].examples_per_epoch} validation examples an epoch; "
-        f"{settings.train.steps} steps are {epochs:.1f} epochs"
+def _data_notes(settings: PretrainSettings, corpus: Corpus, validation: ExampleStream) -> list[str]:
+    found, group = validation.examples_per_epoch, settings.train.negatives_group
+    notes = [
+        f"data: {corpus.num_documents:,} documents, {validation.num_documents:,} of them held out: {found:,} examples, "
+        f"of which a validation takes {max(group, min(found, settings.run.eval_examples) // group * group):,}"
     ]
+    if found < group:
+        notes.append(
+            f"warning: the documents held out give {found} examples, and a validation repeats them to {group}: its "
+            "MCQT says nothing. Hold out more with --set data.validation_fraction=0.1"
+        )
+    return notes
 
 
-def _check_lost(run_folder: Path, start: int, save_every: int) -> None:
+def _device(settings: PretrainSettings) -> str:
+    """Returns the device of each rank, their number and the precision, in words."""
+    threads = torch.get_num_threads()
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU with {threads} thread(s)"
+    return f"device: {name} x {dist.get_world_size()} rank(s), {_precision(settings)}"
+
+
+def _check_lost(run_folder: Path, start: int, save_every: float) -> None:
     """Refuses to begin again, without a word, where a run has come far enough to have saved."""
     reported = max((record["step"] for record in read_jsonl(run_folder / "metrics.jsonl")), default=0)
     if not start and reported > save_every:

@@ -10,33 +10,57 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from multicls.console import WIDTH, print_line
 from multicls.errors import UserError
 from multicls.files import atomic_write, read_jsonl
 from multicls.words import duration
 
 OBJECTIVES = ("mlm", "tfidf", "so", "mcqt")
 SPLITS = ("train", "validation")
+CLOCK_WIDTH = len("12:34:56 ")
+SHOWN = {
+    "optim/lr": "lr {:.1e}",
+    "optim/grad_norm": "gnorm {:.2f}",
+    "speed/sequences_per_second": "{:.0f} seq/s",
+    "speed/mfu": "mfu {:.0%}",
+    "speed/data_wait": "data {:.0%}",
+    "memory/peak_gb": "mem {:.1f}G",
+}
+DISPENSABLE = ("memory/peak_gb", "speed/mfu", "optim/grad_norm", "speed/data_wait", "optim/lr")
 
 
-def console_line(step: int, steps: int, values: Mapping[str, float], eta: float | None) -> str:
-    """Returns a line such as `step 1200/40000  loss 2.184 (mlm 0.87 ...)  lr 1.9e-05  812 seq/s  eta 3h12`."""
-    losses = " ".join(f"{name} {values[f'loss/{name}']:.3f}" for name in OBJECTIVES if f"loss/{name}" in values)
-    parts = [f"step {step}/{steps}", f"loss {values['loss/total']:.3f} ({losses})"]
-    shown = (
-        ("optim/lr", "lr {:.2e}"),
-        ("optim/grad_norm", "gnorm {:.2f}"),
-        ("acc/mcqt", "mcqt acc {:.2f}"),
-        ("acc/so", "so acc {:.2f}"),
-        ("facets/mean_cosine", "facet cos {:.2f}"),
-        ("speed/sequences_per_second", "{:.0f} seq/s"),
-        ("speed/mfu", "mfu {:.0%}"),
-        ("speed/data_wait", "data {:.0%}"),
-        ("memory/peak_gb", "mem {:.1f}G"),
-    )
-    parts += [form.format(values[key]) for key, form in shown if key in values]
-    if eta is not None:
-        parts.append(f"eta {duration(eta)}")
+def console_line(step: int, steps: int, values: Mapping[str, float], eta: float | None = None) -> str:
+    """Returns a line such as `step 1200/40000  loss 7.98 (mlm 0.87 ...)  lr 1.9e-05  812 seq/s  eta 3h12`.
+
+    It fits the console with the clock before it: values of `DISPENSABLE` are left out, in that order, until it does.
+    Waiting for data is shown where it takes more than a twentieth of the time.
+    """
+    head = [f"step {step}/{steps}", f"loss {_losses(values)}"]
+    parts = {key: form.format(values[key]) for key, form in SHOWN.items() if key in values}
+    if values.get("speed/data_wait", 0.0) < 0.05:
+        parts.pop("speed/data_wait", None)
+    tail = [] if eta is None else [f"eta {duration(eta)}"]
+    for key in DISPENSABLE:
+        if len("  ".join([*head, *parts.values(), *tail])) > WIDTH - CLOCK_WIDTH:
+            parts.pop(key, None)
+    return "  ".join([*head, *parts.values(), *tail])
+
+
+def validation_line(step: int, values: Mapping[str, float]) -> str:
+    """Returns a line such as `step 1200  validation 8.04 (mlm 0.91 ...)  acc mcqt 0.71 so 0.62  cos 0.12`."""
+    parts = [f"step {step}  validation {_losses(values)}"]
+    accuracies = [f"{name} {values[f'acc/{name}']:.2f}" for name in ("mcqt", "so") if f"acc/{name}" in values]
+    parts += [f"acc {' '.join(accuracies)}"] * bool(accuracies)
+    if "facets/mean_cosine" in values:
+        parts.append(f"cos {values['facets/mean_cosine']:.2f}")
     return "  ".join(parts)
+
+
+def _losses(values: Mapping[str, float]) -> str:
+    """Returns the weighted sum of the losses, and each of them; small ones with three decimals."""
+    losses = {name: values[f"loss/{name}"] for name in OBJECTIVES if f"loss/{name}" in values}
+    each = " ".join(f"{name} {value:.{2 if value >= 1 else 3}f}" for name, value in losses.items())
+    return f"{values['loss/total']:.2f} ({each})"
 
 
 class Log:
@@ -77,9 +101,9 @@ class Log:
         self._wandb = _open_wandb(folder, wandb_project, dict(config or {}), resumed_step) if wandb_project else None
 
     def say(self, text: str) -> None:
-        """Prints a line and appends it to log.txt."""
+        """Prints a line with the clock and appends it to log.txt with date and clock."""
         if self._writes:
-            print(text, flush=True)
+            print_line(text)
             self._append("log.txt", f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
     def record(self, step: int, split: str, values: Mapping[str, float]) -> None:

@@ -7,7 +7,6 @@ logged. Nothing is read back from the device before `MetricSums.totals`.
 from __future__ import annotations
 
 import math
-import resource
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -46,12 +45,16 @@ class MetricSums:
             vector = vector if counted else torch.zeros_like(vector)
             self._vectors[names] = self._vectors[names] + vector if names in self._vectors else vector
 
-    def totals(self, device: torch.device) -> dict[str, tuple[float, float]]:
-        """Returns sum and count by name over all ranks. All ranks call it, having added the same names."""
+    def totals(self, device: torch.device, *, own: bool = False) -> dict[str, tuple[float, float]]:
+        """Returns sum and count by name over all ranks. All ranks call it, having added the same names.
+
+        With `own` they are those of this rank alone, which calls it alone.
+        """
         names = [name for group in self._vectors for name in group] + list(self._numbers)
         host = [*self._numbers.values(), *self._counts.values()]
         table = torch.cat([*self._vectors.values(), torch.tensor(host, dtype=torch.float64, device=device)])
-        dist.all_reduce(table)
+        if not own:
+            dist.all_reduce(table)
         values = table.tolist()
         sums: dict[str, float] = {}
         for name, value in zip(names, values, strict=False):
@@ -180,10 +183,3 @@ def collapses(values: Mapping[str, float]) -> list[str]:
         shown = ", ".join(f"{name} {value:.4f}" for name, value in still.items())
         found.append(f"{len(still)} of {len(variances)} facets are nearly the same for every text ({shown})")
     return found
-
-
-def peak_memory_gb(device: torch.device) -> float:
-    """Returns the peak memory in GB: allocations of the GPU, or the resident set of the process on CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9

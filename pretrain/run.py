@@ -22,6 +22,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from pydantic import Field
 
 from multicls.command_line import CommandLine, RecipeOptions
+from multicls.console import print_line
 from multicls.corpus import Corpus
 from multicls.ds_config import load_ds_config, resolve_ds_config
 from multicls.errors import UserError, run_command
@@ -29,7 +30,7 @@ from multicls.files import REPOSITORY
 from multicls.sample import SAMPLE, SAMPLE_CORPUS, SAMPLE_MODEL, SAMPLE_TEXT
 from multicls.settings import load_settings, to_yaml
 from pretrain.run_folder import status
-from pretrain.settings import PretrainSettings, TrainSettings, batch_arithmetic
+from pretrain.settings import LENGTHS, PretrainSettings, TrainSettings, batch_arithmetic
 
 UNFINISHED = 3  # exit code of --status
 SAMPLE_RECIPE = "pretrain/recipes/sample.yaml"
@@ -50,8 +51,8 @@ COMMAND = CommandLine(  # no flag begins like an option of the deepspeed launche
     "pretrain/run.py", __doc__, RunOptions, settings=PretrainSettings, recipes="pretrain/recipes",
     groups={
         "model and data": {"model": "model.checkpoint", "corpus": "data.corpus"},
-        "training": ("train.steps", "train.global_batch_size", "train.micro_batch_size", "train.learning_rate",
-                     "train.seed"),
+        "training": ("train.epochs", "train.steps", "train.global_batch_size", "train.micro_batch_size",
+                     "train.learning_rate", "train.seed"),
         "output": ("run.output_dir",),
     },
 )  # fmt: skip
@@ -71,8 +72,8 @@ def parse(argv: Sequence[str] | None) -> tuple[RunOptions, PretrainSettings, dic
 def read_settings(options: RunOptions, flags: Mapping[str, Any]) -> PretrainSettings:
     """Returns the settings of recipes and flags; without recipe, model and corpus those of the embedded default."""
     recipes = [SAMPLE_RECIPE] if is_embedded_default(options, flags) else options.recipe
-    if "train.steps" in flags:
-        flags = {**flags, "train.tokens": 0}  # --steps replaces a recipe's tokens
+    if flags.keys() & {"train.steps", "train.epochs"}:  # they replace the length of a recipe
+        flags = {f"train.{name}": 0 for name in LENGTHS} | dict(flags)
     settings = load_settings(PretrainSettings, recipes, options.set, flags, COMMAND.names)
     if settings.run.output_dir is None:
         name = Path(recipes[-1]).stem if recipes else "pretrain"
@@ -115,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Corpus.open(settings.data.corpus)
     if rank == 0:
         for line in opening_lines(args.config, settings, embedded):
-            print(line, flush=True)
+            print_line(line)
         if settings.data.corpus == SAMPLE:
             prepare_sample_corpus()
 
@@ -151,7 +152,7 @@ def opening_lines(config: str, settings: PretrainSettings, embedded: bool) -> li
 def prepare_sample_corpus() -> None:
     """Runs data_prep on the sample's corpus if that has not been done: stages pass files, not objects."""
     if not (SAMPLE_CORPUS / "manifest.json").exists():
-        print("preparing the sample's corpus (once)", flush=True)
+        print_line("preparing the sample's corpus (once)")
         command = [sys.executable, str(REPOSITORY / "data_prep" / "run.py"), "--sample", "--output", str(SAMPLE_CORPUS)]
         if subprocess.run(command, check=False).returncode:
             raise UserError(f"preparing the sample's corpus failed: {shlex.join(command)}")

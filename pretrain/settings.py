@@ -5,11 +5,12 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Annotated, Any, Literal, TypedDict
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import AfterValidator, Field, PositiveInt, field_validator, model_validator
 
 from multicls.errors import UserError
 from multicls.settings import Settings
 
+LENGTHS = ("tokens", "epochs", "steps")  # settings of `TrainSettings`: one of them tells how long the run is
 RENAMED = {  # settings of earlier versions -> what replaces them
     "triples": "train.negatives_group (examples that are each other's negatives)",
     "micro_batches": "train.global_batch_size (examples of an optimizer step: the old triples x micro_batches)",
@@ -74,10 +75,9 @@ class TrainSettings(Settings):
     """Batch, schedule and optimizer. Sizes count examples, each of three (or two) sequences."""
 
     seed: int = Field(default=1, ge=0, description="seed of new weights, the order of the text, masking and dropout")
-    tokens: float = Field(
-        default=0, ge=0, description="length of the run in text tokens, e.g. 2e9; alternative to `steps`"
-    )
-    steps: int = Field(default=0, ge=0, description="optimizer steps; 0: as many as `tokens` take")
+    tokens: float = Field(default=2e9, ge=0, description="length of the run in text tokens; 0 if given otherwise")
+    epochs: float = Field(default=0, ge=0, description="or in passes over the tokens of the training documents, e.g. 3")
+    steps: int = Field(default=0, ge=0, description="or in optimizer steps")
     global_batch_size: PositiveInt = Field(default=10, description="examples of an optimizer step, over all ranks")
     micro_batch_size: PositiveInt | Literal["auto"] = Field(
         default="auto", description="examples of a forward pass; auto: the largest that `micro_batch_tokens` allows"
@@ -113,12 +113,10 @@ class TrainSettings(Settings):
     def _one_length(cls, values: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(values, dict):
             return values
-        given = [values[name] for name in ("tokens", "steps") if name in values]
-        if not given:
-            return values | {"tokens": 2e9}
-        if sum(map(bool, given)) != 1:
-            raise ValueError("give either train.tokens or train.steps, and 0 for the other")
-        return values
+        given = [values[name] for name in LENGTHS if name in values]
+        if given and sum(map(bool, given)) != 1:
+            raise ValueError("give one of train.tokens, train.epochs and train.steps, and 0 for the others")
+        return {"tokens": 0} | values if given else values
 
     @model_validator(mode="after")
     def _not_together(self) -> TrainSettings:
@@ -141,14 +139,23 @@ class TrainSettings(Settings):
         return self
 
 
+def _whole_or_share(interval: float) -> float:
+    if interval >= 1 and interval != int(interval):
+        raise ValueError("give a whole number of steps, or a share of the run below 1")
+    return int(interval) if interval >= 1 else interval
+
+
+Interval = Annotated[float, Field(gt=0), AfterValidator(_whole_or_share)]
+
+
 class RunSettings(Settings):
-    """Output of a run: where, what and how often (in steps)."""
+    """Output of a run: where, what and how often. Intervals are numbers of steps, or shares of the run below 1."""
 
     output_dir: str | None = Field(default=None, description="the run folder; default: runs/<name of the recipe>")
-    log_every: PositiveInt = 50
-    eval_every: PositiveInt = 2000
+    log_every: Interval = Field(default=50, description="interval of records in metrics.jsonl and TensorBoard")
+    eval_every: Interval = Field(default=2000, description="interval of validations")
     eval_examples: PositiveInt = Field(default=500, description="validation examples, always the same")
-    save_every: PositiveInt = 10000
+    save_every: Interval = Field(default=10000, description="interval of checkpoints")
     keep_checkpoints: PositiveInt = Field(default=2, description="number of newest checkpoints to keep")
     milestone_every: PositiveInt | None = Field(default=None, description="checkpoints of these steps stay for good")
     time_limit: float | None = Field(default=None, gt=0, description="minutes after which to save and leave")

@@ -6,24 +6,19 @@ import math
 import os
 import shutil
 import socket
-import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
+from multicls.console import Progress, print_line
 from multicls.corpus import MANIFEST, Corpus
 from multicls.errors import UserError
 from multicls.files import locked, sha256_of
 from pretrain.turns import once_per_node
 
 BLOCK = 16 << 20  # bytes
-SAY_EVERY = 10.0  # seconds
 SPARE = 1 << 20  # bytes that the file system needs beside the files' own
 Say = Callable[[str], None]
-
-
-def print_line(line: str) -> None:
-    """Prints a line at once, also into a file."""
-    print(line, flush=True)
 
 
 def stage(corpus: Path, local_copy: str | None, warm_up: bool, say: Say = print_line) -> Path:
@@ -100,18 +95,20 @@ def _copy_files(corpus: Corpus, folder: Path, say: Say) -> None:
             f"{where}: the corpus takes {needed / 1e9:.2f} GB and the disk of {socket.gethostname()} has "
             f"{free / 1e9:.2f} GB left; make room, give another folder, or leave the setting null."
         )
-    progress = _Progress(f"corpus: copying to {folder.parents[1]}", needed - SPARE, say)
-    for name in sizes:
-        try:
-            with open(corpus.path / name, "rb") as source, open(folder / name, "wb") as target:
-                while block := source.read(BLOCK):
-                    target.write(block)
-                    progress.add(len(block))
-                target.flush()
-                os.fsync(target.fileno())
-        except OSError as error:
-            raise UserError(f"{where}: copying {name} on {socket.gethostname()} failed: {error.strerror}.") from None
-    progress.end()
+    with closing(Progress(f"corpus: copying to {folder.parents[1]}", needed - SPARE, unit="MB", say=say)) as progress:
+        for name in sizes:
+            try:
+                with open(corpus.path / name, "rb") as source, open(folder / name, "wb") as target:
+                    while block := source.read(BLOCK):
+                        target.write(block)
+                        progress.update(progress.done + len(block))
+                    target.flush()
+                    os.fsync(target.fileno())
+            except OSError as error:
+                raise UserError(
+                    f"{where}: copying {name} on {socket.gethostname()} failed: {error.strerror}."
+                ) from None
+    progress.tell()
 
 
 def read_shards(corpus: Path, say: Say = print_line) -> None:
@@ -125,30 +122,9 @@ def read_shards(corpus: Path, say: Say = print_line) -> None:
             f"corpus: its shards take {total / 1e9:.1f} GB and this node has {memory / 1e9:.1f} GB of memory: "
             "data.warm_up helps little here, data.local_copy would"
         )
-    progress = _Progress(f"corpus: reading {corpus}", total, say)
-    for path in paths:
-        with open(path, "rb", buffering=0) as file:
-            while block := file.read(BLOCK):
-                progress.add(len(block))
-    progress.end()
-
-
-class _Progress:
-    """Says now and then how many bytes are done, and how fast."""
-
-    def __init__(self, what: str, total: int, say: Say) -> None:
-        self.what = what
-        self.total = total
-        self.say = say
-        self.done = 0
-        self.began = self.said = time.monotonic()
-
-    def add(self, count: int) -> None:
-        self.done += count
-        if time.monotonic() - self.said > SAY_EVERY:
-            self.end()
-
-    def end(self) -> None:
-        self.said = time.monotonic()
-        speed = self.done / max(self.said - self.began, 1e-9)
-        self.say(f"{self.what}: {self.done / 1e6:.0f} of {self.total / 1e6:.0f} MB, {speed / 1e6:.0f} MB/s")
+    with closing(Progress(f"corpus: reading {corpus}", total, unit="MB", say=say)) as progress:
+        for path in paths:
+            with open(path, "rb", buffering=0) as file:
+                while block := file.read(BLOCK):
+                    progress.update(progress.done + len(block))
+    progress.tell()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,14 +13,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data_prep.examples import ExampleStream
+from multicls.console import Progress, Pulse
+from multicls.environment import peak_memory_gb
 from multicls.errors import UserError
 from multicls.optim import dropout_seed, linear_lr
 from pretrain.batches import MicroBatch, RankSampler, load_steps
 from pretrain.engine import grad_norm, loss_scale
 from pretrain.flops import known_peak_tflops, throughput
 from pretrain.gather import gather_rows
-from pretrain.log import Log, console_line
-from pretrain.metrics import MetricSums, collapses, loss_terms, means, measure, peak_memory_gb
+from pretrain.log import Log, console_line, validation_line
+from pretrain.metrics import MetricSums, collapses, loss_terms, means, measure
 from pretrain.nonfinite import NonFiniteGuard
 from pretrain.settings import ObjectiveSettings, PretrainSettings, TrainSettings
 from pretrain.stopping import Stopped, StopRequest, naming_a_lost_rank
@@ -92,26 +94,37 @@ class Trainer:
         Raises:
             Stopped: Asked to leave before the end; everything is saved.
         """
-        train, run = self.settings.train, self.settings.run
+        train = self.settings.train
         size = int(train.micro_batch_size)
         sampler = RankSampler(train.global_batch_size // size, self.rank, self.world_size)
         steps, workers = range(start_step, train.steps), self.settings.data.num_workers
         loaded = load_steps(self.train_stream, sampler, steps, size=size, workers=workers, unpad=train.unpad)
-        if start_step == 0:
-            self._report_validation(0)
-        window, timer = self._restore(state)
+        with closing(Progress("pretraining", train.steps, done=start_step, unit="steps", shown=self.rank == 0)) as bar:
+            self._bar = bar
+            if start_step == 0:
+                self._report_validation(0)
+            self._train(steps, loaded, *self._restore(state))
+        return self.validated or self.evaluate()
+
+    def _train(self, steps: range, loaded: Iterator[list[MicroBatch]], window: MetricSums, timer: StepTimer) -> None:
+        """Makes the steps, with what each of them asks for: a record, a validation, a checkpoint, an export."""
+        run, pulse = self.settings.run, Pulse()
         for step in steps:
             done = step + 1
-            last = done == train.steps
+            last = done == steps.stop
             logged = last or done % run.log_every == 0
             with naming_a_lost_rank(done):
                 with timer.waiting():
                     batches = next(loaded)
                 self.train_step(batches, step, window, measured=logged)
                 timer.steps += 1
+                self._bar.update(done)
                 if logged:
                     self._report(done, window, timer)
                     window, timer = MetricSums(), StepTimer()
+                    pulse.reset()
+                elif self._tells(first=step == steps.start, pulse=pulse):
+                    self._say_progress(done, window, timer)
                 if last or done % run.eval_every == 0:
                     with timer.paused():
                         self._report_validation(done)
@@ -124,7 +137,6 @@ class Trainer:
                             self._export(done)
                 if asked:
                     raise Stopped(self.checkpoints.newest_step(), asked)
-        return self.validated or self.evaluate()
 
     def train_step(
         self, batches: list[MicroBatch], step: int, window: MetricSums | None = None, *, measured: bool = False
@@ -177,13 +189,17 @@ class Trainer:
             loaded = load_steps(self.validation_stream, sampler, range(1), size=size, workers=0, unpad=unpad)
             self._validation_batches = next(loaded)
         self.engine.eval()
-        sums = MetricSums()
-        for batch in self._validation_batches:
-            batch = batch.to(self.device)
-            normalizers = {name: torch.tensor(max(batch.counts[name], 1.0)) for name in NORMALIZED}
-            outputs = self._forward(batch, normalizers)
-            terms = loss_terms(outputs.losses, batch, normalizers) | measure(outputs, batch, normalizers)
-            sums.add(terms, counted=batch.number < count)
+        sums, all_examples = MetricSums(), len(self._validation_batches) * size
+        first_rank = self.rank == 0
+        progress = Progress("validation", all_examples, unit="examples", say=self.log.say, shown=first_rank)
+        with closing(progress):
+            for batch in self._validation_batches:
+                batch = batch.to(self.device)
+                normalizers = {name: torch.tensor(max(batch.counts[name], 1.0)) for name in NORMALIZED}
+                outputs = self._forward(batch, normalizers)
+                terms = loss_terms(outputs.losses, batch, normalizers) | measure(outputs, batch, normalizers)
+                sums.add(terms, counted=batch.number < count)
+                progress.update(progress.done + size)
         self.engine.train()
         return self._with_total(means(sums.totals(self.device)))
 
@@ -217,9 +233,10 @@ class Trainer:
         return {"loss/total": sum(weights[name] * values.get(f"loss/{name}", 0.0) for name in weights)} | values
 
     def _report_validation(self, step: int) -> None:
-        self.validated = values = self.evaluate()
+        with self._bar.hidden():
+            self.validated = values = self.evaluate()
         self.log.record(step, "validation", values)
-        self.log.say("validation  " + console_line(step, self.settings.train.steps, values, eta=None))
+        self.log.say(validation_line(step, values))
         for problem in collapses(values) if self.settings.objective.mcqt else []:
             self.log.say(f"warning: {problem}")
 
@@ -247,6 +264,17 @@ class Trainer:
         except UserError as error:  # a full disk; the run goes on
             self.log.say(f"WARNING: {error}")
 
+    def _tells(self, *, first: bool, pulse: Pulse) -> bool:
+        """Returns True if a line between two records is due: after the first step, then by time. A bar needs none."""
+        return self.rank == 0 and not self._bar.on_terminal and (first or pulse.due())
+
+    def _say_progress(self, done: int, window: MetricSums, timer: StepTimer) -> None:
+        """Says how far the run is, with the losses since the last record on this rank alone: no other rank waits."""
+        values = self._with_total(means(window.totals(self.device, own=True)))
+        values["optim/lr"] = lr_at(done - 1, self.settings.train)
+        eta = timer.seconds() / timer.steps * (self.settings.train.steps - done)
+        self.log.say(console_line(done, self.settings.train.steps, values, eta))
+
     def _report(self, done: int, window: MetricSums, timer: StepTimer) -> None:
         totals = window.totals(self.device)
         values = self._with_total(means(totals)) | {"optim/lr": lr_at(done - 1, self.settings.train)}
@@ -256,7 +284,7 @@ class Trainer:
             values["optim/loss_scale"] = scale
         seconds = timer.seconds()
         values |= throughput(self.engine.module.config, totals, seconds, self._peak_tflops)
-        values |= timer.metrics(seconds) | {"memory/peak_gb": peak_memory_gb(self.device)}
+        values |= timer.metrics(seconds) | {"memory/peak_gb": peak_memory_gb(self.device.type)}
         self.log.record(done, "train", values)
         eta = values["speed/seconds_per_step"] * (self.settings.train.steps - done)
         self.log.say(console_line(done, self.settings.train.steps, values, eta))

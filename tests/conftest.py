@@ -20,9 +20,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in every background 
 
 LONGEST = (
     "tests/test_readme.py",
-    "tests/test_docs.py",
     "tests/slurm",
-    *(f"tests/pretrain/test_{name}.py" for name in ("resume", "crashes", "nodes", "ds_configs", "export", "learning")),
+    "tests/test_docs.py",
+    "tests/test_extending.py",
+    *(
+        f"tests/pretrain/test_{name}.py"
+        for name in ("ds_configs", "resume", "export", "run", "learning", "crashes", "nodes")
+    ),
+    *(f"tests/data_prep/test_{name}.py" for name in ("prepare", "read", "hostile", "resume")),
+    "tests/finetune/train/test_ranks.py",
+    "tests/finetune/test_run.py",
+    "tests/multicls/test_without_project.py",
 )
 
 

@@ -13,26 +13,57 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from tests.test_readme import NOT_COPIED, REPOSITORY, runnable_blocks
+from tests.test_readme import NOT_COPIED, REPOSITORY, Block, runnable_blocks
 
 
-@pytest.mark.slow
-def test_own_labels_from_a_table_to_predictions(tmp_path: Path) -> None:
-    copy = tmp_path / "repository"
-    shutil.copytree(REPOSITORY, copy, ignore=shutil.ignore_patterns(*NOT_COPIED))
+def run_blocks(blocks: list[Block], copy: Path) -> str:
+    """Runs blocks of a page in a copy of the repository; returns what they print."""
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     output = ""
-    for block in runnable_blocks((REPOSITORY / "docs" / "own_labels.md").read_text(encoding="utf-8")):
+    for block in blocks:
         shell = ["bash", "-euo", "pipefail"] if block.language == "bash" else [sys.executable]
         done = subprocess.run(
             [*shell, "-c", block.commands], cwd=copy, env=environment, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, f"line {block.line}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
         output += done.stdout
-    for said in ("acc 100.00", "minilm cls", "page with figures: runs/own/results/report.html", "20 rows: 9 billing",
+    return output
+
+
+def blocks_of(page: str) -> list[Block]:
+    return runnable_blocks((REPOSITORY / "docs" / page).read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A fresh copy of the repository."""
+    return Path(shutil.copytree(REPOSITORY, tmp_path / "copy", ignore=shutil.ignore_patterns(*NOT_COPIED)))
+
+
+@pytest.mark.slow
+def test_own_labels_from_a_table_to_predictions(copy: Path) -> None:
+    output = run_blocks(blocks_of("own_labels.md"), copy)
+    for said in ("acc 100.00", "minilm cls", "page:       runs/own/results/report.html", "20 rows: 9 billing",
                  "'label': 'defect'"):  # fmt: skip
         assert said in output, said
     assert len((copy / "runs/own/labelled.csv").read_text(encoding="utf-8").splitlines()) == 21
+
+
+@pytest.mark.slow
+def test_own_text_from_a_folder_to_predictions(copy: Path) -> None:
+    """The commands of the page as they are, but for the length of the pretraining."""
+    blocks, whole = blocks_of("own_text.md"), " --epochs 1 "
+    assert sum(whole in block.commands for block in blocks) == 1
+    blocks = [block._replace(commands=block.commands.replace(whole, " --steps 6 ")) for block in blocks]
+    output = run_blocks([blocks_of("own_labels.md")[0], *blocks], copy)
+    said = ("292 documents", "sentences 2 to 3 | 4 to 4", "length: 67,507 training tokens; 6 steps", "step 6/6  loss ",
+            "model:  runs/own_text/run/hf", "tensor([[0.", "own_tickets, full train rows", "labelled: 20 rows: ",
+            "ticket,label,p_billing")  # fmt: skip
+    for text in said:
+        assert text in output, f"{text}\n{output[-9000:]}"
+    assert len((copy / "runs/own_text/labelled.csv").read_text(encoding="utf-8").splitlines()) == 21
+    lines = [line for line in output.splitlines() if re.match(r"\d\d:\d\d:\d\d ", line)]
+    assert lines and max(map(len, lines)) <= 120
 
 
 @pytest.mark.slow

@@ -55,7 +55,6 @@ def test_a_change_needs_its_lines() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("section", LEFT)
 def test_each_section_works(section: str, tmp_path: Path) -> None:
     copy = tmp_path / "repository"

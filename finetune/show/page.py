@@ -47,8 +47,8 @@ class Report:
         parts += [tables.markdown(section) for section in self.sections if isinstance(section, Table)]
         return "\n".join(parts)
 
-    def print(self) -> None:
-        """Prints the sentences and how the systems compare on each task, within 120 columns."""
+    def print(self, comparisons: bool = False) -> None:
+        """Prints the sentences and the systems side by side within 120 columns, with their comparisons if asked."""
         console = Console(
             markup=False, highlight=False, emoji=False, width=min(120, get_terminal_size((120, 24)).columns)
         )
@@ -60,6 +60,8 @@ class Report:
         for section in self.sections:
             if isinstance(section, Table) and section.title.startswith(tables.SIDE_BY_SIDE):
                 tables.print_table(console, section)
+            elif isinstance(section, Table) and section.title.startswith(tables.COMPARISONS) and comparisons:
+                tables.print_table(console, tables.short_comparisons(section))
 
     def html(self) -> str:
         """Returns one page that needs no other file and no script."""

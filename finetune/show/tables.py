@@ -24,6 +24,7 @@ from finetune.stats.systems import Candidate, SystemResult
 CONSTANT = "constant answer"
 NUMBER = re.compile(r"-$|< |[+-]?\d+(\.\d+)?($| ±| to | of | \(| \*)")  # how a cell begins that is aligned to the right
 SIDE_BY_SIDE = "Systems side by side"
+COMPARISONS = "Comparisons: which differences can be told from chance?"
 COLUMNS_BESIDE = 5  # that the console shows beside the first one
 SELECTION = (
     "Scores are percentages at the best evaluation. Selection dev: dev chose it and reports it (the papers' protocol, "
@@ -209,7 +210,14 @@ def comparison_table(tests: Sequence[PairTest], corrected: int) -> Table:
         "less correction. The sign-flip test with few units cannot fall below the p in brackets. --compare A B adds a "
         "bootstrap that is missing.",
     ]
-    return Table("Comparisons: which differences can be told from chance?", to_frame(lines), notes)
+    return Table(COMPARISONS, to_frame(lines), notes)
+
+
+def short_comparisons(table: Table) -> Table:
+    """Returns the columns of a comparison table that a console has room for."""
+    frame = table.frame.assign(pair=table.frame["A"] + " - " + table.frame["B"])
+    wanted = ("pair", "task", "train rows", "A - B", "95 % interval", "p, corrected")
+    return Table(table.title, frame[[name for name in wanted if name in frame]])
 
 
 def candidates_table(rows: Sequence[SystemResult]) -> Table:

@@ -12,7 +12,7 @@ import numpy as np
 
 from finetune.store.results import Array, Record, Store
 from multicls.distributed import rank_and_world
-from multicls.environment import environment_record
+from multicls.environment import environment_record, peak_memory_gb
 from multicls.errors import UserError
 
 if TYPE_CHECKING:
@@ -136,6 +136,7 @@ def make_record(planned: PlannedRun, predicted: Predicted, task: int) -> dict[st
         "labels": list(own.task.labels),
         "multi_label": own.task.multi_label,
         "seconds": round(result.seconds, 2),
+        "peak_memory_gb": round(peak_memory_gb(planned.numeric["device"]), 3),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "ranks": rank_and_world()[1],
         "notes": own.notes,

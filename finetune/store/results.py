@@ -41,7 +41,7 @@ from multicls.files import (
 Record = Mapping[str, Any]
 Array = np.ndarray[Any, np.dtype[Any]]
 RESULTS, ERRORS, MARKER = "results.jsonl", "errors.jsonl", "results.json"
-PROTOCOL = 3  # goes up when a record gets other fields, or the same settings give other numbers
+PROTOCOL = 3  # goes up when a record changes or loses fields, or the same settings give other numbers
 READABLE = (2, PROTOCOL)  # reports read folders of these; only those of PROTOCOL are written
 LOCK_SECONDS = 60.0  # how long a process waits for another one to append its line
 

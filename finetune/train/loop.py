@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from finetune.data.encoding import Encoded
 from finetune.heads.modeling_heads import TaskModel
 from finetune.settings import TrainSettings
-from finetune.train.progress import Progress
+from finetune.train.progress import RunProgress
 from finetune.train.snapshots import Snapshots
 from multicls.distributed import rank_and_world
 from multicls.ds_config import OWNED, check_with_deepspeed, resolve_ds_config
@@ -96,9 +96,10 @@ def find_device() -> tuple[torch.device, Literal["fp32", "bf16"]]:
 
 
 def seed_everything(seed: int, device: torch.device) -> None:
-    """Seeds the new weights, and makes a GPU use deterministic kernels if they exist."""
+    """Seeds the new weights; on a GPU measures memory anew and uses deterministic kernels if they exist."""
     torch.manual_seed(seed)
     if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()  # the record has this run's peak, not that of a run before it
         torch.use_deterministic_algorithms(True, warn_only=True)
 
 
@@ -316,7 +317,7 @@ def fine_tune(
     keeper.load(stepper, result)
     started, done = time.perf_counter() - result.seconds, result.steps
     batches = islice(task_batches([len(part.train) for part in parts], settings.batch_size, seed, sampling), done, None)
-    with closing(Progress(settings.max_steps, done, tensorboard)) as progress:
+    with closing(RunProgress(settings.max_steps, done, tensorboard)) as progress:
         for step in range(done + 1, settings.max_steps + 1):
             task, rows = next(batches)
             losses.append(train_step(stepper, parts[task], task, rows, device, settings, seed, step - 1))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from tqdm import tqdm
-
+from multicls.console import Progress
 from multicls.distributed import rank_and_world
+from multicls.words import duration
 
 if TYPE_CHECKING:
     from finetune.train.loop import FinetuneResult
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("finetune")
 
 
-class Progress:
+class RunProgress(Progress):
     """Shows the steps and evaluations of a run.
 
     Args:
@@ -28,9 +27,8 @@ class Progress:
 
     def __init__(self, steps: int, done: int, tensorboard: Path | None) -> None:
         first_rank = rank_and_world()[0] == 0
-        self.steps, self.board = steps, None
-        hidden = not first_rank or not sys.stderr.isatty()
-        self.bar: Any = tqdm(total=steps, initial=done, disable=hidden, unit="step", leave=False)
+        super().__init__("fine-tuning", steps, done=done, unit="steps", shown=first_rank)
+        self.board, self._newest = None, ""
         if tensorboard and first_rank:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -38,13 +36,13 @@ class Progress:
 
     def close(self) -> None:
         """Ends the bar and the file of TensorBoard."""
-        self.bar.close()
+        super().close()
         if self.board is not None:
             self.board.close()
 
     def step(self) -> None:
         """Counts a step."""
-        self.bar.update()
+        self.update(self.done + 1, self._newest)
 
     def evaluation(self, result: FinetuneResult, curves: dict[str, float], seconds: float) -> None:
         """Shows the newest evaluation.
@@ -55,11 +53,9 @@ class Progress:
             seconds: time that the run has taken so far.
         """
         step, loss, mains = result.history[-1]
-        main = sum(mains) / len(mains)
-        self.bar.set_postfix(loss=f"{loss:.3f}", score=f"{main:.4f}")
-        if self.bar.disable:
-            left = divmod(round(seconds / step * (self.steps - step)), 60)
-            log.info("step %d/%d  loss %.4f  score %.4f  eta %d:%02d", step, self.steps, loss, main, *left)
+        self._newest = f"loss {loss:.4f}  score {sum(mains) / len(mains):.4f}"
+        eta = duration(seconds / step * (self.total - step))
+        log.info("step %d/%d  %s  eta %s", step, self.total, self._newest, eta)
         if self.board is not None:
             for name, value in curves.items():
                 self.board.add_scalar(name, value, step)

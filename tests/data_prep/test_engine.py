@@ -12,7 +12,7 @@ import pytest
 from datatrove.pipeline.base import PipelineStep
 
 from data_prep import engine
-from data_prep.engine import ExecutorOptions, Progress, Stage, run_stages
+from data_prep.engine import ExecutorOptions, Stage, StageProgress, run_stages
 from multicls.errors import UserError
 
 
@@ -49,7 +49,7 @@ def test_a_failed_task_is_told_and_the_others_are_not_done_again(workers: int, t
 def test_stages_run_one_after_the_other(tmp_path: Path) -> None:
     order: list[str] = []
 
-    class Noting(Progress):
+    class Noting(StageProgress):
         def begin(self, stage: Stage, done: Any) -> None:
             order.append(f"{stage.name} {len(done)}")
             super().begin(stage, done)
@@ -59,23 +59,27 @@ def test_stages_run_one_after_the_other(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         stages.append(Stage(name, [Mark(str(tmp_path / name))], [1] * 3))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "Progress", Noting)
+        patch.setattr(engine, "StageProgress", Noting)
         for _ in range(2):
             run_stages(stages, tmp_path / "work", ExecutorOptions(), print)
     assert order == ["one 0", "two 0", "one 3", "two 3"]
 
 
 def test_progress_in_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([0.0, 10.0, 11.0, 20.0])
-    monkeypatch.setattr(engine.time, "monotonic", lambda: next(clock))
+    clock = [0.0]
+    monkeypatch.setattr("multicls.console.time.monotonic", lambda: clock[0])
     lines: list[str] = []
-    progress = Progress(lines.append)
+    progress = StageProgress(lines.append)
     progress.begin(Stage("build", [], [1_000_000] * 10), done=[0, 1])
-    for done in ([0, 1, 2, 3], [0, 1, 2, 3, 4], range(10)):
+    for clock[0], done in ((10.0, range(4)), (11.0, range(5)), (20.0, range(10))):
         progress.update(list(done))
+    progress.begin(Stage("shards", [], [1] * 4), done=[])
+    clock[0] = 40.0
+    progress.update([0])
     assert lines == [
-        "build: 4 of 10 tasks, 4.0 of 10.0 MB, 0.20 MB/s, ETA 30s",
-        "build: 10 of 10 tasks, 10.0 of 10.0 MB, 0.40 MB/s",
+        "build: 4 of 10 tasks, 4.0 of 10.0 MB, 0.2 MB/s, eta 30s",
+        "build: 10 of 10 tasks, 10.0 of 10.0 MB, 0.4 MB/s",
+        "shards: 1 of 4 tasks, eta 1m00s",
     ]
 
 

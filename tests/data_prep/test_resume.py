@@ -57,7 +57,10 @@ def stop_at(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, name, stopping)
 
 
-@pytest.mark.parametrize("stage", ["build", "duplicates", "shards", "manifest"])
+SLOW = [pytest.param(stage, marks=pytest.mark.slow) for stage in ("duplicates", "shards")]
+
+
+@pytest.mark.parametrize("stage", ["build", *SLOW, "manifest"])
 def test_input_may_grow_between_two_starts(
     stage: str, texts: Path, tiny_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

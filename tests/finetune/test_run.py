@@ -54,6 +54,7 @@ def check_predictions(record: dict[str, Any], output_dir: Path) -> dict[str, Any
     return arrays
 
 
+@pytest.mark.slow
 def test_command_line_learns_saves_and_skips(
     tiny_multicls: Path, glue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -70,8 +70,7 @@ def test_metadata(run: Path) -> None:
     data, _ = written(run)
     assert data == BASE | {
         "language": ["en", "de"], "datasets": ["wikimedia/wikipedia"], "library_name": "transformers",
-        "pipeline_tag": "feature-extraction",
-        "tags": ["multicls-bert", "continued-pretraining", "fill-mask", "sentence-similarity"],
+        "pipeline_tag": "feature-extraction", "tags": card.TAGS,
     }  # fmt: skip
 
 

@@ -149,9 +149,7 @@ def test_master_weights_of_fp16_in_stage_0(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_cards_snippets_run_where_the_folder_lies(finished: Path, tmp_path: Path) -> None:
     _, text = checked_card((finished / "hf" / "README.md").read_text(encoding="utf-8"))
     blocks = snippets(text)
-    if "AutoModelForMaskedLM" not in read_json(finished / "hf" / "config.json")["auto_map"]:
-        blocks = [block for block in blocks if "fill-mask" not in block]
-    assert len(blocks) >= 2 and str(finished) not in text
+    assert len(blocks) == 4 and str(finished) not in text
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(blocks)],

@@ -115,6 +115,7 @@ def test_signals_save_and_leave(disturb: Fork, undisturbed: Path, tmp_path: Path
     assert_same_to_the_bit(folder, undisturbed)
 
 
+@pytest.mark.slow
 def test_one_signalled_rank_takes_all_along_and_others_go_on(disturb: Fork, undisturbed: Path, tmp_path: Path) -> None:
     """One rank, two of which one is signalled, one, two, four: the same examples and the same losses."""
     folder = tmp_path / "run"
@@ -174,7 +175,7 @@ def test_full_disk_keeps_the_run_alive(disturb: Fork, undisturbed: Path, tmp_pat
     warning = "WARNING: the checkpoint of step 4 could not be written: [Errno 27] File too large."
     for text in (said(folder, 0), (folder / "log.txt").read_text()):
         assert text.count(warning) == 2  # when it happened, and on the next line of metrics
-        assert "The newest one is of step 2; make room on the disk." in text
+        assert "The newest one is of step 2; make room on the disk." in " ".join(text.split())
     assert weights(folder) == weights(undisturbed) and metrics(folder)[-1] == metrics(undisturbed)[-1]
 
 

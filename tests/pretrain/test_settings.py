@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from multicls import MultiClsBertConfig
-from multicls.corpus import Corpus
 from multicls.errors import UserError
 from multicls.files import REPOSITORY
-from pretrain.job import identity, settle_steps
+from pretrain.job import identity
 from pretrain.run import COMMAND, fit_ranks, parse, recipe_settings
 from pretrain.settings import RENAMED, PretrainSettings, TrainSettings, batch_arithmetic, settle_micro_batch
 
@@ -90,25 +89,29 @@ def test_an_ablation_changes_of_base_what_it_claims(recipe: str) -> None:
     assert config.num_parts * changed.train.global_batch_size == 30
 
 
-def test_length_in_tokens_or_in_steps(tiny_corpus: Path) -> None:
-    assert (read(*NEEDED).train.tokens, read(*NEEDED).train.steps) == (2e9, 0)
+def test_one_of_tokens_epochs_and_steps_tells_the_length() -> None:
+    def length(*argv: str) -> tuple[float, ...]:
+        train = read(*argv).train
+        return train.tokens, train.epochs, train.steps
+
     base = ["--recipe", "pretrain/recipes/base.yaml", "--corpus", "c"]
-    assert (read(*base, "--steps", "9").train.tokens, read(*base, "--steps", "9").train.steps) == (0, 9)
-    for both in (["train.steps=9"], ["train.tokens=0"], ["train.tokens=0", "train.steps=0"]):
-        with pytest.raises(UserError, match="either train.tokens or train.steps"):
-            read(*base, *(f"--set={assignment}" for assignment in both))
-    corpus = Corpus.open(tiny_corpus)
-    tiny = ["train.negatives_group=4", "train.global_batch_size=12", "data.seq_length=32", "train.tokens=1e6"]
-    one, other = (
-        settle_steps(read(*NEEDED, f"--seed={seed}", *(f"--set={item}" for item in tiny)), corpus).train
-        for seed in (1, 2)
-    )
-    assert (one.steps, one.tokens) == (other.steps, 0)
-    text = 1e6 / (one.steps * 12 * 3)  # tokens of a part, of at most 32 - 3 - K
-    assert 0.7 * 24 < text < 24
-    doubled = read(*NEEDED, *(f"--set={item}" for item in tiny), "--set=train.global_batch_size=24")
-    assert settle_steps(doubled, corpus).train.steps == pytest.approx(one.steps / 2, abs=1)
-    assert settle_steps(read(*NEEDED, "--steps", "7"), corpus).train.steps == 7
+    assert length(*NEEDED) == length(*base) == (2e9, 0, 0)
+    assert length(*base, "--steps", "9") == (0, 0, 9)
+    assert length(*base, "--epochs", "0.5") == (0, 0.5, 0)
+    assert length(*NEEDED, "--set=train.epochs=2") == (0, 2, 0)
+    for wrong in (["train.steps=9"], ["train.epochs=1"], ["train.tokens=0"], ["train.tokens=0", "train.steps=0"]):
+        with pytest.raises(UserError, match=r"one of train.tokens, train.epochs and train.steps"):
+            read(*base, *(f"--set={assignment}" for assignment in wrong))
+    with pytest.raises(UserError, match=r"one of train.tokens, train.epochs and train.steps"):
+        read(*base, "--epochs", "1", "--steps", "9")
+
+
+def test_intervals_are_steps_or_shares() -> None:
+    run = read(*NEEDED, "--set=run.eval_every=0.1", "--set=run.save_every=7").run
+    assert (run.eval_every, run.save_every, run.log_every) == (0.1, 7, 50)
+    for wrong in ("0", "-1", "1.5"):
+        with pytest.raises(UserError, match=rf"run\.log_every = {wrong}"):
+            read(*NEEDED, f"--set=run.log_every={wrong}")
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 from tests.processes import until
 from tests.slurm.conftest import Cluster
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 AWKWARD = ("--set", "a=[1, 2]", "$HOME", 'quote"s', "it's", "*")
 JOBS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # name -> flags of the run, options of sbatch
     "time limit": (("--codes", "wait,0!"), ("--time=1", "--signal=USR1@20")),

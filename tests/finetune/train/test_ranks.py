@@ -55,6 +55,7 @@ def launched(checkpoint: Path, glue: Path, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_same_numbers_as_one_rank(name: str, launched: Path, checkpoint: Path, glue: Path, tmp_path: Path) -> None:
     run(settings_of(name, str(checkpoint), str(glue), str(tmp_path), several=False))
@@ -78,10 +79,12 @@ def scale(values: Any) -> float:
     return float(np.abs(values).max())
 
 
+@pytest.mark.slow
 def test_normalisation_takes_the_rows_of_both_ranks_for_one_batch(launched: Path) -> None:
     assert_ranks_are_one_batch(launched)
 
 
+@pytest.mark.slow
 def test_the_model_saved_under_zero_3_is_whole(launched: Path, glue: Path) -> None:
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
