@@ -10,6 +10,7 @@ python data_prep/run.py vocabulary --input PATH [PATH ...] --output DIR --type w
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -44,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "vocabulary": vocabulary_command,
     }
     if argv and not argv[0].startswith("-") and argv[0] not in commands:
-        raise UserError(f"{argv[0]}: no such command.{did_you_mean(argv[0], commands)}")
+        text = " Give text with --input." if os.path.exists(argv[0]) else did_you_mean(argv[0], commands)
+        raise UserError(f"{argv[0]}: no such command.{text}")
     command = commands[argv.pop(0)] if argv and argv[0] in commands else build_command
     command(argv)
 
@@ -98,7 +100,7 @@ def stats_command(argv: Sequence[str]) -> None:
     from data_prep.stats import stats
 
     folder = Path(options.corpus)
-    picture = options.output or folder.resolve().with_name(folder.resolve().name + ".png")
+    picture = options.output or os.path.relpath(f"{folder.resolve()}.png")
     stats(folder, picture, options.seq_length, options.num_facets)
 
 
