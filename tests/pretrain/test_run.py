@@ -53,7 +53,8 @@ def test_text_to_report(finished: Path, glue: Path, tmp_path: Path, capsys: pyte
     flags += ["--train_size", "16", "--max_length", "32", "--max_steps", "2", "--output_dir", str(tmp_path)]
     assert finetune.run.main(flags) == 0
     finetune.report.main([str(tmp_path)])
-    assert "| sst2 | 16 |" in capsys.readouterr().out and (tmp_path / "report.html").exists()
+    assert "Systems side by side, 16 train rows" in capsys.readouterr().out
+    assert "| sst2 | 16 |" in (tmp_path / "report.md").read_text() and (tmp_path / "report.html").exists()
 
 
 def test_finished_run_is_left_alone(fork: Fork, finished: Path) -> None:
