@@ -57,7 +57,7 @@ def test_own_text_from_a_folder_to_predictions(copy: Path) -> None:
     blocks = [block._replace(commands=block.commands.replace(whole, " --steps 6 ")) for block in blocks]
     output = run_blocks([blocks_of("own_labels.md")[0], *blocks], copy)
     said = ("292 documents", "sentences 2 to 3 | 4 to 4", "length: 67,507 training tokens; 6 steps", "step 6/6  loss ",
-            "model:  runs/own_text/run/hf", "tensor([[0.", "own_tickets, full train rows", "20: ",
+            "model:  runs/own_text/run/hf", "tensor([[0.", "own_tickets, full train rows", "labelled: 20 rows: ",
             "ticket,label,p_billing")  # fmt: skip
     for text in said:
         assert text in output, f"{text}\n{output[-9000:]}"
