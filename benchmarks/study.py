@@ -167,8 +167,10 @@ def find_plan(options: StudyOptions) -> Plan | None:
     plan = Plan.model_validate(read_json(path))
     for name, value in {"budget": budget, "size": options.size, "device": options.device}.items():
         if value is not None and value != (was := getattr(plan, name)):
-            raise UserError(f"--{name} {getattr(options, name)}: the plan in {path} was made for {name} {was}. "
-                            "Leave the flag out to go on, or give another --output_dir.")  # fmt: skip
+            raise UserError(
+                f"--{name} {getattr(options, name)}: {path} was made for {name} {was}, and a plan is kept to its end. "
+                "Leave the flag out to go on, or give another --output_dir."
+            )
     return plan
 
 
@@ -375,13 +377,11 @@ def left_in_words(folder: Path, plan: Plan, piece: float) -> str:
         calls = [call for call in read_jsonl(folder / "calls.jsonl") if call["stage"] == stage]
         runs, spent = (sum(call[name] for call in calls) for name in ("runs", "seconds"))
         seconds += (planned - done) * (spent / runs if runs else plan.expected.get(stage, math.nan) / planned)
-    left = (
-        "how many more calls is not known yet"
-        if math.isnan(seconds)
-        else f"about {math.ceil(seconds / piece)} more calls"
-    )
-    done_in_words = ", ".join(f"{done} of {planned} {stage} runs done" for stage, (done, planned) in state.items())
-    return f"{done_in_words}; {left} of {duration(piece)}: give the same command again"
+    calls_left = "time not known yet"
+    if math.isfinite(seconds):
+        calls_left = f"about {math.ceil(seconds / piece)} more calls of {duration(piece)}"
+    text = ", ".join(f"{done} of {planned} {stage} runs done" for stage, (done, planned) in state.items())
+    return f"{text}; {calls_left}: give the same command again"
 
 
 def seconds_of(flag: str, text: str) -> float:

@@ -21,6 +21,7 @@ from multicls.command_line import CommandLine
 from multicls.corpus import MANIFEST, Corpus, Shard, occurrences, write_shard
 from multicls.errors import UserError
 from multicls.files import REPOSITORY, atomic_folder, atomic_write, write_json
+from multicls.sample import SAMPLE, SAMPLE_MODEL
 from multicls.settings import Settings
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -35,7 +36,7 @@ class PackOptions(Settings):
     text: list[str] = Field(title="NAME=DIR", description="folders of text, as data_prep/run.py takes them")
     data_dir: Path = Field(description="folder with the files of GLUE and SuperGLUE")
     output: Path = Field(title="FILE", description="the packed file, such as inputs.tar.xz")
-    base: str = Field(default="sample", title="MODEL", description="any BERT: folder or Hub id")
+    base: str = Field(default=SAMPLE, title="MODEL", description="any BERT: folder or Hub id")
     text_mb: float = Field(default=70.0, gt=0, description="most megabytes of text to take")
 
 
@@ -48,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         pack_tasks(options.data_dir, inputs / "data")
         take_text(options.text, options.text_mb * 1e6, work / "text")
         tokens = pack_corpus(work, inputs)
-        name = Path(options.base).name if Path(options.base).is_dir() else options.base
+        named = SAMPLE_MODEL if options.base == SAMPLE else options.base
+        name = Path(named).name if Path(named).is_dir() else named  # not where it lies on this machine
         write_json(inputs / "inputs.json", {"base": name, "tokens": tokens})
         size = write_archive(inputs, options.output, options.text_mb)
     print(f"{options.output}: {size / 1e6:.1f} MB, with {tokens / 1e6:.1f} M tokens of text")

@@ -96,7 +96,7 @@ class Tested:
 
     @property
     def verdict(self) -> Literal["supported", "contradicted", "not seen"]:
-        """What the corrected test says of the claim."""
+        """The verdict of the corrected test on the claim."""
         if not self.corrected < SIGNIFICANT:
             return "not seen"
         return "supported" if (self.found.difference < 0) == (self.claim.measure == "ece") else "contradicted"
@@ -173,8 +173,8 @@ def render(folder: Path, plan: Plan, rows: Rows) -> str:
 
 
 def _text(found: Table) -> str:
-    """Returns a table and its notes as Markdown, without the title; "" if it is empty."""
-    return "" if found.frame.empty else tables.markdown(found).partition("\n\n")[2]
+    """Returns a table and its notes as Markdown, without the title and what all rows share; "" if it is empty."""
+    return "" if found.frame.empty else tables.markdown(found).partition("\n\n")[2].replace(", holdout", "")
 
 
 def _calibration(rows: Rows) -> str:
@@ -286,15 +286,15 @@ def scores_figure(rows: Rows) -> Figure:
             own = [frames[size, name, task] for task in tasks if (size, name, task) in frames]
             if len(own) == len(tasks) and not (average := average_frame(own)).empty:
                 found, head = estimate(average), heads.index(name.partition(" ")[2])
-                shade = {"color": str(1 - 0.12 * head), "hatch": figures.HATCHES[head % 4], "edgecolor": "black"}
+                shade = {"color": str(1 - 0.08 * head), "hatch": figures.HATCHES[head % 4], "edgecolor": "black"}
                 axis.barh(place, found.mean, **shade)
-                axis.plot([found.low, found.high], [place] * 2, color="black", linewidth=1.6)
-                axis.plot(found.mean, place, figures.MARKERS[head], color="black", markersize=4)
+                for color, width in (("white", 5), ("black", 2)):  # a line that hatches do not hide
+                    axis.plot([found.low, found.high], [place] * 2, color=color, linewidth=width)
+                axis.plot(found.mean, place, figures.MARKERS[head], color="black", markersize=5)
                 means.append(found.mean)
         axis.set(yticks=range(len(systems)), yticklabels=systems, title=f"{size} train rows",
                  xlabel=f"mean score over {len(tasks)} tasks, %", ylim=(len(systems) - 0.4, -0.6))  # fmt: skip
-        if means:
-            axis.set_xlim(max(0.0, min(means) - 10), max(means) + 10)
+        axis.set_xlim(0, min(100.0, max(means, default=90.0) + 10))
     return figure
 
 

@@ -58,7 +58,7 @@ TASKS = ("cola", "sst2", "mrpc", "stsb", "rte", "cb", "copa", "wic")
 
 
 class Pretraining(Settings):
-    """What each arm is trained on: equal tokens of text, in steps of equally many sequences."""
+    """The length of each arm: equal tokens of text, in steps of equally many sequences."""
 
     tokens: float
     seeds: tuple[int, ...]
@@ -81,7 +81,7 @@ class Evaluation(Settings):
     seeds: tuple[int, ...] = (1, 2)
     epochs: int = 20
     max_length: int = 128
-    ensemble_tasks: tuple[str, ...] = ("cola", "mrpc", "rte", "wic")
+    ensemble_tasks: tuple[str, ...] = ("cola", "sst2", "mrpc", "rte")
     ensemble_rate: float = 1e-4
 
     def num_runs(self, pretraining_seeds: int) -> int:
@@ -99,15 +99,15 @@ LADDER = (
     Evaluation(level="100 rows, one learning rate", train_sizes=(100,), learning_rates=(1e-4,)),
     Evaluation(level="100 rows, one learning rate, one seed", train_sizes=(100,), learning_rates=(1e-4,), seeds=(1,)),
     Evaluation(level="100 rows, one learning rate, one seed, two draws", train_sizes=(100,), learning_rates=(1e-4,),
-               seeds=(1,), draws=(1, 2), ensemble_tasks=("cola", "rte")),
+               seeds=(1,), draws=(1, 2), ensemble_tasks=("sst2", "rte")),
     Evaluation(level="100 rows, one learning rate, one seed, two draws, four tasks", train_sizes=(100,),
-               tasks=("cola", "mrpc", "stsb", "rte"), learning_rates=(1e-4,), seeds=(1,), draws=(1, 2),
-               ensemble_tasks=("rte",)),
+               tasks=("cola", "sst2", "stsb", "copa"), learning_rates=(1e-4,), seeds=(1,), draws=(1, 2),
+               ensemble_tasks=("sst2",)),
 )  # fmt: skip
 SMOKE = (
-    Pretraining(tokens=120_000, seeds=(1, 2), sequences=12, seq_length=64, eval_every=50, eval_examples=120),
-    Evaluation(level="smoke", tasks=("cola", "mrpc", "stsb", "rte"), train_sizes=(100,), learning_rates=(1e-4,),
-               seeds=(1,), draws=(1, 2), epochs=4, ensemble_tasks=("rte",)),
+    Pretraining(tokens=100_000, seeds=(1, 2), sequences=12, seq_length=64, eval_every=40, eval_examples=60),
+    Evaluation(level="smoke", tasks=("cola", "sst2", "stsb", "copa"), train_sizes=(100,), learning_rates=(1e-4,),
+               seeds=(1,), draws=(1, 2), epochs=4, ensemble_tasks=("sst2",)),
 )  # fmt: skip
 
 

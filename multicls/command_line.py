@@ -24,6 +24,7 @@ from multicls.settings import ALIASES, Settings, find_field, find_recipe, known_
 OptionsT = TypeVar("OptionsT", bound=Settings)
 ReadT = TypeVar("ReadT")
 NEGATIVE = re.compile(r"-(\.?\d|inf|nan)")
+LAUNCHER = ("num_gpus", "num_nodes", "hostfile", "include", "exclude", "master_port")  # options of deepspeed
 EXAMPLE = re.compile(r"\s*(\w+=\S+ )*(python|deepspeed) ")
 
 
@@ -123,10 +124,8 @@ class CommandLine(Generic[OptionsT]):
         examples = indent("\n".join(text.strip("\n") for text in paragraphs if EXAMPLE.match(text)), "  ")
         about = "\n\n".join(text.strip() for text in paragraphs if not EXAMPLE.match(text))
         if self.recipes:
-            names = "\n".join(
-                f"  {name:18}{text}" for name, text in shipped_recipes(self.recipes, self.settings).items()
-            )
-            about += f"\n\nrecipes:\n{names}"
+            shipped = shipped_recipes(self.recipes, self.settings).items()
+            about += "".join(["\n\nrecipes:", *(f"\n  {name:18}{text}" for name, text in shipped)])
         width = min(120, shutil.get_terminal_size((100, 24)).columns)
         parser = _Parser(
             prog=self._prog, description=about, add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS,
@@ -177,8 +176,11 @@ class CommandLine(Generic[OptionsT]):
 
     def _nearest(self, name: str, value: str) -> str:
         """Returns the flag or setting that was meant, with its value."""
-        keys = {key.rpartition(".")[2]: key for key in known_keys(self.settings)[::-1]}
-        aliases = [*ALIASES.get(name, "").split(), name]
+        settings = [key for key in known_keys(self.settings)[::-1] if not _is_group(self.settings, key)]
+        keys = {key.rpartition(".")[2]: key for key in settings}
+        if name in LAUNCHER and "local_rank" in self.flags:
+            return f" It is an option of the launcher: deepspeed --{name} {value} {self._prog} ..."
+        aliases = [*ALIASES.get(name, "").split(), name.rpartition(".")[2]]
         for alias in [*aliases, *difflib.get_close_matches(name, [*self.flags, *keys], n=1, cutoff=0.6)]:
             meant, _, fixed = alias.partition("=")
             given = fixed or value
@@ -192,12 +194,13 @@ class CommandLine(Generic[OptionsT]):
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raises a `UserError`, which the command prints without the usage."""
-        message = message.removeprefix("argument ").replace("expected one argument", "give a value after it")
+        message = re.sub(r"expected (at least )?(\w+) arguments?", r"give \2 value(s) after it", message)
+        message = re.sub(r"ignored explicit argument .*", "takes no value", message.removeprefix("argument "))
         raise UserError(f"{message}. --help lists all flags.")
 
 
 def _is_group(kind: type[Settings], key: str) -> bool:
-    annotation = kind.model_fields[key].annotation
+    annotation = getattr(find_field(kind, key), "annotation", None)
     return isinstance(annotation, type) and issubclass(annotation, Settings)
 
 
@@ -206,14 +209,8 @@ def _arguments(flag: str, field: FieldInfo, positional: bool) -> dict[str, Any]:
     default, about = field.get_default(call_default_factory=True), field.description
     if about is not None:
         shown = " ".join(map(str, default)) if isinstance(default, (list, tuple)) else default
-        more = (
-            "required"
-            if field.is_required()
-            else f"default: {shown}"
-            if shown not in (None, "") and shown is not False
-            else ""
-        )
-        about = f"{about} ({more})" if more else about
+        more = f" (default: {shown})" if shown not in (None, "") and shown is not False else ""
+        about += " (required)" if field.is_required() else more
     text = argparse.SUPPRESS if about is None else about.replace("%", "%%")
     if default is False:
         return {"action": "store_true", "help": text}

@@ -91,8 +91,7 @@ def from_bert(
     settings: dict[str, Any] = {"num_facets": num_facets, "mcqt_lambda": mcqt_lambda, "hard_negatives": hard_negatives}
     if facet_layers is not None or not has_facets:
         settings["facet_layers"] = facet_layers
-    if not has_facets:
-        tokenizer = with_facets(tokenizer, num_facets)
+    tokenizer = tokenizer if has_facets else with_facets(tokenizer, num_facets)
     config = _config(checkpoint, base, settings | {"facet_ids": list(facet_ids(tokenizer))}, has_facets)
     if random_weights:
         model = MultiClsBertForPreTraining(config)
@@ -165,6 +164,11 @@ def _config(checkpoint: str, base: Any, settings: Mapping[str, Any], has_facets:
             raise UserError(
                 f"model {checkpoint}: has {key} = {getattr(base, key)}, the settings ask for {settings[key]}."
             )
+    if len(settings["facet_ids"]) != settings["num_facets"]:
+        raise UserError(
+            f"model {checkpoint}: its tokenizer inserts {len(settings['facet_ids'])} facets, the model has "
+            f"{settings['num_facets']}; put back the tokenizer files that were saved with it."
+        )
     dropped = ("model_type", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype", *NOT_OF_BERT)
     kept = {key: value for key, value in base.to_dict().items() if key not in dropped}
     if base.model_type == "roberta":

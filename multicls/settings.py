@@ -43,6 +43,7 @@ ALIASES = {  # names in other tools and earlier versions -> ours, the first that
 PLAIN = {  # types of pydantic's errors in our words
     "int_parsing": "must be a whole number", "int_from_float": "must be a whole number",
     "float_parsing": "must be a number", "bool_parsing": "must be true or false",
+    "model_type": "is a group of settings: give those in it",
 }  # fmt: skip
 WORDS = {"Input should be": "must be", "Field required": "too few values",
          "greater than or equal to": "at least", "less than or equal to": "at most"}  # fmt: skip
@@ -84,16 +85,7 @@ def load_settings(
     sources: dict[str, str] = {}
     problems: list[str] = []
     for recipe in recipes:
-        path = find_shipped(recipe)
-        try:
-            loaded = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-        except OSError as error:
-            raise UserError(f"{recipe}: cannot be read: {error.strerror}.") from None
-        except (UnicodeDecodeError, yaml.YAMLError) as error:
-            raise UserError(f"{recipe}: not valid YAML: {error}.") from None
-        if not isinstance(loaded, dict):
-            raise UserError(f"{recipe}: a recipe is a mapping of settings, not {type(loaded).__name__}.")
-        for key, value in _flatten(loaded):
+        for key, value in _flatten(_read_recipe(recipe)):
             _assign(values, sources, key, value, source=str(recipe))
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
@@ -123,6 +115,19 @@ def load_settings(
     if problems or settings is None:
         raise UserError(*problems)
     return settings
+
+
+def _read_recipe(recipe: str | Path) -> dict[Any, Any]:
+    """Returns the settings in a YAML file."""
+    try:
+        loaded = yaml.safe_load(find_shipped(recipe).read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        raise UserError(f"{recipe}: cannot be read: {error.strerror}.") from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"{recipe}: not valid YAML: {error}.") from None
+    if not isinstance(loaded, dict):
+        raise UserError(f"{recipe}: a recipe is a mapping of settings, not {type(loaded).__name__}.")
+    return loaded
 
 
 def find_field(kind: type[Settings], key: str) -> FieldInfo | None:
@@ -156,7 +161,7 @@ def find_recipe(name: str, folder: str, kind: type[Settings], sibling: str = "")
     path = Path(name)
     if path.suffix == ".json":
         raise UserError(f"--recipe {name}: a recipe is a YAML file; give the JSON of DeepSpeed with --config.")
-    for found in (name, *([] if path.suffix else [f"{folder}/{name}.yaml"])):
+    for found in (name, *([f"{folder}/{path.stem}.yaml"] if path.name == name else [])):
         file = next((file for file in (Path(found), REPOSITORY / found) if file.is_file()), None)
         if file and sibling and folder in str(file) and not _has_only(kind, file.read_text(encoding="utf-8")):
             raise UserError(f"--recipe {name}: this recipe is for {sibling}.")
@@ -224,7 +229,7 @@ def _explain(
     if field is not None and get_origin(field.annotation) in (Union, UnionType):
         loc = loc[:-1]  # pydantic names the member of the union
     key = ".".join(map(str, loc))
-    source = next((sources[known] for known in sources if known == key or known.startswith(f"{key}.")), None)
+    source = sources.get(key) or next((sources[known] for known in sources if known.startswith(f"{key}.")), None)
     source = source or next((sources[known] for known in sources if key.startswith(f"{known}.")), kind.__name__)
     if detail["type"] == "extra_forbidden":
         siblings = [k for k in known_keys(kind) if k.rpartition(".")[0] == key.rpartition(".")[0]]
@@ -246,4 +251,6 @@ def _explain(
     if source == names.get(key) and isinstance(detail["input"], (str, list)):
         value = detail["input"]
         return f"{source} {value if isinstance(value, str) else ' '.join(map(str, value))}: ", message
-    return f"{source}: {key} = {detail['input']!r}: " if key else "", message
+    if not key or isinstance(detail["input"], Mapping):  # of several settings together
+        return f"{key}: " if key else "", message
+    return f"{source}: {key} = {detail['input']!r}: ", message

@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +228,28 @@ def test_packed_inputs_are_the_same_bytes_and_whole(packed: Path, tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+def test_a_budget_is_measured_once(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = Evaluation(level="tiny", tasks=("sst2", "stsb"), train_sizes=(16, 32), epochs=2, max_length=32,
+                      ensemble_tasks=("sst2",))  # fmt: skip
+    monkeypatch.setattr(study_plan, "LADDER", (tiny, tiny.model_copy(update={"level": "less", "seeds": (1,)})))
+    monkeypatch.setattr(study, "Pretraining", partial(Pretraining, seq_length=32, sequences=6, eval_examples=6))
+    monkeypatch.setattr(study, "PROBE_FINETUNING", 4)
+    monkeypatch.setattr(study, "work", lambda *_: None)
+    folder = tmp_path / "study"
+    flags = ["--inputs", str(packed), "--device", "cpu", "--output_dir", str(folder), "--piece", "1h"]
+    assert study.main([*flags, "--budget", "9h"]) == 0
+    plan = Plan.model_validate(read_json(folder / "plan.json"))
+    assert plan.budget == 9 * 3600 and plan.expected.keys() == {"pretraining", "evaluation"}
+    assert 0 < sum(plan.expected.values()) < 0.9 * plan.budget
+    assert plan.evaluation.level == "tiny" and len(plan.pretraining.seeds) == study_plan.MOST_SEEDS
+    assert not (folder / "probe").exists() and (folder / "inputs").is_dir()
+    assert [call["stage"] for call in read_jsonl(folder / "calls.jsonl")] == ["planning"]
+    monkeypatch.delattr(study, "measure")
+    assert study.main(["--output_dir", str(folder)]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_from_inputs_to_the_page_with_an_interruption(
     packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

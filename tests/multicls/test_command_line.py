@@ -111,6 +111,12 @@ def test_all_mistakes_at_once() -> None:
         (["--max-steps", "5"], "--max-steps: no such flag. Did you mean '--steps 5'?"),
         (["--bf16"], "--bf16: no such flag. Did you mean '--set train.precision=bf16'?"),
         (["--weight-decay", "0.1"], "--weight-decay: no such flag. Did you mean '--set weight_decay=0.1'?"),
+        (["--train.precision", "bf16"], "--train.precision: no such flag. Did you mean '--set train.precision=bf16'?"),
+        (["--train", "x"], "--train: no such flag. --help lists all flags."),
+        (
+            ["--num_gpus", "4"],
+            "--num_gpus: no such flag. It is an option of the launcher: deepspeed --num_gpus 4 x.py ...",
+        ),
         (["--zzz"], "--zzz: no such flag. --help lists all flags."),
         (["stray"], "stray: not expected here; flags begin with --, and --help lists them."),
     ],
@@ -120,7 +126,9 @@ def test_unknown_words_tell_what_was_meant(words: list[str], message: str) -> No
 
 
 def test_a_flag_without_its_value() -> None:
-    assert problems("p", "--corpus") == ["--corpus: give a value after it. --help lists all flags."]
+    assert problems("p", "--corpus") == ["--corpus: give one value(s) after it. --help lists all flags."]
+    assert problems("p", "--pair", "x") == ["--pair: give 2 value(s) after it. --help lists all flags."]
+    assert problems("p", "--fast=yes") == ["--fast: takes no value. --help lists all flags."]
 
 
 def test_help_has_groups_defaults_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,8 +151,9 @@ def test_recipes_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text("train: {steps: 1}")
-    given = ["base", "pretrain/recipes/k1.yaml", "mine.yaml"]
-    assert recipes(PRETRAIN, *given) == ["pretrain/recipes/base.yaml", *given[1:]]
+    given = ["base", "large.yaml", "pretrain/recipes/k1.yaml", "mine.yaml"]
+    shipped = [f"pretrain/recipes/{name}.yaml" for name in ("base", "large", "k1")]
+    assert recipes(PRETRAIN, *given) == [*shipped, "mine.yaml"]
     for command, name, message in (
         (
             PRETRAIN,

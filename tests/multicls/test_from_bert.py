@@ -65,6 +65,9 @@ def test_goes_on_from_a_multicls_checkpoint(tiny_bert: Path, tmp_path: Path) -> 
         from_bert(str(tmp_path), num_facets=5)
     with pytest.raises(UserError, match="facet_layers"):
         from_bert(str(tmp_path), num_facets=3, facet_layers=[])
+    AutoTokenizer.from_pretrained(tiny_bert).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="tokenizer inserts 0 facets, the model has 3"):
+        from_bert(str(tmp_path), num_facets=3)
 
 
 def test_weights_repeat_with_the_seed(tiny_bert: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,12 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from finetune.heads import modeling_heads
 from multicls import (
     MultiClsBertConfig,
     MultiClsBertForMaskedLM,
     MultiClsBertForPreTraining,
     MultiClsBertForSequenceClassification,
     MultiClsBertModel,
+    configuration_multicls,
 )
 from multicls.modeling_multicls import VARLEN
 
@@ -98,6 +102,13 @@ def test_problem_type_is_that_of_bert(labels: Tensor, given: str | None, found: 
     }
     torch.testing.assert_close(out.loss, losses[found]())
     assert model.config.problem_type == found
+
+
+@pytest.mark.parametrize("module", [configuration_multicls, modeling_heads])
+def test_an_older_transformers_is_refused_in_a_line(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.6")
+    with pytest.raises(ImportError, match=r"needs transformers 5, this is transformers 4.57.6: pip install [^\n]*$"):
+        runpy.run_path(module.__file__)
 
 
 def test_short_input_and_wrong_tokens_are_told() -> None:

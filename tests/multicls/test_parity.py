@@ -49,7 +49,8 @@ def test_outputs_and_losses(fixture: Fixture, converted: Path) -> None:
     tensors, _ = fixture
     loaded: Any = MultiClsBertForPreTraining.from_pretrained(converted, output_loading_info=True)
     model, found = loaded
-    assert not any(found.values())
+    assert not any(found.values()) and model.config.facet_ids is None  # there is no tokenizer
+    assert (converted / "modules.json").exists() and (converted / "model.safetensors").stat().st_mode & 0o777 == 0o644
     labels = tensors["mlm_labels"].where(tensors["mlm_labels"] != -1, -100)
     with torch.no_grad():
         out = model.eval()(
@@ -109,8 +110,8 @@ def test_facets_and_levels_from_training_conf(fixture: Fixture, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("", "--num-facets"),
-        ("--num-facets 3 --facet-layers 1,3", "--num-attention-heads"),
+        ("", "--num_facets"),
+        ("--num-facets 3 --facet-layers 1,3", "--num_attention_heads"),
         ("--num-facets 2 --facet-layers 1,3 --num-attention-heads 4", "facet_lin_emb.0.2.weight"),
         ("--num-facets 3 --facet-layers 1 --num-attention-heads 4", "facet_lin_emb.1.0.weight"),
         ("--num-facets 4 --facet-layers 1,3 --num-attention-heads 4", "facet_lin_emb.0.3.weight"),

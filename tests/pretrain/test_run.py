@@ -13,6 +13,7 @@ from transformers import AutoModelForPreTraining, AutoTokenizer
 
 import finetune.report
 import finetune.run
+from multicls.files import read_jsonl
 from tests.pretrain.conftest import Fork, Launch, records, said
 from tests.processes import free_ports
 
@@ -47,13 +48,15 @@ def test_run_folder_and_export(finished: Path) -> None:
     assert tokens[1:4] == ["[unused0]", "[unused1]", "[unused2]"]
 
 
-def test_text_to_report(finished: Path, glue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_to_report(finished: Path, glue: Path, tmp_path: Path) -> None:
     """The model of data preparation and pretraining is fine-tuned on its facets, and its score is in the report."""
     flags = ["--model", str(finished / "hf"), "--head", "multicls", "--task", "sst2", "--data_dir", str(glue)]
     flags += ["--train_size", "16", "--max_length", "32", "--max_steps", "2", "--output_dir", str(tmp_path)]
     assert finetune.run.main(flags) == 0
     finetune.report.main([str(tmp_path)])
-    assert "| sst2 | 16 |" in capsys.readouterr().out and (tmp_path / "report.html").exists()
+    (record,) = read_jsonl(tmp_path / "results.jsonl")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert record["head"] == "multicls" and "sst2" in page and f"{100 * record['score']:.2f}" in page
 
 
 def test_finished_run_is_left_alone(fork: Fork, finished: Path) -> None:

@@ -283,6 +283,14 @@ def test_the_loss_of_several_labels() -> None:
     torch.testing.assert_close(output.loss, expected)
 
 
+def test_problem_type_decides_the_loss_of_a_single_task() -> None:
+    task = about(num_labels=3, labels=["x", "y", "z"])
+    model, labels = make(ENCODERS["bert"], "cls", task), torch.tensor([[0.5, 1, 2]] * 4)
+    model.config.problem_type = "regression"
+    output = model(**batch(), labels=labels)
+    torch.testing.assert_close(output.loss, (output.logits - labels).square().mean())
+
+
 def test_a_trainer_s_metrics_get_the_logits_alone() -> None:
     """`np.argmax(logits)` in the usual `compute_metrics` fails on a tuple."""
     for name, head in (("multicls", "multicls"), ("bert", "hire")):
@@ -324,6 +332,7 @@ def test_saved_models_load_without_the_project(tiny_bert: Path, tiny_multicls: P
             save_model(model, tokenizer, folder)
             again = AutoModelForSequenceClassification.from_pretrained(folder).eval()  # with it, and no trust
             assert type(again) is TaskModel and torch.equal(again(**inputs).logits, logits)
+        assert again.config.encoder.get("facet_ids") == ([1, 2] if origin == tiny_multicls else None)
         assert again.config.id2label == {0: "0", 1: "1"} and (folder / "model.safetensors").exists()
         torch.save(inputs | {"logits": logits}, folder / "inputs.pt")
         folders.append(str(folder))
