@@ -91,8 +91,7 @@ def from_bert(
     settings: dict[str, Any] = {"num_facets": num_facets, "mcqt_lambda": mcqt_lambda, "hard_negatives": hard_negatives}
     if facet_layers is not None or not has_facets:
         settings["facet_layers"] = facet_layers
-    if not has_facets:
-        tokenizer = with_facets(tokenizer, num_facets)
+    tokenizer = tokenizer if has_facets else with_facets(tokenizer, num_facets)
     config = _config(checkpoint, base, settings | {"facet_ids": list(facet_ids(tokenizer))}, has_facets)
     if random_weights:
         model = MultiClsBertForPreTraining(config)

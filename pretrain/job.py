@@ -358,6 +358,7 @@ def _device(settings: PretrainSettings) -> str:
     """Returns the device of each rank, their number and the precision, in words."""
     threads = torch.get_num_threads()
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU with {threads} thread(s)"
+    name += " (no GPU was found)" if dist.get_world_size() > 1 and not torch.cuda.is_available() else ""
     return f"device: {name} x {dist.get_world_size()} rank(s), {_precision(settings)}"
 
 
