@@ -96,7 +96,7 @@ class Tested:
 
     @property
     def verdict(self) -> Literal["supported", "contradicted", "not seen"]:
-        """What the corrected test says of the claim."""
+        """The verdict of the corrected test on the claim."""
         if not self.corrected < SIGNIFICANT:
             return "not seen"
         return "supported" if (self.found.difference < 0) == (self.claim.measure == "ece") else "contradicted"

@@ -58,7 +58,7 @@ TASKS = ("cola", "sst2", "mrpc", "stsb", "rte", "cb", "copa", "wic")
 
 
 class Pretraining(Settings):
-    """What each arm is trained on: equal tokens of text, in steps of equally many sequences."""
+    """The length of each arm: equal tokens of text, in steps of equally many sequences."""
 
     tokens: float
     seeds: tuple[int, ...]

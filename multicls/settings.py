@@ -85,16 +85,7 @@ def load_settings(
     sources: dict[str, str] = {}
     problems: list[str] = []
     for recipe in recipes:
-        path = find_shipped(recipe)
-        try:
-            loaded = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-        except OSError as error:
-            raise UserError(f"{recipe}: cannot be read: {error.strerror}.") from None
-        except (UnicodeDecodeError, yaml.YAMLError) as error:
-            raise UserError(f"{recipe}: not valid YAML: {error}.") from None
-        if not isinstance(loaded, dict):
-            raise UserError(f"{recipe}: a recipe is a mapping of settings, not {type(loaded).__name__}.")
-        for key, value in _flatten(loaded):
+        for key, value in _flatten(_read_recipe(recipe)):
             _assign(values, sources, key, value, source=str(recipe))
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
@@ -124,6 +115,19 @@ def load_settings(
     if problems or settings is None:
         raise UserError(*problems)
     return settings
+
+
+def _read_recipe(recipe: str | Path) -> dict[Any, Any]:
+    """Returns the settings in a YAML file."""
+    try:
+        loaded = yaml.safe_load(find_shipped(recipe).read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        raise UserError(f"{recipe}: cannot be read: {error.strerror}.") from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"{recipe}: not valid YAML: {error}.") from None
+    if not isinstance(loaded, dict):
+        raise UserError(f"{recipe}: a recipe is a mapping of settings, not {type(loaded).__name__}.")
+    return loaded
 
 
 def find_field(kind: type[Settings], key: str) -> FieldInfo | None:
