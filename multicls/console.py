@@ -135,7 +135,7 @@ class Progress:
         self.close()
         yield
         if self._bar is not None:
-            self._bar.start()
+            _start(self._bar)
 
     def close(self) -> None:
         """Removes the bar."""
@@ -152,6 +152,10 @@ def _open_bar(what: str, total: float) -> Any:
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[line]}")
     bar = Progress(*columns, console=console, transient=True, auto_refresh=False, redirect_stdout=sys.stdout.isatty())
     bar.add_task(what, total=total, line="")
-    bar.start()
-    console.show_cursor(True)  # a process that is killed could not bring it back
+    _start(bar)
     return bar
+
+
+def _start(bar: Any) -> None:
+    bar.start()
+    bar.console.show_cursor(True)  # a process that is killed could not bring it back

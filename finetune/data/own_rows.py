@@ -251,7 +251,9 @@ def _check_label_column(own: OwnDataSettings, raw: RawData, notes: list[str]) ->
             notes.append("the test split has no labels: left out")
         elif column not in rows[0][1]:
             where, row = rows[0]
-            raise UserError(f"{where}: no column {column!r} for the label; {_columns(column, row)} Name it by --label_column.")
+            raise UserError(
+                f"{where}: no column {column!r} for the label; {_columns(column, row)} Name it by --label_column."
+            )
 
 
 def _task(own: OwnDataSettings, source: str, fields: tuple[str, ...], form: LabelFormat, labels: list[Any]) -> Task:

@@ -41,7 +41,7 @@ def test_all_problems_of_the_flags_at_once(tmp_path: Path) -> None:
         "error: --min_sentences 2: must be at least 3",
         "error: --without heading: no such rule. Did you mean 'headings'?",
         "error: --language german: must be an ISO 639 code, such as en",
-        "error: --format txt: must be 'auto', 'text', 'wikiextractor', 'jsonl', 'mediawiki', 'html', 'parquet' or 'dataset'.",
+        "error: --format txt: must be 'auto', 'text', 'wikiextractor', 'jsonl', 'mediawiki', 'html', 'parquet'",
     ):
         assert problem in done.stderr
 
