@@ -167,7 +167,7 @@ TWO = [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}]
 
 
 @pytest.mark.parametrize(("train", "dev", "own", "message"), [
-    ([{"text": "a", "lable": "x"}], None, {}, "no column 'label' for the label (--label_column); the columns are"),
+    ([{"text": "a", "lable": "x"}], None, {}, "no column 'label' for the label; the columns are"),
     ([{"body": "a", "label": "x"}], None, {}, "t.csv: no column 'text' or 'text1' and 'text2' or 'sentence1'"),
     (TWO, None, {"text_column": "texd"}, "no column 'texd'; the columns are 'text', 'label'. Did you mean 'text'?"),
     (TWO, None, {"text_column": "a,b,c"}, "give one column, or two"),
