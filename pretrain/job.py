@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from data_prep.examples import ExampleStream, SpecialIds
 from multicls.cards import inherited_metadata
-from multicls.command_line import fine_tuning_command, print_summary
+from multicls.command_line import curves_line, fine_tuning_command, print_summary
 from multicls.configuration_multicls import MultiClsBertConfig
 from multicls.console import print_line
 from multicls.corpus import Corpus, tokenizer_fingerprint
@@ -87,8 +87,7 @@ def run_job(
     finally:
         lock.release()
     if dist.get_rank() == 0 and (run_folder / DONE).exists():
-        made = [("model", run_folder / "hf"), ("curves", f"tensorboard --logdir {run_folder / 'tb'}")]
-        print_summary(made, fine_tuning_command(run_folder / "hf"))
+        print_summary([("model", run_folder / "hf"), *curves_line(run_folder)], fine_tuning_command(run_folder / "hf"))
     leave_deepspeed()
 
 

@@ -68,9 +68,6 @@ def parser_of(command: str) -> argparse.ArgumentParser:
             main(words)
         except _Captured as captured:
             parser: argparse.ArgumentParser = captured.args[0]
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction) and words:
-            return action.choices[words[0]]
     return parser
 
 
@@ -81,10 +78,8 @@ def flag_rows(command: str) -> list[Row]:
     for action in parser._actions:
         if action.help == argparse.SUPPRESS or isinstance(action, argparse._HelpAction):
             continue
-        choices = action.choices and f"{{{','.join(map(str, action.choices))}}}"
-        value = action.metavar or choices or action.dest.upper()
         names = ", ".join(action.option_strings) or str(action.metavar or action.dest)
-        shown = names if action.nargs == 0 or not action.option_strings else f"{names} {value}"
+        shown = names if action.nargs == 0 or not action.option_strings else f"{names} {action.metavar}"
         text = formatter._expand_help(action) if action.help else ""
         rows.append((f"`{shown}`", re.sub(r"(one per core) \(default: \d+\)", r"\1", text)))  # of this machine
     return rows

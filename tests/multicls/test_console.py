@@ -55,12 +55,14 @@ def test_lines_come_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PROGRAM = """
-import sys
+import logging, sys
 from multicls import console
+console.show_log("of_this_test", logging.INFO)
 console.REDRAW_EVERY = 0
 progress = console.Progress("training", 4, unit="steps", say=print)
 progress.update(1, "loss 2.0")
 print("a line")
+logging.getLogger("of_this_test").info("a message")
 with progress.hidden():
     print("a validation")
 progress.update(2)
@@ -84,7 +86,9 @@ def test_a_terminal_gets_a_bar_with_the_lines_above_it() -> None:
     text = shown.decode()
     for said in ("training", "loss 2.0, 1 of 4 steps, eta", "a line", "a validation", "2 of 4 steps", "the end"):
         assert said in text, said
-    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l"), "the cursor stays hidden"
+    assert re.search(r"\x1b\[2K\d\d:\d\d:\d\d a message", text), "a message of the log stands above the bar"
+    before = text[: text.index("2 of 4 steps")]
+    assert before.rindex("\x1b[?25h") > before.rindex("\x1b[?25l"), "the cursor stays hidden if the process is killed"
 
 
 def test_a_redirected_output_stays_whole() -> None:
