@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
@@ -28,32 +29,15 @@ from data_prep.settings import (
 from multicls.command_line import CommandLine, print_summary
 from multicls.console import print_line
 from multicls.errors import UserError, did_you_mean, run_command
+from multicls.settings import Settings
 
 OWN_TEXT = 100_000_000  # tokens; for fewer, the recipe own_text fits better than the paper's
 INPUT = tuple(InputSettings.model_fields)
+Subcommand = tuple[CommandLine[Any], Callable[[Any], None]]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Runs one command; plain flags mean `build`."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    commands = {
-        "build": build_command,
-        "show": show_command,
-        "stats": stats_command,
-        "verify": verify_command,
-        "vocabulary": vocabulary_command,
-    }
-    if argv and not argv[0].startswith("-") and argv[0] not in commands:
-        raise UserError(f"{argv[0]}: no such command.{did_you_mean(argv[0], commands)}")
-    command = commands[argv.pop(0)] if argv and argv[0] in commands else build_command
-    command(argv)
-
-
-def build_command(argv: Sequence[str]) -> None:
+def build_command(options: BuildOptions) -> None:
     """Prepares a corpus folder, or continues a run that was stopped."""
-    slurm = ("executor", "workers", "partition", "time", "tasks_per_job", "sbatch")
-    groups = {"input and cleaning": (*INPUT, "min_sentences", "near_duplicates"), "where the tasks run": slurm}
-    options = CommandLine("data_prep/run.py", __doc__, BuildOptions, groups=groups).parse(argv)
     from data_prep.engine import ExecutorOptions
     from data_prep.prepare import prepare, print_plan
 
@@ -82,19 +66,16 @@ def _summarize(options: BuildOptions) -> None:
     print_summary(made, "" if options.sample else shlex.join(command))
 
 
-def show_command(argv: Sequence[str]) -> None:
+def show_command(options: ShowOptions) -> None:
     """Prints a row and a training example of it, exactly as the model sees it."""
-    command = CommandLine("data_prep/run.py show", show_command.__doc__, ShowOptions, positional=("corpus", "row"))
-    asked = command.parse(argv)
     from data_prep.show import show
 
-    print(show(asked.corpus, asked.row, asked.seq_length, asked.num_facets, asked.seed, asked.epoch, asked.window))
+    place = (options.corpus, options.row, options.seq_length, options.num_facets)
+    print(show(*place, options.seed, options.epoch, options.window))
 
 
-def stats_command(argv: Sequence[str]) -> None:
+def stats_command(options: StatsOptions) -> None:
     """Prints lengths, sources, drops and coverage, and draws a picture."""
-    command = CommandLine("data_prep/run.py stats", stats_command.__doc__, StatsOptions, positional=("corpus",))
-    options = command.parse(argv)
     from data_prep.stats import stats
 
     folder = Path(options.corpus)
@@ -102,23 +83,18 @@ def stats_command(argv: Sequence[str]) -> None:
     stats(folder, picture, options.seq_length, options.num_facets)
 
 
-def verify_command(argv: Sequence[str]) -> None:
+def verify_command(options: CorpusOptions) -> None:
     """Compares every file of a corpus with the manifest's checksums."""
-    command = CommandLine("data_prep/run.py verify", verify_command.__doc__, CorpusOptions, positional=("corpus",))
-    folder = command.parse(argv).corpus
     from multicls.corpus import Corpus
 
-    corpus = Corpus.open(folder)
+    corpus = Corpus.open(options.corpus)
     corpus.verify()
     counts = f"{corpus.num_documents} documents ({corpus.num_rows} rows) in {corpus.num_shards} shards"
-    print(f"{folder}: whole, {counts}")
+    print(f"{options.corpus}: whole, {counts}")
 
 
-def vocabulary_command(argv: Sequence[str]) -> None:
+def vocabulary_command(options: VocabularyOptions) -> None:
     """Trains a tokenizer on the text that `build` would prepare."""
-    groups = {"input and cleaning": INPUT}
-    command = CommandLine("data_prep/run.py vocabulary", vocabulary_command.__doc__, VocabularyOptions, groups=groups)
-    options = command.parse(argv)
     from data_prep.prepare import sentences_of
     from data_prep.vocabulary import train_vocabulary
 
@@ -128,6 +104,32 @@ def vocabulary_command(argv: Sequence[str]) -> None:
     )
     command_words = ["python", "data_prep/run.py", "--input", *options.input, "--tokenizer", options.output]
     print_summary([("tokenizer", options.output)], shlex.join([*command_words, "--output", "CORPUS"]))
+
+
+def _subcommand(name: str, run: Callable[[Any], None], options: type[Settings], **more: Any) -> Subcommand:
+    return CommandLine(f"data_prep/run.py {name}", run.__doc__, options, **more), run
+
+
+SLURM = ("executor", "workers", "partition", "time", "tasks_per_job", "sbatch")
+CLEANING = {"input and cleaning": (*INPUT, "min_sentences", "near_duplicates"), "where the tasks run": SLURM}
+COMMANDS: dict[str, Subcommand] = {
+    "build": (CommandLine("data_prep/run.py", __doc__, BuildOptions, groups=CLEANING), build_command),
+    "show": _subcommand("show", show_command, ShowOptions, positional=("corpus", "row")),
+    "stats": _subcommand("stats", stats_command, StatsOptions, positional=("corpus",)),
+    "verify": _subcommand("verify", verify_command, CorpusOptions, positional=("corpus",)),
+    "vocabulary": _subcommand(
+        "vocabulary", vocabulary_command, VocabularyOptions, groups={"input and cleaning": INPUT}
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs one command; plain flags mean `build`."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
+        raise UserError(f"{argv[0]}: no such command.{did_you_mean(argv[0], COMMANDS)}")
+    command, run = COMMANDS[argv.pop(0) if argv and argv[0] in COMMANDS else "build"]
+    run(command.parse(argv))
 
 
 if __name__ == "__main__":

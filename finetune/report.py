@@ -74,14 +74,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         report.write(page)
         made.append(("page", page))
     made += curves_line(folder)
-    best = best_saved_model(Store(folder), results)
-    if best:
+    next_command = "python finetune/run.py ... --save_model   # a model with which finetune/predict.py labels rows"
+    if best := best_saved_model(Store(folder), results):
         made.append(("best model", best))
-        print_summary(made, shlex.join(["python", "finetune/predict.py", str(best), "ROWS.csv"]))
-    else:
-        print_summary(
-            made, "finetune/run.py ... --save_model keeps a model, with which finetune/predict.py labels rows"
-        )
+        next_command = shlex.join(["python", "finetune/predict.py", str(best), "ROWS.csv"])
+    print_summary(made, next_command)
     return 0
 
 

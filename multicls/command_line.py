@@ -18,8 +18,9 @@ from typing import Annotated, Any, Generic, Literal, NoReturn, TextIO, TypeVar, 
 from pydantic import Field
 from pydantic.fields import FieldInfo
 
+from multicls import settings as config
 from multicls.errors import UserError
-from multicls.settings import ALIASES, Settings, find_field, find_recipe, known_keys, load_settings, shipped_recipes
+from multicls.settings import Settings, find_field, is_group, keys_by_name, load_settings
 
 OptionsT = TypeVar("OptionsT", bound=Settings)
 ReadT = TypeVar("ReadT")
@@ -70,7 +71,7 @@ class CommandLine(Generic[OptionsT]):
         named = {title: keys if isinstance(keys, Mapping) else {key.rpartition(".")[2]: key for key in keys}
                  for title, keys in (groups or {}).items()}  # fmt: skip
         taken = {key for flags in named.values() for key in flags.values()}
-        common = [key for key in options.model_fields if key not in taken and not _is_group(options, key)]
+        common = [key for key, field in options.model_fields.items() if key not in taken and not is_group(field)]
         self.groups: dict[str, Mapping[str, str]] = {"common": {key: key for key in common}, **named}
         self.flags = {flag: key for flags in self.groups.values() for flag, key in flags.items()}
         self.names = {key: flag.upper() if flag in positional else f"--{flag}" for flag, key in self.flags.items()}
@@ -93,12 +94,14 @@ class CommandLine(Generic[OptionsT]):
             UserError: as `parse`, with the problems that `read` finds.
         """
         argv = sys.argv[1:] if argv is None else argv
-        given, rest = self._parser().parse_known_args(self._spelled(argv))
+        given, rest = self.parser().parse_known_args(self._spelled(argv))
         values = vars(given)
         problems = self._unknown(rest)
         if self.recipes and "recipe" in values:
             try:
-                found = [find_recipe(name, self.recipes, self.settings, self._sibling) for name in values["recipe"]]
+                found = [
+                    config.find_recipe(name, self.recipes, self.settings, self._sibling) for name in values["recipe"]
+                ]
                 values["recipe"] = found
             except UserError as error:
                 raise UserError(*problems, *error.problems) from None
@@ -119,12 +122,13 @@ class CommandLine(Generic[OptionsT]):
             raise UserError(*dict.fromkeys(problems))
         return options, result[0]
 
-    def _parser(self) -> argparse.ArgumentParser:
+    def parser(self) -> argparse.ArgumentParser:
+        """Returns the parser of the flags; its values are text by dotted key."""
         paragraphs = [text for text in self._doc.split("\n\n") if text.strip()]
         examples = indent("\n".join(text.strip("\n") for text in paragraphs if EXAMPLE.match(text)), "  ")
         about = "\n\n".join(text.strip() for text in paragraphs if not EXAMPLE.match(text))
         if self.recipes:
-            shipped = shipped_recipes(self.recipes, self.settings).items()
+            shipped = config.shipped_recipes(self.recipes, self.settings).items()
             about += "".join(["\n\nrecipes:", *(f"\n  {name:18}{text}" for name, text in shipped)])
         width = min(120, shutil.get_terminal_size((100, 24)).columns)
         parser = _Parser(
@@ -176,11 +180,10 @@ class CommandLine(Generic[OptionsT]):
 
     def _nearest(self, name: str, value: str) -> str:
         """Returns the flag or setting that was meant, with its value."""
-        settings = [key for key in known_keys(self.settings)[::-1] if not _is_group(self.settings, key)]
-        keys = {key.rpartition(".")[2]: key for key in settings}
+        keys = keys_by_name(self.settings)
         if name in LAUNCHER and "local_rank" in self.flags:
             return f" It is an option of the launcher: deepspeed --{name} {value} {self._prog} ..."
-        aliases = [*ALIASES.get(name, "").split(), name.rpartition(".")[2]]
+        aliases = [*config.ALIASES.get(name, "").split(), name.rpartition(".")[2]]
         for alias in [*aliases, *difflib.get_close_matches(name, [*self.flags, *keys], n=1, cutoff=0.6)]:
             meant, _, fixed = alias.partition("=")
             given = fixed or value
@@ -199,14 +202,9 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message}. --help lists all flags.")
 
 
-def _is_group(kind: type[Settings], key: str) -> bool:
-    annotation = getattr(find_field(kind, key), "annotation", None)
-    return isinstance(annotation, type) and issubclass(annotation, Settings)
-
-
 def _arguments(flag: str, field: FieldInfo, positional: bool) -> dict[str, Any]:
     """Returns the arguments of `add_argument` for a field. Values stay text: the settings class reads them."""
-    default, about = field.get_default(call_default_factory=True), field.description
+    default, about = None if field.default_factory else field.default, field.description
     if about is not None:
         shown = " ".join(map(str, default)) if isinstance(default, (list, tuple)) else default
         more = f" (default: {shown})" if shown not in (None, "") and shown is not False else ""

@@ -81,7 +81,7 @@ def load_settings(
     """
     names = names or {}
     values: dict[str, Any] = {name: {} for name, field in kind.model_fields.items()
-                              if field.is_required() and _is_group(field.annotation)}  # fmt: skip
+                              if field.is_required() and is_group(field)}  # fmt: skip
     sources: dict[str, str] = {}
     problems: list[str] = []
     for recipe in recipes:
@@ -136,7 +136,7 @@ def find_field(kind: type[Settings], key: str) -> FieldInfo | None:
     field = kind.model_fields.get(group)
     if not rest or field is None:
         return field
-    return find_field(field.annotation, rest) if _is_group(field.annotation) else None  # type: ignore[arg-type]
+    return find_field(field.annotation, rest) if is_group(field) else None  # type: ignore[arg-type]
 
 
 def shipped_recipes(folder: str, kind: type[Settings]) -> dict[str, str]:
@@ -188,13 +188,20 @@ def known_keys(kind: type[Settings], prefix: str = "") -> list[str]:
     keys = []
     for name, field in kind.model_fields.items():
         keys.append(prefix + name)
-        if _is_group(field.annotation):
+        if is_group(field):
             keys += known_keys(field.annotation, f"{prefix}{name}.")  # type: ignore[arg-type]
     return keys
 
 
-def _is_group(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, Settings)
+def keys_by_name(kind: type[Settings]) -> dict[str, str]:
+    """Returns the settings that are no groups: last part of the key -> dotted key, the first of several."""
+    keys = [key for key in known_keys(kind) if not is_group(find_field(kind, key))]
+    return {key.rpartition(".")[2]: key for key in reversed(keys)}
+
+
+def is_group(field: FieldInfo | None) -> bool:
+    """Returns True if the field is a group of settings."""
+    return field is not None and isinstance(field.annotation, type) and issubclass(field.annotation, Settings)
 
 
 def _flatten(kind: type[Settings], tree: Mapping[Any, Any], *groups: str) -> list[tuple[list[str], Any]]:
@@ -235,9 +242,8 @@ def _explain(
     source = source or next((sources[known] for known in sources if key.startswith(f"{known}.")), kind.__name__)
     if detail["type"] == "extra_forbidden":
         siblings = [k for k in known_keys(kind) if k.rpartition(".")[0] == key.rpartition(".")[0]]
-        leaves = {known.rpartition(".")[2]: known for known in known_keys(kind)}
-        leaf = key.rpartition(".")[2]
-        elsewhere = next((leaves[name] for name in [leaf, *ALIASES.get(leaf, "").split()] if name in leaves), None)
+        leaf, known = key.rpartition(".")[2], keys_by_name(kind)
+        elsewhere = next((known[name] for name in [leaf, *ALIASES.get(leaf, "").split()] if name in known), None)
         hint = f" Did you mean '{elsewhere}'?" if elsewhere else did_you_mean(key, siblings)
         return f"{source}: {key}: ", f"no such setting.{hint}"
     if detail["type"] == "missing" and find_field(kind, key):

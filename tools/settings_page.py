@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn, get_args
-from unittest import mock
+from typing import Any, get_args
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[0] = str(REPOSITORY)
@@ -51,23 +49,11 @@ after a save. 2 means that settings or data are wrong; each problem is printed o
 """
 
 
-class _Captured(Exception):
-    """Carries a parser out of a command."""
-
-
 def parser_of(command: str) -> argparse.ArgumentParser:
     """Returns the parser that a command parses its flags with."""
     file, *words = command.split()
-
-    def capture(parser: argparse.ArgumentParser, *_: Any, **__: Any) -> NoReturn:
-        raise _Captured(parser)
-
-    main = importlib.import_module(file.removesuffix(".py").replace("/", ".")).main
-    with mock.patch.object(argparse.ArgumentParser, "parse_known_args", capture):
-        try:
-            main(words)
-        except _Captured as captured:
-            parser: argparse.ArgumentParser = captured.args[0]
+    module = importlib.import_module(file.removesuffix(".py").replace("/", "."))
+    parser: argparse.ArgumentParser = (module.COMMANDS[words[0]][0] if words else module.COMMAND).parser()
     return parser
 
 
@@ -78,10 +64,9 @@ def flag_rows(command: str) -> list[Row]:
     for action in parser._actions:
         if action.help == argparse.SUPPRESS or isinstance(action, argparse._HelpAction):
             continue
-        names = ", ".join(action.option_strings) or str(action.metavar or action.dest)
-        shown = names if action.nargs == 0 or not action.option_strings else f"{names} {action.metavar}"
-        text = formatter._expand_help(action) if action.help else ""
-        rows.append((f"`{shown}`", re.sub(r"(one per core) \(default: \d+\)", r"\1", text)))  # of this machine
+        value = "" if action.nargs == 0 else str(action.metavar)
+        shown = " ".join(filter(None, [", ".join(action.option_strings), value]))
+        rows.append((f"`{shown}`", formatter._expand_help(action)))
     return rows
 
 

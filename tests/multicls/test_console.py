@@ -71,9 +71,10 @@ print("the end")
 """
 
 
-def test_a_terminal_gets_a_bar_with_the_lines_above_it() -> None:
+def on_a_terminal(program: str) -> str:
+    """Returns what a terminal receives from a program."""
     leader, follower = pty.openpty()
-    done = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=follower, stderr=follower)
+    done = subprocess.Popen([sys.executable, "-c", program], stdout=follower, stderr=follower)
     os.close(follower)
     shown = b""
     with open(leader, "rb", buffering=0) as terminal:
@@ -83,12 +84,20 @@ def test_a_terminal_gets_a_bar_with_the_lines_above_it() -> None:
         except OSError:  # how Linux tells the end of a terminal
             pass
     assert done.wait() == 0, shown
-    text = shown.decode()
+    return shown.decode()
+
+
+def test_a_terminal_gets_a_bar_with_the_lines_above_it() -> None:
+    text = on_a_terminal(PROGRAM)
     for said in ("training", "loss 2.0, 1 of 4 steps, eta", "a line", "a validation", "2 of 4 steps", "the end"):
         assert said in text, said
     assert re.search(r"\x1b\[2K\d\d:\d\d:\d\d a message", text), "a message of the log stands above the bar"
-    before = text[: text.index("2 of 4 steps")]
-    assert before.rindex("\x1b[?25h") > before.rindex("\x1b[?25l"), "the cursor stays hidden if the process is killed"
+
+
+@pytest.mark.parametrize("last", ["progress.update(1", "progress.update(2"])
+def test_a_process_that_ends_at_once_leaves_the_cursor(last: str) -> None:
+    text = on_a_terminal(PROGRAM.replace(last, f"import os; os._exit(0); {last}"))
+    assert "the end" not in text and text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
 
 
 def test_a_redirected_output_stays_whole() -> None:

@@ -56,7 +56,7 @@ def test_text_to_report(finished: Path, glue: Path, tmp_path: Path) -> None:
     finetune.report.main([str(tmp_path)])
     (record,) = read_jsonl(tmp_path / "results.jsonl")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert record["head"] == "multicls" and "sst2" in page and f"{100 * record['score']:.2f}" in page
+    assert "sst2" in page and f"{100 * record['score']:.2f}" in page
 
 
 def test_finished_run_is_left_alone(fork: Fork, finished: Path) -> None:

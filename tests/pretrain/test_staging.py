@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from multicls import console
 from multicls.corpus import Corpus
 from multicls.errors import UserError
 from pretrain import staging
@@ -96,12 +97,12 @@ def _copy_and_tell(paths: tuple[Path, Path]) -> str:
 def test_warm_up_reads_all_shards(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     monkeypatch.setattr(staging, "BLOCK", 1000)
-    monkeypatch.setattr(staging, "SAY_EVERY", 0)
+    monkeypatch.setattr(console, "LINE_EVERY", 0)
     assert stage(corpus, None, warm_up=True, say=lines.append) == corpus
     size = sum(path.stat().st_size for path in corpus.glob("*.arrow"))
-    counts = [int(line.split(": ")[2].split()[0]) for line in lines]
+    counts = [float(line.split(": ")[2].split()[0]) for line in lines]
     assert len(lines) > size / 1000 and counts == sorted(counts)
-    assert lines[-1].startswith(f"corpus: reading {corpus}: {size / 1e6:.0f} of {size / 1e6:.0f} MB, ")
+    assert lines[-1].startswith(f"corpus: reading {corpus}: {size / 1e6:.1f} of {size / 1e6:.1f} MB, ")
 
 
 def test_warm_up_says_when_the_memory_is_too_small(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
