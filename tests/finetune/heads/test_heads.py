@@ -391,15 +391,3 @@ def test_recipes_of_the_papers(head: str) -> None:
     settings = load_settings(FinetuneSettings, [str(recipe)], [], flags)
     check_names(settings)
     assert settings.head == head and settings.train.epochs == 10
-
-
-def test_the_sixth_head_of_the_docs(tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One file in the folder is all that it takes to be built, and trained."""
-    import finetune.heads
-
-    docs = (Path(__file__).parents[3] / "docs" / "heads.md").read_text(encoding="utf-8")
-    code = docs.split("## A sixth head")[1].split("```python\n")[1].split("```")[0]
-    (tmp_path / "largest.py").write_text(code, encoding="utf-8")
-    monkeypatch.setattr(finetune.heads, "__path__", [*finetune.heads.__path__, str(tmp_path)])
-    model = build_head(settings_of(tiny_bert, "largest"), find_checkpoint(str(tiny_bert)), [find_task("sst2")])
-    assert model(**batch(), labels=torch.tensor([0, 1, 1, 0])).loss.isfinite()
