@@ -28,6 +28,7 @@ from multicls.command_line import CommandLine, RecipeOptions, curves_line, print
 from multicls.console import fold, show_log
 from multicls.distributed import leave_deepspeed, on_rank_0, prepare_deepspeed, rank_and_world
 from multicls.ds_config import load_ds_config
+from multicls.environment import reset_peak_memory
 from multicls.errors import run_command
 from multicls.settings import load_settings, to_yaml
 
@@ -159,6 +160,7 @@ def _run(planned: PlannedRun) -> list[Record]:
     settings, store = planned.settings, planned.store
     tokenizer, encode = _encoder(planned)  # it refuses a wrong --max_length before anything is written
     _announce(planned)
+    reset_peak_memory(planned.numeric["device"])  # a process of a grid has made other runs before
     predicted = (_fit if settings.head in FITTED_HEADS else _train)(planned, encode)
     records: list[Record] = [make_record(planned, predicted, task) for task in range(len(planned.rows))]
     if settings.save_model:

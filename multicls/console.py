@@ -17,7 +17,7 @@ from multicls.words import duration
 WIDTH = 120  # columns
 CLOCK = "%H:%M:%S"
 LINE_EVERY = 10.0  # seconds between two lines of progress
-REDRAW_EVERY = 0.2  # seconds between two looks of a bar
+REDRAW_EVERY = 0.2  # seconds between two drawings of a bar
 
 
 def fold(text: str, width: int = WIDTH) -> str:
