@@ -336,7 +336,8 @@ def _log_estimate(plan: WorkPlan, output: Path, executor: ExecutorOptions, log: 
     log(
         f"plan: {len(plan.files)} files, {found.text_bytes / 1e6:,.1f} MB of text in {len(plan.units)} work units -> "
         f"about {found.tokens / 1e6:,.1f} M tokens, {found.disk_bytes / 1e6:,.1f} MB on disk "
-        f"({free / 1e9:,.1f} GB free), {duration(found.seconds / executor.workers + 1)} with {executor.workers} workers"
+        f"({free / 1e9:,.1f} GB free), {duration(found.seconds / executor.workers + 1)} with {executor.workers} "
+        f"worker{'s' if executor.workers > 1 else ''}"
     )
 
 

@@ -10,6 +10,7 @@ python data_prep/run.py vocabulary --input PATH [PATH ...] --output DIR --type w
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -79,7 +80,7 @@ def stats_command(options: StatsOptions) -> None:
     from data_prep.stats import stats
 
     folder = Path(options.corpus)
-    picture = options.output or folder.resolve().with_name(folder.resolve().name + ".png")
+    picture = options.output or os.path.relpath(f"{folder.resolve()}.png")
     stats(folder, picture, options.seq_length, options.num_facets)
 
 
@@ -127,7 +128,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs one command; plain flags mean `build`."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
-        raise UserError(f"{argv[0]}: no such command.{did_you_mean(argv[0], COMMANDS)}")
+        hint = " Give text with --input." if os.path.exists(argv[0]) else did_you_mean(argv[0], COMMANDS)
+        raise UserError(f"{argv[0]}: no such command.{hint}")
     command, run = COMMANDS[argv.pop(0) if argv and argv[0] in COMMANDS else "build"]
     run(command.parse(argv))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +28,7 @@ class InputSettings(Settings):
     )
     include: tuple[str, ...] = Field(default=(), title="GLOB", description="read only these files of a folder")
     exclude: tuple[str, ...] = Field(default=(), title="GLOB", description="leave out these files of a folder")
-    format: Literal["auto"] | FileFormat = Field(default="auto", description="format of the files")
+    format: Literal["auto", FileFormat] = Field(default="auto", description="format of the files")
     documents: Literal["file", "blank_line", "sentences"] = Field(
         default="file",
         description="plain text: a document is a file, or the text between blank lines; or each line (or row) is a "
@@ -35,8 +36,15 @@ class InputSettings(Settings):
     )
     text_field: str = Field(default="text", description="JSON lines, Parquet, data sets: field with the text")
     bad_records: Literal["drop", "stop"] = Field(default="drop", description="drop and count bad records, or stop")
-    language: str = Field(default="en", description="language of the sentence splitter (ISO 639)")
+    language: str = Field(default="en", description="language of the text: its ISO 639 code, for the sentence splitter")
     without: tuple[str, ...] = Field(default=(), title="RULE", description="cleaning rules to leave out")
+
+    @field_validator("language")
+    @classmethod
+    def _is_code(cls, language: str) -> str:
+        if not re.fullmatch(r"[a-z]{2,3}(-[a-z]+)*", language):  # the splitter takes any other word for English
+            raise ValueError("must be an ISO 639 code, such as en for English or de for German")
+        return language
 
     @field_validator("without")
     @classmethod
@@ -86,6 +94,8 @@ class BuildOptions(PrepareSettings):
     def _sample(cls, values: dict[str, Any]) -> dict[str, Any]:
         if not values.get("sample"):
             return values
+        if values.get("input"):
+            raise ValueError("--sample takes the place of --input: give one of them")
         from multicls.sample import sample_dump
 
         return {"input": (str(sample_dump()),), "tokenizer": "sample"} | values

@@ -50,6 +50,8 @@ class AnalyzeOptions(Settings):
     task: str | None = Field(default=None, description="default: the (first) task that a model was fine-tuned on")
     train_file: str | None = Field(default=None, description="your own rows, as for finetune/run.py")
     dev_file: str | None = Field(default=None, description="your own dev rows")
+    text_column: str | None = Field(default=None, description="column of the text, or A,B; default: the training's")
+    label_column: str | None = Field(default=None, description="column of the label; default: the training's")
     data_dir: str | None = Field(default=None, description="folder of the tasks, as for run.py; default: the hub")
     train_from_dev: bool = Field(default=False, description="take dev rows for train rows, for lack of these")
     ensemble: str | None = Field(
@@ -141,6 +143,7 @@ def load_analyzed(folder: str, args: AnalyzeOptions) -> AnalyzedModel:
     from finetune.heads.building import build_head, describe
     from finetune.heads.checkpoint import find_checkpoint
     from finetune.heads.modeling_heads import TaskModelConfig
+    from multicls.from_bert import quiet_transformers
 
     def build(name: str, tasks: Sequence[Task], **values: Any) -> TaskModel:
         values |= {"model": name, "task": ",".join(task.name for task in tasks)}
@@ -154,7 +157,8 @@ def load_analyzed(folder: str, args: AnalyzeOptions) -> AnalyzedModel:
         task, data = _read_rows(args, args.task or "")
         model = build(folder, [task], head="multicls" if checkpoint.num_facets else "cls")
         return AnalyzedModel(folder, task, data, 0, {"before": model}, checkpoint)
-    states = {"after": AutoModelForSequenceClassification.from_pretrained(checkpoint.folder)}
+    with quiet_transformers():
+        states = {"after": AutoModelForSequenceClassification.from_pretrained(checkpoint.folder)}
     config, run = states["after"].config, _run_of(Path(folder))
     names = [about["name"] for about in config.tasks]
     name = args.task or names[0]
@@ -162,10 +166,10 @@ def load_analyzed(folder: str, args: AnalyzeOptions) -> AnalyzedModel:
         raise UserError(f"--task {name}: {folder} is fine-tuned on {', '.join(names)}.")
     if name not in TASKS and not args.train_file:
         raise UserError(f"--model {folder}: fine-tuned on your own rows; add --train_file.")
-    task, data = _read_rows(args, name)
     about = config.tasks[names.index(name)]
+    task, data = _read_rows(args, name, about)
     if describe(task, about.get("max_length")) != about:
-        raise UserError(f"--model {folder}: fine-tuned on {name}; the rows are {task.name}, or have other labels.")
+        raise UserError(f"--model {folder}: fine-tuned on {name}; these rows have other columns or labels.")
     if args.before:
         torch.manual_seed(run["seed"] if run else 0)  # as finetune/run.py does it: the same new weights
         options = {f"{config.head}.{name}": value for name, value in config.head_options.items()}
@@ -366,13 +370,15 @@ def _write_columns(path: Path, columns: Mapping[str, Any]) -> None:
         csv.writer(file).writerows([columns, *zip_longest(*columns.values(), fillvalue="")])
 
 
-def _read_rows(args: AnalyzeOptions, name: str) -> tuple[Task, TaskData]:
-    """Returns the user's own rows, or those of the task `name`."""
-    from finetune.data.own_rows import read_own
+def _read_rows(args: AnalyzeOptions, name: str, about: Mapping[str, Any] | None = None) -> tuple[Task, TaskData]:
+    """Returns the user's own rows, or those of the task `name`; `about` is what a saved model says of its task."""
+    from finetune.data.own_rows import own_settings, read_own
     from finetune.data.reading import read_task
 
     if args.train_file:
-        return read_own(OwnDataSettings(train_file=args.train_file, dev_file=args.dev_file))
+        known = own_settings(about) if about else {}
+        asked = args.model_dump(include={"train_file", "dev_file", "text_column", "label_column"}, exclude_none=True)
+        return read_own(OwnDataSettings(**known | asked))
     return find_task(name), read_task(find_task(name), args.data_dir, args.train_from_dev)
 
 

@@ -60,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes = {int(found[1]) for name in (args.system, *others.values()) if (found := re.search(r" x(\d+)$", name))}
     store = Store(args.results)
     rows = [row for size in sizes or {0} for row in load_results(store, size).rows]
+    if not rows:
+        raise UserError(f"{args.results}: no finished runs there. finetune/run.py and finetune/grid.py write them.")
     with tempfile.TemporaryDirectory() as folder:
         problems: list[str] = []
         for task in wanted:

@@ -197,7 +197,8 @@ class CommandLine(Generic[OptionsT]):
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raises a `UserError`, which the command prints without the usage."""
-        message = re.sub(r"expected (at least )?(\w+) arguments?", r"give \2 value(s) after it", message)
+        message = re.sub(r"expected (at least )?one argument", "give a value after it", message)
+        message = re.sub(r"expected (\d+) arguments", r"give \1 values after it", message)
         message = re.sub(r"ignored explicit argument .*", "takes no value", message.removeprefix("argument "))
         raise UserError(f"{message}. --help lists all flags.")
 

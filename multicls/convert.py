@@ -120,8 +120,8 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
 
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file.") from None
+    except (FileNotFoundError, IsADirectoryError):
+        raise UserError(f"{path}: no such file; give the model.pt.") from None
     except Exception as error:  # the unpickler raises many types; each means that this is no plain checkpoint
         raise UserError(f"{path}: not a checkpoint that loads safely: {first_line(error)}") from None
     state = checkpoint.get("sd") if isinstance(checkpoint, dict) else None

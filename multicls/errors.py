@@ -32,13 +32,13 @@ class UserError(Exception):
         self.problems = problems
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns `" Did you mean 'x'?"` with the known name nearest to `name`, or a list of all known names."""
+def did_you_mean(name: str, known: Iterable[str], listed: bool = True) -> str:
+    """Returns `" Did you mean 'x'?"` with the known name nearest to `name`; if none is near, a list of all or ""."""
     known = sorted(known)
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if nearest:
         return f" Did you mean '{nearest[0]}'?"
-    return f" Known: {', '.join(known)}." if known else ""
+    return f" Known: {', '.join(known)}." if known and listed else ""
 
 
 def first_line(error: BaseException) -> str:

@@ -168,9 +168,9 @@ def find_recipe(name: str, folder: str, kind: type[Settings], sibling: str = "")
         if file:
             return found
     shipped = shipped_recipes(folder, kind)
-    hint = did_you_mean(path.stem, shipped)
+    hint = did_you_mean(path.stem, shipped, listed=False)
     lines = "".join(f"\n  {one:18}{about}" for one, about in shipped.items())
-    raise UserError(f"--recipe {name}: no such recipe.{hint if 'Did' in hint else ''} Recipes by name:{lines}")
+    raise UserError(f"--recipe {name}: no such recipe.{hint} Recipes by name:{lines}")
 
 
 def _has_only(kind: type[Settings], text: str) -> bool:
@@ -254,8 +254,8 @@ def _explain(
     for theirs, ours in WORDS.items():
         message = message.replace(theirs, ours)
     allowed = re.findall(r"'([^']*)'", detail["ctx"]["expected"]) if detail["type"] == "literal_error" else []
-    hint = did_you_mean(str(detail["input"]), allowed) if len(allowed) > 1 else ""
-    message += f".{hint}" if "Did you" in hint else ""
+    hint = did_you_mean(str(detail["input"]), allowed, listed=False) if len(allowed) > 1 else ""
+    message += f".{hint}" if hint else ""
     if source == names.get(key) and isinstance(detail["input"], (str, list)):
         value = detail["input"]
         return f"{source} {value if isinstance(value, str) else ' '.join(map(str, value))}: ", message

@@ -75,9 +75,9 @@ class TrainSettings(Settings):
     """Batch, schedule and optimizer. Sizes count examples, each of three (or two) sequences."""
 
     seed: int = Field(default=1, ge=0, description="seed of new weights, the order of the text, masking and dropout")
-    tokens: float = Field(default=2e9, ge=0, description="length of the run in text tokens; 0 if given otherwise")
-    epochs: float = Field(default=0, ge=0, description="or in passes over the tokens of the training documents, e.g. 3")
-    steps: int = Field(default=0, ge=0, description="or in optimizer steps")
+    tokens: float = Field(default=2e9, ge=0, description="length of the run in text tokens; 0: not used")
+    epochs: float = Field(default=0, ge=0, description="length of the run in passes over the text; 0: not used")
+    steps: int = Field(default=0, ge=0, description="length of the run in optimizer steps; 0: not used")
     global_batch_size: PositiveInt = Field(default=10, description="examples of an optimizer step, over all ranks")
     micro_batch_size: PositiveInt | Literal["auto"] = Field(
         default="auto", description="examples of a forward pass; auto: the largest that `micro_batch_tokens` allows"

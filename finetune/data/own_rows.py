@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -120,6 +120,16 @@ def read_own(own: OwnDataSettings) -> tuple[Task, TaskData]:
         train, dev = _split(task, train, own.dev_share)
         notes.append(f"dev is {len(dev)} of the {len(train) + len(dev)} train rows (dev_share {own.dev_share:g})")
     return task, TaskData(train, dev, notes, found.get("test", []))
+
+
+def own_settings(about: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of own rows that a saved model's entry on its task tells."""
+    return {
+        "task_name": about["name"].removeprefix("own_"),
+        "text_column": ",".join(about.get("text_columns") or ()) or None,
+        "label_column": about.get("label_column") or "label",
+        "label_type": "multi_label" if about.get("multi_label") else "score" if about["is_regression"] else "class",
+    }
 
 
 def text_columns(source: str, row: Row, asked: str | None) -> tuple[str, ...]:
@@ -241,7 +251,9 @@ def _check_label_column(own: OwnDataSettings, raw: RawData, notes: list[str]) ->
             notes.append("the test split has no labels: left out")
         elif column not in rows[0][1]:
             where, row = rows[0]
-            raise UserError(f"{where}: no column {column!r} for the label (--label_column); {_columns(column, row)}")
+            raise UserError(
+                f"{where}: no column {column!r} for the label; {_columns(column, row)} Name it by --label_column."
+            )
 
 
 def _task(own: OwnDataSettings, source: str, fields: tuple[str, ...], form: LabelFormat, labels: list[Any]) -> Task:
@@ -318,7 +330,7 @@ def _text(row: Row, column: str, where: str) -> str:
 
 
 def _columns(name: str, row: Row) -> str:
-    return f"the columns are {', '.join(map(repr, row))}.{did_you_mean(name, row)}"
+    return f"the columns are {', '.join(map(repr, row))}.{did_you_mean(name, row, listed=False)}"
 
 
 def _shortened(names: Sequence[str]) -> str:

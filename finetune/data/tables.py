@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from multicls.errors import UserError, first_line
+from multicls.errors import UserError, did_you_mean, first_line
 
 Row = Mapping[str, Any]
 RawRows = list[tuple[str, Row]]  # where it stands ("FILE:LINE" or "FILE, row N"), and the row by column
@@ -38,6 +38,9 @@ def read_table(path: Path, wanted: Sequence[Iterable[str]] = ()) -> RawRows:
             rows = list(json_rows(path))
         else:
             rows = list(_csv_rows(path, wanted))
+    except FileNotFoundError:
+        beside = [other.name for other in path.parent.glob("*") if other.suffix in SUFFIXES]
+        raise UserError(f"{path}: no such file.{did_you_mean(path.name, beside, listed=False)}") from None
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or first_line(error)}.") from None
     if not rows:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -92,6 +93,8 @@ def find_device() -> tuple[torch.device, Literal["fp32", "bf16"]]:
     fp16 would need a loss scale, which the loop without DeepSpeed does not have.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # transformers may import DeepSpeed, which warns of its guess
     return device, "bf16" if choose_precision("auto", device) == "bf16" else "fp32"
 
 

@@ -31,6 +31,7 @@ def test_a_plan_writes_nothing(tiny_tokenizer: Path, tmp_path: Path, capsys: pyt
 
 def test_all_problems_of_the_flags_at_once(tmp_path: Path) -> None:
     words = ["--output", str(tmp_path / "out"), "--workers", "0", "--min_sentences", "2", "--without", "heading", "x"]
+    words += ["--language", "german", "--format", "txt"]
     done = subprocess.run([sys.executable, str(RUN), *words], capture_output=True, text=True)
     assert done.returncode == 2 and not (tmp_path / "out").exists()
     for problem in (
@@ -39,8 +40,16 @@ def test_all_problems_of_the_flags_at_once(tmp_path: Path) -> None:
         "error: --workers 0: must be greater than 0",
         "error: --min_sentences 2: must be at least 3",
         "error: --without heading x: no such rule. Did you mean 'headings'? Known: boilerplate, ",
+        "error: --language german: must be an ISO 639 code, such as en",
+        "error: --format txt: must be 'auto', 'text', 'wikiextractor', 'jsonl', 'mediawiki', 'html', 'parquet'",
     ):
         assert problem in done.stderr
+
+
+def test_the_sample_and_other_text_do_not_go_together(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--sample takes the place of --input"):
+        run.main(["--sample", "--input", str(tmp_path), "--output", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_manifest_names_the_command_and_the_rules(tiny_tokenizer: Path, tmp_path: Path) -> None:

@@ -214,9 +214,10 @@ def test_choices_spans_several_tasks_and_own_rows(
         for split in ("train", "val"):
             write_tsv(data / name / f"{split}.jsonl", None, [json.dumps(row) for row in rows])
     own = [tmp_path / "mine.csv", tmp_path / "dev.csv"]
-    for path in own:
-        write_tsv(path, "text,label", [f"len {NOUNS[i % 6]} los,{'abc'[i % 3]}" for i in range(30)])
-    task, _ = read_own(OwnDataSettings(train_file=str(own[0]), dev_file=str(own[1])))
+    for path, labels in ((own[0], "abc"), (own[1], "abc"), (tmp_path / "other.csv", "abd")):
+        write_tsv(path, "ticket,team", [f"len {NOUNS[i % 6]} los,{labels[i % 3]}" for i in range(30)])
+    columns = {"text_column": "ticket", "label_column": "team"}  # the model keeps them
+    task, _ = read_own(OwnDataSettings(train_file=str(own[0]), dev_file=str(own[1]), **columns))
     files = ["--train_file", str(own[0]), "--dev_file", str(own[1])]
     sequences = {"copa": 60, "wic": 30, "stsb": 30, "own_mine": 30}
     places = {"copa": ["--data_dir", str(data)], "wic": ["--data_dir", str(data)], "own_mine": files,
@@ -241,7 +242,8 @@ def test_choices_spans_several_tasks_and_own_rows(
     for arguments, message in (
         ([], "your own rows; add --train_file"),
         ([*files[:3], str(own[0]).replace("mine", "gone")], "gone.csv"),
-        ([files[0], str(own[1]), *files[2:]], "the rows are own_dev"),
+        (["--train_file", str(tmp_path / "other.csv")], "other columns or labels"),
+        ([*files, "--label_column", "ticket"], "other columns or labels|labels"),
     ):
         with pytest.raises(UserError, match=message):
             main(["--model", str(tmp_path / "own_mine" / "models" / "run-multicls"), *arguments])

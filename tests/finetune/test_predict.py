@@ -174,7 +174,7 @@ def test_what_the_model_was_trained_on_decides(tmp_path: Path) -> None:
     ("new.csv", ("--text_column", "texts", "--output", "{}/new.csv"), "these are the rows to label"),
     ("new.csv", ("--text_column", "texts", "--output", "x.xlsx"), "must end in .csv or .jsonl"),
     ("new.csv", ("--text_column", "texts", "--batch_size", "0"), "--batch_size 0"),
-    ("none.csv", (), "No such file"),
+    ("nwe.csv", (), "no such file. Did you mean .new.csv"),
 ])  # fmt: skip
 def test_bad_input_is_named(name: str, options: tuple[str, ...], message: str, tmp_path: Path) -> None:
     model, rows = save_config(tmp_path / "model", text_columns=["text"]), tmp_path / "rows"

@@ -81,6 +81,9 @@ def test_the_best_run_or_an_ensemble_or_another_system_is_taken(tmp_path: Path) 
 
 
 def test_what_is_missing_is_told_and_nothing_is_written(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="^[^\n]*: no finished runs there") as nothing:
+        submit.main([str(tmp_path), "--benchmark", "glue", "--output", str(tmp_path / "x.zip"), "--system", "k5 cls"])
+    assert len(nothing.value.problems) == 1
     for task in trained("glue"):
         if task.name != "rte":
             predicted_run(tmp_path / "results", task)

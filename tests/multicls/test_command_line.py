@@ -132,8 +132,8 @@ def test_unknown_words_tell_what_was_meant(words: list[str], message: str) -> No
 
 
 def test_a_flag_without_its_value() -> None:
-    assert problems("p", "--corpus") == ["--corpus: give one value(s) after it. --help lists all flags."]
-    assert problems("p", "--pair", "x") == ["--pair: give 2 value(s) after it. --help lists all flags."]
+    assert problems("p", "--corpus") == ["--corpus: give a value after it. --help lists all flags."]
+    assert problems("p", "--pair", "x") == ["--pair: give 2 values after it. --help lists all flags."]
     assert problems("p", "--fast=yes") == ["--fast: takes no value. --help lists all flags."]
 
 

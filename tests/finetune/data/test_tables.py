@@ -81,7 +81,7 @@ def test_what_cannot_be_read_is_named(name: str, content: bytes, message: str, t
 
 
 def test_a_missing_file_and_very_long_cells(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="none.csv: No such file"):
+    with pytest.raises(UserError, match="none.csv: no such file"):
         read_table(tmp_path / "none.csv")
     row: dict[str, Any] = {"text": "word " * 40_000, "label": "x"}
     (tmp_path / "a.csv").write_text(as_csv(",", [row]))
