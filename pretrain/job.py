@@ -7,7 +7,6 @@ import platform
 import shlex
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,8 +125,10 @@ def pretrain(
     size = settings.train.micro_batch_size
     if (before := state.get("micro_batch_size", size)) != size:
         log.say(f"micro-batches had {before} examples and have {size} now: the same examples with other dropout")
-    export_step = partial(export, engine, run_folder)
-    trainer = Trainer(engine, settings, streams["train"], streams["validation"], checkpoints, log, stop, export_step)
+    trainer = Trainer(
+        engine, settings, streams["train"], streams["validation"], checkpoints, log, stop,
+        lambda step: export(engine, run_folder, step),
+    )  # fmt: skip
     _train(trainer, start, state, run_folder)
     log.close()
 
