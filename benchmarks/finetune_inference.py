@@ -31,7 +31,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def make_system(name: str, args: InferenceOptions) -> Callable[[], torch.Tensor]:
-    """A function that gives the probabilities (B, 2) of a batch of random tokens."""
+    """Returns a function that gives the probabilities (B, 2) of a batch of random tokens."""
     torch.manual_seed(0)
     facets, count = SYSTEMS[name]
     shape: dict[str, Any] = {
@@ -56,7 +56,7 @@ def make_system(name: str, args: InferenceOptions) -> Callable[[], torch.Tensor]
 
 
 def peak_memory(name: str, args: InferenceOptions) -> float:
-    """GiB that a system takes at its peak, in a process of its own."""
+    """Returns the GiB that a system takes at its peak; call it in a process of its own."""
     if DEVICE.type == "cuda":
         make_system(name, args)()
         return torch.cuda.max_memory_allocated() / 2**30

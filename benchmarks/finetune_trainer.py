@@ -58,7 +58,7 @@ Outputs = np.ndarray[Any, np.dtype[np.float32]]
 
 
 def ours(settings: FinetuneSettings) -> Run:
-    """One run of finetune/run.py."""
+    """Makes one run of finetune/run.py; returns its score, time and size."""
     record = run(settings)[0]
     return {"score": record["score"], "seconds": record["seconds"], "steps": record["steps"],
             "evaluations": len(record["history"]), "run_id": record["run_id"]}  # fmt: skip

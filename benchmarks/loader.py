@@ -39,7 +39,7 @@ SPECIALS = frozenset(SPECIAL.all())
 
 
 def plain_batches(corpus: Corpus, seed: int) -> Iterator[dict[str, torch.Tensor]]:
-    """The collator one writes first: same inputs and targets, but with lists and a generator; no order, no epochs."""
+    """Yields batches of a plain collator: the same inputs and targets, from lists; no fixed order, no epochs."""
     rng = random.Random(seed)
     idf = np.log(corpus.num_rows / np.maximum(corpus.document_frequency, 1)).tolist()
     while True:
@@ -48,7 +48,7 @@ def plain_batches(corpus: Corpus, seed: int) -> Iterator[dict[str, torch.Tensor]
 
 
 def plain_runs(corpus: Corpus, rng: random.Random) -> list[list[list[tuple[int, int]]]]:
-    """Three consecutive parts of a random document: lists of sentences of (piece, how often in the document)."""
+    """Returns three consecutive parts of a random document: lists of sentences of (token, count in the document)."""
     document = corpus.row(rng.randrange(corpus.num_rows))
     place = rng.randrange(len(document.offsets) - 1)
     parts: list[list[list[tuple[int, int]]]] = []
@@ -68,7 +68,7 @@ def plain_runs(corpus: Corpus, rng: random.Random) -> list[list[list[tuple[int, 
 
 
 def plain_part(sentences: list[list[tuple[int, int]]], rng: random.Random, idf: list[float]) -> dict[str, Any]:
-    """One sequence of such a part, padded, with its targets."""
+    """Returns the padded sequence of a part, with its targets."""
     scored = []
     for sentence in sentences:
         values = [count * idf[piece] for piece, count in sentence]

@@ -51,8 +51,8 @@ class InputSettings(Settings):
     def _known_rules(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         from data_prep.clean import RULES
 
-        if unknown := [f"no such rule.{did_you_mean(name, RULES)}" for name in names if name not in RULES]:
-            raise ValueError(" ".join(unknown))
+        if hints := dict.fromkeys(did_you_mean(name, RULES) for name in names if name not in RULES):
+            raise ValueError(f"no such rule.{''.join(hints)}")
         return names
 
 

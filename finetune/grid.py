@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -384,9 +385,8 @@ class _Progress:
         _print_problems(self.state)
         if self.state["finished"]:
             count = f"{len(self.state['finished'])} of {len(self.runs)} runs finished"
-            print_summary(
-                [("results", f"{self.store.folder} ({count})")], f"python finetune/report.py {self.store.folder}"
-            )
+            report = shlex.join(["python", "finetune/report.py", str(self.store.folder)])
+            print_summary([("results", f"{self.store.folder} ({count})")], report)
         return int(bool(self.state["failed"]) or not self.state["finished"])
 
 
@@ -431,14 +431,16 @@ def _interrupt(*_: object) -> None:
 def _read_grid(options: GridOptions) -> GridSettings:
     """Returns the grid of the recipes with what flags give: the data folder, models, own rows as the only task."""
     flags: dict[str, Any] = {"settings.data_dir": options.data_dir}
+    models: dict[str, list[str]] = {}
     for name, path in (model.partition("=")[::2] for model in options.model):
         if not path:
             raise UserError(f"--model {name}: write it as NAME=FOLDER.")
-        flags.setdefault(f"models.{name}", []).append(path)
+        models.setdefault(name, []).append(path)
     if own := options.own.model_dump(exclude_unset=True):
         task = options.own.name.removeprefix("own_")
         flags |= {f"own.{task}.{name}": value for name, value in own.items()} | {"tasks": [task]}
-    return load_settings(GridSettings, options.recipe, options.set, flags)
+    grid = load_settings(GridSettings, options.recipe, options.set, flags)
+    return grid.model_copy(update={"models": grid.models | models})
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/, whose n
 from pydantic import Field
 
 from finetune.store.results import Store
-from multicls.command_line import CommandLine, print_summary
+from multicls.command_line import CommandLine, curves_line, print_summary
 from multicls.errors import UserError, did_you_mean, run_command
 from multicls.files import atomic_write
 from multicls.settings import Settings
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.no_html:
         report.write(page)
         made.append(("page", page))
-    made.append(("curves", f"tensorboard --logdir {folder / 'tb'}"))
+    made += curves_line(folder)
     next_command = "python finetune/run.py ... --save_model   # a model with which finetune/predict.py labels rows"
     if best := best_saved_model(Store(folder), results):
         made.append(("best model", best))

@@ -24,10 +24,11 @@ from finetune.heads import FITTED_HEADS
 from finetune.settings import FinetuneSettings, OwnDataSettings, TrainSettings, check_names, resolve
 from finetune.store.records import PlannedRun, Predicted, make_predictions, make_record
 from finetune.store.results import Record, Store, short_hash
-from multicls.command_line import CommandLine, RecipeOptions, print_summary
+from multicls.command_line import CommandLine, RecipeOptions, curves_line, print_summary
 from multicls.console import fold, show_log
 from multicls.distributed import leave_deepspeed, on_rank_0, prepare_deepspeed, rank_and_world
 from multicls.ds_config import load_ds_config
+from multicls.environment import reset_peak_memory
 from multicls.errors import run_command
 from multicls.settings import load_settings, to_yaml
 
@@ -82,10 +83,7 @@ def read_settings(options: RecipeOptions, flags: Mapping[str, Any]) -> FinetuneS
 
 def _summarize(settings: FinetuneSettings, records: Sequence[Record]) -> None:
     store = Store(settings.output_dir)
-    made: list[tuple[str, object]] = [
-        ("results", store.folder),
-        ("curves", f"tensorboard --logdir {store.folder / 'tb'}"),
-    ]
+    made: list[tuple[str, object]] = [("results", store.folder), *curves_line(store.folder)]
     report = ["python", "finetune/report.py", str(store.folder)]
     model = store.model_path(records[0]["run_id"])
     if model.is_dir():
@@ -162,6 +160,7 @@ def _run(planned: PlannedRun) -> list[Record]:
     settings, store = planned.settings, planned.store
     tokenizer, encode = _encoder(planned)  # it refuses a wrong --max_length before anything is written
     _announce(planned)
+    reset_peak_memory(planned.numeric["device"])  # a process of a grid has made other runs before
     predicted = (_fit if settings.head in FITTED_HEADS else _train)(planned, encode)
     records: list[Record] = [make_record(planned, predicted, task) for task in range(len(planned.rows))]
     if settings.save_model:

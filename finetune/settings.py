@@ -190,7 +190,7 @@ class FinetuneSettings(Settings):
     @field_validator("train_size", mode="before")
     @classmethod
     def _thousands(cls, value: object) -> object:
-        """`1k` is 1000."""
+        """Reads `1k` as 1000."""
         if isinstance(value, str) and value.lower().endswith("k") and value[:-1].isdigit():
             return int(value[:-1]) * 1000
         if isinstance(value, str) and value != "full" and not value.isdigit():

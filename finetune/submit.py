@@ -51,7 +51,9 @@ COMMAND = CommandLine(
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
     args = COMMAND.parse(argv)
-    others = dict(text.partition("=")[::2] for text in args.others)
+    if wrong := [f"--for {text}: write it as TASK=NAME." for text in args.others if "=" not in text]:
+        raise UserError(*wrong)
+    others = dict(text.split("=", 1) for text in args.others)
     wanted = [task for task in TASKS.values() if task.benchmark == args.benchmark and task.submissions]
     if unknown := sorted(others.keys() - {task.name for task in wanted}):
         raise UserError(f"--for {unknown[0]}: no task of {args.benchmark}.{did_you_mean(unknown[0], TASKS)}")

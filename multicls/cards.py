@@ -158,7 +158,7 @@ def render_card(template: Path, metadata: Mapping[str, Any], *, papers: Sequence
         values,
         metadata=ModelCardData(**data).to_yaml(),
         base=model_link(data),
-        license=data.get("license"),
+        license=data.get("license_name") or data.get("license"),
         transformers=TRANSFORMERS,
         citations=entries,
     )

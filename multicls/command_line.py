@@ -161,7 +161,7 @@ class CommandLine(Generic[OptionsT]):
             known = flag.removeprefix("--").replace("-", "_")
             if flag.startswith("--") and known in self.flags:
                 words.append(f"--{known}{equals}{value}")
-            elif NEGATIVE.match(word) and words and words[-1].removeprefix("--") in self.flags:
+            elif NEGATIVE.match(word) and words and words[-1][:2] == "--" and words[-1][2:] in self.flags:
                 words[-1] += f"={word}"
             else:
                 words.append(word)
@@ -240,6 +240,12 @@ def _kinds(annotation: Any) -> Iterable[Any]:
 def fine_tuning_command(model: Path) -> str:
     """Returns the command that fine-tunes a model folder, as the next step after a command that made it."""
     return f"{shlex.join(['python', 'finetune/run.py', '--model', str(model)])} --head multicls --train_file ROWS.csv"
+
+
+def curves_line(folder: Path) -> list[tuple[str, object]]:
+    """Returns the line of a summary on the curves in `folder`/tb; none if there are no curves."""
+    board = folder / "tb"
+    return [("curves", shlex.join(["tensorboard", "--logdir", str(board)]))] if board.exists() else []
 
 
 def print_summary(made: Iterable[tuple[str, object]], next_command: str = "", file: TextIO | None = None) -> None:

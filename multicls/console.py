@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
 import textwrap
 import time
@@ -10,12 +11,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from multicls.errors import print_stderr
 from multicls.words import duration
 
 WIDTH = 120  # columns
 CLOCK = "%H:%M:%S"
 LINE_EVERY = 10.0  # seconds between two lines of progress
-REDRAW_EVERY = 0.2  # seconds between two looks of a bar
+REDRAW_EVERY = 0.2  # seconds between two drawings of a bar
 
 
 def fold(text: str, width: int = WIDTH) -> str:
@@ -38,16 +40,14 @@ def print_line(text: str) -> None:
     print(with_clock(text), flush=True)
 
 
-class _Formatter(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        return with_clock(super().format(record))
+class _Handler(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        print_stderr(with_clock(self.format(record)))  # to the stderr of the moment: a bar puts its own there
 
 
 def show_log(name: str, level: int) -> None:
     """Shows the messages of the logger `name` on stderr, with the clock; of other loggers only warnings."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Formatter("%(message)s"))
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[_Handler()])
     logging.getLogger(name).setLevel(level)
 
 
@@ -159,3 +159,11 @@ def _open_bar(what: str, total: float) -> Any:
 def _start(bar: Any) -> None:
     bar.start()
     bar.console.show_cursor(True)  # a process that is killed could not bring it back
+
+
+def table_console() -> Any:
+    """Returns a console of rich for tables on stdout, of at most 120 columns, that takes all text as it is."""
+    from rich.console import Console
+
+    width = min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
+    return Console(markup=False, highlight=False, emoji=False, width=width)

@@ -254,7 +254,7 @@ def _check_group(group: Mapping[str, Any], schema: Schema, prefix: str = "") -> 
 
 
 def _check_offloading(config: Mapping[str, Any]) -> list[str]:
-    """DeepSpeed does not complain about a stage that is too low for offloading."""
+    """Returns a message for each offloading whose stage is too low, about which DeepSpeed does not complain."""
     problems, stage = [], _find(config, "zero_optimization.stage") or 0
     for group, lowest in (("offload_param", 3), ("offload_optimizer", 1)):
         name = f"zero_optimization.{group}.device"

@@ -31,6 +31,14 @@ def peak_memory_gb(device: str) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
+def reset_peak_memory(device: str) -> None:
+    """Measures the peak of a GPU's memory anew; that of a process stays what it was."""
+    if device == "cuda":
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+
+
 def _git_commit() -> str | None:
     command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"]
     try:

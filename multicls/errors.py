@@ -55,7 +55,7 @@ def print_stderr(line: str) -> None:
 def run_command(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[str] | None = None) -> None:
     """Runs `main(argv)` and ends the process with the project's exit codes.
 
-    0: done, 2: bad settings or data (`UserError`; argparse uses 2 as well), 130: interrupted, 1: crash, or losses that
+    0: done, 2: bad settings or data (`UserError`), 130: interrupted, 1: crash, or losses that
     are not finite (`FloatingPointError`), a lost rank (`ConnectionAbortedError`) or a closed stdout, all three told
     without a traceback.
 
@@ -64,7 +64,7 @@ def run_command(main: Callable[[Sequence[str] | None], int | None], argv: Sequen
     try:
         code = main(argv) or 0
         print(end="", flush=True)
-    except SystemExit:  # argparse has told
+    except SystemExit:  # of --help
         raise
     except BaseException as error:
         _end(error)

@@ -320,7 +320,8 @@ class MultiClsBertModel(MultiClsBertPreTrainedModel, BertModel):
         "mean" is the mean of the last hidden states of [CLS], the text and [SEP]. "facets" is the sum of the facet
         embeddings, whose cosine is the second term of the MCQT score (Eq. 2).
         """
-        outputs = self(input_ids=input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids)
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
+        outputs = self(**inputs, return_dict=True)
         if self.config.sentence_embedding == "facets":
             return outputs.facet_embeddings.sum(dim=1)
         weights_BL = torch.ones_like(input_ids) if attention_mask is None else attention_mask.clone()

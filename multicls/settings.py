@@ -6,7 +6,7 @@ Precedence: defaults < recipes in the order given < `--set` < flags. Imports no 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from textwrap import shorten
 from types import UnionType
@@ -85,8 +85,8 @@ def load_settings(
     sources: dict[str, str] = {}
     problems: list[str] = []
     for recipe in recipes:
-        for key, value in _flatten(_read_recipe(recipe)):
-            _assign(values, sources, key, value, source=str(recipe))
+        for path, value in _flatten(kind, _read_recipe(recipe)):
+            _assign(values, sources, path, value, source=str(recipe))
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals:
@@ -97,10 +97,10 @@ def load_settings(
         except yaml.YAMLError:
             problems.append(f"--set {assignment}: the value is not valid YAML.")
             continue
-        _assign(values, sources, key.strip(), value, source="--set")
+        _assign(values, sources, key.strip().split("."), value, source="--set")
     for key, value in (flags or {}).items():
         if value is not None:
-            _assign(values, sources, key, value, source=names.get(key) or f"--{key.rpartition('.')[2]}")
+            _assign(values, sources, key.split("."), value, source=names.get(key) or f"--{key.rpartition('.')[2]}")
     settings = None
     try:
         settings = kind.model_validate(values)
@@ -204,27 +204,29 @@ def is_group(field: FieldInfo | None) -> bool:
     return field is not None and isinstance(field.annotation, type) and issubclass(field.annotation, Settings)
 
 
-def _flatten(tree: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Returns the leaves of nested mappings as (dotted key, value)."""
-    flat: list[tuple[str, Any]] = []
+def _flatten(kind: type[Settings], tree: Mapping[Any, Any], *groups: str) -> list[tuple[list[str], Any]]:
+    """Returns the leaves of nested mappings as (keys, value).
+
+    A dot in a key divides a group from a setting, but the keys of a mapping are names, for instance of models.
+    """
+    flat: list[tuple[list[str], Any]] = []
+    named = get_origin(getattr(find_field(kind, ".".join(groups)), "annotation", None)) is dict
     for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            flat += _flatten(value, f"{prefix}{key}.")
-        else:
-            flat.append((f"{prefix}{key}", value))
+        path = [*groups, *([str(key)] if named else str(key).split("."))]
+        flat += _flatten(kind, value, *path) if isinstance(value, dict) and value else [(path, value)]
     return flat
 
 
-def _assign(values: dict[str, Any], sources: dict[str, str], key: str, value: Any, source: str) -> None:
-    """Sets the dotted `key` in the nested `values` and notes its source."""
-    *groups, leaf = key.split(".")
+def _assign(values: dict[str, Any], sources: dict[str, str], path: Sequence[str], value: Any, source: str) -> None:
+    """Sets the value at the keys `path` of the nested `values` and notes its source."""
+    *groups, leaf = path
     for group in groups:
         inner = values.setdefault(group, {})
         if not isinstance(inner, dict):
             inner = values[group] = {}
         values = inner
     values[leaf] = value
-    sources[key] = source
+    sources[".".join(path)] = source
 
 
 def _explain(

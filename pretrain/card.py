@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from multicls.configuration_multicls import MultiClsBertConfig
 
 CURVES = "curves.png"
+LEAST_VARIANCE = "least facets/variance"  # made of a record's facets/variance_k
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 PAPER_TOKENS = 2e9  # of the paper's BERT-base
 TAGS = ["multicls-bert", "continued-pretraining", "fill-mask", "sentence-similarity", "sentence-transformers"]
@@ -130,9 +131,9 @@ def results_table(validation: Sequence[Record], group: int, parts: int) -> list[
          number(directions * math.log(candidates)) if candidates else ""),
         ("acc/mcqt", f"MCQT: neighbouring passage found among {candidates}", percent, percent(1 / max(candidates, 1))),
         ("facets/mean_cosine", "Cosine of two facets of a text (near 1: the facets have collapsed)", number, ""),
-        ("least", "Least variance of a facet over texts (near 0: it is the same for every text)", number, ""),
+        (LEAST_VARIANCE, "Least variance of a facet over texts (near 0: it is the same for every text)", number, ""),
     ]  # fmt: skip
-    first, last = (_with_least_variance(record) for record in (validation[0], validation[-1]))
+    first, last = (with_least_variance(record) for record in (validation[0], validation[-1]))
     before = first if first["step"] == 0 and last["step"] > 0 else {}
     return [
         (words, form(before[key]) if key in before else "", form(last[key]), chance)
@@ -141,9 +142,10 @@ def results_table(validation: Sequence[Record], group: int, parts: int) -> list[
     ]
 
 
-def _with_least_variance(record: Record) -> Record:
+def with_least_variance(record: Record) -> Record:
+    """Returns the record of a validation with the variance of the facet that varies least, if it has facets."""
     variances = [value for name, value in record.items() if name.startswith("facets/variance_")]
-    return {**record, "least": min(variances)} if variances else record
+    return {**record, LEAST_VARIANCE: min(variances)} if variances else record
 
 
 def draw_curves(records: Sequence[Record], objective: Mapping[str, float], path: Path) -> bool:

@@ -7,7 +7,6 @@ import platform
 import shlex
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch.distributed as dist
 
 from data_prep.examples import ExampleStream, SpecialIds
 from multicls.cards import inherited_metadata
-from multicls.command_line import fine_tuning_command, print_summary
+from multicls.command_line import curves_line, fine_tuning_command, print_summary
 from multicls.configuration_multicls import MultiClsBertConfig
 from multicls.console import print_line
 from multicls.corpus import Corpus, tokenizer_fingerprint
@@ -87,8 +86,7 @@ def run_job(
     finally:
         lock.release()
     if dist.get_rank() == 0 and (run_folder / DONE).exists():
-        made = [("model", run_folder / "hf"), ("curves", f"tensorboard --logdir {run_folder / 'tb'}")]
-        print_summary(made, fine_tuning_command(run_folder / "hf"))
+        print_summary([("model", run_folder / "hf"), *curves_line(run_folder)], fine_tuning_command(run_folder / "hf"))
     leave_deepspeed()
 
 
@@ -127,8 +125,10 @@ def pretrain(
     size = settings.train.micro_batch_size
     if (before := state.get("micro_batch_size", size)) != size:
         log.say(f"micro-batches had {before} examples and have {size} now: the same examples with other dropout")
-    export_step = partial(export, engine, run_folder)
-    trainer = Trainer(engine, settings, streams["train"], streams["validation"], checkpoints, log, stop, export_step)
+    trainer = Trainer(
+        engine, settings, streams["train"], streams["validation"], checkpoints, log, stop,
+        lambda step: export(engine, run_folder, step),
+    )  # fmt: skip
     _train(trainer, start, state, run_folder)
     log.close()
 

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from shutil import get_terminal_size
 from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not pretrain/, whose names must not hide packages
@@ -18,13 +17,14 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])  # not pretrain/, whose n
 from pydantic import Field
 
 from multicls.command_line import CommandLine, print_summary
+from multicls.console import table_console
 from multicls.errors import UserError, did_you_mean, run_command
 from multicls.files import atomic_write, read_jsonl
 from multicls.settings import Settings
+from pretrain.card import LEAST_VARIANCE, with_least_variance
 from pretrain.run_folder import DONE
 
 METRICS = "metrics.jsonl"
-LEAST_VARIANCE = "least facets/variance"
 COLUMNS: dict[str, tuple[str, str]] = {  # heading -> key of the last validation, format
     "loss": ("loss/total", "{:.3f}"),
     "MLM": ("loss/mlm", "{:.3f}"),
@@ -114,18 +114,13 @@ def _no_run(folder: Path) -> str:
 def _read_run(folder: Path, name: str) -> Run:
     import yaml
 
-    records = [_with_least_variance(record) for record in read_jsonl(folder / METRICS)]
+    records = [with_least_variance(record) for record in read_jsonl(folder / METRICS)]
     step = max((record["step"] for record in records), default=0)
     settings = folder / "settings.yaml"
     planned = yaml.safe_load(settings.read_text(encoding="utf-8"))["train"].get("steps") if settings.is_file() else None
     state = str(step) if (folder / DONE).exists() else f"{step} of {planned or '?'}"
     train, validation = ([r for r in records if r["split"] == split] for split in ("train", "validation"))
     return Run(name, state, train, validation)
-
-
-def _with_least_variance(record: Record) -> Record:
-    variances = [value for name, value in record.items() if name.startswith("facets/variance_")]
-    return {**record, LEAST_VARIANCE: min(variances)} if variances else record
 
 
 def table_rows(runs: Sequence[Run]) -> list[list[str]]:
@@ -151,15 +146,13 @@ def table(runs: Sequence[Run]) -> str:
 def print_table(runs: Sequence[Run]) -> None:
     """Prints the table turned round, a column for each run, so that it fits a terminal."""
     from rich.box import SIMPLE
-    from rich.console import Console
     from rich.table import Table
 
     (corner, *names), *lines = zip(*table_rows(runs), strict=True)
     grid = Table(corner, *names, box=SIMPLE)
     for line in lines:
         grid.add_row(*line)
-    console = Console(markup=False, highlight=False, emoji=False, width=min(120, get_terminal_size((120, 24)).columns))
-    console.print(grid, NOTE, "", sep="\n")
+    table_console().print(grid, NOTE, "", sep="\n")
 
 
 def _short(number: float) -> str:

@@ -46,7 +46,7 @@ def stage(corpus: Path, local_copy: str | None, warm_up: bool, say: Say = print_
 
 
 def copy_path(corpus: Path, parent: Path) -> Path:
-    """The folder of a corpus's copy in `parent`. Its name has the manifest's SHA-256, so corpora do not mix."""
+    """Returns the folder of a corpus's copy in `parent`. Its name has the manifest's SHA-256, so corpora do not mix."""
     return parent / f"{corpus.resolve().name}-{sha256_of(corpus / MANIFEST)[:12]}"
 
 

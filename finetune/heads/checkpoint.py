@@ -134,7 +134,7 @@ def load_tokenizer(checkpoint: Checkpoint, max_length: int) -> PreTrainedTokeniz
     tokenizer = _read_tokenizer(checkpoint)
     encoder = checkpoint.encoder
     positions = int(encoder.get("max_position_embeddings", 512))
-    if "roberta" in encoder.get("model_type", ""):  # its positions begin behind the padding's
+    if "roberta" in encoder.get("model_type", ""):  # its positions begin after the padding's
         positions -= int(encoder.get("pad_token_id", 1)) + 1
     positions = min(positions, tokenizer.model_max_length)
     least = len(tokenizer([""], [""])["input_ids"][0]) + 2  # a token of each of two texts

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from shutil import get_terminal_size
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
-from rich.console import Console
 
 from finetune.show import figures, summary, tables
 from finetune.show.figures import Picture
 from finetune.show.tables import Table
 from finetune.stats.pairs import add_examples, compare_pairs, find_system, pairs_to_show
 from finetune.stats.systems import Results, SystemResult
+from multicls.console import table_console
 from multicls.errors import UserError
 from multicls.files import atomic_write
 
@@ -49,9 +48,7 @@ class Report:
 
     def print(self, comparisons: bool = False) -> None:
         """Prints the sentences and the systems side by side within 120 columns, with their comparisons if asked."""
-        console = Console(
-            markup=False, highlight=False, emoji=False, width=min(120, get_terminal_size((120, 24)).columns)
-        )
+        console = table_console()
         console.print(self.title, style="bold")
         for text in [*self.headline, *(f"- {text}" for text in self.warnings[:MOST_WARNINGS])]:
             console.print(text)

@@ -99,10 +99,9 @@ def find_device() -> tuple[torch.device, Literal["fp32", "bf16"]]:
 
 
 def seed_everything(seed: int, device: torch.device) -> None:
-    """Seeds the new weights; on a GPU measures memory anew and uses deterministic kernels if they exist."""
+    """Seeds the new weights, and makes a GPU use deterministic kernels if they exist."""
     torch.manual_seed(seed)
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()  # the record has this run's peak, not that of a run before it
         torch.use_deterministic_algorithms(True, warn_only=True)
 
 

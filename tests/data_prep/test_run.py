@@ -30,7 +30,7 @@ def test_a_plan_writes_nothing(tiny_tokenizer: Path, tmp_path: Path, capsys: pyt
 
 
 def test_all_problems_of_the_flags_at_once(tmp_path: Path) -> None:
-    words = ["--output", str(tmp_path / "out"), "--workers", "0", "--min_sentences", "2", "--without", "heading"]
+    words = ["--output", str(tmp_path / "out"), "--workers", "0", "--min_sentences", "2", "--without", "heading", "x"]
     words += ["--language", "german", "--format", "txt"]
     done = subprocess.run([sys.executable, str(RUN), *words], capture_output=True, text=True)
     assert done.returncode == 2 and not (tmp_path / "out").exists()
@@ -39,7 +39,7 @@ def test_all_problems_of_the_flags_at_once(tmp_path: Path) -> None:
         "error: --tokenizer: missing",
         "error: --workers 0: must be greater than 0",
         "error: --min_sentences 2: must be at least 3",
-        "error: --without heading: no such rule. Did you mean 'headings'?",
+        "error: --without heading x: no such rule. Did you mean 'headings'? Known: boilerplate, ",
         "error: --language german: must be an ISO 639 code, such as en",
         "error: --format txt: must be 'auto', 'text', 'wikiextractor', 'jsonl', 'mediawiki', 'html', 'parquet'",
     ):

@@ -105,6 +105,13 @@ def test_shipped_recipes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(capsys.readouterr().out.splitlines()) == expected[name]
 
 
+def test_names_of_models_may_have_dots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = recipe(tmp_path, models={"bert-1.0": "A"}, seeds=[1])
+    assert main(["--recipe", path, "--model", "k5.1=B", "k5.1=C", "--list"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert [line.split(", ")[2].split()[0] for line in listed] == ["bert-1.0", "k5.1", "k5.1"]
+
+
 def test_a_grid_needs_a_process(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--jobs 0: must be greater than 0"):
         main(["--recipe", recipe(tmp_path), "--jobs", "0"])

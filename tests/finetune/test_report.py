@@ -24,9 +24,9 @@ def folder(tmp_path: Path) -> Path:
 def test_the_page_is_written_and_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(folder)]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("Fine-tuning results: ") and all(len(line) <= 120 for line in text.splitlines()[:-4])
-    summary = [line.partition(":")[0] for line in text.splitlines()[-4:]]
-    assert summary == ["tables", "page", "curves", "next"] and str(folder / "report.html") in text.splitlines()[-3]
+    assert text.startswith("Fine-tuning results: ") and all(len(line) <= 120 for line in text.splitlines()[:-3])
+    summary = [line.partition(":")[0] for line in text.splitlines()[-3:]]
+    assert summary == ["tables", "page", "next"] and str(folder / "report.html") in text.splitlines()[-2]
     markdown = (folder / "report.md").read_text(encoding="utf-8")
     assert "| k5 hire | **" in markdown
     for score in re.findall(r"\*\*(.+?)\*\*", markdown):

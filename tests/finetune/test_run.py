@@ -355,6 +355,8 @@ def test_a_probe_reads_in_the_precision_that_its_record_names(
 ) -> None:
     from finetune.train import loop
 
+    devices: list[str] = []
+    monkeypatch.setattr("finetune.run.reset_peak_memory", devices.append)
     options = {"task": "sst2", "head": "probe"}
     plain = finetune(tiny_bert, glue, tmp_path / "plain", **options)
     monkeypatch.setattr(loop, "find_device", lambda: (loop.torch.device("cpu"), "bf16"))  # as a GPU
@@ -364,6 +366,7 @@ def test_a_probe_reads_in_the_precision_that_its_record_names(
                             ((plain, "plain"), (chosen, "auto"), (asked, "asked")))  # fmt: skip
     assert chosen["run_id"] == asked["run_id"] != plain["run_id"]
     assert (second == third).all() and (first != second).any()
+    assert devices == ["cpu"] * 3, "each record has the peak memory of its own run"
 
 
 def test_a_snapshot_is_of_the_same_data(tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

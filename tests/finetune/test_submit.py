@@ -95,4 +95,6 @@ def test_what_is_missing_is_told_and_nothing_is_written(tmp_path: Path) -> None:
         submit.main([*arguments, "k5 clss"])
     with pytest.raises(UserError, match="--for rtee: no task of glue.*'rte'"):
         submit.main([*arguments, "k5 cls", "--for", "rtee=k5 cls"])
+    with pytest.raises(UserError, match="--for rte: write it as TASK=NAME"):
+        submit.main([*arguments, "k5 cls", "--for", "rte"])
     assert not (tmp_path / "x.zip").exists()

@@ -82,6 +82,14 @@ def test_a_hub_models_card_is_read_from_the_cache(tmp_path: Path, monkeypatch: p
     assert cards.inherited_metadata(BASE) == {"base_model": BASE, "license": "apache-2.0", "language": ["en"]}
 
 
+def test_a_license_of_its_own_is_called_by_its_name(tmp_path: Path) -> None:
+    template = tmp_path / "card.md.jinja"
+    template.write_text('{% extends "base_card.md.jinja" %}')
+    metadata = {"license": "other", "license_name": "llama-3"}
+    text = cards.render_card(template, metadata, papers=[], title="A", limits=[])
+    assert "llama-3, the license of the base model" in text and "license: other\n" in text
+
+
 def test_cell_breaks_no_table() -> None:
     assert cards.cell("a|b\n`c` <d>") == r"a\|b \`c\` \<d\>"
 

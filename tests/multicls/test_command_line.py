@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field, PositiveInt
 
-from multicls.command_line import CommandLine, RecipeOptions, print_summary
+from data_prep.settings import ShowOptions
+from multicls.command_line import CommandLine, RecipeOptions, curves_line, print_summary
 from multicls.errors import UserError
 from multicls.files import REPOSITORY
 from multicls.settings import Settings, load_settings
@@ -84,6 +85,11 @@ def test_hyphens_and_negative_numbers() -> None:
     for word in ("-1e-4", "-.5", "-inf"):
         (problem,) = problems("p", "--corpus=c", "--learning-rate", word)
         assert problem.startswith(f"--learning_rate {word}: must be ")
+
+
+def test_a_negative_number_after_a_place_that_is_called_like_a_flag() -> None:
+    command = CommandLine("show", "", ShowOptions, positional=("corpus", "row"))
+    assert command.parse(["corpus", "-1"]).row == -1
 
 
 def test_all_mistakes_at_once() -> None:
@@ -188,6 +194,13 @@ def test_help_imports_no_framework(file: str) -> None:
     code += "except SystemExit: print({'torch', 'transformers', 'deepspeed', 'datasets', 'pandas'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY)
     assert done.stdout.endswith("\nset()\n")
+
+
+def test_curves_are_shown_where_there_are_any(tmp_path: Path) -> None:
+    run = tmp_path / "my run"
+    assert curves_line(run) == []
+    (run / "tb").mkdir(parents=True)
+    assert curves_line(run) == [("curves", f"tensorboard --logdir '{run / 'tb'}'")]
 
 
 def test_a_summary_is_aligned(capsys: pytest.CaptureFixture[str]) -> None:

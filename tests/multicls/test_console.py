@@ -55,12 +55,14 @@ def test_lines_come_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PROGRAM = """
-import sys
+import logging, sys
 from multicls import console
+console.show_log("of_this_test", logging.INFO)
 console.REDRAW_EVERY = 0
 progress = console.Progress("training", 4, unit="steps", say=print)
 progress.update(1, "loss 2.0")
 print("a line")
+logging.getLogger("of_this_test").info("a message")
 with progress.hidden():
     print("a validation")
 progress.update(2)
@@ -89,6 +91,7 @@ def test_a_terminal_gets_a_bar_with_the_lines_above_it() -> None:
     text = on_a_terminal(PROGRAM)
     for said in ("training", "loss 2.0, 1 of 4 steps, eta", "a line", "a validation", "2 of 4 steps", "the end"):
         assert said in text, said
+    assert re.search(r"\x1b\[2K\d\d:\d\d:\d\d a message", text), "a message of the log stands above the bar"
 
 
 @pytest.mark.parametrize("last", ["progress.update(1", "progress.update(2"])

@@ -48,6 +48,16 @@ def test_precedence_defaults_recipes_assignments_flags(tmp_path: Path) -> None:
     assert job.train.fancy is False
 
 
+def test_a_dot_divides_groups_but_no_names(tmp_path: Path) -> None:
+    """The names of sources and models are often those of files."""
+
+    class Weighted(Job):
+        weights: dict[str, float]
+
+    job = load_settings(Weighted, [recipe(tmp_path, "data: a\nweights: {wiki.en: 2}\ntrain.steps: 3")])
+    assert (job.weights, job.train.steps) == ({"wiki.en": 2}, 3)
+
+
 def test_false_can_be_set() -> None:
     """`type=bool` flags take "False" for true; YAML values do not."""
     assert load_settings(Job, assignments=["data=a", "train.fancy=false"]).train.fancy is False

@@ -209,7 +209,7 @@ def test_dry_run_leaves_nothing(disturb: Fork, tmp_path: Path, stage: int) -> No
     assert disturb(tmp_path / "run", {}, flags=flags) == [[0]]
     assert "stopped by the dry run, checkpoint at step 1" in said(tmp_path / "run", 0)
     assert "resuming from step 1" in said(tmp_path / "run", 0)
-    assert re.search(r"dry run: \d+\.\d+ s a step, peak memory .* GB on rank 0; 1000 steps", said(tmp_path / "run", 0))
+    assert re.search(r"dry run: \d+\.\d+ s a step, peak memory .* GB on rank 0; 1,000 steps", said(tmp_path / "run", 0))
     assert {path.name for path in tmp_path.iterdir()} == {"launch_0.txt", "examples.jsonl"}
 
 
