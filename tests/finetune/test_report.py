@@ -34,7 +34,8 @@ def test_the_page_is_written_and_named(folder: Path, capsys: pytest.CaptureFixtu
     assert "<svg" in (folder / "report.html").read_text(encoding="utf-8")
 
 
-def test_tables_only(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_only(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")  # pytest-xdist says 80, which folds the pair
     assert main([str(folder), "--no_html", "--task", "rte", "--compare", "hire", "cls"]) == 0
     printed = capsys.readouterr().out
     assert "cola" not in printed and re.search(r"k5 hire - k5 cls +rte +100 +\+", printed)
