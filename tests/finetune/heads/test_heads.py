@@ -343,7 +343,7 @@ def test_saved_models_load_without_the_project(tiny_bert: Path, tiny_multicls: P
 
 
 def test_a_fine_tuned_model_is_a_checkpoint(tiny_bert: Path, tmp_path: Path) -> None:
-    """A fine-tuned model gives the same head all weights but the classifier's (HIRE: RTE after MNLI), others the encoder."""
+    """A fine-tuned model gives the same head all but the classifier (HIRE: RTE after MNLI), others the encoder."""
     checkpoint = find_checkpoint(str(tiny_bert))
     first: Any = build_head(settings_of(tiny_bert, "cls", "mnli"), checkpoint, [find_task("mnli")])
     first.encoder.embeddings.LayerNorm.weight.data.mul_(2)
