@@ -25,6 +25,7 @@ from typing import Any, Literal
 import torch
 from pydantic import Field
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.compare import Bar, Report, Samples, take_turns
 from benchmarks.workload import BASE, SMALL, Shape, Workload, hugging_face_step, on_cpu, plain_step, trainer_step
@@ -101,8 +102,18 @@ def against_hugging_face(report: Report, name: str, shape: Shape, bar: float, ro
         "ours, the engine's step (ZeRO-2, one rank)": trainer_step(work.trainer(), batches),
     }
     baseline, _, engine = cases
+    flops = {case: matrix_flops(step) for case, step in cases.items() if case != engine}
+    share = flops["ours, plain PyTorch"] / flops[baseline]
+    report.figure(f"matrix multiplications of a step of {name}, ours as a share of the baseline's", share)
     samples = take_turns(cases, rounds=rounds)
     report.compare(f"Step of {name}, fp32, 10 examples", samples, baseline, {engine: Bar("<=", bar)})
+
+
+def matrix_flops(step: Callable[[], Any]) -> int:
+    """Returns the floating-point operations of the matrix multiplications in a step, forward and backward."""
+    with FlopCounterMode(display=False) as counter:
+        step()
+    return int(counter.get_total_flops())
 
 
 def groups(report: Report, rounds: int) -> None:

@@ -20,7 +20,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +35,7 @@ from benchmarks.compare import machine
 from benchmarks.study_plan import ARMS, BASE, MEASURED_ARMS, SPECIAL, Measured, Plan, Pretraining
 from finetune.store.results import Record, Store
 from multicls.command_line import CommandLine
+from multicls.console import LINE_EVERY, Progress, print_line
 from multicls.corpus import Corpus
 from multicls.errors import UserError, run_command
 from multicls.files import REPOSITORY, append_jsonl, atomic_write, locked, read_json, read_jsonl, write_json
@@ -73,6 +75,7 @@ class Call:
         folder: The study.
         deadline: When to leave, on the monotonic clock.
         environment: That of the commands.
+        watch: Called every few seconds while commands run.
     """
 
     def __init__(self, folder: Path, piece: float, device: str, jobs: int) -> None:
@@ -80,6 +83,7 @@ class Call:
         self.deadline = time.monotonic() + piece - min(SAVING, piece / 10)
         threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, _cores() // jobs))
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+        self.watch: Callable[[], object] = lambda: None
         self.environment = os.environ | {"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"} | hidden
 
     def run_all(self, commands: Commands, jobs: int = 1) -> bool:
@@ -92,11 +96,15 @@ class Call:
             UserError: A command failed.
         """
         waiting, running = dict(commands), dict[str, subprocess.Popen[bytes]]()
+        watched = time.monotonic()
         try:
             while (waiting or running) and time.monotonic() < self.deadline:
                 for name in list(waiting)[: jobs - len(running)]:
                     running[name] = self._start(name, waiting.pop(name))
                 time.sleep(0.05)
+                if time.monotonic() - watched >= LINE_EVERY:
+                    self.watch()
+                    watched = time.monotonic()
                 for name in [name for name, process in running.items() if process.poll() is not None]:
                     if code := running.pop(name).returncode:
                         log = self._log(name)
@@ -300,9 +308,11 @@ def work(call: Call, plan: Plan, keep_weights: bool = False) -> None:
     for stage, do in (("pretraining", pretrain), ("evaluation", evaluate)):
         if _is_done(call.folder, stage):
             continue
-        began, before = time.monotonic(), progress(call.folder, plan)[stage][0]
+        began, (before, planned) = time.monotonic(), progress(call.folder, plan)[stage]
         try:
-            finished = do(call, plan)
+            with closing(Progress(stage, planned, done=before, unit="runs", say=print_line)) as shown:
+                call.watch = lambda shown=shown, stage=stage: shown.update(progress(call.folder, plan)[stage][0])
+                finished = do(call, plan)
         finally:
             about = {"seconds": time.monotonic() - began, "runs": progress(call.folder, plan)[stage][0] - before}
             append_jsonl(call.folder / "calls.jsonl", {"stage": stage} | about)
