@@ -19,7 +19,9 @@ from multicls.command_line import CommandLine, fine_tuning_command, print_summar
 from multicls.embeddings import write_sentence_transformer
 from multicls.errors import UserError, first_line, run_command
 from multicls.files import atomic_folder
+from multicls.from_bert import quiet_transformers
 from multicls.settings import Settings
+from multicls.tokenization import facet_ids, with_facets
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,13 +30,13 @@ if TYPE_CHECKING:
     from multicls.modeling_multicls import MultiClsBertForPreTraining
 
 DEAD = re.compile(r"sent\.mf\.v_\d+\.|t2f\.|lm\.decoder\.|bert\.embeddings\.position_ids$")
-RENAMED = (
-    (r"^bert\.", "bert."),
-    (r"^trans\.", "cls.order_transform."),
-    (r"^sent\.so\.seq_relationship\.", "cls.seq_relationship."),
-    (r"^lm\.", "cls.predictions."),
-    (r"^tok\.tf_idf\.", "cls.tfidf."),
-)
+RENAMED = {  # beginnings of names: theirs -> ours
+    "bert.": "bert.",
+    "trans.": "cls.order_transform.",
+    "sent.so.seq_relationship.": "cls.seq_relationship.",
+    "lm.": "cls.predictions.",
+    "tok.tf_idf.": "cls.tfidf.",
+}
 
 
 class ConvertOptions(Settings):
@@ -94,17 +96,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         task_type_row=args.task_type_row,
     )
     tokenizer = _tokenizer(args.tokenizer, model.config) if args.tokenizer else None
-    from multicls.from_bert import quiet_transformers
-    from multicls.tokenization import facet_ids
-
     with atomic_folder(args.output) as folder, quiet_transformers():
         if tokenizer is not None:
             model.config.facet_ids = list(facet_ids(tokenizer))
             tokenizer.save_pretrained(folder)
         model.save_pretrained(folder)
         write_sentence_transformer(folder)
-    size = f"{sum(p.numel() for p in model.parameters()):,} parameters, {_describe(model.config)}"
-    made = [("model", f"{args.output} ({size})")]
+    size, config = sum(p.numel() for p in model.parameters()), model.config
+    shape = f"{config.num_hidden_layers} layers x {config.hidden_size}, K = {config.num_facets}, {config.facet_layers}"
+    made = [("model", f"{args.output} ({size:,} parameters, {shape})")]
     if tokenizer is None:
         made.append(("missing", "the tokenizer; convert with --tokenizer bert-base-uncased, or the checkpoint's own"))
     print_summary(made, fine_tuning_command(args.output))
@@ -148,16 +148,10 @@ def convert(
     mcqt_lambda: float = 0.1,
     task_type_row: int = 0,
 ) -> MultiClsBertForPreTraining:
-    """Builds a Multi-CLS model from a state dict of the authors' code.
+    """Builds a Multi-CLS model from a state dict of the authors' code. Arguments as in `ConvertOptions`.
 
-    Args:
-        state: tensors by the authors' names.
-        num_facets: K.
-        facet_layers: see `MultiClsBertConfig`; one layer for each level of inserted layers.
-        num_attention_heads: default: hidden size / 64.
-        mcqt_lambda: see `MultiClsBertConfig`.
-        task_type_row: row of their task-type table that is added to the token types. Their pretraining adds row 5 to
-            each token, their fine-tuning row 0. Both tables are summed before the LayerNorm, so the result is exact.
+    Row `task_type_row` of their task-type table is added to the token types: their pretraining adds row 5 to each
+    token, their fine-tuning row 0. Both tables are summed before the LayerNorm, so the result is exact.
 
     Raises:
         UserError: tensors are missing, left over, or do not have the shapes that the arguments imply.
@@ -180,10 +174,9 @@ def convert(
         names = [f"sent.mf.s_{k}.{theirs}" for k in range(1, num_facets + 1)]
         converted[f"bert.facet_head.{ours}"] = torch.stack([_take(state, n) for n in names])
     for theirs in list(state):
-        for pattern, replacement in RENAMED:
-            if re.match(pattern, theirs):
-                converted[re.sub(pattern, replacement, theirs)] = state.pop(theirs)
-                break
+        for prefix, ours in RENAMED.items():
+            if theirs.startswith(prefix):
+                converted[ours + theirs.removeprefix(prefix)] = state.pop(theirs)
     if state:
         raise UserError(
             f"a model of {num_facets} facets and {len(facet_layers)} levels of inserted layers has no place for the "
@@ -209,9 +202,7 @@ def _config(
     depth = len({key.split(".")[3] for key in state if key.startswith("bert.encoder.layer.")})
     heads = hidden // 64 if heads is None else heads
     if heads < 1 or hidden % heads:
-        raise UserError(
-            f"--num_attention_heads: {heads} does not divide the hidden size {hidden}; give the right number."
-        )
+        raise UserError(f"--num_attention_heads: {heads} does not divide the hidden size {hidden}; give the right one.")
     try:
         return MultiClsBertConfig(
             vocab_size=words.shape[0],
@@ -250,8 +241,6 @@ def _integers(text: str, flag: str) -> list[int]:
 def _tokenizer(name: str, config: MultiClsBertConfig) -> Any:
     from transformers import AutoTokenizer
 
-    from multicls.tokenization import with_facets
-
     try:
         tokenizer = with_facets(AutoTokenizer.from_pretrained(name, trust_remote_code=False), config.num_facets)
     except (OSError, ValueError) as error:
@@ -259,10 +248,6 @@ def _tokenizer(name: str, config: MultiClsBertConfig) -> Any:
     if len(tokenizer) != config.vocab_size:
         raise UserError(f"--tokenizer {name}: has {len(tokenizer)} tokens, but the checkpoint has {config.vocab_size}.")
     return tokenizer
-
-
-def _describe(config: MultiClsBertConfig) -> str:
-    return f"{config.num_hidden_layers} layers x {config.hidden_size}, K = {config.num_facets}, {config.facet_layers}"
 
 
 if __name__ == "__main__":

@@ -57,12 +57,7 @@ FREE = {
 
 
 def run_job(
-    settings: PretrainSettings,
-    ds_config: dict[str, Any],
-    *,
-    where: str,
-    run_folder: Path,
-    recipe: TrainSettings | None = None,
+    settings: PretrainSettings, ds_config: dict[str, Any], where: str, recipe: TrainSettings | None = None
 ) -> None:
     """Trains from the newest checkpoint of the run folder, or from the beginning, and exports the model.
 
@@ -70,7 +65,6 @@ def run_job(
         settings: Settings of the run.
         ds_config: DeepSpeed JSON as loaded, with its "auto" values.
         where: Name of the JSON in messages.
-        run_folder: The folder RUN.
         recipe: Training settings of the recipes alone; the log says how the learning rate goes with another batch.
 
     Raises:
@@ -79,10 +73,11 @@ def run_job(
     """
     deepspeed = prepare_deepspeed()  # all ranks meet here; rank 0 has prepared the sample's corpus before
     stop = StopRequest(settings.run.time_limit)  # before the meeting nothing is to save: a signal ends the process
+    run_folder = Path(str(settings.run.output_dir))
     lock = FolderLock(run_folder)
     on_rank_0(lambda: lock.acquire(lock_patience()))
     try:
-        pretrain(deepspeed, settings, ds_config, where=where, run_folder=run_folder, stop=stop, recipe=recipe)
+        pretrain(deepspeed, settings, ds_config, where, stop, recipe)
     finally:
         lock.release()
     if dist.get_rank() == 0 and (run_folder / DONE).exists():
@@ -94,9 +89,7 @@ def pretrain(
     deepspeed: Any,
     settings: PretrainSettings,
     ds_config: dict[str, Any],
-    *,
     where: str,
-    run_folder: Path,
     stop: StopRequest,
     recipe: TrainSettings | None = None,
 ) -> None:
@@ -104,10 +97,19 @@ def pretrain(
     torch.set_float32_matmul_precision("high")  # TF32 for fp32, on GPUs that have it
     notes: list[str] = []  # for the log, which opens when all checks have passed
     settings = settle(settings, recipe, notes)
-    arithmetic = batch_arithmetic(settings, dist.get_world_size())
-    resolved = resolve_ds_config(ds_config, where=where, precision=_precision(settings), **arithmetic)
+    run_folder, world_size = Path(str(settings.run.output_dir)), dist.get_world_size()
+    resolved = resolve_ds_config(
+        ds_config, where=where, precision=_precision(settings), **batch_arithmetic(settings, world_size)
+    )
     check_with_deepspeed(resolved, where)
-    checkpoints = _checkpoints(run_folder, settings, resolved)
+    checkpoints = Checkpoints(
+        run_folder / "checkpoints",
+        settings.run.keep_checkpoints,
+        identity(settings, world_size),
+        world_size,
+        zero_stage=resolved.get("zero_optimization", {}).get("stage", 0),
+        milestone_every=settings.run.milestone_every,
+    )
     if on_rank_0((run_folder / DONE).exists):
         checkpoints.check_identity()
         if dist.get_rank() == 0:
@@ -117,8 +119,10 @@ def pretrain(
     on_rank_0(lambda: _check_lost(run_folder, start, settings.run.save_every))
     notes[:0] = [*checkpoints.new_notes(), f"resuming from step {start}" if start else "fresh run", _device(settings)]
 
-    engine, streams = _build(deepspeed, settings, resolved, checkpoints, start, run_folder, notes)
-    log = _open_log(run_folder, settings, resolved, start)
+    engine, streams = _build(deepspeed, settings, resolved, checkpoints, start, notes)
+    if dist.get_rank() == 0:
+        _describe_run(run_folder, settings, resolved)
+    log = Log(run_folder, dist.get_rank() == 0, start, settings.run.wandb_project, settings.model_dump(mode="json"))
     for note in notes + checkpoints.new_notes():
         log.say(note)
     state = checkpoints.load(engine, start) if start else {}
@@ -139,7 +143,6 @@ def _build(
     ds_config: dict[str, Any],
     checkpoints: Checkpoints,
     start: int,
-    run_folder: Path,
     notes: list[str],
 ) -> tuple[Any, dict[str, ExampleStream]]:
     """Returns the engine and the streams of examples by split; adds what there is to say to `notes`."""
@@ -153,6 +156,7 @@ def _build(
     notes.append(f"model: {parameters / 1e6:.1f} M parameters")
     converted = checkpoints.prepare(start) if start else False
     if not start:
+        run_folder = Path(str(settings.run.output_dir))
         on_rank_0(lambda: describe_model(model, tokenizer, run_folder, _facts(settings, corpus)))
     return build_engine(deepspeed, model, settings, ds_config, universal=converted), streams
 
@@ -167,21 +171,21 @@ def _train(trainer: Trainer, start: int, state: dict[str, Any], run_folder: Path
         on_rank_0(lambda: _mark_stopped(run_folder, leaving, trainer.checkpoints.warning))
         log.say(f"stopped by {stopped.reason}, checkpoint at step {stopped.step}; the same command goes on")
         return
-    assert trainer.export is not None
     trainer.export(steps)
     if dist.get_rank() == 0:
         write_json(run_folder / DONE, {"step": steps, "validation": metrics})
         log.say(f"done: {steps:,} steps, peak memory {peak_memory_gb(trainer.device.type):.1f} GB on rank 0")
 
 
-def dry_run(settings: PretrainSettings, ds_config: dict[str, Any], *, where: str, run_folder: Path, **_: Any) -> None:
+def dry_run(settings: PretrainSettings, ds_config: dict[str, Any], where: str) -> None:
     """Makes some steps with all that goes with a run: save, reload, evaluate, export; prints what the run will take.
 
     It writes to a folder beside the run folder, and removes it. Arguments and errors are those of `run_job`.
     """
+    run_folder = Path(str(settings.run.output_dir))
     folder = run_folder.with_name(f".{run_folder.name}.dry_run")
-    intervals = {"log_every": 1, "eval_every": NO_INTERVAL, "save_every": NO_INTERVAL}
-    run = settings.run.model_copy(update=intervals | {"milestone_every": None, "wandb_project": None})
+    changed = dict.fromkeys(("eval_every", "save_every"), NO_INTERVAL) | {"log_every": 1, "output_dir": str(folder)}
+    run = settings.run.model_copy(update=changed | {"milestone_every": None, "wandb_project": None})
     train = settings.train.model_copy(update=dict.fromkeys(LENGTHS, 0) | {"steps": DRY_STEPS})
     short = settings.model_copy(update={"run": run, "train": train})
     deepspeed = prepare_deepspeed()
@@ -194,7 +198,7 @@ def dry_run(settings: PretrainSettings, ds_config: dict[str, Any], *, where: str
             stop = StopRequest()
             if asked:
                 stop.ask(DRY_RUN)
-            pretrain(deepspeed, short, ds_config, where=where, run_folder=folder, stop=stop)
+            pretrain(deepspeed, short, ds_config, where, stop)
             gc.collect()  # the first engine
         if dist.get_rank() == 0:
             records = [record for record in read_jsonl(folder / "metrics.jsonl") if record["split"] == "train"]
@@ -229,6 +233,10 @@ def settle(settings: PretrainSettings, recipe: TrainSettings | None, notes: list
     if recipe and (note := batch_note(_schedule(recipe), _schedule(train))):
         notes.append(note)
     return settings
+
+
+def _schedule(train: TrainSettings) -> Schedule:
+    return Schedule(train.global_batch_size, train.learning_rate, train.warmup_ratio, train.steps)
 
 
 def load_model(settings: PretrainSettings, report: Callable[[str], None]) -> tuple[Any, Any]:
@@ -285,17 +293,6 @@ def build_streams(
     }
 
 
-def _checkpoints(run_folder: Path, settings: PretrainSettings, ds_config: dict[str, Any]) -> Checkpoints:
-    return Checkpoints(
-        run_folder / "checkpoints",
-        settings.run.keep_checkpoints,
-        identity(settings, dist.get_world_size()),
-        dist.get_world_size(),
-        zero_stage=ds_config.get("zero_optimization", {}).get("stage", 0),
-        milestone_every=settings.run.milestone_every,
-    )
-
-
 def identity(settings: PretrainSettings, world_size: int) -> dict[str, Any]:
     """Returns what a checkpoint must agree on to be resumed: everything that decides the numbers, by name."""
     groups = settings.model_dump(mode="json", exclude={"run": True, **FREE})
@@ -327,10 +324,6 @@ def _corpus_folder(settings: PretrainSettings) -> Path:
 
 def _precision(settings: PretrainSettings) -> Precision:
     return choose_precision(settings.train.precision, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-
-
-def _schedule(train: TrainSettings) -> Schedule:
-    return Schedule(train.global_batch_size, train.learning_rate, train.warmup_ratio, train.steps)
 
 
 def _facts(settings: PretrainSettings, corpus: Corpus) -> dict[str, Any]:
@@ -370,14 +363,6 @@ def _check_lost(run_folder: Path, start: int, save_every: float) -> None:
             f"{run_folder}: metrics.jsonl reports step {reported}, but there is no checkpoint to go on from. Put the "
             "checkpoints back, or give another --output_dir to start from the beginning."
         )
-
-
-def _open_log(run_folder: Path, settings: PretrainSettings, ds_config: dict[str, Any], start: int) -> Log:
-    writes = dist.get_rank() == 0
-    if writes:
-        _describe_run(run_folder, settings, ds_config)
-    config = settings.model_dump(mode="json")
-    return Log(run_folder, writes, start, wandb_project=settings.run.wandb_project, config=config)
 
 
 def _mark_stopped(run_folder: Path, stopped: Stopped, warning: str) -> None:

@@ -16,7 +16,6 @@ from multicls.files import atomic_write, read_jsonl
 from multicls.words import duration
 
 OBJECTIVES = ("mlm", "tfidf", "so", "mcqt")
-SPLITS = ("train", "validation")
 CLOCK_WIDTH = len("12:34:56 ")
 SHOWN = {
     "optim/lr": "lr {:.1e}",
@@ -84,8 +83,7 @@ class Log:
         wandb_project: str | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        self._folder = folder
-        self._writes = writes
+        self._folder, self._writes = folder, writes
         self._unwritten: dict[str, str] = {}
         if not writes:
             return
@@ -95,9 +93,8 @@ class Log:
         kept = [record for record in read_jsonl(metrics) if resumed_step and record["step"] <= resumed_step]
         with atomic_write(metrics) as file:
             file.writelines(json.dumps(record) + "\n" for record in kept)
-        self._boards = {
-            split: SummaryWriter(str(folder / "tb" / split), purge_step=resumed_step + 1) for split in SPLITS
-        }
+        self._boards = {split: SummaryWriter(str(folder / "tb" / split), purge_step=resumed_step + 1)
+                        for split in ("train", "validation")}  # fmt: skip
         self._wandb = _open_wandb(folder, wandb_project, dict(config or {}), resumed_step) if wandb_project else None
 
     def say(self, text: str) -> None:

@@ -122,8 +122,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from pretrain.job import dry_run, run_job  # import torch and deepspeed, so not before everything above is right
 
-    job = dry_run if args.dry_run else run_job
-    job(settings, ds_config, where=args.config, run_folder=run_folder, recipe=recipe_settings(args, flags))
+    if args.dry_run:
+        dry_run(settings, ds_config, args.config)
+    else:
+        run_job(settings, ds_config, args.config, recipe_settings(args, flags))
     return 0
 
 

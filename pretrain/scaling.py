@@ -18,14 +18,7 @@ LONGEST_WARMUP = 0.2  # of the steps: our own limit
 
 
 class Schedule(NamedTuple):
-    """A run's batch, learning rate and length.
-
-    Attributes:
-        batch: examples of an optimizer step, `train.global_batch_size`.
-        learning_rate: peak.
-        warmup_ratio: share of the steps with rising learning rate.
-        steps: optimizer steps.
-    """
+    """A run's examples a step, peak learning rate, share of steps with rising learning rate, and steps."""
 
     batch: int
     learning_rate: float
@@ -38,38 +31,29 @@ class Schedule(NamedTuple):
         return round(self.warmup_ratio * self.steps)
 
 
-def scaled(recipe_batch: int, batch: int, learning_rate: float, warmup_ratio: float, steps: int) -> Schedule:
+def scaled(recipe: Schedule, batch: int) -> Schedule:
     """Returns what the square-root rule suggests for another batch size, with as many examples in all.
 
     The learning rate grows with the square root of the batch. The warm-up keeps its number of examples, but has no
     fewer steps than the recipe's, up to a fifth of the run: Adam averages its moments over a number of steps, not of
     examples (with beta2 = 0.999 over about 1,000; Ma and Yarats 2021, arXiv:1910.04209).
-
-    Args:
-        recipe_batch: examples of an optimizer step in the recipe.
-        batch: examples of an optimizer step asked for.
-        learning_rate: the recipe's peak.
-        warmup_ratio: the recipe's share of steps with rising learning rate.
-        steps: the recipe's optimizer steps.
     """
-    factor = batch / recipe_batch
-    new_steps = max(1, round(steps / factor))
-    same_examples = warmup_ratio * new_steps
-    warmup = min(max(same_examples, warmup_ratio * steps), max(same_examples, LONGEST_WARMUP * new_steps))
-    return Schedule(batch, learning_rate * math.sqrt(factor), warmup / new_steps, new_steps)
+    factor = batch / recipe.batch
+    steps = max(1, round(recipe.steps / factor))
+    same_examples = recipe.warmup_ratio * steps
+    warmup = min(max(same_examples, recipe.warmup_ratio * recipe.steps), max(same_examples, LONGEST_WARMUP * steps))
+    return Schedule(batch, recipe.learning_rate * math.sqrt(factor), warmup / steps, steps)
 
 
 def batch_note(recipe: Schedule, run: Schedule) -> str:
-    """A line for the log on what the square-root rule suggests for a run whose batch is not the recipe's, else "".
+    """Returns what the square-root rule suggests for a run whose batch is not the recipe's, else "".
 
-    Args:
-        recipe: its `steps` do not matter: a run of another batch takes as many examples as this one does.
-        run: what the run uses.
+    The recipe's steps do not matter: as a run of another batch, it takes as many examples as this one does.
     """
     if run.batch == recipe.batch:
         return ""
     steps = max(1, round(run.steps * run.batch / recipe.batch))
-    rule = scaled(recipe.batch, run.batch, recipe.learning_rate, recipe.warmup_ratio, steps)
+    rule = scaled(recipe._replace(steps=steps), run.batch)
     return (
         f"batch: {run.batch} examples a step, the recipe has {recipe.batch}; by the square-root rule the learning rate "
         f"would be {rule.learning_rate:.2g} and warm-up {round(rule.warmup_ratio * run.steps)} steps; the run uses "

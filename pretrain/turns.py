@@ -113,9 +113,7 @@ class _Board:
             time.sleep(LOOK_EVERY)
         error = json.loads(self.store.get("error"))
         if error["problems"] is not None:
-            agreed = UserError(*error["problems"])
-            agreed.on_all_ranks = True
-            raise agreed
+            raise UserError(*error["problems"], on_all_ranks=True)
         raise RuntimeError(error["text"])
 
     def report(self, error: BaseException) -> None:
