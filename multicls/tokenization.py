@@ -16,11 +16,9 @@ def facet_tokens(vocabulary: dict[str, int], num_facets: int) -> list[str]:
 
     In bert-base-uncased they are `[unused0]`, `[unused1]`, ... (ids 1..K), so the vocabulary does not grow.
     """
-    unused = [
-        token for token in sorted(vocabulary, key=vocabulary.__getitem__) if re.fullmatch(r"\[unused\d+\]", token)
-    ]
+    unused = [token for token in vocabulary if re.fullmatch(r"\[unused\d+\]", token)]
     if len(unused) >= num_facets:
-        return unused[:num_facets]
+        return sorted(unused, key=vocabulary.__getitem__)[:num_facets]
     return [f"[C{k}]" for k in range(1, num_facets + 1)]
 
 

@@ -82,16 +82,16 @@ def load_steps(
         yield list(islice(batches, per_step))
 
 
+@dataclass(frozen=True)
 class _MicroBatches(Dataset[dict[str, Any]]):
     """Builds several micro-batches, given by their numbers, in one call.
 
     Arrays go through a pipe in one piece; each tensor would take a shared-memory file and a connection of its own.
     """
 
-    def __init__(self, stream: ExampleStream, size: int, unpad: bool) -> None:
-        self.stream = stream
-        self.size = size
-        self.unpad = unpad
+    stream: ExampleStream
+    size: int
+    unpad: bool
 
     def __getitem__(self, numbers: list[int]) -> dict[str, Any]:
         arrays = self.stream.micro_batches(numbers, self.size)

@@ -28,37 +28,29 @@ BYTES_PER_PARAMETER = 20  # weights, their fp32 copy, two moments, and model.saf
 UNIVERSAL = "universal"  # a checkpoint converted for another number of ranks; removed after it is loaded
 
 
+@dataclass
 class Checkpoints:
     """Saves, finds and loads the checkpoints of a run. All ranks call every method together.
 
-    Args:
+    Attributes:
         folder: `RUN/checkpoints`.
         keep: number of newest checkpoints to keep.
         identity: what a checkpoint must agree on to be resumed (settings, corpus, tokenizer), flat.
         world_size: number of ranks.
         zero_stage: it decides how the optimizer's state is laid out in the files.
         milestone_every: checkpoints of these steps are never deleted; None: no milestones.
+        warning: why the last save failed, until one succeeds.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        keep: int,
-        identity: Mapping[str, Any],
-        world_size: int,
-        *,
-        zero_stage: int = 0,
-        milestone_every: int | None = None,
-    ) -> None:
-        self.folder = folder
-        self.keep = keep
-        self.identity = dict(identity)
-        self.world_size = world_size
-        self.zero_stage = zero_stage
-        self.milestone_every = milestone_every
-        self._notes: list[str] = []  # of rank 0, for the log
-        self.warning = ""  # why the last save failed, until one succeeds
-        self._damaged: set[int] = set()
+    folder: Path
+    keep: int
+    identity: dict[str, Any]
+    world_size: int
+    zero_stage: int = 0
+    milestone_every: int | None = None
+    warning: str = field(default="", init=False)
+    _notes: list[str] = field(default_factory=list, init=False)  # of rank 0, for the log
+    _damaged: set[int] = field(default_factory=set, init=False)
 
     def newest(self) -> int:
         """Returns the step of the newest whole checkpoint, 0 if there has been none.

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,41 +45,29 @@ def weighted_sum(losses: Mapping[str, Tensor], objective: ObjectiveSettings) -> 
     return torch.stack([weights[name] * loss for name, loss in losses.items() if weights[name]]).sum()
 
 
+@dataclass(eq=False)
 class Trainer:
     """The steps, evaluations and checkpoints of one run on one rank.
 
-    Args:
+    Attributes:
         engine: The DeepSpeed engine around `MultiClsBertForPreTraining`.
         settings: Settings of the run, with micro-batch size and steps as numbers.
-        train: Stream of training examples.
-        validation: Stream of validation examples, always read from its beginning.
-        checkpoints: Where to save.
-        log: Where to report.
-        stop: Holds requests to leave before the end.
+        validation_stream: Always read from its beginning.
         export: Writes the model after `step` steps to RUN/hf; all ranks call it.
     """
 
-    def __init__(
-        self,
-        engine: Any,
-        settings: PretrainSettings,
-        train: ExampleStream,
-        validation: ExampleStream,
-        checkpoints: Checkpoints,
-        log: Log,
-        stop: StopRequest,
-        export: Callable[[int], None] = lambda step: None,
-    ) -> None:
-        self.engine = engine
-        self.settings = settings
-        self.train_stream = train
-        self.validation_stream = validation
-        self.checkpoints = checkpoints
-        self.log = log
-        self.stop = stop
-        self.export = export
-        self.device = torch.device(engine.device)
-        self.guard = NonFiniteGuard(engine, settings.train.skip_nonfinite)
+    engine: Any
+    settings: PretrainSettings
+    train_stream: ExampleStream
+    validation_stream: ExampleStream
+    checkpoints: Checkpoints
+    log: Log
+    stop: StopRequest
+    export: Callable[[int], None] = lambda step: None
+
+    def __post_init__(self) -> None:
+        self.device = torch.device(self.engine.device)
+        self.guard = NonFiniteGuard(self.engine, self.settings.train.skip_nonfinite)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.validated: dict[str, float] = {}
         self._validation_batches: list[MicroBatch] = []
