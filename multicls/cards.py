@@ -124,7 +124,6 @@ def render_card(template: Path, metadata: Mapping[str, Any], *, papers: Sequence
         template: Jinja template that extends `base_card.md.jinja` of this package.
         metadata: arguments of `huggingface_hub.ModelCardData`; those that are None or empty are left out.
         papers: names in `PAPERS` to cite; others are left out.
-        values: what the template prints.
     """
     from huggingface_hub import ModelCardData
     from jinja2 import Environment, FileSystemLoader, StrictUndefined

@@ -47,7 +47,6 @@ class CommandLine(Generic[OptionsT]):
     Args:
         prog: the command, for the help.
         doc: the command's docstring. Its paragraphs of commands become the examples at the end of the help.
-        options: class of the command's own options.
         positional: options that are given by their place.
         groups: heading -> flags, as keys of options or settings, or as flag -> key. Options in no group are "common".
         settings: class of the settings that `groups` may name.

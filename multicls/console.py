@@ -69,8 +69,6 @@ class Progress:
     """Shows how far some work is: a bar on a terminal, else a line every 10 seconds.
 
     Args:
-        what: Name of the work.
-        total: Amount of the work.
         done: Amount that was done before.
         unit: Unit of the amounts, for instance "steps"; "MB" means that they are bytes, and adds the speed.
         say: Receives the lines; None: no lines, the caller has its own.

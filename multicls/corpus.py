@@ -42,10 +42,9 @@ class ShardRow(NamedTuple):
     """One row of a shard: N tokens in S sentences.
 
     Attributes:
-        source: name of the source.
         id: name of the document in its source.
         title: title of the document, or "".
-        hash: as the column.
+        hash: hash of the document's text, equal in all its rows.
         tokens: (N,) uint16 or uint32 token ids; a read-only view when read from a shard, as are the counts.
         offsets: (S + 1,) int32; sentence s is `tokens[offsets[s]:offsets[s + 1]]`.
         counts: (N,) uint16, how often each token occurs in the row.
@@ -134,8 +133,6 @@ class Corpus:
     """A finished corpus folder. Opening it is cheap; each shard is mapped on first use.
 
     Attributes:
-        path: the folder.
-        manifest: its manifest.json.
         num_rows: number of rows in all shards.
         starts: (shards + 1,) index in the corpus of each shard's first row.
     """

@@ -24,9 +24,6 @@ def prepare_deepspeed() -> ModuleType:
     Call it before `deepspeed.initialize`; all ranks wait here for each other, and a second call does nothing. Without a
     launcher the process becomes the only rank. Afterwards `torch.distributed` tells rank and world size. A rank that
     then ends without `leave_deepspeed`, for whatever reason, ends all others with exit code 1.
-
-    Returns:
-        The module `deepspeed`.
     """
     for name, value in DEFAULT_ENVIRONMENT.items():
         os.environ.setdefault(name, value)

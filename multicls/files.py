@@ -147,10 +147,7 @@ class FolderLock:
     loader worker that outlives a killed rank does not keep the folder locked. Over NFS both kinds become the same lock
     on the server. The process loses a POSIX lock when it closes any descriptor of the file: use `lock_holder` to look
     at the lock, never open the file. The file tells who holds the lock; it is gone when the folder is free, unless its
-    holder was killed.
-
-    Args:
-        folder: made if it is missing, and removed by `release` if it is empty then.
+    holder was killed. A missing folder is made, and removed by `release` if it is empty then.
     """
 
     def __init__(self, folder: str | Path) -> None:

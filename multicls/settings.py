@@ -69,7 +69,6 @@ def load_settings(
     """Loads settings of type `kind`.
 
     Args:
-        kind: class of the settings.
         recipes: YAML files, found by `find_shipped`; a later one overrides an earlier one.
         assignments: texts `a.b=c` from `--set`; c is YAML.
         flags: values of command-line flags by dotted key; None means not given.

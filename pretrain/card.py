@@ -33,12 +33,7 @@ Record = Mapping[str, Any]
 def write_card(folder: Path, run_folder: Path, step: int, config: MultiClsBertConfig, facts: Mapping[str, Any]) -> None:
     """Writes README.md and, if a step was measured, curves.png to the folder of an exported model.
 
-    Args:
-        folder: the export.
-        run_folder: with settings.yaml, env.json, ds_config.json and metrics.jsonl.
-        step: optimizer steps done.
-        config: of the model.
-        facts: what `origin_of` returned at the start of the run, under "origin"; an old run has none.
+    `facts` has what `origin_of` returned at the start of the run, under "origin"; an old run has none.
     """
     settings = yaml.safe_load((run_folder / "settings.yaml").read_text(encoding="utf-8"))
     records = [record for record in read_jsonl(run_folder / "metrics.jsonl") if record["step"] <= step]
@@ -108,10 +103,8 @@ def _software(run_folder: Path) -> str:
 def results_table(validation: Sequence[Record], group: int, parts: int) -> list[tuple[str, str, str, str]]:
     """Returns rows (measure in words, before training, now, value without any learning) of the validation.
 
-    Args:
-        validation: records of the validations, by step.
-        group: examples that are each other's negatives, n.
-        parts: P, passages of an example; MCQT has n (P - 1) candidates in each of P - 1 directions.
+    With n = `group` examples that are each other's negatives, each of P = `parts` passages, MCQT has n (P - 1)
+    candidates in each of P - 1 directions.
     """
     if not validation:
         return []

@@ -142,11 +142,11 @@ def export(engine: Any, run_folder: Path, step: int) -> None:
     on_rank_0(lambda: write_model(weights, run_folder, step, run_folder / "hf"))
 
 
-def describe_model(model: Any, tokenizer: Any, run_folder: Path, facts: Mapping[str, Any]) -> None:
+def describe_model(model: Any, tokenizer: Any, run_folder: Path, origin: Mapping[str, Any]) -> None:
     """Writes what an export needs besides weights to `RUN/model`; call it on rank 0 at the start of a fresh run.
 
     Call it before DeepSpeed changes the model's precision, which the configuration would then ask for, and the size of
-    its vocabulary. `facts` are for the model card: `origin`, from `pretrain.card.origin_of`.
+    its vocabulary. `origin` is for the model card, from `pretrain.card.origin_of`.
     """
     from multicls.from_bert import quiet_transformers
 
@@ -155,14 +155,13 @@ def describe_model(model: Any, tokenizer: Any, run_folder: Path, facts: Mapping[
         (fresh / WEIGHTS).unlink(missing_ok=True)
         tokenizer.save_pretrained(fresh)
         write_sentence_transformer(fresh)
-        write_json(fresh / FACTS, dict(facts))
+        write_json(fresh / FACTS, {"origin": origin})
 
 
 def write_model(weights: Mapping[str, Tensor], run_folder: Path, step: int, output: Path) -> dict[str, Any]:
     """Writes a Hugging Face folder; an earlier one is replaced only when the new one is whole.
 
-    Returns:
-        What export.json says: the facts of `describe_model`, the step, and the last validation metrics.
+    Returns what export.json says: the facts of `describe_model`, the step, and the last validation metrics.
 
     Raises:
         UserError: the folder cannot be written, or the weights do not have the vocabulary's size.

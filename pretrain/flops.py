@@ -49,8 +49,6 @@ def training_flops(
     activations, the comparisons of MCQT, the optimizer, and what activation checkpointing computes again.
 
     Args:
-        config: Configuration of the model.
-        sequences: Number of sequences.
         tokens: Their real (unpadded) tokens, special ones and facets included.
         squared_lengths: Sum over the sequences of their real tokens squared.
         masked: Number of tokens that the MLM head predicts.

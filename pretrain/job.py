@@ -62,7 +62,6 @@ def run_job(
     """Trains from the newest checkpoint of the run folder, or from the beginning, and exports the model.
 
     Args:
-        settings: Settings of the run.
         ds_config: DeepSpeed JSON as loaded, with its "auto" values.
         where: Name of the JSON in messages.
         recipe: Training settings of the recipes alone; the log says how the learning rate goes with another batch.
@@ -157,7 +156,7 @@ def _build(
     converted = checkpoints.prepare(start) if start else False
     if not start:
         run_folder = Path(str(settings.run.output_dir))
-        on_rank_0(lambda: describe_model(model, tokenizer, run_folder, _facts(settings, corpus)))
+        on_rank_0(lambda: describe_model(model, tokenizer, run_folder, _origin(settings, corpus)))
     return build_engine(deepspeed, model, settings, ds_config, universal=converted), streams
 
 
@@ -270,13 +269,8 @@ def build_streams(
             f"{corpus.tokenizer_fingerprint[:12]}) than the model's, {settings.model.checkpoint} ({theirs[:12]}); "
             "prepare the corpus with --tokenizer set to the model."
         )
-    special = SpecialIds(
-        cls=tokenizer.cls_token_id,
-        sep=tokenizer.sep_token_id,
-        pad=tokenizer.pad_token_id,
-        mask=tokenizer.mask_token_id,
-        facets=facet_ids(tokenizer),
-    )
+    ids = {name: getattr(tokenizer, f"{name}_token_id") for name in ("cls", "sep", "pad", "mask")}
+    special = SpecialIds(**ids, facets=facet_ids(tokenizer))
     return {
         split: ExampleStream(
             corpus,
@@ -326,11 +320,11 @@ def _precision(settings: PretrainSettings) -> Precision:
     return choose_precision(settings.train.precision, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def _facts(settings: PretrainSettings, corpus: Corpus) -> dict[str, Any]:
+def _origin(settings: PretrainSettings, corpus: Corpus) -> dict[str, Any]:
     """Returns what the model card says about the start of the run."""
     metadata = {} if settings.model.random_weights else inherited_metadata(settings.model.checkpoint)
-    origin = origin_of(metadata, corpus.manifest)
-    return {"origin": origin | {"about": SAMPLE_TEXT} if settings.data.corpus == SAMPLE else origin}
+    about = {"about": SAMPLE_TEXT} if settings.data.corpus == SAMPLE else {}
+    return origin_of(metadata, corpus.manifest) | about
 
 
 def _data_notes(settings: PretrainSettings, corpus: Corpus, validation: ExampleStream) -> list[str]:
@@ -349,10 +343,10 @@ def _data_notes(settings: PretrainSettings, corpus: Corpus, validation: ExampleS
 
 def _device(settings: PretrainSettings) -> str:
     """Returns the device of each rank, their number and the precision, in words."""
-    threads = torch.get_num_threads()
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU with {threads} thread(s)"
-    name += " (no GPU was found)" if dist.get_world_size() > 1 and not torch.cuda.is_available() else ""
-    return f"device: {name} x {dist.get_world_size()} rank(s), {_precision(settings)}"
+    ranks = dist.get_world_size()
+    cpu = f"CPU with {torch.get_num_threads()} thread(s){' (no GPU was found)' * (ranks > 1)}"
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu
+    return f"device: {name} x {ranks} rank(s), {_precision(settings)}"
 
 
 def _check_lost(run_folder: Path, start: int, save_every: float) -> None:

@@ -68,11 +68,8 @@ class Log:
     TensorBoard gets two writers, `tb/train` and `tb/validation`, so that the curves of one tag lie over each other.
 
     Args:
-        folder: The run folder.
-        writes: Whether this rank writes.
         resumed_step: Records of later steps are dropped, since these steps are done again; 0: all.
         wandb_project: Project of Weights & Biases to report to (`WANDB_MODE=offline` keeps it on disk).
-        config: Settings that Weights & Biases shows with the run.
     """
 
     def __init__(

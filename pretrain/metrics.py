@@ -94,8 +94,6 @@ def loss_terms(losses: Mapping[str, Tensor], batch: MicroBatch, normalizers: Map
 
     Args:
         losses: Losses by name, divided by `normalizers` where these have the name, else means over the examples.
-        batch: The micro-batch.
-        normalizers: Divisors that the model was given.
     """
     counts = batch.counts
     terms: Terms = {}

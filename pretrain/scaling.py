@@ -2,11 +2,7 @@
 
 With k times the batch the gradient's noise has 1/k of its variance. Where noise dominates the gradient, Adam divides by
 the size of the noise, so sqrt(k) times the learning rate makes as much progress an example: Malladi et al. 2022
-(arXiv:2205.10287). Their rule also scales 1 - beta1 and 1 - beta2 by k and epsilon by 1 / sqrt(k). We leave these
-alone: with beta1 = 0.9 it is impossible from k = 10 on. For SGD, Krizhevsky 2014 (arXiv:1404.5997) and Hoffer et al.
-2017 (arXiv:1705.08741) derive the square root, too; in practice the linear rule has often worked better there (Goyal et
-al. 2017, arXiv:1706.02677). With the square root goes a warm-up of as many steps, so of more examples: You et al. 2019
-(arXiv:1901.08256).
+(arXiv:2205.10287). docs/clusters.md has the other sources, and what of their rule we leave out.
 """
 
 from __future__ import annotations

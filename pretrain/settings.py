@@ -175,8 +175,7 @@ def settle_micro_batch(settings: PretrainSettings, world_size: int) -> PretrainS
     has at most `train.micro_batch_tokens` tokens; one group if a single group has more.
 
     Raises:
-        UserError: The global batch does not divide into groups among the ranks, or a rank's share does not divide into
-            micro-batches.
+        UserError: The global batch does not divide into groups among the ranks, or a rank's share into micro-batches.
     """
     train = settings.train
     group, size = train.negatives_group, train.micro_batch_size

@@ -46,11 +46,7 @@ def copy_path(corpus: Path, parent: Path) -> Path:
 def copy_corpus(corpus: Path, folder: Path, say: Say = print_line) -> None:
     """Copies a corpus folder to `folder`, which is complete or absent; does nothing if a whole copy is there.
 
-    Processes that call it at the same time for the same folder wait for the one that copies.
-
-    Raises:
-        UserError: no room, the parent of `folder` cannot be written to, or a file has another size than the manifest
-            says.
+    Processes that call it at the same time for the same folder wait for the one that copies. Errors as in `stage`.
     """
     with locked(folder.with_name(f".{folder.name}"), patience=math.inf) as lock:
         if _is_whole(folder):

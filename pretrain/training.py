@@ -50,7 +50,6 @@ class Trainer:
     """The steps, evaluations and checkpoints of one run on one rank.
 
     Attributes:
-        engine: The DeepSpeed engine around `MultiClsBertForPreTraining`.
         settings: Settings of the run, with micro-batch size and steps as numbers.
         validation_stream: Always read from its beginning.
         export: Writes the model after `step` steps to RUN/hf; all ranks call it.
