@@ -106,12 +106,7 @@ def loss_terms(losses: Mapping[str, Tensor], batch: MicroBatch, normalizers: Map
 
 
 @torch.no_grad()
-def measure(
-    outputs: Any,
-    batch: MicroBatch,
-    normalizers: Mapping[str, Tensor],
-    group_size: int | None = None,
-) -> Terms:
+def measure(outputs: Any, batch: MicroBatch, normalizers: Mapping[str, Tensor], group_size: int | None = None) -> Terms:
     """Returns accuracies, moments of the TF-IDF targets and facet statistics of one micro-batch, on the device.
 
     `outputs` is a `MultiClsBertForPreTrainingOutput`; `group_size` is n, the examples that are each other's

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PositiveInt, field_validator, model_validator
 
@@ -159,15 +159,6 @@ class PretrainSettings(Settings):
     run: RunSettings = RunSettings()
 
 
-class BatchArithmetic(TypedDict):
-    """Arguments of `multicls.ds_config.resolve_ds_config`."""
-
-    micro_batch_size: int
-    accumulation: int
-    world_size: int
-    gradient_clipping: float
-
-
 def settle_micro_batch(settings: PretrainSettings, world_size: int) -> PretrainSettings:
     """Returns the settings with `train.micro_batch_size` as a number.
 
@@ -200,8 +191,8 @@ def settle_micro_batch(settings: PretrainSettings, world_size: int) -> PretrainS
     return settings.model_copy(update={"train": train.model_copy(update={"micro_batch_size": size})})
 
 
-def batch_arithmetic(settings: PretrainSettings, world_size: int) -> BatchArithmetic:
-    """Returns the batch sizes of a DeepSpeed JSON, which our settings own."""
+def batch_arithmetic(settings: PretrainSettings, world_size: int) -> dict[str, Any]:
+    """Returns the values of a DeepSpeed JSON that our settings own, as arguments of `resolve_ds_config`."""
     train = settle_micro_batch(settings, world_size).train
     assert train.micro_batch_size != "auto"
     return {
