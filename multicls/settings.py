@@ -91,11 +91,9 @@ def load_settings(
             problems.append(f"--set {assignment}: write it as key=value, for instance --set train.steps=1000.")
             continue
         try:
-            value = yaml.safe_load(text)
+            _assign(values, sources, key.strip().split("."), yaml.safe_load(text), source="--set")
         except yaml.YAMLError:
             problems.append(f"--set {assignment}: the value is not valid YAML.")
-            continue
-        _assign(values, sources, key.strip().split("."), value, source="--set")
     for key, value in (flags or {}).items():
         if value is not None:
             _assign(values, sources, key.split("."), value, source=names.get(key) or f"--{key.rpartition('.')[2]}")
