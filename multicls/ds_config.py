@@ -149,7 +149,6 @@ def resolve_ds_config(
         where: name of the JSON in messages.
         micro_batch_size: examples in one micro-batch of one rank.
         accumulation: micro-batches that one rank accumulates in an optimizer step.
-        world_size: number of ranks.
         gradient_clipping: largest global gradient norm; 0 means no clipping.
         precision: precision of the forward and backward pass; None (not known yet) skips its check.
         owners: name of the setting that owns each key of `OWNED`, for messages.

@@ -42,22 +42,16 @@ def write_card(folder: Path, run_folder: Path, step: int, config: MultiClsBertCo
     corpus, metadata = origin.get("corpus", {}), origin.get("metadata", {})
     tokens = sum(record.get("data/tokens", 0) for record in train)
     random_weights = settings["model"]["random_weights"]
+    about = {"library_name": "transformers", "pipeline_tag": "feature-extraction", "tags": TAGS}
     text = render_card(
         TEMPLATE,
-        {
-            **metadata,
-            "datasets": sorted(set(corpus.get("datasets", {}).values())),
-            "library_name": "transformers",
-            "pipeline_tag": "feature-extraction",
-            "tags": TAGS,
-        },
+        {**metadata, **about, "datasets": sorted(set(corpus.get("datasets", {}).values()))},
         papers=[METHOD],
         title=f"Multi-CLS BERT with {config.num_facets} facets",
         start="started from random weights" if random_weights else f"continued from {model_link(metadata)}",
         config=config,
         corpus=corpus,
         about=origin.get("about", ""),
-        tokens=tokens,
         settings=_settings_in_words(settings, step, tokens, config),
         software=_software(run_folder),
         curves=draw_curves(records, settings["objective"], folder / CURVES) and CURVES,
