@@ -28,7 +28,7 @@ SHOWN = {
 DISPENSABLE = ("memory/peak_gb", "speed/mfu", "optim/grad_norm", "speed/data_wait", "optim/lr")
 
 
-def console_line(step: int, steps: int, values: Mapping[str, float], eta: float | None = None) -> str:
+def console_line(step: int, steps: int, values: Mapping[str, float], eta: float) -> str:
     """Returns a line such as `step 1200/40000  loss 7.98 (mlm 0.87 ...)  lr 1.9e-05  812 seq/s  eta 3h12`.
 
     It fits the console with the clock before it: values of `DISPENSABLE` are left out, in that order, until it does.
@@ -38,11 +38,11 @@ def console_line(step: int, steps: int, values: Mapping[str, float], eta: float 
     parts = {key: form.format(values[key]) for key, form in SHOWN.items() if key in values}
     if values.get("speed/data_wait", 0.0) < 0.05:
         parts.pop("speed/data_wait", None)
-    tail = [] if eta is None else [f"eta {duration(eta)}"]
+    tail = f"eta {duration(eta)}"
     for key in DISPENSABLE:
-        if len("  ".join([*head, *parts.values(), *tail])) > WIDTH - CLOCK_WIDTH:
+        if len("  ".join([*head, *parts.values(), tail])) > WIDTH - CLOCK_WIDTH:
             parts.pop(key, None)
-    return "  ".join([*head, *parts.values(), *tail])
+    return "  ".join([*head, *parts.values(), tail])
 
 
 def validation_line(step: int, values: Mapping[str, float]) -> str:
