@@ -191,7 +191,7 @@ def _config(state: dict[str, Tensor], num_attention_heads: int | None = None, **
     heads = hidden // 64 if num_attention_heads is None else num_attention_heads
     if heads < 1 or hidden % heads:
         raise UserError(f"--num_attention_heads: {heads} does not divide the hidden size {hidden}; give the right one.")
-    shape = rows | {"hidden_size": hidden, "num_hidden_layers": depth, "num_attention_heads": heads}
+    shape: dict[str, Any] = rows | {"hidden_size": hidden, "num_hidden_layers": depth, "num_attention_heads": heads}
     try:
         return MultiClsBertConfig(**shape, **facets)
     except ValueError as error:

@@ -66,7 +66,7 @@ class Checkpoints:
         on_rank_0(lambda: self._check_identity(self.newest_step()))
 
     def _newest(self) -> int:
-        problems = []
+        problems: list[str] = []
         for step in reversed(complete_steps(self.folder)):
             path = checkpoint_path(self.folder, step)
             damage = find_damage(path)
