@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from multicls.files import read_json
 from multicls.sample import SAMPLE, SAMPLE_MODEL_ID, sample_model
@@ -59,24 +58,25 @@ def is_hub_id(name: object) -> bool:
 def inherited_metadata(checkpoint: str, local_files_only: bool = True) -> dict[str, Any]:
     """Returns `base_model`, `license` and `language` of a model that is trained from `checkpoint`, as far as known.
 
-    They come from the checkpoint's own card. A folder's base model is the one that its card or, in `_name_or_path`, its
-    config.json names: a path is nobody else's business, and the Hub refuses it. Nothing is guessed.
-
-    Args:
-        checkpoint: folder, Hub id, or "sample".
-        local_files_only: read a Hub model's card only from the local cache.
+    They come from the card of the checkpoint (a folder, Hub id, or "sample"). A folder's base model is the one that its
+    card or, in `_name_or_path`, its config.json names: a path is nobody else's business, and the Hub refuses it.
     """
-    folder = Path(checkpoint)
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.repocard import metadata_load
+
+    folder, card = Path(checkpoint), dict[str, Any]()
     if checkpoint == SAMPLE and not folder.exists():
         return inherited_metadata(str(sample_model())) | {"base_model": SAMPLE_MODEL_ID}
+    path: str | Path = folder / CARD
+    with suppress(Exception):  # no card, somebody's broken one, or whatever the Hub's transports raise
+        if not folder.is_dir():
+            path = hf_hub_download(checkpoint, CARD, local_files_only=local_files_only)
+        card = dict(metadata_load(path) or {})
+    base = checkpoint if is_hub_id(checkpoint) else None
     if folder.is_dir():
-        card = _read_metadata(folder / CARD)
         config = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
         named = [card.get("base_model"), config.get("_name_or_path")]
         base = next((name for name in named if _named_elsewhere(name)), None)
-    else:
-        card = _fetch_metadata(checkpoint, local_files_only)
-        base = checkpoint if is_hub_id(checkpoint) else None
     languages = card.get("language") or []
     languages = [languages] if isinstance(languages, str) else languages
     found = {
@@ -97,24 +97,6 @@ def _named_elsewhere(name: object) -> bool:
 
 def _matching(pattern: str, value: object) -> str | None:
     return value if isinstance(value, str) and re.fullmatch(pattern, value) else None
-
-
-def _fetch_metadata(checkpoint: str, local_files_only: bool) -> dict[str, Any]:
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return _read_metadata(Path(hf_hub_download(checkpoint, CARD, local_files_only=local_files_only)))
-    except Exception:  # whatever its transports raise; a model without a card is not the user's mistake
-        return {}
-
-
-def _read_metadata(path: Path) -> dict[str, Any]:
-    from huggingface_hub.repocard import metadata_load
-
-    try:
-        return dict(metadata_load(path) or {})
-    except (OSError, ValueError, yaml.YAMLError):  # no card, or somebody's broken one
-        return {}
 
 
 def model_link(metadata: Mapping[str, Any]) -> str:
@@ -142,7 +124,6 @@ def render_card(template: Path, metadata: Mapping[str, Any], *, papers: Sequence
         template: Jinja template that extends `base_card.md.jinja` of this package.
         metadata: arguments of `huggingface_hub.ModelCardData`; those that are None or empty are left out.
         papers: names in `PAPERS` to cite; others are left out.
-        values: what the template prints.
     """
     from huggingface_hub import ModelCardData
     from jinja2 import Environment, FileSystemLoader, StrictUndefined

@@ -47,7 +47,6 @@ class CommandLine(Generic[OptionsT]):
     Args:
         prog: the command, for the help.
         doc: the command's docstring. Its paragraphs of commands become the examples at the end of the help.
-        options: class of the command's own options.
         positional: options that are given by their place.
         groups: heading -> flags, as keys of options or settings, or as flag -> key. Options in no group are "common".
         settings: class of the settings that `groups` may name.
@@ -99,15 +98,13 @@ class CommandLine(Generic[OptionsT]):
         problems = self._unknown(rest)
         if self.recipes and "recipe" in values:
             try:
-                found = [
+                values["recipe"] = [
                     config.find_recipe(name, self.recipes, self.settings, self._sibling) for name in values["recipe"]
                 ]
-                values["recipe"] = found
             except UserError as error:
                 raise UserError(*problems, *error.problems) from None
         mine = {key: value for key, value in values.items() if find_field(self.options, key)}
         flags = {key: value for key, value in values.items() if key not in mine}
-        result: list[ReadT] = []
         try:
             options = load_settings(self.options, flags=mine, names=self.names)
         except UserError as error:
@@ -115,12 +112,12 @@ class CommandLine(Generic[OptionsT]):
             options = cast(OptionsT, self.options.model_construct(None, **mine))  # unchecked: what else is wrong?
         try:
             if vars(options).keys() >= self.options.model_fields.keys():
-                result.append(read(options, flags))
+                result = read(options, flags)
         except UserError as error:
             problems += error.problems
         if problems:
             raise UserError(*dict.fromkeys(problems))
-        return options, result[0]
+        return options, result
 
     def parser(self) -> argparse.ArgumentParser:
         """Returns the parser of the flags; its values are text by dotted key."""
@@ -142,16 +139,12 @@ class CommandLine(Generic[OptionsT]):
             if title == "common":
                 group.add_argument("-h", "--help", action="help", help="print this help and stop")
             for flag, key in flags.items():
-                field = self._field(key)
+                field = find_field(self.options, key) or find_field(self.settings, key)
                 positional = flag in self.positional
+                assert field is not None, f"{key} is no setting"
                 arguments = _arguments(flag, field, positional) | ({} if positional else {"dest": key})
                 group.add_argument(key if positional else f"--{flag}", **arguments)
         return parser
-
-    def _field(self, key: str) -> FieldInfo:
-        field = find_field(self.options, key) or find_field(self.settings, key)
-        assert field is not None, f"{key} is no setting"
-        return field
 
     def _spelled(self, argv: Sequence[str]) -> list[str]:
         """Returns the words with underscores in flags; a negative number is joined to its flag, so that it is none."""

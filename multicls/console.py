@@ -22,12 +22,8 @@ REDRAW_EVERY = 0.2  # seconds between two drawings of a bar
 
 def fold(text: str, width: int = WIDTH) -> str:
     """Returns the text in lines of at most `width` columns; words, paths and flags stay whole."""
-    lines = text.splitlines() or [""]
-    folded = (
-        textwrap.wrap(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False) or [""]
-        for line in lines
-    )
-    return "\n".join(line for lines in folded for line in lines)
+    how: dict[str, Any] = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
+    return "\n".join(textwrap.fill(line, width, **how) for line in text.splitlines())
 
 
 def with_clock(text: str) -> str:
@@ -73,8 +69,6 @@ class Progress:
     """Shows how far some work is: a bar on a terminal, else a line every 10 seconds.
 
     Args:
-        what: Name of the work.
-        total: Amount of the work.
         done: Amount that was done before.
         unit: Unit of the amounts, for instance "steps"; "MB" means that they are bytes, and adds the speed.
         say: Receives the lines; None: no lines, the caller has its own.

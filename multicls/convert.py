@@ -19,7 +19,9 @@ from multicls.command_line import CommandLine, fine_tuning_command, print_summar
 from multicls.embeddings import write_sentence_transformer
 from multicls.errors import UserError, first_line, run_command
 from multicls.files import atomic_folder
+from multicls.from_bert import quiet_transformers
 from multicls.settings import Settings
+from multicls.tokenization import facet_ids, with_facets
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,14 +29,15 @@ if TYPE_CHECKING:
     from multicls.configuration_multicls import MultiClsBertConfig
     from multicls.modeling_multicls import MultiClsBertForPreTraining
 
+THEIRS = {"num_facets": "num_facet", "facet_layers": "diversify_hidden_layer"}  # options -> names in training.conf
 DEAD = re.compile(r"sent\.mf\.v_\d+\.|t2f\.|lm\.decoder\.|bert\.embeddings\.position_ids$")
-RENAMED = (
-    (r"^bert\.", "bert."),
-    (r"^trans\.", "cls.order_transform."),
-    (r"^sent\.so\.seq_relationship\.", "cls.seq_relationship."),
-    (r"^lm\.", "cls.predictions."),
-    (r"^tok\.tf_idf\.", "cls.tfidf."),
-)
+RENAMED = {  # beginnings of names: theirs -> ours
+    "bert.": "bert.",
+    "trans.": "cls.order_transform.",
+    "sent.so.seq_relationship.": "cls.seq_relationship.",
+    "lm.": "cls.predictions.",
+    "tok.tf_idf.": "cls.tfidf.",
+}
 
 
 class ConvertOptions(Settings):
@@ -73,38 +76,24 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"--output {args.output}: exists already; give a new or empty folder.")
     state = read_checkpoint(args.checkpoint)
     stated = read_training_conf(args.checkpoint.with_name("training.conf"))
-    num_facets = args.num_facets if args.num_facets is not None else stated.get("num_facet")
-    levels = args.facet_layers if args.facet_layers is not None else stated.get("diversify_hidden_layer")
-    problems = [
-        f"{args.checkpoint}: no training.conf beside it states {name}; give {flag}."
-        for name, value, flag in (
-            ("num_facet", num_facets, "--num_facets"),
-            ("diversify_hidden_layer", levels, "--facet_layers"),
-        )
-        if value is None
-    ]
-    if problems:
-        raise UserError(*problems)
-    model = convert(
-        state,
-        num_facets=_integers(str(num_facets), "--num_facets")[0],
-        facet_layers=_integers(str(levels), "--facet_layers"),
-        num_attention_heads=args.num_attention_heads,
-        mcqt_lambda=args.mcqt_lambda,
-        task_type_row=args.task_type_row,
-    )
+    found = {name: getattr(args, name) for name in THEIRS}
+    found = {name: stated.get(THEIRS[name]) if value is None else str(value) for name, value in found.items()}
+    if missing := [name for name, value in found.items() if value is None]:
+        beside = f"{args.checkpoint}: no training.conf beside it states"
+        raise UserError(*(f"{beside} {THEIRS[name]}; give --{name}." for name in missing))
+    facets = {name: _integers(str(value), f"--{name}") for name, value in found.items()}
+    others = args.model_dump(include={"num_attention_heads", "mcqt_lambda", "task_type_row"})
+    model = convert(state, num_facets=facets["num_facets"][0], facet_layers=facets["facet_layers"], **others)
     tokenizer = _tokenizer(args.tokenizer, model.config) if args.tokenizer else None
-    from multicls.from_bert import quiet_transformers
-    from multicls.tokenization import facet_ids
-
     with atomic_folder(args.output) as folder, quiet_transformers():
         if tokenizer is not None:
             model.config.facet_ids = list(facet_ids(tokenizer))
             tokenizer.save_pretrained(folder)
         model.save_pretrained(folder)
         write_sentence_transformer(folder)
-    size = f"{sum(p.numel() for p in model.parameters()):,} parameters, {_describe(model.config)}"
-    made = [("model", f"{args.output} ({size})")]
+    size, config = sum(p.numel() for p in model.parameters()), model.config
+    shape = f"{config.num_hidden_layers} layers x {config.hidden_size}, K = {config.num_facets}, {config.facet_layers}"
+    made = [("model", f"{args.output} ({size:,} parameters, {shape})")]
     if tokenizer is None:
         made.append(("missing", "the tokenizer; convert with --tokenizer bert-base-uncased, or the checkpoint's own"))
     print_summary(made, fine_tuning_command(args.output))
@@ -140,24 +129,12 @@ def read_training_conf(path: Path) -> dict[str, str]:
 
 
 def convert(
-    state: dict[str, Tensor],
-    *,
-    num_facets: int,
-    facet_layers: list[int],
-    num_attention_heads: int | None = None,
-    mcqt_lambda: float = 0.1,
-    task_type_row: int = 0,
+    state: dict[str, Tensor], *, num_facets: int, facet_layers: list[int], task_type_row: int = 0, **config: Any
 ) -> MultiClsBertForPreTraining:
-    """Builds a Multi-CLS model from a state dict of the authors' code.
+    """Builds a Multi-CLS model from a state dict of the authors' code. Arguments as in `ConvertOptions`.
 
-    Args:
-        state: tensors by the authors' names.
-        num_facets: K.
-        facet_layers: see `MultiClsBertConfig`; one layer for each level of inserted layers.
-        num_attention_heads: default: hidden size / 64.
-        mcqt_lambda: see `MultiClsBertConfig`.
-        task_type_row: row of their task-type table that is added to the token types. Their pretraining adds row 5 to
-            each token, their fine-tuning row 0. Both tables are summed before the LayerNorm, so the result is exact.
+    Row `task_type_row` of their task-type table is added to the token types: their pretraining adds row 5 to each
+    token, their fine-tuning row 0. Both tables are summed before the LayerNorm, so the result is exact.
 
     Raises:
         UserError: tensors are missing, left over, or do not have the shapes that the arguments imply.
@@ -167,7 +144,7 @@ def convert(
     from multicls.modeling_multicls import MultiClsBertForPreTraining
 
     state = {key: tensor for key, tensor in state.items() if not DEAD.match(key)}
-    config = _config(state, num_facets, facet_layers, num_attention_heads, mcqt_lambda)
+    model_config = _config(state, num_facets=num_facets, facet_layers=facet_layers, **config)
     task_types = _take(state, "bert.embeddings.task_type_embeddings.weight")
     if not 0 <= task_type_row < len(task_types):
         raise UserError(f"--task_type_row {task_type_row}: the checkpoint's table has rows 0..{len(task_types) - 1}.")
@@ -176,14 +153,13 @@ def convert(
     for level, layer in enumerate(facet_layers):
         names = [f"facet_lin_emb.{level}.{k}.weight" for k in range(num_facets)]
         converted[f"bert.encoder.layer.{layer - 1}.facets.weight"] = torch.stack([_take(state, n) for n in names])
-    for ours, theirs in (("dense.weight", "dense.weight"), ("LayerNorm.weight",) * 2, ("LayerNorm.bias",) * 2):
-        names = [f"sent.mf.s_{k}.{theirs}" for k in range(1, num_facets + 1)]
-        converted[f"bert.facet_head.{ours}"] = torch.stack([_take(state, n) for n in names])
+    for weight in ("dense.weight", "LayerNorm.weight", "LayerNorm.bias"):
+        names = [f"sent.mf.s_{k}.{weight}" for k in range(1, num_facets + 1)]
+        converted[f"bert.facet_head.{weight}"] = torch.stack([_take(state, n) for n in names])
     for theirs in list(state):
-        for pattern, replacement in RENAMED:
-            if re.match(pattern, theirs):
-                converted[re.sub(pattern, replacement, theirs)] = state.pop(theirs)
-                break
+        for prefix, ours in RENAMED.items():
+            if theirs.startswith(prefix):
+                converted[ours + theirs.removeprefix(prefix)] = state.pop(theirs)
     if state:
         raise UserError(
             f"a model of {num_facets} facets and {len(facet_layers)} levels of inserted layers has no place for the "
@@ -191,7 +167,7 @@ def convert(
         )
     converted["cls.predictions.decoder.weight"] = converted["bert.embeddings.word_embeddings.weight"]
     converted["cls.predictions.decoder.bias"] = converted["cls.predictions.bias"]
-    model = MultiClsBertForPreTraining(config)
+    model = MultiClsBertForPreTraining(model_config)
     try:
         model.load_state_dict(converted)
     except RuntimeError as error:
@@ -199,32 +175,25 @@ def convert(
     return model
 
 
-def _config(
-    state: dict[str, Tensor], num_facets: int, facet_layers: list[int], heads: int | None, mcqt_lambda: float
-) -> MultiClsBertConfig:
+def _config(state: dict[str, Tensor], num_attention_heads: int | None = None, **facets: Any) -> MultiClsBertConfig:
+    """Returns the configuration with the sizes of the tensors."""
     from multicls.configuration_multicls import MultiClsBertConfig
 
-    words = _look(state, "bert.embeddings.word_embeddings.weight")
-    hidden = words.shape[1]
+    sizes = {
+        "vocab_size": "embeddings.word_embeddings",
+        "max_position_embeddings": "embeddings.position_embeddings",
+        "type_vocab_size": "embeddings.token_type_embeddings",
+        "intermediate_size": "encoder.layer.0.intermediate.dense",
+    }
+    rows = {field: _look(state, f"bert.{name}.weight").shape[0] for field, name in sizes.items()}
+    hidden = _look(state, "bert.embeddings.word_embeddings.weight").shape[1]
     depth = len({key.split(".")[3] for key in state if key.startswith("bert.encoder.layer.")})
-    heads = hidden // 64 if heads is None else heads
+    heads = hidden // 64 if num_attention_heads is None else num_attention_heads
     if heads < 1 or hidden % heads:
-        raise UserError(
-            f"--num_attention_heads: {heads} does not divide the hidden size {hidden}; give the right number."
-        )
+        raise UserError(f"--num_attention_heads: {heads} does not divide the hidden size {hidden}; give the right one.")
+    shape: dict[str, Any] = rows | {"hidden_size": hidden, "num_hidden_layers": depth, "num_attention_heads": heads}
     try:
-        return MultiClsBertConfig(
-            vocab_size=words.shape[0],
-            hidden_size=hidden,
-            num_hidden_layers=depth,
-            num_attention_heads=heads,
-            intermediate_size=_look(state, "bert.encoder.layer.0.intermediate.dense.weight").shape[0],
-            max_position_embeddings=_look(state, "bert.embeddings.position_embeddings.weight").shape[0],
-            type_vocab_size=_look(state, "bert.embeddings.token_type_embeddings.weight").shape[0],
-            num_facets=num_facets,
-            facet_layers=facet_layers,
-            mcqt_lambda=mcqt_lambda,
-        )
+        return MultiClsBertConfig(**shape, **facets)
     except ValueError as error:
         raise UserError(f"{error}.") from None
 
@@ -250,8 +219,6 @@ def _integers(text: str, flag: str) -> list[int]:
 def _tokenizer(name: str, config: MultiClsBertConfig) -> Any:
     from transformers import AutoTokenizer
 
-    from multicls.tokenization import with_facets
-
     try:
         tokenizer = with_facets(AutoTokenizer.from_pretrained(name, trust_remote_code=False), config.num_facets)
     except (OSError, ValueError) as error:
@@ -259,10 +226,6 @@ def _tokenizer(name: str, config: MultiClsBertConfig) -> Any:
     if len(tokenizer) != config.vocab_size:
         raise UserError(f"--tokenizer {name}: has {len(tokenizer)} tokens, but the checkpoint has {config.vocab_size}.")
     return tokenizer
-
-
-def _describe(config: MultiClsBertConfig) -> str:
-    return f"{config.num_hidden_layers} layers x {config.hidden_size}, K = {config.num_facets}, {config.facet_layers}"
 
 
 if __name__ == "__main__":

@@ -42,13 +42,12 @@ class ShardRow(NamedTuple):
     """One row of a shard: N tokens in S sentences.
 
     Attributes:
-        source: name of the source.
         id: name of the document in its source.
         title: title of the document, or "".
         hash: hash of the document's text, equal in all its rows.
-        tokens: (N,) uint16 or uint32 token ids; a read-only view when read from a shard.
+        tokens: (N,) uint16 or uint32 token ids; a read-only view when read from a shard, as are the counts.
         offsets: (S + 1,) int32; sentence s is `tokens[offsets[s]:offsets[s + 1]]`.
-        counts: (N,) uint16, how often each token occurs in the row; a read-only view when read from a shard.
+        counts: (N,) uint16, how often each token occurs in the row.
     """
 
     source: str
@@ -106,45 +105,34 @@ def occurrences(tokens: np.ndarray) -> np.ndarray:
 
 
 def write_shard(path: str | Path, rows: Sequence[ShardRow]) -> None:
-    """Writes rows as one shard, atomically; the same rows give the same bytes.
-
-    Args:
-        path: file to write.
-        rows: at least one row.
-    """
+    """Writes rows, at least one, as one shard, atomically; the same rows give the same bytes."""
     sentences = np.array([len(row.offsets) - 1 for row in rows])
     lengths = np.concatenate([np.diff(row.offsets) for row in rows])
     num_tokens = np.array([len(row.tokens) for row in rows], np.uint32)
-    tokens = pa.array(np.concatenate([row.tokens for row in rows]))
-    counts = pa.array(np.concatenate([row.counts for row in rows]))
-    by_sentence = pa.ListArray.from_arrays(pa.array(_starts(lengths)), tokens)
     columns = {
         "source": pa.array([row.source for row in rows], pa.string()).dictionary_encode(),
         "id": pa.array([row.id for row in rows], pa.string()),
         "title": pa.array([row.title for row in rows], pa.string()),
-        "hash": pa.array(np.array([row.hash for row in rows], np.uint64)),
+        "hash": pa.array([row.hash for row in rows], pa.uint64()),
         "num_tokens": pa.array(num_tokens),
-        "tokens": pa.ListArray.from_arrays(pa.array(_starts(sentences)), by_sentence),
-        "counts": pa.ListArray.from_arrays(pa.array(_starts(num_tokens)), counts),
+        "tokens": _lists(sentences, _lists(lengths, pa.array(np.concatenate([row.tokens for row in rows])))),
+        "counts": _lists(num_tokens, pa.array(np.concatenate([row.counts for row in rows]))),
     }
     batch = pa.record_batch(columns)
     with atomic_write(path, "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
         writer.write_batch(batch)
 
 
-def _starts(lengths: np.ndarray) -> np.ndarray:
-    """Arrow's list offsets: 0 and the cumulative lengths, int32."""
-    starts = np.zeros(len(lengths) + 1, np.int32)
-    np.cumsum(lengths, out=starts[1:])
-    return starts
+def _lists(lengths: np.ndarray, values: pa.Array) -> pa.ListArray:
+    """Returns the values in lists of the given lengths."""
+    starts = np.cumsum(np.pad(lengths, (1, 0)), dtype=np.int32)
+    return pa.ListArray.from_arrays(pa.array(starts), values)
 
 
 class Corpus:
     """A finished corpus folder. Opening it is cheap; each shard is mapped on first use.
 
     Attributes:
-        path: the folder.
-        manifest: its manifest.json.
         num_rows: number of rows in all shards.
         starts: (shards + 1,) index in the corpus of each shard's first row.
     """
@@ -175,8 +163,7 @@ class Corpus:
         manifest = read_json(path / MANIFEST)
         if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
             raise UserError(f"{path / MANIFEST}: not the manifest of a {FORMAT} folder.")
-        if manifest.get("format_version") != FORMAT_VERSION:
-            version = manifest.get("format_version")
+        if (version := manifest.get("format_version")) != FORMAT_VERSION:
             raise UserError(
                 f"{path}: corpus format {version}, but this program reads format {FORMAT_VERSION}; "
                 "remove the folder and prepare it again."
@@ -186,10 +173,16 @@ class Corpus:
                 f"{path / MANIFEST}: changed since it was written (its checksum differs); "
                 "put the original back or prepare the corpus again."
             )
-        problems = [_size_problem(path / name, entry["bytes"]) for name, entry in _files(manifest).items()]
-        if any(problems):
-            raise UserError(*filter(None, problems))
-        return cls(path, manifest)
+        corpus = cls(path, manifest)
+        problems = []
+        for name, entry in corpus.files.items():
+            size = (path / name).stat().st_size if (path / name).is_file() else None
+            if size != entry["bytes"]:
+                found = f"{path / name}: {'missing' if size is None else f'{size} bytes'}"
+                problems.append(f"{found}, but {MANIFEST} says {entry['bytes']} bytes; prepare the corpus again.")
+        if problems:
+            raise UserError(*problems)
+        return corpus
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Corpus.open, (self.path,)  # each worker process maps the files itself
@@ -200,10 +193,14 @@ class Corpus:
         Raises:
             UserError: files differ; the message names all of them.
         """
-        checksums = {self.path / name: entry["sha256"] for name, entry in _files(self.manifest).items()}
-        differing = [path for path, checksum in checksums.items() if sha256_of(path) != checksum]
-        if differing:
+        files = {self.path / name: entry["sha256"] for name, entry in self.files.items()}
+        if differing := [path for path, checksum in files.items() if sha256_of(path) != checksum]:
             raise UserError(*(f"{path}: the bytes have changed since the file was written." for path in differing))
+
+    @property
+    def files(self) -> dict[str, dict[str, Any]]:
+        """Size and SHA-256 of all files but the manifest, by name."""
+        return {shard["name"]: shard for shard in self.manifest["shards"]} | self.manifest["files"]
 
     @property
     def num_documents(self) -> int:
@@ -234,11 +231,7 @@ class Corpus:
         return self.shard(shard), number - int(self.starts[shard])
 
     def row(self, number: int) -> ShardRow:
-        """Returns row `number` of the corpus, counted from 0.
-
-        Raises:
-            UserError: there is no such row.
-        """
+        """Returns row `number` of the corpus, counted from 0. Errors as in `locate`."""
         shard, row = self.locate(number)
         return shard.row(row)
 
@@ -309,15 +302,3 @@ def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
     parts = json.loads(tokenizer.to_str())
     deciding = {name: parts[name] for name in ("normalizer", "pre_tokenizer", "model")}
     return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode("utf-8")).hexdigest()
-
-
-def _files(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {shard["name"]: shard for shard in manifest["shards"]} | manifest["files"]
-
-
-def _size_problem(path: Path, size: int) -> str | None:
-    if not path.is_file():
-        return f"{path}: missing, but {MANIFEST} lists it; prepare the corpus again."
-    if path.stat().st_size != size:
-        return f"{path}: {path.stat().st_size} bytes, but {MANIFEST} says {size}; prepare the corpus again."
-    return None

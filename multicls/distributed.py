@@ -24,14 +24,12 @@ def prepare_deepspeed() -> ModuleType:
     Call it before `deepspeed.initialize`; all ranks wait here for each other, and a second call does nothing. Without a
     launcher the process becomes the only rank. Afterwards `torch.distributed` tells rank and world size. A rank that
     then ends without `leave_deepspeed`, for whatever reason, ends all others with exit code 1.
-
-    Returns:
-        The module `deepspeed`.
     """
     for name, value in DEFAULT_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if "MASTER_PORT" not in os.environ:
-        os.environ["MASTER_PORT"] = str(_free_port())
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
     import torch
 
     on_cuda = torch.cuda.is_available()
@@ -53,7 +51,8 @@ def prepare_deepspeed() -> ModuleType:
         os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, torch.get_num_threads() // _ranks_on_this_node()))
+        ranks = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1  # deepspeed's or torchrun's
+        torch.set_num_threads(max(1, torch.get_num_threads() // int(ranks)))
     deepspeed.init_distributed(dist_backend="nccl" if on_cuda else "gloo", verbose=False)
     _open_lifeline()
     return deepspeed
@@ -90,9 +89,7 @@ def on_rank_0(function: Callable[[], Value]) -> Value:
             outcome[1] = error.problems
     dist.broadcast_object_list(outcome)
     if outcome[1] is not None:
-        agreed = UserError(*outcome[1])
-        agreed.on_all_ranks = True
-        raise agreed
+        raise UserError(*outcome[1], on_all_ranks=True)
     value: Value = outcome[0]
     return value
 
@@ -110,15 +107,3 @@ def leave_deepspeed() -> None:
     # A gloo thread that lets go of the last collective's tensors takes the interpreter's lock. Where the interpreter
     # shuts down at that moment the process aborts (seen in 4 of 48 processes with ZeRO-3): let the threads finish.
     time.sleep(0.2)
-
-
-def _ranks_on_this_node() -> int:
-    # LOCAL_SIZE is set by the deepspeed launcher, LOCAL_WORLD_SIZE by torchrun
-    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port

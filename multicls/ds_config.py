@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Precision = Literal["fp32", "bf16", "fp16"]
 Schema = Mapping[str, Any]  # key -> Schema of a group, tuple of allowed values, or kind of value
 
-COMMENT, REST = "//", "..."  # REST: DeepSpeed's pydantic models check the other keys of the group
+REST = "..."  # DeepSpeed's pydantic models check the other keys of the group
 DTYPES = ("fp32", "bf16", "fp16")
 KINDS = {bool: "true or false", int: "a whole number, 0 or more", float: "a number", str: "a text", list: "a list"}
 
@@ -112,17 +112,13 @@ DEFAULTS: Mapping[str, Any] = {  # our values for keys that the JSON leaves out
 
 
 def load_ds_config(path: str | Path) -> dict[str, Any]:
-    """Loads a DeepSpeed JSON and drops its comments: texts or lists of texts under the key "//".
-
-    A path that does not exist in the working directory is looked up in the repository.
+    """Loads a DeepSpeed JSON, found by `find_shipped`, and drops its comments: texts or lists of them under "//".
 
     Raises:
         UserError: the file is a YAML recipe, does not exist, is not JSON, holds no JSON object, or gives a key twice.
     """
     if Path(path).suffix in (".yaml", ".yml"):
-        raise UserError(
-            f"--config {path}: this takes the JSON of DeepSpeed; give a YAML file of settings with --recipe."
-        )
+        raise UserError(f"--config {path}: takes the JSON of DeepSpeed; give a YAML file of settings with --recipe.")
     file = find_shipped(path)
     try:
         config = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_read_group)
@@ -146,24 +142,19 @@ def resolve_ds_config(
     precision: Precision | None,
     owners: Mapping[str, str] = OWNED,
 ) -> dict[str, Any]:
-    """Checks a DeepSpeed JSON and replaces "auto" by the values of our settings.
+    """Checks a DeepSpeed JSON and replaces "auto" by the values of our settings, except in `keep_in_fp32_modules`.
 
     Args:
         config: result of `load_ds_config`; a null counts as left out. It is not changed.
         where: name of the JSON in messages.
         micro_batch_size: examples in one micro-batch of one rank.
         accumulation: micro-batches that one rank accumulates in an optimizer step.
-        world_size: number of ranks.
         gradient_clipping: largest global gradient norm; 0 means no clipping.
         precision: precision of the forward and backward pass; None (not known yet) skips its check.
         owners: name of the setting that owns each key of `OWNED`, for messages.
 
-    Returns:
-        The configuration for `deepspeed.initialize`, without "auto" (except for `keep_in_fp32_modules`).
-
     Raises:
-        UserError: keys are unknown or refused, values have the wrong type or conflict with our settings. The error
-            lists all problems.
+        UserError: keys are unknown or refused, values have the wrong type or conflict with our settings; lists all.
     """
     resolved = _without_nulls(config)
     problems = _check_group(resolved, SCHEMA) or _check_offloading(resolved)
@@ -196,12 +187,8 @@ def resolve_ds_config(
 def check_with_deepspeed(config: Mapping[str, Any], where: str) -> None:
     """Lets DeepSpeed check a resolved configuration. Call it after `prepare_deepspeed` and before anything is written.
 
-    Args:
-        config: result of `resolve_ds_config`.
-        where: name of the JSON in messages.
-
     Raises:
-        UserError: DeepSpeed refuses the configuration. The error lists all keys that its pydantic models refuse.
+        UserError: DeepSpeed refuses the configuration; lists all keys that its pydantic models refuse.
     """
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
@@ -327,11 +314,11 @@ def _read_group(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Makes a dict of a JSON object, without its comments."""
     group: dict[str, Any] = {}
     for key, value in pairs:
-        if key == COMMENT:
+        if key == "//":
             if not all(isinstance(line, str) for line in (value if isinstance(value, list) else [value])):
-                raise ValueError(f'"{COMMENT}" holds a comment: a text or a list of texts')
-            continue
-        if key in group:
+                raise ValueError('"//" holds a comment: a text or a list of texts')
+        elif key in group:
             raise ValueError(f"the key '{key}' is given twice")
-        group[key] = value
+        else:
+            group[key] = value
     return group

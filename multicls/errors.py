@@ -20,16 +20,12 @@ class UserError(Exception):
 
     Args:
         *problems: one complete message each.
-
-    Attributes:
         on_all_ranks: True if all ranks raise the same error, so that one of them tells it.
     """
 
-    on_all_ranks = False
-
-    def __init__(self, *problems: str) -> None:
+    def __init__(self, *problems: str, on_all_ranks: bool = False) -> None:
         super().__init__("\n".join(problems))
-        self.problems = problems
+        self.problems, self.on_all_ranks = problems, on_all_ranks
 
 
 def did_you_mean(name: str, known: Iterable[str], listed: bool = True) -> str:
@@ -79,12 +75,12 @@ def _end(error: BaseException) -> NoReturn:
     try:
         _flush(sys.stdout)
         if isinstance(error, BrokenPipeError) and _has_no_reader(sys.stdout):
-            _print_error("nothing reads the output any more (stdout is closed)")
+            print_stderr("error: nothing reads the output any more (stdout is closed)")
         elif isinstance(error, ConnectionAbortedError):  # every rank that is left tells
-            _print_error(str(error))
+            print_stderr(f"error: {error}")
         elif isinstance(error, (UserError, FloatingPointError)):
-            if _is_to_tell(error):
-                _print_error(*(error.problems if isinstance(error, UserError) else [str(error)]))
+            for problem in getattr(error, "problems", [error]) if _is_to_tell(error) else ():
+                print_stderr(f"error: {problem}")
         elif not isinstance(error, KeyboardInterrupt):
             sys.excepthook(type(error), error, error.__traceback__)
         _flush(sys.stderr)
@@ -99,11 +95,6 @@ def _is_to_tell(error: BaseException) -> bool:
     if rank == "0" or "DataLoader worker" in str(error):  # a loader's error is of its rank alone
         return True
     return isinstance(error, UserError) and not error.on_all_ranks and local_rank == "0"
-
-
-def _print_error(*problems: str) -> None:
-    for problem in problems:
-        print_stderr(f"error: {problem}")
 
 
 def _flush(stream: TextIO) -> None:

@@ -106,13 +106,10 @@ def append_jsonl(path: str | Path, record: dict[str, Any]) -> None:
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     """Reads a JSON-lines file; skips lines that a killed writer left incomplete. A missing file has no records."""
-    path = Path(path)
     records = []
-    for line in path.read_bytes().splitlines() if path.exists() else []:
-        try:
+    for line in Path(path).read_bytes().splitlines() if Path(path).exists() else []:
+        with suppress(ValueError):
             records.append(json.loads(line))
-        except ValueError:
-            continue
     return records
 
 
@@ -127,8 +124,6 @@ def sha256_of(path: str | Path) -> str:
 
 def find_shipped(path: str | Path) -> Path:
     """Returns the absolute `path` if it exists, else the file with that relative path in this repository.
-
-    `ds_configs/zero2.json` therefore works in any working directory.
 
     Raises:
         UserError: neither file exists.
@@ -152,10 +147,7 @@ class FolderLock:
     loader worker that outlives a killed rank does not keep the folder locked. Over NFS both kinds become the same lock
     on the server. The process loses a POSIX lock when it closes any descriptor of the file: use `lock_holder` to look
     at the lock, never open the file. The file tells who holds the lock; it is gone when the folder is free, unless its
-    holder was killed.
-
-    Args:
-        folder: made if it is missing, and removed by `release` if it is empty then.
+    holder was killed. A missing folder is made, and removed by `release` if it is empty then.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -163,10 +155,7 @@ class FolderLock:
         self._descriptor: int | None = None
 
     def acquire(self, patience: float = LOCK_PATIENCE) -> None:
-        """Takes the lock.
-
-        Args:
-            patience: seconds to wait for another process.
+        """Takes the lock; waits `patience` seconds for another process.
 
         Raises:
             FolderInUse: another process, or another part of this one, holds the lock.

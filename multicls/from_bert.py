@@ -62,10 +62,8 @@ def from_bert(
 
     Args:
         checkpoint: Hub id or folder of a model with any head.
-        num_facets: K; must equal the checkpoint's K if it is a Multi-CLS model.
-        facet_layers: see `MultiClsBertConfig`.
-        mcqt_lambda: see `MultiClsBertConfig`.
-        hard_negatives: see `MultiClsBertConfig`.
+        num_facets: K; must equal the checkpoint's K if it is a Multi-CLS model. This and the next three: see
+            `MultiClsBertConfig`.
         random_weights: use only the shape and the tokenizer of the checkpoint.
         local_files_only: do not ask the Hub; another process on this machine has fetched the checkpoint.
         report: receives one line that says which parts are kept, new or left over.
@@ -108,25 +106,22 @@ def checkpoint_fingerprint(checkpoint: str, *, weights: bool = True) -> str:
     """Returns the SHA-256 of a checkpoint's config.json and weight files.
 
     It depends on the content only, so a moved folder, or the Hub id of the same files, has the same fingerprint. The
-    weights are hashed whole: names, shapes and sizes are equal for all models trained from one checkpoint.
-
-    Args:
-        checkpoint: Hub id or folder.
-        weights: False: hash only config.json, for a model of random weights.
+    weights are hashed whole: names, shapes and sizes are equal for all models trained from one checkpoint. A model of
+    random weights has none (`weights` is False).
 
     Raises:
         UserError: the checkpoint cannot be had.
     """
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
-    digests, names = [sha256_of(_cached_file(checkpoint, "config.json"))], list[str]()
+    names = ["config.json"]
     if weights:
         known = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)  # as transformers looks
         found = next((name for name in known if _has_file(checkpoint, name)), SAFE_WEIGHTS_NAME)
-        names = [found]
+        names.append(found)
         if found.endswith(".index.json"):
             names += sorted(set(read_json(_cached_file(checkpoint, found))["weight_map"].values()))
-    digests += [sha256_of(_cached_file(checkpoint, name)) for name in names]
+    digests = [sha256_of(_cached_file(checkpoint, name)) for name in names]
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
 
@@ -186,32 +181,21 @@ def _load(
 
     from multicls.modeling_multicls import MultiClsBertForPreTraining
 
+    how: dict[str, Any] = {"output_loading_info": True, "dtype": torch.float32, "local_files_only": local_files_only}
     with _load_problems(checkpoint), quiet_transformers():
-        source: dict[str, Any] = {"pretrained_model_name_or_path": checkpoint}
+        source: str | None = checkpoint
         if base.model_type in OTHER_NAMES:
-            source = {
-                "pretrained_model_name_or_path": None,
-                "state_dict": _renamed_weights(checkpoint, base, local_files_only),
-            }
-        loaded: Any = MultiClsBertForPreTraining.from_pretrained(
-            **source,
-            config=config,
-            output_loading_info=True,
-            dtype=torch.float32,
-            local_files_only=local_files_only,
-        )
+            source, how["state_dict"] = None, _renamed_weights(checkpoint, base, how)
+        loaded: Any = MultiClsBertForPreTraining.from_pretrained(source, config=config, **how)
     model, found = loaded
     return model, found
 
 
-def _renamed_weights(checkpoint: str, base: Any, local_files_only: bool) -> dict[str, Tensor]:
+def _renamed_weights(checkpoint: str, base: Any, how: dict[str, Any]) -> dict[str, Tensor]:
     """Returns all weights of the checkpoint under BERT's names."""
-    import torch
     from transformers import AutoModelForPreTraining
 
-    loaded: Any = AutoModelForPreTraining.from_pretrained(
-        checkpoint, output_loading_info=True, dtype=torch.float32, local_files_only=local_files_only
-    )
+    loaded: Any = AutoModelForPreTraining.from_pretrained(checkpoint, **how)
     model, found = loaded
     weights = {}
     for name, tensor in model.state_dict().items():

@@ -30,13 +30,8 @@ KEY = "lifeline"
 class Lifeline:
     """Ends this process with exit code 1 when another rank ends without having called `leave`.
 
-    All ranks create it together. Processes forked later have no part in it.
-
-    Args:
-        store: key-value store of the process group.
-        rank: of this process.
-        world_size: number of ranks.
-        host: name or address of rank 0's node.
+    All ranks create it together, with the process group's key-value store and the name or address of rank 0's node.
+    Processes forked later have no part in it.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, host: str) -> None:

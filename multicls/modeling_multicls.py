@@ -46,16 +46,12 @@ def varlen_attention(
     """Attends within each of B sequences of which only the T real tokens are there; flash attention on GPU.
 
     Args:
-        module: The attention module.
-        query: (1, heads, T, head size).
-        key: Like `query`.
-        value: Like `query`.
-        attention_mask: Not used; there is no padding.
+        module: Not used, like `attention_mask` and `kwargs`.
+        query: (1, heads, T, head size), like `key` and `value`.
         cu_seqlens: (B + 1,) index of the first token of each sequence, and T.
         max_seqlen: An upper bound of the lengths.
         dropout: Probability of dropping an attention weight.
         scaling: Factor of the scores; None: 1 / sqrt(head size).
-        **kwargs: Not used.
 
     Returns:
         (1, T, heads, head size), and None for the attention weights.
@@ -66,9 +62,8 @@ def varlen_attention(
         nested: Tensor = torch.nested.nested_tensor_from_jagged(rows, cu_seqlens, min_seqlen=1, max_seqlen=max_seqlen)
         return nested.transpose(1, 2)
 
-    attended = F.scaled_dot_product_attention(
-        ragged(query), ragged(key), ragged(value), dropout_p=dropout, scale=scaling
-    )
+    query, key, value = ragged(query), ragged(key), ragged(value)
+    attended = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, scale=scaling)
     return attended.transpose(1, 2).values()[None], None
 
 
@@ -107,10 +102,9 @@ class FacetHead(nn.Module):
 
     def __init__(self, config: MultiClsBertConfig) -> None:
         super().__init__()
-        self.dense = FacetLinear(config.num_embeddings_per_sequence, config.hidden_size)
-        self.LayerNorm = FacetLayerNorm(
-            config.num_embeddings_per_sequence, config.hidden_size, eps=config.layer_norm_eps
-        )
+        shape = config.num_embeddings_per_sequence, config.hidden_size
+        self.dense = FacetLinear(*shape)
+        self.LayerNorm = FacetLayerNorm(*shape, eps=config.layer_norm_eps)
 
     def forward(self, hidden_BSD: Tensor) -> Tensor:
         """Returns (B, S, D) from (B, S, D)."""
@@ -126,12 +120,9 @@ class FacetBertLayer(BertLayer):
         self.facets = FacetLinear(config.num_facets, config.hidden_size)
 
     def forward(self, *args: Any, facet_positions: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """Returns (B, L, D); [CLS] and text are the output of the plain layer.
+        """Returns (B, L, D); [CLS] and text are the output of the plain layer, whose arguments it takes.
 
-        Args:
-            *args: Arguments of `BertLayer`.
-            facet_positions: (B * K,) where the facets are if the sequences are packed into one, (1, T, D).
-            **kwargs: Arguments of `BertLayer`.
+        `facet_positions`, (B * K,), is where the facets are if the sequences are packed into one, (1, T, D).
         """
         hidden_BLD = super().forward(*args, **kwargs)
         if facet_positions is not None:
@@ -259,12 +250,9 @@ def part_scores(
 def mcqt_loss(scores: McqtScores, group_size: int | None = None) -> Tensor:
     """Returns the MCQT loss: both directions' mean cross-entropies over queries, summed. Chance level: 2 ln(2n).
 
-    Args:
-        scores: Output of `part_scores`.
-        group_size: The value `part_scores` was given.
+    Arguments are the output of `part_scores` and the `group_size` that it was given.
     """
-    queries = scores.forward.shape[0]
-    targets = torch.arange(queries, device=scores.forward.device)
+    targets = torch.arange(len(scores.forward), device=scores.forward.device)
     if group_size is not None:
         targets = targets % group_size
     directions = [direction for direction in scores if direction is not None]
@@ -410,13 +398,10 @@ class MultiClsBertModel(MultiClsBertPreTrainedModel, BertModel):
         """Encodes the T real tokens as one sequence and puts the hidden states back in place, zeros on the padding.
 
         Args:
-            input_ids: (B, L), padded on the right.
-            attention_mask: (B, L).
-            token_type_ids: (B, L).
+            input_ids: (B, L), padded on the right; `attention_mask` and `token_type_ids` likewise.
             token_positions: (T,) indices of the real tokens in the flattened (B * L) batch, ascending. Found from
                 `attention_mask` if not given, which makes the host wait for the device.
             cu_seqlens: (B + 1,) index of the first real token of each sequence, and T.
-            **kwargs: Arguments of `BertModel`.
         """
         rows, length = input_ids.shape
         if token_positions is None or cu_seqlens is None:

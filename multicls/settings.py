@@ -34,6 +34,7 @@ ALIASES = {  # names in other tools and earlier versions -> ours, the first that
     **dict.fromkeys(("max_len", "max_length", "max_seq_len", "max_seq_length", "seq_len"), "max_length seq_length"),
     **dict.fromkeys(("warmup", "warmup_fraction", "warmup_steps"), "warmup_ratio=..."),
     **dict.fromkeys(("clip", "gradient_clipping", "max_norm"), "max_grad_norm"),
+    "triples": "negatives_group",
     **dict.fromkeys(("workers", "num_workers", "num_processes", "num_proc", "n_jobs"), "workers jobs num_workers"),
     "resume_from_checkpoint": "resume=auto",
     "save_steps": "save_every",
@@ -68,16 +69,13 @@ def load_settings(
     """Loads settings of type `kind`.
 
     Args:
-        kind: class of the settings.
-        recipes: YAML files; a later one overrides an earlier one. A path that does not exist in the working directory
-            is looked up in the repository.
+        recipes: YAML files, found by `find_shipped`; a later one overrides an earlier one.
         assignments: texts `a.b=c` from `--set`; c is YAML.
         flags: values of command-line flags by dotted key; None means not given.
         names: how the command line spells settings, by dotted key; default: `--` and the last part of the key.
 
     Raises:
-        UserError: a recipe cannot be read, or settings are wrong. The error lists all wrong settings, each with its
-            source, key, value and the nearest known key.
+        UserError: a recipe cannot be read, or settings are wrong; lists all with source, key, value and nearest key.
     """
     names = names or {}
     values: dict[str, Any] = {name: {} for name, field in kind.model_fields.items()
@@ -93,26 +91,23 @@ def load_settings(
             problems.append(f"--set {assignment}: write it as key=value, for instance --set train.steps=1000.")
             continue
         try:
-            value = yaml.safe_load(text)
+            _assign(values, sources, key.strip().split("."), yaml.safe_load(text), source="--set")
         except yaml.YAMLError:
             problems.append(f"--set {assignment}: the value is not valid YAML.")
-            continue
-        _assign(values, sources, key.strip().split("."), value, source="--set")
     for key, value in (flags or {}).items():
         if value is not None:
             _assign(values, sources, key.split("."), value, source=names.get(key) or f"--{key.rpartition('.')[2]}")
-    settings = None
+    found: dict[str, list[str]] = {}
     try:
         settings = kind.model_validate(values)
     except ValidationError as error:
-        found: dict[str, list[str]] = {}
         for detail in error.errors():
             where, message = _explain(kind, detail, sources, names)
             found.setdefault(where, []).append(message)
-        for where, messages in found.items():
-            text = where + " or ".join(dict.fromkeys(messages)).replace(" or must be ", " or ")
-            problems.append(text if text[-1] in ".?" else f"{text}.")
-    if problems or settings is None:
+    for where, messages in found.items():
+        text = where + " or ".join(dict.fromkeys(messages)).replace(" or must be ", " or ")
+        problems.append(text if text[-1] in ".?" else f"{text}.")
+    if problems:
         raise UserError(*problems)
     return settings
 
@@ -147,13 +142,9 @@ def shipped_recipes(folder: str, kind: type[Settings]) -> dict[str, str]:
 
 
 def find_recipe(name: str, folder: str, kind: type[Settings], sibling: str = "") -> str:
-    """Returns the path of a recipe, given as a path or by the name of a shipped one.
+    """Returns the path of a recipe, given as a path or by the name of a shipped one in `folder` of this repository.
 
-    Args:
-        name: path or name.
-        folder: of the shipped recipes, in this repository.
-        kind: class of the settings.
-        sibling: command that takes the shipped recipes of other settings.
+    `sibling` is the command that takes the shipped recipes of other settings than `kind`.
 
     Raises:
         UserError: there is none; the message lists the shipped ones.
@@ -221,10 +212,9 @@ def _assign(values: dict[str, Any], sources: dict[str, str], path: Sequence[str]
     """Sets the value at the keys `path` of the nested `values` and notes its source."""
     *groups, leaf = path
     for group in groups:
-        inner = values.setdefault(group, {})
-        if not isinstance(inner, dict):
-            inner = values[group] = {}
-        values = inner
+        if not isinstance(values.get(group), dict):
+            values[group] = {}
+        values = values[group]
     values[leaf] = value
     sources[".".join(path)] = source
 
@@ -243,7 +233,8 @@ def _explain(
     if detail["type"] == "extra_forbidden":
         siblings = [k for k in known_keys(kind) if k.rpartition(".")[0] == key.rpartition(".")[0]]
         leaf, known = key.rpartition(".")[2], keys_by_name(kind)
-        elsewhere = next((known[name] for name in [leaf, *ALIASES.get(leaf, "").split()] if name in known), None)
+        meant = [leaf, *(alias.partition("=")[0] for alias in ALIASES.get(leaf, "").split())]
+        elsewhere = next((known[name] for name in meant if name in known), None)
         hint = f" Did you mean '{elsewhere}'?" if elsewhere else did_you_mean(key, siblings)
         return f"{source}: {key}: ", f"no such setting.{hint}"
     if detail["type"] == "missing" and find_field(kind, key):

@@ -16,11 +16,9 @@ def facet_tokens(vocabulary: dict[str, int], num_facets: int) -> list[str]:
 
     In bert-base-uncased they are `[unused0]`, `[unused1]`, ... (ids 1..K), so the vocabulary does not grow.
     """
-    unused = sorted(
-        (token for token in vocabulary if re.fullmatch(r"\[unused\d+\]", token)), key=vocabulary.__getitem__
-    )
+    unused = [token for token in vocabulary if re.fullmatch(r"\[unused\d+\]", token)]
     if len(unused) >= num_facets:
-        return unused[:num_facets]
+        return sorted(unused, key=vocabulary.__getitem__)[:num_facets]
     return [f"[C{k}]" for k in range(1, num_facets + 1)]
 
 
@@ -72,5 +70,4 @@ def with_facets(tokenizer: PreTrainedTokenizerBase, num_facets: int) -> PreTrain
 
 def facet_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Returns the K ids that the tokenizer inserts between [CLS] and the text, in order."""
-    empty = tokenizer("")["input_ids"]
-    return tuple(empty[1:-1])
+    return tuple(tokenizer("")["input_ids"][1:-1])

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from data_prep.examples import IGNORE_INDEX, ExampleStream
 from pretrain.stopping import outlive_signals
@@ -63,21 +63,15 @@ class RankSampler:
 def load_steps(
     stream: ExampleStream, sampler: RankSampler, steps: range, *, size: int, workers: int, unpad: bool = False
 ) -> Iterator[list[MicroBatch]]:
-    """Yields the list of this rank's micro-batches for each step, prefetched by worker processes.
+    """Yields the list of this rank's micro-batches of `size` examples for each step, prefetched by worker processes.
 
-    Args:
-        stream: Source of the examples.
-        sampler: Decides which micro-batches are this rank's.
-        steps: Steps to load.
-        size: Examples of a micro-batch.
-        workers: Number of worker processes.
-        unpad: Adds the positions of the real tokens (`token_positions`, `cu_seqlens`).
+    `unpad` adds the positions of the real tokens (`token_positions`, `cu_seqlens`).
     """
     loader = DataLoader(
         _MicroBatches(stream, size, unpad),
         batch_size=None,
-        sampler=_Calls(sampler, steps, max(1, EXAMPLES_TOGETHER // size)),
-        collate_fn=_unchanged,
+        sampler=BatchSampler(sampler.numbers(steps), max(1, EXAMPLES_TOGETHER // size), drop_last=False),
+        collate_fn=lambda arrays: arrays,
         num_workers=workers,
         worker_init_fn=outlive_signals,
         multiprocessing_context="fork" if workers else None,
@@ -88,16 +82,16 @@ def load_steps(
         yield list(islice(batches, per_step))
 
 
+@dataclass(frozen=True)
 class _MicroBatches(Dataset[dict[str, Any]]):
     """Builds several micro-batches, given by their numbers, in one call.
 
     Arrays go through a pipe in one piece; each tensor would take a shared-memory file and a connection of its own.
     """
 
-    def __init__(self, stream: ExampleStream, size: int, unpad: bool) -> None:
-        self.stream = stream
-        self.size = size
-        self.unpad = unpad
+    stream: ExampleStream
+    size: int
+    unpad: bool
 
     def __getitem__(self, numbers: list[int]) -> dict[str, Any]:
         arrays = self.stream.micro_batches(numbers, self.size)
@@ -121,24 +115,6 @@ class _MicroBatches(Dataset[dict[str, Any]]):
             ragged["token_positions"] = [np.flatnonzero(mask) for mask in flat_mask]
             arrays["cu_seqlens"] = np.cumsum(np.pad(lengths, ((0, 0), (1, 0))), axis=1)
         return {"numbers": numbers, "example_ids": example_ids, "arrays": arrays, "ragged": ragged, "counts": counts}
-
-
-class _Calls(torch.utils.data.Sampler[list[int]]):
-    """Yields the numbers in lists of `together`, without holding a list of all steps."""
-
-    def __init__(self, sampler: RankSampler, steps: range, together: int) -> None:
-        self.sampler = sampler
-        self.steps = steps
-        self.together = together
-
-    def __iter__(self) -> Iterator[list[int]]:
-        numbers = self.sampler.numbers(self.steps)
-        while call := list(islice(numbers, self.together)):
-            yield call
-
-
-def _unchanged(arrays: Any) -> Any:
-    return arrays
 
 
 def _unstack(built: dict[str, Any]) -> Iterator[MicroBatch]:

@@ -20,13 +20,12 @@ LEAST_VARIANCE = "least facets/variance"  # made of a record's facets/variance_k
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 PAPER_TOKENS = 2e9  # of the paper's BERT-base
 TAGS = ["multicls-bert", "continued-pretraining", "fill-mask", "sentence-similarity", "sentence-transformers"]
-OBJECTIVES = {
-    "mlm": "masked-LM",
-    "tfidf": "TF-IDF",
-    "so": "sentence order (SO)",
-    "mcqt": "multi-CLS quick thoughts (MCQT)",
+OBJECTIVES = {  # in words, and above the curves
+    "mlm": ("masked-LM", "masked-LM"),
+    "tfidf": ("TF-IDF", "TF-IDF"),
+    "so": ("sentence order (SO)", "SO"),
+    "mcqt": ("multi-CLS quick thoughts (MCQT)", "MCQT"),
 }
-SHORT = {"mlm": "masked-LM", "tfidf": "TF-IDF", "so": "SO", "mcqt": "MCQT"}  # above the curves
 LOCAL = (("model", "checkpoint"), ("data", "corpus"), ("data", "local_copy"))  # settings that are paths
 Record = Mapping[str, Any]
 
@@ -34,12 +33,7 @@ Record = Mapping[str, Any]
 def write_card(folder: Path, run_folder: Path, step: int, config: MultiClsBertConfig, facts: Mapping[str, Any]) -> None:
     """Writes README.md and, if a step was measured, curves.png to the folder of an exported model.
 
-    Args:
-        folder: the export.
-        run_folder: run folder of the training, with settings.yaml, env.json, ds_config.json and metrics.jsonl.
-        step: optimizer steps done.
-        config: of the model.
-        facts: what `origin_of` returned at the start of the run, under "origin"; an old run has none.
+    `facts` has what `origin_of` returned at the start of the run, under "origin"; an old run has none.
     """
     settings = yaml.safe_load((run_folder / "settings.yaml").read_text(encoding="utf-8"))
     records = [record for record in read_jsonl(run_folder / "metrics.jsonl") if record["step"] <= step]
@@ -48,22 +42,16 @@ def write_card(folder: Path, run_folder: Path, step: int, config: MultiClsBertCo
     corpus, metadata = origin.get("corpus", {}), origin.get("metadata", {})
     tokens = sum(record.get("data/tokens", 0) for record in train)
     random_weights = settings["model"]["random_weights"]
+    about = {"library_name": "transformers", "pipeline_tag": "feature-extraction", "tags": TAGS}
     text = render_card(
         TEMPLATE,
-        {
-            **metadata,
-            "datasets": sorted(set(corpus.get("datasets", {}).values())),
-            "library_name": "transformers",
-            "pipeline_tag": "feature-extraction",
-            "tags": TAGS,
-        },
+        {**metadata, **about, "datasets": sorted(set(corpus.get("datasets", {}).values()))},
         papers=[METHOD],
         title=f"Multi-CLS BERT with {config.num_facets} facets",
         start="started from random weights" if random_weights else f"continued from {model_link(metadata)}",
         config=config,
         corpus=corpus,
         about=origin.get("about", ""),
-        tokens=tokens,
         settings=_settings_in_words(settings, step, tokens, config),
         software=_software(run_folder),
         curves=draw_curves(records, settings["objective"], folder / CURVES) and CURVES,
@@ -79,7 +67,7 @@ def write_card(folder: Path, run_folder: Path, step: int, config: MultiClsBertCo
 def _settings_in_words(settings: Record, step: int, tokens: float, config: MultiClsBertConfig) -> list[str]:
     """Returns what was trained and how, one sentence each."""
     train, length = settings["train"], settings["data"]["seq_length"]
-    weights = {OBJECTIVES.get(name, name): weight for name, weight in settings["objective"].items() if weight}
+    weights = {OBJECTIVES[name][0]: weight for name, weight in settings["objective"].items() if weight}
     layers = ", ".join(map(str, config.facet_layers or []))
     sentences = [
         f"{step} of {train['steps']} planned optimizer steps of {train['global_batch_size']} examples. An example is "
@@ -99,8 +87,7 @@ def _software(run_folder: Path) -> str:
     """Returns hardware, precision and versions in a sentence; "" if the run folder does not have them."""
     if not (run_folder / "env.json").exists():
         return ""
-    env, ds_config = read_json(run_folder / "env.json"), run_folder / "ds_config.json"
-    precisions = read_json(ds_config) if ds_config.exists() else {}
+    env, precisions = read_json(run_folder / "env.json"), read_json(run_folder / "ds_config.json")
     precision = next((name for name in ("bf16", "fp16") if precisions.get(name, {}).get("enabled")), "fp32")
     versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
     code = f", multicls at commit {env['git_commit'][:12]}" if env.get("git_commit") else ""
@@ -110,10 +97,8 @@ def _software(run_folder: Path) -> str:
 def results_table(validation: Sequence[Record], group: int, parts: int) -> list[tuple[str, str, str, str]]:
     """Returns rows (measure in words, before training, now, value without any learning) of the validation.
 
-    Args:
-        validation: records of the validations, by step.
-        group: examples that are each other's negatives, n.
-        parts: P, passages of an example; MCQT has n (P - 1) candidates in each of P - 1 directions.
+    With n = `group` examples that are each other's negatives, each of P = `parts` passages, MCQT has n (P - 1)
+    candidates in each of P - 1 directions.
     """
     if not validation:
         return []
@@ -151,8 +136,7 @@ def with_least_variance(record: Record) -> Record:
 def draw_curves(records: Sequence[Record], objective: Mapping[str, float], path: Path) -> bool:
     """Draws the losses over the steps as a PNG, a panel for each objective in use, readable in black and white.
 
-    Returns:
-        False if nothing was measured; then there is no picture.
+    Returns False, and draws nothing, if nothing was measured.
     """
     from matplotlib.figure import Figure
 
@@ -166,7 +150,7 @@ def draw_curves(records: Sequence[Record], objective: Mapping[str, float], path:
             style += "." * (len(measured) == 1 and split == "train")  # a single point makes no line
             steps, losses = [one["step"] for one in measured], [one[f"loss/{name}"] for one in measured]
             axes.plot(steps, losses, style, ms=4, lw=1, label=split)
-        axes.set_title(SHORT[name], fontsize=9)
+        axes.set_title(OBJECTIVES[name][1], fontsize=9)
         axes.set_xlabel("optimizer step", fontsize=8)
         axes.tick_params(labelsize=7)
         axes.spines[["top", "right"]].set_visible(False)
@@ -207,9 +191,7 @@ def _without_paths(settings: Record) -> str:
 def origin_of(metadata: Mapping[str, Any], manifest: Record) -> dict[str, Any]:
     """Returns what the card says about where a run begins, for JSON; nothing in it is a path.
 
-    Args:
-        metadata: what `multicls.cards.inherited_metadata` says about the checkpoint.
-        manifest: the corpus's manifest.json.
+    `metadata` is what `multicls.cards.inherited_metadata` says about the checkpoint, `manifest` the corpus's.
     """
     language = manifest.get("made_from", {}).get("splitter", {}).get("language")
     languages = dict.fromkeys([*metadata.get("language", []), *([language] if language else [])])

@@ -28,37 +28,29 @@ BYTES_PER_PARAMETER = 20  # weights, their fp32 copy, two moments, and model.saf
 UNIVERSAL = "universal"  # a checkpoint converted for another number of ranks; removed after it is loaded
 
 
+@dataclass
 class Checkpoints:
     """Saves, finds and loads the checkpoints of a run. All ranks call every method together.
 
-    Args:
+    Attributes:
         folder: `RUN/checkpoints`.
         keep: number of newest checkpoints to keep.
         identity: what a checkpoint must agree on to be resumed (settings, corpus, tokenizer), flat.
         world_size: number of ranks.
-        zero_stage: DeepSpeed's ZeRO stage; it decides how the optimizer's state is laid out in the files.
+        zero_stage: it decides how the optimizer's state is laid out in the files.
         milestone_every: checkpoints of these steps are never deleted; None: no milestones.
+        warning: why the last save failed, until one succeeds.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        keep: int,
-        identity: Mapping[str, Any],
-        world_size: int,
-        *,
-        zero_stage: int = 0,
-        milestone_every: int | None = None,
-    ) -> None:
-        self.folder = folder
-        self.keep = keep
-        self.identity = dict(identity)
-        self.world_size = world_size
-        self.zero_stage = zero_stage
-        self.milestone_every = milestone_every
-        self._notes: list[str] = []  # of rank 0, for the log
-        self.warning = ""  # why the last save failed, until one succeeds
-        self._damaged: set[int] = set()
+    folder: Path
+    keep: int
+    identity: dict[str, Any]
+    world_size: int
+    zero_stage: int = 0
+    milestone_every: int | None = None
+    warning: str = field(default="", init=False)
+    _notes: list[str] = field(default_factory=list, init=False)  # of rank 0, for the log
+    _damaged: set[int] = field(default_factory=set, init=False)
 
     def newest(self) -> int:
         """Returns the step of the newest whole checkpoint, 0 if there has been none.
@@ -74,20 +66,19 @@ class Checkpoints:
         on_rank_0(lambda: self._check_identity(self.newest_step()))
 
     def _newest(self) -> int:
+        problems: list[str] = []
         for step in reversed(complete_steps(self.folder)):
             path = checkpoint_path(self.folder, step)
             damage = find_damage(path)
             if not damage:
                 self._check_identity(step)
+                self._notes += [f"WARNING: {problem}" for problem in problems]
                 return step
             self._damaged.add(step)
-            self._notes.append(f"WARNING: checkpoint {path} is damaged and will not be used: {damage}")
-        if self._damaged:
-            raise UserError(
-                *(note.removeprefix("WARNING: ") for note in self._notes),
-                f"{self.folder}: no whole checkpoint is left. Put one back, or give another --output_dir to start "
-                "from the beginning.",
-            )
+            problems.append(f"checkpoint {path} is damaged and will not be used: {damage}")
+        if problems:
+            end = "no whole checkpoint is left. Put one back, or give another --output_dir to start from the beginning."
+            raise UserError(*problems, f"{self.folder}: {end}")
         return 0
 
     def _check_identity(self, step: int) -> None:
@@ -120,11 +111,7 @@ class Checkpoints:
         return notes
 
     def check_space(self, parameters: int) -> None:
-        """Refuses a disk that is too small for the checkpoints to keep and the one being written, by an estimate.
-
-        Raises:
-            UserError: there is too little room.
-        """
+        """Refuses, with a `UserError`, a disk too small for the checkpoints to keep and the one being written."""
         on_rank_0(lambda: self._check_space(parameters))
 
     def _check_space(self, parameters: int) -> None:
@@ -147,8 +134,7 @@ class Checkpoints:
     def prepare(self, step: int) -> bool:
         """Makes the checkpoint of `step` loadable by this number of ranks; returns True if it had to be converted.
 
-        The result decides "load_universal" of the DeepSpeed configuration. Stage 0 needs no conversion: every rank
-        holds the whole state.
+        Stage 0 needs no conversion: every rank holds the whole state.
         """
         return on_rank_0(lambda: self._prepare(step))
 
@@ -186,11 +172,7 @@ class Checkpoints:
         """Saves, marks the checkpoint complete and deletes the oldest ones; returns True if that went well.
 
         If the disk is full, the half-written checkpoint is removed, the earlier ones stay, and `warning` says so.
-
-        Args:
-            engine: DeepSpeed's.
-            step: optimizer steps done.
-            state: further values to store with it, equal on all ranks, in JSON's types.
+        `state` is stored with it: values equal on all ranks, in JSON's types.
         """
         start = time.monotonic()
         path = checkpoint_path(self.folder, step)

@@ -31,16 +31,10 @@ PADDING_BIAS = -1e4  # of a padded row: its probability is exactly 0, and so are
 def build_engine(
     deepspeed: Any, model: Any, settings: PretrainSettings, ds_config: dict[str, Any], *, universal: bool = False
 ) -> Any:
-    """Returns DeepSpeed's engine around the model.
+    """Returns DeepSpeed's engine around a `MultiClsBertForPreTraining`, which is changed in place.
 
-    Parameters that no loss reaches are frozen, and the vocabulary is padded inside the engine.
-
-    Args:
-        deepspeed: The module.
-        model: A `MultiClsBertForPreTraining`, which is changed in place.
-        settings: Settings of the run.
-        ds_config: Resolved DeepSpeed JSON.
-        universal: The checkpoint to load was converted to another number of ranks.
+    Parameters that no loss reaches are frozen, and the vocabulary is padded inside the engine. `ds_config` is the
+    resolved JSON. `universal`: the checkpoint to load was converted to another number of ranks.
     """
     train = settings.train
     if not torch.cuda.is_available():
@@ -87,10 +81,7 @@ class CheckedAdamW(torch.optim.AdamW):
     """AdamW for fp32 without ZeRO, the one case in which DeepSpeed checks no gradient.
 
     A step whose gradients are not finite changes nothing and sets `overflow`, as DeepSpeed's own optimizers do.
-
-    Args:
-        max_norm: Largest global gradient norm.
-        **kwargs: Arguments of `torch.optim.AdamW`.
+    `max_norm` is the largest global gradient norm.
     """
 
     def __init__(self, max_norm: float, **kwargs: Any) -> None:
@@ -184,8 +175,7 @@ def at_smallest_loss_scale(engine: Any) -> bool:
 def save_engine(engine: Any, folder: Path, tag: str, add: Callable[[Path, Callable[[], None]], None]) -> None:
     """Saves the engine's state to `folder/tag`; all ranks must call it.
 
-    Args:
-        add: receives the path of each file and the function that writes it, instead of DeepSpeed writing it.
+    `add` receives the path of each file and the function that writes it, instead of DeepSpeed writing it.
     """
 
     def save(state_dict: Any, path: str) -> None:

@@ -21,20 +21,10 @@ from pydantic import Field, model_validator
 from multicls.command_line import CommandLine, fine_tuning_command, print_summary
 from multicls.embeddings import write_sentence_transformer
 from multicls.errors import UserError, did_you_mean, print_stderr, run_command
-from multicls.files import atomic_folder, locked, read_json, read_jsonl, write_json
+from multicls.files import atomic_folder, lock_holder, locked, read_json, read_jsonl, write_json
 from multicls.settings import Settings
 from pretrain.card import write_card
-from pretrain.run_folder import (
-    COMPLETE,
-    DONE,
-    STOPPED,
-    WEIGHTS,
-    checkpoint_path,
-    complete_steps,
-    find_damage,
-    is_running,
-    status,
-)
+from pretrain.run_folder import COMPLETE, DONE, STOPPED, WEIGHTS, checkpoint_path, complete_steps, find_damage, status
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,14 +58,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = COMMAND.parse(argv)
     run_folder, output = args.run, args.output or args.run / "hf"
     check_run(run_folder)
+    is_running = lock_holder(run_folder) is not None
     if args.finish:
         text, finished = status(run_folder)
         if finished:
             print(f"{run_folder}: already {text}; the model is in {output}")
             return 0
-        if is_running(run_folder):
+        if is_running:
             raise UserError(f"{run_folder}: is being trained; stop the training first (SIGTERM saves and leaves).")
-    elif output.resolve() == (run_folder / "hf").resolve() and is_running(run_folder):
+    elif is_running and output.resolve() == (run_folder / "hf").resolve():
         raise UserError(f"--output {output}: the training writes this folder itself; give another one.")
     elif not _may_be_replaced(output):
         raise UserError(f"--output {output}: exists and is not an export of this program; give a new folder.")
@@ -92,11 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check_run(run_folder: Path) -> None:
-    """Refuses a folder from which nothing can be exported.
-
-    Raises:
-        UserError: it is no run folder, or lacks the model's configuration or checkpoints.
-    """
+    """Refuses, with a `UserError`, a folder that is no run folder or lacks the model's configuration or checkpoints."""
     if not (run_folder / "settings.yaml").exists():
         runs = [str(path.parent) for path in run_folder.absolute().parent.glob("*/settings.yaml")]
         raise UserError(f"{run_folder}: is not a run folder of pretrain/run.py.{did_you_mean(str(run_folder), runs)}")
@@ -112,11 +99,8 @@ def check_run(run_folder: Path) -> None:
 def load_weights(run_folder: Path, step: int | None = None) -> tuple[dict[str, Tensor], int]:
     """Loads the weights of a checkpoint whose checksums are right; returns them and the checkpoint's step.
 
-    Checks only the files that it reads. A training process may delete a checkpoint meanwhile; then the newest one is
-    taken again.
-
-    Args:
-        step: of the checkpoint; None: the newest whole one, with a warning for each damaged one.
+    Checks only the files that it reads. Without `step` it takes the newest whole checkpoint, with a warning for each
+    damaged one, and again the newest if a training process deletes that one meanwhile.
 
     Raises:
         UserError: there is no checkpoint of that step, or it is damaged, or all are.
@@ -146,12 +130,7 @@ def load_weights(run_folder: Path, step: int | None = None) -> tuple[dict[str, T
 
 
 def export(engine: Any, run_folder: Path, step: int) -> None:
-    """Writes the engine's model to `RUN/hf`. All ranks must call it.
-
-    Args:
-        engine: DeepSpeed's.
-        run_folder: with what `describe_model` has written.
-        step: optimizer steps done.
+    """Writes the engine's model to `RUN/hf` with what `describe_model` has written. All ranks must call it.
 
     Raises:
         UserError: the disk is full, or the folder cannot be written.
@@ -163,16 +142,11 @@ def export(engine: Any, run_folder: Path, step: int) -> None:
     on_rank_0(lambda: write_model(weights, run_folder, step, run_folder / "hf"))
 
 
-def describe_model(model: Any, tokenizer: Any, run_folder: Path, facts: Mapping[str, Any]) -> None:
+def describe_model(model: Any, tokenizer: Any, run_folder: Path, origin: Mapping[str, Any]) -> None:
     """Writes what an export needs besides weights to `RUN/model`; call it on rank 0 at the start of a fresh run.
 
-    Call it before DeepSpeed changes the model's precision, which the configuration would then ask for.
-
-    Args:
-        model: with a configuration of the vocabulary's true size.
-        tokenizer: the model's.
-        run_folder: the folder RUN.
-        facts: for the model card: `origin`, from `pretrain.card.origin_of`.
+    Call it before DeepSpeed changes the model's precision, which the configuration would then ask for, and the size of
+    its vocabulary. `origin` is for the model card, from `pretrain.card.origin_of`.
     """
     from multicls.from_bert import quiet_transformers
 
@@ -181,14 +155,13 @@ def describe_model(model: Any, tokenizer: Any, run_folder: Path, facts: Mapping[
         (fresh / WEIGHTS).unlink(missing_ok=True)
         tokenizer.save_pretrained(fresh)
         write_sentence_transformer(fresh)
-        write_json(fresh / FACTS, dict(facts))
+        write_json(fresh / FACTS, {"origin": origin})
 
 
 def write_model(weights: Mapping[str, Tensor], run_folder: Path, step: int, output: Path) -> dict[str, Any]:
     """Writes a Hugging Face folder; an earlier one is replaced only when the new one is whole.
 
-    Returns:
-        What export.json says: the facts of `describe_model`, the step, and the last validation metrics.
+    Returns what export.json says: the facts of `describe_model`, the step, and the last validation metrics.
 
     Raises:
         UserError: the folder cannot be written, or the weights do not have the vocabulary's size.
@@ -215,12 +188,8 @@ def write_model(weights: Mapping[str, Tensor], run_folder: Path, step: int, outp
 def without_padding(weights: Mapping[str, Tensor], vocab_size: int) -> dict[str, Tensor]:
     """Returns the weights without the rows that training appends to the vocabulary (for speed).
 
-    Args:
-        weights: by name; the tensors of `VOCABULARY_ROWS` have at least `vocab_size` rows.
-        vocab_size: number of rows to keep.
-
     Raises:
-        UserError: there are fewer rows.
+        UserError: a tensor of `VOCABULARY_ROWS` has fewer than `vocab_size` rows.
     """
     for name in VOCABULARY_ROWS:
         if len(weights[name]) < vocab_size:

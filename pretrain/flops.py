@@ -49,8 +49,6 @@ def training_flops(
     activations, the comparisons of MCQT, the optimizer, and what activation checkpointing computes again.
 
     Args:
-        config: Configuration of the model.
-        sequences: Number of sequences.
         tokens: Their real (unpadded) tokens, special ones and facets included.
         squared_lengths: Sum over the sequences of their real tokens squared.
         masked: Number of tokens that the MLM head predicts.
@@ -71,13 +69,9 @@ def training_flops(
 def throughput(
     config: MultiClsBertConfig, totals: Mapping[str, tuple[float, float]], seconds: float, peak_tflops: float | None
 ) -> dict[str, float]:
-    """Returns the speed over a window of steps.
+    """Returns the speed over a window of steps with the `MetricSums.totals()` `totals`.
 
-    Args:
-        config: Configuration of the model.
-        totals: `MetricSums.totals()` of the window.
-        seconds: Length of the window.
-        peak_tflops: Peak of all devices together; None: no `speed/mfu`.
+    `peak_tflops` is the peak of all devices together; None: no `speed/mfu`.
     """
     tokens, sequences = totals["data/tokens_per_sequence"]
     values = {

@@ -57,20 +57,13 @@ FREE = {
 
 
 def run_job(
-    settings: PretrainSettings,
-    ds_config: dict[str, Any],
-    *,
-    where: str,
-    run_folder: Path,
-    recipe: TrainSettings | None = None,
+    settings: PretrainSettings, ds_config: dict[str, Any], where: str, recipe: TrainSettings | None = None
 ) -> None:
     """Trains from the newest checkpoint of the run folder, or from the beginning, and exports the model.
 
     Args:
-        settings: Settings of the run.
         ds_config: DeepSpeed JSON as loaded, with its "auto" values.
         where: Name of the JSON in messages.
-        run_folder: The folder RUN.
         recipe: Training settings of the recipes alone; the log says how the learning rate goes with another batch.
 
     Raises:
@@ -79,10 +72,11 @@ def run_job(
     """
     deepspeed = prepare_deepspeed()  # all ranks meet here; rank 0 has prepared the sample's corpus before
     stop = StopRequest(settings.run.time_limit)  # before the meeting nothing is to save: a signal ends the process
+    run_folder = Path(str(settings.run.output_dir))
     lock = FolderLock(run_folder)
     on_rank_0(lambda: lock.acquire(lock_patience()))
     try:
-        pretrain(deepspeed, settings, ds_config, where=where, run_folder=run_folder, stop=stop, recipe=recipe)
+        pretrain(deepspeed, settings, ds_config, where, stop, recipe)
     finally:
         lock.release()
     if dist.get_rank() == 0 and (run_folder / DONE).exists():
@@ -94,9 +88,7 @@ def pretrain(
     deepspeed: Any,
     settings: PretrainSettings,
     ds_config: dict[str, Any],
-    *,
     where: str,
-    run_folder: Path,
     stop: StopRequest,
     recipe: TrainSettings | None = None,
 ) -> None:
@@ -104,10 +96,19 @@ def pretrain(
     torch.set_float32_matmul_precision("high")  # TF32 for fp32, on GPUs that have it
     notes: list[str] = []  # for the log, which opens when all checks have passed
     settings = settle(settings, recipe, notes)
-    arithmetic = batch_arithmetic(settings, dist.get_world_size())
-    resolved = resolve_ds_config(ds_config, where=where, precision=_precision(settings), **arithmetic)
+    run_folder, world_size = Path(str(settings.run.output_dir)), dist.get_world_size()
+    resolved = resolve_ds_config(
+        ds_config, where=where, precision=_precision(settings), **batch_arithmetic(settings, world_size)
+    )
     check_with_deepspeed(resolved, where)
-    checkpoints = _checkpoints(run_folder, settings, resolved)
+    checkpoints = Checkpoints(
+        run_folder / "checkpoints",
+        settings.run.keep_checkpoints,
+        identity(settings, world_size),
+        world_size,
+        zero_stage=resolved.get("zero_optimization", {}).get("stage", 0),
+        milestone_every=settings.run.milestone_every,
+    )
     if on_rank_0((run_folder / DONE).exists):
         checkpoints.check_identity()
         if dist.get_rank() == 0:
@@ -117,8 +118,10 @@ def pretrain(
     on_rank_0(lambda: _check_lost(run_folder, start, settings.run.save_every))
     notes[:0] = [*checkpoints.new_notes(), f"resuming from step {start}" if start else "fresh run", _device(settings)]
 
-    engine, streams = _build(deepspeed, settings, resolved, checkpoints, start, run_folder, notes)
-    log = _open_log(run_folder, settings, resolved, start)
+    engine, streams = _build(deepspeed, settings, resolved, checkpoints, start, notes)
+    if dist.get_rank() == 0:
+        _describe_run(run_folder, settings, resolved)
+    log = Log(run_folder, dist.get_rank() == 0, start, settings.run.wandb_project, settings.model_dump(mode="json"))
     for note in notes + checkpoints.new_notes():
         log.say(note)
     state = checkpoints.load(engine, start) if start else {}
@@ -139,7 +142,6 @@ def _build(
     ds_config: dict[str, Any],
     checkpoints: Checkpoints,
     start: int,
-    run_folder: Path,
     notes: list[str],
 ) -> tuple[Any, dict[str, ExampleStream]]:
     """Returns the engine and the streams of examples by split; adds what there is to say to `notes`."""
@@ -153,7 +155,8 @@ def _build(
     notes.append(f"model: {parameters / 1e6:.1f} M parameters")
     converted = checkpoints.prepare(start) if start else False
     if not start:
-        on_rank_0(lambda: describe_model(model, tokenizer, run_folder, _facts(settings, corpus)))
+        run_folder = Path(str(settings.run.output_dir))
+        on_rank_0(lambda: describe_model(model, tokenizer, run_folder, _origin(settings, corpus)))
     return build_engine(deepspeed, model, settings, ds_config, universal=converted), streams
 
 
@@ -167,21 +170,21 @@ def _train(trainer: Trainer, start: int, state: dict[str, Any], run_folder: Path
         on_rank_0(lambda: _mark_stopped(run_folder, leaving, trainer.checkpoints.warning))
         log.say(f"stopped by {stopped.reason}, checkpoint at step {stopped.step}; the same command goes on")
         return
-    assert trainer.export is not None
     trainer.export(steps)
     if dist.get_rank() == 0:
         write_json(run_folder / DONE, {"step": steps, "validation": metrics})
         log.say(f"done: {steps:,} steps, peak memory {peak_memory_gb(trainer.device.type):.1f} GB on rank 0")
 
 
-def dry_run(settings: PretrainSettings, ds_config: dict[str, Any], *, where: str, run_folder: Path, **_: Any) -> None:
+def dry_run(settings: PretrainSettings, ds_config: dict[str, Any], where: str) -> None:
     """Makes some steps with all that goes with a run: save, reload, evaluate, export; prints what the run will take.
 
     It writes to a folder beside the run folder, and removes it. Arguments and errors are those of `run_job`.
     """
+    run_folder = Path(str(settings.run.output_dir))
     folder = run_folder.with_name(f".{run_folder.name}.dry_run")
-    intervals = {"log_every": 1, "eval_every": NO_INTERVAL, "save_every": NO_INTERVAL}
-    run = settings.run.model_copy(update=intervals | {"milestone_every": None, "wandb_project": None})
+    changed = dict.fromkeys(("eval_every", "save_every"), NO_INTERVAL) | {"log_every": 1, "output_dir": str(folder)}
+    run = settings.run.model_copy(update=changed | {"milestone_every": None, "wandb_project": None})
     train = settings.train.model_copy(update=dict.fromkeys(LENGTHS, 0) | {"steps": DRY_STEPS})
     short = settings.model_copy(update={"run": run, "train": train})
     deepspeed = prepare_deepspeed()
@@ -194,7 +197,7 @@ def dry_run(settings: PretrainSettings, ds_config: dict[str, Any], *, where: str
             stop = StopRequest()
             if asked:
                 stop.ask(DRY_RUN)
-            pretrain(deepspeed, short, ds_config, where=where, run_folder=folder, stop=stop)
+            pretrain(deepspeed, short, ds_config, where, stop)
             gc.collect()  # the first engine
         if dist.get_rank() == 0:
             records = [record for record in read_jsonl(folder / "metrics.jsonl") if record["split"] == "train"]
@@ -231,6 +234,10 @@ def settle(settings: PretrainSettings, recipe: TrainSettings | None, notes: list
     return settings
 
 
+def _schedule(train: TrainSettings) -> Schedule:
+    return Schedule(train.global_batch_size, train.learning_rate, train.warmup_ratio, train.steps)
+
+
 def load_model(settings: PretrainSettings, report: Callable[[str], None]) -> tuple[Any, Any]:
     """Returns the model and its tokenizer; one rank fetches them from the Hub, the others find the files."""
     options = settings.model.model_dump(exclude={"checkpoint"})
@@ -262,13 +269,8 @@ def build_streams(
             f"{corpus.tokenizer_fingerprint[:12]}) than the model's, {settings.model.checkpoint} ({theirs[:12]}); "
             "prepare the corpus with --tokenizer set to the model."
         )
-    special = SpecialIds(
-        cls=tokenizer.cls_token_id,
-        sep=tokenizer.sep_token_id,
-        pad=tokenizer.pad_token_id,
-        mask=tokenizer.mask_token_id,
-        facets=facet_ids(tokenizer),
-    )
+    ids = {name: getattr(tokenizer, f"{name}_token_id") for name in ("cls", "sep", "pad", "mask")}
+    special = SpecialIds(**ids, facets=facet_ids(tokenizer))
     return {
         split: ExampleStream(
             corpus,
@@ -283,17 +285,6 @@ def build_streams(
         )
         for split in ("train", "validation")
     }
-
-
-def _checkpoints(run_folder: Path, settings: PretrainSettings, ds_config: dict[str, Any]) -> Checkpoints:
-    return Checkpoints(
-        run_folder / "checkpoints",
-        settings.run.keep_checkpoints,
-        identity(settings, dist.get_world_size()),
-        dist.get_world_size(),
-        zero_stage=ds_config.get("zero_optimization", {}).get("stage", 0),
-        milestone_every=settings.run.milestone_every,
-    )
 
 
 def identity(settings: PretrainSettings, world_size: int) -> dict[str, Any]:
@@ -329,15 +320,11 @@ def _precision(settings: PretrainSettings) -> Precision:
     return choose_precision(settings.train.precision, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def _schedule(train: TrainSettings) -> Schedule:
-    return Schedule(train.global_batch_size, train.learning_rate, train.warmup_ratio, train.steps)
-
-
-def _facts(settings: PretrainSettings, corpus: Corpus) -> dict[str, Any]:
+def _origin(settings: PretrainSettings, corpus: Corpus) -> dict[str, Any]:
     """Returns what the model card says about the start of the run."""
     metadata = {} if settings.model.random_weights else inherited_metadata(settings.model.checkpoint)
-    origin = origin_of(metadata, corpus.manifest)
-    return {"origin": origin | {"about": SAMPLE_TEXT} if settings.data.corpus == SAMPLE else origin}
+    about = {"about": SAMPLE_TEXT} if settings.data.corpus == SAMPLE else {}
+    return origin_of(metadata, corpus.manifest) | about
 
 
 def _data_notes(settings: PretrainSettings, corpus: Corpus, validation: ExampleStream) -> list[str]:
@@ -356,10 +343,10 @@ def _data_notes(settings: PretrainSettings, corpus: Corpus, validation: ExampleS
 
 def _device(settings: PretrainSettings) -> str:
     """Returns the device of each rank, their number and the precision, in words."""
-    threads = torch.get_num_threads()
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU with {threads} thread(s)"
-    name += " (no GPU was found)" if dist.get_world_size() > 1 and not torch.cuda.is_available() else ""
-    return f"device: {name} x {dist.get_world_size()} rank(s), {_precision(settings)}"
+    ranks = dist.get_world_size()
+    cpu = f"CPU with {torch.get_num_threads()} thread(s){' (no GPU was found)' * (ranks > 1)}"
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu
+    return f"device: {name} x {ranks} rank(s), {_precision(settings)}"
 
 
 def _check_lost(run_folder: Path, start: int, save_every: float) -> None:
@@ -370,14 +357,6 @@ def _check_lost(run_folder: Path, start: int, save_every: float) -> None:
             f"{run_folder}: metrics.jsonl reports step {reported}, but there is no checkpoint to go on from. Put the "
             "checkpoints back, or give another --output_dir to start from the beginning."
         )
-
-
-def _open_log(run_folder: Path, settings: PretrainSettings, ds_config: dict[str, Any], start: int) -> Log:
-    writes = dist.get_rank() == 0
-    if writes:
-        _describe_run(run_folder, settings, ds_config)
-    config = settings.model_dump(mode="json")
-    return Log(run_folder, writes, start, wandb_project=settings.run.wandb_project, config=config)
 
 
 def _mark_stopped(run_folder: Path, stopped: Stopped, warning: str) -> None:

@@ -15,22 +15,14 @@ from pretrain.settings import LENGTHS, PretrainSettings
 MANY_PASSES = 40
 FEW_TOKENS = 50_000  # our own limit: about 16 steps of the paper's batch
 SHORTER = "--epochs 3 or --recipe pretrain/recipes/own_text.yaml"
-INTERVALS = ("log_every", "eval_every", "save_every")
 
 
 class RunLength(NamedTuple):
-    """The length of a run in numbers.
-
-    Attributes:
-        steps: Optimizer steps.
-        tokens: Tokens of text in all steps, without padding and special tokens.
-        training_tokens: Tokens of text in one pass (epoch) over the training documents, weighted by
-            `data.source_weights`.
-    """
+    """The length of a run in optimizer steps and tokens of text, without padding and special tokens."""
 
     steps: int
-    tokens: float
-    training_tokens: int
+    tokens: float  # in all steps
+    training_tokens: int  # in one pass (epoch) over the training documents, weighted by `data.source_weights`
 
     @property
     def passes(self) -> float:
@@ -59,9 +51,6 @@ class RunLength(NamedTuple):
 
 def settle_length(settings: PretrainSettings, corpus: Corpus) -> tuple[PretrainSettings, RunLength]:
     """Returns the settings with steps and intervals as numbers of steps, and the length of the run.
-
-    The tokens of text in the corpus's first 4,096 examples tell how many an example has, the same for all seeds and
-    numbers of ranks.
 
     Raises:
         UserError: A pass has fewer examples than a group of negatives; or no length was given, and the default is more
@@ -93,17 +82,14 @@ def settle_length(settings: PretrainSettings, corpus: Corpus) -> tuple[PretrainS
             f"no length is given, and the default, {train.tokens:g} tokens, is {length.passes:,.0f} passes over the "
             f"{length.training_tokens:,} training tokens of {corpus.path}. Give {SHORTER}, or --steps N."
         )
-    intervals = {name: getattr(settings.run, name) for name in INTERVALS}
+    intervals = {name: getattr(settings.run, name) for name in ("log_every", "eval_every", "save_every")}
     intervals = {name: math.ceil(n * steps - 1e-9) if n < 1 else n for name, n in intervals.items()}
-    changed = {
-        "train": train.model_copy(update={"steps": steps, "tokens": 0.0, "epochs": 0.0}),
-        "run": settings.run.model_copy(update=intervals),
-    }
-    return settings.model_copy(update=changed), length
+    in_steps = train.model_copy(update={"steps": steps, "tokens": 0.0, "epochs": 0.0})
+    return settings.model_copy(update={"train": in_steps, "run": settings.run.model_copy(update=intervals)}), length
 
 
 def _tokens_of_an_example(stream: ExampleStream) -> float:
-    """Returns the mean number of tokens of text in an example, over all its parts."""
+    """Returns the mean tokens of text in an example by the first 4,096: equal for all seeds and numbers of ranks."""
     arrays = stream.micro_batches(range(8), 512)
     parts = arrays["so_labels"]
     special = parts.size * (2 + len(stream.special.facets)) + (parts >= 0).sum()  # [CLS], facets, [SEP] of a segment

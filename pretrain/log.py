@@ -16,7 +16,6 @@ from multicls.files import atomic_write, read_jsonl
 from multicls.words import duration
 
 OBJECTIVES = ("mlm", "tfidf", "so", "mcqt")
-SPLITS = ("train", "validation")
 CLOCK_WIDTH = len("12:34:56 ")
 SHOWN = {
     "optim/lr": "lr {:.1e}",
@@ -29,7 +28,7 @@ SHOWN = {
 DISPENSABLE = ("memory/peak_gb", "speed/mfu", "optim/grad_norm", "speed/data_wait", "optim/lr")
 
 
-def console_line(step: int, steps: int, values: Mapping[str, float], eta: float | None = None) -> str:
+def console_line(step: int, steps: int, values: Mapping[str, float], eta: float) -> str:
     """Returns a line such as `step 1200/40000  loss 7.98 (mlm 0.87 ...)  lr 1.9e-05  812 seq/s  eta 3h12`.
 
     It fits the console with the clock before it: values of `DISPENSABLE` are left out, in that order, until it does.
@@ -39,11 +38,11 @@ def console_line(step: int, steps: int, values: Mapping[str, float], eta: float 
     parts = {key: form.format(values[key]) for key, form in SHOWN.items() if key in values}
     if values.get("speed/data_wait", 0.0) < 0.05:
         parts.pop("speed/data_wait", None)
-    tail = [] if eta is None else [f"eta {duration(eta)}"]
+    tail = f"eta {duration(eta)}"
     for key in DISPENSABLE:
-        if len("  ".join([*head, *parts.values(), *tail])) > WIDTH - CLOCK_WIDTH:
+        if len("  ".join([*head, *parts.values(), tail])) > WIDTH - CLOCK_WIDTH:
             parts.pop(key, None)
-    return "  ".join([*head, *parts.values(), *tail])
+    return "  ".join([*head, *parts.values(), tail])
 
 
 def validation_line(step: int, values: Mapping[str, float]) -> str:
@@ -69,11 +68,8 @@ class Log:
     TensorBoard gets two writers, `tb/train` and `tb/validation`, so that the curves of one tag lie over each other.
 
     Args:
-        folder: The run folder.
-        writes: Whether this rank writes.
         resumed_step: Records of later steps are dropped, since these steps are done again; 0: all.
         wandb_project: Project of Weights & Biases to report to (`WANDB_MODE=offline` keeps it on disk).
-        config: Settings that Weights & Biases shows with the run.
     """
 
     def __init__(
@@ -84,8 +80,7 @@ class Log:
         wandb_project: str | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        self._folder = folder
-        self._writes = writes
+        self._folder, self._writes = folder, writes
         self._unwritten: dict[str, str] = {}
         if not writes:
             return
@@ -95,9 +90,8 @@ class Log:
         kept = [record for record in read_jsonl(metrics) if resumed_step and record["step"] <= resumed_step]
         with atomic_write(metrics) as file:
             file.writelines(json.dumps(record) + "\n" for record in kept)
-        self._boards = {
-            split: SummaryWriter(str(folder / "tb" / split), purge_step=resumed_step + 1) for split in SPLITS
-        }
+        self._boards = {split: SummaryWriter(str(folder / "tb" / split), purge_step=resumed_step + 1)
+                        for split in ("train", "validation")}  # fmt: skip
         self._wandb = _open_wandb(folder, wandb_project, dict(config or {}), resumed_step) if wandb_project else None
 
     def say(self, text: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pretrain.batches import MicroBatch
-
-if TYPE_CHECKING:
-    from multicls.modeling_multicls import MultiClsBertForPreTrainingOutput
 
 Terms = dict[str, tuple[Tensor | float, float]]  # name -> sum over terms (a scalar), and their number
 INTERNAL = ("moment/", "pair/")  # terms that are not reported; reported metrics follow from them
@@ -41,9 +38,10 @@ class MetricSums:
         on_device = {name: value for name, (value, _) in terms.items() if isinstance(value, Tensor)}
         if on_device:
             vector = torch.stack([value.detach().float() for value in on_device.values()]).double()
-            names = tuple(on_device)
-            vector = vector if counted else torch.zeros_like(vector)
-            self._vectors[names] = self._vectors[names] + vector if names in self._vectors else vector
+            self._add_vector(tuple(on_device), vector if counted else torch.zeros_like(vector))
+
+    def _add_vector(self, names: tuple[str, ...], vector: Tensor) -> None:
+        self._vectors[names] = self._vectors[names] + vector if names in self._vectors else vector
 
     def totals(self, device: torch.device, *, own: bool = False) -> dict[str, tuple[float, float]]:
         """Returns sum and count by name over all ranks. All ranks call it, having added the same names.
@@ -70,9 +68,7 @@ class MetricSums:
     def add_state(self, state: Mapping[str, Any], device: torch.device) -> None:
         """Adds the sums of a `state`."""
         for names, values in state["vectors"]:
-            vector = torch.tensor(values, dtype=torch.float64, device=device)
-            key = tuple(names)
-            self._vectors[key] = self._vectors[key] + vector if key in self._vectors else vector
+            self._add_vector(tuple(names), torch.tensor(values, dtype=torch.float64, device=device))
         for mine, theirs in ((self._numbers, state["numbers"]), (self._counts, state["counts"])):
             for name, value in theirs.items():
                 mine[name] = mine.get(name, 0.0) + value
@@ -98,8 +94,6 @@ def loss_terms(losses: Mapping[str, Tensor], batch: MicroBatch, normalizers: Map
 
     Args:
         losses: Losses by name, divided by `normalizers` where these have the name, else means over the examples.
-        batch: The micro-batch.
-        normalizers: Divisors that the model was given.
     """
     counts = batch.counts
     terms: Terms = {}
@@ -112,23 +106,13 @@ def loss_terms(losses: Mapping[str, Tensor], batch: MicroBatch, normalizers: Map
 
 
 @torch.no_grad()
-def measure(
-    outputs: MultiClsBertForPreTrainingOutput,
-    batch: MicroBatch,
-    normalizers: Mapping[str, Tensor],
-    group_size: int | None = None,
-) -> Terms:
-    """Returns accuracies, moments of the TF-IDF targets and facet statistics of one micro-batch on the device.
+def measure(outputs: Any, batch: MicroBatch, normalizers: Mapping[str, Tensor], group_size: int | None = None) -> Terms:
+    """Returns accuracies, moments of the TF-IDF targets and facet statistics of one micro-batch, on the device.
 
-    Args:
-        outputs: Output of the model.
-        batch: The micro-batch, on the model's device.
-        normalizers: Divisors that the model was given.
-        group_size: n, the examples that are each other's negatives; None: all of them.
+    `outputs` is a `MultiClsBertForPreTrainingOutput`; `group_size` is n, the examples that are each other's
+    negatives; None: all of them.
     """
     inputs, counts = batch.inputs, batch.counts
-    assert outputs.losses is not None and outputs.so_logits is not None
-    assert outputs.mlm_logits is not None and outputs.mcqt_scores is not None
     masked = inputs["labels"].flatten().index_select(0, inputs["masked_positions"])
     scores = torch.cat([direction for direction in outputs.mcqt_scores if direction is not None])
     answers = torch.arange(len(scores), device=scores.device) % (group_size or counts["examples"])
@@ -146,10 +130,8 @@ def measure(
     } | _facet_terms(outputs)
 
 
-def _facet_terms(outputs: MultiClsBertForPreTrainingOutput) -> Terms:
+def _facet_terms(outputs: Any) -> Terms:
     """Returns similarity of the facets of a sequence, variance of a facet over sequences, and wins of facet pairs."""
-    assert outputs.facet_embeddings is not None and outputs.last_hidden_state is not None
-    assert outputs.mcqt_scores is not None
     unit = F.normalize(outputs.facet_embeddings.float(), dim=-1)  # (B, S, D)
     sequences, facets = unit.shape[:2]
     # The variance is pooled within micro-batches. Summed over D it is the mean squared distance to the mean vector.

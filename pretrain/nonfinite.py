@@ -21,14 +21,11 @@ class NonFiniteGuard:
     skip a step, the guard makes its gradients NaN. In fp16 a gradient overflow counts only at the minimum loss scale;
     above it, DeepSpeed halves the scale.
 
-    Args:
-        engine: The DeepSpeed engine.
-        skips: Number of steps without update that the run may have. `skipped` counts them.
+    The run may have `skips` steps without update; `skipped` counts them.
     """
 
     def __init__(self, engine: Any, skips: int) -> None:
-        self._engine = engine
-        self._allowed = skips
+        self._engine, self._allowed = engine, skips
         self.skipped = 0
         self._seen: list[tuple[MicroBatch, dict[str, Tensor]]] = []
         self._scale_may_fall = False  # before the step: DeepSpeed halves an fp16 loss scale in it
@@ -56,8 +53,7 @@ class NonFiniteGuard:
         for batch, values in broken or ([] if ranks else [(batch, {}) for batch, _ in seen]):
             what = ", ".join(f"loss/{name} = {value}" for name, value in values.items()) or "losses are finite"
             examples = " ".join("{}:{}".format(*pair) for pair in batch.example_ids.tolist())
-            line = f"step {step}, rank {dist.get_rank()}: {what}; examples (epoch:index) {examples}"
-            print_stderr(line)
+            print_stderr(f"step {step}, rank {dist.get_rank()}: {what}; examples (epoch:index) {examples}")
         what = f"a loss is not finite on {int(ranks)} rank(s)" if ranks else "the gradients are not finite"
         if (scale := loss_scale(self._engine)) and not ranks:
             what += f", and the loss scale is at its smallest ({scale:g})"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,17 +42,7 @@ NOTE = (
     "least, the time of a step is the median, and tokens leave out padding. Losses compare only between runs with the "
     "same objectives, weights and numbers of candidates."
 )
-Record = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Run:
-    """The records of a run folder, finished or not."""
-
-    name: str
-    state: str
-    train: list[Record]
-    validation: list[Record]
+Cells = dict[str, str]  # heading -> cell of one run
 
 
 class ReportOptions(Settings):
@@ -80,8 +69,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     print_summary([*made, ("curves", f"tensorboard --logdir_spec {curves}")])
 
 
-def read_runs(paths: Sequence[str]) -> list[Run]:
-    """Reads runs. They are named by their folders, or by their paths where two folders have the same name.
+def read_runs(paths: Sequence[str]) -> list[Cells]:
+    """Returns each run's last validation, median time of a step and tokens seen.
+
+    Runs are named by their folders, or by their paths where two folders have the same name.
 
     Raises:
         UserError: Folders that hold no run, or no run has measured anything.
@@ -89,14 +80,12 @@ def read_runs(paths: Sequence[str]) -> list[Run]:
     folders = [Path(path) for path in dict.fromkeys(paths)]
     if problems := [_no_run(folder) for folder in folders if not (folder / METRICS).is_file()]:
         raise UserError(*problems)
+    records = [read_jsonl(folder / METRICS) for folder in folders]
     names = [folder.resolve().name for folder in folders]
-    runs = [
-        _read_run(folder, name if names.count(name) == 1 else str(folder))
-        for folder, name in zip(folders, names, strict=True)
-    ]
-    if not any(run.train or run.validation for run in runs):
-        raise UserError(f"{', '.join(run.name for run in runs)}: nothing measured yet; try again after the first step.")
-    return runs
+    names = [name if names.count(name) == 1 else str(folder) for folder, name in zip(folders, names, strict=True)]
+    if not any(records):
+        raise UserError(f"{', '.join(names)}: nothing measured yet; try again after the first step.")
+    return [_cells(*run) for run in zip(folders, names, records, strict=True)]
 
 
 def _no_run(folder: Path) -> str:
@@ -111,44 +100,35 @@ def _no_run(folder: Path) -> str:
     return f"{folder}: no run there (it has no {METRICS}).{hint}"
 
 
-def _read_run(folder: Path, name: str) -> Run:
+def _cells(folder: Path, name: str, records: Sequence[Mapping[str, Any]]) -> Cells:
     import yaml
 
-    records = [with_least_variance(record) for record in read_jsonl(folder / METRICS)]
-    step = max((record["step"] for record in records), default=0)
-    settings = folder / "settings.yaml"
-    planned = yaml.safe_load(settings.read_text(encoding="utf-8"))["train"].get("steps") if settings.is_file() else None
-    state = str(step) if (folder / DONE).exists() else f"{step} of {planned or '?'}"
-    train, validation = ([r for r in records if r["split"] == split] for split in ("train", "validation"))
-    return Run(name, state, train, validation)
+    train, validation = ([one for one in records if one["split"] == split] for split in ("train", "validation"))
+    last = with_least_variance(validation[-1]) if validation else {}
+    state, settings = str(max((record["step"] for record in records), default=0)), folder / "settings.yaml"
+    if not (folder / DONE).exists():
+        planned = yaml.safe_load(settings.read_text(encoding="utf-8"))["train"] if settings.is_file() else {}
+        state += f" of {planned.get('steps') or '?'}"
+    cells = {title: form.format(last[key]) if key in last else "-" for title, (key, form) in COLUMNS.items()}
+    paces = [record["speed/seconds_per_step"] for record in train if "speed/seconds_per_step" in record]
+    tokens = [record["data/tokens"] for record in train if "data/tokens" in record]
+    cells["ms a step"] = f"{1000 * statistics.median(paces):.0f}" if paces else "-"
+    return {"run": name, "steps": state, **cells, "tokens": _short(sum(tokens)) if tokens else "-"}
 
 
-def table_rows(runs: Sequence[Run]) -> list[list[str]]:
-    """Returns the headings, and for each run its last validation, median time of a step and tokens seen."""
-    rows = [["run", "steps", *COLUMNS, "ms a step", "tokens"]]
-    for run in runs:
-        last = run.validation[-1] if run.validation else {}
-        paces = [record["speed/seconds_per_step"] for record in run.train if "speed/seconds_per_step" in record]
-        tokens = [record["data/tokens"] for record in run.train if "data/tokens" in record]
-        cells = [form.format(last[key]) if key in last else "-" for key, form in COLUMNS.values()]
-        pace = f"{1000 * statistics.median(paces):.0f}" if paces else "-"
-        rows.append([run.name, run.state, *cells, pace, _short(sum(tokens)) if tokens else "-"])
-    return rows
-
-
-def table(runs: Sequence[Run]) -> str:
+def table(runs: Sequence[Cells]) -> str:
     """Returns a Markdown table with one line for each run."""
-    rows = [[cell.replace("|", r"\|") for cell in row] for row in table_rows(runs)]
+    rows = [[cell.replace("|", r"\|") for cell in cells] for cells in (runs[0], *(run.values() for run in runs))]
     rows.insert(1, ["---"] * len(rows[0]))
     return "".join(f"| {' | '.join(row)} |\n" for row in rows) + f"\n{NOTE}\n"
 
 
-def print_table(runs: Sequence[Run]) -> None:
+def print_table(runs: Sequence[Cells]) -> None:
     """Prints the table turned round, a column for each run, so that it fits a terminal."""
     from rich.box import SIMPLE
     from rich.table import Table
 
-    (corner, *names), *lines = zip(*table_rows(runs), strict=True)
+    (corner, *names), *lines = zip(runs[0], *(run.values() for run in runs), strict=True)
     grid = Table(corner, *names, box=SIMPLE)
     for line in lines:
         grid.add_row(*line)

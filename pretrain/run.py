@@ -33,7 +33,6 @@ from pretrain.run_folder import status
 from pretrain.settings import LENGTHS, PretrainSettings, TrainSettings, batch_arithmetic
 
 UNFINISHED = 3  # exit code of --status
-SAMPLE_RECIPE = "pretrain/recipes/sample.yaml"
 
 
 class RunOptions(RecipeOptions):
@@ -71,7 +70,7 @@ def parse(argv: Sequence[str] | None) -> tuple[RunOptions, PretrainSettings, dic
 
 def read_settings(options: RunOptions, flags: Mapping[str, Any]) -> PretrainSettings:
     """Returns the settings of recipes and flags; without recipe, model and corpus those of the embedded default."""
-    recipes = [SAMPLE_RECIPE] if is_embedded_default(options, flags) else options.recipe
+    recipes = ["pretrain/recipes/sample.yaml"] if is_embedded_default(options, flags) else options.recipe
     if flags.keys() & {"train.steps", "train.epochs"}:  # they replace the length of a recipe
         flags = {f"train.{name}": 0 for name in LENGTHS} | dict(flags)
     settings = load_settings(PretrainSettings, recipes, options.set, flags, COMMAND.names)
@@ -122,8 +121,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from pretrain.job import dry_run, run_job  # import torch and deepspeed, so not before everything above is right
 
-    job = dry_run if args.dry_run else run_job
-    job(settings, ds_config, where=args.config, run_folder=run_folder, recipe=recipe_settings(args, flags))
+    if args.dry_run:
+        dry_run(settings, ds_config, args.config)
+    else:
+        run_job(settings, ds_config, args.config, recipe_settings(args, flags))
     return 0
 
 
@@ -139,14 +140,13 @@ def opening_lines(config: str, settings: PretrainSettings, embedded: bool) -> li
     """Returns the lines that say which model, corpus and run folder are used."""
     model = SAMPLE_MODEL if settings.model.checkpoint == SAMPLE else settings.model.checkpoint
     corpus = SAMPLE_TEXT if settings.data.corpus == SAMPLE else settings.data.corpus
-    lines = [f"model: {model}", f"corpus: {corpus}", f"run folder: {settings.run.output_dir}, DeepSpeed: {config}"]
-    if embedded:
-        lines[:0] = [
-            "no --recipe, --model or --corpus given: training the embedded default, a small sample.",
-            "for the real thing: --recipe base --model bert-base-uncased "
-            "--corpus FOLDER (written by data_prep/run.py) --output_dir FOLDER",
-        ]
-    return lines
+    about = [
+        "no --recipe, --model or --corpus given: training the embedded default, a small sample.",
+        "for the real thing: --recipe base --model bert-base-uncased "
+        "--corpus FOLDER (written by data_prep/run.py) --output_dir FOLDER",
+    ]
+    run = f"run folder: {settings.run.output_dir}, DeepSpeed: {config}"
+    return [*(about if embedded else []), f"model: {model}", f"corpus: {corpus}", run]
 
 
 def prepare_sample_corpus() -> None:

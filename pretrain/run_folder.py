@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-from multicls.files import LOCK_PATIENCE, lock_holder, read_json, sha256_of
+from multicls.files import LOCK_PATIENCE, read_json, sha256_of
 
 DONE = "DONE"  # the run has finished; written last
 STOPPED = "STOPPED"  # the run has saved and left before its end; removed when it starts again
@@ -26,11 +26,7 @@ def complete_steps(folder: Path) -> list[int]:
 
 
 def find_damage(path: Path, names: Collection[str] | None = None) -> str:
-    """Returns what is wrong with the checkpoint at `path` by its checksums, or "".
-
-    Args:
-        names: the files to check beside meta.json; None: all files.
-    """
+    """Returns what the checksums say is wrong with a checkpoint's meta.json and files `names` (None: all), or ""."""
     try:
         if sha256_of(path / "meta.json") != (path / COMPLETE).read_text(encoding="ascii").strip():
             return "meta.json has changed since it was written"
@@ -50,11 +46,6 @@ def find_damage(path: Path, names: Collection[str] | None = None) -> str:
         except OSError as error:
             return str(error)
     return ""
-
-
-def is_running(run_folder: Path) -> bool:
-    """Returns True if a process trains in the run folder at this moment: it holds the folder's `FolderLock`."""
-    return lock_holder(run_folder) is not None
 
 
 def lock_patience() -> float:

@@ -2,11 +2,7 @@
 
 With k times the batch the gradient's noise has 1/k of its variance. Where noise dominates the gradient, Adam divides by
 the size of the noise, so sqrt(k) times the learning rate makes as much progress an example: Malladi et al. 2022
-(arXiv:2205.10287). Their rule also scales 1 - beta1 and 1 - beta2 by k and epsilon by 1 / sqrt(k). We leave these
-alone: with beta1 = 0.9 it is impossible from k = 10 on. For SGD, Krizhevsky 2014 (arXiv:1404.5997) and Hoffer et al.
-2017 (arXiv:1705.08741) derive the square root, too; in practice the linear rule has often worked better there (Goyal et
-al. 2017, arXiv:1706.02677). With the square root goes a warm-up of as many steps, so of more examples: You et al. 2019
-(arXiv:1901.08256).
+(arXiv:2205.10287). docs/clusters.md has the other sources, and what of their rule we leave out.
 """
 
 from __future__ import annotations
@@ -18,14 +14,7 @@ LONGEST_WARMUP = 0.2  # of the steps: our own limit
 
 
 class Schedule(NamedTuple):
-    """A run's batch, learning rate and length.
-
-    Attributes:
-        batch: examples of an optimizer step, `train.global_batch_size`.
-        learning_rate: peak.
-        warmup_ratio: share of the steps with rising learning rate.
-        steps: optimizer steps.
-    """
+    """A run's examples a step, peak learning rate, share of steps with rising learning rate, and steps."""
 
     batch: int
     learning_rate: float
@@ -38,38 +27,29 @@ class Schedule(NamedTuple):
         return round(self.warmup_ratio * self.steps)
 
 
-def scaled(recipe_batch: int, batch: int, learning_rate: float, warmup_ratio: float, steps: int) -> Schedule:
+def scaled(recipe: Schedule, batch: int) -> Schedule:
     """Returns what the square-root rule suggests for another batch size, with as many examples in all.
 
     The learning rate grows with the square root of the batch. The warm-up keeps its number of examples, but has no
     fewer steps than the recipe's, up to a fifth of the run: Adam averages its moments over a number of steps, not of
     examples (with beta2 = 0.999 over about 1,000; Ma and Yarats 2021, arXiv:1910.04209).
-
-    Args:
-        recipe_batch: examples of an optimizer step in the recipe.
-        batch: examples of an optimizer step asked for.
-        learning_rate: the recipe's peak.
-        warmup_ratio: the recipe's share of steps with rising learning rate.
-        steps: the recipe's optimizer steps.
     """
-    factor = batch / recipe_batch
-    new_steps = max(1, round(steps / factor))
-    same_examples = warmup_ratio * new_steps
-    warmup = min(max(same_examples, warmup_ratio * steps), max(same_examples, LONGEST_WARMUP * new_steps))
-    return Schedule(batch, learning_rate * math.sqrt(factor), warmup / new_steps, new_steps)
+    factor = batch / recipe.batch
+    steps = max(1, round(recipe.steps / factor))
+    same_examples = recipe.warmup_ratio * steps
+    warmup = min(max(same_examples, recipe.warmup_ratio * recipe.steps), max(same_examples, LONGEST_WARMUP * steps))
+    return Schedule(batch, recipe.learning_rate * math.sqrt(factor), warmup / steps, steps)
 
 
 def batch_note(recipe: Schedule, run: Schedule) -> str:
-    """A line for the log on what the square-root rule suggests for a run whose batch is not the recipe's, else "".
+    """Returns what the square-root rule suggests for a run whose batch is not the recipe's, else "".
 
-    Args:
-        recipe: its `steps` do not matter: a run of another batch takes as many examples as this one does.
-        run: what the run uses.
+    The recipe's steps do not matter: as a run of another batch, it takes as many examples as this one does.
     """
     if run.batch == recipe.batch:
         return ""
     steps = max(1, round(run.steps * run.batch / recipe.batch))
-    rule = scaled(recipe.batch, run.batch, recipe.learning_rate, recipe.warmup_ratio, steps)
+    rule = scaled(recipe._replace(steps=steps), run.batch)
     return (
         f"batch: {run.batch} examples a step, the recipe has {recipe.batch}; by the square-root rule the learning rate "
         f"would be {rule.learning_rate:.2g} and warm-up {round(rule.warmup_ratio * run.steps)} steps; the run uses "

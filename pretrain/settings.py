@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PositiveInt, field_validator, model_validator
 
@@ -11,12 +11,6 @@ from multicls.errors import UserError
 from multicls.settings import Settings
 
 LENGTHS = ("tokens", "epochs", "steps")  # settings of `TrainSettings`: one of them tells how long the run is
-RENAMED = {  # settings of earlier versions -> what replaces them
-    "triples": "train.negatives_group (examples that are each other's negatives)",
-    "micro_batches": "train.global_batch_size (examples of an optimizer step: the old triples x micro_batches)",
-    "gradient_clipping": "train.max_grad_norm",
-    "warmup_fraction": "train.warmup_ratio",
-}
 
 
 class ModelSettings(Settings):
@@ -101,15 +95,6 @@ class TrainSettings(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _no_old_names(cls, values: dict[str, Any]) -> dict[str, Any]:
-        if not isinstance(values, dict):
-            return values
-        if old := [f"train.{name} is now {RENAMED[name]}" for name in RENAMED if name in values]:
-            raise ValueError("; ".join(old))
-        return values
-
-    @model_validator(mode="before")
-    @classmethod
     def _one_length(cls, values: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(values, dict):
             return values
@@ -119,17 +104,11 @@ class TrainSettings(Settings):
         return {"tokens": 0} | values if given else values
 
     @model_validator(mode="after")
-    def _not_together(self) -> TrainSettings:
+    def _fits_together(self) -> TrainSettings:
         if self.compile and self.unpad:
-            raise ValueError(
-                "train.compile and train.unpad do not go together: each number of tokens would be compiled"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _whole_groups(self) -> TrainSettings:
-        sizes = [("global_batch_size", self.global_batch_size), ("micro_batch_size", self.micro_batch_size)]
-        for name, size in sizes:
+            raise ValueError("train.compile and train.unpad do not go together: each length would be compiled")
+        for name in ("global_batch_size", "micro_batch_size"):
+            size = getattr(self, name)
             if size != "auto" and size % self.negatives_group:
                 nearest = max(1, round(size / self.negatives_group)) * self.negatives_group
                 raise ValueError(
@@ -180,15 +159,6 @@ class PretrainSettings(Settings):
     run: RunSettings = RunSettings()
 
 
-class BatchArithmetic(TypedDict):
-    """Arguments of `multicls.ds_config.resolve_ds_config`."""
-
-    micro_batch_size: int
-    accumulation: int
-    world_size: int
-    gradient_clipping: float
-
-
 def settle_micro_batch(settings: PretrainSettings, world_size: int) -> PretrainSettings:
     """Returns the settings with `train.micro_batch_size` as a number.
 
@@ -196,8 +166,7 @@ def settle_micro_batch(settings: PretrainSettings, world_size: int) -> PretrainS
     has at most `train.micro_batch_tokens` tokens; one group if a single group has more.
 
     Raises:
-        UserError: The global batch does not divide into groups among the ranks, or a rank's share does not divide into
-            micro-batches.
+        UserError: The global batch does not divide into groups among the ranks, or a rank's share into micro-batches.
     """
     train = settings.train
     group, size = train.negatives_group, train.micro_batch_size
@@ -222,8 +191,8 @@ def settle_micro_batch(settings: PretrainSettings, world_size: int) -> PretrainS
     return settings.model_copy(update={"train": train.model_copy(update={"micro_batch_size": size})})
 
 
-def batch_arithmetic(settings: PretrainSettings, world_size: int) -> BatchArithmetic:
-    """Returns the batch sizes of a DeepSpeed JSON, which our settings own."""
+def batch_arithmetic(settings: PretrainSettings, world_size: int) -> dict[str, Any]:
+    """Returns the values of a DeepSpeed JSON that our settings own, as arguments of `resolve_ds_config`."""
     train = settle_micro_batch(settings, world_size).train
     assert train.micro_batch_size != "auto"
     return {

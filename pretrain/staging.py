@@ -24,14 +24,7 @@ Say = Callable[[str], None]
 def stage(corpus: Path, local_copy: str | None, warm_up: bool, say: Say = print_line) -> Path:
     """Prepares the corpus on every node as the settings `data.local_copy` and `data.warm_up` ask; all ranks must call.
 
-    Args:
-        corpus: the corpus folder, on a file system that all nodes see.
-        local_copy: folder on a disk of each node; None: no copy.
-        warm_up: reads all shards once on each node, so that the operating system holds them in memory.
-        say: receives lines of progress on the first rank of each node.
-
-    Returns:
-        The folder to train from.
+    Returns the folder to train from. The first rank of each node says how far it is.
 
     Raises:
         UserError: a node has no room for the copy, cannot write it, or the corpus is damaged; on all ranks.
@@ -53,11 +46,7 @@ def copy_path(corpus: Path, parent: Path) -> Path:
 def copy_corpus(corpus: Path, folder: Path, say: Say = print_line) -> None:
     """Copies a corpus folder to `folder`, which is complete or absent; does nothing if a whole copy is there.
 
-    Processes that call it at the same time for the same folder wait for the one that copies.
-
-    Raises:
-        UserError: no room, the parent of `folder` cannot be written to, or a file has another size than the manifest
-            says.
+    Processes that call it at the same time for the same folder wait for the one that copies. Errors as in `stage`.
     """
     with locked(folder.with_name(f".{folder.name}"), patience=math.inf) as lock:
         if _is_whole(folder):
@@ -77,16 +66,14 @@ def copy_corpus(corpus: Path, folder: Path, say: Say = print_line) -> None:
 def _is_whole(folder: Path) -> bool:
     try:
         Corpus.open(folder)
+        return True
     except UserError:
         return False
-    return True
 
 
 def _copy_files(corpus: Corpus, folder: Path, say: Say) -> None:
     folder.mkdir()
-    manifest = corpus.manifest
-    sizes = {shard["name"]: shard["bytes"] for shard in manifest["shards"]}
-    sizes |= {name: entry["bytes"] for name, entry in manifest["files"].items()}
+    sizes = {name: entry["bytes"] for name, entry in corpus.files.items()}
     sizes[MANIFEST] = (corpus.path / MANIFEST).stat().st_size
     needed, free = sum(sizes.values()) + SPARE, shutil.disk_usage(folder).free
     where = f"data.local_copy = {folder.parents[1]}"

@@ -18,32 +18,22 @@ from torch import Tensor
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SAME_REQUEST = 5.0  # seconds; a launcher passes on what its ranks have already got from the terminal or from SLURM
 TIME_LIMIT, DRY_RUN = 1, 3  # as codes beside the numbers of the signals
-REASONS: dict[int, str] = {TIME_LIMIT: "run.time_limit", DRY_RUN: "the dry run"} | {
-    number: number.name for number in SIGNALS
-}
+REASONS = {TIME_LIMIT: "run.time_limit", DRY_RUN: "the dry run"} | {int(number): number.name for number in SIGNALS}
 
 
 class Stopped(Exception):
-    """The run has left before its end, with everything saved.
-
-    Args:
-        step: of the newest checkpoint.
-        reason: what asked for it.
-    """
+    """The run has left before its end, with everything saved at `step`, asked by `reason`."""
 
     def __init__(self, step: int, reason: str) -> None:
         super().__init__(f"{reason} at step {step}")
-        self.step = step
-        self.reason = reason
+        self.step, self.reason = step, reason
 
 
 class StopRequest:
     """A request to leave before the end. From its creation on, signals ask instead of ending the process.
 
-    A second signal, more than five seconds after the first, ends the process at once.
-
-    Args:
-        time_limit: minutes from now after which the run leaves by itself; None: no limit.
+    A second signal, more than five seconds after the first, ends the process at once. After `time_limit` minutes from
+    now the run leaves by itself.
     """
 
     def __init__(self, time_limit: float | None = None) -> None:
@@ -96,11 +86,7 @@ class StopRequest:
 
 @contextmanager
 def naming_a_lost_rank(step: int) -> Iterator[None]:
-    """Says in one line that a collective inside failed since another rank is gone, instead of a traceback.
-
-    Raises:
-        ConnectionAbortedError: that line.
-    """
+    """Raises a `ConnectionAbortedError` of one line instead of the error of a collective that lost another rank."""
     try:
         yield
     except RuntimeError as error:

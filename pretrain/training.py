@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,52 +45,35 @@ def weighted_sum(losses: Mapping[str, Tensor], objective: ObjectiveSettings) -> 
     return torch.stack([weights[name] * loss for name, loss in losses.items() if weights[name]]).sum()
 
 
+@dataclass(eq=False)
 class Trainer:
     """The steps, evaluations and checkpoints of one run on one rank.
 
-    Args:
-        engine: The DeepSpeed engine around `MultiClsBertForPreTraining`.
+    Attributes:
         settings: Settings of the run, with micro-batch size and steps as numbers.
-        train: Stream of training examples.
-        validation: Stream of validation examples, always read from its beginning.
-        checkpoints: Where to save.
-        log: Where to report.
-        stop: Holds requests to leave before the end.
-        export: Writes the model after `step` steps to RUN/hf; all ranks call it. None: nothing is written.
+        validation_stream: Always read from its beginning.
+        export: Writes the model after `step` steps to RUN/hf; all ranks call it.
     """
 
-    def __init__(
-        self,
-        engine: Any,
-        settings: PretrainSettings,
-        train: ExampleStream,
-        validation: ExampleStream,
-        checkpoints: Checkpoints,
-        log: Log,
-        stop: StopRequest,
-        export: Callable[[int], None] | None = None,
-    ) -> None:
-        self.engine = engine
-        self.settings = settings
-        self.train_stream = train
-        self.validation_stream = validation
-        self.checkpoints = checkpoints
-        self.log = log
-        self.stop = stop
-        self.export = export
-        self.device = torch.device(engine.device)
-        self.guard = NonFiniteGuard(engine, settings.train.skip_nonfinite)
+    engine: Any
+    settings: PretrainSettings
+    train_stream: ExampleStream
+    validation_stream: ExampleStream
+    checkpoints: Checkpoints
+    log: Log
+    stop: StopRequest
+    export: Callable[[int], None] = lambda step: None
+
+    def __post_init__(self) -> None:
+        self.device = torch.device(self.engine.device)
+        self.guard = NonFiniteGuard(self.engine, self.settings.train.skip_nonfinite)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.validated: dict[str, float] = {}
         self._validation_batches: list[MicroBatch] = []
         self._peak_tflops = self._all_peak_tflops()
 
     def run(self, start_step: int, state: dict[str, Any]) -> dict[str, float]:
-        """Trains from `start_step` to the end and returns the last validation metrics.
-
-        Args:
-            start_step: Steps done by the checkpoint that was loaded; 0: from the beginning.
-            state: The state saved with it.
+        """Trains from `start_step`, where `state` was saved, to the end; returns the last validation metrics.
 
         Raises:
             Stopped: Asked to leave before the end; everything is saved.
@@ -108,7 +92,7 @@ class Trainer:
 
     def _train(self, steps: range, loaded: Iterator[list[MicroBatch]], window: MetricSums, timer: StepTimer) -> None:
         """Makes the steps, with what each of them asks for: a record, a validation, a checkpoint, an export."""
-        run, pulse = self.settings.run, Pulse()
+        run, bar, pulse = self.settings.run, self._bar, Pulse()
         for step in steps:
             done = step + 1
             last = done == steps.stop
@@ -118,12 +102,12 @@ class Trainer:
                     batches = next(loaded)
                 self.train_step(batches, step, window, measured=logged)
                 timer.steps += 1
-                self._bar.update(done)
+                bar.update(done)
                 if logged:
                     self._report(done, window, timer)
                     window, timer = MetricSums(), StepTimer()
                     pulse.reset()
-                elif self._tells(first=step == steps.start, pulse=pulse):
+                elif self.rank == 0 and not bar.on_terminal and (step == steps.start or pulse.due()):
                     self._say_progress(done, window, timer)
                 if last or done % run.eval_every == 0:
                     with timer.paused():
@@ -141,19 +125,11 @@ class Trainer:
     def train_step(
         self, batches: list[MicroBatch], step: int, window: MetricSums | None = None, *, measured: bool = False
     ) -> MetricSums:
-        """Makes one optimizer step over this rank's micro-batches.
+        """Makes optimizer step `step` (from 0) over this rank's micro-batches; returns `window` with its losses added.
 
         MLM, TF-IDF and SO losses are divided by their number of terms in the whole step over all ranks. DeepSpeed
-        averages over ranks and accumulated micro-batches, so each micro-batch is given 1 / their number of it.
-
-        Args:
-            batches: Micro-batches of this rank.
-            step: Number of the step, from 0.
-            window: Sums that get this step's losses; None: new ones.
-            measured: Adds accuracies and facet statistics as well.
-
-        Returns:
-            The sums.
+        averages over ranks and accumulated micro-batches, so each micro-batch is given 1 / their number of it. If
+        `measured`, accuracies and facet statistics are added, too.
 
         Raises:
             FloatingPointError: More steps than `train.skip_nonfinite` had losses or gradients that are not finite; the
@@ -189,10 +165,8 @@ class Trainer:
             loaded = load_steps(self.validation_stream, sampler, range(1), size=size, workers=0, unpad=unpad)
             self._validation_batches = next(loaded)
         self.engine.eval()
-        sums, all_examples = MetricSums(), len(self._validation_batches) * size
-        first_rank = self.rank == 0
-        progress = Progress("validation", all_examples, unit="examples", say=self.log.say, shown=first_rank)
-        with closing(progress):
+        sums, examples, shown = MetricSums(), len(self._validation_batches) * size, self.rank == 0
+        with closing(Progress("validation", examples, unit="examples", say=self.log.say, shown=shown)) as progress:
             for batch in self._validation_batches:
                 batch = batch.to(self.device)
                 normalizers = {name: torch.tensor(max(batch.counts[name], 1.0)) for name in NORMALIZED}
@@ -252,24 +226,18 @@ class Trainer:
         windows: list[Any] = [None] * self.world_size
         dist.all_gather_object(windows, window.state())
         state = {"windows": windows, "timer": timer.state(), "skipped": self.guard.skipped}
-        state["micro_batch_size"] = self.settings.train.micro_batch_size
-        self.checkpoints.save(self.engine, done, state)
+        self.checkpoints.save(self.engine, done, state | {"micro_batch_size": self.settings.train.micro_batch_size})
         for note in self.checkpoints.new_notes():
             self.log.say(note)
 
     def _export(self, done: int) -> None:
         try:
-            if self.export is not None:
-                self.export(done)
+            self.export(done)
         except UserError as error:  # a full disk; the run goes on
             self.log.say(f"WARNING: {error}")
 
-    def _tells(self, *, first: bool, pulse: Pulse) -> bool:
-        """Returns True if a line between two records is due: after the first step, then by time. A bar needs none."""
-        return self.rank == 0 and not self._bar.on_terminal and (first or pulse.due())
-
     def _say_progress(self, done: int, window: MetricSums, timer: StepTimer) -> None:
-        """Says how far the run is, with the losses since the last record on this rank alone: no other rank waits."""
+        """Says, between two records, the losses since the last one on this rank alone: no other rank waits."""
         values = self._with_total(means(window.totals(self.device, own=True)))
         values["optim/lr"] = lr_at(done - 1, self.settings.train)
         eta = timer.seconds() / timer.steps * (self.settings.train.steps - done)

@@ -26,11 +26,8 @@ def first_rank_first() -> Iterator[bool]:
     """Runs the block on rank 0, then on the first rank of every other node, then on the other ranks.
 
     For a block that fills a cache: rank 0 fetches from the Hub, the first rank of a node fills the node's own cache if
-    it has one, and the other ranks find the files. All ranks must enter the block. No rank leaves before all ranks have
-    passed. There is no time limit.
-
-    Yields:
-        True on rank 0 and on the first rank of each node, which may have to fetch; False on the others.
+    it has one, and the other ranks find the files. All ranks must enter the block, and leave it together. There is no
+    time limit. Yields True on rank 0 and on the first rank of each node, which may have to fetch.
 
     Raises:
         UserError: one that any rank raised in the block, on all ranks; ranks whose turn is later skip the block.
@@ -86,7 +83,7 @@ def _in_turns(turns: Sequence[int]) -> Iterator[None]:
         except BaseException as error:
             board.report(error)
             raise
-        board.post(f"passed {rank}")
+        board.store.set(f"passed {rank}", "yes")
         board.wait_for(range(world_size))
     finally:
         board.leave()
@@ -96,13 +93,9 @@ class _Board:
     """Messages between the ranks through the store of the process group, which lives with rank 0 or the launcher."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        self.rank = rank
-        self.world_size = world_size
+        self.rank, self.world_size = rank, world_size
         # The public ways to a store would need another port that is free on the first node.
         self.store: Any = dist.PrefixStore(f"turns {next(_numbers)}", dist.distributed_c10d._get_default_store())
-
-    def post(self, key: str, text: str = "yes") -> None:
-        self.store.set(key, text)
 
     def wait_for(self, ranks: Iterable[int]) -> None:
         """Waits until these ranks have passed; raises the error of a rank that has failed."""
@@ -113,22 +106,20 @@ class _Board:
             time.sleep(LOOK_EVERY)
         error = json.loads(self.store.get("error"))
         if error["problems"] is not None:
-            agreed = UserError(*error["problems"])
-            agreed.on_all_ranks = True
-            raise agreed
+            raise UserError(*error["problems"], on_all_ranks=True)
         raise RuntimeError(error["text"])
 
     def report(self, error: BaseException) -> None:
         """Tells the others of an error."""
         problems = list(error.problems) if isinstance(error, UserError) else None
         text = f"rank {self.rank} on {socket.gethostname()}: {type(error).__name__}: {error}"
-        self.post("error", json.dumps({"problems": problems, "text": text}))
+        self.store.set("error", json.dumps({"problems": problems, "text": text}))
 
     def leave(self) -> None:
         """Rank 0 waits until all ranks have read the outcome: the store may end with its process."""
         deadline = time.monotonic() + LAST_WORD
         keys = [f"read {rank}" for rank in range(self.world_size)]
         with suppress(RuntimeError):  # the store is gone: another process kept it, and has ended
-            self.post(keys[self.rank])
+            self.store.set(keys[self.rank], "yes")
             while self.rank == 0 and not self.store.check(keys) and time.monotonic() < deadline:
                 time.sleep(LOOK_EVERY)

@@ -20,10 +20,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForPreTraining
 
 from multicls.errors import UserError
-from multicls.files import locked, read_json, sha256_of, write_json
+from multicls.files import lock_holder, locked, read_json, sha256_of, write_json
 from pretrain import export
 from pretrain.engine import full_weights
-from pretrain.run_folder import checkpoint_path, complete_steps, is_running, status
+from pretrain.run_folder import checkpoint_path, complete_steps, status
 from tests.hub_rules import checked_card, snippets
 from tests.pretrain.conftest import Fork, said
 
@@ -272,7 +272,7 @@ def test_full_disk_at_a_milestone_keeps_the_run_alive(fork: Fork, tmp_path: Path
 
 def test_a_run_in_training_is_exported_but_not_finished(stopped: Path, tmp_path: Path) -> None:
     with locked(stopped):  # as a training process does
-        assert is_running(stopped)
+        assert lock_holder(stopped) is not None
         with pytest.raises(UserError, match="is being trained"):
             export.main([str(stopped), "--finish"])
         assert export.main([str(stopped), "--output", str(tmp_path / "model")]) == 0
@@ -282,7 +282,7 @@ def test_a_run_is_finished_early(fork: Fork, stopped: Path, tmp_path: Path, tiny
     shutil.copytree(stopped, tmp_path / "run")
     folder = tmp_path / "run"
     flip_a_bit(folder / "hf" / "model.safetensors")
-    assert not is_running(folder)
+    assert lock_holder(folder) is None
     assert export.main([str(folder), "--finish"]) == 0
     assert "is finished at step 3" in capsys.readouterr().out.splitlines()[-2]
     assert_same_files(folder / "hf", stopped / "hf")

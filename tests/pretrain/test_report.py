@@ -63,8 +63,8 @@ def test_table_as_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     runs = [str(write_run(tmp_path / seed / "base", 1, 1)) for seed in ("1", "2")]
-    assert [run.name for run in read_runs([*runs, runs[0]])] == runs
-    assert [run.name for run in read_runs([runs[0] + "/"])] == ["base"]
+    assert [run["run"] for run in read_runs([*runs, runs[0]])] == runs
+    assert [run["run"] for run in read_runs([runs[0] + "/"])] == ["base"]
 
 
 def test_wrong_folders_name_the_nearest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

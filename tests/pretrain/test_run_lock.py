@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from multicls.files import LOCK_PATIENCE, FolderLock, locked
-from pretrain.run_folder import REQUEUED_PATIENCE, is_running, lock_patience
+from multicls.files import LOCK_PATIENCE, FolderLock, lock_holder, locked
+from pretrain.run_folder import REQUEUED_PATIENCE, lock_patience
 from tests.pretrain.conftest import Fork, said
 
 
@@ -22,15 +22,15 @@ def test_second_launch_is_refused(fork: Fork, tmp_path: Path) -> None:
     with locked(run):
         (run / "metrics.jsonl").write_text("")
         before = content(run)
-        assert is_running(run)
+        assert lock_holder(run) is not None
         assert fork(run, {"ranks": 2}, {}, flags=flags) == [[2, 2], [2]]
         for launch in range(2):
             assert f"in use by process {os.getpid()} on host" in said(run, launch)
             assert "Traceback" not in said(run, launch)
         assert content(run) == before
-    assert not is_running(run)
+    assert lock_holder(run) is None
     assert fork(run, flags=flags) == [[0]], said(run)
-    assert not is_running(run) and not (run / ".lock").exists()
+    assert lock_holder(run) is None and not (run / ".lock").exists()
 
 
 def test_killed_run_leaves_the_folder_free(fork: Fork, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ PAPER = Schedule(batch=10, learning_rate=2e-5, warmup_ratio=0.001, steps=635_000
 
 
 def by_rule(batch: int, recipe: Schedule = PAPER) -> Schedule:
-    return scaled(recipe.batch, batch, recipe.learning_rate, recipe.warmup_ratio, recipe.steps)
+    return scaled(recipe, batch)
 
 
 def test_the_recipe_s_own_batch_changes_nothing() -> None:
