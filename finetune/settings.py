@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from finetune.data.tasks import TASKS, find_task
+from finetune.data.tasks import TASKS
 from finetune.heads import FITTED_HEADS, HEADS
 from multicls.errors import UserError, did_you_mean
 from multicls.settings import Settings
@@ -260,12 +260,8 @@ def check_names(settings: FinetuneSettings) -> None:
     Raises:
         UserError: some are unknown, or do not go together.
     """
-    names, problems = settings.task_names, list[str]()
-    for name in names:
-        try:
-            find_task(name)
-        except UserError as error:
-            problems += error.problems
+    names = settings.task_names
+    problems = [f"--task {name}: no such task.{did_you_mean(name, TASKS)}" for name in names if name not in TASKS]
     if settings.head not in HEADS:
         problems.append(f"--head {settings.head}: no such head.{did_you_mean(settings.head, HEADS)}")
     elif len(names) > 1 and settings.head != "cln":

@@ -13,7 +13,7 @@ import re
 import sys
 import tempfile
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -22,10 +22,10 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/, whose n
 from pydantic import Field
 
 from finetune.data.examples import LabeledExample
-from finetune.data.submissions import check_submission, submission_files, write_submission
+from finetune.data.submissions import check_rows, write_submission
 from finetune.data.tasks import TASKS, Task
 from finetune.stats.systems import SystemResult, choosing_score, load_results
-from finetune.store.results import Array, Store
+from finetune.store.results import Store
 from multicls.command_line import CommandLine, print_summary
 from multicls.errors import UserError, did_you_mean, run_command
 from multicls.settings import Settings
@@ -69,10 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 _write_task(rows, task, others.get(task.name, args.system), args.train_size, Path(folder))
             except UserError as error:
                 problems += error.problems
-        files = submission_files(Path(folder))
-        problems = problems or check_submission(files)
         if problems:
             raise UserError(*problems)
+        files = sorted(Path(folder).iterdir())
         with zipfile.ZipFile(args.output, "w", zipfile.ZIP_DEFLATED) as archive:
             for path in files:
                 archive.write(path, path.name)
@@ -84,7 +83,7 @@ def _write_task(rows: Sequence[SystemResult], task: Task, system: str, size: str
     """Writes the files of one task from the best run of a system.
 
     Raises:
-        UserError: There is no such run, or it did not predict the test set.
+        UserError: There is no such run, it did not predict the test set, or the site would refuse the rows.
     """
     source = next((name for name, other in TASKS.items() if task.name in other.diagnostics), task.name)
     found = [row for row in rows if row.task == source and row.train_size == size and row.system.title == system]
@@ -95,20 +94,17 @@ def _write_task(rows: Sequence[SystemResult], task: Task, system: str, size: str
     best = found[0].predictions()[max(range(len(scores)), key=scores.__getitem__)]
     if f"test_{task.name}_ids" not in best:
         raise UserError(f"{task.name}: the run of {system!r} on {source} did not predict it; add --predict_test.")
-    examples, outputs = test_predictions(task, best)
-    write_submission(task, examples, outputs, folder)
-
-
-def test_predictions(task: Task, arrays: Mapping[str, Array]) -> tuple[list[LabeledExample], Array]:
-    """Returns the test rows without their texts, and the outputs (N, C) for them, from a run's saved arrays."""
-    prefix = f"test_{task.name}_"
     names = ("ids", "parts", "groups", "answers")
-    columns = zip(*(arrays[prefix + name].tolist() for name in names), strict=True)
+    columns = zip(*(best[f"test_{task.name}_{name}"].tolist() for name in names), strict=True)
     examples = [LabeledExample(one, (), math.nan, part, group=group, answer=answer)
                 for one, part, group, answer in columns]  # fmt: skip
+    if problems := check_rows(task, examples):
+        raise UserError(*problems)
     if task.is_regression:
-        return examples, arrays[prefix + "scores"][:, None] / task.label_scale
-    return examples, arrays[prefix + "logits"]
+        outputs = best[f"test_{task.name}_scores"][:, None] / task.label_scale
+    else:
+        outputs = best[f"test_{task.name}_logits"]
+    write_submission(task, examples, outputs, folder)
 
 
 if __name__ == "__main__":

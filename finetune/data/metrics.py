@@ -60,10 +60,8 @@ def exact_match(labels: Array, predictions: Array, groups: Sequence[str]) -> flo
 
 def gender_parity(predictions: Array, groups: Sequence[str]) -> float:
     """Returns the share of minimal pairs with equal predictions (AX-g)."""
-    found: dict[str, set[int]] = {}
-    for group, prediction in zip(groups, predictions.tolist(), strict=True):
-        found.setdefault(group, set()).add(prediction)
-    return sum(len(kinds) == 1 for kinds in found.values()) / len(found)
+    kinds = Counter(group for group, _ in set(zip(groups, predictions.tolist(), strict=True)))
+    return sum(count == 1 for count in kinds.values()) / len(kinds)
 
 
 def choose_answers(outputs: Array, groups: Sequence[str]) -> dict[str, int]:

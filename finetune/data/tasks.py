@@ -16,56 +16,34 @@ MAX_LENGTHS = {"superglue": 256}  # tokens, facets included; of all others 128 (
 class Task:
     """One labelled task.
 
-    Attributes:
-        name: as given to `--task`.
-        fields: for each text of a row, the column names that may hold it (official file, then hub).
-        labels: the labels as the benchmark's submissions spell them, in the hub's order; empty for regression.
-        metrics: names in `data.metrics`; the first chooses the best evaluation; "mean(..)" is the mean of the others.
-        shape: "single" text; "pair" of texts; "choice": a sequence for each choice, softmax over them; "span": one or
-            two texts in which two spans are marked; "multi_answer": a pair for each answer, scored by question.
-        benchmark: the benchmark it belongs to; "own" for a user's rows.
-        folder: name of the folder under `--data_dir`; empty when the rows come from a prepared corpus.
-        hub: data set id and configuration on the Hugging Face hub; None when it is not there.
-        label: column names that may hold the label.
-        columns: the columns of train and dev files that have no header row.
-        train: file stem of the train rows; empty where there are none.
-        dev: file stem -> short name of each part of the dev set; parts are pooled for the score and reported apart.
-        test: the same for the test set.
-        submissions: for each part of test, the stem of its submission file and the number of predictions in it.
-        diagnostics: tasks without train rows, which a model trained on this task predicts.
-        label_scale: a regression label is divided by it to become the training target.
-        num_choices: sequences to choose from; 0 for other shapes.
-        num_spans: spans marked in a row; 0 for other shapes.
-        drops_short_rows: the official train and dev files are known to hold rows with missing columns or no label; they
-            are left out, with a note.
-        multi_label: a row has any number of the labels; C sigmoid outputs.
-        passage: index of the text that rows share; rows of one passage stay together in hold-outs and bootstraps. It is
-            given if a third of the rows or more share it.
-        about: what a reader of the results has to know.
+    Its shape is a "single" text; a "pair" of texts; "choice": a sequence for each choice, softmax over them; "span":
+    one or two texts in which two spans are marked; "multi_answer": a pair for each answer, scored by question.
     """
 
-    name: str
-    fields: tuple[tuple[str, ...], ...]
-    labels: tuple[str, ...]
-    metrics: tuple[str, ...]
+    name: str  # as given to `--task`
+    fields: tuple[tuple[str, ...], ...]  # for each text, the column names that may hold it (official file, then hub)
+    labels: tuple[str, ...]  # as the benchmark's submissions spell them, in the hub's order; empty for regression
+    metrics: tuple[str, ...]  # of `data.metrics`; the first picks the checkpoint; "mean(..)" is the mean of the others
     shape: Literal["single", "pair", "choice", "span", "multi_answer"]
-    benchmark: Literal["glue", "superglue", "cs224n", "own", ""] = ""
-    folder: str = ""
-    hub: tuple[str, str] | None = None
-    label: tuple[str, ...] = ("label",)
-    columns: tuple[str, ...] = ()
-    train: str = "train"
-    dev: Parts = (("dev", ""),)
-    test: Parts = ()
-    submissions: tuple[tuple[str, int], ...] = ()
-    diagnostics: tuple[str, ...] = ()
-    label_scale: float = 1.0
-    num_choices: int = 0
-    num_spans: int = 0
-    drops_short_rows: bool = False
-    multi_label: bool = False
+    benchmark: Literal["glue", "superglue", "cs224n", "own", ""] = ""  # "own" for a user's rows
+    folder: str = ""  # name of the folder under `--data_dir`; empty when the rows come from a prepared corpus
+    hub: tuple[str, str] | None = None  # data set id and configuration on the Hugging Face hub
+    label: tuple[str, ...] = ("label",)  # column names that may hold the label
+    columns: tuple[str, ...] = ()  # of train and dev files that have no header row
+    train: str = "train"  # file stem of the train rows; empty where there are none
+    dev: Parts = (("dev", ""),)  # file stem -> short name of each part; parts are pooled for the score and told apart
+    test: Parts = ()  # the same for the test set
+    submissions: tuple[tuple[str, int], ...] = ()  # for each part of test: stem of its file, number of predictions
+    diagnostics: tuple[str, ...] = ()  # tasks without train rows, which a model trained on this task predicts
+    label_scale: float = 1.0  # a regression label is divided by it to become the training target
+    num_choices: int = 0  # sequences to choose from; 0 for other shapes
+    num_spans: int = 0  # spans marked in a row; 0 for other shapes
+    drops_short_rows: bool = False  # train and dev rows with missing columns or no label are left out, with a note
+    multi_label: bool = False  # a row has any number of the labels; C sigmoid outputs
+    # Index of the text that rows share, given if a third of the rows or more share it. Rows of one passage stay
+    # together in hold-outs and bootstraps.
     passage: int | None = None
-    about: str = ""
+    about: str = ""  # what a reader of the results has to know
 
     @property
     def is_regression(self) -> bool:

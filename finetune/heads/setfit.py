@@ -18,11 +18,12 @@ import torch
 from sklearn.linear_model import LogisticRegression
 
 from finetune.data.examples import LabeledExample
+from finetune.data.metrics import Array
 from finetune.data.tasks import Task
 from finetune.heads.checkpoint import Checkpoint, load_tokenizer
 from finetune.heads.mean import Head as MeanHead
 from finetune.heads.modeling_heads import TaskModelConfig
-from finetune.heads.probe import LOWEST, Array
+from finetune.heads.probe import LOWEST
 from finetune.settings import FinetuneSettings
 from multicls.errors import UserError, first_line
 from multicls.from_bert import quiet_transformers
@@ -43,13 +44,9 @@ class Head(MeanHead):
 
 
 def fit_setfit(
-    checkpoint: Checkpoint,
-    train: Sequence[LabeledExample],
-    asked: Sequence[LabeledExample],
-    task: Task,
-    settings: FinetuneSettings,
-    device: torch.device,
-) -> Array:
+    checkpoint: Checkpoint, train: Sequence[LabeledExample], asked: Sequence[LabeledExample], task: Task,
+    settings: FinetuneSettings, device: torch.device,
+) -> Array:  # fmt: skip
     """Trains SetFit on `train` for one epoch and predicts `asked`.
 
     The texts of a row become one text with the tokenizer's separator between them. In such tasks a separator that
@@ -93,18 +90,15 @@ def _model(checkpoint: Checkpoint, task: Task, settings: FinetuneSettings, devic
     trust = {"trust_remote_code": checkpoint.trust_remote_code}
     with quiet_transformers():
         transformer = Transformer(
-            str(checkpoint.folder),
-            max_seq_length=settings.max_length or task.max_length,
-            model_kwargs=trust,
-            config_kwargs=trust,
-            processor_kwargs=trust | {"split_special_tokens": len(task.fields) == 1},
-        )
+            str(checkpoint.folder), max_seq_length=settings.max_length or task.max_length, model_kwargs=trust,
+            config_kwargs=trust, processor_kwargs=trust | {"split_special_tokens": len(task.fields) == 1},
+        )  # fmt: skip
     pooling = Pooling(int(checkpoint.encoder["hidden_size"]), "mean")
     body = SentenceTransformer(modules=[transformer, pooling], device=str(device))
     return SetFitModel(model_body=body, model_head=LogisticRegression(max_iter=2000))
 
 
-def _train(model: Any, texts: list[str], labels: np.ndarray[Any, Any], seed: int) -> None:
+def _train(model: Any, texts: list[str], labels: Array, seed: int) -> None:
     from datasets import Dataset
     from setfit import Trainer, TrainingArguments
     from transformers.trainer_callback import ProgressCallback

@@ -41,50 +41,33 @@ Weights = dict[str, Tensor]
 DeepSpeedFile = tuple[str, Mapping[str, Any]]  # name of a DeepSpeed JSON, and its content
 OWNERS = {**OWNED, "train_batch_size": "train.batch_size", "gradient_clipping": "train.max_grad_norm",
           "gradient_accumulation_steps": "train.micro_batch_size"}  # fmt: skip
-CHECK_EVERY = 50  # steps between looks at the loss on the device: each look waits for the device
 NO_NUMBERS = {"eval_batch_size", "gradient_checkpointing", "snapshot_minutes"}  # train settings that change no number
+CHECK_EVERY = 50  # steps between looks at the loss on the device: each look waits for the device
 
 
 @dataclass(frozen=True)
 class TaskSplit:
-    """The rows of one task of a run.
+    """The rows of one task of a run."""
 
-    Attributes:
-        train: the rows to learn from.
-        dev: the rows that choose the best evaluation.
-        score: the metrics of outputs (N, C) on `dev`, the main one first.
-        curve: name of the dev rows' scores in TensorBoard: "dev", "holdout", or "dev/TASK" of several tasks.
-        class_weights: (C,) weights of the rows' losses by class; `fine_tune` fills them in.
-    """
-
-    train: Encoded
-    dev: Encoded
-    score: Callable[[Array], Scores]
-    curve: str = "dev"
-    class_weights: Tensor | None = None
+    train: Encoded  # to learn from
+    dev: Encoded  # these choose the best evaluation
+    score: Callable[[Array], Scores]  # the metrics of outputs (N, C) on `dev`, the main one first
+    curve: str = "dev"  # name of the dev rows' scores in TensorBoard; "dev/TASK" of several tasks
+    class_weights: Tensor | None = None  # (C,) weights of the rows' losses by class; `fine_tune` fills them in
 
 
 @dataclass
 class FinetuneResult:
-    """The result of a run; lists have one entry for each task.
+    """The result of a run; lists have one entry for each task."""
 
-    Attributes:
-        scores: all metrics of the best evaluation, the main one first.
-        outputs: (N, C) float32 outputs of the best evaluation, in the order of the dev rows.
-        best_step: the step of that evaluation: the one with the highest mean of the tasks' main metrics.
-        steps: steps taken.
-        history: (step, mean train loss since the last evaluation, main score of each task) of every evaluation.
-        seconds: wall time of training and evaluation.
-        weights: those of the best evaluation, on the CPU; None if they were not asked for.
-    """
-
-    scores: list[Scores] = field(default_factory=list)
-    outputs: list[Array] = field(default_factory=list)
-    best_step: int = 0
-    steps: int = 0
+    scores: list[Scores] = field(default_factory=list)  # all metrics of the best evaluation, the main one first
+    outputs: list[Array] = field(default_factory=list)  # (N, C) outputs of the best evaluation, in the dev rows' order
+    best_step: int = 0  # the step of that evaluation: the one with the highest mean of the tasks' main metrics
+    steps: int = 0  # steps taken
+    # (step, mean train loss since the last evaluation, main score of each task) of every evaluation
     history: list[tuple[int, float, list[float]]] = field(default_factory=list)
-    seconds: float = 0.0
-    weights: Weights | None = None
+    seconds: float = 0.0  # wall time of training and evaluation
+    weights: Weights | None = None  # those of the best evaluation, on the CPU; None if they were not asked for
 
 
 def find_device() -> tuple[torch.device, Literal["fp32", "bf16"]]:
@@ -355,7 +338,16 @@ def prepare(
     """
     model.train().to(device)
     if settings.gradient_checkpointing:
-        recompute_activations(model)
+        encoder: Any = model.encoder
+        # transformers 5.23 has renamed it
+        enable = getattr(encoder, "activation_checkpointing_enable", encoder.gradient_checkpointing_enable)
+        try:
+            enable({"use_reentrant": False})
+        except ValueError:
+            raise UserError(
+                f"--gradient_checkpointing: {encoder.config.model_type} does not support it; leave it out, and give "
+                "a smaller --micro_batch_size to save memory."
+            ) from None
     return DeepSpeedStepper(model, settings, ds_config) if ds_config else Stepper(model, settings)
 
 
@@ -379,24 +371,6 @@ def class_weights(
         )
     counts = torch.bincount(rows.labels, minlength=task["num_labels"])
     return (len(rows) / ((counts > 0).sum() * counts.clamp(min=1))).to(device)
-
-
-def recompute_activations(model: TaskModel) -> None:
-    """Makes the encoder compute its activations again in the backward pass, instead of keeping them.
-
-    Raises:
-        UserError: the encoder cannot.
-    """
-    encoder: Any = model.encoder
-    # transformers 5.23 has renamed it
-    enable = getattr(encoder, "activation_checkpointing_enable", encoder.gradient_checkpointing_enable)
-    try:
-        enable({"use_reentrant": False})
-    except ValueError:
-        raise UserError(
-            f"--gradient_checkpointing: {encoder.config.model_type} does not support it; leave it out, and give "
-            "a smaller --micro_batch_size to save memory."
-        ) from None
 
 
 def copy_weights(model: nn.Module) -> Weights:

@@ -17,13 +17,7 @@ log = logging.getLogger("finetune")
 
 
 class RunProgress(Progress):
-    """Shows the steps and evaluations of a run.
-
-    Args:
-        steps: steps of the run.
-        done: steps that are done already.
-        tensorboard: folder for TensorBoard; None: no curves.
-    """
+    """Shows a run of `steps` steps, of which `done` are done; its curves are in the folder `tensorboard`, if given."""
 
     def __init__(self, steps: int, done: int, tensorboard: Path | None) -> None:
         first_rank = rank_and_world()[0] == 0
@@ -45,13 +39,7 @@ class RunProgress(Progress):
         self.update(self.done + 1, self._newest)
 
     def evaluation(self, result: FinetuneResult, curves: dict[str, float], seconds: float) -> None:
-        """Shows the newest evaluation.
-
-        Args:
-            result: of the run so far.
-            curves: values for TensorBoard.
-            seconds: time that the run has taken so far.
-        """
+        """Shows the newest evaluation of `result`, after `seconds` of the run; `curves` are for TensorBoard."""
         step, loss, mains = result.history[-1]
         self._newest = f"loss {loss:.4f}  score {sum(mains) / len(mains):.4f}"
         eta = duration(seconds / step * (self.total - step))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from finetune.data.examples import LabeledExample
-from finetune.data.submissions import check_submission, write_submission
+from finetune.data.submissions import check_rows, write_submission
 from finetune.data.tasks import TASKS, Task
 
 IGNORE_INDEX = float("nan")
@@ -82,33 +82,23 @@ def test_multirc_is_nested_and_record_names_the_entity(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("WNLI.tsv", lambda text: text.replace("index", "id"), "WNLI.tsv:1: the header must be index<tab>prediction"),
-        ("WNLI.tsv", lambda text: text + "145\t1\n", "147 predictions instead of 146"),
-        ("WNLI.tsv", lambda text: text.replace("\n145\t", "\n144\t"), "index 144 is there more than once"),
-        ("WNLI.tsv", lambda text: text.replace("\n145\t", "\n146\t"), "the indices must be 0..145"),
-        ("WNLI.tsv", lambda text: text.replace("0\t", "0\tmaybe", 1), "WNLI.tsv:2: 'maybe"),
-        ("WNLI.tsv", lambda text: text.replace("\t", " "), "not a line of a wnli submission"),
-        ("WSC.jsonl", lambda text: text.replace('"True"', '"true"'), "'true' is none of False, True"),
-        ("COPA.jsonl", lambda text: text.replace('"label": 1', '"label": "1"'), "'1' is none of 0, 1"),
-        ("CB.jsonl", lambda text: text.replace('"idx"', '"id"', 1), "CB.jsonl:1: not a line of a cb submission"),
-    ],
-)  # fmt: skip
-def test_what_the_site_would_refuse(name: str, change: Any, message: str, tmp_path: Path) -> None:
-    task = next(task for task in TASKS.values() if f"{task.folder}{Path(name).suffix}" == name
-                and (task.benchmark == "glue") == name.endswith("tsv"))  # fmt: skip
-    rows = test_rows(task)
-    (path,) = write_submission(task, rows, outputs_for(task, len(rows)), tmp_path)
-    assert all(problem.startswith("missing") for problem in check_submission(tmp_path))
-    path.write_text(change(path.read_text()))
-    problems = [problem for problem in check_submission(tmp_path) if not problem.startswith("missing")]
-    assert any(message in problem for problem in problems), problems
+@pytest.mark.parametrize(("name", "changed", "message"), [
+    ("wnli", "146", "WNLI: 147 predictions instead of 146."),
+    ("wnli", "144", "WNLI: index 144 is there more than once."),
+    ("wnli", "1_45", "WNLI: the indices must be 0..145."),
+    ("multirc", "0:0:0", "MultiRC: index 0:0:0 is there more than once."),
+])  # fmt: skip
+def test_what_the_site_would_refuse(name: str, changed: str, message: str) -> None:
+    rows = test_rows(TASKS[name])
+    assert check_rows(TASKS[name], rows) == []
+    if "147" not in message:
+        rows.pop()
+    rows.append(LabeledExample(f"test:{changed}", (), IGNORE_INDEX))
+    assert check_rows(TASKS[name], rows) == [message]
 
 
-def test_files_that_no_site_knows(tmp_path: Path) -> None:
-    (tmp_path / "Wnli.tsv").write_text("index\tprediction\n")
-    assert any(
-        "Wnli.tsv: no file of glue. Did you mean 'WNLI.tsv'" in problem for problem in check_submission(tmp_path)
-    )
+def test_each_query_of_record_and_each_part_of_mnli_counts() -> None:
+    rows = test_rows(TASKS["record"])
+    assert check_rows(TASKS["record"], rows) == [] and len(rows) == 20_000, "two entities for each query"
+    assert check_rows(TASKS["record"], rows[2:]) == ["ReCoRD: 9999 predictions instead of 10000."]
+    assert check_rows(TASKS["mnli"], test_rows(TASKS["mnli"])[1:]) == ["MNLI-m: 9795 predictions instead of 9796."]
