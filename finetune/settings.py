@@ -286,8 +286,9 @@ def resolve(settings: FinetuneSettings, num_rows: list[int], precision: Literal[
     Returns:
         A copy without None but for `dropout` and `micro_batch_size`; `max_steps` is the number of steps of the run.
     """
-    train = settings.train
-    batch_size = train.batch_size or _paper_batch_size(settings.train_size)
+    train, size = settings.train, settings.train_size
+    papers = 16 if size == "full" or size > 3000 else 8 if size > 300 else 4
+    batch_size = train.batch_size or papers
     steps_per_epoch = sum(math.ceil(rows / batch_size) for rows in num_rows)
     steps = min(train.epochs * steps_per_epoch, train.max_steps or math.inf)
     return train.model_copy(
@@ -298,9 +299,3 @@ def resolve(settings: FinetuneSettings, num_rows: list[int], precision: Literal[
             "precision": precision if train.precision == "auto" else train.precision,
         }
     )
-
-
-def _paper_batch_size(train_size: int | str) -> int:
-    if isinstance(train_size, str):
-        return 16
-    return 4 if train_size <= 300 else 8 if train_size <= 3000 else 16

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import re
 import sys
-import tempfile
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/, whose n
 from pydantic import Field
 
 from finetune.data.examples import LabeledExample
-from finetune.data.submissions import check_rows, write_submission
+from finetune.data.submissions import check_rows, submission_files
 from finetune.data.tasks import TASKS, Task
 from finetune.stats.systems import SystemResult, choosing_score, load_results
 from finetune.store.results import Store
@@ -62,25 +61,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = [row for size in sizes or {0} for row in load_results(store, size).rows]
     if not rows:
         raise UserError(f"{args.results}: no finished runs there. finetune/run.py and finetune/grid.py write them.")
-    with tempfile.TemporaryDirectory() as folder:
-        problems: list[str] = []
-        for task in wanted:
-            try:
-                _write_task(rows, task, others.get(task.name, args.system), args.train_size, Path(folder))
-            except UserError as error:
-                problems += error.problems
-        if problems:
-            raise UserError(*problems)
-        files = sorted(Path(folder).iterdir())
-        with zipfile.ZipFile(args.output, "w", zipfile.ZIP_DEFLATED) as archive:
-            for path in files:
-                archive.write(path, path.name)
+    files, problems = dict[str, str](), list[str]()
+    for task in wanted:
+        try:
+            files |= _files_of(task, rows, others.get(task.name, args.system), args.train_size)
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(*problems)
+    with zipfile.ZipFile(args.output, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
     print_summary([("written", f"{args.output} ({len(files)} files, as the site wants them)")])
     return 0
 
 
-def _write_task(rows: Sequence[SystemResult], task: Task, system: str, size: str, folder: Path) -> None:
-    """Writes the files of one task from the best run of a system.
+def _files_of(task: Task, rows: Sequence[SystemResult], system: str, size: str) -> dict[str, str]:
+    """Returns name and content of one task's files, from the best run of a system.
 
     Raises:
         UserError: There is no such run, it did not predict the test set, or the site would refuse the rows.
@@ -104,7 +101,7 @@ def _write_task(rows: Sequence[SystemResult], task: Task, system: str, size: str
         outputs = best[f"test_{task.name}_scores"][:, None] / task.label_scale
     else:
         outputs = best[f"test_{task.name}_logits"]
-    write_submission(task, examples, outputs, folder)
+    return submission_files(task, examples, outputs)
 
 
 if __name__ == "__main__":

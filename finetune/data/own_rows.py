@@ -137,14 +137,9 @@ def text_columns(source: str, row: Row, asked: str | None) -> tuple[str, ...]:
 def example_of(
     task: Task, fields: Sequence[str], row: Row, where: str, name: str, label: Any = math.nan
 ) -> LabeledExample:
-    """Returns a row as an example of the task.
+    """Returns the row that stands at `where` as the example `name` of the task, with the texts of the columns `fields`.
 
     Args:
-        task: the task, whose classes the labels are.
-        fields: columns of the texts.
-        row: the row.
-        where: where it stands, for messages.
-        name: the id of the example.
         label: name of the class, names of the classes, or score; NaN: hidden.
 
     Raises:
@@ -167,13 +162,11 @@ def example_of(
 
 
 def label_format(column: str, asked: str, cells: Sequence[Any], names: tuple[str, ...] = ()) -> LabelFormat:
-    """Returns how to read the labels `cells`.
+    """Returns how to read the labels `cells` of a column.
 
     Args:
-        column: their column.
         asked: "class", "multi_label", "score" or "auto": lists are several labels, numbers that are not all whole are
             scores, all else are classes.
-        cells: the labels of all rows.
         names: names of the classes, if the labels are their indices.
 
     Raises:

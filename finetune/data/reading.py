@@ -85,7 +85,7 @@ def read_file(task: Task, path: Path, part: str = "", hidden: bool = False) -> t
     """Returns the rows of one official file, and the number of rows left out for missing columns.
 
     Args:
-        task: the task; it may allow to leave out rows.
+        task: the task.
         path: `.tsv` (tabs, no quoting), `.csv` (tabs, quoted) or `.jsonl`.
         part: the part of dev or test that the rows belong to.
         hidden: True for a test file, whose labels may be missing.

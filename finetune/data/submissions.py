@@ -1,11 +1,10 @@
-"""Writes submission files for the sites of GLUE and SuperGLUE."""
+"""Submission files for the sites of GLUE and SuperGLUE."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.data.tasks import Task
@@ -17,17 +16,13 @@ if TYPE_CHECKING:
 SUFFIXES = {"glue": ".tsv", "superglue": ".jsonl"}
 
 
-def write_submission(task: Task, examples: Sequence[LabeledExample], outputs: Array, folder: Path) -> list[Path]:
-    """Writes the predictions of all test rows in the benchmark's format.
+def submission_files(task: Task, examples: Sequence[LabeledExample], outputs: Array) -> dict[str, str]:
+    """Returns name and content of the benchmark's files, one for each part of the test set.
 
     Args:
         task: one with `submissions`.
         examples: its test rows.
         outputs: (N, C) outputs of the model for them.
-        folder: the folder for the files.
-
-    Returns:
-        The files, one for each part of the test set.
     """
     from finetune.data.metrics import choose_answers, predictions_of
 
@@ -40,11 +35,9 @@ def write_submission(task: Task, examples: Sequence[LabeledExample], outputs: Ar
         index = examples[row].id.split(":", 1)[1]
         value = examples[row].answer if task.name == "record" else _spelled(task, values[row])
         predictions[examples[row].part].append((index, value))
-    paths = []
-    for (_, part), (stem, _) in zip(task.test, task.submissions, strict=True):
-        paths.append(folder / f"{stem}{SUFFIXES[task.benchmark]}")
-        paths[-1].write_text("".join(f"{line}\n" for line in _lines(task, predictions[part])), encoding="utf-8")
-    return paths
+    parts = zip(task.test, task.submissions, strict=True)
+    return {f"{stem}{SUFFIXES[task.benchmark]}": "".join(f"{line}\n" for line in _lines(task, predictions[part]))
+            for (_, part), (stem, _) in parts}  # fmt: skip
 
 
 def check_rows(task: Task, examples: Sequence[LabeledExample]) -> list[str]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from multicls.errors import UserError, did_you_mean
 
 Parts = tuple[tuple[str, str], ...]
-MAX_LENGTHS = {"superglue": 256}  # tokens, facets included; of all others 128 (the paper's)
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Task:
 
     @property
     def max_length(self) -> int:
-        """The paper's sequence length, facets included."""
-        return MAX_LENGTHS.get(self.benchmark, 128)
+        """The paper's sequence length in tokens, facets included."""
+        return 256 if self.benchmark == "superglue" else 128
 
 
 BINARY = ("0", "1")
@@ -70,21 +70,18 @@ PREMISE = (("premise",), ("hypothesis",))
 ACC, CORRELATIONS = ("acc",), ("spearman", "pearson")
 
 
-def _glue(name: str, fields: tuple[tuple[str, ...], ...], labels: tuple[str, ...], metrics: tuple[str, ...],
-          folder: str, test_rows: int, **options: object) -> Task:  # fmt: skip
-    defaults: dict[str, object] = {"test": (("test", ""),), "submissions": ((folder, test_rows),)}
-    return Task(name, fields, labels, metrics, "single" if len(fields) == 1 else "pair", "glue", folder,
-                ("nyu-mll/glue", name), **(defaults | options))  # type: ignore[arg-type]  # fmt: skip
+def _task(benchmark: str, name: str, fields: tuple[tuple[str, ...], ...], labels: tuple[str, ...],
+          metrics: tuple[str, ...], folder: str, test_rows: int, **options: object) -> Task:  # fmt: skip
+    """Returns a task of GLUE or SuperGLUE, with what most of them have in common."""
+    common: dict[str, object] = {"shape": "single" if len(fields) == 1 else "pair", "hub": ("nyu-mll/glue", name),
+                                 "test": (("test", ""),), "submissions": ((folder, test_rows),)}  # fmt: skip
+    if benchmark == "superglue":
+        common |= {"hub": ("aps/super_glue", name), "dev": (("val", ""),)}
+    about = common | options
+    return Task(name, fields, labels, metrics, benchmark=benchmark, folder=folder, **about)  # type: ignore[arg-type]
 
 
-def _super(name: str, fields: tuple[tuple[str, ...], ...], labels: tuple[str, ...], metrics: tuple[str, ...],
-           folder: str, test_rows: int, shape: str = "pair", **options: object) -> Task:  # fmt: skip
-    defaults: dict[str, object] = {"hub": ("aps/super_glue", name), "dev": (("val", ""),), "test": (("test", ""),),
-                                   "submissions": ((folder, test_rows),)}  # fmt: skip
-    return Task(name, fields, labels, metrics, shape, "superglue", folder,  # type: ignore[arg-type]
-                **(defaults | options))  # type: ignore[arg-type]  # fmt: skip
-
-
+_glue, _super = partial(_task, "glue"), partial(_task, "superglue")
 _TABLE = (
     _glue("cola", SENTENCE, BINARY, ("matthews", "acc"), "CoLA", 1063,
           columns=("source", "label", "author_mark", "sentence")),
@@ -106,15 +103,15 @@ _TABLE = (
     _super("boolq", (("passage",), ("question",)), BOOLEAN, ACC, "BoolQ", 3245, passage=0),
     _super("cb", PREMISE, ("entailment", "contradiction", "neutral"), ("mean(acc,macro_f1)", "acc", "macro_f1"),
            "CB", 250),
-    _super("copa", (("premise",), ("question",)), BINARY, ACC, "COPA", 500, "choice", num_choices=2),
+    _super("copa", (("premise",), ("question",)), BINARY, ACC, "COPA", 500, shape="choice", num_choices=2),
     _super("multirc", (("passage", "paragraph"), ("question",)), BINARY, ("mean(f1a,em)", "f1a", "em"), "MultiRC",
-           9693, "multi_answer", passage=0),
+           9693, shape="multi_answer", passage=0),
     _super("record", (("passage",), ("query",)), BINARY, ("mean(record_f1,record_em)", "record_f1", "record_em"),
-           "ReCoRD", 10000, "multi_answer", passage=0),
+           "ReCoRD", 10000, shape="multi_answer", passage=0),
     _super("rte_superglue", PREMISE, ENTAILMENT, ACC, "RTE", 3000, hub=("aps/super_glue", "rte"),
            diagnostics=("axb", "axg")),
-    _super("wic", SENTENCES, BOOLEAN, ACC, "WiC", 1400, "span", num_spans=2, passage=0),
-    _super("wsc", (("text",),), ("False", "True"), ACC, "WSC", 146, "span", num_spans=2, passage=0,
+    _super("wic", SENTENCES, BOOLEAN, ACC, "WiC", 1400, shape="span", num_spans=2, passage=0),
+    _super("wsc", (("text",),), ("False", "True"), ACC, "WSC", 146, shape="span", num_spans=2, passage=0,
            hub=("aps/super_glue", "wsc.fixed")),
     _super("axb", SENTENCES, ENTAILMENT, ("matthews", "acc"), "AX-b", 1104, train="", dev=(), test=(("AX-b", ""),)),
     _super("axg", PREMISE, ENTAILMENT, ("acc", "gender_parity"), "AX-g", 356, train="", dev=(),

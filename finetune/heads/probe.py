@@ -97,13 +97,15 @@ def _ridge(train_NF: Array, labels: Array, asked_NF: Array) -> Array:
 
 
 def _classes(train_NF: Array, labels: Array, asked_NF: Array, num_classes: int, seed: int) -> Array:
-    """Returns (N, C) log-probabilities; a class without train rows is the least likely one."""
-    probabilities = np.full((len(asked_NF), num_classes), LOWEST)
     seen = np.unique(labels)
-    if len(seen) > 1:
-        probabilities[:, seen] = np.maximum(_logistic(train_NF, labels, seed).predict_proba(asked_NF), LOWEST)
-    else:
-        probabilities[:, seen] = 1.0
+    found = _logistic(train_NF, labels, seed).predict_proba(asked_NF) if len(seen) > 1 else np.ones((len(asked_NF), 1))
+    return log_probabilities(found, seen, num_classes)
+
+
+def log_probabilities(found: Array, seen: Array, num_classes: int) -> Array:
+    """Returns (N, C) log-probabilities from those of the classes `seen` in train; others are the least likely."""
+    probabilities = np.full((len(found), num_classes), LOWEST)
+    probabilities[:, seen] = np.maximum(found, LOWEST)
     return np.log(probabilities)
 
 

@@ -23,7 +23,7 @@ from finetune.data.tasks import Task
 from finetune.heads.checkpoint import Checkpoint, load_tokenizer
 from finetune.heads.mean import Head as MeanHead
 from finetune.heads.modeling_heads import TaskModelConfig
-from finetune.heads.probe import LOWEST
+from finetune.heads.probe import log_probabilities
 from finetune.settings import FinetuneSettings
 from multicls.errors import UserError, first_line
 from multicls.from_bert import quiet_transformers
@@ -63,11 +63,9 @@ def fit_setfit(
     if checkpoint.model_type == TaskModelConfig.model_type:
         raise UserError(f"--head setfit: {checkpoint.name} is fine-tuned already; give a pretrained model.")
     labels = np.array([int(example.label) for example in train])
-    probabilities = np.full((len(asked), task.num_labels), LOWEST)
     seen = np.unique(labels)
     if len(seen) == 1:
-        probabilities[:, seen] = 1.0
-        return np.log(probabilities).astype(np.float32)
+        return log_probabilities(np.ones((len(asked), 1)), seen, task.num_labels).astype(np.float32)
     separator = f" {load_tokenizer(checkpoint, settings.max_length or task.max_length).sep_token} "
     texts, questions = ([separator.join(example.texts) for example in rows] for rows in (train, asked))
     try:
@@ -78,8 +76,7 @@ def fit_setfit(
             f"--head setfit: {first_line(error)}. If packages do not fit together, install them by {INSTALL}."
         ) from error
     found = model.predict_proba(questions, as_numpy=True, show_progress_bar=False)
-    probabilities[:, model.model_head.classes_] = np.maximum(found, LOWEST)
-    return np.log(probabilities).astype(np.float32)
+    return log_probabilities(found, model.model_head.classes_, task.num_labels).astype(np.float32)
 
 
 def _model(checkpoint: Checkpoint, task: Task, settings: FinetuneSettings, device: torch.device) -> Any:

@@ -26,13 +26,14 @@ from torch import Tensor, nn
 from finetune.data.encoding import Encoded
 from finetune.heads.modeling_heads import TaskModel
 from finetune.settings import TrainSettings
-from finetune.train.progress import RunProgress
 from finetune.train.snapshots import Snapshots
+from multicls.console import Progress
 from multicls.distributed import rank_and_world
 from multicls.ds_config import OWNED, check_with_deepspeed, resolve_ds_config
 from multicls.errors import UserError
 from multicls.optim import choose_precision, dropout_seed, linear_lr, parameter_groups
 from multicls.safe_unpickling import safe_unpickling
+from multicls.words import duration
 
 log = logging.getLogger("finetune")
 Scores = dict[str, float]
@@ -269,6 +270,42 @@ def predict(model: nn.Module, rows: Encoded, device: torch.device, settings: Tra
         dist.all_reduce(table, dist.ReduceOp.MAX)
     model.train(was_training)
     return np.asarray(table.cpu().numpy(), dtype=np.float32)
+
+
+class RunProgress(Progress):
+    """A bar on a terminal, lines in the log, and curves in the folder `tensorboard`, if given; rank 0 alone shows them.
+
+    `done` of the run's `steps` are done already.
+    """
+
+    def __init__(self, steps: int, done: int, tensorboard: Path | None) -> None:
+        first_rank = rank_and_world()[0] == 0
+        super().__init__("fine-tuning", steps, done=done, unit="steps", shown=first_rank)
+        self.board, self._newest = None, ""
+        if tensorboard and first_rank:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(str(tensorboard), purge_step=done + 1)
+
+    def close(self) -> None:
+        """Ends the bar and the file of TensorBoard."""
+        super().close()
+        if self.board is not None:
+            self.board.close()
+
+    def step(self) -> None:
+        """Counts a step."""
+        self.update(self.done + 1, self._newest)
+
+    def evaluation(self, result: FinetuneResult, curves: dict[str, float], seconds: float) -> None:
+        """Shows the newest evaluation of `result`, after `seconds` of the run; `curves` are for TensorBoard."""
+        step, loss, mains = result.history[-1]
+        self._newest = f"loss {loss:.4f}  score {sum(mains) / len(mains):.4f}"
+        eta = duration(seconds / step * (self.total - step))
+        log.info("step %d/%d  %s  eta %s", step, self.total, self._newest, eta)
+        if self.board is not None:
+            for name, value in curves.items():
+                self.board.add_scalar(name, value, step)
 
 
 def fine_tune(

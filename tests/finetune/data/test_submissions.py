@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from finetune.data.examples import LabeledExample
-from finetune.data.submissions import check_rows, write_submission
+from finetune.data.submissions import check_rows, submission_files
 from finetune.data.tasks import TASKS, Task
 
 IGNORE_INDEX = float("nan")
@@ -37,36 +36,33 @@ def outputs_for(task: Task, rows: int) -> Any:
 test_rows.__test__ = False  # type: ignore[attr-defined]
 
 
-def test_glue_files(tmp_path: Path) -> None:
+def test_glue_files() -> None:
     rows = [LabeledExample(f"test:{n}", (), IGNORE_INDEX) for n in (0, 1)]
-    write_submission(TASKS["qnli"], rows, np.array([[0.0, 1.0], [1.0, 0.0]]), tmp_path)
-    assert (tmp_path / "QNLI.tsv").read_text() == "index\tprediction\n0\tnot_entailment\n1\tentailment\n"
-    write_submission(TASKS["stsb"], rows, np.array([[0.5], [1.2]]), tmp_path)
-    assert (tmp_path / "STS-B.tsv").read_text() == "index\tprediction\n0\t2.5\n1\t5.0\n", "in 0..5"
+    found = submission_files(TASKS["qnli"], rows, np.array([[0.0, 1.0], [1.0, 0.0]]))
+    assert found == {"QNLI.tsv": "index\tprediction\n0\tnot_entailment\n1\tentailment\n"}
+    found = submission_files(TASKS["stsb"], rows, np.array([[0.5], [1.2]]))
+    assert found == {"STS-B.tsv": "index\tprediction\n0\t2.5\n1\t5.0\n"}, "in 0..5"
     rows = [
         LabeledExample("test_matched:0", (), IGNORE_INDEX, "m"),
         LabeledExample("test_mismatched:0", (), IGNORE_INDEX, "mm"),
     ]
-    write_submission(TASKS["mnli"], rows, np.eye(3)[[1, 2]], tmp_path)
-    assert (tmp_path / "MNLI-m.tsv").read_text() == "index\tprediction\n0\tneutral\n"
-    assert (tmp_path / "MNLI-mm.tsv").read_text() == "index\tprediction\n0\tcontradiction\n"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["MNLI-m.tsv", "MNLI-mm.tsv", "QNLI.tsv", "STS-B.tsv"]
+    assert submission_files(TASKS["mnli"], rows, np.eye(3)[[1, 2]]) == {
+        "MNLI-m.tsv": "index\tprediction\n0\tneutral\n", "MNLI-mm.tsv": "index\tprediction\n0\tcontradiction\n"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("task", "label"), [("boolq", "true"), ("wic", "true"), ("wsc", "True"), ("copa", 1),
                                              ("rte_superglue", "not_entailment"), ("cb", "contradiction")])  # fmt: skip
-def test_superglue_labels(task: str, label: object, tmp_path: Path) -> None:
-    classes = len(TASKS[task].labels)
-    (path,) = write_submission(
-        TASKS[task], [LabeledExample("test:7", (), IGNORE_INDEX)], np.eye(classes)[[1]], tmp_path
-    )
-    assert json.loads(path.read_text()) == {"idx": 7, "label": label}
+def test_superglue_labels(task: str, label: object) -> None:
+    outputs = np.eye(len(TASKS[task].labels))[[1]]
+    (content,) = submission_files(TASKS[task], [LabeledExample("test:7", (), IGNORE_INDEX)], outputs).values()
+    assert json.loads(content) == {"idx": 7, "label": label}
 
 
-def test_multirc_is_nested_and_record_names_the_entity(tmp_path: Path) -> None:
+def test_multirc_is_nested_and_record_names_the_entity() -> None:
     rows = [LabeledExample(f"test:{key}", (), IGNORE_INDEX) for key in ("0:0:0", "0:0:1", "0:1:2", "4:9:30")]
-    (path,) = write_submission(TASKS["multirc"], rows, np.eye(2)[[1, 0, 0, 1]], tmp_path)
-    first, second = map(json.loads, path.read_text().splitlines())
+    (content,) = submission_files(TASKS["multirc"], rows, np.eye(2)[[1, 0, 0, 1]]).values()
+    first, second = map(json.loads, content.splitlines())
     assert first == {"idx": 0, "passage": {"questions": [
         {"idx": 0, "answers": [{"idx": 0, "label": 1}, {"idx": 1, "label": 0}]},
         {"idx": 1, "answers": [{"idx": 2, "label": 0}]}]}}  # fmt: skip
@@ -76,8 +72,8 @@ def test_multirc_is_nested_and_record_names_the_entity(tmp_path: Path) -> None:
         for q in (5, 6)
         for name in ("X: a", "Y")
     ]
-    (path,) = write_submission(TASKS["record"], rows, np.array([[0, 2.0], [0, 1], [3, 1], [1, 0]]), tmp_path)
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+    (content,) = submission_files(TASKS["record"], rows, np.array([[0, 2.0], [0, 1], [3, 1], [1, 0]])).values()
+    assert [json.loads(line) for line in content.splitlines()] == [
         {"idx": 5, "label": "X: a"}, {"idx": 6, "label": "Y"},
     ]  # fmt: skip
 
