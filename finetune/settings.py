@@ -287,8 +287,8 @@ def resolve(settings: FinetuneSettings, num_rows: list[int], precision: Literal[
         A copy without None but for `dropout` and `micro_batch_size`; `max_steps` is the number of steps of the run.
     """
     train, size = settings.train, settings.train_size
-    papers = 16 if size == "full" or size > 3000 else 8 if size > 300 else 4
-    batch_size = train.batch_size or papers
+    of_the_paper = 16 if isinstance(size, str) or size > 3000 else 8 if size > 300 else 4
+    batch_size = train.batch_size or of_the_paper
     steps_per_epoch = sum(math.ceil(rows / batch_size) for rows in num_rows)
     steps = min(train.epochs * steps_per_epoch, train.max_steps or math.inf)
     return train.model_copy(

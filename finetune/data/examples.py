@@ -37,9 +37,7 @@ class TaskData:
 def fingerprint(examples: Iterable[LabeledExample], *about: object) -> str:
     """Returns a SHA-256 (16 hex digits) of all that the rows hold, except their ids, which name files.
 
-    Args:
-        examples: the rows, whose order counts.
-        *about: what else decides the numbers, such as the names of the classes.
+    The order of the rows counts. `about` is what else decides the numbers, such as the names of the classes.
     """
     digest = hashlib.sha256(json.dumps(about).encode())
     for example in examples:

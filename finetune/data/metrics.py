@@ -65,11 +65,9 @@ def gender_parity(predictions: Array, groups: Sequence[str]) -> float:
 
 
 def choose_answers(outputs: Array, groups: Sequence[str]) -> dict[str, int]:
-    """Returns the row of each group whose class 1 is the most likely (ReCoRD: the entity chosen for a query).
+    """Returns the row of each group whose class 1 is the most likely by the outputs (N, 2).
 
-    Args:
-        outputs: (N, 2) logits or log-probabilities.
-        groups: (N,) the group of each row.
+    In ReCoRD it is the entity chosen for a query.
     """
     margins = (outputs[:, 1] - outputs[:, 0]).tolist()
     best: dict[str, int] = {}
