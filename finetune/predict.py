@@ -10,7 +10,7 @@ import csv
 import json
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
@@ -166,13 +166,11 @@ def answers_of(task: Task, outputs: Array) -> dict[str, list[Any]]:
     return {"label": labels} | {f"p_{name}": [round(float(value), 6) for value in column] for name, column in columns}
 
 
-def _wanted(asked: str | None, task: Task) -> list[list[str]]:
+def _wanted(asked: str | None, task: Task) -> Sequence[Iterable[str]]:
     """Returns the sets of columns of which a CSV file must have one."""
     if asked:
         return [[name.strip() for name in asked.split(",")], [asked]]
-    if not task.fields:
-        return [list(names) for names in TEXTS]
-    return [[names[0] for names in task.fields], [names[-1] for names in task.fields]]
+    return [[names[0] for names in task.fields], [names[-1] for names in task.fields]] if task.fields else TEXTS
 
 
 def _fields(source: str, row: Row, asked: str | None, task: Task) -> tuple[str, ...]:
