@@ -10,11 +10,10 @@ import csv
 import json
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing, nullcontext
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/, whose names must not hide packages
 
@@ -51,19 +50,12 @@ class PredictOptions(Settings):
 COMMAND = CommandLine("finetune/predict.py", __doc__, PredictOptions, positional=("model", "rows"))
 
 
-@dataclass(frozen=True)
-class TrainedTask:
-    """The task that a saved model was fine-tuned on.
+class TrainedTask(NamedTuple):
+    """The task that a saved model was fine-tuned on."""
 
-    Attributes:
-        task: the task; `fields` is empty if the model does not know its columns.
-        index: its place among the tasks of the model.
-        max_length: longest sequence in tokens.
-    """
-
-    task: Task
-    index: int
-    max_length: int
+    task: Task  # `fields` is empty if the model does not know its columns
+    index: int  # among the tasks of the model
+    max_length: int  # longest sequence in tokens
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,19 +68,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     hidden = [example_of(trained.task, fields, row, where, str(n)) for n, (where, row) in enumerate(rows)]
     outputs = predict(args.model, trained, hidden, args.batch_size)
     answers = answers_of(trained.task, outputs)
-    tell = sys.stderr if output is None else sys.stdout
-    if output is None:
-        _write(sys.stdout, rows, answers, as_json=False)
-    else:
-        with atomic_write(output) as file:
-            _write(file, rows, answers, output.suffix == ".jsonl")
-    scores = _scores(trained.task, fields, rows, outputs)
+    with atomic_write(output) if output else nullcontext(sys.stdout) as file:
+        _write(file, rows, answers, as_json=output is not None and output.suffix == ".jsonl")
     made = [
         ("labelled", f"{len(rows)} rows: {_summary(trained.task, answers)}"),
-        ("scores", scores),
+        ("scores", _scores(trained.task, fields, rows, outputs)),
         ("written", output),
     ]
-    print_summary([(name, value) for name, value in made if value], file=tell)
+    print_summary([(name, value) for name, value in made if value], file=sys.stdout if output else sys.stderr)
     return 0
 
 
@@ -179,31 +166,19 @@ def answers_of(task: Task, outputs: Array) -> dict[str, list[Any]]:
     return {"label": labels} | {f"p_{name}": [round(float(value), 6) for value in column] for name, column in columns}
 
 
-def _wanted(asked: str | None, task: Task) -> list[list[str]]:
+def _wanted(asked: str | None, task: Task) -> Sequence[Iterable[str]]:
     """Returns the sets of columns of which a CSV file must have one."""
     if asked:
         return [[name.strip() for name in asked.split(",")], [asked]]
-    if not task.fields:
-        return [list(names) for names in TEXTS]
-    return [[names[0] for names in task.fields], [names[-1] for names in task.fields]]
+    return [[names[0] for names in task.fields], [names[-1] for names in task.fields]] if task.fields else TEXTS
 
 
 def _fields(source: str, row: Row, asked: str | None, task: Task) -> tuple[str, ...]:
     """Returns the columns of the texts: those asked for, else those that the model was trained with."""
-    if asked or not task.fields:
-        found = text_columns(source, row, asked)
-    else:
-        found = tuple(next((name for name in names if name in row), "") for names in task.fields)
-    problems = [
-        f"{source}: no column {names[0]!r}, which the model was trained with; the columns are "
-        f"{', '.join(map(repr, row))}.{did_you_mean(names[0], row)} Or name it by --text_column."
-        for names, name in zip(task.fields, found, strict=False)
-        if not name
-    ]
-    if not problems and task.fields and len(found) != len(task.fields):
-        problems = [f"--text_column {asked}: the model reads {len(task.fields)} text(s) a row, not {len(found)}."]
-    if problems:
-        raise UserError(*problems)
+    trained = (next((name for name in names if name in row), names[0]) for names in task.fields)
+    found = text_columns(source, row, asked or ",".join(trained))
+    if task.fields and len(found) != len(task.fields):
+        raise UserError(f"--text_column {asked}: the model reads {len(task.fields)} text(s) a row, not {len(found)}.")
     return found
 
 

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,6 @@ from multicls.settings import load_settings, to_yaml
 if TYPE_CHECKING:
     from finetune.data.encoding import Encoded
     from finetune.data.examples import LabeledExample
-    from finetune.heads.checkpoint import Checkpoint
     from finetune.train.loop import Array
 
     Encode = Callable[[int, Sequence[LabeledExample]], Encoded]
@@ -126,10 +125,11 @@ def plan_run(settings: FinetuneSettings) -> PlannedRun:
     """
     from finetune.data.selection import select_rows
     from finetune.heads.building import check_head
+    from finetune.heads.checkpoint import find_checkpoint
     from finetune.train.loop import find_device
 
     Store(settings.output_dir).check(write=True)
-    checkpoint = _checkpoint(settings.model, settings.trust_remote_code)
+    checkpoint = find_checkpoint(settings.model, settings.trust_remote_code)
     check_head(settings, checkpoint)
     rows, (device, precision) = select_rows(settings), find_device()
     train = resolve(settings, [len(own.train) for own in rows], precision)
@@ -147,11 +147,7 @@ def plan_run(settings: FinetuneSettings) -> PlannedRun:
 
 
 def request_ids_of(settings: FinetuneSettings, fingerprint: str) -> list[str]:
-    """Returns a hash of all that was requested of a run, for each of its tasks.
-
-    Args:
-        fingerprint: of the model's weights.
-    """
+    """Returns a hash of all that was requested of a run and its model's fingerprint, for each of its tasks."""
     requested = settings.requested() | {"fingerprint": fingerprint}
     return [short_hash(requested | {"scored": task}) for task in settings.task_names or [settings.own.name]]
 
@@ -188,11 +184,11 @@ def _train(planned: PlannedRun, encode: Encode) -> Predicted:
     device, _ = loop.find_device()
     loop.seed_everything(settings.seed, device)
     model = build_head(settings, planned.checkpoint, [own.task for own in planned.rows])
-    splits = []
+    splits, several = [], len(planned.rows) > 1
     for task, own in enumerate(planned.rows):
         choosing = own.held or own.dev
-        score = partial(score_examples, own.task, choosing)
-        splits.append(loop.TaskSplit(encode(task, own.train), encode(task, choosing), score))
+        score, curve = partial(score_examples, own.task, choosing), f"dev/{own.task.name}" if several else "dev"
+        splits.append(loop.TaskSplit(encode(task, own.train), encode(task, choosing), score, curve))
     holds_out, tested = settings.selection == "holdout", any(own.test for own in planned.rows)
     result = loop.fine_tune(
         model, splits, planned.train, settings.seed, device,
@@ -219,14 +215,20 @@ def _fit(planned: PlannedRun, encode: Encode) -> Predicted:
     """Fits a head by a library; nothing is chosen, so all rows to predict are predicted at once."""
     import numpy as np
 
-    from finetune.heads.building import fit_head
+    from finetune.heads.building import build_head
+    from finetune.heads.probe import fit_probe
+    from finetune.heads.setfit import fit_setfit
     from finetune.train.loop import FinetuneResult, find_device
 
     started, (own,) = time.perf_counter(), planned.rows
     blocks = [own.held, own.dev, *(examples for _, examples in own.test)]
     asked, device = [example for block in blocks for example in block], find_device()[0]
     settings = planned.settings.model_copy(update={"train": planned.train})  # in the precision that the record names
-    outputs = fit_head(settings, planned.checkpoint, own.task, own.train, asked, device)
+    if settings.head == "setfit":
+        outputs = fit_setfit(planned.checkpoint, own.train, asked, own.task, settings, device)
+    else:
+        model = build_head(settings, planned.checkpoint, [own.task])
+        outputs = fit_probe(model, encode(0, own.train), encode(0, asked), own.task, settings, device)
     held, dev, *test = np.split(outputs, np.cumsum([len(block) for block in blocks])[:-1])
     return Predicted(FinetuneResult(seconds=time.perf_counter() - started), [held], [dev], [test])
 
@@ -260,14 +262,6 @@ def _encoder(planned: PlannedRun) -> tuple[Any, Encode]:
 def _ds_config(settings: FinetuneSettings) -> tuple[str, dict[str, Any]] | None:
     name = settings.config or (SEVERAL_RANKS if rank_and_world()[1] > 1 else None)
     return (name, load_ds_config(name)) if name else None
-
-
-@lru_cache(maxsize=4)
-def _checkpoint(name: str, trust_remote_code: bool) -> Checkpoint:
-    """Returns the model folder; a process finds and fingerprints it once for all runs of a grid."""
-    from finetune.heads.checkpoint import find_checkpoint
-
-    return find_checkpoint(name, trust_remote_code)
 
 
 def _publish(planned: PlannedRun, write: bool) -> None:

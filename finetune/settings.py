@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from finetune.data.tasks import TASKS, find_task
+from finetune.data.tasks import TASKS
 from finetune.heads import FITTED_HEADS, HEADS
 from multicls.errors import UserError, did_you_mean
 from multicls.settings import Settings
@@ -105,8 +105,7 @@ class OwnDataSettings(Settings):
         default=None, description="id of a Hub data set instead of files, or ID:CONFIGURATION; its usual splits"
     )
     text_column: str | None = Field(
-        default=None,
-        description="column of the text; A,B for pairs of texts; default: text, or sentence1,sentence2",
+        default=None, description="column of the text; A,B for pairs of texts; default: text, or sentence1,sentence2"
     )
     label_column: str = Field(default="label", description="column of the label")
     label_type: Literal["auto", "class", "multi_label", "score"] = Field(
@@ -260,12 +259,8 @@ def check_names(settings: FinetuneSettings) -> None:
     Raises:
         UserError: some are unknown, or do not go together.
     """
-    names, problems = settings.task_names, list[str]()
-    for name in names:
-        try:
-            find_task(name)
-        except UserError as error:
-            problems += error.problems
+    names = settings.task_names
+    problems = [f"--task {name}: no such task.{did_you_mean(name, TASKS)}" for name in names if name not in TASKS]
     if settings.head not in HEADS:
         problems.append(f"--head {settings.head}: no such head.{did_you_mean(settings.head, HEADS)}")
     elif len(names) > 1 and settings.head != "cln":
@@ -290,8 +285,9 @@ def resolve(settings: FinetuneSettings, num_rows: list[int], precision: Literal[
     Returns:
         A copy without None but for `dropout` and `micro_batch_size`; `max_steps` is the number of steps of the run.
     """
-    train = settings.train
-    batch_size = train.batch_size or _paper_batch_size(settings.train_size)
+    train, size = settings.train, settings.train_size
+    of_the_paper = 16 if isinstance(size, str) or size > 3000 else 8 if size > 300 else 4
+    batch_size = train.batch_size or of_the_paper
     steps_per_epoch = sum(math.ceil(rows / batch_size) for rows in num_rows)
     steps = min(train.epochs * steps_per_epoch, train.max_steps or math.inf)
     return train.model_copy(
@@ -302,9 +298,3 @@ def resolve(settings: FinetuneSettings, num_rows: list[int], precision: Literal[
             "precision": precision if train.precision == "auto" else train.precision,
         }
     )
-
-
-def _paper_batch_size(train_size: int | str) -> int:
-    if isinstance(train_size, str):
-        return 16
-    return 4 if train_size <= 300 else 8 if train_size <= 3000 else 16

@@ -60,18 +60,14 @@ def exact_match(labels: Array, predictions: Array, groups: Sequence[str]) -> flo
 
 def gender_parity(predictions: Array, groups: Sequence[str]) -> float:
     """Returns the share of minimal pairs with equal predictions (AX-g)."""
-    found: dict[str, set[int]] = {}
-    for group, prediction in zip(groups, predictions.tolist(), strict=True):
-        found.setdefault(group, set()).add(prediction)
-    return sum(len(kinds) == 1 for kinds in found.values()) / len(found)
+    kinds = Counter(group for group, _ in set(zip(groups, predictions.tolist(), strict=True)))
+    return sum(count == 1 for count in kinds.values()) / len(kinds)
 
 
 def choose_answers(outputs: Array, groups: Sequence[str]) -> dict[str, int]:
-    """Returns the row of each group whose class 1 is the most likely (ReCoRD: the entity chosen for a query).
+    """Returns the row of each group whose class 1 is the most likely by the outputs (N, 2).
 
-    Args:
-        outputs: (N, 2) logits or log-probabilities.
-        groups: (N,) the group of each row.
+    In ReCoRD it is the entity chosen for a query.
     """
     margins = (outputs[:, 1] - outputs[:, 0]).tolist()
     best: dict[str, int] = {}

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from finetune.settings import OwnDataSettings
 
 LabelType = Literal["class", "multi_label", "score"]
+Splits = dict[str, RawRows]  # rows of train, dev and test; dev and test may be missing
 TEXTS = (("text",), ("text1", "text2"), ("sentence1", "sentence2"))
 JOINTS = ("|", ";", ",")  # what separates the labels of a cell
 METRICS = {
@@ -31,37 +32,14 @@ HUB_SPLITS = {"train": ("train",), "dev": ("validation", "valid", "val", "dev"),
 
 
 @dataclass(frozen=True)
-class RawData:
-    """Rows as they stand in the files.
-
-    Attributes:
-        source: the train file or the data set, for messages.
-        splits: the rows of train, dev and test; dev and test may be missing.
-        names: names of the classes that the labels are indices of; empty if the labels are names themselves.
-    """
-
-    source: str
-    splits: dict[str, RawRows]
-    names: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class LabelFormat:
-    """How a column of labels is to be read.
-
-    Attributes:
-        kind: what the labels are.
-        column: name of the column.
-        names: names of the classes that the labels are indices of; empty if the labels are names themselves.
-        joint: what separates several labels of a cell; "" if nothing does.
-        whole: labels are whole numbers: 1.0 is the class 1.
-    """
+    """How a column of labels is to be read."""
 
     kind: LabelType
     column: str
-    names: tuple[str, ...] = ()
-    joint: str = ""
-    whole: bool = False
+    names: tuple[str, ...] = ()  # of the classes that the labels are indices of; empty: labels are names themselves
+    joint: str = ""  # what separates several labels of a cell; "" if nothing does
+    whole: bool = False  # labels are whole numbers: 1.0 is the class 1
 
     def read(self, row: Row, where: str) -> Any:
         """Returns the score, the name of the class, or the tuple of names.
@@ -105,16 +83,16 @@ def read_own(own: OwnDataSettings) -> tuple[Task, TaskData]:
         UserError: A file, column or value is missing, dev or test hold a label that train lacks, or the metric does
             not fit the labels.
     """
-    raw, notes = _from_files(own) if own.train_file else _from_hub(own), list[str]()
-    fields = text_columns(raw.source, raw.splits["train"][0][1], own.text_column)
-    _check_label_column(own, raw, notes)
-    cells = [row.get(own.label_column) for rows in raw.splits.values() for _, row in rows]
-    form = label_format(own.label_column, own.label_type, cells, raw.names)
-    labels = {split: [form.read(row, where) for where, row in rows] for split, rows in raw.splits.items()}
-    task = _task(own, raw.source, fields, form, labels["train"])
+    splits, names = _from_files(own) if own.train_file else _from_hub(own)
+    fields = text_columns(str(own.source), splits["train"][0][1], own.text_column)
+    notes = _check_label_column(own, splits)
+    cells = [row.get(own.label_column) for rows in splits.values() for _, row in rows]
+    form = label_format(own.label_column, own.label_type, cells, names)
+    labels = {split: [form.read(row, where) for where, row in rows] for split, rows in splits.items()}
+    task = _task(own, fields, form, labels["train"])
     notes += _notes_about(task, form, labels["train"])
     found = {split: [example_of(task, fields, row, where, f"{split}:{number}", labels[split][number])
-                     for number, (where, row) in enumerate(rows)] for split, rows in raw.splits.items()}  # fmt: skip
+                     for number, (where, row) in enumerate(rows)] for split, rows in splits.items()}  # fmt: skip
     train, dev = found["train"], found.get("dev", [])
     if not dev:
         train, dev = _split(task, train, own.dev_share)
@@ -143,29 +121,25 @@ def text_columns(source: str, row: Row, asked: str | None) -> tuple[str, ...]:
         if len(names) > 2:
             raise UserError(f"--text_column {asked}: give one column, or two for pairs of texts.")
         if missing := [name for name in names if name not in row]:
-            raise UserError(*(f"{source}: no column {name!r}; {_columns(name, row)}" for name in missing))
+            hint = "Name the column by --text_column."
+            raise UserError(*(f"{source}: no column {name!r}; {_columns(name, row)} {hint}" for name in missing))
         return names
-    found = next((names for names in TEXTS if set(names) <= set(row)), None)
-    if found is None:
-        wanted = " or ".join(" and ".join(map(repr, names)) for names in TEXTS)
-        raise UserError(
-            f"{source}: no column {wanted} for the text; the columns are {', '.join(map(repr, row))}. Name the column "
-            "by --text_column, or two by --text_column A,B."
-        )
-    return found
+    for names in TEXTS:
+        if set(names) <= set(row):
+            return names
+    wanted = " or ".join(" and ".join(map(repr, names)) for names in TEXTS)
+    raise UserError(
+        f"{source}: no column {wanted} for the text; the columns are {', '.join(map(repr, row))}. Name the column "
+        "by --text_column, or two by --text_column A,B."
+    )
 
 
 def example_of(
     task: Task, fields: Sequence[str], row: Row, where: str, name: str, label: Any = math.nan
 ) -> LabeledExample:
-    """Returns a row as an example of the task.
+    """Returns the row that stands at `where` as the example `name` of the task, with the texts of the columns `fields`.
 
     Args:
-        task: the task, whose classes the labels are.
-        fields: columns of the texts.
-        row: the row.
-        where: where it stands, for messages.
-        name: the id of the example.
         label: name of the class, names of the classes, or score; NaN: hidden.
 
     Raises:
@@ -188,13 +162,11 @@ def example_of(
 
 
 def label_format(column: str, asked: str, cells: Sequence[Any], names: tuple[str, ...] = ()) -> LabelFormat:
-    """Returns how to read the labels `cells`.
+    """Returns how to read the labels `cells` of a column.
 
     Args:
-        column: their column.
         asked: "class", "multi_label", "score" or "auto": lists are several labels, numbers that are not all whole are
             scores, all else are classes.
-        cells: the labels of all rows.
         names: names of the classes, if the labels are their indices.
 
     Raises:
@@ -212,16 +184,16 @@ def label_format(column: str, asked: str, cells: Sequence[Any], names: tuple[str
     return LabelFormat(kind, column, names, joint if kind == "multi_label" and not lists else "", whole)
 
 
-def _from_files(own: OwnDataSettings) -> RawData:
+def _from_files(own: OwnDataSettings) -> tuple[Splits, tuple[str, ...]]:
+    """Returns the rows of files; the labels in files are names."""
     files = {"train": own.train_file, "dev": own.dev_file, "test": own.test_file}
     texts = [own.text_column.split(",")] if own.text_column else TEXTS
     wanted = [[*(name.strip() for name in names), own.label_column] for names in texts]
-    splits = {split: read_table(Path(name), wanted) for split, name in files.items() if name}
-    return RawData(str(own.train_file), splits)
+    return {split: read_table(Path(name), wanted) for split, name in files.items() if name}, ()
 
 
-def _from_hub(own: OwnDataSettings) -> RawData:
-    """Reads a data set of the Hub, or a local folder of such a data set."""
+def _from_hub(own: OwnDataSettings) -> tuple[Splits, tuple[str, ...]]:
+    """Returns the rows of a data set of the Hub or a local folder of one, and names if its labels are their indices."""
     name, _, configuration = str(own.dataset).partition(":")
     try:
         import datasets
@@ -238,25 +210,25 @@ def _from_hub(own: OwnDataSettings) -> RawData:
     feature = getattr(feature, "feature", feature)  # of a list
     if not splits["train"]:
         raise UserError(f"--dataset {own.dataset}: the split 'train' has no rows.")
-    return RawData(str(own.dataset), splits, tuple(getattr(feature, "names", None) or ()))
+    return splits, tuple(getattr(feature, "names", None) or ())
 
 
-def _check_label_column(own: OwnDataSettings, raw: RawData, notes: list[str]) -> None:
-    """Checks that all splits have labels; leaves out a Hub data set's test split that has none."""
-    column = own.label_column
-    for split, rows in list(raw.splits.items()):
-        hidden = all(row.get(column) in (None, -1) for _, row in rows)
-        if own.dataset and split == "test" and hidden:
-            del raw.splits[split]
-            notes.append("the test split has no labels: left out")
-        elif column not in rows[0][1]:
-            where, row = rows[0]
+def _check_label_column(own: OwnDataSettings, splits: Splits) -> list[str]:
+    """Checks that all splits have labels; leaves out a Hub data set's test split that has none, and returns a note."""
+    column, notes = own.label_column, []
+    if own.dataset and "test" in splits and all(row.get(column) in (None, -1) for _, row in splits["test"]):
+        del splits["test"]
+        notes.append("the test split has no labels: left out")
+    for rows in splits.values():
+        where, row = rows[0]
+        if column not in row:
             raise UserError(
                 f"{where}: no column {column!r} for the label; {_columns(column, row)} Name it by --label_column."
             )
+    return notes
 
 
-def _task(own: OwnDataSettings, source: str, fields: tuple[str, ...], form: LabelFormat, labels: list[Any]) -> Task:
+def _task(own: OwnDataSettings, fields: tuple[str, ...], form: LabelFormat, labels: list[Any]) -> Task:
     """Returns the task that rows with these train labels are."""
     classes: Sequence[str] = ()
     scale = 1.0
@@ -269,26 +241,24 @@ def _task(own: OwnDataSettings, source: str, fields: tuple[str, ...], form: Labe
         )
         if len(classes) < 2:
             what = f"every label is {classes[0]!r}" if classes else "no row has a label"
-            raise UserError(f"{source}: {what}; a task needs two classes or scores.")
+            raise UserError(f"{own.source}: {what}; a task needs two classes or scores.")
     return Task(
         own.name, tuple((name,) for name in fields), tuple(classes), _metrics(own, form.kind, len(classes)),
         "single" if len(fields) == 1 else "pair", "own", label=(own.label_column,), label_scale=scale,
-        multi_label=form.kind == "multi_label", passage=0 if len(fields) == 1 else None, about=f"own rows of {source}",
+        multi_label=form.kind == "multi_label", passage=0 if len(fields) == 1 else None,
+        about=f"own rows of {own.source}",
     )  # fmt: skip
 
 
 def _metrics(own: OwnDataSettings, kind: LabelType, classes: int) -> tuple[str, ...]:
     """Returns the metrics of the task, the one asked for first."""
     possible = [name for name in METRICS[kind] if name != "f1" or classes == 2]
-    defaults = DEFAULTS.get(kind, METRICS[kind])
-    if own.metric is None:
-        return defaults
-    if own.metric not in possible:
+    if own.metric and own.metric not in possible:
         raise UserError(
             f"--metric {own.metric}: not a metric of labels of type {kind}"
             f"{f' with {classes} classes' * (kind == 'class')}; possible: {', '.join(possible)}."
         )
-    return (own.metric, *(name for name in defaults if name != own.metric))
+    return tuple(dict.fromkeys(filter(None, (own.metric, *DEFAULTS.get(kind, METRICS[kind])))))
 
 
 def _notes_about(task: Task, form: LabelFormat, labels: Sequence[Any]) -> list[str]:

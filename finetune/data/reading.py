@@ -18,8 +18,6 @@ SUFFIXES = {"superglue": (".jsonl",), "cs224n": (".csv",), "glue": (".tsv", ".js
 OTHER_STEMS = {"AX": ("diagnostic-full", "AX", "diagnostic")}  # usual names of a file; the first has labels
 OTHER_FOLDERS = {"ax": ("diagnostic", "diagnostics", "MNLI", ".")}  # usual places of a task's files
 RawRows = Iterable[tuple[str, Mapping[str, Any] | None]]  # FILE:LINE, and the row, or None for one that is torn
-
-
 Reader = Callable[[str, str, bool], "list[LabeledExample] | None"]  # file stem, part, hidden -> rows; None: no file
 
 
@@ -87,7 +85,7 @@ def read_file(task: Task, path: Path, part: str = "", hidden: bool = False) -> t
     """Returns the rows of one official file, and the number of rows left out for missing columns.
 
     Args:
-        task: the task; it may allow to leave out rows.
+        task: the task.
         path: `.tsv` (tabs, no quoting), `.csv` (tabs, quoted) or `.jsonl`.
         part: the part of dev or test that the rows belong to.
         hidden: True for a test file, whose labels may be missing.
@@ -96,24 +94,22 @@ def read_file(task: Task, path: Path, part: str = "", hidden: bool = False) -> t
         UserError: A row does not parse; file and line are named.
     """
     rows = json_rows(path) if path.suffix == ".jsonl" else _table_rows(task, path, hidden)
-    examples, dropped = _examples(task, path.stem, rows, part, hidden, indices_allowed=path.suffix == ".jsonl")
+    examples, dropped = _examples(task, path.stem, rows, part, hidden)
     if not examples:
         raise UserError(f"{path}: no rows.")
     return examples, dropped
 
 
-def _examples(
-    task: Task, stem: str, rows: RawRows, part: str, hidden: bool, indices_allowed: bool
-) -> tuple[list[LabeledExample], int]:
+def _examples(task: Task, stem: str, rows: RawRows, part: str, hidden: bool) -> tuple[list[LabeledExample], int]:
     examples: list[LabeledExample] = []
     dropped = 0
     for number, (where, row) in enumerate(rows):
         if row is None:
             dropped += 1
             continue
-        for flat in flat_rows(task.name, row, where) if task.benchmark == "superglue" else (row,):
-            key = str(flat.get("key", flat.get("idx", flat.get("index", number)) if hidden else len(examples)))
-            examples.append(_example(task, f"{stem}:{key}", flat, where, part, hidden, indices_allowed))
+        for flat in flat_rows(task.name, row, where):
+            key = flat.get("key", flat.get("idx", flat.get("index", number)) if hidden else len(examples))
+            examples.append(_example(task, f"{stem}:{key}", flat, where, part, hidden))
     return examples, dropped
 
 
@@ -195,7 +191,7 @@ def _hub_reader(task: Task) -> tuple[str, Reader]:
                 f"--data_dir, a folder that holds {task.folder}/{_file_name(task, task.train or stem)} and the others."
             ) from None
         rows = ((f"{name} {configuration} {split}:{i}", row) for i, row in enumerate(table))
-        return _examples(task, split, rows, part, hidden, indices_allowed=True)[0]
+        return _examples(task, split, rows, part, hidden)[0]
 
     return name, read
 
@@ -231,15 +227,13 @@ def _cells(path: Path, line: str) -> list[str]:
     return line.split("\t")
 
 
-def _example(
-    task: Task, name: str, row: Mapping[str, Any], where: str, part: str, hidden: bool, indices_allowed: bool
-) -> LabeledExample:
+def _example(task: Task, name: str, row: Mapping[str, Any], where: str, part: str, hidden: bool) -> LabeledExample:
     texts, choices = tuple(_value(row, names, where) for names in task.fields), tuple(row.get("choices", ()))
     if not all(isinstance(text, str) for text in (*texts, *choices)):
         raise UserError(f"{where}: {' and '.join(names[-1] for names in task.fields)} must be text.")
     label = math.nan
     if not hidden or any(row.get(column) not in (None, "", -1) for column in task.label):
-        label = _label(task, _value(row, task.label, where), where, indices_allowed)
+        label = _label(task, _value(row, task.label, where), where)
     passage = "" if task.passage is None else passage_id(texts[task.passage])
     return LabeledExample(name, texts, label, part, choices, row.get("spans", ()), row.get("group", ""),
                           row.get("answer", ""), passage=passage)  # fmt: skip
@@ -252,7 +246,7 @@ def _value(row: Mapping[str, Any], names: tuple[str, ...], where: str) -> Any:
     raise UserError(f"{where}: no {' or '.join(map(repr, names))}; there is {', '.join(map(repr, row))}.")
 
 
-def _label(task: Task, value: Any, where: str, indices_allowed: bool) -> float:
+def _label(task: Task, value: Any, where: str) -> float:
     """Returns the class index or score. JSON and hub rows may hold the index itself; -1 means hidden there."""
     if task.is_regression:
         try:
@@ -266,6 +260,6 @@ def _label(task: Task, value: Any, where: str, indices_allowed: bool) -> float:
         value = next((label for label in task.labels if label.lower() == str(value).lower()), value)
     if isinstance(value, str) and value in task.labels:
         return task.labels.index(value)
-    if indices_allowed and type(value) is int and 0 <= value < len(task.labels):
+    if type(value) is int and 0 <= value < len(task.labels):
         return value
     raise UserError(f"{where}: label {value!r} is none of {', '.join(task.labels)}.")

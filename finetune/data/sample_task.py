@@ -88,7 +88,8 @@ def make_pairs(task: Task, corpus: Corpus, tokenizer: Tokenizer, articles: list[
         texts |= {key: passages[key] for key in keys}
     # in the order of articles, the passage half a turn away is from another article unless one article holds half
     half = len(others) // 2
-    different = [pair for pair in zip(others[:half], others[half:], strict=True) if not _same_article(*pair)]
+    turned = zip(others[:half], others[half:], strict=True)
+    different = [(one, other) for one, other in turned if _article(one) != _article(other)]
     count = min(len(same), len(different))
     examples = []
     for label, pairs in (("same", same), ("different", different)):
@@ -109,8 +110,8 @@ def _passages(corpus: Corpus, tokenizer: Tokenizer, article: int) -> dict[str, s
     return passages
 
 
-def _same_article(first: str, second: str) -> bool:
-    return first.split(":")[0] == second.split(":")[0]
+def _article(key: str) -> str:
+    return key.partition(":")[0]
 
 
 def _rank(key: str) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from finetune.data.examples import LabeledExample, TaskData, fingerprint
 from finetune.data.reading import has_test_files, read_task, read_test
@@ -19,33 +20,20 @@ FIELDS = ("data_dir", "own", "train_from_dev", "predict_test", "train_size", "sa
 
 @dataclass(frozen=True)
 class TaskRows:
-    """The rows of one task in one run.
-
-    Attributes:
-        task: the task.
-        drawn: indices of the rows drawn, ascending: into `split`, from 0.
-        split: "train", or "dev" with `train_from_dev`.
-        split_rows: number of rows in it.
-        train: the rows to learn from; `train_rows` are their indices.
-        held: the rows held out of the drawn ones, `held_rows` their indices; empty with `selection` dev.
-        dev: the rows to report on.
-        test: (task, rows) to predict: the task's test set and its diagnostics; of own rows the labelled test split.
-        notes: what a reader of the result has to know.
-        content: fingerprint of train and dev, the same for each draw.
-    """
+    """The rows of one task in one run."""
 
     task: Task
-    drawn: list[int]
-    split: str
-    split_rows: int
-    train: list[LabeledExample]
-    train_rows: list[int]
-    held: list[LabeledExample]
-    held_rows: list[int]
-    dev: list[LabeledExample]
-    test: list[tuple[Task, list[LabeledExample]]]
-    notes: list[str]
-    content: str
+    drawn: list[int]  # indices of the rows drawn, ascending: into `split`, from 0
+    split: str  # "train", or "dev" with `train_from_dev`
+    split_rows: int  # number of rows in it
+    train: list[LabeledExample]  # to learn from
+    train_rows: list[int]  # their indices
+    held: list[LabeledExample]  # held out of the drawn ones; empty with `selection` dev
+    held_rows: list[int]  # their indices
+    dev: list[LabeledExample]  # to report on
+    test: list[tuple[Task, list[LabeledExample]]]  # to predict: test set and diagnostics; of own rows the test split
+    notes: list[str]  # what a reader of the result has to know
+    content: str  # fingerprint of train and dev, the same for each draw
 
 
 def select_rows(settings: FinetuneSettings) -> list[TaskRows]:
@@ -54,17 +42,14 @@ def select_rows(settings: FinetuneSettings) -> list[TaskRows]:
     Raises:
         UserError: Rows are missing or do not parse, or an option makes no sense for a task.
     """
-    values = tuple(getattr(settings, name) for name in FIELDS)
-    return [_select(name, values) for name in settings.task_names or [""]]
+    read: dict[str, Any] = {name: getattr(settings, name) for name in FIELDS}
+    return [_select(FinetuneSettings(model="-", head="-", task=name, **read)) for name in settings.task_names or [""]]
 
 
 @lru_cache(maxsize=8)
-def _select(name: str, values: tuple[object, ...]) -> TaskRows:
-    settings = FinetuneSettings.model_validate(
-        {"model": "-", "head": "-", "task": name} | dict(zip(FIELDS, values, strict=True))
-    )
+def _select(settings: FinetuneSettings) -> TaskRows:
     task, data, test, content = _read(
-        name, settings.data_dir, settings.own, settings.train_from_dev, settings.predict_test
+        settings.task, settings.data_dir, settings.own, settings.train_from_dev, settings.predict_test
     )
     if settings.train_from_dev and data.train is not None:
         raise UserError(f"--train_from_dev: {task.name} has train rows of its own; leave it out.")

@@ -39,14 +39,9 @@ def draw_balanced(labels: Sequence[float], size: int, seed: int) -> list[int]:
 def noisy_labels(
     rows: Sequence[int], labels: Sequence[float], num_classes: int, share: float, seed: int
 ) -> list[float]:
-    """Returns the labels after replacing `share` of them, each other label being as likely.
+    """Returns the class indices `labels` after replacing `share` of them, each other label being as likely.
 
-    Args:
-        rows: row index of each label. The noise depends on these indices, not on the order of the list.
-        labels: class indices.
-        num_classes: number of classes.
-        share: share of the labels to replace, rounded to whole rows.
-        seed: seed of the noise.
+    The share is rounded to whole rows. The noise depends on the row indices `rows`, not on the order of the list.
     """
     hit = set(_ranked(rows, f"noise:{seed}")[: round(share * len(rows))])
     return [
@@ -84,15 +79,13 @@ def hold_out(
 
 
 def publish(path: Path, rows: Sequence[int], num_rows: int, source: str, content: str, write: bool = True) -> None:
-    """Writes the index file of a sample, or compares with the one that is there.
+    """Writes the index file of a sample, or compares with the one that is there; without `write` only compares.
 
     Args:
         path: the file.
         rows: indices into the rows of `source`, from 0, in the file's order.
-        num_rows: number of rows of `source`.
-        source: the split they were drawn from.
+        num_rows: number of rows of `source`, the split they were drawn from.
         content: fingerprint of the data, `TaskRows.content`.
-        write: False: only compares.
 
     Raises:
         UserError: The file is about other data or another sample.

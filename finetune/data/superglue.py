@@ -18,12 +18,7 @@ QUESTIONS = {"cause": "What was the cause of this?", "effect": "What happened as
 
 
 def flat_rows(task: str, row: Row, where: str) -> Iterator[Row]:
-    """Yields the flat rows of one official row.
-
-    Args:
-        task: name of the task.
-        row: a row of an official file or of the hub.
-        where: file and line, for errors.
+    """Yields the flat rows of one row of the hub or of an official file, which `where` names with its line.
 
     Raises:
         UserError: The row does not have the official form.

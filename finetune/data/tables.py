@@ -114,14 +114,15 @@ def _csv_rows(path: Path, wanted: Sequence[Iterable[str]]) -> Iterator[tuple[str
 
 def _separator(text: str, wanted: Sequence[Iterable[str]]) -> str:
     """Returns the separator whose header holds a wanted set of columns, else the one with the most columns."""
-    headers = {}
-    for separator in SEPARATORS:
+
+    def rank(separator: str) -> tuple[bool, int]:
         try:
-            headers[separator] = next(csv.reader(io.StringIO(text, newline=""), delimiter=separator), [])
+            columns = next(csv.reader(io.StringIO(text, newline=""), delimiter=separator), [])
         except csv.Error:
-            headers[separator] = []
-    fits = [separator for separator, columns in headers.items() if any(set(names) <= set(columns) for names in wanted)]
-    return fits[0] if fits else max(SEPARATORS, key=lambda separator: len(headers[separator]))
+            columns = []
+        return any(set(names) <= set(columns) for names in wanted), len(columns)
+
+    return max(SEPARATORS, key=rank)
 
 
 def _parquet_rows(path: Path) -> RawRows:

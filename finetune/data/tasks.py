@@ -4,68 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from multicls.errors import UserError, did_you_mean
 
 Parts = tuple[tuple[str, str], ...]
-MAX_LENGTHS = {"superglue": 256}  # tokens, facets included; of all others 128 (the paper's)
 
 
 @dataclass(frozen=True)
 class Task:
     """One labelled task.
 
-    Attributes:
-        name: as given to `--task`.
-        fields: for each text of a row, the column names that may hold it (official file, then hub).
-        labels: the labels as the benchmark's submissions spell them, in the hub's order; empty for regression.
-        metrics: names in `data.metrics`; the first chooses the best evaluation; "mean(..)" is the mean of the others.
-        shape: "single" text; "pair" of texts; "choice": a sequence for each choice, softmax over them; "span": one or
-            two texts in which two spans are marked; "multi_answer": a pair for each answer, scored by question.
-        benchmark: the benchmark it belongs to; "own" for a user's rows.
-        folder: name of the folder under `--data_dir`; empty when the rows come from a prepared corpus.
-        hub: data set id and configuration on the Hugging Face hub; None when it is not there.
-        label: column names that may hold the label.
-        columns: the columns of train and dev files that have no header row.
-        train: file stem of the train rows; empty where there are none.
-        dev: file stem -> short name of each part of the dev set; parts are pooled for the score and reported apart.
-        test: the same for the test set.
-        submissions: for each part of test, the stem of its submission file and the number of predictions in it.
-        diagnostics: tasks without train rows, which a model trained on this task predicts.
-        label_scale: a regression label is divided by it to become the training target.
-        num_choices: sequences to choose from; 0 for other shapes.
-        num_spans: spans marked in a row; 0 for other shapes.
-        drops_short_rows: the official train and dev files are known to hold rows with missing columns or no label; they
-            are left out, with a note.
-        multi_label: a row has any number of the labels; C sigmoid outputs.
-        passage: index of the text that rows share; rows of one passage stay together in hold-outs and bootstraps. It is
-            given if a third of the rows or more share it.
-        about: what a reader of the results has to know.
+    Its shape is a "single" text; a "pair" of texts; "choice": a sequence for each choice, softmax over them; "span":
+    one or two texts in which two spans are marked; "multi_answer": a pair for each answer, scored by question.
     """
 
-    name: str
-    fields: tuple[tuple[str, ...], ...]
-    labels: tuple[str, ...]
-    metrics: tuple[str, ...]
+    name: str  # as given to `--task`
+    fields: tuple[tuple[str, ...], ...]  # for each text, the column names that may hold it (official file, then hub)
+    labels: tuple[str, ...]  # as the benchmark's submissions spell them, in the hub's order; empty for regression
+    metrics: tuple[str, ...]  # of `data.metrics`; the first picks the checkpoint; "mean(..)" is the mean of the others
     shape: Literal["single", "pair", "choice", "span", "multi_answer"]
-    benchmark: Literal["glue", "superglue", "cs224n", "own", ""] = ""
-    folder: str = ""
-    hub: tuple[str, str] | None = None
-    label: tuple[str, ...] = ("label",)
-    columns: tuple[str, ...] = ()
-    train: str = "train"
-    dev: Parts = (("dev", ""),)
-    test: Parts = ()
-    submissions: tuple[tuple[str, int], ...] = ()
-    diagnostics: tuple[str, ...] = ()
-    label_scale: float = 1.0
-    num_choices: int = 0
-    num_spans: int = 0
-    drops_short_rows: bool = False
-    multi_label: bool = False
+    benchmark: Literal["glue", "superglue", "cs224n", "own", ""] = ""  # "own" for a user's rows
+    folder: str = ""  # name of the folder under `--data_dir`; empty when the rows come from a prepared corpus
+    hub: tuple[str, str] | None = None  # data set id and configuration on the Hugging Face hub
+    label: tuple[str, ...] = ("label",)  # column names that may hold the label
+    columns: tuple[str, ...] = ()  # of train and dev files that have no header row
+    train: str = "train"  # file stem of the train rows; empty where there are none
+    dev: Parts = (("dev", ""),)  # file stem -> short name of each part; parts are pooled for the score and told apart
+    test: Parts = ()  # the same for the test set
+    submissions: tuple[tuple[str, int], ...] = ()  # for each part of test: stem of its file, number of predictions
+    diagnostics: tuple[str, ...] = ()  # tasks without train rows, which a model trained on this task predicts
+    label_scale: float = 1.0  # a regression label is divided by it to become the training target
+    num_choices: int = 0  # sequences to choose from; 0 for other shapes
+    num_spans: int = 0  # spans marked in a row; 0 for other shapes
+    drops_short_rows: bool = False  # train and dev rows with missing columns or no label are left out, with a note
+    multi_label: bool = False  # a row has any number of the labels; C sigmoid outputs
+    # Index of the text that rows share, given if a third of the rows or more share it. Rows of one passage stay
+    # together in hold-outs and bootstraps.
     passage: int | None = None
-    about: str = ""
+    about: str = ""  # what a reader of the results has to know
 
     @property
     def is_regression(self) -> bool:
@@ -79,8 +57,8 @@ class Task:
 
     @property
     def max_length(self) -> int:
-        """The paper's sequence length, facets included."""
-        return MAX_LENGTHS.get(self.benchmark, 128)
+        """The paper's sequence length in tokens, facets included."""
+        return 256 if self.benchmark == "superglue" else 128
 
 
 BINARY = ("0", "1")
@@ -92,21 +70,18 @@ PREMISE = (("premise",), ("hypothesis",))
 ACC, CORRELATIONS = ("acc",), ("spearman", "pearson")
 
 
-def _glue(name: str, fields: tuple[tuple[str, ...], ...], labels: tuple[str, ...], metrics: tuple[str, ...],
-          folder: str, test_rows: int, **options: object) -> Task:  # fmt: skip
-    defaults: dict[str, object] = {"test": (("test", ""),), "submissions": ((folder, test_rows),)}
-    return Task(name, fields, labels, metrics, "single" if len(fields) == 1 else "pair", "glue", folder,
-                ("nyu-mll/glue", name), **(defaults | options))  # type: ignore[arg-type]  # fmt: skip
+def _task(benchmark: str, name: str, fields: tuple[tuple[str, ...], ...], labels: tuple[str, ...],
+          metrics: tuple[str, ...], folder: str, test_rows: int, **options: object) -> Task:  # fmt: skip
+    """Returns a task of GLUE or SuperGLUE, with what most of them have in common."""
+    common: dict[str, object] = {"shape": "single" if len(fields) == 1 else "pair", "hub": ("nyu-mll/glue", name),
+                                 "test": (("test", ""),), "submissions": ((folder, test_rows),)}  # fmt: skip
+    if benchmark == "superglue":
+        common |= {"hub": ("aps/super_glue", name), "dev": (("val", ""),)}
+    about = common | options
+    return Task(name, fields, labels, metrics, benchmark=benchmark, folder=folder, **about)  # type: ignore[arg-type]
 
 
-def _super(name: str, fields: tuple[tuple[str, ...], ...], labels: tuple[str, ...], metrics: tuple[str, ...],
-           folder: str, test_rows: int, shape: str = "pair", **options: object) -> Task:  # fmt: skip
-    defaults: dict[str, object] = {"hub": ("aps/super_glue", name), "dev": (("val", ""),), "test": (("test", ""),),
-                                   "submissions": ((folder, test_rows),)}  # fmt: skip
-    return Task(name, fields, labels, metrics, shape, "superglue", folder,  # type: ignore[arg-type]
-                **(defaults | options))  # type: ignore[arg-type]  # fmt: skip
-
-
+_glue, _super = partial(_task, "glue"), partial(_task, "superglue")
 _TABLE = (
     _glue("cola", SENTENCE, BINARY, ("matthews", "acc"), "CoLA", 1063,
           columns=("source", "label", "author_mark", "sentence")),
@@ -128,15 +103,15 @@ _TABLE = (
     _super("boolq", (("passage",), ("question",)), BOOLEAN, ACC, "BoolQ", 3245, passage=0),
     _super("cb", PREMISE, ("entailment", "contradiction", "neutral"), ("mean(acc,macro_f1)", "acc", "macro_f1"),
            "CB", 250),
-    _super("copa", (("premise",), ("question",)), BINARY, ACC, "COPA", 500, "choice", num_choices=2),
+    _super("copa", (("premise",), ("question",)), BINARY, ACC, "COPA", 500, shape="choice", num_choices=2),
     _super("multirc", (("passage", "paragraph"), ("question",)), BINARY, ("mean(f1a,em)", "f1a", "em"), "MultiRC",
-           9693, "multi_answer", passage=0),
+           9693, shape="multi_answer", passage=0),
     _super("record", (("passage",), ("query",)), BINARY, ("mean(record_f1,record_em)", "record_f1", "record_em"),
-           "ReCoRD", 10000, "multi_answer", passage=0),
+           "ReCoRD", 10000, shape="multi_answer", passage=0),
     _super("rte_superglue", PREMISE, ENTAILMENT, ACC, "RTE", 3000, hub=("aps/super_glue", "rte"),
            diagnostics=("axb", "axg")),
-    _super("wic", SENTENCES, BOOLEAN, ACC, "WiC", 1400, "span", num_spans=2, passage=0),
-    _super("wsc", (("text",),), ("False", "True"), ACC, "WSC", 146, "span", num_spans=2, passage=0,
+    _super("wic", SENTENCES, BOOLEAN, ACC, "WiC", 1400, shape="span", num_spans=2, passage=0),
+    _super("wsc", (("text",),), ("False", "True"), ACC, "WSC", 146, shape="span", num_spans=2, passage=0,
            hub=("aps/super_glue", "wsc.fixed")),
     _super("axb", SENTENCES, ENTAILMENT, ("matthews", "acc"), "AX-b", 1104, train="", dev=(), test=(("AX-b", ""),)),
     _super("axg", PREMISE, ENTAILMENT, ("acc", "gender_parity"), "AX-g", 356, train="", dev=(),

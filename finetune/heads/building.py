@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from transformers import CONFIG_MAPPING
 
-from finetune.data.examples import LabeledExample
 from finetune.data.tasks import Task
-from finetune.heads import FITTED_HEADS
-from finetune.heads.checkpoint import Checkpoint, encode_rows, load_encoder, read_fine_tuned
+from finetune.heads.checkpoint import Checkpoint, load_encoder, read_fine_tuned
 from finetune.heads.modeling_heads import PooledHead, TaskModel, TaskModelConfig, find_head
 from finetune.settings import FinetuneSettings
 from multicls.errors import UserError
-
-if TYPE_CHECKING:
-    from finetune.heads.probe import Array
 
 
 def check_head(settings: FinetuneSettings, checkpoint: Checkpoint) -> None:
@@ -37,8 +31,6 @@ def check_head(settings: FinetuneSettings, checkpoint: Checkpoint) -> None:
             f"--head {settings.head}: it normalises over the rows of a forward pass, and a single row has no spread: "
             "train.micro_batch_size and train.batch_size must be 2 or more."
         )
-    if settings.save_model and settings.head in FITTED_HEADS:
-        raise UserError(f"--head {settings.head}: leaves no model to save; leave out --save_model.")
     if settings.save_model and checkpoint.encoder.get("model_type") not in CONFIG_MAPPING:
         raise UserError(f"--save_model: {checkpoint.name} brings code of its own, which a saved model would not have.")
 
@@ -53,13 +45,12 @@ def build_head(settings: FinetuneSettings, checkpoint: Checkpoint, tasks: Sequen
         UserError: the head does not work on the checkpoint, or the checkpoint cannot be loaded.
     """
     check_head(settings, checkpoint)
-    options = getattr(settings, settings.head, None)
     config = TaskModelConfig(
         encoder=checkpoint.encoder,
         head=settings.head,
-        head_options=options.model_dump() if options else {},
+        head_options=settings.model_dump().get(settings.head, {}),
         pooling=settings.pooling,
-        tasks=[describe(task, settings.max_length or task.max_length) for task in tasks],
+        tasks=[describe(task, settings.max_length) for task in tasks],
         dropout=settings.train.dropout,
     )
     if checkpoint.model_type != TaskModelConfig.model_type:
@@ -74,38 +65,12 @@ def build_head(settings: FinetuneSettings, checkpoint: Checkpoint, tasks: Sequen
     return model
 
 
-def fit_head(
-    settings: FinetuneSettings,
-    checkpoint: Checkpoint,
-    task: Task,
-    train: Sequence[LabeledExample],
-    asked: Sequence[LabeledExample],
-    device: torch.device,
-) -> Array:
-    """Fits a head of `FITTED_HEADS` on `train` and returns its outputs (N, C) for `asked`.
-
-    Raises:
-        UserError: the head does not work on the task or the checkpoint.
-    """
-    check_head(settings, checkpoint)
-    if settings.head == "setfit":
-        from finetune.heads.setfit import fit_setfit
-
-        return fit_setfit(checkpoint, train, asked, task, settings, device)
-    from finetune.heads.probe import fit_probe
-
-    max_length = settings.max_length or task.max_length
-    known, unknown = (encode_rows(checkpoint, task, rows, max_length) for rows in (train, asked))
-    return fit_probe(checkpoint, known, unknown, task, settings, device)
-
-
 def describe(task: Task, max_length: int | None = None) -> dict[str, Any]:
     """Returns what a `TaskModel` and those who use it have to know of a task, as JSON values."""
-    names = ("name", "num_labels", "num_choices", "num_spans", "is_regression", "label_scale", "shape")
+    names = ("name", "num_labels", "num_choices", "num_spans", "is_regression", "multi_label", "label_scale", "shape")
     return {
-        "labels": list(task.labels),
         **{name: getattr(task, name) for name in names},
-        "multi_label": task.multi_label,
+        "labels": list(task.labels),
         "max_length": max_length or task.max_length,
         "text_columns": [columns[0] for columns in task.fields] if task.benchmark == "own" else [],
         "label_column": task.label[0],

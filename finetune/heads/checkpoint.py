@@ -38,21 +38,13 @@ HASHED_OPTIONS = {"do_lower_case": True, "strip_accents": None, "tokenize_chines
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model folder.
+    """A model folder."""
 
-    Attributes:
-        name: as the user gave it.
-        folder: where its files are.
-        config: its config.json.
-        fingerprint: SHA-256 (16 hex digits) over weights, configuration and tokenizer.
-        trust_remote_code: the user allows the code in the folder to run.
-    """
-
-    name: str
+    name: str  # as the user gave it
     folder: Path
-    config: dict[str, Any] = field(compare=False)  # the fingerprint stands for it
-    fingerprint: str
-    trust_remote_code: bool
+    config: dict[str, Any] = field(compare=False)  # its config.json, for which the fingerprint stands
+    fingerprint: str  # SHA-256 (16 hex digits) over weights, configuration and tokenizer
+    trust_remote_code: bool  # the user allows the code in the folder to run
 
     @property
     def model_type(self) -> str:
@@ -71,6 +63,7 @@ class Checkpoint:
         return int(self.encoder.get("num_facets", 0)) if self.encoder.get("model_type") == "multicls-bert" else 0
 
 
+@lru_cache(maxsize=4)  # fingerprinted once for all runs of a grid
 def find_checkpoint(name: str, trust_remote_code: bool = False) -> Checkpoint:
     """Returns the model folder `name`, or the hub's model of that id.
 

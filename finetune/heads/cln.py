@@ -14,13 +14,9 @@ from .modeling_heads import PooledHead, TaskModelConfig
 
 
 class ConditionalLayerNorm(nn.LayerNorm):
-    """A layer normalisation whose weight and bias each task changes by vectors of its own, which start at 0.
+    """A layer normalisation whose weight and bias each task changes by vectors of its own, which start at 0."""
 
-    Attributes:
-        task: the task of the batch.
-    """
-
-    task: int = 0
+    task: int = 0  # of the batch
 
     def __init__(self, norm: nn.LayerNorm, num_tasks: int) -> None:
         super().__init__(norm.normalized_shape, eps=norm.eps)

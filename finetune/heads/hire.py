@@ -80,14 +80,9 @@ class Head(BaseHead):
 
 
 def fixed_weights(kind: str, count: int) -> Tensor:
-    """Returns layer weights that no text changes: equal ones or the softmax of random scores.
+    """Returns weights of `count` layers, with sum 1, that no text changes: equal ones or the softmax of random scores.
 
-    Args:
-        kind: "mean_first6", "random_all", ...: how they are made, and for which layers.
-        count: l + 1.
-
-    Returns:
-        (count,), which sum to 1.
+    `kind` says how they are made and for which layers: "mean_first6", "random_all", ...
     """
     how, which = kind.split("_")
     scores = torch.randn(count) if how == "random" else torch.zeros(count)

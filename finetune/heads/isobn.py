@@ -62,10 +62,11 @@ class IsotropicBatchNorm(nn.Module):
         return torch.where(total > 0, theta_D * (total / scaled.clamp(min=tiny)).sqrt(), torch.ones_like(theta_D))
 
     def _update(self, h_BD: Tensor) -> None:
-        mean_D, rows = global_mean(h_BD)
-        centred_BD, momentum = h_BD - mean_D, self.momentum * (rows > 1)
+        sums = all_ranks(torch.cat([h_BD.sum(dim=0), h_BD.new_full((1,), len(h_BD))]))  # ranks may differ in rows
+        rows = sums[-1]
+        centred_BD, momentum = h_BD - sums[:-1] / rows, self.momentum * (rows > 1)
         # Mean first, then products of centred rows: the one-pass formula loses the small variances to rounding.
-        Sigma_DD = all_ranks(centred_BD.T @ centred_BD) / rows.clamp(min=1)
+        Sigma_DD = all_ranks(centred_BD.T @ centred_BD) / rows
         self.Sigma += momentum * (Sigma_DD - self.Sigma)
         self.sigma += momentum * (Sigma_DD.diagonal().clamp(min=0).sqrt() - self.sigma)
 
@@ -100,9 +101,3 @@ def all_ranks(values: Tensor) -> Tensor:
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(values)
     return values
-
-
-def global_mean(rows_BD: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the mean over the rows of all ranks, and their number; ranks may hold different numbers of rows."""
-    sums = all_ranks(torch.cat([rows_BD.sum(dim=0), rows_BD.new_full((1,), len(rows_BD))]))
-    return sums[:-1] / sums[-1].clamp(min=1), sums[-1]

@@ -27,18 +27,7 @@ NOT_OF_THE_ENCODER = ("auto_map", "architectures", "dtype", "transformers_versio
 
 
 class TaskModelConfig(PretrainedConfig):
-    """The parts of a `TaskModel`.
-
-    Args:
-        encoder: configuration of the encoder, as an object or as its dictionary with `model_type`.
-        head: a file of this folder, whose class `Head` reads the embedding.
-        head_options: that head's settings.
-        pooling: the head that `isobn`, `batchnorm`, `cln` and `probe` are built on: "cls", "multicls" or "mean".
-        tasks: a dictionary for each task, made by `finetune.heads.building.describe`: name, labels, num_labels,
-            num_choices, num_spans, is_regression, multi_label, label_scale, max_length, shape and text_columns.
-        dropout: before the classifier; None: the encoder's own.
-        **kwargs: as `PretrainedConfig`.
-    """
+    """The parts of a `TaskModel`; other fields are those of `PretrainedConfig`."""
 
     model_type = "encoder-with-head"
     # With these left out, a Trainer's `compute_metrics` gets the logits alone.
@@ -46,12 +35,14 @@ class TaskModelConfig(PretrainedConfig):
         "hidden_states", "pooled", "features", "layer_weights", "facets"
     ]  # fmt: skip
 
-    encoder: Any = None
-    head: str = "cls"
-    head_options: dict[str, Any] | None = None
-    pooling: str = "cls"
+    encoder: Any = None  # its configuration, as an object or as a dictionary with `model_type`
+    head: str = "cls"  # a file of this folder, whose class `Head` makes the embedding
+    head_options: dict[str, Any] | None = None  # that head's settings
+    pooling: str = "cls"  # the head that `isobn`, `batchnorm`, `cln` and `probe` are built on: cls, multicls or mean
+    # For each task name, labels, num_labels, num_choices, num_spans, is_regression, multi_label, label_scale,
+    # max_length, shape and text_columns; made by `finetune.heads.building.describe`.
     tasks: list[dict[str, Any]] | None = None
-    dropout: float | None = None
+    dropout: float | None = None  # before the classifier; None: the encoder's own
 
     def __post_init__(self, **kwargs: Any) -> None:
         encoder = self.encoder if isinstance(self.encoder, dict) else self.encoder.to_dict() if self.encoder else {}
@@ -76,19 +67,12 @@ def problem_type_of(task: dict[str, Any]) -> ProblemType:
 
 @dataclass
 class TaskModelOutput(SequenceClassifierOutput):
-    """The output of a `TaskModel`: BERT's classifier output with more fields.
+    """The output of a `TaskModel`: BERT's classifier output with more fields."""
 
-    Attributes:
-        pooled: the embedding before dropout, (B, E).
-        features: the embedding with the means over the spans after it, (B, E + S * D).
-        layer_weights: HIRE's importance of each layer, (B, layers + 1); None for other heads.
-        facets: the part of each facet in `pooled`, (B, K, E), without gradient; None without facets.
-    """
-
-    pooled: Tensor | None = None
-    features: Tensor | None = None
-    layer_weights: Tensor | None = None
-    facets: Tensor | None = None
+    pooled: Tensor | None = None  # the embedding before dropout, (B, E)
+    features: Tensor | None = None  # the embedding with the means over the spans after it, (B, E + S * D)
+    layer_weights: Tensor | None = None  # HIRE's importance of each layer, (B, layers + 1)
+    facets: Tensor | None = None  # the part of each facet in `pooled`, (B, K, E), without gradient
 
 
 class Head(nn.Module, ABC):
@@ -96,20 +80,13 @@ class Head(nn.Module, ABC):
 
     It may take modules of the checkpoint (`encoder.pooler`). The encoder is left without pooler and facet head, so that
     nothing is trained or saved that nothing reads.
-
-    Attributes:
-        width: E, the size of the embedding.
-        reads_all_layers: it needs `states.hidden_states`.
-        dropout_before_classifier: the paper of the head has dropout there.
-        layer_weights: for analysis: the weight of each layer in the last batch, (B, layers + 1), or None.
-        facets: for analysis: the part of each facet in the last batch's embedding, (B, K, E), or None.
     """
 
-    width: int
-    reads_all_layers = False
-    dropout_before_classifier = True
-    layer_weights: Tensor | None = None
-    facets: Tensor | None = None
+    width: int  # E, the size of the embedding
+    reads_all_layers = False  # it needs `states.hidden_states`
+    dropout_before_classifier = True  # the paper of the head has dropout there
+    layer_weights: Tensor | None = None  # for analysis: weight of each layer in the last batch, (B, layers + 1)
+    facets: Tensor | None = None  # for analysis: part of each facet in the last batch's embedding, (B, K, E)
 
     def __init__(self, config: TaskModelConfig, encoder: PreTrainedModel) -> None:
         super().__init__()

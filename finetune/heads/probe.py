@@ -16,15 +16,13 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from finetune.data.encoding import Encoded
+from finetune.data.metrics import Array
 from finetune.data.tasks import Task
-from finetune.heads.building import build_head
-from finetune.heads.checkpoint import Checkpoint
 from finetune.heads.modeling_heads import PooledHead, TaskModel, TaskModelOutput
 from finetune.settings import FinetuneSettings
 from finetune.train.loop import predict
 
 log = logging.getLogger("finetune")
-Array = np.ndarray[Any, np.dtype[Any]]
 STRENGTHS = np.logspace(-5, 1, 13)  # C of the logistic regression
 ALPHAS = np.logspace(-1, 5, 13)
 FOLDS = 5
@@ -62,9 +60,9 @@ class _Embedder(nn.Module):
 
 
 def fit_probe(
-    checkpoint: Checkpoint, train: Encoded, asked: Encoded, task: Task, settings: FinetuneSettings, device: torch.device
+    model: TaskModel, train: Encoded, asked: Encoded, task: Task, settings: FinetuneSettings, device: torch.device
 ) -> Array:
-    """Fits the regression on the frozen embeddings of `train` and predicts `asked`.
+    """Fits the regression on the frozen embeddings that `model` makes of `train`, and predicts `asked`.
 
     Embeddings (and the means over marked spans after them) are standardised. A choice task is a logistic regression
     without intercept on the difference between the right choice's embedding and each wrong one's: it scores every
@@ -75,12 +73,7 @@ def fit_probe(
     Returns:
         (N, C) log-probabilities, of a multi-label task log-odds, or (N, 1) predictions on the scale of the encoded
         labels; float32.
-
-    Raises:
-        UserError: the pooling does not work on the checkpoint, or the checkpoint cannot be loaded.
     """
-
-    model = build_head(settings, checkpoint, [task])
     embedder = _Embedder(model, max(1, task.num_choices)).to(device)
     train_NF, asked_NF = (predict(embedder, rows, device, settings.train) for rows in (train, asked))
     labels = train.labels.numpy()
@@ -97,7 +90,6 @@ def fit_probe(
 
 
 def _ridge(train_NF: Array, labels: Array, asked_NF: Array) -> Array:
-
     fitted = make_pipeline(StandardScaler(), RidgeCV(ALPHAS)).fit(train_NF, labels)
     log.info("probe: ridge regression, alpha = %g", fitted[-1].alpha_)
     predictions: Array = fitted.predict(asked_NF)[:, None]
@@ -105,18 +97,19 @@ def _ridge(train_NF: Array, labels: Array, asked_NF: Array) -> Array:
 
 
 def _classes(train_NF: Array, labels: Array, asked_NF: Array, num_classes: int, seed: int) -> Array:
-    """Returns (N, C) log-probabilities; a class without train rows is the least likely one."""
-    probabilities = np.full((len(asked_NF), num_classes), LOWEST)
     seen = np.unique(labels)
-    if len(seen) > 1:
-        probabilities[:, seen] = np.maximum(_logistic(train_NF, labels, seed).predict_proba(asked_NF), LOWEST)
-    else:
-        probabilities[:, seen] = 1.0
+    found = _logistic(train_NF, labels, seed).predict_proba(asked_NF) if len(seen) > 1 else np.ones((len(asked_NF), 1))
+    return log_probabilities(found, seen, num_classes)
+
+
+def log_probabilities(found: Array, seen: Array, num_classes: int) -> Array:
+    """Returns (N, C) log-probabilities from those of the classes `seen` in train; others are the least likely."""
+    probabilities = np.full((len(found), num_classes), LOWEST)
+    probabilities[:, seen] = np.maximum(found, LOWEST)
     return np.log(probabilities)
 
 
 def _choices(train_NF: Array, labels: Array, asked_NF: Array, num_choices: int, seed: int) -> Array:
-
     train_NCF, asked_NCF = (rows.reshape(len(rows), num_choices, -1) for rows in (train_NF, asked_NF))
     right_N1F = np.take_along_axis(train_NCF, labels[:, None, None], axis=1)
     wrong = np.arange(num_choices) != labels[:, None]
@@ -131,7 +124,6 @@ def _choices(train_NF: Array, labels: Array, asked_NF: Array, num_choices: int, 
 
 def _logistic(rows_NF: Array, labels: Array, seed: int, intercept: bool = True) -> Any:
     """Returns a fitted scaling and logistic regression; cross-validation chooses C if each class has two rows."""
-
     pipeline = make_pipeline(
         StandardScaler(with_mean=intercept), LogisticRegression(fit_intercept=intercept, max_iter=2000)
     )

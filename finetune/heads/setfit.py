@@ -18,11 +18,12 @@ import torch
 from sklearn.linear_model import LogisticRegression
 
 from finetune.data.examples import LabeledExample
+from finetune.data.metrics import Array
 from finetune.data.tasks import Task
 from finetune.heads.checkpoint import Checkpoint, load_tokenizer
 from finetune.heads.mean import Head as MeanHead
 from finetune.heads.modeling_heads import TaskModelConfig
-from finetune.heads.probe import LOWEST, Array
+from finetune.heads.probe import log_probabilities
 from finetune.settings import FinetuneSettings
 from multicls.errors import UserError, first_line
 from multicls.from_bert import quiet_transformers
@@ -43,13 +44,9 @@ class Head(MeanHead):
 
 
 def fit_setfit(
-    checkpoint: Checkpoint,
-    train: Sequence[LabeledExample],
-    asked: Sequence[LabeledExample],
-    task: Task,
-    settings: FinetuneSettings,
-    device: torch.device,
-) -> Array:
+    checkpoint: Checkpoint, train: Sequence[LabeledExample], asked: Sequence[LabeledExample], task: Task,
+    settings: FinetuneSettings, device: torch.device,
+) -> Array:  # fmt: skip
     """Trains SetFit on `train` for one epoch and predicts `asked`.
 
     The texts of a row become one text with the tokenizer's separator between them. In such tasks a separator that
@@ -66,11 +63,9 @@ def fit_setfit(
     if checkpoint.model_type == TaskModelConfig.model_type:
         raise UserError(f"--head setfit: {checkpoint.name} is fine-tuned already; give a pretrained model.")
     labels = np.array([int(example.label) for example in train])
-    probabilities = np.full((len(asked), task.num_labels), LOWEST)
     seen = np.unique(labels)
     if len(seen) == 1:
-        probabilities[:, seen] = 1.0
-        return np.log(probabilities).astype(np.float32)
+        return log_probabilities(np.ones((len(asked), 1)), seen, task.num_labels).astype(np.float32)
     separator = f" {load_tokenizer(checkpoint, settings.max_length or task.max_length).sep_token} "
     texts, questions = ([separator.join(example.texts) for example in rows] for rows in (train, asked))
     try:
@@ -81,8 +76,7 @@ def fit_setfit(
             f"--head setfit: {first_line(error)}. If packages do not fit together, install them by {INSTALL}."
         ) from error
     found = model.predict_proba(questions, as_numpy=True, show_progress_bar=False)
-    probabilities[:, model.model_head.classes_] = np.maximum(found, LOWEST)
-    return np.log(probabilities).astype(np.float32)
+    return log_probabilities(found, model.model_head.classes_, task.num_labels).astype(np.float32)
 
 
 def _model(checkpoint: Checkpoint, task: Task, settings: FinetuneSettings, device: torch.device) -> Any:
@@ -93,18 +87,15 @@ def _model(checkpoint: Checkpoint, task: Task, settings: FinetuneSettings, devic
     trust = {"trust_remote_code": checkpoint.trust_remote_code}
     with quiet_transformers():
         transformer = Transformer(
-            str(checkpoint.folder),
-            max_seq_length=settings.max_length or task.max_length,
-            model_kwargs=trust,
-            config_kwargs=trust,
-            processor_kwargs=trust | {"split_special_tokens": len(task.fields) == 1},
-        )
+            str(checkpoint.folder), max_seq_length=settings.max_length or task.max_length, model_kwargs=trust,
+            config_kwargs=trust, processor_kwargs=trust | {"split_special_tokens": len(task.fields) == 1},
+        )  # fmt: skip
     pooling = Pooling(int(checkpoint.encoder["hidden_size"]), "mean")
     body = SentenceTransformer(modules=[transformer, pooling], device=str(device))
     return SetFitModel(model_body=body, model_head=LogisticRegression(max_iter=2000))
 
 
-def _train(model: Any, texts: list[str], labels: np.ndarray[Any, Any], seed: int) -> None:
+def _train(model: Any, texts: list[str], labels: Array, seed: int) -> None:
     from datasets import Dataset
     from setfit import Trainer, TrainingArguments
     from transformers.trainer_callback import ProgressCallback

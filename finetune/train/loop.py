@@ -26,13 +26,14 @@ from torch import Tensor, nn
 from finetune.data.encoding import Encoded
 from finetune.heads.modeling_heads import TaskModel
 from finetune.settings import TrainSettings
-from finetune.train.progress import RunProgress
 from finetune.train.snapshots import Snapshots
+from multicls.console import Progress
 from multicls.distributed import rank_and_world
 from multicls.ds_config import OWNED, check_with_deepspeed, resolve_ds_config
 from multicls.errors import UserError
 from multicls.optim import choose_precision, dropout_seed, linear_lr, parameter_groups
 from multicls.safe_unpickling import safe_unpickling
+from multicls.words import duration
 
 log = logging.getLogger("finetune")
 Scores = dict[str, float]
@@ -41,50 +42,33 @@ Weights = dict[str, Tensor]
 DeepSpeedFile = tuple[str, Mapping[str, Any]]  # name of a DeepSpeed JSON, and its content
 OWNERS = {**OWNED, "train_batch_size": "train.batch_size", "gradient_clipping": "train.max_grad_norm",
           "gradient_accumulation_steps": "train.micro_batch_size"}  # fmt: skip
-CHECK_EVERY = 50  # steps between looks at the loss on the device: each look waits for the device
 NO_NUMBERS = {"eval_batch_size", "gradient_checkpointing", "snapshot_minutes"}  # train settings that change no number
+CHECK_EVERY = 50  # steps between looks at the loss on the device: each look waits for the device
 
 
 @dataclass(frozen=True)
 class TaskSplit:
-    """The rows of one task of a run.
+    """The rows of one task of a run."""
 
-    Attributes:
-        train: the rows to learn from.
-        dev: the rows that choose the best evaluation.
-        score: the metrics of outputs (N, C) on `dev`, the main one first.
-        curve: name of the dev rows' scores in TensorBoard: "dev", "holdout", or "dev/TASK" of several tasks.
-        class_weights: (C,) weights of the rows' losses by class; `fine_tune` fills them in.
-    """
-
-    train: Encoded
-    dev: Encoded
-    score: Callable[[Array], Scores]
-    curve: str = "dev"
-    class_weights: Tensor | None = None
+    train: Encoded  # to learn from
+    dev: Encoded  # these choose the best evaluation
+    score: Callable[[Array], Scores]  # the metrics of outputs (N, C) on `dev`, the main one first
+    curve: str = "dev"  # name of the dev rows' scores in TensorBoard; "dev/TASK" of several tasks
+    class_weights: Tensor | None = None  # (C,) weights of the rows' losses by class; `fine_tune` fills them in
 
 
 @dataclass
 class FinetuneResult:
-    """The result of a run; lists have one entry for each task.
+    """The result of a run; lists have one entry for each task."""
 
-    Attributes:
-        scores: all metrics of the best evaluation, the main one first.
-        outputs: (N, C) float32 outputs of the best evaluation, in the order of the dev rows.
-        best_step: the step of that evaluation: the one with the highest mean of the tasks' main metrics.
-        steps: steps taken.
-        history: (step, mean train loss since the last evaluation, main score of each task) of every evaluation.
-        seconds: wall time of training and evaluation.
-        weights: those of the best evaluation, on the CPU; None if they were not asked for.
-    """
-
-    scores: list[Scores] = field(default_factory=list)
-    outputs: list[Array] = field(default_factory=list)
-    best_step: int = 0
-    steps: int = 0
+    scores: list[Scores] = field(default_factory=list)  # all metrics of the best evaluation, the main one first
+    outputs: list[Array] = field(default_factory=list)  # (N, C) outputs of the best evaluation, in the dev rows' order
+    best_step: int = 0  # the step of that evaluation: the one with the highest mean of the tasks' main metrics
+    steps: int = 0  # steps taken
+    # (step, mean train loss since the last evaluation, main score of each task) of every evaluation
     history: list[tuple[int, float, list[float]]] = field(default_factory=list)
-    seconds: float = 0.0
-    weights: Weights | None = None
+    seconds: float = 0.0  # wall time of training and evaluation
+    weights: Weights | None = None  # those of the best evaluation, on the CPU; None if they were not asked for
 
 
 def find_device() -> tuple[torch.device, Literal["fp32", "bf16"]]:
@@ -288,6 +272,42 @@ def predict(model: nn.Module, rows: Encoded, device: torch.device, settings: Tra
     return np.asarray(table.cpu().numpy(), dtype=np.float32)
 
 
+class RunProgress(Progress):
+    """A bar on a terminal, lines in the log, and curves in the folder `tensorboard`, if given; rank 0 alone shows them.
+
+    `done` of the run's `steps` are done already.
+    """
+
+    def __init__(self, steps: int, done: int, tensorboard: Path | None) -> None:
+        first_rank = rank_and_world()[0] == 0
+        super().__init__("fine-tuning", steps, done=done, unit="steps", shown=first_rank)
+        self.board, self._newest = None, ""
+        if tensorboard and first_rank:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(str(tensorboard), purge_step=done + 1)
+
+    def close(self) -> None:
+        """Ends the bar and the file of TensorBoard."""
+        super().close()
+        if self.board is not None:
+            self.board.close()
+
+    def step(self) -> None:
+        """Counts a step."""
+        self.update(self.done + 1, self._newest)
+
+    def evaluation(self, result: FinetuneResult, curves: dict[str, float], seconds: float) -> None:
+        """Shows the newest evaluation of `result`, after `seconds` of the run; `curves` are for TensorBoard."""
+        step, loss, mains = result.history[-1]
+        self._newest = f"loss {loss:.4f}  score {sum(mains) / len(mains):.4f}"
+        eta = duration(seconds / step * (self.total - step))
+        log.info("step %d/%d  %s  eta %s", step, self.total, self._newest, eta)
+        if self.board is not None:
+            for name, value in curves.items():
+                self.board.add_scalar(name, value, step)
+
+
 def fine_tune(
     model: TaskModel, parts: Sequence[TaskSplit], settings: TrainSettings, seed: int, device: torch.device, *,
     sampling: str = "size_balanced", keep_weights: bool = False, ds_config: DeepSpeedFile | None = None,
@@ -355,7 +375,16 @@ def prepare(
     """
     model.train().to(device)
     if settings.gradient_checkpointing:
-        recompute_activations(model)
+        encoder: Any = model.encoder
+        # transformers 5.23 has renamed it
+        enable = getattr(encoder, "activation_checkpointing_enable", encoder.gradient_checkpointing_enable)
+        try:
+            enable({"use_reentrant": False})
+        except ValueError:
+            raise UserError(
+                f"--gradient_checkpointing: {encoder.config.model_type} does not support it; leave it out, and give "
+                "a smaller --micro_batch_size to save memory."
+            ) from None
     return DeepSpeedStepper(model, settings, ds_config) if ds_config else Stepper(model, settings)
 
 
@@ -379,24 +408,6 @@ def class_weights(
         )
     counts = torch.bincount(rows.labels, minlength=task["num_labels"])
     return (len(rows) / ((counts > 0).sum() * counts.clamp(min=1))).to(device)
-
-
-def recompute_activations(model: TaskModel) -> None:
-    """Makes the encoder compute its activations again in the backward pass, instead of keeping them.
-
-    Raises:
-        UserError: the encoder cannot.
-    """
-    encoder: Any = model.encoder
-    # transformers 5.23 has renamed it
-    enable = getattr(encoder, "activation_checkpointing_enable", encoder.gradient_checkpointing_enable)
-    try:
-        enable({"use_reentrant": False})
-    except ValueError:
-        raise UserError(
-            f"--gradient_checkpointing: {encoder.config.model_type} does not support it; leave it out, and give "
-            "a smaller --micro_batch_size to save memory."
-        ) from None
 
 
 def copy_weights(model: nn.Module) -> Weights:

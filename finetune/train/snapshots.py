@@ -94,8 +94,3 @@ class Snapshots:
         if other:
             log.warning("warning: %s is of a run with other %s: the run starts again", path, ", ".join(other))
         return not other
-
-
-def remove_snapshot(folder: Path) -> None:
-    """Removes a run's snapshot; call it after the record of the run is written."""
-    shutil.rmtree(folder, ignore_errors=True)

@@ -13,9 +13,9 @@ import torch
 from finetune.data.encoding import Encoded
 from finetune.data.examples import LabeledExample
 from finetune.data.tasks import Task, find_task
-from finetune.heads import probe
-from finetune.heads.building import fit_head
-from finetune.heads.checkpoint import find_checkpoint, load_tokenizer
+from finetune.heads.building import build_head
+from finetune.heads.checkpoint import encode_rows, find_checkpoint, load_tokenizer
+from finetune.heads.probe import fit_probe
 from finetune.settings import FinetuneSettings
 from multicls.errors import UserError
 
@@ -36,7 +36,9 @@ def fit(
     folder: Path, task: Task, train: list[LabeledExample], asked: list[LabeledExample], **settings: Any
 ) -> np.ndarray[Any, Any]:
     chosen = FinetuneSettings(model=str(folder), task=task.name, head="probe", max_length=32, **settings)
-    return fit_head(chosen, find_checkpoint(str(folder)), task, train, asked, CPU)
+    checkpoint = find_checkpoint(str(folder))
+    known, unknown = (encode_rows(checkpoint, task, rows, 32) for rows in (train, asked))
+    return fit_probe(build_head(chosen, checkpoint, [task]), known, unknown, task, chosen, CPU)
 
 
 def example(number: int, *texts: str, label: float, **values: Any) -> LabeledExample:
@@ -60,7 +62,7 @@ def test_several_labels_a_row(tiny_bert: Path) -> None:
     encoded = Encoded(find_task("sst2"), rows, load_tokenizer(checkpoint, 32), 32)
     encoded.labels = torch.tensor([[n % 2, n // 2 % 2] for n in range(24)], dtype=torch.float32)
     settings = FinetuneSettings(model=str(tiny_bert), task="sst2", head="probe", pooling="mean")
-    outputs = probe.fit_probe(checkpoint, encoded, encoded, task, settings, CPU)
+    outputs = fit_probe(build_head(settings, checkpoint, [task]), encoded, encoded, task, settings, CPU)
     assert ((outputs > 0) == encoded.labels.numpy()).mean() > 0.95
 
 
