@@ -178,7 +178,7 @@ def _text(found: Table) -> str:
 
 
 def _calibration(rows: Rows) -> str:
-    return _text(tables.calibration_table(rows, {id(row): row.predictions() for row in rows}))
+    return _text(tables.calibration_table(rows))
 
 
 def frames_of(rows: Rows, measure: str) -> dict[tuple[str, str, str], pd.DataFrame]:

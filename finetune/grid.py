@@ -134,8 +134,7 @@ class GridRun:
 
     Attributes:
         system: name of the system, with its model's.
-        candidate: the values that the system chooses from.
-        settings: of the run.
+        candidate: its values of the settings that the system searches, by dotted name.
     """
 
     system: str
@@ -148,8 +147,8 @@ class GridRun:
         run = self.settings
         parts = [run.task or run.own.name, f"{run.train_size} rows", self.system]
         parts += [f"{name.rpartition('.')[2]} {value}" for name, value in self.candidate.items()]
-        number = f"pretraining {run.pretraining_seed}, " if run.pretraining_seed else ""
-        return f"{', '.join(parts)}, {run.selection}, {number}draw {run.data_seed}, seed {run.seed}"
+        parts += [run.selection, *([f"pretraining {run.pretraining_seed}"] if run.pretraining_seed else [])]
+        return ", ".join([*parts, f"draw {run.data_seed}", f"seed {run.seed}"])
 
     @property
     def request_ids(self) -> list[str]:
@@ -159,10 +158,10 @@ class GridRun:
     def planned(self) -> list[dict[str, Any]]:
         """Returns the entries of the plan, one for each task."""
         run, tasks = self.settings, self.settings.task_names or [self.settings.own.name]
-        about = {
-            "system": self.system, "model_name": run.model_name, "label": run.label, "selection": run.selection,
-            "train_size": str(run.train_size), "candidate": self.candidate, "joint": tasks if len(tasks) > 1 else [],
-            "pretraining_seed": run.pretraining_seed, "data_seed": run.data_seed, "seed": run.seed,
+        names = ("model_name", "label", "selection", "pretraining_seed", "data_seed", "seed")
+        about = {name: getattr(run, name) for name in names} | {
+            "system": self.system, "train_size": str(run.train_size), "candidate": self.candidate,
+            "joint": tasks if len(tasks) > 1 else [],
             "changed": {name: value for name, value in run.changed().items() if name not in self.candidate},
         }  # fmt: skip
         return [about | {"task": task, "request_id": one} for task, one in zip(tasks, self.request_ids, strict=True)]
@@ -186,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     store.add_plan({"choose": grid.choose, "runs": [entry for run in runs for entry in run.planned()]})
     since = len(store.errors()) if args.since is None else args.since
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # KeyboardInterrupt
     try:
         if args.jobs > 1:
             return _start_workers(runs, args, list(sys.argv[1:] if argv is None else argv), since)
@@ -218,8 +217,7 @@ def expand(grid: GridSettings, output_dir: str) -> list[GridRun]:
     if problems:
         raise UserError(*problems)
     runs: list[GridRun] = []
-    axes = itertools.product(grid.tasks, grid.train_sizes, grid.systems)
-    for task, size, system in axes:
+    for task, size, system in itertools.product(grid.tasks, grid.train_sizes, grid.systems):
         if "," in task and "cln" not in (grid.systems[system].head, grid.settings.head):
             continue
         try:
@@ -236,20 +234,18 @@ def expand(grid: GridSettings, output_dir: str) -> list[GridRun]:
 def _expand_system(grid: GridSettings, task: str, size: str, name: str, output_dir: str) -> Iterator[GridRun]:
     """Yields the runs of one system on one task at one size."""
     system = grid.systems[name]
-    values = _merge(grid.settings.model_dump(exclude_unset=True),
-                    system.model_dump(exclude_unset=True, exclude={"models", "search"}))  # fmt: skip
-    for key in (task, name, size):
-        if key in grid.overrides:
-            values = _merge(values, grid.overrides[key].model_dump(exclude_unset=True))
+    values: dict[str, Any] = {}
+    for part in (grid.settings, system, *(grid.overrides[key] for key in (task, name, size) if key in grid.overrides)):
+        values |= flatten(part.model_dump(exclude_unset=True, exclude={"models", "search"}))
     head = values.get("head")
     unread = {group for group in HEAD_OPTIONS if group != head}
     unread |= {"train"} if head in FITTED_HEADS else set()
     unread |= {"pooling"} if head not in POOLED else set()
-    search = flatten(_merge(grid.search, system.search))
+    search = flatten(grid.search) | flatten(system.search)
     for key, options in search.items():
         if not isinstance(options, list) or not options:
             raise UserError(f"search.{key} = {options!r}: give a list of values to choose from.")
-        GridRunSettings.model_validate(_nested(key, options[0]))  # a misspelt key is told, whichever head it is for
+        GridRunSettings.model_validate(_nested({key: options[0]}))  # a misspelt key is told, whichever head it is for
     search = {key: options for key, options in search.items() if key.partition(".")[0] not in unread}
     rows = {"own": grid.own[task].model_copy(update={"task_name": task})} if task in grid.own else {"task": task}
     models = [(model, number, path) for model in system.models or grid.models
@@ -257,13 +253,11 @@ def _expand_system(grid: GridSettings, task: str, size: str, name: str, output_d
     axes = (models, grid.selections, grid.data_seeds, itertools.product(*search.values()), grid.seeds)
     for (model, number, path), selection, data_seed, picked, seed in itertools.product(*axes):
         candidate = dict(zip(search, picked, strict=True))
-        run = _merge(values, rows | {
+        run = values | rows | {
             "model": path, "model_name": model, "pretraining_seed": number if len(grid.models[model]) > 1 else None,
             "train_size": size, "selection": selection, "data_seed": data_seed, "seed": seed, "output_dir": output_dir,
-        })  # fmt: skip
-        for key, value in candidate.items():
-            run = _merge(run, _nested(key, value))
-        settings = FinetuneSettings.model_validate(run)
+        } | candidate  # fmt: skip
+        settings = FinetuneSettings.model_validate(_nested(run))
         check_names(settings)
         yield GridRun(f"{model} {name}", candidate, settings)
 
@@ -297,19 +291,13 @@ def _fingerprint(model: str, trust_remote_code: bool) -> str:
     return fingerprint_of(find_folder(model), trust_remote_code)
 
 
-def _nested(key: str, value: Any) -> dict[str, Any]:
-    """Returns the setting of a dotted name, with the group that it is in."""
-    group, _, leaf = key.rpartition(".")
-    return {group: {leaf: value}} if group else {leaf: value}
-
-
-def _merge(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `values` with those of `more`, groups of settings merged."""
-    merged = dict(values)
-    for name, value in more.items():
-        inner = merged.get(name)
-        merged[name] = _merge(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
-    return merged
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings by dotted name in their groups."""
+    nested: dict[str, Any] = {}
+    for name, value in values.items():
+        group, _, leaf = name.rpartition(".")
+        (nested.setdefault(group, {}) if group else nested)[leaf] = value
+    return nested
 
 
 def _work(runs: Sequence[GridRun], store: Store, since: int) -> int:
@@ -422,10 +410,6 @@ def _print_problems(state: Mapping[str, Mapping[str, str]]) -> None:
     for kind in ("impossible", "failed"):
         for title, problem in state[kind].items():
             print(f"{kind}: {title}: {problem}")
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 def _read_grid(options: GridOptions) -> GridSettings:

@@ -6,19 +6,20 @@ import html
 import io
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from finetune.stats.calibration import NUM_BINS, bins_of, confidences
+from finetune.stats.calibration import NUM_BINS, confidences, reliability
 from finetune.stats.systems import SystemResult
 
 matplotlib.use("Agg")
@@ -33,7 +34,7 @@ WIDTH, LINE = 4.6, 0.15  # of a panel, of a line of text; inches
 SVG: dict[Any, Any] = {"svg.fonttype": "none", "text.parse_math": False, "font.size": 8.5}  # text stays text
 
 
-Panel = tuple[str, Callable[[str], Figure]]  # title, and what draws the panel under it
+Panels = Iterator[tuple[str, Figure]]  # with their titles
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,6 @@ class Picture:
     """Panels that a page lays side by side as its width allows.
 
     Attributes:
-        title: Heading.
-        caption: What is shown.
         panels: SVG of each panel; what is black there takes the page's text colour.
     """
 
@@ -61,29 +60,13 @@ def strip_plots(rows: Sequence[SystemResult]) -> list[Picture]:
     return _pictures("Runs", caption, several, partial(_panels_of_tasks, draw=_strip_plot))
 
 
-def reliability_diagrams(
-    rows: Sequence[SystemResult], predictions: Mapping[int, Sequence[Mapping[str, Array]]]
-) -> list[Picture]:
-    """Returns a picture of the calibration for each train size and benchmark, with a panel for each system.
-
-    Args:
-        rows: All rows; those without classes are left out.
-        predictions: Those of the runs of a row, by `id(row)`.
-    """
-
-    def panels(here: Sequence[SystemResult]) -> list[Panel]:
-        runs: dict[str, list[Mapping[str, Array]]] = {}
-        for row in here:
-            runs.setdefault(row.system.title, []).extend(
-                run for run in predictions.get(id(row), ()) if "logits" in run and run["labels"].ndim == 1
-            )
-        return [(name, partial(_reliability, runs=found)) for name, found in runs.items() if found]
-
+def reliability_diagrams(rows: Sequence[SystemResult]) -> list[Picture]:
+    """Returns a picture of the calibration for each train size and benchmark, with a panel for each classifier."""
     caption = (
         "All tasks and runs of a system in 15 bins of equal width, before temperature scaling. On the dashed line "
         "confidence is accuracy; hatched bars show the share of examples."
     )
-    return _pictures("Reliability", caption, rows, panels)
+    return _pictures("Reliability", caption, [row for row in rows if row.classified], _panels_of_systems)
 
 
 def learning_curves(rows: Sequence[SystemResult]) -> list[Picture]:
@@ -94,37 +77,37 @@ def learning_curves(rows: Sequence[SystemResult]) -> list[Picture]:
 
 
 def _pictures(
-    title: str, caption: str, rows: Sequence[SystemResult], panels: Callable[[Sequence[SystemResult]], list[Panel]]
+    title: str, caption: str, rows: Sequence[SystemResult], panels: Callable[[Sequence[SystemResult]], Panels]
 ) -> list[Picture]:
-    """Returns a picture for each train size and benchmark that has panels."""
+    """Returns a picture for each train size and benchmark."""
     groups: dict[str, list[SystemResult]] = {}
     for row in rows:
         benchmark = {"glue": "GLUE, ", "superglue": "SuperGLUE, "}.get(row.records[0].get("benchmark") or "", "")
         groups.setdefault(f"{title}: {benchmark}{row.train_size} train rows", []).append(row)
-    drawn = []
-    for heading, here in groups.items():
-        svgs = []
-        for name, draw in panels(here):
-            with matplotlib.rc_context(SVG | {"svg.hashsalt": f"{heading} {name}"}):
-                svgs.append(_svg(draw(name), f"{heading}: {name}"))
-        if svgs:
-            drawn.append(Picture(heading, caption, svgs))
-    return drawn
+    with matplotlib.rc_context(SVG):
+        return [Picture(heading, caption, [_svg(figure, f"{heading}: {name}") for name, figure in panels(here)])
+                for heading, here in groups.items()]  # fmt: skip
 
 
 def _svg(figure: Figure, label: str) -> str:
     """Returns the figure as an SVG element without ids that repeat in a page, in the colours of the page."""
-    file = io.StringIO()
-    figure.savefig(file, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    file, metadata = io.StringIO(), dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    with matplotlib.rc_context({"svg.hashsalt": label}):
+        figure.savefig(file, format="svg", transparent=True, metadata=metadata)
     text = file.getvalue()
     text = re.sub(r'<g id="[^"]*"', "<g", text[text.index("<svg") :]).replace("#000000", "currentColor")
     return text.replace("<svg ", f'<svg role="img" aria-label="{html.escape(label)}" ', 1)
 
 
-def _panels_of_tasks(rows: Sequence[SystemResult], draw: Callable[..., Figure]) -> list[Panel]:
-    tasks = {row.task: row.metric for row in rows}
-    return [(f"{task} ({metric})", partial(draw, rows=[row for row in rows if row.task == task]))
-            for task, metric in tasks.items()]  # fmt: skip
+def _panels_of_tasks(rows: Sequence[SystemResult], draw: Callable[..., Figure]) -> Panels:
+    for task, metric in {row.task: row.metric for row in rows}.items():
+        title = f"{task} ({metric})"
+        yield title, draw(title, [row for row in rows if row.task == task])
+
+
+def _panels_of_systems(rows: Sequence[SystemResult]) -> Panels:
+    for name in dict.fromkeys(row.system.title for row in rows):
+        yield name, _reliability(name, [run for row in rows if row.system.title == name for run in row.classified])
 
 
 def _wrap(text: str, width: int, lines: int = 3) -> list[str]:
@@ -151,17 +134,15 @@ def _strip_plot(title: str, rows: Sequence[SystemResult]) -> Figure:
     for row, name, end in zip(rows, names, ends, strict=True):
         axis.text(0.005, end - LINE * len(name) - 0.29, "\n".join(name), transform=axis.get_yaxis_transform(),
                   va="top", fontsize=8)  # fmt: skip
-        if row.constant is not None:
-            axis.plot([row.constant] * 2, [end - 0.28, end], color=GREY, ls="--", lw=1, zorder=0)
+        axis.plot([row.constant] * 2, [end - 0.28, end], color=GREY, ls="--", lw=1, zorder=0)
         for index, (_, runs) in enumerate(row.frame.groupby("pretraining", sort=True)):
             axis.plot(runs["score"], [end - 0.18] * len(runs), MARKERS[index % len(MARKERS)], color="black",
                       fillstyle="none", ms=5, mew=0.8, clip_on=False)  # fmt: skip
         axis.plot([row.estimate.low, row.estimate.high], [end - 0.06] * 2, color="black", lw=1)
         axis.plot([row.estimate.mean] * 2, [end - 0.1, end - 0.02], color="black", lw=2.5)
         axis.axhline(end, color=GREY, lw=0.3)
-    scores = np.concatenate([row.frame["score"].to_numpy() for row in rows])
-    constants = {row.constant for row in rows if row.constant is not None}
-    low, high = min([*scores, *constants]), max([*scores, *constants])
+    shown = np.concatenate([[row.constant, *row.frame["score"]] for row in rows])
+    low, high = np.nanmin(shown), np.nanmax(shown)
     margin = 0.06 * (high - low) or 1.0
     axis.set(xlim=(low - margin, high + margin), ylim=(bottom, 0.0), yticks=[])
     axis.spines["left"].set_visible(False)
@@ -170,10 +151,8 @@ def _strip_plot(title: str, rows: Sequence[SystemResult]) -> Figure:
 
 def _reliability(title: str, runs: Sequence[Mapping[str, Array]]) -> Figure:
     """Returns a panel with the accuracy at each confidence, of the predictions of all runs together."""
-
     pooled = zip(*(confidences(run["logits"], run["labels"]) for run in runs), strict=True)
-    confidence, correct = map(np.concatenate, pooled)
-    bins = bins_of(confidence, correct)
+    bins = reliability(*map(np.concatenate, pooled))
     error = f"pooled ECE {100 * bins.error:.1f} %"
     figure, axis = _axis([*_wrap(title, 60), error], 2.2, below=0.4, left=0.5)
     middle = (np.arange(NUM_BINS) + 0.5) / NUM_BINS
@@ -190,12 +169,9 @@ def _learning_curve(title: str, rows: Sequence[SystemResult]) -> Figure:
     below = 0.45 + LINE * sum(map(len, names))
     figure, axis = _axis([title], 2.0, below=below, left=0.5)
     for index, (row, name) in enumerate(zip(rows, names, strict=True)):
-        scores: dict[int, list[float]] = {}
-        for record in row.records:
-            for step, _, score in record.get("history") or ():
-                scores.setdefault(int(step), []).append(100 * score)
-        steps = sorted(scores)
-        axis.plot(steps, [np.mean(scores[step]) for step in steps], color=COLORS[index % len(COLORS)], lw=1.2, ms=4,
+        history = chain.from_iterable(record.get("history") or () for record in row.records)
+        scores = pd.DataFrame(history, columns=["step", "loss", "score"]).groupby("step")["score"].mean()
+        axis.plot(scores.index, 100 * scores, color=COLORS[index % len(COLORS)], lw=1.2, ms=4,
                   linestyle=LINES[index % len(LINES)], marker=MARKERS[index % len(MARKERS)], fillstyle="none",
                   markevery=0.15, label="\n".join(name))  # fmt: skip
     axis.set_xlabel("step")

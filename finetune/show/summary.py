@@ -29,7 +29,7 @@ def headline(rows: Sequence[SystemResult], tests: Sequence[PairTest], by_selecti
     if not sentences:
         sentences = [f"{row.system.title} on {row.task}, {row.train_size} train rows: {row.metric} "
                      f"{with_error(row.estimate.mean, error_of(row))} ({units_text(row)})"
-                     + (f"; a {CONSTANT} has {number(row.constant)}." if row.constant is not None else ".")
+                     + ("." if math.isnan(row.constant) else f"; a {CONSTANT} has {number(row.constant)}.")
                      for row in rows]  # fmt: skip
     return sentences
 
@@ -86,7 +86,7 @@ def _as_good_as_constant(rows: Sequence[SystemResult]) -> list[str]:
     places: dict[tuple[str, str], list[SystemResult]] = {}
     for row in rows:
         error = 0.0 if math.isnan(error_of(row)) else error_of(row)
-        if row.constant is not None and row.estimate.mean - error <= row.constant:
+        if row.estimate.mean - error <= row.constant:
             places.setdefault((row.task, row.train_size), []).append(row)
     sentences = []
     for (task, size), found in places.items():

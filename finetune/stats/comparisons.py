@@ -45,14 +45,13 @@ class Comparison:
     Attributes:
         difference: Mean score of A minus that of B.
         low: Lower end of the 95 % interval; nan for a single unit.
-        high: Upper end.
-        p: Two-sided p-value of the t-test; nan for a single unit.
+        high: Upper end; nan likewise.
+        p: Two-sided p-value of the t-test; nan likewise.
         df: Degrees of freedom of the t-test.
         flip_p: Two-sided p-value of the sign-flip test; nan where there are no paired units, and where pretrainings
             and draws are crossed: flips of pretrainings would say nothing about other draws.
         flip_least: Least p-value that the sign-flip test can give with so many units; nan likewise.
         units: What the error covers, in words.
-        paired: True if the difference is taken within pretrained models (or within draws of one model each).
     """
 
     difference: float
@@ -63,7 +62,6 @@ class Comparison:
     flip_p: float
     flip_least: float
     units: str
-    paired: bool
 
 
 def compare(a: pd.DataFrame, b: pd.DataFrame) -> Comparison:
@@ -82,57 +80,48 @@ def compare(a: pd.DataFrame, b: pd.DataFrame) -> Comparison:
     first, second = cell_means(a), cell_means(b)
     if not set(first.index) & set(second.index):
         return _compare_unrelated(a, b, *complete_together(first, second))
-    differences = first - second
-    shared = differences.dropna(how="all", axis=0).dropna(how="all", axis=1)
+    shared = (first - second).dropna(how="all", axis=0).dropna(how="all", axis=1)
     if shared.empty:
         raise UserError(f"the two systems share pretrained models, but {_no_common_draw(first, second)}")
     cells = complete(shared)
-    if cells.size > 1:
-        return _compare_paired(cells.to_numpy(), cells, a, b)
-    runs = [in_cells(frame, cells) for frame in (a, b)]
-    pairs = pd.merge(*runs, on="seed", suffixes=("_a", "_b"))
-    if len(pairs) < 2:  # other seeds: nothing to pair
-        place = cells.index, cells.columns
-        return _compare_unrelated(a, b, first.loc[place], second.loc[place])
-    return _compare_paired((pairs["score_a"] - pairs["score_b"]).to_numpy()[:, None], cells, a, b)
-
-
-def _compare_paired(differences: Array, cells: pd.DataFrame, a: pd.DataFrame, b: pd.DataFrame) -> Comparison:
-    """Returns the comparison of paired differences (P, D), or (S, 1) of seeds, that come from these cells."""
-    models, draws = cells.shape
-    units = f"{units_in_words(models, draws, len(differences))}, paired"
-    units += left_out_in_words(_left_out(a, b, cells, cells))
-    return _comparison(mean_of_cells(differences), sign_flip_units(differences), units, paired=True)
+    differences = cells.to_numpy()
+    if cells.size == 1:
+        pairs = pd.merge(in_cells(a, cells), in_cells(b, cells), on="seed", suffixes=("_a", "_b"))
+        if len(pairs) < 2:  # other seeds: nothing to pair
+            place = cells.index, cells.columns
+            return _compare_unrelated(a, b, first.loc[place], second.loc[place])
+        differences = (pairs["score_a"] - pairs["score_b"]).to_numpy()[:, None]
+    units = f"{units_in_words(*cells.shape, len(differences))}, paired" + _left_out(a, b, cells, cells)
+    return _comparison(mean_of_cells(differences), sign_flip_units(differences), units)
 
 
 def _compare_unrelated(a: pd.DataFrame, b: pd.DataFrame, first: pd.DataFrame, second: pd.DataFrame) -> Comparison:
     """Returns the comparison of systems whose cells are not paired, in complete tables with the same draws."""
-    left_out = left_out_in_words(_left_out(a, b, first, second))
+    left_out = _left_out(a, b, first, second)
     values, models, draws = (first.to_numpy(), second.to_numpy()), (len(first), len(second)), first.shape[1]
     if models == (1, 1) and draws > 1:
         differences = values[0] - values[1]
         units = f"{draws} draws, one pretraining each{left_out}"
-        return _comparison(mean_of_cells(differences), sign_flip_units(differences), units, paired=True)
+        return _comparison(mean_of_cells(differences), sign_flip_units(differences), units)
     if models == (1, 1):
         values = seed_units(in_cells(a, first)), seed_units(in_cells(b, second))
         words = f"{len(values[0])} and {len(values[1])} seeds, one pretraining each, one draw (seeds only)"
     else:
-        at_draws = f"x {draws} draws" if draws > 1 else "at one draw"
-        words = f"{models[0]} and {models[1]} pretrainings {at_draws}"
+        words = f"{models[0]} and {models[1]} pretrainings " + (f"x {draws} draws" if draws > 1 else "at one draw")
     if min(len(side) for side in values) == 1:
         words += "; no test, because one unit does not tell how much others would differ"
-    return _comparison(difference_of_cells(*values), None, words + left_out, paired=False)
+    return _comparison(difference_of_cells(*values), None, words + left_out)
 
 
-def _comparison(found: StudentMean, flips: Array | None, units: str, paired: bool) -> Comparison:
+def _comparison(found: StudentMean, flips: Array | None, units: str) -> Comparison:
     mean, low, high, p, df = map(float, (found.mean, *found.interval, found.p_value(), found.df))
     flip = (math.nan, math.nan) if flips is None else (float(sign_flip_p(flips)), least_sign_flip_p(len(flips)))
-    return Comparison(mean, low, high, p, df, *flip, units, paired)
+    return Comparison(mean, low, high, p, df, *flip, units)
 
 
-def _left_out(a: pd.DataFrame, b: pd.DataFrame, first: pd.DataFrame, second: pd.DataFrame) -> int:
-    """Returns the number of runs of both systems that are in no cell of their table."""
-    return len(a) - len(in_cells(a, first)) + len(b) - len(in_cells(b, second))
+def _left_out(a: pd.DataFrame, b: pd.DataFrame, first: pd.DataFrame, second: pd.DataFrame) -> str:
+    """Returns in words how many runs of both systems are in no cell of their table."""
+    return left_out_in_words(len(a) - len(in_cells(a, first)) + len(b) - len(in_cells(b, second)))
 
 
 def complete_together(first: pd.DataFrame, second: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -217,14 +206,12 @@ class Interval:
         low: Lower end of the 95 % percentile interval.
         high: Upper end.
         p: Twice the smaller share of resamples on either side of 0.
-        units: Number of examples, or of passages or groups whose rows are drawn together.
     """
 
     difference: float
     low: float
     high: float
     p: float
-    units: int
 
 
 def bootstrap_difference(
@@ -245,22 +232,20 @@ def bootstrap_difference(
         UserError: The predictions are of different examples.
     """
     signs = [1 / len(a)] * len(a) + [-1 / len(b)] * len(b)
-    difference, low, high, distribution, units = _bootstrap(task, [*a, *b], signs, resamples)
-    p = 2 * (1 + min((distribution <= 0).sum(), (distribution >= 0).sum())) / (resamples + 1)
-    return Interval(difference, low, high, min(1.0, float(p)), units)
+    difference, found = _bootstrap(task, [*a, *b], signs, resamples)
+    low, high = map(float, found.confidence_interval)
+    above, below = (found.bootstrap_distribution >= 0).sum(), (found.bootstrap_distribution <= 0).sum()
+    return Interval(difference, low, high, min(1.0, float(2 * (1 + min(below, above)) / (resamples + 1))))
 
 
-def bootstrap_score(task: Task, predictions: Predictions, resamples: int = 1000) -> tuple[float, float, float]:
-    """Returns a run's standard error over dev examples in the main metric, and its 95 % interval, in percent."""
-    _, low, high, distribution, _ = _bootstrap(task, [predictions], [1.0], resamples)
-    return float(distribution.std(ddof=1)), low, high
+def bootstrap_score(task: Task, predictions: Predictions, resamples: int = 1000) -> float:
+    """Returns a run's standard error over dev examples in the main metric, in percent."""
+    _, found = _bootstrap(task, [predictions], [1.0], resamples)
+    return float(found.standard_error)
 
 
-def _bootstrap(
-    task: Task, runs: Sequence[Predictions], weights: Sequence[float], resamples: int
-) -> tuple[float, float, float, Array, int]:
-    """Returns a weighted sum of the runs' scores: value, interval, all resampled values, number of units."""
-
+def _bootstrap(task: Task, runs: Sequence[Predictions], weights: Sequence[float], resamples: int) -> tuple[float, Any]:
+    """Returns a weighted sum of the runs' scores, and scipy's bootstrap of it."""
     units = units_of_rows(runs, task.name)
     if len(units) < 2:
         raise UserError(f"task {task.name}: an error over examples needs two or more of them; there is {len(units)}.")
@@ -277,8 +262,7 @@ def _bootstrap(
 
     everything = np.arange(len(units))
     found = bootstrap((everything,), weighted_sum, n_resamples=resamples, vectorized=False, method="percentile", rng=0)
-    interval = found.confidence_interval
-    return weighted_sum(everything), float(interval.low), float(interval.high), found.bootstrap_distribution, len(units)
+    return weighted_sum(everything), found
 
 
 def units_of_rows(runs: Sequence[Predictions], task: str) -> list[Array]:
@@ -303,9 +287,13 @@ def scorer(task: Task, predictions: Predictions) -> Callable[[Array], float]:
 
     Rows of one group must come together, as `units_of_rows` draws them.
     """
-    names = task.metrics[0].removeprefix("mean(").removesuffix(")").split(",")
-    parts = [_metric_of_rows(name, task, predictions) for name in names]
+    parts = [_metric_of_rows(name, task, predictions) for name in parts_of(task.metrics[0])]
     return lambda rows: float(np.mean([part(rows) for part in parts]))
+
+
+def parts_of(metric: str) -> list[str]:
+    """Returns the metrics that a mean such as "mean(acc,f1)" is of, or the only one."""
+    return metric.removeprefix("mean(").removesuffix(")").split(",")
 
 
 def _metric_of_rows(name: str, task: Task, predictions: Predictions) -> Callable[[Array], float]:
@@ -314,9 +302,9 @@ def _metric_of_rows(name: str, task: Task, predictions: Predictions) -> Callable
     labels = predictions["labels"]
     outputs = predictions["logits"] if "logits" in predictions else predictions["scores"][:, None]
     if name in FROM_COUNTS and labels.ndim == 1:  # a thousand times as fast as scikit-learn
-        shape, of_counts = (outputs.shape[1],) * 2, FROM_COUNTS[name]
-        pairs = labels.astype(int) * shape[1] + outputs.argmax(axis=1)
-        return lambda rows: of_counts(np.bincount(pairs[rows], minlength=shape[0] ** 2).reshape(shape).astype(float))
+        classes, of_counts = outputs.shape[1], FROM_COUNTS[name]
+        pairs = labels.astype(int) * classes + outputs.argmax(axis=1)
+        return lambda rows: of_counts(np.bincount(pairs[rows], minlength=classes**2).reshape(classes, -1).astype(float))
     if name in ("em", "record_f1", "record_em"):
         first, values = _values_of_groups(name, predictions)
         return lambda rows: float(values[rows].sum() / first[rows].sum())
@@ -347,6 +335,10 @@ def _f1_of_classes(counts: Array) -> Array:
     return np.asarray(2 * counts.diagonal() / np.maximum(counts.sum(axis=0) + counts.sum(axis=1), 1))
 
 
+def _f1(counts: Array) -> float:
+    return float(_f1_of_classes(counts)[1])
+
+
 def _macro_f1(counts: Array) -> float:
     return float(_f1_of_classes(counts)[counts.sum(axis=0) + counts.sum(axis=1) > 0].mean())
 
@@ -357,11 +349,9 @@ def _matthews(counts: Array) -> float:
     return float((counts.trace() * total - labelled @ predicted) / scale) if scale else 0.0
 
 
+def _accuracy(counts: Array) -> float:
+    return float(counts.trace() / counts.sum())
+
+
 # Metrics that are functions of the confusion matrix (label, prediction).
-FROM_COUNTS: dict[str, Callable[[Array], float]] = {
-    "acc": lambda counts: float(counts.trace() / counts.sum()),
-    "f1": lambda counts: float(_f1_of_classes(counts)[1]),
-    "f1a": lambda counts: float(_f1_of_classes(counts)[1]),
-    "macro_f1": _macro_f1,
-    "matthews": _matthews,
-}
+FROM_COUNTS = {"acc": _accuracy, "f1": _f1, "f1a": _f1, "macro_f1": _macro_f1, "matthews": _matthews}

@@ -150,7 +150,7 @@ def _score_error(own: TaskRows, predicted: Predicted, task: int) -> float | None
     from finetune.stats.comparisons import bootstrap_score
 
     try:
-        return bootstrap_score(own.task, make_predictions(own, predicted, task), ERROR_RESAMPLES)[0] / 100
+        return bootstrap_score(own.task, make_predictions(own, predicted, task), ERROR_RESAMPLES) / 100
     except UserError:
         return None
 
