@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/, whose names must not hide packages
 
-from pydantic import Field, PositiveInt, ValidationError, field_validator
+from pydantic import BeforeValidator, Field, PositiveInt, ValidationError, field_validator
 
 from finetune.heads import FITTED_HEADS
 from finetune.run import OWN, request_ids_of
@@ -40,7 +40,8 @@ log = logging.getLogger("finetune")
 WORKER = "MULTICLS_WORKER"  # number of a process among those of `--jobs`
 AXES = ("model", "model_name", "pretraining_seed", "task", "own", "train_size", "data_seed", "selection", "seed",
         "output_dir")  # fmt: skip
-Names = Annotated[list[str], Field(min_length=1)]
+Names = Annotated[list[Annotated[str, BeforeValidator(str)]], Field(min_length=1)]  # sizes may be numbers
+Folders = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 Seeds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 Search = dict[str, Any]  # nested as settings are; lists at its leaves
 
@@ -63,7 +64,7 @@ class SystemSettings(GridRunSettings):
 class GridSettings(Settings):
     """A grid: what is compared, on what, how often."""
 
-    models: dict[str, list[str]] = Field(
+    models: dict[str, Folders] = Field(
         default={}, description="name -> folder or hub id; or a list of them, one for each pretraining seed"
     )
     systems: dict[str, SystemSettings] = Field(
@@ -82,25 +83,12 @@ class GridSettings(Settings):
         default={}, description="task, system or train size -> settings of its runs, later ones win"
     )
 
-    @field_validator("models", mode="before")
-    @classmethod
-    def _one_path_is_a_list(cls, value: object) -> object:
-        return {k: [v] if isinstance(v, str) else v for k, v in value.items()} if isinstance(value, dict) else value
-
     @field_validator("systems", mode="before")
     @classmethod
     def _heads_are_systems(cls, value: object) -> object:
         if not isinstance(value, list):
             return value
-        pairs = [(str(name), str(name).partition("/")) for name in value]
-        return {
-            name: {"head": head} | ({"pooling": pooling} if slash else {}) for name, (head, slash, pooling) in pairs
-        }
-
-    @field_validator("train_sizes", mode="before")
-    @classmethod
-    def _sizes_are_text(cls, value: object) -> object:
-        return [str(size) for size in value] if isinstance(value, list) else value
+        return {str(name): dict(zip(("head", "pooling"), str(name).split("/", 1), strict=False)) for name in value}
 
 
 class GridOptions(RecipeOptions):
@@ -263,14 +251,10 @@ def _expand_system(grid: GridSettings, task: str, size: str, name: str, output_d
 
 
 def look(runs: Sequence[GridRun], store: Store, since: int = 0) -> dict[str, dict[str, str]]:
-    """Returns the state of the runs, from the results folder alone.
+    """Returns the titles of the runs by their state, with the error if there is one, from the results folder alone.
 
-    Args:
-        since: errors before this line of errors.jsonl do not count.
-
-    Returns:
-        Titles with, where something is to be said, the reason: `finished`, `impossible` (model, data or settings do not
-        fit), `failed` and `missing`.
+    States are `finished`, `impossible` (model, data or settings do not fit), `failed` and `missing`. Errors before line
+    `since` of errors.jsonl do not count.
     """
     done = {record["request_id"] for record in store.records()}
     errors = {request_id: line for line in store.errors()[since:] for request_id in line["request_ids"]}
@@ -311,12 +295,9 @@ def _work(runs: Sequence[GridRun], store: Store, since: int) -> int:
     show_log(log.name, logging.INFO)
     if torch.cuda.device_count() > 1:
         torch.cuda.set_device(int(os.environ.get(WORKER, 0)) % torch.cuda.device_count())
-    progress, pending = _Progress(runs, store, since), list(runs)
-    while pending:
-        busy = [run for run in pending if not _attempt(run, store, progress)]
-        if len(busy) == len(pending):
-            break  # the rest is in the hands of others; whoever is killed there leaves a run for the next start
-        pending = busy
+    progress, pending, busy = _Progress(runs, store, since), 0, list(runs)
+    while len(busy) != pending:  # else others hold the rest; whoever is killed there leaves a run for the next start
+        pending, busy = len(busy), [run for run in busy if not _attempt(run, store, progress)]
     return progress.close()
 
 
@@ -327,7 +308,7 @@ def _attempt(run: GridRun, store: Store, progress: _Progress) -> bool:
     from finetune.run import plan_run
     from finetune.run import run as fine_tune
 
-    if run.title in progress.state["failed"].keys() | progress.state["impossible"].keys():
+    if run.title in {**progress.state["failed"], **progress.state["impossible"]}:
         return True
     run_id = ""
     try:
@@ -351,7 +332,7 @@ class _Progress:
 
     def __init__(self, runs: Sequence[GridRun], store: Store, since: int) -> None:
         self.runs, self.store, self.since = runs, store, since
-        self.started, self.shown = time.monotonic(), ""
+        self.started, self.shown = time.monotonic(), list[str]()
         self.left = len(look(runs, store, since)["missing"])
         self.show()
 
@@ -359,13 +340,12 @@ class _Progress:
         """Looks at the state of the runs, and prints a line if it has changed."""
         self.state = look(self.runs, self.store, self.since)
         left = len(self.state["missing"])
-        text = f"runs {len(self.runs) - left}/{len(self.runs)}"
-        text += "".join(f"  {kind} {len(self.state[kind])}" for kind in ("impossible", "failed") if self.state[kind])
-        if text != self.shown:
-            self.shown = text
+        parts = [f"runs {len(self.runs) - left}/{len(self.runs)}"]
+        parts += [f"{kind} {len(self.state[kind])}" for kind in ("impossible", "failed") if self.state[kind]]
+        if parts != self.shown:
+            self.shown = parts
             seconds = (time.monotonic() - self.started) / max(1, self.left - left) * left
-            eta = f"  eta {duration(seconds)}" if 0 < left < self.left else ""
-            print_line(text + eta)
+            print_line("  ".join([*parts, *([f"eta {duration(seconds)}"] if 0 < left < self.left else [])]))
 
     def close(self) -> int:
         """Prints what is not finished and what to do next; returns the exit code."""
@@ -400,9 +380,9 @@ def _start_workers(runs: Sequence[GridRun], args: GridOptions, argv: Sequence[st
             worker.terminate()
         for worker in workers:
             worker.wait()
-    killed = [worker for worker in workers if worker.returncode not in (0, 1)]
-    for worker in killed:
-        print(f"a worker ended with {worker.returncode} (see {logs}); the same command goes on", file=sys.stderr)
+    killed = [worker.returncode for worker in workers if worker.returncode not in (0, 1)]
+    for code in killed:
+        print(f"a worker ended with {code} (see {logs}); the same command goes on", file=sys.stderr)
     return max(progress.close(), int(bool(killed)))
 
 

@@ -8,32 +8,25 @@ import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
-import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from finetune.stats.calibration import NUM_BINS, confidences, reliability
 from finetune.stats.systems import SystemResult
 
-matplotlib.use("Agg")
-
 Array = np.ndarray[Any, np.dtype[Any]]
 LINES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)))
 HATCHES = ("", "///", "...", "xxx")
 MARKERS = "osD^vP*X<>"
-COLORS = ("black", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")  # Okabe and Ito (2008)
 GREY = "#808080"  # legible on white and on black
 WIDTH, LINE = 4.6, 0.15  # of a panel, of a line of text; inches
 SVG: dict[Any, Any] = {"svg.fonttype": "none", "text.parse_math": False, "font.size": 8.5}  # text stays text
-
-
 Panels = Iterator[tuple[str, Figure]]  # with their titles
 
 
@@ -57,7 +50,7 @@ def strip_plots(rows: Sequence[SystemResult]) -> list[Picture]:
         "mean, the bar the mean; a line that reaches the edge goes on. Dashed: a constant answer."
     )
     several = [row for row in rows if any(len(other.records) > 1 for other in rows if other.task == row.task)]
-    return _pictures("Runs", caption, several, partial(_panels_of_tasks, draw=_strip_plot))
+    return _pictures("Runs", caption, several, _panels_of_tasks)
 
 
 def reliability_diagrams(rows: Sequence[SystemResult]) -> list[Picture]:
@@ -69,20 +62,13 @@ def reliability_diagrams(rows: Sequence[SystemResult]) -> list[Picture]:
     return _pictures("Reliability", caption, [row for row in rows if row.classified], _panels_of_systems)
 
 
-def learning_curves(rows: Sequence[SystemResult]) -> list[Picture]:
-    """Returns a picture of the scores during training for each train size and benchmark, with a panel for each task."""
-    long = [row for row in rows if any(len(record.get("history") or ()) > 1 for record in row.records)]
-    caption = "Mean over runs of the score on the rows that choose the best evaluation."
-    return _pictures("Learning curves", caption, long, partial(_panels_of_tasks, draw=_learning_curve))
-
-
 def _pictures(
     title: str, caption: str, rows: Sequence[SystemResult], panels: Callable[[Sequence[SystemResult]], Panels]
 ) -> list[Picture]:
     """Returns a picture for each train size and benchmark."""
     groups: dict[str, list[SystemResult]] = {}
     for row in rows:
-        benchmark = {"glue": "GLUE, ", "superglue": "SuperGLUE, "}.get(row.records[0].get("benchmark") or "", "")
+        benchmark = {"glue": "GLUE, ", "superglue": "SuperGLUE, "}.get(row.records[0].get("benchmark"), "")
         groups.setdefault(f"{title}: {benchmark}{row.train_size} train rows", []).append(row)
     with matplotlib.rc_context(SVG):
         return [Picture(heading, caption, [_svg(figure, f"{heading}: {name}") for name, figure in panels(here)])
@@ -99,10 +85,10 @@ def _svg(figure: Figure, label: str) -> str:
     return text.replace("<svg ", f'<svg role="img" aria-label="{html.escape(label)}" ', 1)
 
 
-def _panels_of_tasks(rows: Sequence[SystemResult], draw: Callable[..., Figure]) -> Panels:
+def _panels_of_tasks(rows: Sequence[SystemResult]) -> Panels:
     for task, metric in {row.task: row.metric for row in rows}.items():
         title = f"{task} ({metric})"
-        yield title, draw(title, [row for row in rows if row.task == task])
+        yield title, _strip_plot(title, [row for row in rows if row.task == task])
 
 
 def _panels_of_systems(rows: Sequence[SystemResult]) -> Panels:
@@ -110,8 +96,8 @@ def _panels_of_systems(rows: Sequence[SystemResult]) -> Panels:
         yield name, _reliability(name, [run for row in rows if row.system.title == name for run in row.classified])
 
 
-def _wrap(text: str, width: int, lines: int = 3) -> list[str]:
-    return textwrap.wrap(text, width, max_lines=lines, placeholder=" ...") or [""]
+def _wrap(name: str) -> list[str]:
+    return textwrap.wrap(name, 60, max_lines=3, placeholder=" ...")
 
 
 def _axis(title: Sequence[str], height: float, below: float = 0.35, left: float = 0.1) -> tuple[Figure, Axes]:
@@ -127,7 +113,7 @@ def _axis(title: Sequence[str], height: float, below: float = 0.35, left: float 
 
 def _strip_plot(title: str, rows: Sequence[SystemResult]) -> Figure:
     """Returns a panel with a strip for each system: its name, its runs, and below them mean and interval."""
-    names = [_wrap(row.system.title, 60) for row in rows]
+    names = [_wrap(row.system.title) for row in rows]
     ends = np.cumsum([LINE * len(name) + 0.32 for name in names])
     bottom = float(ends[-1]) + 0.05
     figure, axis = _axis([title], bottom)
@@ -154,29 +140,12 @@ def _reliability(title: str, runs: Sequence[Mapping[str, Array]]) -> Figure:
     pooled = zip(*(confidences(run["logits"], run["labels"]) for run in runs), strict=True)
     bins = reliability(*map(np.concatenate, pooled))
     error = f"pooled ECE {100 * bins.error:.1f} %"
-    figure, axis = _axis([*_wrap(title, 60), error], 2.2, below=0.4, left=0.5)
+    figure, axis = _axis([*_wrap(title), error], 2.2, below=0.4, left=0.5)
     middle = (np.arange(NUM_BINS) + 0.5) / NUM_BINS
     axis.bar(middle, bins.count / bins.count.sum(), 1 / NUM_BINS, color="none", edgecolor=GREY, hatch="//", lw=0.5)
     axis.plot([0, 1], [0, 1], "--", color=GREY, lw=0.8)
     axis.plot(bins.confidence, bins.accuracy, "o-", color="black", ms=4, lw=1)
     axis.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="accuracy, share of examples")
-    return figure
-
-
-def _learning_curve(title: str, rows: Sequence[SystemResult]) -> Figure:
-    """Returns a panel with a line for each system, and their names below."""
-    names = [_wrap(row.system.title, 60) for row in rows]
-    below = 0.45 + LINE * sum(map(len, names))
-    figure, axis = _axis([title], 2.0, below=below, left=0.5)
-    for index, (row, name) in enumerate(zip(rows, names, strict=True)):
-        history = chain.from_iterable(record.get("history") or () for record in row.records)
-        scores = pd.DataFrame(history, columns=["step", "loss", "score"]).groupby("step")["score"].mean()
-        axis.plot(scores.index, 100 * scores, color=COLORS[index % len(COLORS)], lw=1.2, ms=4,
-                  linestyle=LINES[index % len(LINES)], marker=MARKERS[index % len(MARKERS)], fillstyle="none",
-                  markevery=0.15, label="\n".join(name))  # fmt: skip
-    axis.set_xlabel("step")
-    figure.legend(loc="lower left", bbox_to_anchor=(0.0, 0.0), frameon=False, fontsize=7.5, labelspacing=0.25,
-                  borderaxespad=0.1, handlelength=3.5)  # fmt: skip
     return figure
 
 

@@ -96,7 +96,7 @@ def build_report(
         tables.candidates_table(rows),
         tables.calibration_table(rows),
     ]
-    sections += [*figures.reliability_diagrams(rows), *figures.learning_curves(rows)] if pictures else []
+    sections += figures.reliability_diagrams(rows) if pictures else []
     kept = [section for section in sections if isinstance(section, Picture) or not section.frame.empty]
     return Report(
         f"Fine-tuning results: {folder.name}",

@@ -31,13 +31,10 @@ class PlannedRun:
     """A run before it is run; lists have one entry for each task.
 
     Attributes:
-        settings: of the run.
         train: the settings of the training, resolved.
         numeric: device, precision and DeepSpeed file: what changes numbers beside the settings.
-        rows: to learn from and to report on.
-        checkpoint: to start from.
-        request_ids: what was requested.
-        run_ids: what was requested, in this numeric mode.
+        request_ids: hashes of what was requested.
+        run_ids: hashes of what was requested, in this numeric mode.
     """
 
     settings: FinetuneSettings
@@ -80,10 +77,7 @@ class Predicted:
     """The outputs of a trained model: for each task those (N, C) for held-out rows, dev rows and test sets.
 
     Attributes:
-        result: of the training.
-        held: outputs for the held-out rows; for `selection` dev those for dev.
-        dev: outputs for the dev rows.
-        test: outputs for each test set.
+        held: for `selection` dev those for dev.
         model: with its best weights; None where there is no model of ours.
     """
 
