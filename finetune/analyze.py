@@ -123,9 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         numbers[analyzed.label] = look_into(analyzed, args)
     _write_overviews(output, numbers)
     write_json(output / "analysis.json", numbers)
-    print_summary(
-        [("figures", f"{output}/*.png"), ("tables", f"{output}/*.csv"), ("numbers", output / "analysis.json")]
-    )
+    made = {"figures": f"{output}/*.png", "tables": f"{output}/*.csv", "numbers": f"{output}/analysis.json"}
+    print_summary(made.items())
     return 0
 
 

@@ -10,7 +10,6 @@ from finetune.stats.calibration import (
     brier_score,
     calibration,
     confidences,
-    confidences,
     log_probabilities,
     negative_log_likelihood,
     pooled_temperature,
