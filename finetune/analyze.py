@@ -117,7 +117,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     several = [load_analyzed(folder, args) for folder in args.model]
     if len({analyzed.label for analyzed in several}) < len(several):
         raise UserError("--model: a model is given twice.")
-    numbers, output = {}, Path(args.output_dir)
+    numbers: dict[str, Any] = {}
+    output = Path(args.output_dir)
     for analyzed in several:
         print(f"{analyzed.label}: {analyzed.folder}", flush=True)
         numbers[analyzed.label] = look_into(analyzed, args)
@@ -232,12 +233,11 @@ def read(model: TaskModel, rows: Encoded, task: int) -> dict[str, Array]:
             progress.update(start)
             batch = rows.batch(range(start, min(start + 32, len(rows))), device)
             output = model(**batch, task=task, output_hidden_states=True)
-            nothing = output.pooled[:, :0]
-            found["pooled"].append(output.pooled)
-            found["states"].append(output.hidden_states[-1][:, 1 : 1 + count])
-            found["facets"].append(nothing if output.facets is None else output.facets)
-            found["layers"].append(nothing if output.layer_weights is None else output.layer_weights)
-            found["logits"].append(output.logits)
+            states = output.hidden_states[-1][:, 1 : 1 + count]
+            parts = {"pooled": output.pooled, "states": states, "facets": output.facets,
+                     "layers": output.layer_weights, "logits": output.logits}  # fmt: skip
+            for name, part in parts.items():
+                found[name].append(output.pooled[:, :0] if part is None else part)
     return {name: torch.cat(parts).float().cpu().numpy() for name, parts in found.items()}
 
 

@@ -36,7 +36,6 @@ class Table:
     """A table with its notes.
 
     Attributes:
-        title: Heading.
         frame: Cells as text; "-" where there is nothing to say.
         notes: Sentences below it.
         bold: Row numbers and column names of the cells in bold type.
@@ -50,14 +49,13 @@ class Table:
     @property
     def rows(self) -> list[list[tuple[str, bool]]]:
         """Cells of each row: text, bold or not."""
-        names = self.frame.columns
-        return [[(text, (index, name) in self.bold) for name, text in zip(names, row, strict=True)]
-                for index, row in enumerate(self.frame.itertuples(index=False))]  # fmt: skip
+        return [[(text, (index, name) in self.bold) for name, text in row.items()]
+                for index, row in enumerate(self.frame.to_dict("records"))]  # fmt: skip
 
     @property
     def numeric(self) -> list[bool]:
         """For each column True if it holds numbers, which are aligned to the right."""
-        return [all(NUMBER.match(text) for text in self.frame[name]) for name in self.frame.columns]
+        return [all(map(NUMBER.match, column)) for _, column in self.frame.items()]
 
 
 def markdown(table: Table) -> str:
@@ -180,17 +178,9 @@ def side_by_side(rows: Sequence[SystemResult], size: str) -> Table:
 
 
 def comparison_table(tests: Sequence[PairTest], corrected: int) -> Table:
-    """Returns one row for each pair of systems.
-
-    Args:
-        tests: The pairs to show.
-        corrected: Number of tests that the correction is for.
-    """
+    """Returns one row for each pair of systems that can be compared; the correction is for `corrected` tests."""
     lines = []
-    for test in tests:
-        found, examples = test.comparison, test.examples
-        if found is None:
-            continue
+    for test, found, examples in ((test, test.comparison, test.examples) for test in tests if test.comparison):
         flip = "-" if math.isnan(found.flip_p) else f"{p_text(found.flip_p)} ({p_text(found.flip_least)})"
         lines.append({
             "task": test.a.task, "train rows": test.a.train_size,
@@ -244,14 +234,13 @@ def candidates_table(rows: Sequence[SystemResult]) -> Table:
 def macro_table(rows: Sequence[SystemResult]) -> Table:
     """Returns accuracy beside macro-F1, where runs have both."""
     lines = []
-    for row in rows:
-        if {"acc", "macro_f1"} <= set(row.records[0]["scores"]):
-            line = place_of(row)
-            for name, title in (("acc", "accuracy"), ("macro_f1", "macro-F1")):
-                for part, label in (("scores", title), ("constant", f"{title}, {CONSTANT}")):
-                    values = [record[part].get(name, math.nan) for record in row.records]
-                    line[label] = number(100 * float(np.mean(values)))
-            lines.append(line)
+    for row in (row for row in rows if {"acc", "macro_f1"} <= row.records[0]["scores"].keys()):
+        line = place_of(row)
+        for name, title in (("acc", "accuracy"), ("macro_f1", "macro-F1")):
+            for part, label in (("scores", title), ("constant", f"{title}, {CONSTANT}")):
+                values = [record[part].get(name, math.nan) for record in row.records]
+                line[label] = number(100 * float(np.mean(values)))
+        lines.append(line)
     note = "Means over runs. Macro-F1 counts each class alike: it falls where a system neglects the rare ones."
     return Table("Accuracy and macro-F1", to_frame(lines), (note,))
 

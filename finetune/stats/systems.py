@@ -38,14 +38,12 @@ class System:
 
     Attributes:
         name: unique in a report.
-        model_name: of the model, or of its pretrainings together.
         label: head and pooling.
         selection: which rows choose: "dev" or "holdout".
         mode: device, precision and DeepSpeed file, in words; "" if all runs of the folder have the same.
     """
 
     name: str
-    model_name: str
     label: str
     selection: str
     mode: str = ""
@@ -160,12 +158,11 @@ class SystemResult:
 
 @dataclass(frozen=True)
 class Results:
-    """All that a report shows.
+    """All that a report shows: rows in the order of tasks, sizes and plans, and in words which rows have problems.
 
     Attributes:
-        rows: in the order of tasks, sizes and plans.
-        never_run: planned rows without a finished run, in words.
-        mixed: rows whose runs differ in versions, commits, hardware or resolved settings, in words.
+        never_run: planned rows without a finished run.
+        mixed: rows whose runs differ in versions, commits, hardware or resolved settings.
     """
 
     rows: list[SystemResult]
@@ -216,8 +213,7 @@ class _Wanted:
 def load_results(store: Store, ensembles: int = 0) -> Results:
     """Returns the systems of a results folder with their runs.
 
-    Args:
-        ensembles: if not 0, adds for each system that of ensembles of so many runs of one model and draw.
+    With `ensembles` it adds for each system that of ensembles of so many runs of one model and draw.
 
     Raises:
         UserError: The folder is of another protocol.
@@ -257,7 +253,7 @@ def _wanted_by_plans(plans: Iterable[Mapping[str, Any]], records: Sequence[Recor
             owner, kept = owners.setdefault(run["system"], (number, set()))
             if owner == number:
                 kept.add(name)
-            system = System(run["system"] if name in kept else name, run["model_name"], run["label"], run["selection"])
+            system = System(run["system"] if name in kept else name, run["label"], run["selection"])
             place = (system, run["task"], run["train_size"])
             one = wanted.setdefault(place, _Wanted(*place, plan["choose"], tuple(run["joint"])))
             one.add(run["candidate"], run["request_id"])
@@ -287,8 +283,7 @@ def _wanted_by_themselves(records: Iterable[Record]) -> list[_Wanted]:
         name, key = ", ".join(parts), short_hash([model, {**alike, "task": "", "train_size": ""}])
         if names.setdefault(name, key) != key:
             name = f"{name} ({key[:6]})"
-        system = System(name, model, record["label"], record["selection"])
-        place = (system, record["task"], record["train_size"])
+        place = (System(name, record["label"], record["selection"]), record["task"], record["train_size"])
         wanted.setdefault(place, _Wanted(*place)).add({}, record["request_id"])
     return list(wanted.values())
 
