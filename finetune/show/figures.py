@@ -160,8 +160,6 @@ def isotropy(
     """Draws IsoBN's Figures 7, 4, 3 and 5 for one model; each argument has entries by name: "before", "after", ...
 
     Args:
-        path: the PNG.
-        title: heading.
         variance: EV_k (Eq. 9).
         stds: (D,) standard deviation of each dimension.
         shares: share of the logits' variance of each principal component.

@@ -67,7 +67,6 @@ def build_report(
 
     Args:
         results: Rows of the folder, of which there is at least one.
-        folder: Where the results are; for the heading.
         compare: Names of two systems that alone are compared; default: all pairs.
         pictures: False leaves out what only the page shows.
     """

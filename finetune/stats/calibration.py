@@ -69,11 +69,9 @@ def reliability(confidence: Array, correct: Array, num_bins: int = NUM_BINS, equ
     else:
         index = np.empty(len(correct), dtype=int)
         index[np.argsort(confidence, kind="stable")] = np.arange(len(correct)) * num_bins // len(correct)
-    count, total_confidence, total_correct = (
-        np.bincount(index, weights, num_bins) for weights in (None, confidence, correct)
-    )
+    count, sure, right = (np.bincount(index, weights, num_bins) for weights in (None, confidence, correct))
     with np.errstate(invalid="ignore"):
-        return Bins(count, total_confidence / count, total_correct / count)
+        return Bins(count, sure / count, right / count)
 
 
 class Temperature(NamedTuple):

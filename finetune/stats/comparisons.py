@@ -36,6 +36,7 @@ from multicls.errors import UserError
 
 Predictions = Mapping[str, Array]
 PERMUTATIONS = 9999  # of a sign-flip test; exact up to 13 units
+RESAMPLES = 1000  # of a bootstrap
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,9 @@ class Comparison:
 
     Attributes:
         difference: Mean score of A minus that of B.
-        low: Lower end of the 95 % interval; nan for a single unit.
-        high: Upper end; nan likewise.
-        p: Two-sided p-value of the t-test; nan likewise.
+        low: Lower end of the 95 % interval; nan for a single unit, as the next three.
+        high: Upper end.
+        p: Two-sided p-value of the t-test.
         df: Degrees of freedom of the t-test.
         flip_p: Two-sided p-value of the sign-flip test; nan where there are no paired units, and where pretrainings
             and draws are crossed: flips of pretrainings would say nothing about other draws.
@@ -199,50 +200,45 @@ class Interval:
     """Difference of two systems over dev examples, in points.
 
     Attributes:
-        difference: Main metric of A minus that of B, each averaged over its runs.
         low: Lower end of the 95 % percentile interval.
         high: Upper end.
         p: Twice the smaller share of resamples on either side of 0.
     """
 
-    difference: float
     low: float
     high: float
     p: float
 
 
-def bootstrap_difference(
-    task: Task, a: Sequence[Predictions], b: Sequence[Predictions], resamples: int = 1000
-) -> Interval:
+def bootstrap_difference(task: Task, a: Sequence[Predictions], b: Sequence[Predictions]) -> Interval:
     """Returns the difference of two systems in the main metric, by the paired bootstrap over dev examples.
 
-    The same examples are drawn for all runs of both systems. p is at least 2 / (resamples + 1).
+    Scores are averaged over the runs of a system. The same examples are drawn for all runs of both systems. p is at
+    least 2 / (`RESAMPLES` + 1).
 
     Args:
         task: Names the metrics.
         a: Predictions of the runs of A: arrays `ids`, `labels`, `logits` or `scores`, `groups`, and where there are
             some `passages` and `answers`.
         b: Predictions of the runs of B, on the same rows.
-        resamples: Number of bootstrap samples.
 
     Raises:
         UserError: The predictions are of different examples.
     """
     signs = [1 / len(a)] * len(a) + [-1 / len(b)] * len(b)
-    difference, found = _bootstrap(task, [*a, *b], signs, resamples)
-    low, high = map(float, found.confidence_interval)
+    found = _bootstrap(task, [*a, *b], signs, RESAMPLES)
     above, below = (found.bootstrap_distribution >= 0).sum(), (found.bootstrap_distribution <= 0).sum()
-    return Interval(difference, low, high, min(1.0, float(2 * (1 + min(below, above)) / (resamples + 1))))
+    p = min(1.0, float(2 * (1 + min(below, above)) / (RESAMPLES + 1)))
+    return Interval(*map(float, found.confidence_interval), p)
 
 
-def bootstrap_score(task: Task, predictions: Predictions, resamples: int = 1000) -> float:
+def bootstrap_score(task: Task, predictions: Predictions, resamples: int = RESAMPLES) -> float:
     """Returns a run's standard error over dev examples in the main metric, in percent."""
-    _, found = _bootstrap(task, [predictions], [1.0], resamples)
-    return float(found.standard_error)
+    return float(_bootstrap(task, [predictions], [1.0], resamples).standard_error)
 
 
-def _bootstrap(task: Task, runs: Sequence[Predictions], weights: Sequence[float], resamples: int) -> tuple[float, Any]:
-    """Returns a weighted sum of the runs' scores, and scipy's bootstrap of it."""
+def _bootstrap(task: Task, runs: Sequence[Predictions], weights: Sequence[float], resamples: int) -> Any:
+    """Returns scipy's bootstrap of a weighted sum of the runs' scores."""
     units = units_of_rows(runs, task.name)
     if len(units) < 2:
         raise UserError(f"task {task.name}: an error over examples needs two or more of them; there is {len(units)}.")
@@ -257,9 +253,8 @@ def _bootstrap(task: Task, runs: Sequence[Predictions], weights: Sequence[float]
         value = sum(weight * score(rows) for weight, score in zip(weights, scorers, strict=True))
         return round(100 * value, 9)  # equal systems differ by exactly 0
 
-    everything = np.arange(len(units))
-    found = bootstrap((everything,), weighted_sum, n_resamples=resamples, vectorized=False, method="percentile", rng=0)
-    return weighted_sum(everything), found
+    everything = (np.arange(len(units)),)
+    return bootstrap(everything, weighted_sum, n_resamples=resamples, vectorized=False, method="percentile", rng=0)
 
 
 def units_of_rows(runs: Sequence[Predictions], task: str) -> list[Array]:

@@ -117,7 +117,7 @@ class Estimate:
         mean: Mean over cells, seeds averaged within.
         error: Standard error of the mean; it, the 95 % interval and the degrees of freedom are nan for a single unit.
         median: Median over all runs.
-        pretrainings: Number of pretrained models in the mean, as `draws` of train rows and `runs`.
+        pretrainings: Number of pretrained models in the mean; likewise `draws` and `runs`.
         left_out: Number of runs that are not in the mean, because not every pretraining has a run with their draw.
     """
 

@@ -85,7 +85,6 @@ class SystemResult:
         records: the runs with the chosen settings.
         candidates: the settings that were tried.
         planned: runs that each candidate should have.
-        store: where the runs' predictions are.
     """
 
     system: System

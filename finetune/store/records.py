@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,10 +94,14 @@ def make_record(planned: PlannedRun, predicted: Predicted, task: int) -> dict[st
     import torch
 
     from finetune.data.metrics import constant_scores, score_examples
+    from finetune.stats.comparisons import bootstrap_score
 
     settings, own, result = planned.settings, planned.rows[task], predicted.result
     scores = score_examples(own.task, own.dev, predicted.dev[task])
-    held = {}
+    held: dict[str, Any] = {}
+    error: float | None = None
+    with suppress(UserError):  # there is one example or passage only
+        error = bootstrap_score(own.task, make_predictions(own, predicted, task), ERROR_RESAMPLES) / 100
     if own.held:
         held_scores = score_examples(own.task, own.held, predicted.held[task])
         held = {"holdout_rows": len(own.held), "holdout_scores": held_scores}
@@ -116,7 +121,7 @@ def make_record(planned: PlannedRun, predicted: Predicted, task: int) -> dict[st
         "metric": own.task.metrics[0],
         "score": scores[own.task.metrics[0]],
         "scores": scores,
-        "score_error": _score_error(own, predicted, task),
+        "score_error": error,
         "constant": constant_scores(own.task, own.train, own.dev),
         **held,
         "tested": [other.name for other, _ in own.test],
@@ -137,16 +142,6 @@ def make_record(planned: PlannedRun, predicted: Predicted, task: int) -> dict[st
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         **environment_record(),
     }
-
-
-def _score_error(own: TaskRows, predicted: Predicted, task: int) -> float | None:
-    """Returns the standard error of the score over dev examples; None if there is one example or passage only."""
-    from finetune.stats.comparisons import bootstrap_score
-
-    try:
-        return bootstrap_score(own.task, make_predictions(own, predicted, task), ERROR_RESAMPLES) / 100
-    except UserError:
-        return None
 
 
 def _test_scores(own: TaskRows, outputs: Sequence[Array]) -> dict[str, dict[str, float]]:
