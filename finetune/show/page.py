@@ -83,19 +83,17 @@ def build_report(
                 for row in rows if row.loaded[1]]  # fmt: skip
     problems += [f"Not compared on {test.a.task}, {test.a.train_size} train rows: {test.a.system.title} and "
                  f"{test.b.system.title}: {test.problem}" for test in shown if test.problem]  # fmt: skip
-    sizes = dict.fromkeys(row.train_size for row in rows)
-    sections: list[Table | Picture] = [tables.side_by_side(rows, size) for size in sizes]
-    if shown:
-        sections.append(tables.comparison_table(shown, sum(test.comparison is not None for test in tests)))
-    sections += figures.strip_plots(rows) if pictures else []
-    sections += [
+    sections: list[Table | Picture] = [
+        *(tables.side_by_side(rows, size) for size in dict.fromkeys(row.train_size for row in rows)),
+        tables.comparison_table(shown, sum(test.comparison is not None for test in tests)),
+        *(figures.strip_plots(rows) if pictures else []),
         tables.results_table(rows),
         tables.macro_table(rows),
         tables.scored_test_sets(rows),
         tables.candidates_table(rows),
         tables.calibration_table(rows),
+        *(figures.reliability_diagrams(rows) if pictures else []),
     ]
-    sections += figures.reliability_diagrams(rows) if pictures else []
     kept = [section for section in sections if isinstance(section, Picture) or not section.frame.empty]
     return Report(
         f"Fine-tuning results: {folder.name}",
