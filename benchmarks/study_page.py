@@ -38,6 +38,7 @@ from pretrain.report import METRICS, read_runs, table
 from pretrain.run_folder import DONE
 
 TEMPLATE = Path(__file__).with_name("study.md.jinja")
+COLORS = ("black", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")  # Okabe and Ito (2008)
 PIECE = 480.0  # seconds of a call
 CURVES = {"loss/mlm": "masked-LM loss on held-out text", "acc/mcqt": "accuracy of quick thoughts on held-out text"}
 Rows = Sequence[SystemResult]
@@ -178,7 +179,7 @@ def _text(found: Table) -> str:
 
 
 def _calibration(rows: Rows) -> str:
-    return _text(tables.calibration_table(rows, {id(row): row.predictions() for row in rows}))
+    return _text(tables.calibration_table(rows))
 
 
 def frames_of(rows: Rows, measure: str) -> dict[tuple[str, str, str], pd.DataFrame]:
@@ -265,7 +266,7 @@ def curves_figure(folder: Path, plan: Plan) -> Figure:
                     if record["split"] == "validation" and key in record:
                         curve.setdefault(record["step"] * a_step, []).append(record[key])
             points = sorted((tokens, statistics.mean(values)) for tokens, values in curve.items())
-            style = {"color": figures.COLORS[index], "linestyle": figures.LINES[index % 5], "linewidth": 1.2}
+            style = {"color": COLORS[index], "linestyle": figures.LINES[index % 5], "linewidth": 1.2}
             style |= {"marker": figures.MARKERS[index], "fillstyle": "none", "markersize": 5, "label": arm}
             axis.plot(*np.array(points).reshape(-1, 2).T, **style)
         axis.set(xlabel="million tokens of text", title=title)

@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/, whose names must not hide packages
 
+import numpy as np
 from pydantic import Field
 
 from finetune.data.tasks import TASKS, Task, find_task
 from finetune.settings import FinetuneSettings, OwnDataSettings
+from finetune.store.results import Array, Record, Store
 from multicls.command_line import CommandLine, print_summary
 from multicls.console import Progress
 from multicls.errors import UserError, run_command
@@ -32,8 +34,6 @@ if TYPE_CHECKING:
     from finetune.data.examples import LabeledExample, TaskData
     from finetune.heads.checkpoint import Checkpoint
     from finetune.heads.modeling_heads import TaskModel
-    from finetune.show.isotropy import Array
-    from finetune.store.results import Record
 
 FEWEST, SHOWN_EXAMPLES = 20, 40  # rows to say anything about; rows of the heat map by example
 DISAGREEMENT = (
@@ -70,9 +70,7 @@ class AnalyzedModel:
     """A model to look into.
 
     Attributes:
-        folder: as the user gave it.
-        task: whose rows it reads.
-        data: those rows.
+        task: whose rows `data` it reads.
         index: that task's number among the model's.
         states: the model itself by "before" and "after" fine-tuning, either or both.
         checkpoint: whose tokenizer reads the rows.
@@ -98,8 +96,8 @@ class AnalyzedModel:
         from finetune.data.encoding import Encoded
         from finetune.heads.checkpoint import load_tokenizer
 
-        own = self.run is not None and self.run["task"] == self.task.name
-        wanted = self.run["resolved"]["max_length"] if self.run and own else self.task.max_length
+        own = self.run if self.run and self.run["task"] == self.task.name else None
+        wanted = own["resolved"]["max_length"] if own else self.task.max_length
         max_length = min(wanted, int(self.checkpoint.encoder.get("max_position_embeddings", 512)))
         return Encoded(self.task, rows, load_tokenizer(self.checkpoint, max_length), max_length)
 
@@ -116,18 +114,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = COMMAND.parse(argv)
     if args.task and args.train_file:
         raise UserError("--train_file takes the place of --task: give one of them.")
-    several = {analyzed.label: analyzed for analyzed in (load_analyzed(folder, args) for folder in args.model)}
-    if len(several) < len(args.model):
+    several = [load_analyzed(folder, args) for folder in args.model]
+    if len({analyzed.label for analyzed in several}) < len(several):
         raise UserError("--model: a model is given twice.")
-    numbers = {}
-    for label, analyzed in several.items():
-        print(f"{label}: {analyzed.folder}", flush=True)
-        numbers[label] = look_into(analyzed, args)
+    numbers: dict[str, Any] = {}
     output = Path(args.output_dir)
+    for analyzed in several:
+        print(f"{analyzed.label}: {analyzed.folder}", flush=True)
+        numbers[analyzed.label] = look_into(analyzed, args)
     _write_overviews(output, numbers)
     write_json(output / "analysis.json", numbers)
-    made = [("figures", f"{output}/*.png"), ("tables", f"{output}/*.csv"), ("numbers", output / "analysis.json")]
-    print_summary(made)
+    made = {"figures": f"{output}/*.png", "tables": f"{output}/*.csv", "numbers": f"{output}/analysis.json"}
+    print_summary(made.items())
     return 0
 
 
@@ -159,7 +157,8 @@ def load_analyzed(folder: str, args: AnalyzeOptions) -> AnalyzedModel:
         return AnalyzedModel(folder, task, data, 0, {"before": model}, checkpoint)
     with quiet_transformers():
         states = {"after": AutoModelForSequenceClassification.from_pretrained(checkpoint.folder)}
-    config, run = states["after"].config, _run_of(Path(folder))
+    config, place = states["after"].config, Path(folder).resolve()
+    run = next((one for one in Store(place.parents[1]).records() if one["run_id"] == place.name), None)
     names = [about["name"] for about in config.tasks]
     name = args.task or names[0]
     if name not in names:
@@ -181,6 +180,7 @@ def load_analyzed(folder: str, args: AnalyzeOptions) -> AnalyzedModel:
 def look_into(analyzed: AnalyzedModel, args: AnalyzeOptions) -> dict[str, Any]:
     """Analyzes one model and writes its figures; returns its entry in analysis.json."""
     from finetune.data.splits import draw_rows
+    from finetune.show import figures
 
     task, data, output = analyzed.task, analyzed.data, Path(args.output_dir)
     train, dev = (
@@ -192,12 +192,8 @@ def look_into(analyzed: AnalyzedModel, args: AnalyzeOptions) -> dict[str, Any]:
     encoded, encoded_dev = analyzed.encode(train), analyzed.encode(dev)
     embeddings = {name: read(model, encoded, analyzed.index)["pooled"] for name, model in analyzed.states.items()}
     found = {name: read(model, encoded_dev, analyzed.index) for name, model in analyzed.states.items()}
-    entry: dict[str, Any] = {
-        "model": analyzed.folder,
-        "before": args.before,
-        "train_rows": len(train),
-        "dev_rows": len(dev),
-    }
+    entry: dict[str, Any] = {"model": analyzed.folder, "before": args.before}
+    entry |= {"train_rows": len(train), "dev_rows": len(dev)}
     if args.ensemble:
         entry["disagreement"] = disagreement_of(analyzed, found, dev, args.ensemble)
     output.mkdir(parents=True, exist_ok=True)
@@ -208,7 +204,10 @@ def look_into(analyzed: AnalyzedModel, args: AnalyzeOptions) -> dict[str, Any]:
     if "after" in found and (layers := found["after"]["layers"]).size:
         choices = [f" {choice}" for choice in range(task.num_choices)] or [""]
         ids = [example.id + choice for example in dev for choice in choices]
-        _write_layers(output / f"layers-{analyzed.label}", ids, layers)
+        path = output / f"layers-{analyzed.label}.csv"
+        _write_columns(path, {"id": ids, **{f"layer {number}": row for number, row in enumerate(layers.T)}})
+        shown = dict(zip(ids[:SHOWN_EXAMPLES], layers, strict=False))
+        figures.layers(path.with_suffix(".png"), path.stem, shown, "example")
         entry["layers"] = layers.mean(axis=0).tolist()
     return entry
 
@@ -234,12 +233,11 @@ def read(model: TaskModel, rows: Encoded, task: int) -> dict[str, Array]:
             progress.update(start)
             batch = rows.batch(range(start, min(start + 32, len(rows))), device)
             output = model(**batch, task=task, output_hidden_states=True)
-            nothing = output.pooled[:, :0]
-            found["pooled"].append(output.pooled)
-            found["states"].append(output.hidden_states[-1][:, 1 : 1 + count])
-            found["facets"].append(nothing if output.facets is None else output.facets)
-            found["layers"].append(nothing if output.layer_weights is None else output.layer_weights)
-            found["logits"].append(output.logits)
+            states = output.hidden_states[-1][:, 1 : 1 + count]
+            parts = {"pooled": output.pooled, "states": states, "facets": output.facets,
+                     "layers": output.layer_weights, "logits": output.logits}  # fmt: skip
+            for name, part in parts.items():
+                found[name].append(output.pooled[:, :0] if part is None else part)
     return {name: torch.cat(parts).float().cpu().numpy() for name, parts in found.items()}
 
 
@@ -252,7 +250,6 @@ def disagreement_of(
         UserError: it has no facets, lies in no results folder, or there are no such runs.
     """
     from finetune.stats.disagreement import compare_with_runs, facet_logits
-    from finetune.store.results import Store
 
     if analyzed.run is None:
         raise UserError(f"--ensemble: {analyzed.folder} lies in no results folder with runs to compare it with.")
@@ -275,7 +272,6 @@ def isotropy_of(
         labels: (rows,).
         output: folder for the PNG and the CSVs.
     """
-    import numpy as np
     import torch
 
     from finetune.heads.isobn import IsotropicBatchNorm
@@ -322,8 +318,6 @@ def isotropy_of(
 
 def facets_of(model: TaskModel, states_NKD: Array, name: str) -> dict[str, Any]:
     """Returns cosines between the facets' hidden states h_k, and between W_O,k h_k if the head has such matrices."""
-    import numpy as np
-
     from finetune.show.isotropy import between, facet_similarity
 
     facets = {f"h_k {name}": states_NKD}
@@ -333,14 +327,6 @@ def facets_of(model: TaskModel, states_NKD: Array, name: str) -> dict[str, Any]:
             facets[f"W_k h_k {name}"] = np.einsum("nkd,ked->nke", states_NKD, weight_KED)
     cosines = {name: facet_similarity(values) for name, values in facets.items()}
     return {name: {"mean cosine": between(table), "cosines": table.tolist()} for name, table in cosines.items()}
-
-
-def _write_layers(path: Path, ids: Sequence[str], layers_NI: Array) -> None:
-    from finetune.show import figures
-
-    _write_columns(path.with_suffix(".csv"), {"id": ids, **{f"layer {i}": row for i, row in enumerate(layers_NI.T)}})
-    shown = dict(zip(ids[:SHOWN_EXAMPLES], layers_NI, strict=False))
-    figures.layers(path.with_suffix(".png"), path.name, shown, "example")
 
 
 def _write_overviews(output: Path, numbers: Mapping[str, Any]) -> None:
@@ -354,11 +340,11 @@ def _write_overviews(output: Path, numbers: Mapping[str, Any]) -> None:
         figures.layers(output / "layers.png", "Importance of the layers, mean over dev", layers, "model")
     if facets := {label: entry["facets"] for label, entry in numbers.items() if "facets" in entry}:
         figures.facets(output / "facets.png", facets)
-    compared = [(label, system, *(f"{value:.3g}" for value in found.values())) for label, entry in numbers.items()
-                for system, found in entry.get("disagreement", {}).items()]  # fmt: skip
-    if compared:
-        columns = ("facets of", "runs of", "runs", "rows", "overlap", "by chance", "Spearman")
-        frame = pd.DataFrame(compared, columns=columns)
+    columns = ("facets of", "runs of", "runs", "rows", "overlap", "by chance", "Spearman")
+    frame = pd.DataFrame([(label, system, *(f"{value:.3g}" for value in found.values()))
+                          for label, entry in numbers.items()
+                          for system, found in entry.get("disagreement", {}).items()], columns=columns)  # fmt: skip
+    if not frame.empty:
         text = markdown(Table("Disagreement of facets and of runs", frame, [DISAGREEMENT]))
         with atomic_write(output / "disagreement.md") as file:
             file.write(text)
@@ -380,14 +366,6 @@ def _read_rows(args: AnalyzeOptions, name: str, about: Mapping[str, Any] | None 
         asked = args.model_dump(include={"train_file", "dev_file", "text_column", "label_column"}, exclude_none=True)
         return read_own(OwnDataSettings(**known | asked))
     return find_task(name), read_task(find_task(name), args.data_dir, args.train_from_dev)
-
-
-def _run_of(folder: Path) -> Record | None:
-    """Returns the line of the run that saved the model, None if it lies in no results folder."""
-    from finetune.store.results import Store
-
-    records = Store(folder.resolve().parents[1]).records()
-    return next((record for record in records if record["run_id"] == folder.resolve().name), None)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/, whose names must not hide packages
 
-from pydantic import Field, PositiveInt, ValidationError, field_validator
+from pydantic import BeforeValidator, Field, PositiveInt, ValidationError, field_validator
 
 from finetune.heads import FITTED_HEADS
 from finetune.run import OWN, request_ids_of
@@ -40,7 +40,8 @@ log = logging.getLogger("finetune")
 WORKER = "MULTICLS_WORKER"  # number of a process among those of `--jobs`
 AXES = ("model", "model_name", "pretraining_seed", "task", "own", "train_size", "data_seed", "selection", "seed",
         "output_dir")  # fmt: skip
-Names = Annotated[list[str], Field(min_length=1)]
+Names = Annotated[list[Annotated[str, BeforeValidator(str)]], Field(min_length=1)]  # sizes may be numbers
+Folders = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 Seeds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 Search = dict[str, Any]  # nested as settings are; lists at its leaves
 
@@ -63,7 +64,7 @@ class SystemSettings(GridRunSettings):
 class GridSettings(Settings):
     """A grid: what is compared, on what, how often."""
 
-    models: dict[str, list[str]] = Field(
+    models: dict[str, Folders] = Field(
         default={}, description="name -> folder or hub id; or a list of them, one for each pretraining seed"
     )
     systems: dict[str, SystemSettings] = Field(
@@ -82,25 +83,12 @@ class GridSettings(Settings):
         default={}, description="task, system or train size -> settings of its runs, later ones win"
     )
 
-    @field_validator("models", mode="before")
-    @classmethod
-    def _one_path_is_a_list(cls, value: object) -> object:
-        return {k: [v] if isinstance(v, str) else v for k, v in value.items()} if isinstance(value, dict) else value
-
     @field_validator("systems", mode="before")
     @classmethod
     def _heads_are_systems(cls, value: object) -> object:
         if not isinstance(value, list):
             return value
-        pairs = [(str(name), str(name).partition("/")) for name in value]
-        return {
-            name: {"head": head} | ({"pooling": pooling} if slash else {}) for name, (head, slash, pooling) in pairs
-        }
-
-    @field_validator("train_sizes", mode="before")
-    @classmethod
-    def _sizes_are_text(cls, value: object) -> object:
-        return [str(size) for size in value] if isinstance(value, list) else value
+        return {str(name): dict(zip(("head", "pooling"), str(name).split("/", 1), strict=False)) for name in value}
 
 
 class GridOptions(RecipeOptions):
@@ -134,8 +122,7 @@ class GridRun:
 
     Attributes:
         system: name of the system, with its model's.
-        candidate: the values that the system chooses from.
-        settings: of the run.
+        candidate: its values of the settings that the system searches, by dotted name.
     """
 
     system: str
@@ -148,8 +135,8 @@ class GridRun:
         run = self.settings
         parts = [run.task or run.own.name, f"{run.train_size} rows", self.system]
         parts += [f"{name.rpartition('.')[2]} {value}" for name, value in self.candidate.items()]
-        number = f"pretraining {run.pretraining_seed}, " if run.pretraining_seed else ""
-        return f"{', '.join(parts)}, {run.selection}, {number}draw {run.data_seed}, seed {run.seed}"
+        parts += [run.selection, *([f"pretraining {run.pretraining_seed}"] if run.pretraining_seed else [])]
+        return ", ".join([*parts, f"draw {run.data_seed}", f"seed {run.seed}"])
 
     @property
     def request_ids(self) -> list[str]:
@@ -159,10 +146,10 @@ class GridRun:
     def planned(self) -> list[dict[str, Any]]:
         """Returns the entries of the plan, one for each task."""
         run, tasks = self.settings, self.settings.task_names or [self.settings.own.name]
-        about = {
-            "system": self.system, "model_name": run.model_name, "label": run.label, "selection": run.selection,
-            "train_size": str(run.train_size), "candidate": self.candidate, "joint": tasks if len(tasks) > 1 else [],
-            "pretraining_seed": run.pretraining_seed, "data_seed": run.data_seed, "seed": run.seed,
+        names = ("model_name", "label", "selection", "pretraining_seed", "data_seed", "seed")
+        about = {name: getattr(run, name) for name in names} | {
+            "system": self.system, "train_size": str(run.train_size), "candidate": self.candidate,
+            "joint": tasks if len(tasks) > 1 else [],
             "changed": {name: value for name, value in run.changed().items() if name not in self.candidate},
         }  # fmt: skip
         return [about | {"task": task, "request_id": one} for task, one in zip(tasks, self.request_ids, strict=True)]
@@ -186,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     store.add_plan({"choose": grid.choose, "runs": [entry for run in runs for entry in run.planned()]})
     since = len(store.errors()) if args.since is None else args.since
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # KeyboardInterrupt
     try:
         if args.jobs > 1:
             return _start_workers(runs, args, list(sys.argv[1:] if argv is None else argv), since)
@@ -218,8 +205,7 @@ def expand(grid: GridSettings, output_dir: str) -> list[GridRun]:
     if problems:
         raise UserError(*problems)
     runs: list[GridRun] = []
-    axes = itertools.product(grid.tasks, grid.train_sizes, grid.systems)
-    for task, size, system in axes:
+    for task, size, system in itertools.product(grid.tasks, grid.train_sizes, grid.systems):
         if "," in task and "cln" not in (grid.systems[system].head, grid.settings.head):
             continue
         try:
@@ -236,20 +222,18 @@ def expand(grid: GridSettings, output_dir: str) -> list[GridRun]:
 def _expand_system(grid: GridSettings, task: str, size: str, name: str, output_dir: str) -> Iterator[GridRun]:
     """Yields the runs of one system on one task at one size."""
     system = grid.systems[name]
-    values = _merge(grid.settings.model_dump(exclude_unset=True),
-                    system.model_dump(exclude_unset=True, exclude={"models", "search"}))  # fmt: skip
-    for key in (task, name, size):
-        if key in grid.overrides:
-            values = _merge(values, grid.overrides[key].model_dump(exclude_unset=True))
+    values: dict[str, Any] = {}
+    for part in (grid.settings, system, *(grid.overrides[key] for key in (task, name, size) if key in grid.overrides)):
+        values |= flatten(part.model_dump(exclude_unset=True, exclude={"models", "search"}))
     head = values.get("head")
     unread = {group for group in HEAD_OPTIONS if group != head}
     unread |= {"train"} if head in FITTED_HEADS else set()
     unread |= {"pooling"} if head not in POOLED else set()
-    search = flatten(_merge(grid.search, system.search))
+    search = flatten(grid.search) | flatten(system.search)
     for key, options in search.items():
         if not isinstance(options, list) or not options:
             raise UserError(f"search.{key} = {options!r}: give a list of values to choose from.")
-        GridRunSettings.model_validate(_nested(key, options[0]))  # a misspelt key is told, whichever head it is for
+        GridRunSettings.model_validate(_nested({key: options[0]}))  # a misspelt key is told, whichever head it is for
     search = {key: options for key, options in search.items() if key.partition(".")[0] not in unread}
     rows = {"own": grid.own[task].model_copy(update={"task_name": task})} if task in grid.own else {"task": task}
     models = [(model, number, path) for model in system.models or grid.models
@@ -257,26 +241,20 @@ def _expand_system(grid: GridSettings, task: str, size: str, name: str, output_d
     axes = (models, grid.selections, grid.data_seeds, itertools.product(*search.values()), grid.seeds)
     for (model, number, path), selection, data_seed, picked, seed in itertools.product(*axes):
         candidate = dict(zip(search, picked, strict=True))
-        run = _merge(values, rows | {
+        run = values | rows | {
             "model": path, "model_name": model, "pretraining_seed": number if len(grid.models[model]) > 1 else None,
             "train_size": size, "selection": selection, "data_seed": data_seed, "seed": seed, "output_dir": output_dir,
-        })  # fmt: skip
-        for key, value in candidate.items():
-            run = _merge(run, _nested(key, value))
-        settings = FinetuneSettings.model_validate(run)
+        } | candidate  # fmt: skip
+        settings = FinetuneSettings.model_validate(_nested(run))
         check_names(settings)
         yield GridRun(f"{model} {name}", candidate, settings)
 
 
 def look(runs: Sequence[GridRun], store: Store, since: int = 0) -> dict[str, dict[str, str]]:
-    """Returns the state of the runs, from the results folder alone.
+    """Returns the titles of the runs by their state, with the error if there is one, from the results folder alone.
 
-    Args:
-        since: errors before this line of errors.jsonl do not count.
-
-    Returns:
-        Titles with, where something is to be said, the reason: `finished`, `impossible` (model, data or settings do not
-        fit), `failed` and `missing`.
+    States are `finished`, `impossible` (model, data or settings do not fit), `failed` and `missing`. Errors before line
+    `since` of errors.jsonl do not count.
     """
     done = {record["request_id"] for record in store.records()}
     errors = {request_id: line for line in store.errors()[since:] for request_id in line["request_ids"]}
@@ -297,19 +275,13 @@ def _fingerprint(model: str, trust_remote_code: bool) -> str:
     return fingerprint_of(find_folder(model), trust_remote_code)
 
 
-def _nested(key: str, value: Any) -> dict[str, Any]:
-    """Returns the setting of a dotted name, with the group that it is in."""
-    group, _, leaf = key.rpartition(".")
-    return {group: {leaf: value}} if group else {leaf: value}
-
-
-def _merge(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `values` with those of `more`, groups of settings merged."""
-    merged = dict(values)
-    for name, value in more.items():
-        inner = merged.get(name)
-        merged[name] = _merge(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
-    return merged
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings by dotted name in their groups."""
+    nested: dict[str, Any] = {}
+    for name, value in values.items():
+        group, _, leaf = name.rpartition(".")
+        (nested.setdefault(group, {}) if group else nested)[leaf] = value
+    return nested
 
 
 def _work(runs: Sequence[GridRun], store: Store, since: int) -> int:
@@ -323,12 +295,9 @@ def _work(runs: Sequence[GridRun], store: Store, since: int) -> int:
     show_log(log.name, logging.INFO)
     if torch.cuda.device_count() > 1:
         torch.cuda.set_device(int(os.environ.get(WORKER, 0)) % torch.cuda.device_count())
-    progress, pending = _Progress(runs, store, since), list(runs)
-    while pending:
-        busy = [run for run in pending if not _attempt(run, store, progress)]
-        if len(busy) == len(pending):
-            break  # the rest is in the hands of others; whoever is killed there leaves a run for the next start
-        pending = busy
+    progress, pending, busy = _Progress(runs, store, since), 0, list(runs)
+    while len(busy) != pending:  # else others hold the rest; whoever is killed there leaves a run for the next start
+        pending, busy = len(busy), [run for run in busy if not _attempt(run, store, progress)]
     return progress.close()
 
 
@@ -339,7 +308,7 @@ def _attempt(run: GridRun, store: Store, progress: _Progress) -> bool:
     from finetune.run import plan_run
     from finetune.run import run as fine_tune
 
-    if run.title in progress.state["failed"].keys() | progress.state["impossible"].keys():
+    if run.title in {**progress.state["failed"], **progress.state["impossible"]}:
         return True
     run_id = ""
     try:
@@ -363,7 +332,7 @@ class _Progress:
 
     def __init__(self, runs: Sequence[GridRun], store: Store, since: int) -> None:
         self.runs, self.store, self.since = runs, store, since
-        self.started, self.shown = time.monotonic(), ""
+        self.started, self.shown = time.monotonic(), list[str]()
         self.left = len(look(runs, store, since)["missing"])
         self.show()
 
@@ -371,13 +340,12 @@ class _Progress:
         """Looks at the state of the runs, and prints a line if it has changed."""
         self.state = look(self.runs, self.store, self.since)
         left = len(self.state["missing"])
-        text = f"runs {len(self.runs) - left}/{len(self.runs)}"
-        text += "".join(f"  {kind} {len(self.state[kind])}" for kind in ("impossible", "failed") if self.state[kind])
-        if text != self.shown:
-            self.shown = text
+        parts = [f"runs {len(self.runs) - left}/{len(self.runs)}"]
+        parts += [f"{kind} {len(self.state[kind])}" for kind in ("impossible", "failed") if self.state[kind]]
+        if parts != self.shown:
+            self.shown = parts
             seconds = (time.monotonic() - self.started) / max(1, self.left - left) * left
-            eta = f"  eta {duration(seconds)}" if 0 < left < self.left else ""
-            print_line(text + eta)
+            print_line("  ".join([*parts, *([f"eta {duration(seconds)}"] if 0 < left < self.left else [])]))
 
     def close(self) -> int:
         """Prints what is not finished and what to do next; returns the exit code."""
@@ -412,9 +380,9 @@ def _start_workers(runs: Sequence[GridRun], args: GridOptions, argv: Sequence[st
             worker.terminate()
         for worker in workers:
             worker.wait()
-    killed = [worker for worker in workers if worker.returncode not in (0, 1)]
-    for worker in killed:
-        print(f"a worker ended with {worker.returncode} (see {logs}); the same command goes on", file=sys.stderr)
+    killed = [worker.returncode for worker in workers if worker.returncode not in (0, 1)]
+    for code in killed:
+        print(f"a worker ended with {code} (see {logs}); the same command goes on", file=sys.stderr)
     return max(progress.close(), int(bool(killed)))
 
 
@@ -422,10 +390,6 @@ def _print_problems(state: Mapping[str, Mapping[str, str]]) -> None:
     for kind in ("impossible", "failed"):
         for title, problem in state[kind].items():
             print(f"{kind}: {title}: {problem}")
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 def _read_grid(options: GridOptions) -> GridSettings:

@@ -67,13 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = build_report(results, folder.resolve(), args.compare, pictures=not args.no_html)
     report.print(comparisons=args.compare is not None)
     page = Path(args.html or folder / "report.html")
-    with atomic_write(page.with_suffix(".md")) as file:
-        file.write(report.markdown())
-    made: list[tuple[str, object]] = [("tables", page.with_suffix(".md"))]
+    texts = {"tables": (page.with_suffix(".md"), report.markdown())}
     if not args.no_html:
-        report.write(page)
-        made.append(("page", page))
-    made += curves_line(folder)
+        texts["page"] = (page, report.html())
+    for path, text in texts.values():
+        with atomic_write(path) as file:
+            file.write(text)
+    made = [*((name, path) for name, (path, _) in texts.items()), *curves_line(folder)]
     next_command = "python finetune/run.py ... --save_model   # a model with which finetune/predict.py labels rows"
     if best := best_saved_model(Store(folder), results):
         made.append(("best model", best))

@@ -32,14 +32,12 @@ def model_card(
     """Returns the card of a saved model as Markdown with the Hub's metadata.
 
     Args:
-        records: the lines of results of the run, one for each task.
-        rows: the rows of each task.
+        records: the lines of results of the run, one for each task, as `rows`.
         inherited: what `multicls.cards.inherited_metadata` says about the pretrained model.
         earlier: all lines of the results folder; runs that differ in seed or draw only say how far the score varies.
     """
     first, task = records[0], rows[0].task
     pipeline = task.shape in ("single", "pair")
-    texts = ["A sentence to classify.", "A second one."]
     names = ", ".join(cell(own.task.name) for own in rows)
     return render_card(
         TEMPLATE,
@@ -51,17 +49,15 @@ def model_card(
         records=records,
         start=_start(first, inherited),
         pipeline=pipeline,
-        columns=", ".join(cell(names[0]) for names in task.fields),
+        columns=_columns(task),
         task=task,
-        scale=f"{task.label_scale:g}" if task.label_scale != 1 else 1,
-        example=str({"text": texts[0], "text_pair": texts[1]}) if task.shape == "pair" else repr(texts[0]),
-        tasks=[
-            _task(record, own) | {"runs": _over_runs(record, earlier)}
+        parts=[
+            (record, own.task, _about(own.task), _counts(own.task, own.train, own.dev), _scores(record),
+             _over_runs(record, earlier))
             for record, own in zip(records, rows, strict=True)
         ],
-        settings=_settings(first),
         limits=_limits(records, rows, inherited),
-    )
+    )  # fmt: skip
 
 
 def _metadata(records: Sequence[Record], rows: Sequence[TaskRows], pipeline: bool) -> dict[str, Any]:
@@ -95,29 +91,18 @@ def _start(record: Record, inherited: Mapping[str, Any]) -> str:
     return f"{name}, trained from {link}" if base else name
 
 
-def _task(record: Record, own: TaskRows) -> dict[str, Any]:
-    task = own.task
+def _scores(record: Record) -> list[tuple[str, str, str, str]]:
+    """Returns metric, rows, score and the constant answer's score, of dev and of each test set."""
     error, metric = record["score_error"], record["metric"]
     interval = ""
     if error is not None and error == error:  # not NaN
         low, high = record["score"] - 1.96 * error, min(1.0, record["score"] + 1.96 * error)
         interval = f" (95 % interval {100 * low:.1f} to {100 * high:.1f})"
-    scores = [
-        (name, "dev", f"{100 * value:.1f}" + (interval if name == metric else ""),
-         f"{100 * record['constant'][name]:.1f}" if name in record["constant"] else "")
-        for name, value in record["scores"].items()
-    ]  # fmt: skip
-    for test, values in record["test_scores"].items():
-        scores += [(name, cell(f"test, {test}"), f"{100 * value:.1f}", "") for name, value in values.items()]
-    return {
-        "name": cell(task.name),
-        "about": _about(task),
-        "head": "score" if task.is_regression else "label",
-        "counts": _counts(task, own.train, own.dev),
-        "rows": f"{record['dev_rows']} dev rows",
-        "constant": "the mean score of train" if task.is_regression else "what is most frequent in train",
-        "scores": scores,
-    }
+    constant = {name: f"{100 * value:.1f}" for name, value in record["constant"].items()}
+    scores = [(name, "dev", f"{100 * value:.1f}" + interval * (name == metric), constant.get(name, ""))
+              for name, value in record["scores"].items()]  # fmt: skip
+    return scores + [(name, cell(f"test, {test}"), f"{100 * value:.1f}", "")
+                     for test, values in record["test_scores"].items() for name, value in values.items()]  # fmt: skip
 
 
 def _over_runs(record: Record, earlier: Sequence[Record]) -> str:
@@ -142,8 +127,12 @@ def _about(task: Task) -> str:
     if task.hub:
         return f"A task of {task.benchmark}; on the Hub: {task.hub[0]}, configuration {task.hub[1]}."
     if task.benchmark == "own":
-        return f"The user's own rows; the text is in {', '.join(cell(names[0]) for names in task.fields)}."
+        return f"The user's own rows; the text is in {_columns(task)}."
     return f"Rows of {task.benchmark or 'a prepared corpus'}."
+
+
+def _columns(task: Task) -> str:
+    return ", ".join(cell(names[0]) for names in task.fields)
 
 
 def _counts(task: Task, train: Sequence[LabeledExample], dev: Sequence[LabeledExample]) -> list[tuple[str, int, int]]:
@@ -164,24 +153,6 @@ def _labels(task: Task, example: LabeledExample) -> list[int]:
     if task.multi_label:
         return [label for label, value in enumerate(example.labels) if value]
     return [int(example.label)] if example.label == example.label else []
-
-
-def _settings(record: Record) -> str:
-    """Returns how the model was trained, in sentences."""
-    train = record["resolved"]["train"]
-    chosen = f"the best of {len(record['history'])} evaluations (step {record['best_step']} of {record['steps']})"
-    rows = "held-out train rows" if record["selection"] == "holdout" else "the dev rows"
-    lines = [
-        f"AdamW with a peak learning rate of {train['learning_rate']:g}, {train['batch_size']} rows a step, up to "
-        f"{train['max_steps']} steps, weight decay {train['weight_decay']:g}, {train['precision']}, at most "
-        f"{record['resolved']['max_length']} tokens, seed {record['seed']}.",
-        f"The weights are those of {chosen}, chosen on {rows}.",
-    ]
-    if record["changed"]:
-        lines.append("Settings that are not the defaults: "
-                     + ", ".join(f"`{name}` = {value}" for name, value in record["changed"].items()) + ".")  # fmt: skip
-    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    return "\n".join([*lines, f"Versions: {versions}."])
 
 
 def _limits(records: Sequence[Record], rows: Sequence[TaskRows], inherited: Mapping[str, Any]) -> list[str]:

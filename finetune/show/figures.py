@@ -6,9 +6,8 @@ import html
 import io
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -18,22 +17,17 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from finetune.stats.calibration import NUM_BINS, bins_of, confidences
+from finetune.stats.calibration import NUM_BINS, confidences, reliability
 from finetune.stats.systems import SystemResult
-
-matplotlib.use("Agg")
 
 Array = np.ndarray[Any, np.dtype[Any]]
 LINES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)))
 HATCHES = ("", "///", "...", "xxx")
 MARKERS = "osD^vP*X<>"
-COLORS = ("black", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")  # Okabe and Ito (2008)
 GREY = "#808080"  # legible on white and on black
 WIDTH, LINE = 4.6, 0.15  # of a panel, of a line of text; inches
 SVG: dict[Any, Any] = {"svg.fonttype": "none", "text.parse_math": False, "font.size": 8.5}  # text stays text
-
-
-Panel = tuple[str, Callable[[str], Figure]]  # title, and what draws the panel under it
+Panels = Iterator[tuple[str, Figure]]  # with their titles
 
 
 @dataclass(frozen=True)
@@ -41,8 +35,6 @@ class Picture:
     """Panels that a page lays side by side as its width allows.
 
     Attributes:
-        title: Heading.
-        caption: What is shown.
         panels: SVG of each panel; what is black there takes the page's text colour.
     """
 
@@ -58,77 +50,54 @@ def strip_plots(rows: Sequence[SystemResult]) -> list[Picture]:
         "mean, the bar the mean; a line that reaches the edge goes on. Dashed: a constant answer."
     )
     several = [row for row in rows if any(len(other.records) > 1 for other in rows if other.task == row.task)]
-    return _pictures("Runs", caption, several, partial(_panels_of_tasks, draw=_strip_plot))
+    return _pictures("Runs", caption, several, _panels_of_tasks)
 
 
-def reliability_diagrams(
-    rows: Sequence[SystemResult], predictions: Mapping[int, Sequence[Mapping[str, Array]]]
-) -> list[Picture]:
-    """Returns a picture of the calibration for each train size and benchmark, with a panel for each system.
-
-    Args:
-        rows: All rows; those without classes are left out.
-        predictions: Those of the runs of a row, by `id(row)`.
-    """
-
-    def panels(here: Sequence[SystemResult]) -> list[Panel]:
-        runs: dict[str, list[Mapping[str, Array]]] = {}
-        for row in here:
-            runs.setdefault(row.system.title, []).extend(
-                run for run in predictions.get(id(row), ()) if "logits" in run and run["labels"].ndim == 1
-            )
-        return [(name, partial(_reliability, runs=found)) for name, found in runs.items() if found]
-
+def reliability_diagrams(rows: Sequence[SystemResult]) -> list[Picture]:
+    """Returns a picture of the calibration for each train size and benchmark, with a panel for each classifier."""
     caption = (
         "All tasks and runs of a system in 15 bins of equal width, before temperature scaling. On the dashed line "
         "confidence is accuracy; hatched bars show the share of examples."
     )
-    return _pictures("Reliability", caption, rows, panels)
-
-
-def learning_curves(rows: Sequence[SystemResult]) -> list[Picture]:
-    """Returns a picture of the scores during training for each train size and benchmark, with a panel for each task."""
-    long = [row for row in rows if any(len(record.get("history") or ()) > 1 for record in row.records)]
-    caption = "Mean over runs of the score on the rows that choose the best evaluation."
-    return _pictures("Learning curves", caption, long, partial(_panels_of_tasks, draw=_learning_curve))
+    return _pictures("Reliability", caption, [row for row in rows if row.classified], _panels_of_systems)
 
 
 def _pictures(
-    title: str, caption: str, rows: Sequence[SystemResult], panels: Callable[[Sequence[SystemResult]], list[Panel]]
+    title: str, caption: str, rows: Sequence[SystemResult], panels: Callable[[Sequence[SystemResult]], Panels]
 ) -> list[Picture]:
-    """Returns a picture for each train size and benchmark that has panels."""
+    """Returns a picture for each train size and benchmark."""
     groups: dict[str, list[SystemResult]] = {}
     for row in rows:
-        benchmark = {"glue": "GLUE, ", "superglue": "SuperGLUE, "}.get(row.records[0].get("benchmark") or "", "")
+        benchmark = {"glue": "GLUE, ", "superglue": "SuperGLUE, "}.get(row.records[0].get("benchmark"), "")
         groups.setdefault(f"{title}: {benchmark}{row.train_size} train rows", []).append(row)
-    drawn = []
-    for heading, here in groups.items():
-        svgs = []
-        for name, draw in panels(here):
-            with matplotlib.rc_context(SVG | {"svg.hashsalt": f"{heading} {name}"}):
-                svgs.append(_svg(draw(name), f"{heading}: {name}"))
-        if svgs:
-            drawn.append(Picture(heading, caption, svgs))
-    return drawn
+    with matplotlib.rc_context(SVG):
+        return [Picture(heading, caption, [_svg(figure, f"{heading}: {name}") for name, figure in panels(here)])
+                for heading, here in groups.items()]  # fmt: skip
 
 
 def _svg(figure: Figure, label: str) -> str:
     """Returns the figure as an SVG element without ids that repeat in a page, in the colours of the page."""
-    file = io.StringIO()
-    figure.savefig(file, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    file, metadata = io.StringIO(), dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    with matplotlib.rc_context({"svg.hashsalt": label}):
+        figure.savefig(file, format="svg", transparent=True, metadata=metadata)
     text = file.getvalue()
     text = re.sub(r'<g id="[^"]*"', "<g", text[text.index("<svg") :]).replace("#000000", "currentColor")
     return text.replace("<svg ", f'<svg role="img" aria-label="{html.escape(label)}" ', 1)
 
 
-def _panels_of_tasks(rows: Sequence[SystemResult], draw: Callable[..., Figure]) -> list[Panel]:
-    tasks = {row.task: row.metric for row in rows}
-    return [(f"{task} ({metric})", partial(draw, rows=[row for row in rows if row.task == task]))
-            for task, metric in tasks.items()]  # fmt: skip
+def _panels_of_tasks(rows: Sequence[SystemResult]) -> Panels:
+    for task, metric in {row.task: row.metric for row in rows}.items():
+        title = f"{task} ({metric})"
+        yield title, _strip_plot(title, [row for row in rows if row.task == task])
 
 
-def _wrap(text: str, width: int, lines: int = 3) -> list[str]:
-    return textwrap.wrap(text, width, max_lines=lines, placeholder=" ...") or [""]
+def _panels_of_systems(rows: Sequence[SystemResult]) -> Panels:
+    for name in dict.fromkeys(row.system.title for row in rows):
+        yield name, _reliability(name, [run for row in rows if row.system.title == name for run in row.classified])
+
+
+def _wrap(name: str) -> list[str]:
+    return textwrap.wrap(name, 60, max_lines=3, placeholder=" ...")
 
 
 def _axis(title: Sequence[str], height: float, below: float = 0.35, left: float = 0.1) -> tuple[Figure, Axes]:
@@ -144,24 +113,22 @@ def _axis(title: Sequence[str], height: float, below: float = 0.35, left: float 
 
 def _strip_plot(title: str, rows: Sequence[SystemResult]) -> Figure:
     """Returns a panel with a strip for each system: its name, its runs, and below them mean and interval."""
-    names = [_wrap(row.system.title, 60) for row in rows]
+    names = [_wrap(row.system.title) for row in rows]
     ends = np.cumsum([LINE * len(name) + 0.32 for name in names])
     bottom = float(ends[-1]) + 0.05
     figure, axis = _axis([title], bottom)
     for row, name, end in zip(rows, names, ends, strict=True):
         axis.text(0.005, end - LINE * len(name) - 0.29, "\n".join(name), transform=axis.get_yaxis_transform(),
                   va="top", fontsize=8)  # fmt: skip
-        if row.constant is not None:
-            axis.plot([row.constant] * 2, [end - 0.28, end], color=GREY, ls="--", lw=1, zorder=0)
+        axis.plot([row.constant] * 2, [end - 0.28, end], color=GREY, ls="--", lw=1, zorder=0)
         for index, (_, runs) in enumerate(row.frame.groupby("pretraining", sort=True)):
             axis.plot(runs["score"], [end - 0.18] * len(runs), MARKERS[index % len(MARKERS)], color="black",
                       fillstyle="none", ms=5, mew=0.8, clip_on=False)  # fmt: skip
         axis.plot([row.estimate.low, row.estimate.high], [end - 0.06] * 2, color="black", lw=1)
         axis.plot([row.estimate.mean] * 2, [end - 0.1, end - 0.02], color="black", lw=2.5)
         axis.axhline(end, color=GREY, lw=0.3)
-    scores = np.concatenate([row.frame["score"].to_numpy() for row in rows])
-    constants = {row.constant for row in rows if row.constant is not None}
-    low, high = min([*scores, *constants]), max([*scores, *constants])
+    shown = np.concatenate([[row.constant, *row.frame["score"]] for row in rows])
+    low, high = np.nanmin(shown), np.nanmax(shown)
     margin = 0.06 * (high - low) or 1.0
     axis.set(xlim=(low - margin, high + margin), ylim=(bottom, 0.0), yticks=[])
     axis.spines["left"].set_visible(False)
@@ -170,37 +137,15 @@ def _strip_plot(title: str, rows: Sequence[SystemResult]) -> Figure:
 
 def _reliability(title: str, runs: Sequence[Mapping[str, Array]]) -> Figure:
     """Returns a panel with the accuracy at each confidence, of the predictions of all runs together."""
-
     pooled = zip(*(confidences(run["logits"], run["labels"]) for run in runs), strict=True)
-    confidence, correct = map(np.concatenate, pooled)
-    bins = bins_of(confidence, correct)
+    bins = reliability(*map(np.concatenate, pooled))
     error = f"pooled ECE {100 * bins.error:.1f} %"
-    figure, axis = _axis([*_wrap(title, 60), error], 2.2, below=0.4, left=0.5)
+    figure, axis = _axis([*_wrap(title), error], 2.2, below=0.4, left=0.5)
     middle = (np.arange(NUM_BINS) + 0.5) / NUM_BINS
     axis.bar(middle, bins.count / bins.count.sum(), 1 / NUM_BINS, color="none", edgecolor=GREY, hatch="//", lw=0.5)
     axis.plot([0, 1], [0, 1], "--", color=GREY, lw=0.8)
     axis.plot(bins.confidence, bins.accuracy, "o-", color="black", ms=4, lw=1)
     axis.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="accuracy, share of examples")
-    return figure
-
-
-def _learning_curve(title: str, rows: Sequence[SystemResult]) -> Figure:
-    """Returns a panel with a line for each system, and their names below."""
-    names = [_wrap(row.system.title, 60) for row in rows]
-    below = 0.45 + LINE * sum(map(len, names))
-    figure, axis = _axis([title], 2.0, below=below, left=0.5)
-    for index, (row, name) in enumerate(zip(rows, names, strict=True)):
-        scores: dict[int, list[float]] = {}
-        for record in row.records:
-            for step, _, score in record.get("history") or ():
-                scores.setdefault(int(step), []).append(100 * score)
-        steps = sorted(scores)
-        axis.plot(steps, [np.mean(scores[step]) for step in steps], color=COLORS[index % len(COLORS)], lw=1.2, ms=4,
-                  linestyle=LINES[index % len(LINES)], marker=MARKERS[index % len(MARKERS)], fillstyle="none",
-                  markevery=0.15, label="\n".join(name))  # fmt: skip
-    axis.set_xlabel("step")
-    figure.legend(loc="lower left", bbox_to_anchor=(0.0, 0.0), frameon=False, fontsize=7.5, labelspacing=0.25,
-                  borderaxespad=0.1, handlelength=3.5)  # fmt: skip
     return figure
 
 
@@ -215,8 +160,6 @@ def isotropy(
     """Draws IsoBN's Figures 7, 4, 3 and 5 for one model; each argument has entries by name: "before", "after", ...
 
     Args:
-        path: the PNG.
-        title: heading.
         variance: EV_k (Eq. 9).
         stds: (D,) standard deviation of each dimension.
         shares: share of the logits' variance of each principal component.

@@ -33,7 +33,6 @@ def correlation(embeddings_ND: Array) -> tuple[Array, Array]:
         (D, D) in the new order, and that order: indices of dimensions, by average-linkage clustering with distance
         1 - |r|. A dimension that never changes correlates with none.
     """
-
     with np.errstate(invalid="ignore"):
         matrix = np.abs(np.nan_to_num(np.corrcoef(_centred(embeddings_ND), rowvar=False)))
     np.fill_diagonal(matrix, 1)
@@ -72,7 +71,6 @@ def classifier_change(
 
 def reference_classifier(embeddings_ND: Array, labels_N: Array, is_regression: bool) -> Array:
     """Returns weights (C, D) of scikit-learn's logistic (for scores: ridge) regression with its own defaults."""
-
     model = Ridge() if is_regression else LogisticRegression(max_iter=5000)
     return np.atleast_2d(model.fit(embeddings_ND, labels_N).coef_)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
@@ -13,14 +11,11 @@ from finetune.show import figures, summary, tables
 from finetune.show.figures import Picture
 from finetune.show.tables import Table
 from finetune.stats.pairs import add_examples, compare_pairs, find_system, pairs_to_show
-from finetune.stats.systems import Results, SystemResult
+from finetune.stats.systems import Results
 from multicls.console import table_console
-from multicls.errors import UserError
-from multicls.files import atomic_write
 
 TEMPLATE = Path(__file__).with_name("page.html.jinja")
 MOST_WARNINGS = 4  # on the console
-Predictions = dict[int, list[Mapping[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -28,10 +23,8 @@ class Report:
     """The contents of a report on a results folder, the most important first.
 
     Attributes:
-        title: Heading.
         headline: Which systems lead, and what the tests support.
         warnings: What to know before the numbers.
-        sections: Tables and pictures.
     """
 
     title: str
@@ -62,15 +55,9 @@ class Report:
 
     def html(self) -> str:
         """Returns one page that needs no other file and no script."""
-
         source = TEMPLATE.read_text(encoding="utf-8")
         environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
         return environment.from_string(source).render(report=self, is_table=lambda section: isinstance(section, Table))
-
-    def write(self, path: Path) -> None:
-        """Writes the page."""
-        with atomic_write(path) as file:
-            file.write(self.html())
 
 
 def build_report(
@@ -80,7 +67,6 @@ def build_report(
 
     Args:
         results: Rows of the folder, of which there is at least one.
-        folder: Where the results are; for the heading.
         compare: Names of two systems that alone are compared; default: all pairs.
         pictures: False leaves out what only the page shows.
     """
@@ -89,26 +75,25 @@ def build_report(
         names = [row.system.title for row in rows]
         compare = find_system(compare[0], names), find_system(compare[1], names)
     about = [row for row in rows if not compare or row.system.title in compare]
-    predictions, problems = _read_predictions(rows)
     tests = compare_pairs(rows, compare)
     shown = pairs_to_show(tests, rows)
     if len(shown) == len(tests):
-        shown = list(add_examples(shown, predictions))
+        shown = list(add_examples(shown))
+    problems = [f"Without calibration and bootstrap: {row.system.title} on {row.task}: {row.loaded[1]}"
+                for row in rows if row.loaded[1]]  # fmt: skip
     problems += [f"Not compared on {test.a.task}, {test.a.train_size} train rows: {test.a.system.title} and "
                  f"{test.b.system.title}: {test.problem}" for test in shown if test.problem]  # fmt: skip
-    sizes = dict.fromkeys(row.train_size for row in rows)
-    sections: list[Table | Picture] = [tables.side_by_side(rows, size) for size in sizes]
-    if shown:
-        sections.append(tables.comparison_table(shown, sum(test.comparison is not None for test in tests)))
-    sections += figures.strip_plots(rows) if pictures else []
-    sections += [
+    sections: list[Table | Picture] = [
+        *(tables.side_by_side(rows, size) for size in dict.fromkeys(row.train_size for row in rows)),
+        tables.comparison_table(shown, sum(test.comparison is not None for test in tests)),
+        *(figures.strip_plots(rows) if pictures else []),
         tables.results_table(rows),
         tables.macro_table(rows),
         tables.scored_test_sets(rows),
         tables.candidates_table(rows),
-        tables.calibration_table(rows, predictions),
+        tables.calibration_table(rows),
+        *(figures.reliability_diagrams(rows) if pictures else []),
     ]
-    sections += [*figures.reliability_diagrams(rows, predictions), *figures.learning_curves(rows)] if pictures else []
     kept = [section for section in sections if isinstance(section, Picture) or not section.frame.empty]
     return Report(
         f"Fine-tuning results: {folder.name}",
@@ -116,16 +101,3 @@ def build_report(
         summary.warnings(results) + problems,
         kept,
     )
-
-
-def _read_predictions(rows: Sequence[SystemResult]) -> tuple[Predictions, list[str]]:
-    """Returns the predictions on dev and held-out rows by `id(row)`, and which ones are missing."""
-    found: Predictions = {}
-    problems = []
-    for row in rows:
-        try:
-            found[id(row)] = [{name: array for name, array in run.items() if not name.startswith("test_")}
-                              for run in row.predictions()]  # fmt: skip
-        except UserError as error:
-            problems.append(f"Without calibration and bootstrap: {row.system.title} on {row.task}: {error}")
-    return found, problems

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from finetune.show.tables import CONSTANT, error_of, number, units_text, with_error
 from finetune.stats.pairs import PairTest, leaders
@@ -13,45 +15,38 @@ from finetune.stats.systems import Results, SystemResult
 def headline(rows: Sequence[SystemResult], tests: Sequence[PairTest], by_selection: bool = True) -> list[str]:
     """Returns for each train size and selection which systems lead on which tasks, and what the tests support.
 
-    Args:
-        rows: The systems to speak of.
-        tests: Their comparisons.
-        by_selection: Rows of different selections are not compared.
+    Without `by_selection` rows of different selections are compared, too.
     """
     best = leaders(rows, by_selection)
     sentences = []
     for size, selection in dict.fromkeys((size, selection) for _, size, selection in best):
         here = [row for (_, *place), row in best.items() if place == [size, selection]]
-        rivals = {row.task: _rivals(row, tests) for row in here}
+        rivals = {row.task: [test for test in tests if row is test.a or row is test.b] for row in here}
         if any(rivals.values()):
             where = f"{size} train rows" + (f", selection {selection}" if len({key[2] for key in best}) > 1 else "")
             sentences.append(f"{where}: {_who_leads([row for row in here if rivals[row.task]])}. {_verdict(rivals)}")
     if not sentences:
         sentences = [f"{row.system.title} on {row.task}, {row.train_size} train rows: {row.metric} "
                      f"{with_error(row.estimate.mean, error_of(row))} ({units_text(row)})"
-                     + (f"; a {CONSTANT} has {number(row.constant)}." if row.constant is not None else ".")
+                     + ("." if math.isnan(row.constant) else f"; a {CONSTANT} has {number(row.constant)}.")
                      for row in rows]  # fmt: skip
     return sentences
-
-
-def _rivals(row: SystemResult, tests: Iterable[PairTest]) -> list[PairTest]:
-    return [test for test in tests if row is test.a or row is test.b]
 
 
 def _who_leads(rows: Sequence[SystemResult]) -> str:
     tasks: dict[str, list[str]] = {}
     for row in rows:
         tasks.setdefault(row.system.title, []).append(row.task)
-    order = sorted(tasks, key=lambda name: -len(tasks[name]))
-    first = f"{order[0]} has the best mean on {words(tasks[order[0]])}"
-    return "; ".join([first, *(f"{name} on {words(tasks[name])}" for name in order[1:])])
+    first, *others = sorted(tasks, key=lambda name: -len(tasks[name]))
+    sentence = f"{first} has the best mean on {words(tasks[first])}"
+    return "; ".join([sentence, *(f"{name} on {words(tasks[name])}" for name in others)])
 
 
 def _verdict(rivals: Mapping[str, Sequence[PairTest]]) -> str:
     """Returns for how many of the others each lead is supported by the corrected t-tests."""
     supported: dict[str, list[str]] = {}
-    for task, tests in rivals.items():
-        if tests and all(math.isnan(test.corrected) for test in tests):
+    for task, tests in ((task, tests) for task, tests in rivals.items() if tests):
+        if all(math.isnan(test.corrected) for test in tests):
             kind = "no test is possible, because one unit does not tell how much others would differ"
         elif not any(test.significant for test in tests):
             kind = "no difference can be told between the leader and any other system"
@@ -61,8 +56,7 @@ def _verdict(rivals: Mapping[str, Sequence[PairTest]]) -> str:
             kind = f"the lead over {others} is supported"
             if any("seeds only" in test.comparison.units for test in tests if test.comparison and test.significant):
                 kind += " (for other seeds; this says nothing about other pretrainings or draws of rows)"
-        if tests:
-            supported.setdefault(kind, []).append(task)
+        supported.setdefault(kind, []).append(task)
     order = sorted(supported, key=lambda kind: ("is supported" not in kind, "every" not in kind))
     parts = [f"on {words(supported[kind])} {kind}" for kind in order]
     return "Corrected for the number of tests: " + "; ".join(parts) + "."
@@ -83,15 +77,13 @@ def warnings(results: Results) -> list[str]:
 
 def _as_good_as_constant(rows: Sequence[SystemResult]) -> list[str]:
     """Returns a sentence for each task and size where systems are no better than a constant answer."""
-    places: dict[tuple[str, str], list[SystemResult]] = {}
-    for row in rows:
-        error = 0.0 if math.isnan(error_of(row)) else error_of(row)
-        if row.constant is not None and row.estimate.mean - error <= row.constant:
-            places.setdefault((row.task, row.train_size), []).append(row)
     sentences = []
-    for (task, size), found in places.items():
-        count = sum((row.task, row.train_size) == (task, size) for row in rows)
-        names = "every system" if len(found) == count > 1 else "; ".join(row.system.title for row in found)
+    for task, size in dict.fromkeys((row.task, row.train_size) for row in rows):
+        here = [row for row in rows if (row.task, row.train_size) == (task, size)]
+        found = [row for row in here if row.estimate.mean - np.nan_to_num(error_of(row)) <= row.constant]
+        if not found:
+            continue
+        names = "every system" if len(found) == len(here) > 1 else "; ".join(row.system.title for row in found)
         sentences.append(f"{task}, {size} train rows: a {CONSTANT} ({number(found[0].constant)}) does as well, within "
                          f"one standard error, as {names}.")  # fmt: skip
     return sentences

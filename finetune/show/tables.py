@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -15,8 +14,8 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from finetune.stats import calibration
 from finetune.stats.averages import BENCHMARKS, benchmark_average
+from finetune.stats.calibration import NUM_BINS, calibration, pooled_temperature
 from finetune.stats.estimates import estimate
 from finetune.stats.pairs import PairTest, leaders
 from finetune.stats.systems import Candidate, SystemResult
@@ -37,7 +36,6 @@ class Table:
     """A table with its notes.
 
     Attributes:
-        title: Heading.
         frame: Cells as text; "-" where there is nothing to say.
         notes: Sentences below it.
         bold: Row numbers and column names of the cells in bold type.
@@ -51,14 +49,13 @@ class Table:
     @property
     def rows(self) -> list[list[tuple[str, bool]]]:
         """Cells of each row: text, bold or not."""
-        names = self.frame.columns
-        return [[(text, (index, name) in self.bold) for name, text in zip(names, row, strict=True)]
-                for index, row in enumerate(self.frame.itertuples(index=False))]  # fmt: skip
+        return [[(text, (index, name) in self.bold) for name, text in row.items()]
+                for index, row in enumerate(self.frame.to_dict("records"))]  # fmt: skip
 
     @property
     def numeric(self) -> list[bool]:
         """For each column True if it holds numbers, which are aligned to the right."""
-        return [all(NUMBER.match(text) for text in self.frame[name]) for name in self.frame.columns]
+        return [all(map(NUMBER.match, column)) for _, column in self.frame.items()]
 
 
 def markdown(table: Table) -> str:
@@ -82,9 +79,14 @@ def print_table(console: Console, table: Table) -> None:
         console.print(grid)
 
 
-def number(value: float | None, digits: int = 2) -> str:
-    """Returns the number with so many digits after the point, "-" for nan or None."""
-    return "-" if value is None or math.isnan(value) else f"{value:.{digits}f}"
+def number(value: float, digits: int = 2) -> str:
+    """Returns the number with so many digits after the point, "-" for nan."""
+    return "-" if math.isnan(value) else f"{value:.{digits}f}"
+
+
+def interval(low: float, high: float, sign: str = "") -> str:
+    """Returns "low to high", "-" for nan; `sign` "+" shows both signs."""
+    return "-" if math.isnan(low) else f"{low:{sign}.2f} to {high:{sign}.2f}"
 
 
 def p_text(value: float) -> str:
@@ -133,11 +135,10 @@ def results_table(rows: Sequence[SystemResult]) -> Table:
     lines = []
     for row in rows:
         found, runs = row.estimate, len(row.records)
-        interval = "-" if math.isnan(found.low) else f"{number(found.low)} to {number(found.high)}"
         chosen = next((candidate.text for candidate in row.candidates if candidate.chosen), "-")
         lines.append(place_of(row) | {
             "metric": row.metric, "mean ± standard error": with_error(found.mean, error_of(row)),
-            "95 % interval": interval, "median": number(found.median),
+            "95 % interval": interval(found.low, found.high), "median": number(found.median),
             CONSTANT: number(row.constant),
             "runs": str(runs) if runs >= row.planned else f"{runs} of {row.planned}: incomplete",
             "error over": units_text(row), "selection": row.system.selection,
@@ -177,28 +178,19 @@ def side_by_side(rows: Sequence[SystemResult], size: str) -> Table:
 
 
 def comparison_table(tests: Sequence[PairTest], corrected: int) -> Table:
-    """Returns one row for each pair of systems.
-
-    Args:
-        tests: The pairs to show.
-        corrected: Number of tests that the correction is for.
-    """
+    """Returns one row for each pair of systems that can be compared; the correction is for `corrected` tests."""
     lines = []
-    for test in tests:
-        found = test.comparison
-        place = {"task": test.a.task, "train rows": test.a.train_size}
-        pair = place | {"A": test.a.system.title, "B": test.b.system.title}
-        if found is None:
-            continue
+    for test, found, examples in ((test, test.comparison, test.examples) for test in tests if test.comparison):
         flip = "-" if math.isnan(found.flip_p) else f"{p_text(found.flip_p)} ({p_text(found.flip_least)})"
-        lines.append(pair | {
-            "A - B": f"{found.difference:+.2f}",
-            "95 % interval": "-" if math.isnan(found.low) else f"{found.low:+.2f} to {found.high:+.2f}",
+        lines.append({
+            "task": test.a.task, "train rows": test.a.train_size,
+            "A": test.a.system.title, "B": test.b.system.title,
+            "A - B": f"{found.difference:+.2f}", "95 % interval": interval(found.low, found.high, "+"),
             "p, corrected": p_text(test.corrected) + (" *" if test.significant else ""),
             "p: other models or draws? t-test": p_text(found.p),
             "same, sign-flip (its least)": flip,
-            "p: other examples? bootstrap": p_text(test.examples.p) if test.examples else "-",
-            "its 95 % interval": f"{test.examples.low:+.2f} to {test.examples.high:+.2f}" if test.examples else "-",
+            "p: other examples? bootstrap": p_text(examples.p) if examples else "-",
+            "its 95 % interval": interval(examples.low, examples.high, "+") if examples else "-",
             "units": found.units,
         })  # fmt: skip
     notes = [
@@ -242,21 +234,19 @@ def candidates_table(rows: Sequence[SystemResult]) -> Table:
 def macro_table(rows: Sequence[SystemResult]) -> Table:
     """Returns accuracy beside macro-F1, where runs have both."""
     lines = []
-    for row in rows:
-        if {"acc", "macro_f1"} <= set(row.records[0]["scores"]):
-            line = place_of(row)
-            for name, title in (("acc", "accuracy"), ("macro_f1", "macro-F1")):
-                for part, label in (("scores", title), ("constant", f"{title}, {CONSTANT}")):
-                    values = [record[part].get(name, math.nan) for record in row.records]
-                    line[label] = number(100 * float(np.mean(values)))
-            lines.append(line)
+    for row in (row for row in rows if {"acc", "macro_f1"} <= row.records[0]["scores"].keys()):
+        line = place_of(row)
+        for name, title in (("acc", "accuracy"), ("macro_f1", "macro-F1")):
+            for part, label in (("scores", title), ("constant", f"{title}, {CONSTANT}")):
+                values = [record[part].get(name, math.nan) for record in row.records]
+                line[label] = number(100 * float(np.mean(values)))
+        lines.append(line)
     note = "Means over runs. Macro-F1 counts each class alike: it falls where a system neglects the rare ones."
     return Table("Accuracy and macro-F1", to_frame(lines), (note,))
 
 
 def scored_test_sets(rows: Sequence[SystemResult]) -> Table:
     """Returns the scores on test sets and diagnostics with labels."""
-
     lines = []
     for row in rows:
         found = row.records[0]["test_scores"]
@@ -269,34 +259,23 @@ def scored_test_sets(rows: Sequence[SystemResult]) -> Table:
     return Table("Test sets", to_frame(lines), ("Scored at the end of each run; they chose nothing.",))
 
 
-def calibration_table(rows: Sequence[SystemResult], predictions: Mapping[int, Sequence[Mapping[str, Any]]]) -> Table:
-    """Returns the calibration of classifiers before and after one temperature for all runs of a row.
-
-    Args:
-        rows: All rows; those without classes are left out.
-        predictions: Those of the runs of a row, by `id(row)`.
-    """
-
+def calibration_table(rows: Sequence[SystemResult]) -> Table:
+    """Returns the calibration of classifiers before and after one temperature for all runs of a row."""
     titles = {"ece": "ECE", "ece_mass": "ECE, equal mass", "brier": "Brier", "nll": "NLL"}
     lines = []
-    for row in rows:
-        runs = [run for run in predictions.get(id(row), ()) if "logits" in run and run["labels"].ndim == 1]
-        if not runs:
-            continue
+    for row, runs in ((row, row.classified) for row in rows if row.classified):
         held_out = [(run["holdout_logits"], run["holdout_labels"]) for run in runs if "holdout_logits" in run]
-        fitted = calibration.pooled_temperature(held_out) if held_out else None
+        fitted = pooled_temperature(held_out) if held_out else None
         line = place_of(row)
         for suffix, temperature in (("", 1.0), (", T", fitted.value if fitted else None)):
-            found = [calibration.calibration(run["logits"], run["labels"], temperature) for run in runs
-                     if temperature]  # fmt: skip
+            found = [calibration(run["logits"], run["labels"], temperature) for run in runs] if temperature else []
             for name, title in titles.items():
-                scale = 100 if title.startswith("ECE") else 1
                 mean = float(np.mean([one[name] for one in found])) if found else math.nan
-                line[title + suffix] = number(scale * mean, 3)
-        line["T"] = number(fitted.value) + (" (at its bound)" if fitted.at_bound else "") if fitted else "-"
+                line[title + suffix] = number(mean * (100 if title.startswith("ECE") else 1), 3)
+        line["T"] = number(fitted.value) + " (at its bound)" * fitted.at_bound if fitted else "-"
         lines.append(line)
     note = (
-        f"Means over runs. ECE in percent, {calibration.NUM_BINS} bins of equal width or of equal mass; Brier score "
+        f"Means over runs. ECE in percent, {NUM_BINS} bins of equal width or of equal mass; Brier score "
         "from 0 to 2; NLL in nats. T: logits divided by one temperature, fitted on the held-out rows of all runs of "
         "the row together (selection holdout). A temperature at its bound is no fit: too few held-out rows were wrong."
     )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.optimize import minimize_scalar
@@ -40,44 +41,40 @@ class Bins:
 
 def log_probabilities(logits: Array, temperature: float = 1.0) -> Array:
     """Returns the log-softmax (N, C) in float64, safe for logits of any size."""
-
     return np.asarray(log_softmax(np.asarray(logits, dtype=np.float64) / temperature, axis=1))
 
 
-def reliability(logits: Array, labels: Array, num_bins: int = NUM_BINS, equal_mass: bool = False) -> Bins:
-    """Returns bins of equal width over [0, 1], or of equal mass: as many examples in each.
-
-    A bin of equal width holds its upper end; equally sure examples may fall into neighbouring bins of equal mass.
+def confidences(logits: Array, labels: Array) -> tuple[Array, Array]:
+    """Returns the probability of each predicted class (N,), and True where the prediction is right (N,).
 
     Args:
         logits: (N, C), or log-probabilities.
         labels: (N,) class indices.
     """
-    return bins_of(*confidences(logits, labels), num_bins, equal_mass)
-
-
-def confidences(logits: Array, labels: Array) -> tuple[Array, Array]:
-    """Returns the probability of each predicted class (N,), and True where the prediction is right (N,)."""
     log_p = log_probabilities(logits)
     return np.exp(log_p.max(axis=1)), log_p.argmax(axis=1) == labels
 
 
-def bins_of(confidence: Array, correct: Array, num_bins: int = NUM_BINS, equal_mass: bool = False) -> Bins:
-    """Returns the bins of `reliability` for confidences (N,) of predictions that are right or wrong."""
+def reliability(confidence: Array, correct: Array, num_bins: int = NUM_BINS, equal_mass: bool = False) -> Bins:
+    """Returns bins of equal width over [0, 1], or of equal mass: as many examples in each.
+
+    A bin of equal width holds its upper end; equally sure examples may fall into neighbouring bins of equal mass.
+
+    Args:
+        confidence: (N,) as `confidences` returns it.
+        correct: (N,) likewise.
+    """
     if not equal_mass:
         index = np.clip(np.ceil(confidence * num_bins).astype(int) - 1, 0, num_bins - 1)
     else:
         index = np.empty(len(correct), dtype=int)
         index[np.argsort(confidence, kind="stable")] = np.arange(len(correct)) * num_bins // len(correct)
-    count, total_confidence, total_correct = (
-        np.bincount(index, weights, num_bins) for weights in (None, confidence, correct)
-    )
+    count, sure, right = (np.bincount(index, weights, num_bins) for weights in (None, confidence, correct))
     with np.errstate(invalid="ignore"):
-        return Bins(count, total_confidence / count, total_correct / count)
+        return Bins(count, sure / count, right / count)
 
 
-@dataclass(frozen=True)
-class Temperature:
+class Temperature(NamedTuple):
     """A temperature to divide logits by.
 
     Attributes:
@@ -100,13 +97,12 @@ def pooled_temperature(runs: Sequence[tuple[Array, Array]]) -> Temperature:
     """
 
     def loss(log_t: float) -> float:
-        values = [negative_log_likelihood(logits, labels, float(np.exp(log_t))) for logits, labels in runs]
-        return float(np.mean(values))
+        return float(np.mean([negative_log_likelihood(logits, labels, math.exp(log_t)) for logits, labels in runs]))
 
-    bounds = (float(np.log(LOWEST)), float(np.log(HIGHEST)))
+    bounds = (math.log(LOWEST), math.log(HIGHEST))
     found = minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": 1e-6})
     at_bound = min(map(loss, bounds)) < loss(found.x) + FLAT
-    return Temperature(float(np.exp(found.x)), at_bound)
+    return Temperature(math.exp(found.x), at_bound)
 
 
 def brier_score(logits: Array, labels: Array) -> float:
@@ -124,9 +120,10 @@ def negative_log_likelihood(logits: Array, labels: Array, temperature: float = 1
 def calibration(logits: Array, labels: Array, temperature: float = 1.0) -> dict[str, float]:
     """Returns `ece` (equal width), `ece_mass` (equal mass), `brier` and `nll` of logits divided by a temperature."""
     scaled = np.asarray(logits, dtype=np.float64) / temperature
+    predicted = confidences(scaled, labels)
     return {
-        "ece": reliability(scaled, labels).error,
-        "ece_mass": reliability(scaled, labels, equal_mass=True).error,
+        "ece": reliability(*predicted).error,
+        "ece_mass": reliability(*predicted, equal_mass=True).error,
         "brier": brier_score(scaled, labels),
         "nll": negative_log_likelihood(scaled, labels),
     }

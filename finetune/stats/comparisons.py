@@ -36,6 +36,7 @@ from multicls.errors import UserError
 
 Predictions = Mapping[str, Array]
 PERMUTATIONS = 9999  # of a sign-flip test; exact up to 13 units
+RESAMPLES = 1000  # of a bootstrap
 
 
 @dataclass(frozen=True)
@@ -44,15 +45,14 @@ class Comparison:
 
     Attributes:
         difference: Mean score of A minus that of B.
-        low: Lower end of the 95 % interval; nan for a single unit.
+        low: Lower end of the 95 % interval; nan for a single unit, as the next three.
         high: Upper end.
-        p: Two-sided p-value of the t-test; nan for a single unit.
+        p: Two-sided p-value of the t-test.
         df: Degrees of freedom of the t-test.
         flip_p: Two-sided p-value of the sign-flip test; nan where there are no paired units, and where pretrainings
             and draws are crossed: flips of pretrainings would say nothing about other draws.
         flip_least: Least p-value that the sign-flip test can give with so many units; nan likewise.
         units: What the error covers, in words.
-        paired: True if the difference is taken within pretrained models (or within draws of one model each).
     """
 
     difference: float
@@ -63,7 +63,6 @@ class Comparison:
     flip_p: float
     flip_least: float
     units: str
-    paired: bool
 
 
 def compare(a: pd.DataFrame, b: pd.DataFrame) -> Comparison:
@@ -82,57 +81,48 @@ def compare(a: pd.DataFrame, b: pd.DataFrame) -> Comparison:
     first, second = cell_means(a), cell_means(b)
     if not set(first.index) & set(second.index):
         return _compare_unrelated(a, b, *complete_together(first, second))
-    differences = first - second
-    shared = differences.dropna(how="all", axis=0).dropna(how="all", axis=1)
+    shared = (first - second).dropna(how="all", axis=0).dropna(how="all", axis=1)
     if shared.empty:
         raise UserError(f"the two systems share pretrained models, but {_no_common_draw(first, second)}")
     cells = complete(shared)
-    if cells.size > 1:
-        return _compare_paired(cells.to_numpy(), cells, a, b)
-    runs = [in_cells(frame, cells) for frame in (a, b)]
-    pairs = pd.merge(*runs, on="seed", suffixes=("_a", "_b"))
-    if len(pairs) < 2:  # other seeds: nothing to pair
-        place = cells.index, cells.columns
-        return _compare_unrelated(a, b, first.loc[place], second.loc[place])
-    return _compare_paired((pairs["score_a"] - pairs["score_b"]).to_numpy()[:, None], cells, a, b)
-
-
-def _compare_paired(differences: Array, cells: pd.DataFrame, a: pd.DataFrame, b: pd.DataFrame) -> Comparison:
-    """Returns the comparison of paired differences (P, D), or (S, 1) of seeds, that come from these cells."""
-    models, draws = cells.shape
-    units = f"{units_in_words(models, draws, len(differences))}, paired"
-    units += left_out_in_words(_left_out(a, b, cells, cells))
-    return _comparison(mean_of_cells(differences), sign_flip_units(differences), units, paired=True)
+    differences = cells.to_numpy()
+    if cells.size == 1:
+        pairs = pd.merge(in_cells(a, cells), in_cells(b, cells), on="seed", suffixes=("_a", "_b"))
+        if len(pairs) < 2:  # other seeds: nothing to pair
+            place = cells.index, cells.columns
+            return _compare_unrelated(a, b, first.loc[place], second.loc[place])
+        differences = (pairs["score_a"] - pairs["score_b"]).to_numpy()[:, None]
+    units = f"{units_in_words(*cells.shape, len(differences))}, paired" + _left_out(a, b, cells, cells)
+    return _comparison(mean_of_cells(differences), sign_flip_units(differences), units)
 
 
 def _compare_unrelated(a: pd.DataFrame, b: pd.DataFrame, first: pd.DataFrame, second: pd.DataFrame) -> Comparison:
     """Returns the comparison of systems whose cells are not paired, in complete tables with the same draws."""
-    left_out = left_out_in_words(_left_out(a, b, first, second))
+    left_out = _left_out(a, b, first, second)
     values, models, draws = (first.to_numpy(), second.to_numpy()), (len(first), len(second)), first.shape[1]
     if models == (1, 1) and draws > 1:
         differences = values[0] - values[1]
         units = f"{draws} draws, one pretraining each{left_out}"
-        return _comparison(mean_of_cells(differences), sign_flip_units(differences), units, paired=True)
+        return _comparison(mean_of_cells(differences), sign_flip_units(differences), units)
     if models == (1, 1):
         values = seed_units(in_cells(a, first)), seed_units(in_cells(b, second))
         words = f"{len(values[0])} and {len(values[1])} seeds, one pretraining each, one draw (seeds only)"
     else:
-        at_draws = f"x {draws} draws" if draws > 1 else "at one draw"
-        words = f"{models[0]} and {models[1]} pretrainings {at_draws}"
+        words = f"{models[0]} and {models[1]} pretrainings " + (f"x {draws} draws" if draws > 1 else "at one draw")
     if min(len(side) for side in values) == 1:
         words += "; no test, because one unit does not tell how much others would differ"
-    return _comparison(difference_of_cells(*values), None, words + left_out, paired=False)
+    return _comparison(difference_of_cells(*values), None, words + left_out)
 
 
-def _comparison(found: StudentMean, flips: Array | None, units: str, paired: bool) -> Comparison:
+def _comparison(found: StudentMean, flips: Array | None, units: str) -> Comparison:
     mean, low, high, p, df = map(float, (found.mean, *found.interval, found.p_value(), found.df))
     flip = (math.nan, math.nan) if flips is None else (float(sign_flip_p(flips)), least_sign_flip_p(len(flips)))
-    return Comparison(mean, low, high, p, df, *flip, units, paired)
+    return Comparison(mean, low, high, p, df, *flip, units)
 
 
-def _left_out(a: pd.DataFrame, b: pd.DataFrame, first: pd.DataFrame, second: pd.DataFrame) -> int:
-    """Returns the number of runs of both systems that are in no cell of their table."""
-    return len(a) - len(in_cells(a, first)) + len(b) - len(in_cells(b, second))
+def _left_out(a: pd.DataFrame, b: pd.DataFrame, first: pd.DataFrame, second: pd.DataFrame) -> str:
+    """Returns in words how many runs of both systems are in no cell of their table."""
+    return left_out_in_words(len(a) - len(in_cells(a, first)) + len(b) - len(in_cells(b, second)))
 
 
 def complete_together(first: pd.DataFrame, second: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -141,14 +131,13 @@ def complete_together(first: pd.DataFrame, second: pd.DataFrame) -> tuple[pd.Dat
     Raises:
         UserError: No draw is left.
     """
-    shared = first.columns.intersection(second.columns)
-    if not len(shared):
-        raise UserError(_no_common_draw(first, second))
-    first, second = complete(first[shared]), complete(second[shared])
-    shared = first.columns.intersection(second.columns)
-    if not len(shared):
-        raise UserError("the two systems have no draw of train rows with all pretrainings in common; finish the grid.")
-    return first[shared], second[shared]
+    unfinished = "the two systems have no draw of train rows with all pretrainings in common; finish the grid."
+    for problem in (_no_common_draw(first, second), unfinished):
+        shared = first.columns.intersection(second.columns)
+        if shared.empty:
+            raise UserError(problem)
+        first, second = complete(first[shared]), complete(second[shared])
+    return first, second
 
 
 def _no_common_draw(first: pd.DataFrame, second: pd.DataFrame) -> str:
@@ -187,11 +176,9 @@ def sign_flip_units(differences: Array) -> Array | None:
 
 def sign_flip_p(units: Array) -> Array:
     """Returns the two-sided p-values (...) of the sign-flip test that units (..., n) are symmetric about 0."""
-
-    options: dict[str, Any] = {"permutation_type": "samples", "n_resamples": PERMUTATIONS, "rng": 0}
     batch = max(1, 10**7 // units.size)  # bounds the memory for thousands of simulated worlds
-    result = permutation_test((units,), np.mean, axis=-1, vectorized=True, batch=batch, **options)
-    return np.asarray(result.pvalue)
+    return np.asarray(permutation_test((units,), np.mean, permutation_type="samples", n_resamples=PERMUTATIONS,
+                                       axis=-1, vectorized=True, batch=batch, rng=0).pvalue)  # fmt: skip
 
 
 def least_sign_flip_p(units: int) -> float:
@@ -213,54 +200,45 @@ class Interval:
     """Difference of two systems over dev examples, in points.
 
     Attributes:
-        difference: Main metric of A minus that of B, each averaged over its runs.
         low: Lower end of the 95 % percentile interval.
         high: Upper end.
         p: Twice the smaller share of resamples on either side of 0.
-        units: Number of examples, or of passages or groups whose rows are drawn together.
     """
 
-    difference: float
     low: float
     high: float
     p: float
-    units: int
 
 
-def bootstrap_difference(
-    task: Task, a: Sequence[Predictions], b: Sequence[Predictions], resamples: int = 1000
-) -> Interval:
+def bootstrap_difference(task: Task, a: Sequence[Predictions], b: Sequence[Predictions]) -> Interval:
     """Returns the difference of two systems in the main metric, by the paired bootstrap over dev examples.
 
-    The same examples are drawn for all runs of both systems. p is at least 2 / (resamples + 1).
+    Scores are averaged over the runs of a system. The same examples are drawn for all runs of both systems. p is at
+    least 2 / (`RESAMPLES` + 1).
 
     Args:
         task: Names the metrics.
         a: Predictions of the runs of A: arrays `ids`, `labels`, `logits` or `scores`, `groups`, and where there are
             some `passages` and `answers`.
         b: Predictions of the runs of B, on the same rows.
-        resamples: Number of bootstrap samples.
 
     Raises:
         UserError: The predictions are of different examples.
     """
     signs = [1 / len(a)] * len(a) + [-1 / len(b)] * len(b)
-    difference, low, high, distribution, units = _bootstrap(task, [*a, *b], signs, resamples)
-    p = 2 * (1 + min((distribution <= 0).sum(), (distribution >= 0).sum())) / (resamples + 1)
-    return Interval(difference, low, high, min(1.0, float(p)), units)
+    found = _bootstrap(task, [*a, *b], signs, RESAMPLES)
+    above, below = (found.bootstrap_distribution >= 0).sum(), (found.bootstrap_distribution <= 0).sum()
+    p = min(1.0, float(2 * (1 + min(below, above)) / (RESAMPLES + 1)))
+    return Interval(*map(float, found.confidence_interval), p)
 
 
-def bootstrap_score(task: Task, predictions: Predictions, resamples: int = 1000) -> tuple[float, float, float]:
-    """Returns a run's standard error over dev examples in the main metric, and its 95 % interval, in percent."""
-    _, low, high, distribution, _ = _bootstrap(task, [predictions], [1.0], resamples)
-    return float(distribution.std(ddof=1)), low, high
+def bootstrap_score(task: Task, predictions: Predictions, resamples: int = RESAMPLES) -> float:
+    """Returns a run's standard error over dev examples in the main metric, in percent."""
+    return float(_bootstrap(task, [predictions], [1.0], resamples).standard_error)
 
 
-def _bootstrap(
-    task: Task, runs: Sequence[Predictions], weights: Sequence[float], resamples: int
-) -> tuple[float, float, float, Array, int]:
-    """Returns a weighted sum of the runs' scores: value, interval, all resampled values, number of units."""
-
+def _bootstrap(task: Task, runs: Sequence[Predictions], weights: Sequence[float], resamples: int) -> Any:
+    """Returns scipy's bootstrap of a weighted sum of the runs' scores."""
     units = units_of_rows(runs, task.name)
     if len(units) < 2:
         raise UserError(f"task {task.name}: an error over examples needs two or more of them; there is {len(units)}.")
@@ -275,10 +253,8 @@ def _bootstrap(
         value = sum(weight * score(rows) for weight, score in zip(weights, scorers, strict=True))
         return round(100 * value, 9)  # equal systems differ by exactly 0
 
-    everything = np.arange(len(units))
-    found = bootstrap((everything,), weighted_sum, n_resamples=resamples, vectorized=False, method="percentile", rng=0)
-    interval = found.confidence_interval
-    return weighted_sum(everything), float(interval.low), float(interval.high), found.bootstrap_distribution, len(units)
+    everything = (np.arange(len(units)),)
+    return bootstrap(everything, weighted_sum, n_resamples=resamples, vectorized=False, method="percentile", rng=0)
 
 
 def units_of_rows(runs: Sequence[Predictions], task: str) -> list[Array]:
@@ -303,20 +279,23 @@ def scorer(task: Task, predictions: Predictions) -> Callable[[Array], float]:
 
     Rows of one group must come together, as `units_of_rows` draws them.
     """
-    names = task.metrics[0].removeprefix("mean(").removesuffix(")").split(",")
-    parts = [_metric_of_rows(name, task, predictions) for name in names]
+    parts = [_metric_of_rows(name, task, predictions) for name in parts_of(task.metrics[0])]
     return lambda rows: float(np.mean([part(rows) for part in parts]))
+
+
+def parts_of(metric: str) -> list[str]:
+    """Returns the metrics that a mean such as "mean(acc,f1)" is of, or the only one."""
+    return metric.removeprefix("mean(").removesuffix(")").split(",")
 
 
 def _metric_of_rows(name: str, task: Task, predictions: Predictions) -> Callable[[Array], float]:
     """Returns one metric as a function of rows, with everything computed beforehand that does not depend on them."""
-
     labels = predictions["labels"]
     outputs = predictions["logits"] if "logits" in predictions else predictions["scores"][:, None]
     if name in FROM_COUNTS and labels.ndim == 1:  # a thousand times as fast as scikit-learn
-        shape, of_counts = (outputs.shape[1],) * 2, FROM_COUNTS[name]
-        pairs = labels.astype(int) * shape[1] + outputs.argmax(axis=1)
-        return lambda rows: of_counts(np.bincount(pairs[rows], minlength=shape[0] ** 2).reshape(shape).astype(float))
+        classes, of_counts = outputs.shape[1], FROM_COUNTS[name]
+        pairs = labels.astype(int) * classes + outputs.argmax(axis=1)
+        return lambda rows: of_counts(np.bincount(pairs[rows], minlength=classes**2).reshape(classes, -1).astype(float))
     if name in ("em", "record_f1", "record_em"):
         first, values = _values_of_groups(name, predictions)
         return lambda rows: float(values[rows].sum() / first[rows].sum())
@@ -326,25 +305,27 @@ def _metric_of_rows(name: str, task: Task, predictions: Predictions) -> Callable
 
 def _values_of_groups(name: str, predictions: Predictions) -> tuple[Array, Array]:
     """Returns 1 at the first row of each group (N,), and the group's own score there; both 0 elsewhere."""
-
-    labels, outputs, groups = predictions["labels"], predictions["logits"], predictions["groups"]
+    labels, outputs, groups = predictions["labels"], predictions["logits"], pd.Series(predictions["groups"])
     answers = predictions.get("answers", np.arange(len(labels)).astype(str))  # without them F1 is the exact match
-    first, values = np.zeros(len(labels)), np.zeros(len(labels))
-    order = np.argsort(groups, kind="stable")
-    for rows in np.split(order, np.flatnonzero(groups[order][1:] != groups[order][:-1]) + 1):
-        group = groups[rows].tolist()
-        if name == "em":
-            value = metrics.exact_match(labels[rows], outputs[rows].argmax(axis=1), group)
-        else:
-            f1, match = metrics.record(labels[rows], outputs[rows], group, answers[rows].tolist())
-            value = f1 if name == "record_f1" else match
-        first[rows[0]], values[rows[0]] = 1, value
-    return first, values
+    first = ~groups.duplicated().to_numpy()
+    if name == "em":
+        values = pd.Series(labels == outputs.argmax(axis=1)).groupby(groups).transform("all")
+    else:
+        part = ("record_f1", "record_em").index(name)
+        values = groups.map({
+            group: metrics.record(labels[rows], outputs[rows], [group] * len(rows), answers[rows].tolist())[part]
+            for group, rows in groups.groupby(groups).indices.items()
+        })  # fmt: skip
+    return first, first * values.to_numpy(dtype=float)
 
 
 def _f1_of_classes(counts: Array) -> Array:
     """Returns the F1 of each class (C,), 0 where it is neither a label nor predicted."""
     return np.asarray(2 * counts.diagonal() / np.maximum(counts.sum(axis=0) + counts.sum(axis=1), 1))
+
+
+def _f1(counts: Array) -> float:
+    return float(_f1_of_classes(counts)[1])
 
 
 def _macro_f1(counts: Array) -> float:
@@ -357,11 +338,9 @@ def _matthews(counts: Array) -> float:
     return float((counts.trace() * total - labelled @ predicted) / scale) if scale else 0.0
 
 
+def _accuracy(counts: Array) -> float:
+    return float(counts.trace() / counts.sum())
+
+
 # Metrics that are functions of the confusion matrix (label, prediction).
-FROM_COUNTS: dict[str, Callable[[Array], float]] = {
-    "acc": lambda counts: float(counts.trace() / counts.sum()),
-    "f1": lambda counts: float(_f1_of_classes(counts)[1]),
-    "f1a": lambda counts: float(_f1_of_classes(counts)[1]),
-    "macro_f1": _macro_f1,
-    "matthews": _matthews,
-}
+FROM_COUNTS = {"acc": _accuracy, "f1": _f1, "f1a": _f1, "macro_f1": _macro_f1, "matthews": _matthews}

@@ -14,7 +14,7 @@ from multicls.errors import UserError, did_you_mean
 if TYPE_CHECKING:
     from finetune.data.examples import LabeledExample
 
-SHARE = 0.2  # the most uncertain fifth (Multi-CLS BERT)
+SHARE = 0.2  # of the examples counts as most uncertain (Multi-CLS BERT)
 SAME_ROWS = ("sampling", "label_noise", "selection", "train_from_dev")  # what decides which rows a run learns from
 
 
@@ -33,19 +33,17 @@ def disagreement(logits: Array) -> Array:
     return np.asarray((softmax(outputs, axis=-1) if outputs.shape[-1] > 1 else outputs).var(axis=0).sum(axis=-1))
 
 
-def most_uncertain(uncertainty: Array, share: float = SHARE) -> Array:
-    """Returns the indices of the `share` of examples with the highest uncertainty, ties in their order."""
-    count = max(1, round(share * len(uncertainty)))
-    return np.argsort(-uncertainty, kind="stable")[:count]
+def most_uncertain(uncertainty: Array) -> Array:
+    """Returns the indices of the `SHARE` of examples with the highest uncertainty, ties in their order."""
+    return np.argsort(-uncertainty, kind="stable")[: max(1, round(SHARE * len(uncertainty)))]
 
 
-def compare_disagreement(facets: Array, members: Array, share: float = SHARE) -> dict[str, float]:
+def compare_disagreement(facets: Array, members: Array) -> dict[str, float]:
     """Returns how well the uncertainty of one model's facets matches that of an ensemble's members.
 
     Args:
         facets: (K, N, C) logits of each facet, by `facet_logits`.
         members: (M, N, C) logits of each run.
-        share: part of the examples that counts as most uncertain.
 
     Returns:
         `overlap`: share of the most uncertain examples by facets that are among those by members (`chance` expected of
@@ -54,7 +52,7 @@ def compare_disagreement(facets: Array, members: Array, share: float = SHARE) ->
     from finetune.data.metrics import METRICS
 
     by_facets, by_members = disagreement(facets), disagreement(members)
-    first, second = most_uncertain(by_facets, share), most_uncertain(by_members, share)
+    first, second = most_uncertain(by_facets), most_uncertain(by_members)
     return {
         "overlap": len(np.intersect1d(first, second)) / len(first),
         "chance": len(second) / len(by_members),
@@ -65,15 +63,13 @@ def compare_disagreement(facets: Array, members: Array, share: float = SHARE) ->
 def facet_logits(contributions: Array, weight: Array, logits: Array) -> Array:
     """Returns the logits of each facet, as if all facets agreed with it; their mean is the model's.
 
-    A facet's logits are W (K c_k) + b; the model's are W sum_k c_k + b. b is all that does not come from facets.
+    A facet's logits (K, N, C) are W (K c_k) + b; the model's are W sum_k c_k + b. b is all that does not come from
+    facets.
 
     Args:
         contributions: (K, N, D) c_k, which add up to the embedding: (W_O,k - mean W_O) h_k + b_k of Multi-CLS BERT.
         weight: (C, D) of the classifier.
         logits: (N, C) of the model.
-
-    Returns:
-        (K, N, C).
     """
     return np.asarray(len(contributions) * (contributions - contributions.mean(axis=0)) @ weight.T + logits)
 
@@ -84,7 +80,7 @@ def compare_with_runs(
     """Returns `compare_disagreement` of a run's facets with finished runs that learnt from the same rows.
 
     Args:
-        store: the results.
+        store: the results folder of both.
         run: the line of the facets' run.
         task: of that run, the only one but for `cln`.
         label: head of the runs to compare with, as in tables (`cls`, `isobn/multicls`).

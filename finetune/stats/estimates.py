@@ -25,10 +25,7 @@ CONFIDENCE = 0.95
 class StudentMean(NamedTuple):
     """Means whose errors follow Student's t distribution, as arrays of one shape.
 
-    Attributes:
-        mean: Estimates.
-        variance: Variance of each mean; nan if there is only one unit.
-        df: Degrees of freedom of each variance; nan likewise.
+    With a single unit the variance and its degrees of freedom are nan.
     """
 
     mean: Array
@@ -38,14 +35,12 @@ class StudentMean(NamedTuple):
     @property
     def interval(self) -> tuple[Array, Array]:
         """Lower and upper end of the 95 % interval."""
-
         half = t.ppf((1 + CONFIDENCE) / 2, self.df) * np.sqrt(self.variance)
         return self.mean - half, self.mean + half
 
-    def p_value(self, value: float = 0.0) -> Array:
-        """Returns the two-sided p-values of the t-test that the true mean is `value`."""
-
-        distance, error = np.abs(self.mean - value), np.sqrt(self.variance)
+    def p_value(self) -> Array:
+        """Returns the two-sided p-values of the t-test that the true mean is 0."""
+        distance, error = np.abs(self.mean), np.sqrt(self.variance)
         with np.errstate(divide="ignore", invalid="ignore"):  # without any variance: p is 1 if nothing differs, else 0
             ratio = np.where((distance == 0) & (error == 0), 0.0, distance / error)
         return np.asarray(2 * t.sf(ratio, self.df))
@@ -80,11 +75,10 @@ def cross(pretrainings: Sequence[Component], draws: Component, interaction: Arra
     Both parts contain the interaction (and the seed noise), so it is subtracted once: the usual two-way random-effects
     estimate, but never less than either part. The degrees of freedom are those of the sum before the subtraction
     (Satterthwaite, 1946), and at most twice those of the part with fewer: the plain formula covers too rarely where a
-    part with few levels happens to look small. `benchmarks/finetune_statistics.py` is the reason for this choice.
+    part with few levels happens to look small (`benchmarks/finetune_statistics.py`).
 
     Args:
-        pretrainings: Components of the pretrainings of each system.
-        draws: Component of the draws.
+        pretrainings: One component for each system.
         interaction: (...) part of the variance that both contain.
     """
     models, both = add(pretrainings), add([*pretrainings, draws])
@@ -121,14 +115,9 @@ class Estimate:
 
     Attributes:
         mean: Mean over cells, seeds averaged within.
-        error: Standard error of the mean; nan for a single unit.
-        low: Lower end of the 95 % interval; nan likewise.
-        high: Upper end.
-        df: Degrees of freedom of the interval.
+        error: Standard error of the mean; it, the 95 % interval and the degrees of freedom are nan for a single unit.
         median: Median over all runs.
-        pretrainings: Number of pretrained models in the mean.
-        draws: Number of draws of train rows in the mean.
-        runs: Number of runs in the mean.
+        pretrainings: Number of pretrained models in the mean; likewise `draws` and `runs`.
         left_out: Number of runs that are not in the mean, because not every pretraining has a run with their draw.
     """
 
@@ -141,7 +130,7 @@ class Estimate:
     pretrainings: int
     draws: int
     runs: int
-    left_out: int = 0
+    left_out: int
 
     @property
     def units(self) -> str:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any
 
 from finetune.data.tasks import task_of
-from finetune.stats.comparisons import FROM_COUNTS, Comparison, Interval, bootstrap_difference, compare, holm
+from finetune.stats.comparisons import FROM_COUNTS, Comparison, Interval, bootstrap_difference, compare, holm, parts_of
 from finetune.stats.systems import SystemResult
 from multicls.errors import UserError, did_you_mean
 
@@ -22,9 +21,7 @@ class PairTest:
     """Two systems on one task at one train size.
 
     Attributes:
-        a: The one whose score is counted positive.
-        b: The other.
-        comparison: Difference over pretrainings and draws; None if the two cannot be compared.
+        comparison: Difference A - B over pretrainings and draws; None if the two cannot be compared.
         problem: Why they cannot be compared.
         corrected: p-value of the t-test, corrected by Holm's method for all tests of the report.
         examples: Difference over dev examples, if it was asked for.
@@ -50,7 +47,6 @@ def compare_pairs(rows: Sequence[SystemResult], only: tuple[str, str] | None = N
         rows: Systems of one task, train size and selection form pairs.
         only: Names of the two systems to compare instead, whatever their selection.
     """
-
     tests = []
     for a, b in _pairs(rows, only):
         try:
@@ -94,25 +90,15 @@ def _count_pairs(tests: Iterable[PairTest]) -> int:
     return len({frozenset((test.a.system.title, test.b.system.title)) for test in tests})
 
 
-def add_examples(
-    tests: Sequence[PairTest], predictions: Mapping[int, Sequence[Mapping[str, Any]]]
-) -> Iterator[PairTest]:
+def add_examples(tests: Sequence[PairTest]) -> Iterator[PairTest]:
     """Yields the tests with their bootstrap over dev examples, where both sides have predictions.
 
     With more than two systems, metrics that take long (correlations, multi-label) are left out.
-
-    Args:
-        tests: Pairs.
-        predictions: Those of the runs of a row, by `id(row)`.
     """
-
     few = _count_pairs(tests) == 1
     for test in tests:
-        names = set(test.a.metric.removeprefix("mean(").removesuffix(")").split(","))
-        if not few and not names <= FROM_COUNTS.keys():
-            yield test
-            continue
-        a, b = predictions.get(id(test.a)), predictions.get(id(test.b))
+        fast = FROM_COUNTS.keys() >= set(parts_of(test.a.metric))
+        a, b = (row.loaded[0] if few or fast else [] for row in (test.a, test.b))
         try:
             found = bootstrap_difference(task_of(test.a.records[0]), a, b) if a and b else None
             yield replace(test, examples=found)

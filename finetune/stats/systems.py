@@ -21,6 +21,7 @@ import numpy as np
 from finetune.data.tasks import TASKS
 from finetune.stats.ensembles import average_predictions, ensemble, member_sets
 from finetune.store.results import Array, Record, Store, short_hash
+from multicls.errors import UserError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -37,14 +38,12 @@ class System:
 
     Attributes:
         name: unique in a report.
-        model_name: of the model, or of its pretrainings together.
         label: head and pooling.
         selection: which rows choose: "dev" or "holdout".
         mode: device, precision and DeepSpeed file, in words; "" if all runs of the folder have the same.
     """
 
     name: str
-    model_name: str
     label: str
     selection: str
     mode: str = ""
@@ -61,8 +60,7 @@ class Candidate:
 
     Attributes:
         values: of the settings that were tried.
-        finished: runs that are there.
-        planned: runs that were asked for.
+        finished: runs that are there, of those planned.
         score: mean (or median) score of the finished runs on the choosing rows, in percent; nan without runs.
         chosen: the system takes these settings.
     """
@@ -84,13 +82,9 @@ class SystemResult:
     """A system on one task at one train size.
 
     Attributes:
-        system: what was fine-tuned.
-        task: name of the task.
-        train_size: as requested.
         records: the runs with the chosen settings.
         candidates: the settings that were tried.
         planned: runs that each candidate should have.
-        store: where the runs' predictions are.
     """
 
     system: System
@@ -124,14 +118,14 @@ class SystemResult:
         return estimate(self.frame)
 
     @property
-    def constant(self) -> float | None:
-        """Score of the constant answer in percent; None if the runs are too old to know."""
+    def constant(self) -> float:
+        """Score of the constant answer in percent; nan if the runs are too old to know."""
         values = [record["constant"][self.metric] for record in self.records if self.metric in record["constant"]]
-        return 100 * float(np.mean(values)) if values else None
+        return 100 * float(np.mean(values)) if values else math.nan
 
     @property
     def notes(self) -> list[str]:
-        """Notes of the runs on all that departs from the task's protocol."""
+        """What departs from the task's protocol in any run."""
         return list(dict.fromkeys(chain.from_iterable(record["notes"] for record in self.records)))
 
     @property
@@ -142,22 +136,32 @@ class SystemResult:
 
     def predictions(self) -> list[dict[str, Array]]:
         """Returns the saved arrays of each run; those of an ensemble are averages."""
-        return [
-            average_predictions([self.store.predictions(run_id) for run_id in record["members"]])
-            if "members" in record
-            else self.store.predictions(record["run_id"])
-            for record in self.records
-        ]
+        return [average_predictions([self.store.predictions(run_id) for run_id in record["members"]])
+                if "members" in record else self.store.predictions(record["run_id"])
+                for record in self.records]  # fmt: skip
+
+    @cached_property
+    def loaded(self) -> tuple[list[dict[str, Array]], str]:
+        """The `predictions` but those of test rows, which are many; and why there are none, if files are missing."""
+        try:
+            return [{name: array for name, array in run.items() if not name.startswith("test_")}
+                    for run in self.predictions()], ""  # fmt: skip
+        except UserError as error:
+            return [], str(error)
+
+    @property
+    def classified(self) -> list[dict[str, Array]]:
+        """Those of the `loaded` predictions that are of one class a row."""
+        return [run for run in self.loaded[0] if "logits" in run and run["labels"].ndim == 1]
 
 
 @dataclass(frozen=True)
 class Results:
-    """All that a report shows.
+    """All that a report shows: rows in the order of tasks, sizes and plans, and in words which rows have problems.
 
     Attributes:
-        rows: in the order of tasks, sizes and plans.
-        never_run: planned rows without a finished run, in words.
-        mixed: rows whose runs differ in versions, commits, hardware or resolved settings, in words.
+        never_run: planned rows without a finished run.
+        mixed: rows whose runs differ in versions, commits, hardware or resolved settings.
     """
 
     rows: list[SystemResult]
@@ -173,13 +177,14 @@ def _setting(name: str, value: Any) -> str:
 
 @dataclass
 class _Wanted:
-    """The runs that a plan asks for, of one system on one task at one size.
+    """The runs that are asked for, of one system on one task at one size, and those of them that are finished.
 
     Attributes:
         choose: "mean" or "median".
         joint: the tasks that share the model, if there are several.
         values: of each candidate, by its key.
         request_ids: of each candidate's runs.
+        runs: the finished runs of each candidate, in one numeric mode.
     """
 
     system: System
@@ -189,6 +194,12 @@ class _Wanted:
     joint: tuple[str, ...] = ()
     values: dict[str, Values] = field(default_factory=dict)
     request_ids: dict[str, list[str]] = field(default_factory=dict)
+    runs: dict[str, list[Record]] = field(default_factory=dict)
+
+    @property
+    def planned(self) -> int:
+        """Runs that each candidate should have."""
+        return max(map(len, self.request_ids.values()))
 
     def add(self, values: Values, request_id: str) -> None:
         """Adds a run to its candidate; a run that two plans ask for counts once."""
@@ -198,25 +209,10 @@ class _Wanted:
         known += [request_id] * (request_id not in known)
 
 
-@dataclass
-class _Found:
-    """The finished runs of each candidate, in one numeric mode."""
-
-    wanted: _Wanted
-    system: System
-    runs: dict[str, list[Record]]
-
-    @property
-    def planned(self) -> int:
-        """Runs that each candidate should have."""
-        return max(map(len, self.wanted.request_ids.values()))
-
-
 def load_results(store: Store, ensembles: int = 0) -> Results:
     """Returns the systems of a results folder with their runs.
 
-    Args:
-        ensembles: if not 0, adds for each system that of ensembles of so many runs of one model and draw.
+    With `ensembles` it adds for each system that of ensembles of so many runs of one model and draw.
 
     Raises:
         UserError: The folder is of another protocol.
@@ -225,9 +221,11 @@ def load_results(store: Store, ensembles: int = 0) -> Results:
     wanted = _wanted_by_plans(store.plans(), records)
     asked = {request_id for one in wanted for ids in one.request_ids.values() for request_id in ids}
     wanted += _wanted_by_themselves([record for record in records if record["request_id"] not in asked])
-    by_wanted = [(one, _find(one, records)) for one in wanted]
-    found = list(chain.from_iterable(runs for _, runs in by_wanted))
-    never_run = [f"{one.system.title} on {one.task} with {one.train_size} rows" for one, runs in by_wanted if not runs]
+    found, never_run = list[_Wanted](), list[str]()
+    for one in wanted:
+        finished = _find(one, records)
+        found += finished
+        never_run += [] if finished else [f"{one.system.title} on {one.task} with {one.train_size} rows"]
     if ensembles:
         found += [made for one in found if (made := _ensembles_of(one, ensembles, store))]
     rows = sorted((_choose(one, found, store) for one in found), key=_order)
@@ -254,7 +252,7 @@ def _wanted_by_plans(plans: Iterable[Mapping[str, Any]], records: Sequence[Recor
             owner, kept = owners.setdefault(run["system"], (number, set()))
             if owner == number:
                 kept.add(name)
-            system = System(run["system"] if name in kept else name, run["model_name"], run["label"], run["selection"])
+            system = System(run["system"] if name in kept else name, run["label"], run["selection"])
             place = (system, run["task"], run["train_size"])
             one = wanted.setdefault(place, _Wanted(*place, plan["choose"], tuple(run["joint"])))
             one.add(run["candidate"], run["request_id"])
@@ -284,38 +282,37 @@ def _wanted_by_themselves(records: Iterable[Record]) -> list[_Wanted]:
         name, key = ", ".join(parts), short_hash([model, {**alike, "task": "", "train_size": ""}])
         if names.setdefault(name, key) != key:
             name = f"{name} ({key[:6]})"
-        system = System(name, model, record["label"], record["selection"])
-        place = (system, record["task"], record["train_size"])
+        place = (System(name, record["label"], record["selection"]), record["task"], record["train_size"])
         wanted.setdefault(place, _Wanted(*place)).add({}, record["request_id"])
     return list(wanted.values())
 
 
-def _find(wanted: _Wanted, records: Sequence[Record]) -> list[_Found]:
-    """Returns what is finished of the wanted runs, apart for each numeric mode in which there are some."""
+def _find(wanted: _Wanted, records: Sequence[Record]) -> list[_Wanted]:
+    """Returns the wanted runs with those that are finished, apart for each numeric mode in which there are some.
+
+    A run that took all rows is not wanted if a run of another data seed took them before.
+    """
     asked = {request_id for ids in wanted.request_ids.values() for request_id in ids}
-    by_mode: dict[str, dict[str, Record]] = {}
-    for record in records:
+    modes = [_mode(record) for record in records]
+    by_mode: dict[str, dict[str, Record]] = defaultdict(dict)
+    for mode, record in zip(modes, records, strict=True):
         if record["request_id"] in asked:
-            by_mode.setdefault(_mode(record), {})[record["request_id"]] = record
-    several = len({_mode(record) for record in records}) > 1
+            by_mode[mode][record["request_id"]] = record
     found = []
     for mode, done in by_mode.items():
-        own = _without_repeats(wanted, done)
-        runs = {key: [done[one] for one in ids if one in done] for key, ids in own.request_ids.items()}
-        found.append(_Found(own, replace(wanted.system, mode=mode if several else ""), runs))
+        request_ids = {key: _without_repeats(ids, done) for key, ids in wanted.request_ids.items()}
+        runs = {key: [done[one] for one in ids if one in done] for key, ids in request_ids.items()}
+        system = replace(wanted.system, mode=mode if len(set(modes)) > 1 else "")
+        found.append(replace(wanted, system=system, request_ids=request_ids, runs=runs))
     return found
 
 
-def _without_repeats(wanted: _Wanted, done: Mapping[str, Record]) -> _Wanted:
-    """Returns the wanted runs but for those that took all rows, as a run of another data seed did before them."""
-    kept: dict[str, list[str]] = {}
-    for key, ids in wanted.request_ids.items():
-        first: dict[Hashable, str] = {}
-        for one in ids:
-            record = done.get(one, {})
-            first.setdefault((record["fingerprint"], record["seed"]) if record.get("all_rows") else one, one)
-        kept[key] = list(first.values())
-    return replace(wanted, request_ids=kept)
+def _without_repeats(request_ids: Iterable[str], done: Mapping[str, Record]) -> list[str]:
+    first: dict[Hashable, str] = {}
+    for one in request_ids:
+        record = done.get(one, {})
+        first.setdefault((record["fingerprint"], record["seed"]) if record.get("all_rows") else one, one)
+    return list(first.values())
 
 
 def _mode(record: Record) -> str:
@@ -325,48 +322,42 @@ def _mode(record: Record) -> str:
     return text + (f" with DeepSpeed {numeric['deepspeed'][:6]}" if numeric["deepspeed"] else "")
 
 
-def _choose(one: _Found, everything: Sequence[_Found], store: Store) -> SystemResult:
+def _choose(one: _Wanted, everything: Sequence[_Wanted], store: Store) -> SystemResult:
     """Takes the candidate with the best score on the choosing rows, complete ones first.
 
     The tasks of a joint system share a model, so that the candidate with the best mean over them is taken for all.
     """
-    together = [other for other in everything
-                if other is one or (one.wanted.joint and other.system == one.system
-                                    and (other.wanted.joint, other.wanted.train_size)
-                                    == (one.wanted.joint, one.wanted.train_size))]  # fmt: skip
+    together = [other for other in everything if other is one or (
+        one.joint and (other.system, other.joint, other.train_size) == (one.system, one.joint, one.train_size)
+    )]  # fmt: skip
 
     def merit(key: str) -> tuple[bool, float]:
         complete = all(len(other.runs.get(key, [])) == other.planned for other in together)
-        scores = [choosing_score(other.runs.get(key, []), one.wanted.choose) for other in together]
-        return complete, -math.inf if any(map(math.isnan, scores)) else float(np.mean(scores))
+        mean = float(np.mean([choosing_score(other.runs.get(key, []), one.choose) for other in together]))
+        return complete, -math.inf if math.isnan(mean) else mean
 
     best = max((key for key, runs in one.runs.items() if runs), key=merit)
-    candidates = [
-        Candidate(
-            values, len(one.runs[key]), one.planned, choosing_score(one.runs[key], one.wanted.choose), key == best
-        )
-        for key, values in one.wanted.values.items()
-    ]
-    return SystemResult(one.system, one.wanted.task, one.wanted.train_size, one.runs[best], candidates, one.planned,
-                        store)  # fmt: skip
+    scores = {key: choosing_score(runs, one.choose) for key, runs in one.runs.items()}
+    candidates = [Candidate(values, len(one.runs[key]), one.planned, scores[key], key == best)
+                  for key, values in one.values.items()]  # fmt: skip
+    return SystemResult(one.system, one.task, one.train_size, one.runs[best], candidates, one.planned, store)
 
 
 def choosing_score(runs: Sequence[Record], choose: str) -> float:
-    """Returns the mean or median score of runs, in percent, on the rows that chose their best evaluations.
+    """Returns the mean or median score of runs, in percent, on the rows that chose their best evaluations; else nan.
 
-    Units are pretrainings and draws, as in estimates: seeds are averaged first, so that a unit with more finished
-    seeds has no more weight.
+    Units of the mean are pretrainings and draws, as in estimates: seeds are averaged first, so that a unit with more
+    finished seeds has no more weight.
     """
-    units: dict[Hashable, list[float]] = {}
+    units: dict[Hashable, list[float]] = defaultdict(list)
     for run in runs:
-        scores = run["holdout_scores"] if "holdout_scores" in run else run["scores"]
-        units.setdefault((run["fingerprint"], run["data_seed"]), []).append(100 * scores[run["metric"]])
-    if choose == "median":
-        return float(np.median([score for scores in units.values() for score in scores])) if units else math.nan
-    return float(np.mean([np.mean(scores) for scores in units.values()])) if units else math.nan
+        score = 100 * run.get("holdout_scores", run["scores"])[run["metric"]]
+        units["all" if choose == "median" else (run["fingerprint"], run["data_seed"])].append(score)
+    average = np.median if choose == "median" else np.mean
+    return float(np.mean([average(scores) for scores in units.values()])) if units else math.nan
 
 
-def _ensembles_of(one: _Found, size: int, store: Store) -> _Found | None:
+def _ensembles_of(one: _Wanted, size: int, store: Store) -> _Wanted | None:
     """Returns the system of ensembles of `size` runs, None if no candidate has enough runs.
 
     Each candidate has its own ensembles, so that they choose by their own scores.
@@ -377,19 +368,19 @@ def _ensembles_of(one: _Found, size: int, store: Store) -> _Found | None:
     if not any(runs.values()):
         return None
     ids = {key: [f"{size} runs {number}" for number in range(max(map(len, runs.values())))] for key in runs}
-    wanted = replace(one.wanted, request_ids=ids)
-    names = {"name": f"{one.system.name} x{size}", "label": f"{one.system.label} x{size}"}
-    return _Found(wanted, replace(one.system, **names), runs)
+    system = replace(one.system, name=f"{one.system.name} x{size}", label=f"{one.system.label} x{size}")
+    return replace(one, system=system, request_ids=ids, runs=runs)
 
 
 def _differences(row: SystemResult) -> str:
     """Returns in words how the runs of a row differ in what was not requested; "" if they do not."""
-    kinds = {"commits": "git_commit", "GPUs": "gpu"}
-    seen = {kind: {str(record.get(key)) for record in row.records} for kind, key in kinds.items()}
-    for package in ("torch", "transformers"):
-        seen[f"versions of {package}"] = {record["versions"].get(package, "") for record in row.records}
-    for name in row.records[0]["resolved"]["train"]:
-        seen[f"values of {name}"] = {str(record["resolved"]["train"].get(name)) for record in row.records}
+    seen: dict[str, set[str]] = defaultdict(set)
+    for record in row.records:
+        values = {"commits": record.get("git_commit"), "GPUs": record.get("gpu")}
+        values |= {f"versions of {package}": record["versions"].get(package) for package in ("torch", "transformers")}
+        values |= {f"values of {name}": value for name, value in record["resolved"]["train"].items()}
+        for kind, value in values.items():
+            seen[kind].add(str(value))
     mixed = [f"{len(values)} {kind}" for kind, values in seen.items() if len(values) > 1]
     return f"{row.system.title} on {row.task}, {row.train_size} rows: runs of {', '.join(mixed)}" if mixed else ""
 

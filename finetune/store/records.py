@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,13 +32,10 @@ class PlannedRun:
     """A run before it is run; lists have one entry for each task.
 
     Attributes:
-        settings: of the run.
         train: the settings of the training, resolved.
         numeric: device, precision and DeepSpeed file: what changes numbers beside the settings.
-        rows: to learn from and to report on.
-        checkpoint: to start from.
-        request_ids: what was requested.
-        run_ids: what was requested, in this numeric mode.
+        request_ids: hashes of what was requested.
+        run_ids: hashes of what was requested, in this numeric mode.
     """
 
     settings: FinetuneSettings
@@ -80,10 +78,7 @@ class Predicted:
     """The outputs of a trained model: for each task those (N, C) for held-out rows, dev rows and test sets.
 
     Attributes:
-        result: of the training.
-        held: outputs for the held-out rows; for `selection` dev those for dev.
-        dev: outputs for the dev rows.
-        test: outputs for each test set.
+        held: for `selection` dev those for dev.
         model: with its best weights; None where there is no model of ours.
     """
 
@@ -99,10 +94,14 @@ def make_record(planned: PlannedRun, predicted: Predicted, task: int) -> dict[st
     import torch
 
     from finetune.data.metrics import constant_scores, score_examples
+    from finetune.stats.comparisons import bootstrap_score
 
     settings, own, result = planned.settings, planned.rows[task], predicted.result
     scores = score_examples(own.task, own.dev, predicted.dev[task])
-    held = {}
+    held: dict[str, Any] = {}
+    error: float | None = None
+    with suppress(UserError):  # there is one example or passage only
+        error = bootstrap_score(own.task, make_predictions(own, predicted, task), ERROR_RESAMPLES) / 100
     if own.held:
         held_scores = score_examples(own.task, own.held, predicted.held[task])
         held = {"holdout_rows": len(own.held), "holdout_scores": held_scores}
@@ -122,7 +121,7 @@ def make_record(planned: PlannedRun, predicted: Predicted, task: int) -> dict[st
         "metric": own.task.metrics[0],
         "score": scores[own.task.metrics[0]],
         "scores": scores,
-        "score_error": _score_error(own, predicted, task),
+        "score_error": error,
         "constant": constant_scores(own.task, own.train, own.dev),
         **held,
         "tested": [other.name for other, _ in own.test],
@@ -143,16 +142,6 @@ def make_record(planned: PlannedRun, predicted: Predicted, task: int) -> dict[st
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         **environment_record(),
     }
-
-
-def _score_error(own: TaskRows, predicted: Predicted, task: int) -> float | None:
-    """Returns the standard error of the score over dev examples; None if there is one example or passage only."""
-    from finetune.stats.comparisons import bootstrap_score
-
-    try:
-        return bootstrap_score(own.task, make_predictions(own, predicted, task), ERROR_RESAMPLES)[0] / 100
-    except UserError:
-        return None
 
 
 def _test_scores(own: TaskRows, outputs: Sequence[Array]) -> dict[str, dict[str, float]]:

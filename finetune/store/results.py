@@ -19,7 +19,7 @@ import shutil
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -27,16 +27,7 @@ from typing import Any
 import numpy as np
 
 from multicls.errors import UserError
-from multicls.files import (
-    FolderInUse,
-    FolderLock,
-    append_jsonl,
-    atomic_write,
-    locked,
-    read_json,
-    read_jsonl,
-    write_json,
-)
+from multicls.files import FolderInUse, append_jsonl, atomic_write, locked, read_json, read_jsonl, write_json
 
 Record = Mapping[str, Any]
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -56,11 +47,7 @@ def short_hash(content: Any) -> str:
 
 
 class Store:
-    """A results folder: what runs have left there, and what is planned.
-
-    Args:
-        folder: may be missing; made by the first write.
-    """
+    """A results folder: what runs have left there, and what is planned. The first write makes it."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -71,12 +58,10 @@ class Store:
         Raises:
             UserError: The folder holds results of a protocol that cannot be read (or with `write` be added to).
         """
-        found: Any = PROTOCOL
+        found: Any = 1 if (self.folder / RESULTS).exists() else PROTOCOL  # protocol 1 left no marker
         if (self.folder / MARKER).exists():
             marker = read_json(self.folder / MARKER)
             found = marker.get("protocol") if isinstance(marker, dict) else None
-        elif (self.folder / RESULTS).exists():
-            found = 1  # protocol 1 left no marker
         if found not in READABLE or (write and found != PROTOCOL):
             reads = "a report can read it, but new runs may not be mixed in" if found in READABLE else "too old to read"
             raise UserError(
@@ -124,10 +109,12 @@ class Store:
 
     def write_error(self, error: BaseException, title: str, run_id: str = "", request_ids: Sequence[str] = ()) -> None:
         """Adds a run that failed to errors.jsonl: what it was, its error, the end of the traceback."""
-        last = "".join(traceback.format_exception(error))[-4000:]
-        record = {"run_id": run_id, "request_ids": list(request_ids), "title": title}
-        record |= {"error": f"{type(error).__name__}: {error}", "traceback": last}
-        self._append(ERRORS, record | {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+        self._append(ERRORS, {
+            "run_id": run_id, "request_ids": list(request_ids), "title": title,
+            "error": f"{type(error).__name__}: {error}",
+            "traceback": "".join(traceback.format_exception(error))[-4000:],
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        })  # fmt: skip
 
     def errors(self) -> list[Record]:
         """Returns the lines of errors.jsonl."""
@@ -173,15 +160,12 @@ class Store:
             UserError: The folder is of another protocol, or cannot be written to.
         """
         self.check(write=True)
-        lock = FolderLock(self.folder / "claims" / run_id)
-        try:
-            lock.acquire(patience=0)
-        except FolderInUse:
-            raise Busy(f"run {run_id} in {self.folder}: another process is at it.") from None
-        try:
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(locked(self.folder / "claims" / run_id, patience=0))
+            except FolderInUse:
+                raise Busy(f"run {run_id} in {self.folder}: another process is at it.") from None
             yield
-        finally:
-            lock.release()
 
     def _predictions_path(self, run_id: str) -> Path:
         return self.folder / "predictions" / f"{run_id}.npz"

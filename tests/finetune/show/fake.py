@@ -58,7 +58,7 @@ def fake_row(
     """A row whose scores go over seeds fastest, then draws, then pretrainings; `more` are fields of the records."""
     found, seeds = find_task(task), len(scores) // (pretrainings * draws)
     model, _, label = name.partition(" ")
-    system = System(name, model, label, "holdout" if holdout else "dev")
+    system = System(name, label, "holdout" if holdout else "dev")
     records: list[Record] = []
     for index, score in enumerate(scores):
         records.append({

@@ -97,7 +97,7 @@ def pair(gap: float, pretrainings: int = 4) -> list[SystemResult]:
 
 def test_comparisons_ask_two_questions_and_are_corrected() -> None:
     rows = pair(0.2)
-    tests = list(add_examples(compare_pairs(rows), {id(row): row.predictions() for row in rows}))
+    tests = list(add_examples(compare_pairs(rows)))
     line = text_of(tables.comparison_table(tests, len(tests))).splitlines()[4]
     assert line.startswith("| rte | 100 | k5 cls | k5 mean | +"), "the better one comes first"
     assert "| < 0.001 * | < 0.001 | 0.125 (0.125) |" in line and line.endswith("| 4 pretrainings at one draw, paired |")
@@ -126,10 +126,9 @@ def test_many_systems_are_corrected_for_all_pairs_and_shown_for_the_leader() -> 
 
 def test_slow_bootstraps_are_left_to_compare() -> None:
     rows = [fake_row(task, name, (0.5, 0.6)) for task in ("rte", "stsb") for name in ("a", "b", "c")]
-    predictions = {id(row): row.predictions() for row in rows}
-    done = [(test.a.task, test.examples is not None) for test in add_examples(compare_pairs(rows), predictions)]
+    done = [(test.a.task, test.examples is not None) for test in add_examples(compare_pairs(rows))]
     assert done == [("rte", True)] * 3 + [("stsb", False)] * 3
-    (two,) = add_examples(compare_pairs(rows[3:5]), predictions)
+    (two,) = add_examples(compare_pairs(rows[3:5]))
     assert two.examples is not None
 
 
@@ -167,7 +166,7 @@ def test_calibration_with_one_temperature_a_row() -> None:
         fake_row("rte", "k5 hire", (0.5, 0.6), holdout=True, skill=0.2),
     ]
     rows += [fake_row("stsb"), fake_row("rte", "sure", (0.9, 0.9), holdout=True, skill=9)]
-    text = text_of(tables.calibration_table(rows, {id(row): row.predictions() for row in rows}))
+    text = text_of(tables.calibration_table(rows))
     plain, scaled, sure = text.splitlines()[4:7]
     assert plain.endswith("| - | - | - | - | - |") and " - |" not in scaled and "stsb" not in text
     assert sure.endswith(" (at its bound) |"), "all held-out rows are right"

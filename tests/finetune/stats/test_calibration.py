@@ -9,6 +9,7 @@ from finetune.stats.calibration import (
     Array,
     brier_score,
     calibration,
+    confidences,
     log_probabilities,
     negative_log_likelihood,
     pooled_temperature,
@@ -25,10 +26,10 @@ def logits_of(*confidences: float) -> Array:
 def test_worked_numbers() -> None:
     logits, labels = logits_of(0.9, 0.9, 0.6, 0.6), np.array([0, 1, 0, 0])
     # Bin (0.8667, 0.9333]: |1/2 - 0.9| = 0.4; bin (0.5333, 0.6]: |1 - 0.6| = 0.4
-    assert reliability(logits, labels).error == pytest.approx(0.4)
+    assert reliability(*confidences(logits, labels)).error == pytest.approx(0.4)
     # two bins of equal mass hold the same pairs; four bins hold one example each: (0.1 + 0.9 + 0.4 + 0.4) / 4
-    assert reliability(logits, labels, 2, equal_mass=True).error == pytest.approx(0.4)
-    assert reliability(logits, labels, 4, equal_mass=True).error == pytest.approx(0.45)
+    assert reliability(*confidences(logits, labels), 2, equal_mass=True).error == pytest.approx(0.4)
+    assert reliability(*confidences(logits, labels), 4, equal_mass=True).error == pytest.approx(0.45)
     # squared distances: 2 * 0.1^2, 2 * 0.9^2, 2 * 0.4^2 twice
     assert brier_score(logits, labels) == pytest.approx((0.02 + 1.62 + 0.32 + 0.32) / 4)
     assert negative_log_likelihood(logits, labels) == pytest.approx(-np.log([0.9, 0.1, 0.6, 0.6]).mean())
@@ -38,18 +39,18 @@ def test_worked_numbers() -> None:
 def test_perfectly_calibrated_is_zero(equal_mass: bool) -> None:
     logits = np.concatenate([logits_of(*[0.8] * 10), logits_of(*[0.6] * 10)])
     labels = np.array([0] * 8 + [1] * 2 + [0] * 6 + [1] * 4)
-    assert reliability(logits, labels, 2, equal_mass).error == pytest.approx(0, abs=1e-12)
-    assert reliability(logits, 1 - labels, 2, equal_mass).error > 0.3
+    assert reliability(*confidences(logits, labels), 2, equal_mass).error == pytest.approx(0, abs=1e-12)
+    assert reliability(*confidences(logits, 1 - labels), 2, equal_mass).error > 0.3
 
 
 def test_bins_hold_every_example_once() -> None:
     draw = np.random.default_rng(0)
     logits, labels = 5 * draw.normal(size=(1000, 3)), draw.integers(0, 3, 1000)
     for equal_mass in (False, True):
-        found = reliability(logits, labels, equal_mass=equal_mass)
+        found = reliability(*confidences(logits, labels), equal_mass=equal_mass)
         accuracy = (logits.argmax(axis=1) == labels).mean()
         assert found.count.sum() == 1000 and np.nansum(found.accuracy * found.count) / 1000 == pytest.approx(accuracy)
-    assert set(reliability(logits, labels, equal_mass=True).count) == {66, 67}
+    assert set(reliability(*confidences(logits, labels), equal_mass=True).count) == {66, 67}
 
 
 def test_temperature_is_found_again_and_changes_no_prediction() -> None:
