@@ -129,7 +129,13 @@ def read_training_conf(path: Path) -> dict[str, str]:
 
 
 def convert(
-    state: dict[str, Tensor], *, num_facets: int, facet_layers: list[int], task_type_row: int = 0, **config: Any
+    state: dict[str, Tensor],
+    *,
+    num_facets: int,
+    facet_layers: list[int],
+    num_attention_heads: int | None = None,
+    mcqt_lambda: float = 0.1,
+    task_type_row: int = 0,
 ) -> MultiClsBertForPreTraining:
     """Builds a Multi-CLS model from a state dict of the authors' code. Arguments as in `ConvertOptions`.
 

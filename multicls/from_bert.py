@@ -107,14 +107,14 @@ def checkpoint_fingerprint(checkpoint: str, *, weights: bool = True) -> str:
 
     It depends on the content only, so a moved folder, or the Hub id of the same files, has the same fingerprint. The
     weights are hashed whole: names, shapes and sizes are equal for all models trained from one checkpoint. A model of
-    random weights has none (`weights` is False).
+    random weights has none: then `weights` is False.
 
     Raises:
         UserError: the checkpoint cannot be had.
     """
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
-    names = ["config.json"]
+    names, _ = ["config.json"], _cached_file(checkpoint, "config.json")  # a wrong name fails here, with one look-up
     if weights:
         known = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)  # as transformers looks
         found = next((name for name in known if _has_file(checkpoint, name)), SAFE_WEIGHTS_NAME)

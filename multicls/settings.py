@@ -34,7 +34,6 @@ ALIASES = {  # names in other tools and earlier versions -> ours, the first that
     **dict.fromkeys(("max_len", "max_length", "max_seq_len", "max_seq_length", "seq_len"), "max_length seq_length"),
     **dict.fromkeys(("warmup", "warmup_fraction", "warmup_steps"), "warmup_ratio=..."),
     **dict.fromkeys(("clip", "gradient_clipping", "max_norm"), "max_grad_norm"),
-    "triples": "negatives_group",
     **dict.fromkeys(("workers", "num_workers", "num_processes", "num_proc", "n_jobs"), "workers jobs num_workers"),
     "resume_from_checkpoint": "resume=auto",
     "save_steps": "save_every",
@@ -233,8 +232,7 @@ def _explain(
     if detail["type"] == "extra_forbidden":
         siblings = [k for k in known_keys(kind) if k.rpartition(".")[0] == key.rpartition(".")[0]]
         leaf, known = key.rpartition(".")[2], keys_by_name(kind)
-        meant = [leaf, *(alias.partition("=")[0] for alias in ALIASES.get(leaf, "").split())]
-        elsewhere = next((known[name] for name in meant if name in known), None)
+        elsewhere = next((known[name] for name in [leaf, *ALIASES.get(leaf, "").split()] if name in known), None)
         hint = f" Did you mean '{elsewhere}'?" if elsewhere else did_you_mean(key, siblings)
         return f"{source}: {key}: ", f"no such setting.{hint}"
     if detail["type"] == "missing" and find_field(kind, key):

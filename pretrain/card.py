@@ -67,7 +67,7 @@ def write_card(folder: Path, run_folder: Path, step: int, config: MultiClsBertCo
 def _settings_in_words(settings: Record, step: int, tokens: float, config: MultiClsBertConfig) -> list[str]:
     """Returns what was trained and how, one sentence each."""
     train, length = settings["train"], settings["data"]["seq_length"]
-    weights = {OBJECTIVES[name][0]: weight for name, weight in settings["objective"].items() if weight}
+    weights = {OBJECTIVES.get(name, (name, name))[0]: weight for name, weight in settings["objective"].items() if weight}
     layers = ", ".join(map(str, config.facet_layers or []))
     sentences = [
         f"{step} of {train['steps']} planned optimizer steps of {train['global_batch_size']} examples. An example is "
@@ -87,7 +87,8 @@ def _software(run_folder: Path) -> str:
     """Returns hardware, precision and versions in a sentence; "" if the run folder does not have them."""
     if not (run_folder / "env.json").exists():
         return ""
-    env, precisions = read_json(run_folder / "env.json"), read_json(run_folder / "ds_config.json")
+    env, resolved = read_json(run_folder / "env.json"), run_folder / "ds_config.json"
+    precisions = read_json(resolved) if resolved.exists() else {}
     precision = next((name for name in ("bf16", "fp16") if precisions.get(name, {}).get("enabled")), "fp32")
     versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
     code = f", multicls at commit {env['git_commit'][:12]}" if env.get("git_commit") else ""

@@ -58,15 +58,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = COMMAND.parse(argv)
     run_folder, output = args.run, args.output or args.run / "hf"
     check_run(run_folder)
-    is_running = lock_holder(run_folder) is not None
     if args.finish:
         text, finished = status(run_folder)
         if finished:
             print(f"{run_folder}: already {text}; the model is in {output}")
             return 0
-        if is_running:
+        if lock_holder(run_folder) is not None:
             raise UserError(f"{run_folder}: is being trained; stop the training first (SIGTERM saves and leaves).")
-    elif is_running and output.resolve() == (run_folder / "hf").resolve():
+    elif output.resolve() == (run_folder / "hf").resolve() and lock_holder(run_folder) is not None:
         raise UserError(f"--output {output}: the training writes this folder itself; give another one.")
     elif not _may_be_replaced(output):
         raise UserError(f"--output {output}: exists and is not an export of this program; give a new folder.")

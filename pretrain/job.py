@@ -179,7 +179,7 @@ def _train(trainer: Trainer, start: int, state: dict[str, Any], run_folder: Path
 def dry_run(settings: PretrainSettings, ds_config: dict[str, Any], where: str) -> None:
     """Makes some steps with all that goes with a run: save, reload, evaluate, export; prints what the run will take.
 
-    It writes to a folder beside the run folder, and removes it. Arguments and errors are those of `run_job`.
+    It writes to a folder beside the run folder, and removes it. Errors are those of `run_job`.
     """
     run_folder = Path(str(settings.run.output_dir))
     folder = run_folder.with_name(f".{run_folder.name}.dry_run")

@@ -10,6 +10,12 @@ from pydantic import AfterValidator, Field, PositiveInt, field_validator, model_
 from multicls.errors import UserError
 from multicls.settings import Settings
 
+RENAMED = {  # settings of earlier versions -> what replaces them
+    "triples": "train.negatives_group (examples that are each other's negatives)",
+    "micro_batches": "train.global_batch_size (examples of an optimizer step: the old triples x micro_batches)",
+    "gradient_clipping": "train.max_grad_norm",
+    "warmup_fraction": "train.warmup_ratio",
+}
 LENGTHS = ("tokens", "epochs", "steps")  # settings of `TrainSettings`: one of them tells how long the run is
 
 
@@ -95,9 +101,11 @@ class TrainSettings(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_length(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def _known_names_and_one_length(cls, values: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(values, dict):
             return values
+        if old := [f"train.{name} is now {RENAMED[name]}" for name in RENAMED if name in values]:
+            raise ValueError("; ".join(old))
         given = [values[name] for name in LENGTHS if name in values]
         if given and sum(map(bool, given)) != 1:
             raise ValueError("give one of train.tokens, train.epochs and train.steps, and 0 for the others")

@@ -46,7 +46,10 @@ def copy_path(corpus: Path, parent: Path) -> Path:
 def copy_corpus(corpus: Path, folder: Path, say: Say = print_line) -> None:
     """Copies a corpus folder to `folder`, which is complete or absent; does nothing if a whole copy is there.
 
-    Processes that call it at the same time for the same folder wait for the one that copies. Errors as in `stage`.
+    Processes that call it at the same time for the same folder wait for the one that copies.
+
+    Raises:
+        UserError: As in `stage`, but on this rank alone.
     """
     with locked(folder.with_name(f".{folder.name}"), patience=math.inf) as lock:
         if _is_whole(folder):

@@ -22,7 +22,7 @@ REASONS = {TIME_LIMIT: "run.time_limit", DRY_RUN: "the dry run"} | {int(number):
 
 
 class Stopped(Exception):
-    """The run has left before its end, with everything saved at `step`, asked by `reason`."""
+    """The run has left before its end, asked by `reason`; `step` is that of the newest checkpoint."""
 
     def __init__(self, step: int, reason: str) -> None:
         super().__init__(f"{reason} at step {step}")

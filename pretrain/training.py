@@ -125,7 +125,9 @@ class Trainer:
     def train_step(
         self, batches: list[MicroBatch], step: int, window: MetricSums | None = None, *, measured: bool = False
     ) -> MetricSums:
-        """Makes optimizer step `step` (from 0) over this rank's micro-batches; returns `window` with its losses added.
+        """Makes optimizer step `step` (from 0) over this rank's micro-batches.
+
+        Returns `window`, or a new sum, with the losses of the step.
 
         MLM, TF-IDF and SO losses are divided by their number of terms in the whole step over all ranks. DeepSpeed
         averages over ranks and accumulated micro-batches, so each micro-batch is given 1 / their number of it. If

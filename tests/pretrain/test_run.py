@@ -109,7 +109,7 @@ def test_resume_refuses_another_run(fork: Fork, launch: Launch, finished: Path) 
         (["--recipe", "pretrain/recipes/tinny.yaml"], "Did you mean 'tiny'?"),
         (["--global_batch_size", "0"], "--global_batch_size 0: must be greater than 0"),
         (["--global_batch_size", "4"], "give 3, or another train.negatives_group"),
-        (["--set", "train.triples=4"], "no such setting. Did you mean 'train.negatives_group'?"),
+        (["--set", "train.triples=4"], "train.triples is now train.negatives_group"),
         (["--micro_batches", "2"], "Did you mean '--global_batch_size 2'?"),
         (["--micro_batch_size", "4"], "train.micro_batch_size = 4 is no multiple of"),
     ],
