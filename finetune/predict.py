@@ -12,8 +12,9 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/, whose names must not hide packages
 
@@ -50,7 +51,8 @@ class PredictOptions(Settings):
 COMMAND = CommandLine("finetune/predict.py", __doc__, PredictOptions, positional=("model", "rows"))
 
 
-class TrainedTask(NamedTuple):
+@dataclass(frozen=True)
+class TrainedTask:
     """The task that a saved model was fine-tuned on."""
 
     task: Task  # `fields` is empty if the model does not know its columns

@@ -93,10 +93,9 @@ def _files_of(task: Task, rows: Sequence[SystemResult], system: str, size: str) 
     best = found[0].predictions()[max(range(len(scores)), key=scores.__getitem__)]
     if f"test_{task.name}_ids" not in best:
         raise UserError(f"{task.name}: the run of {system!r} on {source} did not predict it; add --predict_test.")
-    names = ("ids", "parts", "groups", "answers")
-    columns = zip(*(best[f"test_{task.name}_{name}"].tolist() for name in names), strict=True)
+    saved = (best[f"test_{task.name}_{name}"].tolist() for name in ("ids", "parts", "groups", "answers"))
     examples = [LabeledExample(one, (), math.nan, part, group=group, answer=answer)
-                for one, part, group, answer in columns]  # fmt: skip
+                for one, part, group, answer in zip(*saved, strict=True)]  # fmt: skip
     if problems := check_rows(task, examples):
         raise UserError(*problems)
     if task.is_regression:
