@@ -68,7 +68,7 @@ def _pictures(
     """Returns a picture for each train size and benchmark."""
     groups: dict[str, list[SystemResult]] = {}
     for row in rows:
-        benchmark = {"glue": "GLUE, ", "superglue": "SuperGLUE, "}.get(row.records[0].get("benchmark"), "")
+        benchmark = {"glue": "GLUE, ", "superglue": "SuperGLUE, "}.get(row.records[0].get("benchmark", ""), "")
         groups.setdefault(f"{title}: {benchmark}{row.train_size} train rows", []).append(row)
     with matplotlib.rc_context(SVG):
         return [Picture(heading, caption, [_svg(figure, f"{heading}: {name}") for name, figure in panels(here)])
@@ -137,8 +137,8 @@ def _strip_plot(title: str, rows: Sequence[SystemResult]) -> Figure:
 
 def _reliability(title: str, runs: Sequence[Mapping[str, Array]]) -> Figure:
     """Returns a panel with the accuracy at each confidence, of the predictions of all runs together."""
-    pooled = zip(*(confidences(run["logits"], run["labels"]) for run in runs), strict=True)
-    bins = reliability(*map(np.concatenate, pooled))
+    sure, right = zip(*(confidences(run["logits"], run["labels"]) for run in runs), strict=True)
+    bins = reliability(np.concatenate(sure), np.concatenate(right))
     error = f"pooled ECE {100 * bins.error:.1f} %"
     figure, axis = _axis([*_wrap(title), error], 2.2, below=0.4, left=0.5)
     middle = (np.arange(NUM_BINS) + 0.5) / NUM_BINS

@@ -92,7 +92,8 @@ def compare(a: pd.DataFrame, b: pd.DataFrame) -> Comparison:
             place = cells.index, cells.columns
             return _compare_unrelated(a, b, first.loc[place], second.loc[place])
         differences = (pairs["score_a"] - pairs["score_b"]).to_numpy()[:, None]
-    units = f"{units_in_words(*cells.shape, len(differences))}, paired" + _left_out(a, b, cells, cells)
+    models, draws = cells.shape
+    units = f"{units_in_words(models, draws, len(differences))}, paired" + _left_out(a, b, cells, cells)
     return _comparison(mean_of_cells(differences), sign_flip_units(differences), units)
 
 
@@ -228,8 +229,8 @@ def bootstrap_difference(task: Task, a: Sequence[Predictions], b: Sequence[Predi
     signs = [1 / len(a)] * len(a) + [-1 / len(b)] * len(b)
     found = _bootstrap(task, [*a, *b], signs, RESAMPLES)
     above, below = (found.bootstrap_distribution >= 0).sum(), (found.bootstrap_distribution <= 0).sum()
-    p = min(1.0, float(2 * (1 + min(below, above)) / (RESAMPLES + 1)))
-    return Interval(*map(float, found.confidence_interval), p)
+    low, high = map(float, found.confidence_interval)
+    return Interval(low, high, min(1.0, float(2 * (1 + min(below, above)) / (RESAMPLES + 1))))
 
 
 def bootstrap_score(task: Task, predictions: Predictions, resamples: int = RESAMPLES) -> float:
