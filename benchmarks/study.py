@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -311,7 +312,7 @@ def work(call: Call, plan: Plan, keep_weights: bool = False) -> None:
         began, (before, planned) = time.monotonic(), progress(call.folder, plan)[stage]
         try:
             with closing(Progress(stage, planned, done=before, unit="runs", say=print_line)) as shown:
-                call.watch = lambda shown=shown, stage=stage: shown.update(progress(call.folder, plan)[stage][0])
+                call.watch = partial(_show, shown, call.folder, plan)
                 finished = do(call, plan)
         finally:
             about = {"seconds": time.monotonic() - began, "runs": progress(call.folder, plan)[stage][0] - before}
@@ -321,6 +322,10 @@ def work(call: Call, plan: Plan, keep_weights: bool = False) -> None:
         _mark_done(call.folder, stage)
     if not keep_weights:
         tidy(call.folder)
+
+
+def _show(shown: Progress, folder: Path, plan: Plan) -> None:
+    shown.update(progress(folder, plan)[shown.what][0])
 
 
 def run_folders(folder: Path, plan: Plan) -> dict[tuple[str, int], Path]:

@@ -150,7 +150,8 @@ def convert(
     from multicls.modeling_multicls import MultiClsBertForPreTraining
 
     state = {key: tensor for key, tensor in state.items() if not DEAD.match(key)}
-    model_config = _config(state, num_facets=num_facets, facet_layers=facet_layers, **config)
+    facets: dict[str, Any] = {"num_facets": num_facets, "facet_layers": facet_layers, "mcqt_lambda": mcqt_lambda}
+    model_config = _config(state, num_attention_heads, **facets)
     task_types = _take(state, "bert.embeddings.task_type_embeddings.weight")
     if not 0 <= task_type_row < len(task_types):
         raise UserError(f"--task_type_row {task_type_row}: the checkpoint's table has rows 0..{len(task_types) - 1}.")

@@ -67,7 +67,8 @@ def write_card(folder: Path, run_folder: Path, step: int, config: MultiClsBertCo
 def _settings_in_words(settings: Record, step: int, tokens: float, config: MultiClsBertConfig) -> list[str]:
     """Returns what was trained and how, one sentence each."""
     train, length = settings["train"], settings["data"]["seq_length"]
-    weights = {OBJECTIVES.get(name, (name, name))[0]: weight for name, weight in settings["objective"].items() if weight}
+    used = {name: weight for name, weight in settings["objective"].items() if weight}
+    weights = {OBJECTIVES[name][0] if name in OBJECTIVES else name: weight for name, weight in used.items()}
     layers = ", ".join(map(str, config.facet_layers or []))
     sentences = [
         f"{step} of {train['steps']} planned optimizer steps of {train['global_batch_size']} examples. An example is "
