@@ -80,7 +80,8 @@ def test_the_body_tells_data_settings_and_results(run: Path) -> None:
     assert "| wiki\\|pedia | 30 | 5,000 | wikimedia/wikipedia |" in text and "| notes | 10 | 2,500 | none |" in text
     assert "20 of 40 planned optimizer steps of 6 examples" in text and "read 8,000 tokens" in text
     assert "warm-up over 0.1 % of the steps" in text and "2 x X1 in bf16; torch 2.13" in text
-    assert "masked-LM (weight 1), TF-IDF (weight 0.5)" in text and "own (weight 0.1)" in text and "(SO) (weight" not in text
+    assert "masked-LM (weight 1), TF-IDF (weight 0.5)" in text and "(SO) (weight" not in text
+    assert "own (weight 0.1)" in text, "an objective that somebody added"
     assert "| Masked-LM: cross-entropy of a masked token, nats | 4.000 | 2.000 |  |" in text
     chance = f"{2 * math.log(6):.3f}"  # two directions, each among 3 + 3 passages
     assert f"summed over directions | 4.000 | 2.000 | {chance} |" in text
