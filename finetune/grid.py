@@ -40,7 +40,7 @@ log = logging.getLogger("finetune")
 WORKER = "MULTICLS_WORKER"  # number of a process among those of `--jobs`
 AXES = ("model", "model_name", "pretraining_seed", "task", "own", "train_size", "data_seed", "selection", "seed",
         "output_dir")  # fmt: skip
-Names = Annotated[list[Annotated[str, BeforeValidator(str)]], Field(min_length=1)]  # sizes may be numbers
+Sizes = Annotated[list[Annotated[str, BeforeValidator(str)]], Field(min_length=1)]  # numbers, too
 Folders = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 Seeds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 Search = dict[str, Any]  # nested as settings are; lists at its leaves
@@ -70,9 +70,11 @@ class GridSettings(Settings):
     systems: dict[str, SystemSettings] = Field(
         min_length=1, description="name -> settings of its runs; or a list of heads such as [cls, isobn/multicls]"
     )
-    tasks: Names = Field(description="names of tasks; some with commas between are one task for head cln")
+    tasks: list[str] = Field(
+        min_length=1, description="names of tasks; some with commas between are one task for head cln"
+    )
     own: dict[str, OwnDataSettings] = Field(default={}, description="your own tasks: name -> train_file and the like")
-    train_sizes: Names = Field(description="100, 1k, full, ...")
+    train_sizes: Sizes = Field(description="100, 1k, full, ...")
     seeds: Seeds = Field(description="fine-tuning seeds")
     data_seeds: Seeds = Field(default=[1], description="draws of train rows")
     selections: list[Literal["dev", "holdout"]] = Field(default=["dev"], min_length=1, description="dev, holdout")

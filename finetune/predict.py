@@ -177,8 +177,14 @@ def _wanted(asked: str | None, task: Task) -> Sequence[Iterable[str]]:
 
 def _fields(source: str, row: Row, asked: str | None, task: Task) -> tuple[str, ...]:
     """Returns the columns of the texts: those asked for, else those that the model was trained with."""
-    trained = (next((name for name in names if name in row), names[0]) for names in task.fields)
-    found = text_columns(source, row, asked or ",".join(trained))
+    if not asked and task.fields:
+        if missing := [names[0] for names in task.fields if not set(names) & set(row)]:
+            known = ", ".join(map(repr, row))
+            problems = [f"{source}: no column {name!r}, which the model was trained with; the columns are {known}."
+                        f"{did_you_mean(name, row)} Or name it by --text_column." for name in missing]  # fmt: skip
+            raise UserError(*problems)
+        return tuple(next(name for name in names if name in row) for names in task.fields)
+    found = text_columns(source, row, asked)
     if task.fields and len(found) != len(task.fields):
         raise UserError(f"--text_column {asked}: the model reads {len(task.fields)} text(s) a row, not {len(found)}.")
     return found

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/, whose names must not hide packages
 
+import numpy as np
 from pydantic import Field
 
 from finetune.data.examples import LabeledExample
@@ -102,6 +103,8 @@ def _files_of(task: Task, rows: Sequence[SystemResult], system: str, size: str) 
         outputs = best[f"test_{task.name}_scores"][:, None] / task.label_scale
     else:
         outputs = best[f"test_{task.name}_logits"]
+    if not np.isfinite(outputs).all():
+        raise UserError(f"{task.name}: the run of {system!r} on {source} predicted values that are not finite.")
     return submission_files(task, examples, outputs)
 
 

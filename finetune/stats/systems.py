@@ -375,10 +375,11 @@ def _ensembles_of(one: _Wanted, size: int, store: Store) -> _Wanted | None:
 def _differences(row: SystemResult) -> str:
     """Returns in words how the runs of a row differ in what was not requested; "" if they do not."""
     seen: dict[str, set[str]] = defaultdict(set)
+    names = dict.fromkeys(name for record in row.records for name in record["resolved"]["train"])
     for record in row.records:
         values = {"commits": record.get("git_commit"), "GPUs": record.get("gpu")}
         values |= {f"versions of {package}": record["versions"].get(package) for package in ("torch", "transformers")}
-        values |= {f"values of {name}": value for name, value in record["resolved"]["train"].items()}
+        values |= {f"values of {name}": record["resolved"]["train"].get(name) for name in names}
         for kind, value in values.items():
             seen[kind].add(str(value))
     mixed = [f"{len(values)} {kind}" for kind, values in seen.items() if len(values) > 1]

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from finetune.data import selection
 from finetune.data.metrics import score
@@ -198,6 +199,11 @@ def test_tasks_together_get_a_line_each(tiny_bert: Path, glue: Path, tmp_path: P
     means = {a[0]: (a[2] + b[2]) / 2 for a, b in zip(first["history"], second["history"], strict=True)}
     assert means[first["best_step"]] == max(means.values())
     assert "logits" in arrays_of(first, tmp_path) and "scores" in arrays_of(second, tmp_path)
+    board = EventAccumulator(str(Store(tmp_path).tensorboard_path(first["run_id"])))
+    board.Reload()
+    tags = board.Tags()["scalars"]
+    assert {"dev/sst2/acc", "dev/stsb/spearman"} <= set(tags), tags
+    assert not list((tmp_path / "snapshots").glob("*")), "removed when the results are written"
     finetune(tiny_bert, glue, tmp_path, *more, task="sst2,stsb", head="cln")
     assert len(lines(tmp_path)) == 2
 

@@ -83,6 +83,35 @@ def test_every_file_of_the_site_is_in_the_zip(benchmark: str, tmp_path: Path) ->
               for stem, _ in task.submissions]  # fmt: skip
     with zipfile.ZipFile(output) as archive:
         assert sorted(archive.namelist()) == sorted(wanted)
+        contents = {name: archive.read(name).decode().splitlines() for name in wanted}
+    for task in SMALL.values():
+        for stem, count in task.submissions if task.benchmark == benchmark else ():
+            check_content(task, contents[f"{stem}.{suffix}"], count)
+
+
+def check_content(task: Task, lines: list[str], count: int) -> None:
+    """Checks indices and labels of a file as the site reads it."""
+    allowed = {*task.labels, "0", "1"}
+    if task.benchmark == "glue":
+        indices, values = zip(*(line.split("\t") for line in lines), strict=True)
+        assert indices == ("index", *map(str, range(count))) and values[0] == "prediction", task.name
+        assert all(0 <= float(value) <= 5 if task.is_regression else value in allowed for value in values[1:]), (
+            task.name
+        )
+    elif task.name != "multirc":
+        rows = [json.loads(line) for line in lines]
+        assert [row["idx"] for row in rows] == list(range(count)), task.name
+        assert {str(row["label"]) for row in rows} <= allowed | ({"Xa", "Yo: Zu"} if task.name == "record" else set())
+
+
+def test_a_score_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    task, store = SMALL["stsb"], Store(tmp_path)
+    record = fake_run(tmp_path, "stsb", train_size="full", model_name="k5")
+    arrays = store.predictions(record["run_id"]) | test_arrays(task)
+    arrays["test_stsb_scores"][3] = np.nan
+    store.write(record, arrays)
+    with pytest.raises(UserError, match="stsb: .* predicted values that are not finite"):
+        submit._files_of(task, submit.load_results(store).rows, "k5 cls", "full")
 
 
 def test_the_best_run_or_an_ensemble_or_another_system_is_taken(tmp_path: Path) -> None:
