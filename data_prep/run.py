@@ -31,6 +31,7 @@ from multicls.command_line import CommandLine, print_summary
 from multicls.console import print_line
 from multicls.errors import UserError, did_you_mean, run_command
 from multicls.settings import Settings
+from multicls.words import tokens_in_words
 
 OWN_TEXT = 100_000_000  # tokens; for fewer, the recipe own_text fits better than the paper's
 INPUT = tuple(InputSettings.model_fields)
@@ -58,7 +59,7 @@ def _summarize(options: BuildOptions) -> None:
     from multicls.corpus import Corpus
 
     corpus = Corpus.open(options.output)
-    size = f"{corpus.num_documents:,} documents, {corpus.manifest['tokens'] / 1e6:,.1f} M tokens"
+    size = f"{corpus.num_documents:,} documents, {tokens_in_words(corpus.manifest['tokens'])}"
     made = [("corpus", f"{options.output} ({size})"), ("left out", Path(options.output) / DROPPED)]
     folder = Path(options.tokenizer)
     model = options.tokenizer if not folder.exists() or (folder / "config.json").exists() else "CHECKPOINT"

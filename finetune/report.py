@@ -55,6 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from finetune.stats.systems import load_results
 
     folder = Path(args.results)
+    if not folder.is_dir():
+        what = "is a file; give the folder that it is in" if folder.exists() else "no such folder"
+        raise UserError(f"{folder}: {what}. finetune/run.py and finetune/grid.py write results folders.")
     results = load_results(Store(folder), ensembles=args.ensembles or 0)
     if not results.rows:
         raise UserError(f"{folder}: no finished runs there. finetune/run.py and finetune/grid.py write them.")
@@ -76,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     made = [*((name, path) for name, (path, _) in texts.items()), *curves_line(folder)]
     next_command = "python finetune/run.py ... --save_model   # a model with which finetune/predict.py labels rows"
     if best := best_saved_model(Store(folder), results):
-        made.append(("best model", best))
+        made.append(("saved model", best))
         next_command = shlex.join(["python", "finetune/predict.py", str(best), "ROWS.csv"])
     print_summary(made, next_command)
     return 0

@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multicls.errors import UserError, first_line
@@ -129,7 +130,12 @@ def _cached_file(checkpoint: str, name: str) -> str:
     from transformers.utils import cached_file
 
     with _load_problems(checkpoint):
-        return str(cached_file(checkpoint, name))
+        found = cached_file(checkpoint, name)
+    if found is None:
+        inside = Path(checkpoint, "hf")
+        hint = f"; did you mean {inside}?" if (inside / name).exists() else "."
+        raise UserError(f"model {checkpoint}: holds no {name}{hint}")
+    return str(found)
 
 
 def _has_file(checkpoint: str, name: str) -> bool:

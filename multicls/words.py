@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 
+def tokens_in_words(number: float) -> str:
+    """Returns a number of tokens as `20,598 tokens` or `0.6 M tokens`."""
+    return f"{number:,.0f} tokens" if number < 100_000 else f"{number / 1e6:,.1f} M tokens"
+
+
 def duration(seconds: float) -> str:
     """Returns seconds as `3h12`, `4m05s` or `12s`."""
     minutes, rest = divmod(round(seconds), 60)

@@ -46,6 +46,8 @@ earlier one. `--set a.b=c` overrides recipes, and a flag overrides all of them. 
 
 Exit codes of all commands: 0 means done; the work may have been done before, or a signal may have stopped the command
 after a save. 2 means that settings or data are wrong; each problem is printed on its own line. 1 means a crash.
+130 or 143 means that Ctrl-C or SIGTERM ended a command that had nothing to save. `pretrain/run.py --status` gives 3 for
+an unfinished run.
 """
 
 

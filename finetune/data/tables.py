@@ -29,6 +29,8 @@ def read_table(path: Path, wanted: Sequence[Iterable[str]] = ()) -> RawRows:
     Raises:
         UserError: The file or a row of it cannot be read; the message names the line or row.
     """
+    if path.is_dir():
+        raise UserError(f"{path}: is a folder; give a file.")
     if path.suffix not in SUFFIXES:
         raise UserError(f"{path}: the name must end in {', '.join(SUFFIXES)}.")
     try:

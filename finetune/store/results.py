@@ -164,7 +164,8 @@ class Store:
             try:
                 stack.enter_context(locked(self.folder / "claims" / run_id, patience=0))
             except FolderInUse:
-                raise Busy(f"run {run_id} in {self.folder}: another process is at it.") from None
+                text = f"run {run_id} in {self.folder}: another process works on it; wait for it, or stop it first."
+                raise Busy(text) from None
             yield
 
     def _predictions_path(self, run_id: str) -> Path:

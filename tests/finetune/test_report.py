@@ -50,8 +50,15 @@ def test_ensembles_get_rows(folder: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_mistakes(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no finished runs there"):
-        main([str(tmp_path / "empty")])
+    (tmp_path / "empty").mkdir()
+    for name, message in (
+        ("empty", "no finished runs there"),
+        ("none", "no such folder"),
+        ("results.jsonl", "is a file; give the folder that it is in"),
+    ):
+        path = tmp_path / "empty" if name == "empty" else folder / name
+        with pytest.raises(UserError, match=message):
+            main([str(path)])
     with pytest.raises(UserError, match="--task rt: no finished run of it.*Did you mean 'rte'"):
         main([str(folder), "--task", "rt"])
 

@@ -234,7 +234,7 @@ def test_a_run_in_other_hands_is_left_to_them(tiny_bert: Path, glue: Path, tmp_p
     )
     planned = plan_run(settings)
     assert planned.records() is None and not list(tmp_path.iterdir()), "planning writes nothing"
-    with Store(tmp_path).claim(planned.run_ids[0]), pytest.raises(Busy, match="another process is at it"):
+    with Store(tmp_path).claim(planned.run_ids[0]), pytest.raises(Busy, match="another process works on it"):
         run(settings)
     assert [record["run_id"] for record in run(settings)] == planned.run_ids
     assert plan_run(settings).records()

@@ -195,6 +195,14 @@ def test_vocabulary_without_unused_tokens_grows(tiny_bert: Path) -> None:
     assert model.cls.predictions.bias.shape == (len(grown),)
 
 
+def test_a_run_folder_instead_of_its_model(tiny_bert: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no config.json"):
+        checkpoint_fingerprint(str(tmp_path))
+    shutil.copytree(tiny_bert, tmp_path / "hf")
+    with pytest.raises(UserError, match="holds no config.json; did you mean .*/hf"):
+        checkpoint_fingerprint(str(tmp_path))
+
+
 def test_fingerprint_depends_on_content_only(tiny_bert: Path, tmp_path: Path) -> None:
     moved = shutil.copytree(tiny_bert, tmp_path / "moved")
     expected = checkpoint_fingerprint(str(tiny_bert))

@@ -1,7 +1,13 @@
 from __future__ import annotations
 
-from multicls.words import duration
+from multicls.words import duration, tokens_in_words
 
 
 def test_durations() -> None:
     assert [duration(seconds) for seconds in (12.4, 65, 245, 11_520)] == ["12s", "1m05s", "4m05s", "3h12"]
+
+
+def test_few_tokens_are_counted() -> None:
+    assert [tokens_in_words(number) for number in (20_598, 99_999, 567_890)] == [
+        "20,598 tokens", "99,999 tokens", "0.6 M tokens",
+    ]  # fmt: skip

@@ -81,6 +81,8 @@ def test_what_cannot_be_read_is_named(name: str, content: bytes, message: str, t
 
 
 def test_a_missing_file_and_very_long_cells(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is a folder; give a file"):
+        read_table(tmp_path)
     with pytest.raises(UserError, match="none.csv: no such file"):
         read_table(tmp_path / "none.csv")
     row: dict[str, Any] = {"text": "word " * 40_000, "label": "x"}
