@@ -44,7 +44,7 @@ def copy(tmp_path: Path) -> Path:
 @pytest.mark.slow
 def test_own_labels_from_a_table_to_predictions(copy: Path) -> None:
     output = run_blocks(blocks_of("own_labels.md"), copy)
-    for said in ("acc 100.00", "minilm cls", "page:       runs/own/results/report.html", "20 rows: 9 billing",
+    for said in ("acc 100.00", "minilm cls", "page:        runs/own/results/report.html", "20 rows: 9 billing",
                  "'label': 'defect'"):  # fmt: skip
         assert said in output, said
     assert "[WARNING]" not in output, "DeepSpeed, which transformers imports when it saves, warns of its guess"
