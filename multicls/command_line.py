@@ -139,10 +139,11 @@ class CommandLine(Generic[OptionsT]):
             if title == "common":
                 group.add_argument("-h", "--help", action="help", help="print this help and stop")
             for flag, key in flags.items():
-                field = find_field(self.options, key) or find_field(self.settings, key)
-                positional = flag in self.positional
+                option, setting = find_field(self.options, key), find_field(self.settings, key)
+                field, positional = option or setting, flag in self.positional
                 assert field is not None, f"{key} is no setting"
-                arguments = _arguments(flag, field, positional) | ({} if positional else {"dest": key})
+                required = "(required)" if option else "(required, here or in a recipe)"
+                arguments = _arguments(flag, field, positional, required) | ({} if positional else {"dest": key})
                 group.add_argument(key if positional else f"--{flag}", **arguments)
         return parser
 
@@ -196,13 +197,13 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message}. --help lists all flags.")
 
 
-def _arguments(flag: str, field: FieldInfo, positional: bool) -> dict[str, Any]:
+def _arguments(flag: str, field: FieldInfo, positional: bool, required: str) -> dict[str, Any]:
     """Returns the arguments of `add_argument` for a field. Values stay text: the settings class reads them."""
     default, about = None if field.default_factory else field.default, field.description
     if about is not None:
         shown = " ".join(map(str, default)) if isinstance(default, (list, tuple)) else default
         more = f" (default: {shown})" if shown not in (None, "") and shown is not False else ""
-        about += " (required)" if field.is_required() else more
+        about += f" {required}" if field.is_required() else more
     text = argparse.SUPPRESS if about is None else about.replace("%", "%%")
     if default is False:
         return {"action": "store_true", "help": text}

@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-from multicls.files import LOCK_PATIENCE, read_json, sha256_of
+from multicls.files import LOCK_PATIENCE, lock_holder, read_json, sha256_of
 
 DONE = "DONE"  # the run has finished; written last
 STOPPED = "STOPPED"  # the run has saved and left before its end; removed when it starts again
@@ -57,5 +57,9 @@ def status(run_folder: Path) -> tuple[str, bool]:
     """Returns how far the run has come, in words, and whether it has finished."""
     if (run_folder / DONE).exists():
         return f"finished at step {read_json(run_folder / DONE)['step']}", True
+    holder = lock_holder(run_folder)
     steps = complete_steps(run_folder / "checkpoints")
-    return (f"unfinished, checkpoint at step {steps[-1]}" if steps else "not begun"), False
+    if not (holder or steps or (run_folder / "settings.yaml").exists()):
+        return f"not begun: {run_folder} {'holds no run' if run_folder.exists() else 'does not exist'}", False
+    saved = f"checkpoint at step {steps[-1]}" if steps else "no checkpoint yet"
+    return f"{f'running ({holder})' if holder else 'unfinished'}, {saved}", False

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
 from multicls.errors import UserError
+from multicls.files import FolderLock
 from pretrain.checkpoints import Checkpoints, load_engine
 from pretrain.run_folder import complete_steps, find_damage, status
 
@@ -189,6 +190,13 @@ def test_deepspeed_unpickles_only_its_own_classes(tmp_path: Path, monkeypatch: p
 
 def test_status(folder: Path) -> None:
     assert status(folder.parent) == ("unfinished, checkpoint at step 30", False)
-    assert status(folder) == ("not begun", False)
+    assert status(folder) == (f"not begun: {folder} holds no run", False)
+    lock = FolderLock(folder.parent)
+    lock.acquire()
+    assert status(folder.parent) == (f"running (this process ({os.getpid()})), checkpoint at step 30", False)
+    lock.release()
+    shutil.rmtree(folder)
+    (folder.parent / "settings.yaml").touch()
+    assert status(folder.parent) == ("unfinished, no checkpoint yet", False)
     (folder.parent / "DONE").write_text('{"step": 40}')
     assert status(folder.parent) == ("finished at step 40", True)

@@ -75,7 +75,7 @@ def test_status_answers_without_torch(launch: Launch, tmp_path: Path) -> None:
         (tmp_path / "run" / "DONE").write_text('{"step": 8}')
         answers.append(launch(tmp_path / "run", "--status"))
     assert [(answer.returncode, answer.stdout) for answer in answers] == [
-        (3, "not begun\n"),
+        (3, f"not begun: {tmp_path / 'run'} does not exist\n"),
         (3, "unfinished, checkpoint at step 4\n"),
         (0, "finished at step 8\n"),
     ]
