@@ -42,7 +42,7 @@ class RunOptions(RecipeOptions):
     resume: Literal["auto", "never"] = Field(
         default="auto", description="auto: go on from the newest checkpoint, if any"
     )
-    dry_run: bool = Field(default=False, description="make two steps, keep nothing, print what the run will take")
+    dry_run: bool = Field(default=False, description="make four steps, keep nothing, print what the run will take")
     status: bool = Field(default=False, description="print how far the run is; exit code 0: finished, 3: not")
 
 
