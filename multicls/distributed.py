@@ -37,6 +37,7 @@ def prepare_deepspeed() -> ModuleType:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed guesses, and warns of its guess
     import deepspeed
     import deepspeed.ops
+    from deepspeed.runtime import compiler
     from deepspeed.utils.logging import set_log_level_from_string
 
     set_log_level_from_string("warning")
@@ -46,6 +47,9 @@ def prepare_deepspeed() -> ModuleType:
     # a compiler; with the op marked as not available DeepSpeed uses gloo. Assigning before the first look also skips
     # DeepSpeed's probing of every op, which runs compilers too.
     deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False, "deepspeed_not_implemented": False}
+    # DeepSpeed imports its Muon optimizer, which nothing here uses. Its decorator would import all of torch's compiler,
+    # which takes a second at every start.
+    compiler.compile = lambda: lambda function: function
     if on_cuda:
         # DeepSpeed takes its device from LOCAL_RANK, too. A launcher may show each process its own GPU alone.
         os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())

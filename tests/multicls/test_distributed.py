@@ -37,6 +37,7 @@ for stage in {stages}:
         engine.step()
         losses.append(loss.item())
     assert engine.global_steps == 10
+    assert "torch._inductor.lowering" not in sys.modules, "torch's compiler was imported"
     print(f"stage {{stage}} of {{world_size}}: {{losses[0]:.4f}} {{losses[-1]:.4f}}\\n", end="", flush=True)
 leave_deepspeed()
 """

@@ -30,7 +30,11 @@ from typing import Any
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 os.environ["DS_ACCELERATOR"] = "cpu"
 
+# All that a run imports, early or late, so that no fork has to.
 import deepspeed  # noqa: F401
+import matplotlib.backends.backend_agg
+import matplotlib.figure  # noqa: F401
+import pandas  # noqa: F401  # pyarrow imports it for NumPy arrays
 import torch
 import torch.utils.tensorboard
 
