@@ -177,7 +177,7 @@ def _train(trainer: Trainer, start: int, state: dict[str, Any], run_folder: Path
 
 
 def dry_run(settings: PretrainSettings, ds_config: dict[str, Any], where: str) -> None:
-    """Makes `DRY_STEPS` steps with all that goes with a run: save, reload, evaluate, export; prints what the run will take.
+    """Makes some steps with a save, a reload, an evaluation and an export; prints what the run will take.
 
     It writes to a folder beside the run folder, and removes it. Errors are those of `run_job`.
     """
