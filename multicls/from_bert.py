@@ -75,17 +75,17 @@ def from_bert(
     Raises:
         UserError: the checkpoint cannot be loaded, is of another model type, or lacks weights of the encoder.
     """
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
     from multicls.configuration_multicls import MultiClsBertConfig
     from multicls.modeling_multicls import MultiClsBertForPreTraining
     from multicls.tokenization import facet_ids, with_facets
 
+    base = load_config(checkpoint, local_files_only)
     with _load_problems(checkpoint):
-        how: dict[str, Any] = {"trust_remote_code": False, "local_files_only": local_files_only}
-        base = AutoConfig.from_pretrained(checkpoint, **how)
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint, **how)
-    _check_kind(checkpoint, base)
+        tokenizer = AutoTokenizer.from_pretrained(
+            checkpoint, trust_remote_code=False, local_files_only=local_files_only
+        )
     has_facets = base.model_type == MultiClsBertConfig.model_type
     settings: dict[str, Any] = {"num_facets": num_facets, "mcqt_lambda": mcqt_lambda, "hard_negatives": hard_negatives}
     if facet_layers is not None or not has_facets:
@@ -145,7 +145,16 @@ def _has_file(checkpoint: str, name: str) -> bool:
         return False
 
 
-def _check_kind(checkpoint: str, base: Any) -> None:
+def load_config(checkpoint: str, local_files_only: bool = False) -> Any:
+    """Returns the configuration of a checkpoint that `from_bert` can start from.
+
+    Raises:
+        UserError: it cannot be loaded, or is of another model type.
+    """
+    from transformers import AutoConfig
+
+    with _load_problems(checkpoint):
+        base = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False, local_files_only=local_files_only)
     works = "BERT (MiniLM is one), RoBERTa, and ELECTRA whose embedding_size is its hidden_size"
     if base.model_type not in ("bert", "multicls-bert", *OTHER_NAMES):
         raise UserError(f"model {checkpoint}: its model_type is '{base.model_type}'. What works: {works}.")
@@ -154,6 +163,7 @@ def _check_kind(checkpoint: str, base: Any) -> None:
             f"model {checkpoint}: its embedding_size = {base.embedding_size} is projected to hidden_size = "
             f"{base.hidden_size}, which BERT's encoder does not. What works: {works}."
         )
+    return base
 
 
 def _config(checkpoint: str, base: Any, settings: Mapping[str, Any], has_facets: bool) -> MultiClsBertConfig:

@@ -24,7 +24,7 @@ from multicls.ds_config import Precision, check_with_deepspeed, resolve_ds_confi
 from multicls.environment import environment_record, peak_memory_gb
 from multicls.errors import UserError
 from multicls.files import FolderLock, atomic_write, read_json, read_jsonl, sha256_of, write_json
-from multicls.from_bert import checkpoint_fingerprint, from_bert
+from multicls.from_bert import checkpoint_fingerprint, from_bert, load_config
 from multicls.optim import choose_precision
 from multicls.sample import SAMPLE, SAMPLE_CORPUS, SAMPLE_TEXT, sample_model
 from multicls.settings import to_yaml
@@ -308,6 +308,7 @@ def _fingerprint(settings: PretrainSettings) -> str:
     found = ""
     with first_rank_first():
         if rank_and_world()[0] == 0:
+            load_config(_checkpoint(settings))  # tells a wrong model before its weights are looked for
             found = checkpoint_fingerprint(_checkpoint(settings), weights=not settings.model.random_weights)[:16]
     return on_rank_0(lambda: found)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForPreTraining, AutoTokenizer
+from transformers import AutoModelForPreTraining, AutoTokenizer, GPT2Config
 
 import finetune.report
 import finetune.run
@@ -134,6 +134,12 @@ def test_models_that_do_not_fit(fork: Fork, tmp_path: Path, flags: tuple[str, ..
     assert fork(tmp_path / "run", flags=flags) == [[2]]
     assert message in said(tmp_path / "run") and "Traceback" not in said(tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_other_kinds_of_model_are_named_before_their_weights_are_looked_for(fork: Fork, tmp_path: Path) -> None:
+    GPT2Config(n_layer=1).save_pretrained(tmp_path / "gpt2")
+    assert fork(tmp_path / "run", flags=("--model", str(tmp_path / "gpt2"))) == [[2]]
+    assert "its model_type is 'gpt2'. What works: BERT" in said(tmp_path / "run")
 
 
 def test_bad_deepspeed_json(launch: Launch, tmp_path: Path) -> None:
