@@ -50,7 +50,9 @@ class AnalyzeOptions(Settings):
     task: str | None = Field(default=None, description="default: the (first) task that a model was fine-tuned on")
     train_file: str | None = Field(default=None, description="your own rows, as for finetune/run.py")
     dev_file: str | None = Field(default=None, description="your own dev rows")
-    text_column: str | None = Field(default=None, description="column of the text, or A,B; default: the training's")
+    text_column: str | None = Field(
+        default=None, description="column of the text, or text1,text2; default: the training's"
+    )
     label_column: str | None = Field(default=None, description="column of the label; default: the training's")
     data_dir: str | None = Field(default=None, description="folder of the tasks, as for run.py; default: the hub")
     train_from_dev: bool = Field(default=False, description="take dev rows for train rows, for lack of these")

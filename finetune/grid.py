@@ -173,10 +173,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(", ".join(f"{name} {len(found)}" for name, found in state.items()) + f", of {len(runs)}")
         _print_problems(state)
         return 0
-    store.add_plan({"choose": grid.choose, "runs": [entry for run in runs for entry in run.planned()]})
-    since = len(store.errors()) if args.since is None else args.since
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # KeyboardInterrupt
     try:
+        store.add_plan({"choose": grid.choose, "runs": [entry for run in runs for entry in run.planned()]})
+        since = len(store.errors()) if args.since is None else args.since
         if args.jobs > 1:
             return _start_workers(runs, args, list(sys.argv[1:] if argv is None else argv), since)
         return _work(runs, store, since)

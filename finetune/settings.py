@@ -105,7 +105,8 @@ class OwnDataSettings(Settings):
         default=None, description="id of a Hub data set instead of files, or ID:CONFIGURATION; its usual splits"
     )
     text_column: str | None = Field(
-        default=None, description="column of the text; A,B for pairs of texts; default: text, or sentence1,sentence2"
+        default=None,
+        description="column of the text, or two as text1,text2 for pairs; default: text, or sentence1,sentence2",
     )
     label_column: str = Field(default="label", description="column of the label")
     label_type: Literal["auto", "class", "multi_label", "score"] = Field(

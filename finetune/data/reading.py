@@ -13,6 +13,7 @@ from finetune.data.superglue import flat_rows
 from finetune.data.tables import json_rows, read_text
 from finetune.data.tasks import Task
 from multicls.errors import UserError, first_line
+from multicls.words import counted
 
 SUFFIXES = {"superglue": (".jsonl",), "cs224n": (".csv",), "glue": (".tsv", ".jsonl")}
 OTHER_STEMS = {"AX": ("diagnostic-full", "AX", "diagnostic")}  # usual names of a file; the first has labels
@@ -164,7 +165,7 @@ def _reader(task: Task, data_dir: str | None, notes: list[str]) -> tuple[str, Re
             return None
         examples, dropped = read_file(task, path, part, hidden)
         if dropped:
-            notes.append(f"{path.name}: {dropped} rows with missing columns or no label left out")
+            notes.append(f"{path.name}: {counted(dropped, 'row')} with missing columns or no label left out")
         return examples
 
     return str(folder), read

@@ -140,19 +140,13 @@ def _counts(task: Task, train: Sequence[LabeledExample], dev: Sequence[LabeledEx
     total = ("all", len(train), len(dev))
     if task.is_regression or task.num_choices:
         return [total]
-    counts = [Counter(label for example in rows for label in _labels(task, example)) for rows in (train, dev)]
+    counts = [Counter(label for example in rows for label in example.classes) for rows in (train, dev)]
     order = sorted(range(len(task.labels)), key=lambda label: -counts[0][label])
     table = [(cell(task.labels[label]), counts[0][label], counts[1][label]) for label in order]
     if rest := table[CLASSES_SHOWN:]:
         others = (f"{len(rest)} other classes", sum(row[1] for row in rest), sum(row[2] for row in rest))
         table[CLASSES_SHOWN:] = [others]
     return [*table, total]
-
-
-def _labels(task: Task, example: LabeledExample) -> list[int]:
-    if task.multi_label:
-        return [label for label, value in enumerate(example.labels) if value]
-    return [int(example.label)] if example.label == example.label else []
 
 
 def _limits(records: Sequence[Record], rows: Sequence[TaskRows], inherited: Mapping[str, Any]) -> list[str]:

@@ -119,5 +119,6 @@ def find_system(name: str, systems: Iterable[str]) -> str:
     found = [system for system in systems if wanted and wanted <= set(system.replace(",", " ").split())]
     if len(found) != 1:
         hint = f" Say which: {'; '.join(found)}." if found else did_you_mean(name, systems)
-        raise UserError(f"--compare {name}: {len(found)} systems of that name.{hint}")
+        count = f"{len(found)} systems" if found else "no system"
+        raise UserError(f"--compare {name}: {count} of that name.{hint}")
     return found[0]

@@ -125,7 +125,7 @@ class SystemResult:
 
     @property
     def notes(self) -> list[str]:
-        """What departs from the task's protocol in any run."""
+        """The notes and warnings of all runs, each once."""
         return list(dict.fromkeys(chain.from_iterable(record["notes"] for record in self.records)))
 
     @property

@@ -138,7 +138,7 @@ def make_record(planned: PlannedRun, predicted: Predicted, task: int) -> dict[st
         "peak_memory_gb": round(peak_memory_gb(planned.numeric["device"]), 3),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "ranks": rank_and_world()[1],
-        "notes": own.notes,
+        "notes": [*own.notes, *own.warnings],
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         **environment_record(),
     }
