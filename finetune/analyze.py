@@ -51,7 +51,7 @@ class AnalyzeOptions(Settings):
     train_file: str | None = Field(default=None, description="your own rows, as for finetune/run.py")
     dev_file: str | None = Field(default=None, description="your own dev rows")
     text_column: str | None = Field(
-        default=None, description="column of the text, or text1,text2; default: the training's"
+        default=None, description="the text's column, or text1,text2; default: the training's"
     )
     label_column: str | None = Field(default=None, description="column of the label; default: the training's")
     data_dir: str | None = Field(default=None, description="folder of the tasks, as for run.py; default: the hub")

@@ -45,7 +45,7 @@ class PredictOptions(Settings):
     rows: str = Field(description="rows to label: CSV, TSV, JSON lines, JSON array or Parquet")
     output: str | None = Field(default=None, description=".csv, .jsonl or - for stdout; default: ROWS.predictions.csv")
     text_column: str | None = Field(
-        default=None, description="column of the text, or text1,text2; default: the training's"
+        default=None, description="the text's column, or text1,text2; default: the training's"
     )
     task: str | None = Field(default=None, description="which task, if the model was fine-tuned on several")
     batch_size: PositiveInt = Field(default=64, description="rows of a forward pass")

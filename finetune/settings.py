@@ -106,7 +106,7 @@ class OwnDataSettings(Settings):
     )
     text_column: str | None = Field(
         default=None,
-        description="column of the text, or two as text1,text2 for pairs; default: text, or sentence1,sentence2",
+        description="column of the text, or text1,text2 for pairs; default: text, or sentence1,sentence2",
     )
     label_column: str = Field(default="label", description="column of the label")
     label_type: Literal["auto", "class", "multi_label", "score"] = Field(

@@ -257,7 +257,7 @@ def _task(own: OwnDataSettings, fields: tuple[str, ...], form: LabelFormat, labe
         if len(classes) == given.total() > FEW:
             hint = ", or give --label_type score if its numbers are scores" if form.whole else ""
             raise UserError(
-                f"{own.source}: column {own.label_column!r} has a different label in each of the {len(labels)} train rows "
+                f"{own.source}: column {own.label_column!r} has another label in each of the {len(labels)} train rows "
                 f"({label_list(classes[:3])}, ...), so nothing can be learned from it. Is it an id or a text? Name the "
                 f"column of the label by --label_column{hint}."
             )
@@ -309,8 +309,8 @@ def _split(
     train = [examples[row] for row in rows if row not in dev]
     if not task.is_regression and len({label for example in train for label in example.classes}) < 2:
         raise UserError(
-            f"--dev_share {share:g}: it leaves {counted(len(train), 'train row')} of one class, of {len(rows)} rows: add "
-            "rows, or give a --dev_file."
+            f"--dev_share {share:g}: it leaves {counted(len(train), 'train row')} of one class, of {len(rows)} rows: "
+            "add rows, or give a --dev_file."
         )
     return train, [examples[row] for row in rows if row in dev]
 

@@ -67,8 +67,8 @@ def _select(settings: FinetuneSettings) -> TaskRows:
     warnings = _unlearnable(task, train, {"dev": dev, **{f"test ({other.name})": rows for other, rows in test}})
     size = settings.train_size
     if not isinstance(size, str) and size > len(source):
-        warnings.append(f"--train_size {size}: there are {counted(len(source), 'row')}, and all are taken. Reports show "
-                        f"such runs as {size} train rows, apart from those of --train_size full.")  # fmt: skip
+        warnings.append(f"--train_size {size}: there are {counted(len(source), 'row')}, and all are taken. Reports "
+                        f"show such runs as {size} train rows, apart from those of --train_size full.")  # fmt: skip
     return TaskRows(
         task, drawn, split, len(source), train, [drawn[place] for place in kept],
         [examples[place] for place in away], [drawn[place] for place in away],

@@ -184,7 +184,7 @@ TWO = [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}]
     ([{"TEXT ": "a", "label": "x"}], None, {}, "Did you mean 'TEXT '? Case and blanks count. Name the column by"),
     ([{"text": "a", "Label": "x"}], None, {}, "Did you mean 'Label'? Case and blanks count. Name it by --label_column"),
     ([{"where is my parcel?": "a", "x": "x"}], None, {}, "These look like a row: put a line with the names of the col"),
-    (labelled(*range(11)), None, {}, "t.csv: column 'label' has a different label in each of the 11 train rows (0, 1, 2"),
+    (labelled(*range(11)), None, {}, "t.csv: column 'label' has another label in each of the 11 train rows (0, 1, 2"),
     (labelled(*"abcdefghijk"), None, {}, "(a, b, c, ...), so nothing can be learned from it. Is it an id or a text?"),
     (labelled("x", "x"), None, {}, "t.csv: every label is 'x'; a task needs two classes or scores"),
     ([*TWO, {"text": " ", "label": "y"}], None, {}, "t.csv:4: column 'text' is ' '; it must be a text"),
