@@ -28,6 +28,7 @@ from multicls.console import Progress
 from multicls.errors import UserError, run_command
 from multicls.files import atomic_write, write_json
 from multicls.settings import Settings, load_settings
+from multicls.words import counted
 
 if TYPE_CHECKING:
     from finetune.data.encoding import Encoded
@@ -190,7 +191,7 @@ def look_into(analyzed: AnalyzedModel, args: AnalyzeOptions) -> dict[str, Any]:
         for rows in (data.train or data.dev, data.dev)
     )
     if len(train) < FEWEST or (not task.num_choices and len({row.label for row in train}) < 2):
-        raise UserError(f"{task.name}: {len(train)} train rows, at least {FEWEST} with different labels are needed.")
+        raise UserError(f"{task.name}: {counted(len(train), 'train row')}, at least {FEWEST} with different labels are needed.")
     encoded, encoded_dev = analyzed.encode(train), analyzed.encode(dev)
     embeddings = {name: read(model, encoded, analyzed.index)["pooled"] for name, model in analyzed.states.items()}
     found = {name: read(model, encoded_dev, analyzed.index) for name, model in analyzed.states.items()}
