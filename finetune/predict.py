@@ -43,12 +43,10 @@ class PredictOptions(Settings):
 
     model: str = Field(description="a folder that finetune/run.py --save_model has saved")
     rows: str = Field(description="rows to label: CSV, TSV, JSON lines, JSON array or Parquet")
-    output: str | None = Field(default=None, description=".csv, .jsonl or - for stdout; default: ROWS.predictions.csv")
-    text_column: str | None = Field(
-        default=None, description="the text's column, or text1,text2; default: the training's"
-    )
-    task: str | None = Field(default=None, description="which task, if the model was fine-tuned on several")
-    batch_size: PositiveInt = Field(default=64, description="rows of a forward pass")
+    output: str | None = Field(None, description=".csv, .jsonl or - for stdout; default: ROWS.predictions.csv")
+    text_column: str | None = Field(None, description="the text's column, or text1,text2; default: the training's")
+    task: str | None = Field(None, description="which task, if the model was fine-tuned on several")
+    batch_size: PositiveInt = Field(64, description="rows of a forward pass")
 
 
 COMMAND = CommandLine("finetune/predict.py", __doc__, PredictOptions, positional=("model", "rows"))

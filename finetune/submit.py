@@ -38,8 +38,8 @@ class SubmitOptions(Settings):
     results: str = Field(description="a folder with results.jsonl")
     benchmark: Literal["glue", "superglue"] = Field(description="the benchmark whose site it is for: glue or superglue")
     system: str = Field(description="the system's name as the report says it; NAME x5: an ensemble")
-    others: list[str] = Field(default=[], title="TASK=NAME", description="another system for one task")
-    train_size: str = Field(default="full", description="train rows of the runs")
+    others: list[str] = Field([], title="TASK=NAME", description="another system for one task")
+    train_size: str = Field("full", description="train rows of the runs")
     output: str = Field(description="the zip file to upload")
 
 

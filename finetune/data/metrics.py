@@ -117,13 +117,9 @@ def score_examples(task: Task, examples: Sequence[LabeledExample], outputs: Arra
 
 
 def score(
-    task: Task,
-    labels: Array,
-    outputs: Array,
-    parts: Sequence[str] = (),
-    groups: Sequence[str] = (),
+    task: Task, labels: Array, outputs: Array, parts: Sequence[str] = (), groups: Sequence[str] = (),
     answers: Sequence[str] = (),
-) -> dict[str, float]:
+) -> dict[str, float]:  # fmt: skip
     """Returns all metrics of the task, the main one first.
 
     Args:

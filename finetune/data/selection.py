@@ -50,9 +50,8 @@ def select_rows(settings: FinetuneSettings) -> list[TaskRows]:
 
 @lru_cache(maxsize=8)
 def _select(settings: FinetuneSettings) -> TaskRows:
-    task, data, test, content = _read(
-        settings.task, settings.data_dir, settings.own, settings.train_from_dev, settings.predict_test
-    )
+    where = settings.data_dir, settings.own, settings.train_from_dev, settings.predict_test
+    task, data, test, content = _read(settings.task, *where)
     if settings.train_from_dev and data.train is not None:
         raise UserError(f"--train_from_dev: {task.name} has train rows of its own; leave it out.")
     notes = ([task.about] if task.about else []) + data.notes
@@ -122,11 +121,8 @@ def _rest_of(
     """Returns the rows of dev that share no question and no passage with the rows drawn from it."""
     taken = set(drawn)
     groups, passages = {source[row].group for row in drawn} - {""}, {source[row].passage for row in drawn} - {""}
-    dev = [
-        row
-        for index, row in enumerate(source)
-        if index not in taken and row.group not in groups and row.passage not in passages
-    ]
+    dev = [row for index, row in enumerate(source)
+           if index not in taken and row.group not in groups and row.passage not in passages]  # fmt: skip
     if not dev:
         raise UserError(f"--train_size {settings.train_size}: leaves no row of dev to evaluate on.")
     notes.append(f"not the protocol: train rows drawn from dev, the other {len(dev)} evaluate")

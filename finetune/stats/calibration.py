@@ -19,17 +19,11 @@ FLAT = 1e-4  # nats: a bound that is worse by less is as good
 
 @dataclass(frozen=True)
 class Bins:
-    """A reliability diagram: examples by the probability of the predicted class.
+    """A reliability diagram: examples by the probability of the predicted class; each array is (bins,)."""
 
-    Attributes:
-        count: (bins,) examples.
-        confidence: (bins,) mean probability of the predicted class, nan for an empty bin.
-        accuracy: (bins,) share of right predictions, nan for an empty bin.
-    """
-
-    count: Array
-    confidence: Array
-    accuracy: Array
+    count: Array  # examples
+    confidence: Array  # mean probability of the predicted class, nan for an empty bin
+    accuracy: Array  # share of right predictions, nan for an empty bin
 
     @property
     def error(self) -> float:
@@ -75,15 +69,10 @@ def reliability(confidence: Array, correct: Array, num_bins: int = NUM_BINS, equ
 
 
 class Temperature(NamedTuple):
-    """A temperature to divide logits by.
+    """A temperature to divide logits by."""
 
-    Attributes:
-        value: in LOWEST..HIGHEST.
-        at_bound: the likelihood is best at a bound, as where all held-out rows are right: the value means nothing.
-    """
-
-    value: float
-    at_bound: bool
+    value: float  # in LOWEST..HIGHEST
+    at_bound: bool  # the likelihood is best at a bound, as where all held-out rows are right: the value means nothing
 
 
 def pooled_temperature(runs: Sequence[tuple[Array, Array]]) -> Temperature:

@@ -18,21 +18,14 @@ MAX_SHOWN = 10  # pairs of systems; with more, tables hold each place's leader a
 
 @dataclass(frozen=True)
 class PairTest:
-    """Two systems on one task at one train size.
-
-    Attributes:
-        comparison: Difference A - B over pretrainings and draws; None if the two cannot be compared.
-        problem: Why they cannot be compared.
-        corrected: p-value of the t-test, corrected by Holm's method for all tests of the report.
-        examples: Difference over dev examples, if it was asked for.
-    """
+    """Two systems on one task at one train size."""
 
     a: SystemResult
     b: SystemResult
-    comparison: Comparison | None = None
-    problem: str = ""
-    corrected: float = math.nan
-    examples: Interval | None = None
+    comparison: Comparison | None = None  # difference A - B over pretrainings and draws; None if there is a problem
+    problem: str = ""  # why the two cannot be compared
+    corrected: float = math.nan  # p-value of the t-test, corrected by Holm's method for all tests of the report
+    examples: Interval | None = None  # difference over dev examples, if it was asked for
 
     @property
     def significant(self) -> bool:

@@ -29,22 +29,15 @@ ERROR_RESAMPLES = 200  # of dev, for the standard error of a run's score
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run before it is run; lists have one entry for each task.
-
-    Attributes:
-        train: the settings of the training, resolved.
-        numeric: device, precision and DeepSpeed file: what changes numbers beside the settings.
-        request_ids: hashes of what was requested.
-        run_ids: hashes of what was requested, in this numeric mode.
-    """
+    """A run before it is run; lists have one entry for each task."""
 
     settings: FinetuneSettings
-    train: TrainSettings
-    numeric: dict[str, Any]
+    train: TrainSettings  # the settings of the training, resolved
+    numeric: dict[str, Any]  # device, precision and DeepSpeed file: what changes numbers beside the settings
     rows: list[TaskRows]
     checkpoint: Checkpoint
-    request_ids: list[str]
-    run_ids: list[str]
+    request_ids: list[str]  # hashes of what was requested
+    run_ids: list[str]  # hashes of what was requested, in this numeric mode
 
     @property
     def store(self) -> Store:
@@ -75,18 +68,13 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Predicted:
-    """The outputs of a trained model: for each task those (N, C) for held-out rows, dev rows and test sets.
-
-    Attributes:
-        held: for `selection` dev those for dev.
-        model: with its best weights; None where there is no model of ours.
-    """
+    """The outputs of a trained model: for each task those (N, C) for held-out rows, dev rows and test sets."""
 
     result: FinetuneResult
-    held: list[Array]
+    held: list[Array]  # for `selection` dev those for dev
     dev: list[Array]
     test: list[list[Array]]
-    model: Any = None
+    model: Any = None  # with its best weights; None where there is no model of ours
 
 
 def make_record(planned: PlannedRun, predicted: Predicted, task: int) -> dict[str, Any]:
