@@ -85,7 +85,7 @@ def read_own(own: OwnDataSettings) -> tuple[Task, TaskData]:
         UserError: A file, column or value is missing, dev or test hold a label that train lacks, or the metric does
             not fit the labels.
     """
-    splits, names = _from_files(own) if own.train_file else _from_hub(own)
+    splits, names = (_from_files(own), ()) if own.train_file else _from_hub(own)  # labels in files are names
     fields = text_columns(str(own.source), splits["train"][0][1], own.text_column)
     notes = _check_label_column(own, splits)
     cells = [row.get(own.label_column) for rows in splits.values() for _, row in rows]
@@ -163,10 +163,8 @@ def example_of(
         return LabeledExample(name, texts, label, passage=passage)
     given = label if task.multi_label else (label,)
     if unknown := [one for one in given if one not in task.labels]:
-        raise UserError(
-            f"{where}: label {unknown[0]!r} is none of train's: {label_list(task.labels)}."
-            f"{did_you_mean(unknown[0], task.labels) if len(task.labels) > SHOWN else ''}"
-        )
+        hint = did_you_mean(unknown[0], task.labels) if len(task.labels) > SHOWN else ""
+        raise UserError(f"{where}: label {unknown[0]!r} is none of train's: {label_list(task.labels)}.{hint}")
     if not task.multi_label:
         return LabeledExample(name, texts, task.labels.index(label), passage=passage)
     marks = tuple(float(one in given) for one in task.labels)
@@ -196,12 +194,11 @@ def label_format(column: str, asked: str, cells: Sequence[Any], names: tuple[str
     return LabelFormat(kind, column, names, joint if kind == "multi_label" and not lists else "", whole)
 
 
-def _from_files(own: OwnDataSettings) -> tuple[Splits, tuple[str, ...]]:
-    """Returns the rows of files; the labels in files are names."""
+def _from_files(own: OwnDataSettings) -> Splits:
     files = {"train": own.train_file, "dev": own.dev_file, "test": own.test_file}
     texts = [own.text_column.split(",")] if own.text_column else TEXTS
     wanted = [[*(name.strip() for name in names), own.label_column] for names in texts]
-    return {split: read_table(Path(name), wanted) for split, name in files.items() if name}, ()
+    return {split: read_table(Path(name), wanted) for split, name in files.items() if name}
 
 
 def _from_hub(own: OwnDataSettings) -> tuple[Splits, tuple[str, ...]]:
@@ -234,9 +231,8 @@ def _check_label_column(own: OwnDataSettings, splits: Splits) -> list[str]:
     for rows in splits.values():
         where, row = rows[0]
         if column not in row:
-            raise UserError(
-                f"{where}: no column {column!r} for the label; {_columns(column, row)} Name it by --label_column."
-            )
+            text = f"{where}: no column {column!r} for the label; {_columns(column, row)}"
+            raise UserError(f"{text} Name it by --label_column.")
     return notes
 
 

@@ -44,13 +44,8 @@ def model_card(
         _metadata(records, rows, pipeline) | dict(inherited),
         papers=[METHOD] * ("multicls" in first["label"]) + [first["label"].partition("/")[0]],
         title=f"{names}: a BERT with the head {first['label']}",
-        names=names,
-        first=first,
-        records=records,
-        start=_start(first, inherited),
-        pipeline=pipeline,
-        columns=_columns(task),
-        task=task,
+        names=names, first=first, records=records, start=_start(first, inherited),
+        pipeline=pipeline, columns=_columns(task), task=task,
         parts=[
             (record, own.task, _about(own.task), _counts(own.task, own.train, own.dev), _scores(record),
              _over_runs(record, earlier))
@@ -93,8 +88,7 @@ def _start(record: Record, inherited: Mapping[str, Any]) -> str:
 
 def _scores(record: Record) -> list[tuple[str, str, str, str]]:
     """Returns metric, rows, score and the constant answer's score, of dev and of each test set."""
-    error, metric = record["score_error"], record["metric"]
-    interval = ""
+    error, metric, interval = record["score_error"], record["metric"], ""
     if error is not None and error == error:  # not NaN
         low, high = record["score"] - 1.96 * error, min(1.0, record["score"] + 1.96 * error)
         interval = f" (95 % interval {100 * low:.1f} to {100 * high:.1f})"
