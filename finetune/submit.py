@@ -109,12 +109,9 @@ def _files_of(task: Task, rows: Sequence[SystemResult], system: str, size: str) 
 
 
 def submission_files(task: Task, examples: Sequence[LabeledExample], outputs: Array) -> dict[str, str]:
-    """Returns name and content of the benchmark's files, one for each part of the test set.
+    """Returns name and content of the benchmark's files, one for each part of the test set `examples`.
 
-    Args:
-        task: one with `submissions`.
-        examples: its test rows.
-        outputs: (N, C) outputs of the model for them.
+    `outputs` (N, C) are those of the model for the examples.
     """
     from finetune.data.metrics import choose_answers, predictions_of
 

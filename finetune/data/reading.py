@@ -26,7 +26,6 @@ def read_task(task: Task, data_dir: str | None, train_from_dev: bool = False) ->
     """Reads the train and dev rows of a task.
 
     Args:
-        task: the task.
         data_dir: folder with one folder a task, or with such a folder for each benchmark (glue/, superglue/, cs224n/);
             None: the hub; for tasks made from a corpus, the corpus folder.
         train_from_dev: the train file is not needed, and of several dev files one suffices.
@@ -86,7 +85,6 @@ def read_file(task: Task, path: Path, part: str = "", hidden: bool = False) -> t
     """Returns the rows of one official file, and the number of rows left out for missing columns.
 
     Args:
-        task: the task.
         path: `.tsv` (tabs, no quoting), `.csv` (tabs, quoted) or `.jsonl`.
         part: the part of dev or test that the rows belong to.
         hidden: True for a test file, whose labels may be missing.

@@ -32,7 +32,7 @@ def model_card(
     """Returns the card of a saved model as Markdown with the Hub's metadata.
 
     Args:
-        records: the lines of results of the run, one for each task, as `rows`.
+        records: the run's lines of results, one for each task, as `rows`.
         inherited: what `multicls.cards.inherited_metadata` says about the pretrained model.
         earlier: all lines of the results folder; runs that differ in seed or draw only say how far the score varies.
     """

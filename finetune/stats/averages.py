@@ -51,12 +51,8 @@ def benchmark_average(results: Sequence[SystemResult], benchmark: str) -> Averag
     """Returns the average over the tasks of `BENCHMARKS[benchmark]`.
 
     The error is that of `estimate`, where the score of a pretraining, draw and seed is its average over all tasks.
-
-    Args:
-        results: Those of one system at one train size.
-        benchmark: A key of `BENCHMARKS`.
+    All `results` are those of one system at one train size.
     """
-
     tasks = BENCHMARKS[benchmark]
     here = {result.task: result for result in results if result.task in tasks}
     frames = {task: _scores(result, tasks[task]) for task, result in here.items()}

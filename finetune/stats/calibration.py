@@ -39,12 +39,7 @@ def log_probabilities(logits: Array, temperature: float = 1.0) -> Array:
 
 
 def confidences(logits: Array, labels: Array) -> tuple[Array, Array]:
-    """Returns the probability of each predicted class (N,), and True where the prediction is right (N,).
-
-    Args:
-        logits: (N, C), or log-probabilities.
-        labels: (N,) class indices.
-    """
+    """Returns the probability of each predicted class (N,), and True where it is the label (N,), from logits (N, C)."""
     log_p = log_probabilities(logits)
     return np.exp(log_p.max(axis=1)), log_p.argmax(axis=1) == labels
 
@@ -54,9 +49,7 @@ def reliability(confidence: Array, correct: Array, num_bins: int = NUM_BINS, equ
 
     A bin of equal width holds its upper end; equally sure examples may fall into neighbouring bins of equal mass.
 
-    Args:
-        confidence: (N,) as `confidences` returns it.
-        correct: (N,) likewise.
+    Arguments (N,) are those that `confidences` returns.
     """
     if not equal_mass:
         index = np.clip(np.ceil(confidence * num_bins).astype(int) - 1, 0, num_bins - 1)
