@@ -26,6 +26,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/, whose n
 
 from pydantic import BeforeValidator, Field, PositiveInt, ValidationError, field_validator
 
+from finetune.data.tables import check_table
 from finetune.heads import FITTED_HEADS
 from finetune.run import OWN, request_ids_of
 from finetune.settings import HEAD_OPTIONS, POOLED, FinetuneSettings, OwnDataSettings, check_names, flatten
@@ -166,6 +167,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(", ".join(f"{name} {len(found)}" for name, found in state.items()) + f", of {len(runs)}")
         _print_problems(state)
         return 0
+    for own in (grid.own[task] for task in grid.tasks if task in grid.own):
+        for file in filter(None, (own.train_file, own.dev_file, own.test_file)):
+            check_table(Path(file))  # or each run would tell it
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # KeyboardInterrupt
     try:
         store.add_plan({"choose": grid.choose, "runs": [entry for run in runs for entry in run.planned()]})
