@@ -181,8 +181,8 @@ def look_into(analyzed: AnalyzedModel, args: AnalyzeOptions) -> dict[str, Any]:
         for rows in (data.train or data.dev, data.dev)
     )
     if len(train) < FEWEST or (not task.num_choices and len({row.label for row in train}) < 2):
-        found = counted(len(train), "train row")
-        raise UserError(f"{task.name}: {found}, at least {FEWEST} with different labels are needed.")
+        count = counted(len(train), "train row")
+        raise UserError(f"{task.name}: {count}, at least {FEWEST} with different labels are needed.")
     encoded, encoded_dev = analyzed.encode(train), analyzed.encode(dev)
     embeddings = {name: read(model, encoded, analyzed.index)["pooled"] for name, model in analyzed.states.items()}
     found = {name: read(model, encoded_dev, analyzed.index) for name, model in analyzed.states.items()}
