@@ -28,6 +28,7 @@ from multicls.console import Progress
 from multicls.errors import UserError, run_command
 from multicls.files import atomic_write, write_json
 from multicls.settings import Settings, load_settings
+from multicls.words import counted
 
 if TYPE_CHECKING:
     from finetune.data.encoding import Encoded
@@ -46,20 +47,20 @@ class AnalyzeOptions(Settings):
     """Options of the command."""
 
     model: list[str] = Field(min_length=1, description="the folders of saved models, or of plain checkpoints")
-    before: str | None = Field(default=None, description="checkpoint that they were fine-tuned from, for comparison")
-    task: str | None = Field(default=None, description="default: the (first) task that a model was fine-tuned on")
-    train_file: str | None = Field(default=None, description="your own rows, as for finetune/run.py")
-    dev_file: str | None = Field(default=None, description="your own dev rows")
-    text_column: str | None = Field(default=None, description="column of the text, or A,B; default: the training's")
-    label_column: str | None = Field(default=None, description="column of the label; default: the training's")
-    data_dir: str | None = Field(default=None, description="folder of the tasks, as for run.py; default: the hub")
-    train_from_dev: bool = Field(default=False, description="take dev rows for train rows, for lack of these")
+    before: str | None = Field(None, description="checkpoint that they were fine-tuned from, for comparison")
+    task: str | None = Field(None, description="default: the (first) task that a model was fine-tuned on")
+    train_file: str | None = Field(None, description="your own rows, as for finetune/run.py")
+    dev_file: str | None = Field(None, description="your own dev rows")
+    text_column: str | None = Field(None, description="the text's column, or text1,text2; default: the training's")
+    label_column: str | None = Field(None, description="column of the label; default: the training's")
+    data_dir: str | None = Field(None, description="folder of the tasks, as for run.py; default: the hub")
+    train_from_dev: bool = Field(False, description="take dev rows for train rows, for lack of these")
     ensemble: str | None = Field(
-        default=None, title="HEAD", description="compare facets with runs of that head in the model's results folder"
+        None, title="HEAD", description="compare facets with runs of that head in the model's results folder"
     )
-    output_dir: str = Field(default="analysis", description="folder for PNG, CSV and analysis.json")
-    examples: int = Field(default=1000, ge=FEWEST, description="rows of train, and of dev")
-    trust_remote_code: bool = Field(default=False, description="run the Python code in the model's folder")
+    output_dir: str = Field("analysis", description="folder for PNG, CSV and analysis.json")
+    examples: int = Field(1000, ge=FEWEST, description="rows of train, and of dev")
+    trust_remote_code: bool = Field(False, description="run the Python code in the model's folder")
 
 
 COMMAND = CommandLine("finetune/analyze.py", __doc__, AnalyzeOptions)
@@ -67,23 +68,15 @@ COMMAND = CommandLine("finetune/analyze.py", __doc__, AnalyzeOptions)
 
 @dataclass
 class AnalyzedModel:
-    """A model to look into.
-
-    Attributes:
-        task: whose rows `data` it reads.
-        index: that task's number among the model's.
-        states: the model itself by "before" and "after" fine-tuning, either or both.
-        checkpoint: whose tokenizer reads the rows.
-        run: its line of results, if it lies in a results folder.
-    """
+    """A model to look into."""
 
     folder: str
     task: Task
-    data: TaskData
-    index: int
-    states: dict[str, TaskModel]
-    checkpoint: Checkpoint
-    run: Record | None = None
+    data: TaskData  # the rows of the task
+    index: int  # the task's number among the model's
+    states: dict[str, TaskModel]  # the model itself by "before" and "after" fine-tuning, either or both
+    checkpoint: Checkpoint  # whose tokenizer reads the rows
+    run: Record | None = None  # its line of results, if it lies in a results folder
 
     @property
     def label(self) -> str:
@@ -188,7 +181,8 @@ def look_into(analyzed: AnalyzedModel, args: AnalyzeOptions) -> dict[str, Any]:
         for rows in (data.train or data.dev, data.dev)
     )
     if len(train) < FEWEST or (not task.num_choices and len({row.label for row in train}) < 2):
-        raise UserError(f"{task.name}: {len(train)} train rows, at least {FEWEST} with different labels are needed.")
+        count = counted(len(train), "train row")
+        raise UserError(f"{task.name}: {count}, at least {FEWEST} with different labels are needed.")
     encoded, encoded_dev = analyzed.encode(train), analyzed.encode(dev)
     embeddings = {name: read(model, encoded, analyzed.index)["pooled"] for name, model in analyzed.states.items()}
     found = {name: read(model, encoded_dev, analyzed.index) for name, model in analyzed.states.items()}

@@ -26,6 +26,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/, whose n
 
 from pydantic import BeforeValidator, Field, PositiveInt, ValidationError, field_validator
 
+from finetune.data.tables import check_table
 from finetune.heads import FITTED_HEADS
 from finetune.run import OWN, request_ids_of
 from finetune.settings import HEAD_OPTIONS, POOLED, FinetuneSettings, OwnDataSettings, check_names, flatten
@@ -57,32 +58,30 @@ class GridRunSettings(FinetuneSettings):
 class SystemSettings(GridRunSettings):
     """A system: the settings of its runs, and what it chooses from."""
 
-    models: list[str] = Field(default=[], description="names of the models that it is for; default: all")
-    search: Search = Field(default={}, description="setting -> values to choose from, beside the grid's")
+    models: list[str] = Field([], description="names of the models that it is for; default: all")
+    search: Search = Field({}, description="setting -> values to choose from, beside the grid's")
 
 
 class GridSettings(Settings):
     """A grid: what is compared, on what, how often."""
 
     models: dict[str, Folders] = Field(
-        default={}, description="name -> folder or hub id; or a list of them, one for each pretraining seed"
+        {}, description="name -> folder or hub id; or a list of them, one for each pretraining seed"
     )
     systems: dict[str, SystemSettings] = Field(
         min_length=1, description="name -> settings of its runs; or a list of heads such as [cls, isobn/multicls]"
     )
-    tasks: list[str] = Field(
-        min_length=1, description="names of tasks; some with commas between are one task for head cln"
-    )
-    own: dict[str, OwnDataSettings] = Field(default={}, description="your own tasks: name -> train_file and the like")
+    tasks: list[str] = Field(min_length=1, description="names of tasks; several with commas are one for head cln")
+    own: dict[str, OwnDataSettings] = Field({}, description="your own tasks: name -> train_file and the like")
     train_sizes: Sizes = Field(description="100, 1k, full, ...")
     seeds: Seeds = Field(description="fine-tuning seeds")
-    data_seeds: Seeds = Field(default=[1], description="draws of train rows")
-    selections: list[Literal["dev", "holdout"]] = Field(default=["dev"], min_length=1, description="dev, holdout")
-    search: Search = Field(default={}, description="setting -> values that each system chooses from")
-    choose: Literal["mean", "median"] = Field(default="mean", description="of the runs, to choose by")
-    settings: GridRunSettings = Field(default=GridRunSettings(), description="settings of all runs")
+    data_seeds: Seeds = Field([1], description="draws of train rows")
+    selections: list[Literal["dev", "holdout"]] = Field(["dev"], min_length=1, description="dev, holdout")
+    search: Search = Field({}, description="setting -> values that each system chooses from")
+    choose: Literal["mean", "median"] = Field("mean", description="of the runs, to choose by")
+    settings: GridRunSettings = Field(GridRunSettings(), description="settings of all runs")
     overrides: dict[str, GridRunSettings] = Field(
-        default={}, description="task, system or train size -> settings of its runs, later ones win"
+        {}, description="task, system or train size -> settings of its runs, later ones win"
     )
 
     @field_validator("systems", mode="before")
@@ -98,13 +97,13 @@ class GridOptions(RecipeOptions):
 
     recipe: list[str] = Field(min_length=1, description="the YAML file of a grid, or the name of a shipped one")
     model: list[str] = Field(
-        default=[], title="NAME=FOLDER", description="a model to add; the same name again is another pretraining seed"
+        [], title="NAME=FOLDER", description="a model to add; the same name again is another pretraining seed"
     )
-    data_dir: str | None = Field(default=None, description="folder of the tasks; default: the hub")
-    output_dir: str = Field(default="results", description="results folder")
-    jobs: PositiveInt = Field(default=1, description="processes side by side")
-    list_runs: bool = Field(default=False, description="print the runs and stop")
-    status: bool = Field(default=False, description="count finished, failed and missing runs and stop")
+    data_dir: str | None = Field(None, description="folder of the tasks; default: the hub")
+    output_dir: str = Field("results", description="results folder")
+    jobs: PositiveInt = Field(1, description="processes side by side")
+    list_runs: bool = Field(False, description="print the runs and stop")
+    status: bool = Field(False, description="count finished, failed and missing runs and stop")
     since: int | None = None
     own: OwnDataSettings = OwnDataSettings()
 
@@ -120,15 +119,10 @@ COMMAND = CommandLine(
 
 @dataclass(frozen=True)
 class GridRun:
-    """One run of a grid.
+    """One run of a grid."""
 
-    Attributes:
-        system: name of the system, with its model's.
-        candidate: its values of the settings that the system searches, by dotted name.
-    """
-
-    system: str
-    candidate: dict[str, Any]
+    system: str  # name of the system, with its model's
+    candidate: dict[str, Any]  # its values of the settings that the system searches, by dotted name
     settings: FinetuneSettings
 
     @property
@@ -173,10 +167,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(", ".join(f"{name} {len(found)}" for name, found in state.items()) + f", of {len(runs)}")
         _print_problems(state)
         return 0
-    store.add_plan({"choose": grid.choose, "runs": [entry for run in runs for entry in run.planned()]})
-    since = len(store.errors()) if args.since is None else args.since
+    for own in (grid.own[task] for task in grid.tasks if task in grid.own):
+        for file in filter(None, (own.train_file, own.dev_file, own.test_file)):
+            check_table(Path(file))  # or each run would tell it
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # KeyboardInterrupt
     try:
+        store.add_plan({"choose": grid.choose, "runs": [entry for run in runs for entry in run.planned()]})
+        since = len(store.errors()) if args.since is None else args.since
         if args.jobs > 1:
             return _start_workers(runs, args, list(sys.argv[1:] if argv is None else argv), since)
         return _work(runs, store, since)

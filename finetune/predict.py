@@ -20,7 +20,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/, whose n
 
 from pydantic import Field, PositiveInt
 
-from finetune.data.own_rows import DEFAULTS, METRICS, TEXTS, example_of, label_format, text_columns
+from finetune.data.own_rows import DEFAULTS, METRICS, TEXTS, example_of, label_format, nearest_column, text_columns
 from finetune.data.tables import RawRows, Row, read_table
 from finetune.data.tasks import TASKS, Task
 from multicls.command_line import CommandLine, print_summary
@@ -28,6 +28,7 @@ from multicls.console import Progress
 from multicls.errors import UserError, did_you_mean, run_command
 from multicls.files import atomic_write, read_json
 from multicls.settings import Settings
+from multicls.words import counted
 
 if TYPE_CHECKING:
     from finetune.data.examples import LabeledExample
@@ -42,10 +43,10 @@ class PredictOptions(Settings):
 
     model: str = Field(description="a folder that finetune/run.py --save_model has saved")
     rows: str = Field(description="rows to label: CSV, TSV, JSON lines, JSON array or Parquet")
-    output: str | None = Field(default=None, description=".csv, .jsonl or - for stdout; default: ROWS.predictions.csv")
-    text_column: str | None = Field(default=None, description="column of the text, or A,B; default: the training's")
-    task: str | None = Field(default=None, description="which task, if the model was fine-tuned on several")
-    batch_size: PositiveInt = Field(default=64, description="rows of a forward pass")
+    output: str | None = Field(None, description=".csv, .jsonl or - for stdout; default: ROWS.predictions.csv")
+    text_column: str | None = Field(None, description="the text's column, or text1,text2; default: the training's")
+    task: str | None = Field(None, description="which task, if the model was fine-tuned on several")
+    batch_size: PositiveInt = Field(64, description="rows of a forward pass")
 
 
 COMMAND = CommandLine("finetune/predict.py", __doc__, PredictOptions, positional=("model", "rows"))
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with atomic_write(output) if output else nullcontext(sys.stdout) as file:
         _write(file, rows, answers, as_json=output is not None and output.suffix == ".jsonl")
     made = [
-        ("labelled", f"{len(rows)} rows: {_summary(trained.task, answers)}"),
+        ("labelled", f"{counted(len(rows), 'row')}: {_summary(trained.task, answers)}"),
         ("scores", _scores(trained.task, fields, rows, outputs)),
         ("written", output),
     ]
@@ -181,7 +182,7 @@ def _fields(source: str, row: Row, asked: str | None, task: Task) -> tuple[str, 
         if missing := [names[0] for names in task.fields if not set(names) & set(row)]:
             known = ", ".join(map(repr, row))
             problems = [f"{source}: no column {name!r}, which the model was trained with; the columns are {known}."
-                        f"{did_you_mean(name, row)} Or name it by --text_column." for name in missing]  # fmt: skip
+                        f"{nearest_column(name, row)} Or name it by --text_column." for name in missing]  # fmt: skip
             raise UserError(*problems)
         return tuple(next(name for name in names if name in row) for names in task.fields)
     found = text_columns(source, row, asked)

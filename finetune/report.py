@@ -32,16 +32,14 @@ class ReportOptions(Settings):
     """Options of the command."""
 
     results: str = Field(description="a folder with results.jsonl")
-    html: str | None = Field(default=None, description="where the page goes, and the Markdown beside it; default: "
+    html: str | None = Field(None, description="where the page goes, and the Markdown beside it; default: "
                              "RESULTS/report.html")  # fmt: skip
-    no_html: bool = Field(default=False, description="write the tables without the page, which takes longer")
+    no_html: bool = Field(False, description="write the tables without the page, which takes longer")
     compare: tuple[str, str] | None = Field(
-        default=None, title="SYSTEM", description="test these two systems only, named as in the tables or by some words"
+        None, title="SYSTEM", description="test these two systems only, named as in the tables or by some words"
     )
-    task: list[str] = Field(default=[], description="report these tasks only")
-    ensembles: Annotated[int, Field(ge=2)] | None = Field(
-        default=None, description="add rows for ensembles of so many runs"
-    )
+    task: list[str] = Field([], description="report these tasks only")
+    ensembles: Annotated[int, Field(ge=2)] | None = Field(None, description="add rows for ensembles of so many runs")
 
 
 COMMAND = CommandLine("finetune/report.py", __doc__, ReportOptions, positional=("results",))

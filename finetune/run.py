@@ -29,8 +29,9 @@ from multicls.console import fold, show_log
 from multicls.distributed import leave_deepspeed, on_rank_0, prepare_deepspeed, rank_and_world
 from multicls.ds_config import load_ds_config
 from multicls.environment import reset_peak_memory
-from multicls.errors import run_command
+from multicls.errors import print_stderr, run_command
 from multicls.settings import load_settings, to_yaml
+from multicls.words import counted
 
 if TYPE_CHECKING:
     from finetune.data.encoding import Encoded
@@ -63,7 +64,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(to_yaml(settings), end="")
         return 0
     show_log(log.name, logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
-    records = run(settings)
+    try:
+        records = run(settings)
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            print_stderr(fold(f"stopped; finished runs are kept in {settings.output_dir}, and the same command goes on "
+                              "from this run's last snapshot, or from its start if it has none"))  # fmt: skip
+        raise
     if rank_and_world()[0] == 0:
         _summarize(settings, records)
     if rank_and_world()[1] > 1 or settings.config:
@@ -124,14 +131,17 @@ def plan_run(settings: FinetuneSettings) -> PlannedRun:
             other data.
     """
     from finetune.data.selection import select_rows
-    from finetune.heads.building import check_head
     from finetune.heads.checkpoint import find_checkpoint
-    from finetune.train.loop import find_device
 
     Store(settings.output_dir).check(write=True)
+    rows = select_rows(settings)  # a misspelt file or folder is told before torch and transformers are imported
     checkpoint = find_checkpoint(settings.model, settings.trust_remote_code)
+
+    from finetune.heads.building import check_head
+    from finetune.train.loop import find_device
+
     check_head(settings, checkpoint)
-    rows, (device, precision) = select_rows(settings), find_device()
+    device, precision = find_device()
     train = resolve(settings, [len(own.train) for own in rows], precision)
     ds_config = _ds_config(settings)
     numeric = {
@@ -167,7 +177,7 @@ def _run(planned: PlannedRun) -> list[Record]:
             store.write(record, make_predictions(planned.rows[task], predicted, task))
         store.remove_snapshots(planned.run_ids[0])
     result = predicted.result
-    best = f"best of {len(result.history)} evaluations, step {result.best_step} of {result.steps}; "
+    best = f"best of {counted(len(result.history), 'evaluation')}, step {result.best_step} of {result.steps}; "
     _tell(f"{planned.title}: {_scores(records)} ({best * bool(result.history)}{_where(planned)})")
     for text in _advice(records):
         _tell(text)
@@ -286,12 +296,16 @@ def _announce(planned: PlannedRun) -> None:
     log.info("%s: run %s on %s in %s", planned.title, planned.run_ids[0], device, train.precision)
     for own in planned.rows:
         held = f", {len(own.held)} held out to choose" if own.held else ""
-        test = "".join(f", {len(rows)} test rows of {task.name}" for task, rows in own.test)
-        log.info("%s: %d train rows%s, %d dev rows%s", own.task.name, len(own.train), held, len(own.dev), test)
+        test = "".join(f", {counted(len(rows), 'test row')} of {task.name}" for task, rows in own.test)
+        rows, dev = counted(len(own.train), "train row"), counted(len(own.dev), "dev row")
+        log.info("%s: %s%s, %s%s", own.task.name, rows, held, dev, test)
         for note in own.notes:
             log.info("note: %s", note)
+        for warning in own.warnings:
+            log.warning("warning: %s", warning)
     if settings.head not in FITTED_HEADS:
-        log.info("%d steps of %d rows, evaluated every %d", train.max_steps, train.batch_size, train.eval_every)
+        steps, rows = counted(train.max_steps or 0, "step"), counted(train.batch_size or 0, "row")
+        log.info("%s of %s, evaluated every %d", steps, rows, train.eval_every)
 
 
 def _advice(records: Sequence[Record]) -> list[str]:

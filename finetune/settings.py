@@ -28,49 +28,41 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 class TrainSettings(Settings):
     """Optimisation; the defaults are those of the paper where it names them. None means: chosen from the data."""
 
-    learning_rate: PositiveFloat = Field(default=2e-5, description="peak learning rate; the paper tries 1 to 7e-5")
-    epochs: PositiveInt = Field(default=20, description="passes over the train rows")
-    max_steps: PositiveInt | None = Field(default=None, description="at most this many steps, whatever the epochs")
-    batch_size: PositiveInt | None = Field(
-        default=None, description="rows a step; 4, 8 or 16 for about 100, 1k or more rows"
-    )
+    learning_rate: PositiveFloat = Field(2e-5, description="peak learning rate; the paper tries 1 to 7e-5")
+    epochs: PositiveInt = Field(20, description="passes over the train rows")
+    max_steps: PositiveInt | None = Field(None, description="at most this many steps, whatever the epochs")
+    batch_size: PositiveInt | None = Field(None, description="rows a step; 4, 8 or 16 for about 100, 1k or more rows")
     micro_batch_size: PositiveInt | None = Field(
-        default=None, description="rows of a forward pass on each rank (gradient accumulation); default: all"
+        None, description="rows of a forward pass on each rank (gradient accumulation); default: all"
     )
-    eval_batch_size: PositiveInt = Field(default=64, description="rows of a forward pass in evaluation")
+    eval_batch_size: PositiveInt = Field(64, description="rows of a forward pass in evaluation")
     gradient_checkpointing: bool = Field(
-        default=False, description="recompute activations in the backward pass: less memory, slower by about a third"
+        False, description="recompute activations in the backward pass: less memory, slower by about a third"
     )
     class_weights: Literal["none", "balanced"] = Field(
-        default="none", description="balanced: each class has the same total weight in the loss"
+        "none", description="balanced: each class has the same total weight in the loss"
     )
     snapshot_minutes: float = Field(
-        default=5.0, gt=0.0, description="minutes between snapshots, from which a killed run goes on; at evaluations"
+        5.0, gt=0.0, description="minutes between snapshots, from which a killed run goes on; at evaluations"
     )
-    eval_every: PositiveInt | None = Field(
-        default=None, description="steps between evaluations; two epochs, at most 500"
-    )
-    patience: PositiveInt = Field(default=10_000, description="stop after so many steps without a better score")
-    warmup_ratio: Fraction = Field(
-        default=0.1, description="part of the steps with a rising learning rate; it then falls to 0"
-    )
+    eval_every: PositiveInt | None = Field(None, description="steps between evaluations; two epochs, at most 500")
+    patience: PositiveInt = Field(10_000, description="stop after so many steps without a better score")
+    warmup_ratio: Fraction = Field(0.1, description="part of the steps with a rising learning rate; it then falls to 0")
     # The paper names none for fine-tuning; 0.01 is that of the protocol it follows (Mosbach et al., 2021).
-    weight_decay: float = Field(default=0.01, ge=0.0, description="decoupled; not on biases and LayerNorms")
-    adam_beta2: float = Field(default=0.999, ge=0.0, lt=1.0, description="Adam's second decay rate")
-    adam_epsilon: PositiveFloat = Field(default=1e-8, description="Adam's epsilon")
-    max_grad_norm: PositiveFloat = Field(default=1.0, description="largest norm of the gradient")
-    dropout: Fraction | None = Field(default=None, description="before the classifier; default: the checkpoint's")
-    precision: Literal["auto", "fp32", "bf16"] = Field(
-        default="auto", description="auto: bf16 on a GPU that has it, else fp32"
-    )
+    weight_decay: float = Field(0.01, ge=0.0, description="decoupled; not on biases and LayerNorms")
+    adam_beta2: float = Field(0.999, ge=0.0, lt=1.0, description="Adam's second decay rate")
+    adam_epsilon: PositiveFloat = Field(1e-8, description="Adam's epsilon")
+    max_grad_norm: PositiveFloat = Field(1.0, description="largest norm of the gradient")
+    dropout: Fraction | None = Field(None, description="before the classifier; default: the checkpoint's")
+    precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto: bf16 on a GPU that has it, else fp32")
 
 
 class IsoBnSettings(Settings):
     """Head `isobn` (IsoBN, Eq. 5-7)."""
 
-    momentum: Fraction = Field(default=0.95, description="weight of the new batch in the moving statistics")
-    epsilon: PositiveFloat = Field(default=0.1, description="added to sigma * gamma")
-    beta: Fraction = Field(default=0.5, description="strength of the normalisation; the paper tries 0.25, 0.5 and 1")
+    momentum: Fraction = Field(0.95, description="weight of the new batch in the moving statistics")
+    epsilon: PositiveFloat = Field(0.1, description="added to sigma * gamma")
+    beta: Fraction = Field(0.5, description="strength of the normalisation; the paper tries 0.25, 0.5 and 1")
 
 
 class HireSettings(Settings):
@@ -78,44 +70,43 @@ class HireSettings(Settings):
 
     layers: Literal["dynamic", "none", "mean_first6", "mean_last6", "mean_all",
                     "random_first6", "random_last6", "random_all"] = Field(
-        default="dynamic", description="weights of the layers: HIRE's, no complementary part (A = R), or fixed ones"
+        "dynamic", description="weights of the layers: HIRE's, no complementary part (A = R), or fixed ones"
     )  # fmt: skip
-    fusion: bool = Field(default=True, description="fuse with the last layer; without it A goes to the output layer")
-    fusion_layers: Annotated[int, Field(ge=0, le=3)] = Field(default=2, description="GRU layers of the fusion")
+    fusion: bool = Field(True, description="fuse with the last layer; without it A goes to the output layer")
+    fusion_layers: Annotated[int, Field(ge=0, le=3)] = Field(2, description="GRU layers of the fusion")
 
 
 class ClnSettings(Settings):
     """Head `cln`: any set of tasks in one run."""
 
     train: Literal["full", "last_linear"] = Field(
-        default="full", description="train everything, or only the classifiers and the conditional gamma and beta"
+        "full", description="train everything, or only the classifiers and the conditional gamma and beta"
     )
     sampling: Literal["size_balanced", "round_robin"] = Field(
-        default="size_balanced", description="tasks drawn in proportion to their rows, or in turn"
+        "size_balanced", description="tasks drawn in proportion to their rows, or in turn"
     )
 
 
 class OwnDataSettings(Settings):
     """Your own labelled rows, instead of a task of the benchmarks."""
 
-    train_file: str | None = Field(default=None, description="your own rows: CSV, TSV, JSON lines or Parquet")
-    dev_file: str | None = Field(default=None, description="rows to evaluate on; default: dev_share of train_file")
-    test_file: str | None = Field(default=None, description="labelled rows that are scored once, at the end")
-    dataset: str | None = Field(
-        default=None, description="id of a Hub data set instead of files, or ID:CONFIGURATION; its usual splits"
-    )
+    train_file: str | None = Field(None, description="your own rows: CSV, TSV, JSON lines or Parquet")
+    dev_file: str | None = Field(None, description="rows to evaluate on; default: dev_share of train_file")
+    test_file: str | None = Field(None, description="labelled rows that are scored once, at the end")
+    dataset: str | None = Field(None, description="a Hub data set instead: ID or ID:CONFIGURATION; its usual splits")
     text_column: str | None = Field(
-        default=None, description="column of the text; A,B for pairs of texts; default: text, or sentence1,sentence2"
+        None,
+        description="column of the text, or text1,text2 for pairs; default: text, or sentence1,sentence2",
     )
-    label_column: str = Field(default="label", description="column of the label")
+    label_column: str = Field("label", description="column of the label")
     label_type: Literal["auto", "class", "multi_label", "score"] = Field(
-        default="auto", description="auto: score if labels are numbers that are not all whole, else class"
+        "auto", description="auto: score if labels are numbers that are not all whole, else class"
     )
     metric: str | None = Field(
-        default=None, description="metric that chooses and is reported first; default: acc, micro_f1 or spearman"
+        None, description="metric that chooses and is reported first; default: acc, micro_f1 or spearman"
     )
-    dev_share: float = Field(default=0.2, gt=0.0, lt=1.0, description="share of train_file for dev without dev_file")
-    task_name: str | None = Field(default=None, description="name in tables; default: the file's or data set's")
+    dev_share: float = Field(0.2, gt=0.0, lt=1.0, description="share of train_file for dev without dev_file")
+    task_name: str | None = Field(None, description="name in tables; default: the file's or data set's")
 
     @property
     def source(self) -> str | None:
@@ -132,58 +123,42 @@ class OwnDataSettings(Settings):
 class FinetuneSettings(Settings):
     """One run: a model, a task, a number of train rows, a head and a seed."""
 
-    model: str = Field(
-        description="a pretraining run's hf/ folder, any Hugging Face model folder, a Hub id, or 'sample'"
-    )
+    model: str = Field(description="a pretraining run's hf/ folder, a Hugging Face model folder, a Hub id, or 'sample'")
     model_name: str | None = Field(
-        default=None, description="name in tables; models that differ by their pretraining seed only share one"
+        None, description="name in tables; models that differ by their pretraining seed only share one"
     )
-    pretraining_seed: int | None = Field(default=None, ge=0, description="which of the models of that name this is")
-    task: str = Field(
-        default="", description=f"name of the task; several with commas for --head cln: {', '.join(TASKS)}"
-    )
+    pretraining_seed: int | None = Field(None, ge=0, description="which of the models of that name this is")
+    task: str = Field("", description=f"name of the task; several with commas for --head cln: {', '.join(TASKS)}")
     own: OwnDataSettings = OwnDataSettings()
-    train_size: PositiveInt | Literal["full"] = Field(
-        default="full", description="train rows: 100, 1k, any number, or full"
-    )
+    train_size: PositiveInt | Literal["full"] = Field("full", description="train rows: 100, 1k, any number, or full")
     sampling: Literal["uniform", "balanced"] = Field(
-        default="uniform", description="how the train rows are drawn: as in the paper, or as many of each class"
+        "uniform", description="how the train rows are drawn: as in the paper, or as many of each class"
     )
-    label_noise: Fraction = Field(default=0.0, description="share of the train rows that get another label")
-    data_seed: int = Field(default=1, ge=0, description="seed of the sample of train rows")
+    label_noise: Fraction = Field(0.0, description="share of the train rows that get another label")
+    data_seed: int = Field(1, ge=0, description="seed of the sample of train rows")
     selection: Literal["dev", "holdout"] = Field(
-        default="dev", description="what chooses the best evaluation: dev (the papers) or rows held out of train"
+        "dev", description="what chooses the best evaluation: dev (the papers) or rows held out of train"
     )
-    holdout: float = Field(
-        default=0.2, gt=0.0, lt=1.0, description="share of the drawn train rows that --selection holdout holds out"
-    )
+    holdout: float = Field(0.2, gt=0.0, lt=1.0, description="share of drawn rows that --selection holdout holds out")
     head: str = Field(
         description="the name of a head, such as cls or multicls; "
         + "; ".join(f"{name}: {about}" for name, about in HEADS.items())
     )
-    pooling: Literal["cls", "multicls", "mean"] = Field(default="cls", description=f"what {', '.join(POOLED)} read")
+    pooling: Literal["cls", "multicls", "mean"] = Field("cls", description=f"what {', '.join(POOLED)} read")
     isobn: IsoBnSettings = IsoBnSettings()
     hire: HireSettings = HireSettings()
     cln: ClnSettings = ClnSettings()
-    seed: int = Field(default=1, ge=0, description="seed of the new weights, the order of the rows and dropout")
-    data_dir: str | None = Field(
-        default=None, description="folder in the official layout (RTE/train.tsv, ...); default: the hub"
-    )
-    train_from_dev: bool = Field(
-        default=False, description="draw the train rows from dev, for lack of others (not the protocol)"
-    )
+    seed: int = Field(1, ge=0, description="seed of the new weights, the order of the rows and dropout")
+    data_dir: str | None = Field(None, description="folder in the official layout (RTE/train.tsv); default: the hub")
+    train_from_dev: bool = Field(False, description="draw train rows from dev, for lack of others (not the protocol)")
     max_length: PositiveInt | None = Field(
-        default=None, description="longest sequence in tokens, facets included; 128, or 256 for SuperGLUE"
+        None, description="longest sequence in tokens, facets included; 128, or 256 for SuperGLUE"
     )
-    output_dir: str = Field(default="results", description="folder for results.jsonl and predictions/")
-    save_model: bool = Field(
-        default=False, description="save the model of the best evaluation to OUTPUT_DIR/models/RUN_ID"
-    )
-    predict_test: bool = Field(
-        default=False, description="also predict the benchmark's test set, for finetune/submit.py"
-    )
-    config: str | None = Field(default=None, description="DeepSpeed JSON, such as ds_configs/zero2.json")
-    trust_remote_code: bool = Field(default=False, description="run the Python code that lies in the model's folder")
+    output_dir: str = Field("results", description="folder for results.jsonl and predictions/")
+    save_model: bool = Field(False, description="save the model of the best evaluation to OUTPUT_DIR/models/RUN_ID")
+    predict_test: bool = Field(False, description="also predict the benchmark's test set, for finetune/submit.py")
+    config: str | None = Field(None, description="DeepSpeed JSON, such as ds_configs/zero2.json")
+    trust_remote_code: bool = Field(False, description="run the Python code that lies in the model's folder")
     train: TrainSettings = TrainSettings()
 
     @field_validator("train_size", mode="before")

@@ -38,8 +38,8 @@ class SubmitOptions(Settings):
     results: str = Field(description="a folder with results.jsonl")
     benchmark: Literal["glue", "superglue"] = Field(description="the benchmark whose site it is for: glue or superglue")
     system: str = Field(description="the system's name as the report says it; NAME x5: an ensemble")
-    others: list[str] = Field(default=[], title="TASK=NAME", description="another system for one task")
-    train_size: str = Field(default="full", description="train rows of the runs")
+    others: list[str] = Field([], title="TASK=NAME", description="another system for one task")
+    train_size: str = Field("full", description="train rows of the runs")
     output: str = Field(description="the zip file to upload")
 
 
@@ -109,12 +109,9 @@ def _files_of(task: Task, rows: Sequence[SystemResult], system: str, size: str) 
 
 
 def submission_files(task: Task, examples: Sequence[LabeledExample], outputs: Array) -> dict[str, str]:
-    """Returns name and content of the benchmark's files, one for each part of the test set.
+    """Returns name and content of the benchmark's files, one for each part of the test set `examples`.
 
-    Args:
-        task: one with `submissions`.
-        examples: its test rows.
-        outputs: (N, C) outputs of the model for them.
+    `outputs` (N, C) are those of the model for the examples.
     """
     from finetune.data.metrics import choose_answers, predictions_of
 

@@ -8,6 +8,11 @@ def tokens_in_words(number: float) -> str:
     return f"{number:,.0f} tokens" if number < 100_000 else f"{number / 1e6:,.1f} M tokens"
 
 
+def counted(number: int, noun: str) -> str:
+    """Returns a number with its noun, in the plural but for 1: `1 row`, `12 rows`."""
+    return f"{number} {noun}" + "s" * (number != 1)
+
+
 def duration(seconds: float) -> str:
     """Returns seconds as `3h12`, `4m05s` or `12s`."""
     minutes, rest = divmod(round(seconds), 60)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -22,6 +23,13 @@ class LabeledExample:
     answer: str = ""  # what a submission names (ReCoRD's entity)
     labels: tuple[float, ...] = ()  # 1.0 or 0.0 for each class, if the task has several labels a row
     passage: str = ""  # identity of the text that rows share (`Task.passage`); "" if they share none
+
+    @property
+    def classes(self) -> list[int]:
+        """Indices of the row's classes: one, or any number if the task has several a row; none if they are hidden."""
+        if self.labels:
+            return [index for index, value in enumerate(self.labels) if value]
+        return [] if math.isnan(self.label) else [int(self.label)]
 
 
 @dataclass(frozen=True)

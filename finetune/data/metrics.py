@@ -80,14 +80,11 @@ def choose_answers(outputs: Array, groups: Sequence[str]) -> dict[str, int]:
 def record(labels: Array, outputs: Array, groups: Sequence[str], answers: Sequence[str]) -> tuple[float, float]:
     """Returns ReCoRD's token F1 and exact match: by its normalisation, the best over a query's right entities.
 
-    Args:
-        labels: (N,) 1 for right entities.
-        outputs: (N, 2) logits.
-        groups: (N,) the query of each row.
-        answers: (N,) the entity of each row.
+    Both are means over queries. A query none of whose entities is right scores 0.
 
-    Returns:
-        F1 and EM, means over queries. A query none of whose entities is right scores 0.
+    Args:
+        labels: (N,) 1 for right entities; `outputs` (N, 2) are logits.
+        groups: (N,) the query of each row; `answers` (N,) its entity.
     """
     golds: dict[str, list[str]] = {}
     for label, group, answer in zip(labels.tolist(), groups, answers, strict=True):
@@ -117,13 +114,9 @@ def score_examples(task: Task, examples: Sequence[LabeledExample], outputs: Arra
 
 
 def score(
-    task: Task,
-    labels: Array,
-    outputs: Array,
-    parts: Sequence[str] = (),
-    groups: Sequence[str] = (),
+    task: Task, labels: Array, outputs: Array, parts: Sequence[str] = (), groups: Sequence[str] = (),
     answers: Sequence[str] = (),
-) -> dict[str, float]:
+) -> dict[str, float]:  # fmt: skip
     """Returns all metrics of the task, the main one first.
 
     Args:

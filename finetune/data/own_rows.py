@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from finetune.data.examples import LabeledExample, TaskData, passage_id
 from finetune.data.splits import hold_out
 from finetune.data.tables import RawRows, Row, read_table
-from finetune.data.tasks import Task
+from finetune.data.tasks import SHOWN, Task, label_list
 from multicls.errors import UserError, did_you_mean, first_line
+from multicls.words import counted
 
 if TYPE_CHECKING:
     from finetune.settings import OwnDataSettings
@@ -27,7 +29,7 @@ METRICS = {
     "score": ("spearman", "pearson"),
 }
 DEFAULTS = {"class": ("acc", "macro_f1")}  # all of METRICS for the others
-SHOWN = 20  # names of classes in a note
+FEW = 10  # rows, each of which may have a label of its own
 HUB_SPLITS = {"train": ("train",), "dev": ("validation", "valid", "val", "dev"), "test": ("test",)}
 
 
@@ -83,7 +85,7 @@ def read_own(own: OwnDataSettings) -> tuple[Task, TaskData]:
         UserError: A file, column or value is missing, dev or test hold a label that train lacks, or the metric does
             not fit the labels.
     """
-    splits, names = _from_files(own) if own.train_file else _from_hub(own)
+    splits, names = (_from_files(own), ()) if own.train_file else _from_hub(own)  # labels in files are names
     fields = text_columns(str(own.source), splits["train"][0][1], own.text_column)
     notes = _check_label_column(own, splits)
     cells = [row.get(own.label_column) for rows in splits.values() for _, row in rows]
@@ -111,7 +113,7 @@ def own_settings(about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text_columns(source: str, row: Row, asked: str | None) -> tuple[str, ...]:
-    """Returns the columns of the texts: those asked for ("A" or "A,B"), or the first usual ones that exist.
+    """Returns the columns of the texts: those asked for ("A", or "A,B" for pairs), or the first usual ones that exist.
 
     Raises:
         UserError: They are not there.
@@ -129,9 +131,19 @@ def text_columns(source: str, row: Row, asked: str | None) -> tuple[str, ...]:
             return names
     wanted = " or ".join(" and ".join(map(repr, names)) for names in TEXTS)
     raise UserError(
-        f"{source}: no column {wanted} for the text; the columns are {', '.join(map(repr, row))}. Name the column "
-        "by --text_column, or two by --text_column A,B."
+        f"{source}: no column {wanted} for the text; {_columns('text', row)} Name the column by --text_column, or two "
+        "by --text_column text1,text2."
     )
+
+
+def nearest_column(name: str, row: Row) -> str:
+    """Returns `" Did you mean 'x'?"` with the column nearest to `name`, or what else helps to find it."""
+    plain = {column.strip().lower(): column for column in row}
+    if same := plain.get(name.strip().lower()):
+        return f" Did you mean {same!r}? Case and blanks count."
+    if any(len(column.split()) > 3 for column in row):
+        return " These look like a row: put a line with the names of the columns above it."
+    return did_you_mean(name, row, listed=False)
 
 
 def example_of(
@@ -151,10 +163,8 @@ def example_of(
         return LabeledExample(name, texts, label, passage=passage)
     given = label if task.multi_label else (label,)
     if unknown := [one for one in given if one not in task.labels]:
-        raise UserError(
-            f"{where}: label {unknown[0]!r} is none of train's: {_shortened(task.labels)}."
-            f"{did_you_mean(unknown[0], task.labels) if len(task.labels) > SHOWN else ''}"
-        )
+        hint = did_you_mean(unknown[0], task.labels) if len(task.labels) > SHOWN else ""
+        raise UserError(f"{where}: label {unknown[0]!r} is none of train's: {label_list(task.labels)}.{hint}")
     if not task.multi_label:
         return LabeledExample(name, texts, task.labels.index(label), passage=passage)
     marks = tuple(float(one in given) for one in task.labels)
@@ -184,12 +194,11 @@ def label_format(column: str, asked: str, cells: Sequence[Any], names: tuple[str
     return LabelFormat(kind, column, names, joint if kind == "multi_label" and not lists else "", whole)
 
 
-def _from_files(own: OwnDataSettings) -> tuple[Splits, tuple[str, ...]]:
-    """Returns the rows of files; the labels in files are names."""
+def _from_files(own: OwnDataSettings) -> Splits:
     files = {"train": own.train_file, "dev": own.dev_file, "test": own.test_file}
     texts = [own.text_column.split(",")] if own.text_column else TEXTS
     wanted = [[*(name.strip() for name in names), own.label_column] for names in texts]
-    return {split: read_table(Path(name), wanted) for split, name in files.items() if name}, ()
+    return {split: read_table(Path(name), wanted) for split, name in files.items() if name}
 
 
 def _from_hub(own: OwnDataSettings) -> tuple[Splits, tuple[str, ...]]:
@@ -222,9 +231,8 @@ def _check_label_column(own: OwnDataSettings, splits: Splits) -> list[str]:
     for rows in splits.values():
         where, row = rows[0]
         if column not in row:
-            raise UserError(
-                f"{where}: no column {column!r} for the label; {_columns(column, row)} Name it by --label_column."
-            )
+            text = f"{where}: no column {column!r} for the label; {_columns(column, row)}"
+            raise UserError(f"{text} Name it by --label_column.")
     return notes
 
 
@@ -235,13 +243,20 @@ def _task(own: OwnDataSettings, fields: tuple[str, ...], form: LabelFormat, labe
     if form.kind == "score":
         scale = max(map(abs, labels)) or 1.0
     else:
-        given = {one for label in labels for one in (label if form.kind == "multi_label" else (label,))}
+        given = Counter(one for label in labels for one in (label if form.kind == "multi_label" else (label,)))
         classes = [name for name in form.names if name in given] or sorted(
             given, key=lambda name: (int(name), name) if form.whole else (0, name)
         )
         if len(classes) < 2:
             what = f"every label is {classes[0]!r}" if classes else "no row has a label"
             raise UserError(f"{own.source}: {what}; a task needs two classes or scores.")
+        if len(classes) == given.total() > FEW:
+            hint = ", or give --label_type score if its numbers are scores" if form.whole else ""
+            raise UserError(
+                f"{own.source}: column {own.label_column!r} has another label in each of the {len(labels)} train rows "
+                f"({label_list(classes[:3])}, ...), so nothing can be learned from it. Is it an id or a text? Name the "
+                f"column of the label by --label_column{hint}."
+            )
     return Task(
         own.name, tuple((name,) for name in fields), tuple(classes), _metrics(own, form.kind, len(classes)),
         "single" if len(fields) == 1 else "pair", "own", label=(own.label_column,), label_scale=scale,
@@ -265,12 +280,12 @@ def _notes_about(task: Task, form: LabelFormat, labels: Sequence[Any]) -> list[s
     """Returns what was found out about the labels, in words."""
     if task.is_regression:
         return [f"labels are scores: a regression, trained on label/{task.label_scale:g}"]
-    notes = [f"{len(task.labels)} classes: {_shortened(task.labels)}"]
+    notes = [f"{len(task.labels)} classes: {label_list(task.labels)}"]
     if form.kind == "multi_label":
         between = f"separated by {form.joint!r} in their cell" if form.joint else "as lists or one in a cell"
-        notes = [f"{len(task.labels)} labels, any number a row, {between}: {_shortened(task.labels)}"]
+        notes = [f"{len(task.labels)} labels, any number a row, {between}: {label_list(task.labels)}"]
         if empty := sum(not label for label in labels):
-            notes.append(f"{empty} train rows have no label")
+            notes.append(f"{counted(empty, 'train row')} without a label")
     elif form.whole and not form.names:
         notes[0] += " (whole numbers are classes; --label_type score makes them scores)"
     if "f1" in task.metrics:
@@ -287,7 +302,13 @@ def _split(
         raise UserError("the train file holds one text only: give a --dev_file.")
     classes = [0.0 if task.is_regression else example.label for example in examples]
     dev = hold_out(rows, classes, units, share, "dev")
-    return [examples[row] for row in rows if row not in dev], [examples[row] for row in rows if row in dev]
+    train = [examples[row] for row in rows if row not in dev]
+    if not task.is_regression and len({label for example in train for label in example.classes}) < 2:
+        raise UserError(
+            f"--dev_share {share:g}: it leaves {counted(len(train), 'train row')} of one class, of {len(rows)} rows: "
+            "add rows, or give a --dev_file."
+        )
+    return train, [examples[row] for row in rows if row in dev]
 
 
 def _text(row: Row, column: str, where: str) -> str:
@@ -300,11 +321,7 @@ def _text(row: Row, column: str, where: str) -> str:
 
 
 def _columns(name: str, row: Row) -> str:
-    return f"the columns are {', '.join(map(repr, row))}.{did_you_mean(name, row, listed=False)}"
-
-
-def _shortened(names: Sequence[str]) -> str:
-    return ", ".join(names[:SHOWN]) + ", ..." * (len(names) > SHOWN)
+    return f"the columns are {', '.join(map(repr, row))}.{nearest_column(name, row)}"
 
 
 def _is_number(value: Any) -> bool:

@@ -13,6 +13,7 @@ from finetune.data.superglue import flat_rows
 from finetune.data.tables import json_rows, read_text
 from finetune.data.tasks import Task
 from multicls.errors import UserError, first_line
+from multicls.words import counted
 
 SUFFIXES = {"superglue": (".jsonl",), "cs224n": (".csv",), "glue": (".tsv", ".jsonl")}
 OTHER_STEMS = {"AX": ("diagnostic-full", "AX", "diagnostic")}  # usual names of a file; the first has labels
@@ -25,7 +26,6 @@ def read_task(task: Task, data_dir: str | None, train_from_dev: bool = False) ->
     """Reads the train and dev rows of a task.
 
     Args:
-        task: the task.
         data_dir: folder with one folder a task, or with such a folder for each benchmark (glue/, superglue/, cs224n/);
             None: the hub; for tasks made from a corpus, the corpus folder.
         train_from_dev: the train file is not needed, and of several dev files one suffices.
@@ -85,7 +85,6 @@ def read_file(task: Task, path: Path, part: str = "", hidden: bool = False) -> t
     """Returns the rows of one official file, and the number of rows left out for missing columns.
 
     Args:
-        task: the task.
         path: `.tsv` (tabs, no quoting), `.csv` (tabs, quoted) or `.jsonl`.
         part: the part of dev or test that the rows belong to.
         hidden: True for a test file, whose labels may be missing.
@@ -164,7 +163,7 @@ def _reader(task: Task, data_dir: str | None, notes: list[str]) -> tuple[str, Re
             return None
         examples, dropped = read_file(task, path, part, hidden)
         if dropped:
-            notes.append(f"{path.name}: {dropped} rows with missing columns or no label left out")
+            notes.append(f"{path.name}: {counted(dropped, 'row')} with missing columns or no label left out")
         return examples
 
     return str(folder), read

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -10,9 +10,10 @@ from typing import Any
 from finetune.data.examples import LabeledExample, TaskData, fingerprint
 from finetune.data.reading import has_test_files, read_task, read_test
 from finetune.data.splits import draw_balanced, draw_rows, hold_out, noisy_labels
-from finetune.data.tasks import Task, find_task
+from finetune.data.tasks import Task, find_task, label_list
 from finetune.settings import FinetuneSettings, OwnDataSettings
 from multicls.errors import UserError
+from multicls.words import counted
 
 FIELDS = ("data_dir", "own", "train_from_dev", "predict_test", "train_size", "sampling", "data_seed",
           "label_noise", "selection", "holdout")  # fmt: skip
@@ -33,6 +34,7 @@ class TaskRows:
     dev: list[LabeledExample]  # to report on
     test: list[tuple[Task, list[LabeledExample]]]  # to predict: test set and diagnostics; of own rows the test split
     notes: list[str]  # what a reader of the result has to know
+    warnings: list[str]  # what is probably a mistake
     content: str  # fingerprint of train and dev, the same for each draw
 
 
@@ -48,9 +50,8 @@ def select_rows(settings: FinetuneSettings) -> list[TaskRows]:
 
 @lru_cache(maxsize=8)
 def _select(settings: FinetuneSettings) -> TaskRows:
-    task, data, test, content = _read(
-        settings.task, settings.data_dir, settings.own, settings.train_from_dev, settings.predict_test
-    )
+    where = settings.data_dir, settings.own, settings.train_from_dev, settings.predict_test
+    task, data, test, content = _read(settings.task, *where)
     if settings.train_from_dev and data.train is not None:
         raise UserError(f"--train_from_dev: {task.name} has train rows of its own; leave it out.")
     notes = ([task.about] if task.about else []) + data.notes
@@ -61,12 +62,34 @@ def _select(settings: FinetuneSettings) -> TaskRows:
     held = _hold_out(task, examples, drawn, settings)
     kept = [place for place, row in enumerate(drawn) if row not in held]
     away = [place for place, row in enumerate(drawn) if row in held]
+    train, split = [examples[place] for place in kept], "dev" if data.train is None else "train"
+    warnings = _unlearnable(task, train, {"dev": dev, **{f"test ({other.name})": rows for other, rows in test}})
+    size = settings.train_size
+    if not isinstance(size, str) and size > len(source):
+        warnings.append(f"--train_size {size}: there are {counted(len(source), 'row')}, and all are taken. Reports "
+                        f"show such runs as {size} train rows, apart from those of --train_size full.")  # fmt: skip
     return TaskRows(
-        task, drawn, "dev" if data.train is None else "train", len(source),
-        [examples[place] for place in kept], [drawn[place] for place in kept],
+        task, drawn, split, len(source), train, [drawn[place] for place in kept],
         [examples[place] for place in away], [drawn[place] for place in away],
-        dev, test, notes, content,
+        dev, test, notes, warnings, content,
     )  # fmt: skip
+
+
+def _unlearnable(
+    task: Task, train: Sequence[LabeledExample], evaluated: Mapping[str, Sequence[LabeledExample]]
+) -> list[str]:
+    """Returns in words which labels the train rows cannot teach; `evaluated` holds the other rows by their name."""
+    if task.is_regression or task.num_choices:
+        return []
+    known = {label for row in train for label in row.classes}
+    found = [f"all train rows have the label {task.labels[label]!r}" for label in known if len(known) == 1]
+    for name, rows in evaluated.items():
+        unseen = [row for row in rows if not known.issuperset(row.classes)]
+        labels = [task.labels[label] for label in sorted({one for row in unseen for one in row.classes} - known)]
+        if unseen:
+            found.append(f"{counted(len(unseen), f'{name} row')} of {len(rows)} cannot be right: no train row has the "
+                         f"{'labels' if len(labels) > 1 else 'label'} {label_list(labels)}")  # fmt: skip
+    return found
 
 
 @lru_cache(maxsize=4)
@@ -98,11 +121,8 @@ def _rest_of(
     """Returns the rows of dev that share no question and no passage with the rows drawn from it."""
     taken = set(drawn)
     groups, passages = {source[row].group for row in drawn} - {""}, {source[row].passage for row in drawn} - {""}
-    dev = [
-        row
-        for index, row in enumerate(source)
-        if index not in taken and row.group not in groups and row.passage not in passages
-    ]
+    dev = [row for index, row in enumerate(source)
+           if index not in taken and row.group not in groups and row.passage not in passages]  # fmt: skip
     if not dev:
         raise UserError(f"--train_size {settings.train_size}: leaves no row of dev to evaluate on.")
     notes.append(f"not the protocol: train rows drawn from dev, the other {len(dev)} evaluate")
@@ -115,8 +135,6 @@ def _draw(task: Task, source: Sequence[LabeledExample], settings: FinetuneSettin
         raise UserError(f"--train_from_dev: --train_size {size} must be a number below the {len(source)} dev rows.")
     if isinstance(size, str):
         return list(range(len(source)))
-    if size > len(source):
-        notes.append(f"{size} train rows asked for, {len(source)} exist: all taken")
     if settings.sampling == "uniform":
         return draw_rows(len(source), size, settings.data_seed)
     _check_one_class_a_row(task, "--sampling balanced")

@@ -15,10 +15,8 @@ def draw_rows(num_rows: int, size: int, seed: int) -> list[int]:
     """Draws `size` of `num_rows` rows without replacement, uniformly.
 
     Rows are ranked by SHA-256 of "seed:index" and the first ones taken, so the sample needs no random generator whose
-    stream a new version may change; a smaller sample is a part of every larger one of the same seed.
-
-    Returns:
-        Row indices, ascending; all of them when there are no more than `size`.
+    stream a new version may change; a smaller sample is a part of every larger one of the same seed. The indices
+    ascend; all are returned if there are no more than `size`.
     """
     return sorted(_ranked(range(num_rows), f"{seed}")[:size])
 
@@ -27,10 +25,7 @@ def draw_balanced(labels: Sequence[float], size: int, seed: int) -> list[int]:
     """Draws `size` rows, equally many of each class, in the ranking of `draw_rows`.
 
     The classes take turns, each giving its next row: counts differ by one at most unless a class runs out. A smaller
-    sample is a part of each larger one here, too.
-
-    Returns:
-        Row indices, ascending.
+    sample is a part of each larger one here, too. The indices ascend.
     """
     turns = _turns(_ranked(range(len(labels)), f"{seed}"), dict(enumerate(labels)))
     return sorted(row for _, _, row in sorted(turns)[:size])
@@ -55,7 +50,7 @@ def noisy_labels(
 def hold_out(
     rows: Sequence[int], classes: Sequence[Hashable], units: Sequence[Hashable], share: float, seed: int | str
 ) -> set[int]:
-    """Chooses about `share` of the units, at least one and not all, with classes in proportion.
+    """Returns the rows of about `share` of the units, at least one and not all, with classes in proportion.
 
     Args:
         rows: the rows to choose from.
@@ -63,9 +58,6 @@ def hold_out(
         units: unit of each row. Rows of one unit (a passage) stay together; the unit has the class of its first row.
         share: share of the units to hold out.
         seed: seed of the ranking, or a name for one that no seed gives.
-
-    Returns:
-        The rows held out.
     """
     members: dict[Hashable, list[int]] = defaultdict(list)
     for row, unit in zip(rows, units, strict=True):
@@ -82,7 +74,6 @@ def publish(path: Path, rows: Sequence[int], num_rows: int, source: str, content
     """Writes the index file of a sample, or compares with the one that is there; without `write` only compares.
 
     Args:
-        path: the file.
         rows: indices into the rows of `source`, from 0, in the file's order.
         num_rows: number of rows of `source`, the split they were drawn from.
         content: fingerprint of the data, `TaskRows.content`.

@@ -29,10 +29,7 @@ def read_table(path: Path, wanted: Sequence[Iterable[str]] = ()) -> RawRows:
     Raises:
         UserError: The file or a row of it cannot be read; the message names the line or row.
     """
-    if path.is_dir():
-        raise UserError(f"{path}: is a folder; give a file.")
-    if path.suffix not in SUFFIXES:
-        raise UserError(f"{path}: the name must end in {', '.join(SUFFIXES)}.")
+    check_table(path)
     try:
         if path.suffix == ".parquet":
             rows = _parquet_rows(path)
@@ -40,14 +37,26 @@ def read_table(path: Path, wanted: Sequence[Iterable[str]] = ()) -> RawRows:
             rows = list(json_rows(path))
         else:
             rows = list(_csv_rows(path, wanted))
-    except FileNotFoundError:
-        beside = [other.name for other in path.parent.glob("*") if other.suffix in SUFFIXES]
-        raise UserError(f"{path}: no such file.{did_you_mean(path.name, beside, listed=False)}") from None
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or first_line(error)}.") from None
     if not rows:
         raise UserError(f"{path}: no rows.")
     return rows
+
+
+def check_table(path: Path) -> None:
+    """Checks that a file is there and has the name of a table.
+
+    Raises:
+        UserError: It is missing, a folder, or has another ending.
+    """
+    if path.is_dir():
+        raise UserError(f"{path}: is a folder; give a file.")
+    if path.suffix not in SUFFIXES:
+        raise UserError(f"{path}: the name must end in {', '.join(SUFFIXES)}.")
+    if not path.exists():
+        beside = [other.name for other in path.parent.glob("*") if other.suffix in SUFFIXES]
+        raise UserError(f"{path}: no such file.{did_you_mean(path.name, beside, listed=False)}")
 
 
 def json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

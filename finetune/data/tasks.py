@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -10,6 +10,7 @@ from typing import Any, Literal
 from multicls.errors import UserError, did_you_mean
 
 Parts = tuple[tuple[str, str], ...]
+SHOWN = 20  # names of labels in a message
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,12 @@ def find_task(name: str) -> Task:
     if name not in TASKS:
         raise UserError(f"--task {name}: no such task.{did_you_mean(name, TASKS)}")
     return TASKS[name]
+
+
+def label_list(labels: Sequence[str]) -> str:
+    """Returns the names of labels for a message, quoted if one holds a comma; of many the first ones."""
+    quote = repr if any("," in label for label in labels) else str
+    return ", ".join(map(quote, labels[:SHOWN])) + ", ..." * (len(labels) > SHOWN)
 
 
 def task_of(record: Mapping[str, Any]) -> Task:

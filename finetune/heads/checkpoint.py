@@ -9,6 +9,7 @@ import copy
 import hashlib
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,6 +68,8 @@ class Checkpoint:
 def find_checkpoint(name: str, trust_remote_code: bool = False) -> Checkpoint:
     """Returns the model folder `name`, or the hub's model of that id.
 
+    A process reads it once: it does not see later changes to the folder.
+
     Raises:
         UserError: It is not there, not whole, of a type that transformers does not know, or needs its own code to run
             and `trust_remote_code` is not given.
@@ -88,14 +91,14 @@ def find_folder(name: str) -> Path:
     folder = sample_model() if name == "sample" and not Path(name).exists() else Path(name)
     if not folder.is_dir():
         if folder.is_absolute() or name.startswith(".") or name.count("/") > 1:
-            raise UserError(f"--model {name}: no such folder.")
+            raise UserError(f"--model {name}: no such folder.{_nearest_folder(folder)}")
         folder = _from_hub(name)
     if not (folder / "config.json").exists():
-        raise UserError(
-            f"--model {name}: {folder} holds no config.json; give the folder with the exported model (RUN/hf)."
-        )
+        inside = folder / "hf"
+        hint = f"did you mean {inside}?" if inside.is_dir() else "give the folder with the exported model (RUN/hf)."
+        raise UserError(f"--model {name}: holds no config.json; {hint}")
     if not _weights(folder):
-        raise UserError(f"--model {name}: {folder} holds no weights (model.safetensors).")
+        raise UserError(f"--model {name}: holds no weights (model.safetensors).")
     return folder
 
 
@@ -112,6 +115,15 @@ def fingerprint_of(folder: Path, trust_remote_code: bool = False) -> str:
     options = {name: given.get(name, default) for name, default in HASHED_OPTIONS.items()}
     digests += [f"{name}:{value}" for name, value in options.items() if value != HASHED_OPTIONS[name]]
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()[:16]
+
+
+def _nearest_folder(path: Path) -> str:
+    """Returns `" Did you mean 'x'?"` with the folder that differs from `path` by a misspelt part, "" if none does."""
+    parent = next(parent for parent in path.parents if parent.is_dir())
+    wrong, *rest = path.relative_to(parent).parts
+    near = get_close_matches(wrong, [one.name for one in parent.iterdir()])
+    found = [folder for name in near if (folder := Path(parent, name, *rest)).is_dir()]
+    return f" Did you mean '{found[0]}'?" if found else ""
 
 
 def _weights(folder: Path) -> list[Path]:
@@ -216,7 +228,8 @@ def _from_hub(name: str) -> Path:
         if not list(folder.glob(WEIGHTS[0])):
             folder = Path(snapshot_download(name, allow_patterns=[*TEXT_FILES, WEIGHTS[1]]))
     except Exception as error:  # huggingface_hub, its HTTP client and the sockets below raise kinds of their own
-        raise UserError(f"--model {name}: no such folder, and the hub did not give it: {first_line(error)}") from None
+        text = f"--model {name}: no such folder, and the hub did not give it: {first_line(error).rstrip('.')}."
+        raise UserError(text + _nearest_folder(Path(name))) from None
     return folder
 
 

@@ -32,7 +32,7 @@ def model_card(
     """Returns the card of a saved model as Markdown with the Hub's metadata.
 
     Args:
-        records: the lines of results of the run, one for each task, as `rows`.
+        records: the run's lines of results, one for each task, as `rows`.
         inherited: what `multicls.cards.inherited_metadata` says about the pretrained model.
         earlier: all lines of the results folder; runs that differ in seed or draw only say how far the score varies.
     """
@@ -44,13 +44,8 @@ def model_card(
         _metadata(records, rows, pipeline) | dict(inherited),
         papers=[METHOD] * ("multicls" in first["label"]) + [first["label"].partition("/")[0]],
         title=f"{names}: a BERT with the head {first['label']}",
-        names=names,
-        first=first,
-        records=records,
-        start=_start(first, inherited),
-        pipeline=pipeline,
-        columns=_columns(task),
-        task=task,
+        names=names, first=first, records=records, start=_start(first, inherited),
+        pipeline=pipeline, columns=_columns(task), task=task,
         parts=[
             (record, own.task, _about(own.task), _counts(own.task, own.train, own.dev), _scores(record),
              _over_runs(record, earlier))
@@ -93,8 +88,7 @@ def _start(record: Record, inherited: Mapping[str, Any]) -> str:
 
 def _scores(record: Record) -> list[tuple[str, str, str, str]]:
     """Returns metric, rows, score and the constant answer's score, of dev and of each test set."""
-    error, metric = record["score_error"], record["metric"]
-    interval = ""
+    error, metric, interval = record["score_error"], record["metric"], ""
     if error is not None and error == error:  # not NaN
         low, high = record["score"] - 1.96 * error, min(1.0, record["score"] + 1.96 * error)
         interval = f" (95 % interval {100 * low:.1f} to {100 * high:.1f})"
@@ -140,19 +134,13 @@ def _counts(task: Task, train: Sequence[LabeledExample], dev: Sequence[LabeledEx
     total = ("all", len(train), len(dev))
     if task.is_regression or task.num_choices:
         return [total]
-    counts = [Counter(label for example in rows for label in _labels(task, example)) for rows in (train, dev)]
+    counts = [Counter(label for example in rows for label in example.classes) for rows in (train, dev)]
     order = sorted(range(len(task.labels)), key=lambda label: -counts[0][label])
     table = [(cell(task.labels[label]), counts[0][label], counts[1][label]) for label in order]
     if rest := table[CLASSES_SHOWN:]:
         others = (f"{len(rest)} other classes", sum(row[1] for row in rest), sum(row[2] for row in rest))
         table[CLASSES_SHOWN:] = [others]
     return [*table, total]
-
-
-def _labels(task: Task, example: LabeledExample) -> list[int]:
-    if task.multi_label:
-        return [label for label, value in enumerate(example.labels) if value]
-    return [int(example.label)] if example.label == example.label else []
 
 
 def _limits(records: Sequence[Record], rows: Sequence[TaskRows], inherited: Mapping[str, Any]) -> list[str]:

@@ -32,15 +32,11 @@ Panels = Iterator[tuple[str, Figure]]  # with their titles
 
 @dataclass(frozen=True)
 class Picture:
-    """Panels that a page lays side by side as its width allows.
-
-    Attributes:
-        panels: SVG of each panel; what is black there takes the page's text colour.
-    """
+    """Panels that a page lays side by side as its width allows."""
 
     title: str
     caption: str
-    panels: list[str]
+    panels: list[str]  # SVG of each; what is black there takes the page's text colour
 
 
 def strip_plots(rows: Sequence[SystemResult]) -> list[Picture]:
@@ -150,13 +146,9 @@ def _reliability(title: str, runs: Sequence[Mapping[str, Array]]) -> Figure:
 
 
 def isotropy(
-    path: Path,
-    title: str,
-    variance: Mapping[str, Array],
-    stds: Mapping[str, Array],
-    shares: Mapping[str, Array],
+    path: Path, title: str, variance: Mapping[str, Array], stds: Mapping[str, Array], shares: Mapping[str, Array],
     correlations: Mapping[str, Array],
-) -> None:
+) -> None:  # fmt: skip
     """Draws IsoBN's Figures 7, 4, 3 and 5 for one model; each argument has entries by name: "before", "after", ...
 
     Args:

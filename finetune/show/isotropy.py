@@ -18,8 +18,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 def explained_variance(embeddings_ND: Array) -> Array:
     """Returns EV_1, EV_2, ... (Eq. 9): the share of the k largest squared singular values of the centred embeddings.
 
-    Returns:
-        (min(N, D),), rising to 1; all nan if the embeddings are all the same.
+    The (min(N, D),) values rise to 1; they are all nan if the embeddings are all the same.
     """
     squares = np.linalg.svd(_centred(embeddings_ND), compute_uv=False) ** 2
     with np.errstate(invalid="ignore"):
@@ -27,11 +26,10 @@ def explained_variance(embeddings_ND: Array) -> Array:
 
 
 def correlation(embeddings_ND: Array) -> tuple[Array, Array]:
-    """Returns |Pearson| between dimensions, correlated ones side by side (Figure 5).
+    """Returns |Pearson| between dimensions (D, D), correlated ones side by side (Figure 5), and their order (D,).
 
-    Returns:
-        (D, D) in the new order, and that order: indices of dimensions, by average-linkage clustering with distance
-        1 - |r|. A dimension that never changes correlates with none.
+    The order is that of average-linkage clustering with distance 1 - |r|. A dimension that never changes correlates
+    with none.
     """
     with np.errstate(invalid="ignore"):
         matrix = np.abs(np.nan_to_num(np.corrcoef(_centred(embeddings_ND), rowvar=False)))
@@ -44,10 +42,8 @@ def logit_variance(embeddings_ND: Array, weight_CD: Array) -> Array:
     """Returns each principal component's share of the logits' variance, largest component first (Figure 3).
 
     Var_i = w_i (W^T v_i)^2 with the i-th eigenvalue and eigenvector of the embeddings' covariance; shares are averaged
-    over classes. The mean of the class weights does not affect predictions, so it is subtracted first.
-
-    Returns:
-        (min(N, D),), which sum to 1; zeros for weights of zero.
+    over classes. The mean of the class weights does not affect predictions, so it is subtracted first. The
+    (min(N, D),) shares sum to 1; they are zeros for weights of zero.
     """
     weight = weight_CD - weight_CD.mean(axis=0) if len(weight_CD) > 1 else weight_CD
     _, singular, directions = np.linalg.svd(_centred(embeddings_ND), full_matrices=False)

@@ -20,16 +20,11 @@ MOST_WARNINGS = 4  # on the console
 
 @dataclass(frozen=True)
 class Report:
-    """The contents of a report on a results folder, the most important first.
-
-    Attributes:
-        headline: Which systems lead, and what the tests support.
-        warnings: What to know before the numbers.
-    """
+    """The contents of a report on a results folder, the most important first."""
 
     title: str
-    headline: list[str]
-    warnings: list[str]
+    headline: list[str]  # which systems lead, and what the tests support
+    warnings: list[str]  # what to know before the numbers
     sections: list[Table | Picture]
 
     def markdown(self) -> str:

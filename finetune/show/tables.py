@@ -33,18 +33,12 @@ SELECTION = (
 
 @dataclass(frozen=True)
 class Table:
-    """A table with its notes.
-
-    Attributes:
-        frame: Cells as text; "-" where there is nothing to say.
-        notes: Sentences below it.
-        bold: Row numbers and column names of the cells in bold type.
-    """
+    """A table with its notes."""
 
     title: str
-    frame: pd.DataFrame
-    notes: Sequence[str] = ()
-    bold: frozenset[tuple[int, str]] = frozenset()
+    frame: pd.DataFrame  # cells as text; "-" where there is nothing to say
+    notes: Sequence[str] = ()  # sentences below it
+    bold: frozenset[tuple[int, str]] = frozenset()  # row numbers and column names of the cells in bold type
 
     @property
     def rows(self) -> list[list[tuple[str, bool]]]:

@@ -32,19 +32,12 @@ BENCHMARKS: dict[str, dict[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Average:
-    """A benchmark's average of one system at one train size, in percent.
+    """A benchmark's average of one system at one train size, in percent."""
 
-    Attributes:
-        value: Mean over tasks of each task's mean; nan if a task is missing.
-        error: Standard error over pretrainings and draws; nan if the tasks do not have the same ones.
-        missing: Tasks without a number.
-        partial: Tasks with unfinished runs.
-    """
-
-    value: float = math.nan
-    error: float = math.nan
-    missing: list[str] = field(default_factory=list)
-    partial: list[str] = field(default_factory=list)
+    value: float = math.nan  # mean over tasks of each task's mean; nan if a task is missing
+    error: float = math.nan  # standard error over pretrainings and draws; nan if the tasks do not have the same ones
+    missing: list[str] = field(default_factory=list)  # tasks without a number
+    partial: list[str] = field(default_factory=list)  # tasks with unfinished runs
 
     def __str__(self) -> str:
         """Returns the number with its error, or "-" for an incomplete benchmark."""
@@ -58,12 +51,8 @@ def benchmark_average(results: Sequence[SystemResult], benchmark: str) -> Averag
     """Returns the average over the tasks of `BENCHMARKS[benchmark]`.
 
     The error is that of `estimate`, where the score of a pretraining, draw and seed is its average over all tasks.
-
-    Args:
-        results: Those of one system at one train size.
-        benchmark: A key of `BENCHMARKS`.
+    All `results` are those of one system at one train size.
     """
-
     tasks = BENCHMARKS[benchmark]
     here = {result.task: result for result in results if result.task in tasks}
     frames = {task: _scores(result, tasks[task]) for task, result in here.items()}

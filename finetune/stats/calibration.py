@@ -19,17 +19,11 @@ FLAT = 1e-4  # nats: a bound that is worse by less is as good
 
 @dataclass(frozen=True)
 class Bins:
-    """A reliability diagram: examples by the probability of the predicted class.
+    """A reliability diagram: examples by the probability of the predicted class; each array is (bins,)."""
 
-    Attributes:
-        count: (bins,) examples.
-        confidence: (bins,) mean probability of the predicted class, nan for an empty bin.
-        accuracy: (bins,) share of right predictions, nan for an empty bin.
-    """
-
-    count: Array
-    confidence: Array
-    accuracy: Array
+    count: Array  # examples
+    confidence: Array  # mean probability of the predicted class, nan for an empty bin
+    accuracy: Array  # share of right predictions, nan for an empty bin
 
     @property
     def error(self) -> float:
@@ -45,12 +39,7 @@ def log_probabilities(logits: Array, temperature: float = 1.0) -> Array:
 
 
 def confidences(logits: Array, labels: Array) -> tuple[Array, Array]:
-    """Returns the probability of each predicted class (N,), and True where the prediction is right (N,).
-
-    Args:
-        logits: (N, C), or log-probabilities.
-        labels: (N,) class indices.
-    """
+    """Returns the probability of each predicted class (N,), and True where it is the label (N,), from logits (N, C)."""
     log_p = log_probabilities(logits)
     return np.exp(log_p.max(axis=1)), log_p.argmax(axis=1) == labels
 
@@ -60,9 +49,7 @@ def reliability(confidence: Array, correct: Array, num_bins: int = NUM_BINS, equ
 
     A bin of equal width holds its upper end; equally sure examples may fall into neighbouring bins of equal mass.
 
-    Args:
-        confidence: (N,) as `confidences` returns it.
-        correct: (N,) likewise.
+    Arguments (N,) are those that `confidences` returns.
     """
     if not equal_mass:
         index = np.clip(np.ceil(confidence * num_bins).astype(int) - 1, 0, num_bins - 1)
@@ -75,15 +62,10 @@ def reliability(confidence: Array, correct: Array, num_bins: int = NUM_BINS, equ
 
 
 class Temperature(NamedTuple):
-    """A temperature to divide logits by.
+    """A temperature to divide logits by."""
 
-    Attributes:
-        value: in LOWEST..HIGHEST.
-        at_bound: the likelihood is best at a bound, as where all held-out rows are right: the value means nothing.
-    """
-
-    value: float
-    at_bound: bool
+    value: float  # in LOWEST..HIGHEST
+    at_bound: bool  # the likelihood is best at a bound, as where all held-out rows are right: the value means nothing
 
 
 def pooled_temperature(runs: Sequence[tuple[Array, Array]]) -> Temperature:

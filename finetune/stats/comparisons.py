@@ -41,28 +41,18 @@ RESAMPLES = 1000  # of a bootstrap
 
 @dataclass(frozen=True)
 class Comparison:
-    """Difference of two systems on one task at one train size.
+    """Difference of two systems on one task at one train size."""
 
-    Attributes:
-        difference: Mean score of A minus that of B.
-        low: Lower end of the 95 % interval; nan for a single unit, as the next three.
-        high: Upper end.
-        p: Two-sided p-value of the t-test.
-        df: Degrees of freedom of the t-test.
-        flip_p: Two-sided p-value of the sign-flip test; nan where there are no paired units, and where pretrainings
-            and draws are crossed: flips of pretrainings would say nothing about other draws.
-        flip_least: Least p-value that the sign-flip test can give with so many units; nan likewise.
-        units: What the error covers, in words.
-    """
-
-    difference: float
-    low: float
+    difference: float  # mean score of A minus that of B
+    low: float  # lower end of the 95 % interval; nan for a single unit, as the next three
     high: float
-    p: float
-    df: float
+    p: float  # two-sided, of the t-test
+    df: float  # degrees of freedom of the t-test
+    # Two-sided p-value of the sign-flip test; nan where there are no paired units, and where pretrainings and draws are
+    # crossed: flips of pretrainings would say nothing about other draws.
     flip_p: float
-    flip_least: float
-    units: str
+    flip_least: float  # least p-value that the sign-flip test can give with so many units; nan likewise
+    units: str  # what the error covers, in words
 
 
 def compare(a: pd.DataFrame, b: pd.DataFrame) -> Comparison:
@@ -198,17 +188,11 @@ def holm(p: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Interval:
-    """Difference of two systems over dev examples, in points.
+    """Difference of two systems over dev examples, in points."""
 
-    Attributes:
-        low: Lower end of the 95 % percentile interval.
-        high: Upper end.
-        p: Twice the smaller share of resamples on either side of 0.
-    """
-
-    low: float
+    low: float  # lower end of the 95 % percentile interval
     high: float
-    p: float
+    p: float  # twice the smaller share of resamples on either side of 0
 
 
 def bootstrap_difference(task: Task, a: Sequence[Predictions], b: Sequence[Predictions]) -> Interval:

@@ -19,13 +19,10 @@ SAME_ROWS = ("sampling", "label_noise", "selection", "train_from_dev")  # what d
 
 
 def disagreement(logits: Array) -> Array:
-    """Returns how far the members of an ensemble, or the facets of one model, disagree on each example.
+    """Returns how far the members of an ensemble, or the facets of one model, disagree on each example, (N,).
 
-    Args:
-        logits: (members, N, C), or scores with C = 1.
-
-    Returns:
-        (N,) variance of the probabilities (scores) over the members, summed over the classes.
+    It is the variance over the members of the probabilities of `logits` (members, N, C), or of scores with C = 1,
+    summed over the classes.
     """
     from scipy.special import softmax
 
@@ -77,18 +74,15 @@ def facet_logits(contributions: Array, weight: Array, logits: Array) -> Array:
 def compare_with_runs(
     store: Store, run: Record, task: str, label: str, examples: Sequence[LabeledExample], facets: Array
 ) -> dict[str, dict[str, float]]:
-    """Returns `compare_disagreement` of a run's facets with finished runs that learnt from the same rows.
+    """Returns `compare_disagreement` of a run's facets with finished runs that learnt from the same rows, by system.
+
+    `members` and `rows` are the number of runs and examples compared.
 
     Args:
-        store: the results folder of both.
-        run: the line of the facets' run.
-        task: of that run, the only one but for `cln`.
+        run: the line of the facets' run on `task`.
         label: head of the runs to compare with, as in tables (`cls`, `isobn/multicls`).
         examples: N dev rows; those that the runs did not evaluate on are left out.
         facets: (K, N, C).
-
-    Returns:
-        By system; with `members` and `rows`, the number of runs and examples compared.
 
     Raises:
         UserError: There are no two such runs, or they saw other rows.

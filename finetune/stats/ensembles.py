@@ -23,9 +23,7 @@ def member_sets(runs: Sequence[Record], size: int) -> list[list[Record]]:
 def ensemble(store: Store, members: Sequence[Record], number: int) -> dict[str, Any]:
     """Returns the record of an ensemble that averages its members' probabilities (or scores).
 
-    Args:
-        members: finished runs of one task, on the same rows.
-        number: takes the place of the seed.
+    The members are finished runs of one task, on the same rows; `number` takes the place of the seed.
 
     Raises:
         UserError: Predictions are missing, or are of different examples.

@@ -17,6 +17,7 @@ import pandas as pd
 from scipy.stats import t
 
 from multicls.errors import UserError
+from multicls.words import counted
 
 Array = np.ndarray[Any, np.dtype[Any]]
 CONFIDENCE = 0.95
@@ -111,26 +112,18 @@ def mean_of_cells(cells: Array) -> StudentMean:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Mean score of a system on one task at one train size.
+    """Mean score of a system on one task at one train size."""
 
-    Attributes:
-        mean: Mean over cells, seeds averaged within.
-        error: Standard error of the mean; it, the 95 % interval and the degrees of freedom are nan for a single unit.
-        median: Median over all runs.
-        pretrainings: Number of pretrained models in the mean; likewise `draws` and `runs`.
-        left_out: Number of runs that are not in the mean, because not every pretraining has a run with their draw.
-    """
-
-    mean: float
-    error: float
-    low: float
+    mean: float  # over cells, seeds averaged within
+    error: float  # standard error of the mean; it and the next three are nan for a single unit
+    low: float  # lower end of the 95 % interval
     high: float
-    df: float
-    median: float
-    pretrainings: int
+    df: float  # degrees of freedom
+    median: float  # over all runs
+    pretrainings: int  # number of pretrained models in the mean
     draws: int
     runs: int
-    left_out: int
+    left_out: int  # runs that are not in the mean, because not every pretraining has a run with their draw
 
     @property
     def units(self) -> str:
@@ -205,4 +198,4 @@ def units_in_words(pretrainings: int, draws: int, runs: int) -> str:
 
 def left_out_in_words(runs: int) -> str:
     """Returns the end of a sentence about runs in no complete row and column; empty if there are none."""
-    return f"; {runs} {'run' if runs == 1 else 'runs'} of incomplete pretrainings or draws left out" if runs else ""
+    return f"; {counted(runs, 'run')} of incomplete pretrainings or draws left out" if runs else ""

@@ -18,21 +18,14 @@ MAX_SHOWN = 10  # pairs of systems; with more, tables hold each place's leader a
 
 @dataclass(frozen=True)
 class PairTest:
-    """Two systems on one task at one train size.
-
-    Attributes:
-        comparison: Difference A - B over pretrainings and draws; None if the two cannot be compared.
-        problem: Why they cannot be compared.
-        corrected: p-value of the t-test, corrected by Holm's method for all tests of the report.
-        examples: Difference over dev examples, if it was asked for.
-    """
+    """Two systems on one task at one train size."""
 
     a: SystemResult
     b: SystemResult
-    comparison: Comparison | None = None
-    problem: str = ""
-    corrected: float = math.nan
-    examples: Interval | None = None
+    comparison: Comparison | None = None  # difference A - B over pretrainings and draws; None if there is a problem
+    problem: str = ""  # why the two cannot be compared
+    corrected: float = math.nan  # p-value of the t-test, corrected by Holm's method for all tests of the report
+    examples: Interval | None = None  # difference over dev examples, if it was asked for
 
     @property
     def significant(self) -> bool:
@@ -119,5 +112,6 @@ def find_system(name: str, systems: Iterable[str]) -> str:
     found = [system for system in systems if wanted and wanted <= set(system.replace(",", " ").split())]
     if len(found) != 1:
         hint = f" Say which: {'; '.join(found)}." if found else did_you_mean(name, systems)
-        raise UserError(f"--compare {name}: {len(found)} systems of that name.{hint}")
+        count = f"{len(found)} systems" if found else "no system"
+        raise UserError(f"--compare {name}: {count} of that name.{hint}")
     return found[0]

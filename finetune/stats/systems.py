@@ -34,19 +34,12 @@ Values = dict[str, Any]  # of the settings that a candidate tries, by dotted nam
 
 @dataclass(frozen=True)
 class System:
-    """One way to fine-tune that is compared with others.
+    """One way to fine-tune that is compared with others."""
 
-    Attributes:
-        name: unique in a report.
-        label: head and pooling.
-        selection: which rows choose: "dev" or "holdout".
-        mode: device, precision and DeepSpeed file, in words; "" if all runs of the folder have the same.
-    """
-
-    name: str
-    label: str
-    selection: str
-    mode: str = ""
+    name: str  # unique in a report
+    label: str  # head and pooling
+    selection: str  # which rows choose: "dev" or "holdout"
+    mode: str = ""  # device, precision and DeepSpeed file, in words; "" if all runs of the folder have the same
 
     @property
     def title(self) -> str:
@@ -56,20 +49,13 @@ class System:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Settings that a system could have on a task at a size.
+    """Settings that a system could have on a task at a size."""
 
-    Attributes:
-        values: of the settings that were tried.
-        finished: runs that are there, of those planned.
-        score: mean (or median) score of the finished runs on the choosing rows, in percent; nan without runs.
-        chosen: the system takes these settings.
-    """
-
-    values: Values
-    finished: int
-    planned: int
-    score: float
-    chosen: bool = False
+    values: Values  # of the settings that were tried
+    finished: int  # runs that are there
+    planned: int  # runs that there should be
+    score: float  # mean (or median) of the finished runs on the choosing rows, in percent; nan without runs
+    chosen: bool = False  # the system takes these settings
 
     @property
     def text(self) -> str:
@@ -79,20 +65,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SystemResult:
-    """A system on one task at one train size.
-
-    Attributes:
-        records: the runs with the chosen settings.
-        candidates: the settings that were tried.
-        planned: runs that each candidate should have.
-    """
+    """A system on one task at one train size."""
 
     system: System
     task: str
     train_size: str
-    records: list[Record]
-    candidates: list[Candidate]
-    planned: int
+    records: list[Record]  # the runs with the chosen settings
+    candidates: list[Candidate]  # the settings that were tried
+    planned: int  # runs that each candidate should have
     store: Store = field(repr=False, compare=False)
 
     @property
@@ -125,7 +105,7 @@ class SystemResult:
 
     @property
     def notes(self) -> list[str]:
-        """What departs from the task's protocol in any run."""
+        """The notes and warnings of all runs, each once."""
         return list(dict.fromkeys(chain.from_iterable(record["notes"] for record in self.records)))
 
     @property
@@ -157,16 +137,11 @@ class SystemResult:
 
 @dataclass(frozen=True)
 class Results:
-    """All that a report shows: rows in the order of tasks, sizes and plans, and in words which rows have problems.
-
-    Attributes:
-        never_run: planned rows without a finished run.
-        mixed: rows whose runs differ in versions, commits, hardware or resolved settings.
-    """
+    """All that a report shows: rows in the order of tasks, sizes and plans, and in words which rows have problems."""
 
     rows: list[SystemResult]
-    never_run: list[str]
-    mixed: list[str]
+    never_run: list[str]  # planned rows without a finished run
+    mixed: list[str]  # rows whose runs differ in versions, commits, hardware or resolved settings
 
 
 def _setting(name: str, value: Any) -> str:
@@ -177,24 +152,16 @@ def _setting(name: str, value: Any) -> str:
 
 @dataclass
 class _Wanted:
-    """The runs that are asked for, of one system on one task at one size, and those of them that are finished.
-
-    Attributes:
-        choose: "mean" or "median".
-        joint: the tasks that share the model, if there are several.
-        values: of each candidate, by its key.
-        request_ids: of each candidate's runs.
-        runs: the finished runs of each candidate, in one numeric mode.
-    """
+    """The runs that are asked for, of one system on one task at one size, and those of them that are finished."""
 
     system: System
     task: str
     train_size: str
-    choose: str = "mean"
-    joint: tuple[str, ...] = ()
-    values: dict[str, Values] = field(default_factory=dict)
-    request_ids: dict[str, list[str]] = field(default_factory=dict)
-    runs: dict[str, list[Record]] = field(default_factory=dict)
+    choose: str = "mean"  # or "median"
+    joint: tuple[str, ...] = ()  # the tasks that share the model, if there are several
+    values: dict[str, Values] = field(default_factory=dict)  # of each candidate, by its key
+    request_ids: dict[str, list[str]] = field(default_factory=dict)  # of each candidate's runs
+    runs: dict[str, list[Record]] = field(default_factory=dict)  # each candidate's finished ones, in one numeric mode
 
     @property
     def planned(self) -> int:

@@ -29,22 +29,15 @@ ERROR_RESAMPLES = 200  # of dev, for the standard error of a run's score
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run before it is run; lists have one entry for each task.
-
-    Attributes:
-        train: the settings of the training, resolved.
-        numeric: device, precision and DeepSpeed file: what changes numbers beside the settings.
-        request_ids: hashes of what was requested.
-        run_ids: hashes of what was requested, in this numeric mode.
-    """
+    """A run before it is run; lists have one entry for each task."""
 
     settings: FinetuneSettings
-    train: TrainSettings
-    numeric: dict[str, Any]
+    train: TrainSettings  # the settings of the training, resolved
+    numeric: dict[str, Any]  # device, precision and DeepSpeed file: what changes numbers beside the settings
     rows: list[TaskRows]
     checkpoint: Checkpoint
-    request_ids: list[str]
-    run_ids: list[str]
+    request_ids: list[str]  # hashes of what was requested
+    run_ids: list[str]  # hashes of what was requested, in this numeric mode
 
     @property
     def store(self) -> Store:
@@ -75,18 +68,13 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Predicted:
-    """The outputs of a trained model: for each task those (N, C) for held-out rows, dev rows and test sets.
-
-    Attributes:
-        held: for `selection` dev those for dev.
-        model: with its best weights; None where there is no model of ours.
-    """
+    """The outputs of a trained model: for each task those (N, C) for held-out rows, dev rows and test sets."""
 
     result: FinetuneResult
-    held: list[Array]
+    held: list[Array]  # for `selection` dev those for dev
     dev: list[Array]
     test: list[list[Array]]
-    model: Any = None
+    model: Any = None  # with its best weights; None where there is no model of ours
 
 
 def make_record(planned: PlannedRun, predicted: Predicted, task: int) -> dict[str, Any]:
@@ -106,42 +94,29 @@ def make_record(planned: PlannedRun, predicted: Predicted, task: int) -> dict[st
         held_scores = score_examples(own.task, own.held, predicted.held[task])
         held = {"holdout_rows": len(own.held), "holdout_scores": held_scores}
     return {
-        "run_id": planned.run_ids[task],
-        "request_id": planned.request_ids[task],
-        "task": own.task.name,
-        "benchmark": own.task.benchmark,
+        "run_id": planned.run_ids[task], "request_id": planned.request_ids[task],
+        "task": own.task.name, "benchmark": own.task.benchmark,
         **settings.model_dump(include={"model", "model_name", "pretraining_seed", "data_seed", "seed", "selection"}),
-        "train_size": str(settings.train_size),
-        "fingerprint": planned.checkpoint.fingerprint,
-        "label": settings.label,
-        "requested": settings.requested(),
-        "changed": settings.changed(),
-        "numeric": planned.numeric,
+        "train_size": str(settings.train_size), "fingerprint": planned.checkpoint.fingerprint, "label": settings.label,
+        "requested": settings.requested(), "changed": settings.changed(), "numeric": planned.numeric,
         "resolved": {"max_length": settings.max_length or own.task.max_length, "train": planned.train.model_dump()},
-        "metric": own.task.metrics[0],
-        "score": scores[own.task.metrics[0]],
-        "scores": scores,
-        "score_error": error,
+        "metric": own.task.metrics[0], "score": scores[own.task.metrics[0]], "scores": scores, "score_error": error,
         "constant": constant_scores(own.task, own.train, own.dev),
         **held,
         "tested": [other.name for other, _ in own.test],
         "test_scores": _test_scores(own, predicted.test[task]),
-        "best_step": result.best_step,
-        "steps": result.steps,
+        "best_step": result.best_step, "steps": result.steps,
         "history": [(step, loss, mains[task]) for step, loss, mains in result.history],
         "train_rows": len(own.train),
         "all_rows": len(own.drawn) == own.split_rows and not own.held and not settings.label_noise,
-        "dev_rows": len(own.dev),
-        "labels": list(own.task.labels),
-        "multi_label": own.task.multi_label,
+        "dev_rows": len(own.dev), "labels": list(own.task.labels), "multi_label": own.task.multi_label,
         "seconds": round(result.seconds, 2),
         "peak_memory_gb": round(peak_memory_gb(planned.numeric["device"]), 3),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "ranks": rank_and_world()[1],
-        "notes": own.notes,
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "notes": [*own.notes, *own.warnings], "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         **environment_record(),
-    }
+    }  # fmt: skip
 
 
 def _test_scores(own: TaskRows, outputs: Sequence[Array]) -> dict[str, dict[str, float]]:

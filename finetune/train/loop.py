@@ -33,7 +33,7 @@ from multicls.ds_config import OWNED, check_with_deepspeed, resolve_ds_config
 from multicls.errors import UserError
 from multicls.optim import choose_precision, dropout_seed, linear_lr, parameter_groups
 from multicls.safe_unpickling import safe_unpickling
-from multicls.words import duration
+from multicls.words import counted, duration
 
 log = logging.getLogger("finetune")
 Scores = dict[str, float]
@@ -357,7 +357,7 @@ def fine_tune(
                 result.weights = copy_weights(model)
             progress.evaluation(result, curves, time.perf_counter() - started)
             if step - result.best_step >= settings.patience:
-                log.info("no better score for %d steps: stopped", step - result.best_step)
+                log.info("no better score for %s: stopped", counted(step - result.best_step, "step"))
                 break
             if step < settings.max_steps:
                 keeper.save_if_due(stepper, result, time.perf_counter() - started)

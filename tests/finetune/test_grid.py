@@ -135,6 +135,14 @@ def test_list_and_status_need_no_torch(tmp_path: Path) -> None:
     assert not (tmp_path / "results").exists()
 
 
+def test_a_misspelt_file_is_told_once_and_nothing_is_written(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("text,label\na,x\n")
+    own = {"rows": {"train_file": str(tmp_path / "rosw.csv")}}
+    with pytest.raises(UserError, match=r"^.*rosw.csv: no such file. Did you mean 'rows.csv'\?$"):
+        main(["--recipe", recipe(tmp_path, tasks=["rows"], own=own), "--output_dir", str(tmp_path / "results")])
+    assert not (tmp_path / "results").exists()
+
+
 @pytest.fixture
 def flags(tiny_bert: Path, glue: Path, tmp_path: Path) -> list[str]:
     """Flags of a grid of cls and multicls on a BERT without facets."""

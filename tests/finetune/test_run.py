@@ -141,7 +141,8 @@ def test_a_non_finite_loss_stops_before_anything_is_written(tiny_bert: Path, glu
 
 def test_a_size_beyond_the_rows_takes_all_and_says_so(tiny_bert: Path, glue: Path, tmp_path: Path) -> None:
     record = finetune(tiny_bert, glue, tmp_path, "--train_size", "1k", "--max_steps", "1")
-    assert record["train_rows"] == 120 and record["notes"] == ["1000 train rows asked for, 120 exist: all taken"]
+    (note,) = record["notes"]
+    assert record["train_rows"] == 120 and note.startswith("--train_size 1000: there are 120 rows, and all are taken.")
 
 
 def test_holdout_chooses_and_dev_only_reports(tiny_bert: Path, glue: Path, tmp_path: Path) -> None:
@@ -279,6 +280,36 @@ def test_bad_input_is_named_and_nothing_is_written(
         main([*arguments, "--output_dir", str(tmp_path / "out")])
     assert message in str(error.value)
     assert not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+
+
+def test_a_stopped_run_tells_how_to_go_on(
+    tiny_bert: Path, glue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("finetune.run._train", stop)
+    with pytest.raises(KeyboardInterrupt):  # with which `run_command` exits with 130
+        finetune(tiny_bert, glue, tmp_path)
+    assert "stopped; finished runs are kept in" in capsys.readouterr().err
+
+
+def test_a_misspelt_file_is_told_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("text,label\na,x\nb,y\nc,x\nd,y\ne,x\nf,y\n")
+    code = f"""if True:
+        import sys
+        from finetune.run import main
+        from multicls.errors import UserError
+        for model, file in (("m", "tt"), ({str(tmp_path / "none")!r}, "t")):
+            try:
+                main(["--model", model, "--head", "cls", "--train_file", f"{tmp_path}/{{file}}.csv"])
+            except UserError as error:
+                print(error)
+        assert not {{"torch", "transformers", "sklearn"}} & set(sys.modules)
+    """
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [f"{tmp_path}/tt.csv: no such file. Did you mean 't.csv'?",
+                                        f"--model {tmp_path}/none: no such folder."]  # fmt: skip
 
 
 def test_settings_errors_exit_with_2_and_import_no_torch() -> None:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from multicls.words import duration, tokens_in_words
+from multicls.words import counted, duration, tokens_in_words
 
 
 def test_durations() -> None:
@@ -11,3 +11,7 @@ def test_few_tokens_are_counted() -> None:
     assert [tokens_in_words(number) for number in (20_598, 99_999, 567_890)] == [
         "20,598 tokens", "99,999 tokens", "0.6 M tokens",
     ]  # fmt: skip
+
+
+def test_a_number_with_its_noun() -> None:
+    assert [counted(number, "row") for number in (0, 1, 2)] == ["0 rows", "1 row", "2 rows"]

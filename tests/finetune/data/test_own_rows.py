@@ -59,10 +59,10 @@ def test_pairs_and_scores(tmp_path: Path) -> None:
 
 
 def test_whole_numbers_are_classes_however_many_there_are(tmp_path: Path) -> None:
-    task, data = read(tmp_path, labelled(*range(77)))
+    task, data = read(tmp_path, labelled(*range(77), 1))
     assert len(task.labels) == 77 and task.labels[:3] == ("0", "1", "2") and task.labels[10] == "10"
     assert data.notes[0].startswith("77 classes: 0, 1, 2") and "--label_type score" in data.notes[0]
-    assert read(tmp_path, labelled(*range(77)), label_type="score")[0].is_regression
+    assert read(tmp_path, labelled(*range(77), 1), label_type="score")[0].is_regression
     assert read(tmp_path, labelled("1.0", 2), labelled("2.0"), "csv")[1].dev[0].label == 1
     assert read(tmp_path, labelled(0.5, 1))[0].is_regression
     assert not read(tmp_path, labelled(0.5, 1), label_type="class")[0].is_regression
@@ -79,7 +79,7 @@ def test_several_labels_a_row(cells: tuple[Any, ...], note: str, tmp_path: Path)
     assert task.multi_label and task.labels == ("a", "b") and task.num_labels == 2 and data.train
     assert [row.labels for row in data.train] == [(1.0, 1.0), (0.0, 1.0), (0.0, 0.0)]
     assert task.metrics == ("micro_f1", "macro_f1", "exact_match")
-    assert note in data.notes[0] and data.notes[1] == "1 train rows have no label"
+    assert note in data.notes[0] and data.notes[1] == "1 train row without a label"
     if isinstance(cells[0], list):
         assert read(tmp_path, labelled(*cells))[0].multi_label, "lists can be nothing else"
         with pytest.raises(UserError, match="holds lists of labels: give --label_type multi_label, not class"):
@@ -109,8 +109,18 @@ def test_a_share_of_the_train_file_is_dev(tmp_path: Path) -> None:
         read_own(OwnDataSettings(train_file=write(tmp_path / "u.jsonl", [{"text": "a", "label": x} for x in "xy"])))
 
 
+def test_names_with_commas_are_quoted(tmp_path: Path) -> None:
+    assert read(tmp_path, labelled("food, drink", "travel"))[1].notes == ["2 classes: 'food, drink', 'travel'"]
+
+
+def test_a_share_for_dev_may_not_take_a_class_of_two(tmp_path: Path) -> None:
+    file = write(tmp_path / "t.csv", labelled("x", "y"))
+    with pytest.raises(UserError, match="--dev_share 0.2: it leaves 1 train row of one class, of 2 rows"):
+        read_own(OwnDataSettings(train_file=file))
+
+
 def test_a_labelled_test_file(tmp_path: Path) -> None:
-    train, test = write(tmp_path / "t.csv", labelled(*"abab")), write(tmp_path / "x.jsonl", labelled("b"))
+    train, test = write(tmp_path / "t.csv", labelled(*"ababab")), write(tmp_path / "x.jsonl", labelled("b"))
     _, data = read_own(OwnDataSettings(train_file=train, test_file=test))
     assert [(row.id, row.label) for row in data.test] == [("test:0", 1)]
 
@@ -171,6 +181,11 @@ TWO = [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}]
     ([{"body": "a", "label": "x"}], None, {}, "t.csv: no column 'text' or 'text1' and 'text2' or 'sentence1'"),
     (TWO, None, {"text_column": "texd"}, "no column 'texd'; the columns are 'text', 'label'. Did you mean 'text'?"),
     (TWO, None, {"text_column": "a,b,c"}, "give one column, or two"),
+    ([{"TEXT ": "a", "label": "x"}], None, {}, "Did you mean 'TEXT '? Case and blanks count. Name the column by"),
+    ([{"text": "a", "Label": "x"}], None, {}, "Did you mean 'Label'? Case and blanks count. Name it by --label_column"),
+    ([{"where is my parcel?": "a", "x": "x"}], None, {}, "These look like a row: put a line with the names of the col"),
+    (labelled(*range(11)), None, {}, "t.csv: column 'label' has another label in each of the 11 train rows (0, 1, 2"),
+    (labelled(*"abcdefghijk"), None, {}, "(a, b, c, ...), so nothing can be learned from it. Is it an id or a text?"),
     (labelled("x", "x"), None, {}, "t.csv: every label is 'x'; a task needs two classes or scores"),
     ([*TWO, {"text": " ", "label": "y"}], None, {}, "t.csv:4: column 'text' is ' '; it must be a text"),
     ([*TWO, {"text": "c", "label": ""}], None, {}, "t.csv:4: column 'label' is ''; it must be a label"),

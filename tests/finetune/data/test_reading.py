@@ -108,7 +108,7 @@ def test_qqp_leaves_out_short_rows_and_says_so(tmp_path: Path) -> None:
         put(tmp_path / "QQP" / f"{name}.tsv", header + "1\t2\t3\ta\tb\t1\n4\t5\ttorn\n6\t7\t8\tc\td\t0\n")
     data = read_task(TASKS["qqp"], str(tmp_path))
     assert [row.texts for row in data.dev] == [("a", "b"), ("c", "d")]
-    assert data.notes == [f"{name}.tsv: 1 rows with missing columns or no label left out" for name in ("dev", "train")]
+    assert data.notes == [f"{name}.tsv: 1 row with missing columns or no label left out" for name in ("dev", "train")]
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,18 @@ def test_several_labels_a_row_are_drawn_and_held_out(own: dict[str, Any]) -> Non
             rows_of(**own, train_size=20, **option)
 
 
+def test_labels_that_no_train_row_has_are_warned_of(tmp_path: Path) -> None:
+    rows = [{"text": f"row {n}", "label": label} for n, label in enumerate(["a, b", *"cdefghijklm", "c", *"nopqrst"])]
+    (tmp_path / "r.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    own = {"own": {"train_file": str(tmp_path / "r.jsonl"), "test_file": str(tmp_path / "r.jsonl")}}
+    found = rows_of(**own)
+    dev, test = found.warnings
+    assert dev.startswith("3 dev rows of 4 cannot be right: no train row has the labels ")
+    assert test.startswith("3 test (own_r) rows of 20 cannot be right")
+    assert rows_of(**own, train_size=1).warnings[0].startswith("all train rows have the label '")
+    assert "there are 16 rows, and all are taken" in rows_of(**own, train_size=17).warnings[-1]
+
+
 def test_content_is_that_of_the_data_not_of_the_draw(glue: Path, tmp_path: Path) -> None:
     common: dict[str, Any] = {"task": "sst2", "data_dir": str(glue), "train_size": 20}
     drawn = rows_of(**common)

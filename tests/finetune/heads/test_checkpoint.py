@@ -97,6 +97,20 @@ def test_a_hub_id_without_network() -> None:
         find_checkpoint("no-one/no-such-bert")
 
 
+def test_a_misspelt_folder(tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(tiny_bert, tmp_path / "demo" / "hf")
+    monkeypatch.chdir(tmp_path)
+    for name in ("demo/hff", "dmeo/hf"):
+        with pytest.raises(UserError, match=r"no such folder, and the hub .* Did you mean 'demo/hf'\?$"):
+            find_checkpoint(name)
+    with pytest.raises(
+        UserError, match=rf"^--model {tmp_path}/demo/f: no such folder. Did you mean '{tmp_path}/demo/hf'"
+    ):
+        find_checkpoint(str(tmp_path / "demo" / "f"))
+    with pytest.raises(UserError, match="^--model demo: holds no config.json; did you mean demo/hf?"):
+        find_checkpoint("demo")
+
+
 def test_encoder_weights_may_not_be_missing(tiny_bert: Path, tmp_path: Path) -> None:
     folder = changed(tiny_bert, tmp_path / "deeper", num_hidden_layers=4)
     with pytest.raises(UserError, match="weights of the encoder are missing: encoder.layer.3"):

@@ -121,7 +121,7 @@ def test_compare_speaks_of_two_systems_only() -> None:
     ]
     text = report.markdown()
     assert "| rte | 100 | k5 cls | k5 mean | -10.00 |" in text and "over 1 test;" in text
-    with pytest.raises(UserError, match="--compare men: 0 systems.*Did you mean 'k5 mean'"):
+    with pytest.raises(UserError, match="--compare men: no system of that name. Did you mean 'k5 mean'"):
         build_report(Results(rows, [], []), Path("out"), ("cls", "men"))
     with pytest.raises(UserError, match="--compare k5: 3 systems.*Say which: k5 cls; k5 mean; k5 hire"):
         build_report(Results(rows, [], []), Path("out"), ("k5", "mean"))
