@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import IO, Any
 
@@ -134,6 +135,27 @@ def find_shipped(path: str | Path) -> Path:
             return candidate.resolve()
     shipped = sorted(str(p.relative_to(REPOSITORY)) for p in (REPOSITORY / path.parent).glob(f"*{path.suffix}"))
     raise UserError(f"{path}: no such file.{did_you_mean(str(path), shipped)}")
+
+
+def nearest_folder(path: Path) -> str:
+    """Returns `" Did you mean 'x'?"` with the folder that differs from `path` by a misspelt part, "" if none does."""
+    parent = next(parent for parent in path.parents if parent.is_dir())
+    wrong, *rest = path.relative_to(parent).parts
+    near = get_close_matches(wrong, [one.name for one in parent.iterdir()])
+    found = [folder for name in near if (folder := Path(parent, name, *rest)).is_dir()]
+    return f" Did you mean '{found[0]}'?" if found else ""
+
+
+def missing_folder(name: str) -> str:
+    """Returns why `name` is neither a folder nor a Hub id, with the nearest folder; "" if it may be either.
+
+    A name in a folder that exists here, such as runs/base, is no Hub id.
+    """
+    path = Path(name)
+    is_path = path.is_absolute() or name.startswith(".") or name.count("/") > 1
+    if path.is_dir() or not (is_path or ("/" in name and path.parent.is_dir())):
+        return ""
+    return f"no such folder.{nearest_folder(path)}"
 
 
 class FolderInUse(UserError):

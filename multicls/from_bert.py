@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multicls.errors import UserError, first_line
-from multicls.files import read_json, sha256_of
+from multicls.files import missing_folder, read_json, sha256_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -153,6 +153,8 @@ def load_config(checkpoint: str, local_files_only: bool = False) -> Any:
     """
     from transformers import AutoConfig
 
+    if missing := missing_folder(checkpoint):
+        raise UserError(f"model {checkpoint}: {missing}")
     with _load_problems(checkpoint):
         base = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False, local_files_only=local_files_only)
     works = "BERT (MiniLM is one), RoBERTa, and ELECTRA whose embedding_size is its hidden_size"

@@ -9,14 +9,13 @@ import copy
 import hashlib
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multicls.cards import CARD
 from multicls.errors import UserError, first_line
-from multicls.files import read_json, sha256_of
+from multicls.files import missing_folder, nearest_folder, read_json, sha256_of
 from multicls.from_bert import quiet_transformers
 from multicls.sample import sample_model
 
@@ -90,8 +89,8 @@ def find_folder(name: str) -> Path:
     """
     folder = sample_model() if name == "sample" and not Path(name).exists() else Path(name)
     if not folder.is_dir():
-        if folder.is_absolute() or name.startswith(".") or name.count("/") > 1:
-            raise UserError(f"--model {name}: no such folder.{_nearest_folder(folder)}")
+        if missing := missing_folder(name):
+            raise UserError(f"--model {name}: {missing}")
         folder = _from_hub(name)
     if not (folder / "config.json").exists():
         inside = folder / "hf"
@@ -115,15 +114,6 @@ def fingerprint_of(folder: Path, trust_remote_code: bool = False) -> str:
     options = {name: given.get(name, default) for name, default in HASHED_OPTIONS.items()}
     digests += [f"{name}:{value}" for name, value in options.items() if value != HASHED_OPTIONS[name]]
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()[:16]
-
-
-def _nearest_folder(path: Path) -> str:
-    """Returns `" Did you mean 'x'?"` with the folder that differs from `path` by a misspelt part, "" if none does."""
-    parent = next(parent for parent in path.parents if parent.is_dir())
-    wrong, *rest = path.relative_to(parent).parts
-    near = get_close_matches(wrong, [one.name for one in parent.iterdir()])
-    found = [folder for name in near if (folder := Path(parent, name, *rest)).is_dir()]
-    return f" Did you mean '{found[0]}'?" if found else ""
 
 
 def _weights(folder: Path) -> list[Path]:
@@ -229,7 +219,7 @@ def _from_hub(name: str) -> Path:
             folder = Path(snapshot_download(name, allow_patterns=[*TEXT_FILES, WEIGHTS[1]]))
     except Exception as error:  # huggingface_hub, its HTTP client and the sockets below raise kinds of their own
         text = f"--model {name}: no such folder, and the hub did not give it: {first_line(error).rstrip('.')}."
-        raise UserError(text + _nearest_folder(Path(name))) from None
+        raise UserError(text + nearest_folder(Path(name))) from None
     return folder
 
 

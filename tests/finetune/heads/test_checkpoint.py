@@ -10,6 +10,7 @@ import pytest
 
 from finetune.heads.checkpoint import find_checkpoint, fingerprint_of, load_encoder, load_tokenizer
 from multicls.errors import UserError
+from multicls.from_bert import load_config
 
 
 def changed(folder: Path, target: Path, **config: object) -> Path:
@@ -100,9 +101,11 @@ def test_a_hub_id_without_network() -> None:
 def test_a_misspelt_folder(tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(tiny_bert, tmp_path / "demo" / "hf")
     monkeypatch.chdir(tmp_path)
-    for name in ("demo/hff", "dmeo/hf"):
-        with pytest.raises(UserError, match=r"no such folder, and the hub .* Did you mean 'demo/hf'\?$"):
-            find_checkpoint(name)
+    with pytest.raises(UserError, match=r"no such folder, and the hub .* Did you mean 'demo/hf'\?$"):
+        find_checkpoint("dmeo/hf")
+    for find in (find_checkpoint, load_config):  # demo/ is here, so demo/hff is no Hub id
+        with pytest.raises(UserError, match=r"model demo/hff: no such folder\. Did you mean 'demo/hf'\?$"):
+            find("demo/hff")
     with pytest.raises(
         UserError, match=rf"^--model {tmp_path}/demo/f: no such folder. Did you mean '{tmp_path}/demo/hf'"
     ):
