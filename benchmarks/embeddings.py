@@ -68,7 +68,7 @@ class EmbeddingOptions(Settings):
     models: list[str] = Field(default=["runs/sample/hf"], description="exported Multi-CLS models")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str]) -> None:
     """Measures and writes the results."""
     args = CommandLine("benchmarks/run.py embeddings", __doc__, EmbeddingOptions).parse(argv)
     rows = read_task(find_task("stsb"), args.data_dir).dev

@@ -75,7 +75,7 @@ class InferenceOptions(Settings):
     hidden: int = Field(default=768, description="hidden size of the encoder")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str]) -> None:
     """Measures and writes the results."""
     args = CommandLine("benchmarks/run.py finetune_inference", __doc__, InferenceOptions).parse(argv)
     memory: dict[str, float] = {}
