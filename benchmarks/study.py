@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,7 +37,7 @@ from benchmarks.compare import machine
 from benchmarks.study_plan import ARMS, BASE, MEASURED_ARMS, SPECIAL, Measured, Plan, Pretraining
 from finetune.store.results import Record, Store
 from multicls.command_line import CommandLine
-from multicls.console import LINE_EVERY, Progress, print_line
+from multicls.console import Progress, print_line
 from multicls.corpus import Corpus
 from multicls.errors import UserError, run_command
 from multicls.files import REPOSITORY, append_jsonl, atomic_write, locked, read_json, read_jsonl, write_json
@@ -45,6 +46,7 @@ from multicls.words import duration
 from pretrain.run_folder import DONE
 
 HELD_OUT = 0.02  # share of the documents that pretraining validates on
+CORES = len(os.sched_getaffinity(0))
 MOST_JOBS = 6  # processes side by side: one for each arm
 PROBE_STEPS = {"cpu": 5, "cuda": 60}  # of a pretraining that is only timed
 PROBE_FINETUNING = 40  # steps likewise
@@ -62,9 +64,7 @@ class StudyOptions(Settings):
     size: Literal["smoke"] | None = Field(default=None, description="a fixed small study instead of a --budget")
     device: Literal["cpu", "cuda"] | None = Field(default=None, description="default: the GPU, if there is one")
     piece: str = Field(default="8m", title="TIME", description="longest time of one call")
-    base: str | None = Field(
-        default=None, title="MODEL", description="any BERT instead of the packed one: folder or id"
-    )
+    base: str | None = Field(default=None, title="MODEL", description="any BERT instead of the packed one")
     output_dir: Path = Field(default=Path("runs/study"), description="folder of the study")
     keep_weights: bool = Field(default=False, description="keep inputs and models at the end")
 
@@ -82,7 +82,7 @@ class Call:
     def __init__(self, folder: Path, piece: float, device: str, jobs: int) -> None:
         self.folder = folder
         self.deadline = time.monotonic() + piece - min(SAVING, piece / 10)
-        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, _cores() // jobs))
+        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, CORES // jobs))
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
         self.watch: Callable[[], object] = lambda: None
         self.environment = os.environ | {"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"} | hidden
@@ -97,21 +97,17 @@ class Call:
             UserError: A command failed.
         """
         waiting, running = dict(commands), dict[str, subprocess.Popen[bytes]]()
-        watched = time.monotonic()
         try:
             while (waiting or running) and time.monotonic() < self.deadline:
                 for name in list(waiting)[: jobs - len(running)]:
                     running[name] = self._start(name, waiting.pop(name))
-                time.sleep(0.05)
-                if time.monotonic() - watched >= LINE_EVERY:
-                    self.watch()
-                    watched = time.monotonic()
+                time.sleep(0.2)
+                self.watch()
                 for name in [name for name, process in running.items() if process.poll() is not None]:
                     if code := running.pop(name).returncode:
-                        log = self._log(name)
-                        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-                        raise UserError(f"{name} ended with code {code}: {' '.join(lines[-1:])} (log: {log}). "
-                                        "Put it right; the same command goes on.")  # fmt: skip
+                        lines = self._log(name).read_text(encoding="utf-8", errors="replace").splitlines()
+                        raise UserError(f"{name} ended with code {code}: {' '.join(lines[-1:])} (log: "
+                                        f"{self._log(name)}). Put it right; the same command goes on.")  # fmt: skip
         finally:
             for process in running.values():
                 process.terminate()
@@ -132,24 +128,19 @@ class Call:
 
 def _end_with_parent() -> None:
     """Asks Linux to send this new process SIGTERM when the study's process ends, even if that was killed."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    if argv[:1] == ["pack"]:
-        from benchmarks import study_inputs
-
-        return study_inputs.main(argv[1:])
-    if argv[:1] == ["page"]:
-        from benchmarks import study_page
-
-        return study_page.main(argv[1:])
+    if argv[:1] in (["pack"], ["page"]):
+        module = import_module("benchmarks.study_inputs" if argv[0] == "pack" else "benchmarks.study_page")
+        module.main(argv[1:])
+        return 0
     options = CommandLine("benchmarks/study.py", __doc__, StudyOptions).parse(argv)
     folder, piece = options.output_dir, seconds_of("--piece", options.piece)
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with locked(folder):
         began = time.monotonic()
         plan = find_plan(options) or make_plan(options, piece)
@@ -176,10 +167,8 @@ def find_plan(options: StudyOptions) -> Plan | None:
     plan = Plan.model_validate(read_json(path))
     for name, value in {"budget": budget, "size": options.size, "device": options.device}.items():
         if value is not None and value != (was := getattr(plan, name)):
-            raise UserError(
-                f"--{name} {getattr(options, name)}: {path} was made for {name} {was}, and a plan is kept to its end. "
-                "Leave the flag out to go on, or give another --output_dir."
-            )
+            raise UserError(f"--{name} {getattr(options, name)}: {path} was made for {name} {was}, and a plan is kept "
+                            "to its end. Leave the flag out to go on, or give another --output_dir.")  # fmt: skip
     return plan
 
 
@@ -191,7 +180,7 @@ def make_plan(options: StudyOptions, piece: float) -> Plan:
     began, folder = time.monotonic(), options.output_dir
     inputs = unpack(options.inputs, folder / "inputs")
     device, hardware = find_device(options.device)
-    jobs = max(1, min(MOST_JOBS, _cores() // (2 if device == "cuda" else 1)))
+    jobs = max(1, min(MOST_JOBS, CORES // (2 if device == "cuda" else 1)))
     pretraining, evaluation = study_plan.SMOKE
     plan = Plan(
         size=options.size, budget=None, device=device, hardware=hardware, jobs=jobs,
@@ -287,15 +276,11 @@ def pretrain_command(folder: Path, plan: Plan, train: Pretraining, arm: str, run
     }  # fmt: skip
     _write_yaml(folder / "pretraining.yaml", recipe)
     recipes = ["base", str(folder / "pretraining.yaml"), *filter(None, [ARMS[arm].recipe])]
-    words = [
-        "pretrain/run.py",
-        "--config",
-        "ds_configs/zero0.json",
-        *(w for name in recipes for w in ("--recipe", name)),
-    ]
+    flags = [word for name in recipes for word in ("--recipe", name)]
     examples = str(train.sequences // ARMS[arm].parts)
-    words += ["--global_batch_size", examples, "--set", f"train.negatives_group={examples}"]
-    return [*words, "--seed", str(seed), "--output_dir", str(run)]
+    flags += ["--global_batch_size", examples, "--set", f"train.negatives_group={examples}"]
+    return ["pretrain/run.py", "--config", "ds_configs/zero0.json", *flags, "--seed", str(seed),
+            "--output_dir", str(run)]  # fmt: skip
 
 
 def grid_command(plan: Plan, path: Path, recipe: Mapping[str, Any], results: Path) -> list[str]:
@@ -416,21 +401,13 @@ def _is_done(folder: Path, stage: str) -> bool:
 
 
 def _mark_done(folder: Path, stage: str) -> None:
-    with atomic_write(folder / "done" / stage):
-        pass
+    (folder / "done").mkdir(exist_ok=True)
+    (folder / "done" / stage).touch()
 
 
 def _write_yaml(path: Path, content: Mapping[str, Any]) -> None:
     with atomic_write(path) as file:
         yaml.safe_dump(content, file, sort_keys=False)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

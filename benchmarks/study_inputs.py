@@ -40,8 +40,8 @@ class PackOptions(Settings):
     text_mb: float = Field(default=70.0, gt=0, description="most megabytes of text to take")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Packs the inputs of a study; returns the exit code."""
+def main(argv: Sequence[str]) -> None:
+    """Packs the inputs of a study."""
     options = CommandLine("benchmarks/study.py pack", __doc__, PackOptions).parse(argv)
     with TemporaryDirectory() as place:
         work, inputs = Path(place) / "work", Path(place) / "inputs"
@@ -54,7 +54,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_json(inputs / "inputs.json", {"base": name, "tokens": tokens})
         size = write_archive(inputs, options.output, options.text_mb)
     print(f"{options.output}: {size / 1e6:.1f} MB, with {tokens / 1e6:.1f} M tokens of text")
-    return 0
 
 
 def pack_model(base: str, target: Path) -> None:
