@@ -7,6 +7,7 @@ disturbs least, and the median over rounds.
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import re
@@ -66,36 +67,25 @@ def verdict(found: Ratio, bar: Bar | None) -> str:
     """Returns INCONCLUSIVE if the two estimates differ by more than `AGREEMENT`, "met" if both keep the bar."""
     if abs(found[0] - found[1]) > AGREEMENT:
         return INCONCLUSIVE
-    return _judged(bar, *found)
-
-
-def _judged(bar: Bar | None, *values: float) -> str:
-    return STATED if bar is None else MET if bar.met(*values) else NOT_MET
+    return STATED if bar is None else MET if bar.met(*found) else NOT_MET
 
 
 def take_turns(
-    cases: Mapping[str, Case],
-    *,
-    rounds: int,
-    warmup: int = 1,
-    seconds: float | None = None,
-    wait: Case = lambda: None,
+    cases: Mapping[str, Case], *, rounds: int, warmup: int = 1, seconds: float = math.inf, wait: Case = lambda: None
 ) -> dict[str, Samples]:
     """Calls each case once a round and returns its times.
 
     Args:
-        cases: Functions by name.
         rounds: Number of rounds that count.
         warmup: Number of rounds before them that do not.
         seconds: Ends after the round in which this time is over, warm-up left out, but not before the third round.
         wait: Called before each reading of the clock: waits for the device, or for the other ranks.
     """
-    names, samples = list(cases), {name: Samples() for name in cases}
-    started = 0.0
+    names, samples, started = list(cases), {name: Samples() for name in cases}, 0.0
     for number in range(-warmup, rounds):
         if number == 0:
             started = time.perf_counter()
-        if seconds is not None and number >= 3 and time.perf_counter() - started > seconds:
+        if number >= 3 and time.perf_counter() - started > seconds:
             break
         shift = number % len(names)
         for name in names[shift:] + names[:shift]:
@@ -103,10 +93,9 @@ def take_turns(
             cpu, wall = cpu_seconds(), time.perf_counter()
             cases[name]()
             wait()
-            wall, cpu = time.perf_counter() - wall, cpu_seconds() - cpu
             if number >= 0:
-                samples[name].wall.append(wall)
-                samples[name].cpu.append(cpu)
+                samples[name].wall.append(time.perf_counter() - wall)
+                samples[name].cpu.append(cpu_seconds() - cpu)
     return samples
 
 
@@ -117,12 +106,11 @@ def cpu_seconds() -> float:
 
 
 class Report:
-    """The results of one benchmark.
+    """The results of one benchmark; they go to `runs/benchmarks/{name}.json` and `.md`.
 
     Args:
-        name: Name of the benchmark, or NAME.PART; the results go to `runs/benchmarks/{name}.json` and `.md`.
+        name: Name of the benchmark, or NAME.PART.
         title: What is measured, in one line.
-        argv: Arguments of the benchmark.
         device: Name of the GPU, or "cpu".
     """
 
@@ -137,7 +125,7 @@ class Report:
         """Adds cases and their ratios to `baseline`; those without a bar are stated only."""
         rows = []
         for name, one in samples.items():
-            row: dict[str, Any] = {"case": name, "wall": one.wall, "cpu": one.cpu}
+            row: dict[str, Any] = {"case": name, **vars(one)}
             if name != baseline:
                 found, bar = ratio(one.wall, samples[baseline].wall), (bars or {}).get(name)
                 row |= {"ratio_of_minima": found[0], "median_ratio": found[1]}
@@ -147,8 +135,8 @@ class Report:
 
     def figure(self, what: str, value: float, bar: Bar | None = None) -> None:
         """Adds a count or another figure that has no spread."""
-        self._add({"kind": "figure", "what": what, "value": value, "bar": str(bar or "-"),
-                   "verdict": _judged(bar, value)})  # fmt: skip
+        judged = verdict((value, value), bar)
+        self._add({"kind": "figure", "what": what, "value": value, "bar": str(bar or "-"), "verdict": judged})
 
     def table(self, what: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Adds a table."""

@@ -71,12 +71,8 @@ def step_seconds(gpus: int, flops: float, cluster: Cluster) -> dict[str, float]:
 
     compute = flops / (MFU * peak). all-reduce = (1 - overlap) * 2 (N - 1) / N * bytes / bandwidth, a ring's (Patarasuk
     and Yuan 2009); ZeRO-2's reduce-scatter and all-gather move as much. Latency is left out. loader: what its time
-    exceeds the two by, since it works ahead. checkpoint = its seconds / steps between two.
-
-    Args:
-        gpus: N.
-        flops: Operations of a GPU's step.
-        cluster: The other inputs.
+    exceeds the two by, since it works ahead. checkpoint = its seconds / steps between two. N = `gpus`; `flops` are the
+    operations of a GPU's step.
     """
     compute = flops / (cluster.mfu * cluster.peak)
     moved = 2 * (gpus - 1) / gpus * cluster.parameters * cluster.bytes_per_parameter

@@ -10,6 +10,7 @@ the same sentences; and how long a model of 64 workers takes for 25 GB, from the
 from __future__ import annotations
 
 import heapq
+import math
 import random
 import resource
 import tempfile
@@ -113,8 +114,8 @@ def timed(name: str, inputs: list[str], tokenizer: str) -> dict[str, Any]:
         system(inputs, tokenizer, output, **settings)  # type: ignore[operator]
         seconds, own, tokens = time.monotonic() - start, time.process_time() - before, tokens_in(output)
     workers = resource.getrusage(resource.RUSAGE_CHILDREN)
-    share = own / (workers.ru_utime + workers.ru_stime or 1)
-    return {"system": name, "seconds": seconds, "tokens": tokens, "share": share}
+    spent = workers.ru_utime + workers.ru_stime
+    return {"system": name, "seconds": seconds, "tokens": tokens, "share": own / spent if spent else math.nan}
 
 
 def measure(report: Report, inputs: list[str], tokenizer: str, repeats: int) -> None:
@@ -178,9 +179,7 @@ def where_the_time_goes(report: Report, inputs: list[str], tokenizer_json: str) 
 def simulate(report: Report, per_byte: list[float]) -> None:
     """Adds how a model of many workers fares: units of 25 GB with the speeds measured here, first come, first served.
 
-    Args:
-        report: Takes the figures.
-        per_byte: CPU seconds a byte of each unit that was timed.
+    `per_byte` are the CPU seconds a byte of each unit that was timed.
     """
     rng = random.Random(0)
     units = round(TARGET_BYTES / LARGEST_UNIT)

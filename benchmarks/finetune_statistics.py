@@ -44,27 +44,16 @@ HARD = ((2, 3, 8.0, 0.0), (4, 3, 8.0, 0.0), (4, 3, 0.5, 16.0), (4, 2, 0.5, 16.0)
 
 @dataclass(frozen=True)
 class World:
-    """How the scores of two systems come about; variances in multiples of the seed variance.
+    """How the scores of two systems come about; variances in multiples of the seed variance."""
 
-    Attributes:
-        paired: True for two heads on the same pretrainings.
-        pretrainings: Number of pretrainings of each system.
-        draws: Number of draws of train rows.
-        pretraining: Variance between pretrainings.
-        system_by_draw: Variance of what a draw does to one system only.
-        draw: Variance between draws.
-        seeds: Number of fine-tuning seeds of each cell.
-        seed_sd: Standard deviation over seeds, in points.
-    """
-
-    paired: bool
-    pretrainings: int
-    draws: int
-    pretraining: float
-    system_by_draw: float
-    draw: float = 1.0
-    seeds: int = 4
-    seed_sd: float = 2.0
+    paired: bool  # two heads on the same pretrainings
+    pretrainings: int  # number of them, of each system
+    draws: int  # number of draws of train rows
+    pretraining: float  # variance between pretrainings
+    system_by_draw: float  # variance of what a draw does to one system only
+    draw: float = 1.0  # variance between draws
+    seeds: int = 4  # number of fine-tuning seeds of each cell
+    seed_sd: float = 2.0  # standard deviation over seeds, in points
 
 
 class Scores(NamedTuple):

@@ -25,17 +25,9 @@ from pydantic import Field
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks import workload
 from benchmarks.compare import Bar, Case, Report, Samples, take_turns
-from benchmarks.workload import (
-    BASE,
-    SMALL,
-    Workload,
-    grouped_steps,
-    hugging_face_step,
-    on_cpu,
-    plain_step,
-    trainer_step,
-)
+from benchmarks.workload import BASE, SMALL, Workload, hugging_face_step, plain_step, trainer_step
 from multicls.command_line import CommandLine
 from multicls.distributed import leave_deepspeed, prepare_deepspeed
 from multicls.files import REPOSITORY, read_json, write_json
@@ -45,7 +37,9 @@ from pretrain.training import weighted_sum
 
 READS = ("aten._local_scalar_dense.", "aten.nonzero.", "aten.is_nonzero.")
 OURS = tuple(f"{REPOSITORY / folder}{os.sep}" for folder in ("pretrain", "multicls"))
+Part = Literal["counts", "small", "base", "groups", "ranks", "options"]
 GROUP = 10  # examples that are each other's negatives
+CasesOfRank = Callable[[int, int], dict[str, Case]]  # of the number of ranks and the rank
 
 
 class CountOperators(TorchDispatchMode):
@@ -119,7 +113,7 @@ def matrix_flops(step: Case) -> int:
 
 def groups(report: Report, rounds: int) -> None:
     """Compares 8 groups of negatives in one forward pass with 8 accumulated micro-batches of one group."""
-    samples = take_turns(grouped_steps(SMALL), rounds=rounds)
+    samples = take_turns(workload.grouped_steps(SMALL), rounds=rounds)
     report.compare("Step of 80 examples, 4 x 256", samples, "8 accumulated",
                    {"8 groups in one forward": Bar("<=", 0.9)})  # fmt: skip
 
@@ -156,26 +150,17 @@ def zero_and_ddp(world_size: int, rank: int) -> dict[str, Case]:
     return {"DDP, plain PyTorch": ddp, "ours, ZeRO-2": trainer_step(trainer, batches)}
 
 
-def on_ranks(
-    count: int, make: Callable[[int, int], dict[str, Case]], rounds: int, *, threads: int
-) -> dict[str, Samples]:
-    """Starts `count` processes whose cases take turns together, and returns the times.
+def on_ranks(count: int, make: CasesOfRank, rounds: int, *, threads: int) -> dict[str, Samples]:
+    """Returns the times of cases that take turns on `count` processes together, each with so many threads.
 
-    Args:
-        count: Number of ranks.
-        make: Returns the cases of a rank, given number of ranks and rank.
-        rounds: As in `take_turns`.
-        threads: Threads of each rank.
-
-    Returns:
-        Wall seconds of rank 0, which waits for the others, and CPU seconds of all ranks together.
+    Wall seconds are those of rank 0, which waits for the others, CPU seconds those of all ranks together.
     """
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_rank, (count, make, rounds, threads, folder), nprocs=count)
         return {name: Samples(**one) for name, one in read_json(Path(folder) / "samples.json").items()}
 
 
-def _rank(rank: int, count: int, make: Any, rounds: int, threads: int, folder: str) -> None:
+def _rank(rank: int, count: int, make: CasesOfRank, rounds: int, threads: int, folder: str) -> None:
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "OMP_NUM_THREADS": threads}
     os.environ |= {name: str(number) for name, number in numbers.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "DS_ACCELERATOR": "cpu"}  # a file is where they meet
@@ -197,9 +182,7 @@ class StepOptions(Settings):
     """Options of the benchmark."""
 
     device: Literal["cpu", "cuda"] = Field(default="cpu", description="device")
-    only: list[Literal["counts", "small", "base", "groups", "ranks", "options"]] = Field(
-        default=[], description="parts of the CPU pass; default: all"
-    )
+    only: list[Part] = Field(default=[], description="parts of the CPU pass; default: all")
     rounds: int = Field(default=10, description="rounds of each comparison; half of them for BERT-base")
     threads: int = Field(default=1, description="threads of torch, on CPU; of each rank where there are two")
     seconds: float = Field(default=4.0, description="seconds of each comparison on the GPU")
@@ -211,11 +194,12 @@ def main(argv: Sequence[str]) -> None:
     if args.device == "cuda":
         from benchmarks import step_gpu
 
-        return step_gpu.measure(argv, args.seconds)
-    on_cpu()
+        step_gpu.measure(argv, args.seconds)
+        return
+    workload.on_cpu()
     torch.set_num_threads(args.threads)
     report = Report(".".join(["step", *filter(None, ["_".join(args.only)])]), "A training step on CPU", argv)
-    parts: dict[str, Case] = {
+    parts: dict[Part, Case] = {
         "counts": lambda: count(report),
         "small": lambda: against_hugging_face(report, "4 layers x 256", SMALL, 0.38, args.rounds),
         "base": lambda: against_hugging_face(report, "BERT-base", BASE, 0.85, max(3, args.rounds // 2)),
@@ -226,4 +210,3 @@ def main(argv: Sequence[str]) -> None:
     for name in args.only or parts:
         parts[name]()
     report.write()
-    return None

@@ -70,15 +70,15 @@ def pack_model(base: str, target: Path) -> None:
     folder = find_folder(base)
     if not (folder / "model.safetensors").exists():
         raise UserError(f"--base {base}: {folder} has no model.safetensors; save the model again with transformers.")
-    weights = {name: weight.half() if weight.is_floating_point() else weight
-               for name, weight in load_file(folder / "model.safetensors").items()}  # fmt: skip
+    loaded = load_file(folder / "model.safetensors")
+    weights = {name: weight.half() if weight.is_floating_point() else weight for name, weight in loaded.items()}
     if broken := [name for name, weight in weights.items() if not torch.isfinite(weight.float()).all()]:
         raise UserError(f"--base {base}: weights too large for 16 bits ({broken[0]}); give another model.")
     target.mkdir(parents=True)
     save_file(weights, target / "model.safetensors", {"format": "pt"})
-    for name in ("config.json", *TOKENIZER_FILES):
-        if (folder / name).exists():
-            shutil.copyfile(folder / name, target / name)
+    for path in (folder / name for name in ("config.json", *TOKENIZER_FILES)):
+        if path.exists():
+            shutil.copyfile(path, target / path.name)
 
 
 def pack_tasks(data_dir: Path, target: Path) -> None:
@@ -88,32 +88,22 @@ def pack_tasks(data_dir: Path, target: Path) -> None:
         UserError: Files are missing.
     """
     problems = []
-    for task in map(find_task, TASKS):
-        for stem in (task.train, *dict(task.dev)):
-            places = [data_dir / task.benchmark / task.folder, data_dir / task.folder]
-            found = [
-                path
-                for place in places
-                for suffix in (".tsv", ".jsonl")
-                if (path := place / f"{stem}{suffix}").exists()
-            ]
-            if not found:
-                problems.append(f"--data_dir {data_dir}: {task.folder}/{stem} of task {task.name} is missing.")
-                continue
-            copy = target / task.benchmark / task.folder / found[0].name
+    stems = [(task, stem) for task in map(find_task, TASKS) for stem in (task.train, *dict(task.dev))]
+    for task, stem in stems:
+        places = [data_dir / task.benchmark / task.folder, data_dir / task.folder]
+        names = [place / f"{stem}{suffix}" for place in places for suffix in (".tsv", ".jsonl")]
+        if found := next(filter(Path.exists, names), None):
+            copy = target / task.benchmark / task.folder / found.name
             copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(found[0], copy)
+            shutil.copyfile(found, copy)
+        else:
+            problems.append(f"--data_dir {data_dir}: {task.folder}/{stem} of task {task.name} is missing.")
     if problems:
         raise UserError(*problems)
 
 
 def take_text(sources: Sequence[str], most: float, target: Path) -> None:
-    """Copies text files to `target`/NAME, the same share of each source, spread over its files by name.
-
-    Args:
-        sources: Folders as NAME=DIR.
-        most: Bytes of all.
-        target: New folder.
+    """Copies text files of NAME=DIR to `target`/NAME: `most` bytes, the same share of each source's files by name.
 
     Raises:
         UserError: A source is no folder with files.
@@ -138,15 +128,8 @@ def pack_corpus(work: Path, inputs: Path) -> int:
     The counts are a third of the packed corpus and follow from the tokens: `unpack` puts them back.
     """
     texts = [f"{path.name}={path}" for path in sorted((work / "text").iterdir())]
-    command = [
-        sys.executable,
-        str(REPOSITORY / "data_prep/run.py"),
-        "--output",
-        str(work / "corpus"),
-        "--input",
-        *texts,
-    ]
-    if code := subprocess.run([*command, "--tokenizer", str(inputs / "model")], check=False).returncode:
+    command = [sys.executable, REPOSITORY / "data_prep/run.py", "--output", work / "corpus", "--input", *texts]
+    if code := subprocess.run([*command, "--tokenizer", inputs / "model"], check=False).returncode:
         raise UserError(f"data_prep/run.py ended with code {code}; its lines above say why.")
     corpus = Corpus.open(work / "corpus")
     (inputs / "corpus").mkdir()
@@ -179,30 +162,27 @@ def write_archive(folder: Path, output: Path, text_mb: float) -> int:
                     archive.addfile(info, content)
         size = int(file.tell())
         if size > MOST_BYTES:
-            raise UserError(f"--text_mb {text_mb:g}: gives {size / 1e6:.1f} MB, more than {MOST_BYTES / 1e6:.0f}. Give "
-                            "less of it, or a smaller --base.")  # fmt: skip
+            raise UserError(f"--text_mb {text_mb:g}: gives {size / 1e6:.1f} MB, more than {MOST_BYTES / 1e6:.0f}. "
+                            "Give less of it, or a smaller --base.")  # fmt: skip
     return size
 
 
 def unpack(source: Path, target: Path) -> Path:
-    """Writes packed inputs, a file or a folder of its contents, to `target`; returns it. A finished copy is kept.
+    """Writes a file of packed inputs to the folder `target`; returns it. A finished copy is kept.
 
     Raises:
         UserError: There are none, or they are damaged.
     """
     if target.exists():
         return target
-    if not source.exists():
-        raise UserError(f"--inputs {source}: no such file or folder; `python benchmarks/study.py pack` writes one.")
+    if not source.is_file():
+        raise UserError(f"--inputs {source}: no such file; `python benchmarks/study.py pack` writes one.")
     with atomic_folder(target) as fresh:
-        if source.is_dir():
-            shutil.copytree(source, fresh, dirs_exist_ok=True)
-        else:
-            try:
-                with tarfile.open(source) as archive:
-                    archive.extractall(fresh, filter="data")
-            except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
-                raise UserError(f"--inputs {source}: not packed inputs, or damaged: {error}.") from None
+        try:
+            with tarfile.open(source) as archive:
+                archive.extractall(fresh, filter="data")
+        except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
+            raise UserError(f"--inputs {source}: not packed inputs, or damaged: {error}.") from None
         if not (fresh / "inputs.json").exists():
             raise UserError(f"--inputs {source}: no packed inputs (inputs.json is missing).")
         corpus = Corpus.open(fresh / "corpus")

@@ -41,16 +41,10 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Workload:
-    """A BERT with random weights and its training on the embedded sample corpus.
+    """A BERT with random weights and its training on the embedded sample corpus."""
 
-    Attributes:
-        shape: Hidden size and number of layers.
-        changes: Settings of pretrain/run.py by dotted name, on top of `SETTINGS`.
-        ranks: Number of ranks.
-    """
-
-    shape: tuple[int, int]
-    changes: dict[str, Any] = field(default_factory=dict)
+    shape: tuple[int, int]  # hidden size, layers
+    changes: dict[str, Any] = field(default_factory=dict)  # settings of pretrain/run.py, on top of `SETTINGS`
     ranks: int = 1
 
     def changed(self, **train: Any) -> Workload:
@@ -133,13 +127,9 @@ def grouped_steps(shape: tuple[int, int], **train: Any) -> dict[str, Case]:
 def plain_step(
     loss_of: Callable[[dict[str, Tensor]], Tensor], model: nn.Module, batches: Sequence[MicroBatch], clip: bool = False
 ) -> Case:
-    """Returns a function that makes the next step of a plain PyTorch loop with fused AdamW.
+    """Returns a function that makes the next step of a plain PyTorch loop with fused AdamW, over and over `batches`.
 
-    Args:
-        loss_of: Loss of a micro-batch's inputs.
-        model: The model.
-        batches: Micro-batches, used over and over.
-        clip: Clips the gradients to a norm of 1, as our engine does.
+    `loss_of` takes a micro-batch's inputs. `clip` clips the gradients to a norm of 1, as our engine does.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=2e-5, weight_decay=0.02, fused=True)
