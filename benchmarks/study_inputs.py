@@ -14,9 +14,11 @@ from typing import Any
 
 import numpy as np
 from pydantic import Field
+from safetensors.torch import load_file, save_file
 
 from benchmarks.study_plan import TASKS
 from finetune.data.tasks import find_task
+from finetune.heads.checkpoint import find_folder
 from multicls.command_line import CommandLine
 from multicls.corpus import MANIFEST, Corpus, Shard, occurrences, write_shard
 from multicls.errors import UserError
@@ -62,18 +64,11 @@ def pack_model(base: str, target: Path) -> None:
     Raises:
         UserError: The model is not there, or has no weights in one safetensors file.
     """
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    from finetune.heads.checkpoint import find_folder
-
     folder = find_folder(base)
     if not (folder / "model.safetensors").exists():
         raise UserError(f"--base {base}: {folder} has no model.safetensors; save the model again with transformers.")
     loaded = load_file(folder / "model.safetensors")
     weights = {name: weight.half() if weight.is_floating_point() else weight for name, weight in loaded.items()}
-    if broken := [name for name, weight in weights.items() if not torch.isfinite(weight.float()).all()]:
-        raise UserError(f"--base {base}: weights too large for 16 bits ({broken[0]}); give another model.")
     target.mkdir(parents=True)
     save_file(weights, target / "model.safetensors", {"format": "pt"})
     for path in (folder / name for name in ("config.json", *TOKENIZER_FILES)):
@@ -88,16 +83,16 @@ def pack_tasks(data_dir: Path, target: Path) -> None:
         UserError: Files are missing.
     """
     problems = []
-    stems = [(task, stem) for task in map(find_task, TASKS) for stem in (task.train, *dict(task.dev))]
-    for task, stem in stems:
-        places = [data_dir / task.benchmark / task.folder, data_dir / task.folder]
-        names = [place / f"{stem}{suffix}" for place in places for suffix in (".tsv", ".jsonl")]
-        if found := next(filter(Path.exists, names), None):
-            copy = target / task.benchmark / task.folder / found.name
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(found, copy)
-        else:
-            problems.append(f"--data_dir {data_dir}: {task.folder}/{stem} of task {task.name} is missing.")
+    for task in map(find_task, TASKS):
+        copies = target / task.benchmark / task.folder
+        copies.mkdir(parents=True)
+        for stem in (task.train, *dict(task.dev)):
+            places = [data_dir / task.benchmark / task.folder, data_dir / task.folder]
+            names = [place / f"{stem}{suffix}" for place in places for suffix in (".tsv", ".jsonl")]
+            if found := next(filter(Path.exists, names), None):
+                shutil.copyfile(found, copies / found.name)
+            else:
+                problems.append(f"--data_dir {data_dir}: {task.folder}/{stem} of task {task.name} is missing.")
     if problems:
         raise UserError(*problems)
 

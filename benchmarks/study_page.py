@@ -72,21 +72,13 @@ CLAIMS = (
 
 @dataclass(frozen=True)
 class Tested:
-    """A claim with its test, at one train size, on one task or on the average over tasks.
-
-    Attributes:
-        claim: The claim.
-        size: Train rows.
-        task: Name of the task; "" for the average.
-        found: Difference A - B with its test.
-        corrected: p-value, corrected by Holm's method.
-    """
+    """A claim with its test, at one train size, on one task or on the average over tasks."""
 
     claim: Claim
-    size: str
-    task: str
-    found: Comparison
-    corrected: float = math.nan
+    size: str  # train rows
+    task: str  # "" for the average
+    found: Comparison  # A - B
+    corrected: float = math.nan  # p-value, by Holm's method
 
     @property
     def verdict(self) -> Literal["supported", "contradicted", "not seen"]:
@@ -98,7 +90,7 @@ class Tested:
     @property
     def interval(self) -> str:
         """The 95 % interval of the difference."""
-        return "-" if math.isnan(self.found.low) else f"{self.found.low:+.2f} to {self.found.high:+.2f}"
+        return tables.interval(self.found.low, self.found.high, "+")
 
     def __str__(self) -> str:
         """Returns the claim with its numbers, as a sentence."""
@@ -245,9 +237,8 @@ def curves_figure(folder: Path, plan: Plan) -> Figure:
                     points += [(record["step"] * a_step, record[key]) for record in read_jsonl(run / METRICS)
                                if record["split"] == "validation" and key in record]  # fmt: skip
             curve = pd.DataFrame(points, columns=["tokens", "value"]).groupby("tokens")["value"].mean()
-            style = {"color": COLORS[index], "linestyle": figures.LINES[index % 5], "linewidth": 1.2}
-            style |= {"marker": figures.MARKERS[index], "fillstyle": "none", "markersize": 5, "label": arm}
-            axis.plot(curve.index, curve, **style)
+            axis.plot(curve.index, curve, color=COLORS[index], linestyle=figures.LINES[index % 5], linewidth=1.2,
+                      marker=figures.MARKERS[index], fillstyle="none", markersize=5, label=arm)  # fmt: skip
         axis.set(xlabel="million tokens of text", title=title)
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
     return figure
