@@ -22,7 +22,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from functools import partial
 from importlib import import_module
 from itertools import cycle, islice
 from pathlib import Path
@@ -280,7 +279,7 @@ def work(call: Call, plan: Plan, keep_weights: bool = False) -> None:
         began, (before, planned) = time.monotonic(), progress(call.folder, plan)[stage]
         try:
             with closing(Progress(stage, planned, done=before, unit="runs", say=print_line)) as shown:
-                call.watch = partial(_show, shown, call.folder, plan)
+                call.watch = lambda bar=shown: bar.update(progress(call.folder, plan)[bar.what][0])  # type: ignore[misc]
                 finished = do(call, plan)
         finally:
             about = {"seconds": time.monotonic() - began, "runs": progress(call.folder, plan)[stage][0] - before}
@@ -290,10 +289,6 @@ def work(call: Call, plan: Plan, keep_weights: bool = False) -> None:
         _mark_done(call.folder, stage)
     if not keep_weights:
         tidy(call.folder)
-
-
-def _show(shown: Progress, folder: Path, plan: Plan) -> None:
-    shown.update(progress(folder, plan)[shown.what][0])
 
 
 def run_folders(folder: Path, plan: Plan) -> dict[tuple[str, int], Path]:

@@ -38,14 +38,12 @@ MEASURED_ARMS = ("k5", "mtl")  # with facets and without: the slower of the two 
 SPECIAL = 3  # tokens of a sequence beside text and facets: [CLS], and [SEP] after each of its two segments
 BASE_SYSTEMS = ("cls", "mean", "isobn")
 SYSTEMS: dict[str, dict[str, str]] = {  # name -> settings of finetune/run.py
-    "cls": {"head": "cls"},
-    "mean": {"head": "mean"},
-    "multicls": {"head": "multicls"},
-    "isobn": {"head": "isobn"},
+    **{name: {"head": name} for name in ("cls", "mean", "multicls", "isobn")},
     "isobn/multicls": {"head": "isobn", "pooling": "multicls"},
 }
 ENSEMBLE_SYSTEMS = {"cls": [BASE, "mlm"], "multicls": ["k5"]}  # systems -> models whose runs form ensembles
 TASKS = ("cola", "sst2", "mrpc", "stsb", "rte", "cb", "copa", "wic")
+FOUR_TASKS = ("cola", "sst2", "stsb", "copa")
 
 
 class Pretraining(Settings):
@@ -92,13 +90,12 @@ LADDER = (
     Evaluation(level="100 rows, one learning rate, one seed, two draws", train_sizes=(100,), learning_rates=(1e-4,),
                seeds=(1,), draws=(1, 2), ensemble_tasks=("sst2", "rte")),
     Evaluation(level="100 rows, one learning rate, one seed, two draws, four tasks", train_sizes=(100,),
-               tasks=("cola", "sst2", "stsb", "copa"), learning_rates=(1e-4,), seeds=(1,), draws=(1, 2),
-               ensemble_tasks=("sst2",)),
+               learning_rates=(1e-4,), seeds=(1,), draws=(1, 2), tasks=FOUR_TASKS, ensemble_tasks=("sst2",)),
 )  # fmt: skip
 SMOKE = (
     Pretraining(tokens=100_000, seeds=(1, 2), sequences=12, seq_length=64, eval_every=40, eval_examples=60),
-    Evaluation(level="smoke", tasks=("cola", "sst2", "stsb", "copa"), train_sizes=(100,), learning_rates=(1e-4,),
-               seeds=(1,), draws=(1, 2), epochs=4, ensemble_tasks=("sst2",)),
+    Evaluation(level="smoke", train_sizes=(100,), learning_rates=(1e-4,), seeds=(1,), draws=(1, 2), epochs=4,
+               tasks=FOUR_TASKS, ensemble_tasks=("sst2",)),
 )  # fmt: skip
 
 
