@@ -23,7 +23,6 @@ from pydantic import Field
 from benchmarks.compare import RESULTS, Case, Report, Samples, take_turns
 from benchmarks.step import on_ranks
 from benchmarks.workload import Workload, on_cpu, trainer_step
-from multicls.command_line import CommandLine
 from multicls.configuration_multicls import MultiClsBertConfig
 from multicls.settings import Settings
 from pretrain.flops import training_flops
@@ -56,7 +55,7 @@ class Cluster(Settings):
     save_every: float = Field(10_000, description="steps between checkpoints; default of run.save_every")
 
 
-class CostOptions(Cluster):
+class Options(Cluster):
     """Options of the benchmark."""
 
     quick: bool = Field(default=False, description="the first two points of each axis")
@@ -156,9 +155,8 @@ def draw(found: Mapping[str, Mapping[int, Samples]], path: Path) -> None:
     print(f"written: {path}")
 
 
-def main(argv: Sequence[str]) -> None:
+def main(args: Options, argv: Sequence[str]) -> None:
     """Measures, draws and computes."""
-    args = CommandLine("benchmarks/run.py cost", __doc__, CostOptions).parse(argv)
     on_cpu()
     torch.set_num_threads(1)
     report = Report("cost", "Cost of a step against its size, 2 layers x 128 on CPU", argv)

@@ -37,7 +37,6 @@ from data_prep.read import RawDocument, ReadOptions, read_piece
 from data_prep.settings import MIN_SENTENCES
 from data_prep.sources import find_files
 from data_prep.units import cut_units
-from multicls.command_line import CommandLine
 from multicls.corpus import Corpus
 from multicls.sample import sample_model
 from multicls.settings import Settings
@@ -193,7 +192,7 @@ def simulate(report: Report, per_byte: list[float]) -> None:
     report.figure(f"{what}: efficiency", sum(times) / (WORKERS * max(workers)))
 
 
-class DataPrepOptions(Settings):
+class Options(Settings):
     """Options of the benchmark."""
 
     inputs: list[str] = Field(min_length=1, title="NAME=PATH", description="the text to prepare")
@@ -201,9 +200,8 @@ class DataPrepOptions(Settings):
     repeats: int = Field(default=3, description="repeats of each measurement")
 
 
-def main(argv: Sequence[str]) -> None:
+def main(args: Options, argv: Sequence[str]) -> None:
     """Measures what the command line asks for."""
-    args = CommandLine("benchmarks/run.py data_prep", __doc__, DataPrepOptions, positional=("inputs",)).parse(argv)
     tokenizer = str(sample_model()) if args.tokenizer == "sample" else args.tokenizer
     report = Report("data_prep", "Data preparation against datasets.map", argv)
     measure(report, args.inputs, tokenizer, args.repeats)

@@ -24,7 +24,6 @@ import multicls  # noqa: F401 (registers the model)
 from benchmarks.compare import Report
 from finetune.data.reading import read_task
 from finetune.data.tasks import find_task
-from multicls.command_line import CommandLine
 from multicls.modeling_multicls import mcqt_scores
 from multicls.sample import sample_model
 from multicls.settings import Settings
@@ -61,16 +60,15 @@ def similarities(folder: str, pairs: tuple[list[str], list[str]]) -> dict[str, T
     return found
 
 
-class EmbeddingOptions(Settings):
+class Options(Settings):
     """Options of the benchmark."""
 
     data_dir: str = Field(description="the folder with STS-B in GLUE's layout")
     models: list[str] = Field(default=["runs/sample/hf"], description="exported Multi-CLS models")
 
 
-def main(argv: Sequence[str]) -> None:
+def main(args: Options, argv: Sequence[str]) -> None:
     """Measures and writes the results."""
-    args = CommandLine("benchmarks/run.py embeddings", __doc__, EmbeddingOptions).parse(argv)
     rows = read_task(find_task("stsb"), args.data_dir).dev
     pairs = ([row.texts[0] for row in rows], [row.texts[1] for row in rows])
     gold = np.array([row.label for row in rows])

@@ -21,7 +21,6 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from benchmarks.compare import Case, Report, take_turns
 from benchmarks.workload import bert_config
-from multicls.command_line import CommandLine
 from multicls.configuration_multicls import MultiClsBertConfig
 from multicls.modeling_multicls import MultiClsBertForSequenceClassification
 from multicls.settings import Settings
@@ -34,7 +33,7 @@ SYSTEMS = {  # facets of a model, models, seconds in the paper
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def make_system(name: str, args: InferenceOptions) -> Case:
+def make_system(name: str, args: Options) -> Case:
     """Returns a function that gives the probabilities (B, 2) of a batch of random tokens."""
     torch.manual_seed(0)
     facets, count, _ = SYSTEMS[name]
@@ -53,7 +52,7 @@ def make_system(name: str, args: InferenceOptions) -> Case:
     return predict
 
 
-def peak_memory(name: str, args: InferenceOptions) -> float:
+def peak_memory(name: str, args: Options) -> float:
     """Returns the GiB that a system takes at its peak; call it in a process of its own."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     make_system(name, args)()
@@ -62,7 +61,7 @@ def peak_memory(name: str, args: InferenceOptions) -> float:
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20
 
 
-class InferenceOptions(Settings):
+class Options(Settings):
     """Options of the benchmark."""
 
     rounds: int = Field(default=20, description="rounds of the comparison")
@@ -72,9 +71,8 @@ class InferenceOptions(Settings):
     hidden: int = Field(default=768, description="hidden size of the encoder")
 
 
-def main(argv: Sequence[str]) -> None:
+def main(args: Options, argv: Sequence[str]) -> None:
     """Measures and writes the results."""
-    args = CommandLine("benchmarks/run.py finetune_inference", __doc__, InferenceOptions).parse(argv)
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         memory = {name: pool.apply(peak_memory, (name, args)) for name in SYSTEMS}
     samples = take_turns({name: make_system(name, args) for name in SYSTEMS}, rounds=args.rounds)

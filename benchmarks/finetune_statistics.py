@@ -25,7 +25,6 @@ from pydantic import Field
 from benchmarks.compare import Bar, Report
 from finetune.stats.comparisons import difference_of_cells, least_sign_flip_p, sign_flip_p, sign_flip_units
 from finetune.stats.estimates import Array, StudentMean, mean_of_cells
-from multicls.command_line import CommandLine
 from multicls.errors import UserError
 from multicls.settings import Settings
 
@@ -177,7 +176,7 @@ def add_hard_worlds(report: Report, world: World, worlds: int) -> None:
     report.table("Beyond the bars: one source of noise far above the other", columns, rows)
 
 
-class StatisticsOptions(Settings):
+class Options(Settings):
     """Options of the benchmark."""
 
     worlds: int = Field(default=10_000, description="simulated data sets of each kind")
@@ -187,9 +186,8 @@ class StatisticsOptions(Settings):
     seed_sd: float = Field(default=2.0, description="standard deviation over seeds, in points")
 
 
-def main(argv: Sequence[str]) -> None:
+def main(args: Options, argv: Sequence[str]) -> None:
     """Simulates all worlds and writes the tables."""
-    args = CommandLine("benchmarks/run.py finetune_statistics", __doc__, StatisticsOptions).parse(argv)
     worlds = all_worlds(args.pretrainings, args.draws, args.seeds, args.seed_sd)
     measured = {world: measure(world, args.worlds) for world in worlds}
     report = Report("finetune_statistics", "Statistics of fine-tuning in simulated worlds", argv)

@@ -42,7 +42,6 @@ from finetune.run import run
 from finetune.settings import FinetuneSettings, resolve
 from finetune.store.results import Store
 from finetune.train.loop import find_device, row_batches
-from multicls.command_line import CommandLine
 from multicls.files import append_jsonl, read_json, read_jsonl, write_json
 from multicls.sample import sample_model
 from multicls.settings import Settings, load_settings
@@ -162,7 +161,7 @@ COMPARED = ("task", "seeds", "finetune/run.py", "Trainer", "difference / its sta
             "time, ours / theirs", "with set-up")  # fmt: skip
 
 
-class TrainerOptions(Settings):
+class Options(Settings):
     """Options of the benchmark."""
 
     data_dir: str = Field(description="the folder of GLUE in the official layout")
@@ -177,9 +176,8 @@ class TrainerOptions(Settings):
     check: bool = Field(default=False, description="one epoch without chance: equal but for rounding?")
 
 
-def main(argv: Sequence[str]) -> None:
+def main(args: Options, argv: Sequence[str]) -> None:
     """Runs what is not there yet, one side after the other, and prints the table."""
-    args = CommandLine("benchmarks/run.py finetune_trainer", __doc__, TrainerOptions).parse(argv)
     args = args.model_copy(update={"model": args.model or str(sample_model())})
     log = Path(args.output_dir) / "runs.jsonl"
     key = {name: getattr(args, name) for name in ("model", "epochs", "batch_size", "learning_rate", "rows")}

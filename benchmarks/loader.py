@@ -24,7 +24,6 @@ from pydantic import Field
 
 from benchmarks.compare import Report
 from data_prep.examples import ExampleStream, SpecialIds
-from multicls.command_line import CommandLine
 from multicls.corpus import FORMAT, FORMAT_VERSION, Corpus, ShardRow, occurrences, write_manifest, write_shard
 from multicls.settings import Settings
 from pretrain.batches import RankSampler, load_steps
@@ -36,7 +35,7 @@ SPECIAL = SpecialIds(cls=101, sep=102, pad=0, mask=103, facets=(1, 2, 3, 4, 5))
 LOADERS = {"in the training process": 0, "1 loader process": 1, "2 loader processes": 2}
 
 
-class LoaderOptions(Settings):
+class Options(Settings):
     """Options of the benchmark."""
 
     corpus: str = Field(description="a folder of data_prep/run.py")
@@ -125,9 +124,8 @@ def invent(folder: Path, documents: int) -> None:
     write_manifest(folder, manifest | counts)
 
 
-def main(argv: Sequence[str]) -> None:
+def main(args: Options, argv: Sequence[str]) -> None:
     """Measures and writes the results."""
-    args = CommandLine("benchmarks/run.py loader", __doc__, LoaderOptions, positional=("corpus",)).parse(argv)
     torch.set_num_threads(1)
     stream = ExampleStream(Corpus.open(args.corpus), SPECIAL, seq_length=LENGTH, seed=0)
     report = Report("loader", "The loader of three-part batches", argv)

@@ -20,7 +20,6 @@ from benchmarks.compare import RESULTS
 from benchmarks.data_prep import documents
 from data_prep.clean import RULES, SAMPLE_LENGTH, Drops, clean
 from data_prep.read import RawDocument
-from multicls.command_line import CommandLine
 from multicls.files import atomic_write
 from multicls.settings import Settings
 
@@ -28,7 +27,7 @@ CONTEXT = 160  # characters on each side of a boundary
 LONGEST = 2 * SAMPLE_LENGTH  # characters of a dropped paragraph that are shown
 
 
-class ReadingOptions(Settings):
+class Options(Settings):
     """Options of the benchmark."""
 
     genre: str = Field(description="the name of the file that is written")
@@ -55,7 +54,7 @@ class AllDrops(Drops):
             self.texts.append(f"{reason} ({raw.id}): {' '.join(shown.split())}")
 
 
-def boundaries(args: ReadingOptions, drops: AllDrops) -> Iterator[str]:
+def boundaries(args: Options, drops: AllDrops) -> Iterator[str]:
     """Yields each boundary within a line of the text, the sentences before and after it; adds what is dropped."""
     for raw in documents(args.input, args.documents):
         for line in clean(raw, frozenset(RULES), args.language, drops):
@@ -65,9 +64,8 @@ def boundaries(args: ReadingOptions, drops: AllDrops) -> Iterator[str]:
                 yield f"{before[-CONTEXT:]} ¦ {after[:CONTEXT]}"
 
 
-def main(argv: Sequence[str]) -> None:
+def main(args: Options, _: Sequence[str]) -> None:
     """Writes the file to read."""
-    args = CommandLine("benchmarks/run.py reading", __doc__, ReadingOptions).parse(argv)
     drops = AllDrops()
 
     def place(entry: str) -> int:

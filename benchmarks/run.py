@@ -14,11 +14,13 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks.compare import PAGE, page
+from multicls.command_line import CommandLine
 from multicls.errors import UserError, did_you_mean, run_command
 from multicls.files import atomic_write
 
 NAMES = ("step", "cost", "loader", "data_prep", "reading", "finetune_trainer", "finetune_inference",
          "finetune_statistics", "embeddings")  # fmt: skip
+POSITIONAL = {"loader": ["corpus"], "data_prep": ["inputs"]}  # options that are given by their place
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             file.write(text)
         print(f"written: {PAGE}")
     elif name in NAMES:
-        importlib.import_module(f"benchmarks.{name}").main(options)
+        module = importlib.import_module(f"benchmarks.{name}")
+        line = CommandLine(
+            f"benchmarks/run.py {name}", module.__doc__, module.Options, positional=POSITIONAL.get(name, ())
+        )
+        module.main(line.parse(options), options)
     else:
         raise UserError(f"no benchmark is called {name}.{did_you_mean(name, [*NAMES, 'page'])}")
     return 0

@@ -28,7 +28,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import workload
 from benchmarks.compare import Bar, Case, Report, Samples, take_turns
 from benchmarks.workload import BASE, SMALL, Workload, hugging_face_step, plain_step, trainer_step
-from multicls.command_line import CommandLine
 from multicls.distributed import leave_deepspeed, prepare_deepspeed
 from multicls.files import REPOSITORY, read_json, write_json
 from multicls.settings import Settings
@@ -178,7 +177,7 @@ def _rank(rank: int, count: int, make: CasesOfRank, rounds: int, threads: int, f
     leave_deepspeed()
 
 
-class StepOptions(Settings):
+class Options(Settings):
     """Options of the benchmark."""
 
     device: Literal["cpu", "cuda"] = Field(default="cpu", description="device")
@@ -188,9 +187,8 @@ class StepOptions(Settings):
     seconds: float = Field(default=4.0, description="seconds of each comparison on the GPU")
 
 
-def main(argv: Sequence[str]) -> None:
+def main(args: Options, argv: Sequence[str]) -> None:
     """Measures what the command line asks for, and writes the results."""
-    args = CommandLine("benchmarks/run.py step", __doc__, StepOptions).parse(argv)
     if args.device == "cuda":
         from benchmarks import step_gpu
 

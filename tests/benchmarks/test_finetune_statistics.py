@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 from scipy.stats import binom
 
+from benchmarks import run
 from benchmarks.finetune_statistics import (
     DIFFERENCE,
     FLIP,
@@ -17,7 +18,6 @@ from benchmarks.finetune_statistics import (
     World,
     all_worlds,
     draw_scores,
-    main,
     measure,
 )
 from finetune.stats.comparisons import compare, difference_of_cells
@@ -85,8 +85,8 @@ def test_targets_are_what_the_worlds_share() -> None:
 
 def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("benchmarks.compare.Report.write", lambda self: None)
-    main(["--worlds", "50", "--pretrainings", "2", "--draws", "1"])
+    run.main(["finetune_statistics", "--worlds", "50", "--pretrainings", "2", "--draws", "1"])
     told = capsys.readouterr().out
     assert "| 2 | 1 | 0.5 |" in told and "naive" in told and "Beyond the bars" in told
     with pytest.raises(UserError, match="nothing to simulate"):
-        main(["--worlds", "50", "--pretrainings", "1", "--draws", "1"])
+        run.main(["finetune_statistics", "--worlds", "50", "--pretrainings", "1", "--draws", "1"])
