@@ -28,7 +28,10 @@ from multicls.settings import Settings
 from pretrain.flops import training_flops
 
 AT = {"L": 128, "K": 5, "examples": 10, "ranks": 1}  # where one axis varies, the others stay here
-AXES = {"L": (64, 128, 256, 512), "K": (1, 2, 3, 5, 7, 10), "examples": (10, 20, 40, 80, 160, 320), "ranks": (1, 2)}
+Axis = Literal["L", "K", "examples", "ranks"]
+AXES: dict[Axis, tuple[int, ...]] = {
+    "L": (64, 128, 256, 512), "K": (1, 2, 3, 5, 7, 10), "examples": (10, 20, 40, 80, 160, 320), "ranks": (1, 2),
+}  # fmt: skip
 LABELS = {
     "L": "sequence length L (tokens)",
     "K": "facets K",
@@ -59,7 +62,7 @@ class Options(Cluster):
     """Options of the benchmark."""
 
     quick: bool = Field(default=False, description="the first two points of each axis")
-    axes: list[Literal["L", "K", "examples", "ranks"]] = Field(default=list(AXES), description="axes")
+    axes: list[Axis] = Field(default=list(AXES), description="axes")
     paper: bool = Field(default=False, description="measure nothing, compute only what is on paper")
     rounds: int = Field(default=5, description="rounds of each point")
     seconds: float = Field(default=60.0, description="seconds of each axis; three rounds at least")
@@ -160,7 +163,7 @@ def main(args: Options, argv: Sequence[str]) -> None:
     on_cpu()
     torch.set_num_threads(1)
     report = Report("cost", "Cost of a step against its size, 2 layers x 128 on CPU", argv)
-    found = {}
+    found: dict[str, dict[int, Samples]] = {}
     for axis in [] if args.paper else args.axes:
         found[axis] = measure(axis, AXES[axis][:2] if args.quick else AXES[axis], args.rounds, args.seconds)
         table(report, axis, found[axis])

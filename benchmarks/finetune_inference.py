@@ -37,7 +37,7 @@ def make_system(name: str, args: Options) -> Case:
     """Returns a function that gives the probabilities (B, 2) of a batch of random tokens."""
     torch.manual_seed(0)
     facets, count, _ = SYSTEMS[name]
-    shape: Any = bert_config((args.hidden, args.layers))
+    shape = bert_config((args.hidden, args.layers))
     config: Any = MultiClsBertConfig(num_facets=facets, **shape) if facets else BertConfig(**shape)
     kind: Any = MultiClsBertForSequenceClassification if facets else BertForSequenceClassification
     dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32

@@ -43,10 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"written: {PAGE}")
     elif name in NAMES:
         module = importlib.import_module(f"benchmarks.{name}")
-        line = CommandLine(
-            f"benchmarks/run.py {name}", module.__doc__, module.Options, positional=POSITIONAL.get(name, ())
-        )
-        module.main(line.parse(options), options)
+        prog, positional = f"benchmarks/run.py {name}", POSITIONAL.get(name, ())
+        args = CommandLine(prog, module.__doc__, module.Options, positional=positional).parse(options)
+        module.main(args, options)
     else:
         raise UserError(f"no benchmark is called {name}.{did_you_mean(name, [*NAMES, 'page'])}")
     return 0

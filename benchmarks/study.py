@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from importlib import import_module
 from itertools import cycle, islice
 from pathlib import Path
@@ -279,7 +280,7 @@ def work(call: Call, plan: Plan, keep_weights: bool = False) -> None:
         began, (before, planned) = time.monotonic(), progress(call.folder, plan)[stage]
         try:
             with closing(Progress(stage, planned, done=before, unit="runs", say=print_line)) as shown:
-                call.watch = lambda bar=shown: bar.update(progress(call.folder, plan)[bar.what][0])  # type: ignore[misc]
+                call.watch = partial(_show, shown, call.folder, plan)
                 finished = do(call, plan)
         finally:
             about = {"seconds": time.monotonic() - began, "runs": progress(call.folder, plan)[stage][0] - before}
@@ -289,6 +290,10 @@ def work(call: Call, plan: Plan, keep_weights: bool = False) -> None:
         _mark_done(call.folder, stage)
     if not keep_weights:
         tidy(call.folder)
+
+
+def _show(shown: Progress, folder: Path, plan: Plan) -> None:
+    shown.update(progress(folder, plan)[shown.what][0])
 
 
 def run_folders(folder: Path, plan: Plan) -> dict[tuple[str, int], Path]:

@@ -123,8 +123,9 @@ def pack_corpus(work: Path, inputs: Path) -> int:
     The counts are a third of the packed corpus and follow from the tokens: `unpack` puts them back.
     """
     texts = [f"{path.name}={path}" for path in sorted((work / "text").iterdir())]
-    command = [sys.executable, REPOSITORY / "data_prep/run.py", "--output", work / "corpus", "--input", *texts]
-    if code := subprocess.run([*command, "--tokenizer", inputs / "model"], check=False).returncode:
+    script, model = REPOSITORY / "data_prep/run.py", inputs / "model"
+    command: list[str | Path] = [sys.executable, script, "--output", work / "corpus", "--tokenizer", model, "--input"]
+    if code := subprocess.run([*command, *texts], check=False).returncode:
         raise UserError(f"data_prep/run.py ended with code {code}; its lines above say why.")
     corpus = Corpus.open(work / "corpus")
     (inputs / "corpus").mkdir()

@@ -87,7 +87,7 @@ class Workload:
         return Trainer(engine, settings, unused, unused, unused, unused, StopRequest())
 
 
-def bert_config(shape: tuple[int, int]) -> dict[str, int]:
+def bert_config(shape: tuple[int, int]) -> dict[str, Any]:
     """Returns arguments of `BertConfig`: heads of 64 dimensions, inner layers four times as wide as the hidden size."""
     hidden, layers = shape
     sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": max(1, hidden // 64)}
