@@ -65,6 +65,7 @@ def ours(inputs: list[str], tokenizer: str, output: Path, workers: int) -> None:
 def baseline(inputs: list[str], tokenizer: str, output: Path, **how: Any) -> None:
     """Prepares the text in ten lines with `datasets`, as `ours` does; finds no duplicates. `how` is for `map`."""
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity_error()  # `map` cannot hash the function, and says so
     encode = AutoTokenizer.from_pretrained(tokenizer)
 
     def rows() -> Iterator[dict[str, Any]]:
