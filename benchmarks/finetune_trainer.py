@@ -145,7 +145,7 @@ def table(runs: pd.DataFrame) -> list[list[Any]]:
     for task, here in runs.groupby("task", sort=False):
         work = here[["steps", "evaluations"]].drop_duplicates().to_numpy()
         assert len(work) == 1, f"{task}: the sides did not do the same work: {work}"
-        both = here.pivot(index="seed", columns="side").dropna()
+        both = here.pivot(index="seed", columns="side", values=["score", "seconds", "wall_seconds"]).dropna()
         mean, error = 100 * both["score"].mean(), 100 * both["score"].sem()
         off = (mean["ours"] - mean["theirs"]) / math.hypot(*error)
         scores = [f"{mean[side]:.2f}" + ("" if len(both) == 1 else f" ± {error[side]:.2f}") for side in SIDES]

@@ -6,10 +6,11 @@ import importlib
 import json
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 
-from benchmarks import compare, run
+from benchmarks import compare, finetune_trainer, run
 from benchmarks.compare import Bar, Report, Samples, page, ratio, take_turns, verdict, without_folders
 from benchmarks.cost import Cluster, step_seconds
 from benchmarks.step import CountOperators
@@ -112,6 +113,18 @@ def test_reads_are_counted_by_who_asks() -> None:
         value[0, 0].item()
     assert counted.reads == {"ours": 2, "others'": 1}
     assert counted.work["aten.sum.default"] == 1 and counted.views["aten.select.int"] == 2
+
+
+def test_table_against_the_trainer() -> None:
+    runs = [{"task": "rte", "seed": seed, "side": side, "score": score, "seconds": seconds, "wall_seconds": 2 * seconds,
+             "steps": 2, "evaluations": 1} | ({"run_id": "r"} if side == "ours" else {})
+            for seed, side, score, seconds in (
+                (1, "ours", 0.52, 1.0), (1, "theirs", 0.51, 2.0), (2, "ours", 0.50, 3.0), (2, "theirs", 0.47, 4.0),
+                (3, "ours", 0.90, 9.0),  # without its other side
+            )]  # fmt: skip
+    expected = ["rte", 2, "51.00 ± 1.00", "49.00 ± 2.00", "+0.89", "2, 1", pytest.approx(0.625), pytest.approx(0.625)]
+    assert finetune_trainer.table(pd.DataFrame(runs)) == [expected]
+    assert finetune_trainer.table(pd.DataFrame(runs[:2]))[0][1:5] == [1, "52.00", "51.00", "-"]
 
 
 def test_gpu_pass_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
