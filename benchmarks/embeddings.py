@@ -24,7 +24,6 @@ import multicls  # noqa: F401 (registers the model)
 from benchmarks.compare import Report
 from finetune.data.reading import read_task
 from finetune.data.tasks import find_task
-from multicls.command_line import CommandLine
 from multicls.modeling_multicls import mcqt_scores
 from multicls.sample import sample_model
 from multicls.settings import Settings
@@ -32,13 +31,13 @@ from multicls.settings import Settings
 SAMPLES = 1000
 
 
+@torch.inference_mode()
 def facets_of(model: Any, tokenizer: Any, texts: Sequence[str]) -> Tensor:
     """Returns the facet embeddings of each text, (N, K, D)."""
     found = []
     for start in range(0, len(texts), 64):
         inputs = tokenizer(texts[start : start + 64], padding=True, truncation=True, return_tensors="pt")
-        with torch.inference_mode():
-            found.append(model(**inputs.to(model.device)).facet_embeddings.cpu())
+        found.append(model(**inputs.to(model.device)).facet_embeddings.cpu())
     return torch.cat(found)
 
 
@@ -56,31 +55,29 @@ def similarities(folder: str, pairs: tuple[list[str], list[str]]) -> dict[str, T
         found["facets (sum)"] = cosines()
         first, second = (facets_of(encoder, model.tokenizer, texts)[:, None] for texts in pairs)
         best = encoder.config.mcqt_lambda
-        found |= {f"facets (max-sim, lambda {best:g})": mcqt_scores(first, second, best).flatten()}
-        found |= {"facets (best pair)": mcqt_scores(first, second, 1.0).flatten()}
+        found[f"facets (max-sim, lambda {best:g})"] = mcqt_scores(first, second, best).flatten()
+        found["facets (best pair)"] = mcqt_scores(first, second, 1.0).flatten()
     return found
 
 
-class EmbeddingOptions(Settings):
+class Options(Settings):
     """Options of the benchmark."""
 
     data_dir: str = Field(description="the folder with STS-B in GLUE's layout")
     models: list[str] = Field(default=["runs/sample/hf"], description="exported Multi-CLS models")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(args: Options, argv: Sequence[str]) -> None:
     """Measures and writes the results."""
-    args = CommandLine("benchmarks/run.py embeddings", __doc__, EmbeddingOptions).parse(argv)
     rows = read_task(find_task("stsb"), args.data_dir).dev
     pairs = ([row.texts[0] for row in rows], [row.texts[1] for row in rows])
     gold = np.array([row.label for row in rows])
     draws = np.random.default_rng(0).integers(len(gold), size=(SAMPLES, len(gold)))
     table = []
-    for model in (str(sample_model()), *args.models):
+    for label, model in {"all-MiniLM-L6-v2": str(sample_model()), **{model: model for model in args.models}}.items():
         for kind, found in similarities(model, pairs).items():
             values = found.numpy()
             error = np.std([spearmanr(values[draw], gold[draw])[0] for draw in draws])
-            label = "all-MiniLM-L6-v2" if model == str(sample_model()) else model
             table.append([label, kind, f"{100 * spearmanr(values, gold)[0]:.1f} ± {100 * error:.1f}"])
     report = Report("embeddings", "Sentence embeddings on STS-B", argv)
     report.table(f"Spearman x 100, {len(gold)} pairs of STS-B dev", ["model", "embedding", "Spearman"], table)

@@ -12,39 +12,36 @@ from __future__ import annotations
 
 import multiprocessing
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from pydantic import Field
 from transformers import BertConfig, BertForSequenceClassification
 
-from benchmarks.compare import Report, take_turns
-from multicls.command_line import CommandLine
+from benchmarks.compare import Case, Report, take_turns
+from benchmarks.workload import bert_config
 from multicls.configuration_multicls import MultiClsBertConfig
 from multicls.modeling_multicls import MultiClsBertForSequenceClassification
 from multicls.settings import Settings
 
-SYSTEMS = {"K=1": (1, 1), "K=5": (5, 1), "ensemble of 5, single CLS": (0, 5)}  # facets of a model, models
-PAPER = {"K=1": 0.2918, "K=5": 0.3119, "ensemble of 5, single CLS": 1.4590}  # seconds
+SYSTEMS = {  # facets of a model, models, seconds in the paper
+    "K=1": (1, 1, 0.2918),
+    "K=5": (5, 1, 0.3119),
+    "ensemble of 5, single CLS": (0, 5, 1.4590),
+}
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def make_system(name: str, args: InferenceOptions) -> Callable[[], torch.Tensor]:
+def make_system(name: str, args: Options) -> Case:
     """Returns a function that gives the probabilities (B, 2) of a batch of random tokens."""
     torch.manual_seed(0)
-    facets, count = SYSTEMS[name]
-    shape: dict[str, Any] = {
-        "hidden_size": args.hidden, "num_hidden_layers": args.layers, "num_attention_heads": args.hidden // 64,
-        "intermediate_size": 4 * args.hidden,
-    }  # fmt: skip
-    models: list[torch.nn.Module]
-    if facets:
-        config = MultiClsBertConfig(num_facets=facets, **shape)
-        models = [MultiClsBertForSequenceClassification(config)]
-    else:
-        models = [BertForSequenceClassification(BertConfig(**shape)) for _ in range(count)]
-    models = [model.eval().to(DEVICE, torch.bfloat16 if DEVICE.type == "cuda" else torch.float32) for model in models]
+    facets, count, _ = SYSTEMS[name]
+    shape = bert_config((args.hidden, args.layers))
+    config: Any = MultiClsBertConfig(num_facets=facets, **shape) if facets else BertConfig(**shape)
+    kind: Any = MultiClsBertForSequenceClassification if facets else BertForSequenceClassification
+    dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+    models = [kind(config).eval().to(DEVICE, dtype) for _ in range(count)]
     tokens = torch.randint(1000, 20000, (args.batch_size, args.length), device=DEVICE)
 
     @torch.inference_mode()
@@ -55,17 +52,16 @@ def make_system(name: str, args: InferenceOptions) -> Callable[[], torch.Tensor]
     return predict
 
 
-def peak_memory(name: str, args: InferenceOptions) -> float:
+def peak_memory(name: str, args: Options) -> float:
     """Returns the GiB that a system takes at its peak; call it in a process of its own."""
-    if DEVICE.type == "cuda":
-        make_system(name, args)()
-        return torch.cuda.max_memory_allocated() / 2**30
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     make_system(name, args)()
+    if DEVICE.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**30
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20
 
 
-class InferenceOptions(Settings):
+class Options(Settings):
     """Options of the benchmark."""
 
     rounds: int = Field(default=20, description="rounds of the comparison")
@@ -75,19 +71,16 @@ class InferenceOptions(Settings):
     hidden: int = Field(default=768, description="hidden size of the encoder")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(args: Options, argv: Sequence[str]) -> None:
     """Measures and writes the results."""
-    args = CommandLine("benchmarks/run.py finetune_inference", __doc__, InferenceOptions).parse(argv)
-    memory: dict[str, float] = {}
-    for name in SYSTEMS:
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            memory[name] = pool.apply(peak_memory, (name, args))
-    systems = {name: make_system(name, args) for name in SYSTEMS}
-    samples = take_turns(systems, rounds=args.rounds)
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        memory = {name: pool.apply(peak_memory, (name, args)) for name in SYSTEMS}
+    samples = take_turns({name: make_system(name, args) for name in SYSTEMS}, rounds=args.rounds)
     device = "cpu" if DEVICE.type == "cpu" else torch.cuda.get_device_name()
     report = Report("finetune_inference", "Inference with five facets, one, and an ensemble", argv, device)
     what = f"{args.batch_size} x {args.length} tokens, {args.layers} layers x {args.hidden}"
     report.compare(what, samples, "K=1")
-    rows = [[name, PAPER[name] / PAPER["K=1"], memory[name], memory[name] / memory["K=1"]] for name in SYSTEMS]
+    rows = [[name, seconds / SYSTEMS["K=1"][2], memory[name], memory[name] / memory["K=1"]]
+            for name, (_, _, seconds) in SYSTEMS.items()]  # fmt: skip
     report.table("Peak memory", ["system", "time in the paper, x K=1", "GiB", "x K=1"], rows)
     report.write()

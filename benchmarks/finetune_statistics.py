@@ -13,18 +13,18 @@ draw the true value is the mean at that draw, with one pretraining the mean of t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 from pydantic import Field
 
 from benchmarks.compare import Bar, Report
 from finetune.stats.comparisons import difference_of_cells, least_sign_flip_p, sign_flip_p, sign_flip_units
 from finetune.stats.estimates import Array, StudentMean, mean_of_cells
-from multicls.command_line import CommandLine
 from multicls.errors import UserError
 from multicls.settings import Settings
 
@@ -34,32 +34,25 @@ PRETRAINING = (0.5, 1.0, 2.0)  # variances between pretrainings
 SYSTEM_BY_DRAW = (0.25, 0.0)
 PRETRAINING_BY_DRAW = 0.25
 SHARED = 0.5  # share of the two pretraining variances that two heads on one pretraining have in common
+WORLD = ("pretrainings", "draws", "pretraining variance", "system x draw")
+MEAN, DIFFERENCE, T_TEST = PRECISE = ("covers mean, %", "covers difference, %", "false positives: t, %")
+FLIP = "sign-flip, % (least p)"
+NAIVE_MEAN, NAIVE_TEST = "naive: covers mean, %", "naive: false positives, %"
 HARD = ((2, 3, 8.0, 0.0), (4, 3, 8.0, 0.0), (4, 3, 0.5, 16.0), (4, 2, 0.5, 16.0))
 
 
 @dataclass(frozen=True)
 class World:
-    """How the scores of two systems come about; variances in multiples of the seed variance.
+    """How the scores of two systems come about; variances in multiples of the seed variance."""
 
-    Attributes:
-        paired: True for two heads on the same pretrainings.
-        pretrainings: Number of pretrainings of each system.
-        draws: Number of draws of train rows.
-        pretraining: Variance between pretrainings.
-        system_by_draw: Variance of what a draw does to one system only.
-        draw: Variance between draws.
-        seeds: Number of fine-tuning seeds of each cell.
-        seed_sd: Standard deviation over seeds, in points.
-    """
-
-    paired: bool
-    pretrainings: int
-    draws: int
-    pretraining: float
-    system_by_draw: float
-    draw: float = 1.0
-    seeds: int = 4
-    seed_sd: float = 2.0
+    paired: bool  # two heads on the same pretrainings
+    pretrainings: int  # number of them, of each system
+    draws: int  # number of draws of train rows
+    pretraining: float  # variance between pretrainings
+    system_by_draw: float  # variance of what a draw does to one system only
+    draw: float = 1.0  # variance between draws
+    seeds: int = 4  # number of fine-tuning seeds of each cell
+    seed_sd: float = 2.0  # standard deviation over seeds, in points
 
 
 class Scores(NamedTuple):
@@ -69,21 +62,6 @@ class Scores(NamedTuple):
     b: Array
     mean: Array
     difference: Array
-
-
-class Measured(NamedTuple):
-    """Shares of the worlds, in percent: two coverages, two rates of false positives, power, the same of the naive way.
-
-    `flip` is nan where the sign-flip test does not apply.
-    """
-
-    coverage: float
-    difference: float
-    false_positives: float
-    flip: float
-    power: tuple[float, ...]
-    naive_coverage: float
-    naive_false_positives: float
 
 
 def draw_scores(world: World, worlds: int) -> Scores:
@@ -114,26 +92,29 @@ def difference_of(a: Array, b: Array, paired: bool) -> StudentMean:
     return mean_of_cells(a - b) if paired or one_each else difference_of_cells(a, b)
 
 
-def measure(world: World, worlds: int) -> Measured:
-    """Returns what the intervals and tests do in a number of worlds."""
+def measure(world: World, worlds: int) -> dict[str, float]:
+    """Returns what the intervals and tests do in a number of worlds: shares of them in percent, by heading.
+
+    That of the sign-flip test is nan where the test does not apply.
+    """
     scores = draw_scores(world, worlds)
     a, b = scores.a.mean(axis=-1), scores.b.mean(axis=-1)
     found = difference_of(a, b, world.paired)
     every_run = [side.reshape(worlds, -1, 1) for side in (scores.a, scores.b)]
-    naive = difference_of(every_run[0], every_run[1], world.paired)
-    flip = np.nan
+    flip = np.array(np.nan)
     if world.paired or world.pretrainings == 1:
         units = sign_flip_units(a - b - scores.difference[:, None, None])
-        flip = np.nan if units is None else _percent(sign_flip_p(units) < LEVEL)
-    return Measured(
-        coverage=_percent(_covers(mean_of_cells(a), scores.mean)),
-        difference=_percent(_covers(found, scores.difference)),
-        false_positives=_percent(_p_values(found, scores.difference) < LEVEL),
-        flip=flip,
-        power=tuple(_percent(_p_values(found, scores.difference - points) < LEVEL) for points in POINTS),
-        naive_coverage=_percent(_covers(mean_of_cells(every_run[0]), scores.mean)),
-        naive_false_positives=_percent(_p_values(naive, scores.difference) < LEVEL),
-    )
+        flip = flip if units is None else sign_flip_p(units) < LEVEL
+    happened = {
+        MEAN: _covers(mean_of_cells(a), scores.mean),
+        DIFFERENCE: _covers(found, scores.difference),
+        T_TEST: _differs(found, scores.difference),
+        FLIP: flip,
+        **{f"power at {points}, %": _differs(found, scores.difference - points) for points in POINTS},
+        NAIVE_MEAN: _covers(mean_of_cells(every_run[0]), scores.mean),
+        NAIVE_TEST: _differs(difference_of(every_run[0], every_run[1], world.paired), scores.difference),
+    }
+    return {heading: float(100 * array.mean()) for heading, array in happened.items()}
 
 
 def _covers(found: StudentMean, truth: Array) -> Array:
@@ -141,13 +122,9 @@ def _covers(found: StudentMean, truth: Array) -> Array:
     return (low <= truth) & (truth <= high)
 
 
-def _p_values(found: StudentMean, truth: Array) -> Array:
-    """Returns the p-values of the test that there is no difference beyond `truth` (N,)."""
-    return found._replace(mean=found.mean - truth).p_value()
-
-
-def _percent(happened: Array) -> float:
-    return float(100 * happened.mean())
+def _differs(found: StudentMean, truth: Array) -> Array:
+    """Returns where the t-test finds a difference beyond `truth` (N,)."""
+    return found._replace(mean=found.mean - truth).p_value() < LEVEL
 
 
 def all_worlds(pretrainings: Sequence[int], draws: Sequence[int], seeds: int, seed_sd: float) -> list[World]:
@@ -167,32 +144,26 @@ def all_worlds(pretrainings: Sequence[int], draws: Sequence[int], seeds: int, se
     return worlds
 
 
-def table_row(world: World, found: Measured) -> list[Any]:
-    """Returns a line of the tables."""
-    units = world.pretrainings * world.draws
-    flip = "-" if np.isnan(found.flip) else f"{found.flip:.1f} ({least_sign_flip_p(units):g})"
-    own = [found.coverage, found.difference, found.false_positives]
-    row = [world.pretrainings, world.draws, f"{world.pretraining:g}", f"{world.system_by_draw:g}"]
-    row += [f"{value:.1f}" for value in own] + [flip] + [f"{value:.0f}" for value in found.power]
-    return row + [f"{found.naive_coverage:.0f}", f"{found.naive_false_positives:.0f}"]
+def table_row(world: World, found: Mapping[str, float]) -> list[Any]:
+    """Returns a line of the tables, with the headings of `WORLD` and `measure`."""
+    cells = {name: f"{value:.{int(name in PRECISE)}f}" for name, value in found.items()}
+    least = least_sign_flip_p(world.pretrainings * world.draws)
+    cells[FLIP] = "-" if np.isnan(found[FLIP]) else f"{found[FLIP]:.1f} ({least:g})"
+    return [world.pretrainings, world.draws, f"{world.pretraining:g}", f"{world.system_by_draw:g}", *cells.values()]
 
 
-def add_bars(report: Report, measured: Sequence[Measured]) -> None:
+def add_bars(report: Report, measured: pd.DataFrame) -> None:
     """Adds the extremes over all worlds, with their bars."""
-    bars = {"least": Bar(">=", 93), "greatest": Bar("<=", 98)}
-    for name, values in (
-        ("the mean", [found.coverage for found in measured]),
-        ("the difference", [found.difference for found in measured]),
-    ):
-        for which, value in (("least", min(values)), ("greatest", max(values))):
-            report.figure(f"{which} coverage of the 95 % interval of {name}, %", value, bars[which])
-    worst = max(found.false_positives for found in measured)
-    report.figure("greatest rate of false positives of the t-test at 5 %, %", worst, Bar("<=", 6))
-    flip = np.nanmax([0.0, *(found.flip for found in measured)])
-    report.figure("greatest rate of false positives of the sign-flip test at 5 %, %", float(flip), Bar("<=", 6))
-    report.figure("least coverage if runs count as units, %", min(found.naive_coverage for found in measured))
-    naive = max(found.naive_false_positives for found in measured)
-    report.figure("greatest rate of false positives if runs count as units, %", naive)
+    least, greatest = measured.min(), measured.max()
+    for name, heading in (("the mean", MEAN), ("the difference", DIFFERENCE)):
+        report.figure(f"least coverage of the 95 % interval of {name}, %", least[heading], Bar(">=", 93))
+        report.figure(f"greatest coverage of the 95 % interval of {name}, %", greatest[heading], Bar("<=", 98))
+    positives = "greatest rate of false positives"
+    report.figure(f"{positives} of the t-test at 5 %, %", greatest[T_TEST], Bar("<=", 6))
+    flip = float(np.nanmax([0.0, greatest[FLIP]]))
+    report.figure(f"{positives} of the sign-flip test at 5 %, %", flip, Bar("<=", 6))
+    report.figure("least coverage if runs count as units, %", least[NAIVE_MEAN])
+    report.figure(f"{positives} if runs count as units, %", greatest[NAIVE_TEST])
 
 
 def add_hard_worlds(report: Report, world: World, worlds: int) -> None:
@@ -200,12 +171,12 @@ def add_hard_worlds(report: Report, world: World, worlds: int) -> None:
     rows = []
     for models, draws, variance, draw in HARD:
         hard = replace(world, pretrainings=models, draws=draws, pretraining=variance, draw=draw, system_by_draw=0.0)
-        rows.append([models, draws, f"{variance:g}", f"{draw:g}", f"{measure(hard, worlds).coverage:.1f}"])
-    columns = ["pretrainings", "draws", "pretraining variance", "draw variance", "covers mean, %"]
+        rows.append([models, draws, f"{variance:g}", f"{draw:g}", f"{measure(hard, worlds)[MEAN]:.1f}"])
+    columns = [*WORLD[:3], "draw variance", MEAN]
     report.table("Beyond the bars: one source of noise far above the other", columns, rows)
 
 
-class StatisticsOptions(Settings):
+class Options(Settings):
     """Options of the benchmark."""
 
     worlds: int = Field(default=10_000, description="simulated data sets of each kind")
@@ -215,17 +186,13 @@ class StatisticsOptions(Settings):
     seed_sd: float = Field(default=2.0, description="standard deviation over seeds, in points")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(args: Options, argv: Sequence[str]) -> None:
     """Simulates all worlds and writes the tables."""
-    args = CommandLine("benchmarks/run.py finetune_statistics", __doc__, StatisticsOptions).parse(argv)
     worlds = all_worlds(args.pretrainings, args.draws, args.seeds, args.seed_sd)
     measured = {world: measure(world, args.worlds) for world in worlds}
     report = Report("finetune_statistics", "Statistics of fine-tuning in simulated worlds", argv)
-    add_bars(report, list(measured.values()))
-    columns = ["pretrainings", "draws", "pretraining variance", "system x draw", "covers mean, %",
-               "covers difference, %", "false positives: t, %", "sign-flip, % (least p)",
-               *(f"power at {points}, %" for points in POINTS), "naive: covers mean, %",
-               "naive: false positives, %"]  # fmt: skip
+    add_bars(report, pd.DataFrame(measured.values()))
+    columns = [*WORLD, *measured[worlds[0]]]
     for paired, title in ((True, "Two heads on the same pretrainings"), (False, "Two systems, unrelated pretrainings")):
         rows = [table_row(world, found) for world, found in measured.items() if world.paired == paired]
         report.table(f"{title}, seed standard deviation {args.seed_sd:g} points", columns, rows)

@@ -19,23 +19,17 @@ from __future__ import annotations
 
 import math
 import shutil
-import statistics
 import time
 from collections.abc import Sequence
-from itertools import chain, islice
+from itertools import chain, islice, product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from pydantic import Field
-from transformers import (
-    AutoModelForSequenceClassification,
-    DataCollatorWithPadding,
-    Trainer,
-    TrainingArguments,
-    set_seed,
-)
+from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding, Trainer, TrainingArguments
 
 from benchmarks.compare import Report
 from finetune.data import reading
@@ -48,7 +42,6 @@ from finetune.run import run
 from finetune.settings import FinetuneSettings, resolve
 from finetune.store.results import Store
 from finetune.train.loop import find_device, row_batches
-from multicls.command_line import CommandLine
 from multicls.files import append_jsonl, read_json, read_jsonl, write_json
 from multicls.sample import sample_model
 from multicls.settings import Settings, load_settings
@@ -88,7 +81,7 @@ def theirs(settings: FinetuneSettings, run_id: str, alike: bool = False) -> tupl
     train, dev = encode([data.train[row] for row in drawn]), encode(data.dev)
     resolved = resolve(settings, [len(train)], precision)
     steps, every = int(resolved.max_steps or 0), int(resolved.eval_every or 0)
-    set_seed(settings.seed)
+    torch.manual_seed(settings.seed)
     model = AutoModelForSequenceClassification.from_pretrained(checkpoint.folder, num_labels=task.num_labels)
     if alike:
         torch.manual_seed(settings.seed)
@@ -143,42 +136,32 @@ def check(settings: FinetuneSettings) -> list[Any]:
     return [task.name, one["steps"], *scores, f"{off_by:.1e}", f"{most:.2f}"]
 
 
-def table(runs: list[Run], tasks: list[str]) -> list[list[Any]]:
+def table(runs: pd.DataFrame) -> list[list[Any]]:
     """Returns rows: means and standard errors of both sides in percent, their difference, and the ratio of the times.
 
     The ratio is the median over seeds, since the machine may do other work in some of them.
     """
     rows: list[list[Any]] = []
-    for task in tasks:
-        mine, other = ([one for one in runs if one["side"] == side and one["task"] == task] for side in SIDES)
-        seeds = sorted({one["seed"] for one in mine} & {one["seed"] for one in other})
-        mine, other = ([one for seed in seeds for one in side if one["seed"] == seed] for side in (mine, other))
-        if not seeds:
-            continue
-        work = {(one["steps"], one["evaluations"]) for one in mine + other}
+    for task, here in runs.groupby("task", sort=False):
+        work = here[["steps", "evaluations"]].drop_duplicates().to_numpy()
         assert len(work) == 1, f"{task}: the sides did not do the same work: {work}"
-        (a, error_a), (b, error_b) = (_mean([100 * one["score"] for one in side]) for side in (mine, other))
-        off = f"{(a - b) / math.hypot(error_a, error_b):+.2f}" if error_a or error_b else "-"
-        ratios = [statistics.median(one[key] / two[key] for one, two in zip(mine, other, strict=True))
-                  for key in ("seconds", "wall_seconds")]  # fmt: skip
-        scores = [f"{mean:.2f}" + f" ± {error:.2f}" * (len(seeds) > 1) for mean, error in ((a, error_a), (b, error_b))]
-        rows.append([task, len(seeds), *scores, off, "{}, {}".format(*work.pop()), *ratios])
+        both = here.pivot(index="seed", columns="side", values=["score", "seconds", "wall_seconds"]).dropna()
+        mean, error = 100 * both["score"].mean(), 100 * both["score"].sem()
+        off = (mean["ours"] - mean["theirs"]) / math.hypot(*error)
+        scores = [f"{mean[side]:.2f}" + ("" if len(both) == 1 else f" ± {error[side]:.2f}") for side in SIDES]
+        ratios = [(both[key, "ours"] / both[key, "theirs"]).median() for key in ("seconds", "wall_seconds")]
+        rows.append([task, len(both), *scores, f"{off:+.2f}" if math.isfinite(off) else "-",
+                     "{}, {}".format(*work[0]), *ratios])  # fmt: skip
     return rows
-
-
-def _mean(scores: list[float]) -> tuple[float, float]:
-    return statistics.mean(scores), statistics.stdev(scores) / math.sqrt(len(scores)) if len(scores) > 1 else 0.0
 
 
 SIDES = ("ours", "theirs")
 CHECKED = ("task", "steps", "finetune/run.py", "Trainer", "largest difference of an output", "largest output")
-COMPARED = (
-    *("task", "seeds", "finetune/run.py", "Trainer", "difference / its standard error", "steps, evaluations"),
-    *("time, ours / theirs", "with set-up"),
-)
+COMPARED = ("task", "seeds", "finetune/run.py", "Trainer", "difference / its standard error", "steps, evaluations",
+            "time, ours / theirs", "with set-up")  # fmt: skip
 
 
-class TrainerOptions(Settings):
+class Options(Settings):
     """Options of the benchmark."""
 
     data_dir: str = Field(description="the folder of GLUE in the official layout")
@@ -193,9 +176,8 @@ class TrainerOptions(Settings):
     check: bool = Field(default=False, description="one epoch without chance: equal but for rounding?")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(args: Options, argv: Sequence[str]) -> None:
     """Runs what is not there yet, one side after the other, and prints the table."""
-    args = CommandLine("benchmarks/run.py finetune_trainer", __doc__, TrainerOptions).parse(argv)
     args = args.model_copy(update={"model": args.model or str(sample_model())})
     log = Path(args.output_dir) / "runs.jsonl"
     key = {name: getattr(args, name) for name in ("model", "epochs", "batch_size", "learning_rate", "rows")}
@@ -212,30 +194,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         report.table("One epoch", CHECKED, [check(settings_of(task, 1)) for task in args.tasks])
         report.write()
         return
-    for seed in range(1, args.seeds + 1):
-        for task in args.tasks:
-            done = {
-                one["side"]: one
-                for one in read_jsonl(log)
-                if (one["task"], one["seed"], one["key"]) == (task, seed, key)
-            }
-            settings = settings_of(task, seed)
-            for side in SIDES:
-                if side in done:
-                    continue
+    for seed, task in product(range(1, args.seeds + 1), args.tasks):
+        mark, settings = {"task": task, "seed": seed, "key": key}, settings_of(task, seed)
+        done = {one["side"]: one for one in read_jsonl(log) if one.items() >= mark.items()}
+        for side in SIDES:
+            if side not in done:
                 started = time.perf_counter()
                 one = ours(settings) if side == "ours" else theirs(settings, done["ours"]["run_id"])[0]
-                one |= {
-                    "wall_seconds": time.perf_counter() - started,
-                    "side": side,
-                    "task": task,
-                    "seed": seed,
-                    "key": key,
-                }
-                append_jsonl(log, one)
-                done[side] = one
+                done[side] = one | mark | {"side": side, "wall_seconds": time.perf_counter() - started}
+                append_jsonl(log, done[side])
                 print(f"{task} seed {seed} {side}: {100 * one['score']:.2f} in {one['seconds']:.0f} s", flush=True)
     report = Report("finetune_trainer", "finetune/run.py against Trainer", argv)
-    runs = [one for one in read_jsonl(log) if one["key"] == key]
-    report.table("Scores in percent", COMPARED, table(runs, args.tasks))
+    runs = [one for one in read_jsonl(log) if one["key"] == key and one["task"] in args.tasks]
+    report.table("Scores in percent", COMPARED, table(pd.DataFrame(runs)))
     report.write()

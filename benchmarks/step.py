@@ -12,8 +12,6 @@ own. `--device cuda` is the GPU pass, see step_gpu.py.
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 import os
 import sys
 import tempfile
@@ -27,17 +25,20 @@ from pydantic import Field
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.compare import Bar, Report, Samples, take_turns
-from benchmarks.workload import BASE, SMALL, Shape, Workload, hugging_face_step, on_cpu, plain_step, trainer_step
-from multicls.command_line import CommandLine
-from multicls.files import REPOSITORY
+from benchmarks import workload
+from benchmarks.compare import Bar, Case, Report, Samples, take_turns
+from benchmarks.workload import BASE, SMALL, Workload, hugging_face_step, plain_step, trainer_step
+from multicls.distributed import leave_deepspeed, prepare_deepspeed
+from multicls.files import REPOSITORY, read_json, write_json
 from multicls.settings import Settings
 from pretrain.engine import freeze_unused, pad_vocabulary
 from pretrain.training import weighted_sum
 
 READS = ("aten._local_scalar_dense.", "aten.nonzero.", "aten.is_nonzero.")
 OURS = tuple(f"{REPOSITORY / folder}{os.sep}" for folder in ("pretrain", "multicls"))
+Part = Literal["counts", "small", "base", "groups", "ranks", "options"]
 GROUP = 10  # examples that are each other's negatives
+CasesOfRank = Callable[[int, int], dict[str, Case]]  # of the number of ranks and the rank
 
 
 class CountOperators(TorchDispatchMode):
@@ -54,9 +55,8 @@ class CountOperators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Counts one call and makes it."""
-        name = str(func)
-        (self.views if func.is_view else self.work)[name] += 1
-        if name.startswith(READS):
+        (self.views if func.is_view else self.work)[str(func)] += 1
+        if str(func).startswith(READS):
             self.reads[caller()] += 1
         return func(*args, **(kwargs or {}))
 
@@ -76,40 +76,34 @@ def caller() -> str:
 
 def count(report: Report) -> None:
     """Counts a step of 12 layers of small width, bf16, ZeRO-2, one micro-batch, that does not log."""
-    work = Workload(Shape(64, 12), train={"precision": "bf16", "global_batch_size": 4, "negatives_group": 4})
+    work = Workload((64, 12)).changed(precision="bf16", global_batch_size=4, negatives_group=4)
     step = trainer_step(work.trainer(), work.batches(4))
     step(), step()
     with CountOperators() as counted:
         step()
-    top = {"work": dict(counted.work.most_common(30)), "views": dict(counted.views.most_common(10))}
     what = "of a step, 12 layers, bf16, ZeRO-2, one micro-batch"
-    report.figure(f"operator calls {what}, views left out", counted.work.total(), Bar("<=", 2800), top)
+    report.figure(f"operator calls {what}, views left out", counted.work.total(), Bar("<=", 2800))
     report.figure(f"views {what}", counted.views.total())
-    bars = {"ours": Bar("<=", 0), "DeepSpeed's": Bar("<=", 3), "others'": None}
-    for name, bar in bars.items():
+    for name, bar in {"ours": Bar("<=", 0), "DeepSpeed's": Bar("<=", 3), "others'": None}.items():
         report.figure(f"values read back from the device in that step, {name}", counted.reads[name], bar)
 
 
-def against_hugging_face(report: Report, name: str, shape: Shape, bar: float, rounds: int) -> None:
+def against_hugging_face(report: Report, name: str, shape: tuple[int, int], bar: float, rounds: int) -> None:
     """Compares our engine's step, and our model in plain PyTorch, with BertForMaskedLM."""
     work = Workload(shape)
     batches = work.batches(8)
     model, _ = work.build()
-    freeze_unused(model, work.settings().objective)
-    cases = {
-        "BertForMaskedLM, plain PyTorch": hugging_face_step(shape, batches, torch.device("cpu")),
-        "ours, plain PyTorch": plain_step(lambda inputs: model(**inputs).loss, model, batches),
-        "ours, the engine's step (ZeRO-2, one rank)": trainer_step(work.trainer(), batches),
-    }
-    baseline, _, engine = cases
-    flops = {case: matrix_flops(step) for case, step in cases.items() if case != engine}
-    share = flops["ours, plain PyTorch"] / flops[baseline]
+    freeze_unused(model, work.settings.objective)
+    baseline, plain = hugging_face_step(shape, batches), plain_step(lambda inputs: model(**inputs).loss, model, batches)
+    theirs, engine = "BertForMaskedLM, plain PyTorch", "ours, the engine's step (ZeRO-2, one rank)"
+    cases = {theirs: baseline, "ours, plain PyTorch": plain, engine: trainer_step(work.trainer(), batches)}
+    share = matrix_flops(plain) / matrix_flops(baseline)
     report.figure(f"matrix multiplications of a step of {name}, ours as a share of the baseline's", share)
     samples = take_turns(cases, rounds=rounds)
-    report.compare(f"Step of {name}, fp32, 10 examples", samples, baseline, {engine: Bar("<=", bar)})
+    report.compare(f"Step of {name}, fp32, 10 examples", samples, theirs, {engine: Bar("<=", bar)})
 
 
-def matrix_flops(step: Callable[[], Any]) -> int:
+def matrix_flops(step: Case) -> int:
     """Returns the floating-point operations of the matrix multiplications in a step, forward and backward."""
     with FlopCounterMode(display=False) as counter:
         step()
@@ -118,22 +112,16 @@ def matrix_flops(step: Callable[[], Any]) -> int:
 
 def groups(report: Report, rounds: int) -> None:
     """Compares 8 groups of negatives in one forward pass with 8 accumulated micro-batches of one group."""
-    one = Workload(SMALL, train={"global_batch_size": 8 * GROUP, "micro_batch_size": 8 * GROUP})
-    many = one.changed(micro_batch_size=GROUP)
-    cases = {
-        "8 accumulated": trainer_step(many.trainer(), many.batches(16), per_step=8),
-        "8 groups in one forward": trainer_step(one.trainer(), one.batches(2)),
-    }
-    bars = {"8 groups in one forward": Bar("<=", 0.9)}
-    report.compare("Step of 80 examples, 4 x 256", take_turns(cases, rounds=rounds), "8 accumulated", bars)
+    samples = take_turns(workload.grouped_steps(SMALL), rounds=rounds)
+    report.compare("Step of 80 examples, 4 x 256", samples, "8 accumulated",
+                   {"8 groups in one forward": Bar("<=", 0.9)})  # fmt: skip
 
 
 def options(report: Report, rounds: int) -> None:
     """Compares train.compile and train.unpad with neither."""
-    changes: dict[str, dict[str, Any]] = {"neither": {}, "train.compile": {"compile": True}}
     cases = {}
-    for name, train in (changes | {"train.unpad": {"unpad": True}}).items():
-        work = Workload(SMALL, train=train)
+    for name in ("neither", "train.compile", "train.unpad"):
+        work = Workload(SMALL, {} if name == "neither" else {name: True})
         cases[name] = trainer_step(work.trainer(), work.batches(4))
     report.compare("Options, 4 x 256, 10 examples", take_turns(cases, rounds=rounds, warmup=2), "neither")
 
@@ -145,13 +133,11 @@ def ranks(report: Report, rounds: int, threads: int) -> None:
     report.compare("Step on 2 ranks (gloo), 4 x 256, 10 examples a rank", samples, "DDP, plain PyTorch", bars)
 
 
-def zero_and_ddp(world_size: int, rank: int) -> dict[str, Callable[[], Any]]:
+def zero_and_ddp(world_size: int, rank: int) -> dict[str, Case]:
     """Returns the cases of `ranks` for one rank."""
-    work = Workload(SMALL, train={"global_batch_size": GROUP * world_size}, ranks=world_size)
-    batches = work.batches(4, rank=rank)
-    trainer = work.trainer()
+    work = Workload(SMALL, {"train.global_batch_size": GROUP * world_size}, world_size)
+    batches, trainer, objective = work.batches(4, rank), work.trainer(), work.settings.objective
     model, _ = work.build()
-    objective = work.settings().objective
     freeze_unused(model, objective)
     pad_vocabulary(model)
     parallel = torch.nn.parallel.DistributedDataParallel(model)
@@ -163,84 +149,55 @@ def zero_and_ddp(world_size: int, rank: int) -> dict[str, Callable[[], Any]]:
     return {"DDP, plain PyTorch": ddp, "ours, ZeRO-2": trainer_step(trainer, batches)}
 
 
-def on_ranks(
-    count: int, make: Callable[[int, int], dict[str, Callable[[], Any]]], rounds: int, *, threads: int
-) -> dict[str, Samples]:
-    """Starts `count` processes whose cases take turns together, and returns the times.
+def on_ranks(count: int, make: CasesOfRank, rounds: int, *, threads: int) -> dict[str, Samples]:
+    """Returns the times of cases that take turns on `count` processes together, each with so many threads.
 
-    Args:
-        count: Number of ranks.
-        make: Returns the cases of a rank, given number of ranks and rank.
-        rounds: As in `take_turns`.
-        threads: Threads of each rank.
-
-    Returns:
-        Wall seconds of rank 0, which waits for the others, and CPU seconds of all ranks together.
+    Wall seconds are those of rank 0, which waits for the others, CPU seconds those of all ranks together.
     """
-    context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (count, make, rounds, threads, folder)
-        processes = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(count)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-        if any(process.exitcode for process in processes):
-            raise RuntimeError(f"ranks ended with {[process.exitcode for process in processes]}")
-        found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(count)]
-    return {
-        name: Samples(
-            found[0][name]["wall"], [sum(cpu) for cpu in zip(*(one[name]["cpu"] for one in found), strict=True)]
-        )
-        for name in found[0]
-    }
+        torch.multiprocessing.spawn(_rank, (count, make, rounds, threads, folder), nprocs=count)
+        return {name: Samples(**one) for name, one in read_json(Path(folder) / "samples.json").items()}
 
 
-def _rank(rank: int, count: int, make: Any, rounds: int, threads: int, folder: str) -> None:
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(count),
-        "OMP_NUM_THREADS": str(threads),
-    }
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"}
-    from multicls.distributed import leave_deepspeed, prepare_deepspeed
-
+def _rank(rank: int, count: int, make: CasesOfRank, rounds: int, threads: int, folder: str) -> None:
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "OMP_NUM_THREADS": threads}
+    os.environ |= {name: str(number) for name, number in numbers.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "DS_ACCELERATOR": "cpu"}  # a file is where they meet
     store = f"file://{folder}/store"
     torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=count)
     torch.set_num_threads(threads)
-    os.environ["MASTER_PORT"] = "0"  # not used: the ranks have met
     prepare_deepspeed()
     samples = take_turns(make(count, rank), rounds=rounds, wait=torch.distributed.barrier)
-    found = {name: {"wall": one.wall, "cpu": one.cpu} for name, one in samples.items()}
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+    everyone: Any = [None] * count
+    torch.distributed.all_gather_object(everyone, samples)
+    if rank == 0:
+        for name, one in samples.items():
+            one.cpu = [sum(cpu) for cpu in zip(*(other[name].cpu for other in everyone), strict=True)]
+        write_json(Path(folder) / "samples.json", {name: vars(one) for name, one in samples.items()})
     leave_deepspeed()
 
 
-class StepOptions(Settings):
+class Options(Settings):
     """Options of the benchmark."""
 
     device: Literal["cpu", "cuda"] = Field(default="cpu", description="device")
-    only: list[Literal["counts", "small", "base", "groups", "ranks", "options"]] = Field(
-        default=[], description="parts of the CPU pass; default: all"
-    )
+    only: list[Part] = Field(default=[], description="parts of the CPU pass; default: all")
     rounds: int = Field(default=10, description="rounds of each comparison; half of them for BERT-base")
     threads: int = Field(default=1, description="threads of torch, on CPU; of each rank where there are two")
     seconds: float = Field(default=4.0, description="seconds of each comparison on the GPU")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(args: Options, argv: Sequence[str]) -> None:
     """Measures what the command line asks for, and writes the results."""
-    args = CommandLine("benchmarks/run.py step", __doc__, StepOptions).parse(argv)
     if args.device == "cuda":
         from benchmarks import step_gpu
 
-        return step_gpu.measure(argv, args.seconds)
-    on_cpu()
+        step_gpu.measure(argv, args.seconds)
+        return
+    workload.on_cpu()
     torch.set_num_threads(args.threads)
-    name = ".".join(["step", "_".join(args.only)] if args.only else ["step"])
-    report = Report(name, "A training step on CPU", argv)
-    parts: dict[str, Callable[[], None]] = {
+    report = Report(".".join(["step", *filter(None, ["_".join(args.only)])]), "A training step on CPU", argv)
+    parts: dict[Part, Case] = {
         "counts": lambda: count(report),
         "small": lambda: against_hugging_face(report, "4 layers x 256", SMALL, 0.38, args.rounds),
         "base": lambda: against_hugging_face(report, "BERT-base", BASE, 0.85, max(3, args.rounds // 2)),
@@ -251,4 +208,3 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in args.only or parts:
         parts[name]()
     report.write()
-    return None

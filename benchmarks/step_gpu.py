@@ -11,36 +11,27 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.compare import Report, Samples, take_turns
-from benchmarks.workload import BASE, Workload, hugging_face_step, trainer_step
+from benchmarks.compare import Case, Report, Samples, take_turns
+from benchmarks.workload import BASE, Workload, grouped_steps, hugging_face_step, trainer_step
 from multicls.errors import UserError
 from pretrain.batches import MicroBatch
 from pretrain.flops import known_peak_tflops, training_flops
 
 SIZES = (10, 20, 40, 80, 160, 320)  # examples of a micro-batch, three sequences each
 MIDDLE = 40  # examples at which precisions and options are compared
-DEVICE = torch.device("cuda")
 BUDGET = 360.0  # seconds after which no further part begins
 THEIRS = "BertForMaskedLM, bf16"
-WAITS = (
-    "cudaStreamSynchronize",
-    "cudaDeviceSynchronize",
-    "cudaEventSynchronize",
-    "cudaMemcpy",
-    "aten::item",
-    "aten::_local_scalar_dense",
-    "aten::nonzero",
-)
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy", "aten::item",
+         "aten::_local_scalar_dense", "aten::nonzero")  # fmt: skip
 
 
-def measure(argv: Sequence[str] | None, seconds: float) -> None:
+def measure(argv: Sequence[str], seconds: float) -> None:
     """Measures all parts, `seconds` for each comparison, and writes the results after each part.
 
     Raises:
@@ -48,14 +39,16 @@ def measure(argv: Sequence[str] | None, seconds: float) -> None:
     """
     if not torch.cuda.is_available():
         raise UserError("step --device cuda: torch finds no CUDA device; leave out --device cuda to measure on CPU.")
+    torch.set_float32_matmul_precision("high")  # TF32 for fp32, as in a pretraining
     name = torch.cuda.get_device_name()
     report = Report("step.cuda", "A training step of BERT-base on a GPU", argv, device=name)
     rate = matmul_tflops()
     report.figure("measured rate of a large bf16 matrix product, TFLOP/s", rate)
-    if sheet := known_peak_tflops(name):
+    sheet = known_peak_tflops(name)
+    if sheet:
         report.figure("dense bf16 peak by the data sheet, TFLOP/s", sheet)
-    parts: dict[str, Callable[[], None]] = {
-        "micro-batch sweep": lambda: sweep(report, seconds, rate, sheet),
+    parts: dict[str, Case] = {
+        "micro-batch sweep": lambda: sweep(report, seconds, {"the measured rate": rate, "the data sheet": sheet}),
         "profile": lambda: profiled(report),
         "groups": lambda: groups(report, seconds),
         "bf16": lambda: option(report, "bf16", {}, seconds),
@@ -85,79 +78,68 @@ def measure(argv: Sequence[str] | None, seconds: float) -> None:
 
 def matmul_tflops(size: int = 8192) -> float:
     """Returns the rate of a square bf16 matrix product, in 1e12 operations a second; the best of 20."""
-    left, right = (torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    left, right = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     samples = take_turns({"matmul": lambda: left @ right}, rounds=20, warmup=5, wait=torch.cuda.synchronize)
     return 2 * size**3 / min(samples["matmul"].wall) / 1e12
 
 
 def workload(size: int, **train: Any) -> Workload:
     """Returns BERT-base with `size` examples a step in one micro-batch, in bf16."""
-    return Workload(BASE, train={"precision": "bf16", "global_batch_size": size, "micro_batch_size": size} | train)
+    return Workload(BASE).changed(**{"precision": "bf16", "global_batch_size": size, "micro_batch_size": size} | train)
 
 
-def sweep(report: Report, seconds: float, rate: float, sheet: float | None) -> None:
-    """Compares both sides at each micro-batch size, until one runs out of memory."""
-    config = workload(SIZES[0]).build()[0].config
-    rows = []
+def sweep(report: Report, seconds: float, peaks: Mapping[str, float | None]) -> None:
+    """Compares both sides at each micro-batch size, until one runs out of memory; `peaks` are in TFLOP/s."""
+    config, rows = workload(SIZES[0]).build()[0].config, []
     trainer = workload(SIZES[0]).trainer()  # its engine does one micro-batch a step, of any size
     for size in SIZES:
         batches = workload(size).batches(4)
+        torch.cuda.reset_peak_memory_stats()
         try:
-            ours = trainer_step(trainer, batches)
-            cases = {THEIRS: hugging_face_step(BASE, batches, DEVICE, torch.bfloat16), "ours": ours}
-            torch.cuda.reset_peak_memory_stats()
+            cases = {THEIRS: hugging_face_step(BASE, batches, "cuda", torch.bfloat16),
+                     "ours": trainer_step(trainer, batches)}  # fmt: skip
             samples = timed(cases, seconds)
         except torch.OutOfMemoryError:
             rows.append([size, *["out of memory"] * 6])
             break
         report.compare(f"BERT-base, bf16, {size} examples", samples, THEIRS)
-        rows.append([size, *speeds(samples, batches, config, rate, sheet)])
+        theirs, ours = (statistics.median(samples[name].wall) for name in (THEIRS, "ours"))
+        names = {"sequences": "sequences", "tokens": "tokens", "squared_lengths": "squared_lengths", "masked": "mlm"}
+        counts = {name: mean_count(batches, key) for name, key in names.items()}
+        achieved = training_flops(config, **counts) / ours / 1e12
+        rows.append([size, counts["tokens"] / ours, counts["tokens"] / theirs, theirs / ours,
+                     *(achieved / peak if peak else "unknown" for peak in peaks.values()),
+                     torch.cuda.max_memory_allocated() / 1e9])  # fmt: skip
         del cases
         free_memory()
-    columns = ["examples", "ours, real tokens/s", "theirs, real tokens/s", "x theirs", "MFU of the measured rate"]
-    report.table("BERT-base, bf16, by micro-batch size", [*columns, "MFU of the data sheet", "peak GB, both"], rows)
+    columns = ["examples", "ours, real tokens/s", "theirs, real tokens/s", "x theirs"]
+    columns += [*(f"MFU of {peak}" for peak in peaks), "peak GB, both"]
+    report.table("BERT-base, bf16, by micro-batch size", columns, rows)
 
 
-def speeds(
-    samples: dict[str, Samples], batches: Sequence[MicroBatch], config: Any, rate: float, sheet: float | None
-) -> list[Any]:
-    """Returns a row of the sweep: tokens a second by the median step, model FLOP utilisation, memory."""
-
-    def mean(name: str) -> float:
-        return statistics.mean(batch.counts[name] for batch in batches)
-
-    theirs, ours = (statistics.median(samples[name].wall) for name in (THEIRS, "ours"))
-    counts = {name: mean(name) for name in ("sequences", "tokens", "squared_lengths")}
-    achieved = training_flops(config, **counts, masked=mean("mlm")) / ours / 1e12
-    share = achieved / sheet if sheet else "unknown"
-    tokens, memory = counts["tokens"], torch.cuda.max_memory_allocated() / 1e9
-    return [tokens / ours, tokens / theirs, theirs / ours, achieved / rate, share, memory]
+def mean_count(batches: Sequence[MicroBatch], name: str) -> float:
+    """Returns the mean of a count over micro-batches."""
+    return statistics.mean(batch.counts[name] for batch in batches)
 
 
 def option(report: Report, name: str, train: dict[str, Any], seconds: float) -> None:
     """Compares one precision or option with Hugging Face's side at `MIDDLE` examples."""
     work = workload(MIDDLE, **train)
     batches = work.batches(4)
-    with tf32(train.get("precision") == "fp32"):
-        theirs = hugging_face_step(BASE, batches, DEVICE, torch.bfloat16)
-        cases = {THEIRS: theirs, f"ours, {name}": trainer_step(work.trainer(), batches)}
-        # enough warm-up for compilation, and for fp16's loss scale to fall to where it stays
-        samples = timed(cases, seconds, warmup=20 if "fp16" in name else 5)
-    tokens = statistics.mean(batch.counts["tokens"] for batch in batches)
+    theirs = hugging_face_step(BASE, batches, "cuda", torch.bfloat16)
+    cases = {THEIRS: theirs, f"ours, {name}": trainer_step(work.trainer(), batches)}
+    # enough warm-up for compilation, and for fp16's loss scale to fall to where it stays
+    samples = timed(cases, seconds, warmup=20 if "fp16" in name else 5)
     report.compare(f"BERT-base, {MIDDLE} examples, {name}", samples, THEIRS)
+    tokens = mean_count(batches, "tokens")
     rows = [[case, tokens / statistics.median(one.wall)] for case, one in samples.items()]
     report.table(f"BERT-base, {MIDDLE} examples, {name}", ["case", "real tokens/s"], rows)
 
 
 def groups(report: Report, seconds: float) -> None:
     """Compares 8 groups of negatives in one forward pass with 8 accumulated micro-batches."""
-    one = workload(80)
-    many = one.changed(micro_batch_size=10)
-    cases = {
-        "8 accumulated": trainer_step(many.trainer(), many.batches(16), per_step=8),
-        "8 groups in one forward": trainer_step(one.trainer(), one.batches(2)),
-    }
-    report.compare("BERT-base, bf16, step of 80 examples", timed(cases, seconds), "8 accumulated")
+    samples = timed(grouped_steps(BASE, precision="bf16"), seconds)
+    report.compare("BERT-base, bf16, step of 80 examples", samples, "8 accumulated")
 
 
 def profiled(report: Report, steps: int = 4) -> None:
@@ -170,38 +152,21 @@ def profiled(report: Report, steps: int = 4) -> None:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         for _ in range(steps):
             step()
-    rows = counts_of(profiler.key_averages(), steps)
-    note = f"Calls a step, {SIZES[0]} examples, over {steps} steps; the profiler adds a cudaDeviceSynchronize or two"
-    report.table(note, ["what", "calls a step"], rows)
-
-
-def counts_of(events: Sequence[Any], steps: int) -> list[list[Any]]:
-    """Returns rows of kernels, copies and waits a step, from a profiler's averages."""
     found = dict.fromkeys(("kernels", "copies and fills on the device", *WAITS), 0)
-    for event in events:
+    for event in profiler.key_averages():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             if not getattr(event, "is_user_annotation", False):
                 copies = event.key.startswith(("Memcpy", "Memset"))
                 found["copies and fills on the device" if copies else "kernels"] += event.count
         elif event.key in found:
             found[event.key] += event.count
-    return [[name, count / steps] for name, count in found.items()]
+    note = f"Calls a step, {SIZES[0]} examples, over {steps} steps; the profiler adds a cudaDeviceSynchronize or two"
+    report.table(note, ["what", "calls a step"], [[name, count / steps] for name, count in found.items()])
 
 
-def timed(cases: dict[str, Callable[[], Any]], seconds: float, warmup: int = 3) -> dict[str, Samples]:
+def timed(cases: Mapping[str, Case], seconds: float, warmup: int = 3) -> dict[str, Samples]:
     """Returns the times of the cases, bounded by `seconds`."""
     return take_turns(cases, rounds=200, warmup=warmup, seconds=seconds, wait=torch.cuda.synchronize)
-
-
-@contextmanager
-def tf32(enabled: bool) -> Any:
-    """Allows TF32 in matrix products of float32 inside."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if enabled else before)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def free_memory() -> None:

@@ -23,6 +23,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
+from importlib import import_module
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,9 +36,9 @@ from pydantic import Field
 from benchmarks import study_plan
 from benchmarks.compare import machine
 from benchmarks.study_plan import ARMS, BASE, MEASURED_ARMS, SPECIAL, Measured, Plan, Pretraining
-from finetune.store.results import Record, Store
+from finetune.store.results import Store
 from multicls.command_line import CommandLine
-from multicls.console import LINE_EVERY, Progress, print_line
+from multicls.console import Progress, print_line
 from multicls.corpus import Corpus
 from multicls.errors import UserError, run_command
 from multicls.files import REPOSITORY, append_jsonl, atomic_write, locked, read_json, read_jsonl, write_json
@@ -45,6 +47,7 @@ from multicls.words import duration
 from pretrain.run_folder import DONE
 
 HELD_OUT = 0.02  # share of the documents that pretraining validates on
+CORES = len(os.sched_getaffinity(0))
 MOST_JOBS = 6  # processes side by side: one for each arm
 PROBE_STEPS = {"cpu": 5, "cuda": 60}  # of a pretraining that is only timed
 PROBE_FINETUNING = 40  # steps likewise
@@ -62,29 +65,20 @@ class StudyOptions(Settings):
     size: Literal["smoke"] | None = Field(default=None, description="a fixed small study instead of a --budget")
     device: Literal["cpu", "cuda"] | None = Field(default=None, description="default: the GPU, if there is one")
     piece: str = Field(default="8m", title="TIME", description="longest time of one call")
-    base: str | None = Field(
-        default=None, title="MODEL", description="any BERT instead of the packed one: folder or id"
-    )
+    base: str | None = Field(default=None, title="MODEL", description="any BERT instead of the packed one")
     output_dir: Path = Field(default=Path("runs/study"), description="folder of the study")
     keep_weights: bool = Field(default=False, description="keep inputs and models at the end")
 
 
 class Call:
-    """One call of the command on a study.
-
-    Attributes:
-        folder: The study.
-        deadline: When to leave, on the monotonic clock.
-        environment: That of the commands.
-        watch: Called every few seconds while commands run.
-    """
+    """One call of the command on the study in `folder`; leaves when the monotonic clock is at `deadline`."""
 
     def __init__(self, folder: Path, piece: float, device: str, jobs: int) -> None:
         self.folder = folder
         self.deadline = time.monotonic() + piece - min(SAVING, piece / 10)
-        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, _cores() // jobs))
+        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, CORES // jobs))
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
-        self.watch: Callable[[], object] = lambda: None
+        self.watch: Callable[[], object] = lambda: None  # called again and again while commands run
         self.environment = os.environ | {"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"} | hidden
 
     def run_all(self, commands: Commands, jobs: int = 1) -> bool:
@@ -97,21 +91,17 @@ class Call:
             UserError: A command failed.
         """
         waiting, running = dict(commands), dict[str, subprocess.Popen[bytes]]()
-        watched = time.monotonic()
         try:
             while (waiting or running) and time.monotonic() < self.deadline:
                 for name in list(waiting)[: jobs - len(running)]:
                     running[name] = self._start(name, waiting.pop(name))
-                time.sleep(0.05)
-                if time.monotonic() - watched >= LINE_EVERY:
-                    self.watch()
-                    watched = time.monotonic()
+                time.sleep(0.2)
+                self.watch()
                 for name in [name for name, process in running.items() if process.poll() is not None]:
                     if code := running.pop(name).returncode:
-                        log = self._log(name)
-                        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-                        raise UserError(f"{name} ended with code {code}: {' '.join(lines[-1:])} (log: {log}). "
-                                        "Put it right; the same command goes on.")  # fmt: skip
+                        lines = self._log(name).read_text(encoding="utf-8", errors="replace").splitlines()
+                        raise UserError(f"{name} ended with code {code}: {' '.join(lines[-1:])} (log: "
+                                        f"{self._log(name)}). Put it right; the same command goes on.")  # fmt: skip
         finally:
             for process in running.values():
                 process.terminate()
@@ -132,41 +122,36 @@ class Call:
 
 def _end_with_parent() -> None:
     """Asks Linux to send this new process SIGTERM when the study's process ends, even if that was killed."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    if argv[:1] == ["pack"]:
-        from benchmarks import study_inputs
-
-        return study_inputs.main(argv[1:])
-    if argv[:1] == ["page"]:
-        from benchmarks import study_page
-
-        return study_page.main(argv[1:])
+    if argv[:1] in (["pack"], ["page"]):
+        module = import_module("benchmarks.study_inputs" if argv[0] == "pack" else "benchmarks.study_page")
+        module.main(argv[1:])
+        return 0
     options = CommandLine("benchmarks/study.py", __doc__, StudyOptions).parse(argv)
     folder, piece = options.output_dir, seconds_of("--piece", options.piece)
-    signal.signal(signal.SIGTERM, _interrupt)
+    budget = seconds_of("--budget", options.budget) if options.budget else None
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with locked(folder):
         began = time.monotonic()
-        plan = find_plan(options) or make_plan(options, piece)
+        plan = find_plan(options, budget) or make_plan(options, budget, piece)
         print("\n".join(plan.words()), flush=True)
         work(Call(folder, piece - (time.monotonic() - began), plan.device, plan.jobs), plan, options.keep_weights)
         print(left_in_words(folder, plan, piece), flush=True)
     return 0
 
 
-def find_plan(options: StudyOptions) -> Plan | None:
+def find_plan(options: StudyOptions, budget: float | None) -> Plan | None:
     """Returns the plan of the study, None if it has none yet.
 
     Raises:
         UserError: The options ask for another study than the plan's, or lack what a new one needs.
     """
     path = options.output_dir / "plan.json"
-    budget = seconds_of("--budget", options.budget) if options.budget else None
     if not path.exists():
         if not options.inputs:
             raise UserError("--inputs: a new study needs the file that `python benchmarks/study.py pack` writes.")
@@ -176,14 +161,12 @@ def find_plan(options: StudyOptions) -> Plan | None:
     plan = Plan.model_validate(read_json(path))
     for name, value in {"budget": budget, "size": options.size, "device": options.device}.items():
         if value is not None and value != (was := getattr(plan, name)):
-            raise UserError(
-                f"--{name} {getattr(options, name)}: {path} was made for {name} {was}, and a plan is kept to its end. "
-                "Leave the flag out to go on, or give another --output_dir."
-            )
+            raise UserError(f"--{name} {getattr(options, name)}: {path} was made for {name} {was}, and a plan is kept "
+                            "to its end. Leave the flag out to go on, or give another --output_dir.")  # fmt: skip
     return plan
 
 
-def make_plan(options: StudyOptions, piece: float) -> Plan:
+def make_plan(options: StudyOptions, budget: float | None, piece: float) -> Plan:
     """Unpacks, measures if there is a budget, decides, and writes STUDY/plan.json."""
     from benchmarks.study_inputs import unpack
 
@@ -191,25 +174,20 @@ def make_plan(options: StudyOptions, piece: float) -> Plan:
     began, folder = time.monotonic(), options.output_dir
     inputs = unpack(options.inputs, folder / "inputs")
     device, hardware = find_device(options.device)
-    jobs = max(1, min(MOST_JOBS, _cores() // (2 if device == "cuda" else 1)))
-    pretraining, evaluation = study_plan.SMOKE
+    jobs = max(1, min(MOST_JOBS, CORES // (2 if device == "cuda" else 1)))
     plan = Plan(
-        size=options.size, budget=None, device=device, hardware=hardware, jobs=jobs,
+        size=options.size, budget=budget, device=device, hardware=hardware, jobs=jobs,
         base=options.base or str(inputs / "model"), base_name=options.base or read_json(inputs / "inputs.json")["base"],
         corpus=str(inputs / "corpus"), data=str(inputs / "data"), made=time.strftime("%Y-%m-%d"), expected={},
         one_pass=Corpus.open(inputs / "corpus").manifest["tokens"] * (1 - HELD_OUT),
-        pretraining=pretraining, evaluation=evaluation,
+        pretraining=study_plan.SMOKE[0], evaluation=study_plan.SMOKE[1],
     )  # fmt: skip
-    if options.budget:
+    if budget:
         print("measuring times, to plan the study", flush=True)
         measured = measure(Call(folder, piece, device, jobs), plan)
-        budget = seconds_of("--budget", options.budget)
-        left = budget - (time.monotonic() - began)
-        pretraining, evaluation, expected = study_plan.decide(
-            measured, left, plan.one_pass, jobs, math.ceil(budget / piece)
-        )
-        changes = {"budget": budget, "pretraining": pretraining, "evaluation": evaluation, "expected": expected}
-        plan = plan.model_copy(update=changes)
+        left, pieces = budget - (time.monotonic() - began), math.ceil(budget / piece)
+        decided = study_plan.decide(measured, left, plan.one_pass, jobs, pieces)
+        plan = plan.model_copy(update=dict(zip(("pretraining", "evaluation", "expected"), decided, strict=True)))
     write_json(folder / "plan.json", plan.model_dump(mode="json"))
     append_jsonl(folder / "calls.jsonl", {"stage": "planning", "seconds": time.monotonic() - began, "runs": 0})
     return plan
@@ -239,16 +217,16 @@ def measure(call: Call, plan: Plan) -> Measured:
     probe, steps, full = call.folder / "probe", PROBE_STEPS[plan.device], study_plan.LADDER[0]
     shutil.rmtree(probe, ignore_errors=True)
     train = Pretraining(tokens=0, seeds=(), eval_every=steps // study_plan.EVALUATIONS)
-    runs = [(MEASURED_ARMS[n % len(MEASURED_ARMS)], probe / f"run-{n}") for n in range(max(2, plan.jobs))]
+    arms = islice(cycle(MEASURED_ARMS), max(2, plan.jobs))
+    runs = [(arm, probe / f"run-{number}") for number, arm in enumerate(arms)]
     commands = {run.name: [*pretrain_command(probe, plan, train, arm, run), "--steps", str(steps)] for arm, run in runs}
     recipe = {
         "models": {BASE: [plan.base]}, "systems": ["cls"], "tasks": full.tasks, "train_sizes": full.train_sizes,
         "seeds": [1], "selections": ["holdout"],
         "settings": {"max_length": full.max_length, "train": {"max_steps": PROBE_FINETUNING}},
     }  # fmt: skip
-    grids = {
-        f"grid-{n}": grid_command(plan, probe / "grid.yaml", recipe, probe / f"grid-{n}") for n in range(plan.jobs)
-    }
+    names = [f"grid-{number}" for number in range(plan.jobs)]
+    grids = {name: grid_command(plan, probe / "grid.yaml", recipe, probe / name) for name in names}
     began, walls = time.monotonic(), list[float]()
     for batch in (commands, grids, {"grid-0": grids["grid-0"]}):  # the last one finds its runs finished
         if not call.run_all(batch, plan.jobs):
@@ -260,20 +238,14 @@ def measure(call: Call, plan: Plan) -> Measured:
         seconds.setdefault(arm, []).append(statistics.median(one["speed/seconds_per_step"] for one in records[1:]))
         texts.append(train.sequences * (records[-1]["data/tokens_per_sequence"] - ARMS[arm].facets - SPECIAL))
     step, rounds = max(map(statistics.mean, seconds.values())), math.ceil(len(runs) / plan.jobs)
-    whole = _whole_runs(Store(probe / "grid-0").records(), walls[1] - walls[2])
+    short, whole = Store(probe / "grid-0").records(), {}
+    overhead = max(0.0, walls[1] - walls[2] - sum(record["seconds"] for record in short)) / len(short)
+    for record in short:
+        an_epoch = math.ceil(record["train_rows"] / record["resolved"]["train"]["batch_size"])
+        training = record["seconds"] / record["steps"] * an_epoch * full.epochs
+        whole[int(record["train_size"]), record["task"]] = training + overhead
     shutil.rmtree(probe)
     return Measured(max(0.0, walls[0] / rounds - step * steps), step, statistics.mean(texts), walls[2], whole)
-
-
-def _whole_runs(records: Sequence[Record], wall: float) -> dict[tuple[int, str], float]:
-    """Returns the seconds of whole runs by train size and task, from short ones that took `wall` seconds together."""
-    runs = {}
-    overhead = max(0.0, wall - sum(record["seconds"] for record in records)) / len(records)
-    for record in records:
-        an_epoch = math.ceil(record["train_rows"] / record["resolved"]["train"]["batch_size"])
-        training = record["seconds"] / record["steps"] * an_epoch * study_plan.LADDER[0].epochs
-        runs[int(record["train_size"]), record["task"]] = training + overhead
-    return runs
 
 
 def pretrain_command(folder: Path, plan: Plan, train: Pretraining, arm: str, run: Path, seed: int = 1) -> list[str]:
@@ -287,15 +259,11 @@ def pretrain_command(folder: Path, plan: Plan, train: Pretraining, arm: str, run
     }  # fmt: skip
     _write_yaml(folder / "pretraining.yaml", recipe)
     recipes = ["base", str(folder / "pretraining.yaml"), *filter(None, [ARMS[arm].recipe])]
-    words = [
-        "pretrain/run.py",
-        "--config",
-        "ds_configs/zero0.json",
-        *(w for name in recipes for w in ("--recipe", name)),
-    ]
+    flags = [word for name in recipes for word in ("--recipe", name)]
     examples = str(train.sequences // ARMS[arm].parts)
-    words += ["--global_batch_size", examples, "--set", f"train.negatives_group={examples}"]
-    return [*words, "--seed", str(seed), "--output_dir", str(run)]
+    flags += ["--global_batch_size", examples, "--set", f"train.negatives_group={examples}"]
+    return ["pretrain/run.py", "--config", "ds_configs/zero0.json", *flags, "--seed", str(seed),
+            "--output_dir", str(run)]  # fmt: skip
 
 
 def grid_command(plan: Plan, path: Path, recipe: Mapping[str, Any], results: Path) -> list[str]:
@@ -392,11 +360,9 @@ def left_in_words(folder: Path, plan: Plan, piece: float) -> str:
         calls = [call for call in read_jsonl(folder / "calls.jsonl") if call["stage"] == stage]
         runs, spent = (sum(call[name] for call in calls) for name in ("runs", "seconds"))
         seconds += (planned - done) * (spent / runs if runs else plan.expected.get(stage, math.nan) / planned)
-    calls_left = "time not known yet"
-    if math.isfinite(seconds):
-        calls_left = f"about {math.ceil(seconds / piece)} more calls of {duration(piece)}"
+    more = f"about {math.ceil(seconds / piece)} more calls of {duration(piece)}" if math.isfinite(seconds) else ""
     text = ", ".join(f"{done} of {planned} {stage} runs done" for stage, (done, planned) in state.items())
-    return f"{text}; {calls_left}: give the same command again"
+    return f"{text}; {more or 'time not known yet'}: give the same command again"
 
 
 def seconds_of(flag: str, text: str) -> float:
@@ -416,21 +382,13 @@ def _is_done(folder: Path, stage: str) -> bool:
 
 
 def _mark_done(folder: Path, stage: str) -> None:
-    with atomic_write(folder / "done" / stage):
-        pass
+    (folder / "done").mkdir(exist_ok=True)
+    (folder / "done" / stage).touch()
 
 
 def _write_yaml(path: Path, content: Mapping[str, Any]) -> None:
     with atomic_write(path) as file:
         yaml.safe_dump(content, file, sort_keys=False)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

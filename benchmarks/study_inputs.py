@@ -14,9 +14,11 @@ from typing import Any
 
 import numpy as np
 from pydantic import Field
+from safetensors.torch import load_file, save_file
 
 from benchmarks.study_plan import TASKS
 from finetune.data.tasks import find_task
+from finetune.heads.checkpoint import find_folder
 from multicls.command_line import CommandLine
 from multicls.corpus import MANIFEST, Corpus, Shard, occurrences, write_shard
 from multicls.errors import UserError
@@ -40,8 +42,8 @@ class PackOptions(Settings):
     text_mb: float = Field(default=70.0, gt=0, description="most megabytes of text to take")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Packs the inputs of a study; returns the exit code."""
+def main(argv: Sequence[str]) -> None:
+    """Packs the inputs of a study."""
     options = CommandLine("benchmarks/study.py pack", __doc__, PackOptions).parse(argv)
     with TemporaryDirectory() as place:
         work, inputs = Path(place) / "work", Path(place) / "inputs"
@@ -54,7 +56,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_json(inputs / "inputs.json", {"base": name, "tokens": tokens})
         size = write_archive(inputs, options.output, options.text_mb)
     print(f"{options.output}: {size / 1e6:.1f} MB, with {tokens / 1e6:.1f} M tokens of text")
-    return 0
 
 
 def pack_model(base: str, target: Path) -> None:
@@ -63,23 +64,16 @@ def pack_model(base: str, target: Path) -> None:
     Raises:
         UserError: The model is not there, or has no weights in one safetensors file.
     """
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    from finetune.heads.checkpoint import find_folder
-
     folder = find_folder(base)
     if not (folder / "model.safetensors").exists():
         raise UserError(f"--base {base}: {folder} has no model.safetensors; save the model again with transformers.")
-    weights = {name: weight.half() if weight.is_floating_point() else weight
-               for name, weight in load_file(folder / "model.safetensors").items()}  # fmt: skip
-    if broken := [name for name, weight in weights.items() if not torch.isfinite(weight.float()).all()]:
-        raise UserError(f"--base {base}: weights too large for 16 bits ({broken[0]}); give another model.")
+    loaded = load_file(folder / "model.safetensors")
+    weights = {name: weight.half() if weight.is_floating_point() else weight for name, weight in loaded.items()}
     target.mkdir(parents=True)
     save_file(weights, target / "model.safetensors", {"format": "pt"})
-    for name in ("config.json", *TOKENIZER_FILES):
-        if (folder / name).exists():
-            shutil.copyfile(folder / name, target / name)
+    for path in (folder / name for name in ("config.json", *TOKENIZER_FILES)):
+        if path.exists():
+            shutil.copyfile(path, target / path.name)
 
 
 def pack_tasks(data_dir: Path, target: Path) -> None:
@@ -90,31 +84,21 @@ def pack_tasks(data_dir: Path, target: Path) -> None:
     """
     problems = []
     for task in map(find_task, TASKS):
+        copies = target / task.benchmark / task.folder
+        copies.mkdir(parents=True)
         for stem in (task.train, *dict(task.dev)):
             places = [data_dir / task.benchmark / task.folder, data_dir / task.folder]
-            found = [
-                path
-                for place in places
-                for suffix in (".tsv", ".jsonl")
-                if (path := place / f"{stem}{suffix}").exists()
-            ]
-            if not found:
+            names = [place / f"{stem}{suffix}" for place in places for suffix in (".tsv", ".jsonl")]
+            if found := next(filter(Path.exists, names), None):
+                shutil.copyfile(found, copies / found.name)
+            else:
                 problems.append(f"--data_dir {data_dir}: {task.folder}/{stem} of task {task.name} is missing.")
-                continue
-            copy = target / task.benchmark / task.folder / found[0].name
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(found[0], copy)
     if problems:
         raise UserError(*problems)
 
 
 def take_text(sources: Sequence[str], most: float, target: Path) -> None:
-    """Copies text files to `target`/NAME, the same share of each source, spread over its files by name.
-
-    Args:
-        sources: Folders as NAME=DIR.
-        most: Bytes of all.
-        target: New folder.
+    """Copies text files of NAME=DIR to `target`/NAME: `most` bytes, the same share of each source's files by name.
 
     Raises:
         UserError: A source is no folder with files.
@@ -139,15 +123,9 @@ def pack_corpus(work: Path, inputs: Path) -> int:
     The counts are a third of the packed corpus and follow from the tokens: `unpack` puts them back.
     """
     texts = [f"{path.name}={path}" for path in sorted((work / "text").iterdir())]
-    command = [
-        sys.executable,
-        str(REPOSITORY / "data_prep/run.py"),
-        "--output",
-        str(work / "corpus"),
-        "--input",
-        *texts,
-    ]
-    if code := subprocess.run([*command, "--tokenizer", str(inputs / "model")], check=False).returncode:
+    script, model = REPOSITORY / "data_prep/run.py", inputs / "model"
+    command: list[str | Path] = [sys.executable, script, "--output", work / "corpus", "--tokenizer", model, "--input"]
+    if code := subprocess.run([*command, *texts], check=False).returncode:
         raise UserError(f"data_prep/run.py ended with code {code}; its lines above say why.")
     corpus = Corpus.open(work / "corpus")
     (inputs / "corpus").mkdir()
@@ -180,30 +158,27 @@ def write_archive(folder: Path, output: Path, text_mb: float) -> int:
                     archive.addfile(info, content)
         size = int(file.tell())
         if size > MOST_BYTES:
-            raise UserError(f"--text_mb {text_mb:g}: gives {size / 1e6:.1f} MB, more than {MOST_BYTES / 1e6:.0f}. Give "
-                            "less of it, or a smaller --base.")  # fmt: skip
+            raise UserError(f"--text_mb {text_mb:g}: gives {size / 1e6:.1f} MB, more than {MOST_BYTES / 1e6:.0f}. "
+                            "Give less of it, or a smaller --base.")  # fmt: skip
     return size
 
 
 def unpack(source: Path, target: Path) -> Path:
-    """Writes packed inputs, a file or a folder of its contents, to `target`; returns it. A finished copy is kept.
+    """Writes a file of packed inputs to the folder `target`; returns it. A finished copy is kept.
 
     Raises:
         UserError: There are none, or they are damaged.
     """
     if target.exists():
         return target
-    if not source.exists():
-        raise UserError(f"--inputs {source}: no such file or folder; `python benchmarks/study.py pack` writes one.")
+    if not source.is_file():
+        raise UserError(f"--inputs {source}: no such file; `python benchmarks/study.py pack` writes one.")
     with atomic_folder(target) as fresh:
-        if source.is_dir():
-            shutil.copytree(source, fresh, dirs_exist_ok=True)
-        else:
-            try:
-                with tarfile.open(source) as archive:
-                    archive.extractall(fresh, filter="data")
-            except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
-                raise UserError(f"--inputs {source}: not packed inputs, or damaged: {error}.") from None
+        try:
+            with tarfile.open(source) as archive:
+                archive.extractall(fresh, filter="data")
+        except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
+            raise UserError(f"--inputs {source}: not packed inputs, or damaged: {error}.") from None
         if not (fresh / "inputs.json").exists():
             raise UserError(f"--inputs {source}: no packed inputs (inputs.json is missing).")
         corpus = Corpus.open(fresh / "corpus")

@@ -6,14 +6,12 @@ python benchmarks/study.py page --study runs/study --output docs/study.md
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 import matplotlib
-import numpy as np
 import pandas as pd
 from jinja2 import Environment, StrictUndefined
 from matplotlib.figure import Figure
@@ -44,15 +42,10 @@ CURVES = {"loss/mlm": "masked-LM loss on held-out text", "acc/mcqt": "accuracy o
 Rows = Sequence[SystemResult]
 
 
-@dataclass(frozen=True)
-class Claim:
-    """A statement that a test can support or contradict: A is better than B.
+class Claim(NamedTuple):
+    """A statement that a test can support or contradict: system A is better than system B.
 
-    Attributes:
-        text: In words.
-        a: A system.
-        b: Another one.
-        measure: "score", or "ece" (calibration error), of which less is better.
+    The measure is "score", or "ece" (calibration error), of which less is better.
     """
 
     text: str
@@ -79,21 +72,13 @@ CLAIMS = (
 
 @dataclass(frozen=True)
 class Tested:
-    """A claim with its test, at one train size, on one task or on the average over tasks.
-
-    Attributes:
-        claim: The claim.
-        size: Train rows.
-        task: Name of the task; "" for the average.
-        found: Difference A - B with its test.
-        corrected: p-value, corrected by Holm's method.
-    """
+    """A claim with its test, at one train size, on one task or on the average over tasks."""
 
     claim: Claim
-    size: str
-    task: str
-    found: Comparison
-    corrected: float = math.nan
+    size: str  # train rows
+    task: str  # "" for the average
+    found: Comparison  # A - B
+    corrected: float = math.nan  # p-value, by Holm's method
 
     @property
     def verdict(self) -> Literal["supported", "contradicted", "not seen"]:
@@ -105,7 +90,7 @@ class Tested:
     @property
     def interval(self) -> str:
         """The 95 % interval of the difference."""
-        return "-" if math.isnan(self.found.low) else f"{self.found.low:+.2f} to {self.found.high:+.2f}"
+        return tables.interval(self.found.low, self.found.high, "+")
 
     def __str__(self) -> str:
         """Returns the claim with its numbers, as a sentence."""
@@ -122,8 +107,8 @@ class PageOptions(Settings):
     output: Path = Field(default=Path("docs/study.md"), description="the page; its figures go to images/ beside it")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the page and its figures; returns the exit code."""
+def main(argv: Sequence[str]) -> None:
+    """Writes the page and its figures."""
     options = CommandLine("benchmarks/study.py page", __doc__, PageOptions).parse(argv)
     if not (options.study / "plan.json").exists():
         raise UserError(f"--study {options.study}: no study there (plan.json is missing).")
@@ -133,21 +118,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan = Plan.model_validate(read_json(options.study / "plan.json"))
     images = options.output.parent / "images"
     write_figure(curves_figure(options.study, plan), images / "study_curves.svg")
-    write_figure(scores_figure(rows), images / "study_scores.svg")
-    text = render(options.study, plan, rows)
+    runs = all_runs(rows)
+    write_figure(scores_figure(runs), images / "study_scores.svg")
+    text = render(options.study, plan, rows, runs)
     with atomic_write(options.output) as file:
         file.write(text)
     print(f"written: {options.output}, with {images}/study_curves.svg and study_scores.svg")
-    return 0
 
 
-def render(folder: Path, plan: Plan, rows: Rows) -> str:
-    """Returns the page as Markdown."""
+def render(folder: Path, plan: Plan, rows: Rows, runs: pd.DataFrame) -> str:
+    """Returns the page as Markdown; `runs` are those of `all_runs`."""
     ensembles = load_results(Store(folder / "ensembles"), ensembles=ENSEMBLE).rows
-    averages, tasks = claim_tests(rows, by_task=False), claim_tests(rows, by_task=True)
-    spent: dict[str, float] = {}
-    for call in read_jsonl(folder / "calls.jsonl"):
-        spent[call["stage"]] = spent.get(call["stage"], 0.0) + call["seconds"]
+    averages, tasks = claim_tests(runs, by_task=False), claim_tests(runs, by_task=True)
+    spent = pd.DataFrame(read_jsonl(folder / "calls.jsonl")).groupby("stage", sort=False)["seconds"].sum()
     halves = [(one.found.high - one.found.low) / 2 for one in averages if one.claim.measure == "score"]
     curves = [str(run) for run in run_folders(folder, plan).values() if (run / METRICS).exists()]
     disagreement = folder / "analysis" / "disagreement.md"
@@ -156,16 +139,16 @@ def render(folder: Path, plan: Plan, rows: Rows) -> str:
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         plan=plan, arms=ARMS, averages=averages, tasks=tasks,
         state="" if (folder / "done" / "evaluation").exists() else left_in_words(folder, plan, PIECE),
-        half=number(statistics.median([half for half in halves if math.isfinite(half)] or [math.nan])),
+        half=number(float(pd.Series(halves).median())),
         versions=", ".join(f"{name} {version}" for name, version in records[0]["versions"].items()),
         commits=", ".join(sorted({str(record["git_commit"]) for record in records})),
         spent=", ".join(f"{stage} {duration(seconds)}" for stage, seconds in spent.items()),
-        total=duration(sum(spent.values())),
+        total=duration(spent.sum()),
         claims=_text(claims_table(averages, tasks)),
-        scores=[_text(tables.side_by_side(rows, size)) for size in dict.fromkeys(row.train_size for row in rows)],
-        calibration=_calibration(rows),
+        scores=[_text(tables.side_by_side(rows, size)) for size in runs["size"].unique()],
+        calibration=_text(tables.calibration_table(rows)),
         ensembles=_text(tables.side_by_side(ensembles, ensembles[0].train_size)) if ensembles else "",
-        ensembles_calibration=_calibration(ensembles),
+        ensembles_calibration=_text(tables.calibration_table(ensembles)),
         disagreement=disagreement.read_text(encoding="utf-8").partition("\n\n")[2] if disagreement.exists() else "",
         pretraining=table(read_runs(curves)) if curves else "",
         costs=_text(cost_table(rows)), results=_text(tables.results_table(rows)),
@@ -178,50 +161,40 @@ def _text(found: Table) -> str:
     return "" if found.frame.empty else tables.markdown(found).partition("\n\n")[2].replace(", holdout", "")
 
 
-def _calibration(rows: Rows) -> str:
-    return _text(tables.calibration_table(rows))
-
-
-def frames_of(rows: Rows, measure: str) -> dict[tuple[str, str, str], pd.DataFrame]:
-    """Returns the scores, or the calibration errors, of the runs in percent, by train size, system and task."""
-    found = {}
+def all_runs(rows: Rows) -> pd.DataFrame:
+    """Returns a line for each run: size, system, task, pretraining, draw, seed, score and ece in % (nan: none)."""
+    frames = []
     for row in rows:
-        frame, place = row.frame, (row.train_size, row.system.name, row.task)
-        if measure == "ece":
-            runs = row.predictions()
-            if not all("logits" in run for run in runs):
-                continue
-            frame = frame.assign(score=[100 * calibration(run["logits"], run["labels"])["ece"] for run in runs])
-        found[place] = frame
-    return found
+        errors = [100 * calibration(run["logits"], run["labels"])["ece"] if "logits" in run else math.nan
+                  for run in row.predictions()]  # fmt: skip
+        frames.append(row.frame.assign(ece=errors, size=row.train_size, system=row.system.name, task=row.task))
+    return pd.concat(frames)
 
 
-def average_frame(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    """Returns the mean over tasks for each pretraining, draw and seed that all tasks have."""
-    scores = pd.concat(frames).groupby(["pretraining", "draw", "seed"])["score"]
-    return scores.mean()[scores.count() == len(frames)].reset_index()
+def average(runs: pd.DataFrame) -> pd.DataFrame:
+    """Returns the mean score over tasks for each pretraining, draw and seed that all tasks have."""
+    scores = runs.groupby(["pretraining", "draw", "seed"])["score"]
+    return scores.mean()[scores.count() == runs["task"].nunique()].reset_index()
 
 
-def claim_tests(rows: Rows, by_task: bool) -> list[Tested]:
+def claim_tests(runs: pd.DataFrame, by_task: bool) -> list[Tested]:
     """Returns the tests of all claims, corrected together: on each task, or on the average over tasks.
 
     An average is over the tasks for which both systems have runs. The base model is one given model, and no sample of
     pretrainings: it stands beside each pretraining of the other system.
     """
     tests = []
-    frames = {measure: frames_of(rows, measure) for measure in ("score", "ece")}
     for claim in CLAIMS:
-        mine = frames[claim.measure]
-        for size in dict.fromkeys(row.train_size for row in rows):
-            pairs = {task: (mine[size, claim.a, task], mine[size, claim.b, task]) for place, name, task in mine
-                     if (place, name) == (size, claim.a) and (size, claim.b, task) in mine}  # fmt: skip
-            if not by_task and pairs:
-                pairs = {"": tuple(map(average_frame, zip(*pairs.values(), strict=True)))}
-            for task, (a, b) in pairs.items():
+        measured = runs.assign(score=runs[claim.measure]).dropna(subset="score")
+        for size, here in measured.groupby("size", sort=False):
+            sides = [here[here["system"] == name] for name in (claim.a, claim.b)]
+            shared = [task for task in sides[0]["task"].unique() if task in set(sides[1]["task"])]
+            for tasks in [[task] for task in shared] if by_task else [shared] * bool(shared):
+                a, b = (average(side[side["task"].isin(tasks)]) for side in sides)
                 if claim.b.startswith(f"{BASE} "):
                     b = pd.concat([b.assign(pretraining=one) for one in a["pretraining"].unique()])
                 if not a.empty and not b.empty:
-                    tests.append(Tested(claim, size, task, compare(a, b)))
+                    tests.append(Tested(claim, str(size), tasks[0] if by_task else "", compare(a, b)))
     corrected = holm([one.found.p for one in tests])
     return [replace(one, corrected=p) for one, p in zip(tests, corrected, strict=True)]
 
@@ -241,14 +214,14 @@ def claims_table(averages: Sequence[Tested], tasks: Sequence[Tested]) -> Table:
 
 def cost_table(rows: Rows) -> Table:
     """Returns seconds and peak memory of a fine-tuning run by system and train size."""
-    places: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for row in rows:
-        places.setdefault((row.system.name, row.train_size), []).extend(row.records)
-    lines = [{"system": system, "train rows": size, "runs": str(len(records)),
-              "seconds, mean": number(statistics.mean(record["seconds"] for record in records)),
-              "peak memory, GB": number(max(record["peak_memory_gb"] for record in records))}
-             for (system, size), records in places.items()]  # fmt: skip
-    return Table("Costs", pd.DataFrame(lines))
+    runs = pd.DataFrame([{"system": row.system.name, "train rows": row.train_size} | dict(record)
+                         for row in rows for record in row.records])  # fmt: skip
+    places = runs.groupby(["system", "train rows"], sort=False)
+    found = pd.DataFrame({
+        "runs": places.size().map(str), "seconds, mean": places["seconds"].mean().map(number),
+        "peak memory, GB": places["peak_memory_gb"].max().map(number),
+    })  # fmt: skip
+    return Table("Costs", found.reset_index())
 
 
 def curves_figure(folder: Path, plan: Plan) -> Figure:
@@ -256,37 +229,33 @@ def curves_figure(folder: Path, plan: Plan) -> Figure:
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     for axis, (key, title) in zip(figure.subplots(1, 2), CURVES.items(), strict=True):
         for index, arm in enumerate(ARMS):
-            curve: dict[float, list[float]] = {}
-            runs = [
-                run for (name, _), run in run_folders(folder, plan).items() if name == arm and (run / DONE).exists()
-            ]
-            for run in runs if (arm, key) != ("mlm", "acc/mcqt") else ():  # which it is not trained on
-                a_step = plan.pretraining.tokens / 1e6 / read_json(run / DONE)["step"]
-                for record in read_jsonl(run / METRICS):
-                    if record["split"] == "validation" and key in record:
-                        curve.setdefault(record["step"] * a_step, []).append(record[key])
-            points = sorted((tokens, statistics.mean(values)) for tokens, values in curve.items())
-            style = {"color": COLORS[index], "linestyle": figures.LINES[index % 5], "linewidth": 1.2}
-            style |= {"marker": figures.MARKERS[index], "fillstyle": "none", "markersize": 5, "label": arm}
-            axis.plot(*np.array(points).reshape(-1, 2).T, **style)
+            points = []
+            for (name, _), run in run_folders(folder, plan).items():
+                trained_on_it = (arm, key) != ("mlm", "acc/mcqt")
+                if name == arm and trained_on_it and (run / DONE).exists():
+                    a_step = plan.pretraining.tokens / 1e6 / read_json(run / DONE)["step"]
+                    points += [(record["step"] * a_step, record[key]) for record in read_jsonl(run / METRICS)
+                               if record["split"] == "validation" and key in record]  # fmt: skip
+            curve = pd.DataFrame(points, columns=["tokens", "value"]).groupby("tokens")["value"].mean()
+            axis.plot(curve.index, curve, color=COLORS[index], linestyle=figures.LINES[index % 5], linewidth=1.2,
+                      marker=figures.MARKERS[index], fillstyle="none", markersize=5, label=arm)  # fmt: skip
         axis.set(xlabel="million tokens of text", title=title)
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
     return figure
 
 
-def scores_figure(rows: Rows) -> Figure:
+def scores_figure(runs: pd.DataFrame) -> Figure:
     """Returns bars of each system's mean over tasks with its 95 % interval; shade, hatch and marker tell the heads."""
-    frames, sizes = frames_of(rows, "score"), list(dict.fromkeys(row.train_size for row in rows))
-    tasks, models = {task for *_, task in frames}, [BASE, *ARMS]
-    systems = sorted({name for _, name, _ in frames}, key=lambda name: (models.index(name.partition(" ")[0]), name))
+    models, sizes, tasks = [BASE, *ARMS], runs["size"].unique(), runs["task"].nunique()
+    systems = sorted(runs["system"].unique(), key=lambda name: (models.index(name.partition(" ")[0]), name))
     heads = sorted({name.partition(" ")[2] for name in systems})
     figure = Figure(figsize=(9, 1 + 0.27 * len(systems)), layout="constrained")
     for axis, size in zip(figure.subplots(1, len(sizes), squeeze=False)[0], sizes, strict=True):
         means = []
         for place, name in enumerate(systems):
-            own = [frames[size, name, task] for task in tasks if (size, name, task) in frames]
-            if len(own) == len(tasks) and not (average := average_frame(own)).empty:
-                found, head = estimate(average), heads.index(name.partition(" ")[2])
+            own = runs[(runs["size"] == size) & (runs["system"] == name)]
+            if own["task"].nunique() == tasks and not (means_of_runs := average(own)).empty:
+                found, head = estimate(means_of_runs), heads.index(name.partition(" ")[2])
                 shade = {"color": str(1 - 0.08 * head), "hatch": figures.HATCHES[head % 4], "edgecolor": "black"}
                 axis.barh(place, found.mean, **shade)
                 for color, width in (("white", 5), ("black", 2)):  # a line that hatches do not hide
@@ -294,7 +263,7 @@ def scores_figure(rows: Rows) -> Figure:
                 axis.plot(found.mean, place, figures.MARKERS[head], color="black", markersize=5)
                 means.append(found.mean)
         axis.set(yticks=range(len(systems)), yticklabels=systems, title=f"{size} train rows",
-                 xlabel=f"mean score over {len(tasks)} tasks, %", ylim=(len(systems) - 0.4, -0.6))  # fmt: skip
+                 xlabel=f"mean score over {tasks} tasks, %", ylim=(len(systems) - 0.4, -0.6))  # fmt: skip
         axis.set_xlim(0, min(100.0, max(means, default=90.0) + 10))
     return figure
 

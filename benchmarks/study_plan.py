@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from multicls.errors import UserError
@@ -18,21 +17,13 @@ RESERVE = 0.1  # share of the budget that is kept for what was not foreseen
 ENSEMBLE = 5  # members
 
 
-@dataclass(frozen=True)
-class Arm:
-    """A way to continue the pretraining.
+class Arm(NamedTuple):
+    """A way to continue the pretraining."""
 
-    Attributes:
-        recipe: Name of the recipe on top of base.yaml; "" for base.yaml alone.
-        parts: Sequences of an example.
-        facets: Facets of a sequence.
-        systems: Names in `SYSTEMS` that make sense for its models.
-    """
-
-    recipe: str
-    parts: int
-    facets: int
-    systems: tuple[str, ...]
+    recipe: str  # on top of base.yaml; "" for base.yaml alone
+    parts: int  # sequences of an example
+    facets: int  # of a sequence
+    systems: tuple[str, ...]  # names in `SYSTEMS` that make sense for its models
 
 
 ARMS = {
@@ -47,14 +38,12 @@ MEASURED_ARMS = ("k5", "mtl")  # with facets and without: the slower of the two 
 SPECIAL = 3  # tokens of a sequence beside text and facets: [CLS], and [SEP] after each of its two segments
 BASE_SYSTEMS = ("cls", "mean", "isobn")
 SYSTEMS: dict[str, dict[str, str]] = {  # name -> settings of finetune/run.py
-    "cls": {"head": "cls"},
-    "mean": {"head": "mean"},
-    "multicls": {"head": "multicls"},
-    "isobn": {"head": "isobn"},
+    **{name: {"head": name} for name in ("cls", "mean", "multicls", "isobn")},
     "isobn/multicls": {"head": "isobn", "pooling": "multicls"},
 }
 ENSEMBLE_SYSTEMS = {"cls": [BASE, "mlm"], "multicls": ["k5"]}  # systems -> models whose runs form ensembles
 TASKS = ("cola", "sst2", "mrpc", "stsb", "rte", "cb", "copa", "wic")
+FOUR_TASKS = ("cola", "sst2", "stsb", "copa")
 
 
 class Pretraining(Settings):
@@ -101,32 +90,23 @@ LADDER = (
     Evaluation(level="100 rows, one learning rate, one seed, two draws", train_sizes=(100,), learning_rates=(1e-4,),
                seeds=(1,), draws=(1, 2), ensemble_tasks=("sst2", "rte")),
     Evaluation(level="100 rows, one learning rate, one seed, two draws, four tasks", train_sizes=(100,),
-               tasks=("cola", "sst2", "stsb", "copa"), learning_rates=(1e-4,), seeds=(1,), draws=(1, 2),
-               ensemble_tasks=("sst2",)),
+               learning_rates=(1e-4,), seeds=(1,), draws=(1, 2), tasks=FOUR_TASKS, ensemble_tasks=("sst2",)),
 )  # fmt: skip
 SMOKE = (
     Pretraining(tokens=100_000, seeds=(1, 2), sequences=12, seq_length=64, eval_every=40, eval_examples=60),
-    Evaluation(level="smoke", tasks=("cola", "sst2", "stsb", "copa"), train_sizes=(100,), learning_rates=(1e-4,),
-               seeds=(1,), draws=(1, 2), epochs=4, ensemble_tasks=("sst2",)),
+    Evaluation(level="smoke", train_sizes=(100,), learning_rates=(1e-4,), seeds=(1,), draws=(1, 2), epochs=4,
+               tasks=FOUR_TASKS, ensemble_tasks=("sst2",)),
 )  # fmt: skip
 
 
 class Measured(NamedTuple):
-    """Seconds with `Plan.jobs` processes side by side, each of which takes so long.
+    """Seconds with `Plan.jobs` processes side by side, each of which takes so long."""
 
-    Attributes:
-        pretrain_start: What a pretraining takes beside its steps.
-        step: A step of the slowest arm.
-        step_tokens: Tokens of text in it.
-        grid_start: Start of a grid.
-        runs: A fine-tuning run, by train size and task.
-    """
-
-    pretrain_start: float
-    step: float
-    step_tokens: float
+    pretrain_start: float  # what a pretraining takes beside its steps
+    step: float  # of the slowest arm
+    step_tokens: float  # tokens of text in it
     grid_start: float
-    runs: dict[tuple[int, str], float]
+    runs: dict[tuple[int, str], float]  # a fine-tuning run, by train size and task
 
 
 class Plan(Settings):
@@ -193,15 +173,8 @@ def decide(
 ) -> tuple[Pretraining, Evaluation, dict[str, float]]:
     """Returns the pretraining and the evaluation that a budget allows, about half of it for each, and their seconds.
 
-    Tokens are capped at one pass over the corpus until each arm has `MOST_SEEDS` pretrainings; more seeds come before
-    more passes.
-
-    Args:
-        measured: Times on this machine.
-        seconds: What is left of the budget.
-        one_pass: Tokens of text in the corpus.
-        jobs: Processes side by side.
-        pieces: Number of calls that the work is divided into, each of which starts processes anew.
+    Tokens are capped at `one_pass` over the corpus until each arm has `MOST_SEEDS` pretrainings; more seeds come before
+    more passes. `seconds` are left of the budget, and `pieces` is the number of calls, each of which starts anew.
 
     Raises:
         UserError: The budget is too small for the smallest evaluation.
@@ -221,10 +194,9 @@ def decide(
         least = evaluation_seconds(measured, LADDER[-1], 2, jobs)
         least = max(least, pretraining_seconds(measured, EVALUATIONS * measured.step_tokens, 2, jobs))
         least = (2 * least + seconds - usable) / (1 - RESERVE)
-        raise UserError(
-            f"--budget: {duration(seconds)} that are left after the measurement do not suffice for two pretrainings of "
-            f"each arm and the smallest evaluation; about {duration(least)} would. Give that, or --size smoke."
-        )
+        raise UserError(f"--budget: {duration(seconds)} that are left after the measurement do not suffice for two "
+                        f"pretrainings of each arm and the smallest evaluation; about {duration(least)} would. Give "
+                        "that, or --size smoke.")  # fmt: skip
     pretraining = Pretraining(tokens=round(tokens), seeds=tuple(range(1, seeds + 1)),
                               eval_every=max(1, int(steps // EVALUATIONS)))  # fmt: skip
     return pretraining, evaluation, {"pretraining": first, "evaluation": levels[evaluation]}
@@ -233,29 +205,26 @@ def decide(
 def grids(plan: Plan, models: Mapping[str, list[str]]) -> dict[str, tuple[str, dict[str, Any]]]:
     """Returns the recipes of finetune/grid.py by name, in their order, each with its results folder.
 
-    Args:
-        plan: The study.
-        models: Folders by name: `BASE`, and the pretrainings of each arm by ascending seed.
+    `models` has folders by name: `BASE`, and the pretrainings of each arm by ascending seed.
     """
     about = plan.evaluation
     of_models = {BASE: BASE_SYSTEMS} | {name: arm.systems for name, arm in ARMS.items()}
     users = {name: [model for model, systems in of_models.items() if name in systems] for name in SYSTEMS}
-    train: dict[str, Any] = {"epochs": about.epochs, "snapshot_minutes": 1.0}
-    common = {"max_length": about.max_length, "train": train}
-    shared: dict[str, Any] = {"selections": ["holdout"], "settings": common}
-    main = shared | {
-        "models": dict(models), "tasks": about.tasks, "train_sizes": about.train_sizes, "seeds": about.seeds,
-        "data_seeds": about.draws, "search": {"train.learning_rate": about.learning_rates},
-        "systems": {name: SYSTEMS[name] | {"models": using} for name, using in users.items()},
-    }  # fmt: skip
-    first = {name: [folders[0]] for name, folders in models.items()}
-    common = common | {"train": train | {"learning_rate": about.ensemble_rate}}
-    members = shared | {
-        "models": first, "tasks": about.ensemble_tasks, "train_sizes": about.train_sizes[:1], "settings": common,
-        "seeds": list(range(1, ENSEMBLE + 1)), "data_seeds": about.draws[:1],
-        "systems": {name: SYSTEMS[name] | {"models": using} for name, using in ENSEMBLE_SYSTEMS.items()},
-    }  # fmt: skip
-    saved = members | {
-        "seeds": [1], "systems": {"multicls": SYSTEMS["multicls"] | {"models": ["k5"], "save_model": True}}
-    }  # fmt: skip
+
+    def grid(users: Mapping[str, list[str]], train: dict[str, Any], **values: Any) -> dict[str, Any]:
+        settings = {"max_length": about.max_length, "train": {"epochs": about.epochs, "snapshot_minutes": 1.0} | train}
+        systems = {name: SYSTEMS[name] | {"models": using} for name, using in users.items()}
+        return {"selections": ["holdout"], "settings": settings, "systems": systems} | values
+
+    main = grid(
+        users, {}, models=dict(models), tasks=about.tasks, train_sizes=about.train_sizes, seeds=about.seeds,
+        data_seeds=about.draws, search={"train.learning_rate": about.learning_rates},
+    )  # fmt: skip
+    members = grid(
+        ENSEMBLE_SYSTEMS, {"learning_rate": about.ensemble_rate}, tasks=about.ensemble_tasks,
+        models={name: folders[:1] for name, folders in models.items()}, train_sizes=about.train_sizes[:1],
+        seeds=list(range(1, ENSEMBLE + 1)), data_seeds=about.draws[:1],
+    )  # fmt: skip
+    facets = {"multicls": SYSTEMS["multicls"] | {"models": ["k5"], "save_model": True}}
+    saved = members | {"seeds": [1], "systems": facets}
     return {"results": ("results", main), "facets": ("ensembles", saved), "ensembles": ("ensembles", members)}

@@ -18,7 +18,6 @@ TEXT = {"facecolor": "#e4e4e4"}
 INSERTED = {"facecolor": "#f2b66d", "hatch": "////"}
 LOSS = {"facecolor": "white", "linewidth": 2.2, "rounded": True, "weight": "bold"}
 PLAIN = {"facecolor": "white"}
-WRONG = {"facecolor": "white", "linestyle": "--"}
 
 
 def box(axes: Axes, x: float, y: float, width: float, height: float, label: str, **style: Any) -> None:
@@ -48,8 +47,8 @@ def draw_example(axes: Axes) -> None:
     """Draws a document, its three parts and the segments of a part."""
     note(axes, 0, 4.1, "One document")
     box(axes, 0, 3.3, 10, 0.55, "sentences, from the first to the last", **TEXT)
-    for name, x, style in (("A", 1.4, PLAIN), ("B", 3.9, PLAIN), ("C", 6.4, PLAIN)):
-        box(axes, x, 2.05, 2.3, 0.65, f"part {name}", **style, weight="bold")
+    for name, x in (("A", 1.4), ("B", 3.9), ("C", 6.4)):
+        box(axes, x, 2.05, 2.3, 0.65, f"part {name}", **PLAIN, weight="bold")
         arrow(axes, (x + 1.15, 3.3), (x + 1.15, 2.72))
     note(axes, 0, 1.45, "Each part has two segments. With probability 1/2 they are swapped:")
     tokens = [("[CLS]", 1.1, PLAIN), ("[C1] ... [CK]", 2.2, FACET), ("segment", 1.8, TEXT), ("[SEP]", 0.9, PLAIN),
@@ -74,27 +73,24 @@ def draw_encoder(axes: Axes) -> None:
             note(axes, 4.2, y + 1.0, "inserted linear layers, at the facets only", style="italic")
     box(axes, 1.2, 4.4, 2.8, 0.5, r"$h_1\ \ldots\ h_K$", **FACET)
     box(axes, 4.2, 4.4, 5.8, 0.5, "hidden states of the text", **TEXT)
-    box(axes, 0.0, 5.3, 1.8, 0.55, "SO", **LOSS)
-    box(axes, 2.2, 5.3, 1.8, 0.55, "MCQT", **LOSS)
-    box(axes, 4.4, 5.3, 2.5, 0.55, "MLM", **LOSS)
-    box(axes, 7.3, 5.3, 2.5, 0.55, "TF-IDF", **LOSS)
-    for start, end in ((1.5, 1.5), (3.1, 3.1), (5.65, 5.65), (8.55, 8.55)):
-        arrow(axes, (start, 4.9), (end, 5.3))
+    losses = (("SO", 0.0, 1.8, 1.5), ("MCQT", 2.2, 1.8, 3.1), ("MLM", 4.4, 2.5, 5.65), ("TF-IDF", 7.3, 2.5, 8.55))
+    for label, x, width, _ in losses:
+        box(axes, x, 5.3, width, 0.55, label, **LOSS)
+    for *_, x in losses:
+        arrow(axes, (x, 4.9), (x, 5.3))
 
 
 def draw_mcqt(axes: Axes) -> None:
     """Draws what MCQT compares: the facets of A with those of B and of the negatives."""
     note(axes, 0, 5.3, r"$c_k = \mathrm{LayerNorm}(\mathrm{GELU}(W_{O,k}\,h_k))$, the facets of a part")
     box(axes, 0, 2.6, 2.0, 0.9, "A\n" + r"$c_1 \ldots c_K$", **FACET)
-    candidates: list[tuple[float, str, str, dict[str, Any]]] = [
-        (4.35, "B of the same example", "right", PLAIN | {"linewidth": 2.2}),
-        (3.25, "B of the other examples", "negatives", WRONG),
-        (2.15, "C of the same example", "hard negative", WRONG),
-        (1.05, "C of the other examples", "negatives", WRONG),
-    ]
-    for y, label, role, style in candidates:
-        box(axes, 3.9, y, 3.7, 0.65, label, **style)
-        arrow(axes, (2.0, 3.05), (3.9, y + 0.32), linestyle=style.get("linestyle", "-"))
+    candidates = [(4.35, "B of the same example", "right"), (3.25, "B of the other examples", "negatives"),
+                  (2.15, "C of the same example", "hard negative"),
+                  (1.05, "C of the other examples", "negatives")]  # fmt: skip
+    for y, label, role in candidates:
+        line = "-" if role == "right" else "--"
+        box(axes, 3.9, y, 3.7, 0.65, label, **PLAIN, linestyle=line, linewidth=2.2 if role == "right" else 1.0)
+        arrow(axes, (2.0, 3.05), (3.9, y + 0.32), linestyle=line)
         note(axes, 7.75, y + 0.32, role, style="italic")
     note(axes, 0, 0.3, "The same again from C to B, with A as the hard negative.")
 

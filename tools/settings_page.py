@@ -19,6 +19,7 @@ import yaml
 
 from finetune.grid import GridSettings
 from finetune.settings import FinetuneSettings
+from multicls.command_line import CommandLine
 from multicls.ds_config import DEFAULTS, OWNED, REFUSED
 from multicls.files import atomic_write
 from multicls.settings import Settings
@@ -26,11 +27,8 @@ from pretrain.settings import PretrainSettings
 
 Row = tuple[str, ...]
 PAGE = REPOSITORY / "docs" / "settings.md"
-SETTINGS: dict[str, type[Settings]] = {
-    "pretrain/run.py": PretrainSettings,
-    "finetune/run.py": FinetuneSettings,
-    "finetune/grid.py": GridSettings,
-}
+SETTINGS: dict[str, type[Settings]] = {"pretrain/run.py": PretrainSettings, "finetune/run.py": FinetuneSettings,
+                                       "finetune/grid.py": GridSettings}  # fmt: skip
 COMMANDS = [
     *(f"data_prep/run.py {command}" for command in ("build", "show", "stats", "verify", "vocabulary")),
     *(f"pretrain/{name}.py" for name in ("run", "export", "report")),
@@ -53,10 +51,10 @@ an unfinished run.
 
 def parser_of(command: str) -> argparse.ArgumentParser:
     """Returns the parser that a command parses its flags with."""
-    file, *words = command.split()
-    module = importlib.import_module(file.removesuffix(".py").replace("/", "."))
-    parser: argparse.ArgumentParser = (module.COMMANDS[words[0]][0] if words else module.COMMAND).parser()
-    return parser
+    file, _, word = command.partition(" ")
+    module: Any = importlib.import_module(file.removesuffix(".py").replace("/", "."))
+    line: CommandLine[Any] = module.COMMANDS[word][0] if word else module.COMMAND
+    return line.parser()
 
 
 def flag_rows(command: str) -> list[Row]:
@@ -73,13 +71,7 @@ def flag_rows(command: str) -> list[Row]:
 
 
 def setting_rows(kind: type[Settings], prefix: str = "", defaults: Settings | None = None) -> Iterator[Row]:
-    """Yields a row for each setting: its dotted key, its default, and what it is.
-
-    Args:
-        kind: the settings.
-        prefix: of the keys.
-        defaults: an instance whose values are the defaults; None: the defaults of the class.
-    """
+    """Yields a row for each setting: its dotted key, its default (from `defaults`, if given), and what it is."""
     for name, field in kind.model_fields.items():
         inner = field.annotation
         if isinstance(inner, type) and issubclass(inner, Settings):
@@ -104,7 +96,7 @@ def _plain(value: Any) -> str:
 def table(header: Row, rows: Iterable[Row]) -> str:
     """Returns a Markdown table."""
     lines = [header, ("---",) * len(header), *rows]
-    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+    return "".join(f"| {' | '.join(map(_cell, line))} |\n" for line in lines)
 
 
 def _cell(text: str) -> str:
@@ -116,17 +108,16 @@ def page() -> str:
     """Returns the page."""
     parts = [INTRODUCTION]
     for command, kind in SETTINGS.items():
-        parts += [f"## Settings of {command}\n", table(("setting", "default", "meaning"), setting_rows(kind)) + "\n"]
+        parts += [f"## Settings of {command}\n", table(("setting", "default", "meaning"), setting_rows(kind))]
     parts.append("## DeepSpeed's JSON\n\nThe first table lists the keys that a setting owns: leave them out, or give "
                  'them `"auto"`.\n')  # fmt: skip
-    parts.append(table(("key", "owned by"), [(f"`{key}`", f"`{owner}`") for key, owner in OWNED.items()]) + "\n")
+    parts.append(table(("key", "owned by"), [(f"`{key}`", f"`{owner}`") for key, owner in OWNED.items()]))
     defaults = [(f"`{key}`", f"`{_plain(value)}`") for key, value in DEFAULTS.items()]
-    parts.append("These keys get another default than DeepSpeed's.\n\n" + table(("key", "default"), defaults) + "\n")
+    parts += ["These keys get another default than DeepSpeed's.\n", table(("key", "default"), defaults)]
     refused = [(f"`{key}`", what) for key, what in sorted(REFUSED.items())]
-    parts.append("These keys are refused.\n\n" + table(("key", "what to do"), refused) + "\n")
+    parts += ["These keys are refused.\n", table(("key", "what to do"), refused)]
     for command in COMMANDS:
-        flags = table(("flag", "meaning"), flag_rows(command))
-        parts.append(f"## {command}\n\n{flags}\n")
+        parts += [f"## {command}\n", table(("flag", "meaning"), flag_rows(command))]
     return "\n".join(parts)
 
 

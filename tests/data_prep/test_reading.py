@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import reading
+from benchmarks import reading, run
 from tests.data_prep.conftest import story
 
 
@@ -16,7 +16,7 @@ def test_the_same_seed_draws_the_same(tmp_path: Path, monkeypatch: pytest.Monkey
     command = ["--genre", "tales", "--input", str(tmp_path / "a.txt"), "--number", "20"]
     texts = []
     for seed in ("0", "0", "1"):
-        reading.main([*command, "--seed", seed])
+        run.main(["reading", *command, "--seed", seed])
         texts.append((tmp_path / "results" / "reading_tales.txt").read_text())
     assert texts[0] == texts[1] != texts[2]
     assert "BOUNDARIES (20 of 360)" in texts[0] and "DROPPED (20 of 40)" in texts[0]
