@@ -26,13 +26,12 @@ from pydantic import Field
 
 from benchmarks.compare import Report
 from data_prep.build import CleanDocument, CleanText, EncodeText, ReadUnit, WritePart
-from data_prep.clean import RULES, Drops, clean
+from data_prep.clean import Drops, clean
 from data_prep.encode import TextEncoder, load_tokenizer_files
-from data_prep.engine import ExecutorOptions
-from data_prep.plan import WorkPlan, WorkSettings
-from data_prep.prepare import PrepareSettings, prepare
-from data_prep.read import RawDocument, ReadOptions, read_piece
-from data_prep.settings import MIN_SENTENCES
+from data_prep.plan import WorkPlan
+from data_prep.prepare import prepare
+from data_prep.read import RawDocument, read_piece
+from data_prep.settings import MIN_SENTENCES, RULES, ExecutorOptions, PrepareSettings, ReadOptions
 from data_prep.sources import find_files
 from data_prep.units import cut_units
 from multicls.command_line import CommandLine
@@ -152,7 +151,7 @@ def where_the_time_goes(report: Report, inputs: list[str], tokenizer_json: str) 
     clock = time.process_time
     with tempfile.TemporaryDirectory() as folder:
         files = find_files(inputs).files
-        settings = WorkSettings(rules=frozenset(RULES))
+        settings = PrepareSettings(input=tuple(inputs), tokenizer="")
         plan = WorkPlan(Path(folder), {}, settings, tokenizer_json, files, cut_units(files))
         plan.save()
         taken = dict.fromkeys(("read", "clean and split", "encode and hash", "write"), 0.0)

@@ -17,20 +17,6 @@ from data_prep.sentences import QUOTES, split_paragraph
 from data_prep.wikitext import HOLE, plain_text
 from data_prep.wrapping import unwrap
 
-RULES = {
-    "mojibake": "repairs UTF-8 that was read as another encoding (ftfy)",
-    "unicode": "composes characters (NFC) and makes all spaces and line ends plain",
-    "control_characters": "removes control characters and invisible marks",
-    "disambiguation": "drops pages that only list what a word may refer to",
-    "boilerplate": "drops licences, notices and tables of contents of ebooks, footnotes and transcriber's notes",
-    "end_matter": "drops lists of references and links at the end of articles",
-    "headings": "drops headings, chapter titles and other short lines without final punctuation",
-    "holes": "drops sentences of wiki articles that miss a formula, a template's text or the list that they announce",
-    "sentences_without_letter": "drops sentences with no letter",
-    "long_sentences": "drops sentences of more than 10,000 characters: no text, but data",
-    "repeated_lines": "drops lines of 40 characters or more that stood in 10 documents before",
-    "duplicate_documents": "drops documents whose sentences are those of an earlier one",
-}
 SAMPLES = 8  # of everything that is dropped, by reason
 SAMPLE_LENGTH = 200
 HEADING_LENGTH = 100
@@ -129,7 +115,7 @@ def clean(raw: RawDocument, rules: frozenset[str], language: str, drops: Drops) 
 
     Args:
         raw: The document.
-        rules: Names out of `RULES`.
+        rules: Names out of `settings.RULES`.
         language: ISO 639 code for the sentence splitter.
         drops: Counts what is left out.
     """
@@ -412,7 +398,6 @@ LINE_RULES: list[LineRule] = [
 # Rules for sentences: function(sentence) -> whether to drop it.
 
 SentenceRule = tuple[str, str, Callable[[str], bool]]
-_FINAL = QUOTES + "’'"
 
 
 def _without_letter(sentence: str) -> bool:

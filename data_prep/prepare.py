@@ -20,26 +20,27 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib import metadata
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from data_prep.build import build_stage
-from data_prep.clean import RULES, Drops, clean
+from data_prep.build import CleanText, EncodeText, ReadUnit, WritePart
+from data_prep.clean import Drops, clean
 from data_prep.encode import load_tokenizer_files
-from data_prep.engine import ExecutorOptions, Stage, TasksFailed, check_no_jobs, run_stages
+from data_prep.engine import Stage, TasksFailed, check_no_jobs, run_stages
 from data_prep.merge import UNITS_PER_TASK, FindDuplicates, WriteShards, gather
 from data_prep.parts import COUNTED, rensa_version
-from data_prep.plan import PLAN, WorkPlan, WorkSettings, estimate, free_disk
-from data_prep.read import ReadOptions, read_piece
-from data_prep.sentences import splitter_name
-from data_prep.settings import InputSettings, PrepareSettings
-from data_prep.sources import Listing, find_files, printable
+from data_prep.plan import PLAN, WorkPlan
+from data_prep.read import RawDocument, read_piece
+from data_prep.sentences import LANGUAGES, splitter_name
+from data_prep.settings import ExecutorOptions, InputSettings, PrepareSettings
+from data_prep.sources import Skipped, counted, find_files, printable
 from data_prep.units import LARGEST_UNIT, cut_units, piece_hash, unit_bytes
-from multicls.corpus import FORMAT, FORMAT_VERSION, MANIFEST, tokenizer_fingerprint, write_manifest
+from multicls.corpus import FORMAT, FORMAT_VERSION, MANIFEST, ShardRow, tokenizer_fingerprint, write_manifest
 from multicls.errors import UserError
 from multicls.files import LOCK, append_jsonl, atomic_write, locked, read_json, sha256_of, write_json
 from multicls.words import duration
@@ -47,20 +48,15 @@ from multicls.words import duration
 DROPPED = "dropped.json"  # samples of what was dropped, by reason, and all input that was skipped
 INPUTS = "inputs.json"  # the input files as they were; not part of the corpus
 WORK = "work"
+SAMPLED_UNITS = 3  # of the estimate, evenly spaced
+SAMPLED_SECONDS = 2.0
+SAMPLED_DOCUMENTS = 50  # of a unit, at most
+SAMPLED_CHARACTERS = 50_000  # of a document, and of a unit
+MARGIN = 1.1  # the free disk must hold the estimate times this
 BYTES_PER_PROCESS = 4_000_000  # of input; for less, starting a process takes longer than the work
 BAD = ("damaged:", "unreadable:")  # reasons to skip a file that are errors with `bad_records = stop`
 MOST_PROBLEMS = 20  # that are printed
 PACKAGES = ("mwparserfromhell", "numpy", "pyarrow", "sentencex", "tokenizers", "xxhash")
-
-
-def read_options(settings: InputSettings) -> ReadOptions:
-    """Returns the options that divide files into documents."""
-    return ReadOptions(settings.documents, settings.text_field, settings.bad_records)
-
-
-def rules_of(settings: InputSettings) -> frozenset[str]:
-    """Returns the names of the cleaning rules in force."""
-    return frozenset(RULES) - frozenset(settings.without)
 
 
 def prepare(
@@ -87,10 +83,8 @@ def prepare(
             disk has too little room.
     """
     output = Path(output)
-    executor = executor or ExecutorOptions()
-    listing = _listing(settings, output, log)
-    tokenizer_files = load_tokenizer_files(settings.tokenizer)
-    plan = _plan(settings, listing, tokenizer_files, output / WORK)
+    executor = executor or ExecutorOptions(workers=1)
+    plan, skipped, tokenizer_files = _plan(settings, output, log)
     started = time.monotonic()
     with locked(output), _named_disk_errors(output):
         if (output / MANIFEST).exists():
@@ -99,24 +93,24 @@ def prepare(
             log(f"already finished: {output}")
             return output
         _check_unfinished(output, plan)
-        if executor.kind != "slurm" or _outdated(plan):
+        if executor.executor != "slurm" or _outdated(plan):
             check_no_jobs(plan.folder)
         executor = _fitting(executor, plan)
         if not plan.folder.exists():
             _log_estimate(plan, output, executor, log)
         try:
             _save(plan, tokenizer_files, output)
-            run_stages(_stages(plan, output), plan.folder, executor, log)
-            _finish(output, plan, settings, listing, sorted(tokenizer_files), log)
-        except TasksFailed:
-            raise
-        except UserError:
-            if not any((plan.folder / "parts").glob("*/rows-0.arrow")):  # nothing to go on from
+            run_stages(_stages(plan), plan.folder, executor, log)
+            _finish(output, plan, skipped, sorted(tokenizer_files), log)
+        except UserError as error:
+            kept = isinstance(error, TasksFailed) or any((plan.folder / "parts").glob("*/rows-0.arrow"))
+            if not kept:  # nothing to go on from
                 _clear(output, [*tokenizer_files, WORK])
             raise
         seconds = time.monotonic() - started
         given = settings.model_dump() | {"input": [printable(what) for what in settings.input]}
-        append_jsonl(output / "log.jsonl", {"seconds": round(seconds, 2)} | asdict(executor) | given)
+        where = executor.model_dump(include=set(ExecutorOptions.model_fields))
+        append_jsonl(output / "log.jsonl", {"seconds": round(seconds, 2)} | where | given)
     log(f"done in {duration(seconds)}: {output}")
     return output
 
@@ -129,8 +123,7 @@ def print_plan(
     Raises:
         UserError: As `prepare`, as far as a look at the input tells.
     """
-    listing = _listing(settings, Path(output), log)
-    plan = _plan(settings, listing, load_tokenizer_files(settings.tokenizer), Path(output) / WORK)
+    plan, _, _ = _plan(settings, Path(output), log)
     _log_estimate(plan, Path(output), _fitting(executor, plan), log)
 
 
@@ -147,57 +140,52 @@ def sentences_of(settings: InputSettings, megabytes: float) -> Iterator[str]:
     for unit, size in zip(units, sizes, strict=True):
         left = megabytes * 1e6 * size / sum(sizes)
         for piece in unit:
-            for raw in read_piece(files[piece.file], piece, read_options(settings)):
+            for raw in read_piece(files[piece.file], piece, settings):
                 if left < 0:
                     break
                 left -= len(raw.text)
                 if not raw.dropped:
-                    for line in clean(raw, rules_of(settings), settings.language, drops):
+                    for line in clean(raw, settings.rules, settings.language, drops):
                         yield from line
 
 
-def _listing(settings: PrepareSettings, output: Path, log: Callable[[str], object]) -> Listing:
-    """Lists the input, without the output folder if that lies in the input, and tells what is skipped.
+def _plan(
+    settings: PrepareSettings, output: Path, log: Callable[[str], object]
+) -> tuple[WorkPlan, list[Skipped], dict[str, bytes]]:
+    """Returns the plan of a corpus, the paths that are not read, and the files of its tokenizer.
 
     Raises:
-        UserError: Nothing can be read, or with `bad_records = stop` something cannot.
+        UserError: There is no such tokenizer, nothing can be read, or with `bad_records = stop` something cannot.
     """
-    listing = find_files(settings.input, settings.format, settings.include, settings.exclude)
-    own = os.path.join(os.path.abspath(output), "")
-    listing = Listing(
-        [file for file in listing.files if not _is_below(file.path, own)],
-        [entry for entry in listing.skipped if not _is_below(entry.path, own)],
-    )
-    if not listing.files:
+    files, skipped = find_files(settings.input, settings.format, settings.include, settings.exclude)
+    own = os.path.join(os.path.abspath(output), "")  # which may lie in the input
+    files = [file for file in files if not _is_below(file.path, own)]
+    skipped = [entry for entry in skipped if not _is_below(entry.path, own)]
+    if not files:
         raise UserError(f"{output}: is no corpus, and all of the input lies in it; give a new or empty --output.")
-    if settings.bad_records == "stop" and (bad := [entry for entry in listing.skipped if entry.reason.startswith(BAD)]):
+    if settings.bad_records == "stop" and (bad := [entry for entry in skipped if entry.reason.startswith(BAD)]):
         raise UserError(*(f"{path}: {reason}." for path, reason in bad[:MOST_PROBLEMS]))
-    for path, reason in listing.skipped[:MOST_PROBLEMS]:
+    for path, reason in skipped[:MOST_PROBLEMS]:
         log(f"skipped: {path}: {reason}")
-    if len(listing.skipped) > MOST_PROBLEMS:
-        log(f"skipped: {len(listing.skipped) - MOST_PROBLEMS} more; {DROPPED} will list them")
-    return listing
+    if len(skipped) > MOST_PROBLEMS:
+        log(f"skipped: {len(skipped) - MOST_PROBLEMS} more; {DROPPED} will list them")
+    if settings.language not in LANGUAGES.split():
+        log(
+            f"language {settings.language}: the sentence splitter has no rules of its own for it and takes those of a "
+            "related language or, if it knows none, of English"
+        )
+    tokenizer_files = load_tokenizer_files(settings.tokenizer)
+    tokenizer_json = tokenizer_files["tokenizer.json"].decode("utf-8")
+    identity, units = _identity(settings, tokenizer_json), cut_units(files)
+    files = [  # tasks may run in another working directory
+        file if file.hub or "://" in file.path else replace(file, path=os.path.abspath(file.path)) for file in files
+    ]
+    plan = WorkPlan((output / WORK).absolute(), identity, settings, tokenizer_json, files, units)
+    return plan, skipped, tokenizer_files
 
 
 def _is_below(path: str, folder: str) -> bool:
     return "://" not in path and os.path.abspath(path).startswith(folder)
-
-
-def _plan(settings: PrepareSettings, listing: Listing, tokenizer_files: dict[str, bytes], folder: Path) -> WorkPlan:
-    work = WorkSettings(
-        rules=rules_of(settings),
-        language=settings.language,
-        min_sentences=settings.min_sentences,
-        near_duplicates=settings.near_duplicates,
-        read_options=read_options(settings),
-    )
-    tokenizer_json = tokenizer_files["tokenizer.json"].decode("utf-8")
-    units = cut_units(listing.files)
-    files = [  # tasks may run in another working directory
-        file if file.hub or "://" in file.path else replace(file, path=os.path.abspath(file.path))
-        for file in listing.files
-    ]
-    return WorkPlan(folder.absolute(), _identity(settings, tokenizer_json), work, tokenizer_json, files, units)
 
 
 def _identity(settings: PrepareSettings, tokenizer_json: str) -> dict[str, Any]:
@@ -208,7 +196,7 @@ def _identity(settings: PrepareSettings, tokenizer_json: str) -> dict[str, Any]:
         "format_version": FORMAT_VERSION,
         "tokenizer_fingerprint": tokenizer_fingerprint(Tokenizer.from_str(tokenizer_json)),
         "splitter": splitter_name(settings.language),
-        "rules": sorted(rules_of(settings)),
+        "rules": sorted(settings.rules),
         "min_sentences": settings.min_sentences,
         "near_duplicates": {"rensa": rensa_version()} if settings.near_duplicates else None,
         "documents": settings.documents,
@@ -283,8 +271,7 @@ def _outdated(plan: WorkPlan) -> bool:
 
 
 def _is_stricter(plan: WorkPlan, before: WorkPlan) -> bool:
-    modes = [each.settings.read_options.bad_records for each in (before, plan)]
-    return modes == ["drop", "stop"]
+    return [before.settings.bad_records, plan.settings.bad_records] == ["drop", "stop"]
 
 
 def _save(plan: WorkPlan, tokenizer_files: dict[str, bytes], output: Path) -> None:
@@ -304,21 +291,21 @@ def _save(plan: WorkPlan, tokenizer_files: dict[str, bytes], output: Path) -> No
             file.write(data)
 
 
-def _stages(plan: WorkPlan, output: Path) -> list[Stage]:
-    work = str(plan.folder)
+def _stages(plan: WorkPlan) -> list[Stage]:
+    work, sizes = str(plan.folder), [size + 1 for size in plan.unit_bytes]
     return [
-        Stage("build", build_stage(plan.folder), [size + 1 for size in plan.unit_bytes]),
+        Stage("build", [step(work) for step in (ReadUnit, CleanText, EncodeText, WritePart)], sizes),
         Stage("duplicates", [FindDuplicates(work)], [1] * plan.buckets),
-        Stage("shards", [WriteShards(work, str(output.absolute()))], [1] * -(-len(plan.units) // UNITS_PER_TASK)),
+        Stage("shards", [WriteShards(work)], [1] * -(-len(plan.units) // UNITS_PER_TASK)),
     ]
 
 
 def _fitting(executor: ExecutorOptions, plan: WorkPlan) -> ExecutorOptions:
     """Returns the options with as many local workers as the amount of work needs, or fewer."""
-    most = 1 + sum(plan.unit_bytes) // BYTES_PER_PROCESS if all(plan.unit_bytes) else len(plan.units)
-    if executor.kind != "local":
+    if executor.executor != "local":
         return executor
-    return replace(executor, workers=max(1, min(executor.workers, most, len(plan.units))))
+    most = 1 + sum(plan.unit_bytes) // BYTES_PER_PROCESS if all(plan.unit_bytes) else len(plan.units)
+    return executor.model_copy(update={"workers": max(1, min(executor.workers, most, len(plan.units)))})
 
 
 def _log_estimate(plan: WorkPlan, output: Path, executor: ExecutorOptions, log: Callable[[str], object]) -> None:
@@ -328,24 +315,65 @@ def _log_estimate(plan: WorkPlan, output: Path, executor: ExecutorOptions, log: 
         UserError: The disk has too little room.
     """
     with tempfile.TemporaryDirectory() as folder:
-        found = estimate(replace(plan, folder=Path(folder)))
-    free = free_disk(output, found.disk_bytes)
-    if not found.text_bytes:
-        log(f"plan: {len(plan.files)} data sets of unknown size; {free / 1e9:,.1f} GB free on the disk")
+        tokens, disk, seconds = _estimate(replace(plan, folder=Path(folder)))
+    existing = next(parent for parent in (output, *output.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if free < disk * MARGIN:
+        raise UserError(
+            f"--output {output}: the corpus needs about {disk / 1e9:.2f} GB, {free / 1e9:.2f} GB are free there; "
+            "free some or choose another --output."
+        )
+    if not (size := sum(plan.unit_bytes)):
+        log(f"plan: {counted(len(plan.files), 'data set')} of unknown size; {free / 1e9:,.1f} GB free on the disk")
         return
     log(
-        f"plan: {len(plan.files)} files, {found.text_bytes / 1e6:,.1f} MB of text in {len(plan.units)} work units -> "
-        f"about {found.tokens / 1e6:,.1f} M tokens, {found.disk_bytes / 1e6:,.1f} MB on disk "
-        f"({free / 1e9:,.1f} GB free), {duration(found.seconds / executor.workers + 1)} with {executor.workers} "
-        f"worker{'s' if executor.workers > 1 else ''}"
+        f"plan: {counted(len(plan.files), 'file')}, {size / 1e6:,.1f} MB of text in "
+        f"{counted(len(plan.units), 'work unit')} -> about {tokens / 1e6:,.1f} M tokens, {disk / 1e6:,.1f} MB on disk "
+        f"({free / 1e9:,.1f} GB free), {duration(seconds / executor.workers + 1)} with "
+        f"{counted(executor.workers, 'worker')}"
     )
+
+
+def _estimate(plan: WorkPlan) -> tuple[float, float, float]:
+    """Prepares the beginnings of some units and extrapolates by their bytes; writes the plan, which the steps read.
+
+    Returns:
+        Number of tokens, bytes on disk, and seconds of CPU time of one process.
+    """
+    plan.save()
+    work = str(plan.folder)
+
+    def prepared(sample: list[RawDocument]) -> list[ShardRow]:
+        chunks = EncodeText(work).run(CleanText(work).run([sample]))
+        return [row for documents, _ in chunks for document in documents for row in document.rows]
+
+    prepared([RawDocument("", "", "", "Loads the tokenizer, the splitter and their data.", "blocks")])  # is not timed
+    size, spent = 0, 0.0
+    rows: list[ShardRow] = []
+    for unit in plan.units[:: max(1, len(plan.units) // SAMPLED_UNITS)][:SAMPLED_UNITS]:
+        if spent > SAMPLED_SECONDS:
+            break
+        sample, left = list[RawDocument](), SAMPLED_CHARACTERS
+        documents = chain.from_iterable(read_piece(plan.files[piece.file], piece, plan.settings) for piece in unit)
+        for document in islice(documents, SAMPLED_DOCUMENTS):
+            sample.append(document._replace(text=document.text[:SAMPLED_CHARACTERS]))
+            left -= len(sample[-1].text.encode("utf-8", "replace"))
+            if left < 0:
+                break
+        size += SAMPLED_CHARACTERS - left
+        prepared(sample)  # not timed: in a long run, most words are known
+        started = time.process_time()
+        rows += prepared(sample)
+        spent += time.process_time() - started
+    factor = sum(plan.unit_bytes) / max(size, 1)
+    tokens, sentences = sum(len(row.tokens) for row in rows), sum(len(row.offsets) for row in rows)
+    return tokens * factor, (tokens * 4 + sentences * 4 + len(rows) * 120) * factor, spent * factor
 
 
 def _finish(
     output: Path,
     plan: WorkPlan,
-    settings: PrepareSettings,
-    listing: Listing,
+    not_read: list[Skipped],
     copied: list[str],
     log: Callable[[str], object],
 ) -> None:
@@ -355,7 +383,7 @@ def _finish(
         UserError: Nothing of the input can be kept.
     """
     shards, sources, drops, frequency, hashes = gather(plan)
-    skipped = Counter(reason for _, reason in listing.skipped)
+    skipped = Counter(reason for _, reason in not_read)
     if not shards:
         reasons = ", ".join(f"{reason} {count}" for reason, count in sorted({**drops.counts, **skipped}.items()))
         raise UserError(f"no document of enough sentences in the input (dropped: {reasons or 'none'}).")
@@ -367,7 +395,7 @@ def _finish(
     samples: dict[str, Any] = {
         reason: [dropped._asdict() for _, dropped in kept] for reason, kept in sorted(drops.samples.items())
     }
-    write_json(output / DROPPED, samples | {"skipped": [list(entry) for entry in sorted(listing.skipped)]})
+    write_json(output / DROPPED, samples | {"skipped": [list(entry) for entry in sorted(not_read)]})
     versions = [file.version for file in plan.files]
     write_json(output / INPUTS, {"versions": versions, "hashes": [entry for unit in hashes for entry in unit]})
     write_manifest(
@@ -386,7 +414,7 @@ def _finish(
                 "vocabulary_size": len(frequency),
                 "dtype": "uint16" if len(frequency) <= 1 << 16 else "uint32",
             },
-            "command": _command(settings, list(sources)),
+            "command": _command(plan.settings, list(sources)),
             "made_from": plan.identity | _described(plan),
             "files": {name: _checksum(output / name) for name in ("document_frequency.npy", DROPPED, *copied)},
             "shards": shards,
@@ -408,12 +436,8 @@ def _checksum(path: Path) -> dict[str, Any]:
 def _command(settings: PrepareSettings, sources: list[str]) -> str:
     """Returns the command that prepares the corpus, without paths."""
     words = ["data_prep/run.py", "--input", *sources, "--tokenizer", Path(settings.tokenizer).name]
-    for name in ("format", "documents", "text_field", "bad_records", "language", "min_sentences"):
-        if getattr(settings, name) != PrepareSettings.model_fields[name].default:
-            words += [f"--{name}", str(getattr(settings, name))]
-    for name in ("include", "exclude", "without"):
-        words += [f"--{name}", *getattr(settings, name)] if getattr(settings, name) else []
-    words += ["--near_duplicates"] if settings.near_duplicates else []
+    for name, value in settings.model_dump(exclude_defaults=True, exclude={"input", "tokenizer"}).items():
+        words += [f"--{name}", *(value if isinstance(value, tuple) else [] if value is True else [str(value)])]
     return shlex.join(words)
 
 

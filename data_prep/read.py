@@ -10,10 +10,10 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from typing import IO, Any, NamedTuple
 from xml.etree import ElementTree
 
+from data_prep.settings import ReadOptions
 from data_prep.sources import COMPRESSIONS, SourceFile, damage, extension, load_rows, open_bytes, open_raw
 from data_prep.units import LONGEST_DOCUMENT, Piece
 from multicls.errors import UserError, did_you_mean, first_line
@@ -26,7 +26,6 @@ _ROWS = 256  # of a table, read at a time
 _SAMPLE = 200  # characters of a bad record
 _DOC = re.compile(r'<doc id="([^"]*)"(?:[^>]*?title="(.*)")?[^>]*>')
 _BZ2_STREAM = re.compile(rb"BZh[1-9]1AY&SY")
-_NOT_BAD = ("documents_not_articles", "documents_redirects")
 
 
 class RawDocument(NamedTuple):
@@ -43,23 +42,6 @@ class RawDocument(NamedTuple):
     text: str
     layout: str
     dropped: str = ""
-
-
-@dataclass(frozen=True)
-class ReadOptions:
-    """Options that divide input into documents.
-
-    Attributes:
-        documents: for plain text, "file" (one a file), "blank_line" (blank lines lie between documents) or
-            "sentences" (a line is a sentence; `SENTENCES` of them, or fewer up to a blank line, are a document; rows
-            of JSON lines, Parquet and data sets, too).
-        text_field: the field of JSON lines, Parquet and data sets that holds the text.
-        bad_records: "drop" yields a bad record as a dropped document, "stop" raises an error.
-    """
-
-    documents: str = "file"
-    text_field: str = "text"
-    bad_records: str = "drop"
 
 
 class _Bad(NamedTuple):

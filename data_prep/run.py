@@ -22,7 +22,8 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from data_prep.settings import (
     BuildOptions,
     CorpusOptions,
-    InputSettings,
+    ExecutorOptions,
+    ReadOptions,
     ShowOptions,
     StatsOptions,
     VocabularyOptions,
@@ -34,23 +35,18 @@ from multicls.settings import Settings
 from multicls.words import tokens_in_words
 
 OWN_TEXT = 100_000_000  # tokens; for fewer, the recipe own_text fits better than the paper's
-INPUT = tuple(InputSettings.model_fields)
+INPUT = ("input", "include", "exclude", "format", *ReadOptions.model_fields, "language", "without")
 Subcommand = tuple[CommandLine[Any], Callable[[Any], None]]
 
 
 def build_command(options: BuildOptions) -> None:
     """Prepares a corpus folder, or continues a run that was stopped."""
-    from data_prep.engine import ExecutorOptions
     from data_prep.prepare import prepare, print_plan
 
-    sbatch = dict(option.lstrip("-").split("=", 1) for option in options.sbatch)
-    executor = ExecutorOptions(
-        options.executor, options.workers, options.partition, options.time, options.tasks_per_job, sbatch
-    )
     if options.plan:
-        print_plan(options.settings(), options.output, executor, print_line)
+        print_plan(options.settings(), options.output, options, print_line)
         return
-    prepare(options.settings(), options.output, executor, print_line)
+    prepare(options.settings(), options.output, options, print_line)
     _summarize(options)
 
 
@@ -112,10 +108,12 @@ def _subcommand(name: str, run: Callable[[Any], None], options: type[Settings], 
     return CommandLine(f"data_prep/run.py {name}", run.__doc__, options, **more), run
 
 
-SLURM = ("executor", "workers", "partition", "time", "tasks_per_job", "sbatch")
-CLEANING = {"input and cleaning": (*INPUT, "min_sentences", "near_duplicates"), "where the tasks run": SLURM}
+BUILD = {
+    "input and cleaning": (*INPUT, "min_sentences", "near_duplicates"),
+    "where the tasks run": ExecutorOptions.model_fields,
+}
 COMMANDS: dict[str, Subcommand] = {
-    "build": (CommandLine("data_prep/run.py", __doc__, BuildOptions, groups=CLEANING), build_command),
+    "build": (CommandLine("data_prep/run.py", __doc__, BuildOptions, groups=BUILD), build_command),
     "show": _subcommand("show", show_command, ShowOptions, positional=("corpus", "row")),
     "stats": _subcommand("stats", stats_command, StatsOptions, positional=("corpus",)),
     "verify": _subcommand("verify", verify_command, CorpusOptions, positional=("corpus",)),

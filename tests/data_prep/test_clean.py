@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.clean import RULES, SAMPLES, Drops, clean, is_heading, is_prose, paragraphs
+from data_prep.clean import SAMPLES, Drops, clean, is_heading, is_prose, paragraphs
 from data_prep.read import RawDocument
+from data_prep.settings import RULES
 
 
 @pytest.mark.parametrize(
