@@ -41,19 +41,12 @@ class CleanDocument(NamedTuple):
 
 
 class BuiltDocument(NamedTuple):
-    """A document after encoding.
+    """A document after encoding."""
 
-    Attributes:
-        rows: Its rows; several if it has more than `MAX_TOKENS` tokens.
-        hash: Hash of its text.
-        bands: (BANDS,) uint64 MinHash bands, or (0,).
-        lines: (M, 3) uint64: hash, first sentence and end of each line that could be boilerplate.
-    """
-
-    rows: list[ShardRow]
-    hash: int
-    bands: np.ndarray
-    lines: np.ndarray
+    rows: list[ShardRow]  # several if it has more than `MAX_TOKENS` tokens
+    hash: int  # of its text
+    bands: np.ndarray  # (BANDS,) uint64 MinHash bands, or (0,)
+    lines: np.ndarray  # (M, 3) uint64: hash, first sentence and end of each line that could be boilerplate
 
 
 class ReadUnit(Step):

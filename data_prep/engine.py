@@ -57,17 +57,11 @@ class TasksFailed(UserError):
 
 
 class Stage(NamedTuple):
-    """Tasks that do not depend on each other.
+    """Tasks that do not depend on each other."""
 
-    Attributes:
-        name: Its name in logs and progress.
-        pipeline: Steps of each task.
-        sizes: Each task's share of the progress: bytes of input, or 1.
-    """
-
-    name: str
-    pipeline: list[PipelineStep]
-    sizes: Sequence[int]
+    name: str  # in logs and progress
+    pipeline: list[PipelineStep]  # steps of each task
+    sizes: Sequence[int]  # each task's share of the progress: bytes of input, or 1
 
 
 Reports = Iterator[tuple[Stage, list[int]]]  # the stage that runs, and the ranks of its tasks that are whole

@@ -20,23 +20,14 @@ BUCKET_BYTES = 2_000_000_000  # of input; the merge compares the hashes of about
 
 @dataclass(frozen=True)
 class WorkPlan:
-    """The plan that all tasks of a corpus share; its file is `plan.json` in the work folder.
+    """The plan that all tasks of a corpus share; its file is `plan.json` in the work folder."""
 
-    Attributes:
-        folder: The work folder.
-        identity: Everything but the text that decides the bytes of the corpus.
-        settings: The settings of the corpus.
-        tokenizer_json: Text of the tokenizer.json.
-        files: The input.
-        units: The pieces of files of each work unit.
-    """
-
-    folder: Path
-    identity: dict[str, Any]
+    folder: Path  # the work folder
+    identity: dict[str, Any]  # everything but the text that decides the bytes of the corpus
     settings: PrepareSettings
-    tokenizer_json: str
+    tokenizer_json: str  # text of the tokenizer.json
     files: list[SourceFile]
-    units: list[list[Piece]]
+    units: list[list[Piece]]  # the pieces of files of each work unit
 
     @property
     def buckets(self) -> int:
@@ -53,17 +44,13 @@ class WorkPlan:
         """A name for each unit that changes with its input, the settings and the tokenizer, added tokens included."""
         tokenizer = hashlib.sha256(self.tokenizer_json.encode("utf-8")).hexdigest()
         identity = json.dumps([self.identity, tokenizer], sort_keys=True)
-        return [
-            hashlib.blake2b(json.dumps([identity, self._described(unit)]).encode("utf-8"), digest_size=12).hexdigest()
-            for unit in self.units
-        ]
 
-    def _described(self, unit: list[Piece]) -> list[Any]:
-        files = [self.files[piece.file] for piece in unit]
-        return [
-            [file.source, file.name, file.format, file.size, file.version, piece.start, piece.stop]
-            for file, piece in zip(files, unit, strict=True)
-        ]
+        def key(unit: list[Piece]) -> str:
+            pieces = [(self.files[piece.file], piece.start, piece.stop) for piece in unit]
+            inputs = [[f.source, f.name, f.format, f.size, f.version, start, stop] for f, start, stop in pieces]
+            return hashlib.blake2b(json.dumps([identity, inputs]).encode("utf-8"), digest_size=12).hexdigest()
+
+        return list(map(key, self.units))
 
     def part(self, unit: int) -> Path:
         """Returns the folder of a unit's part."""

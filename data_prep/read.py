@@ -45,17 +45,12 @@ class RawDocument(NamedTuple):
 
 
 class _Bad(NamedTuple):
-    """A record that cannot be read.
+    """A record that cannot be read."""
 
-    Attributes:
-        place: its first byte, or the number of its row.
-        why: what is wrong, for the error message.
-    """
-
-    place: int
+    place: int  # its first byte, or the number of its row
     reason: str
     sample: str
-    why: str
+    why: str  # what is wrong, for the error message
 
 
 _Line = tuple[int, str, str]  # offset, text without its end, and the reason why its document cannot be kept

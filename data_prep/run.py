@@ -15,13 +15,14 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from data_prep.settings import (
     BuildOptions,
     CorpusOptions,
+    ExampleOptions,
     ExecutorOptions,
     ReadOptions,
     ShowOptions,
@@ -34,7 +35,11 @@ from multicls.errors import UserError, did_you_mean, run_command
 from multicls.settings import Settings
 from multicls.words import tokens_in_words
 
+if TYPE_CHECKING:
+    from multicls.corpus import Corpus
+
 OWN_TEXT = 100_000_000  # tokens; for fewer, the recipe own_text fits better than the paper's
+HELD_OUT, NEGATIVES = 0.05, 10  # of that recipe: data.validation_fraction, train.negatives_group
 INPUT = ("input", "include", "exclude", "format", *ReadOptions.model_fields, "language", "without")
 Subcommand = tuple[CommandLine[Any], Callable[[Any], None]]
 
@@ -52,16 +57,41 @@ def build_command(options: BuildOptions) -> None:
 
 def _summarize(options: BuildOptions) -> None:
     from data_prep.prepare import DROPPED
+    from data_prep.sources import counted
     from multicls.corpus import Corpus
 
     corpus = Corpus.open(options.output)
-    size = f"{corpus.num_documents:,} documents, {tokens_in_words(corpus.manifest['tokens'])}"
+    size = f"{counted(corpus.num_documents, 'document')}, {tokens_in_words(corpus.manifest['tokens'])}"
     made = [("corpus", f"{options.output} ({size})"), ("left out", Path(options.output) / DROPPED)]
+    if missing := _missing(corpus):
+        print_summary([*made, ("missing", missing)])
+        return
     folder = Path(options.tokenizer)
     model = options.tokenizer if not folder.exists() or (folder / "config.json").exists() else "CHECKPOINT"
     recipe = "own_text" if corpus.manifest["tokens"] < OWN_TEXT else "base"
     command = ["deepspeed", "pretrain/run.py", "--recipe", recipe, "--model", model, "--corpus", options.output]
     print_summary(made, "" if options.sample else shlex.join(command))
+
+
+def _missing(corpus: Corpus) -> str:
+    """Returns what pretraining will miss in a corpus that is too small for the recipe own_text, else ""."""
+    from data_prep.examples import ExampleStream, SpecialIds
+    from data_prep.sources import counted
+
+    if corpus.manifest["tokens"] > OWN_TEXT:
+        return ""
+    special = SpecialIds(0, 0, 0, 0, facets=(0,) * ExampleOptions.model_fields["num_facets"].default)
+    length = ExampleOptions.model_fields["seq_length"].default
+    try:
+        stream = ExampleStream(corpus, special, seq_length=length, seed=0, validation_fraction=HELD_OUT)
+    except UserError as error:
+        return str(error)
+    if stream.examples_per_epoch >= NEGATIVES:
+        return ""
+    return (
+        f"text: beside the documents held out there is text for {counted(stream.examples_per_epoch, 'example')}, and "
+        f"pretraining needs {NEGATIVES} at least. Prepare more documents, or longer ones."
+    )
 
 
 def show_command(options: ShowOptions) -> None:
@@ -83,12 +113,13 @@ def stats_command(options: StatsOptions) -> None:
 
 def verify_command(options: CorpusOptions) -> None:
     """Compares every file of a corpus with the manifest's checksums."""
+    from data_prep.sources import counted
     from multicls.corpus import Corpus
 
     corpus = Corpus.open(options.corpus)
     corpus.verify()
-    counts = f"{corpus.num_documents} documents ({corpus.num_rows} rows) in {corpus.num_shards} shards"
-    print(f"{options.corpus}: whole, {counts}")
+    documents, rows = counted(corpus.num_documents, "document"), counted(corpus.num_rows, "row")
+    print(f"{options.corpus}: whole, {documents} ({rows}) in {counted(corpus.num_shards, 'shard')}")
 
 
 def vocabulary_command(options: VocabularyOptions) -> None:
@@ -110,7 +141,7 @@ def _subcommand(name: str, run: Callable[[Any], None], options: type[Settings], 
 
 BUILD = {
     "input and cleaning": (*INPUT, "min_sentences", "near_duplicates"),
-    "where the tasks run": ExecutorOptions.model_fields,
+    "where the tasks run": tuple(ExecutorOptions.model_fields),
 }
 COMMANDS: dict[str, Subcommand] = {
     "build": (CommandLine("data_prep/run.py", __doc__, BuildOptions, groups=BUILD), build_command),

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -34,21 +35,15 @@ _ROOT = re.compile(r"<([A-Za-z_][\w.:-]*)([^<>]*)")
 
 
 class Hub(NamedTuple):
-    """A data set of the Hub.
-
-    Attributes:
-        documents: "row" if a row is a document, "sentences" if it is a sentence.
-        layout: the layout of its documents, see `read.RawDocument`.
-        kind: the module of `datasets.packaged_modules` that reads its files; empty for a data set in the local cache.
-    """
+    """A data set of the Hub."""
 
     dataset: str
     config: str | None = None
     split: str = "train"
     revision: str | None = None
-    documents: str = "row"
-    layout: str = "blocks"
-    kind: str = ""
+    documents: str = "row"  # "row" if a row is a document, "sentences" if it is a sentence
+    layout: str = "blocks"  # of its documents, see `read.RawDocument`
+    kind: str = ""  # module of `datasets.packaged_modules` that reads its files; empty for a data set in the cache
 
     def __str__(self) -> str:
         return ":".join(filter(None, (self.dataset, self.config, self.split)))
@@ -64,27 +59,16 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class SourceFile:
-    """An input file, or a data set on this disk.
+    """An input file, or a data set on this disk."""
 
-    Attributes:
-        source: name of the input it belongs to.
-        name: its path below that input; with `source` it names the file wherever the input lies.
-        format: one of `settings.FileFormat`.
-        size: bytes on disk, 0 if not known.
-        path: local path or fsspec URL.
-        version: changes with the content: modification time, entity tag, or commit on the Hub.
-        rows: row groups (Parquet) or rows (data sets) that pieces count in; 0 for files that pieces cut by bytes.
-        hub: the data set of the Hub that it is part of.
-    """
-
-    source: str
-    name: str
-    format: str
-    size: int
-    path: str
-    version: str
-    rows: int = 0
-    hub: Hub | None = None
+    source: str  # name of the input it belongs to
+    name: str  # path below that input; with `source` it names the file wherever the input lies
+    format: str  # one of `settings.FileFormat`
+    size: int  # bytes on disk, 0 if not known
+    path: str  # local path or fsspec URL
+    version: str  # changes with the content: modification time, entity tag, or commit on the Hub
+    rows: int = 0  # row groups (Parquet) or rows (data sets) that pieces count in; 0 for files that pieces cut by bytes
+    hub: Hub | None = None  # the data set of the Hub that it is part of
 
     def __str__(self) -> str:
         return f"{self.hub}/{self.name}" if self.hub else printable(self.path)
@@ -125,8 +109,7 @@ def find_files(
     """
 
     def selected(name: str) -> bool:
-        included = not include or any(fnmatchcase(name, pattern) for pattern in include)
-        return included and not any(fnmatchcase(name, pattern) for pattern in exclude)
+        return any(fnmatchcase(name, p) for p in include or "*") and not any(fnmatchcase(name, p) for p in exclude)
 
     files: list[SourceFile] = []
     skipped: list[Skipped] = []
@@ -295,11 +278,7 @@ def _head(path: str) -> bytes:
 
 
 def _format(head: bytes, name: str, file_format: str) -> str:
-    """Returns the format of a file.
-
-    Raises:
-        _Unreadable: it cannot be read.
-    """
+    """Returns the format of a file, or raises `_Unreadable`."""
     if not head:
         raise _Unreadable("empty")
     if file_format == "dataset":
@@ -327,11 +306,7 @@ def _format(head: bytes, name: str, file_format: str) -> str:
 
 @cache
 def _can_extract_html() -> bool:
-    try:
-        import trafilatura  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    return find_spec("trafilatura") is not None
 
 
 def _guess(text: str, name: str) -> str:
@@ -393,11 +368,7 @@ def _row_groups(path: str) -> int:
 
 
 def _parse_hub(what: str) -> Hub:
-    """Returns the data set of the Hub that `what` names.
-
-    Raises:
-        UserError: it names none.
-    """
+    """Returns the data set of the Hub that `what` names; raises a `UserError` if it names none."""
     name, _, rest = what.partition(":")
     config, _, split = rest.partition(":")
     if name in PRESETS:

@@ -19,17 +19,11 @@ _OVERLAP = 1 << 20  # bytes after a piece that its last record may reach into
 
 
 class Piece(NamedTuple):
-    """A share of a file, read by one task.
+    """A share of a file, read by one task. A record belongs to the piece in which it begins."""
 
-    Attributes:
-        file: index of the file in `Listing.files`.
-        start: first byte; of Parquet and data sets on disk (`SourceFile.rows`), first row group or row.
-        stop: end of the range. A record belongs to the piece in which it begins.
-    """
-
-    file: int
-    start: int
-    stop: int
+    file: int  # index of the file in `Listing.files`
+    start: int  # first byte; of Parquet and data sets on disk (`SourceFile.rows`), first row group or row
+    stop: int  # end of the range
 
 
 def cut_units(files: Sequence[SourceFile], largest: int = LARGEST_UNIT) -> list[list[Piece]]:

@@ -242,20 +242,13 @@ def _start_offsets(windows: Windows, mirrored: np.ndarray, row_key: np.ndarray) 
 
 
 class Boundaries(NamedTuple):
-    """The sentence boundaries near B windows in one ascending array, so that one search serves all windows.
+    """The sentence boundaries near B windows in one ascending array, so that one search serves all windows."""
 
-    Attributes:
-        offsets: token offset of each boundary in its shard, plus i * STRIDE for window i.
-        start: (B,) index in `offsets` of the boundary where filling might start.
-        low, high: (B,) indices in `offsets` of the first and the last boundary of each window.
-        sentence: (B,) number in the row of the sentence that begins at `low`.
-    """
-
-    offsets: np.ndarray
-    start: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
-    sentence: np.ndarray
+    offsets: np.ndarray  # token offset of each boundary in its shard, plus i * STRIDE for window i
+    start: np.ndarray  # (B,) index in `offsets` of the boundary where filling might start
+    low: np.ndarray  # (B,) index in `offsets` of the first boundary of each window
+    high: np.ndarray  # (B,) index of the last one
+    sentence: np.ndarray  # (B,) number in the row of the sentence that begins at `low`
 
     def mirrored(self, chosen: np.ndarray) -> Boundaries:
         """Returns the same boundaries with the rows of the chosen windows, (B,) bool, in reverse order.
