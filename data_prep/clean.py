@@ -22,6 +22,7 @@ SAMPLE_LENGTH = 200
 HEADING_LENGTH = 100
 LONGEST_SENTENCE = 10_000
 WARNING_SHARE = 0.2  # of a file's characters dropped by one rule
+LEAST_CHARACTERS = 2000  # of a file for a warning
 
 
 class Dropped(NamedTuple):
@@ -68,18 +69,16 @@ class Drops:
         for reason, entries in other.samples.items():
             self._keep(reason, entries)
 
-    def warnings(self, least_characters: int = 2000) -> list[str]:
+    def warnings(self) -> list[str]:
         """Returns a sentence for each file of which one rule drops more than a fifth; short files are left out."""
-        result = []
-        for file, characters in sorted(self.characters.items()):
-            total = characters[""]
-            for rule, number in sorted(characters.items()):
-                if rule and total >= least_characters and number > WARNING_SHARE * total:
-                    result.append(
-                        f"{file}: the rule {rule} dropped {number / total:.0%} of the text ({number:,} of {total:,} "
-                        f"characters). If this is text to keep, prepare it with --without {rule}."
-                    )
-        return result
+        return [
+            f"{file}: the rule {rule} dropped {number / total:.0%} of the text ({number:,} of {total:,} "
+            f"characters). If this is text to keep, prepare it with --without {rule}."
+            for file, characters in sorted(self.characters.items())
+            if (total := characters[""]) >= LEAST_CHARACTERS
+            for rule, number in sorted(characters.items())
+            if rule and number > WARNING_SHARE * total
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """Returns all that it holds as JSON values."""
@@ -92,8 +91,7 @@ class Drops:
         drops.counts.update(record["counts"])
         for reason, entries in record["samples"].items():
             drops.samples[reason] = [(key, Dropped(*sample)) for key, sample in entries]
-        for file, characters in record["characters"].items():
-            drops.characters[file] = Counter(characters)
+        drops.characters = {file: Counter(characters) for file, characters in record["characters"].items()}
         return drops
 
     def _keep(self, reason: str, entries: Iterable[tuple[int, Dropped]]) -> None:
@@ -400,20 +398,12 @@ LINE_RULES: list[LineRule] = [
 SentenceRule = tuple[str, str, Callable[[str], bool]]
 
 
-def _without_letter(sentence: str) -> bool:
-    return not any(map(str.isalpha, sentence))
-
-
-def _too_long(sentence: str) -> bool:
-    return len(sentence) > LONGEST_SENTENCE
-
-
 def _has_hole(sentence: str) -> bool:
     return HOLE in sentence or "formula_" in sentence or "codice_" in sentence  # the latter are WikiExtractor's
 
 
 ROW_RULES: list[SentenceRule] = [
-    ("sentences_without_letter", "sentences_without_letter", _without_letter),
-    ("long_sentences", "sentences_too_long", _too_long),
+    ("sentences_without_letter", "sentences_without_letter", lambda sentence: not any(map(str.isalpha, sentence))),
+    ("long_sentences", "sentences_too_long", lambda sentence: len(sentence) > LONGEST_SENTENCE),
 ]
 WIKI_RULES: list[SentenceRule] = [("holes", "sentences_with_holes", _has_hole)]

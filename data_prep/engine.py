@@ -218,11 +218,7 @@ def _run_on_slurm(stages: list[Stage], work: Path, options: ExecutorOptions, log
 
 
 def _submit(stages: list[Stage], executors: list[SlurmExecutor]) -> dict[str, str]:
-    """Submits the stages that are not whole yet; returns their jobs by stage.
-
-    Raises:
-        UserError: There is no SLURM, or it refuses a job. Then no job is left.
-    """
+    """Submits the stages that are not whole yet and returns their jobs by stage; none is left if SLURM refuses one."""
 
     def submitted() -> dict[str, str]:
         return {s.name: str(e.job_id) for s, e in zip(stages, executors, strict=True) if e.job_id not in (None, -1)}
@@ -241,11 +237,7 @@ def _submit(stages: list[Stage], executors: list[SlurmExecutor]) -> dict[str, st
 
 
 def check_no_jobs(work: Path) -> None:
-    """Checks that no SLURM job of an earlier start still writes the work folder.
-
-    Raises:
-        UserError: One does.
-    """
+    """Raises a `UserError` if a SLURM job of an earlier start still writes the work folder."""
     jobs = read_json(work / "slurm.json").values() if (work / "slurm.json").exists() else ()
     if _alive(jobs):
         raise UserError(

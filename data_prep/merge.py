@@ -217,24 +217,22 @@ def _link(source: Path, target: Path) -> None:
             shutil.copyfileobj(content, file, 1 << 20)
 
 
-def gather(
-    plan: WorkPlan,
-) -> tuple[list[dict[str, Any]], dict[str, dict[str, int]], Drops, np.ndarray, list[list[str]]]:
+def gather(plan: WorkPlan) -> tuple[list[dict[str, Any]], dict[str, dict[str, int]], Drops, np.ndarray, list[str]]:
     """Adds up the records of all parts.
 
     Returns:
         The manifest's entries of shards, the counts by source, the drops, the document frequencies (V,) and the hashes
-        of the input by unit.
+        of all pieces of the input.
     """
     shards: list[dict[str, Any]] = []
     sources: dict[str, Counter[str]] = {}
     drops = Drops()
     frequency = np.zeros(encoder_for(plan.tokenizer_json).vocabulary_size, np.int64)
-    hashes = []
+    hashes: list[str] = []
     for unit in range(len(plan.units)):
         record = read_json(plan.folder / "shards" / f"{unit:05d}.json")
         drops.merge(Drops.from_json(record["drops"]))
-        hashes.append(record["hashes"])
+        hashes += record["hashes"]
         for entry in record["shards"]:
             for source, counts in entry.pop("sources").items():
                 sources.setdefault(source, Counter()).update(counts)

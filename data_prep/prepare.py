@@ -65,18 +65,15 @@ def prepare(
     executor: ExecutorOptions | None = None,
     log: Callable[[str], object] = print,
 ) -> Path:
-    """Prepares a corpus folder; a run that was stopped goes on.
+    """Prepares the corpus folder `output` and returns it; a run that was stopped goes on.
 
     The bytes depend on the input, the settings and the package versions, never on the executor or on interruptions.
 
     Args:
-        settings: The settings.
+        settings: What decides the corpus.
         output: The folder.
         executor: Where the work is done; default: in this process.
         log: Called with each line of progress.
-
-    Returns:
-        The folder.
 
     Raises:
         UserError: The input or the tokenizer is bad, the folder holds something else or another run writes it, or the
@@ -159,8 +156,12 @@ def _plan(
     """
     files, skipped = find_files(settings.input, settings.format, settings.include, settings.exclude)
     own = os.path.join(os.path.abspath(output), "")  # which may lie in the input
-    files = [file for file in files if not _is_below(file.path, own)]
-    skipped = [entry for entry in skipped if not _is_below(entry.path, own)]
+
+    def is_other(path: str) -> bool:
+        return "://" in path or not os.path.abspath(path).startswith(own)
+
+    files = [file for file in files if is_other(file.path)]
+    skipped = [entry for entry in skipped if is_other(entry.path)]
     if not files:
         raise UserError(f"{output}: is no corpus, and all of the input lies in it; give a new or empty --output.")
     if settings.bad_records == "stop" and (bad := [entry for entry in skipped if entry.reason.startswith(BAD)]):
@@ -184,10 +185,6 @@ def _plan(
     return plan, skipped, tokenizer_files
 
 
-def _is_below(path: str, folder: str) -> bool:
-    return "://" not in path and os.path.abspath(path).startswith(folder)
-
-
 def _identity(settings: PrepareSettings, tokenizer_json: str) -> dict[str, Any]:
     """Returns everything but the text that decides the bytes of a corpus."""
     from tokenizers import Tokenizer
@@ -206,11 +203,7 @@ def _identity(settings: PrepareSettings, tokenizer_json: str) -> dict[str, Any]:
 
 
 def _check_finished(output: Path, plan: WorkPlan) -> None:
-    """Compares a finished corpus with the settings and the input; newer packages do not make it another.
-
-    Raises:
-        UserError: Something differs; the message names it.
-    """
+    """Raises an error that names what differs if a finished corpus has other settings or input; packages may differ."""
     made_from = read_json(output / MANIFEST).get("made_from", {})
     packages = ("packages", "splitter")
     wanted = plan.identity | _described(plan)
@@ -246,11 +239,7 @@ def _described(plan: WorkPlan) -> dict[str, Any]:
 
 
 def _check_unfinished(output: Path, plan: WorkPlan) -> None:
-    """Makes sure that the folder is new or holds what a stopped run of the same settings left.
-
-    Raises:
-        UserError: It holds something else.
-    """
+    """Raises an error unless the folder is new or holds what a stopped run of the same settings left."""
     if (plan.folder / PLAN).exists():
         before, wanted = read_json(plan.folder / PLAN)["identity"], json.loads(json.dumps(plan.identity))
         if differing := [key for key in wanted if before.get(key) != wanted[key]]:
@@ -263,7 +252,7 @@ def _check_unfinished(output: Path, plan: WorkPlan) -> None:
 
 
 def _outdated(plan: WorkPlan) -> bool:
-    """Returns True if the folder holds the plan of a stopped run with other input or stricter records."""
+    """Returns True if the folder holds the plan of a stopped run with other input or less strict records."""
     if not (plan.folder / PLAN).exists():
         return False
     before = WorkPlan.load(plan.folder)
@@ -309,11 +298,7 @@ def _fitting(executor: ExecutorOptions, plan: WorkPlan) -> ExecutorOptions:
 
 
 def _log_estimate(plan: WorkPlan, output: Path, executor: ExecutorOptions, log: Callable[[str], object]) -> None:
-    """Logs the amount of work and how long it will take.
-
-    Raises:
-        UserError: The disk has too little room.
-    """
+    """Logs the amount of work and how long it will take; raises an error if the disk has too little room."""
     with tempfile.TemporaryDirectory() as folder:
         tokens, disk, seconds = _estimate(replace(plan, folder=Path(folder)))
     existing = next(parent for parent in (output, *output.absolute().parents) if parent.exists())
@@ -377,11 +362,7 @@ def _finish(
     copied: list[str],
     log: Callable[[str], object],
 ) -> None:
-    """Writes document frequencies, samples of what was dropped and, last, the manifest; removes the work folder.
-
-    Raises:
-        UserError: Nothing of the input can be kept.
-    """
+    """Writes document frequencies, samples of what was dropped and, last, the manifest; removes the work folder."""
     shards, sources, drops, frequency, hashes = gather(plan)
     skipped = Counter(reason for _, reason in not_read)
     if not shards:
@@ -397,7 +378,7 @@ def _finish(
     }
     write_json(output / DROPPED, samples | {"skipped": [list(entry) for entry in sorted(not_read)]})
     versions = [file.version for file in plan.files]
-    write_json(output / INPUTS, {"versions": versions, "hashes": [entry for unit in hashes for entry in unit]})
+    write_json(output / INPUTS, {"versions": versions, "hashes": hashes})
     write_manifest(
         output,
         {
@@ -416,7 +397,10 @@ def _finish(
             },
             "command": _command(plan.settings, list(sources)),
             "made_from": plan.identity | _described(plan),
-            "files": {name: _checksum(output / name) for name in ("document_frequency.npy", DROPPED, *copied)},
+            "files": {
+                name: {"bytes": (output / name).stat().st_size, "sha256": sha256_of(output / name)}
+                for name in ("document_frequency.npy", DROPPED, *copied)
+            },
             "shards": shards,
         },
     )
@@ -427,10 +411,6 @@ def _clear(folder: Path, names: list[str]) -> None:
     for name in names:
         path = folder / name
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-
-
-def _checksum(path: Path) -> dict[str, Any]:
-    return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
 def _command(settings: PrepareSettings, sources: list[str]) -> str:

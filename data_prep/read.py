@@ -464,10 +464,9 @@ def _html(file: SourceFile, piece: Piece, options: ReadOptions) -> Iterator[RawD
 
 def _encodable(text: str) -> bool:
     try:
-        text.encode("utf-8")
+        return bool(text.encode("utf-8"))
     except UnicodeEncodeError:
         return False
-    return True
 
 
 def stem(file: SourceFile) -> str:
