@@ -157,11 +157,13 @@ def _from_hub(name: str) -> Path:
     """Downloads the tokenizer of a model id, or finds it in the cache; returns the path of its tokenizer.json."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+    from huggingface_hub.utils import validate_repo_id
 
     why = ""
     try:
         if name.endswith(".json"):
             raise HFValidationError
+        validate_repo_id(name)
         path = Path(hf_hub_download(name, "tokenizer.json"))
     except HFValidationError:
         why = "not a model id of the Hub (like bert-base-uncased)"

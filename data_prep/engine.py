@@ -64,10 +64,11 @@ class Stage(NamedTuple):
     sizes: Sequence[int]  # each task's share of the progress: bytes of input, or 1
 
 
+Log = Callable[[str], object]  # receives the lines of progress
 Reports = Iterator[tuple[Stage, list[int]]]  # the stage that runs, and the ranks of its tasks that are whole
 
 
-def run_stages(stages: list[Stage], work: Path, options: ExecutorOptions, log: Callable[[str], object]) -> None:
+def run_stages(stages: list[Stage], work: Path, options: ExecutorOptions, log: Log) -> None:
     """Runs the stages one after the other, without the tasks that are whole, and waits for them.
 
     Raises:
@@ -117,7 +118,7 @@ def _failed(executor: PipelineExecutor, work: Path, stage: Stage) -> TasksFailed
 # This machine
 
 
-def _run_locally(stages: list[Stage], work: Path, options: ExecutorOptions, log: Callable[[str], object]) -> Reports:
+def _run_locally(stages: list[Stage], work: Path, options: ExecutorOptions, log: Log) -> Reports:
     """Runs tasks in a pool of `concurrent.futures`, which notices a killed worker; datatrove's own waits for ever."""
     pool = None
     if options.workers > 1:
@@ -178,7 +179,7 @@ class SlurmExecutor(SlurmPipelineExecutor):
         """Does nothing."""
 
 
-def _run_on_slurm(stages: list[Stage], work: Path, options: ExecutorOptions, log: Callable[[str], object]) -> Reports:
+def _run_on_slurm(stages: list[Stage], work: Path, options: ExecutorOptions, log: Log) -> Reports:
     submitted = work / "slurm.json"
     jobs: dict[str, str] = read_json(submitted) if submitted.exists() else {}
     bin_folder = shlex.quote(str(Path(sys.executable).parent))
@@ -266,7 +267,7 @@ def _cancel(jobs: Iterable[str]) -> None:
 # Ray
 
 
-def _run_on_ray(stages: list[Stage], work: Path, options: ExecutorOptions, log: Callable[[str], object]) -> Reports:
+def _run_on_ray(stages: list[Stage], work: Path, options: ExecutorOptions, log: Log) -> Reports:
     try:
         import ray
     except ImportError:

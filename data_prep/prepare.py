@@ -18,7 +18,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import metadata
@@ -31,7 +31,7 @@ import numpy as np
 from data_prep.build import CleanText, EncodeText, ReadUnit, WritePart
 from data_prep.clean import Drops, clean
 from data_prep.encode import load_tokenizer_files
-from data_prep.engine import Stage, TasksFailed, check_no_jobs, run_stages
+from data_prep.engine import Log, Stage, TasksFailed, check_no_jobs, run_stages
 from data_prep.merge import UNITS_PER_TASK, FindDuplicates, WriteShards, gather
 from data_prep.parts import COUNTED, rensa_version
 from data_prep.plan import PLAN, WorkPlan
@@ -60,10 +60,7 @@ PACKAGES = ("mwparserfromhell", "numpy", "pyarrow", "sentencex", "tokenizers", "
 
 
 def prepare(
-    settings: PrepareSettings,
-    output: str | Path,
-    executor: ExecutorOptions | None = None,
-    log: Callable[[str], object] = print,
+    settings: PrepareSettings, output: str | Path, executor: ExecutorOptions | None = None, log: Log = print
 ) -> Path:
     """Prepares the corpus folder `output` and returns it; a run that was stopped goes on.
 
@@ -112,24 +109,14 @@ def prepare(
     return output
 
 
-def print_plan(
-    settings: PrepareSettings, output: str | Path, executor: ExecutorOptions, log: Callable[[str], object] = print
-) -> None:
-    """Logs what preparing the corpus would take; writes nothing.
-
-    Raises:
-        UserError: As `prepare`, as far as a look at the input tells.
-    """
+def print_plan(settings: PrepareSettings, output: str | Path, executor: ExecutorOptions, log: Log) -> None:
+    """Logs what preparing the corpus would take; writes nothing. Raises the errors that a look at the input tells."""
     plan, _, _ = _plan(settings, Path(output), log)
     _log_estimate(plan, Path(output), _fitting(executor, plan), log)
 
 
 def sentences_of(settings: InputSettings, megabytes: float) -> Iterator[str]:
-    """Yields cleaned sentences of at most `megabytes` of text; of a larger input, from the beginning of each work unit.
-
-    Raises:
-        UserError: The input is bad.
-    """
+    """Yields cleaned sentences of at most `megabytes` of text; of more, from the beginning of each work unit."""
     files = find_files(settings.input, settings.format, settings.include, settings.exclude).files
     units = cut_units(files)
     drops = Drops()
@@ -146,9 +133,7 @@ def sentences_of(settings: InputSettings, megabytes: float) -> Iterator[str]:
                         yield from line
 
 
-def _plan(
-    settings: PrepareSettings, output: Path, log: Callable[[str], object]
-) -> tuple[WorkPlan, list[Skipped], dict[str, bytes]]:
+def _plan(settings: PrepareSettings, output: Path, log: Log) -> tuple[WorkPlan, list[Skipped], dict[str, bytes]]:
     """Returns the plan of a corpus, the paths that are not read, and the files of its tokenizer.
 
     Raises:
@@ -297,7 +282,7 @@ def _fitting(executor: ExecutorOptions, plan: WorkPlan) -> ExecutorOptions:
     return executor.model_copy(update={"workers": max(1, min(executor.workers, most, len(plan.units)))})
 
 
-def _log_estimate(plan: WorkPlan, output: Path, executor: ExecutorOptions, log: Callable[[str], object]) -> None:
+def _log_estimate(plan: WorkPlan, output: Path, executor: ExecutorOptions, log: Log) -> None:
     """Logs the amount of work and how long it will take; raises an error if the disk has too little room."""
     with tempfile.TemporaryDirectory() as folder:
         tokens, disk, seconds = _estimate(replace(plan, folder=Path(folder)))
@@ -355,13 +340,7 @@ def _estimate(plan: WorkPlan) -> tuple[float, float, float]:
     return tokens * factor, (tokens * 4 + sentences * 4 + len(rows) * 120) * factor, spent * factor
 
 
-def _finish(
-    output: Path,
-    plan: WorkPlan,
-    not_read: list[Skipped],
-    copied: list[str],
-    log: Callable[[str], object],
-) -> None:
+def _finish(output: Path, plan: WorkPlan, not_read: list[Skipped], copied: list[str], log: Log) -> None:
     """Writes document frequencies, samples of what was dropped and, last, the manifest; removes the work folder."""
     shards, sources, drops, frequency, hashes = gather(plan)
     skipped = Counter(reason for _, reason in not_read)
@@ -373,12 +352,9 @@ def _finish(
     _clear(output, [path.name for path in output.glob(".*") if path.name != LOCK])  # temporary files of killed tasks
     with atomic_write(output / "document_frequency.npy", "wb") as file:
         np.save(file, frequency)
-    samples: dict[str, Any] = {
-        reason: [dropped._asdict() for _, dropped in kept] for reason, kept in sorted(drops.samples.items())
-    }
-    write_json(output / DROPPED, samples | {"skipped": [list(entry) for entry in sorted(not_read)]})
-    versions = [file.version for file in plan.files]
-    write_json(output / INPUTS, {"versions": versions, "hashes": hashes})
+    samples: dict[str, Any] = {name: [s._asdict() for _, s in kept] for name, kept in sorted(drops.samples.items())}
+    write_json(output / DROPPED, samples | {"skipped": sorted(not_read)})
+    write_json(output / INPUTS, {"versions": [file.version for file in plan.files], "hashes": hashes})
     write_manifest(
         output,
         {

@@ -145,7 +145,6 @@ def _nothing_read(what: str, skipped: list[Skipped]) -> str:
 def _list_input(
     name: str, what: str, file_format: str, selected: Callable[[str], bool]
 ) -> tuple[list[SourceFile], list[Skipped]]:
-    skipped: list[Skipped] = []
     remote = "://" in what
     if not remote and not os.path.exists(what):
         return _list_hub(name, _parse_hub(what), selected)
@@ -154,44 +153,41 @@ def _list_input(
     source = name or printable(os.path.basename(what.rstrip("/") if remote else os.path.realpath(what)).split(".")[0])
     inspect = partial(_inspect, file_format, selected)
     with ThreadPoolExecutor(32) as pool:  # for remote files, which answer slowly
-        walked = _walk_remote(source, what, skipped) if remote else _walk(source, what, skipped)
-        inspected = list(pool.map(inspect, walked) if remote else map(inspect, walked))
-    skipped += [one for one in inspected if isinstance(one, Skipped)]
-    return [one for one in inspected if isinstance(one, SourceFile)], skipped
+        found = list(pool.map(inspect, _walk_remote(source, what)) if remote else map(inspect, _walk(source, what)))
+    return [one for one in found if isinstance(one, SourceFile)], [one for one in found if isinstance(one, Skipped)]
 
 
-def _walk(source: str, top: str, skipped: list[Skipped]) -> Iterator[SourceFile]:
-    def skip(path: str, reason: str) -> None:
-        skipped.append(Skipped(printable(path), reason))
-
-    def found(path: str, name: str) -> Iterator[SourceFile]:
-        try:
-            status = os.stat(path)
-        except OSError as error:
-            return skip(path, f"unreadable: {error.strerror}")
-        if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for its writer
-            return skip(path, "no file (a pipe, socket or device)")
-        yield SourceFile(source, printable(name), "", status.st_size, path, str(status.st_mtime_ns))
-
+def _walk(source: str, top: str) -> Iterator[SourceFile | Skipped]:
     if not os.path.isdir(top):
-        yield from found(top, os.path.basename(top))
+        yield _local_file(source, os.path.basename(top), top)
         return
     length = len(os.path.join(top, ""))
-    for parent, folders, names in os.walk(top, onerror=lambda e: skip(e.filename, f"unreadable: {e.strerror}")):
-        for name in folders:
-            path = os.path.join(parent, name)
-            if name.startswith(".") or os.path.islink(path):
-                skip(path, "hidden" if name.startswith(".") else "link to a folder")
-        folders[:] = sorted(name for name in folders if not name.startswith("."))  # it follows no links by itself
+    failed: list[OSError] = []
+    for parent, folders, names in os.walk(top, onerror=failed.append):
         for name in sorted(names):
             path = os.path.join(parent, name)
-            if name.startswith("."):
-                skip(path, "hidden")
-            else:
-                yield from found(path, path[length:])
+            yield (
+                Skipped(printable(path), "hidden") if name.startswith(".") else _local_file(source, path[length:], path)
+            )
+        for name in sorted(folders):
+            path = os.path.join(parent, name)
+            if name.startswith(".") or os.path.islink(path):
+                yield Skipped(printable(path), "hidden" if name.startswith(".") else "link to a folder")
+        folders[:] = sorted(name for name in folders if not name.startswith("."))  # it follows no links by itself
+    yield from (Skipped(printable(error.filename), f"unreadable: {error.strerror}") for error in failed)
 
 
-def _walk_remote(source: str, url: str, skipped: list[Skipped]) -> Iterator[SourceFile]:
+def _local_file(source: str, name: str, path: str) -> SourceFile | Skipped:
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        return Skipped(printable(path), f"unreadable: {error.strerror}")
+    if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for its writer
+        return Skipped(printable(path), "no file (a pipe, socket or device)")
+    return SourceFile(source, printable(name), "", status.st_size, path, str(status.st_mtime_ns))
+
+
+def _walk_remote(source: str, url: str) -> Iterator[SourceFile | Skipped]:
     try:
         import fsspec
 
@@ -205,13 +201,15 @@ def _walk_remote(source: str, url: str, skipped: list[Skipped]) -> Iterator[Sour
         name = path[len(root) :].lstrip("/") or os.path.basename(path)
         whole = system.unstrip_protocol(path)
         if any(part.startswith(".") for part in name.split("/")):
-            skipped.append(Skipped(whole, "hidden"))
+            yield Skipped(whole, "hidden")
             continue
         tags = filter(None, (details.get(key) for key in ("ETag", "etag", "blob_id", "md5Hash")))
         yield SourceFile(source, name, "", details.get("size") or 0, whole, str(next(tags, None) or system.ukey(path)))
 
 
-def _inspect(file_format: str, selected: Callable[[str], bool], file: SourceFile) -> SourceFile | Skipped:
+def _inspect(file_format: str, selected: Callable[[str], bool], file: SourceFile | Skipped) -> SourceFile | Skipped:
+    if isinstance(file, Skipped):
+        return file
     path = file.path
     try:
         if not selected(file.name):

@@ -42,11 +42,11 @@ _MONTHS = ["January", "February", "March", "April", "May", "June", "July", "Augu
 _MONTHS += ["November", "December"]
 _BETWEEN = {
     "to": " to ",
-    "-": "–",
-    "–": "–",
     "and": " and ",
     "or": " or ",
     "by": " by ",
+    "-": "–",
+    "–": "–",
     "x": " × ",
     "×": " × ",
     "+": "+",

@@ -180,7 +180,7 @@ def test_a_full_disk_loses_nothing(
     ballast = small_disk / "ballast"
     ballast.write_bytes(bytes(7_000_000))
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "free_disk", lambda *_: 0)  # other programs filled it after the plan was made
+        patch.setattr(prepare_module, "MARGIN", 0)  # other programs filled it after the plan was made
         with pytest.raises(UserError, match="the disk is full"):
             prepared(tiny_tokenizer, small_disk / "out", folder)
     with pytest.raises(UserError, match="not a finished corpus"):
