@@ -216,7 +216,7 @@ def _build_document(
 ) -> BuiltDocument | None:
     """Returns an encoded document; None if it is dropped."""
     raw, lines = document
-    table = _line_hashes(lines) if "repeated_lines" in settings.rules else np.zeros((0, 3), np.uint64)
+    table = _line_hashes([] if "repeated_lines" in settings.without else lines)
     if not lengths.all():
         drops.add("sentences_without_tokens", raw, _shown(raw, lines), int((lengths == 0).sum()))
         kept = np.cumsum([0, *(lengths > 0)]).astype(np.uint64)

@@ -38,7 +38,7 @@ class FindDuplicates(Step):
         """Writes the documents and lines to drop that range `rank` of the hashes shows."""
         plan = WorkPlan.load(self.work)
         parts = [plan.part(unit) for unit in range(len(plan.units))]
-        exact = "duplicate_documents" in plan.settings.rules
+        exact = "duplicate_documents" not in plan.settings.without
         documents = duplicate_documents(_slices(parts, "hashes.npy", rank, world_size, 2), exact)
         lines = repeated_lines(_slices(parts, "lines.npy", rank, world_size, REPEATS + 1))
         for name, found in (("documents", documents), ("lines", lines)):
