@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 import xxhash
 
@@ -75,30 +75,18 @@ def _can_be_cut(file: SourceFile) -> bool:
 
 
 def piece_hash(file: SourceFile, piece: Piece) -> str:
-    """Returns the xxh3-128 of a piece's raw bytes and of a megabyte after it, into which its last record may reach.
+    """Returns the xxh3-128 of a piece's share of the raw bytes and of a megabyte after it, for its last record.
 
     It is "" for data sets and remote files, whose version decides.
     """
     if file.format == "dataset" or "://" in file.path:
         return ""
+    start, stop = (edge * file.size // (file.rows or max(file.size, 1)) for edge in (piece.start, piece.stop))
     with open_raw(file.path) as raw:
-        start, stop = _row_group_bytes(raw, piece) if file.rows else (piece.start, piece.stop + _OVERLAP)
         raw.seek(start)
         digest = xxhash.xxh3_128()
-        left = stop - start
+        left = stop + _OVERLAP - start
         while left > 0 and (data := raw.read(min(left, 1 << 20))):
             digest.update(data)
             left -= len(data)
     return digest.hexdigest()
-
-
-def _row_group_bytes(raw: IO[bytes], piece: Piece) -> tuple[int, int]:
-    import pyarrow.parquet as pq
-
-    table = pq.read_metadata(raw)
-    starts, stops = [], []
-    for group in map(table.row_group, range(piece.start, piece.stop)):
-        for column in map(group.column, range(group.num_columns)):
-            starts.append(column.dictionary_page_offset or column.data_page_offset)
-            stops.append(starts[-1] + column.total_compressed_size)
-    return min(starts), max(stops)
