@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from copy import deepcopy
@@ -65,7 +65,7 @@ class Stage(NamedTuple):
 
 
 Log = Callable[[str], object]  # receives the lines of progress
-Reports = Iterator[tuple[Stage, list[int]]]  # the stage that runs, and the ranks of its tasks that are whole
+Reports = Generator[tuple[Stage, list[int]], None, None]  # the stage that runs, and its whole tasks
 
 
 def run_stages(stages: list[Stage], work: Path, options: ExecutorOptions, log: Log) -> None:
