@@ -70,8 +70,6 @@ class ExampleStream:
     """The endless sequence of training examples of a corpus, epoch after epoch.
 
     Args:
-        corpus: an open corpus.
-        special: ids of [CLS], [SEP], [PAD], [MASK] and the facets.
         seq_length: L.
         seed: decides, together with epoch and index, everything about an example.
         split: documents are assigned to the splits by their content hash.

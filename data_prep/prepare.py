@@ -134,11 +134,7 @@ def sentences_of(settings: InputSettings, megabytes: float) -> Iterator[str]:
 
 
 def _plan(settings: PrepareSettings, output: Path, log: Log) -> tuple[WorkPlan, list[Skipped], dict[str, bytes]]:
-    """Returns the plan of a corpus, the paths that are not read, and the files of its tokenizer.
-
-    Raises:
-        UserError: There is no such tokenizer, nothing can be read, or with `bad_records = stop` something cannot.
-    """
+    """Returns the plan of a corpus, the paths that are not read, and the files of its tokenizer."""
     files, skipped = find_files(settings.input, settings.format, settings.include, settings.exclude)
     own = os.path.join(os.path.abspath(output), "")  # which may lie in the input
 
@@ -305,11 +301,7 @@ def _log_estimate(plan: WorkPlan, output: Path, executor: ExecutorOptions, log: 
 
 
 def _estimate(plan: WorkPlan) -> tuple[float, float, float]:
-    """Prepares the beginnings of some units and extrapolates by their bytes; writes the plan, which the steps read.
-
-    Returns:
-        Number of tokens, bytes on disk, and seconds of CPU time of one process.
-    """
+    """Returns the tokens, bytes on disk and seconds of one CPU, from the beginnings of some units; writes the plan."""
     plan.save()
     work = str(plan.folder)
 

@@ -251,11 +251,7 @@ def _table(file: SourceFile, piece: Piece, options: ReadOptions) -> Iterator[Raw
 def _checked_rows(
     rows: Iterable[tuple[int, Any] | _Bad], file: SourceFile, field: str, first: bool
 ) -> Iterator[tuple[int, dict[str, Any]] | _Bad]:
-    """Yields rows that have text, and a bad record for every other one.
-
-    Raises:
-        UserError: the first record of the file has no such field, so that `--text_field` is probably wrong.
-    """
+    """Yields rows that have text, and a bad record for every other one; the file's first record must have the field."""
     for row in rows:
         if isinstance(row, _Bad):
             yield row
@@ -355,14 +351,11 @@ def _mediawiki(file: SourceFile, piece: Piece, options: ReadOptions) -> Iterator
 
 
 def _pages(chunks: Iterator[bytes | None], base: int) -> Iterator[tuple[int, bytes]]:
-    """Yields the bytes of every page, none if they are too many, with the offset at which it begins.
+    """Yields the offset and the bytes of every page, no bytes if they are too many.
 
     Args:
         chunks: of the decompressed file, `None` where the piece ends; what follows it only completes a page.
         base: offset of the first chunk.
-
-    Raises:
-        EOFError: the file ends inside a page.
     """
     buffer, limit, opened, too_long = b"", math.inf, False, False
     for chunk in chunks:

@@ -379,11 +379,7 @@ def _parse_hub(what: str) -> Hub:
 
 
 def _list_hub(source: str, hub: Hub, selected: Callable[[str], bool]) -> tuple[list[SourceFile], list[Skipped]]:
-    """Lists the files of a data set at the commit that its revision means now, so that a later start reads the same.
-
-    Raises:
-        UserError: the Hub does not know it, or cannot be reached.
-    """
+    """Lists the files of a data set at the commit that its revision means now, so that a later start reads the same."""
     from huggingface_hub import HfApi, constants
 
     source = source or next((name for name, preset in PRESETS.items() if preset.dataset == hub.dataset), "")
