@@ -3,10 +3,10 @@
 Shapes: B examples built together, P parts of an example (3, or 2 without hard negatives). A row of a shard holds a
 document; a very long document takes several rows.
 
-docs/data.md ("Examples") says how windows cover the corpus, and why half of the rows are mirrored. A row of D tokens gets
-`max(1, round(D / W))` windows at equal distances, where W is the number of tokens that an example holds on average. A
-random phase, new in every pass, moves them all together. The windows of a mirrored row are placed and filled in the row
-read backwards, and the boundaries are mapped back.
+docs/data.md ("Examples") says how windows cover the corpus, and why half of the rows are mirrored. A row of D tokens
+gets `max(1, round(D / W))` windows at equal distances, where W is the number of tokens that an example holds on
+average. A random phase, new in every pass, moves them all together. The windows of a mirrored row are placed and filled
+in the row read backwards, and the boundaries are mapped back.
 
 All random numbers are hashes of (seed, pass, row, window, purpose, part, position). An example is therefore the same
 whatever it is built together with.
