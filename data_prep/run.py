@@ -29,6 +29,7 @@ from data_prep.settings import (
     StatsOptions,
     VocabularyOptions,
 )
+from data_prep.sources import counted
 from multicls.command_line import CommandLine, print_summary
 from multicls.console import print_line
 from multicls.errors import UserError, did_you_mean, run_command
@@ -57,7 +58,6 @@ def build_command(options: BuildOptions) -> None:
 
 def _summarize(options: BuildOptions) -> None:
     from data_prep.prepare import DROPPED
-    from data_prep.sources import counted
     from multicls.corpus import Corpus
 
     corpus = Corpus.open(options.output)
@@ -76,7 +76,6 @@ def _summarize(options: BuildOptions) -> None:
 def _missing(corpus: Corpus) -> str:
     """Returns what pretraining will miss in a corpus that is too small for the recipe own_text, else ""."""
     from data_prep.examples import ExampleStream, SpecialIds
-    from data_prep.sources import counted
 
     if corpus.manifest["tokens"] > OWN_TEXT:
         return ""
@@ -113,7 +112,6 @@ def stats_command(options: StatsOptions) -> None:
 
 def verify_command(options: CorpusOptions) -> None:
     """Compares every file of a corpus with the manifest's checksums."""
-    from data_prep.sources import counted
     from multicls.corpus import Corpus
 
     corpus = Corpus.open(options.corpus)
