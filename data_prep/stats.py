@@ -283,10 +283,8 @@ def _print_dropped(console: Console, corpus: Corpus) -> None:
 def _vocabulary_facts(corpus: Corpus, text: SampledText) -> dict[str, str]:
     coverage, size = text.coverage, corpus.vocabulary_size
     unknown, tokens = (sum(column) for column in zip(*text.unknown.values(), strict=True))
-    frequency = corpus.document_frequency
     return {
-        "ids that occur": f"{np.count_nonzero(frequency):,} of {size:,}",
-        "in 10 rows or more": f"{np.count_nonzero(frequency >= 10):,}",
+        "ids that occur": f"{np.count_nonzero(corpus.document_frequency):,} of {size:,}",
         "cover 50, 90, 99 % of tokens": ", ".join(f"{np.searchsorted(coverage, share) + 1:,}" for share in COVERAGE),
         "unknown tokens": f"{unknown:,} ({_percent(unknown / tokens, 4)})",
     }
