@@ -87,7 +87,7 @@ def prepare(
             log(f"already finished: {output}")
             return output
         _check_unfinished(output, plan)
-        if executor.executor != "slurm" or _outdated(plan):
+        if executor.executor != "slurm" or _stale(plan):
             check_no_jobs(plan.folder)
         executor = _fitting(executor, plan)
         if not plan.folder.exists():
@@ -232,25 +232,23 @@ def _check_unfinished(output: Path, plan: WorkPlan) -> None:
         raise UserError(f"{output}: exists and is no corpus; give an --output that is new or empty.")
 
 
-def _outdated(plan: WorkPlan) -> bool:
-    """Returns True if the folder holds the plan of a stopped run with other input or less strict records."""
+def _stale(plan: WorkPlan) -> list[str]:
+    """Returns what cannot be used of a stopped run with other input or less strict records, as names in its folder."""
     if not (plan.folder / PLAN).exists():
-        return False
+        return []
     before = WorkPlan.load(plan.folder)
-    return before.unit_keys != plan.unit_keys or _is_stricter(plan, before)
-
-
-def _is_stricter(plan: WorkPlan, before: WorkPlan) -> bool:
-    return [before.settings.bad_records, plan.settings.bad_records] == ["drop", "stop"]
+    stricter = [before.settings.bad_records, plan.settings.bad_records] == ["drop", "stop"]
+    if before.unit_keys == plan.unit_keys and not stricter:
+        return []
+    parts = ["parts"] if stricter else []  # they may lack bad records
+    return ["logs", "duplicates", "shards", "slurm.json", *parts]
 
 
 def _save(plan: WorkPlan, tokenizer_files: dict[str, bytes], output: Path) -> None:
     """Writes the plan. If the input differs from that of a stopped run, only the parts of equal units are kept."""
-    if _outdated(plan):
-        parts = ["parts"] if _is_stricter(plan, WorkPlan.load(plan.folder)) else []  # they may lack bad records
-        _clear(plan.folder, ["logs", "duplicates", "shards", "slurm.json", *parts])
-        for shard in output.glob("shard-*.arrow"):
-            shard.unlink()
+    if stale := _stale(plan):
+        _clear(plan.folder, stale)
+        _clear(output, [path.name for path in output.glob("shard-*.arrow")])
     plan.save()
     _clear(output, sorted({"tokenizer_config.json"} - tokenizer_files.keys()))
     for unit in range(len(plan.units)):
