@@ -26,15 +26,10 @@ class Piece(NamedTuple):
     stop: int  # end of the range
 
 
-def cut_units(files: Sequence[SourceFile], largest: int = LARGEST_UNIT) -> list[list[Piece]]:
-    """Returns the pieces of every unit, in the order of the files.
-
-    Args:
-        largest: bytes of a unit; it is less where the whole input is less than `UNITS` such units. A file that cannot
-            be cut may be larger.
-    """
-    weights = [_weight(file) or largest for file in files]
-    size = min(max(sum(weights) // UNITS, SMALLEST_UNIT), largest)
+def cut_units(files: Sequence[SourceFile]) -> list[list[Piece]]:
+    """Returns the pieces of every unit, in the order of the files. A file that cannot be cut is a single piece."""
+    weights = [_weight(file) or LARGEST_UNIT for file in files]
+    size = min(max(sum(weights) // UNITS, SMALLEST_UNIT), LARGEST_UNIT)
     units: list[list[Piece]] = []
     filled = size
     for number, (file, weight) in enumerate(zip(files, weights, strict=True)):
