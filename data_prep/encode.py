@@ -103,9 +103,9 @@ class TextEncoder:
     def _clear_table(self) -> None:
         # Entry e of the table is the `_lengths[e]` tokens from `_starts[e]` on in `_tokens`.
         self._entries = {_END: 0, "": 1}
-        self._lengths = np.zeros(2, np.int64)
-        self._starts = np.zeros(2, np.int64)
-        self._tokens = np.zeros(0, self.dtype)
+        self._lengths: np.ndarray = np.zeros(2, np.int64)
+        self._starts: np.ndarray = np.zeros(2, np.int64)
+        self._tokens: np.ndarray = np.zeros(0, self.dtype)
 
 
 @lru_cache(2)
