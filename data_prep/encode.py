@@ -42,6 +42,12 @@ class TextEncoder:
         word_by_word: True if the tokenizer is a BERT tokenizer as above.
     """
 
+    # The table: entry e of `_entries` is the `_lengths[e]` tokens from `_starts[e]` on in `_tokens`.
+    _entries: dict[str, int]
+    _lengths: np.ndarray
+    _starts: np.ndarray
+    _tokens: np.ndarray
+
     def __init__(self, tokenizer_json: str) -> None:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes, not threads, share the work
         from tokenizers import Tokenizer
@@ -101,11 +107,10 @@ class TextEncoder:
         return np.fromiter(chain.from_iterable(ids), self.dtype, count=int(lengths.sum())), lengths
 
     def _clear_table(self) -> None:
-        # Entry e of the table is the `_lengths[e]` tokens from `_starts[e]` on in `_tokens`.
         self._entries = {_END: 0, "": 1}
-        self._lengths: np.ndarray = np.zeros(2, np.int64)
-        self._starts: np.ndarray = np.zeros(2, np.int64)
-        self._tokens: np.ndarray = np.zeros(0, self.dtype)
+        self._lengths = np.zeros(2, np.int64)
+        self._starts = np.zeros(2, np.int64)
+        self._tokens = np.zeros(0, self.dtype)
 
 
 @lru_cache(2)
