@@ -220,21 +220,20 @@ def _run_on_slurm(stages: list[Stage], work: Path, options: ExecutorOptions, log
 
 def _submit(stages: list[Stage], executors: list[SlurmExecutor]) -> dict[str, str]:
     """Submits the stages that are not whole yet and returns their jobs by stage; none is left if SLURM refuses one."""
-
-    def submitted() -> dict[str, str]:
-        return {s.name: str(e.job_id) for s, e in zip(stages, executors, strict=True) if e.job_id not in (None, -1)}
-
+    problem = ""
     try:
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
             executors[-1].launch_job()
     except FileNotFoundError:
-        raise UserError("--executor slurm: there is no sbatch here; run it on a login node of the cluster.") from None
+        problem = "there is no sbatch here; run it on a login node of the cluster."
     except subprocess.CalledProcessError as error:
-        _cancel(submitted().values())
-        raise UserError(
-            f"--executor slurm: sbatch refused the job (exit code {error.returncode}); see above."
-        ) from None
-    return submitted()
+        problem = f"sbatch refused the job (exit code {error.returncode}); see above."
+    ids = {stage.name: executor.job_id for stage, executor in zip(stages, executors, strict=True)}
+    jobs = {name: str(job) for name, job in ids.items() if job not in (None, -1)}
+    if problem:
+        _cancel(jobs.values())
+        raise UserError(f"--executor slurm: {problem}")
+    return jobs
 
 
 def check_no_jobs(work: Path) -> None:
