@@ -80,17 +80,16 @@ def _missing(corpus: Corpus) -> str:
     if corpus.manifest["tokens"] > OWN_TEXT:
         return ""
     special = SpecialIds(0, 0, 0, 0, facets=(0,) * ExampleOptions.model_fields["num_facets"].default)
-    length = ExampleOptions.model_fields["seq_length"].default
+    given = {"seq_length": ExampleOptions.model_fields["seq_length"].default, "validation_fraction": HELD_OUT}
     try:
-        stream = ExampleStream(corpus, special, seq_length=length, seed=0, validation_fraction=HELD_OUT)
+        ExampleStream(corpus, special, seed=0, split="validation", **given)
+        found = ExampleStream(corpus, special, seed=0, split="train", **given).examples_per_epoch
     except UserError as error:
         return str(error)
-    if stream.examples_per_epoch >= NEGATIVES:
+    if found >= NEGATIVES:
         return ""
-    return (
-        f"text: beside the documents held out there is text for {counted(stream.examples_per_epoch, 'example')}, and "
-        f"pretraining needs {NEGATIVES} at least. Prepare more documents, or longer ones."
-    )
+    there = f"besides the documents held out there is text for {counted(found, 'example')}"
+    return f"more text: {there}, and pretraining needs {NEGATIVES} at least. Prepare more documents, or longer ones."
 
 
 def show_command(options: ShowOptions) -> None:

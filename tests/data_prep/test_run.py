@@ -56,6 +56,7 @@ def test_the_sample_and_other_text_do_not_go_together(tmp_path: Path) -> None:
     "sizes, missing",
     [
         ([60], "holds a single document"),
+        ([61], "holds a single document"),
         ([60, 60], "there is text for 1 example, and pretraining needs 10 at least"),
         ([6000, 6000], ""),
     ],
