@@ -41,15 +41,8 @@ _UNITS = {
 _MONTHS = ["January", "February", "March", "April", "May", "June", "July", "August", "September", "October"]
 _MONTHS += ["November", "December"]
 _BETWEEN = {
-    "to": " to ",
-    "and": " and ",
-    "or": " or ",
-    "by": " by ",
-    "-": "–",
-    "–": "–",
-    "x": " × ",
-    "×": " × ",
-    "+": "+",
+    **{word: f" {word} " for word in ("to", "and", "or", "by")},
+    **{"-": "–", "–": "–", "x": " × ", "×": " × ", "+": "+"},
 }
 
 # Templates by name (lower case, with _ for blanks): the text that they are.
