@@ -28,13 +28,12 @@ from transformers import AutoTokenizer
 
 from benchmarks.compare import Report
 from data_prep.build import CleanText, EncodeText, ReadUnit, WritePart
-from data_prep.clean import RULES, Drops, clean
+from data_prep.clean import Drops, clean
 from data_prep.encode import TextEncoder, load_tokenizer_files
-from data_prep.engine import ExecutorOptions
-from data_prep.plan import WorkPlan, WorkSettings
-from data_prep.prepare import PrepareSettings, prepare
-from data_prep.read import RawDocument, ReadOptions, read_piece
-from data_prep.settings import MIN_SENTENCES
+from data_prep.plan import WorkPlan
+from data_prep.prepare import prepare
+from data_prep.read import RawDocument, read_piece
+from data_prep.settings import MIN_SENTENCES, RULES, ExecutorOptions, PrepareSettings, ReadOptions
 from data_prep.sources import find_files
 from data_prep.units import cut_units
 from multicls.corpus import Corpus
@@ -145,7 +144,8 @@ def where_the_time_goes(report: Report, inputs: list[str], tokenizer_json: str) 
     """Adds the CPU time of each step in one process; returns the CPU seconds a byte of each unit."""
     with tempfile.TemporaryDirectory() as folder:
         files = find_files(inputs).files
-        plan = WorkPlan(Path(folder), {}, WorkSettings(rules=frozenset(RULES)), tokenizer_json, files, cut_units(files))
+        settings = PrepareSettings(input=tuple(inputs), tokenizer="")
+        plan = WorkPlan(Path(folder), {}, settings, tokenizer_json, files, cut_units(files))
         plan.save()
         steps: dict[str, Any] = {
             "read": ReadUnit,

@@ -18,8 +18,9 @@ from pydantic import Field
 
 from benchmarks.compare import RESULTS
 from benchmarks.data_prep import documents
-from data_prep.clean import RULES, SAMPLE_LENGTH, Drops, clean
+from data_prep.clean import SAMPLE_LENGTH, Drops, clean
 from data_prep.read import RawDocument
+from data_prep.settings import RULES
 from multicls.files import atomic_write
 from multicls.settings import Settings
 

@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
-from datatrove.pipeline.base import PipelineStep
 
 from data_prep.clean import Drops, clean
 from data_prep.encode import encoder_for
+from data_prep.engine import Step
 from data_prep.parts import LINE_LENGTH, minhash_bands, row_frequency, rows_of, shard_entry
-from data_prep.plan import WorkPlan, WorkSettings
+from data_prep.plan import WorkPlan
 from data_prep.read import RawDocument, read_piece
+from data_prep.settings import PrepareSettings
 from data_prep.units import piece_hash
 from multicls.corpus import MAX_TOKENS, ShardRow, write_shard
 from multicls.files import write_json
@@ -40,32 +41,15 @@ class CleanDocument(NamedTuple):
 
 
 class BuiltDocument(NamedTuple):
-    """A document after encoding.
+    """A document after encoding."""
 
-    Attributes:
-        rows: Its rows; several if it has more than `MAX_TOKENS` tokens.
-        hash: Hash of its text.
-        bands: (BANDS,) uint64 MinHash bands, or (0,).
-        lines: (M, 3) uint64: hash, first sentence and end of each line that could be boilerplate.
-    """
-
-    rows: list[ShardRow]
-    hash: int
-    bands: np.ndarray
-    lines: np.ndarray
+    rows: list[ShardRow]  # several if it has more than `MAX_TOKENS` tokens
+    hash: int  # of its text
+    bands: np.ndarray  # (BANDS,) uint64 MinHash bands, or (0,)
+    lines: np.ndarray  # (M, 3) uint64: hash, first sentence and end of each line that could be boilerplate
 
 
-class _Step(PipelineStep):
-    """A step of the build; `work` is the work folder."""
-
-    type = "data_prep"
-
-    def __init__(self, work: str) -> None:
-        super().__init__()
-        self.work = work
-
-
-class ReadUnit(_Step):
+class ReadUnit(Step):
     """Reads the documents of a work unit, in chunks."""
 
     name = "read"
@@ -76,7 +60,7 @@ class ReadUnit(_Step):
         chunk: list[RawDocument] = []
         size = 0
         for piece in plan.units[rank]:
-            for document in read_piece(plan.files[piece.file], piece, plan.settings.read_options):
+            for document in read_piece(plan.files[piece.file], piece, plan.settings):
                 chunk.append(document)
                 size += len(document.text) + 100
                 if size >= CHUNK_CHARACTERS:
@@ -86,7 +70,7 @@ class ReadUnit(_Step):
             yield chunk
 
 
-class CleanText(_Step):
+class CleanText(Step):
     """Cleans documents and splits them into sentences."""
 
     name = "clean"
@@ -96,24 +80,24 @@ class CleanText(_Step):
     ) -> Iterator[tuple[list[CleanDocument], Drops]]:
         """Yields the kept documents of each chunk and what was dropped."""
         settings = WorkPlan.load(self.work).settings
+        rules = settings.rules
         for chunk in data:
-            with self.track_time("chunk"):
-                drops = Drops()
-                kept: list[CleanDocument] = []
-                for raw in chunk:
-                    if raw.dropped:
-                        drops.add(raw.dropped, raw, raw.title)
-                        continue
-                    lines = clean(raw, settings.rules, settings.language, drops)
-                    if sum(map(len, lines)) >= settings.min_sentences:
-                        kept.append(CleanDocument(raw, lines))
-                    else:
-                        reason = "documents_too_short" if raw.text.strip() else "documents_empty"
-                        drops.add(reason, raw, _shown(raw, lines))
+            drops = Drops()
+            kept: list[CleanDocument] = []
+            for raw in chunk:
+                if raw.dropped:
+                    drops.add(raw.dropped, raw, raw.title)
+                    continue
+                lines = clean(raw, rules, settings.language, drops)
+                if sum(map(len, lines)) >= settings.min_sentences:
+                    kept.append(CleanDocument(raw, lines))
+                else:
+                    reason = "documents_too_short" if raw.text.strip() else "documents_empty"
+                    drops.add(reason, raw, _shown(raw, lines))
             yield kept, drops
 
 
-class EncodeText(_Step):
+class EncodeText(Step):
     """Encodes sentences as tokens, and hashes documents and lines for the merge."""
 
     name = "encode"
@@ -125,21 +109,20 @@ class EncodeText(_Step):
         plan = WorkPlan.load(self.work)
         encoder = encoder_for(plan.tokenizer_json)
         for documents, drops in data:
-            with self.track_time("chunk"):
-                sentences = [sentence for document in documents for line in document.lines for sentence in line]
-                tokens, lengths = encoder.encode(sentences)
-                ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-                built, first = [], 0
-                for document in documents:
-                    end = first + sum(map(len, document.lines))
-                    own = tokens[ends[first] : ends[end]], lengths[first:end]
-                    if found := _build_document(document, *own, plan.settings, drops):
-                        built.append(found)
-                    first = end
+            sentences = [sentence for document in documents for line in document.lines for sentence in line]
+            tokens, lengths = encoder.encode(sentences)
+            ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+            built, first = [], 0
+            for document in documents:
+                end = first + sum(map(len, document.lines))
+                own = tokens[ends[first] : ends[end]], lengths[first:end]
+                if found := _build_document(document, *own, plan.settings, drops):
+                    built.append(found)
+                first = end
             yield built, drops
 
 
-class WritePart(_Step):
+class WritePart(Step):
     """Writes the part of a unit."""
 
     name = "write"
@@ -156,11 +139,9 @@ class WritePart(_Step):
             part = _PartWriter(folder, plan.tokenizer_json)
             for documents, dropped in data:
                 drops.merge(dropped)
-                with self.track_time("part"):
-                    part.add(documents)
-            with self.track_time("part"):
-                hashes = [piece_hash(plan.files[piece.file], piece) for piece in plan.units[rank]]
-                part.finish({"drops": drops.to_json(), "hashes": hashes})
+                part.add(documents)
+            hashes = [piece_hash(plan.files[piece.file], piece) for piece in plan.units[rank]]
+            part.finish({"drops": drops.to_json(), "hashes": hashes})
         yield from ()
 
 
@@ -231,11 +212,11 @@ class _PartWriter:
 
 
 def _build_document(
-    document: CleanDocument, tokens: np.ndarray, lengths: np.ndarray, settings: WorkSettings, drops: Drops
+    document: CleanDocument, tokens: np.ndarray, lengths: np.ndarray, settings: PrepareSettings, drops: Drops
 ) -> BuiltDocument | None:
     """Returns an encoded document; None if it is dropped."""
     raw, lines = document
-    table = _line_hashes(lines) if "repeated_lines" in settings.rules else np.zeros((0, 3), np.uint64)
+    table = _line_hashes([] if "repeated_lines" in settings.without else lines)
     if not lengths.all():
         drops.add("sentences_without_tokens", raw, _shown(raw, lines), int((lengths == 0).sum()))
         kept = np.cumsum([0, *(lengths > 0)]).astype(np.uint64)
@@ -285,8 +266,3 @@ def _line_table(documents: list[BuiltDocument], first: int) -> np.ndarray:
 
 def _shown(raw: RawDocument, lines: list[list[str]]) -> str:
     return " ".join(sentence for line in lines for sentence in line) or raw.text.strip() or raw.title
-
-
-def build_stage(work: Path) -> list[PipelineStep]:
-    """Returns the pipeline that builds a part from each work unit."""
-    return [step(str(work)) for step in (ReadUnit, CleanText, EncodeText, WritePart)]

@@ -17,25 +17,12 @@ from data_prep.sentences import QUOTES, split_paragraph
 from data_prep.wikitext import HOLE, plain_text
 from data_prep.wrapping import unwrap
 
-RULES = {
-    "mojibake": "repairs UTF-8 that was read as another encoding (ftfy)",
-    "unicode": "composes characters (NFC) and makes all spaces and line ends plain",
-    "control_characters": "removes control characters and invisible marks",
-    "disambiguation": "drops pages that only list what a word may refer to",
-    "boilerplate": "drops licences, notices and tables of contents of ebooks, footnotes and transcriber's notes",
-    "end_matter": "drops lists of references and links at the end of articles",
-    "headings": "drops headings, chapter titles and other short lines without final punctuation",
-    "holes": "drops sentences of wiki articles that miss a formula, a template's text or the list that they announce",
-    "sentences_without_letter": "drops sentences with no letter",
-    "long_sentences": "drops sentences of more than 10,000 characters: no text, but data",
-    "repeated_lines": "drops lines of 40 characters or more that stood in 10 documents before",
-    "duplicate_documents": "drops documents whose sentences are those of an earlier one",
-}
 SAMPLES = 8  # of everything that is dropped, by reason
 SAMPLE_LENGTH = 200
 HEADING_LENGTH = 100
 LONGEST_SENTENCE = 10_000
 WARNING_SHARE = 0.2  # of a file's characters dropped by one rule
+LEAST_CHARACTERS = 2000  # of a file for a warning
 
 
 class Dropped(NamedTuple):
@@ -82,18 +69,16 @@ class Drops:
         for reason, entries in other.samples.items():
             self._keep(reason, entries)
 
-    def warnings(self, least_characters: int = 2000) -> list[str]:
+    def warnings(self) -> list[str]:
         """Returns a sentence for each file of which one rule drops more than a fifth; short files are left out."""
-        result = []
-        for file, characters in sorted(self.characters.items()):
-            total = characters[""]
-            for rule, number in sorted(characters.items()):
-                if rule and total >= least_characters and number > WARNING_SHARE * total:
-                    result.append(
-                        f"{file}: the rule {rule} dropped {number / total:.0%} of the text ({number:,} of {total:,} "
-                        f"characters). If this is text to keep, prepare it with --without {rule}."
-                    )
-        return result
+        return [
+            f"{file}: the rule {rule} dropped {number / total:.0%} of the text ({number:,} of {total:,} "
+            f"characters). If this is text to keep, prepare it with --without {rule}."
+            for file, characters in sorted(self.characters.items())
+            if (total := characters[""]) >= LEAST_CHARACTERS
+            for rule, number in sorted(characters.items())
+            if rule and number > WARNING_SHARE * total
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """Returns all that it holds as JSON values."""
@@ -106,8 +91,7 @@ class Drops:
         drops.counts.update(record["counts"])
         for reason, entries in record["samples"].items():
             drops.samples[reason] = [(key, Dropped(*sample)) for key, sample in entries]
-        for file, characters in record["characters"].items():
-            drops.characters[file] = Counter(characters)
+        drops.characters = {file: Counter(characters) for file, characters in record["characters"].items()}
         return drops
 
     def _keep(self, reason: str, entries: Iterable[tuple[int, Dropped]]) -> None:
@@ -129,7 +113,7 @@ def clean(raw: RawDocument, rules: frozenset[str], language: str, drops: Drops) 
 
     Args:
         raw: The document.
-        rules: Names out of `RULES`.
+        rules: Names out of `settings.RULES`.
         language: ISO 639 code for the sentence splitter.
         drops: Counts what is left out.
     """
@@ -412,15 +396,6 @@ LINE_RULES: list[LineRule] = [
 # Rules for sentences: function(sentence) -> whether to drop it.
 
 SentenceRule = tuple[str, str, Callable[[str], bool]]
-_FINAL = QUOTES + "’'"
-
-
-def _without_letter(sentence: str) -> bool:
-    return not any(map(str.isalpha, sentence))
-
-
-def _too_long(sentence: str) -> bool:
-    return len(sentence) > LONGEST_SENTENCE
 
 
 def _has_hole(sentence: str) -> bool:
@@ -428,7 +403,7 @@ def _has_hole(sentence: str) -> bool:
 
 
 ROW_RULES: list[SentenceRule] = [
-    ("sentences_without_letter", "sentences_without_letter", _without_letter),
-    ("long_sentences", "sentences_too_long", _too_long),
+    ("sentences_without_letter", "sentences_without_letter", lambda sentence: not any(map(str.isalpha, sentence))),
+    ("long_sentences", "sentences_too_long", lambda sentence: len(sentence) > LONGEST_SENTENCE),
 ]
 WIKI_RULES: list[SentenceRule] = [("holes", "sentences_with_holes", _has_hole)]

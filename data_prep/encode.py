@@ -159,24 +159,18 @@ def _from_hub(name: str) -> Path:
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
+    why = ""
     try:
+        if name.endswith(".json"):
+            raise HFValidationError
         validate_repo_id(name)
-    except HFValidationError:
-        is_id = False
-    else:
-        is_id = not name.endswith(".json")
-    if not is_id:
-        raise UserError(
-            f"--tokenizer {name}: no such file or folder, and not a model id of the Hub (like bert-base-uncased); "
-            f'"{SAMPLE}" is the embedded tokenizer.'
-        )
-    try:
         path = Path(hf_hub_download(name, "tokenizer.json"))
+    except HFValidationError:
+        why = "not a model id of the Hub (like bert-base-uncased)"
     except (HfHubHTTPError, OSError) as error:
-        raise UserError(
-            f"--tokenizer {name}: no such file or folder, and the Hub does not provide it ({first_line(error)}); "
-            f'"{SAMPLE}" is the embedded tokenizer.'
-        ) from None
+        why = f"the Hub does not provide it ({first_line(error)})"
+    if why:
+        raise UserError(f'--tokenizer {name}: no such file or folder, and {why}; "{SAMPLE}" is the embedded tokenizer.')
     with suppress(EntryNotFoundError, OSError):
         hf_hub_download(name, "tokenizer_config.json")
     return path

@@ -16,14 +16,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from copy import deepcopy
-from dataclasses import dataclass, field
 from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from datatrove.executor.base import PipelineExecutor
 from datatrove.executor.local import LocalPipelineExecutor
@@ -31,6 +30,8 @@ from datatrove.executor.slurm import SlurmPipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
+from data_prep.settings import ExecutorOptions
+from data_prep.sources import counted
 from multicls.console import Progress
 from multicls.errors import UserError
 from multicls.files import REPOSITORY, read_json, write_json
@@ -41,25 +42,14 @@ _ERROR = re.compile(r"[\w.]*(?:Error|Exception|Interrupt)\b")  # the last line o
 PATIENCE = 10.0  # seconds after the end of SLURM's jobs for their files to appear on a shared disk
 
 
-@dataclass(frozen=True)
-class ExecutorOptions:
-    """Options that say where the tasks run.
+class Step(PipelineStep):
+    """A step of a task; `work` is the work folder."""
 
-    Attributes:
-        kind: "local", "slurm" or "ray".
-        workers: Largest number of tasks at a time.
-        partition: SLURM: partition of the jobs.
-        time: SLURM: time limit of a job.
-        tasks_per_job: SLURM: number of tasks that each job of an array runs, one after the other.
-        sbatch: SLURM: further options of sbatch.
-    """
+    type = "data_prep"
 
-    kind: str = "local"
-    workers: int = 1
-    partition: str = ""
-    time: str = "04:00:00"
-    tasks_per_job: int = 1
-    sbatch: dict[str, str] = field(default_factory=dict)
+    def __init__(self, work: str) -> None:
+        super().__init__()
+        self.work = work
 
 
 class TasksFailed(UserError):
@@ -67,65 +57,42 @@ class TasksFailed(UserError):
 
 
 class Stage(NamedTuple):
-    """Tasks that do not depend on each other.
+    """Tasks that do not depend on each other."""
 
-    Attributes:
-        name: Its name in logs and progress.
-        pipeline: Steps of each task.
-        sizes: Each task's share of the progress: bytes of input, or 1.
-    """
-
-    name: str
-    pipeline: list[PipelineStep]
-    sizes: Sequence[int]
+    name: str  # in logs and progress
+    pipeline: list[PipelineStep]  # steps of each task
+    sizes: Sequence[int]  # each task's share of the progress: bytes of input, or 1
 
 
-class StageProgress:
-    """Shows progress and remaining time of the stages: as a bar on a terminal, else as a line every few seconds."""
-
-    def __init__(self, log: Callable[[str], object]) -> None:
-        self._log = log
-        self._shown: Progress | None = None
-
-    def begin(self, stage: Stage, done: Sequence[int]) -> None:
-        """Starts a stage; the tasks `done` of an earlier start are whole."""
-        self.end()
-        total = sum(stage.sizes)
-        unit = "MB" if total > len(stage.sizes) else "tasks"  # sizes are bytes, or 1
-        self._stage = stage
-        self._shown = Progress(stage.name, total, done=self._size(done), unit=unit, say=self._log)
-
-    def update(self, done: Sequence[int]) -> None:
-        """Shows the progress after the tasks `done`."""
-        assert self._shown is not None
-        tasks = f"{len(done)} of {len(self._stage.sizes)} tasks" if self._shown.unit == "MB" else ""
-        self._shown.update(self._size(done), tasks)
-
-    def end(self) -> None:
-        """Removes the bar."""
-        if self._shown is not None:
-            self._shown.close()
-
-    def _size(self, done: Sequence[int]) -> int:
-        return sum(self._stage.sizes[rank] for rank in done)
+Log = Callable[[str], object]  # receives the lines of progress
+Reports = Generator[tuple[Stage, list[int]], None, None]  # the stage that runs, and its whole tasks
 
 
-def run_stages(stages: list[Stage], work: Path, options: ExecutorOptions, log: Callable[[str], object]) -> None:
+def run_stages(stages: list[Stage], work: Path, options: ExecutorOptions, log: Log) -> None:
     """Runs the stages one after the other, without the tasks that are whole, and waits for them.
 
     Raises:
         UserError: A task failed, was killed or cannot be submitted. What is written stays; the next start goes on.
     """
-    progress = StageProgress(log)
+    run = {"local": _run_locally, "slurm": _run_on_slurm, "ray": _run_on_ray}[options.executor]
+    shown: Progress | None = None
     try:
-        if options.kind == "local":
-            _run_locally(stages, work, options.workers, progress)
-        elif options.kind == "slurm":
-            _run_on_slurm(stages, work, options, progress, log)
-        else:
-            _run_on_ray(stages, work, options, progress)
+        with contextlib.closing(run(stages, work, options, log)) as reports:
+            for stage, done in reports:
+                size, total = sum(stage.sizes[rank] for rank in done), sum(stage.sizes)
+                in_bytes = total > len(stage.sizes)
+                if shown is None or shown.what != stage.name:
+                    if shown is not None:
+                        shown.close()
+                    shown = Progress(stage.name, total, done=size, unit="MB" if in_bytes else "tasks", say=log)
+                shown.update(size, f"{len(done)} of {counted(len(stage.sizes), 'task')}" if in_bytes else "")
     finally:
-        progress.end()
+        if shown is not None:
+            shown.close()
+
+
+def _logs(work: Path, stage: Stage) -> str:
+    return str(work / "logs" / stage.name)
 
 
 def _whole(executor: PipelineExecutor) -> list[int]:
@@ -134,66 +101,44 @@ def _whole(executor: PipelineExecutor) -> list[int]:
     return [rank for rank in range(executor.world_size) if rank not in left]
 
 
-def _check_all_whole(executor: PipelineExecutor, stage: Stage, work: Path) -> None:
-    """Checks that every task of a stage is whole.
-
-    Raises:
-        TasksFailed: Some are not; the message has the error of the first one.
-    """
-    if not (left := executor.get_incomplete_ranks()):
-        return
-    logs = work / "logs" / stage.name
+def _failed(executor: PipelineExecutor, work: Path, stage: Stage) -> TasksFailed:
+    """Returns the error that some tasks are not whole, with the reason of the first one."""
+    left = executor.get_incomplete_ranks()
+    logs = Path(_logs(work, stage))
     log = logs / "logs" / f"task_{left[0]:05d}.log"
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
     errors = [line for line in lines if _ERROR.match(line)]
     told = f" Task {left[0]}: {errors[-1].removeprefix('multicls.errors.')}" if errors else ""
-    raise TasksFailed(
-        f"{len(left)} of {len(stage.sizes)} tasks of the stage {stage.name} failed: see {logs}. What is written is "
-        f"safe: give the same command again.{told}"
+    return TasksFailed(
+        f"{len(left)} of {counted(len(stage.sizes), 'task')} of the stage {stage.name} failed: see {logs}. What is "
+        f"written is safe: give the same command again.{told}"
     )
 
 
 # This machine
 
 
-class LocalExecutor(LocalPipelineExecutor):
-    """Runs tasks in a pool of `concurrent.futures`, which notices a killed worker; datatrove's own waits for ever.
-
-    Args:
-        pool: The pool; None runs the tasks in this process.
-    """
-
-    def __init__(self, stage: Stage, work: Path, pool: ProcessPoolExecutor | None, progress: StageProgress) -> None:
-        super().__init__(stage.pipeline, tasks=len(stage.sizes), logging_dir=str(work / "logs" / stage.name))
-        self.stage, self.pool, self.progress = stage, pool, progress
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"pool": None, "progress": None}
-
-    def run(self) -> None:
-        """Runs the tasks that are not whole yet."""
-        left, done = self.get_incomplete_ranks(), _whole(self)
-        self.progress.begin(self.stage, done)
-        if self.pool is None:
-            for rank in left:
-                _run_task(deepcopy(self), rank)
-                done.append(rank)
-                self.progress.update(done)
-            return
-        waiting = {self.pool.submit(_run_task, self, rank): rank for rank in left}
-        while waiting:
-            finished, _ = wait(waiting, timeout=1.0, return_when=FIRST_COMPLETED)
-            for task in finished:
-                task.result()
-                done.append(waiting.pop(task))
-            self.progress.update(done)
-
-
-def _run_locally(stages: list[Stage], work: Path, workers: int, progress: StageProgress) -> None:
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_start_worker) if workers > 1 else None
+def _run_locally(stages: list[Stage], work: Path, options: ExecutorOptions, log: Log) -> Reports:
+    """Runs tasks in a pool of `concurrent.futures`, which notices a killed worker; datatrove's own waits for ever."""
+    pool = None
+    if options.workers > 1:
+        pool = ProcessPoolExecutor(options.workers, get_context("spawn"), initializer=_start_worker)
     try:
         for stage in stages:
-            LocalExecutor(stage, work, pool, progress).run()
+            executor = LocalPipelineExecutor(stage.pipeline, tasks=len(stage.sizes), logging_dir=_logs(work, stage))
+            left, done = executor.get_incomplete_ranks(), _whole(executor)
+            yield stage, done
+            waiting = {pool.submit(_run_task, executor, rank): rank for rank in left} if pool else {}
+            while waiting:
+                finished, _ = wait(waiting, timeout=1.0, return_when=FIRST_COMPLETED)
+                for task in finished:
+                    task.result()
+                    done.append(waiting.pop(task))
+                yield stage, done
+            for rank in left if pool is None else ():
+                _run_task(deepcopy(executor), rank)
+                done.append(rank)
+                yield stage, done
     except BrokenProcessPool:
         raise UserError(
             "a worker process of data preparation was killed, perhaps because memory ran out; what is written is safe: "
@@ -230,87 +175,69 @@ def _end_with(sentinel: int) -> None:
 class SlurmExecutor(SlurmPipelineExecutor):
     """Submits a stage as one array job, without datatrove's extra job for statistics, which may stay pending."""
 
-    def __init__(self, stage: Stage, work: Path, options: ExecutorOptions, depends: SlurmExecutor | None) -> None:
-        bin_folder = shlex.quote(str(Path(sys.executable).parent))
-        super().__init__(
-            stage.pipeline,
-            tasks=len(stage.sizes),
-            time=options.time,
-            partition=options.partition,
-            workers=options.workers,
-            job_name=f"data_prep_{stage.name}",
-            qos="",
-            env_command=f"export PATH={bin_folder}:$PATH PYTHONPATH={shlex.quote(str(REPOSITORY))}",
-            sbatch_args=dict(options.sbatch),
-            depends=depends,
-            logging_dir=str(work / "logs" / stage.name),
-            tasks_per_job=options.tasks_per_job,
-        )
-
     def launch_merge_stats(self) -> None:
         """Does nothing."""
 
 
-def _run_on_slurm(
-    stages: list[Stage], work: Path, options: ExecutorOptions, progress: StageProgress, log: Callable[[str], object]
-) -> None:
+def _run_on_slurm(stages: list[Stage], work: Path, options: ExecutorOptions, log: Log) -> Reports:
     submitted = work / "slurm.json"
     jobs: dict[str, str] = read_json(submitted) if submitted.exists() else {}
+    bin_folder = shlex.quote(str(Path(sys.executable).parent))
     executors: list[SlurmExecutor] = []
     for stage in stages:
-        executors.append(SlurmExecutor(stage, work, options, executors[-1] if executors else None))
+        executors.append(
+            SlurmExecutor(
+                stage.pipeline,
+                tasks=len(stage.sizes),
+                time=options.time,
+                partition=options.partition,
+                workers=options.workers,
+                job_name=f"data_prep_{stage.name}",
+                qos="",
+                env_command=f"export PATH={bin_folder}:$PATH PYTHONPATH={shlex.quote(str(REPOSITORY))}",
+                sbatch_args=dict(option.lstrip("-").split("=", 1) for option in options.sbatch),
+                depends=executors[-1] if executors else None,
+                logging_dir=_logs(work, stage),
+                tasks_per_job=options.tasks_per_job,
+            )
+        )
     if not _alive(jobs.values()):
         _cancel(jobs.values())  # they wait for jobs that have failed
         jobs = _submit(stages, executors)
         write_json(submitted, jobs)
     log(f"SLURM jobs: {', '.join(f'{name} {job}' for name, job in jobs.items()) or 'none left'}")
     for stage, executor in zip(stages, executors, strict=True):
-        progress.begin(stage, _whole(executor))
-        ended = 0.0
+        seen = time.monotonic()
         while len(done := _whole(executor)) < len(stage.sizes):
-            progress.update(done)
+            yield stage, done
             time.sleep(POLL_SECONDS)
             if _alive([jobs.get(stage.name, "")]):
-                ended = 0.0
-            elif not ended:
-                ended = time.monotonic()
-            elif time.monotonic() - ended > PATIENCE:
-                try:
-                    _check_all_whole(executor, stage, work)
-                except TasksFailed:
-                    _cancel(jobs.values())
-                    raise
+                seen = time.monotonic()
+            elif time.monotonic() - seen > PATIENCE and executor.get_incomplete_ranks():
+                _cancel(jobs.values())
+                raise _failed(executor, work, stage)
 
 
 def _submit(stages: list[Stage], executors: list[SlurmExecutor]) -> dict[str, str]:
-    """Submits the stages that are not whole yet; returns their jobs by stage.
-
-    Raises:
-        UserError: There is no SLURM, or it refuses a job. Then no job is left.
-    """
-
-    def submitted() -> dict[str, str]:
-        return {s.name: str(e.job_id) for s, e in zip(stages, executors, strict=True) if e.job_id not in (None, -1)}
-
+    """Submits the stages that are not whole yet and returns their jobs by stage; none is left if SLURM refuses one."""
+    problem = ""
     try:
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
             executors[-1].launch_job()
     except FileNotFoundError:
-        raise UserError("--executor slurm: there is no sbatch here; run it on a login node of the cluster.") from None
+        problem = "there is no sbatch here; run it on a login node of the cluster."
     except subprocess.CalledProcessError as error:
-        _cancel(submitted().values())
-        raise UserError(
-            f"--executor slurm: sbatch refused the job (exit code {error.returncode}); see above."
-        ) from None
-    return submitted()
+        problem = f"sbatch refused the job (exit code {error.returncode}); see above."
+    ids = {stage.name: executor.job_id for stage, executor in zip(stages, executors, strict=True)}
+    jobs = {name: str(job) for name, job in ids.items() if job not in (None, -1)}
+    if problem:
+        _cancel(jobs.values())
+        raise UserError(f"--executor slurm: {problem}")
+    return jobs
 
 
 def check_no_jobs(work: Path) -> None:
-    """Checks that no SLURM job of an earlier start still writes the work folder.
-
-    Raises:
-        UserError: One does.
-    """
+    """Raises a `UserError` if a SLURM job of an earlier start still writes the work folder."""
     jobs = read_json(work / "slurm.json").values() if (work / "slurm.json").exists() else ()
     if _alive(jobs):
         raise UserError(
@@ -339,7 +266,7 @@ def _cancel(jobs: Iterable[str]) -> None:
 # Ray
 
 
-def _run_on_ray(stages: list[Stage], work: Path, options: ExecutorOptions, progress: StageProgress) -> None:
+def _run_on_ray(stages: list[Stage], work: Path, options: ExecutorOptions, log: Log) -> Reports:
     try:
         import ray
     except ImportError:
@@ -354,15 +281,15 @@ def _run_on_ray(stages: list[Stage], work: Path, options: ExecutorOptions, progr
             stage.pipeline,
             tasks=len(stage.sizes),
             workers=options.workers,
-            logging_dir=str(work / "logs" / stage.name),
+            logging_dir=_logs(work, stage),
         )
-        progress.begin(stage, _whole(executor))
         runner = threading.Thread(target=_run_quietly, args=(executor,), daemon=True)
         runner.start()
         while runner.is_alive():
+            yield stage, _whole(executor)
             runner.join(POLL_SECONDS)
-            progress.update(_whole(executor))
-        _check_all_whole(executor, stage, work)
+        if executor.get_incomplete_ranks():
+            raise _failed(executor, work, stage)
 
 
 def _run_quietly(executor: PipelineExecutor) -> None:

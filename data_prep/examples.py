@@ -53,35 +53,23 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainingExample:
-    """P consecutive parts of one row.
+    """P consecutive parts of one row."""
 
-    Attributes:
-        row: index of the row in the corpus.
-        parts: sentences of each part.
-        input_ids, labels: (P, L) int32; labels are -100 where no token is masked.
-        attention_mask, token_type_ids: (P, L) int8.
-        tfidf_labels: (P, L - K) float32, facet positions removed, 0 on [CLS], [SEP] and padding.
-        so_labels: (P,) int8; 1 swapped, 0 in order, -100 for a part of one segment.
-        cut_tokens: number of tokens left out, because their sentence alone is longer than a part.
-    """
-
-    row: int
-    parts: tuple[Part, ...]
-    input_ids: np.ndarray
-    attention_mask: np.ndarray
-    token_type_ids: np.ndarray
-    labels: np.ndarray
-    tfidf_labels: np.ndarray
-    so_labels: np.ndarray
-    cut_tokens: int
+    row: int  # index in the corpus
+    parts: tuple[Part, ...]  # sentences of each part
+    input_ids: np.ndarray  # (P, L) int32
+    attention_mask: np.ndarray  # (P, L) int8
+    token_type_ids: np.ndarray  # (P, L) int8
+    labels: np.ndarray  # (P, L) int32; -100 where no token is masked
+    tfidf_labels: np.ndarray  # (P, L - K) float32, facet positions removed, 0 on [CLS], [SEP] and padding
+    so_labels: np.ndarray  # (P,) int8; 1 swapped, 0 in order, -100 for a part of one segment
+    cut_tokens: int  # number of tokens left out, because their sentence alone is longer than a part
 
 
 class ExampleStream:
     """The endless sequence of training examples of a corpus, epoch after epoch.
 
     Args:
-        corpus: an open corpus.
-        special: ids of [CLS], [SEP], [PAD], [MASK] and the facets.
         seq_length: L.
         seed: decides, together with epoch and index, everything about an example.
         split: documents are assigned to the splits by their content hash.
@@ -309,18 +297,17 @@ def _empty_split(
     corpus: Corpus, num_documents: int, split: str, validation_fraction: float, weights: Mapping[str, float]
 ) -> str:
     """Returns what to tell the user about a split without examples."""
-    total = corpus.num_documents
-    if total == 1 and validation_fraction > 0:
+    if corpus.num_documents == 1 and validation_fraction > 0:
         return (
             f"{corpus.path}: holds a single document, and a document is either for training or for validation; prepare "
             "more files, or divide a text file into documents with `data_prep/run.py --documents blank_line`."
         )
     if num_documents:
         return (
-            f"{corpus.path}: the {num_documents} documents of the {split} split give no example "
+            f"{corpus.path}: the documents of the {split} split ({num_documents}) give no example "
             f"(source_weights = {dict(weights)}); change the weights or prepare more documents."
         )
     return (
-        f"{corpus.path}: none of its {total} documents falls into the {split} split "
+        f"{corpus.path}: none of its documents ({corpus.num_documents}) falls into the {split} split "
         f"(validation_fraction = {validation_fraction}); change the fraction or prepare more documents."
     )

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datatrove.pipeline.base import PipelineStep
 
 from data_prep.clean import Drops
 from data_prep.encode import encoder_for
+from data_prep.engine import Step
 from data_prep.parts import COUNTED, row_frequency, rows_of, shard_entry
 from data_prep.plan import WorkPlan
 from data_prep.read import RawDocument
@@ -29,23 +29,18 @@ UNITS_PER_TASK = 8  # of the stage that writes shards, because each takes only a
 REASONS = ("documents_duplicate", "documents_near_duplicate")
 
 
-class FindDuplicates(PipelineStep):
+class FindDuplicates(Step):
     """Finds duplicates among the hashes of all parts; a task compares the hashes of one range."""
 
-    type, name = "data_prep", "duplicates"
-
-    def __init__(self, work: str) -> None:
-        super().__init__()
-        self.work = work
+    name = "duplicates"
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[None]:
         """Writes the documents and lines to drop that range `rank` of the hashes shows."""
         plan = WorkPlan.load(self.work)
         parts = [plan.part(unit) for unit in range(len(plan.units))]
-        with self.track_time("range"):
-            exact = "duplicate_documents" in plan.settings.rules
-            documents = duplicate_documents(_slices(parts, "hashes.npy", rank, world_size, 2), exact)
-            lines = repeated_lines(_slices(parts, "lines.npy", rank, world_size, REPEATS + 1))
+        exact = "duplicate_documents" not in plan.settings.without
+        documents = duplicate_documents(_slices(parts, "hashes.npy", rank, world_size, 2), exact)
+        lines = repeated_lines(_slices(parts, "lines.npy", rank, world_size, REPEATS + 1))
         for name, found in (("documents", documents), ("lines", lines)):
             ordered = np.ascontiguousarray(found[np.argsort(found[:, 0], kind="stable")].T)  # by part, for `_of_part`
             with atomic_write(plan.folder / "duplicates" / f"{name}-{rank:05d}.npy", "wb") as file:
@@ -114,31 +109,22 @@ def repeated_lines(table: np.ndarray) -> np.ndarray:
     return np.stack([parts, documents, firsts, ends], axis=1)[dropped].astype(np.int64)
 
 
-class WriteShards(PipelineStep):
+class WriteShards(Step):
     """Writes the shards of some parts, without the duplicates."""
 
-    type, name = "data_prep", "shards"
-
-    def __init__(self, work: str, output: str) -> None:
-        super().__init__()
-        self.work, self.output = work, output
+    name = "shards"
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[None]:
         """Writes the shards of the task's parts and, for each part, a record for `gather`."""
         plan = WorkPlan.load(self.work)
         for unit in range(len(plan.units))[rank * UNITS_PER_TASK : (rank + 1) * UNITS_PER_TASK]:
-            with self.track_time("part"):
-                write_json(plan.folder / "shards" / f"{unit:05d}.json", write_part(plan, unit, Path(self.output)))
+            write_json(plan.folder / "shards" / f"{unit:05d}.json", write_part(plan, unit))
         yield from ()
 
 
-def write_part(plan: WorkPlan, unit: int, output: Path) -> dict[str, Any]:
-    """Writes the shard of a unit's part, or several, and their document frequencies.
-
-    Returns:
-        What `gather` collects for the manifest.
-    """
-    part = plan.part(unit)
+def write_part(plan: WorkPlan, unit: int) -> dict[str, Any]:
+    """Writes the shards of a unit's part and their document frequencies; returns what `gather` collects."""
+    part, output = plan.part(unit), plan.folder.parent
     record = read_json(part / "part.json")
     documents, lines = found_duplicates(plan.folder, unit)
     drops = Drops.from_json(record["drops"])
@@ -231,24 +217,22 @@ def _link(source: Path, target: Path) -> None:
             shutil.copyfileobj(content, file, 1 << 20)
 
 
-def gather(
-    plan: WorkPlan,
-) -> tuple[list[dict[str, Any]], dict[str, dict[str, int]], Drops, np.ndarray, list[list[str]]]:
+def gather(plan: WorkPlan) -> tuple[list[dict[str, Any]], dict[str, dict[str, int]], Drops, np.ndarray, list[str]]:
     """Adds up the records of all parts.
 
     Returns:
         The manifest's entries of shards, the counts by source, the drops, the document frequencies (V,) and the hashes
-        of the input by unit.
+        of all pieces of the input.
     """
     shards: list[dict[str, Any]] = []
     sources: dict[str, Counter[str]] = {}
     drops = Drops()
     frequency = np.zeros(encoder_for(plan.tokenizer_json).vocabulary_size, np.int64)
-    hashes = []
+    hashes: list[str] = []
     for unit in range(len(plan.units)):
         record = read_json(plan.folder / "shards" / f"{unit:05d}.json")
         drops.merge(Drops.from_json(record["drops"]))
-        hashes.append(record["hashes"])
+        hashes += record["hashes"]
         for entry in record["shards"]:
             for source, counts in entry.pop("sources").items():
                 sources.setdefault(source, Counter()).update(counts)

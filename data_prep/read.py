@@ -10,10 +10,10 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from typing import IO, Any, NamedTuple
 from xml.etree import ElementTree
 
+from data_prep.settings import ReadOptions
 from data_prep.sources import COMPRESSIONS, SourceFile, damage, extension, load_rows, open_bytes, open_raw
 from data_prep.units import LONGEST_DOCUMENT, Piece
 from multicls.errors import UserError, did_you_mean, first_line
@@ -26,7 +26,6 @@ _ROWS = 256  # of a table, read at a time
 _SAMPLE = 200  # characters of a bad record
 _DOC = re.compile(r'<doc id="([^"]*)"(?:[^>]*?title="(.*)")?[^>]*>')
 _BZ2_STREAM = re.compile(rb"BZh[1-9]1AY&SY")
-_NOT_BAD = ("documents_not_articles", "documents_redirects")
 
 
 class RawDocument(NamedTuple):
@@ -45,35 +44,13 @@ class RawDocument(NamedTuple):
     dropped: str = ""
 
 
-@dataclass(frozen=True)
-class ReadOptions:
-    """Options that divide input into documents.
-
-    Attributes:
-        documents: for plain text, "file" (one a file), "blank_line" (blank lines lie between documents) or
-            "sentences" (a line is a sentence; `SENTENCES` of them, or fewer up to a blank line, are a document; rows
-            of JSON lines, Parquet and data sets, too).
-        text_field: the field of JSON lines, Parquet and data sets that holds the text.
-        bad_records: "drop" yields a bad record as a dropped document, "stop" raises an error.
-    """
-
-    documents: str = "file"
-    text_field: str = "text"
-    bad_records: str = "drop"
-
-
 class _Bad(NamedTuple):
-    """A record that cannot be read.
+    """A record that cannot be read."""
 
-    Attributes:
-        place: its first byte, or the number of its row.
-        why: what is wrong, for the error message.
-    """
-
-    place: int
+    place: int  # its first byte, or the number of its row
     reason: str
     sample: str
-    why: str
+    why: str  # what is wrong, for the error message
 
 
 _Line = tuple[int, str, str]  # offset, text without its end, and the reason why its document cannot be kept
@@ -274,11 +251,7 @@ def _table(file: SourceFile, piece: Piece, options: ReadOptions) -> Iterator[Raw
 def _checked_rows(
     rows: Iterable[tuple[int, Any] | _Bad], file: SourceFile, field: str, first: bool
 ) -> Iterator[tuple[int, dict[str, Any]] | _Bad]:
-    """Yields rows that have text, and a bad record for every other one.
-
-    Raises:
-        UserError: the first record of the file has no such field, so that `--text_field` is probably wrong.
-    """
+    """Yields rows that have text, and a bad record for every other one; the file's first record must have the field."""
     for row in rows:
         if isinstance(row, _Bad):
             yield row
@@ -378,14 +351,11 @@ def _mediawiki(file: SourceFile, piece: Piece, options: ReadOptions) -> Iterator
 
 
 def _pages(chunks: Iterator[bytes | None], base: int) -> Iterator[tuple[int, bytes]]:
-    """Yields the bytes of every page, none if they are too many, with the offset at which it begins.
+    """Yields the offset and the bytes of every page, no bytes if they are too many.
 
     Args:
         chunks: of the decompressed file, `None` where the piece ends; what follows it only completes a page.
         base: offset of the first chunk.
-
-    Raises:
-        EOFError: the file ends inside a page.
     """
     buffer, limit, opened, too_long = b"", math.inf, False, False
     for chunk in chunks:
@@ -487,10 +457,9 @@ def _html(file: SourceFile, piece: Piece, options: ReadOptions) -> Iterator[RawD
 
 def _encodable(text: str) -> bool:
     try:
-        text.encode("utf-8")
+        return bool(text.encode("utf-8"))
     except UnicodeEncodeError:
         return False
-    return True
 
 
 def stem(file: SourceFile) -> str:

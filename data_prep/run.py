@@ -15,42 +15,44 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from data_prep.settings import (
     BuildOptions,
     CorpusOptions,
-    InputSettings,
+    ExampleOptions,
+    ExecutorOptions,
+    ReadOptions,
     ShowOptions,
     StatsOptions,
     VocabularyOptions,
 )
+from data_prep.sources import counted
 from multicls.command_line import CommandLine, print_summary
 from multicls.console import print_line
 from multicls.errors import UserError, did_you_mean, run_command
 from multicls.settings import Settings
 from multicls.words import tokens_in_words
 
+if TYPE_CHECKING:
+    from multicls.corpus import Corpus
+
 OWN_TEXT = 100_000_000  # tokens; for fewer, the recipe own_text fits better than the paper's
-INPUT = tuple(InputSettings.model_fields)
+HELD_OUT, NEGATIVES = 0.05, 10  # of that recipe: data.validation_fraction, train.negatives_group
+INPUT = ("input", "include", "exclude", "format", *ReadOptions.model_fields, "language", "without")
 Subcommand = tuple[CommandLine[Any], Callable[[Any], None]]
 
 
 def build_command(options: BuildOptions) -> None:
     """Prepares a corpus folder, or continues a run that was stopped."""
-    from data_prep.engine import ExecutorOptions
     from data_prep.prepare import prepare, print_plan
 
-    sbatch = dict(option.lstrip("-").split("=", 1) for option in options.sbatch)
-    executor = ExecutorOptions(
-        options.executor, options.workers, options.partition, options.time, options.tasks_per_job, sbatch
-    )
     if options.plan:
-        print_plan(options.settings(), options.output, executor, print_line)
+        print_plan(options.settings(), options.output, options, print_line)
         return
-    prepare(options.settings(), options.output, executor, print_line)
+    prepare(options.settings(), options.output, options, print_line)
     _summarize(options)
 
 
@@ -59,13 +61,35 @@ def _summarize(options: BuildOptions) -> None:
     from multicls.corpus import Corpus
 
     corpus = Corpus.open(options.output)
-    size = f"{corpus.num_documents:,} documents, {tokens_in_words(corpus.manifest['tokens'])}"
+    size = f"{counted(corpus.num_documents, 'document')}, {tokens_in_words(corpus.manifest['tokens'])}"
     made = [("corpus", f"{options.output} ({size})"), ("left out", Path(options.output) / DROPPED)]
+    if missing := _missing(corpus):
+        print_summary([*made, ("missing", missing)])
+        return
     folder = Path(options.tokenizer)
     model = options.tokenizer if not folder.exists() or (folder / "config.json").exists() else "CHECKPOINT"
     recipe = "own_text" if corpus.manifest["tokens"] < OWN_TEXT else "base"
     command = ["deepspeed", "pretrain/run.py", "--recipe", recipe, "--model", model, "--corpus", options.output]
     print_summary(made, "" if options.sample else shlex.join(command))
+
+
+def _missing(corpus: Corpus) -> str:
+    """Returns what pretraining will miss in a corpus that is too small for the recipe own_text, else ""."""
+    from data_prep.examples import ExampleStream, SpecialIds
+
+    if corpus.manifest["tokens"] > OWN_TEXT:
+        return ""
+    special = SpecialIds(0, 0, 0, 0, facets=(0,) * ExampleOptions.model_fields["num_facets"].default)
+    given = {"seq_length": ExampleOptions.model_fields["seq_length"].default, "validation_fraction": HELD_OUT}
+    try:
+        ExampleStream(corpus, special, seed=0, split="validation", **given)
+        found = ExampleStream(corpus, special, seed=0, split="train", **given).examples_per_epoch
+    except UserError as error:
+        return str(error)
+    if found >= NEGATIVES:
+        return ""
+    there = f"besides the documents held out there is text for {counted(found, 'example')}"
+    return f"more text: {there}, and pretraining needs {NEGATIVES} at least. Prepare more documents, or longer ones."
 
 
 def show_command(options: ShowOptions) -> None:
@@ -91,8 +115,8 @@ def verify_command(options: CorpusOptions) -> None:
 
     corpus = Corpus.open(options.corpus)
     corpus.verify()
-    counts = f"{corpus.num_documents} documents ({corpus.num_rows} rows) in {corpus.num_shards} shards"
-    print(f"{options.corpus}: whole, {counts}")
+    documents, rows = counted(corpus.num_documents, "document"), counted(corpus.num_rows, "row")
+    print(f"{options.corpus}: whole, {documents} ({rows}) in {counted(corpus.num_shards, 'shard')}")
 
 
 def vocabulary_command(options: VocabularyOptions) -> None:
@@ -112,10 +136,12 @@ def _subcommand(name: str, run: Callable[[Any], None], options: type[Settings], 
     return CommandLine(f"data_prep/run.py {name}", run.__doc__, options, **more), run
 
 
-SLURM = ("executor", "workers", "partition", "time", "tasks_per_job", "sbatch")
-CLEANING = {"input and cleaning": (*INPUT, "min_sentences", "near_duplicates"), "where the tasks run": SLURM}
+BUILD = {
+    "input and cleaning": (*INPUT, "min_sentences", "near_duplicates"),
+    "where the tasks run": tuple(ExecutorOptions.model_fields),
+}
 COMMANDS: dict[str, Subcommand] = {
-    "build": (CommandLine("data_prep/run.py", __doc__, BuildOptions, groups=CLEANING), build_command),
+    "build": (CommandLine("data_prep/run.py", __doc__, BuildOptions, groups=BUILD), build_command),
     "show": _subcommand("show", show_command, ShowOptions, positional=("corpus", "row")),
     "stats": _subcommand("stats", stats_command, StatsOptions, positional=("corpus",)),
     "verify": _subcommand("verify", verify_command, CorpusOptions, positional=("corpus",)),

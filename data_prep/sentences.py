@@ -9,6 +9,8 @@ from itertools import accumulate
 
 import sentencex
 
+# Languages for which sentencex 1.0 has rules.
+LANGUAGES = "am ar bg bn ca da de el en es fi fr gu hi hy it ja kk kn ml mr my nl pa pl pt ru sk ta te uk"
 QUOTES = '"“”„«»‘‚‹›`'
 # sentencex never splits inside quotation marks, so a speech of ten sentences would be one; nor does it know "Dr. and
 # --Mr. as abbreviations. It gets blanks for these marks, and for the single ones that open.

@@ -14,9 +14,25 @@ from multicls.settings import Settings
 
 FileFormat = Literal["text", "wikiextractor", "jsonl", "mediawiki", "html", "parquet", "dataset"]
 MIN_SENTENCES = 6  # a document needs two sentences for each of three parts
+RULES = (  # of cleaning; docs/data.md says what each does
+    *("mojibake", "unicode", "control_characters", "disambiguation", "boilerplate", "end_matter", "headings", "holes"),
+    *("sentences_without_letter", "long_sentences", "repeated_lines", "duplicate_documents"),
+)
 
 
-class InputSettings(Settings):
+class ReadOptions(Settings):
+    """How files are divided into documents."""
+
+    documents: Literal["file", "blank_line", "sentences"] = Field(
+        default="file",
+        description="plain text: a document is a file, or the text between blank lines; or each line (or row) is a "
+        "sentence",
+    )
+    text_field: str = Field(default="text", description="JSON lines, Parquet, data sets: field with the text")
+    bad_records: Literal["drop", "stop"] = Field(default="drop", description="drop and count bad records, or stop")
+
+
+class InputSettings(ReadOptions):
     """The text to read, and how it is divided into documents and cleaned."""
 
     input: tuple[str, ...] = Field(
@@ -29,13 +45,6 @@ class InputSettings(Settings):
     include: tuple[str, ...] = Field(default=(), title="GLOB", description="read only these files of a folder")
     exclude: tuple[str, ...] = Field(default=(), title="GLOB", description="leave out these files of a folder")
     format: Literal["auto", FileFormat] = Field(default="auto", description="format of the files")
-    documents: Literal["file", "blank_line", "sentences"] = Field(
-        default="file",
-        description="plain text: a document is a file, or the text between blank lines; or each line (or row) is a "
-        "sentence",
-    )
-    text_field: str = Field(default="text", description="JSON lines, Parquet, data sets: field with the text")
-    bad_records: Literal["drop", "stop"] = Field(default="drop", description="drop and count bad records, or stop")
     language: str = Field(default="en", description="language of the text: its ISO 639 code, for the sentence splitter")
     without: tuple[str, ...] = Field(default=(), title="RULE", description="cleaning rules to leave out")
 
@@ -49,11 +58,14 @@ class InputSettings(Settings):
     @field_validator("without")
     @classmethod
     def _known_rules(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        from data_prep.clean import RULES
-
         if hints := dict.fromkeys(did_you_mean(name, RULES) for name in names if name not in RULES):
             raise ValueError(f"no such rule.{''.join(hints)}")
         return names
+
+    @property
+    def rules(self) -> frozenset[str]:
+        """Names of the cleaning rules in force."""
+        return frozenset(RULES) - frozenset(self.without)
 
 
 class PrepareSettings(InputSettings):
@@ -61,7 +73,8 @@ class PrepareSettings(InputSettings):
 
     tokenizer: str = Field(
         title="PATH_OR_ID",
-        description="a folder with tokenizer.json, that file, a Hub id like bert-base-uncased, or sample",
+        description="a folder with tokenizer.json, that file, a Hub id like bert-base-uncased, or sample; --sample "
+        "gives it",
     )
     min_sentences: int = Field(
         default=MIN_SENTENCES, ge=3, description="drop documents of fewer sentences; three are one for each part"
@@ -69,12 +82,9 @@ class PrepareSettings(InputSettings):
     near_duplicates: bool = Field(default=False, description="drop documents nearly equal to an earlier one")
 
 
-class BuildOptions(PrepareSettings):
-    """Options of the command that prepares a corpus."""
+class ExecutorOptions(Settings):
+    """Options that say where the tasks run."""
 
-    output: str = Field(description="the corpus folder: new, or of a stopped run")
-    sample: bool = Field(default=False, description="use the embedded sample as --input and --tokenizer")
-    plan: bool = Field(default=False, description="print the expected size and time, and do nothing")
     executor: Literal["local", "slurm", "ray"] = Field(default="local", description="this machine, SLURM or Ray")
     workers: PositiveInt = Field(
         default_factory=lambda: (
@@ -89,6 +99,21 @@ class BuildOptions(PrepareSettings):
         default=(), title="OPTION=VALUE", description="SLURM: further options, e.g. account=nlp"
     )
 
+    @field_validator("sbatch")
+    @classmethod
+    def _has_values(cls, options: tuple[str, ...]) -> tuple[str, ...]:
+        if wrong := [option for option in options if "=" not in option]:
+            raise ValueError(f"write OPTION=VALUE instead of {wrong[0]}")
+        return options
+
+
+class BuildOptions(ExecutorOptions, PrepareSettings):
+    """Options of the command that prepares a corpus."""
+
+    output: str = Field(description="the corpus folder: new, or of a stopped run")
+    sample: bool = Field(default=False, description="use the embedded sample as --input and --tokenizer")
+    plan: bool = Field(default=False, description="print the expected size and time, and do nothing")
+
     @model_validator(mode="before")
     @classmethod
     def _sample(cls, values: dict[str, Any]) -> dict[str, Any]:
@@ -99,13 +124,6 @@ class BuildOptions(PrepareSettings):
         from multicls.sample import sample_dump
 
         return {"input": (str(sample_dump()),), "tokenizer": "sample"} | values
-
-    @field_validator("sbatch")
-    @classmethod
-    def _has_values(cls, options: tuple[str, ...]) -> tuple[str, ...]:
-        if wrong := [option for option in options if "=" not in option]:
-            raise ValueError(f"write OPTION=VALUE instead of {wrong[0]}")
-        return options
 
     @model_validator(mode="after")
     def _fit_for_slurm(self) -> BuildOptions:

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -34,21 +35,15 @@ _ROOT = re.compile(r"<([A-Za-z_][\w.:-]*)([^<>]*)")
 
 
 class Hub(NamedTuple):
-    """A data set of the Hub.
-
-    Attributes:
-        documents: "row" if a row is a document, "sentences" if it is a sentence.
-        layout: the layout of its documents, see `read.RawDocument`.
-        kind: the module of `datasets.packaged_modules` that reads its files; empty for a data set in the local cache.
-    """
+    """A data set of the Hub."""
 
     dataset: str
     config: str | None = None
     split: str = "train"
     revision: str | None = None
-    documents: str = "row"
-    layout: str = "blocks"
-    kind: str = ""
+    documents: str = "row"  # "row" if a row is a document, "sentences" if it is a sentence
+    layout: str = "blocks"  # of its documents, see `read.RawDocument`
+    kind: str = ""  # module of `datasets.packaged_modules` that reads its files; empty for a data set in the cache
 
     def __str__(self) -> str:
         return ":".join(filter(None, (self.dataset, self.config, self.split)))
@@ -64,27 +59,16 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class SourceFile:
-    """An input file, or a data set on this disk.
+    """An input file, or a data set on this disk."""
 
-    Attributes:
-        source: name of the input it belongs to.
-        name: its path below that input; with `source` it names the file wherever the input lies.
-        format: one of `settings.FileFormat`.
-        size: bytes on disk, 0 if not known.
-        path: local path or fsspec URL.
-        version: changes with the content: modification time, entity tag, or commit on the Hub.
-        rows: row groups (Parquet) or rows (data sets) that pieces count in; 0 for files that pieces cut by bytes.
-        hub: the data set of the Hub that it is part of.
-    """
-
-    source: str
-    name: str
-    format: str
-    size: int
-    path: str
-    version: str
-    rows: int = 0
-    hub: Hub | None = None
+    source: str  # name of the input it belongs to
+    name: str  # path below that input; with `source` it names the file wherever the input lies
+    format: str  # one of `settings.FileFormat`
+    size: int  # bytes on disk, 0 if not known
+    path: str  # local path or fsspec URL
+    version: str  # changes with the content: modification time, entity tag, or commit on the Hub
+    rows: int = 0  # row groups (Parquet) or rows (data sets) that pieces count in; 0 for files that pieces cut by bytes
+    hub: Hub | None = None  # the data set of the Hub that it is part of
 
     def __str__(self) -> str:
         return f"{self.hub}/{self.name}" if self.hub else printable(self.path)
@@ -125,8 +109,7 @@ def find_files(
     """
 
     def selected(name: str) -> bool:
-        included = not include or any(fnmatchcase(name, pattern) for pattern in include)
-        return included and not any(fnmatchcase(name, pattern) for pattern in exclude)
+        return any(fnmatchcase(name, p) for p in include or "*") and not any(fnmatchcase(name, p) for p in exclude)
 
     files: list[SourceFile] = []
     skipped: list[Skipped] = []
@@ -162,7 +145,6 @@ def _nothing_read(what: str, skipped: list[Skipped]) -> str:
 def _list_input(
     name: str, what: str, file_format: str, selected: Callable[[str], bool]
 ) -> tuple[list[SourceFile], list[Skipped]]:
-    skipped: list[Skipped] = []
     remote = "://" in what
     if not remote and not os.path.exists(what):
         return _list_hub(name, _parse_hub(what), selected)
@@ -171,44 +153,41 @@ def _list_input(
     source = name or printable(os.path.basename(what.rstrip("/") if remote else os.path.realpath(what)).split(".")[0])
     inspect = partial(_inspect, file_format, selected)
     with ThreadPoolExecutor(32) as pool:  # for remote files, which answer slowly
-        walked = _walk_remote(source, what, skipped) if remote else _walk(source, what, skipped)
-        inspected = list(pool.map(inspect, walked) if remote else map(inspect, walked))
-    skipped += [one for one in inspected if isinstance(one, Skipped)]
-    return [one for one in inspected if isinstance(one, SourceFile)], skipped
+        found = list(pool.map(inspect, _walk_remote(source, what)) if remote else map(inspect, _walk(source, what)))
+    return [one for one in found if isinstance(one, SourceFile)], [one for one in found if isinstance(one, Skipped)]
 
 
-def _walk(source: str, top: str, skipped: list[Skipped]) -> Iterator[SourceFile]:
-    def skip(path: str, reason: str) -> None:
-        skipped.append(Skipped(printable(path), reason))
-
-    def found(path: str, name: str) -> Iterator[SourceFile]:
-        try:
-            status = os.stat(path)
-        except OSError as error:
-            return skip(path, f"unreadable: {error.strerror}")
-        if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for its writer
-            return skip(path, "no file (a pipe, socket or device)")
-        yield SourceFile(source, printable(name), "", status.st_size, path, str(status.st_mtime_ns))
-
+def _walk(source: str, top: str) -> Iterator[SourceFile | Skipped]:
     if not os.path.isdir(top):
-        yield from found(top, os.path.basename(top))
+        yield _local_file(source, os.path.basename(top), top)
         return
     length = len(os.path.join(top, ""))
-    for parent, folders, names in os.walk(top, onerror=lambda e: skip(e.filename, f"unreadable: {e.strerror}")):
-        for name in folders:
-            path = os.path.join(parent, name)
-            if name.startswith(".") or os.path.islink(path):
-                skip(path, "hidden" if name.startswith(".") else "link to a folder")
-        folders[:] = sorted(name for name in folders if not name.startswith("."))  # it follows no links by itself
+    failed: list[OSError] = []
+    for parent, folders, names in os.walk(top, onerror=failed.append):
         for name in sorted(names):
             path = os.path.join(parent, name)
-            if name.startswith("."):
-                skip(path, "hidden")
-            else:
-                yield from found(path, path[length:])
+            yield (
+                Skipped(printable(path), "hidden") if name.startswith(".") else _local_file(source, path[length:], path)
+            )
+        for name in sorted(folders):
+            path = os.path.join(parent, name)
+            if name.startswith(".") or os.path.islink(path):
+                yield Skipped(printable(path), "hidden" if name.startswith(".") else "link to a folder")
+        folders[:] = sorted(name for name in folders if not name.startswith("."))  # it follows no links by itself
+    yield from (Skipped(printable(error.filename), f"unreadable: {error.strerror}") for error in failed)
 
 
-def _walk_remote(source: str, url: str, skipped: list[Skipped]) -> Iterator[SourceFile]:
+def _local_file(source: str, name: str, path: str) -> SourceFile | Skipped:
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        return Skipped(printable(path), f"unreadable: {error.strerror}")
+    if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for its writer
+        return Skipped(printable(path), "no file (a pipe, socket or device)")
+    return SourceFile(source, printable(name), "", status.st_size, path, str(status.st_mtime_ns))
+
+
+def _walk_remote(source: str, url: str) -> Iterator[SourceFile | Skipped]:
     try:
         import fsspec
 
@@ -222,13 +201,15 @@ def _walk_remote(source: str, url: str, skipped: list[Skipped]) -> Iterator[Sour
         name = path[len(root) :].lstrip("/") or os.path.basename(path)
         whole = system.unstrip_protocol(path)
         if any(part.startswith(".") for part in name.split("/")):
-            skipped.append(Skipped(whole, "hidden"))
+            yield Skipped(whole, "hidden")
             continue
         tags = filter(None, (details.get(key) for key in ("ETag", "etag", "blob_id", "md5Hash")))
         yield SourceFile(source, name, "", details.get("size") or 0, whole, str(next(tags, None) or system.ukey(path)))
 
 
-def _inspect(file_format: str, selected: Callable[[str], bool], file: SourceFile) -> SourceFile | Skipped:
+def _inspect(file_format: str, selected: Callable[[str], bool], file: SourceFile | Skipped) -> SourceFile | Skipped:
+    if isinstance(file, Skipped):
+        return file
     path = file.path
     try:
         if not selected(file.name):
@@ -295,11 +276,7 @@ def _head(path: str) -> bytes:
 
 
 def _format(head: bytes, name: str, file_format: str) -> str:
-    """Returns the format of a file.
-
-    Raises:
-        _Unreadable: it cannot be read.
-    """
+    """Returns the format of a file, or raises `_Unreadable`."""
     if not head:
         raise _Unreadable("empty")
     if file_format == "dataset":
@@ -327,11 +304,7 @@ def _format(head: bytes, name: str, file_format: str) -> str:
 
 @cache
 def _can_extract_html() -> bool:
-    try:
-        import trafilatura  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    return find_spec("trafilatura") is not None
 
 
 def _guess(text: str, name: str) -> str:
@@ -393,11 +366,7 @@ def _row_groups(path: str) -> int:
 
 
 def _parse_hub(what: str) -> Hub:
-    """Returns the data set of the Hub that `what` names.
-
-    Raises:
-        UserError: it names none.
-    """
+    """Returns the data set of the Hub that `what` names; raises a `UserError` if it names none."""
     name, _, rest = what.partition(":")
     config, _, split = rest.partition(":")
     if name in PRESETS:
@@ -410,11 +379,7 @@ def _parse_hub(what: str) -> Hub:
 
 
 def _list_hub(source: str, hub: Hub, selected: Callable[[str], bool]) -> tuple[list[SourceFile], list[Skipped]]:
-    """Lists the files of a data set at the commit that its revision means now, so that a later start reads the same.
-
-    Raises:
-        UserError: the Hub does not know it, or cannot be reached.
-    """
+    """Lists the files of a data set at the commit that its revision means now, so that a later start reads the same."""
     from huggingface_hub import HfApi, constants
 
     source = source or next((name for name, preset in PRESETS.items() if preset.dataset == hub.dataset), "")
@@ -488,6 +453,11 @@ def load_rows(path: str, hub: Hub | None) -> Any:
 def printable(path: str) -> str:
     """Returns a path as text that can be encoded; bytes that are not UTF-8 become `\\xff`."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
+def counted(number: int, noun: str) -> str:
+    """Returns a number with its noun, in the plural except for 1."""
+    return f"{number:,} {noun}{'s' if number != 1 else ''}"
 
 
 def extension(path: str) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 
 from data_prep.examples import ExampleStream, SpecialIds
 from data_prep.show import special_ids
+from data_prep.sources import counted
 from multicls.corpus import Corpus
 from multicls.errors import UserError
 from multicls.files import atomic_write, read_json
@@ -39,19 +40,11 @@ def sample_rows(corpus: Corpus) -> range:
 
 def document_lengths(corpus: Corpus) -> np.ndarray:
     """Returns the number of sentences and of tokens of each document, (2, D), from the offsets of all rows."""
-    lengths: list[np.ndarray] = []
-    last_hash = None
-    for shard in map(corpus.shard, range(corpus.num_shards)):
-        rows = np.stack([np.diff(shard.row_starts), shard.num_tokens]).astype(np.int64)
-        begins = np.flatnonzero(np.append(True, shard.hashes[1:] != shard.hashes[:-1]))
-        found = np.add.reduceat(rows, begins, axis=1)
-        if shard.hashes[0] == last_hash:  # the last document goes on in this shard
-            lengths[-1][:, -1] += found[:, 0]
-            found = found[:, 1:]
-        if found.shape[1]:
-            lengths.append(found)
-        last_hash = shard.hashes[-1]
-    return np.concatenate(lengths, axis=1)
+    shards = list(map(corpus.shard, range(corpus.num_shards)))
+    rows = [np.stack([np.diff(shard.row_starts), shard.num_tokens]).astype(np.int64) for shard in shards]
+    hashes = np.concatenate([shard.hashes for shard in shards])
+    begins = np.flatnonzero(np.append(True, hashes[1:] != hashes[:-1]))  # a document may go on in the next shard
+    return np.add.reduceat(np.concatenate(rows, axis=1), begins, axis=1)
 
 
 @dataclass(frozen=True)
@@ -75,14 +68,11 @@ def measure_text(corpus: Corpus, rows: range, unknown_id: int | None) -> Sampled
     found = [corpus.row(number) for number in rows]
     unknown: dict[str, tuple[int, int]] = {}
     for row in found:
-        before = unknown.get(row.source, (0, 0))
+        before, total = unknown.get(row.source, (0, 0))
         here = 0 if unknown_id is None else int(np.count_nonzero(row.tokens == unknown_id))
-        unknown[row.source] = (before[0] + here, before[1] + len(row.tokens))
-    return SampledText(
-        sentence_lengths=np.concatenate([np.diff(row.offsets) for row in found]),
-        token_counts=np.bincount(np.concatenate([row.tokens for row in found]), minlength=corpus.vocabulary_size),
-        unknown=unknown,
-    )
+        unknown[row.source] = before + here, total + len(row.tokens)
+    counts = np.bincount(np.concatenate([row.tokens for row in found]), minlength=corpus.vocabulary_size)
+    return SampledText(np.concatenate([np.diff(row.offsets) for row in found]), counts, unknown)
 
 
 class LengthBaseline(NamedTuple):
@@ -173,14 +163,8 @@ def measure_training(corpus: Corpus, rows: range, special: SpecialIds, seq_lengt
     )
 
 
-def stats(folder: str | Path, picture: str | Path | None, seq_length: int, num_facets: int) -> None:
-    """Prints what a corpus holds and draws it.
-
-    Args:
-        folder: a finished corpus.
-        picture: the PNG file to write; None draws nothing.
-        seq_length: L of the measured examples.
-        num_facets: K of the measured examples.
+def stats(folder: str | Path, picture: str | Path, seq_length: int, num_facets: int) -> None:
+    """Prints what a finished corpus holds and draws it to `picture`, a PNG file.
 
     Raises:
         UserError: the corpus is not finished, `seq_length` is too short, or `picture` is a folder.
@@ -188,7 +172,7 @@ def stats(folder: str | Path, picture: str | Path | None, seq_length: int, num_f
     from rich.console import Console
     from tokenizers import Tokenizer
 
-    if picture is not None and Path(picture).is_dir():
+    if Path(picture).is_dir():
         raise UserError(f"{picture}: a folder; give the name of the PNG file to write.")
     console = Console(markup=False, highlight=False, emoji=False)  # names in a corpus are no markup
     corpus = Corpus.open(folder)
@@ -208,9 +192,8 @@ def stats(folder: str | Path, picture: str | Path | None, seq_length: int, num_f
     _print_table(console, ["vocabulary", ""], _vocabulary_facts(corpus, text).items(), "left")
     title = f"one epoch at seq_length {seq_length} with {num_facets} facets"
     _print_table(console, ["training", title], training.items(), "left")
-    if picture is not None:
-        _draw(picture, corpus, text)
-        console.print(f"picture: {picture}", soft_wrap=True)
+    _draw(picture, corpus, text)
+    console.print(f"picture: {picture}", soft_wrap=True)
 
 
 def _unknown_id(corpus: Corpus, tokenizer: Tokenizer) -> int | None:
@@ -230,7 +213,7 @@ def _percent(share: float, digits: int = 1) -> str:
 
 
 def _totals(corpus: Corpus) -> str:
-    return "{documents:,} documents, {sentences:,} sentences, {tokens:,} tokens".format(**corpus.manifest)
+    return ", ".join(counted(corpus.manifest[f"{unit}s"], unit) for unit in ("document", "sentence", "token"))
 
 
 def _print_table(
@@ -253,9 +236,9 @@ def _corpus_facts(corpus: Corpus, rows: range) -> dict[str, str]:
     size = sum(entry["bytes"] for entry in [*corpus.manifest["shards"], *corpus.manifest["files"].values()])
     return {
         "holds": _totals(corpus),
-        "on disk": f"{corpus.num_rows:,} rows in {corpus.num_shards:,} shards, {size / 1e6:,.1f} MB",
+        "on disk": f"{counted(corpus.num_rows, 'row')} in {counted(corpus.num_shards, 'shard')}, {size / 1e6:,.1f} MB",
         "tokenizer": f"vocabulary {corpus.vocabulary_size:,}, {corpus.manifest['tokenizer']['dtype']}",
-        "measured on": f"{len(rows):,} rows ({'all' if rows.step == 1 else f'one in {rows.step}'})",
+        "measured on": f"{counted(len(rows), 'row')} ({'all' if rows.step == 1 else f'one in {rows.step}'})",
     }
 
 
@@ -273,8 +256,12 @@ def _print_sources(console: Console, corpus: Corpus, text: SampledText) -> None:
 def _print_lengths(console: Console, corpus: Corpus, text: SampledText) -> None:
     sentences, tokens = document_lengths(corpus)
     rows = []
-    names = ("sentences a document", "tokens a document", "tokens a sentence")
-    for name, lengths in zip(names, (sentences, tokens, text.sentence_lengths), strict=True):
+    measured = {
+        "sentences a document": sentences,
+        "tokens a document": tokens,
+        "tokens a sentence": text.sentence_lengths,
+    }
+    for name, lengths in measured.items():
         percentiles = np.percentile(lengths, PERCENTILES, method="inverted_cdf").tolist()
         rows.append([name, f"{lengths.mean():,.1f}", *(f"{value:,}" for value in percentiles)])
     _print_table(console, ["lengths", "mean", "5 %", "median", "95 %", "max"], rows)
@@ -282,8 +269,7 @@ def _print_lengths(console: Console, corpus: Corpus, text: SampledText) -> None:
 
 def _print_dropped(console: Console, corpus: Corpus) -> None:
     dropped: dict[str, int] = corpus.manifest["dropped"]
-    path = corpus.path / "dropped.json"
-    samples = read_json(path) if path.is_file() else {}
+    samples = read_json(corpus.path / "dropped.json")
     console.print("dropped" if dropped else "dropped: nothing", style="bold")
     width = max((len(f"{number:,}") for number in dropped.values()), default=0)
     for reason, number in sorted(dropped.items(), key=lambda item: -item[1]):
@@ -291,16 +277,14 @@ def _print_dropped(console: Console, corpus: Corpus) -> None:
         for sample in samples.get(reason, [])[:SHOWN_DROPS]:
             line = f"{'':{width}}    {sample['text']} ({sample['source']}: {sample['document']})"
             console.print(visible(line), no_wrap=True, overflow="ellipsis", style="dim")
-    console.print("(no samples: this corpus has no dropped.json)\n" if dropped and not path.is_file() else "")
+    console.print()
 
 
 def _vocabulary_facts(corpus: Corpus, text: SampledText) -> dict[str, str]:
     coverage, size = text.coverage, corpus.vocabulary_size
     unknown, tokens = (sum(column) for column in zip(*text.unknown.values(), strict=True))
-    frequency = corpus.document_frequency
     return {
-        "ids that occur": f"{np.count_nonzero(frequency):,} of {size:,}",
-        "in 10 rows or more": f"{np.count_nonzero(frequency >= 10):,}",
+        "ids that occur": f"{np.count_nonzero(corpus.document_frequency):,} of {size:,}",
         "cover 50, 90, 99 % of tokens": ", ".join(f"{np.searchsorted(coverage, share) + 1:,}" for share in COVERAGE),
         "unknown tokens": f"{unknown:,} ({_percent(unknown / tokens, 4)})",
     }
@@ -309,8 +293,9 @@ def _vocabulary_facts(corpus: Corpus, text: SampledText) -> dict[str, str]:
 def _training_facts(training: Training) -> dict[str, str]:
     never, once, twice, more = training.seen / training.seen.sum()
     found = training.lengths
-    order = f"not measured: fewer than {MIN_LABELS} parts of each order"
-    if found is not None:
+    if found is None:
+        order = f"not measured: fewer than {MIN_LABELS} parts of each order"
+    else:
         order = f"{found.accuracy:.4f} ± {found.error:.4f} right, log loss {found.log_loss:.4f}"
     return {
         "examples an epoch": f"{training.examples_per_epoch:,}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 import xxhash
 
@@ -19,28 +19,17 @@ _OVERLAP = 1 << 20  # bytes after a piece that its last record may reach into
 
 
 class Piece(NamedTuple):
-    """A share of a file, read by one task.
+    """A share of a file, read by one task. A record belongs to the piece in which it begins."""
 
-    Attributes:
-        file: index of the file in `Listing.files`.
-        start: first byte; of Parquet and data sets on disk (`SourceFile.rows`), first row group or row.
-        stop: end of the range. A record belongs to the piece in which it begins.
-    """
-
-    file: int
-    start: int
-    stop: int
+    file: int  # index of the file in `Listing.files`
+    start: int  # first byte; of Parquet and data sets on disk (`SourceFile.rows`), first row group or row
+    stop: int  # end of the range
 
 
-def cut_units(files: Sequence[SourceFile], largest: int = LARGEST_UNIT) -> list[list[Piece]]:
-    """Returns the pieces of every unit, in the order of the files.
-
-    Args:
-        largest: bytes of a unit; it is less where the whole input is less than `UNITS` such units. A file that cannot
-            be cut may be larger.
-    """
-    weights = [_weight(file) or largest for file in files]
-    size = min(max(sum(weights) // UNITS, SMALLEST_UNIT), largest)
+def cut_units(files: Sequence[SourceFile]) -> list[list[Piece]]:
+    """Returns the pieces of every unit, in the order of the files. A file that cannot be cut is a single piece."""
+    weights = [_weight(file) or LARGEST_UNIT for file in files]
+    size = min(max(sum(weights) // UNITS, SMALLEST_UNIT), LARGEST_UNIT)
     units: list[list[Piece]] = []
     filled = size
     for number, (file, weight) in enumerate(zip(files, weights, strict=True)):
@@ -81,30 +70,18 @@ def _can_be_cut(file: SourceFile) -> bool:
 
 
 def piece_hash(file: SourceFile, piece: Piece) -> str:
-    """Returns the xxh3-128 of a piece's raw bytes and of a megabyte after it, into which its last record may reach.
+    """Returns the xxh3-128 of a piece's share of the raw bytes and of a megabyte after it, for its last record.
 
     It is "" for data sets and remote files, whose version decides.
     """
     if file.format == "dataset" or "://" in file.path:
         return ""
+    start, stop = (edge * file.size // (file.rows or max(file.size, 1)) for edge in (piece.start, piece.stop))
     with open_raw(file.path) as raw:
-        start, stop = _row_group_bytes(raw, piece) if file.rows else (piece.start, piece.stop + _OVERLAP)
         raw.seek(start)
         digest = xxhash.xxh3_128()
-        left = stop - start
+        left = stop + _OVERLAP - start
         while left > 0 and (data := raw.read(min(left, 1 << 20))):
             digest.update(data)
             left -= len(data)
     return digest.hexdigest()
-
-
-def _row_group_bytes(raw: IO[bytes], piece: Piece) -> tuple[int, int]:
-    import pyarrow.parquet as pq
-
-    table = pq.read_metadata(raw)
-    starts, stops = [], []
-    for group in map(table.row_group, range(piece.start, piece.stop)):
-        for column in map(group.column, range(group.num_columns)):
-            starts.append(column.dictionary_page_offset or column.data_page_offset)
-            stops.append(starts[-1] + column.total_compressed_size)
-    return min(starts), max(stops)

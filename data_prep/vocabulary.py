@@ -11,10 +11,11 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
-from multicls.errors import UserError, did_you_mean
+from multicls.errors import UserError
 from multicls.files import atomic_folder, write_json
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def train_vocabulary(
     cased: bool = False,
     log: Callable[[str], object] = print,
 ) -> Path:
-    """Trains a vocabulary and writes a folder that `AutoTokenizer.from_pretrained` and data preparation read.
+    """Trains a vocabulary; writes and returns a folder that `AutoTokenizer.from_pretrained` and data preparation read.
 
     The folder holds tokenizer.json and tokenizer_config.json, and for "unigram" SentencePiece's own
     sentencepiece.model, which has the same ids.
@@ -52,21 +53,14 @@ def train_vocabulary(
     Args:
         sentences: the text, read once.
         output: the folder, new or empty.
-        kind: "wordpiece" or "unigram".
         size: number of entries, including BERT's special tokens and 16 unused ones for facets.
         cased: keeps upper case, and accents, which uncased WordPiece drops.
         log: called with each line of progress.
-
-    Returns:
-        The folder.
 
     Raises:
         UserError: there is no text, the size does not suit the text, or `output` is in use.
     """
     output = Path(output)
-    train = {"wordpiece": _wordpiece, "unigram": _unigram}.get(kind)
-    if train is None:
-        raise UserError(f"--type {kind}: no such kind of vocabulary.{did_you_mean(kind, get_args(Kind))}")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output}: exists; give an --output that is new or empty.")
     if size <= len(SPECIALS):
@@ -76,7 +70,7 @@ def train_vocabulary(
     if not words:
         raise UserError("no text in the input: there is nothing to train a vocabulary on.")
     log(f"{words.total():,} words, {len(words):,} different, in {time.monotonic() - started:.0f} s; training {kind}")
-    tokenizer, model = train(words, size, cased)
+    tokenizer, model = (_wordpiece if kind == "wordpiece" else _unigram)(words, size, cased)
     with atomic_folder(output) as folder:
         tokenizer.save(str(folder / "tokenizer.json"))
         inputs = ["input_ids", "token_type_ids", "attention_mask"]
@@ -150,14 +144,10 @@ def _alphabet(counts: Counter[str]) -> set[str]:
     for word, count in counts.items():
         for character in word:
             characters[character] += count
-    missing = COVERAGE * characters.total()
-    alphabet = set()
-    for character, count in sorted(characters.items(), key=lambda item: (-item[1], item[0])):
-        if missing <= 0:
-            break
-        alphabet.add(character)
-        missing -= count
-    return alphabet
+    ordered = sorted(characters, key=lambda character: (-characters[character], character))
+    before = accumulate((characters[character] for character in ordered), initial=0)
+    wanted = COVERAGE * characters.total()
+    return {character for character, sum_ in zip(ordered, before, strict=False) if sum_ < wanted}
 
 
 def _repeated(counts: dict[str, int], most: int = 10_000) -> Iterator[str]:

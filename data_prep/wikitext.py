@@ -38,19 +38,11 @@ _UNITS = {
     **{"L": "litres", "l": "litres", "m3": "cubic metres", "cuft": "cubic feet", "C": "°C", "F": "°F", "K": "K"},
     **{"km/h": "kilometres per hour", "mph": "miles per hour", "ly": "light-years", "hp": "horsepower"},
 }
-_SMALLER = {"ft": "in", "yd": "ft", "st": "lb", "lb": "oz"}
 _MONTHS = ["January", "February", "March", "April", "May", "June", "July", "August", "September", "October"]
 _MONTHS += ["November", "December"]
 _BETWEEN = {
-    "to": " to ",
-    "-": "–",
-    "–": "–",
-    "and": " and ",
-    "or": " or ",
-    "by": " by ",
-    "x": " × ",
-    "×": " × ",
-    "+": "+",
+    **{word: f" {word} " for word in ("to", "and", "or", "by")},
+    **{"-": "–", "–": "–", "x": " × ", "×": " × ", "+": "+"},
 }
 
 # Templates by name (lower case, with _ for blanks): the text that they are.

@@ -3,16 +3,10 @@
 Shapes: B examples built together, P parts of an example (3, or 2 without hard negatives). A row of a shard holds a
 document; a very long document takes several rows.
 
-How an epoch covers the corpus (`WindowIndex`): a row of D tokens gets `max(1, round(D / W))` windows, where W is the
-number of tokens that an example holds on average. The windows stand at equal distances. A random phase, new in every
-pass, moves them all together, so parts begin elsewhere each time. In three of four passes the outermost windows are set
-to the ends of the row, because a phase alone would leave out the ends half of the time.
-
-How a window is filled (`choose_text`): with whole consecutive sentences. Segment lengths must not reveal the order of
-the two segments of a part. Filling stops at a sentence that does not fit, usually a long one, so the side where filling
-begins gets the longer sentences. Therefore half of the rows, drawn anew in every pass, are mirrored: their windows are
-placed and filled in the row read backwards, and the boundaries are mapped back. So each part is filled from either end
-with the same probability.
+docs/data.md ("Examples") says how windows cover the corpus, and why half of the rows are mirrored. A row of D tokens
+gets `max(1, round(D / W))` windows at equal distances, where W is the number of tokens that an example holds on
+average. A random phase, new in every pass, moves them all together. The windows of a mirrored row are placed and filled
+in the row read backwards, and the boundaries are mapped back.
 
 All random numbers are hashes of (seed, pass, row, window, purpose, part, position). An example is therefore the same
 whatever it is built together with.
@@ -70,7 +64,6 @@ class WindowIndex:
     """Finds the window of each example of an epoch. It counts windows per `BLOCK` rows, so it is small.
 
     Args:
-        corpus: an open corpus.
         num_parts: P; a row with fewer sentences has no window.
         tokens_per_window: W.
         validation: True for the validation split, False for the training split.
@@ -190,11 +183,7 @@ class WindowIndex:
 
 
 def _checked_weights(weights: Mapping[str, float], sources: Sequence[str]) -> np.ndarray:
-    """Returns the weight of each source, 1 if none is given.
-
-    Raises:
-        UserError: names every weight that is not finite and >= 0, or whose source does not exist.
-    """
+    """Returns the weight of each source, 1 if none is given; raises a `UserError` that names every bad weight."""
     problems = [
         f"source_weights: the corpus has no source {name!r}.{did_you_mean(name, sources)}"
         for name in weights
@@ -242,20 +231,13 @@ def _start_offsets(windows: Windows, mirrored: np.ndarray, row_key: np.ndarray) 
 
 
 class Boundaries(NamedTuple):
-    """The sentence boundaries near B windows in one ascending array, so that one search serves all windows.
+    """The sentence boundaries near B windows in one ascending array, so that one search serves all windows."""
 
-    Attributes:
-        offsets: token offset of each boundary in its shard, plus i * STRIDE for window i.
-        start: (B,) index in `offsets` of the boundary where filling might start.
-        low, high: (B,) indices in `offsets` of the first and the last boundary of each window.
-        sentence: (B,) number in the row of the sentence that begins at `low`.
-    """
-
-    offsets: np.ndarray
-    start: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
-    sentence: np.ndarray
+    offsets: np.ndarray  # token offset of each boundary in its shard, plus i * STRIDE for window i
+    start: np.ndarray  # (B,) index in `offsets` of the boundary where filling might start
+    low: np.ndarray  # (B,) index in `offsets` of the first boundary of each window
+    high: np.ndarray  # (B,) index of the last one
+    sentence: np.ndarray  # (B,) number in the row of the sentence that begins at `low`
 
     def mirrored(self, chosen: np.ndarray) -> Boundaries:
         """Returns the same boundaries with the rows of the chosen windows, (B,) bool, in reverse order.

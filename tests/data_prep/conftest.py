@@ -8,7 +8,8 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from data_prep.examples import SpecialIds
-from data_prep.prepare import PrepareSettings, prepare
+from data_prep.prepare import prepare
+from data_prep.settings import PrepareSettings
 from multicls.corpus import Corpus
 from multicls.errors import UserError
 from multicls.sample import sample_dump, sample_model

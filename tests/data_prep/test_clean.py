@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from data_prep.clean import RULES, SAMPLES, Drops, clean, is_heading, is_prose, paragraphs
+from data_prep.clean import SAMPLES, Drops, clean, is_heading, is_prose, paragraphs
 from data_prep.read import RawDocument
+from data_prep.settings import RULES
 
 
 @pytest.mark.parametrize(
@@ -297,7 +299,8 @@ def test_a_rule_that_takes_much_of_a_file_is_told() -> None:
     assert drops.characters["notes.txt"] == {"": 2 * len(text), "headings": 2 * 20 * 92}
     (warning,) = drops.warnings()
     assert warning.startswith("notes.txt: the rule headings dropped 68%") and warning.endswith("--without headings.")
-    assert drops.warnings(least_characters=10_000) == []
+    drops.characters["short.txt"] = Counter({"": 1999, "headings": 1999})
+    assert drops.warnings() == [warning]
 
 
 def test_joiners_and_right_to_left_text_are_kept() -> None:

@@ -13,7 +13,8 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from data_prep import encode
 from data_prep.encode import TextEncoder, encoder_for, load_tokenizer_files
-from data_prep.read import ReadOptions, read_piece
+from data_prep.read import read_piece
+from data_prep.settings import ReadOptions
 from data_prep.sources import find_files
 from data_prep.units import Piece
 from multicls.errors import UserError

@@ -17,8 +17,8 @@ import pytest
 
 from data_prep import prepare as prepare_module
 from data_prep import read, run, units
-from data_prep.engine import ExecutorOptions
-from data_prep.prepare import PrepareSettings, prepare
+from data_prep.prepare import prepare
+from data_prep.settings import ExecutorOptions, PrepareSettings, ReadOptions
 from data_prep.sources import SourceFile
 from multicls.corpus import Corpus
 from multicls.errors import UserError
@@ -180,7 +180,7 @@ def test_a_full_disk_loses_nothing(
     ballast = small_disk / "ballast"
     ballast.write_bytes(bytes(7_000_000))
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "free_disk", lambda *_: 0)  # other programs filled it after the plan was made
+        patch.setattr(prepare_module, "MARGIN", 0)  # other programs filled it after the plan was made
         with pytest.raises(UserError, match="the disk is full"):
             prepared(tiny_tokenizer, small_disk / "out", folder)
     with pytest.raises(UserError, match="not a finished corpus"):
@@ -228,5 +228,5 @@ def test_readers_stop_at_the_limit_of_a_line(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "in.jsonl").write_bytes(b'{"text": "' + b"a" * 1000 + b'"}\n{"text": "It ran."}\n')
     path = tmp_path / "in.jsonl"
     file = SourceFile("s", "in.jsonl", "jsonl", path.stat().st_size, str(path), "")
-    documents = read.read_piece(file, units.Piece(0, 0, file.size), read.ReadOptions())
+    documents = read.read_piece(file, units.Piece(0, 0, file.size), ReadOptions())
     assert [document.dropped for document in documents] == ["documents_line_too_long", ""]

@@ -20,9 +20,9 @@ from tokenizers import Tokenizer
 
 from data_prep import build, merge, run, units
 from data_prep import prepare as prepare_module
-from data_prep.engine import ExecutorOptions
 from data_prep.examples import ExampleStream
-from data_prep.prepare import PrepareSettings, prepare
+from data_prep.prepare import prepare
+from data_prep.settings import ExecutorOptions, PrepareSettings
 from data_prep.sources import SourceFile
 from multicls.corpus import MAX_TOKENS, Corpus, tokenizer_fingerprint
 from multicls.errors import UserError

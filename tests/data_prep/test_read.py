@@ -18,7 +18,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep import read as read_module
-from data_prep.read import SENTENCES, RawDocument, ReadOptions, read_piece
+from data_prep.read import SENTENCES, RawDocument, read_piece
+from data_prep.settings import ReadOptions
 from data_prep.sources import _can_extract_html, find_files
 from data_prep.units import Piece, cut_units
 from multicls.errors import UserError
@@ -217,7 +218,8 @@ def test_real_files_are_read_alike_in_any_pieces(multicls_data: Path) -> None:
 
 HUB_SCRIPT = """
 import json, os, sys
-from data_prep.read import ReadOptions, read_piece
+from data_prep.read import read_piece
+from data_prep.settings import ReadOptions
 from data_prep.sources import _can_extract_html, find_files
 from data_prep.units import cut_units, piece_hash
 from multicls.errors import UserError

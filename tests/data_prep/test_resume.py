@@ -14,8 +14,9 @@ from tokenizers import Tokenizer
 
 from data_prep import build, engine, merge, units
 from data_prep import prepare as prepare_module
-from data_prep.engine import ExecutorOptions, TasksFailed, check_no_jobs
-from data_prep.prepare import PrepareSettings, prepare, sentences_of
+from data_prep.engine import TasksFailed, check_no_jobs
+from data_prep.prepare import prepare, sentences_of
+from data_prep.settings import ExecutorOptions, PrepareSettings
 from multicls.corpus import Corpus
 from multicls.errors import UserError
 from multicls.files import read_json
@@ -24,7 +25,9 @@ from tests.data_prep.conftest import same_files, story
 
 def prepared(tokenizer: Path, output: Path, *inputs: Path | str, kind: str = "local", **settings: Any) -> Corpus:
     given = PrepareSettings(input=tuple(map(str, inputs)), tokenizer=str(tokenizer), **settings)
-    return Corpus.open(prepare(given, output, ExecutorOptions(kind, partition="all"), log=lambda _: None))
+    return Corpus.open(
+        prepare(given, output, ExecutorOptions(executor=kind, workers=1, partition="all"), log=lambda _: None)
+    )
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ def test_a_plan_writes_nothing(tiny_tokenizer: Path, tmp_path: Path, capsys: pyt
     words = ["--input", str(tmp_path / "in.txt"), "--output", str(tmp_path / "out"), "--tokenizer", str(tiny_tokenizer)]
     run.main([*words, "--plan", "--documents", "blank_line"])
     printed = capsys.readouterr().out
-    assert " plan: 1 files, 0.2 MB of text in 1 work units -> about " in printed
+    assert " plan: 1 file, 0.2 MB of text in 1 work unit -> about " in printed
     assert not (tmp_path / "out").exists()
     run.main([*words, "--documents", "blank_line"])
     planned = float(printed.split("about ")[1].split(" M")[0])
@@ -52,6 +52,39 @@ def test_the_sample_and_other_text_do_not_go_together(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "sizes, missing",
+    [
+        ([60], "holds a single document"),
+        ([61], "holds a single document"),
+        ([60, 60], "there is text for 1 example, and pretraining needs 10 at least"),
+        ([6000, 6000], ""),
+    ],
+)
+def test_a_corpus_too_small_for_pretraining_says_what_is_missing(
+    sizes: list[int], missing: str, tiny_tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").mkdir()
+    for number, size in enumerate(sizes):
+        (tmp_path / "in" / f"{number}.txt").write_text(story(size, number))
+    run.main(["--input", str(tmp_path / "in"), "--tokenizer", str(tiny_tokenizer), "--output", str(tmp_path / "out")])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-3].endswith(" tokens)") and f"({len(sizes)} document{'s' if len(sizes) > 1 else ''}, " in lines[-3]
+    assert lines[-1].startswith("missing: " if missing else "next: ") and missing in lines[-1]
+    run.main(["verify", str(tmp_path / "out")])
+    assert ("1 document (1 row) in 1 shard\n" in capsys.readouterr().out) == (len(sizes) == 1)
+
+
+@pytest.mark.parametrize("language, told", [("sw", True), ("de", False)])
+def test_a_language_without_rules_is_told(
+    language: str, told: bool, tiny_tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.txt").write_text(story(60))
+    words = ["--input", str(tmp_path / "in.txt"), "--tokenizer", str(tiny_tokenizer), "--output", str(tmp_path / "out")]
+    run.main([*words, "--language", language, "--plan"])
+    assert ("language sw: the sentence splitter has no rules of its own for it" in capsys.readouterr().out) == told
+
+
 def test_the_manifest_names_the_command_and_the_rules(tiny_tokenizer: Path, tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text(f"{story(4)}\n\nA Title\n\n{story(5, 3)}\n\n1, 2.")
     words = ["--input", f"tales={tmp_path / 'in.txt'}", "--output", str(tmp_path / "out")]
@@ -59,7 +92,7 @@ def test_the_manifest_names_the_command_and_the_rules(tiny_tokenizer: Path, tmp_
     run.main([*words, "--near_duplicates"])
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert manifest["command"].startswith("data_prep/run.py --input tales --tokenizer ")
-    assert manifest["command"].endswith("--min_sentences 4 --without headings boilerplate --near_duplicates")
+    assert manifest["command"].endswith("--without headings boilerplate --min_sentences 4 --near_duplicates")
     assert not {"headings", "boilerplate"} & set(manifest["made_from"]["rules"])
     assert manifest["dropped"] == {"sentences_without_letter": 1} and manifest["sentences"] == 10
     samples = json.loads((tmp_path / "out" / "dropped.json").read_text())

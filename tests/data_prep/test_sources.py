@@ -20,8 +20,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep import sources
-from data_prep.read import RawDocument, ReadOptions, read_piece
-from data_prep.settings import FileFormat
+from data_prep.read import RawDocument, read_piece
+from data_prep.settings import FileFormat, ReadOptions
 from data_prep.sources import find_files
 from data_prep.units import cut_units
 from multicls.errors import UserError
