@@ -61,11 +61,11 @@ class Cluster(Settings):
 class Options(Cluster):
     """Options of the benchmark."""
 
-    quick: bool = Field(default=False, description="the first two points of each axis")
-    axes: list[Axis] = Field(default=list(AXES), description="axes")
-    paper: bool = Field(default=False, description="measure nothing, compute only what is on paper")
-    rounds: int = Field(default=5, description="rounds of each point")
-    seconds: float = Field(default=60.0, description="seconds of each axis; three rounds at least")
+    quick: bool = Field(False, description="the first two points of each axis")
+    axes: list[Axis] = Field(list(AXES), description="axes")
+    paper: bool = Field(False, description="measure nothing, compute only what is on paper")
+    rounds: int = Field(5, description="rounds of each point")
+    seconds: float = Field(60.0, description="seconds of each axis; three rounds at least")
 
 
 def step_seconds(gpus: int, flops: float, cluster: Cluster) -> dict[str, float]:

@@ -197,8 +197,8 @@ class Options(Settings):
     """Options of the benchmark."""
 
     inputs: list[str] = Field(min_length=1, title="NAME=PATH", description="the text to prepare")
-    tokenizer: str = Field(default="sample", description="tokenizer; `sample` is the embedded one")
-    repeats: int = Field(default=3, description="repeats of each measurement")
+    tokenizer: str = Field("sample", description="tokenizer; `sample` is the embedded one")
+    repeats: int = Field(3, description="repeats of each measurement")
 
 
 def main(args: Options, argv: Sequence[str]) -> None:

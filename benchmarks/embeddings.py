@@ -64,7 +64,7 @@ class Options(Settings):
     """Options of the benchmark."""
 
     data_dir: str = Field(description="the folder with STS-B in GLUE's layout")
-    models: list[str] = Field(default=["runs/sample/hf"], description="exported Multi-CLS models")
+    models: list[str] = Field(["runs/sample/hf"], description="exported Multi-CLS models")
 
 
 def main(args: Options, argv: Sequence[str]) -> None:

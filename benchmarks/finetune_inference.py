@@ -64,11 +64,11 @@ def peak_memory(name: str, args: Options) -> float:
 class Options(Settings):
     """Options of the benchmark."""
 
-    rounds: int = Field(default=20, description="rounds of the comparison")
-    batch_size: int = Field(default=32, description="rows of a forward pass")
-    length: int = Field(default=128, description="tokens of a row")
-    layers: int = Field(default=12, description="layers of the encoder")
-    hidden: int = Field(default=768, description="hidden size of the encoder")
+    rounds: int = Field(20, description="rounds of the comparison")
+    batch_size: int = Field(32, description="rows of a forward pass")
+    length: int = Field(128, description="tokens of a row")
+    layers: int = Field(12, description="layers of the encoder")
+    hidden: int = Field(768, description="hidden size of the encoder")
 
 
 def main(args: Options, argv: Sequence[str]) -> None:

@@ -179,11 +179,11 @@ def add_hard_worlds(report: Report, world: World, worlds: int) -> None:
 class Options(Settings):
     """Options of the benchmark."""
 
-    worlds: int = Field(default=10_000, description="simulated data sets of each kind")
-    pretrainings: list[int] = Field(default=[1, 2, 4], description="pretrainings of each system")
-    draws: list[int] = Field(default=[1, 3], description="draws of train rows")
-    seeds: int = Field(default=4, description="fine-tuning seeds of each pretraining and draw")
-    seed_sd: float = Field(default=2.0, description="standard deviation over seeds, in points")
+    worlds: int = Field(10_000, description="simulated data sets of each kind")
+    pretrainings: list[int] = Field([1, 2, 4], description="pretrainings of each system")
+    draws: list[int] = Field([1, 3], description="draws of train rows")
+    seeds: int = Field(4, description="fine-tuning seeds of each pretraining and draw")
+    seed_sd: float = Field(2.0, description="standard deviation over seeds, in points")
 
 
 def main(args: Options, argv: Sequence[str]) -> None:

@@ -165,15 +165,15 @@ class Options(Settings):
     """Options of the benchmark."""
 
     data_dir: str = Field(description="the folder of GLUE in the official layout")
-    model: str = Field(default="", description="default: the MiniLM of the sample")
-    tasks: list[str] = Field(default=["rte", "mrpc", "cola", "stsb"], description="tasks")
-    seeds: int = Field(default=5, description="seeds 1 to this number")
-    epochs: int = Field(default=3, description="passes over the train rows")
-    batch_size: int = Field(default=16, description="rows of a step")
-    learning_rate: float = Field(default=5e-5, description="peak learning rate")
-    rows: str = Field(default="full", description="train rows, for a small try")
-    output_dir: str = Field(default="runs/finetune_trainer", description="folder of both sides' results")
-    check: bool = Field(default=False, description="one epoch without chance: equal but for rounding?")
+    model: str = Field("", description="default: the MiniLM of the sample")
+    tasks: list[str] = Field(["rte", "mrpc", "cola", "stsb"], description="tasks")
+    seeds: int = Field(5, description="seeds 1 to this number")
+    epochs: int = Field(3, description="passes over the train rows")
+    batch_size: int = Field(16, description="rows of a step")
+    learning_rate: float = Field(5e-5, description="peak learning rate")
+    rows: str = Field("full", description="train rows, for a small try")
+    output_dir: str = Field("runs/finetune_trainer", description="folder of both sides' results")
+    check: bool = Field(False, description="one epoch without chance: equal but for rounding?")
 
 
 def main(args: Options, argv: Sequence[str]) -> None:

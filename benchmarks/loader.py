@@ -39,9 +39,9 @@ class Options(Settings):
     """Options of the benchmark."""
 
     corpus: str = Field(description="a folder of data_prep/run.py")
-    documents: int = Field(default=1_000_000, description="documents of the invented corpus; 0 leaves it out")
-    repeats: int = Field(default=5, description="repeats of each measurement")
-    seconds: float = Field(default=3.0, description="seconds of each measurement")
+    documents: int = Field(1_000_000, description="documents of the invented corpus; 0 leaves it out")
+    repeats: int = Field(5, description="repeats of each measurement")
+    seconds: float = Field(3.0, description="seconds of each measurement")
 
 
 def sequences_per_second(stream: ExampleStream, workers: int, seconds: float) -> float:

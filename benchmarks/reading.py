@@ -33,10 +33,10 @@ class Options(Settings):
 
     genre: str = Field(description="the name of the file that is written")
     input: list[str] = Field(min_length=1, title="[NAME=]WHAT", description="the text, as for data_prep/run.py")
-    documents: str = Field(default="file", description="as for data_prep/run.py")
-    language: str = Field(default="en", description="language of the sentence splitter")
-    number: int = Field(default=300, description="boundaries and dropped paragraphs to draw")
-    seed: int = Field(default=0, description="another seed draws others")
+    documents: str = Field("file", description="as for data_prep/run.py")
+    language: str = Field("en", description="language of the sentence splitter")
+    number: int = Field(300, description="boundaries and dropped paragraphs to draw")
+    seed: int = Field(0, description="another seed draws others")
 
 
 class AllDrops(Drops):

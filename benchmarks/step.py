@@ -180,11 +180,11 @@ def _rank(rank: int, count: int, make: CasesOfRank, rounds: int, threads: int, f
 class Options(Settings):
     """Options of the benchmark."""
 
-    device: Literal["cpu", "cuda"] = Field(default="cpu", description="device")
-    only: list[Part] = Field(default=[], description="parts of the CPU pass; default: all")
-    rounds: int = Field(default=10, description="rounds of each comparison; half of them for BERT-base")
-    threads: int = Field(default=1, description="threads of torch, on CPU; of each rank where there are two")
-    seconds: float = Field(default=4.0, description="seconds of each comparison on the GPU")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="device")
+    only: list[Part] = Field([], description="parts of the CPU pass; default: all")
+    rounds: int = Field(10, description="rounds of each comparison; half of them for BERT-base")
+    threads: int = Field(1, description="threads of torch, on CPU; of each rank where there are two")
+    seconds: float = Field(4.0, description="seconds of each comparison on the GPU")
 
 
 def main(args: Options, argv: Sequence[str]) -> None:

@@ -60,14 +60,14 @@ Commands = Mapping[str, Sequence[str]]  # a command line by the name of its log
 class StudyOptions(Settings):
     """Options of the command."""
 
-    inputs: Path | None = Field(default=None, description="what `pack` has written; only a study's first call needs it")
-    budget: str | None = Field(default=None, title="TIME", description="time of the whole study, such as 25m")
-    size: Literal["smoke"] | None = Field(default=None, description="a fixed small study instead of a --budget")
-    device: Literal["cpu", "cuda"] | None = Field(default=None, description="default: the GPU, if there is one")
-    piece: str = Field(default="8m", title="TIME", description="longest time of one call")
-    base: str | None = Field(default=None, title="MODEL", description="any BERT instead of the packed one")
-    output_dir: Path = Field(default=Path("runs/study"), description="folder of the study")
-    keep_weights: bool = Field(default=False, description="keep inputs and models at the end")
+    inputs: Path | None = Field(None, description="what `pack` has written; only a study's first call needs it")
+    budget: str | None = Field(None, title="TIME", description="time of the whole study, such as 25m")
+    size: Literal["smoke"] | None = Field(None, description="a fixed small study instead of a --budget")
+    device: Literal["cpu", "cuda"] | None = Field(None, description="default: the GPU, if there is one")
+    piece: str = Field("8m", title="TIME", description="longest time of one call")
+    base: str | None = Field(None, title="MODEL", description="any BERT instead of the packed one")
+    output_dir: Path = Field(Path("runs/study"), description="folder of the study")
+    keep_weights: bool = Field(False, description="keep inputs and models at the end")
 
 
 class Call:

@@ -38,8 +38,8 @@ class PackOptions(Settings):
     text: list[str] = Field(title="NAME=DIR", description="folders of text, as data_prep/run.py takes them")
     data_dir: Path = Field(description="the folder with the files of GLUE and SuperGLUE")
     output: Path = Field(title="FILE", description="the packed file, such as inputs.tar.xz")
-    base: str = Field(default=SAMPLE, title="MODEL", description="any BERT: folder or Hub id")
-    text_mb: float = Field(default=70.0, gt=0, description="most megabytes of text to take")
+    base: str = Field(SAMPLE, title="MODEL", description="any BERT: folder or Hub id")
+    text_mb: float = Field(70.0, gt=0, description="most megabytes of text to take")
 
 
 def main(argv: Sequence[str]) -> None:

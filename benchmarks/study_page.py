@@ -103,8 +103,8 @@ class Tested:
 class PageOptions(Settings):
     """Options of the command."""
 
-    study: Path = Field(default=Path("runs/study"), description="folder of the study, finished or not")
-    output: Path = Field(default=Path("docs/study.md"), description="the page; its figures go to images/ beside it")
+    study: Path = Field(Path("runs/study"), description="folder of the study, finished or not")
+    output: Path = Field(Path("docs/study.md"), description="the page; its figures go to images/ beside it")
 
 
 def main(argv: Sequence[str]) -> None:

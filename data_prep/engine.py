@@ -31,10 +31,10 @@ from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
 from data_prep.settings import ExecutorOptions
-from data_prep.sources import counted
 from multicls.console import Progress
 from multicls.errors import UserError
 from multicls.files import REPOSITORY, read_json, write_json
+from multicls.words import counted
 
 logger.remove()  # datatrove logs to stderr by default; tasks still log to their files
 POLL_SECONDS = 2.0  # between looks at the tasks of SLURM and Ray

@@ -38,12 +38,12 @@ from data_prep.plan import PLAN, WorkPlan
 from data_prep.read import RawDocument, read_piece
 from data_prep.sentences import LANGUAGES, splitter_name
 from data_prep.settings import ExecutorOptions, InputSettings, PrepareSettings
-from data_prep.sources import Skipped, counted, find_files, printable
+from data_prep.sources import Skipped, find_files, printable
 from data_prep.units import LARGEST_UNIT, cut_units, piece_hash, unit_bytes
 from multicls.corpus import FORMAT, FORMAT_VERSION, MANIFEST, ShardRow, tokenizer_fingerprint, write_manifest
 from multicls.errors import UserError
 from multicls.files import LOCK, append_jsonl, atomic_write, locked, read_json, sha256_of, write_json
-from multicls.words import duration
+from multicls.words import counted, duration
 
 DROPPED = "dropped.json"  # samples of what was dropped, by reason, and all input that was skipped
 INPUTS = "inputs.json"  # the input files as they were; not part of the corpus

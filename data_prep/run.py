@@ -29,12 +29,11 @@ from data_prep.settings import (
     StatsOptions,
     VocabularyOptions,
 )
-from data_prep.sources import counted
 from multicls.command_line import CommandLine, print_summary
 from multicls.console import print_line
 from multicls.errors import UserError, did_you_mean, run_command
 from multicls.settings import Settings
-from multicls.words import tokens_in_words
+from multicls.words import counted, tokens_in_words
 
 if TYPE_CHECKING:
     from multicls.corpus import Corpus

@@ -24,12 +24,12 @@ class ReadOptions(Settings):
     """How files are divided into documents."""
 
     documents: Literal["file", "blank_line", "sentences"] = Field(
-        default="file",
+        "file",
         description="plain text: a document is a file, or the text between blank lines; or each line (or row) is a "
         "sentence",
     )
-    text_field: str = Field(default="text", description="JSON lines, Parquet, data sets: field with the text")
-    bad_records: Literal["drop", "stop"] = Field(default="drop", description="drop and count bad records, or stop")
+    text_field: str = Field("text", description="JSON lines, Parquet, data sets: field with the text")
+    bad_records: Literal["drop", "stop"] = Field("drop", description="drop and count bad records, or stop")
 
 
 class InputSettings(ReadOptions):
@@ -42,11 +42,11 @@ class InputSettings(ReadOptions):
         "fsspec paths), wikipedia[:DATE.LANGUAGE], bookcorpus, bookcorpusopen or a data set of the Hub, "
         "OWNER/DATASET[:CONFIG[:SPLIT]]; NAME: name of the source",
     )
-    include: tuple[str, ...] = Field(default=(), title="GLOB", description="read only these files of a folder")
-    exclude: tuple[str, ...] = Field(default=(), title="GLOB", description="leave out these files of a folder")
-    format: Literal["auto", FileFormat] = Field(default="auto", description="format of the files")
-    language: str = Field(default="en", description="language of the text: its ISO 639 code, for the sentence splitter")
-    without: tuple[str, ...] = Field(default=(), title="RULE", description="cleaning rules to leave out")
+    include: tuple[str, ...] = Field((), title="GLOB", description="read only these files of a folder")
+    exclude: tuple[str, ...] = Field((), title="GLOB", description="leave out these files of a folder")
+    format: Literal["auto", FileFormat] = Field("auto", description="format of the files")
+    language: str = Field("en", description="language of the text: its ISO 639 code, for the sentence splitter")
+    without: tuple[str, ...] = Field((), title="RULE", description="cleaning rules to leave out")
 
     @field_validator("language")
     @classmethod
@@ -77,27 +77,25 @@ class PrepareSettings(InputSettings):
         "gives it",
     )
     min_sentences: int = Field(
-        default=MIN_SENTENCES, ge=3, description="drop documents of fewer sentences; three are one for each part"
+        MIN_SENTENCES, ge=3, description="drop documents of fewer sentences; three are one for each part"
     )
-    near_duplicates: bool = Field(default=False, description="drop documents nearly equal to an earlier one")
+    near_duplicates: bool = Field(False, description="drop documents nearly equal to an earlier one")
 
 
 class ExecutorOptions(Settings):
     """Options that say where the tasks run."""
 
-    executor: Literal["local", "slurm", "ray"] = Field(default="local", description="this machine, SLURM or Ray")
+    executor: Literal["local", "slurm", "ray"] = Field("local", description="this machine, SLURM or Ray")
     workers: PositiveInt = Field(
         default_factory=lambda: (
             len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         ),
         description="most tasks at a time; one per core",
     )
-    partition: str = Field(default="", description="SLURM: partition of the jobs")
-    time: str = Field(default="04:00:00", description="SLURM: time limit of a job")
-    tasks_per_job: PositiveInt = Field(default=1, description="SLURM: tasks of each job of the array")
-    sbatch: tuple[str, ...] = Field(
-        default=(), title="OPTION=VALUE", description="SLURM: further options, e.g. account=nlp"
-    )
+    partition: str = Field("", description="SLURM: partition of the jobs")
+    time: str = Field("04:00:00", description="SLURM: time limit of a job")
+    tasks_per_job: PositiveInt = Field(1, description="SLURM: tasks of each job of the array")
+    sbatch: tuple[str, ...] = Field((), title="OPTION=VALUE", description="SLURM: further options, e.g. account=nlp")
 
     @field_validator("sbatch")
     @classmethod
@@ -111,8 +109,8 @@ class BuildOptions(ExecutorOptions, PrepareSettings):
     """Options of the command that prepares a corpus."""
 
     output: str = Field(description="the corpus folder: new, or of a stopped run")
-    sample: bool = Field(default=False, description="use the embedded sample as --input and --tokenizer")
-    plan: bool = Field(default=False, description="print the expected size and time, and do nothing")
+    sample: bool = Field(False, description="use the embedded sample as --input and --tokenizer")
+    plan: bool = Field(False, description="print the expected size and time, and do nothing")
 
     @model_validator(mode="before")
     @classmethod
@@ -147,32 +145,30 @@ class CorpusOptions(Settings):
 class ExampleOptions(CorpusOptions):
     """Options that decide how text becomes examples."""
 
-    seq_length: PositiveInt = Field(default=128, description="tokens of a sequence")
-    num_facets: int = Field(default=5, ge=0, description="extra CLS tokens of a sequence")
+    seq_length: PositiveInt = Field(128, description="tokens of a sequence")
+    num_facets: int = Field(5, ge=0, description="extra CLS tokens of a sequence")
 
 
 class ShowOptions(ExampleOptions):
     """Options of the command `show`."""
 
     row: int = Field(description="a row from 0: a document, or a part of a very long one")
-    seed: int = Field(default=0, description="seed of the training run")
-    epoch: int = Field(default=0, ge=0, description="pass over the corpus, from 0")
-    window: int = Field(default=0, ge=0, description="number of the window in the row, from 0")
+    seed: int = Field(0, description="seed of the training run")
+    epoch: int = Field(0, ge=0, description="pass over the corpus, from 0")
+    window: int = Field(0, ge=0, description="number of the window in the row, from 0")
 
 
 class StatsOptions(ExampleOptions):
     """Options of the command `stats`."""
 
-    output: str | None = Field(
-        default=None, title="PNG", description="the picture; default: beside the corpus, DIR.png"
-    )
+    output: str | None = Field(None, title="PNG", description="the picture; default: beside the corpus, DIR.png")
 
 
 class VocabularyOptions(InputSettings):
     """Options of the command `vocabulary`."""
 
     output: str = Field(description="the folder of the tokenizer, new or empty")
-    type: Literal["wordpiece", "unigram"] = Field(default="wordpiece", description="BERT's, or SentencePiece's")
-    size: int = Field(default=30_522, description="entries, special tokens included")
-    cased: bool = Field(default=False, description="keep upper case and accents")
-    max_mb: float = Field(default=2000.0, gt=0, title="MB", description="most text to read, spread over the input")
+    type: Literal["wordpiece", "unigram"] = Field("wordpiece", description="BERT's, or SentencePiece's")
+    size: int = Field(30_522, description="entries, special tokens included")
+    cased: bool = Field(False, description="keep upper case and accents")
+    max_mb: float = Field(2000.0, gt=0, title="MB", description="most text to read, spread over the input")

@@ -455,11 +455,6 @@ def printable(path: str) -> str:
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
-def counted(number: int, noun: str) -> str:
-    """Returns a number with its noun, in the plural except for 1."""
-    return f"{number:,} {noun}{'s' if number != 1 else ''}"
-
-
 def extension(path: str) -> str:
     """Returns the last suffix of a path, with its dot."""
     return os.path.splitext(path)[1]

@@ -15,10 +15,10 @@ import numpy as np
 
 from data_prep.examples import ExampleStream, SpecialIds
 from data_prep.show import special_ids
-from data_prep.sources import counted
 from multicls.corpus import Corpus
 from multicls.errors import UserError
 from multicls.files import atomic_write, read_json
+from multicls.words import counted
 
 if TYPE_CHECKING:
     from rich.console import Console

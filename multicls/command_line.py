@@ -32,9 +32,9 @@ EXAMPLE = re.compile(r"\s*(\w+=\S+ )*(python|deepspeed) ")
 class RecipeOptions(Settings):
     """Options of commands whose settings come from recipes."""
 
-    recipe: list[str] = Field(default=[], description="YAML settings: a file, or the name of a shipped one; later wins")
-    set: list[str] = Field(default=[], title="KEY=VALUE", description="any setting; --print_config shows all")
-    print_config: bool = Field(default=False, description="print all settings as a recipe and stop")
+    recipe: list[str] = Field([], description="YAML settings: a file, or the name of a shipped one; later wins")
+    set: list[str] = Field([], title="KEY=VALUE", description="any setting; --print_config shows all")
+    print_config: bool = Field(False, description="print all settings as a recipe and stop")
     local_rank: int | None = None  # appended by the deepspeed launcher
 
 

@@ -46,23 +46,23 @@ class ConvertOptions(Settings):
     checkpoint: Path = Field(description="the model.pt of the authors' code, {'sd': state dict, 'epoch'}")
     output: Path = Field(description="the folder to write, new or empty")
     num_facets: int | None = Field(
-        default=None, ge=0, description="K; default: num_facet in training.conf beside the checkpoint"
+        None, ge=0, description="K; default: num_facet in training.conf beside the checkpoint"
     )
     facet_layers: str | None = Field(
-        default=None,
+        None,
         description="layers, numbered from 1, after which facets pass their inserted linear layers, separated by "
         "commas; '' for none. The authors' code has the same numbers, as inputs of layers counted from 0. Default: "
         "diversify_hidden_layer in training.conf",
     )
-    num_attention_heads: int | None = Field(default=None, description="default: hidden size / 64")
-    mcqt_lambda: float = Field(default=0.1, ge=0, le=1, description="weight of the best facet pair")
+    num_attention_heads: int | None = Field(None, description="default: hidden size / 64")
+    mcqt_lambda: float = Field(0.1, ge=0, le=1, description="weight of the best facet pair")
     task_type_row: int = Field(
-        default=0,
+        0,
         description="row of the authors' task-type table to add to the token types: 0 as in their fine-tuning, or 5 "
         "as in their pretraining",
     )
     tokenizer: str | None = Field(
-        default=None, description="folder or Hub id of the tokenizer to save with the model, with facets added"
+        None, description="folder or Hub id of the tokenizer to save with the model, with facets added"
     )
 
 

@@ -9,8 +9,8 @@ def tokens_in_words(number: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Returns a number with its noun, in the plural but for 1: `1 row`, `12 rows`."""
-    return f"{number} {noun}" + "s" * (number != 1)
+    """Returns a number with its noun, in the plural but for 1: `1 row`, `1,200 rows`."""
+    return f"{number:,} {noun}" + "s" * (number != 1)
 
 
 def duration(seconds: float) -> str:

@@ -37,11 +37,9 @@ class ExportOptions(Settings):
     """Options of the command."""
 
     run: Path = Field(description="the run folder of pretrain/run.py, in any state")
-    step: int | None = Field(default=None, description="step of the checkpoint; default: the newest whole one")
-    output: Path | None = Field(default=None, description="new folder, or an earlier export to replace")
-    finish: bool = Field(
-        default=False, description="export to RUN/hf and mark the run as finished, instead of --output"
-    )
+    step: int | None = Field(None, description="step of the checkpoint; default: the newest whole one")
+    output: Path | None = Field(None, description="new folder, or an earlier export to replace")
+    finish: bool = Field(False, description="export to RUN/hf and mark the run as finished, instead of --output")
 
     @model_validator(mode="after")
     def _one_target(self) -> ExportOptions:

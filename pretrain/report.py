@@ -49,7 +49,7 @@ class ReportOptions(Settings):
     """Options of the command."""
 
     runs: list[str] = Field(min_length=1, description="run folders; an unfinished run is shown as far as it is")
-    markdown: str | None = Field(default=None, title="FILE", description="write the table to this file as well")
+    markdown: str | None = Field(None, title="FILE", description="write the table to this file as well")
 
 
 COMMAND = CommandLine("pretrain/report.py", __doc__, ReportOptions, positional=("runs",))

@@ -38,12 +38,10 @@ UNFINISHED = 3  # exit code of --status
 class RunOptions(RecipeOptions):
     """Options of the command that are no settings of the run."""
 
-    config: str = Field(default="ds_configs/zero2.json", description="DeepSpeed JSON")
-    resume: Literal["auto", "never"] = Field(
-        default="auto", description="auto: go on from the newest checkpoint, if any"
-    )
-    dry_run: bool = Field(default=False, description="make four steps, keep nothing, print what the run will take")
-    status: bool = Field(default=False, description="print how far the run is; exit code 0: finished, 3: not")
+    config: str = Field("ds_configs/zero2.json", description="DeepSpeed JSON")
+    resume: Literal["auto", "never"] = Field("auto", description="auto: go on from the newest checkpoint, if any")
+    dry_run: bool = Field(False, description="make four steps, keep nothing, print what the run will take")
+    status: bool = Field(False, description="print how far the run is; exit code 0: finished, 3: not")
 
 
 COMMAND = CommandLine(  # no flag begins like an option of the deepspeed launcher, which reads abbreviations

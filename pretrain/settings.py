@@ -23,11 +23,11 @@ class ModelSettings(Settings):
     """The model and the checkpoint that it starts from."""
 
     checkpoint: str = Field(description="the Hub id or folder of a BERT checkpoint, or 'sample'")
-    random_weights: bool = Field(default=False, description="use only the checkpoint's shape and tokenizer")
-    num_facets: int = Field(default=5, ge=0, description="K, the extra CLS tokens; 0: the plain single-CLS model")
-    facet_layers: list[int] | None = Field(default=None, description="layers followed by inserted linears; []: none")
-    mcqt_lambda: float = Field(default=0.1, ge=0, le=1, description="weight of the best facet pair in the MCQT score")
-    hard_negatives: bool = Field(default=True, description="three-part examples; false: two parts")
+    random_weights: bool = Field(False, description="use only the checkpoint's shape and tokenizer")
+    num_facets: int = Field(5, ge=0, description="K, the extra CLS tokens; 0: the plain single-CLS model")
+    facet_layers: list[int] | None = Field(None, description="layers followed by inserted linears; []: none")
+    mcqt_lambda: float = Field(0.1, ge=0, le=1, description="weight of the best facet pair in the MCQT score")
+    hard_negatives: bool = Field(True, description="three-part examples; false: two parts")
 
     @property
     def num_parts(self) -> int:
@@ -39,30 +39,28 @@ class DataSettings(Settings):
     """The corpus and how it becomes examples."""
 
     corpus: str = Field(description="the folder written by data_prep/run.py, or 'sample'")
-    seq_length: int = Field(default=128, ge=16, description="L, tokens of a sequence, special tokens included")
-    mlm_probability: float = Field(default=0.15, gt=0, lt=1, description="share of text tokens to predict")
+    seq_length: int = Field(128, ge=16, description="L, tokens of a sequence, special tokens included")
+    mlm_probability: float = Field(0.15, gt=0, lt=1, description="share of text tokens to predict")
     source_weights: dict[str, Annotated[float, Field(ge=0)]] = Field(
-        default={}, description="how often an epoch shows a source's text; 1 for those not named, 0 leaves one out"
+        {}, description="how often an epoch shows a source's text; 1 for those not named, 0 leaves one out"
     )
-    validation_fraction: float = Field(
-        default=0.01, gt=0, lt=1, description="share of documents held out; at least one"
-    )
-    num_workers: int = Field(default=1, ge=0, description="loader processes of each rank; numbers do not depend on it")
+    validation_fraction: float = Field(0.01, gt=0, lt=1, description="share of documents held out; at least one")
+    num_workers: int = Field(1, ge=0, description="loader processes of each rank; numbers do not depend on it")
     local_copy: str | None = Field(
-        default=None, description="folder on a disk of each node, which the corpus is copied to once; null: no copy"
+        None, description="folder on a disk of each node, which the corpus is copied to once; null: no copy"
     )
     warm_up: bool = Field(
-        default=False, description="read all shards once on each node before the first step, for slow shared disks"
+        False, description="read all shards once on each node before the first step, for slow shared disks"
     )
 
 
 class ObjectiveSettings(Settings):
     """Weights of the losses; a weight of 0 switches a loss off."""
 
-    mlm: float = Field(default=1.0, ge=0, description="weight of the loss: masked tokens")
-    tfidf: float = Field(default=1.0, ge=0, description="weight of the loss: TF-IDF of each token")
-    so: float = Field(default=1.0, ge=0, description="weight of the loss: order of the two segments of a part")
-    mcqt: float = Field(default=1.0, ge=0, description="weight of the loss: which part follows which")
+    mlm: float = Field(1.0, ge=0, description="weight of the loss: masked tokens")
+    tfidf: float = Field(1.0, ge=0, description="weight of the loss: TF-IDF of each token")
+    so: float = Field(1.0, ge=0, description="weight of the loss: order of the two segments of a part")
+    mcqt: float = Field(1.0, ge=0, description="weight of the loss: which part follows which")
 
     @model_validator(mode="after")
     def _something_to_learn(self) -> ObjectiveSettings:
@@ -74,30 +72,30 @@ class ObjectiveSettings(Settings):
 class TrainSettings(Settings):
     """Batch, schedule and optimizer. Sizes count examples, each of three (or two) sequences."""
 
-    seed: int = Field(default=1, ge=0, description="seed of new weights, the order of the text, masking and dropout")
-    tokens: float = Field(default=2e9, ge=0, description="length of the run in text tokens; 0: not used")
-    epochs: float = Field(default=0, ge=0, description="length of the run in passes over the text; 0: not used")
-    steps: int = Field(default=0, ge=0, description="length of the run in optimizer steps; 0: not used")
-    global_batch_size: PositiveInt = Field(default=10, description="examples of an optimizer step, over all ranks")
+    seed: int = Field(1, ge=0, description="seed of new weights, the order of the text, masking and dropout")
+    tokens: float = Field(2e9, ge=0, description="length of the run in text tokens; 0: not used")
+    epochs: float = Field(0, ge=0, description="length of the run in passes over the text; 0: not used")
+    steps: int = Field(0, ge=0, description="length of the run in optimizer steps; 0: not used")
+    global_batch_size: PositiveInt = Field(10, description="examples of an optimizer step, over all ranks")
     micro_batch_size: PositiveInt | Literal["auto"] = Field(
-        default="auto", description="examples of a forward pass; auto: the largest that `micro_batch_tokens` allows"
+        "auto", description="examples of a forward pass; auto: the largest that `micro_batch_tokens` allows"
     )
     micro_batch_tokens: PositiveInt = Field(
-        default=32768, description="most tokens of a forward pass, padding included, if micro_batch_size is auto"
+        32768, description="most tokens of a forward pass, padding included, if micro_batch_size is auto"
     )
-    negatives_group: PositiveInt = Field(default=10, description="examples that are each other's negatives")
-    learning_rate: float = Field(default=2e-5, gt=0, description="peak learning rate")
-    warmup_ratio: float = Field(default=0.001, ge=0, lt=1, description="share of steps with rising learning rate")
-    weight_decay: float = Field(default=0.02, ge=0, description="decoupled; none on biases and LayerNorms")
-    max_grad_norm: float = Field(default=1.0, gt=0, description="largest global gradient norm")
+    negatives_group: PositiveInt = Field(10, description="examples that are each other's negatives")
+    learning_rate: float = Field(2e-5, gt=0, description="peak learning rate")
+    warmup_ratio: float = Field(0.001, ge=0, lt=1, description="share of steps with rising learning rate")
+    weight_decay: float = Field(0.02, ge=0, description="decoupled; none on biases and LayerNorms")
+    max_grad_norm: float = Field(1.0, gt=0, description="largest global gradient norm")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
-        default="auto", description="auto: bf16 where the GPU has it, fp16 on other GPUs, fp32 on CPU"
+        "auto", description="auto: bf16 where the GPU has it, fp16 on other GPUs, fp32 on CPU"
     )
-    gather_negatives: bool = Field(default=False, description="MCQT's candidates come from the groups of all ranks")
-    activation_checkpointing: bool = Field(default=False, description="saves memory, computes the layers twice")
-    compile: bool = Field(default=False, description="torch.compile of the encoder's layers")
-    unpad: bool = Field(default=False, description="the encoder leaves out the padding (variable-length attention)")
-    skip_nonfinite: int = Field(default=0, ge=0, description="steps that may go without update before the run stops")
+    gather_negatives: bool = Field(False, description="MCQT's candidates come from the groups of all ranks")
+    activation_checkpointing: bool = Field(False, description="saves memory, computes the layers twice")
+    compile: bool = Field(False, description="torch.compile of the encoder's layers")
+    unpad: bool = Field(False, description="the encoder leaves out the padding (variable-length attention)")
+    skip_nonfinite: int = Field(0, ge=0, description="steps that may go without update before the run stops")
 
     @model_validator(mode="before")
     @classmethod
@@ -138,16 +136,16 @@ Interval = Annotated[float, Field(gt=0), AfterValidator(_whole_or_share)]
 class RunSettings(Settings):
     """Output of a run: where, what and how often. Intervals are numbers of steps, or shares of the run below 1."""
 
-    output_dir: str | None = Field(default=None, description="the run folder; default: runs/<name of the recipe>")
-    log_every: Interval = Field(default=50, description="interval of records in metrics.jsonl and TensorBoard")
-    eval_every: Interval = Field(default=2000, description="interval of validations")
-    eval_examples: PositiveInt = Field(default=500, description="validation examples, always the same")
-    save_every: Interval = Field(default=10000, description="interval of checkpoints")
-    keep_checkpoints: PositiveInt = Field(default=2, description="number of newest checkpoints to keep")
-    milestone_every: PositiveInt | None = Field(default=None, description="checkpoints of these steps stay for good")
-    time_limit: float | None = Field(default=None, gt=0, description="minutes after which to save and leave")
-    peak_tflops: float | None = Field(default=None, gt=0, description="of one device, for MFU; null: known for GPUs")
-    wandb_project: str | None = Field(default=None, description="report to Weights & Biases too (its own package)")
+    output_dir: str | None = Field(None, description="the run folder; default: runs/<name of the recipe>")
+    log_every: Interval = Field(50, description="interval of records in metrics.jsonl and TensorBoard")
+    eval_every: Interval = Field(2000, description="interval of validations")
+    eval_examples: PositiveInt = Field(500, description="validation examples, always the same")
+    save_every: Interval = Field(10000, description="interval of checkpoints")
+    keep_checkpoints: PositiveInt = Field(2, description="number of newest checkpoints to keep")
+    milestone_every: PositiveInt | None = Field(None, description="checkpoints of these steps stay for good")
+    time_limit: float | None = Field(None, gt=0, description="minutes after which to save and leave")
+    peak_tflops: float | None = Field(None, gt=0, description="of one device, for MFU; null: known for GPUs")
+    wandb_project: str | None = Field(None, description="report to Weights & Biases too (its own package)")
 
     @field_validator("wandb_project")
     @classmethod

@@ -14,4 +14,4 @@ def test_few_tokens_are_counted() -> None:
 
 
 def test_a_number_with_its_noun() -> None:
-    assert [counted(number, "row") for number in (0, 1, 2)] == ["0 rows", "1 row", "2 rows"]
+    assert [counted(number, "row") for number in (0, 1, 1200)] == ["0 rows", "1 row", "1,200 rows"]
