@@ -19,7 +19,7 @@ from multicls.errors import UserError, did_you_mean, run_command
 from multicls.files import atomic_write
 
 NAMES = ("step", "cost", "loader", "data_prep", "reading", "finetune_trainer", "finetune_inference",
-         "finetune_statistics", "embeddings")  # fmt: skip
+         "finetune_statistics", "embeddings", "sentence_order")  # fmt: skip
 POSITIONAL = {"loader": ["corpus"], "data_prep": ["inputs"]}  # options that are given by their place
 
 
