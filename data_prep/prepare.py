@@ -222,7 +222,7 @@ def _described(plan: WorkPlan) -> dict[str, Any]:
 def _check_unfinished(output: Path, plan: WorkPlan) -> None:
     """Raises an error unless the folder is new or holds what a stopped run of the same settings left."""
     if (plan.folder / PLAN).exists():
-        before, wanted = read_json(plan.folder / PLAN)["identity"], json.loads(json.dumps(plan.identity))
+        before, wanted = WorkPlan.load(plan.folder).identity, json.loads(json.dumps(plan.identity))
         if differing := [key for key in wanted if before.get(key) != wanted[key]]:
             raise UserError(
                 f"{output}: holds an unfinished corpus of other settings ({', '.join(differing)}); remove it or give "

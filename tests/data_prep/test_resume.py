@@ -189,6 +189,21 @@ def test_other_settings_are_named(
         prepared(tiny_tokenizer, tmp_path / "out", texts, min_sentences=7)
 
 
+def test_an_unfinished_corpus_of_another_version_is_told(
+    texts: Path, tiny_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop_at("shards", patch)
+        prepared(tiny_tokenizer, tmp_path / "out", texts)
+    path = tmp_path / "out" / "work" / "plan.json"
+    plan = read_json(path)
+    plan["settings"]["read_options"] = {"documents": plan["settings"].pop("documents")}
+    path.write_text(json.dumps(plan))
+    with pytest.raises(UserError, match=r"out: holds an unfinished corpus of another version.*give another --output"):
+        prepared(tiny_tokenizer, tmp_path / "out", texts)
+    assert (tmp_path / "out" / "work" / "parts").exists()
+
+
 def test_a_remote_file_that_changed_is_told(tiny_tokenizer: Path, tmp_path: Path) -> None:
     memory = fsspec.filesystem("memory")
     memory.pipe("/corpus/in.txt", story(9).encode())
