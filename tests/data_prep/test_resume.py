@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -316,6 +317,26 @@ def test_failed_tasks_of_slurm_keep_their_logs(fake_slurm: Path, texts: Path, ti
         patch.setattr(engine, "_submit", submit_and_fail)
         prepared(tiny_tokenizer, output, texts, kind="slurm")
     assert logs.exists() and (fake_slurm / "cancelled").read_text() == "7\n"
+
+
+def test_files_may_appear_after_a_slow_answer_of_slurm(fake_slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    completions = fake_slurm / "logs" / "one" / "completions"
+    looks = 0
+
+    def ended(_: Any) -> bool:
+        nonlocal looks
+        looks += 1
+        time.sleep(2 * engine.PATIENCE)
+        if looks == 3:  # one before the jobs are submitted
+            completions.mkdir(parents=True)
+            (completions / "00000").touch()
+        return False
+
+    monkeypatch.setattr(engine, "_submit", lambda *_: {"one": "7"})
+    monkeypatch.setattr(engine, "_alive", ended)
+    options = ExecutorOptions(executor="slurm", workers=1, partition="all")
+    engine.run_stages([engine.Stage("one", [], [1])], fake_slurm, options, lambda _: None)
+    assert looks == 3
 
 
 def test_jobs_of_an_earlier_start_are_waited_for(fake_slurm: Path, texts: Path, tiny_tokenizer: Path) -> None:
