@@ -8,10 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from data_prep import run, units
+from data_prep.settings import ExampleOptions
 from multicls.corpus import Corpus
 from multicls.errors import UserError
+from multicls.files import REPOSITORY
 from tests.data_prep.conftest import story
 
 RUN = Path(run.__file__)
@@ -73,6 +76,14 @@ def test_a_corpus_too_small_for_pretraining_says_what_is_missing(
     assert lines[-1].startswith("missing: " if missing else "next: ") and missing in lines[-1]
     run.main(["verify", str(tmp_path / "out")])
     assert ("1 document (1 row) in 1 shard\n" in capsys.readouterr().out) == (len(sizes) == 1)
+
+
+def test_what_a_small_corpus_is_measured_by_is_what_its_recipe_says() -> None:
+    recipe = yaml.safe_load((REPOSITORY / "pretrain" / "recipes" / "own_text.yaml").read_text())
+    data, default = recipe["data"], ExampleOptions.model_fields
+    assert (data["validation_fraction"], recipe["train"]["negatives_group"]) == (run.HELD_OUT, run.NEGATIVES)
+    measured = default["seq_length"].default, default["num_facets"].default
+    assert (data["seq_length"], recipe["model"]["num_facets"]) == measured
 
 
 @pytest.mark.parametrize("language, told", [("sw", True), ("de", False)])
