@@ -7,6 +7,7 @@ logs are in the work folder, in `logs/STAGE/logs/`. The console shows the same l
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import shlex
@@ -207,13 +208,12 @@ def _run_on_slurm(stages: list[Stage], work: Path, options: ExecutorOptions, log
         write_json(submitted, jobs)
     log(f"SLURM jobs: {', '.join(f'{name} {job}' for name, job in jobs.items()) or 'none left'}")
     for stage, executor in zip(stages, executors, strict=True):
-        seen = time.monotonic()
+        gone = math.inf  # when the job was first seen to have ended
         while len(done := _whole(executor)) < len(stage.sizes):
             yield stage, done
             time.sleep(POLL_SECONDS)
-            if _alive([jobs.get(stage.name, "")]):
-                seen = time.monotonic()
-            elif time.monotonic() - seen > PATIENCE and executor.get_incomplete_ranks():
+            gone = math.inf if _alive([jobs.get(stage.name, "")]) else min(gone, time.monotonic())
+            if time.monotonic() - gone > PATIENCE and executor.get_incomplete_ranks():
                 _cancel(jobs.values())
                 raise _failed(executor, work, stage)
 

@@ -12,6 +12,7 @@ from typing import Any
 from data_prep.settings import PrepareSettings
 from data_prep.sources import Hub, SourceFile
 from data_prep.units import Piece, unit_bytes
+from multicls.errors import UserError
 from multicls.files import atomic_write, read_json
 
 PLAN = "plan.json"
@@ -77,7 +78,13 @@ class WorkPlan:
 @lru_cache(2)
 def _load(folder: str, _changed: int) -> WorkPlan:
     record = read_json(Path(folder) / PLAN)
-    settings = PrepareSettings(**record["settings"])
-    files = [SourceFile(**file | {"hub": Hub(*file["hub"]) if file["hub"] else None}) for file in record["files"]]
+    try:
+        settings = PrepareSettings(**record["settings"])
+        files = [SourceFile(**file | {"hub": Hub(*file["hub"]) if file["hub"] else None}) for file in record["files"]]
+    except (TypeError, ValueError):  # other fields
+        raise UserError(
+            f"{Path(folder).parent}: holds an unfinished corpus of another version of this program; remove it or give "
+            "another --output."
+        ) from None
     units = [[Piece(*piece) for piece in unit] for unit in record["units"]]
     return WorkPlan(Path(folder), record["identity"], settings, record["tokenizer_json"], files, units)

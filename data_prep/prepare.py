@@ -115,6 +115,15 @@ def print_plan(settings: PrepareSettings, output: str | Path, executor: Executor
     _log_estimate(plan, Path(output), _fitting(executor, plan), log)
 
 
+def tell_language(language: str, log: Log) -> None:
+    """Logs that the sentence splitter has no rules of its own for a language, unless it has."""
+    if language not in LANGUAGES.split():
+        log(
+            f"language {language}: the sentence splitter has no rules of its own for it and takes those of a related "
+            "language or, if it knows none, of English"
+        )
+
+
 def sentences_of(settings: InputSettings, megabytes: float) -> Iterator[str]:
     """Yields cleaned sentences of at most `megabytes` of text; of more, from the beginning of each work unit."""
     files = find_files(settings.input, settings.format, settings.include, settings.exclude).files
@@ -151,11 +160,7 @@ def _plan(settings: PrepareSettings, output: Path, log: Log) -> tuple[WorkPlan, 
         log(f"skipped: {path}: {reason}")
     if len(skipped) > MOST_PROBLEMS:
         log(f"skipped: {len(skipped) - MOST_PROBLEMS} more; {DROPPED} will list them")
-    if settings.language not in LANGUAGES.split():
-        log(
-            f"language {settings.language}: the sentence splitter has no rules of its own for it and takes those of a "
-            "related language or, if it knows none, of English"
-        )
+    tell_language(settings.language, log)
     tokenizer_files = load_tokenizer_files(settings.tokenizer)
     tokenizer_json = tokenizer_files["tokenizer.json"].decode("utf-8")
     identity, units = _identity(settings, tokenizer_json), cut_units(files)
@@ -222,7 +227,7 @@ def _described(plan: WorkPlan) -> dict[str, Any]:
 def _check_unfinished(output: Path, plan: WorkPlan) -> None:
     """Raises an error unless the folder is new or holds what a stopped run of the same settings left."""
     if (plan.folder / PLAN).exists():
-        before, wanted = read_json(plan.folder / PLAN)["identity"], json.loads(json.dumps(plan.identity))
+        before, wanted = WorkPlan.load(plan.folder).identity, json.loads(json.dumps(plan.identity))
         if differing := [key for key in wanted if before.get(key) != wanted[key]]:
             raise UserError(
                 f"{output}: holds an unfinished corpus of other settings ({', '.join(differing)}); remove it or give "

@@ -457,9 +457,10 @@ def _html(file: SourceFile, piece: Piece, options: ReadOptions) -> Iterator[RawD
 
 def _encodable(text: str) -> bool:
     try:
-        return bool(text.encode("utf-8"))
+        text.encode("utf-8")
     except UnicodeEncodeError:
         return False
+    return True
 
 
 def stem(file: SourceFile) -> str:

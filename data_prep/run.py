@@ -120,9 +120,10 @@ def verify_command(options: CorpusOptions) -> None:
 
 def vocabulary_command(options: VocabularyOptions) -> None:
     """Trains a tokenizer on the text that `build` would prepare."""
-    from data_prep.prepare import sentences_of
+    from data_prep.prepare import sentences_of, tell_language
     from data_prep.vocabulary import train_vocabulary
 
+    tell_language(options.language, print_line)
     sentences = sentences_of(options, options.max_mb)
     train_vocabulary(
         sentences, options.output, kind=options.type, size=options.size, cased=options.cased, log=print_line

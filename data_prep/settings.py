@@ -19,6 +19,11 @@ RULES = (  # of cleaning; docs/data.md says what each does
     *("sentences_without_letter", "long_sentences", "repeated_lines", "duplicate_documents"),
 )
 
+_WHAT = (
+    "files and folders (.gz .bz2 .xz .zst, too; s3:// and other fsspec paths), wikipedia[:DATE.LANGUAGE], bookcorpus, "
+    "bookcorpusopen or a data set of the Hub, OWNER/DATASET[:CONFIG[:SPLIT]]; NAME: name of the source"
+)
+
 
 class ReadOptions(Settings):
     """How files are divided into documents."""
@@ -38,9 +43,7 @@ class InputSettings(ReadOptions):
     input: tuple[str, ...] = Field(
         min_length=1,
         title="[NAME=]WHAT",
-        description="the text to prepare, or --sample; files and folders (.gz .bz2 .xz .zst, too; s3:// and other "
-        "fsspec paths), wikipedia[:DATE.LANGUAGE], bookcorpus, bookcorpusopen or a data set of the Hub, "
-        "OWNER/DATASET[:CONFIG[:SPLIT]]; NAME: name of the source",
+        description=f"the text to read; {_WHAT}",
     )
     include: tuple[str, ...] = Field((), title="GLOB", description="read only these files of a folder")
     exclude: tuple[str, ...] = Field((), title="GLOB", description="leave out these files of a folder")
@@ -108,6 +111,9 @@ class ExecutorOptions(Settings):
 class BuildOptions(ExecutorOptions, PrepareSettings):
     """Options of the command that prepares a corpus."""
 
+    input: tuple[str, ...] = Field(
+        min_length=1, title="[NAME=]WHAT", description=f"the text to prepare, or --sample; {_WHAT}"
+    )
     output: str = Field(description="the corpus folder: new, or of a stopped run")
     sample: bool = Field(False, description="use the embedded sample as --input and --tokenizer")
     plan: bool = Field(False, description="print the expected size and time, and do nothing")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,21 @@ def test_other_settings_are_named(
         prepared(tiny_tokenizer, tmp_path / "out", texts, min_sentences=7)
 
 
+def test_an_unfinished_corpus_of_another_version_is_told(
+    texts: Path, tiny_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop_at("shards", patch)
+        prepared(tiny_tokenizer, tmp_path / "out", texts)
+    path = tmp_path / "out" / "work" / "plan.json"
+    plan = read_json(path)
+    plan["settings"]["read_options"] = {"documents": plan["settings"].pop("documents")}
+    path.write_text(json.dumps(plan))
+    with pytest.raises(UserError, match=r"out: holds an unfinished corpus of another version.*give another --output"):
+        prepared(tiny_tokenizer, tmp_path / "out", texts)
+    assert (tmp_path / "out" / "work" / "parts").exists()
+
+
 def test_a_remote_file_that_changed_is_told(tiny_tokenizer: Path, tmp_path: Path) -> None:
     memory = fsspec.filesystem("memory")
     memory.pipe("/corpus/in.txt", story(9).encode())
@@ -301,6 +317,26 @@ def test_failed_tasks_of_slurm_keep_their_logs(fake_slurm: Path, texts: Path, ti
         patch.setattr(engine, "_submit", submit_and_fail)
         prepared(tiny_tokenizer, output, texts, kind="slurm")
     assert logs.exists() and (fake_slurm / "cancelled").read_text() == "7\n"
+
+
+def test_files_may_appear_after_a_slow_answer_of_slurm(fake_slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    completions = fake_slurm / "logs" / "one" / "completions"
+    looks = 0
+
+    def ended(_: Any) -> bool:
+        nonlocal looks
+        looks += 1
+        time.sleep(2 * engine.PATIENCE)
+        if looks == 3:  # one before the jobs are submitted
+            completions.mkdir(parents=True)
+            (completions / "00000").touch()
+        return False
+
+    monkeypatch.setattr(engine, "_submit", lambda *_: {"one": "7"})
+    monkeypatch.setattr(engine, "_alive", ended)
+    options = ExecutorOptions(executor="slurm", workers=1, partition="all")
+    engine.run_stages([engine.Stage("one", [], [1])], fake_slurm, options, lambda _: None)
+    assert looks == 3
 
 
 def test_jobs_of_an_earlier_start_are_waited_for(fake_slurm: Path, texts: Path, tiny_tokenizer: Path) -> None:

@@ -8,10 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from data_prep import run, units
+from data_prep.settings import ExampleOptions
 from multicls.corpus import Corpus
 from multicls.errors import UserError
+from multicls.files import REPOSITORY
 from tests.data_prep.conftest import story
 
 RUN = Path(run.__file__)
@@ -75,13 +78,22 @@ def test_a_corpus_too_small_for_pretraining_says_what_is_missing(
     assert ("1 document (1 row) in 1 shard\n" in capsys.readouterr().out) == (len(sizes) == 1)
 
 
+def test_what_a_small_corpus_is_measured_by_is_what_its_recipe_says() -> None:
+    recipe = yaml.safe_load((REPOSITORY / "pretrain" / "recipes" / "own_text.yaml").read_text())
+    data, default = recipe["data"], ExampleOptions.model_fields
+    assert (data["validation_fraction"], recipe["train"]["negatives_group"]) == (run.HELD_OUT, run.NEGATIVES)
+    measured = default["seq_length"].default, default["num_facets"].default
+    assert (data["seq_length"], recipe["model"]["num_facets"]) == measured
+
+
 @pytest.mark.parametrize("language, told", [("sw", True), ("de", False)])
+@pytest.mark.parametrize("command", ["build", "vocabulary"])
 def test_a_language_without_rules_is_told(
-    language: str, told: bool, tiny_tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, language: str, told: bool, tiny_tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "in.txt").write_text(story(60))
-    words = ["--input", str(tmp_path / "in.txt"), "--tokenizer", str(tiny_tokenizer), "--output", str(tmp_path / "out")]
-    run.main([*words, "--language", language, "--plan"])
+    words = [command, "--input", str(tmp_path / "in.txt"), "--output", str(tmp_path / "out"), "--language", language]
+    run.main([*words, *(["--tokenizer", str(tiny_tokenizer), "--plan"] if command == "build" else ["--size", "60"])])
     assert ("language sw: the sentence splitter has no rules of its own for it" in capsys.readouterr().out) == told
 
 
@@ -117,8 +129,10 @@ def test_a_vocabulary_of_ones_own_prepares_a_corpus(kind: str, tmp_path: Path) -
     corpus = Corpus.open(tmp_path / "out")
     assert corpus.vocabulary_size <= 75 and not set(corpus.row(0).tokens.tolist()) & {0, *range(1, 17), 18, 19, 20}
     run.main(["show", str(tmp_path / "out"), "0", "--seq_length", "48"])
-    with pytest.raises(UserError, match="--input: missing"):
+    with pytest.raises(UserError, match=r"--input: missing; give the text to read\."):
         run.main(["vocabulary", "--output", str(tmp_path / "other")])
+    with pytest.raises(UserError, match="--input: missing; give the text to prepare, or --sample"):
+        run.main(["--output", str(tmp_path / "other"), "--tokenizer", str(tmp_path / "own")])
 
 
 def test_near_duplicates_are_dropped(tiny_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,6 +96,7 @@ HOSTILE: dict[str, tuple[bytes | str, str, list[str], int]] = {
     "torn first.jsonl": ('The c"}\n' + LINE, "jsonl", ["records_not_json"], 1),
     "no objects.jsonl": (LINE + '7\n"text"\n[]\nnull\n', "jsonl", ["records_without_text"] * 4, 1),
     "deep.jsonl": (LINE + "[" * 100_000 + "\n", "jsonl", ["records_not_json"], 1),
+    "nothing in it.jsonl": (LINE + '{"id": "", "title": "", "text": ""}\n', "jsonl", [], 2),
     "surrogate id.jsonl": (LINE + '{"id": "\\ud800", "text": "a"}\n', "jsonl", ["documents_half_a_surrogate_pair"], 1),
     "surrogate.jsonl": (LINE + '{"text": "\\udc00"}\n', "jsonl", ["documents_half_a_surrogate_pair"], 1),
     "latin.jsonl": (LINE.encode() * 3000 + b'{"text": "\xe9"}\n', "jsonl", ["documents_not_utf8"], 3000),
