@@ -148,7 +148,10 @@ def test_the_deadline_asks_what_runs_to_leave(tmp_path: Path) -> None:
         def deadline(self, _: float) -> None: ...
 
     call = UntilRunning(tmp_path, 60, "cpu", 1)
+    watched: list[int] = []
+    call.watch = lambda: watched.append(1)
     assert not call.run_all({name: [str(script), str(tmp_path / f"{name}.txt")] for name in "ab"})
+    assert not watched, "progress is read every 10 seconds"
     assert (tmp_path / "a.txt").read_text() == "saved" and not (tmp_path / "b.txt").exists()
     script.write_text("import sys; sys.exit('broken on purpose')")
     with pytest.raises(UserError, match="c ended with code 1: broken on purpose"):
