@@ -243,8 +243,9 @@ def _task(own: OwnDataSettings, fields: tuple[str, ...], form: LabelFormat, labe
     if form.kind == "score":
         scale = max(map(abs, labels["train"])) or 1.0
     else:
-        given, dev = (Counter(one for label in labels.get(split, ()) for one in
-                              (label if form.kind == "multi_label" else (label,))) for split in ("train", "dev"))  # fmt: skip
+        many = form.kind == "multi_label"
+        given, dev = (Counter(one for label in labels.get(split, ()) for one in (label if many else (label,)))
+                      for split in ("train", "dev"))  # fmt: skip
         classes = [name for name in form.names if name in given] or sorted(
             given, key=lambda name: (int(name), name) if form.whole else (0, name)
         )
@@ -255,9 +256,9 @@ def _task(own: OwnDataSettings, fields: tuple[str, ...], form: LabelFormat, labe
         if len(classes) == given.total() > FEW and not one_shot:
             hint = ", or give --label_type score if its numbers are scores" if form.whole else ""
             raise UserError(
-                f"{own.source}: column {own.label_column!r} has another label in each of the {len(labels['train'])} train rows "
-                f"({label_list(classes[:3])}, ...), so nothing can be learned from it. Is it an id or a text? Name the "
-                f"column of the label by --label_column{hint}."
+                f"{own.source}: column {own.label_column!r} has another label in each of the {len(labels['train'])} "
+                f"train rows ({label_list(classes[:3])}, ...), so nothing can be learned from it. Is it an id or a "
+                f"text? Name the column of the label by --label_column{hint}."
             )
     return Task(
         own.name, tuple((name,) for name in fields), tuple(classes), _metrics(own, form.kind, len(classes)),

@@ -84,7 +84,7 @@ def _unlearnable(
     known = {label for row in train for label in row.classes}
     found = []
     if len(known) == 1 and all(row.classes for row in train):
-        found.append(f"all train rows have the label {task.labels[known.copy().pop()]!r}")
+        found.append(f"all train rows have the label {task.labels[min(known)]!r}")
     for name, rows in evaluated.items():
         unseen = [row for row in rows if not known.issuperset(row.classes)]
         labels = [task.labels[label] for label in sorted({one for row in unseen for one in row.classes} - known)]
