@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import save_file
 
 from benchmarks import study, study_inputs, study_page, study_plan
 from benchmarks.study_plan import ARMS, LADDER, SMOKE, Evaluation, Measured, Plan, Pretraining, decide
@@ -126,6 +128,14 @@ def test_an_existing_plan_is_kept(tmp_path: Path) -> None:
     for flags in (["--budget", "5m"], ["--device", "cuda"]):
         with pytest.raises(UserError, match=r"plan\.json was made for"):
             study.main([*flags, "--output_dir", str(tmp_path)])
+
+
+def test_weights_that_16_bits_cannot_hold_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text("{}")
+    save_file({"large": torch.tensor([1e6])}, tmp_path / "base" / "model.safetensors")
+    with pytest.raises(UserError, match=r"weights too large for 16 bits \(large\)"):
+        study_inputs.pack_model(str(tmp_path / "base"), tmp_path / "packed")
 
 
 def test_the_deadline_asks_what_runs_to_leave(tmp_path: Path) -> None:
