@@ -38,7 +38,7 @@ from benchmarks.compare import machine
 from benchmarks.study_plan import ARMS, BASE, MEASURED_ARMS, SPECIAL, Measured, Plan, Pretraining
 from finetune.store.results import Store
 from multicls.command_line import CommandLine
-from multicls.console import Progress, print_line
+from multicls.console import Progress, Pulse, print_line
 from multicls.corpus import Corpus
 from multicls.errors import UserError, run_command
 from multicls.files import REPOSITORY, append_jsonl, atomic_write, locked, read_json, read_jsonl, write_json
@@ -78,7 +78,7 @@ class Call:
         self.deadline = time.monotonic() + piece - min(SAVING, piece / 10)
         threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, CORES // jobs))
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
-        self.watch: Callable[[], object] = lambda: None  # called again and again while commands run
+        self.watch: Callable[[], object] = lambda: None  # called every 10 seconds while commands run
         self.environment = os.environ | {"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"} | hidden
 
     def run_all(self, commands: Commands, jobs: int = 1) -> bool:
@@ -90,13 +90,14 @@ class Call:
         Raises:
             UserError: A command failed.
         """
-        waiting, running = dict(commands), dict[str, subprocess.Popen[bytes]]()
+        waiting, running, pulse = dict(commands), dict[str, subprocess.Popen[bytes]](), Pulse()
         try:
             while (waiting or running) and time.monotonic() < self.deadline:
                 for name in list(waiting)[: jobs - len(running)]:
                     running[name] = self._start(name, waiting.pop(name))
                 time.sleep(0.2)
-                self.watch()
+                if pulse.due():  # it reads all results
+                    self.watch()
                 for name in [name for name, process in running.items() if process.poll() is not None]:
                     if code := running.pop(name).returncode:
                         lines = self._log(name).read_text(encoding="utf-8", errors="replace").splitlines()

@@ -62,13 +62,15 @@ def pack_model(base: str, target: Path) -> None:
     """Writes configuration, tokenizer and 16-bit weights of a model.
 
     Raises:
-        UserError: The model is not there, or has no weights in one safetensors file.
+        UserError: The model is not there, or has no weights in one safetensors file that 16 bits can hold.
     """
     folder = find_folder(base)
     if not (folder / "model.safetensors").exists():
         raise UserError(f"--base {base}: {folder} has no model.safetensors; save the model again with transformers.")
     loaded = load_file(folder / "model.safetensors")
     weights = {name: weight.half() if weight.is_floating_point() else weight for name, weight in loaded.items()}
+    if broken := [name for name, weight in weights.items() if not weight.isfinite().all()]:
+        raise UserError(f"--base {base}: weights too large for 16 bits ({broken[0]}); give another model.")
     target.mkdir(parents=True)
     save_file(weights, target / "model.safetensors", {"format": "pt"})
     for path in (folder / name for name in ("config.json", *TOKENIZER_FILES)):

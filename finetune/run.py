@@ -301,7 +301,7 @@ def _announce(planned: PlannedRun) -> None:
         log.info("%s: %s%s, %s%s", own.task.name, rows, held, dev, test)
         for note in own.notes:
             log.info("note: %s", note)
-        for warning in own.warnings:
+        for warning in own.warnings if rank_and_world()[0] == 0 else ():  # the other ranks log warnings, too
             log.warning("warning: %s", warning)
     if settings.head not in FITTED_HEADS:
         steps, rows = counted(train.max_steps or 0, "step"), counted(train.batch_size or 0, "row")

@@ -141,21 +141,25 @@ def nearest_folder(path: Path) -> str:
     """Returns `" Did you mean 'x'?"` with the folder that differs from `path` by a misspelt part, "" if none does."""
     parent = next(parent for parent in path.parents if parent.is_dir())
     wrong, *rest = path.relative_to(parent).parts
-    near = get_close_matches(wrong, [one.name for one in parent.iterdir()])
-    found = [folder for name in near if (folder := Path(parent, name, *rest)).is_dir()]
+    try:
+        near = get_close_matches(wrong, [one.name for one in parent.iterdir()])
+        found = [folder for name in near if (folder := Path(parent, name, *rest)).is_dir()]
+    except PermissionError:  # as /home of a cluster
+        return ""
     return f" Did you mean '{found[0]}'?" if found else ""
 
 
 def missing_folder(name: str) -> str:
     """Returns why `name` is neither a folder nor a Hub id, with the nearest folder; "" if it may be either.
 
-    A name in a folder that exists here, such as runs/base, is no Hub id.
+    A name such as runs/bsae is no Hub id if runs/ is here and holds a folder of a similar name.
     """
     path = Path(name)
     is_path = path.is_absolute() or name.startswith(".") or name.count("/") > 1
     if path.is_dir() or not (is_path or ("/" in name and path.parent.is_dir())):
         return ""
-    return f"no such folder.{nearest_folder(path)}"
+    near = nearest_folder(path)
+    return f"no such folder.{near}" if is_path or near else ""
 
 
 class FolderInUse(UserError):

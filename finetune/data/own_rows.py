@@ -91,7 +91,7 @@ def read_own(own: OwnDataSettings) -> tuple[Task, TaskData]:
     cells = [row.get(own.label_column) for rows in splits.values() for _, row in rows]
     form = label_format(own.label_column, own.label_type, cells, names)
     labels = {split: [form.read(row, where) for where, row in rows] for split, rows in splits.items()}
-    task = _task(own, fields, form, labels["train"])
+    task = _task(own, fields, form, labels)
     notes += _notes_about(task, form, labels["train"])
     found = {split: [example_of(task, fields, row, where, f"{split}:{number}", labels[split][number])
                      for number, (where, row) in enumerate(rows)] for split, rows in splits.items()}  # fmt: skip
@@ -141,9 +141,9 @@ def nearest_column(name: str, row: Row) -> str:
     plain = {column.strip().lower(): column for column in row}
     if same := plain.get(name.strip().lower()):
         return f" Did you mean {same!r}? Case and blanks count."
-    if any(len(column.split()) > 3 for column in row):
-        return " These look like a row: put a line with the names of the columns above it."
-    return did_you_mean(name, row, listed=False)
+    looks_like_a_row = any(len(column.split()) > 3 for column in row)
+    hint = " These look like a row: put a line with the names of the columns above it." * looks_like_a_row
+    return did_you_mean(name, row, listed=False) or hint
 
 
 def example_of(
@@ -236,26 +236,29 @@ def _check_label_column(own: OwnDataSettings, splits: Splits) -> list[str]:
     return notes
 
 
-def _task(own: OwnDataSettings, fields: tuple[str, ...], form: LabelFormat, labels: list[Any]) -> Task:
-    """Returns the task that rows with these train labels are."""
+def _task(own: OwnDataSettings, fields: tuple[str, ...], form: LabelFormat, labels: Mapping[str, list[Any]]) -> Task:
+    """Returns the task that rows with these labels of each split are."""
     classes: Sequence[str] = ()
     scale = 1.0
     if form.kind == "score":
-        scale = max(map(abs, labels)) or 1.0
+        scale = max(map(abs, labels["train"])) or 1.0
     else:
-        given = Counter(one for label in labels for one in (label if form.kind == "multi_label" else (label,)))
+        many = form.kind == "multi_label"
+        given, dev = (Counter(one for label in labels.get(split, ()) for one in (label if many else (label,)))
+                      for split in ("train", "dev"))  # fmt: skip
         classes = [name for name in form.names if name in given] or sorted(
             given, key=lambda name: (int(name), name) if form.whole else (0, name)
         )
         if len(classes) < 2:
             what = f"every label is {classes[0]!r}" if classes else "no row has a label"
             raise UserError(f"{own.source}: {what}; a task needs two classes or scores.")
-        if len(classes) == given.total() > FEW:
+        one_shot = dev.keys() <= given.keys() and dev.total() > len(dev)  # ids do not repeat in dev
+        if len(classes) == given.total() > FEW and not one_shot:
             hint = ", or give --label_type score if its numbers are scores" if form.whole else ""
             raise UserError(
-                f"{own.source}: column {own.label_column!r} has another label in each of the {len(labels)} train rows "
-                f"({label_list(classes[:3])}, ...), so nothing can be learned from it. Is it an id or a text? Name the "
-                f"column of the label by --label_column{hint}."
+                f"{own.source}: column {own.label_column!r} has another label in each of the {len(labels['train'])} "
+                f"train rows ({label_list(classes[:3])}, ...), so nothing can be learned from it. Is it an id or a "
+                f"text? Name the column of the label by --label_column{hint}."
             )
     return Task(
         own.name, tuple((name,) for name in fields), tuple(classes), _metrics(own, form.kind, len(classes)),
@@ -303,7 +306,7 @@ def _split(
     classes = [0.0 if task.is_regression else example.label for example in examples]
     dev = hold_out(rows, classes, units, share, "dev")
     train = [examples[row] for row in rows if row not in dev]
-    if not task.is_regression and len({label for example in train for label in example.classes}) < 2:
+    if not (task.is_regression or task.multi_label) and len({example.label for example in train}) < 2:
         raise UserError(
             f"--dev_share {share:g}: it leaves {counted(len(train), 'train row')} of one class, of {len(rows)} rows: "
             "add rows, or give a --dev_file."

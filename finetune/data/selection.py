@@ -56,7 +56,7 @@ def _select(settings: FinetuneSettings) -> TaskRows:
         raise UserError(f"--train_from_dev: {task.name} has train rows of its own; leave it out.")
     notes = ([task.about] if task.about else []) + data.notes
     source = data.dev if data.train is None else data.train
-    drawn = _draw(task, source, settings, notes)
+    drawn = _draw(task, source, settings)
     dev = data.dev if data.train is not None else _rest_of(source, drawn, settings, notes)
     examples = _with_noise(task, [source[row] for row in drawn], drawn, settings)
     held = _hold_out(task, examples, drawn, settings)
@@ -82,7 +82,9 @@ def _unlearnable(
     if task.is_regression or task.num_choices:
         return []
     known = {label for row in train for label in row.classes}
-    found = [f"all train rows have the label {task.labels[label]!r}" for label in known if len(known) == 1]
+    found = []
+    if len(known) == 1 and all(row.classes for row in train):
+        found.append(f"all train rows have the label {task.labels[min(known)]!r}")
     for name, rows in evaluated.items():
         unseen = [row for row in rows if not known.issuperset(row.classes)]
         labels = [task.labels[label] for label in sorted({one for row in unseen for one in row.classes} - known)]
@@ -129,7 +131,7 @@ def _rest_of(
     return dev
 
 
-def _draw(task: Task, source: Sequence[LabeledExample], settings: FinetuneSettings, notes: list[str]) -> list[int]:
+def _draw(task: Task, source: Sequence[LabeledExample], settings: FinetuneSettings) -> list[int]:
     size = settings.train_size
     if settings.train_from_dev and (isinstance(size, str) or size >= len(source)):
         raise UserError(f"--train_from_dev: --train_size {size} must be a number below the {len(source)} dev rows.")

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import save_file
 
 from benchmarks import study, study_inputs, study_page, study_plan
 from benchmarks.study_plan import ARMS, LADDER, SMOKE, Evaluation, Measured, Plan, Pretraining, decide
@@ -128,6 +130,14 @@ def test_an_existing_plan_is_kept(tmp_path: Path) -> None:
             study.main([*flags, "--output_dir", str(tmp_path)])
 
 
+def test_weights_that_16_bits_cannot_hold_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text("{}")
+    save_file({"large": torch.tensor([1e6])}, tmp_path / "base" / "model.safetensors")
+    with pytest.raises(UserError, match=r"weights too large for 16 bits \(large\)"):
+        study_inputs.pack_model(str(tmp_path / "base"), tmp_path / "packed")
+
+
 def test_the_deadline_asks_what_runs_to_leave(tmp_path: Path) -> None:
     script = tmp_path / "slow.py"
     script.write_text(
@@ -148,7 +158,10 @@ def test_the_deadline_asks_what_runs_to_leave(tmp_path: Path) -> None:
         def deadline(self, _: float) -> None: ...
 
     call = UntilRunning(tmp_path, 60, "cpu", 1)
+    watched: list[int] = []
+    call.watch = lambda: watched.append(1)
     assert not call.run_all({name: [str(script), str(tmp_path / f"{name}.txt")] for name in "ab"})
+    assert not watched, "progress is read every 10 seconds"
     assert (tmp_path / "a.txt").read_text() == "saved" and not (tmp_path / "b.txt").exists()
     script.write_text("import sys; sys.exit('broken on purpose')")
     with pytest.raises(UserError, match="c ended with code 1: broken on purpose"):

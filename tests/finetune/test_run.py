@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from finetune.data import selection
 from finetune.data.metrics import score
 from finetune.data.tasks import TASKS
-from finetune.run import main, plan_run, run
+from finetune.run import _announce, main, plan_run, run
 from finetune.settings import FinetuneSettings
 from finetune.store.results import Busy, Store
 from multicls.errors import UserError
@@ -280,6 +280,17 @@ def test_bad_input_is_named_and_nothing_is_written(
         main([*arguments, "--output_dir", str(tmp_path / "out")])
     assert message in str(error.value)
     assert not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+
+
+def test_one_rank_tells_the_warnings(
+    tiny_bert: Path, glue: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = {"model": str(tiny_bert), "task": "sst2", "data_dir": str(glue), "head": "cls", "train_size": 1000}
+    planned = plan_run(FinetuneSettings.model_validate(flags | {"output_dir": str(tmp_path / "out")}))
+    for rank in (0, 1):
+        monkeypatch.setattr("finetune.run.rank_and_world", lambda rank=rank: (rank, 2))
+        _announce(planned)
+    assert caplog.text.count("and all are taken") == 1
 
 
 def test_a_stopped_run_tells_how_to_go_on(

@@ -113,6 +113,16 @@ def test_names_with_commas_are_quoted(tmp_path: Path) -> None:
     assert read(tmp_path, labelled("food, drink", "travel"))[1].notes == ["2 classes: 'food, drink', 'travel'"]
 
 
+def test_one_row_a_class_is_enough_if_dev_has_the_same_classes(tmp_path: Path) -> None:
+    task, data = read(tmp_path, labelled(*"abcdefghijkl"), labelled("b", "l", "b"))
+    assert len(task.labels) == len(data.train or ()) == 12 and [row.label for row in data.dev] == [1, 11, 1]
+
+
+def test_a_share_for_dev_may_leave_one_label_of_several_a_row(tmp_path: Path) -> None:
+    file = write(tmp_path / "t.jsonl", labelled(["a", "b"], []))
+    assert len(read_own(OwnDataSettings(train_file=file))[1].dev) == 1
+
+
 def test_a_share_for_dev_may_not_take_a_class_of_two(tmp_path: Path) -> None:
     file = write(tmp_path / "t.csv", labelled("x", "y"))
     with pytest.raises(UserError, match="--dev_share 0.2: it leaves 1 train row of one class, of 2 rows"):
@@ -182,6 +192,7 @@ TWO = [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}]
     (TWO, None, {"text_column": "texd"}, "no column 'texd'; the columns are 'text', 'label'. Did you mean 'text'?"),
     (TWO, None, {"text_column": "a,b,c"}, "give one column, or two"),
     ([{"TEXT ": "a", "label": "x"}], None, {}, "Did you mean 'TEXT '? Case and blanks count. Name the column by"),
+    ([{"text": "a", "lables": "x", "how was the weather?": "b"}], None, {}, "Did you mean 'lables'? Name it by"),
     ([{"text": "a", "Label": "x"}], None, {}, "Did you mean 'Label'? Case and blanks count. Name it by --label_column"),
     ([{"where is my parcel?": "a", "x": "x"}], None, {}, "These look like a row: put a line with the names of the col"),
     (labelled(*range(11)), None, {}, "t.csv: column 'label' has another label in each of the 11 train rows (0, 1, 2"),

@@ -83,6 +83,16 @@ def test_labels_that_no_train_row_has_are_warned_of(tmp_path: Path) -> None:
     assert "there are 16 rows, and all are taken" in rows_of(**own, train_size=17).warnings[-1]
 
 
+def test_rows_without_a_label_do_not_have_the_one_that_all_others_have(tmp_path: Path) -> None:
+    for name, labels in (("t", ["a", "", "a", ""]), ("d", ["a", ""])):
+        rows = [{"text": f"row {name} {n}", "label": [label] if label else []} for n, label in enumerate(labels)]
+        rows += [{"text": "row b", "label": ["b"]}] if name == "t" else []
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    own = {"train_file": str(tmp_path / "t.jsonl"), "dev_file": str(tmp_path / "d.jsonl")}
+    seeds = [seed for seed in range(1, 20) if not rows_of(own=own, train_size=4, data_seed=seed).train_rows.count(4)]
+    assert seeds and not rows_of(own=own, train_size=4, data_seed=seeds[0]).warnings
+
+
 def test_content_is_that_of_the_data_not_of_the_draw(glue: Path, tmp_path: Path) -> None:
     common: dict[str, Any] = {"task": "sst2", "data_dir": str(glue), "train_size": 20}
     drawn = rows_of(**common)

@@ -112,6 +112,17 @@ def test_a_misspelt_folder(tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.
         find_checkpoint(str(tmp_path / "demo" / "f"))
     with pytest.raises(UserError, match="^--model demo: holds no config.json; did you mean demo/hf?"):
         find_checkpoint("demo")
+    with pytest.raises(UserError, match="no such folder, and the hub did not give it"):
+        find_checkpoint("demo/some-bert")  # a Hub id may begin like a folder that is here
+
+
+def test_a_folder_that_may_not_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(UserError, match=r"/bert: no such folder\.$"):
+        find_checkpoint(str(tmp_path / "bert"))
 
 
 def test_encoder_weights_may_not_be_missing(tiny_bert: Path, tmp_path: Path) -> None:
