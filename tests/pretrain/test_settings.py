@@ -119,6 +119,7 @@ def corpus_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Flags for which an identity can be made without a checkpoint."""
     (tmp_path / "manifest.json").write_text("{}")
     monkeypatch.setattr("pretrain.job.checkpoint_fingerprint", lambda checkpoint, weights: f"{checkpoint}{weights}")
+    monkeypatch.setattr("pretrain.job.load_config", lambda checkpoint: None)
     return ["--model", "m", "--corpus", str(tmp_path)]
 
 
