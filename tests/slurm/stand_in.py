@@ -19,7 +19,7 @@ if "--wrong" in sys.argv:
     sys.exit(2)
 if "--status" in sys.argv:
     # a lost node's lock may outlive it, so the words before the checkpoint differ from start to start
-    state = f"running (process {os.getpid()})" if os.getpid() % 2 else "unfinished"
+    state = "running (process 1)" if int(os.environ.get("SLURM_RESTART_COUNT", 0)) % 2 else "unfinished"
     print(f"{state}, checkpoint at step {step}" if step < 100 else "finished at step 100")
     sys.exit(0 if step == 100 else 3)
 
