@@ -1,6 +1,7 @@
 # make demo      sets up, then runs the whole pipeline on the embedded sample
-# make test      sets up, then runs the tests but the slow ones
-# make test-all  sets up, then runs all tests
+# make test      sets up, then runs the quick tests
+# make test-all  sets up, then runs all tests but the walks
+# make test-walks  sets up, then runs the longest: the commands of all pages, and two nodes under SLURM
 # make lint      sets up, then runs ruff and mypy
 # make docs      sets up, then builds the documentation as a site in build/site
 # make setup     only sets up; skipped when nothing changed since
@@ -16,16 +17,16 @@ CODE := multicls data_prep pretrain finetune benchmarks tools tests
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 
-.PHONY: setup demo test test-all lint docs clean
+.PHONY: setup demo test test-all test-walks lint docs clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	@rm -f $@
-	@command -v $(PYTHON) >/dev/null || { echo "error: no $(PYTHON); install Python 3.10 or newer, or give PYTHON=..." >&2; exit 2; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
-	  { echo "error: $$($(PYTHON) --version) is too old; give PYTHON=... a Python 3.10 or newer" >&2; exit 2; }
+	@command -v $(PYTHON) >/dev/null || { echo "error: no $(PYTHON); install Python 3.11 or newer, or give PYTHON=..." >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: $$($(PYTHON) --version) is too old; give PYTHON=... a Python 3.11 or newer" >&2; exit 2; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 	  { echo "error: $(PYTHON) cannot make environments; install its venv package (Debian: apt install python3-venv)" >&2; exit 2; }
 	@echo "setting up .venv with $$($(PYTHON) --version): some minutes the first time"
@@ -34,21 +35,21 @@ $(READY): pyproject.toml constraints.txt
 	  { grep --line-buffered -oE '^(Collecting|Downloading|Building|Installing|Successfully installed) *[^ ,(;<>=~!]*' || true; }
 	@touch $@
 
-FINETUNE := $(BIN)/python finetune/run.py --recipe finetune/recipes/sample.yaml --model runs/sample/hf \
-  --data_dir runs/sample_corpus --output_dir runs/results --seed 1
-
 demo: setup
 	$(BIN)/python data_prep/run.py --sample --output runs/sample_corpus
 	$(BIN)/deepspeed pretrain/run.py --config ds_configs/zero2.json
-	$(FINETUNE) --head cls
-	$(FINETUNE) --head multicls --save_model
-	$(BIN)/python finetune/report.py runs/results
+	$(BIN)/python tools/first_look.py runs/sample
+
+PYTEST := $(BIN)/python -m pytest -n 2 $(PYTEST_FLAGS)
 
 test: setup
-	$(BIN)/python -m pytest -n 2 -m "not slow" $(PYTEST_FLAGS)
+	$(PYTEST) -m "not slow and not walk"
 
 test-all: setup
-	$(BIN)/python -m pytest -n 2 $(PYTEST_FLAGS)
+	$(PYTEST) -m "not walk"
+
+test-walks: setup
+	$(PYTEST) -m walk
 
 lint: setup
 	$(BIN)/ruff check $(CODE)

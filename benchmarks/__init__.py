@@ -1,1 +1,1 @@
-"""Measurements: what is measured, against what, with which bar. Run one by `python benchmarks/run.py NAME`."""
+"""Measurements: one script for each thing measured, and the study."""

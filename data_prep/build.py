@@ -1,268 +1,290 @@
-"""Builds one part of a corpus (see `parts`) from one work unit: read, clean, encode, write. Each is a datatrove step.
+"""Builds one unit of work: reads its files, cleans and encodes the text, and writes a folder of rows.
 
-Chunks of documents pass from step to step. The last step writes a file whenever it holds `SHARD_TOKENS` tokens, so
-memory is bounded even for a compressed file, which is one unit whatever its size.
+A unit's folder is written whole or not at all. It depends on the bytes of its files and on the
+settings, and on nothing else:
+
+    rows-0.arrow ...  the documents that are kept, in the format of a shard
+    documents.npy     (D,) of `DOCUMENT`: one entry for each document
+    frequency.npy     (V,) int32: number of rows that contain each token
+    unit.json         entry of each file of rows, and what was dropped
 """
 
 from __future__ import annotations
 
 import hashlib
-import shutil
-import tempfile
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-import xxhash
 
-from data_prep.clean import Drops, clean
-from data_prep.encode import encoder_for
-from data_prep.engine import Step
-from data_prep.parts import LINE_LENGTH, minhash_bands, row_frequency, rows_of, shard_entry
-from data_prep.plan import WorkPlan
-from data_prep.read import RawDocument, read_piece
+from data_prep.clean import clean
+from data_prep.drops import DropLog
+from data_prep.encode import TextEncoder
+from data_prep.read import RawDocument, read_documents
 from data_prep.settings import PrepareSettings
-from data_prep.units import piece_hash
-from multicls.corpus import MAX_TOKENS, ShardRow, write_shard
-from multicls.files import write_json
+from data_prep.sources import SourceFile
+from multicls.corpus import MAX_TOKENS, ShardRow, occurrences, write_shard
+from multicls.files import sha256_of, write_json
 
-CHUNK_CHARACTERS = 1 << 19  # that pass from step to step at a time
-SHARD_TOKENS = 1 << 24  # of a file of rows; a unit has fewer, unless its file cannot be cut
-LONGEST_SENTENCE = MAX_TOKENS // 8  # tokens; every row of a long document then holds enough sentences
+BATCH_SENTENCES = 4096  # encoded at a time
+SHARD_TOKENS = 1 << 24  # of a file of rows
+LONGEST_SENTENCE = MAX_TOKENS // 8  # tokens; each row of a long document then has enough sentences
+JOINED_TOKENS = 3 * 128  # of short documents joined: three parts at the default length
+COUNT_FIELDS = ("documents", "rows", "sentences", "tokens")
+DOCUMENT = np.dtype([("hash", "u8"), ("rows", "u4"), ("characters", "u4")])
 
-
-class CleanDocument(NamedTuple):
-    """A document after cleaning: the kept sentences of each line."""
-
-    raw: RawDocument
-    lines: list[list[str]]
+Item = TypeVar("Item")
 
 
-class BuiltDocument(NamedTuple):
-    """A document after encoding."""
+class Unit(NamedTuple):
+    """Files that are built together; `key` changes with their names, sizes, dates and the settings."""
 
-    rows: list[ShardRow]  # several if it has more than `MAX_TOKENS` tokens
-    hash: int  # of its text
-    bands: np.ndarray  # (BANDS,) uint64 MinHash bands, or (0,)
-    lines: np.ndarray  # (M, 3) uint64: hash, first sentence and end of each line that could be boilerplate
+    key: str
+    files: list[SourceFile]
 
-
-class ReadUnit(Step):
-    """Reads the documents of a work unit, in chunks."""
-
-    name = "read"
-
-    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[list[RawDocument]]:
-        """Yields chunks of documents of unit `rank`."""
-        plan = WorkPlan.load(self.work)
-        chunk: list[RawDocument] = []
-        size = 0
-        for piece in plan.units[rank]:
-            for document in read_piece(plan.files[piece.file], piece, plan.settings):
-                chunk.append(document)
-                size += len(document.text) + 100
-                if size >= CHUNK_CHARACTERS:
-                    yield chunk
-                    chunk, size = [], 0
-        if chunk:
-            yield chunk
+    def __str__(self) -> str:
+        more = f" and {len(self.files) - 1} more" if len(self.files) > 1 else ""
+        start = self.files[0].start
+        return f"{self.files[0]}{f' from {start:,} on' if start else ''}{more}"
 
 
-class CleanText(Step):
-    """Cleans documents and splits them into sentences."""
+class Document(NamedTuple):
+    """A document after cleaning and encoding: N tokens in S sentences."""
 
-    name = "clean"
-
-    def run(
-        self, data: Iterable[list[RawDocument]], rank: int = 0, world_size: int = 1
-    ) -> Iterator[tuple[list[CleanDocument], Drops]]:
-        """Yields the kept documents of each chunk and what was dropped."""
-        settings = WorkPlan.load(self.work).settings
-        rules = settings.rules
-        for chunk in data:
-            drops = Drops()
-            kept: list[CleanDocument] = []
-            for raw in chunk:
-                if raw.dropped:
-                    drops.add(raw.dropped, raw, raw.title)
-                    continue
-                lines = clean(raw, rules, settings.language, drops)
-                if sum(map(len, lines)) >= settings.min_sentences:
-                    kept.append(CleanDocument(raw, lines))
-                else:
-                    reason = "documents_too_short" if raw.text.strip() else "documents_empty"
-                    drops.add(reason, raw, _shown(raw, lines))
-            yield kept, drops
+    raw: RawDocument  # without its text
+    hash: int  # of its sentences
+    characters: int
+    tokens: np.ndarray  # (N,)
+    lengths: np.ndarray  # (S,) tokens of each sentence
 
 
-class EncodeText(Step):
-    """Encodes sentences as tokens, and hashes documents and lines for the merge."""
+def build_unit(unit: Unit, settings: PrepareSettings, work: Path, tokenizer: Path) -> None:
+    """Builds a unit's folder `work / unit.key`, unless it exists.
 
-    name = "encode"
+    `tokenizer` is a tokenizer.json; another content has another name.
 
-    def run(
-        self, data: Iterable[tuple[list[CleanDocument], Drops]], rank: int = 0, world_size: int = 1
-    ) -> Iterator[tuple[list[BuiltDocument], Drops]]:
-        """Yields the encoded documents of each chunk and what was dropped."""
-        plan = WorkPlan.load(self.work)
-        encoder = encoder_for(plan.tokenizer_json)
-        for documents, drops in data:
-            sentences = [sentence for document in documents for line in document.lines for sentence in line]
-            tokens, lengths = encoder.encode(sentences)
-            ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-            built, first = [], 0
-            for document in documents:
-                end = first + sum(map(len, document.lines))
-                own = tokens[ends[first] : ends[end]], lengths[first:end]
-                if found := _build_document(document, *own, plan.settings, drops):
-                    built.append(found)
-                first = end
-            yield built, drops
+    Raises:
+        UserError: A file cannot be reached, or has no text field.
+    """
+    target = work / unit.key
+    if target.exists():
+        return
+    encoder, drops = load_encoder(tokenizer), DropLog()
+    with _fresh_folder(target) as folder:
+        documents = _encode(_clean(unit, settings, drops), encoder, drops)
+        _write(folder, _join_short(documents, settings, drops), encoder.vocabulary_size, drops)
 
 
-class WritePart(Step):
-    """Writes the part of a unit."""
-
-    name = "write"
-
-    def run(
-        self, data: Iterable[tuple[list[BuiltDocument], Drops]], rank: int = 0, world_size: int = 1
-    ) -> Iterator[None]:
-        """Writes the documents that the other steps yield. If the part exists, its unit is not read."""
-        plan = WorkPlan.load(self.work)
-        if plan.part(rank).exists():
-            return
-        drops = Drops()
-        with _new_folder(plan.part(rank)) as folder:
-            part = _PartWriter(folder, plan.tokenizer_json)
-            for documents, dropped in data:
-                drops.merge(dropped)
-                part.add(documents)
-            hashes = [piece_hash(plan.files[piece.file], piece) for piece in plan.units[rank]]
-            part.finish({"drops": drops.to_json(), "hashes": hashes})
-        yield from ()
+@lru_cache(1)
+def load_encoder(path: Path) -> TextEncoder:
+    """Returns this process's encoder of a tokenizer.json; it remembers the words that it met."""
+    return TextEncoder(path.read_text(encoding="utf-8"))
 
 
 @contextmanager
-def _new_folder(path: Path) -> Iterator[Path]:
-    """Creates a temporary folder beside `path` and renames it to `path` when the block succeeds.
+def _fresh_folder(target: Path) -> Iterator[Path]:
+    """Creates a folder of this process and renames it to `target` when the block succeeds.
 
-    SLURM may start a task again while its first process still runs on a node that was taken for dead. Therefore each
-    process has a folder of its own; the first one to finish gives the part, and the others' folders are removed.
+    A scheduler may take a worker for dead that still runs and build its unit again. So each process
+    has its own folder: the first to finish gives the unit, and the other folders are removed.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    try:
+    with TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
+        fresh = Path(scratch) / target.name
+        fresh.mkdir()
         yield fresh
         try:
-            fresh.rename(path)
+            fresh.rename(target)
         except OSError:
-            if not path.exists():
+            if not target.exists():
                 raise
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
 
 
-class _PartWriter:
-    """Writes the files of a part into `folder`; holds the rows of at most `SHARD_TOKENS` tokens and one chunk."""
-
-    def __init__(self, folder: Path, tokenizer_json: str) -> None:
-        self.folder, self.tokenizer_json = folder, tokenizer_json
-        self._documents: list[BuiltDocument] = []  # not written yet
-        self._tokens = 0  # of these
-        self._written = 0  # documents
-        self._rows: list[list[int]] = []
-        self._entries: list[dict[str, Any]] = []
-        self._frequency: Any = 0
-        self._hashes = [np.zeros((3, 0), np.uint64)]
-        self._lines = [np.zeros((5, 0), np.uint64)]
-
-    def add(self, documents: list[BuiltDocument]) -> None:
-        """Takes documents, and writes a file if they are many."""
-        self._documents += documents
-        self._tokens += sum(len(row.tokens) for document in documents for row in document.rows)
-        if self._tokens >= SHARD_TOKENS:
-            self._flush()
-
-    def finish(self, record: dict[str, Any]) -> None:
-        """Writes the last rows, the tables of hashes and part.json, which holds `record` as well."""
-        self._flush()
-        hashes, lines = np.concatenate(self._hashes, axis=1), np.concatenate(self._lines, axis=1)
-        np.save(self.folder / "hashes.npy", hashes[:, np.lexsort((hashes[2], hashes[1], hashes[0]))])
-        np.save(self.folder / "lines.npy", lines[:, np.argsort(lines[0], kind="stable")])
-        if self._entries:
-            np.save(self.folder / "frequency.npy", self._frequency)
-        write_json(self.folder / "part.json", {"rows": self._rows, "shards": self._entries} | record)
-
-    def _flush(self) -> None:
-        rows = [row for document in self._documents for row in document.rows]
-        if not rows:
-            return
-        path = self.folder / f"rows-{len(self._entries)}.arrow"
-        write_shard(path, rows)
-        self._rows.append([len(document.rows) for document in self._documents])
-        self._entries.append(shard_entry(path, rows, self._rows[-1]))
-        self._frequency += row_frequency(rows, encoder_for(self.tokenizer_json).vocabulary_size)
-        self._hashes.append(_hash_table(self._documents, self._written))
-        self._lines.append(_line_table(self._documents, self._written))
-        self._written += len(self._documents)
-        self._documents, self._tokens = [], 0
+def _clean(
+    unit: Unit, settings: PrepareSettings, drops: DropLog
+) -> Iterator[tuple[RawDocument, list[str]]]:
+    """Yields each document with sentences, without its text, and the sentences."""
+    for file in unit.files:
+        for raw in read_documents(file, settings):
+            drops.documents[raw.source] += not raw.dropped.startswith("pages_")  # no documents
+            if raw.dropped:
+                drops.add(raw.dropped, raw, raw.text or raw.title, 0)
+                continue
+            try:
+                sentences = clean(raw, settings.rules, settings.language, drops)
+            except Exception as error:  # of a library: costs this document only
+                reason = f"documents_failed_{type(error).__name__}"
+                drops.add(reason, raw, str(error), len(raw.text))
+                continue
+            if sentences:
+                yield raw._replace(text=""), sentences
+            else:
+                reason = "documents_without_sentences" if raw.text.strip() else "documents_empty"
+                drops.add(reason, raw, raw.text.strip() or raw.title, 0)
 
 
-def _build_document(
-    document: CleanDocument, tokens: np.ndarray, lengths: np.ndarray, settings: PrepareSettings, drops: Drops
-) -> BuiltDocument | None:
-    """Returns an encoded document; None if it is dropped."""
-    raw, lines = document
-    table = _line_hashes([] if "repeated_lines" in settings.without else lines)
-    if not lengths.all():
-        drops.add("sentences_without_tokens", raw, _shown(raw, lines), int((lengths == 0).sum()))
-        kept = np.cumsum([0, *(lengths > 0)]).astype(np.uint64)
-        table[:, 1:] = kept[table[:, 1:].astype(np.int64)]  # the remaining sentences are numbered anew
-        lengths = lengths[lengths > 0]
-    if len(lengths) < settings.min_sentences:
-        drops.add("documents_too_short", raw, _shown(raw, lines))
-        return None
-    if lengths.max() > LONGEST_SENTENCE:
-        drops.add("documents_with_endless_sentence", raw, _shown(raw, lines))
-        return None
-    text = "\n".join(sentence for line in lines for sentence in line)
-    hashed = int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest(), "little")
-    bands = minhash_bands(text) if settings.near_duplicates else np.zeros(0, np.uint64)
-    return BuiltDocument(rows_of(raw.source, raw.id, raw.title, hashed, tokens, lengths), hashed, bands, table)
+def _batched(
+    items: Iterable[Item], size: Callable[[Item], int], limit: int
+) -> Iterator[list[Item]]:
+    """Yields lists of consecutive items whose sizes add up to `limit`; the last may have less."""
+    batch, total = list[Item](), 0
+    for item in items:
+        batch.append(item)
+        total += size(item)
+        if total >= limit:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
 
 
-def _line_hashes(lines: list[list[str]]) -> np.ndarray:
-    """Returns hash, first sentence and end of each line of at least `LINE_LENGTH` characters, (M, 3) uint64."""
-    table = []
-    first = 0
-    for line in lines:
-        text = " ".join(line)
-        if len(text) >= LINE_LENGTH:
-            table.append((xxhash.xxh3_64_intdigest(text.encode("utf-8")), first, first + len(line)))
-        first += len(line)
-    return np.array(table, np.uint64).reshape(-1, 3)
+def _encode(
+    documents: Iterable[tuple[RawDocument, list[str]]], encoder: TextEncoder, drops: DropLog
+) -> Iterator[Document]:
+    """Yields the documents as tokens, encoding many sentences at a time."""
+    for batch in _batched(documents, lambda document: len(document[1]), BATCH_SENTENCES):
+        try:
+            tokens, lengths = encoder.encode([sentence for _, found in batch for sentence in found])
+        except Exception as error:  # of the tokenizer: find the document and drop it alone
+            if len(batch) > 1:
+                for document in batch:
+                    yield from _encode([document], encoder, drops)
+                continue
+            raw, sentences = batch[0]
+            size = sum(map(len, sentences))
+            drops.add(f"documents_failed_{type(error).__name__}", raw, str(error), size)
+            continue
+        ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        first = 0
+        for raw, sentences in batch:
+            end = first + len(sentences)
+            span = tokens[ends[first] : ends[end]], lengths[first:end]
+            yield from _document(raw, sentences, *span, drops)
+            first = end
 
 
-def _hash_table(documents: list[BuiltDocument], first: int) -> np.ndarray:
-    """Returns hash, kind and number of all documents and their bands, (3, H) uint64; numbers begin with `first`."""
-    numbers = np.arange(first, first + len(documents), dtype=np.uint64)
-    columns = [np.array([document.hash for document in documents], np.uint64)]
-    columns += [np.array(band, np.uint64) for band in zip(*(document.bands for document in documents), strict=True)]
-    kinds = [np.full(len(documents), i, np.uint64) for i in range(len(columns))]
-    return np.stack([np.concatenate(columns), np.concatenate(kinds), np.tile(numbers, len(columns))])
+def _document(
+    raw: RawDocument, sentences: list[str], tokens: np.ndarray, lengths: np.ndarray, drops: DropLog
+) -> Iterator[Document]:
+    """Yields a document without the sentences that have no token or too many, if any is left."""
+    kept = (lengths > 0) & (lengths <= LONGEST_SENTENCE)
+    for i in np.flatnonzero(~kept):
+        reason = "sentences_too_long" if lengths[i] else "sentences_without_tokens"
+        drops.add(reason, raw, sentences[i], len(sentences[i]))
+    if not kept.all():
+        sentences = [sentence for sentence, keep in zip(sentences, kept, strict=True) if keep]
+        tokens, lengths = tokens[np.repeat(kept, lengths)], lengths[kept]
+    if sentences:
+        hashed = _hash("\n".join(sentences).encode("utf-8"))
+        yield Document(raw, hashed, sum(map(len, sentences)), tokens, lengths)
+    else:
+        drops.add("documents_without_sentences", raw, raw.title, 0)
 
 
-def _line_table(documents: list[BuiltDocument], first: int) -> np.ndarray:
-    """Returns line hash, document hash, document number, first sentence and end of all lines, (5, M) uint64."""
-    counts = [len(document.lines) for document in documents]
-    lines = np.concatenate([document.lines for document in documents]).T
-    hashes = np.repeat(np.array([document.hash for document in documents], np.uint64), counts)
-    numbers = np.repeat(np.arange(first, first + len(documents), dtype=np.uint64), counts)
-    return np.stack([lines[0], hashes, numbers, lines[1], lines[2]])
+def _join_short(
+    documents: Iterable[Document], settings: PrepareSettings, drops: DropLog
+) -> Iterator[Document]:
+    """Yields the documents; short ones are dropped, or joined with the next ones of their source."""
+    groups: dict[str, list[Document]] = {}
+    known: set[int] = set()  # hashes of short documents, whose copies are dropped
+    for document in documents:
+        if len(document.lengths) >= settings.min_sentences:
+            yield document
+        elif settings.short_documents == "drop":
+            _drop("documents_too_short", [document], drops)
+        elif "duplicate_documents" in settings.rules and document.hash in known:
+            _drop("documents_duplicate", [document], drops)
+        else:
+            known.add(document.hash)
+            group = groups.setdefault(document.raw.source, [])
+            group.append(document)
+            if sum(len(member.tokens) for member in group) >= JOINED_TOKENS:
+                yield from _joined(groups.pop(document.raw.source), settings.min_sentences, drops)
+    for group in groups.values():
+        yield from _joined(group, settings.min_sentences, drops)
 
 
-def _shown(raw: RawDocument, lines: list[list[str]]) -> str:
-    return " ".join(sentence for line in lines for sentence in line) or raw.text.strip() or raw.title
+def _joined(group: list[Document], min_sentences: int, drops: DropLog) -> Iterator[Document]:
+    """Yields a group as one document; drops it if it is still short."""
+    lengths = np.concatenate([document.lengths for document in group])
+    if len(lengths) < min_sentences:
+        _drop("documents_too_short", group, drops)
+        return
+    drops.joined.update(short=len(group), joined=1)
+    hashes = b"".join(document.hash.to_bytes(8, "little") for document in group)
+    tokens = np.concatenate([document.tokens for document in group])
+    characters = sum(document.characters for document in group)
+    yield Document(group[0].raw, _hash(hashes), characters, tokens, lengths)
+
+
+def _drop(reason: str, documents: Iterable[Document], drops: DropLog) -> None:
+    for document in documents:
+        drops.add(reason, document.raw, document.raw.title, document.characters)
+
+
+def _hash(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+def _write(folder: Path, documents: Iterable[Document], vocabulary: int, drops: DropLog) -> None:
+    """Writes the files of a unit; holds the rows of `SHARD_TOKENS` tokens and a document."""
+    frequency = np.zeros(vocabulary, np.int32)
+    tables = [np.zeros(0, DOCUMENT)]
+    entries: list[dict[str, Any]] = []
+    for batch in _batched(documents, lambda document: len(document.tokens), SHARD_TOKENS):
+        rows = list(map(rows_of, batch))
+        table = np.zeros(len(batch), DOCUMENT)
+        table["hash"] = [document.hash for document in batch]
+        table["rows"] = list(map(len, rows))
+        table["characters"] = [min(document.characters, 2**32 - 1) for document in batch]
+        tables.append(table)
+        entries.append(write_rows(folder / f"rows-{len(entries)}.arrow", rows, frequency))
+    np.save(folder / "documents.npy", np.concatenate(tables))
+    np.save(folder / "frequency.npy", frequency)
+    write_json(folder / "unit.json", {"files": entries, "drops": drops.to_json()})
+
+
+def rows_of(document: Document) -> list[ShardRow]:
+    """Returns the rows of a document: several of about equal length if it exceeds `MAX_TOKENS`."""
+    raw, tokens, lengths = document.raw, document.tokens, document.lengths
+    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    count = -(-len(tokens) // (MAX_TOKENS - int(lengths.max()))) if len(tokens) > MAX_TOKENS else 1
+    targets = len(tokens) * np.arange(1, count) / count
+    cuts = [0, *(np.searchsorted(offsets[1:], targets) + 1).tolist(), len(lengths)]
+    rows = []
+    for first, end in zip(cuts, cuts[1:], strict=False):
+        bounds = offsets[first : end + 1]
+        span = tokens[bounds[0] : bounds[-1]]
+        bounds = (bounds - bounds[0]).astype(np.int32)
+        counts = occurrences(span)
+        rows.append(ShardRow(raw.source, raw.id, raw.title, document.hash, span, bounds, counts))
+    return rows
+
+
+def write_rows(
+    path: Path, documents: list[list[ShardRow]], frequency: np.ndarray
+) -> dict[str, Any]:
+    """Writes a shard of the rows of each document, and adds them to `frequency`, (V,).
+
+    Returns:
+        The manifest's entry of the shard, and its counts by source.
+    """
+    rows = [row for found in documents for row in found]
+    write_shard(path, rows)
+    tokens = np.concatenate([row.tokens for row in rows])
+    counts = np.concatenate([row.counts for row in rows])
+    # Each of the n occurrences in a row adds 1 / n.
+    sums = np.bincount(tokens, weights=1.0 / counts, minlength=len(frequency))
+    frequency += np.rint(sums).astype(np.int32)
+    sources: dict[str, Counter[str]] = {}
+    for found in documents:
+        sentences = sum(len(row.offsets) - 1 for row in found)
+        sizes = 1, len(found), sentences, sum(len(row.tokens) for row in found)
+        of_document = dict(zip(COUNT_FIELDS, sizes, strict=True))
+        sources.setdefault(found[0].source, Counter()).update(of_document)
+    size = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+    return {**sum(sources.values(), Counter()), **size, "sources": sources}

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from contextlib import suppress
-from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,39 @@ import pyarrow.compute as pc
 from multicls.errors import UserError, first_line
 from multicls.sample import SAMPLE, sample_model
 
+CONFIG = "tokenizer_config.json"
 TABLE_WORDS = 1 << 19  # words in the table before it is emptied: about 100 MB a process
 _MARKS = r"([!-/:-@\[-`{-~\n])"  # ASCII punctuation, each always a word of its own, and the end of a sentence
 _END = "\n"
+
+
+def load_tokenizer_files(name: str) -> dict[str, bytes]:
+    """Loads `tokenizer.json` and, if there is one, `tokenizer_config.json`.
+
+    Args:
+        name: A folder, a tokenizer.json, a model id of the Hub, or "sample" for the embedded one.
+
+    Raises:
+        UserError: There is no such tokenizer, or it is not a fast one.
+    """
+    from huggingface_hub import snapshot_download
+    from tokenizers import Tokenizer
+
+    path = sample_model() if name == SAMPLE else Path(name)
+    try:
+        if not path.exists():
+            path = Path(snapshot_download(name, allow_patterns=["tokenizer.json", CONFIG]))
+        main = path / "tokenizer.json" if path.is_dir() else path
+        Tokenizer.from_file(str(main))
+    except Exception as error:  # tokenizers raises plain Exception
+        raise UserError(
+            f"--tokenizer {name}: no tokenizer.json of a fast tokenizer there or on the Hub "
+            f'({first_line(error)}); save one with save_pretrained; "{SAMPLE}" is the embedded one.'
+        ) from None
+    files = [file for file in (main, main.with_name(CONFIG)) if file.is_file()]
+    return {
+        CONFIG if file.name == CONFIG else "tokenizer.json": file.read_bytes() for file in files
+    }
 
 
 class TextEncoder:
@@ -33,12 +61,10 @@ class TextEncoder:
     Text never becomes a special token: "[SEP]" in a sentence is split like any other word.
 
     Args:
-        tokenizer_json: the text of a tokenizer.json.
+        tokenizer_json: The text of a tokenizer.json.
 
     Attributes:
-        tokenizer: the `tokenizers.Tokenizer`.
         vocabulary_size: V, added tokens included.
-        dtype: type of the ids: uint16 if V allows it, else uint32.
         word_by_word: True if the tokenizer is a BERT tokenizer as above.
     """
 
@@ -63,46 +89,38 @@ class TextEncoder:
 
     def encode(self, sentences: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Returns the tokens of all sentences, concatenated, (N,), and the number of each sentence, (S,) int64."""
-        if not sentences:
-            return np.zeros(0, self.dtype), np.zeros(0, np.int64)
-        if not self.word_by_word:
-            return self._flatten(self._encode_each(sentences))
-        text = _END.join(sentences)
-        if text.count(_END) != len(sentences) - 1:  # to the tokenizer, a line end in a sentence is a space
-            text = _END.join(sentence.replace(_END, " ") for sentence in sentences)
-        words = pc.split_pattern(pc.replace_substring_regex(pa.array([text]), _MARKS, r" \1 "), " ").flatten()
+        if not sentences or not self.word_by_word:
+            return self._tokenize(sentences)
+        # To the tokenizer, a line end in a sentence is a space.
+        text = pa.array([_END.join(sentence.replace(_END, " ") for sentence in sentences)])
+        words = pc.split_pattern(pc.replace_substring_regex(text, _MARKS, r" \1 "), " ").flatten()
         encoded = words.dictionary_encode()
         entries = self._look_up(encoded.dictionary.to_pylist())[encoded.indices.to_numpy()]
         lengths = self._lengths[entries]
         ends = np.cumsum(lengths)
         # Place of each token in the table: the start of its word's entry plus its place in the word.
-        tokens = self._tokens[np.arange(ends[-1]) + np.repeat(self._starts[entries] - (ends - lengths), lengths)]
+        places = np.arange(ends[-1]) + np.repeat(self._starts[entries] - (ends - lengths), lengths)
         bounds = np.concatenate([ends[entries == 0], ends[-1:]])  # entry 0 is the end of a sentence
-        return tokens, np.diff(bounds, prepend=0)
+        return self._tokens[places], np.diff(bounds, prepend=0)
 
     def _look_up(self, words: list[str]) -> np.ndarray:
         """Returns the table entries of distinct words, (W,), and adds the new ones to the table."""
         if len(self._entries) > TABLE_WORDS:
             self._clear_table()
-        entries = list(map(self._entries.get, words))
-        if None in entries:
-            self._add([word for word, entry in zip(words, entries, strict=True) if entry is None])
-            entries = list(map(self._entries.get, words))
-        return np.array(entries, np.int64)
+        new = [word for word in words if word not in self._entries]
+        if new:
+            tokens, lengths = self._tokenize(new)
+            first, starts = len(self._entries), len(self._tokens) + np.cumsum(lengths) - lengths
+            self._entries.update((word, first + number) for number, word in enumerate(new))
+            self._lengths = np.concatenate([self._lengths, lengths])
+            self._starts = np.concatenate([self._starts, starts])
+            self._tokens = np.concatenate([self._tokens, tokens])
+        return np.array([self._entries[word] for word in words], np.int64)
 
-    def _add(self, new: list[str]) -> None:
-        tokens, lengths = self._flatten(self._encode_each(new))
-        self._entries.update(zip(new, range(len(self._entries), len(self._entries) + len(new)), strict=True))
-        starts = len(self._tokens) + np.cumsum(lengths) - lengths
-        self._lengths = np.concatenate([self._lengths, lengths])
-        self._starts = np.concatenate([self._starts, starts])
-        self._tokens = np.concatenate([self._tokens, tokens])
-
-    def _encode_each(self, texts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
-
-    def _flatten(self, ids: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns all ids, concatenated, and the length of each list."""
+    def _tokenize(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the ids of all texts, concatenated, and the number of each text."""
+        found = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        ids = [encoding.ids for encoding in found]
         lengths = np.fromiter(map(len, ids), np.int64, count=len(ids))
         return np.fromiter(chain.from_iterable(ids), self.dtype, count=int(lengths.sum())), lengths
 
@@ -113,64 +131,9 @@ class TextEncoder:
         self._tokens = np.zeros(0, self.dtype)
 
 
-@lru_cache(2)
-def encoder_for(tokenizer_json: str) -> TextEncoder:
-    """Returns the encoder of this process for a tokenizer; it keeps the words that it has met."""
-    return TextEncoder(tokenizer_json)
-
-
 def _is_word_by_word(parts: dict[str, Any]) -> bool:
     kinds = [(parts[name] or {}).get("type") for name in ("normalizer", "pre_tokenizer", "model")]
     added = parts.get("added_tokens") or []
-    return kinds == ["BertNormalizer", "BertPreTokenizer", "WordPiece"] and all(token["special"] for token in added)
-
-
-def load_tokenizer_files(name: str) -> dict[str, bytes]:
-    """Loads `tokenizer.json` and, if there is one, `tokenizer_config.json`.
-
-    Args:
-        name: a folder, a tokenizer.json, a model id of the Hugging Face Hub, or "sample" for the embedded sample's.
-
-    Raises:
-        UserError: there is no such tokenizer, or it is not a fast one.
-    """
-    path = sample_model() if name == SAMPLE else Path(name)
-    if not path.exists():
-        path = _from_hub(name)
-    folder = path if path.is_dir() else path.parent
-    main = path / "tokenizer.json" if path.is_dir() else path
-    if not main.is_file():
-        raise UserError(f"{path}: no tokenizer.json here; save a fast tokenizer with save_pretrained.")
-    files = {"tokenizer.json": main.read_bytes()}
-    if (folder / "tokenizer_config.json").is_file():
-        files["tokenizer_config.json"] = (folder / "tokenizer_config.json").read_bytes()
-    from tokenizers import Tokenizer
-
-    try:
-        Tokenizer.from_str(files["tokenizer.json"].decode("utf-8"))
-    except Exception as error:  # the library raises plain Exception
-        raise UserError(f"{main}: not a fast tokenizer: {first_line(error)}.") from None
-    return files
-
-
-def _from_hub(name: str) -> Path:
-    """Downloads the tokenizer of a model id, or finds it in the cache; returns the path of its tokenizer.json."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
-    why = ""
-    try:
-        if name.endswith(".json"):
-            raise HFValidationError
-        validate_repo_id(name)
-        path = Path(hf_hub_download(name, "tokenizer.json"))
-    except HFValidationError:
-        why = "not a model id of the Hub (like bert-base-uncased)"
-    except (HfHubHTTPError, OSError) as error:
-        why = f"the Hub does not provide it ({first_line(error)})"
-    if why:
-        raise UserError(f'--tokenizer {name}: no such file or folder, and {why}; "{SAMPLE}" is the embedded tokenizer.')
-    with suppress(EntryNotFoundError, OSError):
-        hf_hub_download(name, "tokenizer_config.json")
-    return path
+    return kinds == ["BertNormalizer", "BertPreTokenizer", "WordPiece"] and all(
+        token["special"] for token in added
+    )

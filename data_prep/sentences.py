@@ -10,19 +10,29 @@ from itertools import accumulate
 import sentencex
 
 # Languages for which sentencex 1.0 has rules.
-LANGUAGES = "am ar bg bn ca da de el en es fi fr gu hi hy it ja kk kn ml mr my nl pa pl pt ru sk ta te uk"
+LANGUAGES = (
+    "am ar bg bn ca da de el en es fi fr gu hi hy it ja kk kn ml mr my nl pa pl pt ru sk ta te uk"
+)
+SPLITTER = {  # for the manifest
+    "name": "sentencex, quotation marks hidden",
+    "version": metadata.version("sentencex"),
+}
 QUOTES = '"“”„«»‘‚‹›`'
 # sentencex never splits inside quotation marks, so a speech of ten sentences would be one; nor does it know "Dr. and
 # --Mr. as abbreviations. It gets blanks for these marks, and for the single ones that open.
 _BLANKED = (*QUOTES, "''", "--", "—")
-_LIST_NUMBER = re.compile(r"\((?<!\S.)(\w{1,2}|[ivx]+)\)(?=\s)")  # nor does it split an item that begins with (1)
+_LIST_NUMBER = re.compile(
+    r"\((?<!\S.)(\w{1,2}|[ivx]+)\)(?=\s)"
+)  # nor does it split an item that begins with (1)
 # Marks that belong to the sentence after them; but tokenized text closes with '' that stands apart.
 _OPENING = re.compile(rf"(?:(?<=\s)|(?=[—-]))(?!''\s)[{QUOTES}'—\s-]+$")
-_CLOSING = re.compile(rf"[{QUOTES}’'_)\]]+\.?(?![^\s—-])\s*|:\d[\d–,: ]*(?=\s)")  # the latter: pages of a reference
+_CLOSING = re.compile(
+    rf"[{QUOTES}’'_)\]]+\.?(?![^\s—-])\s*|:\d[\d–,: ]*(?=\s)"
+)  # the latter: pages of a reference
 
 
 def _after(words: str, end: str = r"\.\s") -> str:
-    """A pattern that holds right behind one of the words; a look-behind has to be of one width."""
+    """Returns a pattern that holds right after one of the words; a look-behind has one width."""
     return "(?:" + "|".join(rf"(?<=\b(?i:{word}){end})" for word in words.split()) + ")"
 
 
@@ -46,7 +56,9 @@ _SAYS = (
 _NAME = r"(?!(?:He|She|It|We|They|You|And|But|Then|So)\b)[A-Z][\w’'-]+(?: [A-Z][\w’'-]+)?"
 _SPEAKER = rf"(?:I|The \w+|(?:(?:Mr|Mrs|Ms|Dr)\.? )?{_NAME})"
 _BEFORE_NUMBER = "eq eqs vol vols no nos p pp ch fig figs sec secs art arts ca c fl approx"
-_CLOCK = r"Eastern|Central|Mountain|Pacific|[A-Z]{1,3}T\b|UTC|(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day"
+_CLOCK = (
+    r"Eastern|Central|Mountain|Pacific|[A-Z]{1,3}T\b|UTC|(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day"
+)
 _GOES_ON = re.compile(
     r"(?![a-z]{1,2}[A-Z])[\s\[.…–—-]{0,20}[a-zß-öø-ÿа-я]|[,;:]"
     r"|(?<=[!-~])(?=[^\s—-])(?!(?<=[a-z]{2}[.!?])[A-Z][a-z’'-]+[\s,.])"  # no blank: MUL.APIN, nn.LayerNorm
@@ -58,13 +70,8 @@ _GOES_ON = re.compile(
 _MARKER = re.compile(r"\W*(?:\d{1,3}[.)]\W*)?")  # no sentence, but what may stand before one: 12.
 
 
-def splitter_name(language: str) -> dict[str, str]:
-    """Returns the splitter's name, version and language for the manifest."""
-    return {"name": "sentencex, quotation marks hidden", "version": metadata.version("sentencex"), "language": language}
-
-
 def split_paragraph(paragraph: str, language: str) -> Iterator[str]:
-    """Sentences of a paragraph, in order and nothing lost but white space."""
+    """Yields the sentences of a paragraph in order; only white space is lost."""
     hidden = _hide(paragraph, language)
     cuts = list(accumulate(map(len, sentencex.segment(language, hidden))))
     if missed := [match.end() for match in _MISSED.finditer(paragraph)]:
@@ -77,7 +84,8 @@ def split_paragraph(paragraph: str, language: str) -> Iterator[str]:
             elif closing := _CLOSING.match(paragraph, cut):
                 cut = closing.end()
         if _PLAIN.match(paragraph, cut) or not (
-            _GOES_ON.match(paragraph, cut) or (cut - start < 9 and _MARKER.fullmatch(paragraph, start, cut))
+            _GOES_ON.match(paragraph, cut)
+            or (cut - start < 9 and _MARKER.fullmatch(paragraph, start, cut))
         ):
             yield paragraph[start:cut].strip()
             start = cut
@@ -86,7 +94,7 @@ def split_paragraph(paragraph: str, language: str) -> Iterator[str]:
 
 
 def _hide(text: str, language: str) -> str:
-    """`text` with everything that leads sentencex astray replaced, character for character."""
+    """Replaces each character that misleads sentencex by one of the same length."""
     for mark in _BLANKED:
         if mark in text:
             text = text.replace(mark, " " * len(mark))

@@ -1,4 +1,4 @@
-"""Lists what `--input` names: files and folders, also by their fsspec URL, and data sets of the Hugging Face Hub."""
+"""Lists what `--input` names: files and folders, also by fsspec URL, and data sets of the Hub."""
 
 from __future__ import annotations
 
@@ -6,72 +6,89 @@ import bz2
 import codecs
 import gzip
 import io
-import json
 import lzma
 import os
 import re
-import stat
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
-from functools import cache, partial
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Any, Literal, NamedTuple, get_args
 
+import fsspec
+import pyarrow as pa
+
+from data_prep.settings import Format, PrepareSettings
 from multicls.errors import UserError, did_you_mean, first_line
 
-COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
-_HEAD = 1 << 16
-_MANY_FILES = 64  # a Hub data set of as many files is not cut further, so nobody needs their row groups
-_SUFFIXES = (".txt", ".json", ".jsonl", ".xml", ".html", ".parquet", ".csv", ".md", *COMPRESSIONS)
+OPENERS: dict[str, Callable[[Any], Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".zst": lambda raw: io.BufferedReader(pa.CompressedInputStream(raw, "zstd")),
+}
+FORMATS = set(get_args(Format))
+HEAD_BYTES = 1 << 16
+ROWS_BYTES = 64 << 20  # of the rows of a data set that are read as one file
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[^:]*){0,2}")
 _NAMED = re.compile(r"([^/=]+)=(.+)", re.DOTALL)
-_PROLOG = re.compile(r"(\s*<(\?.*?\?>|!--.*?-->|!DOCTYPE(\[.*?\]|[^\[>])*>))*\s*", re.DOTALL | re.IGNORECASE)
-_ROOT = re.compile(r"<([A-Za-z_][\w.:-]*)([^<>]*)")
+_OTHER_XML = re.compile(r"<\?xml|<(?:rss|feed|TEI)\b")
+_JSON_OBJECT = re.compile(r'\{[ \t]*"[^"\n]*"[ \t]*:')
+_HTML = re.compile(r"<(?:!doctype\s+html|html|head|body)\b", re.IGNORECASE)
+
+# What the lines or rows of a file are. plain: text with blank lines between paragraphs; wikipedia:
+# an article with a paragraph a line; sentences: a sentence each.
+Layout = Literal["plain", "wikipedia", "sentences"]
 
 
-class Hub(NamedTuple):
-    """A data set of the Hub."""
+class DataSet(NamedTuple):
+    """A data set of the Hub, or one that `datasets.save_to_disk` has written (then `config` is "")."""
 
-    dataset: str
+    name: str  # OWNER/DATASET, or the folder
     config: str | None = None
     split: str = "train"
     revision: str | None = None
-    documents: str = "row"  # "row" if a row is a document, "sentences" if it is a sentence
-    layout: str = "blocks"  # of its documents, see `read.RawDocument`
-    kind: str = ""  # module of `datasets.packaged_modules` that reads its files; empty for a data set in the cache
 
     def __str__(self) -> str:
-        return ":".join(filter(None, (self.dataset, self.config, self.split)))
+        return ":".join(filter(None, (self.name, self.config, self.split if self.config else "")))
 
 
 PRESETS = {
-    "wikipedia": Hub("wikimedia/wikipedia", "20231101.en", layout="lines"),
-    # `datasets` no longer runs its loading script; this branch is the Hub's own conversion.
-    "bookcorpus": Hub("bookcorpus/bookcorpus", "plain_text", revision="refs/convert/parquet", documents="sentences"),
-    "bookcorpusopen": Hub("lucadiliello/bookcorpusopen"),
+    "wikipedia": DataSet("wikimedia/wikipedia", "20231101.en"),
+    # `datasets` does not run its loading script; this branch is the Hub's own conversion.
+    "bookcorpus": DataSet("bookcorpus/bookcorpus", "plain_text", revision="refs/convert/parquet"),
+    "bookcorpusopen": DataSet("lucadiliello/bookcorpusopen"),
+}
+LAYOUTS: dict[str, Layout] = {
+    "wikimedia/wikipedia": "wikipedia",
+    "bookcorpus/bookcorpus": "sentences",
 }
 
 
-@dataclass(frozen=True)
-class SourceFile:
-    """An input file, or a data set on this disk."""
+class SourceFile(NamedTuple):
+    """An input file, or a share of a file or data set that is built as if it were a file.
 
-    source: str  # name of the input it belongs to
-    name: str  # path below that input; with `source` it names the file wherever the input lies
-    format: str  # one of `settings.FileFormat`
+    All fields but the path identify it: it may lie elsewhere the next time.
+    """
+
+    path: str  # absolute local path or URL; of a data set its description
+    source: str  # name of the input that it belongs to
+    name: str  # of the file below its input
+    format: str  # text, jsonl, parquet, wikiextractor, mediawiki, html or dataset
     size: int  # bytes on disk, 0 if not known
-    path: str  # local path or fsspec URL
-    version: str  # changes with the content: modification time, entity tag, or commit on the Hub
-    rows: int = 0  # row groups (Parquet) or rows (data sets) that pieces count in; 0 for files that pieces cut by bytes
-    hub: Hub | None = None  # the data set of the Hub that it is part of
+    version: str | int  # changes with the content: modification time, entity tag or commit
+    layout: Layout = "plain"
+    start: int = 0  # first byte of a share, or row of a data set
+    stop: int = 0  # end of the share; 0 for the whole file
+    data_set: DataSet | None = None
 
     def __str__(self) -> str:
-        return f"{self.hub}/{self.name}" if self.hub else printable(self.path)
+        return printable(self.path)
 
 
 class Skipped(NamedTuple):
@@ -81,380 +98,279 @@ class Skipped(NamedTuple):
     reason: str
 
 
-class Listing(NamedTuple):
-    """The input files in a fixed order, and the paths left out."""
-
-    files: list[SourceFile]
-    skipped: list[Skipped]
+Entry = SourceFile | Skipped
 
 
-class _Unreadable(Exception):
-    """The reason to skip a file."""
-
-
-def find_files(
-    inputs: Iterable[str], file_format: str = "auto", include: Sequence[str] = (), exclude: Sequence[str] = ()
-) -> Listing:
-    """Returns all input files in a fixed order, each checked by a look at its head, and what was left out.
-
-    Args:
-        inputs: `[NAME=]WHAT`. WHAT is a file, a folder, their fsspec URL (`s3://...`), `wikipedia[:DATE.LANGUAGE]`,
-            `bookcorpus`, `bookcorpusopen` or `OWNER/DATASET[:CONFIG[:SPLIT]]`.
-        file_format: one of `settings.FileFormat`, or "auto".
-        include: patterns such as `*.txt`; a file is read if its name below the input matches one of them.
-        exclude: patterns of files to leave out.
+def list_inputs(settings: PrepareSettings) -> tuple[list[SourceFile], list[Skipped]]:
+    """Returns all input files in a fixed order, each checked by its first bytes, and what is skipped.
 
     Raises:
-        UserError: every input that is missing or of which nothing can be read.
+        UserError: An input is missing or nothing of it can be read; the message names all of them.
     """
-
-    def selected(name: str) -> bool:
-        return any(fnmatchcase(name, p) for p in include or "*") and not any(fnmatchcase(name, p) for p in exclude)
-
     files: list[SourceFile] = []
     skipped: list[Skipped] = []
     problems: list[str] = []
-    for given in inputs:
-        match = None if os.path.exists(given) else _NAMED.fullmatch(given)
-        name, what = match.groups() if match else ("", given)
+    for word in settings.input:
+        named = None if os.path.exists(word) else _NAMED.fullmatch(word)
+        source, what = named.groups() if named else ("", word)
         try:
-            found, left_out = _list_input(printable(name), what, file_format, selected)
+            found = list(_list_input(source, what, settings))
         except UserError as error:
             problems += error.problems
             continue
-        files += found
-        skipped += left_out
-        if not found:
-            problems.append(_nothing_read(what, left_out))
+        reasons = [entry for entry in found if isinstance(entry, Skipped)]
+        skipped += reasons
+        files += [entry for entry in found if isinstance(entry, SourceFile)]
+        if len(reasons) == len(found):
+            firsts = {reason: path for path, reason in reversed(reasons)}
+            counts = Counter(reason for _, reason in reasons).items()
+            why = "; ".join(f"{number} x {name} ({firsts[name]})" for name, number in counts)
+            why = f"nothing can be read: {why}" if why else "no file in this folder"
+            problems.append(f"--input {printable(what)}: {why}.")
     if problems:
-        raise UserError(*problems[:20], *([f"... and {len(problems) - 20} more."] if len(problems) > 20 else []))
-    return Listing(files, skipped)
+        raise UserError(*problems)
+    return files, skipped
 
 
-def _nothing_read(what: str, skipped: list[Skipped]) -> str:
-    if not skipped:
-        return f"--input {printable(what)}: no file in this folder."
-    if len(skipped) == 1:
-        return f"--input {skipped[0].path}: {skipped[0].reason}."
-    counts = Counter(reason for _, reason in skipped).most_common(8)
-    first = {reason: path for path, reason in reversed(skipped)}
-    told = "; ".join(f"{count} x {reason} ({first[reason]})" for reason, count in counts)
-    return f"--input {printable(what)}: none of its {len(skipped)} paths can be read: {told}."
+def _list_input(source: str, what: str, settings: PrepareSettings) -> Iterable[Entry]:
+    is_url = "://" in what
+    if not is_url and not os.path.lexists(what):
+        return _list_data_set(source, _parse_hub(what), settings)
+    if any(os.path.isfile(f"{what}/{name}") for name in ("state.json", "dataset_dict.json")):
+        return _list_data_set(source, DataSet(what, ""), settings)
+    base = os.path.basename(what.rstrip("/") if is_url else os.path.realpath(what))
+    source = source or printable(base if os.path.isdir(what) else stem(base))
+    if not is_url:
+        return (_inspect(settings, entry) for entry in _walk(source, what))
+    with ThreadPoolExecutor(32) as pool:  # remote files answer slowly
+        return list(pool.map(partial(_inspect, settings), _walk_url(source, what)))
 
 
-def _list_input(
-    name: str, what: str, file_format: str, selected: Callable[[str], bool]
-) -> tuple[list[SourceFile], list[Skipped]]:
-    remote = "://" in what
-    if not remote and not os.path.exists(what):
-        return _list_hub(name, _parse_hub(what), selected)
-    if any(os.path.isfile(os.path.join(what, marker)) for marker in ("state.json", "dataset_dict.json")):
-        return [_saved_dataset(name, what)], []
-    source = name or printable(os.path.basename(what.rstrip("/") if remote else os.path.realpath(what)).split(".")[0])
-    inspect = partial(_inspect, file_format, selected)
-    with ThreadPoolExecutor(32) as pool:  # for remote files, which answer slowly
-        found = list(pool.map(inspect, _walk_remote(source, what)) if remote else map(inspect, _walk(source, what)))
-    return [one for one in found if isinstance(one, SourceFile)], [one for one in found if isinstance(one, Skipped)]
-
-
-def _walk(source: str, top: str) -> Iterator[SourceFile | Skipped]:
+def _walk(source: str, top: str) -> Iterator[Entry]:
+    """Yields the files of a folder, or the file itself, and what is skipped."""
     if not os.path.isdir(top):
         yield _local_file(source, os.path.basename(top), top)
         return
-    length = len(os.path.join(top, ""))
     failed: list[OSError] = []
     for parent, folders, names in os.walk(top, onerror=failed.append):
-        for name in sorted(names):
-            path = os.path.join(parent, name)
-            yield (
-                Skipped(printable(path), "hidden") if name.startswith(".") else _local_file(source, path[length:], path)
-            )
+        for path in (os.path.join(parent, name) for name in sorted(names)):
+            yield _local_file(source, os.path.relpath(path, top), path)
         for name in sorted(folders):
             path = os.path.join(parent, name)
             if name.startswith(".") or os.path.islink(path):
-                yield Skipped(printable(path), "hidden" if name.startswith(".") else "link to a folder")
-        folders[:] = sorted(name for name in folders if not name.startswith("."))  # it follows no links by itself
-    yield from (Skipped(printable(error.filename), f"unreadable: {error.strerror}") for error in failed)
+                reason = "hidden" if name.startswith(".") else "link to a folder"
+                yield Skipped(printable(path), reason)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+    for error in failed:
+        yield Skipped(printable(error.filename), f"unreadable: {error.strerror}")
 
 
-def _local_file(source: str, name: str, path: str) -> SourceFile | Skipped:
+def _local_file(source: str, name: str, path: str) -> Entry:
     try:
         status = os.stat(path)
     except OSError as error:
         return Skipped(printable(path), f"unreadable: {error.strerror}")
-    if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for its writer
+    if not os.path.isfile(path):  # opening a pipe would wait for its writer
         return Skipped(printable(path), "no file (a pipe, socket or device)")
-    return SourceFile(source, printable(name), "", status.st_size, path, str(status.st_mtime_ns))
+    path = os.path.abspath(path)  # workers may run in another folder
+    return SourceFile(path, source, printable(name), "", status.st_size, status.st_mtime_ns)
 
 
-def _walk_remote(source: str, url: str) -> Iterator[SourceFile | Skipped]:
+def _walk_url(source: str, url: str) -> Iterator[SourceFile]:
     try:
-        import fsspec
-
         system, root = fsspec.core.url_to_fs(url)
         found = system.find(root, detail=True)
-    except Exception as error:  # whatever its transports raise; ImportError names the package to install
+    except Exception as error:  # whatever its transports raise; ImportError names the package
         raise UserError(f"--input {url}: {first_line(error)}.") from None
     if not found:
         raise UserError(f"--input {url}: no such file or folder.")
     for path, details in sorted(found.items()):
         name = path[len(root) :].lstrip("/") or os.path.basename(path)
-        whole = system.unstrip_protocol(path)
-        if any(part.startswith(".") for part in name.split("/")):
-            yield Skipped(whole, "hidden")
-            continue
         tags = filter(None, (details.get(key) for key in ("ETag", "etag", "blob_id", "md5Hash")))
-        yield SourceFile(source, name, "", details.get("size") or 0, whole, str(next(tags, None) or system.ukey(path)))
+        version = str(next(tags, None) or system.ukey(path))
+        size = details.get("size") or 0
+        yield SourceFile(system.unstrip_protocol(path), source, name, "", size, version)
 
 
-def _inspect(file_format: str, selected: Callable[[str], bool], file: SourceFile | Skipped) -> SourceFile | Skipped:
+def _inspect(settings: PrepareSettings, file: Entry) -> Entry:
+    """Returns the file with its format, from its first bytes, or the reason to skip it."""
     if isinstance(file, Skipped):
         return file
-    path = file.path
+    name, path = file.name, printable(file.path)
+    if any(part.startswith(".") for part in name.split("/")):
+        return Skipped(path, "hidden")
+    included = any(fnmatchcase(name, pattern) for pattern in settings.include or ["*"])
+    if not included or any(fnmatchcase(name, pattern) for pattern in settings.exclude):
+        return Skipped(path, "excluded")
     try:
-        if not selected(file.name):
-            raise _Unreadable("excluded")
-        kind = _format(_head(path), file.name, file_format)
-        return replace(file, format=kind, rows=_row_groups(path) if kind == "parquet" else 0)
-    except _Unreadable as reason:
-        return Skipped(printable(path), str(reason))
+        with open_bytes(file.path) as stream:
+            found = _format(stream.read(HEAD_BYTES), name, settings.format)
     except Exception as error:
-        if isinstance(error, OSError) and error.strerror and "://" not in path:
-            return Skipped(printable(path), f"unreadable: {error.strerror}")
-        return Skipped(printable(path), damage(path, error))
+        reason = "" if "://" in file.path else getattr(error, "strerror", "")
+        found = f"unreadable: {reason}" if reason else damage(file, error)
+    if found not in FORMATS:
+        return Skipped(path, found)
+    return file._replace(format=found, layout=_layout(settings))
 
 
-def damage(path: str, error: Exception) -> str:
+def _layout(settings: PrepareSettings, known: Layout = "plain") -> Layout:
+    """Returns what the settings say about the text, or else what is known of it."""
+    if settings.documents == "sentences":
+        return "sentences"
+    return "wikipedia" if settings.format == "wikipedia" else known
+
+
+def damage(file: SourceFile, error: Exception) -> str:
     """Returns how a file is damaged, from the error that reading it raised.
 
     Raises:
-        UserError: the file could not be reached; the next try may go better, so it must not be left out.
-        Exception: the error itself, if it has nothing to do with reading.
+        UserError: The file could not be reached. It must not be left out: the next try may succeed.
+        Exception: The error itself, if it has nothing to do with reading.
     """
-    import pyarrow as pa
-
-    remote = "://" in path
+    remote = "://" in file.path or file.data_set is not None
     torn = isinstance(error, (EOFError, zlib.error, lzma.LZMAError, pa.ArrowException))
-    if torn or (isinstance(error, OSError) and error.errno is None and not remote):  # as bz2, gzip and zstd raise it
+    if torn or (isinstance(error, OSError) and error.errno is None and not remote):
         return f"damaged: {first_line(error)}"
     if remote or isinstance(error, OSError):
-        told = f"{printable(path)}: cannot be read: {first_line(error)}; give the same command again."
-        raise UserError(told) from error
+        text = f"{file}: cannot be read: {first_line(error)}; run the same command again."
+        raise UserError(text) from error
+    error.add_note(f"while reading {file}")
     raise error
 
 
-def open_bytes(path: str, buffer: int = 1 << 20) -> tuple[IO[bytes], IO[bytes]]:
-    """Opens a local path or an fsspec URL; returns its decompressed stream and the raw one."""
-    raw = open_raw(path)
-    suffix = extension(path)
-    if suffix == ".gz":
-        return cast(IO[bytes], gzip.GzipFile(fileobj=raw)), raw
-    if suffix == ".bz2":
-        return bz2.BZ2File(raw), raw
-    if suffix == ".xz":
-        return lzma.LZMAFile(raw), raw
-    if suffix == ".zst":
-        import pyarrow as pa
-
-        return io.BufferedReader(pa.CompressedInputStream(raw, "zstd")), raw
-    return io.BufferedReader(raw, buffer) if "://" not in path else raw, raw
+@contextmanager
+def open_bytes(path: str) -> Iterator[IO[bytes]]:
+    """Opens a local path or an fsspec URL; decompresses by its suffix."""
+    decompress = OPENERS.get(os.path.splitext(path)[1], nullcontext)
+    with (
+        fsspec.open(path, "rb") if "://" in path else open(path, "rb", 1 << 18) as raw,
+        decompress(raw) as stream,
+    ):
+        yield stream
 
 
-def open_raw(path: str) -> Any:
-    """Opens a local path or an fsspec URL as it stands."""
-    if "://" not in path:
-        return io.FileIO(path)
-    import fsspec
-
-    return fsspec.open(path, "rb").open()
-
-
-def _head(path: str) -> bytes:
-    stream, raw = open_bytes(path, _HEAD)
-    with raw, stream:
-        return stream.read(_HEAD)
-
-
-def _format(head: bytes, name: str, file_format: str) -> str:
-    """Returns the format of a file, or raises `_Unreadable`."""
+def _format(head: bytes, name: str, wanted: str) -> str:
+    """Returns the format of a file from its first bytes, or the reason to skip it."""
+    is_free = wanted in ("auto", "wikipedia")
     if not head:
-        raise _Unreadable("empty")
-    if file_format == "dataset":
-        raise _Unreadable("no data set (a folder that `save_to_disk` has written, or a name on the Hub)")
-    if head.startswith(b"PAR1") and file_format in ("auto", "parquet"):
+        return "empty"
+    if head.startswith(b"PAR1") and (is_free or wanted == "parquet"):
         return "parquet"
-    if file_format == "parquet":
-        raise _Unreadable("no Parquet file")
+    if wanted == "parquet":
+        return "no Parquet file"
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise _Unreadable("UTF-16; convert it (iconv -f utf-16 -t utf-8)")
+        return "UTF-16; convert it (iconv -f utf-16 -t utf-8)"
     if b"\0" in head or head.startswith(b"%PDF-"):
-        raise _Unreadable("binary")
+        return "binary"
     text = head.decode("utf-8-sig", "replace").lstrip()
-    kind = file_format if file_format != "auto" else _guess(text, name)
     try:
-        codecs.getincrementaldecoder("utf-8-sig")().decode(head, len(head) < _HEAD)
+        codecs.getincrementaldecoder("utf-8-sig")().decode(head, len(head) < HEAD_BYTES)
     except UnicodeDecodeError as error:
         lines = text.split("\n")
-        if kind in ("text", "html") or sum("\ufffd" in line for line in lines) > len(lines) / 10:  # else bad records
-            raise _Unreadable(f"not UTF-8 at byte {error.start}; convert it (iconv -t utf-8)") from None
-    if kind == "html" and not _can_extract_html():
-        raise _Unreadable("HTML; `pip install trafilatura` to extract its text, or --format text")
-    return kind
-
-
-@cache
-def _can_extract_html() -> bool:
-    return find_spec("trafilatura") is not None
+        if sum("\ufffd" in line for line in lines) > len(lines) / 10:  # else single bad bytes
+            return f"not UTF-8 at byte {error.start}; convert it (iconv -t utf-8)"
+    found = _guess(text, name) if is_free else wanted
+    if found == "html" and not find_spec("trafilatura"):
+        return "HTML; `pip install trafilatura` extracts its text, or --format text"
+    return found
 
 
 def _guess(text: str, name: str) -> str:
-    name = name.lower()
-    suffix = extension(name.removesuffix(extension(name)) if extension(name) in COMPRESSIONS else name)
+    """Returns the format that the suffix, or else the first characters of a text, say."""
+    base, suffix = os.path.splitext(name.lower())
+    suffix = os.path.splitext(base)[1] if suffix in OPENERS else suffix
     if suffix in (".csv", ".tsv"):
-        raise _Unreadable(
-            f"a table ({suffix[1:].upper()}); write an object a line "
-            "(pandas.read_csv(...).to_json('x.jsonl', orient='records', lines=True)), or --format text"
-        )
-    if suffix in (".html", ".htm", ".xhtml"):
+        return "a table; write JSON lines (pandas.DataFrame.to_json), or --format text"
+    if suffix in (".html", ".htm", ".xhtml") or _HTML.match(text):
         return "html"
-    if text.startswith("<"):
-        return _guess_markup(text, suffix)
-    if suffix in (".json", ".jsonl", ".ndjson"):
-        if text.startswith("[") or text.split("\n", 1)[0].strip() == "{":
-            form, how = ("one JSON array", ".[]") if text.startswith("[") else ("JSON over several lines", ".")
-            raise _Unreadable(f"{form}; write an object a line (jq -c '{how}')")
-        return "jsonl"
-    return "jsonl" if text.startswith("{") and _has_json_object(text) else "text"
-
-
-def _guess_markup(text: str, suffix: str) -> str:
-    prolog = _PROLOG.match(text)
-    root = _ROOT.match(text, prolog.end() if prolog else 0)
-    tag, attributes = root.groups() if root else ("", "")
-    if tag == "mediawiki":
+    if "<mediawiki" in text[:2000] and text.startswith("<"):
         return "mediawiki"
-    if tag == "doc" and " id=" in attributes and not text.startswith("<?xml"):
+    if text.startswith("<doc id="):
         return "wikiextractor"
-    if tag.lower() in ("html", "head", "body") or re.match(r"<!doctype\s+html", text, re.IGNORECASE):
-        return "html"
-    if text.startswith("<?xml") or suffix == ".xml" or "xmlns" in attributes or tag in ("rss", "feed", "TEI", "TEI.2"):
-        raise _Unreadable(f"XML that is not MediaWiki (root element {tag or 'not found'})")
-    return "text"
+    if suffix == ".xml" or _OTHER_XML.match(text):
+        return "XML that is not MediaWiki"
+    if suffix not in (".json", ".jsonl", ".ndjson"):
+        return "jsonl" if _JSON_OBJECT.match(text) else "text"
+    if re.match(r"\[|\{\s*\n", text):
+        return "JSON over several lines; write an object a line (jq -c '.[]')"
+    return "jsonl"
 
 
-def _has_json_object(text: str) -> bool:
-    lines = text.split("\n")
-    for line in lines[:20]:
-        try:
-            if isinstance(json.loads(line), dict):
-                return True
-        except (ValueError, RecursionError):
-            continue
-    return len(lines) == 1 and re.match(r'\{\s*"[^"]*"\s*:', text) is not None  # longer than the head
-
-
-def _row_groups(path: str) -> int:
-    """Returns the number of row groups of a Parquet file, 0 if its end is damaged."""
-    import pyarrow.parquet as pq
-
-    try:
-        with open_raw(path) as raw:
-            return int(pq.read_metadata(raw).num_row_groups)
-    except Exception as error:
-        damage(path, error)
-        return 0
-
-
-def _parse_hub(what: str) -> Hub:
-    """Returns the data set of the Hub that `what` names; raises a `UserError` if it names none."""
+def _parse_hub(what: str) -> DataSet:
+    """Returns the data set that `what` names; raises a `UserError` if it names none."""
     name, _, rest = what.partition(":")
     config, _, split = rest.partition(":")
     if name in PRESETS:
         preset = PRESETS[name]
         return preset._replace(config=config or preset.config, split=split or preset.split)
-    if _HUB_NAME.fullmatch(what) and not what.startswith(".") and Path(name).suffix not in _SUFFIXES:
-        return Hub(name, config or None, split or "train")
+    if _HUB_NAME.fullmatch(what) and not what.startswith("."):
+        return DataSet(name, config or None, split or "train")
     known = did_you_mean(name, PRESETS) if "/" not in what else ""
     raise UserError(f"--input {printable(what)}: no such file or folder.{known}")
 
 
-def _list_hub(source: str, hub: Hub, selected: Callable[[str], bool]) -> tuple[list[SourceFile], list[Skipped]]:
-    """Lists the files of a data set at the commit that its revision means now, so that a later start reads the same."""
+def _list_data_set(source: str, data_set: DataSet, settings: PrepareSettings) -> list[SourceFile]:
+    """Lists shares of a data set: of the Hub at its current commit, of its cache, or of a folder."""
     from huggingface_hub import HfApi, constants
 
-    source = source or next((name for name, preset in PRESETS.items() if preset.dataset == hub.dataset), "")
-    source = source or hub.dataset.rpartition("/")[2]
-    if constants.HF_HUB_OFFLINE:
-        return [_cached_dataset(source, hub)], []
+    is_folder = data_set.config == ""
     try:
-        import datasets
-
-        info = HfApi().dataset_info(hub.dataset, revision=hub.revision, files_metadata=True)
-        hub = hub._replace(revision=info.sha)
-        builder = datasets.load_dataset_builder(hub.dataset, hub.config, revision=hub.revision)
-        splits: dict[str, list[str]] = builder.config.data_files or {}
-    except Exception as error:  # whatever its transports raise
+        if not is_folder and not constants.HF_HUB_OFFLINE:
+            info = HfApi().dataset_info(data_set.name, revision=data_set.revision)
+            data_set = data_set._replace(revision=info.sha)
+        data = open_data_set(data_set)
+    except Exception as error:  # the libraries let through whatever their parts raise
         raise UserError(
-            f"--input {hub}: not to be had from the Hub ({first_line(error)}); with HF_HUB_OFFLINE=1 its cache is used."
+            f"--input {data_set}: no such file or folder, and no data set that can be loaded "
+            f"({first_line(error)}). Without a network, load it once where there is one "
+            "(`datasets.load_dataset`), copy the cache and set HF_HUB_OFFLINE=1."
         ) from None
-    if hub.split not in splits:
-        raise UserError(f"--input {hub}: no split {hub.split!r}.{did_you_mean(hub.split, splits)}")
-    hub = hub._replace(kind=builder.name)
-    kind = "parquet" if hub.kind == "parquet" else "dataset"
-    sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or ()}
-    paths = [(path, path.partition(f"@{info.sha}/")[2] or path) for path in splits[hub.split]]
-    skipped = [Skipped(path, "excluded") for path, name in paths if not selected(name)]
-    paths = [(path, name) for path, name in paths if selected(name)]
-    few = kind == "parquet" and len(paths) < _MANY_FILES
+    parts = [Path(part["filename"]) for part in data.cache_files]
+    size = sum(part.stat().st_size for part in parts)
+    version = str(max((part.stat().st_mtime_ns for part in parts), default=0))
+    if not is_folder:  # in the cache, the folder is named by the commit
+        version = data_set.revision or (parts[0].parent.name if parts else "")
+    presets = {preset.name: name for name, preset in PRESETS.items()}
+    base = Path(data_set.name).resolve().name if is_folder else data_set.name.rpartition("/")[2]
+    file = SourceFile(
+        path=str(data_set),
+        source=source or presets.get(data_set.name) or base,
+        name=base if is_folder else str(data_set),
+        format="dataset",
+        size=size,
+        version=version,
+        layout=_layout(settings, LAYOUTS.get(data_set.name, "plain")),
+        data_set=data_set,
+    )
+    shares = max(min(-(-size // ROWS_BYTES), len(data)), 1)
+    cuts = [len(data) * number // shares for number in range(shares + 1)]
     return [
-        SourceFile(source, name, kind, sizes.get(name, 0), path, str(info.sha), _row_groups(path) if few else 0, hub)
-        for path, name in paths
-    ], skipped
+        file._replace(start=start, stop=stop, size=size // shares)
+        for start, stop in zip(cuts, cuts[1:], strict=False)
+    ]
 
 
-def _cached_dataset(source: str, hub: Hub) -> SourceFile:
-    data = load_rows(str(hub), hub)
-    cached = sorted(part["filename"] for part in data.cache_files)
-    commit = Path(cached[0]).parent.name if cached else ""
-    size = sum(os.path.getsize(path) for path in cached)
-    return SourceFile(source, str(hub), "dataset", size, str(hub), commit, len(data), hub)
-
-
-def _saved_dataset(source: str, path: str) -> SourceFile:
-    parts = [part.stat() for part in Path(path).rglob("*.arrow")]
-    name = printable(os.path.basename(os.path.realpath(path)))
-    version = str(max((part.st_mtime_ns for part in parts), default=0))
-    size = sum(part.st_size for part in parts)
-    return SourceFile(source or name, name, "dataset", size, path, version, len(load_rows(path, None)))
-
-
-def load_rows(path: str, hub: Hub | None) -> Any:
-    """Returns the `datasets.Dataset` that lies in a folder (all its splits), or in the local cache of the Hub.
-
-    Raises:
-        UserError: it is not to be had, with the reason.
-    """
+@lru_cache(4)
+def open_data_set(data_set: DataSet) -> Any:
+    """Returns the `datasets.Dataset`; of a folder all splits."""
     import datasets
 
-    try:
-        if hub is not None:
-            return datasets.load_dataset(hub.dataset, hub.config, split=hub.split, revision=hub.revision)
-        data = datasets.load_from_disk(path)
-        if isinstance(data, datasets.DatasetDict):
-            data = datasets.concatenate_datasets([data[split] for split in sorted(data)])
-        return data
-    except Exception as error:  # the library lets through whatever its transports raise
-        raise UserError(
-            f"--input {path}: not to be had ({first_line(error)}). Without a network, load it once where there is one "
-            "(`datasets.load_dataset`, not streamed), copy the cache and set HF_HUB_OFFLINE=1; or give a local folder."
-        ) from None
+    datasets.disable_progress_bars()
+    name, config, split, revision = data_set
+    if config != "":
+        return datasets.load_dataset(name, config, split=split, revision=revision)
+    data = datasets.load_from_disk(name)
+    if isinstance(data, datasets.DatasetDict):
+        data = datasets.concatenate_datasets([data[split] for split in sorted(data)])
+    return data
+
+
+def stem(name: str) -> str:
+    """Returns the name of a file without folder, suffix and suffix of compression."""
+    base, suffix = os.path.splitext(os.path.basename(name))
+    return os.path.splitext(base)[0] if suffix in OPENERS else base
 
 
 def printable(path: str) -> str:
     """Returns a path as text that can be encoded; bytes that are not UTF-8 become `\\xff`."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
-
-
-def extension(path: str) -> str:
-    """Returns the last suffix of a path, with its dot."""
-    return os.path.splitext(path)[1]

@@ -38,12 +38,13 @@ def unwrap(lines: list[str]) -> list[str]:
     width, and those within sentences are mostly not before a capital as in verse, the text is wrapped at this width.
     Only lines that are full at this width are joined to the next: not those of verse and lists, which end early.
     """
-    if not any(line and following and line.strip() and following.strip() for line, following in pairwise(lines)):
-        return [line for line in lines if line.strip()]
+    filled = [line for line in lines if line.strip()]
+    if not any(line.strip() and following.strip() for line, following in pairwise(lines)):
+        return filled
     measured = [_measured(line) if line.strip() else None for line in lines]
     width = _width(measured)
     if not width:
-        return [line for line in lines if line.strip()]
+        return filled
     result: list[list[_Line]] = []
     last: _Line | None = None
     for line in measured:
@@ -57,13 +58,11 @@ def unwrap(lines: list[str]) -> list[str]:
 
 def _width(lines: list[_Line | None]) -> int:
     """Returns the width that explains most line breaks within sentences; 0 if the text is not wrapped."""
-    breaks = [
-        (line, following)
-        for line, following in pairwise(lines)
-        if line is not None and following is not None and (following.indent <= line.indent or following.lower)
-    ]
+    pairs = [(a, b) for a, b in pairwise(lines) if a is not None and b is not None]
+    breaks = [(a, b) for a, b in pairs if b.indent <= a.indent or b.lower]
     within = [(line, following) for line, following in breaks if not _ENDS.search(line.text[-6:])]
-    votes = [0] * (WIDEST + 2)  # differences: +1 where a break begins to support a width, -1 after its last one
+    # Differences: +1 where a break begins to support a width, -1 after its last one.
+    votes = [0] * (WIDEST + 2)
     for line, following in within:
         low, high = max(line.length, NARROWEST), min(line.length + following.first, WIDEST)
         if low <= high and not _begins_anew(following):
@@ -72,11 +71,10 @@ def _width(lines: list[_Line | None]) -> int:
     totals = list(accumulate(votes))
     best = max(totals)
     width = totals.index(best)
-    explained = sum(line.length <= width <= line.length + following.first for line, following in breaks)
-    anew = sum(
-        _begins_anew(following) for line, following in within if line.length <= width <= line.length + following.first
-    )
-    return width if best > 0 and best >= max(anew, explained / 10) and explained >= _SHARE * len(breaks) else 0
+    explained = sum(a.length <= width <= a.length + b.first for a, b in breaks)
+    anew = sum(_begins_anew(b) for a, b in within if a.length <= width <= a.length + b.first)
+    is_wrapped = 0 < best >= max(anew, explained / 10) and explained >= _SHARE * len(breaks)
+    return width if is_wrapped else 0
 
 
 def _begins_anew(line: _Line) -> bool:

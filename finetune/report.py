@@ -1,93 +1,147 @@
-"""Reports on a results folder: scores on the console, all tables as Markdown, and one HTML page with figures.
+"""Reports on a results folder: tables on the console, as Markdown, and as one HTML page with two figures.
 
 python finetune/report.py results
-python finetune/report.py results --compare "k5 multicls" "k5 cls" --task rte cola
-python finetune/report.py results --ensembles 5 --html report/ensembles.html
+python finetune/report.py results --compare k5-multicls k5-mean --task rte cola
+python finetune/report.py results --ensembles 5 --output report
 """
 
 from __future__ import annotations
 
-import shlex
+import base64
+import io
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/, whose names must not hide packages
+sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/: its names hide packages
 
 from pydantic import Field
+from pydantic_settings import CliPositionalArg
 
-from finetune.store.results import Store
-from multicls.command_line import CommandLine, curves_line, print_summary
+from multicls.cards import cell
+from multicls.console import print_summary
 from multicls.errors import UserError, did_you_mean, run_command
 from multicls.files import atomic_write
-from multicls.settings import Settings
+from multicls.settings import Settings, parse
 
 if TYPE_CHECKING:
-    from finetune.stats.systems import Results
+    import pandas as pd
+
+    from finetune.report_tables import Group
+
+NOTES = {
+    "Scores": "Mean ± standard error over replicates, in percent.",
+    "Comparisons": "Difference in points. p: t-test over replicates, paired where both systems have the same training "
+    "subsets, corrected by Holm's method over all tests shown. Needed: replicates of each system that would show this "
+    "difference at 5 % with 80 % power. Choose tasks and systems (--task, --compare) before you look.",
+    "All results": "A replicate is averaged over its seeds first. The interval is Student's t over the replicates; of "
+    "a single run it is over the dev rows (Wilson for accuracy, else bootstrap). Baseline: the majority class, "
+    "or its mean score. Test rows are scored once, at the end of a run. ECE: calibration error of classes, 15 bins.",
+}
 
 
 class ReportOptions(Settings):
     """Options of the command."""
 
-    results: str = Field(description="a folder with results.jsonl")
-    html: str | None = Field(None, description="where the page goes, and the Markdown beside it; default: "
-                             "RESULTS/report.html")  # fmt: skip
-    no_html: bool = Field(False, description="write the tables without the page, which takes longer")
-    compare: tuple[str, str] | None = Field(
-        None, title="SYSTEM", description="test these two systems only, named as in the tables or by some words"
-    )
+    results: CliPositionalArg[str] = Field(description="a results folder")
+    output: str | None = Field(None, description="folder for the report; default: RESULTS")
+    compare: list[str] = Field([], description="test these systems only, by name")
     task: list[str] = Field([], description="report these tasks only")
-    ensembles: Annotated[int, Field(ge=2)] | None = Field(None, description="add rows for ensembles of so many runs")
+    ensembles: Annotated[int, Field(ge=2)] | None = Field(
+        None, description="add ensembles of so many runs that differ in their seed"
+    )
 
 
-COMMAND = CommandLine("finetune/report.py", __doc__, ReportOptions, positional=("results",))
+@dataclass(frozen=True)
+class Report:
+    """The content of a report."""
+
+    groups: list[Group]
+    tables: dict[str, pd.DataFrame]
+    warnings: list[str]
+    commands: dict[str, str]  # by what each is for
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
-    args = COMMAND.parse(argv)
-
-    from finetune.show.page import build_report
-    from finetune.stats.systems import load_results
-
-    folder = Path(args.results)
-    if not folder.is_dir():
-        what = "is a file; give the folder that it is in" if folder.exists() else "no such folder"
-        raise UserError(f"{folder}: {what}. finetune/run.py and finetune/grid.py write results folders.")
-    results = load_results(Store(folder), ensembles=args.ensembles or 0)
-    if not results.rows:
-        raise UserError(f"{folder}: no finished runs there. finetune/run.py and finetune/grid.py write them.")
-    known = {row.task for row in results.rows}
-    if unknown := [task for task in args.task if task not in known]:
-        raise UserError(*(f"--task {task}: no finished run of it in {folder}.{did_you_mean(task, known)}"
-                          for task in unknown))  # fmt: skip
-    if args.task:
-        results = replace(results, rows=[row for row in results.rows if row.task in args.task])
-    report = build_report(results, folder.resolve(), args.compare, pictures=not args.no_html)
-    report.print(comparisons=args.compare is not None)
-    page = Path(args.html or folder / "report.html")
-    texts = {"tables": (page.with_suffix(".md"), report.markdown())}
-    if not args.no_html:
-        texts["page"] = (page, report.html())
-    for path, text in texts.values():
-        with atomic_write(path) as file:
+    options = parse(ReportOptions, argv, prog="finetune/report.py", doc=__doc__)
+    report = build_report(options)
+    for name, table in report.tables.items():
+        if name != "All results":
+            print(f"\n{name}\n{table.to_string(index=False)}")
+    print("".join(f"warning: {warning}\n" for warning in report.warnings))
+    output = Path(options.output or options.results)
+    for name, text in {"report.md": as_markdown(report), "report.html": as_html(report)}.items():
+        with atomic_write(output / name) as file:
             file.write(text)
-    made = [*((name, path) for name, (path, _) in texts.items()), *curves_line(folder)]
-    next_command = "python finetune/run.py ... --save_model   # a model with which finetune/predict.py labels rows"
-    if best := best_saved_model(Store(folder), results):
-        made.append(("saved model", best))
-        next_command = shlex.join(["python", "finetune/predict.py", str(best), "ROWS.csv"])
-    print_summary(made, next_command)
+    made = [("tables", output / "report.md"), ("page", output / "report.html")]
+    print_summary(made, next(iter(report.commands.values()), ""))
     return 0
 
 
-def best_saved_model(store: Store, results: Results) -> Path | None:
-    """Returns the folder of the saved model with the best score, None if no run has saved one."""
-    saved = [(record["score"], store.model_path(record["run_id"])) for row in results.rows for record in row.records
-             if record["run_id"] and store.model_path(record["run_id"]).is_dir()]  # fmt: skip
-    return max(saved)[1] if saved else None
+def build_report(options: ReportOptions) -> Report:
+    """Reads a results folder and makes the tables.
+
+    Raises:
+        UserError: There is nothing to report, or no run of a given name.
+    """
+    from finetune import report_tables
+    from finetune.results import load_results, unfinished_runs
+
+    folder = Path(options.results)
+    runs = load_results(folder)
+    _check_names("--task", options.task, set(runs["task"]))
+    runs = runs[runs["task"].isin(options.task)] if options.task else runs
+    groups = report_tables.make_groups(runs, options.ensembles)
+    _check_names("--compare", options.compare, {group["system"] for group in groups})
+    tables = {}
+    for size in runs["train_size"].unique():
+        at_size = [group for group in groups if group["train_size"] == size]
+        tables[f"Scores, {size} training rows"] = report_tables.scores_table(at_size)
+    comparisons = report_tables.comparisons_table(groups, options.compare)
+    tables |= {"Comparisons": comparisons} if len(comparisons) else {}
+    tables["All results"] = report_tables.results_table(groups)
+    warnings = report_tables.find_warnings(groups, unfinished_runs(folder))
+    return Report(groups, tables, warnings, report_tables.best_commands(groups))
+
+
+def _check_names(flag: str, names: Sequence[str], known: set[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise UserError(f"{flag} {name}: no run of it.{did_you_mean(name, known)}")
+
+
+def as_markdown(report: Report) -> str:
+    """Returns the report as Markdown."""
+    parts = ["# Results", "\n".join(f"- {cell(warning)}" for warning in report.warnings)]
+    for name, table in report.tables.items():
+        rows = [table.columns, ["---"] * len(table.columns), *table.map(cell).to_numpy()]
+        lines = [f"| {' | '.join(row)} |" for row in rows]
+        parts += [f"## {name}", "\n".join(lines), NOTES[name.partition(",")[0]]]
+    parts += [f"{title}:\n\n```bash\n{line}\n```" for title, line in report.commands.items()]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def as_html(report: Report) -> str:
+    """Returns the report as one page, with its figures and without other files."""
+    from jinja2 import Environment, FileSystemLoader
+
+    from finetune import figures
+
+    drawn = {"All runs (o), mean and 95 % interval (|), baseline (x)": figures.runs(report.groups)}
+    if classifiers := [group for group in report.groups if len(group.bins)][:12]:
+        title = "Accuracy by confidence; grey: share of the examples"
+        drawn[title] = figures.reliability(classifiers)
+    images = {}
+    for title, figure in drawn.items():
+        file = io.BytesIO()
+        figure.savefig(file, format="svg", metadata={"Date": None})
+        images[title] = base64.b64encode(file.getvalue()).decode()
+    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
+    page = environment.get_template("report.html.jinja")
+    return page.render(report=report, notes=NOTES, images=images)
 
 
 if __name__ == "__main__":

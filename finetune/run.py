@@ -1,343 +1,276 @@
-"""Fine-tunes a model on a task and writes one line of results.
+"""Fine-tunes a model on a task and keeps scores, predictions and curves in one folder.
 
-python finetune/run.py --model runs/sample/hf --task rte --train_size 100 --head multicls --seed 1 --data_dir glue
+python finetune/run.py --model runs/sample/hf --task rte --train_size 100 --head mean --seed 1 --data_dir glue
 python finetune/run.py --model runs/sample/hf --train_file tickets.csv --head mean --save_model
 deepspeed --num_gpus 2 finetune/run.py --config ds_configs/zero2.json --model sample --task rte --head cls
 """
 
 from __future__ import annotations
 
-import logging
 import os
-import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/, whose names must not hide packages
+sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/: its names hide packages
 
-from finetune.heads import FITTED_HEADS
-from finetune.settings import FinetuneSettings, OwnDataSettings, TrainSettings, check_names, resolve
-from finetune.store.records import PlannedRun, Predicted, make_predictions, make_record
-from finetune.store.results import Record, Store, short_hash
-from multicls.command_line import CommandLine, RecipeOptions, curves_line, print_summary
-from multicls.console import fold, show_log
+from finetune.heads import FITTED
+from finetune.settings import SHORTCUTS, OwnDataSettings, RunSettings
+from finetune.tasks import TASKS
+from multicls.console import count, print_line, print_summary
 from multicls.distributed import leave_deepspeed, on_rank_0, prepare_deepspeed, rank_and_world
-from multicls.ds_config import load_ds_config
-from multicls.environment import reset_peak_memory
-from multicls.errors import print_stderr, run_command
-from multicls.settings import load_settings, to_yaml
-from multicls.words import counted
+from multicls.errors import UserError, print_stderr, run_command
+from multicls.files import locked
+from multicls.settings import parse, to_yaml
 
 if TYPE_CHECKING:
-    from finetune.data.encoding import Encoded
-    from finetune.data.examples import LabeledExample
-    from finetune.train.loop import Array
-
-    Encode = Callable[[int, Sequence[LabeledExample]], Encoded]
-
-log = logging.getLogger("finetune")
-SEVERAL_RANKS = "ds_configs/zero0.json"  # what trains on several ranks when no --config is given
-OWN = {name: f"own.{name}" for name in OwnDataSettings.model_fields}
-COMMAND = CommandLine(
-    "finetune/run.py", __doc__, RecipeOptions, settings=FinetuneSettings, recipes="finetune/recipes",
-    sibling="finetune/grid.py",
-    groups={
-        "model and head": ("model", "model_name", "pretraining_seed", "trust_remote_code", "head", "pooling", "seed"),
-        "task and rows": ("task", "data_dir", "train_size", "sampling", "data_seed", "label_noise", "train_from_dev",
-                          "selection", "holdout", "max_length"),
-        "your own rows, instead of --task": OWN,
-        "training": [f"train.{name}" for name in TrainSettings.model_fields] + ["config"],
-        "output": ("output_dir", "save_model", "predict_test"),
-    },
-)  # fmt: skip
+    from finetune.encoding import Encoded
+    from finetune.examples import Example, TaskData
+    from finetune.heads.modeling_task import TaskModel
+    from finetune.results import Array, Record
+    from finetune.subsets import TaskRows
+    from finetune.tasks import Task
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
-    options, settings = COMMAND.parse_with(argv, read_settings)
-    if options.print_config:
-        print(to_yaml(settings), end="")
-        return 0
-    show_log(log.name, logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
+    settings = parse(
+        RunSettings,
+        argv,
+        prog="finetune/run.py",
+        doc=__doc__,
+        shortcuts=SHORTCUTS,
+        recipes="finetune/recipes",
+    )
     try:
-        records = run(settings)
+        record = run_finetune(settings)
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
-            print_stderr(fold(f"stopped; finished runs are kept in {settings.output_dir}, and the same command goes on "
-                              "from this run's last snapshot, or from its start if it has none"))  # fmt: skip
+            print_stderr("stopped; the same command resumes from the newest checkpoint")
         raise
     if rank_and_world()[0] == 0:
-        _summarize(settings, records)
+        _summarize(record, settings.output_dir)
     if rank_and_world()[1] > 1 or settings.config:
         leave_deepspeed()
     return 0
 
 
-def read_settings(options: RecipeOptions, flags: Mapping[str, Any]) -> FinetuneSettings:
-    """Returns the settings of recipes and flags, with names that are known and go together."""
-    settings = load_settings(FinetuneSettings, options.recipe, options.set, flags, COMMAND.names)
-    check_names(settings)
-    if settings.config:
-        load_ds_config(settings.config)
-    return settings
-
-
-def _summarize(settings: FinetuneSettings, records: Sequence[Record]) -> None:
-    store = Store(settings.output_dir)
-    made: list[tuple[str, object]] = [("results", store.folder), *curves_line(store.folder)]
-    report = ["python", "finetune/report.py", str(store.folder)]
-    model = store.model_path(records[0]["run_id"])
-    if model.is_dir():
-        made.insert(0, ("model", model))
-        report = ["python", "finetune/predict.py", str(model), "ROWS.csv"]
-    print_summary(made, shlex.join(report))
-
-
-def run(settings: FinetuneSettings) -> list[Record]:
-    """Does one run, from the rows to the lines of results; a run that is finished already is not repeated.
-
-    Returns:
-        The lines of results, one for each task.
+def run_finetune(settings: RunSettings) -> Record:
+    """Does one run, from the rows to its record; a finished run is not repeated.
 
     Raises:
-        Busy: Another process is at this run.
-        UserError: Model, data or settings do not fit; no line is written then.
+        FolderInUse: Another process is at this run.
+        Incompatible: The head does not work on the model.
+        UserError: Model, data or settings do not fit; no record is written then.
     """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic matrix products; read at CUDA's start
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic matrix products
     if settings.config or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         prepare_deepspeed()
-    planned = plan_run(settings)
     with ExitStack() as stack:
-        if on_rank_0(planned.records) is None:
-            on_rank_0(lambda: stack.enter_context(planned.store.claim(planned.run_ids[0])) and None)
-            if on_rank_0(planned.records) is None:  # nor has another process finished it just now
-                return _run(planned)
-    records = on_rank_0(planned.records)
-    assert records is not None
-    _tell(f"already finished: {planned.title}: {_scores(records)} ({_where(planned)})")
-    return records
+        on_rank_0(lambda: stack.enter_context(locked(settings.folder)))
+        record: Record | None = on_rank_0(lambda: finished_record(settings))
+        if record is None:
+            record = _run(settings)
+        else:
+            _print(f"already finished: {settings.folder}")
+    for entry in record["tasks"]:
+        for split, scores in {"dev": entry["scores"], **entry["tests"]}.items():
+            values = "  ".join(f"{name} {100 * value:.2f}" for name, value in scores.items())
+            _print(f"{settings.system} on {entry['task']}, {split}: {values}")
+        if entry["score"] <= entry["baseline"]:
+            value = f"{100 * entry['baseline']:.2f}"
+            _print(f"warning: {entry['task']}: always giving the same answer scores {value}")
+    return record
 
 
-def plan_run(settings: FinetuneSettings) -> PlannedRun:
-    """Returns what a run would do; reads the rows and not the model's weights, and writes nothing.
+def finished_record(settings: RunSettings) -> Record | None:
+    """Returns the record of a finished run, None if the run is not finished or lacks what it is to save.
 
     Raises:
-        UserError: Model, data, head or settings do not fit, the results folder is of another protocol, or its runs read
-            other data.
+        UserError: The run's folder holds one with other settings, from other weights, or on other own rows.
     """
-    from finetune.data.selection import select_rows
-    from finetune.heads.checkpoint import find_checkpoint
+    from finetune.heads.build import find_checkpoint
+    from finetune.results import read_record
 
-    Store(settings.output_dir).check(write=True)
-    rows = select_rows(settings)  # a misspelt file or folder is told before torch and transformers are imported
-    checkpoint = find_checkpoint(settings.model, settings.trust_remote_code)
+    record, model, own, problem = read_record(settings), settings.model, settings.own, ""
+    if record and model and Path(model).is_dir():
+        if find_checkpoint(model, settings.trust_remote_code).sha256 != record["weights_sha256"]:
+            problem = f"from other weights than {model} holds now"
+    elif record and model != record["model"]:
+        problem = f"from {record['model']}, not {model}"
+    if record and own.source:
+        (data,) = load_tasks(settings)
+        rows = (data.sha256, data.tests_sha256)
+        if rows != (record["data_sha256"], record.get("tests_sha256")):
+            files = [own.source, *filter(None, (own.dev_file, own.test_file))]
+            problem = f"on other rows than those of {', '.join(files)} now"
+    if problem:
+        raise UserError(f"{settings.folder}: was trained {problem}; give another --name.")
+    lacks_model = settings.save_model and not (settings.folder / "model").is_dir()
+    lacks_test = settings.predict_test and record and not record.get("predict_test")
+    return None if lacks_model or lacks_test else record
 
-    from finetune.heads.building import check_head
-    from finetune.train.loop import find_device
 
-    check_head(settings, checkpoint)
-    device, precision = find_device()
-    train = resolve(settings, [len(own.train) for own in rows], precision)
-    ds_config = _ds_config(settings)
-    numeric = {
-        "device": device.type,
-        "precision": train.precision,
-        "deepspeed": short_hash(ds_config[1]) if ds_config else None,
+def _run(settings: RunSettings) -> Record:
+    from finetune.encoding import Encoded
+    from finetune.examples import example_arrays
+    from finetune.heads.build import build_model, find_checkpoint, load_tokenizer
+    from finetune.results import make_record, write_run
+    from finetune.subsets import select_rows
+
+    began, holdout = time.perf_counter(), settings.selection == "holdout"
+    rows = [
+        select_rows(data, settings.train_size, settings.subset, holdout)
+        for data in load_tasks(settings)
+    ]
+    _print(f"{settings.system} in {settings.folder}")
+    for part in rows:
+        _announce(part)
+    model = tokenizer = checkpoint = None
+    if settings.model:
+        checkpoint = find_checkpoint(settings.model, settings.trust_remote_code)
+        model = build_model(settings, checkpoint, [part.task for part in rows])
+        lengths = [settings.max_length or part.task.max_length for part in rows]
+        tokenizer = load_tokenizer(checkpoint, max(lengths))
+    record = {
+        "settings": settings.compared(),
+        "weights_sha256": checkpoint.sha256 if checkpoint else "",
+        "data_sha256": "+".join(part.data.sha256 for part in rows),
+        "tests_sha256": "+".join(part.data.tests_sha256 for part in rows),
+        "ranks": rank_and_world()[1],
     }
-    request_ids = request_ids_of(settings, checkpoint.fingerprint)
-    run_ids = [short_hash([request_id, numeric]) for request_id in request_ids]
-    planned = PlannedRun(settings, train, numeric, rows, checkpoint, request_ids, run_ids)
-    _publish(planned, write=False)
-    return planned
 
+    def encode(task: Task, examples: Sequence[Example]) -> Encoded:
+        assert tokenizer is not None
+        return Encoded(task, examples, tokenizer, settings.max_length or task.max_length)
 
-def request_ids_of(settings: FinetuneSettings, fingerprint: str) -> list[str]:
-    """Returns a hash of all that was requested of a run and its model's fingerprint, for each of its tasks."""
-    requested = settings.requested() | {"fingerprint": fingerprint}
-    return [short_hash(requested | {"scored": task}) for task in settings.task_names or [settings.own.name]]
-
-
-def _run(planned: PlannedRun) -> list[Record]:
-    settings, store = planned.settings, planned.store
-    tokenizer, encode = _encoder(planned)  # it refuses a wrong --max_length before anything is written
-    _announce(planned)
-    reset_peak_memory(planned.numeric["device"])  # a process of a grid has made other runs before
-    predicted = (_fit if settings.head in FITTED_HEADS else _train)(planned, encode)
-    records: list[Record] = [make_record(planned, predicted, task) for task in range(len(planned.rows))]
-    if settings.save_model:
-        _save(planned, predicted, tokenizer, records)
+    if settings.head in FITTED:
+        outputs = _fit(settings, rows[0], model, encode)
+    else:
+        assert model is not None
+        outputs, training = _train(settings, rows, model, encode, dict(record))
+        record |= training
+    predictions = {
+        f"{part.task.name}/{split}": example_arrays(examples, outputs[f"{part.task.name}/{split}"])
+        for part in rows
+        for split, (_, examples) in part.splits().items()
+    }
+    record |= make_record(settings, rows, predictions)
+    record["seconds"] = round(time.perf_counter() - began, 3)
     if rank_and_world()[0] == 0:
-        _publish(planned, write=True)
-        for task, record in enumerate(records):
-            store.write(record, make_predictions(planned.rows[task], predicted, task))
-        store.remove_snapshots(planned.run_ids[0])
-    result = predicted.result
-    best = f"best of {counted(len(result.history), 'evaluation')}, step {result.best_step} of {result.steps}; "
-    _tell(f"{planned.title}: {_scores(records)} ({best * bool(result.history)}{_where(planned)})")
-    for text in _advice(records):
-        _tell(text)
-    return records
+        if settings.save_model and model and tokenizer:
+            from finetune.cards import model_card
+            from finetune.saving import save_model
+
+            card = model_card(record, rows, settings, predictions)
+            save_model(model, tokenizer, settings.folder / "model", card)
+        write_run(settings.folder, to_yaml(settings), record, predictions)
+    return record
 
 
-def _train(planned: PlannedRun, encode: Encode) -> Predicted:
-    """Runs the training loop; predicts with its best weights the rows that did not choose them."""
-    from finetune.data.metrics import score_examples
-    from finetune.heads.building import build_head
-    from finetune.train import loop
-
-    settings, store, run_id = planned.settings, planned.store, planned.run_ids[0]
-    device, _ = loop.find_device()
-    loop.seed_everything(settings.seed, device)
-    model = build_head(settings, planned.checkpoint, [own.task for own in planned.rows])
-    splits, several = [], len(planned.rows) > 1
-    for task, own in enumerate(planned.rows):
-        choosing = own.held or own.dev
-        score, curve = partial(score_examples, own.task, choosing), f"dev/{own.task.name}" if several else "dev"
-        splits.append(loop.TaskSplit(encode(task, own.train), encode(task, choosing), score, curve))
-    holds_out, tested = settings.selection == "holdout", any(own.test for own in planned.rows)
-    result = loop.fine_tune(
-        model, splits, planned.train, settings.seed, device,
-        sampling=settings.cln.sampling,
-        keep_weights=holds_out or settings.save_model or tested,
-        ds_config=_ds_config(settings),
-        snapshots=store.snapshot_path(run_id) / short_hash([own.content for own in planned.rows]),
-        tensorboard=store.tensorboard_path(run_id),
-    )  # fmt: skip
-    if result.weights:
-        loop.load_weights(model, result.weights)
-
-    def outputs_of(task: int, examples: Sequence[LabeledExample]) -> Array:
-        return loop.predict(model, encode(task, examples), device, planned.train, task)
-
-    held, dev = result.outputs, result.outputs
-    if holds_out:
-        dev = [outputs_of(task, own.dev) for task, own in enumerate(planned.rows)]
-    test = [[outputs_of(task, examples) for _, examples in own.test] for task, own in enumerate(planned.rows)]
-    return Predicted(result, held, dev, test, model)
+def load_tasks(settings: RunSettings) -> list[TaskData]:
+    """Returns all examples of the tasks of a run, or of the user's own rows; a process reads them once."""
+    data_dir, own, with_test = settings.data_dir, settings.own, settings.predict_test
+    return [_load_task(name, data_dir, own, with_test) for name in settings.task_names or [""]]
 
 
-def _fit(planned: PlannedRun, encode: Encode) -> Predicted:
-    """Fits a head by a library; nothing is chosen, so all rows to predict are predicted at once."""
+@lru_cache(maxsize=8)
+def _load_task(name: str, data_dir: str | None, own: OwnDataSettings, with_test: bool) -> TaskData:
+    from finetune.benchmarks import read_task
+    from finetune.own_data import load_own
+
+    return load_own(own) if own.source else read_task(TASKS[name], data_dir, with_test)
+
+
+def _train(
+    settings: RunSettings,
+    rows: Sequence[TaskRows],
+    model: TaskModel,
+    encode: Callable[[Task, Sequence[Example]], Encoded],
+    identity: dict[str, Any],
+) -> tuple[dict[str, Array], dict[str, Any]]:
+    """Trains; returns the outputs of the best weights by "TASK/SPLIT", and what the record says of training."""
+    from finetune.training import TaskSplit, TaskTrainer
+
+    splits = []
+    for part in rows:
+        task, picking = next(iter(part.splits().values()))
+        splits.append(TaskSplit(task, encode(task, part.train), encode(task, picking), picking))
+    trainer = TaskTrainer(model, splits, settings, identity)
+    history, best = trainer.run()
+    outputs = {}
+    for index, part in enumerate(rows):
+        for split, (task, examples) in part.splits().items():
+            outputs[f"{part.task.name}/{split}"] = (
+                best.outputs[index].numpy()
+                if examples is splits[index].examples
+                else trainer.predict_rows(index, encode(task, examples))
+            )
+    return outputs, {
+        "history": history,
+        "best_step": best.step,
+        "steps": trainer.state.global_step,
+        "batch_size": trainer.sampler.batch_size,
+    }
+
+
+def _fit(
+    settings: RunSettings,
+    rows: TaskRows,
+    model: TaskModel | None,
+    encode: Callable[[Task, Sequence[Example]], Encoded],
+) -> dict[str, Array]:
+    """Fits a head by scikit-learn; returns its outputs by "TASK/SPLIT"."""
     import numpy as np
 
-    from finetune.heads.building import build_head
-    from finetune.heads.probe import fit_probe
-    from finetune.heads.setfit import fit_setfit
-    from finetune.train.loop import FinetuneResult, find_device
+    from finetune.fitted import check_fitted, embed, fit_probe, fit_tfidf
 
-    started, (own,) = time.perf_counter(), planned.rows
-    blocks = [own.held, own.dev, *(examples for _, examples in own.test)]
-    asked, device = [example for block in blocks for example in block], find_device()[0]
-    settings = planned.settings.model_copy(update={"train": planned.train})  # in the precision that the record names
-    if settings.head == "setfit":
-        outputs = fit_setfit(planned.checkpoint, own.train, asked, own.task, settings, device)
+    task, splits = rows.task, rows.splits()
+    check_fitted(task, settings.head)
+    others = [example for _, examples in splits.values() for example in examples]
+    if model is None:
+        outputs = fit_tfidf(task, rows.train, others, settings.seed)
     else:
-        model = build_head(settings, planned.checkpoint, [own.task])
-        outputs = fit_probe(model, encode(0, own.train), encode(0, asked), own.task, settings, device)
-    held, dev, *test = np.split(outputs, np.cumsum([len(block) for block in blocks])[:-1])
-    return Predicted(FinetuneResult(seconds=time.perf_counter() - started), [held], [dev], [test])
+        known, unknown = encode(task, rows.train), encode(task, others)
+        train, rest = (embed(model, part) for part in (known, unknown))
+        outputs = fit_probe(task, train, known.labels.numpy(), rest, settings.seed)
+    ends = np.cumsum([len(examples) for _, examples in splits.values()])[:-1]
+    names = [f"{task.name}/{split}" for split in splits]
+    return dict(zip(names, np.split(outputs, ends), strict=True))
 
 
-def _save(planned: PlannedRun, predicted: Predicted, tokenizer: Any, records: Sequence[Record]) -> None:
-    from finetune.heads.saving import save_model
-    from finetune.show.cards import model_card
-    from finetune.train.loop import gathered
-    from multicls.cards import inherited_metadata
-
-    with gathered(predicted.model):
-        if rank_and_world()[0] == 0:
-            inherited = inherited_metadata(planned.checkpoint.name)
-            card = model_card(records, planned.rows, inherited, planned.store.records())
-            save_model(predicted.model, tokenizer, planned.model_path, card)
+def _announce(rows: TaskRows) -> None:
+    validation = f" (+ {len(rows.validation)} to pick the checkpoint)" if rows.validation else ""
+    tests = "".join(f", {count(len(e), 'test row')} of {t.name}" for t, e in rows.data.tests)
+    train, dev = count(len(rows.train), "training row"), count(len(rows.data.dev), "dev row")
+    _print(f"{rows.task.name}: {train}{validation}, {dev}{tests}")
+    for note in rows.data.notes:
+        _print(f"note: {note}")
+    for warning in rows.warnings:
+        _print(f"warning: {warning}")
 
 
-def _encoder(planned: PlannedRun) -> tuple[Any, Encode]:
-    """Returns the tokenizer, and a function that encodes rows of the planned run's n-th task."""
-    from finetune.heads.checkpoint import encode_rows, load_tokenizer
-
-    lengths = [planned.settings.max_length or own.task.max_length for own in planned.rows]
-    tokenizer = load_tokenizer(planned.checkpoint, max(lengths))
-
-    def encode(task: int, examples: Sequence[LabeledExample]) -> Encoded:
-        return encode_rows(planned.checkpoint, planned.rows[task].task, examples, lengths[task])
-
-    return tokenizer, encode
-
-
-def _ds_config(settings: FinetuneSettings) -> tuple[str, dict[str, Any]] | None:
-    name = settings.config or (SEVERAL_RANKS if rank_and_world()[1] > 1 else None)
-    return (name, load_ds_config(name)) if name else None
+def _summarize(record: Record, results: str) -> None:
+    """Prints what the run has made, and the next command."""
+    model = Path(record["path"], "model")
+    made: list[tuple[str, object]] = [("run", record["path"])]
+    next_command = f"python finetune/report.py {results}"
+    if model.is_dir():
+        made.insert(0, ("model", model))
+        tasks = [task["description"] for task in record["tasks"]]
+        if not any(task["num_choices"] or task["num_spans"] for task in tasks):
+            next_command = f"python finetune/predict.py {model} ROWS.csv"
+            next_command += f" --task {tasks[0]['name']}" * (len(tasks) > 1)
+    print_summary(made, next_command)
 
 
-def _publish(planned: PlannedRun, write: bool) -> None:
-    """Writes which rows were drawn from what, or only checks that earlier runs of the folder saw the same data."""
-    from finetune.data.examples import fingerprint
-    from finetune.data.splits import publish
-
-    settings = planned.settings
-    for own in planned.rows:
-        name = own.task.name + ("-of-dev" if own.split == "dev" else "")
-        drawn = f"{name}-{settings.train_size}-{settings.sampling}-seed{settings.data_seed}"
-        for file, rows in ((name, range(own.split_rows)), (drawn, own.drawn)):
-            publish(planned.store.rows_path(file), rows, own.split_rows, own.split, own.content, write)
-        for task, examples in own.test if settings.own.source else ():
-            path, content = planned.store.rows_path(f"{task.name}-test"), fingerprint(examples, task.labels)
-            publish(path, range(len(examples)), len(examples), "test", content, write)
-
-
-def _announce(planned: PlannedRun) -> None:
-    settings, train = planned.settings, planned.train
-    device = planned.numeric["device"]
-    log.info("%s: run %s on %s in %s", planned.title, planned.run_ids[0], device, train.precision)
-    for own in planned.rows:
-        held = f", {len(own.held)} held out to choose" if own.held else ""
-        test = "".join(f", {counted(len(rows), 'test row')} of {task.name}" for task, rows in own.test)
-        rows, dev = counted(len(own.train), "train row"), counted(len(own.dev), "dev row")
-        log.info("%s: %s%s, %s%s", own.task.name, rows, held, dev, test)
-        for note in own.notes:
-            log.info("note: %s", note)
-        for warning in own.warnings if rank_and_world()[0] == 0 else ():  # the other ranks log warnings, too
-            log.warning("warning: %s", warning)
-    if settings.head not in FITTED_HEADS:
-        steps, rows = counted(train.max_steps or 0, "step"), counted(train.batch_size or 0, "row")
-        log.info("%s of %s, evaluated every %d", steps, rows, train.eval_every)
-
-
-def _advice(records: Sequence[Record]) -> list[str]:
-    """Returns what a reader of the scores has to know: scores on test sets, and that a constant answer is as good."""
-    lines = []
-    for record in records:
-        constant = record["constant"].get(record["metric"], -1.0)
-        if record["score"] <= constant:
-            lines.append(f"warning: {record['task']}: always giving the same answer scores {100 * constant:.2f}, which "
-                         "is as good or better.")  # fmt: skip
-        lines += [f"test, {name}: {_percents(scores)}" for name, scores in record["test_scores"].items()]
-    return lines
-
-
-def _scores(records: Sequence[Record]) -> str:
-    tasks = [_percents(record["scores"]) for record in records]
-    if len(tasks) > 1:
-        tasks = [f"{record['task']} {text}" for record, text in zip(records, tasks, strict=True)]
-    return "; ".join(tasks)
-
-
-def _percents(scores: dict[str, float]) -> str:
-    return "  ".join(f"{name} {100 * value:.2f}" for name, value in scores.items())
-
-
-def _where(planned: PlannedRun) -> str:
-    return f"run {' '.join(planned.run_ids)} in {planned.store.folder}"
-
-
-def _tell(text: str) -> None:
+def _print(text: str) -> None:
     if rank_and_world()[0] == 0:
-        print(fold(text), flush=True)
+        print_line(text)
 
 
 if __name__ == "__main__":

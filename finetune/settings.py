@@ -2,85 +2,91 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
-from finetune.data.tasks import TASKS
-from finetune.heads import FITTED_HEADS, HEADS
-from multicls.errors import UserError, did_you_mean
-from multicls.settings import Settings
+from finetune.heads import FITTED, HEADS, POOLED, WITH_OPTIONS
+from finetune.tasks import TASKS
+from multicls.errors import did_you_mean
+from multicls.settings import RecipeOptions, Settings
 
-POOLED = ("isobn", "batchnorm", "cln", "probe")  # heads on top of another one, which `pooling` names
-HEAD_OPTIONS = ("isobn", "hire", "cln")  # groups of settings that only the head of that name reads
-NOT_IN_IDENTITY = ("model", "model_name", "pretraining_seed", "data_dir", "output_dir", "save_model", "predict_test",
-                   "config", "trust_remote_code")  # fmt: skip
-WITHOUT_EFFECT = ("eval_batch_size", "gradient_checkpointing", "snapshot_minutes", "precision")  # of train, on numbers
-OWN_IDENTITY = ("text_column", "label_column", "label_type", "metric", "dev_share")
-COLUMNS = ("task", "train_size", "head", "pooling", "selection", "data_seed", "seed")
+LAYER_WEIGHTS = r"^(dynamic|none|(mean|random)_(first6|last6|all))$"
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+COMPARED = {"head", "pooling", "selection", "max_length", "train", "trainer", "own", "config"}
+# Settings that change no number of a run, or that say where things lie.
+NOT_COMPARED = {
+    "own": {"train_file", "dev_file", "test_file", "dataset"},
+    "train": {"micro_batch_size", "checkpoint_minutes"},
+    "trainer": {"per_device_eval_batch_size", "gradient_checkpointing"},
+}
+
+
+def _json(value: Any) -> Any:
+    """Returns what the text of a flag means in JSON, or the text."""
+    with suppress(TypeError, ValueError):
+        return json.loads(value.lower() if value in ("True", "False") else value)
+    return value
 
 
 class TrainSettings(Settings):
-    """Optimisation; the defaults are those of the paper where it names them. None means: chosen from the data."""
+    """Optimisation. The defaults are those of the paper where it names them; None is chosen from the data."""
 
-    learning_rate: PositiveFloat = Field(2e-5, description="peak learning rate; the paper tries 1 to 7e-5")
-    epochs: PositiveInt = Field(20, description="passes over the train rows")
-    max_steps: PositiveInt | None = Field(None, description="at most this many steps, whatever the epochs")
-    batch_size: PositiveInt | None = Field(None, description="rows a step; 4, 8 or 16 for about 100, 1k or more rows")
-    micro_batch_size: PositiveInt | None = Field(
-        None, description="rows of a forward pass on each rank (gradient accumulation); default: all"
-    )
-    eval_batch_size: PositiveInt = Field(64, description="rows of a forward pass in evaluation")
-    gradient_checkpointing: bool = Field(
-        False, description="recompute activations in the backward pass: less memory, slower by about a third"
-    )
+    learning_rate: PositiveFloat = Field(2e-5, description="peak; the paper tries 1 to 7e-5")
+    epochs: PositiveInt = Field(20, description="passes over the training rows")
+    max_steps: PositiveInt | None = Field(None, description="at most this many steps")
+    batch_size: PositiveInt | None = Field(None, description="per step; 4, 8, 16 by train_size")
+    micro_batch_size: PositiveInt | None = Field(None, description="of a forward pass on a rank")
     class_weights: Literal["none", "balanced"] = Field(
-        "none", description="balanced: each class has the same total weight in the loss"
+        "none", description="balanced: rare ones count more"
     )
-    snapshot_minutes: float = Field(
-        5.0, gt=0.0, description="minutes between snapshots, from which a killed run goes on; at evaluations"
-    )
-    eval_every: PositiveInt | None = Field(None, description="steps between evaluations; two epochs, at most 500")
-    patience: PositiveInt = Field(10_000, description="stop after so many steps without a better score")
-    warmup_ratio: Fraction = Field(0.1, description="part of the steps with a rising learning rate; it then falls to 0")
+    checkpoint_minutes: PositiveFloat = Field(5.0, description="between resumable checkpoints")
+    eval_every: PositiveInt | None = Field(None, description="steps; two epochs, at most 500")
+    patience: PositiveInt = Field(10_000, description="stop after steps without a better score")
+    warmup_ratio: Fraction = Field(0.1, description="share of the steps with a rising rate")
     # The paper names none for fine-tuning; 0.01 is that of the protocol it follows (Mosbach et al., 2021).
-    weight_decay: float = Field(0.01, ge=0.0, description="decoupled; not on biases and LayerNorms")
+    weight_decay: float = Field(0.01, ge=0.0, description="not on biases and LayerNorms")
     adam_beta2: float = Field(0.999, ge=0.0, lt=1.0, description="Adam's second decay rate")
     adam_epsilon: PositiveFloat = Field(1e-8, description="Adam's epsilon")
     max_grad_norm: PositiveFloat = Field(1.0, description="largest norm of the gradient")
-    dropout: Fraction | None = Field(None, description="before the classifier; default: the checkpoint's")
-    precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto: bf16 on a GPU that has it, else fp32")
+    dropout: Fraction | None = Field(None, description="before the classifier; the checkpoint's")
+    precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto: bf16 on GPU")
 
 
 class IsoBnSettings(Settings):
     """Head `isobn` (IsoBN, Eq. 5-7)."""
 
-    momentum: Fraction = Field(0.95, description="weight of the new batch in the moving statistics")
+    momentum: Fraction = Field(0.95, description="weight of the new batch in the statistics")
     epsilon: PositiveFloat = Field(0.1, description="added to sigma * gamma")
-    beta: Fraction = Field(0.5, description="strength of the normalisation; the paper tries 0.25, 0.5 and 1")
+    beta: Fraction = Field(0.5, description="strength; the paper tries 0.25, 0.5 and 1")
 
 
 class HireSettings(Settings):
     """Head `hire`, with its ablations."""
 
-    layers: Literal["dynamic", "none", "mean_first6", "mean_last6", "mean_all",
-                    "random_first6", "random_last6", "random_all"] = Field(
-        "dynamic", description="weights of the layers: HIRE's, no complementary part (A = R), or fixed ones"
-    )  # fmt: skip
-    fusion: bool = Field(True, description="fuse with the last layer; without it A goes to the output layer")
-    fusion_layers: Annotated[int, Field(ge=0, le=3)] = Field(2, description="GRU layers of the fusion")
+    layers: str = Field("dynamic", pattern=LAYER_WEIGHTS, description="or none, mean_all, ...")
+    fusion: bool = Field(True, description="fuse with the last layer; without it A is read")
+    fusion_layers: int = Field(2, ge=0, le=3, description="GRU layers of the fusion")
 
 
 class ClnSettings(Settings):
     """Head `cln`: any set of tasks in one run."""
 
     train: Literal["full", "last_linear"] = Field(
-        "full", description="train everything, or only the classifiers and the conditional gamma and beta"
+        "full", description="last_linear: only the classifiers and what CLN adds"
     )
     sampling: Literal["size_balanced", "round_robin"] = Field(
         "size_balanced", description="tasks drawn in proportion to their rows, or in turn"
@@ -90,23 +96,18 @@ class ClnSettings(Settings):
 class OwnDataSettings(Settings):
     """Your own labelled rows, instead of a task of the benchmarks."""
 
-    train_file: str | None = Field(None, description="your own rows: CSV, TSV, JSON lines or Parquet")
-    dev_file: str | None = Field(None, description="rows to evaluate on; default: dev_share of train_file")
-    test_file: str | None = Field(None, description="labelled rows that are scored once, at the end")
-    dataset: str | None = Field(None, description="a Hub data set instead: ID or ID:CONFIGURATION; its usual splits")
-    text_column: str | None = Field(
-        None,
-        description="column of the text, or text1,text2 for pairs; default: text, or sentence1,sentence2",
-    )
+    train_file: str | None = Field(None, description="own rows: CSV, TSV, JSON lines or Parquet")
+    dev_file: str | None = Field(None, description="rows to evaluate on; default: dev_share")
+    test_file: str | None = Field(None, description="rows scored at the end; they pick nothing")
+    dataset: str | None = Field(None, description="a Hub data set instead: ID or ID:CONFIGURATION")
+    text_column: str | None = Field(None, description="the text's, or text1,text2 for pairs")
     label_column: str = Field("label", description="column of the label")
     label_type: Literal["auto", "class", "multi_label", "score"] = Field(
         "auto", description="auto: score if labels are numbers that are not all whole, else class"
     )
-    metric: str | None = Field(
-        None, description="metric that chooses and is reported first; default: acc, micro_f1 or spearman"
-    )
-    dev_share: float = Field(0.2, gt=0.0, lt=1.0, description="share of train_file for dev without dev_file")
-    task_name: str | None = Field(None, description="name in tables; default: the file's or data set's")
+    metric: str | None = Field(None, description="reported first, picks the checkpoint")
+    dev_share: float = Field(0.2, gt=0.0, lt=1.0, description="of train_file without a dev_file")
+    task_name: str | None = Field(None, description="name in tables; default: the file's")
 
     @property
     def source(self) -> str | None:
@@ -115,70 +116,71 @@ class OwnDataSettings(Settings):
 
     @property
     def name(self) -> str:
-        """The name of the task in tables and file names."""
+        """The name of the task in tables and folders."""
         name = self.task_name or Path((self.source or "").split(":")[0]).stem
-        return "own_" + re.sub(r"[^A-Za-z0-9-]+", "_", name)
+        return safe_name(name)
+
+    @model_validator(mode="after")
+    def _rows_from_one_place(self) -> OwnDataSettings:
+        if self.train_file and self.dataset:
+            raise ValueError("give either a train_file or a dataset")
+        if (self.dev_file or self.test_file) and not self.train_file:
+            raise ValueError("dev_file and test_file need a train_file")
+        if self.source and self.name in TASKS:
+            raise ValueError(f"{self.name} is a task of the benchmarks: give another task_name")
+        return self
 
 
-class FinetuneSettings(Settings):
-    """One run: a model, a task, a number of train rows, a head and a seed."""
+class SystemSettings(Settings):
+    """The settings that make a system: what is trained and how. A grid shares them among its runs."""
 
-    model: str = Field(description="a pretraining run's hf/ folder, a Hugging Face model folder, a Hub id, or 'sample'")
-    model_name: str | None = Field(
-        None, description="name in tables; models that differ by their pretraining seed only share one"
+    head: str = Field("", description="; ".join(f"{name}: {text}" for name, text in HEADS.items()))
+    pooling: Literal["cls", "multicls", "mean"] = Field(
+        "cls", description=f"the embedding that {', '.join(POOLED)} read"
     )
-    pretraining_seed: int | None = Field(None, ge=0, description="which of the models of that name this is")
-    task: str = Field("", description=f"name of the task; several with commas for --head cln: {', '.join(TASKS)}")
-    own: OwnDataSettings = OwnDataSettings()
-    train_size: PositiveInt | Literal["full"] = Field("full", description="train rows: 100, 1k, any number, or full")
-    sampling: Literal["uniform", "balanced"] = Field(
-        "uniform", description="how the train rows are drawn: as in the paper, or as many of each class"
-    )
-    label_noise: Fraction = Field(0.0, description="share of the train rows that get another label")
-    data_seed: int = Field(1, ge=0, description="seed of the sample of train rows")
-    selection: Literal["dev", "holdout"] = Field(
-        "dev", description="what chooses the best evaluation: dev (the papers) or rows held out of train"
-    )
-    holdout: float = Field(0.2, gt=0.0, lt=1.0, description="share of drawn rows that --selection holdout holds out")
-    head: str = Field(
-        description="the name of a head, such as cls or multicls; "
-        + "; ".join(f"{name}: {about}" for name, about in HEADS.items())
-    )
-    pooling: Literal["cls", "multicls", "mean"] = Field("cls", description=f"what {', '.join(POOLED)} read")
     isobn: IsoBnSettings = IsoBnSettings()
     hire: HireSettings = HireSettings()
     cln: ClnSettings = ClnSettings()
-    seed: int = Field(1, ge=0, description="seed of the new weights, the order of the rows and dropout")
-    data_dir: str | None = Field(None, description="folder in the official layout (RTE/train.tsv); default: the hub")
-    train_from_dev: bool = Field(False, description="draw train rows from dev, for lack of others (not the protocol)")
-    max_length: PositiveInt | None = Field(
-        None, description="longest sequence in tokens, facets included; 128, or 256 for SuperGLUE"
+    selection: Literal["dev", "holdout"] = Field(
+        "dev",
+        description="split that picks the checkpoint: dev (the papers), or one of the training rows",
     )
-    output_dir: str = Field("results", description="folder for results.jsonl and predictions/")
-    save_model: bool = Field(False, description="save the model of the best evaluation to OUTPUT_DIR/models/RUN_ID")
-    predict_test: bool = Field(False, description="also predict the benchmark's test set, for finetune/submit.py")
-    config: str | None = Field(None, description="DeepSpeed JSON, such as ds_configs/zero2.json")
-    trust_remote_code: bool = Field(False, description="run the Python code that lies in the model's folder")
+    max_length: PositiveInt | None = Field(None, description="in tokens; 128, SuperGLUE 256")
     train: TrainSettings = TrainSettings()
+    trainer: dict[str, Annotated[Any, BeforeValidator(_json)]] = Field(
+        {}, description="other TrainingArguments, as NAME=VALUE"
+    )
+    config: str | None = Field(None, description="DeepSpeed JSON, such as ds_configs/zero2.json")
+    save_model: bool = Field(False, description="save the best model in the run's folder")
+    predict_test: bool = Field(False, description="predict the test set, for finetune/submit.py")
+    trust_remote_code: bool = Field(False, description="run Python code in the model's folder")
+
+
+class RunSettings(SystemSettings, RecipeOptions):
+    """One run: a model, a task, a number of training rows, a head and a seed."""
+
+    model: str = Field("", description="a RUN/hf folder, a model folder, a Hub id, or 'sample'")
+    name: str | None = Field(None, description="name of the system; default: model and head")
+    pretraining: PositiveInt = Field(1, description="number of the system's pretrained checkpoint")
+    task: str = Field("", description=f"one, or several with commas for cln: {', '.join(TASKS)}")
+    own: OwnDataSettings = OwnDataSettings()
+    data_dir: str | None = Field(None, description="folder of official files; default: the Hub")
+    train_size: PositiveInt | Literal["full"] = Field("full", description="100, 1k, ... or full")
+    subset: int = Field(1, ge=0, description="number (seed) of the training subset")
+    seed: int = Field(1, ge=0, description="of new weights, the order of the rows and dropout")
+    output_dir: str = Field("results", description="results folder; a run has a folder in it")
+    search: dict[str, Any] = Field({}, description="values that a grid tries: part of the folder")
 
     @field_validator("train_size", mode="before")
     @classmethod
     def _thousands(cls, value: object) -> object:
         """Reads `1k` as 1000."""
-        if isinstance(value, str) and value.lower().endswith("k") and value[:-1].isdigit():
-            return int(value[:-1]) * 1000
-        if isinstance(value, str) and value != "full" and not value.isdigit():
-            raise ValueError("must be a number of rows such as 100 or 1k, or 'full'")
-        return value
+        return re.sub("(?i)k$", "000", value) if isinstance(value, str) else value
 
     @model_validator(mode="after")
-    def _rows_from_one_place(self) -> FinetuneSettings:
-        if self.own.train_file and self.own.dataset:
-            raise ValueError("give either a train_file or a dataset")
-        if (self.own.dev_file or self.own.test_file) and not self.own.train_file:
-            raise ValueError("dev_file and test_file need a train_file")
-        if bool(self.task) == bool(self.own.source):
-            raise ValueError("give either --task NAME, or your own rows by --train_file FILE or --dataset ID")
+    def _fit_together(self) -> RunSettings:
+        if problems := _problems(self):
+            raise ValueError("; ".join(problems))
         return self
 
     @property
@@ -187,89 +189,100 @@ class FinetuneSettings(Settings):
         return [name.strip() for name in self.task.split(",")] if self.task else []
 
     @property
-    def label(self) -> str:
-        """How the label is read, for tables: the head, its pooling and the tasks that share the model."""
-        pooling = f"/{self.pooling}" if self.head in POOLED and self.pooling != "cls" else ""
-        joint = f" of {','.join(sorted(self.task_names))}" if len(self.task_names) > 1 else ""
-        return self.head + pooling + joint
+    def system(self) -> str:
+        """Name of the system in folders and tables."""
+        if self.name:
+            return safe_name(self.name)
+        pooling = f"-{self.pooling}" if self.head in POOLED and self.pooling != "cls" else ""
+        folder = Path(self.model).parent if Path(self.model).name in ("hf", "model") else self.model
+        return safe_name(f"{Path(folder).name}-{self.head}{pooling}".lstrip("-"))
 
-    def requested(self) -> dict[str, Any]:
-        """Returns all that was requested and decides a run's numbers, but for the weights of the model.
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        tasks = "+".join(self.task_names) or self.own.name
+        values = "".join(f"-{key.rpartition('.')[2]}={v}" for key, v in self.search.items())
+        run = f"p{self.pretraining}-d{self.subset}-s{self.seed}{safe_name(values)}"
+        return Path(self.output_dir, self.system, f"{tasks}-{self.train_size}", run)
 
-        Not in it: where things lie, what else a run leaves, and settings that this run does not read.
+    def compared(self) -> dict[str, Any]:
+        """Returns by dotted name all settings that decide a run's numbers, but for its model and rows."""
+        names = COMPARED.union(WITH_OPTIONS) - unread_settings(self.head)
+        values = self.model_dump(mode="json", include=names, exclude=NOT_COMPARED)
+        if self.head in ("isobn", "batchnorm"):  # they normalise over a forward pass
+            values["train"]["micro_batch_size"] = self.train.micro_batch_size
+        return flatten(values)
+
+    def resolved(self, num_rows: list[int]) -> TrainSettings:
+        """Returns `train` with the values that depend on the number of training rows of each task.
+
+        `max_steps` is then the number of steps of the run.
         """
-        values = self.model_dump(mode="json", exclude=set(NOT_IN_IDENTITY))
-        unread = {name for name in HEAD_OPTIONS if name != self.head}
-        unread |= {"pooling"} if self.head not in POOLED else set()
-        unread |= {"holdout"} if self.selection == "dev" else set()
-        if self.train_size == "full":
-            unread |= {"sampling"}  # all rows are taken
-            unread |= {"data_seed"} if self.selection == "dev" and not self.label_noise else set()
-        values = {name: value for name, value in values.items() if name not in unread}
-        train = {name: value for name, value in values["train"].items() if name not in WITHOUT_EFFECT}
-        values["train"] = {} if self.head in FITTED_HEADS else train
-        values["own"] = {name: values["own"][name] for name in OWN_IDENTITY} if self.own.source else {}
-        return values | {"task": ",".join(self.task_names) or self.own.name}
+        train, size = self.train, self.train_size
+        of_the_paper = 16 if isinstance(size, str) or size > 3000 else 8 if size > 300 else 4
+        batch_size = train.batch_size or of_the_paper
+        epoch = sum(math.ceil(rows / batch_size) for rows in num_rows)
+        steps = min(train.epochs * epoch, train.max_steps or train.epochs * epoch)
+        every = min(train.eval_every or min(500, 2 * epoch), steps)
+        return train.model_copy(
+            update={"batch_size": batch_size, "max_steps": steps, "eval_every": every}
+        )
 
-    def changed(self) -> dict[str, Any]:
-        """Returns what `requested` holds beyond defaults and what tables have columns for, by dotted name."""
-        same = {name: getattr(self, name) for name in ("model", "head", "task", "train_size", "selection")}
-        same["own"] = self.own.model_copy(update={"metric": None})
-        plain = FinetuneSettings(**same).requested()
-        mine, default = flatten(self.requested()), flatten(plain)
-        return {name: value for name, value in mine.items() if value != default.get(name) and name not in COLUMNS}
+
+SHORTCUTS = {
+    f"{group}.{name}": name
+    for group, kind in (("train", TrainSettings), ("own", OwnDataSettings))
+    for name in kind.model_fields
+}
+
+
+def unread_settings(head: str) -> set[str]:
+    """Returns the settings and groups of settings that a head does not read."""
+    unread = set(WITH_OPTIONS) - {head}
+    if head not in POOLED:
+        unread.add("pooling")
+    if head in FITTED:
+        unread |= {"train", "trainer", "save_model", "config"}
+    if head == "tfidf":
+        unread |= {"model", "trust_remote_code", "max_length"}
+    return unread
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Returns nested settings by dotted name."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
-        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+        nested = isinstance(value, dict) and value
+        flat |= flatten(value, f"{prefix}{name}.") if nested else {prefix + name: value}
     return flat
 
 
-def check_names(settings: FinetuneSettings) -> None:
-    """Checks the names of tasks and head.
+def safe_name(name: str) -> str:
+    """Returns the name for a folder: with letters, digits and `._+=-` only, and no dot in front."""
+    return re.sub(r"[^\w.+=-]+", "-", name).lstrip(".")
 
-    Raises:
-        UserError: some are unknown, or do not go together.
-    """
-    names = settings.task_names
-    problems = [f"--task {name}: no such task.{did_you_mean(name, TASKS)}" for name in names if name not in TASKS]
-    if settings.head not in HEADS:
-        problems.append(f"--head {settings.head}: no such head.{did_you_mean(settings.head, HEADS)}")
-    elif len(names) > 1 and settings.head != "cln":
-        problems.append(f"--task {settings.task}: only --head cln trains several tasks together.")
+
+def _problems(settings: RunSettings) -> list[str]:
+    """Returns what is missing, unknown, or not read by the head."""
+    names, head, problems = settings.task_names, settings.head, []
+    if bool(settings.task) == bool(settings.own.source):
+        problems.append("give either --task NAME, or your own rows by --train_file or --dataset")
+    for name in names:
+        if name not in TASKS:
+            problems.append(f"task {name}: no such task.{did_you_mean(name, TASKS)}")
+    if not head:
+        problems.append(f"--head: required, one of {', '.join(HEADS)}")
+    elif head not in HEADS:
+        problems.append(f"head {head}: no such head.{did_you_mean(head, HEADS)}")
+    elif len(names) > 1 and head != "cln":
+        problems.append(f"task {settings.task}: only --head cln trains several tasks together")
     if len(set(names)) < len(names):
-        problems.append(f"--task {settings.task}: a task is given twice.")
-    if settings.head in FITTED_HEADS and settings.save_model:
-        problems.append(f"--head {settings.head} trains no model that can be saved: leave out --save_model.")
+        problems.append(f"task {settings.task}: a task is given twice")
+    if not settings.model and head != "tfidf":
+        problems.append("--model: required, a folder, a Hub id or 'sample'")
     if settings.own.source and settings.predict_test:
-        problems.append("--predict_test: your own rows are no benchmark's; leave it out, or give --test_file.")
-    if problems:
-        raise UserError(*problems)
-
-
-def resolve(settings: FinetuneSettings, num_rows: list[int], precision: Literal["fp32", "bf16"]) -> TrainSettings:
-    """Returns `settings.train` with every value that depends on the data or the device filled in.
-
-    Args:
-        num_rows: train rows that each task has.
-        precision: what "auto" means on this device.
-
-    Returns:
-        A copy without None but for `dropout` and `micro_batch_size`; `max_steps` is the number of steps of the run.
-    """
-    train, size = settings.train, settings.train_size
-    of_the_paper = 16 if isinstance(size, str) or size > 3000 else 8 if size > 300 else 4
-    batch_size = train.batch_size or of_the_paper
-    steps_per_epoch = sum(math.ceil(rows / batch_size) for rows in num_rows)
-    steps = min(train.epochs * steps_per_epoch, train.max_steps or math.inf)
-    return train.model_copy(
-        update={
-            "batch_size": batch_size,
-            "max_steps": int(steps),
-            "eval_every": train.eval_every or min(500, 2 * steps_per_epoch),
-            "precision": precision if train.precision == "auto" else train.precision,
-        }
-    )
+        problems.append("--predict_test is for benchmarks; for your own rows give --test_file")
+    for name in sorted(unread_settings(head)) if head in HEADS else ():
+        if getattr(settings, name) != RunSettings.model_fields[name].default:
+            problems.append(f"{name}: the head {head} does not read it; leave it out")
+    return problems

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,11 @@ from multicls.sample import SAMPLE, SAMPLE_MODEL_ID, sample_model
 CARD = "README.md"
 TRANSFORMERS = "5.17"  # the oldest release that loads the models; pyproject.toml has the same
 METHOD = "multicls"
+LANGUAGE = r"[a-z]{2,3}(-[A-Za-z]+)?|multilingual"
+HUB_ID = (
+    r"(bert|roberta|distilbert|xlm-roberta|camembert)-(base|large)[\w-]*"
+    r"|\w[\w.-]*/(?!checkpoint-\d)\w[\w.-]*"
+)
 PAPERS = {  # what to cite for the method and for heads, as BibTeX fields
     METHOD: {
         "title": "Multi-CLS BERT: An Efficient Alternative to Traditional Ensembling",
@@ -41,25 +46,16 @@ PAPERS = {  # what to cite for the method and for heads, as BibTeX fields
 }
 
 
-def is_hub_id(name: object) -> bool:
-    """Returns True if `name` can be a repository of the Hub, as `OWNER/NAME` or `NAME`, and is no path on this disk."""
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
-    if not isinstance(name, str) or Path(name).exists():
-        return False
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return True
+def hub_id(name: object) -> str | None:
+    """Returns `name` if it can be a repository of the Hub, as OWNER/NAME or an old BERT's NAME."""
+    return None if Path(str(name)).exists() else _matching(HUB_ID, name)
 
 
-def inherited_metadata(checkpoint: str, local_files_only: bool = True) -> dict[str, Any]:
+def inherited_metadata(checkpoint: str) -> dict[str, Any]:
     """Returns `base_model`, `license` and `language` of a model that is trained from `checkpoint`, as far as known.
 
     They come from the card of the checkpoint (a folder, Hub id, or "sample"). A folder's base model is the one that its
-    card or, in `_name_or_path`, its config.json names: a path is nobody else's business, and the Hub refuses it.
+    card or, in `_name_or_path`, its config.json names: the Hub refuses a path.
     """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.repocard import metadata_load
@@ -67,32 +63,23 @@ def inherited_metadata(checkpoint: str, local_files_only: bool = True) -> dict[s
     folder, card = Path(checkpoint), dict[str, Any]()
     if checkpoint == SAMPLE and not folder.exists():
         return inherited_metadata(str(sample_model())) | {"base_model": SAMPLE_MODEL_ID}
-    path: str | Path = folder / CARD
-    with suppress(Exception):  # no card, somebody's broken one, or whatever the Hub's transports raise
-        if not folder.is_dir():
-            path = hf_hub_download(checkpoint, CARD, local_files_only=local_files_only)
+    with suppress(Exception):  # no card, a broken one, or whatever the Hub's transports raise
+        path = folder / CARD if folder.is_dir() else hf_hub_download(checkpoint, CARD)
         card = dict(metadata_load(path) or {})
-    base = checkpoint if is_hub_id(checkpoint) else None
+    base = hub_id(checkpoint)
     if folder.is_dir():
         config = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
-        named = [card.get("base_model"), config.get("_name_or_path")]
-        base = next((name for name in named if _named_elsewhere(name)), None)
+        base = hub_id(card.get("base_model")) or hub_id(config.get("_name_or_path"))
     languages = card.get("language") or []
     languages = [languages] if isinstance(languages, str) else languages
-    found = {
+    metadata = {
         "base_model": base,
         "license": _matching(r"[a-z0-9][a-z0-9.+-]*", card.get("license")),
         "license_name": _matching(r"[\w.-]+", card.get("license_name")),
         "license_link": _matching(r"https://\S+", card.get("license_link")),
-        "language": list(filter(None, (_matching(r"[a-z]{2,3}(-[A-Za-z]+)?|multilingual", one) for one in languages))),
+        "language": [name for name in languages if _matching(LANGUAGE, name)],
     }
-    return {key: value for key, value in found.items() if value}
-
-
-def _named_elsewhere(name: object) -> bool:
-    """Returns True if a name that a card or configuration states is a Hub id, not some folder of another machine."""
-    canonical = r"(bert|roberta|distilbert|xlm-roberta)-(base|large)(-[\w-]+)?"
-    return is_hub_id(name) and bool(re.fullmatch(rf"{canonical}|[^/]+/(?!checkpoint-\d)[^/]+", str(name)))
+    return {key: value for key, value in metadata.items() if value}
 
 
 def _matching(pattern: str, value: object) -> str | None:
@@ -100,46 +87,22 @@ def _matching(pattern: str, value: object) -> str | None:
 
 
 def model_link(metadata: Mapping[str, Any]) -> str:
-    """Returns a Markdown link to the base model, or "a local BERT checkpoint" if its Hub id is not known."""
+    """Returns a Markdown link to the base model, or "a local checkpoint" if its Hub id is not known."""
     base = metadata.get("base_model")
-    return f"[{base}](https://huggingface.co/{base})" if base else "a local BERT checkpoint"
+    return f"[{base}](https://huggingface.co/{base})" if base else "a local checkpoint"
 
 
 def bibtex(name: str) -> str:
     """Returns the BibTeX entry of a paper in `PAPERS`."""
     fields = PAPERS[name] | ({"archivePrefix": "arXiv"} if "eprint" in PAPERS[name] else {})
     key = f"{fields['author'].split(',')[0].lower()}{fields.get('year', '')}{name}"
-    return f"@misc{{{key},\n" + "".join(f"  {field} = {{{value}}},\n" for field, value in fields.items()) + "}"
+    return (
+        f"@misc{{{key},\n"
+        + "".join(f"  {field} = {{{value}}},\n" for field, value in fields.items())
+        + "}"
+    )
 
 
 def cell(text: object) -> str:
-    """Returns a text of the user's that breaks neither a table nor the Markdown around it."""
+    """Returns a user's text, escaped so that it breaks neither a table nor the Markdown around it."""
     return re.sub(r"([|`<>\[\]*\\])", r"\\\1", " ".join(str(text).split()))
-
-
-def render_card(template: Path, metadata: Mapping[str, Any], *, papers: Sequence[str], **values: Any) -> str:
-    """Returns a model card.
-
-    Args:
-        template: Jinja template that extends `base_card.md.jinja` of this package.
-        metadata: arguments of `huggingface_hub.ModelCardData`; those that are None or empty are left out.
-        papers: names in `PAPERS` to cite; others are left out.
-    """
-    from huggingface_hub import ModelCardData
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    folders = [template.parent, Path(__file__).parent]
-    environment = Environment(
-        loader=FileSystemLoader(folders), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters["cell"] = cell
-    data = {key: value for key, value in metadata.items() if value}
-    entries = [bibtex(name) for name in dict.fromkeys(papers) if name in PAPERS]
-    return environment.get_template(template.name).render(
-        values,
-        metadata=ModelCardData(**data).to_yaml(),
-        base=model_link(data),
-        license=data.get("license_name") or data.get("license"),
-        transformers=TRANSFORMERS,
-        citations=entries,
-    )

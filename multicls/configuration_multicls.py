@@ -1,98 +1,119 @@
-"""Configuration of Multi-CLS BERT (arXiv:2210.05043). Saved models carry this file: it imports only transformers."""
+"""Configuration of Multi-CLS models (arXiv:2210.05043). Saved models carry this file: it imports only transformers."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from transformers import BertConfig, __version__
+from transformers import AutoConfig, BertConfig, PreTrainedConfig, __version__
 
 if int(__version__.split(".")[0]) < 5:
     raise ImportError(
-        f"Multi-CLS BERT needs transformers 5, this is transformers {__version__}: pip install 'transformers>=5.17,<6'"
+        f"this model needs transformers 5, this is transformers {__version__}: pip install 'transformers>=5.17,<6'"
     )
 
-POOLINGS = ("multicls", "sum", "cls")
-SENTENCE_EMBEDDINGS = ("mean", "facets")
+OFFSET_POSITIONS = (  # encoders whose first position is that of the padding token plus 1
+    *("roberta", "xlm-roberta", "camembert", "mpnet", "roberta-prelayernorm", "xlm-roberta-xl"),
+    *("xmod", "data2vec-text", "ibert", "longformer"),
+)
+CHOICES = {
+    "classifier_pooling": ("multicls", "sum", "cls"),
+    "sentence_embedding": ("mean", "facets"),
+}
 AUTO_MAP = {
-    "AutoConfig": "configuration_multicls.MultiClsBertConfig",
-    "AutoModel": "modeling_multicls.MultiClsBertModel",
-    "AutoModelForPreTraining": "modeling_multicls.MultiClsBertForPreTraining",
-    "AutoModelForMaskedLM": "modeling_multicls.MultiClsBertForMaskedLM",
-    "AutoModelForSequenceClassification": "modeling_multicls.MultiClsBertForSequenceClassification",
+    "AutoConfig": "configuration_multicls.MultiClsConfig",
+    "AutoModel": "modeling_multicls.MultiClsModel",
+    "AutoModelForPreTraining": "modeling_multicls.MultiClsForPreTraining",
+    "AutoModelForMaskedLM": "modeling_multicls.MultiClsForMaskedLM",
+    "AutoModelForSequenceClassification": "modeling_multicls.MultiClsForSequenceClassification",
 }
 
 
-class MultiClsBertConfig(BertConfig):
-    """Configuration of a BERT with K facets: extra CLS tokens after [CLS].
+class MultiClsConfig(PreTrainedConfig):
+    """Configuration of an encoder with K facets, extra CLS tokens after [CLS]. A field out of range is a ValueError.
 
     Args:
-        num_facets: K; the facets stand at positions 1..K. 0 is the plain single-CLS model, in which [CLS] serves as the
-            only facet.
-        facet_layers: layers (numbered from 1, ascending) after which each facet's hidden state passes its own inserted
-            linear layer (section 2.5). None means one third and two thirds of the depth (4 and 8 of 12); [] means none.
+        encoder: configuration of the encoder, or its fields with their `model_type`. None: BERT-base.
+        num_facets: K; the facets stand at positions 1..K. 0: [CLS] serves as the only facet.
+        facet_layers: ascending numbers, from 1, of the layers with inserted linear layers (section 2.5). None: one
+            third and two thirds of the depth, moved before a global layer if the encoder has local ones; []: none.
         mcqt_lambda: weight of the best facet pair, against the sum of facets, in the MCQT score (Eq. 2).
-        hard_negatives: an example has three consecutive parts; the third is a hard negative of the first (section 2.4).
-            False: two parts, and only in-batch negatives.
-        classifier_pooling: input of the classifier in `MultiClsBertForSequenceClassification`: "multicls" is the
-            re-parameterised sum of facets (section 2.6), "sum" the plain sum, "cls" BERT's pooled [CLS].
-        sentence_embedding: result of `MultiClsBertModel.embed_sentences`, which sentence-transformers calls: "mean" is
-            the mean over all tokens but the facets, "facets" the sum of the facet embeddings.
+        hard_negatives: three parts an example, the third a hard negative of the first (section 2.4); False: two.
+        classifier_pooling: "multicls", the re-parameterised sum of facets (section 2.6); "sum", plain; "cls": [CLS].
+        sentence_embedding: of `MultiClsModel.embed_sentences`: mean over all tokens but the facets, or their sum.
         facet_ids: the K token ids of the facets; the model warns of input that lacks them. None: not known.
-        **kwargs: fields of `BertConfig`.
-
-    Raises:
-        ValueError: a field is out of range, or the facets leave no position for text.
     """
 
-    model_type = "multicls-bert"
+    model_type = "multicls"
+    sub_configs: ClassVar[dict[str, Any]] = {"encoder": AutoConfig}
     # With `pooled` left out, a Trainer's `compute_metrics` gets the logits alone.
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["pooled"]
 
+    encoder: Any = None
     num_facets: int = 5
     facet_layers: list[int] | None = None
     mcqt_lambda: float = 0.1
     hard_negatives: bool = True
     classifier_pooling: str = "multicls"
+    classifier_dropout: float = 0.1
     sentence_embedding: str = "mean"
     facet_ids: list[int] | None = None
+    layer_norm_eps: float = 1e-12
+
+    # Fields of the encoder that tools read from the configuration of the whole model.
+    hidden_size = property(lambda self: self.encoder.hidden_size)
+    num_hidden_layers = property(lambda self: self.encoder.num_hidden_layers)
+    vocab_size = property(lambda self: self.encoder.vocab_size)
+    pad_token_id = property(lambda self: getattr(self.encoder, "pad_token_id", None))
+    tie_word_embeddings = property(lambda self: getattr(self.encoder, "tie_word_embeddings", True))
+    # Sizes: facet positions 1..K; S, embeddings of a sequence, is 1 ([CLS] itself) if K is 0; P, parts of an example.
+    facet_slice = property(lambda self: slice(1, 1 + self.num_facets))
+    num_embeddings_per_sequence = property(lambda self: max(self.num_facets, 1))
+    num_parts = property(lambda self: 3 if self.hard_negatives else 2)
 
     def __post_init__(self, **kwargs: Any) -> None:
-        depth = self.num_hidden_layers
+        if self.encoder is None:
+            self.encoder = BertConfig()
+        elif isinstance(self.encoder, dict):
+            self.encoder = AutoConfig.for_model(**self.encoder)
         if self.facet_layers is None:
-            thirds = sorted({round(depth / 3), round(2 * depth / 3)} - {0}) if self.num_facets else []
-            self.facet_layers = thirds
-        self.facet_layers = [int(layer) for layer in self.facet_layers]
-        if not 0 <= self.num_facets < self.max_position_embeddings - 2:
-            raise ValueError(f"num_facets = {self.num_facets}: must lie in 0..{self.max_position_embeddings - 3}")
-        if self.facet_layers != sorted(set(self.facet_layers)) or not all(1 <= x <= depth for x in self.facet_layers):
-            raise ValueError(f"facet_layers = {self.facet_layers}: must be ascending layer numbers in 1..{depth}")
-        if self.facet_layers and not self.num_facets:
-            raise ValueError(
-                f"facet_layers = {self.facet_layers}: there are no facets (num_facets = 0); leave it empty"
-            )
+            self.facet_layers = self._default_layers() if self.num_facets else []
+        layers, depth = self.facet_layers, self.num_hidden_layers
+        if not 0 <= self.num_facets < self.max_tokens - 2:
+            raise ValueError(f"num_facets = {self.num_facets}: not in 0..{self.max_tokens - 3}")
+        if layers != sorted(set(layers) & set(range(1, depth + 1))):
+            raise ValueError(f"facet_layers = {layers}: no ascending layer numbers in 1..{depth}")
+        if layers and not self.num_facets:
+            raise ValueError(f"facet_layers = {layers}: there are no facets (num_facets = 0)")
         if not 0.0 <= self.mcqt_lambda <= 1.0:
             raise ValueError(f"mcqt_lambda = {self.mcqt_lambda}: must lie in 0..1")
-        for field, choices in (("classifier_pooling", POOLINGS), ("sentence_embedding", SENTENCE_EMBEDDINGS)):
+        for field, choices in CHOICES.items():
             if (value := getattr(self, field)) not in choices:
                 raise ValueError(f"{field} = {value!r}: must be one of {', '.join(choices)}")
         if self.facet_ids is not None and len(self.facet_ids) != self.num_facets:
-            raise ValueError(f"facet_ids = {self.facet_ids}: must be num_facets = {self.num_facets} token ids")
+            raise ValueError(f"facet_ids = {self.facet_ids}: must be {self.num_facets} token ids")
         super().__post_init__(**kwargs)
 
-    @property
-    def facet_slice(self) -> slice:
-        """Positions of the facets in a sequence: 1..K, between [CLS] and the text."""
-        return slice(1, 1 + self.num_facets)
+    def _default_layers(self) -> list[int]:
+        """Returns one third and two thirds of the depth, or the nearest layers whose next one attends globally."""
+        depth, types = self.num_hidden_layers, getattr(self.encoder, "layer_types", None) or []
+        thirds = (depth / 3, 2 * depth / 3)
+        if before_global := [n for n in range(1, len(types)) if types[n] == "full_attention"]:
+            return sorted({min(before_global, key=lambda n: abs(n - third)) for third in thirds})
+        return sorted({round(third) for third in thirds} - {0})
 
     @property
-    def num_embeddings_per_sequence(self) -> int:
-        """S, the number of embeddings per sequence: K, or 1 ([CLS] itself) if K is 0."""
-        return max(self.num_facets, 1)
+    def max_tokens(self) -> int:
+        """Number of tokens that the encoder has positions for, special tokens and facets included."""
+        return getattr(self.encoder, "max_position_embeddings", 512) - self.position_offset
 
     @property
-    def num_parts(self) -> int:
-        """Number of consecutive parts in a training example: 3 with hard negatives, 2 without."""
-        return 3 if self.hard_negatives else 2
+    def position_offset(self) -> int:
+        """Position id of the first token: 0, or the padding token's id + 1 in RoBERTa's family."""
+        return self.pad_token_id + 1 if self.encoder.model_type in OFFSET_POSITIONS else 0
+
+    def get_text_config(self, *_: Any, **__: Any) -> PreTrainedConfig:
+        """Returns the encoder's configuration, in which `resize_token_embeddings` writes the vocabulary's size."""
+        return self.encoder
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields and the `auto_map` with which `trust_remote_code=True` finds the classes."""

@@ -1,7 +1,7 @@
 """Reads and writes corpus folders: data preparation writes them, pretraining reads them. Imports no torch.
 
     corpus/
-      manifest.json            written last, with a checksum of itself: a folder without it is not a finished corpus
+      manifest.json            written last, with a checksum of itself: without it the corpus is not finished
       shard-00000.arrow ...    Arrow IPC files of one record batch each, memory-mapped
       document_frequency.npy   (V,) int64: number of rows that contain each token
       tokenizer.json, tokenizer_config.json
@@ -18,8 +18,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,43 +36,31 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 FORMAT = "multicls-corpus"
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 MAX_TOKENS = (1 << 16) - 1  # tokens in a row; a count then fits into uint16
 
 
 class ShardRow(NamedTuple):
-    """One row of a shard: N tokens in S sentences.
-
-    Attributes:
-        id: name of the document in its source.
-        title: title of the document, or "".
-        hash: hash of the document's text, equal in all its rows.
-        tokens: (N,) uint16 or uint32 token ids; a read-only view when read from a shard, as are the counts.
-        offsets: (S + 1,) int32; sentence s is `tokens[offsets[s]:offsets[s + 1]]`.
-        counts: (N,) uint16, how often each token occurs in the row.
-    """
+    """One row of a shard: N tokens in S sentences; the arrays are read-only views when read from a shard."""
 
     source: str
-    id: str
+    id: str  # name of the document in its source
     title: str
-    hash: int
-    tokens: np.ndarray
-    offsets: np.ndarray
-    counts: np.ndarray
+    hash: int  # of the document's text, equal in all its rows
+    tokens: np.ndarray  # (N,) uint16 or uint32
+    offsets: np.ndarray  # (S + 1,) int32; sentence s is tokens[offsets[s] : offsets[s + 1]]
+    counts: np.ndarray  # (N,) uint16, how often each token occurs in the row
 
 
 class Shard:
     """One memory-mapped shard of R rows, S sentences and N tokens: flat views, no copies.
 
     Attributes:
-        num_tokens: (R,) uint32, tokens in each row.
-        hashes: (R,) uint64, hash of each row's document.
+        num_tokens, hashes: (R,) uint32 and uint64, tokens in each row and hash of its document.
         row_starts: (R + 1,) int32; row r has the sentences `row_starts[r]` to `row_starts[r + 1] - 1`.
         sentence_starts: (S + 1,) int32; sentence s is `tokens[sentence_starts[s]:sentence_starts[s + 1]]`.
-        tokens: (N,) uint16 or uint32.
-        counts: (N,) uint16, how often each token occurs in its row.
-        source_names: names of the sources in this shard.
-        source_codes: (R,) int32, index of each row's source in `source_names`.
+        tokens, counts: (N,), the tokens and how often each occurs in its row.
+        source_names, source_codes: names of the sources, and (R,) int32, each row's index among them.
     """
 
     def __init__(self, path: Path) -> None:
@@ -83,7 +73,7 @@ class Shard:
             self.source_names: list[str] = self.batch.column("source").dictionary.to_pylist()
             self.source_codes: np.ndarray = self.batch.column("source").indices.to_numpy()
         except (pa.ArrowException, OSError, KeyError) as error:
-            raise UserError(f"{path}: not a readable shard ({error}); prepare the corpus again.") from None
+            raise UserError(f"{path}: not a readable shard ({error}); prepare it again.") from None
         self.row_starts: np.ndarray = outer.offsets.to_numpy()
         self.sentence_starts: np.ndarray = outer.values.offsets.to_numpy()
         self.tokens: np.ndarray = outer.values.values.to_numpy()
@@ -92,10 +82,11 @@ class Shard:
         """Returns row `number`."""
         first, last = self.row_starts[number], self.row_starts[number + 1]
         offsets = self.sentence_starts[first : last + 1]
-        tokens = self.tokens[offsets[0] : offsets[-1]]
-        source, name, title = (str(self.batch.column(column)[number]) for column in ("source", "id", "title"))
-        counts = self.counts[offsets[0] : offsets[-1]]
-        return ShardRow(source, name, title, int(self.hashes[number]), tokens, offsets - offsets[0], counts)
+        span = slice(offsets[0], offsets[-1])
+        columns = ("source", "id", "title")
+        source, name, title = (str(self.batch.column(column)[number]) for column in columns)
+        arrays = self.tokens[span], offsets - offsets[0], self.counts[span]
+        return ShardRow(source, name, title, int(self.hashes[number]), *arrays)
 
 
 def occurrences(tokens: np.ndarray) -> np.ndarray:
@@ -115,7 +106,9 @@ def write_shard(path: str | Path, rows: Sequence[ShardRow]) -> None:
         "title": pa.array([row.title for row in rows], pa.string()),
         "hash": pa.array([row.hash for row in rows], pa.uint64()),
         "num_tokens": pa.array(num_tokens),
-        "tokens": _lists(sentences, _lists(lengths, pa.array(np.concatenate([row.tokens for row in rows])))),
+        "tokens": _lists(
+            sentences, _lists(lengths, pa.array(np.concatenate([row.tokens for row in rows])))
+        ),
         "counts": _lists(num_tokens, pa.array(np.concatenate([row.counts for row in rows]))),
     }
     batch = pa.record_batch(columns)
@@ -130,18 +123,14 @@ def _lists(lengths: np.ndarray, values: pa.Array) -> pa.ListArray:
 
 
 class Corpus:
-    """A finished corpus folder. Opening it is cheap; each shard is mapped on first use.
-
-    Attributes:
-        num_rows: number of rows in all shards.
-        starts: (shards + 1,) index in the corpus of each shard's first row.
-    """
+    """A finished corpus folder of `num_rows` rows. Opening it is cheap; each shard is mapped on first use."""
 
     def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
-        self.path = path
-        self.manifest = manifest
-        self.starts = np.cumsum([0] + [shard["rows"] for shard in manifest["shards"]])
-        self.num_rows = int(self.starts[-1])
+        self.path, self.manifest = path, manifest
+        self.num_shards = len(manifest["shards"])
+        sizes = (shard["rows"] for shard in manifest["shards"])
+        self._first_rows = [0, *accumulate(sizes)]
+        self.num_rows = self._first_rows[-1]
         self._shards: list[Shard | None] = [None] * self.num_shards
 
     @classmethod
@@ -154,7 +143,9 @@ class Corpus:
         """
         path = Path(path)
         if not path.is_dir():
-            raise UserError(f"{path}: no such corpus folder; make one with `python data_prep/run.py`.")
+            raise UserError(
+                f"{path}: no such corpus folder; make one with `python data_prep/run.py`."
+            )
         if not (path / MANIFEST).is_file():
             raise UserError(
                 f"{path}: not a finished corpus (no {MANIFEST}); "
@@ -168,18 +159,17 @@ class Corpus:
                 f"{path}: corpus format {version}, but this program reads format {FORMAT_VERSION}; "
                 "remove the folder and prepare it again."
             )
-        if manifest.get("checksum") != _manifest_checksum(manifest):
+        if manifest.get("checksum") != _checksum(manifest):
             raise UserError(
-                f"{path / MANIFEST}: changed since it was written (its checksum differs); "
-                "put the original back or prepare the corpus again."
+                f"{path / MANIFEST}: changed since it was written; prepare the corpus again."
             )
         corpus = cls(path, manifest)
-        problems = []
-        for name, entry in corpus.files.items():
-            size = (path / name).stat().st_size if (path / name).is_file() else None
-            if size != entry["bytes"]:
-                found = f"{path / name}: {'missing' if size is None else f'{size} bytes'}"
-                problems.append(f"{found}, but {MANIFEST} says {entry['bytes']} bytes; prepare the corpus again.")
+        sizes = {path / name: entry["bytes"] for name, entry in corpus.files.items()}
+        problems = [
+            f"{file}: missing, or not of {size} bytes as {MANIFEST} says; prepare the corpus again."
+            for file, size in sizes.items()
+            if not file.is_file() or file.stat().st_size != size
+        ]
         if problems:
             raise UserError(*problems)
         return corpus
@@ -188,14 +178,15 @@ class Corpus:
         return Corpus.open, (self.path,)  # each worker process maps the files itself
 
     def verify(self) -> None:
-        """Reads each file and compares its SHA-256 with the manifest.
-
-        Raises:
-            UserError: files differ; the message names all of them.
-        """
-        files = {self.path / name: entry["sha256"] for name, entry in self.files.items()}
-        if differing := [path for path, checksum in files.items() if sha256_of(path) != checksum]:
-            raise UserError(*(f"{path}: the bytes have changed since the file was written." for path in differing))
+        """Reads each file and compares its SHA-256 with the manifest; a `UserError` names all that differ."""
+        checksums = {self.path / name: entry["sha256"] for name, entry in self.files.items()}
+        problems = [
+            f"{path}: the bytes have changed since the file was written."
+            for path, checksum in checksums.items()
+            if sha256_of(path) != checksum
+        ]
+        if problems:
+            raise UserError(*problems)
 
     @property
     def files(self) -> dict[str, dict[str, Any]]:
@@ -207,31 +198,23 @@ class Corpus:
         """Number of documents; a document that takes several rows counts once."""
         return int(self.manifest["documents"])
 
-    @property
-    def num_shards(self) -> int:
-        """Number of shards."""
-        return len(self.manifest["shards"])
-
     def shard(self, number: int) -> Shard:
         """Returns shard `number`; maps it on first use."""
         shard = self._shards[number]
         if shard is None:
-            shard = self._shards[number] = Shard(self.path / self.manifest["shards"][number]["name"])
+            name = self.manifest["shards"][number]["name"]
+            shard = self._shards[number] = Shard(self.path / name)
         return shard
 
     def locate(self, number: int) -> tuple[Shard, int]:
-        """Returns the shard that holds row `number` of the corpus, and the index of that row in the shard.
-
-        Raises:
-            UserError: there is no such row.
-        """
+        """Returns the shard that holds row `number` of the corpus, and the row's index in it, or a `UserError`."""
         if not 0 <= number < self.num_rows:
-            raise UserError(f"{self.path}: no row {number}; there are rows 0 to {self.num_rows - 1}.")
-        shard = int(np.searchsorted(self.starts, number, side="right")) - 1
-        return self.shard(shard), number - int(self.starts[shard])
+            raise UserError(f"{self.path}: no row {number}; the last row is {self.num_rows - 1}.")
+        shard = bisect_right(self._first_rows, number) - 1
+        return self.shard(shard), number - self._first_rows[shard]
 
     def row(self, number: int) -> ShardRow:
-        """Returns row `number` of the corpus, counted from 0. Errors as in `locate`."""
+        """Returns row `number` of the corpus, counted from 0, or a `UserError`."""
         shard, row = self.locate(number)
         return shard.row(row)
 
@@ -241,18 +224,12 @@ class Corpus:
         The limit is `fraction`. If no document falls below a fraction above 0, as happens in small corpora, the limit
         is raised to hold out the document with the smallest hash, unless the corpus has no other document.
         """
-        smallest, largest = self._share_range
+        hashes = [self.shard(number).hashes for number in range(self.num_shards)]
+        ends = np.array([min(map(np.min, hashes)), max(map(np.max, hashes))])
+        smallest, largest = map(float, held_out_share(ends))
         if fraction <= 0 or smallest < fraction or smallest == largest:
             return fraction
         return math.nextafter(smallest, 1.0)
-
-    @cached_property
-    def _share_range(self) -> tuple[float, float]:
-        """The smallest and the largest `held_out_share` of all documents."""
-        shards = map(self.shard, range(self.num_shards))
-        smallest, largest = zip(*((shard.hashes.min(), shard.hashes.max()) for shard in shards), strict=True)
-        shares = held_out_share(np.array([min(smallest), max(largest)]))
-        return float(shares[0]), float(shares[1])
 
     @cached_property
     def document_frequency(self) -> np.ndarray:
@@ -282,15 +259,14 @@ def held_out_share(hashes: np.ndarray) -> np.ndarray:
 
 
 def write_manifest(folder: str | Path, manifest: dict[str, Any]) -> None:
-    """Writes manifest.json with its own checksum, atomically: `Corpus.open` notices a later change."""
-    write_json(Path(folder) / MANIFEST, manifest | {"checksum": _manifest_checksum(manifest)})
+    """Writes manifest.json with its own checksum, atomically; the corpus is finished then."""
+    write_json(Path(folder) / MANIFEST, manifest | {"checksum": _checksum(manifest)})
 
 
-def _manifest_checksum(manifest: dict[str, Any]) -> str:
-    """Returns the SHA-256 of the manifest without its key "checksum", as JSON with sorted keys and no spaces."""
+def _checksum(manifest: dict[str, Any]) -> str:
+    """Returns the SHA-256 of the manifest without its checksum, as JSON."""
     content = {key: value for key, value in manifest.items() if key != "checksum"}
-    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode("utf-8")).hexdigest()
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode("ascii")).hexdigest()
 
 
 def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:

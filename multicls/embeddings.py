@@ -7,16 +7,20 @@ from typing import Any
 
 from multicls.files import write_json
 
-# The model pools itself (`MultiClsBertModel.embed_sentences`), so the folder needs no module of pooling.
+# The model pools itself (`MultiClsModel.embed_sentences`), so the folder needs no module of pooling.
 FILES: dict[str, Any] = {
-    "modules.json": [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}],
+    "modules.json": [
+        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
+    ],
     "sentence_bert_config.json": {
         "modality_config": {"text": {"method": "embed_sentences", "method_output_name": None}},
         "module_output_name": "sentence_embedding",
         "processor_kwargs": {"split_special_tokens": True},  # a literal "[SEP]" in a text is text
     },
     "config_sentence_transformers.json": {
-        "__version__": {"sentence_transformers": "5.4.0"},  # the first with `modality_config`; older ones warn
+        "__version__": {
+            "sentence_transformers": "5.4.0"
+        },  # the first with `modality_config`; older ones warn
         "similarity_fn_name": "cosine",
     },
 }

@@ -1,26 +1,21 @@
-"""Errors that a user can put right, and how a command line reports them."""
+"""Errors that a user can put right, and how a command reports them."""
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import multiprocessing
 import os
-import select
 import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import NoReturn, TextIO
+from contextlib import suppress
 
 
 class UserError(Exception):
-    """Bad settings or data: what is wrong, where, and how to put it right.
+    """Bad settings or data: what is wrong, where, and how to put it right, one complete message a problem.
 
-    The command line prints every problem on its own line, without a traceback, and exits with 2.
-
-    Args:
-        *problems: one complete message each.
-        on_all_ranks: True if all ranks raise the same error, so that one of them tells it.
+    The command prints each problem on its own line, without a traceback, and exits with 2. `on_all_ranks`: all ranks
+    raise the same error, so that one of them reports it.
     """
 
     def __init__(self, *problems: str, on_all_ranks: bool = False) -> None:
@@ -28,10 +23,10 @@ class UserError(Exception):
         self.problems, self.on_all_ranks = problems, on_all_ranks
 
 
-def did_you_mean(name: str, known: Iterable[str], listed: bool = True) -> str:
-    """Returns `" Did you mean 'x'?"` with the known name nearest to `name`; if none is near, a list of all or ""."""
+def did_you_mean(name: str, known: Iterable[str], listed: bool = True, cutoff: float = 0.6) -> str:
+    """Returns `" Did you mean 'x'?"` with the nearest known name; if none is near, a list of all or ""."""
     known = sorted(known)
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
     if nearest:
         return f" Did you mean '{nearest[0]}'?"
     return f" Known: {', '.join(known)}." if known and listed else ""
@@ -43,73 +38,62 @@ def first_line(error: BaseException) -> str:
 
 
 def print_stderr(line: str) -> None:
-    """Writes a line to stderr in one call: `print` writes the newline apart if unbuffered, and ranks share stderr."""
+    """Writes a line to stderr in one call: ranks share stderr, and `print` may write the newline apart."""
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
 
 
-def run_command(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[str] | None = None) -> None:
+def run_command(
+    main: Callable[[Sequence[str] | None], int | None], argv: Sequence[str] | None = None
+) -> None:
     """Runs `main(argv)` and ends the process with the project's exit codes.
 
-    0: done, 2: bad settings or data (`UserError`), 130: interrupted, 1: crash, or losses that
-    are not finite (`FloatingPointError`), a lost rank (`ConnectionAbortedError`) or a closed stdout, all three told
-    without a traceback.
-
-    An exception ends the process without exit handlers: they wait for child processes, threads and other ranks.
+    0: done; 2: bad settings or data (`UserError`); 130: interrupted; 1: losses that are not finite
+    (`FloatingPointError`), or a crash, with a traceback. The process ends without its exit handlers: they would wait
+    for child processes and other ranks, and a thread of gloo that is still busy then aborts a run that went well.
     """
     try:
         code = main(argv) or 0
         print(end="", flush=True)
     except SystemExit:  # of --help
+        _kill_children()
         raise
     except BaseException as error:
-        _end(error)
-    finally:
-        _kill_children()
-    sys.exit(code)
+        code = 2 if isinstance(error, UserError) else 1
+        if isinstance(error, KeyboardInterrupt):
+            code = 128 + signal.SIGINT
+        try:
+            _report(error)
+            _kill_children()
+        finally:  # also where stderr is closed or memory is short
+            os._exit(code)
+    _kill_children()
+    with suppress(OSError, ValueError):  # stderr is closed
+        print(end="", file=sys.stderr, flush=True)
+    os._exit(code)
 
 
-def _end(error: BaseException) -> NoReturn:
-    """Reports the error and ends the process at once."""
-    code = 2 if isinstance(error, UserError) else 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-    try:
-        _flush(sys.stdout)
-        if isinstance(error, BrokenPipeError) and _has_no_reader(sys.stdout):
-            print_stderr("error: nothing reads the output any more (stdout is closed)")
-        elif isinstance(error, ConnectionAbortedError):  # every rank that is left tells
-            print_stderr(f"error: {error}")
-        elif isinstance(error, (UserError, FloatingPointError)):
-            for problem in getattr(error, "problems", [error]) if _is_to_tell(error) else ():
-                print_stderr(f"error: {problem}")
-        elif not isinstance(error, KeyboardInterrupt):
-            sys.excepthook(type(error), error, error.__traceback__)
-        _flush(sys.stderr)
-        _kill_children()
-    finally:  # also where stderr is closed or memory is short
-        os._exit(code)
+def _report(error: BaseException) -> None:
+    """Prints the error: a line for each problem, or a traceback."""
+    with suppress(OSError, ValueError):  # stdout is closed
+        print(end="", flush=True)
+    if isinstance(error, (UserError, FloatingPointError)):
+        for problem in getattr(error, "problems", [error]) if _reports(error) else ():
+            print_stderr(f"error: {problem}")
+    elif not isinstance(error, KeyboardInterrupt):
+        sys.excepthook(type(error), error, error.__traceback__)
 
 
-def _is_to_tell(error: BaseException) -> bool:
-    """Returns True on the ranks that print an error: once for all ranks that agree on it, else once for each node."""
-    rank, local_rank = os.environ.get("RANK", "0"), os.environ.get("LOCAL_RANK", "0")
-    if rank == "0" or "DataLoader worker" in str(error):  # a loader's error is of its rank alone
+def _reports(error: BaseException) -> bool:
+    """Returns True on the ranks that print an error: one of all that agree on it, else one of each node."""
+    if os.environ.get("RANK", "0") == "0" or "DataLoader worker" in str(error):
         return True
-    return isinstance(error, UserError) and not error.on_all_ranks and local_rank == "0"
-
-
-def _flush(stream: TextIO) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        print(end="", file=stream, flush=True)
-
-
-def _has_no_reader(stream: TextIO) -> bool:
-    poll = select.poll()
-    poll.register(stream.fileno(), 0)
-    return bool(poll.poll(0))
+    on_all_ranks = getattr(error, "on_all_ranks", True)
+    return not on_all_ranks and os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _kill_children() -> None:
     """Kills the processes that multiprocessing has started: its exit handler would wait for them."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error when a loader process dies
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when a loader dies
     for child in multiprocessing.active_children():
         child.kill()

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from multicls.ds_config import Precision
+from multicls.deepspeed_config import Precision
 from multicls.errors import UserError
 
 
@@ -23,42 +23,32 @@ def linear_lr(step: int, steps: int, warmup_steps: int, peak: float) -> float:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Splits the trainable parameters into optimizer groups: with weight decay, and biases and LayerNorms without.
-
-    A group without parameters is left out.
-    """
-    decayed: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
+    """Splits the trainable parameters into those with weight decay, and biases and LayerNorms without, if any."""
+    groups: dict[float, list[nn.Parameter]] = {weight_decay: [], 0.0: []}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             decays = parameter.ndim >= 2 and "bias" not in name and "norm" not in name.lower()
-            (decayed if decays else plain).append(parameter)
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+            groups[weight_decay if decays else 0.0].append(parameter)
+    return [{"params": some, "weight_decay": decay} for decay, some in groups.items() if some]
 
 
 def dropout_seed(seed: int, number: int) -> int:
-    """Returns torch's seed for the dropout of micro-batch `number`, whichever rank computes it.
-
-    Hashing keeps the seeds of neighbouring numbers and runs apart.
-    """
+    """Returns torch's seed for the dropout of micro-batch `number`, whichever rank computes it."""
     digest = hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
-def choose_precision(requested: Literal["auto", "fp32", "bf16", "fp16"], device: torch.device) -> Precision:
-    """Returns the precision to train in.
+def choose_precision(
+    requested: Literal["auto", "fp32", "bf16", "fp16"], device: torch.device
+) -> Precision:
+    """Returns the precision to train in; fp16 on a CPU is a `UserError`.
 
     "auto" means bf16 on a GPU with native bf16, fp16 on any other GPU (which would emulate bf16), fp32 on a CPU.
-
-    Raises:
-        UserError: fp16 on a CPU.
     """
     on_gpu = device.type == "cuda"
     if requested == "fp16" and not on_gpu:
         raise UserError("train.precision = fp16: this needs a GPU; give fp32, bf16 or auto.")
     if requested != "auto":
         return requested
-    if not on_gpu:
-        return "fp32"
-    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    native = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+    return "bf16" if native else "fp16" if on_gpu else "fp32"

@@ -30,11 +30,15 @@ def safe_unpickling(path: Path) -> Iterator[None]:
     before = os.environ.get(force)
     os.environ[force] = "1"
     try:
-        with torch.serialization.safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]):
+        with torch.serialization.safe_globals(
+            [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+        ):
             yield
     except pickle.UnpicklingError as error:
         reason = str(error).split("WeightsUnpickler error: ")[-1].split(". ")[0].strip()
-        raise UserError(f"{path}: holds other objects than DeepSpeed writes; it was not loaded: {reason}.") from None
+        raise UserError(
+            f"{path}: holds other objects than DeepSpeed writes; it was not loaded: {reason}."
+        ) from None
     finally:
         os.environ.pop(force)
         if before is not None:

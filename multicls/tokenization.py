@@ -3,12 +3,37 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from multicls.errors import UserError
+from multicls.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+# Roles of special tokens, and the one that stands in where a tokenizer has no such token.
+ROLES = {"cls_token": "bos_token", "sep_token": "eos_token", "pad_token": "", "mask_token": ""}
+
+
+def load_tokenizer(checkpoint: str) -> Any:
+    """Loads the fast tokenizer of a checkpoint, into which transformers converts sentencepiece models.
+
+    Raises:
+        UserError: there is none, or none that is fast.
+    """
+    from transformers import AutoTokenizer
+
+    problem = ""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
+        if getattr(tokenizer, "backend_tokenizer", None) is None:
+            problem = "is slow, and transformers cannot convert it to a fast one"
+        elif len(tokenizer) <= len(tokenizer.all_special_tokens):  # what it makes of no files
+            problem = "has no vocabulary; are its files there?"
+    except Exception as error:  # converters raise many types
+        problem = f"cannot be loaded: {first_line(error)}"
+    if problem:
+        raise UserError(f"model {checkpoint}: its tokenizer {problem}")
+    return tokenizer
 
 
 def facet_tokens(vocabulary: dict[str, int], num_facets: int) -> list[str]:
@@ -16,52 +41,53 @@ def facet_tokens(vocabulary: dict[str, int], num_facets: int) -> list[str]:
 
     In bert-base-uncased they are `[unused0]`, `[unused1]`, ... (ids 1..K), so the vocabulary does not grow.
     """
-    unused = [token for token in vocabulary if re.fullmatch(r"\[unused\d+\]", token)]
+    unused = [token for token in vocabulary if re.fullmatch(r"[\[<]unused_?\d+[\]>]", token)]
     if len(unused) >= num_facets:
         return sorted(unused, key=vocabulary.__getitem__)[:num_facets]
     return [f"[C{k}]" for k in range(1, num_facets + 1)]
 
 
-def with_facets(tokenizer: PreTrainedTokenizerBase, num_facets: int) -> PreTrainedTokenizerFast:
-    """Returns a copy of `tokenizer` that inserts the facets.
+def with_facets(
+    tokenizer: Any, num_facets: int, token_types: bool = True
+) -> PreTrainedTokenizerFast:
+    """Returns a copy of `tokenizer` that inserts the facets, and numbers token types if the encoder takes them.
 
-    As with any BERT tokenizer, a literal "[MASK]" in a text becomes the special token, which fill-mask needs. With
-    `split_special_tokens=True` it is split like any other word, except by a unigram model whose own vocabulary finds
-    special tokens in text, such as XLM-R's.
+    A pair of texts keeps the separators of the tokenizer: one, or `</s></s>` as in RoBERTa. A literal "[MASK]" in a
+    text becomes the special token, unless `split_special_tokens=True`, which unigram models such as XLM-R's ignore.
 
     Raises:
-        UserError: the tokenizer is not a fast one, or has no token for [CLS], [SEP], [PAD] or [MASK].
+        UserError: the tokenizer has no token for [CLS], [SEP], [PAD] or [MASK] under any name.
     """
     from tokenizers import Tokenizer
     from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
 
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise UserError(f"{tokenizer.name_or_path}: not a fast tokenizer: it has no tokenizer.json.")
-    named = {name: getattr(tokenizer, name) for name in ("cls_token", "sep_token", "pad_token", "mask_token")}
-    missing = [name for name, token in named.items() if token is None]
-    if missing:
-        raise UserError(
-            f"{tokenizer.name_or_path or 'tokenizer'}: has no {', '.join(missing)}, which BERT needs (under any name); "
-            "use another tokenizer, or train one with data_prep/run.py vocabulary."
-        )
-    backend = Tokenizer.from_str(backend.to_str())
+    named = {
+        role: getattr(tokenizer, role) or (stand_in and getattr(tokenizer, stand_in))
+        for role, stand_in in ROLES.items()
+    }
+    if missing := [role for role, token in named.items() if not token]:
+        name = tokenizer.name_or_path or "tokenizer"
+        raise UserError(f"{name}: has no {', '.join(missing)}, which pretraining needs.")
+    cls, sep = named["cls_token"], named["sep_token"]
+    pair_ids: list[int] = tokenizer("a", "a")["input_ids"]
+    between = sep if pair_ids.count(tokenizer.convert_tokens_to_ids(sep)) < 3 else f"{sep} {sep}"
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     backend.no_padding()
     backend.no_truncation()
     facets = facet_tokens(backend.get_vocab(), num_facets)
     backend.add_special_tokens(facets)
-    cls, sep = named["cls_token"], named["sep_token"]
-    head = " ".join([cls, *facets])
+    head, second = " ".join([cls, *facets]), ":1" if token_types else ""
     backend.post_processor = TemplateProcessing(
         single=f"{head} $A {sep}",
-        pair=f"{head} $A {sep} $B:1 {sep}:1",
+        pair=f"{head} $A {between} $B{second} {sep}{second}",
         special_tokens=[(token, backend.token_to_id(token)) for token in (cls, sep, *facets)],
     )
+    types = ["token_type_ids"] if token_types else []
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         model_max_length=tokenizer.model_max_length,
-        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+        model_input_names=["input_ids", *types, "attention_mask"],
         unk_token=tokenizer.unk_token,
         extra_special_tokens=facets,  # `get_special_tokens_mask` finds special tokens by these names
         **named,

@@ -2,210 +2,132 @@
 
 python pretrain/export.py runs/base --output exports/base
 python pretrain/export.py runs/base --step 20000 --output exports/base_at_20000
-python pretrain/export.py runs/base --finish       # a run that was stopped for good: runs/base/hf
 """
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from pydantic import Field, model_validator
+from pydantic import Field
+from pydantic_settings import CliPositionalArg
 
-from multicls.command_line import CommandLine, fine_tuning_command, print_summary
+from multicls.console import print_summary
 from multicls.embeddings import write_sentence_transformer
-from multicls.errors import UserError, did_you_mean, print_stderr, run_command
-from multicls.files import atomic_folder, lock_holder, locked, read_json, read_jsonl, write_json
-from multicls.settings import Settings
-from pretrain.card import write_card
-from pretrain.run_folder import COMPLETE, DONE, STOPPED, WEIGHTS, checkpoint_path, complete_steps, find_damage, status
+from multicls.errors import UserError, run_command
+from multicls.files import atomic_folder, lock_holder, read_json, write_json
+from multicls.settings import Settings, parse
+from pretrain.card import origin_of, write_card
+from pretrain.run_folder import check_whole, checkpoint_path, saved_steps
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-FACTS = "export.json"  # in an export: its step, origin and validation; in RUN/model: the origin
-VOCABULARY_ROWS = ("bert.embeddings.word_embeddings.weight", "cls.predictions.bias")
+EXPORT_INFO = "export.json"  # in an export: its step and origin; in RUN/model: origin
+WEIGHTS = "model.safetensors"
 
 
 class ExportOptions(Settings):
     """Options of the command."""
 
-    run: Path = Field(description="the run folder of pretrain/run.py, in any state")
-    step: int | None = Field(None, description="step of the checkpoint; default: the newest whole one")
-    output: Path | None = Field(None, description="new folder, or an earlier export to replace")
-    finish: bool = Field(False, description="export to RUN/hf and mark the run as finished, instead of --output")
-
-    @model_validator(mode="after")
-    def _one_target(self) -> ExportOptions:
-        if self.finish == (self.output is not None):
-            raise ValueError("give either --output FOLDER, or --finish")
-        return self
-
-
-COMMAND = CommandLine("pretrain/export.py", __doc__, ExportOptions, positional=("run",))
+    run: CliPositionalArg[Path] = Field(
+        description="the run folder of pretrain/run.py, in any state"
+    )
+    step: int | None = Field(None, description="step of the checkpoint; default: the newest one")
+    output: Path = Field(description="new folder, or an earlier export to replace")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exports a checkpoint and, if asked, ends the run with it. Returns the exit code."""
-    args = COMMAND.parse(argv)
-    run_folder, output = args.run, args.output or args.run / "hf"
-    check_run(run_folder)
-    if args.finish:
-        text, finished = status(run_folder)
-        if finished:
-            print(f"{run_folder}: already {text}; the model is in {output}")
-            return 0
-        if lock_holder(run_folder) is not None:
-            raise UserError(f"{run_folder}: is being trained; stop the training first (SIGTERM saves and leaves).")
-    elif output.resolve() == (run_folder / "hf").resolve() and lock_holder(run_folder) is not None:
-        raise UserError(f"--output {output}: the training writes this folder itself; give another one.")
-    elif not _may_be_replaced(output):
-        raise UserError(f"--output {output}: exists and is not an export of this program; give a new folder.")
-    with locked(run_folder) if args.finish else nullcontext():  # no training may start meanwhile
-        weights, step = load_weights(run_folder, args.step)
-        print(f"exporting {checkpoint_path(run_folder / 'checkpoints', step)} to {output}", flush=True)
-        facts = write_model(weights, run_folder, step, output)
-        if args.finish:
-            write_json(run_folder / DONE, {"step": step, "validation": facts["validation"]})
-            (run_folder / STOPPED).unlink(missing_ok=True)
-    done = f"{run_folder} is finished at step {step}" if args.finish else f"step {step} of {run_folder}"
-    print_summary([("model", f"{output} ({done})")], fine_tuning_command(output))
+    """Exports a checkpoint. Returns the exit code."""
+    prog = "pretrain/export.py"
+    options = parse(ExportOptions, argv, prog=prog, doc=__doc__)
+    run_folder, output = options.run, options.output
+    if not (run_folder / "settings.yaml").exists():
+        raise UserError(f"{run_folder}: is not a run folder of pretrain/run.py.")
+    steps = saved_steps(run_folder / "checkpoints")
+    step = options.step or max(steps, default=0)
+    if step not in steps:
+        known = f"has checkpoints of steps {', '.join(map(str, steps))}"
+        raise UserError(f"{run_folder}: {known if steps else 'has no checkpoint to export yet'}.")
+    if output.resolve() == (run_folder / "hf").resolve() and lock_holder(run_folder):
+        raise UserError(f"--output {output}: the training writes this folder; set another one.")
+    names = {path.name for path in output.iterdir()} if output.is_dir() else set()
+    if output.is_file() or (names and not names >= {EXPORT_INFO, WEIGHTS}):
+        raise UserError(f"--output {output}: exists and is no export; set a new folder.")
+    write_model(run_folder, step, output)
+    print_summary([("model", f"{output} (step {step} of {run_folder})")], next_command(output))
     return 0
 
 
-def check_run(run_folder: Path) -> None:
-    """Refuses, with a `UserError`, a folder that is no run folder or lacks the model's configuration or checkpoints."""
-    if not (run_folder / "settings.yaml").exists():
-        runs = [str(path.parent) for path in run_folder.absolute().parent.glob("*/settings.yaml")]
-        raise UserError(f"{run_folder}: is not a run folder of pretrain/run.py.{did_you_mean(str(run_folder), runs)}")
-    if not (run_folder / "model" / FACTS).exists():
-        raise UserError(
-            f"{run_folder / 'model'}: is missing or not whole; it holds the model's configuration and tokenizer, and a "
-            "training writes it when it starts. Copy it from where the run was trained."
-        )
-    if not complete_steps(run_folder / "checkpoints"):
-        raise UserError(f"{run_folder}: has no checkpoint yet; wait for step run.save_every, or stop the training.")
+def next_command(folder: Path) -> str:
+    """Returns a command that fine-tunes an exported model, with a head that every model has."""
+    command = ["python", "finetune/run.py", "--model", str(folder), "--head", "mean"]
+    return f"{shlex.join(command)} --train_file ROWS.csv"
 
 
-def load_weights(run_folder: Path, step: int | None = None) -> tuple[dict[str, Tensor], int]:
-    """Loads the weights of a checkpoint whose checksums are right; returns them and the checkpoint's step.
+def describe_model(
+    model: Any, tokenizer: Any, run_folder: Path, source: str, manifest: Mapping[str, Any]
+) -> None:
+    """Writes configuration, tokenizer and origin of a new model to `RUN/model`: resume and export need no more.
 
-    Checks only the files that it reads. Without `step` it takes the newest whole checkpoint, with a warning for each
-    damaged one, and again the newest if a training process deletes that one meanwhile.
+    Call it before DeepSpeed changes the model's precision, which the configuration would then state.
 
-    Raises:
-        UserError: there is no checkpoint of that step, or it is damaged, or all are.
+    Args:
+        source: Checkpoint that the weights come from; "": random weights.
+        manifest: Manifest of the corpus.
     """
-    from safetensors.torch import load
-
-    folder, damaged = run_folder / "checkpoints", set[int]()
-    while steps := [number for number in complete_steps(folder) if number not in damaged]:
-        if step is not None and step not in steps:
-            raise UserError(f"--step {step}: {run_folder} has checkpoints of steps {', '.join(map(str, steps))}.")
-        number = steps[-1] if step is None else step
-        path = checkpoint_path(folder, number)
-        damage = find_damage(path, [WEIGHTS])
-        try:
-            if not damage:
-                return load((path / WEIGHTS).read_bytes()), number
-        except FileNotFoundError as error:
-            damage = str(error)
-        if not (path / COMPLETE).exists():  # deleted by the training process
-            continue
-        problem = f"checkpoint {path} is damaged and cannot be exported: {damage}"
-        if step is not None:
-            raise UserError(f"{problem}. Give another --step, or none for the newest whole checkpoint.")
-        print_stderr(f"WARNING: {problem}")
-        damaged.add(number)
-    raise UserError(f"{folder}: no whole checkpoint is left; nothing can be exported.")
-
-
-def export(engine: Any, run_folder: Path, step: int) -> None:
-    """Writes the engine's model to `RUN/hf` with what `describe_model` has written. All ranks must call it.
-
-    Raises:
-        UserError: the disk is full, or the folder cannot be written.
-    """
-    from multicls.distributed import on_rank_0
-    from pretrain.engine import full_weights
-
-    weights = full_weights(engine)
-    on_rank_0(lambda: write_model(weights, run_folder, step, run_folder / "hf"))
-
-
-def describe_model(model: Any, tokenizer: Any, run_folder: Path, origin: Mapping[str, Any]) -> None:
-    """Writes what an export needs besides weights to `RUN/model`; call it on rank 0 at the start of a fresh run.
-
-    Call it before DeepSpeed changes the model's precision, which the configuration would then ask for, and the size of
-    its vocabulary. `origin` is for the model card, from `pretrain.card.origin_of`.
-    """
-    from multicls.from_bert import quiet_transformers
+    from multicls.build import quiet_transformers
 
     with atomic_folder(run_folder / "model") as fresh, quiet_transformers():
         model.save_pretrained(fresh, state_dict={})
         (fresh / WEIGHTS).unlink(missing_ok=True)
         tokenizer.save_pretrained(fresh)
         write_sentence_transformer(fresh)
-        write_json(fresh / FACTS, {"origin": origin})
+        write_json(fresh / EXPORT_INFO, {"origin": origin_of(source, manifest)})
 
 
-def write_model(weights: Mapping[str, Tensor], run_folder: Path, step: int, output: Path) -> dict[str, Any]:
-    """Writes a Hugging Face folder; an earlier one is replaced only when the new one is whole.
+def restore_model(folder: Path) -> tuple[Any, Any]:
+    """Returns the model that `describe_model` has described, with weights yet to be loaded, and its tokenizer."""
+    from transformers import AutoConfig, AutoModelForPreTraining, AutoTokenizer
 
-    Returns what export.json says: the facts of `describe_model`, the step, and the last validation metrics.
+    import multicls.modeling_multicls  # noqa: F401 (registers the model)
+
+    if not (folder / EXPORT_INFO).exists():
+        raise UserError(
+            f"{folder}: is missing or incomplete; it holds the model's configuration and tokenizer, and a run writes "
+            "it when it starts. Copy it from where the run was trained."
+        )
+    options = {"trust_remote_code": False, "local_files_only": True}
+    config = AutoConfig.from_pretrained(folder, **options)
+    model = AutoModelForPreTraining.from_config(config, trust_remote_code=False)
+    return model, AutoTokenizer.from_pretrained(folder, **options)
+
+
+def write_model(run_folder: Path, step: int, output: Path) -> None:
+    """Writes the checkpoint of `step` as a Hugging Face folder; replaces an earlier one when the new one is whole.
 
     Raises:
-        UserError: the folder cannot be written, or the weights do not have the vocabulary's size.
+        UserError: The checkpoint was deleted meanwhile, as a running training does, or the run has no `RUN/model`.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
+    from multicls.build import quiet_transformers
+    from pretrain.engine import fp32_weights
 
-    from multicls.configuration_multicls import MultiClsBertConfig
-
-    config = MultiClsBertConfig.from_json_file(str(run_folder / "model" / "config.json"))
-    weights = without_padding(weights, config.vocab_size)
-    facts = read_json(run_folder / "model" / FACTS) | {"step": step, "validation": last_validation(run_folder, step)}
+    model, _ = restore_model(run_folder / "model")
+    checkpoint = checkpoint_path(run_folder / "checkpoints", step)
     try:
-        with atomic_folder(output) as fresh:
-            shutil.copytree(run_folder / "model", fresh, dirs_exist_ok=True)
-            save_file(weights, fresh / WEIGHTS, metadata={"format": "pt"})
-            write_json(fresh / FACTS, facts)
-            write_card(fresh, run_folder, step, config, facts)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{output}: the export of step {step} could not be written: {error}. Make room.") from None
-    return facts
-
-
-def without_padding(weights: Mapping[str, Tensor], vocab_size: int) -> dict[str, Tensor]:
-    """Returns the weights without the rows that training appends to the vocabulary (for speed).
-
-    Raises:
-        UserError: a tensor of `VOCABULARY_ROWS` has fewer than `vocab_size` rows.
-    """
-    for name in VOCABULARY_ROWS:
-        if len(weights[name]) < vocab_size:
-            raise UserError(f"{name}: has {len(weights[name])} rows, but config.json says vocab_size = {vocab_size}.")
-    return dict(weights) | {name: weights[name][:vocab_size].clone() for name in VOCABULARY_ROWS}
-
-
-def last_validation(run_folder: Path, step: int) -> dict[str, float]:
-    """Returns the metrics of the last validation up to `step`; {} if there is none."""
-    records = read_jsonl(run_folder / "metrics.jsonl")
-    records = [record for record in records if record["split"] == "validation" and record["step"] <= step]
-    return {name: value for name, value in records[-1].items() if "/" in name} if records else {}
-
-
-def _may_be_replaced(folder: Path) -> bool:
-    if not folder.is_dir():
-        return not folder.exists()
-    names = {path.name for path in folder.iterdir()}
-    return not names or names >= {FACTS, WEIGHTS}
+        check_whole(checkpoint)
+        model.load_state_dict(fp32_weights(checkpoint))
+    except FileNotFoundError:
+        raise UserError(f"{checkpoint}: was deleted meanwhile; export a newer one.") from None
+    info = read_json(run_folder / "model" / EXPORT_INFO) | {"step": step}
+    with atomic_folder(output) as fresh, quiet_transformers():
+        shutil.copytree(run_folder / "model", fresh, dirs_exist_ok=True)
+        model.save_pretrained(fresh)
+        write_json(fresh / EXPORT_INFO, info)
+        write_card(fresh, run_folder, step, model.config, info["origin"])
 
 
 if __name__ == "__main__":

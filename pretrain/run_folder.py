@@ -1,18 +1,21 @@
-"""The layout of a run folder: its markers, its checkpoints and how far the run has come. Imports no torch."""
+"""The layout of a run folder: its markers, its checkpoints and its progress. Imports no torch."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Collection
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from multicls.files import LOCK_PATIENCE, lock_holder, read_json, sha256_of
+from multicls.errors import UserError
+from multicls.files import lock_holder, read_json
 
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 DONE = "DONE"  # the run has finished; written last
 STOPPED = "STOPPED"  # the run has saved and left before its end; removed when it starts again
-REQUEUED_PATIENCE = 300.0  # seconds; a file server keeps the locks of a lost node for a while (NFS 4: 90)
-COMPLETE = "COMPLETE"  # written last in a checkpoint: the SHA-256 of its meta.json
-WEIGHTS = "model.safetensors"  # in a checkpoint and in an export: the model's fp32 weights
+COMPLETE = "COMPLETE"  # written last in a checkpoint
+FORMAT = 4  # of a checkpoint
+META = "meta.json"  # in a checkpoint: its step, ranks, identity, and the size of each file
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -20,46 +23,59 @@ def checkpoint_path(folder: Path, step: int) -> Path:
     return folder / f"step_{step:08d}"
 
 
-def complete_steps(folder: Path) -> list[int]:
-    """Returns the steps of the complete checkpoints in `RUN/checkpoints`, ascending."""
-    return sorted(int(marker.parent.name.removeprefix("step_")) for marker in folder.glob(f"step_*/{COMPLETE}"))
+def saved_steps(folder: Path) -> list[int]:
+    """Returns the steps of the checkpoints with a COMPLETE marker in `RUN/checkpoints`, ascending."""
+    markers = folder.glob(f"step_*/{COMPLETE}")
+    return sorted(int(marker.parent.name.removeprefix("step_")) for marker in markers)
 
 
-def find_damage(path: Path, names: Collection[str] | None = None) -> str:
-    """Returns what the checksums say is wrong with a checkpoint's meta.json and files `names` (None: all), or ""."""
+def check_whole(path: Path) -> None:
+    """Raises UserError if a file of a checkpoint is missing or has another size, or another version wrote it."""
+    meta = read_json(path / META)
+    if meta.get("format") != FORMAT:
+        raise UserError(
+            f"{path}: another version of this program wrote it; finish the run with it."
+        )
+    for name, size in meta["files"].items():
+        found = (path / name).stat().st_size if (path / name).exists() else 0
+        if found != size:
+            raise UserError(
+                f"{path}: damaged: {name} has {found} bytes, not {size}. Put the file back, or remove the folder to "
+                "use the checkpoint before it."
+            )
+
+
+def newest_step(folder: Path) -> int:
+    """Returns the step of the newest checkpoint, 0 if there is none. Errors are those of `check_whole`."""
+    step = max(saved_steps(folder), default=0)
+    if step:
+        check_whole(checkpoint_path(folder, step))
+    return step
+
+
+@contextmanager
+def disk_errors_reported(run_folder: Path) -> Iterator[None]:
+    """Reports a full or broken disk in one line."""
     try:
-        if sha256_of(path / "meta.json") != (path / COMPLETE).read_text(encoding="ascii").strip():
-            return "meta.json has changed since it was written"
-        meta = read_json(path / "meta.json")
-    except (OSError, UnicodeDecodeError) as error:
-        return str(error)
-    for name in meta["files"] if names is None else names:
-        if name not in meta["files"]:
-            return f"it has no {name} (an earlier version of this program wrote it)"
-        expected = meta["files"][name]
-        try:
-            size = (path / name).stat().st_size
-            if size != expected["bytes"]:
-                return f"{name} has {size} bytes instead of {expected['bytes']}"
-            if sha256_of(path / name) != expected["sha256"]:
-                return f"{name} has changed since it was written (its SHA-256 differs)"
-        except OSError as error:
-            return str(error)
-    return ""
-
-
-def lock_patience() -> float:
-    """Returns the seconds to wait for the run folder's lock: longer where SLURM has started the job again."""
-    return REQUEUED_PATIENCE if int(os.environ.get("SLURM_RESTART_COUNT") or 0) else LOCK_PATIENCE
+        yield
+    except (OSError, RuntimeError) as error:
+        cause = error if isinstance(error, OSError) else error.__context__  # torch wraps it
+        if not isinstance(cause, OSError) or cause.errno not in DISK_ERRORS:
+            raise
+        raise UserError(
+            f"{run_folder}: cannot be written: {cause.strerror}. Its complete checkpoints are whole: make room, then "
+            "run the same command again."
+        ) from None
 
 
 def status(run_folder: Path) -> tuple[str, bool]:
-    """Returns how far the run has come, in words, and whether it has finished."""
+    """Returns a sentence on the progress of a run, and whether it has finished."""
     if (run_folder / DONE).exists():
         return f"finished at step {read_json(run_folder / DONE)['step']}", True
     holder = lock_holder(run_folder)
-    steps = complete_steps(run_folder / "checkpoints")
+    steps = saved_steps(run_folder / "checkpoints")
     if not (holder or steps or (run_folder / "settings.yaml").exists()):
-        return f"not begun: {run_folder} {'holds no run' if run_folder.exists() else 'does not exist'}", False
+        found = "holds no run" if run_folder.exists() else "does not exist"
+        return f"not begun: {run_folder} {found}", False
     saved = f"checkpoint at step {steps[-1]}" if steps else "no checkpoint yet"
     return f"{f'running ({holder})' if holder else 'unfinished'}, {saved}", False

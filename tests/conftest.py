@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import string
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +15,26 @@ import pytest
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 if "PYTEST_XDIST_WORKER" in os.environ:  # tests side by side: a core each
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in every background job of a script; processes inherit it
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # as in every background job of a script; processes inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LONGEST = (
-    "tests/test_readme.py",
+    "tests/test_pages.py",
     "tests/slurm",
-    "tests/test_docs.py",
-    "tests/test_extending.py",
-    *(
-        f"tests/pretrain/test_{name}.py"
-        for name in ("ds_configs", "resume", "export", "run", "learning", "crashes", "nodes")
-    ),
-    *(f"tests/data_prep/test_{name}.py" for name in ("prepare", "read", "hostile", "resume")),
-    "tests/finetune/train/test_ranks.py",
-    "tests/finetune/test_run.py",
+    "tests/test_encoders_whole_way.py",
+    "tests/pretrain/test_ds_configs.py",
+    "tests/pretrain/test_resume.py",
+    "tests/pretrain/test_export.py",
+    "tests/pretrain/test_run.py",
+    "tests/pretrain/test_learning.py",
+    "tests/pretrain/test_crashes.py",
+    "tests/pretrain/test_nodes.py",
+    "tests/data_prep/test_build.py",
+    "tests/finetune/test_training.py",
+    "tests/finetune/test_grid.py",
+    "tests/benchmarks",
     "tests/multicls/test_without_project.py",
 )
 
@@ -66,7 +71,11 @@ def no_network() -> Any:
         original = getattr(socket.socket, method)
 
         def connect(self: socket.socket, address: Any) -> Any:
-            if self.family in (socket.AF_INET, socket.AF_INET6) and address[0] not in ("127.0.0.1", "::1", "localhost"):
+            if self.family in (socket.AF_INET, socket.AF_INET6) and address[0] not in (
+                "127.0.0.1",
+                "::1",
+                "localhost",
+            ):
                 raise RuntimeError(f"a test tried to reach {address}")
             return original(self, address)
 
@@ -76,6 +85,19 @@ def no_network() -> Any:
         for method in ("connect", "connect_ex"):
             patch.setattr(socket.socket, method, guarded(method))
         yield
+
+
+@pytest.fixture(autouse=True)
+def own_launcher_variables() -> Iterator[None]:
+    """Takes back the variables that a test sets to join a process group; later tests would inherit them."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    before = {name: os.environ.get(name) for name in names}
+    yield
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 @pytest.fixture(scope="session")
@@ -91,40 +113,14 @@ def multicls_data() -> Path:
 def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `BertForPreTraining` of random weights (3 layers x 32) and a small WordPiece vocabulary."""
     import torch
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-    from transformers import BertConfig, BertForPreTraining, PreTrainedTokenizerFast
+    from transformers import BertForPreTraining
 
-    special = ["[PAD]", *(f"[unused{n}]" for n in range(10)), "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    letters = string.ascii_lowercase
-    words = [a + b + c for a in "bdfgklmnprst" for b in "aeiou" for c in "lnrs"]  # 240 syllables for words
-    inside = [f"##{character}" for character in letters + string.digits]
-    tokens = [*special, *letters, *string.digits, *string.punctuation, *inside, *words]
-    tokenizer = Tokenizer(models.WordPiece({t: n for n, t in enumerate(tokens)}, unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
-    tokenizer.add_special_tokens(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"])
-    ids = [(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=ids
-    )
-    folder = tmp_path_factory.mktemp("tiny_bert")
-    names = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        model_max_length=64,
-        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
-        **names,
-    ).save_pretrained(folder)
-    config = BertConfig(
-        vocab_size=len(tokens),
-        hidden_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=64,
-    )
+    from tests.encoders import encoder_config, wordpiece
+
+    folder, tokenizer = tmp_path_factory.mktemp("tiny_bert"), wordpiece()
+    tokenizer.save_pretrained(folder)
     with torch.random.fork_rng():
         torch.manual_seed(0)
+        config: Any = encoder_config("bert", tokenizer)
         BertForPreTraining(config).save_pretrained(folder)
     return folder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import socket
 import time
 from collections.abc import Callable
@@ -40,10 +41,16 @@ class IdleClock:
 
 
 def free_ports(count: int) -> list[int]:
-    """Returns ports that nothing listens on."""
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.create_server(("", 0))) for _ in range(count)]
-        return [probe.getsockname()[1] for probe in probes]
+    """Returns ports that nothing listens on, below those that the kernel hands out.
+
+    A port of the kernel's may be another process's before ours listens on it: gloo alone takes several a rank.
+    """
+    found: set[int] = set()
+    while len(found) < count:
+        port = random.SystemRandom().randrange(10_000, 20_000)
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            found.add(port)
+    return sorted(found)
 
 
 def sessions() -> dict[int, int]:

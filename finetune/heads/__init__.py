@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 HEADS = {
-    "cls": "linear layer on BERT's tanh-pooled [CLS], on any BERT-family checkpoint",
+    "cls": "linear layer on BERT's tanh-pooled [CLS], on any encoder",
     "mean": "linear layer on the mean of the last hidden states",
     "multicls": "linear layer on the re-parameterised sum of the facets, on Multi-CLS checkpoints",
     "multicls_sum": "the same without re-parameterisation: the plain sum (ablation)",
@@ -12,6 +12,11 @@ HEADS = {
     "hire": "HIRE: all layers read by GRUs, and fused",
     "cln": "conditional layer normalisation: one encoder for several tasks",
     "probe": "logistic or ridge regression on the frozen embedding, by scikit-learn",
-    "setfit": "SetFit: contrastive pairs, then logistic regression; needs the package setfit",
+    "tfidf": "bag of words: TF-IDF and logistic or ridge regression, without a model",
 }
-FITTED_HEADS = ("probe", "setfit")  # fitted by a library: they read no `train` settings and leave no model to save
+FITTED = (
+    "probe",
+    "tfidf",
+)  # fitted by scikit-learn: they read no `train` settings and leave no model
+POOLED = ("isobn", "batchnorm", "cln", "probe")  # heads on top of another one, named by `pooling`
+WITH_OPTIONS = ("isobn", "hire", "cln")  # heads with a group of settings of their own

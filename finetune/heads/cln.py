@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .modeling_heads import PooledHead, TaskModelConfig
+from .modeling_task import IncompatibleHead, PooledHead, TaskModelConfig
 
 
 class ConditionalLayerNorm(nn.LayerNorm):
@@ -20,32 +20,38 @@ class ConditionalLayerNorm(nn.LayerNorm):
 
     def __init__(self, norm: nn.LayerNorm, num_tasks: int) -> None:
         super().__init__(norm.normalized_shape, eps=norm.eps)
-        self.weight, self.bias = norm.weight, norm.bias  # ModernBERT's norms have no bias: then beta is 0
+        self.weight, self.bias = norm.weight, norm.bias  # ModernBERT's bias is None: beta is 0
         self.task_weight = nn.Parameter(torch.zeros(num_tasks, *norm.normalized_shape))
         self.task_bias = nn.Parameter(torch.zeros(num_tasks, *norm.normalized_shape))
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns the normalised input, (..., D)."""
-        bias_D = self.task_bias[self.task] if self.bias is None else self.bias + self.task_bias[self.task]
-        weight_D = self.weight + self.task_weight[self.task]
+        weight_D, bias_D = self.weight + self.task_weight[self.task], self.task_bias[self.task]
+        if self.bias is not None:
+            bias_D = self.bias + bias_D
         return F.layer_norm(input, self.normalized_shape, weight_D, bias_D, self.eps)
 
 
-class Head(PooledHead):
+class ClnHead(PooledHead):
     """Its pooling, on an encoder whose LayerNorms (the embeddings' too) are conditional.
 
     With `train` "last_linear" the checkpoint's weights are frozen; gamma_t, beta_t, the classifiers and the new weights
     of the pooling learn.
     """
 
-    norms: tuple[ConditionalLayerNorm, ...]
-
     def __init__(self, config: TaskModelConfig, encoder: PreTrainedModel) -> None:
         if (config.head_options or {}).get("train", "full") == "last_linear":
             encoder.requires_grad_(False)
         super().__init__(config, encoder)
-        # A tuple, so that they are not registered a second time.
-        self.norms = tuple(_replace_norms(encoder, len(config.tasks or [])))
+        norms = list[ConditionalLayerNorm]()
+        for parent in list(encoder.modules()):
+            for name, child in parent.named_children():
+                if isinstance(child, nn.LayerNorm):
+                    norms.append(ConditionalLayerNorm(child, len(config.tasks or [])))
+                    setattr(parent, name, norms[-1])
+        if not norms:
+            raise IncompatibleHead("its normalisations are no LayerNorms, which `cln` conditions.")
+        self.norms = tuple(norms)  # no list: they are not to be registered a second time
 
     def select_task(self, task: int) -> None:
         """Makes the encoder use gamma_t and beta_t of that task."""
@@ -53,14 +59,4 @@ class Head(PooledHead):
             norm.task = task
 
 
-def _replace_norms(encoder: nn.Module, num_tasks: int) -> list[ConditionalLayerNorm]:
-    places = [
-        (parent, name, child)
-        for parent in encoder.modules()
-        for name, child in parent.named_children()
-        if isinstance(child, nn.LayerNorm)
-    ]
-    replaced = [ConditionalLayerNorm(child, num_tasks) for _, _, child in places]
-    for (parent, name, _), norm in zip(places, replaced, strict=True):
-        setattr(parent, name, norm)
-    return replaced
+HEADS = {"cln": ClnHead}

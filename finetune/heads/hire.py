@@ -13,11 +13,10 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from .modeling_heads import Head as BaseHead
-from .modeling_heads import TaskModelConfig, dropout_of
+from .modeling_task import Head, TaskModelConfig, dropout_of
 
 
-class Head(BaseHead):
+class HireHead(Head):
     """Weighs all layers by a GRU that reads them, sums them, and fuses the sum with the last layer by a second GRU.
 
     U_i = the four final states of one two-layer bidirectional GRU over H_i (Eq. 2); alpha_i = ReLU(w^T U_i + b)
@@ -35,17 +34,18 @@ class Head(BaseHead):
     def __init__(self, config: TaskModelConfig, encoder: PreTrainedModel) -> None:
         super().__init__(config, encoder)
         size, options, dropout = self.width, config.head_options or {}, dropout_of(config)
-        self.layers = options.get("layers", "dynamic")
-        fusion_layers = options.get("fusion_layers", 2) if options.get("fusion", True) else 0
-        self.fuses, self.fusion = options.get("fusion", True), None
+        self.layers, self.fuses = options.get("layers", "dynamic"), options.get("fusion", True)
+        fusion_layers = options.get("fusion_layers", 2) if self.fuses else 0
+        self.fusion, width = None, 4 * size if self.fuses else size
         if self.layers == "dynamic":
             self.reader = _gru(size, size, 2, dropout)
             self.importance = nn.Linear(4 * size, 1)
         elif self.layers != "none":
-            self.register_buffer("fixed_weights", fixed_weights(self.layers, encoder.config.num_hidden_layers + 1))
+            weights = fixed_weights(self.layers, encoder.config.num_hidden_layers + 1)
+            self.register_buffer("fixed_weights", weights)
         if fusion_layers:
-            self.fusion = _gru(4 * size, size, fusion_layers, dropout)
-        self.dense = nn.Linear(2 * size if fusion_layers else 4 * size if self.fuses else size, size)
+            self.fusion, width = _gru(4 * size, size, fusion_layers, dropout), 2 * size
+        self.dense = nn.Linear(width, size)
 
     def forward(self, states: BaseModelOutput, attention_mask: Tensor) -> Tensor:
         """Returns the embedding, (B, D), from all hidden states; leaves S, (B, l + 1), in `layer_weights`."""
@@ -57,7 +57,8 @@ class Head(BaseHead):
         if self.layers != "none":
             weights_BN = self.weigh(hidden_NBLD, lengths_B)
             self.layer_weights = weights_BN.detach()
-            complement_BLD = torch.einsum("bn,nbld->bld", weights_BN.to(hidden_NBLD.dtype), hidden_NBLD)
+            weights_BN = weights_BN.to(hidden_NBLD.dtype)
+            complement_BLD = torch.einsum("bn,nbld->bld", weights_BN, hidden_NBLD)
         fused_BLE = complement_BLD
         if self.fuses:
             parts = [last_BLD, complement_BLD, last_BLD + complement_BLD, last_BLD * complement_BLD]
@@ -86,16 +87,19 @@ def fixed_weights(kind: str, count: int) -> Tensor:
     """
     how, which = kind.split("_")
     scores = torch.randn(count) if how == "random" else torch.zeros(count)
-    chosen = {"first6": slice(0, 6), "last6": slice(max(count - 6, 0), None), "all": slice(None)}[which]
+    chosen = {"first6": slice(6), "last6": slice(-6, None), "all": slice(None)}[which]
     weights = torch.zeros(count)
     weights[chosen] = scores[chosen].softmax(dim=0)
     return weights
 
 
 def _gru(input_size: int, size: int, layers: int, dropout: float) -> nn.GRU:
-    between: dict[str, Any] = {"dropout": dropout} if layers > 1 else {}  # torch warns of dropout in a single layer
-    return nn.GRU(input_size, size, layers, batch_first=True, bidirectional=True, **between)
+    between = dropout if layers > 1 else 0.0  # torch warns of dropout in a single layer
+    return nn.GRU(input_size, size, layers, batch_first=True, dropout=between, bidirectional=True)
 
 
 def _pack(states_BLD: Tensor, lengths_B: Tensor) -> Any:
     return pack_padded_sequence(states_BLD, lengths_B, batch_first=True, enforce_sorted=False)
+
+
+HEADS = {"hire": HireHead}

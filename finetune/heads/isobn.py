@@ -1,4 +1,4 @@
-"""`isobn`: isotropic batch normalisation (Zhou et al., AAAI 2021) of an embedding, right before the classifier."""
+"""`isobn`: isotropic batch normalisation (Zhou et al., AAAI 2021), right before the classifier; and `batchnorm`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from .modeling_heads import PooledHead, TaskModelConfig
+from .modeling_task import PooledHead, TaskModelConfig
 
 
 class IsotropicBatchNorm(nn.Module):
@@ -24,30 +24,28 @@ class IsotropicBatchNorm(nn.Module):
 
     sigma and Sigma are moving statistics in float32, whatever the autocast or the type the model is cast to; they start
     at 0 and take no gradient. In training the batch moves them first, stat += momentum * (batch - stat), and then they
-    are used; all ranks of `torch.distributed` count as one batch. A batch of one row has no spread and
-    moves nothing. Evaluation only uses them. Before the first batch the output is the input.
+    are used; all ranks of `torch.distributed` count as one batch, of their counted rows. A batch of one row has no
+    spread and moves nothing. Evaluation only uses them. Before the first batch the output is the input.
 
-    Args:
-        dim: D, size of the embedding.
-        momentum: alpha, the weight of the new batch; 0.95 in the paper.
-        epsilon: eps; 0.1 in the paper.
-        beta: strength; 0.25, 0.5 or 1 in the paper.
+    The arguments are D; alpha, the weight of the new batch; eps; and beta, the strength: 0.25, 0.5 or 1 in the paper.
     """
 
     sigma: Tensor
     Sigma: Tensor
 
-    def __init__(self, dim: int, momentum: float = 0.95, epsilon: float = 0.1, beta: float = 0.5) -> None:
+    def __init__(
+        self, dim: int, momentum: float = 0.95, epsilon: float = 0.1, beta: float = 0.5
+    ) -> None:
         super().__init__()
         self.momentum, self.epsilon, self.beta = momentum, epsilon, beta
         self.register_buffer("sigma", torch.zeros(dim))
         self.register_buffer("Sigma", torch.zeros(dim, dim))
 
-    def forward(self, h_BD: Tensor) -> Tensor:
-        """Returns the scaled rows, (B, D), in the input's type."""
+    def forward(self, h_BD: Tensor, counted_B: Tensor | None = None) -> Tensor:
+        """Returns the scaled rows, (B, D), in the input's type; rows that do not count move no statistics."""
         with torch.no_grad(), torch.autocast(h_BD.device.type, enabled=False):
             if self.training:
-                self._update(h_BD.detach().float())
+                self._update(counted_rows(h_BD.detach().float(), counted_B))
             scale_D = self.scale()
         return h_BD * scale_D.to(h_BD.dtype)
 
@@ -59,14 +57,16 @@ class IsotropicBatchNorm(nn.Module):
         variances_D = self.Sigma.diagonal()
         total = variances_D.sum()
         scaled = (variances_D * theta_D.square()).sum()
-        return torch.where(total > 0, theta_D * (total / scaled.clamp(min=tiny)).sqrt(), torch.ones_like(theta_D))
+        scaled_D = theta_D * (total / scaled.clamp(min=tiny)).sqrt()
+        return torch.where(total > 0, scaled_D, 1.0)
 
     def _update(self, h_BD: Tensor) -> None:
-        sums = all_ranks(torch.cat([h_BD.sum(dim=0), h_BD.new_full((1,), len(h_BD))]))  # ranks may differ in rows
-        rows = sums[-1]
-        centred_BD, momentum = h_BD - sums[:-1] / rows, self.momentum * (rows > 1)
-        # Mean first, then products of centred rows: the one-pass formula loses the small variances to rounding.
-        Sigma_DD = all_ranks(centred_BD.T @ centred_BD) / rows
+        number = h_BD.new_full((1,), len(h_BD))
+        sums = sum_over_ranks(torch.cat([h_BD.sum(dim=0), number]))  # ranks may differ in rows
+        rows = sums[-1].clamp(min=1)
+        centred_BD, momentum = h_BD - sums[:-1] / rows, self.momentum * (sums[-1] > 1)
+        # Mean first, then products of centred rows: the one-pass formula loses small variances to rounding.
+        Sigma_DD = sum_over_ranks(centred_BD.T @ centred_BD) / rows
         self.Sigma += momentum * (Sigma_DD - self.Sigma)
         self.sigma += momentum * (Sigma_DD.diagonal().clamp(min=0).sqrt() - self.sigma)
 
@@ -80,24 +80,81 @@ class IsotropicBatchNorm(nn.Module):
         return self
 
 
-class Head(PooledHead):
+class BatchNorm(nn.BatchNorm1d):
+    """`nn.BatchNorm1d` (Ioffe and Szegedy, 2015) over the counted rows of all ranks, in float32.
+
+    A batch of one row is normalised as in evaluation.
+    """
+
+    def forward(self, input: Tensor, counted_B: Tensor | None = None) -> Tensor:
+        """Returns the normalised rows, (B, D), in the input's type."""
+        assert self.running_mean is not None and self.running_var is not None
+        with torch.autocast(input.device.type, enabled=False):
+            h_BD, mean_D, var_D, rows = input.float(), self.running_mean, self.running_var, 0
+            if self.training:
+                counted_ND = counted_rows(h_BD, counted_B)
+                rows = int(sum_over_ranks(torch.tensor(len(counted_ND), device=h_BD.device)))
+            if rows > 1:
+                mean_D = sum_over_ranks(counted_ND.sum(dim=0)) / rows
+                var_D = sum_over_ranks((counted_ND - mean_D).square().sum(dim=0)) / rows
+                unbiased_D = var_D * rows / (rows - 1)
+                for moving, batch in ((self.running_mean, mean_D), (self.running_var, unbiased_D)):
+                    moving.lerp_(batch.detach().to(moving.dtype), self.momentum or 0.0)
+            normed_BD = (h_BD - mean_D) * torch.rsqrt(var_D + self.eps)
+            return (normed_BD * self.weight + self.bias).to(input.dtype)
+
+
+class IsoBnHead(PooledHead):
     """Multiplies the embedding of its pooling by theta_bar."""
 
     def __init__(self, config: TaskModelConfig, encoder: PreTrainedModel) -> None:
         super().__init__(config, encoder)
-        options: dict[str, Any] = config.head_options or {}
-        self.norm = IsotropicBatchNorm(self.width, **options)
+        self.norm = IsotropicBatchNorm(self.width, **(config.head_options or {}))
 
     def forward(self, states: BaseModelOutput, attention_mask: Tensor) -> Tensor:
         """Returns the embedding, (B, E), from hidden states (B, L, D)."""
-        normalised: Tensor = self.norm(super().forward(states, attention_mask))
-        if self.facets is not None:
-            self.facets = self.facets * self.norm.scale()
+        pooled_BE = super().forward(states, attention_mask)
+        normalised: Tensor = self.norm(pooled_BE, self.counted)
         return normalised
 
 
-def all_ranks(values: Tensor) -> Tensor:
-    """Returns the sum over all ranks, without a gradient."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+class BatchNormHead(PooledHead):
+    """Normalises the embedding of its pooling, the baseline of `isobn`."""
+
+    def __init__(self, config: TaskModelConfig, encoder: PreTrainedModel) -> None:
+        super().__init__(config, encoder)
+        self.norm = BatchNorm(self.width)
+
+    def forward(self, states: BaseModelOutput, attention_mask: Tensor) -> Tensor:
+        """Returns the embedding, (B, E), from hidden states (B, L, D)."""
+        normalised: Tensor = self.norm(super().forward(states, attention_mask), self.counted)
+        return normalised
+
+
+def counted_rows(h_BD: Tensor, counted_B: Tensor | None) -> Tensor:
+    """Returns the rows that count; a row that only keeps a rank busy does not."""
+    return h_BD if counted_B is None else h_BD[counted_B]
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """Returns the sum over all ranks; in backward, their gradients add up, too."""
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    summed: Tensor = _AllReduce.apply(values) if several else values
+    return summed
+
+
+class _AllReduce(torch.autograd.Function):
+    """An all-reduce with a gradient: each rank's loss reads the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        values = values.clone()
         dist.all_reduce(values)
-    return values
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return _AllReduce.forward(ctx, gradients[0])
+
+
+HEADS = {"isobn": IsoBnHead, "batchnorm": BatchNormHead}

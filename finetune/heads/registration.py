@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from finetune.heads.modeling_heads import TaskModel, TaskModelConfig
+from finetune.heads.modeling_task import TaskModel, TaskModelConfig
 
 AutoConfig.register(TaskModelConfig.model_type, TaskModelConfig)
 AutoModelForSequenceClassification.register(TaskModelConfig, TaskModel)

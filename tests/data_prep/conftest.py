@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
@@ -14,25 +15,8 @@ from multicls.corpus import Corpus
 from multicls.errors import UserError
 from multicls.sample import sample_dump, sample_model
 
-WORDS = [
-    "the",
-    "cat",
-    "sat",
-    "on",
-    "one",
-    "mat",
-    "and",
-    "then",
-    "it",
-    "ran",
-    "far",
-    "away",
-    "from",
-    "all",
-    "those",
-    "dogs",
-]
-WORDS += ["who", "had", "come", "to", "eat", "dinner", "here"]
+WORDS = ["the", "cat", "sat", "on", "one", "mat", "and", "then", "it", "ran", "far", "away", "from"]
+WORDS += ["all", "those", "dogs", "who", "had", "come", "to", "eat", "dinner", "here"]
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"[unused{k}]" for k in range(5))]
 SPECIAL_IDS = SpecialIds(cls=2, sep=3, pad=0, mask=4, facets=(5, 6, 7, 8, 9))
 
@@ -41,12 +25,10 @@ SPECIAL_IDS = SpecialIds(cls=2, sep=3, pad=0, mask=4, facets=(5, 6, 7, 8, 9))
 def tiny_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A WordPiece tokenizer of letters and a few words, in a folder."""
     letters = [chr(c) for c in range(ord("a"), ord("z") + 1)]
-    vocabulary = (
-        SPECIALS + WORDS + letters + [f"##{c}" for c in letters + list("0123456789")] + list(".,!?[]\"'0123456789")
-    )
-    tokenizer = Tokenizer(
-        models.WordPiece({token: i for i, token in enumerate(dict.fromkeys(vocabulary))}, unk_token="[UNK]")
-    )
+    inside = [f"##{c}" for c in letters + list("0123456789")]
+    vocabulary = SPECIALS + WORDS + letters + inside + list(".,!?[]\"'0123456789")
+    ids = {token: i for i, token in enumerate(dict.fromkeys(vocabulary))}
+    tokenizer = Tokenizer(models.WordPiece(ids, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.add_special_tokens(SPECIALS)
@@ -59,10 +41,10 @@ def tiny_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sample_corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     """The embedded sample, prepared."""
     try:
-        settings = PrepareSettings(input=(str(sample_dump()),), tokenizer=str(sample_model()))
+        model, dump = sample_model(), sample_dump()
     except UserError as error:
         pytest.skip(str(error))
-    return Corpus.open(prepare(settings, tmp_path_factory.mktemp("sample") / "corpus"))
+    return prepared(model, tmp_path_factory.mktemp("sample") / "corpus", dump)
 
 
 @pytest.fixture(scope="session")
@@ -71,17 +53,42 @@ def sample_ids() -> SpecialIds:
     return SpecialIds(cls=101, sep=102, pad=0, mask=103, facets=(1, 2, 3, 4, 5))
 
 
+def prepared(
+    tokenizer: Path, output: Path, *inputs: Path | str, workers: int = 1, **settings: Any
+) -> Corpus:
+    """Prepares a corpus of the inputs and opens it."""
+    chosen = PrepareSettings(
+        input=[str(path) for path in inputs], tokenizer=str(tokenizer), **settings
+    )
+    return Corpus.open(prepare(chosen, output, workers, log=lambda _: None))
+
+
+def text_of(corpus: Corpus, number: int) -> list[str]:
+    """The sentences of a row, tokens joined without white space."""
+    tokenizer = Tokenizer.from_file(str(corpus.path / "tokenizer.json"))
+    row = corpus.row(number)
+    tokens = [str(tokenizer.id_to_token(int(i))).removeprefix("##") for i in row.tokens]
+    bounds = zip(row.offsets[:-1], row.offsets[1:], strict=True)
+    return ["".join(tokens[first:end]) for first, end in bounds]
+
+
+def squeezed(text: str) -> list[str]:
+    """The sentences of a story as `text_of` returns them."""
+    return [sentence.replace(" ", "").lower() + "." for sentence in text.split(".") if sentence]
+
+
 def story(sentences: int, start: int = 0) -> str:
     """A text of plain, different sentences."""
     return " ".join(
-        " ".join(WORDS[(start + 7 * s + i) % len(WORDS)] for i in range(3 + s % 9)).capitalize() + "."
+        " ".join(WORDS[(start + 7 * s + i) % len(WORDS)] for i in range(3 + s % 9)).capitalize()
+        + "."
         for s in range(sentences)
     )
 
 
 def same_files(one: Path, other: Path) -> None:
-    """Asserts that two corpora have the same files with the same bytes, but for the log and the input's dates."""
+    """Asserts that two corpora have the same files with the same bytes."""
     names = [sorted(path.name for path in folder.iterdir()) for folder in (one, other)]
     assert names[0] == names[1]
-    for name in set(names[0]) - {"log.jsonl", "inputs.json"}:
+    for name in names[0]:
         assert (one / name).read_bytes() == (other / name).read_bytes(), name

@@ -16,7 +16,9 @@ def read_cases(name: str) -> list[str]:
 
 CASES = read_cases("sentence_cases.txt")
 NEW_CASES = read_cases("sentence_cases_2.txt")
-FIRST_FIGURE = 93  # of the new cases, when the splitter saw them first; nothing was changed for their sake
+FIRST_FIGURE = (
+    93  # of the new cases, when the splitter saw them first; nothing was changed for their sake
+)
 
 
 def is_right(case: str) -> bool:
@@ -50,7 +52,9 @@ def test_cases_that_the_splitter_was_not_made_for() -> None:
 )
 def test_closing_marks_of_tokenized_text_stay_with_their_sentence(case: str) -> None:
     expected = case.split("|")
-    assert not any(sentence.startswith("''") for sentence in split_paragraph(" ".join(expected), "en"))
+    assert not any(
+        sentence.startswith("''") for sentence in split_paragraph(" ".join(expected), "en")
+    )
 
 
 ONLY_MARKS = ["", "   ", "?", "|", '"', "'", "' ' '", "--", '."', ". . .", "(1) "]
@@ -65,7 +69,12 @@ def test_nothing_is_lost_but_white_space(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["It is built on `nn.LayerNorm` alone.", "Files `a.tsv` .. `K.tsv` are read.", "See Eq. 7 of the paper."]
+    "text",
+    [
+        "It is built on `nn.LayerNorm` alone.",
+        "Files `a.tsv` .. `K.tsv` are read.",
+        "See Eq. 7 of the paper.",
+    ],
 )
 def test_technical_text_is_not_split_within_names(text: str) -> None:
     assert list(split_paragraph(text, "en")) == [text]

@@ -7,19 +7,32 @@ from pathlib import Path
 
 import pytest
 
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 NOUNS = ("bal", "del", "fil", "gol", "kul", "man")  # one token each in the tiny BERT's vocabulary
 GOOD, BAD = ("nar", "pel"), ("ros", "tun")
 
 
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hides the variables of a process group that an earlier test of this process has started."""
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
 def write_tsv(path: Path, header: str | None, rows: list[str]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(f"{row}\n" for row in ([header] if header else []) + rows), encoding="utf-8")
+    path.write_text(
+        "".join(f"{row}\n" for row in ([header] if header else []) + rows), encoding="utf-8"
+    )
 
 
 def sentiment_rows(count: int, seed: int) -> list[str]:
     draw = random.Random(seed)
     labels = [draw.randrange(2) for _ in range(count)]
-    return [f"len {draw.choice(NOUNS)} los {draw.choice((BAD, GOOD)[label])}\t{label}" for label in labels]
+    return [
+        f"len {draw.choice(NOUNS)} los {draw.choice((BAD, GOOD)[label])}\t{label}"
+        for label in labels
+    ]
 
 
 def similarity_rows(count: int, seed: int) -> list[str]:
@@ -51,10 +64,12 @@ def glue(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_multicls(tiny_bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a Multi-CLS checkpoint with two facets, as pretraining exports it."""
-    from multicls.from_bert import from_bert
+    from multicls.build import build
 
     folder = tmp_path_factory.mktemp("multicls")
-    model, tokenizer = from_bert(str(tiny_bert), num_facets=2, facet_layers=[1], report=lambda line: None)
+    model, tokenizer = build(
+        str(tiny_bert), num_facets=2, facet_layers=[1], report=lambda line: None
+    )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -1,4 +1,4 @@
-"""Grids: the cells and their order, finished ones skipped, crashed ones recorded, many processes in one folder."""
+"""Grids: the runs and their order, states and exit codes, several processes in one folder, kills."""
 
 from __future__ import annotations
 
@@ -12,18 +12,23 @@ from typing import Any
 import pytest
 import yaml
 
-from finetune import run as run_module
-from finetune.grid import GridSettings, expand, main
-from finetune.store.results import Store
+from finetune import grid
+from finetune.grid import GridRun, GridSettings, expand, main
+from finetune.results import load_results
 from multicls.errors import UserError
-from multicls.files import REPOSITORY, read_jsonl
+from multicls.files import REPOSITORY, read_json
 from multicls.settings import load_settings
-from tests.processes import until
+from tests.finetune.conftest import NOUNS
+from tests.processes import children, until
 
 GRID: dict[str, Any] = {
-    "models": {"bert": "MODEL"}, "tasks": ["sst2"], "systems": ["cls"], "train_sizes": [16], "seeds": [1, 2],
+    "models": {"bert": "MODEL"},
+    "tasks": ["sst2"],
+    "systems": ["cls"],
+    "train_sizes": [16],
+    "seeds": [1, 2],
     "settings": {"max_length": 32, "train": {"max_steps": 2, "learning_rate": 1e-3}},
-}  # fmt: skip
+}
 
 
 def recipe(folder: Path, **changes: Any) -> str:
@@ -31,210 +36,240 @@ def recipe(folder: Path, **changes: Any) -> str:
     return str(folder / "grid.yaml")
 
 
-def cells(folder: Path, **changes: Any) -> list[Any]:
-    return expand(load_settings(GridSettings, [recipe(folder, **changes)]), "results")
+def runs_of(folder: Path, **changes: Any) -> list[GridRun]:
+    return expand(load_settings(GridSettings, [recipe(folder, **changes)]))
 
 
-def test_cells_in_the_order_of_the_axes(tmp_path: Path) -> None:
-    found = cells(tmp_path, tasks=["rte", "cola"], train_sizes=[100, "1k"], seeds=[1, 2, 3])
-    keys = [(cell.settings.task, cell.settings.train_size, cell.settings.seed) for cell in found]
+def test_runs_in_the_order_of_the_axes(tmp_path: Path) -> None:
+    runs = runs_of(tmp_path, tasks=["rte", "cola"], train_sizes=[100, "1k"], seeds=[1, 2, 3])
+    keys = [(run.settings.task, run.settings.train_size, run.settings.seed) for run in runs]
     assert keys == [(t, n, s) for t in ("rte", "cola") for n in (100, 1000) for s in (1, 2, 3)]
-    assert len({cell.title for cell in found}) == 12
+    assert len({run.folder for run in runs}) == 12
+    assert runs[0].folder == Path("results/bert-cls/rte-100/p1-d1-s1")
 
 
-def test_pretraining_seeds_pooling_and_overrides(tmp_path: Path) -> None:
-    found = cells(tmp_path, models={"k5": ["A", "B"], "one": "C"}, systems=["cls", "isobn/multicls"], seeds=[1],
-                  overrides={"isobn/multicls": {"isobn": {"beta": 1.0}}, "16": {"train": {"epochs": 3}}})  # fmt: skip
-    names = [(cell.settings.model_name, cell.settings.pretraining_seed, cell.settings.model) for cell in found[:3]]
-    assert names == [("k5", 1, "A"), ("k5", 2, "B"), ("one", None, "C")]
-    assert [cell.settings.label for cell in found] == ["cls"] * 3 + ["isobn/multicls"] * 3
-    assert [cell.system for cell in found[1:5]] == ["k5 cls", "one cls", "k5 isobn/multicls", "k5 isobn/multicls"]
-    last = found[-1].settings
-    assert (last.isobn.beta, last.pooling, last.train.epochs, last.train.max_steps) == (1.0, "multicls", 3, 2)
-    assert found[0].settings.isobn.beta == 0.5
+@pytest.mark.parametrize(
+    ("models", "changes", "expected"),
+    [
+        ({"a": "A"}, {"subsets": 3}, [("A", 1, 1), ("A", 1, 2), ("A", 1, 3)]),
+        ({"a": ["A"]}, {"model": ["a=B"]}, [("A", 1, 1), ("B", 2, 2)]),
+        (
+            {"k5": ["A", "B"], "one": "C"},
+            {"subsets": 2},
+            [("A", 1, 1), ("A", 1, 2), ("B", 2, 3), ("B", 2, 4)]
+            + [("C", 1, 1), ("C", 1, 2), ("C", 2, 3), ("C", 2, 4)],
+        ),
+        (
+            {"k5": ["A", "B"], "one": "C"},
+            {"share_subsets": True},
+            [("A", 1, 1), ("B", 2, 1), ("C", 1, 1)],
+        ),
+        (
+            {"k5": ["A", "B"], "one": "C"},
+            {"train_sizes": ["full"], "subsets": 2},
+            [("A", 1, 1), ("B", 2, 1), ("C", 1, 1)],
+        ),
+    ],
+)
+def test_replicates_have_their_own_subsets(
+    models: dict[str, Any], changes: dict[str, Any], expected: list[Any], tmp_path: Path
+) -> None:
+    runs = runs_of(tmp_path, models=models, seeds=[1], **changes)
+    found = [(r.settings.model, r.settings.pretraining, r.settings.subset) for r in runs]
+    assert found == expected
 
 
-def test_probe_takes_part_once_and_joint_tasks_are_for_cln(tmp_path: Path) -> None:
-    search = {"train.learning_rate": [1e-5, 1e-3]}
-    found = cells(tmp_path, systems=["cls", "cln", "probe"], tasks=["sst5", "sst5,sts"], search=search)
-    count = [(cell.settings.task, cell.settings.head) for cell in found]
-    assert [count.count(("sst5", head)) for head in ("cls", "cln", "probe")] == [4, 4, 2]
-    assert [count.count(("sst5,sts", head)) for head in ("cls", "cln", "probe")] == [0, 4, 0]
-
-
-def test_systems_choose_only_from_settings_that_their_head_reads(tmp_path: Path) -> None:
-    search = {"isobn": {"beta": [0.25, 0.5]}, "train": {"batch_size": [4, 8]}, "pooling": ["cls", "multicls"]}
-    found = cells(tmp_path, systems=["cls", "isobn"], seeds=[1], search=search)
-    assert [cell.candidate for cell in found[:2]] == [{"train.batch_size": 4}, {"train.batch_size": 8}]
-    assert len(found) == 2 + 8 and len({(cell.settings.head, str(cell.settings.requested())) for cell in found}) == 10
+def test_heads_read_only_their_own_settings(tmp_path: Path) -> None:
+    """The probe takes no part in a search of learning rates, the bag of words no model, joint tasks only cln."""
+    search = {"train.learning_rate": [1e-5, 1e-3], "isobn": {"beta": [0.25, 0.5]}}
+    runs = runs_of(
+        tmp_path,
+        systems=["cls", "cln", "probe", "tfidf", "isobn"],
+        tasks=["sst5", "sst5,sts"],
+        search=search,
+        seeds=[1],
+        models={"a": "A", "b": "B"},
+    )
+    counts = [(run.settings.task, run.settings.head) for run in runs]
+    one = {head: counts.count(("sst5", head)) for head in ("cls", "cln", "probe", "tfidf", "isobn")}
+    assert one == {"cls": 4, "cln": 4, "probe": 2, "tfidf": 1, "isobn": 8}
+    assert [counts.count(("sst5,sts", h)) for h in ("cls", "cln", "probe")] == [0, 4, 0]
+    assert next(r for r in runs if r.settings.head == "tfidf").settings.system == "tfidf"
+    folders = {run.folder.name for run in runs if run.settings.head == "isobn"}
+    assert "p1-d1-s1-beta=0.25-learning_rate=1e-05" in folders
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tasks": ["rt"]}, "--task rt: no such task. Did you mean 'rte'"),
+        ({"tasks": ["rt"]}, "task rt: no such task. Did you mean 'rte'"),
         ({"systems": ["multcls"]}, "no such head. Did you mean 'multicls'"),
-        ({"train_sises": [100]}, "train_sises: no such setting. Did you mean 'train_sizes'"),
-        ({"settings": {"train": {"epoch": 3}}}, "settings.train.epoch: no such setting. Did you mean"),
-        ({"settings": {"seed": 3}}, "settings.seed: this is an axis"),
-        ({"overrides": {"sst": {}}}, "overrides: sst: no task, system or train size of this grid. Did you mean 'sst2'"),
-        ({"systems": {"a": {"head": "cls", "models": ["brt"]}}}, "systems.a.models: brt: no model of this grid"),
-        ({"search": {"isobn.betta": [1]}}, "betta"),
         ({"models": {}}, "no models: give --model NAME=FOLDER"),
-        ({"seeds": []}, "seeds"),
+        ({"models": {"a": ["A", "B"], "b": ["C", "D", "E"]}}, "give each model as many"),
+        ({"systems": {"x": {"head": "cls", "models": ["brt"]}}}, "Did you mean 'bert'"),
+        ({"tasks": ["sst2,stsb"]}, "several tasks in one run need a system with head cln"),
+        ({"search": {"train.learning_rate": 1e-5}}, "give a list of values"),
+        ({"search": {"train.learning_rat": [1e-5]}}, "train.learning_rate"),
+        ({"systems": {"x": {"head": "cls", "pooling": "mean"}}}, "cls does not read it"),
+        ({"systems": {"x": {"head": "probe", "train": {"epochs": 3}}}}, "does not read it"),
+        ({"train_sizes": ["many"]}, "valid integer"),
+        ({"data_seeds": [1]}, "data_seeds"),
     ],
 )
-def test_mistakes_are_told(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError) as error:
-        cells(tmp_path, **changes)
-    assert message in str(error.value)
+def test_mistakes_are_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        runs_of(tmp_path, **changes)
 
 
-@pytest.mark.parametrize("name", ["quick", "heads_100", "paper_glue", "paper_superglue"])
-def test_shipped_recipes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--recipe", f"finetune/recipes/{name}.yaml", "--list"]
-    models = 4 if name.startswith("paper") else 1
-    names = ["minilm", "k5"] if name == "heads_100" else ["k5"]
-    assert main([*flags, *(f"--model={model}=M{seed}" for model in names for seed in range(models))]) == 0
-    expected = {
-        "quick": 2 * 3 * 3,
-        "heads_100": 7 * 12 * (3 + 2),
-        "paper_glue": 8 * 3 * 6 * 16,
-        "paper_superglue": 7 * 3 * 6 * 16,
-    }
-    assert len(capsys.readouterr().out.splitlines()) == expected[name]
+def start(folder: Path, model: Path, glue: Path, *more: str, **changes: Any) -> list[str]:
+    flags = ["--recipe", recipe(folder, **changes | {"models": {"bert": str(model)}})]
+    flags += ["--data_dir", str(glue), "--output_dir", str(folder / "results")]
+    return [*flags, *more]
 
 
-def test_names_of_models_may_have_dots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = recipe(tmp_path, models={"bert-1.0": "A"}, seeds=[1])
-    assert main(["--recipe", path, "--model", "k5.1=B", "k5.1=C", "--list"]) == 0
-    listed = capsys.readouterr().out.splitlines()
-    assert [line.split(", ")[2].split()[0] for line in listed] == ["bert-1.0", "k5.1", "k5.1"]
-
-
-def test_a_grid_needs_a_process(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--jobs 0: must be greater than 0"):
-        main(["--recipe", recipe(tmp_path), "--jobs", "0"])
-
-
-def test_list_and_status_need_no_torch(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    for file in ("config.json", "model.safetensors"):
-        (model / file).write_text("{}")
-    path = recipe(tmp_path, models={"bert": str(model)})
-    code = (
-        "import sys, finetune.grid as grid\n"
-        f"for flag in ('--list', '--status'): grid.main(['--recipe', {path!r}, '--output_dir', "
-        f"{str(tmp_path / 'results')!r}, flag])\n"
-        "assert not {'torch', 'transformers', 'sklearn', 'datasets'} & set(sys.modules)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "finished 0, impossible 0, failed 0, missing 2, of 2"
-    assert not (tmp_path / "results").exists()
-
-
-def test_a_misspelt_file_is_told_once_and_nothing_is_written(tmp_path: Path) -> None:
-    (tmp_path / "rows.csv").write_text("text,label\na,x\n")
-    own = {"rows": {"train_file": str(tmp_path / "rosw.csv")}}
-    with pytest.raises(UserError, match=r"^.*rosw.csv: no such file. Did you mean 'rows.csv'\?$"):
-        main(["--recipe", recipe(tmp_path, tasks=["rows"], own=own), "--output_dir", str(tmp_path / "results")])
-    assert not (tmp_path / "results").exists()
-
-
-@pytest.fixture
-def flags(tiny_bert: Path, glue: Path, tmp_path: Path) -> list[str]:
-    """Flags of a grid of cls and multicls on a BERT without facets."""
-    path = recipe(tmp_path, systems=["multicls", "cls"], models={"bert": str(tiny_bert)})
-    return ["--recipe", path, "--data_dir", str(glue), "--output_dir", str(tmp_path / "results")]
-
-
-def test_impossible_cells_are_told_and_finished_ones_skipped(
-    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_states_and_exit_codes(
+    tiny_bert: Path, glue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(flags) == 0
-    text = capsys.readouterr().out
-    assert "runs 4/4  impossible 2" in text and "it has no facets" in text
-    results = read_jsonl(tmp_path / "results" / "results.jsonl")
-    assert sorted(record["seed"] for record in results) == [1, 2]
+    """Heads that do not fit are no failure; missing data is, and a run that is left out, too."""
+    flags = start(tmp_path, tiny_bert, glue, systems=["cls", "multicls"])
     assert main([*flags, "--status"]) == 0
-    assert capsys.readouterr().out.startswith("finished 2, impossible 2, failed 0, missing 0, of 4")
+    assert "4 missing, of 4 runs" in capsys.readouterr().out
     assert main(flags) == 0
-    assert read_jsonl(tmp_path / "results" / "results.jsonl") == results
-    (plan,) = Store(tmp_path / "results").plans()
-    assert [(run["system"], run["seed"]) for run in plan["runs"]] == [
-        ("bert multicls", 1), ("bert multicls", 2), ("bert cls", 1), ("bert cls", 2)]  # fmt: skip
-
-
-def test_crashed_cells_are_recorded_and_tried_again(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    real, seen = run_module.run, []
-
-    def crashing(settings: Any) -> Any:
-        seen.append(settings.seed)
-        if settings.seed == 1:
-            raise RuntimeError("the device is on fire")
-        if settings.seed == 3:
-            raise UserError("the loss is not a number")  # in the middle of a run that was possible
-        return real(settings)
-
-    monkeypatch.setattr(run_module, "run", crashing)
-    assert main([*flags, "--set", "systems=[cls]", "--set", "seeds=[1, 2, 3]"]) == 1
-    assert seen == [1, 2, 3] and "RuntimeError: the device is on fire" in capsys.readouterr().out
-    line, _ = read_jsonl(tmp_path / "results" / "errors.jsonl")
-    assert "crashing" in line["traceback"] and line["title"].endswith("seed 1") and line["run_id"]
-    monkeypatch.undo()
-    assert main([*flags, "--set", "systems=[cls]", "--set", "seeds=[1, 2, 3]", "--status"]) == 0
-    assert "finished 1, impossible 0, failed 2, missing 0, of 3" in capsys.readouterr().out
-    assert main([*flags, "--set", "systems=[cls]"]) == 0
-    assert [record["seed"] for record in Store(tmp_path / "results").records()] == [2, 1]
-    assert main([*flags, "--set", "systems=[cls]", "--status"]) == 0
-    assert "finished 2, impossible 0, failed 0, missing 0" in capsys.readouterr().out
-
-
-def test_other_settings_are_other_cells(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*flags, "--set", "systems=[cls]"]) == 0
+    assert "2 finished, 2 incompatible, of 4 runs" in capsys.readouterr().out
+    before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("record.json")}
+    assert main(flags) == 0, "again: nothing to do"
+    assert before == {p: p.stat().st_mtime_ns for p in tmp_path.rglob("record.json")}
     capsys.readouterr()
-    for change, finished in (
-        ("settings.train.max_grad_norm=1.0", 2),
-        ("settings.train.max_grad_norm=2.0", 0),
-        ("seeds=[2, 3]", 1),
+    assert main(start(tmp_path, tiny_bert, glue, tasks=["sst2", "rte"])) == 1
+    out = capsys.readouterr().out
+    assert "2 finished, 2 failed" in out and "failed: " in out and "RTE/train.tsv" in out
+    assert main(start(tmp_path, tiny_bert, glue, systems=["multicls"])) == 1, "nothing finished"
+
+
+def test_runs_that_nobody_has_done_are_missing(
+    tiny_bert: Path,
+    glue: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Runs that a killed process of --jobs leaves are counted, and the exit code is 1."""
+    assert main(start(tmp_path, tiny_bert, glue, seeds=[1])) == 0
+    monkeypatch.setattr(grid, "work", lambda *_: None)
+    assert main(start(tmp_path, tiny_bert, glue)) == 1
+    assert "1 finished, 1 missing, of 2 runs\nmissing: " in capsys.readouterr().out
+
+
+def test_processes_share_the_cores_that_they_may_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of 2 processes takes 3 threads in an allocation of 6 of 64 cores."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(6)))
+    grid.work_side_by_side([], 2, tmp_path)
+    assert os.environ["OMP_NUM_THREADS"] == "3" and len(list(tmp_path.iterdir())) == 2
+
+
+def test_other_settings_in_a_folder_are_refused_at_the_start(
+    tiny_bert: Path, glue: Path, tmp_path: Path
+) -> None:
+    assert main(start(tmp_path, tiny_bert, glue)) == 0
+    with pytest.raises(
+        UserError, match=r"other settings \(train.max_steps 2, not 3\); give another --name"
     ):
-        assert main([*flags, "--set", "systems=[cls]", "--set", change, "--status"]) == 0
-        assert capsys.readouterr().out.startswith(f"finished {finished}, ")
+        main(start(tmp_path, tiny_bert, glue, "--max_steps", "3"))
+    more = ["--checkpoint_minutes", "1", "--micro_batch_size", "1"]
+    for argument in ("per_device_eval_batch_size=8", "gradient_checkpointing=true"):
+        more += ["--trainer", argument]
+    assert main(start(tmp_path, tiny_bert, glue, *more)) == 0, "these change no number"
+
+
+def test_subsets_that_take_all_rows_are_no_replicates(
+    tiny_bert: Path, glue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = start(tmp_path, tiny_bert, glue, train_sizes=[5000], subsets=2, seeds=[1])
+    assert main(flags) == 0
+    assert "1 finished, 1 incompatible" in capsys.readouterr().out
+
+
+def test_own_rows_with_a_test_file_and_the_best_model(
+    tiny_bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = []
+    for name, count in (("train", 40), ("test", 20)):
+        rows = [f"len {('ros', 'nar')[n % 2]} {NOUNS[n % 5]} {n},{n % 2}" for n in range(count)]
+        (tmp_path / f"{name}.csv").write_text("\n".join(["text,label", *rows, ""]))
+        own += [f"--{name}_file", str(tmp_path / f"{name}.csv")]
+    changes = {"systems": ["mean", "tfidf"], "tasks": [], "train_sizes": [20], "subsets": 2}
+    settings = GRID["settings"] | {"selection": "holdout"}
+    flags = start(tmp_path, tiny_bert, tmp_path, **changes, seeds=[1], settings=settings)
+    assert main([*flags, *own, "--save_best"]) == 0
+    runs = load_results(tmp_path / "results")
+    assert sorted(runs["system"].value_counts().items()) == [("bert-mean", 2), ("tfidf", 2)]
+    assert all(set(tests) == {"test"} for tests in runs["tests"])
+    assert len(list(tmp_path.rglob("model/model.safetensors"))) == 1
+    assert "the best system is bert-mean" in capsys.readouterr().out
+    with pytest.raises(UserError, match="give --selection holdout"):
+        main([*start(tmp_path, tiny_bert, tmp_path, **changes), *own, "--save_best"])
+
+
+def begin(flags: list[str]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, str(REPOSITORY / "finetune" / "grid.py"), *flags]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, cwd=REPOSITORY, env=environment, start_new_session=True)
+
+
+def scores(folder: Path) -> dict[str, Any]:
+    return {p.parent.name: read_json(p)["tasks"] for p in sorted(folder.rglob("record.json"))}
 
 
 @pytest.mark.slow
-def test_processes_side_by_side_are_stopped_and_go_on(flags: list[str], tmp_path: Path) -> None:
-    sets = ("systems=[cls]", "seeds=[1, 2, 3, 4, 5, 6]", "settings.train.max_steps=40")
-    command = [sys.executable, str(REPOSITORY / "finetune" / "grid.py"), *flags, "--jobs", "2"]
-    command += [f"--set={value}" for value in sets]
-    lines, results = tmp_path / "out.txt", tmp_path / "results" / "results.jsonl"
-    with open(lines, "wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        until(lambda: results.exists() or process.poll() is not None, lines.read_text)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait() == 128 + signal.SIGINT, lines.read_text()
-    assert "the same command goes on" in lines.read_text()
-    before = len(read_jsonl(results))
-    assert 1 <= before < 6 and not (tmp_path / "results" / "errors.jsonl").exists()
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"runs {before}/6" in done.stdout and "runs 6/6" in done.stdout
-    assert sorted(record["seed"] for record in read_jsonl(results)) == [1, 2, 3, 4, 5, 6], "each cell once"
+def test_processes_share_a_grid_and_survive_kills(
+    tiny_bert: Path, glue: Path, tmp_path: Path
+) -> None:
+    """Two commands with two processes each, killed again and again: each run is done, with undisturbed numbers."""
+    changes: dict[str, Any] = {"seeds": list(range(1, 9)), "systems": ["cls"]}
+    for name in ("calm", "rough"):
+        (tmp_path / name).mkdir()
+    assert main(start(tmp_path / "calm", tiny_bert, glue, **changes)) == 0
+    flags = start(tmp_path / "rough", tiny_bert, glue, "--jobs", "2", **changes)
+
+    def done() -> int:
+        return len(list((tmp_path / "rough").rglob("record.json")))
+
+    for _ in range(20):
+        process = begin(flags)
+        target = done() + 2
+        until(lambda target=target, p=process: done() >= target or p.poll() is not None)  # type: ignore[misc]
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if done() == 8:
+            break
+    first, second = begin(flags), begin(flags)
+    assert (first.wait(), second.wait()) == (0, 0)
+    assert scores(tmp_path / "rough") == scores(tmp_path / "calm")
 
 
-def test_own_rows_in_a_grid(tiny_bert: Path, glue: Path, tmp_path: Path) -> None:
-    """A recipe and flags give the same runs."""
-    rows = (glue / "SST-2" / "dev.tsv").read_text(encoding="utf-8").replace("sentence\t", "text\t", 1)
-    (tmp_path / "reviews.tsv").write_text(rows, encoding="utf-8")
-    values = {"models": {"bert": str(tiny_bert)}, "systems": ["cls", "mean"], "seeds": [1]}
-    own = {"reviews": {"train_file": str(tmp_path / "reviews.tsv")}}
-    first = cells(tmp_path, tasks=["reviews"], own=own, **values)
-    flags = ["--recipe", recipe(tmp_path, **values), "--train_file", str(tmp_path / "reviews.tsv")]
-    assert main([*flags, "--output_dir", str(tmp_path / "results")]) == 0
-    records = Store(tmp_path / "results").records()
-    assert [run.request_ids[0] for run in first] == [record["request_id"] for record in records]
-    assert {record["task"] for record in records} == {"own_reviews"}
+@pytest.mark.slow
+def test_workers_end_with_the_process_that_started_them(
+    tiny_bert: Path, glue: Path, tmp_path: Path
+) -> None:
+    process = begin(start(tmp_path, tiny_bert, glue, "--jobs", "2", seeds=list(range(1, 60))))
+    until(lambda: any(tmp_path.rglob("record.json")))
+    workers = children(process.pid)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    until(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))
+
+
+@pytest.mark.slow
+def test_other_workers_do_the_runs_of_one_that_is_killed(
+    tiny_bert: Path, glue: Path, tmp_path: Path
+) -> None:
+    process = begin(start(tmp_path, tiny_bert, glue, "--jobs", "2", seeds=list(range(1, 11))))
+    until(lambda: any(tmp_path.rglob("record.json")) and len(list(tmp_path.rglob("*.log"))) == 2)
+    worker = next(tmp_path.rglob("*.log")).stem.rpartition("-")[2]
+    os.kill(int(worker), signal.SIGKILL)
+    assert process.wait() == 0
+    assert len(scores(tmp_path)) == 10

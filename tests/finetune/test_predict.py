@@ -2,190 +2,172 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from finetune import run
-from finetune.data.tasks import TASKS
-from finetune.predict import answers_of, load_task, main
+from finetune.predict import _write, answers_of, load_task, main
+from finetune.tasks import TASKS
 from multicls.errors import UserError
 from tests.finetune.conftest import NOUNS
+from tests.finetune.runs import finetune
 
 WORDS = {"fine": "nar", "poor": "ros", "same": "lol"}
-TEXTS = [f"len {NOUNS[n % 6]} los {list(WORDS.values())[n % 3]}" for n in range(48)]
 LABELS = [list(WORDS)[n % 3] for n in range(48)]
+TEXTS = [f"len {NOUNS[n % 6]} los {WORDS[LABELS[n]]}" for n in range(48)]
 
 
-def write_csv(path: Path, rows: list[dict[str, Any]], separator: str = ",") -> str:
-    with open(path, "w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), delimiter=separator)
-        writer.writeheader()
-        writer.writerows(rows)
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
+    table = pd.DataFrame(rows)
+    if path.suffix == ".csv":
+        table.to_csv(path, index=False)
+    else:
+        table.to_json(path, orient="records", lines=True)
     return str(path)
 
 
-def read_csv(path: Path) -> list[dict[str, str]]:
-    return list(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"))))
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def train(model: Path, folder: Path, *options: str) -> Path:
-    arguments = [
-        "--model",
-        str(model),
-        "--head",
-        "cls",
-        "--max_length",
-        "32",
-        "--output_dir",
-        str(folder),
-        "--save_model",
-    ]
-    assert run.main([*arguments, *options]) == 0
-    (saved,) = (folder / "models").iterdir()
-    return saved
+def train(model: Path, folder: Path, rows: list[dict[str, Any]], **values: Any) -> str:
+    file = write_rows(folder / "t.jsonl", rows)
+    common = {"task": "", "data_dir": "", "save_model": True, "own__train_file": file}
+    record = finetune(model, folder, folder / "r", **common, train__epochs=20, **values)
+    return str(Path(record["path"]) / "model")
 
 
 @pytest.fixture(scope="module")
-def three_classes(tiny_bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a model that has learnt three classes of a CSV file."""
-    folder = tmp_path_factory.mktemp("three")
-    file = write_csv(folder / "t.csv", [{"text": a, "label": b} for a, b in zip(TEXTS, LABELS, strict=True)])
-    return train(tiny_bert, folder / "out", "--train_file", file, "--dev_file", file, "--epochs", "12",
-                 "--learning_rate", "1e-3")  # fmt: skip
+def three_classes(tiny_bert: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model that has learnt three classes."""
+    rows = [{"text": a, "label": b} for a, b in zip(TEXTS, LABELS, strict=True)]
+    return train(tiny_bert, tmp_path_factory.mktemp("three"), rows)
 
 
-def test_labels_probabilities_and_all_input_columns(three_classes: Path, tmp_path: Path, capsys: Any) -> None:
-    rows = [{"id": f"{n}", "text": text, "note": 'a "b";\nc'} for n, text in enumerate(TEXTS[:10])]
-    assert main([str(three_classes), write_csv(tmp_path / "new.csv", rows, ";")]) == 0
-    found = read_csv(tmp_path / "new.predictions.csv")
-    assert [{name: row[name] for name in rows[0]} for row in found] == rows
-    assert list(found[0]) == ["id", "text", "note", "label", "p_fine", "p_poor", "p_same"]
-    assert [row["label"] for row in found] == LABELS[:10]
-    for row in found:
-        shares = {name: float(row[f"p_{name}"]) for name in WORDS}
-        assert abs(sum(shares.values()) - 1) < 1e-5 and max(shares, key=shares.__getitem__) == row["label"]
-    text = capsys.readouterr().out
-    assert "10 rows: 4 fine, 3 poor, 3 same" in text and f"written:  {tmp_path / 'new.predictions.csv'}" in text
+def test_rows_are_labelled(
+    three_classes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"id": f"0{n}", "text": text, "label": "x"} for n, text in enumerate(TEXTS)]
+    rows[3]["text"] = " "
+    assert main([three_classes, write_rows(tmp_path / "new.csv", rows)]) == 0
+    out = capsys.readouterr().out
+    assert "47 rows" in out and "1 row without a text" in out
+    answers = pd.read_csv(tmp_path / "new.predictions.csv", dtype=str, keep_default_na=False)
+    assert answers["predicted_label"].tolist() == [*LABELS[:3], "", *LABELS[4:]]
+    assert answers["id"].tolist() == [row["id"] for row in rows]
+    shares = answers.loc[0, [f"p_{name}" for name in WORDS]].astype(float)
+    assert shares.sum() == pytest.approx(1, abs=1e-5)
 
 
-def test_the_probabilities_are_those_of_the_run(three_classes: Path, tmp_path: Path) -> None:
-    saved = three_classes.parents[1] / "predictions" / f"{three_classes.name}.npz"
-    with np.load(saved, allow_pickle=False) as arrays:
-        logits = arrays["logits"]
-    main([str(three_classes), write_csv(tmp_path / "new.csv", [{"text": text} for text in TEXTS]), "--batch_size", "7"])
-    expected = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
-    found = [[float(row[f"p_{name}"]) for name in WORDS] for row in read_csv(tmp_path / "new.predictions.csv")]
-    np.testing.assert_allclose(found, expected, atol=2e-6)
+def test_json_lines_stay_json_lines(three_classes: str, tmp_path: Path) -> None:
+    row = {"text": f"Ümlaut {TEXTS[0]}", "id": 7, "tags": ["a", 1]}
+    file, output = write_rows(tmp_path / "new.jsonl", [row, {"text": "los"}]), tmp_path / "o.jsonl"
+    assert main([three_classes, file, "--output", str(output)]) == 0
+    first, second = read_lines(output)
+    assert first.items() > {"text": row["text"], "id": 7, "label": "fine"}.items()
+    assert first["tags"] == ["a", 1] and second["id"] is None
+    assert main([three_classes, file]) == 0
+    assert pd.read_csv(tmp_path / "new.predictions.csv")["tags"][0] == '["a", 1]'
 
 
-def test_rows_with_labels_are_scored_and_keep_theirs(three_classes: Path, tmp_path: Path, capsys: Any) -> None:
-    rows = [{"text": text, "label": label} for text, label in zip(TEXTS[:9], LABELS[1:10], strict=True)]
-    (tmp_path / "new.json").write_text(json.dumps(rows))
-    main([str(three_classes), str(tmp_path / "new.json"), "--output", str(tmp_path / "out.jsonl")])
-    found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert [row["label"] for row in found] == LABELS[1:10] and [row["predicted_label"] for row in found] == LABELS[:9]
-    assert "against column 'label': acc 0.00  macro_f1 0.00" in capsys.readouterr().out
-    rows[2]["label"] = "unheard"
-    (tmp_path / "new.json").write_text(json.dumps(rows))
-    main([str(three_classes), str(tmp_path / "new.json"), "--output", "-"])
-    output = capsys.readouterr()
-    assert len(list(csv.DictReader(io.StringIO(output.out)))) == 9, "stdout holds the rows and nothing else"
-    assert "not scored" in output.err and "row 3: label 'unheard' is none of train's" in output.err
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def test_cells_and_columns_of_the_rows_stay(suffix: str, tmp_path: Path) -> None:
+    """Predictions keep the labels of an earlier prediction, long numbers and dates."""
+    cells = {"label": "a", "predicted_label": "b", "n": 0.1234567890123456, "t": date(2026, 1, 2)}
+    answers = answers_of(TASKS["sst2"], np.array([[0.0, 1.0]], dtype=np.float32))
+    _write(tmp_path / f"o.{suffix}", [("1", cells), ("2", {})], [("1", cells)], answers)
+    if suffix == "csv":
+        table = pd.read_csv(tmp_path / "o.csv", dtype=str, keep_default_na=False)
+        first, second = table.to_dict("records")
+    else:
+        first, second = read_lines(tmp_path / "o.jsonl")
+    assert first.items() > {"label": "a", "predicted_label": "b", "t": "2026-01-02"}.items()
+    assert (str(first["n"]), first["predicted_predicted_label"]) == ("0.1234567890123456", "1")
+    assert not any(second.values())
 
 
-def test_other_columns_and_parquet(three_classes: Path, tmp_path: Path) -> None:
-    import pandas
-
-    pandas.DataFrame({"body": TEXTS[:4]}).to_parquet(tmp_path / "new.parquet")
-    main([str(three_classes), str(tmp_path / "new.parquet"), "--text_column", "body"])
-    assert [row["label"] for row in read_csv(tmp_path / "new.predictions.csv")] == LABELS[:4]
-
-
-def test_a_model_of_a_benchmark_and_a_regression(tiny_bert: Path, glue: Path, tmp_path: Path, capsys: Any) -> None:
-    saved = train(tiny_bert, tmp_path / "out", "--task", "stsb", "--data_dir", str(glue), "--max_steps", "2")
-    assert main([str(saved), str(glue / "STS-B" / "dev.tsv"), "--output", str(tmp_path / "x.csv")]) == 0
-    found = read_csv(tmp_path / "x.csv")
-    assert len(found) == 60 and {"sentence1", "score", "predicted_score"} <= set(found[0])
-    text = capsys.readouterr().out
-    record = json.loads((tmp_path / "out" / "results.jsonl").read_text())
-    assert f"against column 'score': spearman {100 * record['score']:.2f}" in text, "the score of the run"
-
-
-def test_several_labels_a_row() -> None:
-    from finetune.data.tasks import Task
-
-    task = Task("own_m", (("text",),), ("a", "b"), ("micro_f1",), "single", "own", multi_label=True)
-    found = answers_of(task, np.array([[2.0, 0.1], [-1.0, 3.0], [-1.0, -2.0]]))
-    assert found["label"] == ["a|b", "b", ""] and found["p_a"][0] == pytest.approx(1 / (1 + np.exp(-2.0)), abs=1e-6)
+@pytest.mark.slow
+def test_several_labels_a_row(tiny_bert: Path, tmp_path: Path) -> None:
+    """A label with a comma in its name stays one label."""
+    names, words = ["New York, NY", "b"], (("ros", "nar"), ("tun", "pel"))
+    marks = [(n % 2, n // 2 % 2) for n in range(40)]
+    rows = [
+        {
+            "text": f"{NOUNS[n % 5]} {words[0][first]} {words[1][second]}",
+            "label": [name for name, on in zip(names, (first, second), strict=True) if on],
+        }
+        for n, (first, second) in enumerate(marks)
+    ]
+    model = train(tiny_bert, tmp_path, rows, train__batch_size=4)
+    file, output = write_rows(tmp_path / "n.jsonl", rows), tmp_path / "o.jsonl"
+    assert main([model, file, "--output", str(output)]) == 0
+    answers = read_lines(output)
+    assert np.mean([answer["predicted_label"] == answer["label"] for answer in answers]) > 0.9
 
 
-def test_several_labels_a_row_from_training_to_new_rows(tiny_bert: Path, tmp_path: Path, capsys: Any) -> None:
-    rows = [{"text": text, "label": "poor|odd" if "ros" in text else "fine"} for text in TEXTS]
-    file = write_csv(tmp_path / "t.csv", rows)
-    saved = train(tiny_bert, tmp_path / "out", "--train_file", file, "--test_file", file, "--label_type", "multi_label",
-                  "--epochs", "6", "--learning_rate", "1e-3")  # fmt: skip
-    assert main([str(saved), file, "--output", str(tmp_path / "x.csv")]) == 0
-    found = read_csv(tmp_path / "x.csv")
-    for row in found:
-        given = row["predicted_label"].split("|")
-        shares = {name: float(row[f"p_{name}"]) for name in ("fine", "odd", "poor")}
-        assert all((share > 0.5) == (name in given) for name, share in shares.items() if abs(share - 0.5) > 1e-5)
-    assert "against column 'label': micro_f1" in capsys.readouterr().out
+def test_scores_are_on_the_scale_of_the_labels() -> None:
+    columns = answers_of(TASKS["stsb"], np.array([[0.5], [1.0]], dtype=np.float32))
+    assert columns.to_dict("list") == {"score": [2.5, 5.0]}
 
 
-def save_config(folder: Path, *others: dict[str, Any], **about: Any) -> str:
-    """A folder without weights: all that is wrong is told before they are read."""
-    task = {"name": "own_x", "labels": ["a", "b"], "num_choices": 0, "num_spans": 0, "is_regression": False} | about
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"model_type": "encoder-with-head", "tasks": [task, *others]}))
-    return str(folder)
-
-
-def test_what_the_model_was_trained_on_decides(tmp_path: Path) -> None:
-    about = {"text_columns": ["q", "a"], "label_column": "kind", "max_length": 48, "multi_label": True}
-    folder = save_config(tmp_path / "a", {"name": "rte"}, **about)
-    with pytest.raises(UserError, match="several tasks; add --task, one of own_x, rte"):
-        load_task(folder)
-    with pytest.raises(UserError, match="--task own_y: .*Did you mean 'own_x'"):
-        load_task(folder, "own_y")
-    found = load_task(folder, "own_x")
-    assert (found.task.fields, found.task.label, found.max_length) == ((("q",), ("a",)), ("kind",), 48)
-    assert found.task.multi_label and load_task(folder, "rte").task == TASKS["rte"]
-    wrong: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"num_choices": 2}, "own_x chooses between sentences"),
-        ({"num_spans": 2}, "judges marked words"),
-        ({"is_regression": True}, "does not hold the scale of its scores"),
-    )
-    for change, message in wrong:
-        with pytest.raises(UserError, match=message):
-            load_task(save_config(tmp_path / next(iter(change)), **change))
-
-
-@pytest.mark.parametrize(("name", "options", "message"), [
-    ("new.csv", (), "no column 'text'.*Did you mean 'texts'\\?"),
-    ("new.csv", ("--text_column", "texts,id"), "reads 1 text\\(s\\) a row, not 2"),
-    ("new.csv", ("--text_column", "body"), "no column 'body'"),
-    ("new.csv", ("--text_column", "texts", "--output", "{}/new.csv"), "these are the rows to label"),
-    ("new.csv", ("--text_column", "texts", "--output", "x.xlsx"), "must end in .csv or .jsonl"),
-    ("new.csv", ("--text_column", "texts", "--batch_size", "0"), "--batch_size 0"),
-    ("nwe.csv", (), "no such file. Did you mean .new.csv"),
-])  # fmt: skip
-def test_bad_input_is_named(name: str, options: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    model, rows = save_config(tmp_path / "model", text_columns=["text"]), tmp_path / "rows"
-    rows.mkdir()
-    write_csv(rows / "new.csv", [{"id": "1", "texts": "a"}])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["MODEL", "none.csv"], "none.csv: No such file"),
+        (["MODEL", "ROWS", "--text_column", "texd"], "no column 'texd' .*Did you mean 'text'"),
+        (["MODEL", "ROWS", "--text_column", "text,id"], "the model reads 1 text a row"),
+        (["MODEL", "OTHER"], "no column 'text' for the text"),
+        (["MODEL", "ROWS", "--output", "ROWS"], "give another file, with the ending"),
+        (["MODEL", "ROWS", "--output", "x.txt"], "with the ending .csv or .jsonl"),
+        (["MODEL", "ROWS", "--task", "b"], "is fine-tuned on t"),
+        (["FOLDER", "ROWS"], "not a fine-tuned model"),
+    ],
+)
+def test_mistakes(arguments: list[str], message: str, three_classes: str, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.csv", [{"text": "a", "id": 1}])
+    other = write_rows(tmp_path / "other.csv", [{"body": "a"}])
+    places = {"MODEL": three_classes, "ROWS": rows, "OTHER": other, "FOLDER": str(tmp_path)}
     with pytest.raises(UserError, match=message):
-        main([model, str(rows / name), *(option.format(rows) for option in options)])
-    assert [path.name for path in rows.iterdir()] == ["new.csv"]
+        main([places.get(argument, argument) for argument in arguments])
 
 
-def test_a_folder_that_is_no_fine_tuned_model(tiny_bert: Path, tmp_path: Path) -> None:
-    for folder in (tiny_bert, tmp_path):
-        with pytest.raises(UserError, match="not a fine-tuned model. .*run.py ... --save_model"):
-            main([str(folder), "new.csv"])
+@pytest.mark.parametrize("task", ["copa", "wic"])
+def test_tasks_of_more_than_texts_are_refused(task: str, tmp_path: Path) -> None:
+    config = {"model_type": "encoder-with-head", "tasks": [TASKS[task].describe()]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="only run.py predicts it"):
+        load_task(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("tasks", "words"),
+    [
+        (["sst2"], "/model ROWS.csv\n"),
+        (["sst5", "sts"], "/model ROWS.csv --task sst5\n"),
+        (["copa"], ""),
+        (["wic"], ""),
+    ],
+)
+def test_a_run_names_this_command_only_where_it_works(
+    tasks: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model").mkdir()
+    descriptions = [{"description": TASKS[task].describe()} for task in tasks]
+    run._summarize({"path": str(tmp_path), "tasks": descriptions}, "results")
+    out = capsys.readouterr().out
+    assert ("finetune/predict.py" in out) == bool(words) and words in out
+
+
+def test_a_model_of_several_tasks_needs_a_name(tmp_path: Path) -> None:
+    config = {"tasks": [TASKS[name].describe() for name in ("sst5", "sts")]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="fine-tuned on sst5, sts"):
+        load_task(str(tmp_path))
+    trained = load_task(str(tmp_path), "sts")
+    assert (trained.task, trained.index, trained.max_length) == (TASKS["sts"], 1, 128)

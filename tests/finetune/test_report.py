@@ -1,68 +1,198 @@
-"""The command prints tables of a results folder and writes the page beside it."""
+"""The report: numbers in its tables, what it warns of, its commands, its files; calibration and ensembles."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+from scipy.special import expit, softmax
 
-from finetune.report import main
+from finetune.calibration import expected_calibration_error, reliability
+from finetune.ensembles import average
+from finetune.report import Report, ReportOptions, as_html, as_markdown, build_report, main
+from finetune.results import load_predictions, write_error
 from multicls.errors import UserError
-from tests.finetune.fake_results import fake_run
+from tests.finetune.runs import fake_run
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    for task in ("rte", "cola"):
-        for head, skill in (("cls", 0.3), ("hire", 1.2)):
-            for seed in (1, 2):
-                fake_run(tmp_path, task, head, seed, skill, model_name="k5")
+def results(tmp_path: Path) -> Path:
+    """Two systems on RTE, three subsets of two seeds each."""
+    for subset in (1, 2, 3):
+        for seed in (1, 2):
+            fake_run(tmp_path, "a", skill=1.0, subset=subset, seed=seed)
+            fake_run(tmp_path, "b", skill=0.2, subset=subset, seed=seed)
     return tmp_path
 
 
-def test_the_page_is_written_and_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(folder)]) == 0
-    text = capsys.readouterr().out
-    assert text.startswith("Fine-tuning results: ") and all(len(line) <= 120 for line in text.splitlines()[:-3])
-    summary = [line.partition(":")[0] for line in text.splitlines()[-3:]]
-    assert summary == ["tables", "page", "next"] and str(folder / "report.html") in text.splitlines()[-2]
-    markdown = (folder / "report.md").read_text(encoding="utf-8")
-    assert "| k5 hire | **" in markdown
-    for score in re.findall(r"\*\*(.+?)\*\*", markdown):
-        assert score in text
-    assert "<svg" in (folder / "report.html").read_text(encoding="utf-8")
+def report_of(folder: Path, **options: object) -> Report:
+    return build_report(ReportOptions(results=str(folder), **options))
 
 
-def test_tables_only(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "120")  # pytest-xdist says 80, which folds the pair
-    assert main([str(folder), "--no_html", "--task", "rte", "--compare", "hire", "cls"]) == 0
-    printed = capsys.readouterr().out
-    assert "cola" not in printed and re.search(r"k5 hire - k5 cls +rte +100 +\+", printed)
-    text = (folder / "report.md").read_text(encoding="utf-8")
-    assert "| rte | 100 | k5 hire | k5 cls | +" in text and "cola" not in text
-    assert not (folder / "report.html").exists()
+def test_tables_hold_the_numbers(results: Path) -> None:
+    report = report_of(results)
+    scores = report.tables["Scores, 100 training rows"].set_index("system")["rte (acc)"]
+    runs = report.groups[0].runs
+    subsets = 100 * runs.groupby("subset")["score"].mean()
+    expected = f"{subsets.mean():.2f} ± {subsets.std() / np.sqrt(3):.2f}"
+    assert scores.to_dict() == {
+        "a": expected,
+        "b": scores["b"],
+        "majority-class baseline": "50.00",
+    }
+    row = report.tables["All results"].set_index("system").loc["a"]
+    assert (row["replicates"], row["runs"], row["scores"]) == (
+        "3 training subsets",
+        "6",
+        f"acc {expected}",
+    )
+    (line,) = report.tables["Comparisons"].to_dict("records")
+    assert line["system"] == "a - b" and line["test"] == "paired, training subsets"
+    assert float(line["difference"]) > 5 and int(line["needed"]) >= 2
 
 
-def test_ensembles_get_rows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(folder), "--no_html", "--ensembles", "2"]) == 0
-    assert "k5 hire x2" in capsys.readouterr().out
+def test_rows_that_pick_the_checkpoint_are_not_training_rows(tmp_path: Path) -> None:
+    fake_run(tmp_path, "a", selection="holdout", train_rows=80, validation_rows=20)
+    row = report_of(tmp_path).tables["All results"].iloc[0]
+    assert (row["training rows"], row["picked by"]) == ("80 + 20", "validation split")
 
 
-def test_mistakes(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    for name, message in (
-        ("empty", "no finished runs there"),
-        ("none", "no such folder"),
-        ("results.jsonl", "is a file; give the folder that it is in"),
+def test_holm_is_over_all_tests_shown(results: Path) -> None:
+    fewer = report_of(results).tables["Comparisons"]
+    for subset in (1, 2, 3):
+        fake_run(results, "c", skill=0.9, subset=subset)
+    more = report_of(results).tables["Comparisons"]
+    chosen = report_of(results, compare=["a", "b"]).tables["Comparisons"]
+    assert (len(fewer), len(more), len(chosen)) == (1, 3, 1)
+    assert chosen["p, corrected"][0] == fewer["p, corrected"][0] != more["p, corrected"][0]
+
+
+def test_one_run_has_wilsons_interval(tmp_path: Path) -> None:
+    """All of 60 rows right: 94 to 100, not 100 to 100."""
+    fake_run(tmp_path, "a", skill=50.0)
+    (group,) = report_of(tmp_path).groups
+    assert group.interval == pytest.approx((0.9398, 1.0), abs=1e-4)
+
+
+def test_ensembles_have_their_own_scores_on_test_rows_too(tmp_path: Path) -> None:
+    """Not those of their first member."""
+    for seed in (1, 2, 3):
+        fake_run(tmp_path, "a", skill=0.6, seed=seed, tests={"test": {"acc": 0.123}})
+    single, ensemble = report_of(tmp_path, ensembles=3).groups
+    folders = sorted((tmp_path / "a" / "rte-100").iterdir())
+    dev = [load_predictions(folder, "rte")["dev"] for folder in folders]
+    mean = np.mean([softmax(run["logits"], axis=1) for run in dev], axis=0)
+    accuracy = (mean.argmax(axis=1) == dev[0]["labels"]).mean()
+    assert (single["system"], ensemble["system"]) == ("a", "a x3")
+    assert ensemble["score"] == ensemble["tests"]["test"]["acc"] == accuracy != 0.123
+    table = report_of(tmp_path, ensembles=3).tables["All results"]
+    assert list(table["test rows"]) == ["test acc 12.30 ± 0.00", f"test acc {100 * accuracy:.2f}"]
+
+
+def test_warnings(results: Path) -> None:
+    fake_run(results, "poor", skill=-1.0, subset=1)
+    settings = {"train.epochs": 3, "subset": 9}
+    fake_run(results, "a", subset=9, data_sha256="x", settings=settings)
+    write_error(results / "a" / "rte-100" / "p1-d8-s1", "failed", ValueError("broken"))
+    write_error(results / "m" / "rte-100" / "p1-d8-s1", "incompatible", ValueError("no facets"))
+    text = "\n".join(report_of(results).warnings)
+    for part in (
+        "poor on rte, 100 rows: no better than the majority-class baseline",
+        "a on rte, 100 rows: its runs differ in train.epochs",
+        "rte: the runs read different data",
+        "1 run not finished",
+        "broken",
     ):
-        path = tmp_path / "empty" if name == "empty" else folder / name
-        with pytest.raises(UserError, match=message):
-            main([str(path)])
-    with pytest.raises(UserError, match="--task rt: no finished run of it.*Did you mean 'rte'"):
-        main([str(folder), "--task", "rt"])
+        assert part in text
+    assert "no facets" not in text
 
 
-def test_an_ensemble_has_two_members_or_more(folder: Path) -> None:
-    with pytest.raises(UserError, match="--ensembles 1: must be at least 2"):
-        main([str(folder), "--ensembles", "1"])
+def test_the_command_is_that_of_the_best_run_of_each_task(results: Path) -> None:
+    """Never that of another task whose scores are larger numbers."""
+    fake_run(results, "b", task="sst2", skill=9.0)
+    report = report_of(results)
+    best = {}
+    for group in report.groups:
+        run = group.runs.sort_values("selection_score").iloc[-1]
+        recipe = f"--recipe {run['path']}/settings.yaml"
+        best[group["system"]] = run["path"], f"python finetune/run.py {recipe} --save_model"
+    assert report.commands == {
+        "rte: save the best model (a)": best["a"][1],
+        "sst2: save the best model (b)": best["b"][1],
+    }
+    (Path(best["a"][0]) / "model").mkdir()
+    commands = report_of(results).commands
+    assert (
+        commands["rte: label new rows"]
+        == f"python finetune/predict.py {best['a'][0]}/model ROWS.csv"
+    )
+
+
+def test_files(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(results)]) == 0
+    out = capsys.readouterr().out
+    assert "paired, training subsets" in out and "next:" in out
+    markdown = (results / "report.md").read_text()
+    page = (results / "report.html").read_text()
+    for text in ("Scores, 100 training rows", "majority-class baseline", "Holm"):
+        assert text in markdown and text in page
+    assert page.count("data:image/svg+xml") == 2 and "<script" not in page and "http" not in page
+
+
+def test_names_from_outside_are_text(tmp_path: Path) -> None:
+    fake_run(tmp_path, "<b>x|y")
+    report = report_of(tmp_path)
+    assert "<b>x" not in as_html(report) and "\\<b\\>x\\|y" in as_markdown(report)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "no such folder"),
+        (["RESULTS", "--task", "cola"], "--task cola: no run of it"),
+        (["RESULTS", "--compare", "a", "bb"], "--compare bb: no run of it"),
+    ],
+)
+def test_mistakes(arguments: list[str], message: str, results: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        main([argument.replace("RESULTS", str(results)) for argument in arguments])
+
+
+def test_folders_of_other_versions_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "results.jsonl").write_text("{}\n")
+    with pytest.raises(UserError, match="version 0.2, which is not read"):
+        main([str(tmp_path)])
+
+
+def test_calibration_error_by_hand() -> None:
+    """Two bins: 3 of 4 right at 0.75 and 0 of 2 right at 0.9."""
+    confidence = np.array([0.75] * 4 + [0.9] * 2)
+    logits = np.log(np.stack([confidence, 1 - confidence], axis=1))
+    bins = reliability(logits, np.array([0, 0, 0, 1, 1, 1]))
+    assert expected_calibration_error(bins) == pytest.approx((4 * 0.0 + 2 * 0.9) / 6)
+    assert list(bins["accuracy"]) == [0.75, 0.0] and list(bins["share"]) == [4 / 6, 2 / 6]
+
+
+def test_averages_are_those_of_probabilities_or_scores() -> None:
+    def averaged(outputs: np.ndarray, labels: np.ndarray) -> np.ndarray:
+        ids = np.array([f"{row}" for row in range(len(labels))])
+        members = [{"dev": {"ids": ids, "labels": labels, "logits": run}} for run in outputs]
+        return average(members)["dev"]["logits"]
+
+    outputs = np.array([[[0.0, 3.0, 1.0]], [[5.0, 0.0, 1.0]]])
+    classes = averaged(outputs, np.zeros(1))
+    np.testing.assert_allclose(np.exp(classes), softmax(outputs, axis=-1).mean(axis=0))
+    several = averaged(outputs, np.zeros((1, 3)))
+    np.testing.assert_allclose(expit(several), expit(outputs).mean(axis=0))
+    scores = averaged(outputs[..., :1], np.zeros(1))
+    np.testing.assert_allclose(scores, [[2.5]])
+
+
+def test_ensembles_of_different_rows_are_refused() -> None:
+    members = [
+        {"dev": {"ids": np.array([name]), "labels": np.zeros(1), "logits": np.zeros((1, 2))}}
+        for name in ("x", "y")
+    ]
+    with pytest.raises(UserError, match="different examples"):
+        average(members)

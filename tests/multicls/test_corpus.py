@@ -28,7 +28,9 @@ from multicls.errors import UserError
 def row(name: str, *sentences: list[int]) -> ShardRow:
     tokens = np.array([token for sentence in sentences for token in sentence], np.uint16)
     offsets = np.cumsum([0] + [len(sentence) for sentence in sentences]).astype(np.int32)
-    return ShardRow("source", name, f"title of {name}", 7 << 40, tokens, offsets, occurrences(tokens))
+    return ShardRow(
+        "source", name, f"title of {name}", 7 << 40, tokens, offsets, occurrences(tokens)
+    )
 
 
 ROWS = [row("a", [1, 2, 1], [3], [1]), row("b", [9, 9], [8])]
@@ -42,7 +44,13 @@ def write_corpus(folder: Path, format_version: int) -> Path:
         "rows": 2,
         "bytes": (folder / "shard-00000.arrow").stat().st_size,
     }
-    manifest = {"format": FORMAT, "format_version": format_version, "documents": 2, "shards": [shard], "files": {}}
+    manifest = {
+        "format": FORMAT,
+        "format_version": format_version,
+        "documents": 2,
+        "shards": [shard],
+        "files": {},
+    }
     write_manifest(folder, manifest)
     return folder
 
@@ -56,9 +64,11 @@ def test_rows_come_back_as_written(tmp_path: Path) -> None:
         for ours, theirs in zip(found[4:], expected[4:], strict=True):
             np.testing.assert_array_equal(ours, theirs)
             assert ours.dtype == theirs.dtype
-        assert not found.tokens.flags.owndata and not found.counts.flags.owndata, "views of the shard"
+        assert not found.tokens.flags.owndata and not found.counts.flags.owndata, (
+            "views of the shard"
+        )
     assert corpus.row(0).counts.tolist() == [3, 1, 3, 1, 3]
-    with pytest.raises(UserError, match="no row 2; there are rows 0 to 1"):
+    with pytest.raises(UserError, match="no row 2; the last row is 1"):
         corpus.row(2)
 
 
@@ -69,35 +79,25 @@ def test_arrow_columns_carry_the_documented_names(tmp_path: Path) -> None:
     assert batch.schema.names == names
     assert batch.column("tokens").to_pylist() == [[[1, 2, 1], [3], [1]], [[9, 9], [8]]]
     assert Shard(tmp_path / "s.arrow").num_tokens.tolist() == [5, 3]
-
-
-def test_a_corpus_of_an_older_format_is_refused(tmp_path: Path) -> None:
-    folder = write_corpus(tmp_path, FORMAT_VERSION - 1)
-    with pytest.raises(UserError, match=r"corpus format 3, but this program reads format 4; .*prepare it again"):
-        Corpus.open(folder)
-
-
-def test_counts_of_the_longest_row_fit() -> None:
-    tokens = np.zeros(MAX_TOKENS, np.uint16)
-    assert occurrences(tokens)[0] == MAX_TOKENS
+    assert occurrences(np.zeros(MAX_TOKENS, np.uint16))[0] == MAX_TOKENS
 
 
 def test_an_edited_manifest_is_noticed(tmp_path: Path) -> None:
     path = write_corpus(tmp_path, FORMAT_VERSION) / MANIFEST
-    written = path.read_text(encoding="utf-8")
-    manifest = json.loads(written)
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps(manifest))
     Corpus.open(tmp_path)
-    for edited in (
-        manifest | {"documents": -1},
-        manifest | {"shards": [manifest["shards"][0] | {"rows": -1}]},
-        {key: value for key, value in manifest.items() if key != "checksum"},
-        manifest | {"checksum": "0" * 64},
+    path.write_text(json.dumps(manifest | {"documents": -1}))
+    with pytest.raises(UserError, match="changed since it was written"):
+        Corpus.open(tmp_path)
+
+
+def test_a_corpus_of_an_older_format_is_refused(tmp_path: Path) -> None:
+    folder = write_corpus(tmp_path, FORMAT_VERSION - 1)
+    with pytest.raises(
+        UserError, match=r"corpus format 4, but this program reads format 5; .*prepare it again"
     ):
-        path.write_text(json.dumps(edited), encoding="utf-8")
-        with pytest.raises(UserError, match=r"manifest.json: changed since it was written .* prepare the corpus again"):
-            Corpus.open(tmp_path)
-    path.write_text(json.dumps(manifest, indent=1, sort_keys=True), encoding="utf-8")
-    assert Corpus.open(tmp_path).num_documents == 2, "spaces and the order of keys are no change"
+        Corpus.open(folder)
 
 
 @pytest.mark.parametrize(
@@ -116,6 +116,8 @@ def test_at_least_one_document_is_held_out(
 ) -> None:
     rows = [ROWS[0]._replace(hash=int(share * 2**64)) for share in shares]
     write_shard(tmp_path / "s.arrow", rows)
-    limit = Corpus(tmp_path, {"shards": [{"name": "s.arrow", "rows": len(rows)}]}).validation_limit(fraction)
+    limit = Corpus(tmp_path, {"shards": [{"name": "s.arrow", "rows": len(rows)}]}).validation_limit(
+        fraction
+    )
     found = held_out_share(np.array([row.hash for row in rows], np.uint64))
     assert found[found < limit].tolist() == held_out

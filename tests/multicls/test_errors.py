@@ -10,7 +10,7 @@ import pytest
 from multicls.errors import UserError, did_you_mean, run_command
 from multicls.files import REPOSITORY
 
-LIMIT = 300  # seconds of a command; its child would keep it for 600
+LIMIT = 60  # seconds of a command; its child would keep it for 600
 COMMAND = """
 import multiprocessing, signal, sys, time
 from multicls.errors import run_command
@@ -52,13 +52,11 @@ def fail(error: BaseException) -> object:
     return main
 
 
-def test_did_you_mean_names_the_nearest() -> None:
-    assert did_you_mean("zero_optimisation", ["zero_optimization", "optimizer"]) == " Did you mean 'zero_optimization'?"
-
-
-def test_did_you_mean_lists_all_when_none_is_near() -> None:
+def test_did_you_mean_names_the_nearest_or_lists_all() -> None:
+    known = ["zero_optimization", "optimizer"]
+    assert did_you_mean("zero_optimisation", known) == " Did you mean 'zero_optimization'?"
     assert did_you_mean("xyz", ["beta", "alpha"]) == " Known: alpha, beta."
-    assert did_you_mean("xyz", []) == ""
+    assert did_you_mean("xyz", ["alpha"], listed=False) == did_you_mean("xyz", []) == ""
 
 
 @pytest.mark.parametrize(("returned", "code"), [(None, 0), (0, 0), (3, 3)])
@@ -92,26 +90,20 @@ def test_one_rank_of_a_node_tells_user_errors(
     assert "DataLoader worker" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("error", [FloatingPointError("it"), ConnectionAbortedError("it")])
-def test_what_needs_no_traceback(capsys: pytest.CaptureFixture[str], error: Exception) -> None:
-    assert exit_code(fail(error)) == 1
+def test_losses_that_are_not_finite_need_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(fail(FloatingPointError("it"))) == 1
     assert capsys.readouterr().err == "error: it\n"
 
 
-def test_interrupt_exits_with_130() -> None:
-    assert exit_code(fail(KeyboardInterrupt())) == 130
-
-
-def test_a_crash_keeps_its_traceback(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # torch's, of an earlier test, puts the rank before
+def test_a_crash_keeps_its_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        sys, "excepthook", sys.__excepthook__
+    )  # torch's, of an earlier test, puts the rank before
     assert exit_code(fail(ZeroDivisionError("it"))) == 1
     told = capsys.readouterr().err
     assert told.startswith("Traceback") and told.endswith("ZeroDivisionError: it\n")
-
-
-def test_a_pipe_that_is_not_stdout_keeps_its_traceback(capfd: pytest.CaptureFixture[str]) -> None:
-    assert exit_code(fail(BrokenPipeError("it"))) == 1
-    assert capfd.readouterr().err.endswith("BrokenPipeError: it\n")
 
 
 @pytest.mark.parametrize(
@@ -125,25 +117,18 @@ def test_a_pipe_that_is_not_stdout_keeps_its_traceback(capfd: pytest.CaptureFixt
 )
 def test_no_child_process_keeps_a_command(statement: str, code: int) -> None:
     command = [sys.executable, "-c", COMMAND.format(statement=statement)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=LIMIT, check=False)
+    done = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=LIMIT, check=False
+    )
     assert (done.returncode, done.stdout) == (code, "printed\n"), done.stderr
 
 
-@pytest.mark.parametrize("statement", ["print('x')", "print('x', flush=True)", "print('x' * 100_000)"])
-def test_a_closed_stdout_is_told_in_a_line(statement: str) -> None:
-    """While printing, or when what is left is written at the end."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    command = [sys.executable, "-c", COMMAND.format(statement=statement)]
-    done = subprocess.run(
-        command, cwd=REPOSITORY, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=LIMIT, check=False
-    )
-    os.close(writer)
-    assert done.returncode == 1 and done.stderr == "error: nothing reads the output any more (stdout is closed)\n"
-
-
-@pytest.mark.parametrize(("statement", "code"), [("print('x')", 0), ("raise MemoryError", 1), ("raise UserError", 2)])
+@pytest.mark.parametrize(
+    ("statement", "code"), [("print('x')", 0), ("raise MemoryError", 1), ("raise UserError", 2)]
+)
 def test_a_command_without_streams_keeps_its_exit_code(statement: str, code: int) -> None:
-    script = COMMAND.replace("import run_command", "import UserError, run_command").format(statement=statement)
+    script = COMMAND.replace("import run_command", "import UserError, run_command").format(
+        statement=statement
+    )
     command = ["bash", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, script]
     assert subprocess.run(command, cwd=REPOSITORY, timeout=LIMIT, check=False).returncode == code

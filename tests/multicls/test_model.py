@@ -1,29 +1,28 @@
-"""The model: facets, parameter counts, baselines as settings. Objectives: test_objectives.py."""
+"""The model on a tiny BERT: facets, parameter counts, baselines as settings, packed sequences."""
 
 from __future__ import annotations
 
 import runpy
 import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import AttentionInterface, BertConfig, RobertaConfig
 
-from finetune.heads import modeling_heads
 from multicls import (
-    MultiClsBertConfig,
-    MultiClsBertForMaskedLM,
-    MultiClsBertForPreTraining,
-    MultiClsBertForSequenceClassification,
-    MultiClsBertModel,
+    MultiClsConfig,
+    MultiClsForPreTraining,
+    MultiClsForSequenceClassification,
+    MultiClsModel,
     configuration_multicls,
 )
-from multicls.modeling_multicls import VARLEN
+from multicls.modeling_multicls import OBJECTIVES, UNPADDING
+from tests.encoders import encoder_config
 
-TINY = {
+TINY: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 16,
     "num_hidden_layers": 3,
@@ -31,13 +30,17 @@ TINY = {
     "intermediate_size": 32,
     "max_position_embeddings": 40,
 }
+OURS = {*MultiClsConfig.__dataclass_fields__, "num_labels"}
 
 
-def tiny(**changes: object) -> MultiClsBertConfig:
-    return MultiClsBertConfig(**(TINY | {"num_facets": 3} | changes))  # type: ignore[arg-type]
+def tiny(**changes: Any) -> MultiClsConfig:
+    """Returns the configuration of a tiny BERT; `changes` are fields of ours or of the encoder."""
+    ours = {name: value for name, value in changes.items() if name in OURS}
+    theirs = {name: value for name, value in changes.items() if name not in OURS}
+    return MultiClsConfig(encoder=BertConfig(**(TINY | theirs)), **({"num_facets": 3} | ours))
 
 
-def batch(config: MultiClsBertConfig, examples: int = 4, length: int = 20) -> dict[str, Tensor]:
+def batch(config: MultiClsConfig, examples: int = 4, length: int = 20) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     rows = config.num_parts * examples
     ids = torch.randint(10, 97, (rows, length), generator=generator)
@@ -56,7 +59,7 @@ def batch(config: MultiClsBertConfig, examples: int = 4, length: int = 20) -> di
 
 
 def test_a_batch_that_is_not_part_major_has_the_other_objectives() -> None:
-    model = MultiClsBertForPreTraining(tiny()).eval()
+    model = MultiClsForPreTraining(tiny()).eval()
     ids = torch.randint(10, 97, (4, 20))
     out = model(ids, output_hidden_states=True, output_attentions=True)
     assert out.loss is None and out.losses == {} and out.mcqt_scores is None
@@ -71,49 +74,17 @@ def test_a_batch_that_is_not_part_major_has_the_other_objectives() -> None:
         model(ids, group_size=2)
 
 
-def test_masked_lm_shares_the_pretraining_weights(tmp_path: Path) -> None:
-    pretraining = MultiClsBertForPreTraining(tiny()).eval()
-    pretraining.save_pretrained(tmp_path)
-    loaded: Any = MultiClsBertForMaskedLM.from_pretrained(tmp_path, output_loading_info=True)
-    masked, report = loaded
-    assert not any(report.values())
-    assert masked.cls.predictions.decoder.weight is masked.bert.embeddings.word_embeddings.weight
-    ids = torch.randint(10, 97, (2, 20))
-    torch.testing.assert_close(masked.eval()(ids).logits, pretraining(ids).mlm_logits)
-
-
-@pytest.mark.parametrize(
-    ("labels", "given", "found"),
-    [
-        (torch.tensor([0.5, 2.0]), None, "regression"),
-        (torch.tensor([[0.5, 2.0, 1.0], [1.0, 0.0, 3.0]]), "regression", "regression"),
-        (torch.tensor([0, 2]), None, "single_label_classification"),
-        (torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]]), None, "multi_label_classification"),
-    ],
-)
-def test_problem_type_is_that_of_bert(labels: Tensor, given: str | None, found: str) -> None:
-    config = tiny(num_labels=1 if labels.is_floating_point() and labels.ndim == 1 else 3, problem_type=given)
-    model = MultiClsBertForSequenceClassification(config).eval()
-    out = model(torch.randint(10, 97, (2, 12)), labels=labels)
-    losses = {
-        "regression": lambda: (out.logits.squeeze(-1) - labels).square().mean(),
-        "single_label_classification": lambda: -out.logits.log_softmax(-1)[[0, 1], labels].mean(),
-        "multi_label_classification": lambda: torch.nn.functional.binary_cross_entropy(out.logits.sigmoid(), labels),
-    }
-    torch.testing.assert_close(out.loss, losses[found]())
-    assert model.config.problem_type == found
-
-
-@pytest.mark.parametrize("module", [configuration_multicls, modeling_heads])
-def test_an_older_transformers_is_refused_in_a_line(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_transformers_is_refused_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.6")
-    with pytest.raises(ImportError, match=r"needs transformers 5, this is transformers 4.57.6: pip install [^\n]*$"):
-        runpy.run_path(module.__file__)
+    with pytest.raises(
+        ImportError, match=r"needs transformers 5, this is transformers 4.57.6: pip install "
+    ):
+        runpy.run_path(configuration_multicls.__file__)
 
 
 def test_short_input_and_wrong_tokens_are_told() -> None:
-    model = MultiClsBertModel(tiny(facet_ids=[1, 2, 3], num_hidden_layers=1, facet_layers=[])).eval()
-    with pytest.raises(ValueError, match="3 tokens has no room for .* 3 facets"):
+    model = MultiClsModel(tiny(facet_ids=[1, 2, 3], num_hidden_layers=1, facet_layers=[])).eval()
+    with pytest.raises(ValueError, match="3 tokens have no room for"):
         model(torch.tensor([[5, 1, 2]]))
     ids = torch.tensor([[5, 1, 2, 3, 9, 9], [5, 1, 2, 3, 9, 0]])
     with warnings.catch_warnings():
@@ -126,98 +97,82 @@ def test_short_input_and_wrong_tokens_are_told() -> None:
         warnings.simplefilter("error")
         model(ids.flip(1))  # it has warned
     with pytest.warns(UserWarning, match=r"ids \[1, 2, 3\]"):
-        MultiClsBertModel(model.config)(torch.tensor([[5, 1, 2, 4, 9, 9]]))
+        MultiClsModel(model.config)(torch.tensor([[5, 1, 2, 4, 9, 9]]))
 
 
 @pytest.mark.parametrize("facets", [0, 3])
 def test_sentence_embeddings(facets: int) -> None:
     """The mean leaves the facets out; without facets it is the usual mean."""
-    model = MultiClsBertModel(tiny(num_facets=facets)).eval()
+    model = MultiClsModel(tiny(num_facets=facets)).eval()
     ids = torch.randint(10, 97, (2, 12))
     mask = torch.ones_like(ids)
     mask[1, 9:] = 0
     out = model(ids, attention_mask=mask)
     kept = [0, *range(1 + facets, 12)]
-    expected = torch.stack([out.last_hidden_state[0, kept].mean(0), out.last_hidden_state[1, kept[:-3]].mean(0)])
+    expected = torch.stack(
+        [out.last_hidden_state[0, kept].mean(0), out.last_hidden_state[1, kept[:-3]].mean(0)]
+    )
     model.config.return_dict = False  # as somebody's config.json may say
     torch.testing.assert_close(model.embed_sentences(ids, mask), expected)
     model.config.sentence_embedding = "facets"
     torch.testing.assert_close(model.embed_sentences(ids, mask), out.facet_embeddings.sum(1))
     model.config.mcqt_lambda = 0.0
     sums = torch.nn.functional.normalize(out.facet_embeddings.sum(1), dim=-1)
-    torch.testing.assert_close(model.similarity(out.facet_embeddings, out.facet_embeddings), sums @ sums.T)
+    torch.testing.assert_close(
+        model.similarity(out.facet_embeddings, out.facet_embeddings), sums @ sums.T
+    )
 
 
 def test_normalizers_replace_the_counts() -> None:
     config = tiny()
-    model = MultiClsBertForPreTraining(config).eval()
+    model = MultiClsForPreTraining(config).eval()
     inputs = batch(config)
-    own, shared = model(**inputs).losses, model(**inputs, normalizers={"mlm": 48.0, "so": 6.0}).losses
+    own, shared = (
+        model(**inputs).losses,
+        model(**inputs, normalizers={"mlm": 48.0, "so": 6.0}).losses,
+    )
     torch.testing.assert_close(shared["mlm"], own["mlm"] * 24 / 48)
     torch.testing.assert_close(shared["so"], own["so"] * 12 / 6)
     torch.testing.assert_close(shared["tfidf"], own["tfidf"])
 
 
-def test_inserted_layers_touch_the_facets_only() -> None:
-    config = tiny(facet_layers=[3])
-    model = MultiClsBertModel(config).eval()
-    plain = MultiClsBertModel(tiny(facet_layers=[])).eval()
-    plain.load_state_dict(model.state_dict(), strict=False)
-    ids = torch.randint(10, 97, (2, 12))
-    ours, theirs = model(ids).last_hidden_state, plain(ids).last_hidden_state
-    torch.testing.assert_close(ours[:, [0, *range(4, 12)]], theirs[:, [0, *range(4, 12)]])
-    for k in range(3):
-        weight = model.encoder.layer[2].facets.weight[k]
-        torch.testing.assert_close(ours[:, 1 + k], theirs[:, 1 + k] @ weight.T, rtol=1e-4, atol=1e-6)
-
-
 def test_every_weight_learns() -> None:
     """Inserted layers and the order transform too, which the authors' optimizer left out."""
     config = tiny()
-    model = MultiClsBertForPreTraining(config)
+    model = MultiClsForPreTraining(config)
     model(**batch(config)).loss.backward()
-    without = {name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum()}
+    without = {
+        name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum()
+    }
     assert {name for name in without if "pooler" not in name and "key.bias" not in name} == set()
 
 
-@pytest.mark.parametrize(
-    "changes", [{"num_facets": 0, "hard_negatives": False}, {"num_facets": 1}, {"facet_layers": []}]
-)
-def test_baselines_are_the_same_code_with_other_settings(changes: dict[str, object]) -> None:
-    config = tiny(**changes)
-    out = MultiClsBertForPreTraining(config)(**batch(config))
-    assert set(out.losses) == {"mlm", "tfidf", "so", "mcqt"}
-    assert out.facet_embeddings.shape == (config.num_parts * 4, config.num_embeddings_per_sequence, 16)
-    candidates = 8 if config.hard_negatives else 4
-    assert [None if s is None else tuple(s.shape) for s in out.mcqt_scores] == [
-        (4, candidates),
-        (4, candidates) if config.hard_negatives else None,
-    ]
-
-
 def test_reparameterised_pooling() -> None:
-    model = MultiClsBertForSequenceClassification(tiny()).eval()
+    model = MultiClsForSequenceClassification(tiny()).eval()
     ids = torch.randint(10, 97, (2, 12))
     out = model(ids)
-    hidden, weight = model.bert(ids).last_hidden_state, model.bert.facet_head.dense.weight
+    hidden = model.multicls(ids).last_hidden_state
+    weight = model.multicls.facet_head.dense.weight.view(3, 16, 16)
     centred = weight - weight.mean(0)
     expected = sum(hidden[:, 1 + k] @ centred[k].T for k in range(3))
     torch.testing.assert_close(out.pooled, expected, rtol=1e-4, atol=1e-5)
     assert not model.facet_bias.any()
     # facets with one and the same weight would be cancelled, not merged: the gradient keeps them apart
-    model.bert.facet_head.dense.weight.data[:] = weight[0].clone()
+    model.multicls.facet_head.dense.weight.data[:] = weight[0].repeat(3, 1)
     assert model(ids).pooled.abs().max() < 1e-5
 
 
 @pytest.mark.parametrize(("facets", "pooling"), [(1, "multicls"), (0, "cls"), (3, "sum")])
 def test_other_poolings(facets: int, pooling: str) -> None:
-    model = MultiClsBertForSequenceClassification(tiny(num_facets=facets, classifier_pooling=pooling)).eval()
+    model = MultiClsForSequenceClassification(
+        tiny(num_facets=facets, classifier_pooling=pooling)
+    ).eval()
     ids = torch.randint(10, 97, (2, 12))
-    encoded = model.bert(ids)
+    encoded = model.multicls(ids)
     if pooling == "cls":
         expected = encoded.pooler_output
     else:
-        weight = model.bert.facet_head.dense.weight
+        weight = model.multicls.facet_head.dense.weight.view(-1, 16, 16)
         expected = sum(encoded.last_hidden_state[:, 1 + k] @ weight[k].T for k in range(facets))
     torch.testing.assert_close(model(ids).pooled, expected, rtol=1e-4, atol=1e-6)
 
@@ -226,14 +181,22 @@ def test_other_poolings(facets: int, pooling: str) -> None:
     ("shape", "millions"),
     [
         ({}, 118.4),
-        ({"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}, 350.9),
+        (
+            {
+                "hidden_size": 1024,
+                "num_hidden_layers": 24,
+                "num_attention_heads": 16,
+                "intermediate_size": 4096,
+            },
+            350.9,
+        ),
     ],
 )
 def test_parameter_counts_of_the_paper(shape: dict[str, int], millions: float) -> None:
     """The published counts include the authors' task-type table (17 x D), which is folded into the token types here."""
-    config = MultiClsBertConfig(**shape)  # type: ignore[arg-type]
+    config = MultiClsConfig(encoder=BertConfig(**shape))  # type: ignore[arg-type]
     with torch.device("meta"):
-        model = MultiClsBertForSequenceClassification(config)
+        model = MultiClsForSequenceClassification(config)
     assert config.facet_layers == ([4, 8] if config.num_hidden_layers == 12 else [8, 16])
     count = sum(p.numel() for p in model.parameters())
     assert count / 1e6 == pytest.approx(millions, abs=0.06)
@@ -258,33 +221,92 @@ def test_settings_out_of_range(changes: dict[str, object], message: str) -> None
         tiny(**changes)
 
 
-def test_leaving_out_the_padding_changes_nothing() -> None:
-    """Losses and gradients of the packed tokens are those of the padded batch; with wrong bounds they are not."""
-    config = tiny()
+def attend_within_sequences(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Stands in for flash attention: attends within each of the packed sequences."""
+    ends = kwargs["cu_seq_lens_q"].tolist()
+    window = kwargs.get("sliding_window")
+    attend, parts = torch.nn.functional.scaled_dot_product_attention, []
+    for start, end in zip(ends, ends[1:], strict=False):
+        queries, keys, values = (states[:, :, start:end] for states in (query, key, value))
+        places = torch.arange(end - start)
+        near = None if window is None else (places[:, None] - places).abs() < window
+        parts.append(attend(queries, keys, values, attn_mask=near))
+    return torch.cat(parts, dim=2).transpose(1, 2), None
+
+
+AttentionInterface.register("flash_stand_in", attend_within_sequences)
+
+
+@pytest.mark.parametrize("kind", UNPADDING)
+def test_leaving_out_the_padding_changes_nothing(kind: str) -> None:
+    """Losses and gradients of the packed tokens are those of the padded batch; with a wrong mask they are not."""
+    torch.manual_seed(0)
+    config = MultiClsConfig(encoder=encoder_config(kind), num_facets=3)
     inputs = batch(config)
     lengths = torch.tensor([20, 13, 16, 20, 12, 14, 18, 11, 20, 19, 12, 17])
     mask = inputs["attention_mask"] = (torch.arange(20) < lengths[:, None]).long()
+    padding = torch.tensor(config.pad_token_id)
+    inputs["input_ids"] = inputs["input_ids"].where(mask.bool(), padding)
     inputs["labels"] = inputs["labels"].where(mask.bool(), -100)
-    bounds = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
-    padded, packed = (MultiClsBertForPreTraining(config).eval() for _ in range(2))
-    packed.load_state_dict(padded.state_dict())
-    packed.set_attn_implementation(VARLEN)
-    packed_inputs = inputs | {"cu_seqlens": bounds, "token_positions": mask.flatten().nonzero().squeeze(1)}
-    expected, found = padded(**inputs).losses, packed(**packed_inputs).losses
-    for model, losses in ((padded, expected), (packed, found)):
-        torch.stack(list(losses.values())).sum().backward()
-        assert (
-            losses.keys() == {"mlm", "tfidf", "so", "mcqt"} and model.bert.embeddings.word_embeddings.weight.grad.any()
-        )
+    model = MultiClsForPreTraining(config).eval()
+
+    def losses_and_gradients(**options: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        model.zero_grad()
+        out = model(**(inputs | options))
+        out.loss.backward()
+        named = model.named_parameters()
+        return out.losses, {name: p.grad.clone() for name, p in named if p.grad is not None}
+
+    expected, gradients = losses_and_gradients()
+    with pytest.raises(ValueError, match=f"flash_attention_2', which runs on a GPU.* is {kind}"):
+        model(**inputs, unpad=True)
+    for part in (model, *(m for m in model.modules() if hasattr(m, "config"))):
+        part.config._attn_implementation_internal = "flash_stand_in"
+    found, packed_gradients = losses_and_gradients(unpad=True)
+    assert found.keys() == set(OBJECTIVES)
     for name, loss in expected.items():
         torch.testing.assert_close(found[name], loss, rtol=1e-4, atol=0)
-    gradients = {name: p.grad for name, p in packed.named_parameters()}
-    for name, parameter in padded.named_parameters():
-        if parameter.grad is not None and not name.endswith("key.bias"):  # whose true gradient is 0
-            assert (gradients[name] - parameter.grad).norm() <= 1e-4 * parameter.grad.norm(), name
-    with torch.no_grad():
-        torch.testing.assert_close(packed(**inputs).losses["mlm"], expected["mlm"])  # finds the bounds itself
-        wrong = bounds.clone()
-        wrong[1] -= 1  # control: the last token of the first sequence is attended by the second one
-        difference = packed(**packed_inputs | {"cu_seqlens": wrong}).losses["mcqt"] - expected["mcqt"]
-        assert abs(difference / expected["mcqt"]) > 1e-4
+    for name, gradient in gradients.items():
+        if not name.endswith("key.bias"):  # whose true gradient is 0
+            assert (packed_gradients[name] - gradient).norm() <= 1e-3 * gradient.norm() + 1e-7, name
+    shorter = mask.clone()
+    shorter[1, 12] = 0  # the control
+    wrong, _ = losses_and_gradients(unpad=True, attention_mask=shorter)
+    assert abs(wrong["tfidf"] / expected["tfidf"] - 1) > 1e-4
+
+
+@pytest.mark.parametrize("objectives", [("mlm",), ("mcqt",), ("so", "tfidf")])
+def test_only_the_heads_of_the_objectives_are_computed(objectives: tuple[str, ...]) -> None:
+    config = tiny()
+    model = MultiClsForPreTraining(config).eval()
+    called: set[str] = set()
+    heads = {"mlm": model.mlm, "tfidf": model.tfidf, "so": model.order}
+    for name, head in heads.items():
+        head.register_forward_hook(lambda *_, name=name: called.add(name))
+    everything, some = model(**batch(config)), model(**batch(config), objectives=objectives)
+    assert called == set(heads)
+    called.clear()
+    model(**batch(config), objectives=objectives)
+    assert called == set(objectives) - {"mcqt"} and some.losses.keys() == set(objectives)
+    assert all(some.losses[name] == everything.losses[name] for name in objectives)
+    assert (some.mcqt_scores is None) == ("mcqt" not in objectives)
+    model.freeze_unused(objectives)
+    model.zero_grad()
+    model(**batch(config), objectives=objectives).loss.backward()
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    reached = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert trained == reached and any("word_embeddings" in name for name in trained)
+
+
+def test_positions_of_the_roberta_family_begin_after_the_padding() -> None:
+    encoder = RobertaConfig(**(TINY | {"pad_token_id": 1}))
+    config = MultiClsConfig(encoder=encoder, num_facets=3)
+    assert (config.max_tokens, tiny().max_tokens) == (38, 40)
+
+
+def test_default_layers_stand_before_global_ones() -> None:
+    encoder = encoder_config("modernbert", num_hidden_layers=22)
+    assert MultiClsConfig(encoder=encoder).facet_layers == [6, 15]
+    assert MultiClsConfig(encoder=encoder, num_facets=0).facet_layers == []

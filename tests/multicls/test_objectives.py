@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from multicls import MultiClsBertForPreTraining
-from multicls.modeling_multicls import McqtScores, mcqt_loss, mcqt_scores, part_scores
+from multicls import MultiClsForPreTraining
+from multicls.modeling_multicls import mcqt_loss, mcqt_scores, part_scores
 from tests.multicls.test_model import batch, tiny
 
 LAMBDAS = (0.0, 0.1, 0.5, 1.0)
@@ -22,7 +22,9 @@ def naive_score(x: Tensor, y: Tensor, weight: float) -> Tensor:
     """Eq. 2 for two sequences, one pair of facets at a time."""
     pairs = [a @ b / (a.norm() * b.norm()) for a, b in itertools.product(x, y)]
     x_sum, y_sum = x.sum(dim=0), y.sum(dim=0)
-    return weight * torch.stack(pairs).max() + (1 - weight) * (x_sum @ y_sum) / (x_sum.norm() * y_sum.norm())
+    return weight * torch.stack(pairs).max() + (1 - weight) * (x_sum @ y_sum) / (
+        x_sum.norm() * y_sum.norm()
+    )
 
 
 def naive_mcqt(parts: list[Tensor], weight: float) -> Tensor:
@@ -33,7 +35,9 @@ def naive_mcqt(parts: list[Tensor], weight: float) -> Tensor:
     losses = []
     for queries, candidates in directions:
         for q, query in enumerate(queries):
-            scores = torch.stack([naive_score(query, candidate, weight) for candidate in candidates])
+            scores = torch.stack(
+                [naive_score(query, candidate, weight) for candidate in candidates]
+            )
             losses.append((scores.exp().sum().log() - scores[q]) / len(queries))
     return torch.stack(losses).sum()
 
@@ -49,7 +53,10 @@ def values(rows: int, facets: int, size: int = 8) -> Tensor:
 def test_mcqt_equals_a_naive_double_loop(parts: int, facets: int, weight: float) -> None:
     """Two parts and one embedding are the quick thoughts of MTL."""
     ours, theirs = (values(parts * 4, facets).requires_grad_() for _ in range(2))
-    loss, expected = mcqt_loss(part_scores(ours, parts, weight)), naive_mcqt(list(theirs.chunk(parts)), weight)
+    loss, expected = (
+        mcqt_loss(part_scores(ours, parts, weight)),
+        naive_mcqt(list(theirs.chunk(parts)), weight),
+    )
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
     loss.backward()
     expected.backward()
@@ -63,49 +70,9 @@ def test_mcqt_at_chance_and_with_one_facet() -> None:
     same = torch.ones(12, 3, 8)
     assert mcqt_loss(part_scores(same, 3, 0.1)).item() == pytest.approx(2 * math.log(8))
     x, y = values(5, 1), values(6, 1)
-    torch.testing.assert_close(mcqt_scores(x, y, 0.0), mcqt_scores(x, y, 1.0))  # lambda has no effect
-
-
-def test_limits_of_lambda() -> None:
-    x, y = values(4, 3), values(5, 3)
-    nearest, sums = mcqt_scores(x, y, 1.0), mcqt_scores(x, y, 0.0)
-    torch.testing.assert_close(mcqt_scores(x, y, 0.3), 0.3 * nearest + 0.7 * sums)
-    moved = values(4, 1)  # other facets with the same sums
-    shifted = x + torch.cat([moved, -moved, torch.zeros_like(moved)], dim=1)
-    torch.testing.assert_close(mcqt_scores(shifted, y, 0.0), sums)
-    assert (mcqt_scores(shifted, y, 1.0) - nearest).abs().max() > 1e-3
-    scaled = x * torch.tensor([0.5, 2.0, 7.0])[:, None]  # other lengths of the same directions, and one twice
-    torch.testing.assert_close(mcqt_scores(torch.cat([scaled, x[:, :1]], dim=1), y, 1.0), nearest)
-    assert (mcqt_scores(scaled, y, 0.0) - sums).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("weight", LAMBDAS)
-@pytest.mark.parametrize("parts", [2, 3])
-def test_permuting_the_batch_permutes_the_scores(parts: int, weight: float) -> None:
-    facets, order = values(parts * 5, 3), torch.tensor([3, 0, 4, 1, 2])
-    rows = torch.cat([part * 5 + order for part in range(parts)])
-    plain, permuted = part_scores(facets, parts, weight), part_scores(facets[rows], parts, weight)
-    for before, after in zip(plain, permuted, strict=True):
-        if before is not None and after is not None:
-            columns = torch.cat([start + order for start in range(0, before.shape[1], 5)])
-            torch.testing.assert_close(after, before[order][:, columns])
-    torch.testing.assert_close(mcqt_loss(permuted), mcqt_loss(plain))
-    turned = part_scores(facets[:, [2, 0, 1]], parts, weight)  # the order of facets says nothing
-    torch.testing.assert_close(turned.forward, plain.forward)
-    assert (turned.backward is None) == (plain.backward is None) == (parts == 2)
-
-
-def test_candidates_that_are_gathered() -> None:
-    """Others behind one's own: what more candidates of the same kind give."""
-    facets, others = values(9, 2).chunk(3), values(6, 2).chunk(3)
-    rows = torch.cat(facets)
-    parts = rows.chunk(3)
-    added = {part.data_ptr(): more for part, more in zip(parts, others, strict=True)}
-    scores = part_scores(rows, 3, 0.1, gather=lambda part: torch.cat([part, added[part.data_ptr()][None]], dim=1))
-    joined = part_scores(torch.cat([x for pair in zip(facets, others, strict=True) for x in pair]), 3, 0.1)
-    assert isinstance(scores, McqtScores) and scores.backward is not None and joined.backward is not None
-    torch.testing.assert_close(scores.forward, joined.forward[:3])
-    torch.testing.assert_close(scores.backward, joined.backward[:3])
+    torch.testing.assert_close(
+        mcqt_scores(x, y, 0.0), mcqt_scores(x, y, 1.0)
+    )  # lambda has no effect
 
 
 def linear(module: Any, x: Tensor) -> Tensor:
@@ -131,34 +98,41 @@ def cross_entropy(logits: Tensor, target: int) -> Tensor:
 
 def naive_losses(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """The four objectives from the encoder's last hidden states on, one position at a time."""
-    hidden = model.bert(**{name: inputs[name] for name in ("input_ids", "attention_mask", "token_type_ids")})[0]
-    heads, config = model.cls, model.config
+    hidden = model.multicls(
+        **{name: inputs[name] for name in ("input_ids", "attention_mask", "token_type_ids")}
+    )[0]
+    config, mlm = model.config, model.mlm.lm.cls.predictions
     rows, length = inputs["input_ids"].shape
-    embeddings = model.bert.embeddings.word_embeddings.weight
+    embeddings = model.get_input_embeddings().weight
     terms: dict[str, list[Tensor]] = {"mlm": [], "tfidf": [], "so": []}
     facets = []
     for row in range(rows):
         for position in range(length):
             label = int(inputs["labels"][row, position])
             if label != -100:
-                state = transformed(heads.predictions.transform, hidden[row, position])
-                terms["mlm"].append(cross_entropy(embeddings @ state + heads.predictions.bias, label))
+                state = transformed(mlm.transform, hidden[row, position])
+                terms["mlm"].append(cross_entropy(embeddings @ state + mlm.bias, label))
         for column, position in enumerate([0, *range(1 + config.num_facets, length)]):
             if inputs["attention_mask"][row, position]:
-                guess = linear(heads.tfidf.decoder, transformed(heads.tfidf.transform, hidden[row, position]))
+                guess = linear(model.tfidf.decoder, transformed(model.tfidf, hidden[row, position]))
                 terms["tfidf"].append((guess[0] - inputs["tfidf_labels"][row, column]) ** 2)
         states = [hidden[row, k] for k in range(1, 1 + config.num_facets)] or [hidden[row, 0]]
         if int(inputs["so_labels"][row]) != -100:
-            logits = linear(heads.seq_relationship, linear(heads.order_transform, torch.cat(states)))
+            logits = linear(
+                model.order.classifier, linear(model.order.transform, torch.cat(states))
+            )
             terms["so"].append(cross_entropy(logits, int(inputs["so_labels"][row])))
-        head = model.bert.facet_head
+        head = model.multicls.facet_head
+        maps = head.dense.weight.unflatten(0, (len(states), -1))
         embedded = [
-            normed(gelu(head.dense.weight[k] @ state), head.LayerNorm.weight[k], head.LayerNorm.bias[k])
+            normed(gelu(maps[k] @ state), head.LayerNorm.weight[k], head.LayerNorm.bias[k])
             for k, state in enumerate(states)
         ]
         facets.append(torch.stack(embedded))
     losses = {name: torch.stack(values).mean() for name, values in terms.items()}
-    return losses | {"mcqt": naive_mcqt(list(torch.stack(facets).chunk(config.num_parts)), config.mcqt_lambda)}
+    return losses | {
+        "mcqt": naive_mcqt(list(torch.stack(facets).chunk(config.num_parts)), config.mcqt_lambda)
+    }
 
 
 @pytest.mark.parametrize(
@@ -175,7 +149,7 @@ def naive_losses(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 def test_losses_and_gradients_of_the_model(changes: dict[str, Any]) -> None:
     torch.manual_seed(0)
     config = tiny(**changes)
-    model: Any = MultiClsBertForPreTraining(config).double().eval()
+    model: Any = MultiClsForPreTraining(config).double().eval()
     for parameter in model.parameters():  # biases and LayerNorms away from 0 and 1
         parameter.data += 0.1 * torch.randn_like(parameter)
     inputs = batch(config, examples=3, length=14)
@@ -187,25 +161,33 @@ def test_losses_and_gradients_of_the_model(changes: dict[str, Any]) -> None:
     for name, loss in ours.items():
         torch.testing.assert_close(loss, theirs[name], rtol=1e-10, atol=1e-12)
         gradients, expected = (
-            torch.autograd.grad(value, list(parameters.values()), allow_unused=True, retain_graph=True)
+            torch.autograd.grad(
+                value, list(parameters.values()), allow_unused=True, retain_graph=True
+            )
             for value in (loss, theirs[name])
         )
         assert sum(gradient is not None for gradient in gradients) > 40
         for key, one, other in zip(parameters, gradients, expected, strict=True):
             assert (one is None) == (other is None), key
             if one is not None:
-                torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-11, msg=f"gradient of {name} by {key}")
+                torch.testing.assert_close(
+                    one, other, rtol=1e-7, atol=1e-11, msg=f"gradient of {name} by {key}"
+                )
 
 
 @pytest.mark.parametrize("facets", [0, 1, 5])
 def test_padding_changes_no_loss(facets: int) -> None:
     config = tiny(num_facets=facets)
-    model: Any = MultiClsBertForPreTraining(config).double().eval()
+    model: Any = MultiClsForPreTraining(config).double().eval()
     inputs = batch(config)
     inputs["tfidf_labels"] = inputs["tfidf_labels"].double()
     expected = model(**inputs).losses
     for more in (1, 6, 20):
-        fill = {"labels": -100, "tfidf_labels": 3.0, "input_ids": 11}  # what stands there does not matter
+        fill = {
+            "labels": -100,
+            "tfidf_labels": 3.0,
+            "input_ids": 11,
+        }  # what stands there does not matter
         longer = {
             name: F.pad(tensor, (0, more), value=fill.get(name, 0)) if tensor.dim() == 2 else tensor
             for name, tensor in inputs.items()
@@ -214,31 +196,6 @@ def test_padding_changes_no_loss(facets: int) -> None:
         for name, loss in expected.items():
             torch.testing.assert_close(losses[name], loss, rtol=1e-10, atol=1e-12)
     longer["attention_mask"][:, -6:] = 1  # the control
-    assert all((value - expected[name]).abs() > 1e-8 for name, value in model(**longer).losses.items())
-
-
-def test_activation_checkpointing_changes_no_number() -> None:
-    """With dropout, which the second forward pass has to repeat."""
-    config = tiny(hidden_dropout_prob=0.3)
-    torch.manual_seed(0)
-    model: Any = MultiClsBertForPreTraining(config).train()
-    calls = []
-    for layer in model.bert.encoder.layer:
-        layer.attention.register_forward_hook(lambda *_: calls.append(1))
-
-    def gradients(seed: int = 1) -> dict[str, Tensor]:
-        model.zero_grad()
-        torch.manual_seed(seed)
-        model(**batch(config)).loss.backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-    plain, other_dropout = gradients(), gradients(seed=2)
-    assert len(calls) == 2 * config.num_hidden_layers
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": False})
-    calls.clear()
-    again = gradients()
-    assert len(calls) == 2 * config.num_hidden_layers  # every layer twice in one step
-    assert again.keys() == plain.keys()
-    assert all(torch.equal(again[name], gradient) for name, gradient in plain.items())
-    assert not all(torch.equal(other_dropout[name], gradient) for name, gradient in plain.items())
+    assert all(
+        (value - expected[name]).abs() > 1e-8 for name, value in model(**longer).losses.items()
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,45 +11,63 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
 
-from multicls import MultiClsBertForPreTraining, MultiClsBertForSequenceClassification
+from multicls import MultiClsForPreTraining, MultiClsForSequenceClassification
 from multicls.convert import main
 from multicls.errors import UserError
+from multicls.modeling_multicls import encoder_layers
+from tests.encoders import BRACKETS, wordpiece_of
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "parity_a.safetensors"
+RIGHT = "--num_facets 3 --facet_layers 1 3 --num_attention_heads 4"
 Fixture = tuple[dict[str, Tensor], dict[str, str]]
 
 
 @pytest.fixture(scope="module")
-def fixture() -> Fixture:
+def tensors() -> dict[str, Tensor]:
     with safe_open(FIXTURE, "pt") as file:
-        return {key: file.get_tensor(key) for key in file.keys()}, file.metadata()  # noqa: SIM118
+        return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
 
 
 @pytest.fixture(scope="module")
-def converted(fixture: Fixture, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    tensors, _ = fixture
-    folder = tmp_path_factory.mktemp("parity")
-    save_authors_checkpoint(tensors, folder / "model.pt")
-    flags = "--num-facets 3 --facet-layers 1,3 --num-attention-heads 4 --mcqt-lambda 0.1 --output"
-    main([str(folder / "model.pt"), *flags.split(), str(folder / "hf")])
-    return folder / "hf"
+def authors(tensors: dict[str, Tensor], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A `model.pt` as the authors' code writes it."""
+    path = tmp_path_factory.mktemp("authors") / "model.pt"
+    theirs = {key: value for key, value in tensors.items() if key.startswith("peer.")}
+    torch.save({"sd": {k.removeprefix("peer."): v for k, v in theirs.items()}, "epoch": 0}, path)
+    return path
 
 
-def save_authors_checkpoint(tensors: dict[str, Tensor], path: Path) -> None:
-    state = {key.removeprefix("peer."): tensor for key, tensor in tensors.items() if key.startswith("peer.")}
-    torch.save({"sd": state, "epoch": 0}, path)
+def tokenizer_of(state: dict[str, Tensor], folder: Path) -> str:
+    """Saves a tokenizer of as many tokens as a state dict has, with the facets where the fixture has them."""
+    rows = len(state["bert.embeddings.word_embeddings.weight"])
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"[unused{k}]" for k in range(3))]
+    tokens = [*special, *(f"word{n}" for n in range(rows - len(special)))]
+    wordpiece_of(tokens, BRACKETS, ":1", 1).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def options(authors: Path) -> list[str]:
+    state = torch.load(authors, weights_only=True)["sd"]
+    return ["--tokenizer", tokenizer_of(state, authors.parent / "tokenizer")]
+
+
+@pytest.fixture(scope="module")
+def converted(authors: Path, options: list[str]) -> Path:
+    main([str(authors), *RIGHT.split(), *options, "--output", str(authors.parent / "hf")])
+    return authors.parent / "hf"
 
 
 def close(ours: Tensor, theirs: Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))
 
 
-def test_outputs_and_losses(fixture: Fixture, converted: Path) -> None:
-    tensors, _ = fixture
-    loaded: Any = MultiClsBertForPreTraining.from_pretrained(converted, output_loading_info=True)
+def test_outputs_and_losses(tensors: dict[str, Tensor], converted: Path) -> None:
+    loaded: Any = MultiClsForPreTraining.from_pretrained(converted, output_loading_info=True)
     model, found = loaded
-    assert not any(found.values()) and model.config.facet_ids is None  # there is no tokenizer
-    assert (converted / "modules.json").exists() and (converted / "model.safetensors").stat().st_mode & 0o777 == 0o644
+    assert not any(found.values()) and model.config.facet_ids == [5, 6, 7]
+    assert (converted / "modules.json").exists()
+    assert (converted / "model.safetensors").stat().st_mode & 0o777 == 0o644
     labels = tensors["mlm_labels"].where(tensors["mlm_labels"] != -1, -100)
     with torch.no_grad():
         out = model.eval()(
@@ -64,7 +81,7 @@ def test_outputs_and_losses(fixture: Fixture, converted: Path) -> None:
     close(out.last_hidden_state, tensors["out.sequence"])
     close(out.facet_embeddings, tensors["out.facets"])
     close(out.mcqt_scores[0], tensors["out.mcqt_scores_forward"])
-    close(out.mcqt_scores.backward, tensors["out.mcqt_scores_backward"])
+    close(out.mcqt_scores[1], tensors["out.mcqt_scores_backward"])
     close(out.so_logits, tensors["out.so_logits"])
     close(out.tfidf, tensors["out.tfidf"])
     for name in ("mlm", "so", "mcqt"):
@@ -77,69 +94,67 @@ def test_outputs_and_losses(fixture: Fixture, converted: Path) -> None:
     close(out.loss, sum(out.losses.values()))
 
 
-def test_pooled_embedding(fixture: Fixture, converted: Path) -> None:
-    tensors, _ = fixture
-    model = MultiClsBertForSequenceClassification.from_pretrained(converted).eval()
+def test_pooled_embedding(tensors: dict[str, Tensor], converted: Path) -> None:
+    model = MultiClsForSequenceClassification.from_pretrained(converted).eval()
     inputs = {key: tensors[key] for key in ("input_ids", "attention_mask", "token_type_ids")}
     with torch.no_grad():
         close(model(**inputs).pooled, tensors["out.pooled"])
-    model.config.classifier_pooling = "sum"
-    with torch.no_grad():
+        model.config.classifier_pooling = "sum"
         assert not torch.allclose(model(**inputs).pooled, tensors["out.pooled"], rtol=1e-2)
 
 
-def test_inserted_layers_matter(fixture: Fixture, converted: Path) -> None:
-    """A control: one level off, and the hidden states differ."""
-    tensors, _ = fixture
-    model = MultiClsBertForPreTraining.from_pretrained(converted).eval()
-    layers = model.bert.encoder.layer
+def test_inserted_layers_matter(tensors: dict[str, Tensor], converted: Path) -> None:
+    """The control: with the two levels exchanged the hidden states differ."""
+    model = MultiClsForPreTraining.from_pretrained(converted).eval()
+    layers: Any = encoder_layers(model.multicls.encoder)
     layers[0].facets, layers[2].facets = layers[2].facets, layers[0].facets
     with torch.no_grad():
-        out = model.bert(tensors["input_ids"], attention_mask=tensors["attention_mask"])
+        out = model.multicls(tensors["input_ids"], attention_mask=tensors["attention_mask"])
     assert (out.last_hidden_state - tensors["out.sequence"]).abs().max() > 1e-2
 
 
-def test_facets_and_levels_from_training_conf(fixture: Fixture, tmp_path: Path) -> None:
-    save_authors_checkpoint(fixture[0], tmp_path / "model.pt")
-    (tmp_path / "training.conf").write_text('num_facet = 3\ndiversify_hidden_layer = "1,3"\n')
-    main([str(tmp_path / "model.pt"), "--num-attention-heads", "4", "--output", str(tmp_path / "hf")])
-    config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    assert (config["num_facets"], config["facet_layers"]) == (3, [1, 3])
+def test_a_tokenizer_of_another_size_is_refused(
+    authors: Path, tiny_bert: Path, tmp_path: Path
+) -> None:
+    flags = [*RIGHT.split(), "--output", str(tmp_path / "hf"), "--tokenizer", str(tiny_bert)]
+    with pytest.raises(UserError, match="tokens, but the checkpoint has"):
+        main([str(authors), *flags])
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("", "--num_facets"),
-        ("--num-facets 3 --facet-layers 1,3", "--num_attention_heads"),
-        ("--num-facets 2 --facet-layers 1,3 --num-attention-heads 4", "facet_lin_emb.0.2.weight"),
-        ("--num-facets 3 --facet-layers 1 --num-attention-heads 4", "facet_lin_emb.1.0.weight"),
-        ("--num-facets 4 --facet-layers 1,3 --num-attention-heads 4", "facet_lin_emb.0.3.weight"),
-        ("--num-facets 3 --facet-layers 1,9 --num-attention-heads 4", "1..4"),
-        ("--num-facets 3 --facet-layers 1,x --num-attention-heads 4", "whole numbers"),
+        ("", "num_facets"),
+        ("--num_facets 0", "num_facets"),
+        ("--num_facets 3 --facet_layers 1 3", "--num_attention_heads"),
+        (RIGHT.replace("3 --f", "2 --f"), "facet_lin_emb.0.2.weight"),
+        (RIGHT.replace("1 3", "1"), "facet_lin_emb.1.0.weight"),
+        (RIGHT.replace("3 --f", "4 --f"), "facet_lin_emb.0.3.weight"),
+        (RIGHT.replace("1 3", "1 9"), "1..4"),
+        (RIGHT.replace("1 3", "1 x"), "facet_layers"),
     ],
 )
-def test_wrong_shape_is_refused_before_writing(fixture: Fixture, tmp_path: Path, flags: str, message: str) -> None:
-    save_authors_checkpoint(fixture[0], tmp_path / "model.pt")
+def test_wrong_options_are_refused_before_writing(
+    authors: Path, options: list[str], tmp_path: Path, flags: str, message: str
+) -> None:
     with pytest.raises(UserError, match=message.replace(".", r"\.")):
-        main([str(tmp_path / "model.pt"), *flags.split(), "--output", str(tmp_path / "hf")])
-    assert not (tmp_path / "hf").exists()
+        main([str(authors), *flags.split(), *options, "--output", str(tmp_path / "hf")])
+    assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_with_other_files_is_left_alone(fixture: Fixture, tmp_path: Path) -> None:
-    save_authors_checkpoint(fixture[0], tmp_path / "model.pt")
-    flags = "--num-facets 3 --facet-layers 1,3 --num-attention-heads 4 --output"
-    with pytest.raises(UserError, match="exists already"):
-        main([str(tmp_path / "model.pt"), *flags.split(), str(tmp_path)])
-    assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
-
-
-def test_checkpoint_with_code_in_it_is_refused(tmp_path: Path) -> None:
+def test_other_files_are_refused(authors: Path, options: list[str], tmp_path: Path) -> None:
     class Payload:
         def __reduce__(self) -> tuple[object, tuple[str]]:
             return Path.touch, (tmp_path / "executed",)  # type: ignore[return-value]
 
-    torch.save({"sd": Payload()}, tmp_path / "model.pt")
+    path = tmp_path / "model.pt"
+    torch.save({"sd": Payload()}, path)
     with pytest.raises(UserError, match="safely"):
-        main([str(tmp_path / "model.pt"), "--num-facets", "1", "--facet-layers", "", "--output", str(tmp_path / "hf")])
+        main([str(path), *RIGHT.split(), *options, "--output", str(tmp_path / "hf")])
     assert not (tmp_path / "executed").exists()
+    torch.save([1], path)
+    with pytest.raises(UserError, match="'sd'"):
+        main([str(path), *RIGHT.split(), *options, "--output", str(tmp_path / "hf")])
+    with pytest.raises(UserError, match="exists already"):
+        main([str(authors), *RIGHT.split(), *options, "--output", str(tmp_path)])
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]

@@ -1,119 +1,223 @@
+"""Settings from defaults, recipes and flags: precedence, every mistake at once with its source, help without torch."""
+
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, PositiveInt, model_validator
+from pydantic_settings import CliPositionalArg
 
 from multicls.errors import UserError
-from multicls.settings import Settings, known_keys, load_settings, to_yaml
+from multicls.files import REPOSITORY
+from multicls.settings import RecipeOptions, Settings, load_settings, parse
+
+DOC = """Does it.
+
+python x.py --steps 3
+deepspeed x.py
+
+With care.
+"""
 
 
 class Train(Settings):
-    steps: int = Field(10, gt=0)
-    learning_rate: float = 1e-3
-    fancy: bool = False
+    tokens: float = Field(2e9, ge=0, description="length in tokens")
+    steps: int = Field(0, ge=0, description="length in updates")
+    learning_rate: float = Field(2e-5, gt=0, description="peak, 100 % of it")
+    size: PositiveInt | Literal["auto"] = Field("auto", description="examples")
+    fancy: bool = Field(False, description="with colours")
 
 
-class Job(Settings):
-    data: str
+class Job(RecipeOptions):
+    """A job."""
+
+    alternatives = ("train.tokens", "train.steps")
+    folder: CliPositionalArg[str] = Field(description="a place")
+    data: str = Field("none", description="text")
+    files: tuple[str, ...] = Field((), description="files to read")
+    layers: list[int] | None = Field(None, description="some layers")
+    weights: dict[str, float] = Field({}, description="by name")
+    status: bool = Field(False, exclude=True, description="print the state")
     train: Train = Train()
-    layers: list[int] | None = None
 
     @model_validator(mode="after")
-    def _not_too_long(self) -> Job:
-        if self.train.steps > 1000:
-            raise ValueError("more than 1000 steps")
+    def _fits(self) -> Job:
+        if self.train.steps > 1000 and self.data == "none":
+            raise ValueError("more than 1000 steps need data")
         return self
 
 
-def recipe(tmp_path: Path, text: str, name: str = "r.yaml") -> Path:
-    (tmp_path / name).write_text(text, encoding="utf-8")
-    return tmp_path / name
+def parsed(*argv: str) -> Job:
+    shortcuts = {"train.steps": "steps", "train.learning_rate": "learning_rate"}
+    return parse(Job, argv, prog="x.py", doc=DOC, shortcuts=shortcuts)
 
 
-def problems(*args: object, **kwargs: object) -> list[str]:
+def problems(*argv: str) -> list[str]:
     with pytest.raises(UserError) as caught:
-        load_settings(Job, *args, **kwargs)  # type: ignore[arg-type]
+        parsed(*argv)
     return list(caught.value.problems)
 
 
-def test_precedence_defaults_recipes_assignments_flags(tmp_path: Path) -> None:
-    first = recipe(tmp_path, "data: a\ntrain: {steps: 1, learning_rate: 0.1}")
-    second = recipe(tmp_path, "train: {steps: 2}", "s.yaml")
-    job = load_settings(
-        Job, [first, second], ["train.learning_rate=0.2", "layers=[1, 2]"], {"train.steps": 3, "data": None}
+def recipe(folder: Path, text: str, name: str = "r.yaml") -> str:
+    (folder / name).write_text(text, encoding="utf-8")
+    return str(folder / name)
+
+
+def test_values_get_their_types() -> None:
+    words = "place --steps 7 --files a b,c --files 7 --layers 1 2 --weights wiki.en=2 x=0.5 --status --train.size=3"
+    job = parsed(*words.split(), "--train.fancy", "true", "--learning-rate", "1e-3")
+    assert (job.folder, job.files, job.layers) == ("place", ("a", "b,c", "7"), [1, 2])
+    assert (job.weights, job.status) == ({"wiki.en": 2.0, "x": 0.5}, True)
+    assert (job.train.steps, job.train.size, job.train.fancy) == (7, 3, True)
+    assert job.train.learning_rate == 1e-3 and job.data == "none"
+    assert (
+        parsed("p", "--layers", "null").layers is None
+        and parsed("p", "--layers", "[]").layers == []
     )
-    assert (job.data, job.train.steps, job.train.learning_rate, job.layers) == ("a", 3, 0.2, [1, 2])
-    assert job.train.fancy is False
 
 
-def test_a_dot_divides_groups_but_no_names(tmp_path: Path) -> None:
-    """The names of sources and models are often those of files."""
-
-    class Weighted(Job):
-        weights: dict[str, float]
-
-    job = load_settings(Weighted, [recipe(tmp_path, "data: a\nweights: {wiki.en: 2}\ntrain.steps: 3")])
-    assert (job.weights, job.train.steps) == ({"wiki.en": 2}, 3)
+def test_defaults_then_recipes_then_flags(tmp_path: Path) -> None:
+    first = recipe(tmp_path, "data: a\nlayers: [9]\ntrain: {learning_rate: 0.1, size: 1}")
+    second = recipe(tmp_path, "weights: {a: 1}\ntrain: {size: 2}", "s.yaml")
+    job = parsed("p", "--recipe", first, second, "--learning_rate", "0.3", "--weights", "b=2")
+    assert (job.data, job.layers, job.train.size, job.train.learning_rate) == ("a", [9], 2, 0.3)
+    assert job.weights == {"a": 1.0, "b": 2.0}
 
 
-def test_false_can_be_set() -> None:
-    """`type=bool` flags take "False" for true; YAML values do not."""
-    assert load_settings(Job, assignments=["data=a", "train.fancy=false"]).train.fancy is False
+def test_a_later_source_replaces_the_alternatives(tmp_path: Path) -> None:
+    path = recipe(tmp_path, "train: {tokens: 5}")
+    train = parsed("p", "--recipe", path, "--steps", "4").train
+    assert (train.tokens, train.steps) == (2e9, 4), "the default, not the recipe's"
 
 
-def test_all_problems_are_told_at_once_with_their_sources(tmp_path: Path) -> None:
-    path = recipe(tmp_path, "data: a\ntrain: {stpes: 5, learning_rate: high}")
-    found = problems([path], ["no_equals_sign", "train.fancy=[", "train.lr=1"], {"train.steps": 0})
-    text = "\n".join(found)
-    assert len(found) == 6
-    assert f"{path}: train.stpes: no such setting. Did you mean 'train.steps'?" in text
-    assert f"{path}: train.learning_rate = 'high'" in text
-    assert "--steps: train.steps = 0: must be greater than 0." in text
-    assert "--set no_equals_sign: write it as key=value" in text
-    assert "--set train.fancy=[: the value is not valid YAML" in text
-    assert "--set: train.lr: no such setting" in text
+def test_all_mistakes_at_once_with_their_sources(tmp_path: Path) -> None:
+    path = recipe(tmp_path, "datta: a\ntrain: {stpes: 5, learning_rate: high}")
+    found = problems(
+        "p", "--recipe", path, *["--steps", "x", "--train.size", "y", "--layers", "1", "z"]
+    )
+    starts = [
+        "--layers z: ",
+        "--steps x: ",
+        f"{path}: train.learning_rate = high: ",
+        "--train.size y: ",
+        f"{path}: train.stpes: no such setting. Did you mean 'train.steps'?",
+        f"{path}: datta: no such setting. Did you mean 'data'?",
+    ]
+    for start in starts:
+        assert sum(problem.startswith(start) for problem in found) == 1, (start, found)
+    assert len(found) == len(starts)
+    unknown = problems("p", "--foo=1", "--stpes=3")
+    assert unknown == [
+        "--foo: no such flag. --help lists all flags.",
+        "--stpes: no such flag. Did you mean '--steps'?",
+    ]
 
 
-def test_key_in_the_wrong_group_is_named_with_the_right_one() -> None:
-    assert "Did you mean 'train.steps'?" in problems(assignments=["data=a", "steps=3"])[0]
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--lerning_rate", "1"], "'--learning_rate'"),
+        (["--size", "1"], "'--train.size'"),
+        (["--validation_files", "1"], "--help"),
+        (["stray"], "stray"),
+        (["--steps", "2000"], "more than 1000 steps need data"),
+        (["--steps"], "--steps"),
+        (["--train.learning_rate", "nan"], "--learning_rate nan"),
+        (["--layers", "1.5"], "--layers 1.5"),
+        (["--recipe", "none.yaml"], "no such recipe"),
+    ],
+)
+def test_one_mistake_names_the_thing(words: list[str], named: str) -> None:
+    (problem,) = problems("p", *words)
+    assert named in problem
 
 
-def test_missing_setting_tells_how_to_give_it() -> None:
-    assert "--set data=" in problems()[0]
+@pytest.mark.parametrize("text", ["- a\n- b\n", "just text", "a: [1"])
+def test_a_recipe_that_is_no_mapping(tmp_path: Path, text: str) -> None:
+    path = recipe(tmp_path, text)
+    assert problems("p", "--recipe", path)[0].startswith(f"--recipe {path}: ")
 
 
-def test_rule_over_several_settings_is_told() -> None:
-    assert "more than 1000 steps" in problems(assignments=["data=a", "train.steps=2000"])[0]
+def test_a_value_in_place_of_a_group_is_told_beside_a_flag_of_the_group(tmp_path: Path) -> None:
+    wrong = recipe(tmp_path, "train: 5")
+    assert any("train" in line for line in problems("x", "--recipe", wrong, "--steps", "3"))
+    assert parsed("x", "--recipe", recipe(tmp_path, "train:"), "--steps", "3").train.steps == 3
 
 
-def test_not_a_number_is_refused() -> None:
-    assert "learning_rate" in problems(assignments=["data=a", "train.learning_rate=.nan"])[0]
+def test_shipped_recipes_by_name() -> None:
+    class Some(RecipeOptions):
+        model: dict[str, Any] = Field({})
+        objective: dict[str, Any] = Field({})
+
+    def some(*names: str) -> Some:
+        argv = ["--recipe", *names]
+        return parse(Some, argv, prog="x.py", recipes="pretrain/recipes")
+
+    assert some("k1").model["num_facets"] == 1
+    with pytest.raises(UserError, match=r"Did you mean 'lambda0\d?'\?"):
+        some("lamda0")
 
 
-@pytest.mark.parametrize("text", ["- a\n- b\n", "just text"])
-def test_recipe_that_is_no_mapping(tmp_path: Path, text: str) -> None:
-    assert "a recipe is a mapping" in problems([recipe(tmp_path, text)])[0]
+def test_print_config_is_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["p", "--data", "é: #1", "--layers", "3", "--learning_rate", "2e-7"]
+    with pytest.raises(SystemExit) as left:
+        parsed(*words, "--print_config", "--status")
+    text = capsys.readouterr().out
+    assert left.value.code == 0 and "status" not in text and "recipe" not in text
+    assert load_settings(Job, [recipe(tmp_path, text)]) == parsed(*words)
 
 
-def test_recipe_that_is_no_yaml(tmp_path: Path) -> None:
-    assert "not valid YAML" in problems([recipe(tmp_path, "a: [1")])[0]
+def test_help_has_groups_defaults_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        parsed("--help")
+    text = capsys.readouterr().out
+    assert left.value.code == 0 and "local_rank" not in text and "train options" in text
+    for part in (
+        "--steps int, --train.steps int",
+        "(default: 2e-05)",
+        "100 % of it",
+        "python x.py --steps 3",
+    ):
+        assert part in text
 
 
-def test_missing_recipe(tmp_path: Path) -> None:
-    assert "no such file" in problems([tmp_path / "none.yaml"])[0]
+COMMANDS = {
+    "pretrain/run.py": ["--recipe", "base"],
+    "pretrain/export.py": [],
+    "data_prep/run.py": [],
+    "finetune/run.py": [],
+    "finetune/grid.py": [],
+    "finetune/report.py": [],
+    "finetune/predict.py": [],
+    "finetune/analyze.py": [],
+    "finetune/submit.py": [],
+    "multicls/convert.py": [],
+}
 
 
-def test_settings_do_not_change() -> None:
-    with pytest.raises(ValidationError):
-        load_settings(Job, assignments=["data=a"]).data = "b"  # type: ignore[misc]
-
-
-def test_yaml_round_trip(tmp_path: Path) -> None:
-    job = load_settings(Job, assignments=["data='é: #1'", "layers=[3]", "train.learning_rate=2e-5"])
-    assert load_settings(Job, [recipe(tmp_path, to_yaml(job))]) == job
-
-
-def test_known_keys_has_groups_and_their_settings() -> None:
-    assert known_keys(Job) == ["data", "train", "train.steps", "train.learning_rate", "train.fancy", "layers"]
+@pytest.mark.parametrize("file", COMMANDS)
+def test_help_and_settings_errors_import_no_framework(file: str) -> None:
+    """Both answer at once: nothing that takes seconds to import is imported."""
+    for words, code in ((["--help"], 0), ([*COMMANDS[file], "--no_such_flag", "1"], 2)):
+        script = (
+            "import sys, runpy, os\n"
+            f"sys.argv = [{file!r}, *{words!r}]\n"
+            "heavy = {'torch', 'transformers', 'deepspeed', 'datasets', 'pandas', 'distributed'}\n"
+            "end = os._exit\n"
+            "os._exit = lambda code: (print('heavy', heavy & set(sys.modules), flush=True), end(code))\n"
+            f"try: runpy.run_path({file!r}, run_name='__main__')\n"
+            "except SystemExit as left: os._exit(left.code or 0)\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=REPOSITORY,
+        )
+        assert done.stdout.endswith("heavy set()\n") and done.returncode == code, done.stderr
+        assert code == 0 or "--no_such_flag: no such flag" in done.stderr

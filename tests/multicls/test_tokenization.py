@@ -1,57 +1,67 @@
-"""Facets in tokenizers from elsewhere: other names, other models, nothing unused."""
+"""Facets in tokenizers of many kinds: other names, other models, sentencepiece files, nothing unused."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from multicls.corpus import tokenizer_fingerprint
 from multicls.errors import UserError
-from multicls.tokenization import facet_ids, facet_tokens, with_facets
-
-NAMES = {"cls_token": "<s>", "pad_token": "<pad>", "sep_token": "</s>"}
-
-
-def byte_level(unknown: list[str]) -> PreTrainedTokenizerFast:
-    """A tokenizer in the manner of RoBERTa's."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    special = [*NAMES.values(), *unknown, "<mask>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    backend.train_from_iterator(["hello world"] * 9, trainer)
-    backend.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0), add_prefix_space=False)
-    mask = AddedToken("<mask>", lstrip=True)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, mask_token=mask, unk_token=unknown[0] if unknown else None, **NAMES
-    )
+from multicls.tokenization import facet_ids, facet_tokens, load_tokenizer, with_facets
+from tests.encoders import ANGLES, FAMILIES, WORDS, byte_level, wordpiece
 
 
-@pytest.mark.parametrize("unknown", [["<unk>"], []])
-def test_special_tokens_may_have_other_names(unknown: list[str], tmp_path: Path) -> None:
-    theirs = byte_level(unknown)
-    with_facets(theirs, 2).save_pretrained(tmp_path)
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_facets_stand_after_cls_and_text_stays_text(kind: str, tmp_path: Path) -> None:
+    theirs = FAMILIES[kind][1]()
+    types = "token_type_ids" in theirs("a", "a")
+    with_facets(theirs, 2, types).save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    assert facet_ids(tokenizer) == (len(theirs), len(theirs) + 1) and len(tokenizer) == len(theirs) + 2
-    pair = tokenizer("hello <mask> [C1]", "</s> world", split_special_tokens=True)
-    tokens = tokenizer.convert_ids_to_tokens(pair["input_ids"])
-    assert tokens[:4] == ["<s>", "[C1]", "[C2]", "hello"] and tokens[-1] == "</s>"
-    assert tokens.count("</s>") == 2 and tokens.count("[C1]") == 1 and "<mask>" not in tokens
-    assert tokenizer.decode(pair["input_ids"], skip_special_tokens=True) == "hello <mask> [C1]</s> world"
+    cls, sep, mask = (getattr(theirs, f"{name}_token") for name in ("cls", "sep", "mask"))
+    first, second = (
+        str(tokenizer.convert_ids_to_tokens(number)) for number in facet_ids(tokenizer)
+    )
+    assert len(tokenizer) == len(theirs) + 2 * (first == "[C1]")
+    plain, ours = theirs("bal del", "fil"), tokenizer("bal del", "fil")
+    assert ours["input_ids"] == [
+        plain["input_ids"][0],
+        *facet_ids(tokenizer),
+        *plain["input_ids"][1:],
+    ]
+    assert ours.get("token_type_ids") == ([0, 0, *plain["token_type_ids"]] if types else None)
+    literal = tokenizer(f"bal {mask} {first}", f"{sep} fil", split_special_tokens=True)
+    tokens = tokenizer.convert_ids_to_tokens(literal["input_ids"])
+    expected = tokenizer.convert_ids_to_tokens(ours["input_ids"])
+    assert tokens[:3] == [cls, first, second] and tokens[-1] == sep
+    if kind not in ("xlm-roberta", "camembert", "deberta-v2"):  # unigram models find pieces in text
+        assert tokens.count(sep) == expected.count(sep) and mask not in tokens[1:]
+        assert tokens.count(first) == 1
+    special = tokenizer.get_special_tokens_mask(ours["input_ids"], already_has_special_tokens=True)
+    assert special == [token in (cls, first, second, sep) for token in expected]
     assert tokenizer.mask_token_id == theirs.mask_token_id
-    assert tokenizer_fingerprint(tokenizer.backend_tokenizer) == tokenizer_fingerprint(theirs.backend_tokenizer)
+    long = tokenizer("bal " * 50, "del " * 50, truncation=True, max_length=16)
+    assert len(long["input_ids"]) == 16
+    assert tokenizer_fingerprint(tokenizer.backend_tokenizer) == tokenizer_fingerprint(
+        theirs.backend_tokenizer
+    )
 
 
-def test_tokenizer_without_special_tokens_is_refused_by_their_names() -> None:
-    backend = byte_level([]).backend_tokenizer
-    with pytest.raises(UserError, match="has no cls_token, mask_token, which BERT needs"):
-        with_facets(PreTrainedTokenizerFast(tokenizer_object=backend, sep_token="</s>", pad_token="<pad>"), 2)
+def test_bos_and_eos_stand_in_and_missing_roles_are_named() -> None:
+    backend = byte_level(ANGLES, 0, 2).backend_tokenizer
+    names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, mask_token="<mask>", **names)
+    assert with_facets(tokenizer, 1)("bal").tokens()[:2] == ["<s>", "[C1]"]
+    with pytest.raises(UserError, match="has no mask_token, which pretraining needs"):
+        with_facets(PreTrainedTokenizerFast(tokenizer_object=backend, **names), 1)
+    with pytest.raises(UserError, match="has no cls_token, mask_token"):
+        with_facets(
+            PreTrainedTokenizerFast(tokenizer_object=backend, sep_token="</s>", pad_token="<pad>"),
+            1,
+        )
 
 
 def test_facets_are_the_first_unused_entries_by_id_or_all_new() -> None:
@@ -59,3 +69,41 @@ def test_facets_are_the_first_unused_entries_by_id_or_all_new() -> None:
     assert facet_tokens(vocabulary, 2) == ["[unused2]", "[unused10]"]
     assert facet_tokens(vocabulary, 3) == ["[C1]", "[C2]", "[C3]"]
     assert facet_tokens(vocabulary, 0) == []
+    assert facet_tokens({"<unused0>": 5, "[unused_3]": 4}, 2) == ["[unused_3]", "<unused0>"]
+
+
+@pytest.mark.parametrize(
+    ("tokenizer_class", "file"),
+    [("XLMRobertaTokenizer", "sentencepiece.bpe.model"), ("DebertaV2Tokenizer", "spm.model")],
+)
+def test_sentencepiece_models_without_tokenizer_json(
+    tokenizer_class: str, file: str, tmp_path: Path
+) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([" ".join(WORDS)] * 20),
+        model_prefix=str(tmp_path / "trained"),
+        vocab_size=70,
+        minloglevel=2,
+    )
+    (tmp_path / "trained.model").rename(tmp_path / file)
+    config = {"tokenizer_class": tokenizer_class, "model_max_length": 62}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    theirs = load_tokenizer(str(tmp_path))
+    tokenizer = with_facets(theirs, 2, token_types=False)
+    plain, ours = theirs("bal del", "fil")["input_ids"], tokenizer("bal del", "fil")["input_ids"]
+    assert ours == [plain[0], *facet_ids(tokenizer), *plain[1:]] and len(plain) > 5
+    assert theirs.unk_token_id not in plain
+
+
+def test_tokenizers_that_do_not_work_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "EsmTokenizer"}')
+    (tmp_path / "vocab.txt").write_text("<cls>\n<pad>\n<eos>\n<unk>\nA\nC\n<mask>\n")
+    with pytest.raises(UserError, match="is slow, and transformers cannot convert it"):
+        load_tokenizer(str(tmp_path))
+    for path in tmp_path.iterdir():
+        path.unlink()
+    with pytest.raises(UserError, match="its tokenizer (cannot be loaded|has no vocabulary)"):
+        load_tokenizer(str(tmp_path))
+    wordpiece().save_pretrained(tmp_path)
+    assert isinstance(load_tokenizer(str(tmp_path)).backend_tokenizer, Tokenizer)

@@ -6,39 +6,45 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
+from multicls.build import build
 from multicls.embeddings import write_sentence_transformer
 from multicls.files import atomic_folder
-from multicls.from_bert import from_bert
+from tests.encoders import save_encoder
 from tests.multicls import without_project
 
 pytestmark = pytest.mark.slow
-CHECKS = [name.removeprefix("check_") for name in vars(without_project) if name.startswith("check_")]
+CHECKS = [
+    name.removeprefix("check_") for name in vars(without_project) if name.startswith("check_")
+]
 
 
-@pytest.fixture(scope="module")
-def results(tiny_bert: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
+@pytest.fixture(scope="module", params=["bert", "modernbert"])
+def results(request: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
     """The traceback of each check, or None; all run in one process, with -I, in another folder."""
     parent = tmp_path_factory.mktemp("elsewhere")
-    folder = parent / "hf"
-    model, tokenizer = from_bert(str(tiny_bert), num_facets=3, report=lambda _: None)
+    folder, start = parent / "hf", save_encoder(request.param, parent / "start")
+    model, tokenizer = build(str(start), num_facets=3, report=lambda _: None)
     with atomic_folder(folder) as fresh:
         model.save_pretrained(fresh)
         tokenizer.save_pretrained(fresh)
         write_sentence_transformer(fresh)
-    AutoTokenizer.from_pretrained(tiny_bert).save_pretrained(folder / "base")
+    AutoTokenizer.from_pretrained(start).save_pretrained(folder / "base")
     inputs = tokenizer(without_project.TEXTS, padding=True, return_tensors="pt")
     real = inputs["attention_mask"].clone()
     real[:, 1:4] = 0
     with torch.no_grad():
         outputs = model.eval()(**inputs)
-    means = [rows[kept.bool()].mean(dim=0) for rows, kept in zip(outputs.last_hidden_state, real, strict=True)]
+    means = [
+        rows[kept.bool()].mean(dim=0)
+        for rows, kept in zip(outputs.last_hidden_state, real, strict=True)
+    ]
     facets = outputs.facet_embeddings
     expected = {"facets": facets, "facet_sum": facets.sum(dim=1), "mean": torch.stack(means)}
     save_file(expected | {"mlm_logits": outputs.mlm_logits}, folder / "expected.safetensors")
@@ -47,10 +53,20 @@ def results(tiny_bert: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     environment |= {"HF_MODULES_CACHE": str(parent / "modules")}
     command = [sys.executable, "-I", without_project.__file__, str(folder)]
     ran = subprocess.run(
-        command, cwd=parent, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        command,
+        cwd=parent,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    lines = [json.loads(line.removeprefix("RESULT ")) for line in ran.stdout.splitlines() if line.startswith("RESULT ")]
+    lines = [
+        json.loads(line.removeprefix("RESULT "))
+        for line in ran.stdout.splitlines()
+        if line.startswith("RESULT ")
+    ]
     return {line["check"]: line["problem"] for line in lines}
 
 

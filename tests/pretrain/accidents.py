@@ -2,8 +2,8 @@
 
 {"folder": FOLDER, "launches": [{"accident": NAME, "step": STEP, "ranks": N, "on": RANK, "arguments": [...]}, ...]}
 
-An accident is one that `arrange` knows. Instead of it "crash" names one of `arrange_crash`: with "others_stuck" the
-other ranks wait for ever at that step, and with "launcher" they get SIGTERM when a rank has ended.
+An accident is "WHAT" or "WHAT in PLACE", from step STEP on; `arrange` knows them. With "launcher" the other ranks get
+SIGTERM when a rank has ended.
 
 Every rank is a fork of this process, which has imported everything already, in a session of its own. Answers with a
 line, a list of the ranks' exit codes for each launch (-9: killed, null: the rank or a process that it started is still
@@ -16,11 +16,11 @@ With two arguments, OUTPUT and one launch, this process is a rank of that launch
 from __future__ import annotations
 
 import json
+import multiprocessing
 import multiprocessing.util
 import os
 import resource
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -32,8 +32,6 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 
 # All that a run imports, early or late, so that no fork has to.
 import deepspeed  # noqa: F401
-import matplotlib.backends.backend_agg
-import matplotlib.figure  # noqa: F401
 import pandas  # noqa: F401  # pyarrow imports it for NumPy arrays
 import torch
 import torch.utils.tensorboard
@@ -44,12 +42,26 @@ import pretrain.run
 import pretrain.training
 from multicls.errors import run_command
 from multicls.files import append_jsonl
-from tests.processes import IdleClock, sessions
+from tests.processes import IdleClock, free_ports, sessions
 
 DEADLINE = 120.0  # seconds of an idle machine that a launch may take
-GONE = 15.0  # such seconds after a crash in which every process of the run must end
+GONE = 15.0  # such seconds after an accident in which every process of the run must end
 RAISED = {error.__name__: error for error in (RuntimeError, MemoryError, torch.OutOfMemoryError)}
 Checkpoints, Trainer = pretrain.checkpoints.Checkpoints, pretrain.training.Trainer
+BEFORE_THE_LOOP = {
+    "the meeting": (pretrain.job, "prepare_deepspeed"),
+    "the set-up": (pretrain.job, "build_engine"),
+    "a rename": (Path, "rename"),  # of a folder: an export
+    "the end": (pretrain.training, "write_json"),
+}
+IN_THE_LOOP = {
+    "a step": (pretrain.training, "loss_terms"),  # after the first forward pass
+    "an evaluation": (Trainer, "evaluate"),
+    "a save": (Checkpoints, "save"),
+    "a file": (torch, "save"),
+    "the marker": (pretrain.checkpoints, "atomic_write"),
+    "an export": (pretrain.training, "write_model"),
+}
 
 
 def before(owner: Any, name: str, action: Callable[..., None]) -> None:
@@ -63,114 +75,85 @@ def before(owner: Any, name: str, action: Callable[..., None]) -> None:
     setattr(owner, name, replacement)
 
 
-def die(*args: Any, **kwargs: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+def happen(what: str) -> None:
+    """Lets an accident happen to this rank."""
+    number = what.removeprefix("all get ")
+    if what in RAISED:
+        raise RAISED[what]("injected")
+    if what == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "loader killed":
+        for process in multiprocessing.active_children():
+            process.kill()
+    elif what == "stdout closed":  # as by `| head`
+        reader, writer = os.pipe()
+        os.dup2(writer, sys.stdout.fileno())
+        os.close(reader)
+        os.close(writer)
+    elif what == "full disk":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    else:  # twice: a launcher passes on what its ranks may have received already
+        pids = [os.getpid()]
+        if number != what:  # all that this rank has started, as from a terminal or SLURM
+            pids = [pid for pid, session in sessions().items() if session == os.getpid()]
+        for pid in pids * 2:
+            os.kill(pid, signal.Signals[number])
 
 
-def close_stdout(*args: Any, **kwargs: Any) -> None:
-    """Leaves stdout without a reader, as `| head` does."""
-    reader, writer = os.pipe()
-    os.dup2(writer, sys.stdout.fileno())
-    os.close(reader)
-    os.close(writer)
-
-
-def arrange_crash(accident: str, step: int, crashed: Path) -> None:
-    """Prepares `WHAT in PLACE` for the first time that the run is at that place after step `step` has begun."""
+def arrange(accident: str, step: int, output: Path) -> None:
+    """Prepares the accident: at the beginning of `step`, or where the run is next in its place."""
     what, _, place = accident.partition(" in ")
 
-    def raise_it(*args: Any, **kwargs: Any) -> None:
-        raise RAISED[what]("injected")
-
-    action = {"killed": die, "stdout closed": close_stdout}.get(what, raise_it)
-
     def now(*args: Any, **kwargs: Any) -> None:
-        crashed.touch()
-        action()
+        output.with_suffix(".crashed").touch()
+        happen(what)
 
-    places = {
-        "meeting": (pretrain.job, "prepare_deepspeed"),
-        "set-up": (pretrain.job, "build_engine"),
-        "evaluate": (Trainer, "evaluate"),
-        "save": (Checkpoints, "save"),
-        "export": (pretrain.job, "export"),
-    }
-    if place in ("meeting", "set-up"):
-        before(*places[place], now)
-    elif place == "train_step":
-        before(Trainer, place, lambda trainer, batches, number, *_, **__: now() if number == step else None)
-    else:
-        before(Trainer, "train_step", lambda trainer, batches, number, *_, **__: before(*places[place], now))
+    def at_step(trainer: Any, batches: Any, number: int, *args: Any, **kwargs: Any) -> None:
+        if number == step and place:
+            before(*IN_THE_LOOP[place], now)
+        elif number == step:
+            now()
 
-
-def get_stuck(step: int) -> None:
-    """Prepares to wait at `step` for ever, as in a collective of NCCL, which neither fails nor returns."""
-    before(
-        Trainer, "train_step", lambda trainer, batches, number, *_, **__: time.sleep(1000) if number == step else None
-    )
+    if what == "note the engine's weights":  # as they are when the last checkpoint is saved
+        before(Checkpoints, "save", lambda checkpoints, engine, *_: _note_weights(engine))
+    elif what.startswith("killed after"):  # some seconds of this rank's processor time
+        what = "killed"
+        signal.signal(signal.SIGPROF, now)
+        signal.setitimer(signal.ITIMER_PROF, float(accident.split()[2]))
+    elif place in BEFORE_THE_LOOP:
+        before(*BEFORE_THE_LOOP[place], now)
+    elif what:
+        before(Trainer, "train_step", at_step)
 
 
-def arrange(accident: str, step: int) -> None:
-    """Prepares what is to happen at `step` (done before it, for a step; done with it, for the rest)."""
+def _note_weights(engine: Any) -> None:
+    """Writes the engine's weights in fp32: master weights where there are some. Rank 0 writes, all take part."""
+    from deepspeed.runtime.zero import GatheredParameters
+    from deepspeed.utils import safe_get_full_fp32_param
 
-    def at_step(action: Callable[[], None]) -> None:
-        def now(trainer: Any, batches: Any, number: int, *args: Any, **kwargs: Any) -> None:
-            if number == step:
-                action()
-
-        before(Trainer, "train_step", now)
-
-    def at_save(action: Callable[[], None]) -> None:
-        def now(checkpoints: Any, engine: Any, done: int, state: Any) -> None:
-            if done == step:
-                action()
-
-        before(Checkpoints, "save", now)
-
-    if accident.startswith("SIG"):
-        at_step(lambda: os.kill(os.getpid(), signal.Signals[accident]))
-    elif accident == "killed in a step":  # in its first forward pass
-        at_step(lambda: before(pretrain.training, "loss_terms", die))
-    elif accident == "killed in an evaluation":
-        at_step(lambda: before(Trainer, "evaluate", lambda trainer: before(pretrain.training, "loss_terms", die)))
-    elif accident == "killed in a save":  # with a file half written
-        at_save(lambda: before(torch, "save", _die_half_written))
-    elif accident == "killed before the marker":
-        at_save(lambda: before(pretrain.checkpoints, "atomic_write", die))
-    elif accident == "killed in an export":
-        before(Path, "rename", die)
-    elif accident == "killed after the export":
-        before(pretrain.job, "write_json", lambda path, value: die() if path.name == "DONE" else None)
-    elif accident == "full disk":  # while the checkpoint of this step is written
-        at_save(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY)))
-        at_step(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)))
-    else:
-        assert accident == "none", accident
-
-
-def _die_half_written(state: Any, file: Any) -> None:
-    file.write(b"half")
-    file.flush()
-    die()
-
-
-def _note_examples(output: Path, batches: list[Any], step: int) -> None:
-    examples = {str(batch.number): batch.example_ids.tolist() for batch in batches}
-    record = {"launch": output.stem, "step": step, "examples": examples}
-    append_jsonl(output.with_name("examples.jsonl"), record)
+    weights = {}
+    for name, parameter in engine.module.named_parameters():
+        full = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
+        with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            weights[name] = (parameter if full is None else full).detach().float().clone()
+    if torch.distributed.get_rank() == 0:
+        torch.save(weights, Path(os.environ["NOTES"]) / "engine_weights.pt")
 
 
 def be_rank(launch: dict[str, Any], rank: int, output: Path) -> None:
     """Runs one rank of a launch and leaves the process."""
-    before(Trainer, "train_step", lambda trainer, batches, step, *_, **__: _note_examples(output, batches, step))
-    accident, step = launch.get("accident", "none"), launch.get("step", 0)
-    if rank != launch.get("on", 0):
-        if launch.get("others_stuck"):
-            get_stuck(step)
-    elif "crash" in launch:
-        arrange_crash(launch["crash"], step, output.with_suffix(".crashed"))
-    else:
-        arrange(accident, step)
+
+    def note_examples(trainer: Any, batches: list[Any], step: int, *_: Any, **__: Any) -> None:
+        examples = {str(batch.number): batch.example_ids.tolist() for batch in batches}
+        record = {"launch": output.stem, "step": step, "examples": examples}
+        append_jsonl(output.with_name("examples.jsonl"), record)
+
+    before(Trainer, "train_step", note_examples)
+    del sys.modules["__main__"].__file__  # or loader processes would import this file again
+    os.environ["NOTES"] = str(output.parent)
+    accident = launch.get("accident", "")
+    if accident.startswith("note") or rank == launch.get("on", 0):  # all ranks note
+        arrange(accident, launch.get("step", 0), output)
     run_command(pretrain.run.main, launch["arguments"])
 
 
@@ -183,47 +166,46 @@ def start(launch: dict[str, Any], rank: int, port: int, output: Path) -> int:
     with open(output, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": launch.get("ranks", 1), "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in variables.items()}, MASTER_ADDR="127.0.0.1")
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {"WORLD_SIZE": str(launch.get("ranks", 1)), "MASTER_PORT": str(port)}
+    code = 1
     try:
         be_rank(launch, rank, output)
     except SystemExit as leaving:
-        multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # as the interpreter does at its end
-        os._exit(int(leaving.code or 0))
+        code = int(leaving.code or 0)
     except BaseException as error:
         print(f"{type(error).__name__}: {error}", flush=True)
-        multiprocessing.util._exit_function()  # type: ignore[attr-defined]
-    os._exit(1)
+    multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # as the interpreter does at its end
+    os._exit(code)
 
 
 def wait(ranks: list[int], crashed: Path, terminate: bool) -> list[int | None]:
-    """Exit codes of the ranks; None for one that is not gone in time with all processes of its session, and kills it.
+    """Returns the ranks' exit codes; None for one that is not gone in time with all processes of its session.
 
     Args:
-        ranks: their process ids.
-        crashed: what an injected crash has written at its time.
-        terminate: when a rank has ended, send SIGTERM to the others, as launchers do.
+        ranks: Their process ids. What is left of them in the end is killed.
+        crashed: A file that an injected crash writes.
+        terminate: Send SIGTERM to the others when a rank has ended, as launchers do.
     """
     codes: dict[int, int] = {}
-    launched, since_crash = IdleClock(), IdleClock()
+    launched, since_crash, since_end = IdleClock(), IdleClock(), IdleClock()
     while True:
         for rank in set(ranks) - codes.keys():
             found, state = os.waitpid(rank, os.WNOHANG)
             if found:
                 codes[rank] = os.waitstatus_to_exitcode(state)
-        if terminate and codes:
-            time.sleep(2)  # the others have begun to wait
-            for rank in set(ranks) - codes.keys():
-                os.kill(rank, signal.SIGTERM)
-            terminate = False
+        left = set(ranks) - codes.keys()
         launched.tick()
         since_crash.tick(crashed.exists())
+        since_end.tick(bool(codes))
+        if terminate and since_end.seconds > 2:  # the others have begun to wait
+            terminate = False
+            for rank in left:
+                os.kill(rank, signal.SIGTERM)
         late = launched.seconds > DEADLINE or since_crash.seconds > GONE
-        left = set(ranks) - codes.keys()
-        if late or not left:
-            processes = {number: session for number, session in sessions().items() if session in ranks}
-            if late or not processes:
-                break
+        processes = {number: one for number, one in sessions().items() if one in ranks}
+        if late or not (left or processes):
+            break
         time.sleep(0.02)
     for number in processes:
         os.kill(number, signal.SIGKILL)
@@ -237,8 +219,7 @@ def main() -> None:
     for line in sys.stdin:
         request, codes = json.loads(line), []
         for number, launch in enumerate(request["launches"]):
-            with socket.create_server(("127.0.0.1", 0)) as probe:
-                port = probe.getsockname()[1]
+            (port,) = free_ports(1)
             output = Path(request["folder"]) / f"launch_{number}.txt"
             ranks = [start(launch, rank, port, output) for rank in range(launch.get("ranks", 1))]
             codes.append(wait(ranks, output.with_suffix(".crashed"), launch.get("launcher", False)))

@@ -10,10 +10,8 @@ import pytest
 
 from tests.pretrain.conftest import Fork, records, said
 
-LEARNT = [
-    ("mcqt", 0.9),
-    *(pytest.param(name, share, marks=pytest.mark.slow) for name, share in (("mlm", 0.9), ("tfidf", 0.5), ("so", 0.8))),
-]
+pytestmark = [pytest.mark.launcher, pytest.mark.slow]
+LEARNT = [("mcqt", 0.9), ("mlm", 0.9), ("tfidf", 0.5), ("so", 0.8)]
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +21,9 @@ def orderly_corpus(tiny_bert: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
     folder = tmp_path_factory.mktemp("orderly")
     vocabulary = json.loads((tiny_bert / "tokenizer.json").read_text())["model"]["vocab"]
-    opening, closing, *words = sorted(word for word in vocabulary if word.isalpha() and len(word) == 3)
+    opening, closing, *words = sorted(
+        word for word in vocabulary if word.isalpha() and len(word) == 3
+    )
     topics = [words[start : start + 10] for start in range(0, 200, 10)]
     generator = random.Random(0)
     documents = []
@@ -38,24 +38,16 @@ def orderly_corpus(tiny_bert: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return folder / "shards"
 
 
-@pytest.mark.launcher
 @pytest.mark.parametrize(("objective", "fraction"), LEARNT)
-def test_every_loss_falls(fork: Fork, orderly_corpus: Path, tmp_path: Path, objective: str, fraction: float) -> None:
-    flags = [
-        "--corpus",
-        str(orderly_corpus),
-        "--steps",
-        "150",
-        "--set",
-        "train.negatives_group=8",
-        "--set",
-        "train.micro_batch_size=auto",
-    ]
+def test_every_loss_falls(
+    fork: Fork, orderly_corpus: Path, tmp_path: Path, objective: str, fraction: float
+) -> None:
+    flags = ["--corpus", str(orderly_corpus), "--steps", "150", "--train.negatives_group", "8"]
     flags += ["--global_batch_size", "16", "--micro_batch_size", "auto"]
     for other in {"mlm", "tfidf", "so", "mcqt"} - {objective}:
-        flags += ["--set", f"objective.{other}=0"]
+        flags += [f"--objective.{other}", "0"]
     for name in ("log_every", "eval_every", "save_every"):
-        flags += ["--set", f"run.{name}=150"]
+        flags += [f"--run.{name}", "150"]
     assert fork(tmp_path / "run", flags=tuple(flags)) == [[0]], said(tmp_path / "run")
     first, last = records(tmp_path / "run", "validation")
     assert last[f"loss/{objective}"] < fraction * first[f"loss/{objective}"], said(tmp_path / "run")

@@ -1,11 +1,37 @@
-"""Builds micro-batches as the loader does, from tensors."""
+"""A tiny pretraining model, and micro-batches as the loader builds them, from tensors."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from transformers import BertConfig
 
+from multicls import MultiClsConfig, MultiClsForPreTraining
 from pretrain.batches import MicroBatch
+from tests.encoders import encoder_config
+
+
+def tiny_model(
+    facets: int = 2, hard_negatives: bool = True, *, encoder: str = "", **sizes: Any
+) -> MultiClsForPreTraining:
+    """Returns a model of random weights, the same for the same arguments.
+
+    Args:
+        encoder: A family of tests/encoders.py; "": a BERT of the `sizes`.
+    """
+    shape: dict[str, Any] = {
+        "vocab_size": 60,
+        "hidden_size": 16,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+    }
+    shape |= {"intermediate_size": 32, "max_position_embeddings": 16} | sizes
+    inner = encoder_config(encoder) if encoder else BertConfig(**shape)
+    config = MultiClsConfig(encoder=inner, num_facets=facets, hard_negatives=hard_negatives)
+    torch.manual_seed(1)
+    return MultiClsForPreTraining(config)
 
 
 def micro_batch_of(
@@ -17,14 +43,32 @@ def micro_batch_of(
     lengths = inputs["attention_mask"].sum(dim=1)
     masked = (inputs["labels"].flatten() != -100).nonzero().squeeze(1)
     counts = {
-        "mlm": float(len(masked)),
-        "tfidf": float(lengths.sum() - facets * sequences),
-        "so": float((inputs["so_labels"] != -100).sum()),
-        "examples": float(sequences // parts),
-        "sequences": float(sequences),
-        "tokens": float(lengths.sum()),
-        "squared_lengths": float(lengths.square().sum()),
+        "mlm": len(masked),
+        "tfidf": int(lengths.sum()) - facets * sequences,
+        "so": int((inputs["so_labels"] != -100).sum()),
+        "examples": sequences // parts,
+        "sequences": sequences,
+        "tokens": int(lengths.sum()),
     }
     if example_ids is None:
         example_ids = torch.zeros(sequences // parts, 2, dtype=torch.long)
     return MicroBatch(number, example_ids.numpy(), inputs | {"masked_positions": masked}, counts)
+
+
+def random_inputs(seed: int, rows: int, facets: int, length: int = 16) -> dict[str, Tensor]:
+    """Returns random ids and targets of padded sequences, some of them parts of a single segment."""
+    random = torch.Generator().manual_seed(seed)
+    ids = torch.randint(5, 50, (rows, length), generator=random)
+    lengths = torch.randint(length // 2, length + 1, (rows, 1), generator=random)
+    real = torch.arange(length) < lengths
+    masked = torch.rand(rows, length, generator=random) < 0.3
+    masked &= (torch.arange(length) > facets) & real
+    text = torch.cat([real[:, :1], real[:, 1 + facets :]], dim=1)
+    orders = torch.randint(0, 2, (rows,), generator=random)
+    return {
+        "input_ids": ids * real,
+        "attention_mask": real.long(),
+        "labels": torch.where(masked, ids, -100),
+        "tfidf_labels": 10 * torch.rand(rows, length - facets, generator=random) * text,
+        "so_labels": torch.where(torch.rand(rows, generator=random) < 0.3, -100, orders),
+    }

@@ -12,12 +12,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.data_prep.conftest import tiny_tokenizer  # noqa: F401  (a fixture)
 from tests.finetune.conftest import glue  # noqa: F401  (a fixture)
-from tests.pretrain.conftest import tiny_corpus  # noqa: F401  (a fixture)
+from tests.pretrain.conftest import tiny_corpus, tiny_run  # noqa: F401  (fixtures)
 from tests.processes import free_ports, until
 
 REPOSITORY = Path(__file__).parents[2]
@@ -48,19 +49,12 @@ SchedulerParameters=sched_interval=2,bf_interval=2
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8 RealMemory=16000 Gres=gpu:2
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8 RealMemory=16000 Gres=gpu:2
 GresTypes=gpu
-PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
 PartitionName=all Nodes=n1,n2 Default=YES
-PartitionName=urgent Nodes=n1,n2 PriorityTier=10
 """
 
 
 class Cluster:
-    """The running SLURM.
-
-    Args:
-        folder: its configuration, state and logs.
-    """
+    """The running SLURM; `folder` has its configuration, state and logs."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -73,16 +67,10 @@ class Cluster:
 
     def run(self, *command: str, cwd: Path | None = None) -> str:
         """Runs a command of SLURM; returns what it prints."""
-        done = subprocess.run(
-            command,
-            cwd=cwd or self.folder,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        options: dict[str, Any] = {"cwd": cwd or self.folder, "env": self.environment, "text": True}
+        done = subprocess.run(command, capture_output=True, check=False, **options)
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
-        return done.stdout.strip()
+        return str(done.stdout).strip()
 
     def submit(self, script: str, *arguments: str, cwd: Path, options: tuple[str, ...] = ()) -> str:
         """Submits a script of slurm/ from `cwd`, which looks like the repository; returns the job's id."""
@@ -121,14 +109,16 @@ class Cluster:
     def fail_node(self, name: str) -> None:
         """Ends everything on a node at once, as when the machine fails."""
         here = processes(name)
-        for number in sorted(here, key=lambda number: not here[number].startswith("slurm")):  # before they can tell
+        for number in sorted(here, key=lambda number: not here[number].startswith("slurm")):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(number, signal.SIGKILL)
         self.daemons[name].wait()
 
     def stop(self) -> None:
         """Ends jobs and daemons."""
-        subprocess.run(["scancel", "--signal=KILL", "--full", "--user=root"], env=self.environment, check=False)
+        cancel = ["scancel", "--signal=KILL", "--full", "--user=root"]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(cancel, env=self.environment, check=False, timeout=30)
         for daemon in reversed(self.daemons.values()):
             daemon.terminate()
             try:
@@ -139,12 +129,13 @@ class Cluster:
 
 
 def processes(node: str = "") -> dict[int, str]:
-    """Command lines of all processes of jobs and nodes, or of those on one node, by their process ids."""
-    found = {}
+    """Returns the command lines of all processes of jobs and nodes, or of those on one node, by process id."""
+    found, name = {}, f"\0SLURMD_NODENAME={node}".encode()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # one that has ended
-            if f"\0SLURMD_NODENAME={node}".encode() in b"\0" + (process / "environ").read_bytes():
-                found[int(process.name)] = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            if name in b"\0" + (process / "environ").read_bytes():
+                words = (process / "cmdline").read_bytes().split(b"\0")
+                found[int(process.name)] = b" ".join(words).decode()
     return found
 
 
@@ -153,19 +144,21 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two nodes, idle."""
     missing = [name for name in PROGRAMS if not shutil.which(name)]
     if missing or os.geteuid():
-        pytest.skip(f"needs SLURM ({', '.join(missing)} not installed)" if missing else "needs root, to start slurmd")
+        pytest.skip(f"needs SLURM and root; not installed: {', '.join(missing) or 'nothing'}")
     folder = tmp_path_factory.mktemp("slurm")
     for name in ("state", "n1", "n2"):
         (folder / name).mkdir()
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o400)
-    devices = "".join(f"Name=gpu File=/dev/{name}\n" for name in ("null", "zero"))  # that stand for GPUs
-    (folder / "gres.conf").write_text(devices)
-    (folder / "slurm.conf").write_text(SLURM_CONF.format(folder=folder, host=socket.gethostname(), ports=free_ports(3)))
+    # devices that stand for GPUs
+    (folder / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
+    conf = SLURM_CONF.format(folder=folder, host=socket.gethostname(), ports=free_ports(3))
+    (folder / "slurm.conf").write_text(conf)
     cluster = Cluster(folder)
-    files = {"socket": "munge.sock", "key-file": "munge.key", "pid-file": "munge.pid", "seed-file": "munge.seed"}
+    names = {"socket": "sock", "key-file": "key", "pid-file": "pid", "seed-file": "seed"}
+    munge = [f"--{option}={folder / 'munge'}.{suffix}" for option, suffix in names.items()]
     try:
-        cluster.start("munged", "munged", "--foreground", "--force", *(f"--{k}={folder / v}" for k, v in files.items()))
+        cluster.start("munged", "munged", "--foreground", "--force", *munge)
         until((folder / "munge.sock").exists, (folder / "munged.out").read_text)
         cluster.start("slurmctld", "slurmctld", "-D", "-f", str(folder / "slurm.conf"))
         for name in ("n1", "n2"):

@@ -1,0 +1,79 @@
+"""Ensembles of finished runs from their saved predictions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy.special import expit, log_softmax, logit, logsumexp
+
+from finetune.metrics import score_predictions
+from finetune.results import load_predictions
+from finetune.tasks import Task, task_of
+from multicls.errors import UserError
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Predictions = Mapping[str, Mapping[str, Array]]  # by split and name
+
+
+def record_task(row: Any) -> Task:
+    """Returns the task of a row of `load_results`, with the run's own order of metrics."""
+    return dataclasses.replace(task_of(row["description"]), metrics=tuple(row["metrics"]))
+
+
+def ensembles(runs: pd.DataFrame, size: int) -> pd.DataFrame:
+    """Returns the rows of ensembles of `size` runs that differ in `seed` only; the rest of the runs is not used.
+
+    Args:
+        runs: runs of one system and task, from `load_results`.
+        size: members of an ensemble.
+    """
+    rows = []
+    for _, group in runs.sort_values("seed").groupby(["pretraining", "subset"], sort=False):
+        for start in range(0, len(group) - size + 1, size):
+            members = group.iloc[start : start + size]
+            first = members.iloc[0]
+            averaged = average([load_predictions(Path(p), first["task"]) for p in members["path"]])
+            task, metric = record_task(first), first["metric"]
+            labelled = [s for s in ("dev", "validation", *first["tests"]) if s in averaged]
+            scores = {split: score_predictions(task, averaged[split]) for split in labelled}
+            row = first.to_dict() | {
+                "system": f"{first['system']} x{size}",
+                "path": "",
+                "score": scores["dev"][metric],
+                "scores": scores["dev"],
+                "selection_score": scores.get("validation", scores["dev"])[metric],
+                "tests": {split: scores[split] for split in first["tests"] if split in scores},
+                "seconds": members["seconds"].sum(),
+            }
+            rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def average(members: Sequence[Predictions]) -> dict[str, dict[str, Array]]:
+    """Returns averaged predictions of the splits that all members share.
+
+    Scores are averaged, probabilities too; the latter are returned as their logarithms.
+
+    Raises:
+        UserError: The members were evaluated on different rows.
+    """
+    averaged = {}
+    for split, first in members[0].items():
+        if not all(split in member for member in members):
+            continue
+        if not all(np.array_equal(first["ids"], member[split]["ids"]) for member in members):
+            raise UserError("the members of an ensemble were evaluated on different examples.")
+        stacked = np.stack([member[split]["logits"] for member in members]).astype(np.float64)
+        if first["labels"].ndim > 1:
+            mean = logit(expit(stacked).mean(axis=0))
+        elif stacked.shape[-1] == 1:
+            mean = stacked.mean(axis=0)
+        else:
+            mean = logsumexp(log_softmax(stacked, axis=-1), axis=0) - np.log(len(stacked))
+        averaged[split] = dict(first) | {"logits": np.asarray(mean)}
+    return averaged

@@ -1,0 +1,157 @@
+"""Estimates and tests over replicates, by scipy.
+
+A replicate is a pretrained checkpoint with its own training subsets and seeds. With one checkpoint it is a training
+subset; with one subset, too, it is a seed, which says nothing about other rows. What is inside a replicate is averaged
+first: runs that share a checkpoint or a subset are no independent evidence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from finetune.metrics import predictions_of, score_predictions
+from finetune.tasks import Task
+
+Array = np.ndarray[Any, np.dtype[Any]]
+RESAMPLES = 1000  # of the bootstrap over examples
+UNITS = {"pretraining": "pretrained checkpoint", "subset": "training subset", "seed": "seed"}
+BENCHMARKS = {  # the averages of Multi-CLS BERT, section 3.1
+    "GLUE, paper's 8": {"cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte"},
+    "SuperGLUE, paper's 7": {"boolq", "cb", "copa", "multirc", "rte_superglue", "wic", "wsc"},
+}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The mean of a system's replicates, with its standard error and 95 % interval.
+
+    Both are nan with one replicate. Equal replicates have no interval: they say nothing about the spread.
+    """
+
+    mean: float
+    error: float
+    low: float
+    high: float
+    units: pd.Series  # mean of each replicate
+    kind: str  # key of `UNITS`
+    shared_subset: bool  # all replicates have the same training subset
+
+
+def summarise(runs: pd.DataFrame, column: str = "score") -> Estimate:
+    """Returns the estimate of one system from its runs (columns pretraining, subset, seed, weights_sha256, ...)."""
+    varying = [name for name in UNITS if runs[name].nunique() > 1]
+    unit = kind = varying[0] if varying else "seed"
+    if unit == "pretraining" and runs["weights_sha256"].nunique() == 1:
+        kind = "subset"  # one checkpoint, numbered so that it pairs with several
+    units = runs.groupby(unit)[column].mean()
+    mean, error = float(units.mean()), float(units.sem())
+    half = error * float(stats.t.ppf(0.975, len(units) - 1)) if error > 1e-12 else math.nan
+    shared = runs["subset"].nunique() == 1
+    return Estimate(mean, error, mean - half, mean + half, units, kind, shared)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The difference of two systems, A - B; low, high, p and effect are nan if there are too few replicates."""
+
+    difference: float
+    low: float  # 95 % interval
+    high: float
+    p: float  # t-test over replicates
+    paired: bool
+    effect: float  # the difference in standard deviations of a replicate's difference
+
+    @property
+    def needed(self) -> float:
+        """Replicates of each system that would show this difference at 5 % with 80 % power; inf if over 200."""
+        for number in range(2, 201):
+            limit, shift = stats.t.ppf(0.975, number - 1), self.effect * math.sqrt(number)
+            if stats.nct.sf(limit, number - 1, shift) >= 0.8:
+                return float(number)
+        return math.nan if math.isnan(self.effect) else math.inf
+
+
+def compare(a: Estimate, b: Estimate) -> Comparison:
+    """Compares two systems: paired where both have the same replicates with their own subsets, else by Welch's test."""
+    shared = a.units.index.intersection(b.units.index)
+    subsets_vary = not (a.shared_subset or b.shared_subset)
+    paired = "seed" not in (a.kind, b.kind) and subsets_vary and len(shared) > 1
+    first, second = (a.units[shared], b.units[shared]) if paired else (a.units, b.units)
+    difference = float(first.mean() - second.mean())
+    spread = (first - second).std() if paired else math.hypot(first.std(), second.std())
+    if not spread > 1e-12:  # one replicate, or constants: a t-test has no answer
+        return Comparison(difference, math.nan, math.nan, math.nan, paired, math.nan)
+    t_test = stats.ttest_rel if paired else partial(stats.ttest_ind, equal_var=False)
+    test = t_test(first, second)
+    low, high = test.confidence_interval()
+    effect = abs(difference) / float(spread)
+    return Comparison(difference, float(low), float(high), float(test.pvalue), paired, effect)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Returns Holm's corrected p-values; nan stays nan and does not count."""
+    p = pd.Series(p_values, dtype=float).dropna().sort_values()
+    corrected = (p * np.arange(len(p), 0, -1)).cummax().clip(upper=1.0)
+    return list(corrected.reindex(range(len(p_values))))
+
+
+def example_interval(task: Task, predictions: Mapping[str, Array]) -> tuple[float, float]:
+    """Returns the 95 % interval of one run's main score over the choice of the examples of a split.
+
+    Accuracy of independent examples has Wilson's interval. Other scores have the percentiles of a bootstrap of
+    passages (or questions); (nan, nan) with fewer than two of them.
+    """
+    names = zip(
+        *(predictions[name].tolist() for name in ("passages", "groups", "ids")), strict=True
+    )
+    units = [passage or group or name for passage, group, name in names]
+    members = list(pd.DataFrame({"unit": units}).groupby("unit").indices.values())
+    if task.metrics[0] == "acc" and len(members) == len(units):
+        right = predictions_of(task, predictions["logits"]) == predictions["labels"]
+        interval = stats.binomtest(int(right.sum()), len(right)).proportion_ci(method="wilson")
+        return float(interval.low), float(interval.high)
+    if len(members) < 2:
+        return math.nan, math.nan
+
+    def score(drawn: Array) -> float:
+        rows = np.concatenate([members[unit] for unit in drawn])
+        sample = {name: array[rows] for name, array in predictions.items()}
+        return next(iter(score_predictions(task, sample).values()))
+
+    sizes: dict[str, Any] = {"n_resamples": RESAMPLES, "vectorized": False, "rng": 0}
+    result = stats.bootstrap((np.arange(len(members)),), score, method="percentile", **sizes)
+    return float(result.confidence_interval.low), float(result.confidence_interval.high)
+
+
+def choose_candidates(runs: pd.DataFrame) -> pd.DataFrame:
+    """Returns the runs of the candidate that each system, task and size chooses from a search.
+
+    It is the one with the best mean score on the rows that pick the checkpoint, among those with the most runs. Column
+    `candidate` has the values of the settings that are searched.
+    """
+    texts = [
+        ", ".join(f"{name.rpartition('.')[2]} {value}" for name, value in search.items())
+        for search in runs["search"]
+    ]
+    runs, chosen = runs.assign(candidate=texts), []
+    for _, group in runs.groupby(["task", "train_size", "system"], sort=False):
+        candidates = group.groupby("candidate")["selection_score"].agg(["count", "mean"])
+        best = candidates.sort_values(["count", "mean"]).index[-1]
+        chosen.append(group[group["candidate"] == best])
+    return pd.concat(chosen, ignore_index=True)
+
+
+def benchmark_average(runs: pd.DataFrame, benchmark: str) -> float:
+    """Returns the average over a benchmark's tasks of one system at one size; nan if a task is missing."""
+    by_task = {task: group for task, group in runs.groupby("task") if task in BENCHMARKS[benchmark]}
+    if len(by_task) < len(BENCHMARKS[benchmark]):
+        return math.nan
+    return float(np.mean([summarise(group).mean for group in by_task.values()]))

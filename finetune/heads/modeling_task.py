@@ -1,0 +1,275 @@
+"""An encoder, a head that makes one embedding of it, and a classifier for each task. Saved models hold this file.
+
+Imports only torch and transformers. Shape legend: B sequences, L tokens, D hidden size, E size of the embedding, C
+outputs (or choices), S marked spans.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel, __version__
+from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
+
+if int(__version__.split(".")[0]) < 5:
+    raise ImportError(
+        f"this model needs transformers 5, this is transformers {__version__}: pip install 'transformers>=5.17,<6'"
+    )
+
+ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
+IGNORE_INDEX = -100  # label of a row that does not count
+MULTICLS = "multicls"  # model type of Multi-CLS checkpoints
+FILES = {  # files of heads that are not named like their head
+    **dict.fromkeys(("cls", "mean", "multicls", "multicls_sum"), "pooling"),
+    "batchnorm": "isobn",
+}
+# Fields of an encoder's file, not of itself.
+NOT_OF_THE_ENCODER = ("auto_map", "architectures", "dtype", "transformers_version")
+EXTRA = ["pooled", "features", "layer_weights"]  # outputs besides those of BERT
+
+
+class TaskModelConfig(PretrainedConfig):
+    """The parts of a `TaskModel`; other fields are those of `PretrainedConfig`."""
+
+    model_type = "encoder-with-head"
+    # With these left out, a Trainer's `compute_metrics` gets the logits alone.
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["hidden_states", *EXTRA]
+
+    encoder: Any = None  # its configuration, as an object or as a dictionary with `model_type`
+    head: str = "cls"  # name in the `HEADS` of a file of this folder
+    head_options: dict[str, Any] | None = None  # that head's settings
+    pooling: str = "cls"  # the head that `isobn`, `batchnorm`, `cln` and `probe` are built on: cls, multicls or mean
+    tasks: list[dict[str, Any]] | None = None  # made by `finetune.tasks.Task.describe`
+    dropout: float | None = None  # before the classifier; None: the encoder's own
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        encoder = self.encoder or {}
+        fields = encoder if isinstance(encoder, dict) else encoder.to_dict()
+        self.encoder = {name: fields[name] for name in fields if name not in NOT_OF_THE_ENCODER}
+        self.head_options, self.tasks = self.head_options or {}, self.tasks or []
+        for first in self.tasks[:1]:
+            self.problem_type = self.problem_type or problem_type_of(first)
+            if self.id2label is None:
+                self.id2label = dict(enumerate(map(str, first["labels"] or ["score"])))
+                self.label2id = {label: index for index, label in self.id2label.items()}
+        super().__post_init__(**kwargs)
+
+
+def problem_type_of(task: dict[str, Any]) -> ProblemType:
+    """Returns the `problem_type` of a task; by it a pipeline chooses softmax, sigmoid or nothing."""
+    if task.get("is_regression"):
+        return "regression"
+    several = task.get("multi_label")
+    return "multi_label_classification" if several else "single_label_classification"
+
+
+@dataclass
+class TaskModelOutput(SequenceClassifierOutput):
+    """The output of a `TaskModel`: BERT's classifier output with more fields."""
+
+    pooled: Tensor | None = None  # the embedding before dropout, (B, E)
+    features: Tensor | None = None  # with the means over the spans after it, (B, E + S * D)
+    layer_weights: Tensor | None = None  # HIRE's importance of each layer, (B, layers + 1)
+
+
+class IncompatibleHead(ValueError):
+    """A head does not work on an encoder; the text says why."""
+
+
+class Head(nn.Module, ABC):
+    """Makes one embedding of an encoder's hidden states.
+
+    It may take modules of the checkpoint (`encoder.pooler`). The encoder is left without pooler and facet head, so that
+    nothing is trained or saved that nothing reads.
+    """
+
+    width: int  # E, the size of the embedding
+    reads_all_layers = False  # it needs `states.hidden_states`
+    dropout_before_classifier = True  # the paper of the head has dropout there
+    layer_weights: Tensor | None = None  # for analysis: of the last batch, (B, layers + 1)
+    counted: Tensor | None = None  # (B,) False for rows that only keep a rank busy; None: all count
+
+    def __init__(self, config: TaskModelConfig, encoder: PreTrainedModel) -> None:
+        super().__init__()
+        self.width = int(encoder.config.hidden_size)
+
+    @abstractmethod
+    def forward(self, states: BaseModelOutput, attention_mask: Tensor) -> Tensor:
+        """Returns the embedding, (B, E), from hidden states (B, L, D) and the mask (B, L)."""
+
+    def select_task(self, task: int) -> None:
+        """Prepares for a batch of that task; called before the encoder runs."""
+
+    @classmethod
+    def incompatibility(cls, encoder: dict[str, Any]) -> str:
+        """Returns why the head does not work on an encoder of that configuration; "" if it does."""
+        return ""
+
+
+class PooledHead(Head):
+    """A head on top of another head, the one that `config.pooling` names."""
+
+    def __init__(self, config: TaskModelConfig, encoder: PreTrainedModel) -> None:
+        super().__init__(config, encoder)
+        self.pooling = find_head(config.pooling)(config, encoder)
+        self.width = self.pooling.width
+
+    def forward(self, states: BaseModelOutput, attention_mask: Tensor) -> Tensor:
+        """Returns the embedding of the other head, (B, E)."""
+        pooled: Tensor = self.pooling(states, attention_mask)
+        return pooled
+
+
+def find_head(name: str) -> type[Head]:
+    """Returns the class of a head, which the dictionary `HEADS` of its file names."""
+    if not name.isidentifier():
+        raise ValueError(f"head {name!r}: not a name")
+    module = importlib.import_module(f".{FILES.get(name, name)}", __package__)
+    head: type[Head] = module.HEADS[name]
+    return head
+
+
+def base_encoder(encoder: PreTrainedModel) -> PreTrainedModel:
+    """Returns the encoder inside a Multi-CLS model, else the encoder itself."""
+    inner: Any = encoder.encoder if encoder.config.model_type == MULTICLS else encoder
+    return inner
+
+
+class TaskModel(PreTrainedModel):
+    """An encoder with a head, and a linear classifier for each task.
+
+    Logits = W dropout([pooled; mean over span 1; mean over span 2]) + b, with means of the last hidden states over the
+    spans of a task that has them. Each choice of a choice task is a sequence with one output. Without an `encoder` its
+    weights are drawn anew.
+    """
+
+    config_class = TaskModelConfig
+    base_model_prefix = "encoder"
+    supports_gradient_checkpointing = True
+    # The loss is a mean over the batch: a Trainer divides it by its accumulation steps.
+    accepts_loss_kwargs = False
+
+    def __init__(self, config: TaskModelConfig, encoder: PreTrainedModel | None = None) -> None:
+        super().__init__(config)
+        self.encoder = encoder or AutoModel.from_config(AutoConfig.for_model(**config.encoder))
+        self.head = find_head(config.head)(config, self.encoder)
+        base: Any = base_encoder(self.encoder)
+        if getattr(base, "pooler", None) is not None:
+            base.pooler = None
+        if getattr(self.encoder, "facet_head", None) is not None:
+            self.encoder.facet_head = nn.Identity()
+        hidden_size = int(self.encoder.config.hidden_size)
+        dropout = dropout_of(config) if self.head.dropout_before_classifier else 0.0
+        self.dropout = nn.Dropout(dropout)
+        self.classifiers = nn.ModuleList(
+            nn.Linear(self.head.width + task["num_spans"] * hidden_size, task["num_labels"])
+            for task in config.tasks or []
+        )
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        spans: Tensor | None = None,
+        labels: Tensor | None = None,
+        task: int = 0,
+        counted: Tensor | None = None,
+        **kwargs: Any,
+    ) -> TaskModelOutput:
+        """Classifies sequences of one task.
+
+        Args:
+            input_ids: (B, L); of a choice task (B * C, L), a row's choices together.
+            attention_mask: (B, L), 1 up to the padding, which is on the right.
+            token_type_ids: (B, L); left out where the encoder has none.
+            spans: (B, S, L) bool, the tokens of each marked span, for tasks that mark spans.
+            labels: by `config.problem_type` of a model of one task, else by the task: (B,) class ids; (B,) or (B, C)
+                numbers for regression; (B, C) zeros and ones for a multi-label task.
+            task: index into `config.tasks`.
+            counted: (B,) or (B * C,) bool, False for sequences that only keep a rank busy; None: all count.
+            **kwargs: for the encoder.
+
+        Returns:
+            `loss`, the mean over rows (and classes, in a multi-label task), if labels are given; `logits`
+            (B, num_labels), or (B, C) in a choice task; and what `TaskModelOutput` names.
+        """
+        self.head.select_task(task)
+        self.head.counted = counted
+        if getattr(base_encoder(self.encoder).config, "type_vocab_size", 0) > 1:
+            kwargs["token_type_ids"] = token_type_ids
+        if self.head.reads_all_layers:
+            kwargs["output_hidden_states"] = True
+        kwargs["return_dict"] = True
+        states = self.encoder(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+        hidden_BLD = states.last_hidden_state
+        if attention_mask is None:
+            attention_mask = torch.ones_like(hidden_BLD[..., 0], dtype=torch.long)
+        pooled_BE = features = self.head(states, attention_mask)
+        if spans is not None:
+            features = torch.cat([pooled_BE, span_means(hidden_BLD, spans).flatten(1)], dim=-1)
+        logits = self.classifiers[task](self.dropout(features))
+        if choices := (self.config.tasks or [])[task]["num_choices"]:
+            logits = logits.view(-1, choices)
+        loss = None
+        if labels is not None:
+            loss = loss_sum(self.problem_type(task), logits.float(), labels)
+            loss = loss / labels.ne(IGNORE_INDEX).sum()
+        return TaskModelOutput(
+            loss=loss,
+            logits=logits,
+            hidden_states=states.hidden_states,
+            attentions=states.attentions,
+            pooled=pooled_BE,
+            features=features,
+            layer_weights=self.head.layer_weights,
+        )
+
+    def problem_type(self, task: int) -> str | None:
+        """Returns the kind of loss of a task."""
+        if len(self.classifiers) == 1:
+            return self.config.problem_type
+        return problem_type_of((self.config.tasks or [])[task])
+
+
+def loss_sum(
+    problem: str | None, logits_BC: Tensor, labels: Tensor, class_weights: Tensor | None = None
+) -> Tensor:
+    """Returns the sum of the losses of all labels that are not `IGNORE_INDEX`.
+
+    Args:
+        problem: squared error, binary cross-entropy (multi-label) or cross-entropy.
+        logits_BC: outputs in float32.
+        labels: (B,) or, with several labels a row, (B, C).
+        class_weights: (C,) factor of a row's loss by its class.
+    """
+    if problem == "single_label_classification":
+        losses = F.cross_entropy(
+            logits_BC, labels, class_weights, ignore_index=IGNORE_INDEX, reduction="none"
+        )
+    elif problem == "regression":
+        losses = (logits_BC.view(labels.shape) - labels.float()).square()
+    else:
+        losses = F.binary_cross_entropy_with_logits(logits_BC, labels.float(), reduction="none")
+    return losses.masked_fill(labels == IGNORE_INDEX, 0.0).sum()
+
+
+def span_means(hidden_BLD: Tensor, spans_BSL: Tensor) -> Tensor:
+    """Returns the mean over the positions of each span, (B, S, D); 0 for a span that truncation has cut off."""
+    weights_BSL = spans_BSL.to(hidden_BLD.dtype)
+    return weights_BSL @ hidden_BLD / weights_BSL.sum(dim=-1, keepdim=True).clamp(min=1)
+
+
+def dropout_of(config: TaskModelConfig) -> float:
+    """Returns the dropout before the classifier: the settings', else the checkpoint's."""
+    names = ("classifier_dropout", "seq_classif_dropout", "hidden_dropout_prob", "dropout")
+    encoders = (config.encoder, config.encoder.get("encoder") or {})
+    candidates = (config.dropout, *(encoder.get(name) for encoder in encoders for name in names))
+    return float(next((value for value in candidates if isinstance(value, (int, float))), 0.1))

@@ -1,0 +1,161 @@
+"""The metrics of the benchmarks and of own rows, by scikit-learn and scipy, all as fractions of 1."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+import string
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy.stats import pearsonr, spearmanr
+from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+
+from finetune.examples import Array, Example, example_arrays
+from finetune.tasks import Task
+from multicls.errors import UserError
+
+
+def _f1(labels: Array, predictions: Array, average: str) -> float:
+    """Returns the F1 of class 1 ("binary"), of all labels together ("micro"), or the mean over classes ("macro").
+
+    A class that is neither labelled nor predicted does not count; without any class that counts the F1 is 0.
+    """
+    value = float(f1_score(labels, predictions, average=average, zero_division=math.nan))
+    return value if math.isfinite(value) else 0.0
+
+
+def _correlation(labels: Array, predictions: Array, kind: Callable[[Array, Array], Any]) -> float:
+    """Returns a correlation; 0 if it is undefined (constant predictions), as Matthews' is."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about constant input, which the value 0 already says
+        value = float(kind(labels, predictions)[0]) if len(labels) > 1 else 0.0
+    return value if math.isfinite(value) else 0.0
+
+
+METRICS: dict[str, Callable[[Array, Array], float]] = {  # of labels and predictions
+    "acc": accuracy_score,
+    "exact_match": accuracy_score,
+    "f1": partial(_f1, average="binary"),
+    "f1a": partial(_f1, average="binary"),  # MultiRC: over all answers of all questions
+    "macro_f1": partial(_f1, average="macro"),
+    "micro_f1": partial(_f1, average="micro"),
+    "matthews": matthews_corrcoef,
+    "pearson": partial(_correlation, kind=pearsonr),
+    "spearman": partial(_correlation, kind=spearmanr),
+}
+
+
+def predictions_of(task: Task, outputs: Array) -> Array:
+    """Returns class indices (N,) of logits (N, C), zeros and ones (N, C) for multi-label tasks, or scores (N,)."""
+    if task.multi_label:
+        return (outputs > 0).astype(int)
+    return outputs[:, 0] if task.is_regression else outputs.argmax(axis=1)
+
+
+def choose_answers(outputs: Array, groups: Sequence[str]) -> dict[str, int]:
+    """Returns the row of each group whose class 1 is the most likely by the outputs (N, 2).
+
+    In ReCoRD it is the entity chosen for a query.
+    """
+    margins = pd.Series(outputs[:, 1] - outputs[:, 0])
+    return dict(margins.groupby(groups, sort=False).idxmax())
+
+
+def score_examples(task: Task, examples: Sequence[Example], outputs: Array) -> dict[str, float]:
+    """Returns `score_predictions` of the outputs (N, C) for these examples."""
+    return score_predictions(task, example_arrays(examples, outputs))
+
+
+def score_predictions(task: Task, predictions: Mapping[str, Array]) -> dict[str, float]:
+    """Returns all metrics of the task, the main one first.
+
+    The plain name is the metric over all rows; `name_part` is that of a part of the dev set.
+
+    Args:
+        task: names the metrics.
+        predictions: of one split, made by `example_arrays`.
+
+    Raises:
+        UserError: Some outputs are not finite.
+    """
+    outputs, parts = predictions["logits"], predictions["parts"]
+    if broken := int((~np.isfinite(outputs)).any(axis=1).sum()):
+        raise UserError(
+            f"task {task.name}: the model's outputs for {broken} of {len(outputs)} rows are not finite numbers (NaN or "
+            "infinity), so they have no score. Lower train.learning_rate, or check the checkpoint's weights."
+        )
+    values = _values(task, predictions)
+    for part in sorted(set(parts.tolist()) - {""}):
+        rows = {name: array[parts == part] for name, array in predictions.items()}
+        values |= {f"{name}_{part}": value for name, value in _values(task, rows).items()}
+    return values
+
+
+def majority_scores(
+    task: Task, train: Sequence[Example], dev: Sequence[Example]
+) -> dict[str, float]:
+    """Returns the scores on dev of the majority-class baseline, which gives each row the same answer.
+
+    It is the most frequent class of train; a regression's mean; the first choice; the labels of more than half of the
+    rows.
+    """
+    if task.multi_label:
+        output = np.mean([example.labels for example in train], axis=0) - 0.5
+    elif task.is_regression:
+        output = np.array([np.mean([example.label for example in train]) / task.label_scale])
+    elif task.num_choices:
+        output = np.eye(task.num_choices)[0]
+    else:
+        counts = np.bincount([int(example.label) for example in train], minlength=task.num_labels)
+        output = np.eye(task.num_labels)[counts.argmax()]
+    return score_examples(task, dev, np.tile(output, (len(dev), 1)))
+
+
+def _values(task: Task, predictions: Mapping[str, Array]) -> dict[str, float]:
+    labels, predicted = predictions["labels"], predictions_of(task, predictions["logits"])
+    values: dict[str, float] = {}
+    for name in task.metrics:
+        if name in METRICS:
+            values[name] = float(METRICS[name](labels, predicted))
+        elif name == "em":  # MultiRC: questions with all answers right
+            right = pd.Series(labels == predicted).groupby(predictions["groups"])
+            values[name] = float(right.all().mean())
+        elif name == "record_f1":
+            values[name] = _record(predictions, _token_f1)
+        elif name == "record_em":
+            values[name] = _record(predictions, operator.eq)
+    mean = sum(values.values()) / len(values)
+    return {name: mean if name.startswith("mean(") else values[name] for name in task.metrics}
+
+
+def _record(predictions: Mapping[str, Array], match: Callable[[str, str], float]) -> float:
+    """Returns ReCoRD's score: the mean over queries of the chosen entity's best match with a right one."""
+    groups, answers = predictions["groups"].tolist(), predictions["answers"].tolist()
+    right: dict[str, list[str]] = {group: [] for group in groups}
+    for row in np.flatnonzero(predictions["labels"] == 1):
+        right[groups[row]].append(_normalised(answers[row]))
+    chosen = choose_answers(predictions["logits"], groups)
+    matches = [
+        max((match(_normalised(answers[row]), gold) for gold in right[group]), default=0.0)
+        for group, row in chosen.items()
+    ]
+    return float(np.mean(matches))
+
+
+def _normalised(answer: str) -> str:
+    """Returns the answer in lower case, without punctuation, articles and superfluous blanks (as in SQuAD)."""
+    plain = answer.lower().translate(str.maketrans("", "", string.punctuation))
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", plain).split())
+
+
+def _token_f1(answer: str, gold: str) -> float:
+    first, second = Counter(answer.split()), Counter(gold.split())
+    common = (first & second).total()
+    return 2 * common / (first.total() + second.total()) if common else 0.0

@@ -1,0 +1,289 @@
+"""Reads a user's own labelled rows, from files or a Hub data set, and finds out what task they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.examples import Example, TaskData, passage_id
+from finetune.subsets import hold_out
+from finetune.tables import RawRows, Row, read_table
+from finetune.tasks import OWN_METRICS, SHOWN, LabelType, Task, label_list
+from multicls.console import count
+from multicls.errors import UserError, did_you_mean, first_line
+
+if TYPE_CHECKING:
+    from finetune.settings import OwnDataSettings
+
+TEXTS = (("text",), ("text1", "text2"), ("sentence1", "sentence2"))
+FEW = 10  # rows, each of which may have a label of its own
+HUB_SPLITS = {"train": ("train",), "dev": ("validation", "dev", "valid"), "test": ("test",)}
+
+
+def load_own(own: OwnDataSettings) -> TaskData:
+    """Reads the rows and finds out what task they are.
+
+    Rows with an empty text are left out and counted. Without dev rows, `dev_share` of the training rows become dev:
+    by class, always the same ones, equal texts together.
+
+    Raises:
+        UserError: A file, column or value is missing, dev or test hold a label that train lacks, or the metric does
+            not fit the labels.
+    """
+    splits, column, notes = _read(own), own.label_column, list[str]()
+    if own.dataset and all(row.get(column) in (None, -1) for _, row in splits.get("test", [])):
+        splits.pop("test", None)  # test sets of the Hub often hide their labels
+    groups = requested_columns(own.text_column) if own.text_column else TEXTS
+    for split, rows in splits.items():
+        where, row = rows[0]
+        groups = [text_columns(where, row, groups)]
+        if column not in row:
+            hint = columns_hint(column, row)
+            raise UserError(
+                f"{where}: no column {column!r} for the label; {hint} Name it by --label_column."
+            )
+        splits[split] = with_texts(rows, groups[0])
+        if empty := len(rows) - len(splits[split]):
+            notes.append(f"{count(empty, f'{split} row')} without a text left out")
+        if not splits[split]:
+            raise UserError(f"{where}: no {split} row has a text.")
+    kind = _label_type(own, [row.get(column) for rows in splits.values() for _, row in rows])
+    labels = {
+        split: [read_label(kind, row.get(column), where) for where, row in rows]
+        for split, rows in splits.items()
+    }
+    task = _task(own, groups[0], kind, labels)
+    examples = {
+        split: [
+            example_of(task, groups[0], row, where, f"{split}:{number}", label)
+            for number, ((where, row), label) in enumerate(zip(rows, labels[split], strict=True))
+        ]
+        for split, rows in splits.items()
+    }
+    notes.append(_note(task))
+    train, dev = examples["train"], examples.get("dev", [])
+    if not dev:
+        train, dev = _split(task, train, own.dev_share)
+        total = count(len(train) + len(dev), "training row")
+        notes.append(f"dev is {len(dev)} of the {total} (dev_share {own.dev_share:g})")
+    tests = [(task, examples["test"])] if "test" in examples else []
+    return TaskData(task, train, dev, tests, notes)
+
+
+def requested_columns(text_column: str) -> Sequence[Sequence[str]]:
+    """Returns the columns that `--text_column` may mean: A,B for a pair, or A."""
+    names = [name.strip() for name in text_column.split(",")]
+    return [names, [text_column]] if len(names) == 2 else [[text_column]]
+
+
+def text_columns(where: str, row: Row, groups: Sequence[Sequence[str]]) -> Sequence[str]:
+    """Returns the first of the groups of columns that the row at `where` has.
+
+    Raises:
+        UserError: It has none of them.
+    """
+    for names in groups:
+        if set(names) <= set(row):
+            return names
+    wanted = " or ".join(" and ".join(map(repr, names)) for names in groups)
+    missing = next(name for name in groups[0] if name not in row)
+    raise UserError(
+        f"{where}: no column {wanted} for the text; {columns_hint(missing, row)} Name one by --text_column, or two "
+        "as text1,text2."
+    )
+
+
+def columns_hint(name: str, row: Row) -> str:
+    """Returns the columns of a row for a message, with the one nearest to `name`."""
+    known = f"the columns (the first line of a table) are {', '.join(map(repr, row))}."
+    return known + did_you_mean(name, row, listed=False)
+
+
+def with_texts(rows: RawRows, fields: Sequence[str]) -> RawRows:
+    """Returns the rows that have a text in each of the columns."""
+
+    def is_text(value: Any) -> bool:
+        return value is not None and bool(str(value).strip())
+
+    return [(where, row) for where, row in rows if all(is_text(row.get(f)) for f in fields)]
+
+
+def example_of(
+    task: Task, fields: Sequence[str], row: Row, where: str, key: str, label: Any = math.nan
+) -> Example:
+    """Returns the row at `where` as the example `key`, with the texts of the columns `fields`.
+
+    Args:
+        label: made by `read_label`; NaN: hidden.
+
+    Raises:
+        UserError: A cell is no text, or the task has no such label.
+    """
+    for column in fields:
+        if isinstance(row[column], (dict, list)):
+            raise UserError(f"{where}: column {column!r} is {row[column]!r}; it must be a text.")
+    texts = tuple(str(row[column]) for column in fields)
+    passage = passage_id(texts[0]) if task.passage == 0 else ""
+    if task.is_regression or label is math.nan:
+        return Example(key, texts, label, passage=passage)
+    names = label if task.multi_label else (label,)
+    if unknown := [name for name in names if name not in task.labels]:
+        hint = did_you_mean(unknown[0], task.labels) if len(task.labels) > SHOWN else ""
+        known = label_list(task.labels)
+        raise UserError(f"{where}: label {unknown[0]!r} is none of train's: {known}.{hint}")
+    if not task.multi_label:
+        return Example(key, texts, task.labels.index(label), passage=passage)
+    marks = tuple(float(name in names) for name in task.labels)
+    return Example(key, texts, 0.0, labels=marks, passage=passage)
+
+
+def read_label(kind: LabelType, value: Any, where: str) -> Any:
+    """Returns the score, the name of the class, or the tuple of names that a cell holds; a list may be empty.
+
+    Raises:
+        UserError: It holds none.
+    """
+    if kind == "multi_label" and isinstance(value, list):
+        return tuple(map(_class_name, value))
+    nothing = value is None or value != value or isinstance(value, (dict, list))
+    if nothing or not str(value).strip() or kind == "multi_label":
+        what = "a list of labels" if kind == "multi_label" else "a label"
+        raise UserError(f"{where}: the label is {value!r}; it must be {what}.")
+    if kind == "class":
+        return _class_name(value)
+    score = _number(value)
+    if score is None or not math.isfinite(score):
+        raise UserError(
+            f"{where}: label {value!r} is not a finite number. Leave the row out, or give --label_type class if the "
+            "labels are names."
+        )
+    return score
+
+
+def _read(own: OwnDataSettings) -> dict[str, RawRows]:
+    """Returns the rows of each split; labels that a data set of the Hub holds as indices have their names."""
+    if own.train_file:
+        files = {"train": own.train_file, "dev": own.dev_file, "test": own.test_file}
+        return {split: read_table(Path(name)) for split, name in files.items() if name}
+    name, _, configuration = str(own.dataset).partition(":")
+    try:
+        import datasets
+
+        loaded = datasets.load_dataset(name, configuration or None)
+    except Exception as error:  # datasets, the Hub's client and sockets raise kinds of their own
+        raise UserError(f"dataset {own.dataset}: cannot be loaded: {first_line(error)}") from None
+    if not len(loaded.get("train", [])):
+        there = ", ".join(map(repr, loaded))
+        raise UserError(f"dataset {own.dataset}: no rows in a split 'train'; there is {there}.")
+    column, splits = own.label_column, {}
+    for split, names_there in HUB_SPLITS.items():
+        theirs = next((name for name in names_there if name in loaded), split)
+        if rows := list(loaded.get(theirs, [])):
+            feature: Any = loaded[theirs].features.get(column)
+            if names := getattr(getattr(feature, "feature", feature), "names", None):
+                rows = [row | {column: _named(row[column], names)} for row in rows]
+            places = (f"{own.dataset}, {theirs} row {number}" for number in range(1, len(rows) + 1))
+            splits[split] = list(zip(places, rows, strict=True))
+    return splits
+
+
+def _named(label: Any, names: Sequence[str]) -> Any:
+    """Returns the name of the class with an index, or those of a list; None if it is hidden."""
+    if isinstance(label, list):
+        return [_named(item, names) for item in label]
+    return None if label is None or label < 0 else names[label]
+
+
+def _label_type(own: OwnDataSettings, cells: Sequence[Any]) -> LabelType:
+    """Returns how to read the labels: "auto" takes lists as several labels, and fractions as scores."""
+    lists = any(isinstance(cell, list) for cell in cells)
+    if own.label_type == "auto":
+        numbers = [number for cell in cells if (number := _number(cell)) is not None]
+        whole = all(number.is_integer() for number in numbers)
+        scores = len(numbers) == len(cells) and not whole
+        return "multi_label" if lists else "score" if scores else "class"
+    if lists != (own.label_type == "multi_label"):
+        raise UserError(
+            f"--label_type {own.label_type}: column {own.label_column!r} holds {'' if lists else 'no '}lists. Several "
+            "labels a row (multi_label) are lists in JSON lines, Parquet or a data set of the Hub."
+        )
+    return own.label_type
+
+
+def _task(
+    own: OwnDataSettings, fields: Sequence[str], kind: LabelType, labels: Mapping[str, list[Any]]
+) -> Task:
+    """Returns the task that rows with these labels of each split are."""
+    train, everything = labels["train"], [label for split in labels.values() for label in split]
+    names = {name for label in train for name in (label if kind == "multi_label" else (label,))}
+    if len(names) < 2:
+        raise UserError(f"{own.source}: all labels are alike; a task needs two classes or scores.")
+    if kind == "class" and len(set(everything)) == len(everything) > FEW:
+        raise UserError(
+            f"{own.source}: each row has another label ({label_list(sorted(names)[:3])}, ...), so nothing can be "
+            "learned. Is it an id or a text? Name the column of the label by --label_column, or give --label_type "
+            "score if its numbers are scores."
+        )
+    classes = () if kind == "score" else tuple(sorted(names, key=_by_value))
+    extra = {"class": ("matthews", "f1") if len(classes) == 2 else ("matthews",)}
+    possible = (*OWN_METRICS[kind], *extra.get(kind, ()))
+    if own.metric and own.metric not in possible:
+        raise UserError(
+            f"--metric {own.metric}: the labels are of type {kind}, which has {', '.join(possible)}."
+        )
+    return Task(
+        own.name,
+        tuple((name,) for name in fields),
+        classes,
+        tuple(dict.fromkeys(filter(None, (own.metric, *OWN_METRICS[kind])))),
+        label=(own.label_column,),
+        label_scale=1.0 if classes else max(map(abs, train)),
+        multi_label=kind == "multi_label",
+        passage=0 if len(fields) == 1 else None,
+    )
+
+
+def _note(task: Task) -> str:
+    """Returns what was found out about the labels, in words."""
+    if task.is_regression:
+        return f"labels are scores: a regression, trained on label/{task.label_scale:g}"
+    what = "labels, any number a row" if task.multi_label else "classes"
+    note = f"{len(task.labels)} {what}: {label_list(task.labels)}"
+    if all(label.isdecimal() for label in task.labels):
+        note += " (whole numbers are classes; --label_type score makes them scores)"
+    return note + (f"; f1 is that of {task.labels[1]!r}" if "f1" in task.metrics else "")
+
+
+def _split(
+    task: Task, examples: list[Example], share: float
+) -> tuple[list[Example], list[Example]]:
+    """Returns the training rows, and `share` of all rows for dev: always the same ones."""
+    units = [example.texts for example in examples]
+    if len(set(units)) < 2:
+        raise UserError("the training rows hold one text only: give a --dev_file.")
+    classes = [0.0 if task.is_regression else example.label for example in examples]
+    dev = hold_out(range(len(examples)), classes, units, share, "dev")
+    train = [example for row, example in enumerate(examples) if row not in dev]
+    return train, [examples[row] for row in sorted(dev)]
+
+
+def _class_name(value: Any) -> str:
+    """Returns a label as text; 1.0 of a column of numbers is the class 1, and 01 stays 01."""
+    is_whole = isinstance(value, float) and value.is_integer()
+    return str(int(value)) if is_whole else str(value).strip()
+
+
+def _by_value(name: str) -> tuple[float, str]:
+    """Returns the key that sorts classes: numbers by their value, then names."""
+    number = _number(name)
+    return number if number is not None and math.isfinite(number) else math.inf, name
+
+
+def _number(value: Any) -> float | None:
+    """Returns what `float` reads, also infinity and NaN."""
+    try:
+        return None if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        return None

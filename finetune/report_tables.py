@@ -1,0 +1,217 @@
+"""The tables, warnings and commands of finetune/report.py. Scores are fractions of 1, in percent in tables."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from finetune.calibration import expected_calibration_error, reliability
+from finetune.ensembles import ensembles, record_task
+from finetune.estimates import (
+    BENCHMARKS,
+    UNITS,
+    Estimate,
+    benchmark_average,
+    choose_candidates,
+    compare,
+    example_interval,
+    holm,
+    summarise,
+)
+from finetune.heads import FITTED
+from finetune.results import load_predictions
+from multicls.console import count
+
+BASELINE = "majority-class baseline"
+INTERVAL = "95 % interval"
+
+
+@dataclass(frozen=True)
+class Group:
+    """The runs of one system on one task at one size."""
+
+    runs: pd.DataFrame
+    estimate: Estimate
+    interval: tuple[float, float]  # over replicates, or over the dev rows of a single run
+    ece: float  # mean over runs; nan without one class a row
+    bins: pd.DataFrame  # of `reliability`, all runs together; empty without one class a row
+
+    def __getitem__(self, column: str) -> Any:
+        """Returns a column's value in the first run."""
+        return self.runs.iloc[0][column]
+
+    @property
+    def key(self) -> dict[str, str]:
+        """The cells that say which row of a table this is."""
+        return {"task": self["task"], "train size": self["train_size"], "system": self["system"]}
+
+
+def make_groups(runs: pd.DataFrame, ensemble_size: int | None = None) -> list[Group]:
+    """Returns the runs by task, size and system, those of the chosen candidates only, and their ensembles."""
+    groups, chosen = [], choose_candidates(runs).sort_values(["task", "train_size"], kind="stable")
+    for _, group in chosen.groupby(["task", "train_size", "system"], sort=False):
+        groups.append(_make_group(group))
+        if ensemble_size and len(combined := ensembles(group, ensemble_size)):
+            groups.append(_make_group(combined))
+    return groups
+
+
+def _make_group(runs: pd.DataFrame) -> Group:
+    estimate, task = summarise(runs), record_task(runs.iloc[0])
+    dev = [load_predictions(Path(path), task.name)["dev"] for path in runs["path"] if path]
+    interval = (estimate.low, estimate.high)
+    if len(runs) == len(dev) == 1:
+        interval = example_interval(task, dev[0])
+    if task.is_regression or task.multi_label or not dev:
+        return Group(runs, estimate, interval, math.nan, pd.DataFrame())
+    errors = [expected_calibration_error(reliability(run["logits"], run["labels"])) for run in dev]
+    logits, labels = (np.concatenate([run[name] for run in dev]) for name in ("logits", "labels"))
+    return Group(runs, estimate, interval, float(np.mean(errors)), reliability(logits, labels))
+
+
+def scores_table(groups: Sequence[Group]) -> pd.DataFrame:
+    """Returns a row for each system at one size, a column for each task and each complete average."""
+    cells, baselines = dict[tuple[str, str], str](), dict[tuple[str, str], str]()
+    for group in groups:
+        column = f"{group['task']} ({group['metric']})"
+        cells[group["system"], column] = with_error(group.estimate)
+        baselines[BASELINE, column] = percent(group["baseline"])
+    for system, runs in pd.concat([group.runs for group in groups]).groupby("system"):
+        averages = {name: benchmark_average(runs, name) for name in BENCHMARKS}
+        cells |= {(system, name): percent(v) for name, v in averages.items() if not math.isnan(v)}
+    table = pd.Series(cells | baselines).unstack(sort=False, fill_value="-")
+    return table.reset_index(names="system")
+
+
+def comparisons_table(groups: Sequence[Group], systems: Sequence[str]) -> pd.DataFrame:
+    """Returns a row for each pair of systems on one task and size."""
+    pairs = [
+        (a, b, compare(a.estimate, b.estimate))
+        for a, b in itertools.combinations(groups, 2)
+        if (a["task"], a["train_size"]) == (b["task"], b["train_size"])
+        and (not systems or {a["system"], b["system"]} <= set(systems))
+    ]
+    corrected = holm([comparison.p for _, _, comparison in pairs])
+    lines = []
+    for (a, b, comparison), p in zip(pairs, corrected, strict=True):
+        test = f"paired, {UNITS[a.estimate.kind]}s" if comparison.paired else "Welch"
+        needed = comparison.needed
+        test += ", seeds only" * ("seed" in (a.estimate.kind, b.estimate.kind))
+        cells = {
+            "system": f"{a['system']} - {b['system']}",
+            "difference": percent(comparison.difference, "+"),
+            INTERVAL: interval_text((comparison.low, comparison.high), "+"),
+            "p, corrected": ("< 0.001" if p < 0.001 else number(p, ".3f")) + " *" * (p < 0.05),
+            "test": test,
+            "needed": "> 200" if math.isinf(needed) else number(needed, ".0f"),
+        }
+        lines.append(a.key | cells)
+    return pd.DataFrame(lines)
+
+
+def results_table(groups: Sequence[Group]) -> pd.DataFrame:
+    """Returns a row for each system, task and size."""
+    lines = []
+    for group in groups:
+        estimate, held = group.estimate, group["validation_rows"]
+        one_subset = estimate.kind == "pretraining" and estimate.shared_subset
+        units = count(len(estimate.units), UNITS[estimate.kind])
+        cells = {
+            "scores": scores_text(group.runs, "scores"),
+            INTERVAL: interval_text(group.interval),
+            "baseline": percent(group["baseline"]),
+            "test rows": scores_text(group.runs, "tests"),
+            "ECE": percent(group.ece),
+            "replicates": units + " only" * (estimate.kind == "seed") + ", one subset" * one_subset,
+            "runs": str(len(group.runs)),
+            "training rows": f"{group['train_rows']}" + f" + {held}" * bool(held),
+            "dev rows": str(group["dev_rows"]),
+            "picked by": "dev" if group["selection"] == "dev" else "validation split",
+            "chosen": group["candidate"] or "-",
+            "seconds": number(group.runs["seconds"].mean(), ".0f"),
+        }
+        lines.append(group.key | cells)
+    return pd.DataFrame(lines)
+
+
+def scores_text(runs: pd.DataFrame, column: str) -> str:
+    """Returns "metric mean ± standard error, ..." of a column of scores by metric; "-" if there are none."""
+    values = pd.json_normalize(runs[column].tolist(), sep=" ").set_index(runs.index)
+    texts = []
+    for name in values:
+        scored = runs.assign(value=values[name]).dropna(subset="value")
+        texts.append(f"{name} {with_error(summarise(scored, 'value'))}")
+    return ", ".join(texts) or "-"
+
+
+def find_warnings(groups: Sequence[Group], unfinished: Mapping[str, str]) -> list[str]:
+    """Returns what a reader has to know before trusting the tables."""
+    warnings = []
+    all_runs = pd.concat([group.runs for group in groups])
+    for task, runs in all_runs.groupby("task", sort=False):
+        if runs["data_sha256"].nunique() > 1:
+            warnings.append(f"{task}: the runs read different data; their scores do not compare.")
+        if (runs["selection"] == "dev").any():
+            warnings.append(f"{task}: dev picked the checkpoint and gave the score: optimistic.")
+        warnings += [f"{task}: {note}" for note in dict.fromkeys(runs["warnings"].sum())]
+    if len(all_runs[["device", "precision"]].drop_duplicates()) > 1:
+        warnings.append("runs of several devices or precisions stand side by side.")
+    for group in groups:
+        name = f"{group['system']} on {group['task']}, {group['train_size']} rows"
+        if group.estimate.mean <= group["baseline"]:
+            warnings.append(f"{name}: no better than the {BASELINE}.")
+        settings = pd.DataFrame(group.runs["settings"].tolist()).astype(str).nunique()
+        if differing := set(settings[settings > 1].index) - set(UNITS):
+            warnings.append(f"{name}: its runs differ in {', '.join(sorted(differing))}.")
+    for folder, reason in list(unfinished.items())[:1]:
+        runs_text = count(len(unfinished), "run")
+        warnings.append(f"{runs_text} not finished, for instance {folder}: {reason}")
+    return warnings
+
+
+def best_commands(groups: Sequence[Group]) -> dict[str, str]:
+    """Returns for each task the command that saves, or uses, the model of the best run by its picking rows."""
+    commands = {}
+    trained = [group for group in groups if group["head"] not in FITTED and group["path"]]
+    for task in dict.fromkeys(group["task"] for group in trained):
+        rivals = [group for group in trained if group["task"] == task]
+        best = max(rivals, key=lambda group: float(group.runs["selection_score"].mean()))
+        run = best.runs.sort_values("selection_score").iloc[-1]
+        model, description = Path(run["path"], "model"), run["description"]
+        if not model.is_dir():
+            recipe = shlex.quote(str(Path(run["path"], "settings.yaml")))
+            command = f"python finetune/run.py --recipe {recipe} --save_model"
+            commands[f"{task}: save the best model ({best['system']})"] = command
+        elif not (description["num_choices"] or description["num_spans"]):
+            command = f"python finetune/predict.py {shlex.quote(str(model))} ROWS.csv"
+            command += f" --task {task}" * (best["head"] == "cln")
+            commands[f"{task}: label new rows"] = command
+    return commands
+
+
+def number(value: float, form: str) -> str:
+    """Returns the formatted number, "-" for nan."""
+    return "-" if math.isnan(value) else format(value, form)
+
+
+def percent(value: float, sign: str = "") -> str:
+    """Returns a fraction as percent with two digits, "-" for nan."""
+    return number(100 * value, f"{sign}.2f")
+
+
+def interval_text(interval: tuple[float, float], sign: str = "") -> str:
+    """Returns "low to high" in percent, "-" for nan."""
+    return " to ".join(percent(value, sign) for value in interval).replace("- to -", "-")
+
+
+def with_error(estimate: Estimate) -> str:
+    """Returns "mean ± standard error" in percent, without the error if there is one replicate."""
+    return f"{percent(estimate.mean)} ± {percent(estimate.error)}".removesuffix(" ± -")

@@ -1,0 +1,173 @@
+"""A results folder: one folder for each run, whose record.json is written last.
+
+RESULTS/SYSTEM/TASK-SIZE/p1-d1-s1/ holds record.json, settings.yaml (the recipe of the run), predictions.npz, runs/
+(TensorBoard) and, if asked for, model/; while a run is not finished also checkpoint-N/, and error.json if it failed.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from finetune.examples import Array
+from multicls.environment import environment_record
+from multicls.errors import UserError
+from multicls.files import atomic_write, read_json, write_json
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from finetune.settings import RunSettings
+    from finetune.subsets import TaskRows
+
+Record = dict[str, Any]
+Predictions = Mapping[str, Mapping[str, Array]]  # by "TASK/SPLIT"; see `example_arrays`
+FORMAT = 1
+RECORD, SETTINGS, ERROR = "record.json", "settings.yaml", "error.json"
+PREDICTIONS = "predictions.npz"
+
+
+def make_record(
+    settings: RunSettings, rows: Sequence[TaskRows], predictions: Predictions
+) -> Record:
+    """Returns what a run was and how it was scored."""
+    from finetune.training import find_device
+
+    device, bf16 = find_device(settings.train.precision)
+    names = {"head", "model", "selection", "pretraining", "subset", "seed", "search"}
+    return {
+        **settings.model_dump(mode="json", include={*names, "predict_test"}),
+        "format": FORMAT,
+        "path": str(settings.folder),
+        "system": settings.system,
+        "train_size": str(settings.train_size),
+        "tasks": [_task_entry(part, predictions, settings.max_length) for part in rows],
+        "device": device.type,
+        "precision": "bf16" if bf16 else "fp32",
+        **environment_record(),
+    }
+
+
+def _task_entry(rows: TaskRows, predictions: Predictions, max_length: int | None) -> dict[str, Any]:
+    """Returns what one task was and how it was scored. All scores are fractions of 1."""
+    from finetune.metrics import majority_scores, score_predictions
+
+    task, data = rows.task, rows.data
+    scores = {
+        split: score_predictions(of, predictions[f"{task.name}/{split}"])
+        for split, (of, _) in rows.splits().items()
+        if not np.isnan(predictions[f"{task.name}/{split}"]["labels"]).any()
+    }
+    majority = majority_scores(task, [*rows.train, *rows.validation], data.dev)
+    metric = next(iter(majority))
+    return {
+        "task": task.name,
+        "metric": metric,
+        "score": scores["dev"][metric],
+        "scores": scores["dev"],
+        "baseline": majority[metric],
+        "baselines": majority,
+        "selection_score": scores.get("validation", scores["dev"])[metric],
+        "tests": {s: v for s, v in scores.items() if s not in ("dev", "validation")},
+        "metrics": list(task.metrics),
+        "description": task.describe(max_length),
+        "train_rows": len(rows.train),
+        "validation_rows": len(rows.validation),
+        "dev_rows": len(data.dev),
+        "notes": data.notes,
+        "warnings": rows.warnings,
+    }
+
+
+def read_record(settings: RunSettings) -> Record | None:
+    """Returns the record of a finished run with these settings, None if the run is not finished.
+
+    Raises:
+        UserError: The run's folder holds one with other settings, or of another version.
+    """
+    folder = settings.folder
+    if not (folder / RECORD).exists():
+        return None
+    record: Record = read_json(folder / RECORD)
+    if record.get("format") != FORMAT:
+        raise UserError(f"{folder}: written by another version; give another --output_dir.")
+    before, now = record["settings"], settings.compared()
+    other = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    if other:
+        values = ", ".join(f"{key} {before.get(key)}, not {now.get(key)}" for key in other)
+        raise UserError(
+            f"{folder}: holds a run with other settings ({values}); give another --name."
+        )
+    return record | {"path": str(folder)}  # results may have been moved
+
+
+def write_run(folder: Path, recipe: str, record: Record, predictions: Predictions) -> None:
+    """Writes a finished run: its predictions and its recipe first, its record last."""
+    arrays = {f"{key}/{n}": array for key, part in predictions.items() for n, array in part.items()}
+    with atomic_write(folder / PREDICTIONS, "wb") as file:
+        np.savez_compressed(file, allow_pickle=False, **arrays)
+    with atomic_write(folder / SETTINGS) as file:
+        file.write(recipe)
+    write_json(folder / RECORD, record)
+    (folder / ERROR).unlink(missing_ok=True)
+    for path in folder.glob("checkpoint-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def write_error(folder: Path, kind: str, error: BaseException) -> None:
+    """Notes why a run is not finished: "incompatible" by design, or "failed"."""
+    write_json(folder / ERROR, {"kind": kind, "error": f"{type(error).__name__}: {error}"})
+
+
+def read_error(folder: Path) -> dict[str, str]:
+    """Returns kind and text of a run's error, empty if it has none."""
+    error: dict[str, str] = read_json(folder / ERROR) if (folder / ERROR).exists() else {}
+    return error
+
+
+def load_predictions(folder: Path, task: str) -> dict[str, dict[str, Array]]:
+    """Returns the predictions of a run for a task, by split ("dev", "validation", "test", ...) and name."""
+    splits: dict[str, dict[str, Array]] = {}
+    with np.load(folder / PREDICTIONS, allow_pickle=False) as arrays:
+        for key in arrays.files:
+            owner, split, name = key.split("/")
+            if owner == task:
+                splits.setdefault(split, {})[name] = arrays[key]
+    return splits
+
+
+def load_results(folder: Path) -> pd.DataFrame:
+    """Returns all finished runs: a row for each run and task, with the columns of the record.
+
+    Raises:
+        UserError: The folder is missing or holds no finished run.
+    """
+    import pandas as pd
+
+    if not folder.is_dir():
+        what = "is a file; give the folder that it is in" if folder.exists() else "no such folder"
+        raise UserError(f"{folder}: {what}. finetune/run.py and finetune/grid.py write results.")
+    rows = []
+    for path in sorted(folder.glob(f"*/*/*/{RECORD}")):
+        record = read_json(path)
+        if record.get("format") != FORMAT:
+            raise UserError(f"{path}: written by another version; give another folder.")
+        shared = {name: value for name, value in record.items() if name != "tasks"}
+        rows += [shared | {"path": str(path.parent)} | task for task in record["tasks"]]
+    if not rows:
+        raise UserError(
+            f"{folder}: no finished run; finetune/run.py and finetune/grid.py write them. results.jsonl is of version "
+            "0.2, which is not read."
+        )
+    return pd.DataFrame(rows)
+
+
+def unfinished_runs(folder: Path) -> dict[str, str]:
+    """Returns the run folders without a record, with the reason if it is known; not those of heads that do not fit."""
+    runs = sorted(p for p in folder.glob("*/*/p*-d*-s*") if not (p / RECORD).exists())
+    errors = [(str(path), read_error(path)) for path in runs]
+    return {p: e.get("error", "not finished") for p, e in errors if e.get("kind") != "incompatible"}

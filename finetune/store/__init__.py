@@ -1,1 +1,0 @@
-"""The results folder: the only code that reads or writes it."""

@@ -1,0 +1,136 @@
+"""Draws the rows of a run by SHA-256: the same training subset and validation split on every machine, for ever."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+from finetune.examples import Example, TaskData
+from finetune.tasks import Task, label_list
+from multicls.console import count
+from multicls.errors import UserError
+
+HOLDOUT = 0.2  # share of the subset in the validation split
+
+
+@dataclass(frozen=True)
+class TaskRows:
+    """The examples of one task in one run."""
+
+    data: TaskData
+    train: list[Example]  # to learn from
+    validation: list[Example]  # held out of the subset, to pick the checkpoint; empty: dev picks it
+    warnings: list[str]  # what is probably a mistake
+
+    @property
+    def task(self) -> Task:
+        """The task."""
+        return self.data.task
+
+    def splits(self) -> dict[str, tuple[Task, Sequence[Example]]]:
+        """Returns name, task and examples of each split that a run predicts; the first picks the checkpoint."""
+        splits: dict[str, tuple[Task, Sequence[Example]]] = {}
+        if self.validation:
+            splits["validation"] = self.task, self.validation
+        splits["dev"] = self.task, self.data.dev
+        for task, examples in self.data.tests:
+            splits["test" if task == self.task else task.name] = task, examples
+        return splits
+
+
+def select_rows(data: TaskData, size: int | str, subset: int, holdout: bool) -> TaskRows:
+    """Draws a training subset of `size` rows ("full": all), and a validation split of it if `holdout` is set.
+
+    Rows of a passage (or question) stay on one side, classes in proportion.
+
+    Raises:
+        UserError: The rows cannot be divided.
+    """
+    total = len(data.train)
+    rows = list(range(total)) if isinstance(size, str) else draw_rows(total, size, subset)
+    held = set[int]()
+    if holdout:
+        mixed = data.task.shape == "multi_answer" or data.task.is_regression
+        drawn = [data.train[row] for row in rows]
+        units = [example.passage or example.group or example.id for example in drawn]
+        if len(set(units)) < 2:
+            raise UserError(
+                f"--selection holdout: {len(set(units))} training row(s) or passage(s) cannot be divided."
+            )
+        classes = [0 if mixed else example.label for example in drawn]
+        held = hold_out(rows, classes, units, HOLDOUT, subset)
+    train = [data.train[row] for row in rows if row not in held]
+    warnings = _unlearnable(data, train)
+    if not isinstance(size, str) and size > total:
+        warnings.append(
+            f"--train_size {size}: there are {count(total, 'row')}, and all are taken. Reports show such runs as "
+            f"{size} training rows, apart from those of --train_size full."
+        )
+    return TaskRows(data, train, [data.train[row] for row in rows if row in held], warnings)
+
+
+def draw_rows(num_rows: int, size: int, seed: int) -> list[int]:
+    """Draws `size` of `num_rows` rows without replacement; returns their indices, ascending.
+
+    Rows are ranked by SHA-256 of "seed:index" and the first ones taken. No version of a random generator changes the
+    subset, and a smaller subset is a part of every larger one of the same seed.
+    """
+    return sorted(_ranked(range(num_rows), f"{seed}")[:size])
+
+
+def hold_out(
+    rows: Sequence[int],
+    classes: Sequence[Hashable],
+    units: Sequence[Hashable],
+    share: float,
+    seed: int | str,
+) -> set[int]:
+    """Returns the rows of about `share` of the units, at least one and not all, with classes in proportion.
+
+    Args:
+        rows: the rows to choose from.
+        classes: class of each row; if all are equal, no class is kept in proportion.
+        units: unit of each row. Rows of one unit (a passage) stay together; the unit has the class of its first row.
+        share: share of the units to hold out.
+        seed: seed of the ranking, or a name that no seed gives.
+    """
+    members: dict[Hashable, list[int]] = defaultdict(list)
+    for row, unit in zip(rows, units, strict=True):
+        members[unit].append(row)
+    leaders = {unit[0]: unit for unit in members.values()}
+    class_of = dict(zip(rows, classes, strict=True))
+    sizes = Counter(class_of[row] for row in leaders)
+    before: Counter[Hashable] = Counter()
+    places = []
+    for rank, row in enumerate(_ranked(leaders, f"holdout:{seed}")):
+        kind = class_of[row]
+        places.append(((before[kind] + 0.5) / sizes[kind], rank, row))
+        before[kind] += 1
+    number = min(max(1, round(share * len(places))), len(places) - 1)
+    return {row for _, _, leader in sorted(places)[:number] for row in leaders[leader]}
+
+
+def _ranked(rows: Iterable[int], prefix: str) -> list[int]:
+    return sorted(rows, key=lambda row: hashlib.sha256(f"{prefix}:{row}".encode()).digest())
+
+
+def _unlearnable(data: TaskData, train: Sequence[Example]) -> list[str]:
+    """Returns in words which labels the training rows cannot teach."""
+    task = data.task
+    if task.is_regression or task.num_choices:
+        return []
+    known = {label for row in train for label in row.classes}
+    warnings = []
+    if len(known) == 1 and all(row.classes for row in train):
+        warnings.append(f"all training rows have the label {task.labels[min(known)]!r}")
+    for name, rows in {"dev": data.dev, **{f"test ({t.name})": r for t, r in data.tests}}.items():
+        unseen = [row for row in rows if not known.issuperset(row.classes)]
+        lost = sorted({label for row in unseen for label in row.classes} - known)
+        if unseen:
+            warnings.append(
+                f"{count(len(unseen), f'{name} row')} of {len(rows)} cannot be right: no training row has the label "
+                f"{label_list([task.labels[label] for label in lost])}"
+            )
+    return warnings

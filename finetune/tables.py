@@ -1,0 +1,120 @@
+"""Reads tables of rows: CSV, TSV, JSON lines or Parquet. A row that could be misread is refused."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from multicls.errors import UserError, first_line
+
+Row = Mapping[str, Any]
+RawRows = list[tuple[str, Row]]  # place ("FILE:LINE" or "FILE, row N") and cells by column
+SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
+MORE = "\0"  # key of the cells that a row has beyond its header
+csv.field_size_limit(1 << 30)  # characters of a cell; the default is too few for a document
+
+
+def read_table(path: Path, columns: Sequence[str] = (), allow_short: bool = False) -> RawRows:
+    """Reads all rows of a file.
+
+    `.csv` is separated by `,`, `;`, tab or `|`, whichever gives the header the most columns; a quoted cell may hold
+    line breaks. `.tsv` is separated by tabs, and quotes are text. `.jsonl` holds an object a line.
+
+    Args:
+        path: the file; its suffix decides.
+        columns: names of the columns of a CSV or TSV file without a header.
+        allow_short: fill the missing cells of short CSV or TSV rows with None; otherwise they are refused.
+
+    Raises:
+        UserError: The file or a row of it cannot be read; the message names the line or row.
+    """
+    if path.suffix not in SUFFIXES:
+        raise UserError(f"{path}: the name must end in {', '.join(SUFFIXES)}.")
+    try:
+        if path.suffix == ".parquet":
+            rows = _parquet_rows(path)
+        elif path.suffix == ".jsonl":
+            rows = list(_json_rows(path))
+        else:
+            rows = list(_csv_rows(path, columns, allow_short))
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or first_line(error)}.") from None
+    if not rows:
+        raise UserError(f"{path}: no rows.")
+    return rows
+
+
+def _csv_rows(
+    path: Path, columns: Sequence[str], allow_short: bool
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    text = _read_text(path)
+    quoted = path.suffix == ".csv"
+    separator, hint = "\t", " If cells are quoted, name the file .csv."
+    if quoted:
+        hint = ""
+        header = text.partition("\n")[0].partition("\r")[0]
+        separator = max(",;\t|", key=lambda s: len(next(csv.reader([header], delimiter=s), [])))
+    reader = csv.DictReader(
+        io.StringIO(text, newline=""),
+        columns or None,
+        MORE,
+        delimiter=separator,
+        quoting=csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE,
+        strict=True,
+    )
+    try:
+        names = list(reader.fieldnames or [])
+        if doubled := sorted({name for name in names if name and names.count(name) > 1}):
+            raise UserError(f"{path}: column {doubled[0]!r} is there more than once.")
+        for row in reader:
+            where = f"{path}:{reader.line_num}"
+            if MORE in row or (None in row.values() and not allow_short):
+                raise UserError(
+                    f"{where}: {'more' if MORE in row else 'fewer'} cells than the {len(names)} columns "
+                    f"{', '.join(names)} (separator {separator!r}).{hint}"
+                )
+            yield where, row
+    except csv.Error as error:
+        raise UserError(f"{path}:{reader.reader.line_num}: cannot be read: {error}.") from None
+
+
+def _json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    # Only a line feed ends a line: texts hold other separators of Unicode.
+    for number, line in enumerate(_read_text(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            if "\\u" in line:  # half a surrogate pair is JSON but no text
+                json.dumps(row, ensure_ascii=False).encode()
+        except ValueError as error:
+            raise UserError(f"{path}:{number}: not valid JSON: {error}.") from None
+        if not isinstance(row, dict):
+            raise UserError(f"{path}:{number}: not a JSON object.")
+        yield f"{path}:{number}", row
+
+
+def _parquet_rows(path: Path) -> RawRows:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        with path.open("rb") as file:
+            rows = parquet.ParquetFile(file).read().to_pylist()
+    except pyarrow.ArrowException as error:
+        raise UserError(f"{path}: cannot be read: {first_line(error)}") from None
+    return [(f"{path}, row {number}", row) for number, row in enumerate(rows, start=1)]
+
+
+def _read_text(path: Path) -> str:
+    """Returns the text of a UTF-8 file without its byte order mark."""
+    content = path.read_bytes()
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{path}:{line}: not UTF-8 ({error.reason}). Save it as UTF-8.") from None

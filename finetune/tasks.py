@@ -1,0 +1,169 @@
+"""The table of tasks: what each is, where its rows are and how it is scored. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+SHOWN = 20  # labels named in a message
+LabelType = Literal["class", "multi_label", "score"]
+OWN_METRICS: dict[LabelType, tuple[str, ...]] = {  # of a user's own rows
+    "class": ("acc", "macro_f1"),
+    "multi_label": ("micro_f1", "macro_f1", "exact_match"),
+    "score": ("spearman", "pearson"),
+}
+Parts = tuple[tuple[str, str], ...]  # file stem and short name of each part of a split
+
+
+@dataclass(frozen=True)
+class Task:
+    """One labelled task.
+
+    Shapes: "texts": one text or a pair; "choice": one sequence for each choice, softmax over them; "span": one or two
+    texts with two marked spans; "multi_answer": a pair for each answer, scored by question.
+    """
+
+    name: str
+    fields: tuple[tuple[str, ...], ...]  # for each text the columns that may hold it: file's, Hub's
+    labels: tuple[str, ...]  # as submissions spell them, in the Hub's order; empty for regression
+    metrics: tuple[str, ...]  # the first picks the checkpoint; "mean(..)" is the mean of the others
+    shape: Literal["texts", "choice", "span", "multi_answer"] = "texts"
+    benchmark: Literal["glue", "superglue", "cs224n", "own"] = "own"
+    folder: str = ""  # folder under `--data_dir`
+    hub: tuple[str, str] | None = None  # id and configuration on the Hugging Face Hub
+    label: tuple[str, ...] = ("label",)  # columns that may hold the label
+    columns: tuple[str, ...] = ()  # of train and dev files without a header
+    train: str = "train"  # file stem of the training rows
+    dev: Parts = (("dev", ""),)  # parts are pooled for the score and scored apart, too
+    test: Parts = ()  # unlabelled test files, for submissions
+    submissions: tuple[tuple[str, int], ...] = ()  # file stem and rows of each test part
+    diagnostic: str = ""  # a task without training rows that a model of this task predicts
+    label_scale: float = 1.0  # a regression label is divided by it to become the training target
+    num_choices: int = 0
+    num_spans: int = 0
+    drops_short_rows: bool = False  # rows without a label are left out and counted
+    multi_label: bool = False  # a row has any number of the labels: one sigmoid for each
+    passage: int | None = None  # the text that many rows share; they stay together in hold-outs
+
+    @property
+    def is_regression(self) -> bool:
+        """True if the label is a number instead of a class."""
+        return not self.labels
+
+    @property
+    def num_labels(self) -> int:
+        """Outputs of the classifier for a sequence: 1 for regression and for choices."""
+        return 1 if self.num_choices else max(1, len(self.labels))
+
+    @property
+    def max_length(self) -> int:
+        """The paper's sequence length in tokens, facets included."""
+        return 256 if self.benchmark == "superglue" else 128
+
+    def describe(self, max_length: int | None = None) -> dict[str, Any]:
+        """Returns what a saved `TaskModel` has to know of the task, as JSON values."""
+        names = ("name", "num_labels", "num_choices", "num_spans", "is_regression", "multi_label")
+        return {name: getattr(self, name) for name in (*names, "label_scale")} | {
+            "labels": list(self.labels),
+            "max_length": max_length or self.max_length,
+            "text_columns": [names[0] for names in self.fields],
+        }
+
+
+def task_of(description: Mapping[str, Any]) -> Task:
+    """Returns the task that `Task.describe` described: the one of the table, or a user's own."""
+    if description["name"] in TASKS:
+        return TASKS[description["name"]]
+    kind: LabelType = "multi_label" if description["multi_label"] else "class"
+    return Task(
+        description["name"],
+        tuple((column,) for column in description["text_columns"]),
+        tuple(description["labels"]),
+        OWN_METRICS["score" if description["is_regression"] else kind],
+        label_scale=description["label_scale"],
+        multi_label=description["multi_label"],
+    )
+
+
+def label_list(labels: Sequence[str]) -> str:
+    """Returns labels for a message, of many the first ones."""
+    return ", ".join(labels[:SHOWN]) + ", ..." * (len(labels) > SHOWN)
+
+
+def _glue(
+    name: str,
+    fields: tuple[tuple[str, ...], ...],
+    labels: tuple[str, ...],
+    metrics: tuple[str, ...],
+    folder: str,
+    test_rows: int,
+    **options: Any,
+) -> Task:
+    """Returns a task of GLUE, or with its options of SuperGLUE."""
+    common: dict[str, Any] = {
+        "benchmark": "glue",
+        "folder": folder,
+        "hub": ("nyu-mll/glue", name),
+        "test": (("test", ""),),
+        "submissions": ((folder, test_rows),),
+    }
+    return Task(name, fields, labels, metrics, **common | options)
+
+
+def _super(name: str, *args: Any, **options: Any) -> Task:
+    hub = ("aps/super_glue", name)
+    return _glue(
+        name, *args, **{"benchmark": "superglue", "hub": hub, "dev": (("val", ""),)} | options
+    )
+
+
+BINARY, BOOLEAN = ("0", "1"), ("false", "true")
+ENTAILMENT = ("entailment", "not_entailment")
+NLI = ("entailment", "neutral", "contradiction")
+SENTENCE, SENTENCES = (("sentence",),), (("sentence1",), ("sentence2",))
+PREMISE = (("premise",), ("hypothesis",))
+MNLI_TEXTS = (("sentence1", "premise"), ("sentence2", "hypothesis"))
+ACC, CORRELATIONS = ("acc",), ("spearman", "pearson")
+SPANS: dict[str, Any] = {"shape": "span", "num_spans": 2, "passage": 0}
+MNLI_PARTS: dict[str, Any] = {
+    "dev": (("dev_matched", "m"), ("dev_mismatched", "mm")),
+    "test": (("test_matched", "m"), ("test_mismatched", "mm")),
+    "submissions": (("MNLI-m", 9796), ("MNLI-mm", 9847)),
+}
+_cs224n = partial(Task, benchmark="cs224n", folder=".")
+TASKS: dict[str, Task] = {task.name: task for task in (
+    _glue("cola", SENTENCE, BINARY, ("matthews", "acc"), "CoLA", 1063, columns=("source", "label",
+          "author_mark", "sentence")),
+    _glue("sst2", SENTENCE, BINARY, ACC, "SST-2", 1821),
+    _glue("mrpc", (("#1 String", "sentence1"), ("#2 String", "sentence2")), BINARY, ("f1", "acc"), "MRPC",
+          1725, label=("Quality", "label")),
+    _glue("stsb", SENTENCES, (), CORRELATIONS, "STS-B", 1379, label=("score", "label"), label_scale=5.0),
+    _glue("qqp", (("question1",), ("question2",)), BINARY, ("f1", "acc"), "QQP", 390965,
+          label=("is_duplicate", "label"), drops_short_rows=True),
+    _glue("mnli", MNLI_TEXTS, NLI, ACC, "MNLI", 0, label=("gold_label", "label"), diagnostic="ax",
+          passage=0, **MNLI_PARTS),
+    _glue("qnli", (("question",), ("sentence",)), ENTAILMENT, ACC, "QNLI", 5463, passage=0),
+    _glue("rte", SENTENCES, ENTAILMENT, ACC, "RTE", 3000),
+    _glue("wnli", SENTENCES, BINARY, ACC, "WNLI", 146, passage=0),
+    _glue("ax", MNLI_TEXTS, NLI, ("matthews",), "AX", 1104, dev=(), test=(("AX", ""),)),
+    _super("boolq", (("passage",), ("question",)), BOOLEAN, ACC, "BoolQ", 3245, passage=0),
+    _super("cb", PREMISE, ("entailment", "contradiction", "neutral"), ("mean(acc,macro_f1)", "acc",
+          "macro_f1"), "CB", 250),
+    _super("copa", (("premise",), ("question",)), BINARY, ACC, "COPA", 500, shape="choice", num_choices=2),
+    _super("multirc", (("passage", "paragraph"), ("question",)), BINARY, ("mean(f1a,em)", "f1a", "em"),
+          "MultiRC", 9693, shape="multi_answer", passage=0),
+    _super("record", (("passage",), ("query",)), BINARY, ("mean(record_f1,record_em)", "record_f1",
+          "record_em"), "ReCoRD", 10000, shape="multi_answer", passage=0),
+    _super("rte_superglue", PREMISE, ENTAILMENT, ACC, "RTE", 3000, hub=("aps/super_glue", "rte")),
+    _super("wic", SENTENCES, BOOLEAN, ACC, "WiC", 1400, **SPANS),
+    _super("wsc", (("text",),), ("False", "True"), ACC, "WSC", 146, hub=("aps/super_glue", "wsc.fixed"),
+          **SPANS),
+    _cs224n("sst5", SENTENCE, ("0", "1", "2", "3", "4"), ACC, label=("sentiment",), train="ids-sst-train",
+          dev=(("ids-sst-dev", ""),)),
+    _cs224n("quora", SENTENCES, ("0.0", "1.0"), ("acc", "f1"), label=("is_duplicate",),
+          train="quora-train", dev=(("quora-dev", ""),), drops_short_rows=True),
+    _cs224n("sts", SENTENCES, (), ("pearson", "spearman"), label=("similarity",),
+          train="sts-train", dev=(("sts-dev", ""),), label_scale=5.0),
+)}  # fmt: skip

@@ -1,1 +1,0 @@
-"""The fine-tuning loop."""

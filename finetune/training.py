@@ -1,0 +1,439 @@
+"""Trains every head with one subclass of transformers' Trainer.
+
+A step's rows are cut into chunks, one for each rank and each of its micro-batches. The sum of their losses is divided
+by the rows of the whole step, and dropout is seeded by seed, step and chunk. So ranks and micro-batches change no
+number: 2 ranks x 1 micro-batch and 1 rank x 2 micro-batches differ only by the order of floating-point sums.
+
+One epoch of Trainer is the whole run. The sampler knows the ranks, so accelerate does not shard the batches: it would
+skip batches that are shorter than others, and count repeated rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import chain, count, cycle, islice
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+from transformers import PrinterCallback, Trainer, TrainingArguments
+
+from finetune.encoding import Encoded
+from finetune.examples import Example
+from finetune.heads.modeling_task import TaskModel, loss_sum
+from finetune.metrics import score_examples
+from finetune.settings import RunSettings, TrainSettings
+from finetune.tasks import Task
+from multicls.console import Progress, print_line
+from multicls.distributed import on_rank_0, rank_and_world
+from multicls.errors import UserError, did_you_mean, first_line
+from multicls.files import read_json, write_json
+from multicls.optim import dropout_seed
+
+Array = np.ndarray[Any, np.dtype[np.float32]]
+EVAL_BATCH_SIZE = 64
+BEST = "best.pt"  # in a checkpoint: the best evaluation so far
+RUN = "run.json"  # in a checkpoint, written last: what run it is of
+
+
+@dataclass(frozen=True)
+class TaskSplit:
+    """The encoded rows of one task of a run."""
+
+    task: Task
+    train: Encoded
+    validation: Encoded  # these pick the best weights
+    examples: Sequence[Example]  # of `validation`
+
+
+@dataclass
+class Best:
+    """The best evaluation of a run."""
+
+    score: float  # mean of the tasks' main metrics
+    step: int
+    outputs: list[Tensor]  # of each task, (N, C) for the validation rows
+    weights: dict[str, Tensor]  # on the CPU
+
+
+class Chunk(NamedTuple):
+    """Rows of one forward pass of one rank."""
+
+    number: int  # in the run, over all ranks
+    task: int
+    rows: Sequence[int]
+    counted: bool  # False: the rows only keep the rank busy
+
+
+class ChunkSampler(Sampler[list[Chunk]]):
+    """This rank's chunks of all steps of a run, each in a list of its own.
+
+    Attributes:
+        chunks: number of chunks of a step.
+        accumulation: number of them that one rank takes.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], train: TrainSettings, seed: int, sampling: str
+    ) -> None:
+        self.rank, self.world_size = rank_and_world()
+        self.sizes, self.seed, self.sampling = sizes, seed, sampling
+        self.batch_size, self.steps = train.batch_size or 1, train.max_steps or 1
+        per_rank = math.ceil(self.batch_size / self.world_size)
+        self.accumulation = math.ceil(per_rank / min(train.micro_batch_size or per_rank, per_rank))
+        self.chunks = self.world_size * self.accumulation
+
+    def __len__(self) -> int:
+        return self.steps * self.accumulation
+
+    def __iter__(self) -> Iterator[list[Chunk]]:
+        batches = task_batches(self.sizes, self.batch_size, self.seed, self.sampling)
+        for step, (task, rows) in enumerate(islice(batches, self.steps)):
+            cuts = [len(rows) * chunk // self.chunks for chunk in range(self.chunks + 1)]
+            for index in range(self.rank, self.chunks, self.world_size):
+                # All ranks must run the model equally often: without a row of its own a chunk repeats one.
+                own = rows[cuts[index] : cuts[index + 1]]
+                number = step * self.chunks + index
+                yield [Chunk(number, task, own or [rows[index % len(rows)]], bool(own))]
+
+
+def row_batches(num_rows: int, batch_size: int, seed: int) -> Iterator[list[int]]:
+    """Yields batches of row indices for ever; each epoch is a new permutation, its last batch may be smaller."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        order = torch.randperm(num_rows, generator=generator).tolist()
+        yield from (order[start : start + batch_size] for start in range(0, num_rows, batch_size))
+
+
+def task_batches(
+    sizes: Sequence[int], batch_size: int, seed: int, sampling: str
+) -> Iterator[tuple[int, list[int]]]:
+    """Yields batches (task, rows) for ever, each of one task.
+
+    Args:
+        sizes: training rows of each task.
+        batch_size: rows of a batch.
+        seed: seed of all orders.
+        sampling: "round_robin": the tasks take turns. "size_balanced": an epoch holds every batch of every task once,
+            in a random order, so a task comes in proportion to its rows.
+    """
+    streams = [row_batches(size, batch_size, seed + task) for task, size in enumerate(sizes)]
+    order: Iterator[int] = cycle(range(len(sizes)))
+    if sampling == "size_balanced":
+        turns = [t for t, size in enumerate(sizes) for _ in range(math.ceil(size / batch_size))]
+        generator = torch.Generator().manual_seed(seed)
+        epochs = (torch.randperm(len(turns), generator=generator).tolist() for _ in count())
+        order = (turns[place] for places in epochs for place in places)
+    yield from ((task, next(streams[task])) for task in order)
+
+
+class _Batches(Dataset[dict[str, Any]]):
+    """The batch of each chunk."""
+
+    def __init__(self, splits: Sequence[TaskSplit]) -> None:
+        self.splits = splits
+
+    def __getitem__(self, chunk: Chunk) -> dict[str, Any]:
+        batch = self.splits[chunk.task].train.batch(chunk.rows, [chunk.counted] * len(chunk.rows))
+        return batch | {"task": chunk.task, "chunk": chunk.number}
+
+
+class TaskTrainer(Trainer):
+    """Trains a `TaskModel` on one task or several, and keeps the best evaluation in memory.
+
+    Args:
+        model: made by `finetune.heads.build.build_model`.
+        splits: the model's tasks, in its order.
+        settings: of the run.
+        identity: what the run is, as JSON; marks its checkpoints.
+
+    Raises:
+        UserError: A training argument, the DeepSpeed JSON or class weights do not fit.
+    """
+
+    def __init__(
+        self,
+        model: TaskModel,
+        splits: Sequence[TaskSplit],
+        settings: RunSettings,
+        identity: dict[str, Any],
+    ) -> None:
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._reset_state(True)  # of an earlier run in this process
+        sizes = [len(split.train) for split in splits]
+        self.settings, self.folder = settings.resolved(sizes), settings.folder
+        self.sampler = ChunkSampler(sizes, self.settings, settings.seed, settings.cln.sampling)
+        arguments = training_arguments(settings, self.settings, self.sampler)
+        if arguments.gradient_checkpointing and not model.encoder.supports_gradient_checkpointing:
+            kind = model.encoder.config.model_type
+            raise UserError(f"trainer.gradient_checkpointing: {kind} has none; leave it out.")
+        self.class_weights: list[Tensor | None] = [None] * len(splits)
+        if self.settings.class_weights == "balanced":
+            self.class_weights = [_class_weights(split).to(arguments.device) for split in splits]
+        self.task_model, self.splits, self.identity = model, splits, identity
+        self.best: Best | None = None
+        self._task, self._saved = 0, time.monotonic()  # task of the batch; last checkpoint
+        super().__init__(
+            model,
+            arguments,
+            train_dataset=_Batches(splits),
+            eval_dataset=list(splits),  # not read: `evaluate` has them
+            compute_loss_func=self._loss,
+        )
+        self.remove_callback(PrinterCallback)
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Returns the rank's own chunks, which accelerate must not shard again."""
+        dataset: Any = self.train_dataset
+        on_gpu = torch.cuda.is_available()
+        return DataLoader(
+            dataset, batch_sampler=self.sampler, collate_fn=itemgetter(0), pin_memory=on_gpu
+        )
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any) -> Tensor:
+        """Computes the gradients of a chunk, with its own seed for dropout."""
+        torch.manual_seed(dropout_seed(self.args.seed, inputs.pop("chunk")))
+        self._task = inputs["task"]
+        self._progress.update()
+        return super().training_step(model, inputs, *args)
+
+    def _loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        """Returns the chunk's part of the loss, the mean over the counted rows of the step."""
+        problem = self.task_model.problem_type(self._task)
+        total = loss_sum(problem, outputs.logits.float(), labels, self.class_weights[self._task])
+        return total / num_items_in_batch
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Scores the validation rows of all tasks; keeps the weights if the mean score is strictly better.
+
+        Raises:
+            UserError: The loss is not finite.
+        """
+        step = self.state.global_step
+        loss = next(entry["loss"] for entry in reversed(self.state.log_history) if "loss" in entry)
+        if not math.isfinite(loss):
+            raise UserError(
+                f"the loss is not a finite number any more (seen at step {step}): nothing is written. Lower "
+                f"train.learning_rate (= {self.args.learning_rate:g}), or check the checkpoint's weights.",
+                on_all_ranks=True,
+            )
+        metrics, scores, outputs = {"eval_train_loss": loss}, [], []
+        for task, split in enumerate(self.splits):
+            outputs.append(self.predict_rows(task, split.validation))
+            values = score_examples(split.task, split.examples, outputs[task])
+            scores.append(next(iter(values.values())))
+            metrics |= {f"eval_{split.task.name}_{name}": v for name, v in values.items()}
+        metrics["eval_score"] = score = float(np.mean(scores))
+        if self.best is None or score > self.best.score:
+            state = self.task_model.state_dict()
+            weights = {name: t.detach().to("cpu", copy=True) for name, t in state.items()}
+            self.best = Best(score, step, [torch.from_numpy(array) for array in outputs], weights)
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(
+            self.args, self.state, self.control, metrics
+        )
+        if self.is_world_process_zero():
+            where = f"step {step}/{self.state.max_steps}"
+            print_line(f"{where}  loss {loss:.4f}  score {100 * score:.2f}")
+        due = on_rank_0(lambda: time.monotonic() - self._saved)
+        if step - self.best.step >= self.settings.patience:
+            self.control.should_training_stop = True
+        elif step < self.state.max_steps and due >= 60 * self.settings.checkpoint_minutes:
+            self.control.should_save, self._saved = True, time.monotonic()
+        return metrics
+
+    def predict_rows(self, task: int, rows: Encoded) -> Array:
+        """Returns the outputs (N, C) for all rows, in their order, on all ranks."""
+        batch_size, bf16 = self.args.per_device_eval_batch_size, bool(self.args.bf16)
+        return predict_rows(self.task_model, rows, task, self.args.device, batch_size, bf16)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Returns 0: counting takes time at each step, and nothing reads it."""
+        return 0
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Saves Trainer's checkpoint and the best evaluation; marks it as whole, then removes older ones."""
+        super()._save_checkpoint(model, trial)
+        if dist.is_initialized():
+            dist.barrier()
+        if self.args.should_save:
+            folder = self.folder / f"checkpoint-{self.state.global_step}"
+            torch.save(vars(self.best), folder / BEST)
+            write_json(folder / RUN, self.identity)
+            _newest_checkpoint(self.folder, self.identity)
+
+    def run(self) -> tuple[list[dict[str, float]], Best]:
+        """Trains, from the newest whole checkpoint if there is one; leaves the model with the best weights.
+
+        Returns:
+            Step, mean loss since the evaluation before, and score of each evaluation; the best of them.
+        """
+        newest = on_rank_0(lambda: _newest_checkpoint(self.folder, self.identity))
+        shown = self.is_world_process_zero()
+        loading: AbstractContextManager[None] = nullcontext()
+        if newest:
+            self.best = Best(**torch.load(newest / BEST, weights_only=True))
+            if shown:
+                print_line(f"resuming from step {_step_of(newest)} of {self.sampler.steps}")
+            if self.is_deepspeed_enabled:
+                from multicls.safe_unpickling import safe_unpickling
+
+                loading = safe_unpickling(newest)
+        done = _step_of(newest) * self.sampler.accumulation if newest else 0
+        total = len(self.sampler)
+        progress = Progress(total, "batch", "fine-tuning", done=done, shown=shown)
+        with progress as self._progress, loading:
+            self.train(resume_from_checkpoint=str(newest) if newest else None)
+        assert self.best is not None
+        self.task_model.load_state_dict(self.best.weights)
+        history = [
+            {"step": e["step"], "loss": round(e["eval_train_loss"], 6), "score": e["eval_score"]}
+            for e in self.state.log_history
+            if "eval_score" in e
+        ]
+        return history, self.best
+
+
+def _newest_checkpoint(folder: Path, identity: dict[str, Any]) -> Path | None:
+    """Returns the newest whole checkpoint of the run with this identity; removes all others."""
+    found = sorted(folder.glob("checkpoint-*"), key=_step_of)
+    whole = [path for path in found if (path / RUN).exists() and read_json(path / RUN) == identity]
+    for path in set(found) - set(whole[-1:]):
+        shutil.rmtree(path)
+    return whole[-1] if whole else None
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+def find_device(precision: str = "auto") -> tuple[torch.device, bool]:
+    """Returns the GPU or else the CPU, and True for bf16 arithmetic: "auto" is bf16 on a GPU that has it."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns of its guess
+        return torch.device("cpu"), precision == "bf16"
+    native = torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.device("cuda"), precision == "bf16" or (precision == "auto" and native)
+
+
+@torch.no_grad()
+def predict_rows(
+    model: nn.Module, rows: Encoded, task: int, device: torch.device, batch_size: int, bf16: bool
+) -> Array:
+    """Returns the outputs (N, C) of all rows, in their order, on all ranks, each of which computes a part.
+
+    A batch holds rows of like length, for less padding.
+    """
+    was_training = model.training
+    model.eval().to(device)
+    autocast = bf16 and next(model.parameters()).dtype == torch.float32
+    rank, world_size = rank_and_world()
+    by_length = sorted(range(len(rows)), key=rows.lengths.__getitem__)
+    batches = [by_length[start : start + batch_size] for start in range(0, len(rows), batch_size)]
+    mine = batches[rank::world_size] or batches[:1]  # a rank without rows repeats some
+    outputs = []
+    for batch_rows in mine:
+        batch = rows.batch(batch_rows)
+        inputs = {name: tensor.to(device) for name, tensor in batch.items() if name != "labels"}
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
+            outputs.append(model(**inputs, task=task).logits.float())
+    table = torch.full((len(rows), outputs[0].shape[1]), -math.inf, device=device)
+    table[torch.tensor(list(chain.from_iterable(mine)), device=device)] = torch.cat(outputs)
+    if world_size > 1:
+        dist.all_reduce(table, dist.ReduceOp.MAX)
+    model.train(was_training)
+    return np.asarray(table.cpu().numpy(), dtype=np.float32)
+
+
+def training_arguments(
+    settings: RunSettings, train: TrainSettings, sampler: ChunkSampler
+) -> TrainingArguments:
+    """Returns the training arguments: ours, and those that the user sets by name."""
+    micro_batch_size = math.ceil(sampler.batch_size / sampler.chunks)
+    defaults: dict[str, Any] = {
+        "per_device_eval_batch_size": EVAL_BATCH_SIZE,
+        "report_to": "tensorboard",
+        "ddp_find_unused_parameters": len(sampler.sizes) > 1,
+    }
+    names = {"learning_rate", "weight_decay", "adam_beta2", "adam_epsilon", "max_grad_norm"}
+    ours = train.model_dump(include={*names, "max_steps"}) | {
+        "output_dir": str(settings.folder),
+        "num_train_epochs": train.epochs,
+        "seed": settings.seed,
+        "per_device_train_batch_size": micro_batch_size,
+        "gradient_accumulation_steps": sampler.accumulation,
+        "warmup_steps": round(train.warmup_ratio * sampler.steps),
+        "bf16": find_device(train.precision)[1],
+        "use_cpu": not torch.cuda.is_available(),
+        "eval_strategy": "steps",
+        "eval_steps": train.eval_every,
+        "eval_delay": 0,
+        "eval_on_start": False,
+        "logging_strategy": "steps",
+        "logging_steps": train.eval_every,
+        "logging_nan_inf_filter": False,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        "average_tokens_across_devices": True,
+        "deepspeed": _deepspeed(settings.config, train, sampler, micro_batch_size),
+    }
+    known = {field.name for field in dataclasses.fields(TrainingArguments)}
+    problems = [
+        f"trainer.{name}: no TrainingArguments field.{did_you_mean(name, known)}"
+        if name not in known
+        else f"trainer.{name}: a setting of our own decides it."
+        for name in settings.trainer
+        if name not in known or name in ours
+    ]
+    if problems:
+        raise UserError(*problems)
+    try:
+        arguments = TrainingArguments(**defaults | settings.trainer | ours)
+    except (ValueError, TypeError, ImportError) as error:
+        raise UserError(f"trainer {settings.trainer}: {first_line(error)}") from None
+    arguments._n_gpu = min(arguments.n_gpu, 1)  # one process uses one GPU
+    return arguments
+
+
+def _deepspeed(
+    path: str | None, train: TrainSettings, sampler: ChunkSampler, micro_batch_size: int
+) -> dict[str, Any] | None:
+    """Returns the completed DeepSpeed JSON; ZeRO stage 3 is refused."""
+    if not path:
+        return None
+    from multicls.deepspeed_config import complete_deepspeed_config, load_deepspeed_config
+
+    config = load_deepspeed_config(path)
+    if int(config.get("zero_optimization", {}).get("stage", 0)) > 2:
+        raise UserError(f"--config {path}: no ZeRO stage 3 here: take ds_configs/zero2.json.")
+    return complete_deepspeed_config(
+        config,
+        micro_batch_size=micro_batch_size,
+        accumulation=sampler.accumulation,
+        world_size=sampler.world_size,
+        max_grad_norm=train.max_grad_norm,
+        precision="bf16" if find_device(train.precision)[1] else "fp32",
+    )
+
+
+def _class_weights(split: TaskSplit) -> Tensor:
+    """Returns the weight of each class (C,), n / (C n_c): the mean over the rows is 1."""
+    task = split.task
+    if task.is_regression or task.num_choices or task.multi_label:
+        raise UserError(f"--class_weights: task {task.name} has no rows of one of several classes.")
+    counts = torch.bincount(split.train.labels, minlength=task.num_labels)
+    return len(split.train) / ((counts > 0).sum() * counts.clamp(min=1))

@@ -1,0 +1,144 @@
+"""Loads a DeepSpeed JSON and completes it with the values that our settings own. Imports neither torch nor deepspeed.
+
+DeepSpeed ignores an unknown top-level key, so the names are checked here; it checks the rest itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, Literal
+
+from multicls.errors import UserError, did_you_mean
+from multicls.files import REPOSITORY, read_json
+
+Precision = Literal["fp32", "bf16", "fp16"]
+
+KEYS = frozenset(
+    """
+    activation_checkpointing aio bf16 checkpoint comms_logger communication_data_type data_types disable_allgather
+    disable_python_gc dump_state flops_profiler fp16 gradient_accumulation_steps gradient_clipping
+    gradient_predivide_factor log_level memory_breakdown prescale_gradients steps_per_print timers train_batch_size
+    train_micro_batch_size_per_gpu wall_clock_breakdown zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
+    zero_optimization
+    """.split()  # noqa: SIM905
+)
+REFUSED: Mapping[str, str] = {  # keys that DeepSpeed reads -> the settings that replace them
+    "optimizer": "train.learning_rate and train.weight_decay",
+    "scheduler": "train.learning_rate and train.warmup_ratio",
+    "torch_autocast": "train.precision",
+    "compile": "train.compile",
+}
+OWNED: Mapping[str, str] = {  # key of the JSON, which may say "auto" -> setting that owns its value
+    "train_batch_size": "train.global_batch_size",
+    "train_micro_batch_size_per_gpu": "train.micro_batch_size",
+    "gradient_accumulation_steps": "train.global_batch_size and train.micro_batch_size",
+    "gradient_clipping": "train.max_grad_norm",
+    "bf16.enabled": "train.precision",
+    "fp16.enabled": "train.precision",
+}
+
+
+GROUPS = (
+    "zero_optimization",
+    "data_types",
+    "checkpoint",
+    "bf16",
+    "fp16",
+)  # that we read or complete
+
+
+def load_deepspeed_config(path: str | Path) -> dict[str, Any]:
+    """Loads a DeepSpeed JSON, of this folder or this repository, without its comments: the keys "//".
+
+    Raises:
+        UserError: The file does not exist, is no JSON object, or sets keys that are unknown or belong to our settings.
+    """
+    found = next((p for p in (Path(path), REPOSITORY / path) if p.is_file()), path)
+    config = _uncommented(read_json(found))
+    if not isinstance(config, dict):
+        raise UserError(f"{path}: a DeepSpeed JSON is an object, {{...}}.")
+    problems = [
+        f"{path}: {key}: no such key.{did_you_mean(key, KEYS, listed=False)}"
+        for key in config.keys() - KEYS - REFUSED.keys()
+    ]
+    problems += [
+        f"{path}: {key}: remove it and set {setting}."
+        for key, setting in REFUSED.items()
+        if key in config
+    ]
+    problems += [
+        f"{path}: {key} = {config[key]}: must be an object, {{...}}."
+        for key in GROUPS
+        if not isinstance(config.get(key, {}), dict)
+    ]
+    for name, setting in OWNED.items():
+        group, _, key = name.rpartition(".")
+        values = config.get(group, {}) if group else config
+        value = values.get(key, "auto") if isinstance(values, dict) else "auto"
+        if value != "auto":
+            problems.append(f'{path}: {name} = {value}: write "auto" and set {setting}.')
+    if problems:
+        raise UserError(*sorted(problems))
+    return config
+
+
+def complete_deepspeed_config(
+    config: Mapping[str, Any],
+    *,
+    micro_batch_size: int,
+    accumulation: int,
+    world_size: int,
+    max_grad_norm: float,
+    precision: Precision,
+) -> dict[str, Any]:
+    """Returns a copy of a DeepSpeed JSON with the values of our settings.
+
+    With bf16 and ZeRO 2 or 3, gradients are accumulated in fp32 unless the JSON sets `data_types.grad_accum_dtype`.
+    With ZeRO 1 DeepSpeed 0.19.8 cannot read the weights from such a checkpoint; with an offloaded optimizer it keeps
+    the NaN of a skipped step in its fp32 sums.
+
+    Args:
+        micro_batch_size: Examples in one micro-batch of one rank.
+        accumulation: Micro-batches that one rank accumulates in an optimizer step.
+        precision: Precision of the forward and backward pass.
+    """
+    completed = (
+        {
+            "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW offloads, too; nothing is compiled
+            "steps_per_print": 1_000_000_000,  # the training loop reports
+        }
+        | deepcopy(dict(config))
+    )
+    completed["train_batch_size"] = micro_batch_size * accumulation * world_size
+    completed["train_micro_batch_size_per_gpu"] = micro_batch_size
+    completed["gradient_accumulation_steps"] = accumulation
+    completed["gradient_clipping"] = max_grad_norm
+    for name in ("bf16", "fp16"):
+        completed[name] = completed.get(name, {}) | {"enabled": precision == name}
+    zero = completed.get("zero_optimization", {})
+    if precision == "bf16" and zero.get("stage", 0) >= 2 and "offload_optimizer" not in zero:
+        completed.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
+    return completed
+
+
+def check_with_deepspeed(config: Mapping[str, Any], where: str) -> None:
+    """Lets DeepSpeed check a completed configuration. Call it after `prepare_deepspeed` and before anything is written.
+
+    Raises:
+        UserError: DeepSpeed refuses the configuration.
+    """
+    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError, DtypeEnum
+
+    try:
+        checked = DeepSpeedConfig(deepcopy(dict(config)))
+        DtypeEnum(checked.grad_accum_dtype or "fp32")
+    except (AssertionError, ValueError, KeyError, TypeError, DeepSpeedConfigError) as error:
+        raise UserError(f"{where}: DeepSpeed refuses it: {' '.join(str(error).split())}") from None
+
+
+def _uncommented(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {key: _uncommented(inner) for key, inner in value.items() if key != "//"}

@@ -1,0 +1,113 @@
+"""The harness on invented samples; each script explains itself, and two are run as small as they can be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.harness import Report, ratio, take_turns, verdict
+from tools.first_look import hits_of, interval
+
+REPOSITORY = Path(__file__).parents[2]
+SCRIPTS = ("step", "data_prep", "inference", "embeddings", "study")
+
+
+def run(script: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, f"benchmarks/{script}.py", *flags]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_both_estimates_of_a_ratio() -> None:
+    assert ratio([2.0, 3.0, 9.0], [4.0, 5.0, 6.0]) == pytest.approx((2 / 4, 3 / 5))
+    with pytest.raises(ValueError):
+        ratio([1.0], [1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("of_minima", "median", "limit", "expected"),
+    [
+        (0.38, 0.38, 0.38, "met"),
+        (0.35, 0.42, 0.38, "not met"),  # one of both does not keep the limit
+        (0.20, 0.35, 0.38, "INCONCLUSIVE"),  # though both keep it
+        (0.50, 0.55, None, "no limit"),
+    ],
+)
+def test_verdicts(of_minima: float, median: float, limit: float | None, expected: str) -> None:
+    assert verdict((of_minima, median), limit) == expected
+
+
+def test_cases_take_turns_in_rotated_order_after_the_warm_up() -> None:
+    calls: list[str] = []
+    cases = {name: (lambda name=name: calls.append(name)) for name in "abc"}
+    samples = take_turns(cases, rounds=3, warmup=1)
+    assert [sorted(calls[start : start + 3]) for start in range(0, 12, 3)] == [list("abc")] * 4
+    assert calls[3:] == list("abc") + list("bca") + list("cab")
+    assert all(len(seconds) == 3 for seconds in samples.values())
+
+
+def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        [
+            "benchmarks/invented.py",
+            "--data",
+            "/some/where/file.txt",
+            "wiki=/some/where/",
+            "a/b",
+            "0.5",
+        ],
+    )
+    report = Report("An invented benchmark")
+    samples = {"theirs": [4.0, 4.0], "ours": [1.0, 1.2]}
+    report.compare("Step", samples, "theirs", {"ours": 0.38})
+    report.table("Parts", ["part", "seconds"], [["write", 0.12345]])
+    text = report.write(tmp_path).read_text()
+    assert "| ours | 1 | 0.25 | 0.275 | <= 0.38 | met |" in text
+    assert "| theirs | 4 | baseline |" in text and "| write | 0.1235 |" in text
+    assert "`python benchmarks/invented.py --data file.txt wiki=where a/b 0.5`, commit " in text
+    assert "/some/where" not in text
+
+
+def test_first_look_finds_next_passages() -> None:
+    """The embeddings lie on a circle: neighbours of a document are near, others far, or right between them."""
+    documents = np.array([0, 0, 0, 1, 1, 2, 2, 2])
+    near = np.array([0.0, 0.1, 0.25, 2.0, 2.1, 4.0, 4.1, 4.25])
+    far = np.array([0.0, 2.0, 4.0, 0.5, 2.5, 4.5, 1.0, 3.0])
+
+    def hits(angles: np.ndarray) -> list[bool]:
+        points = torch.from_numpy(np.stack([np.cos(angles), np.sin(angles)], axis=1))
+        return [bool(hit) for hit in hits_of(points, documents)]
+
+    assert hits(near) == [True, False, True, True, False], "the third passage is the furthest"
+    assert not any(hits(far))
+    low, high = interval(np.array(hits(far)), np.array(hits(near)), documents)
+    assert 0.0 < low < 0.6 < high <= 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_each_script_explains_itself(script: str) -> None:
+    done = run(script, "--help")
+    assert done.returncode == 0 and f"benchmarks/{script}.py" in done.stdout, done.stderr
+    done = run(script, "--no_such_flag")
+    assert done.returncode == 2 and "--no_such_flag" in done.stderr
+
+
+@pytest.mark.slow
+def test_scripts_measure() -> None:
+    """The smallest comparisons: all cases run, and the report has their ratios."""
+    small = "--rounds 1 --batch_size 2 --length 8 --layers 1 --hidden 64"
+    done = run("inference", *small.split())
+    assert done.returncode == 0 and "| ensemble of 5 | " in done.stdout, done.stderr
+    done = run("step", "--parts", "small", "--rounds", "1")
+    assert done.returncode == 0 and "| ours, ZeRO-2 | " in done.stdout, done.stderr

@@ -1,0 +1,656 @@
+"""Preparing a corpus folder: formats, determinism, interruptions, short documents, bad input."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from data_prep import build, clean, merge, pool, run
+from data_prep import prepare as prepare_module
+from data_prep.examples import ExampleStream
+from multicls.corpus import MAX_TOKENS, Corpus, tokenizer_fingerprint
+from multicls.errors import UserError
+from multicls.files import REPOSITORY, locked
+from tests.data_prep.conftest import (
+    SPECIAL_IDS,
+    WORDS,
+    prepared,
+    same_files,
+    squeezed,
+    story,
+    text_of,
+)
+from tests.processes import children, sessions, until
+
+
+def test_plain_text_and_compression(tiny_tokenizer: Path, tmp_path: Path) -> None:
+    wrapped = textwrap.fill(story(12), width=60)
+    (tmp_path / "in" / "deep").mkdir(parents=True)
+    text = f"A Tale\nAn Author\n\nCHAPTER I. \n\n{wrapped}\n\nTHE END\n\n1 2 3!\n"
+    (tmp_path / "in" / "a.txt").write_text(text)
+    (tmp_path / "in" / "deep" / "b.txt.gz").write_bytes(gzip.compress(story(8, 1).encode()))
+    corpus = prepared(tiny_tokenizer, tmp_path / "out", tmp_path / "in")
+    assert [text_of(corpus, i) for i in range(2)] == [squeezed(story(12)), squeezed(story(8, 1))]
+    assert corpus.manifest["dropped"] == {"lines_heading": 4, "sentences_without_letter": 1}
+    assert [corpus.row(i).id for i in range(2)] == ["a.txt#0", "deep/b.txt.gz#0"]
+    assert corpus.row(0).source == "in" and corpus.manifest["sources"]["in"]["documents"] == 2
+    corpus.verify()
+
+
+def test_blank_lines_between_documents(tiny_tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text(f"{story(8)}\n\n\nThe cat.\n \n{story(9, 3)}\n")
+    source = f"tales={tmp_path / 'in.txt'}"
+    corpus = prepared(tiny_tokenizer, tmp_path / "out", source, documents="blank_line")
+    assert [len(text_of(corpus, i)) for i in range(corpus.num_documents)] == [8, 9]
+    assert corpus.manifest["dropped"] == {"documents_too_short": 1}
+    assert corpus.row(1).source == "tales"
+
+
+def test_rows_with_common_sentences_lose_none(tiny_tokenizer: Path, tmp_path: Path) -> None:
+    """40 books of 714 rows, each of which shares sentences with all others."""
+    rows = [
+        f"{WORDS[i % 23]} sat on {WORDS[(i * b) % 23]} mat {b} {i}" * (i % 14 > 0)
+        or f"the cat ran {i % 5} times ."
+        for b in range(40)
+        for i in range(714)
+    ]
+    path = tmp_path / "rows.txt"
+    path.write_text("\n".join(rows))
+    corpus = prepared(tiny_tokenizer, tmp_path / "out", path, documents="sentences")
+    assert corpus.manifest["sentences"] == len(rows) == 28_560 and corpus.manifest["dropped"] == {}
+    found = [sentence for i in range(corpus.num_rows) for sentence in text_of(corpus, i)]
+    assert found == [row.replace(" ", "") for row in rows]
+
+
+def test_mediawiki(tiny_tokenizer: Path, tmp_path: Path) -> None:
+    markup = (
+        "{{Infobox|a=1}}[[File:x.png|thumb|A dog.]]'''The cat''' sat ({{lang|x}}) on [[mat|a mat]]."
+        f"&lt;ref&gt;Far.&lt;/ref&gt; {story(6)}\n== History ==\n{{|\n|cell\n|}}\n{story(3, 2)}\n"
+    )
+    page = f"<page><title>Cat</title><ns>0</ns><id>1</id><revision><text>{markup}</text></revision></page>"
+    (tmp_path / "dump.xml").write_text(f"<mediawiki>{page}</mediawiki>")
+    corpus = prepared(tiny_tokenizer, tmp_path / "out", tmp_path / "dump.xml")
+    assert corpus.num_documents == 1 and corpus.row(0).title == "Cat"
+    assert text_of(corpus, 0) == ["thecatsatonamat.", *squeezed(story(6)), *squeezed(story(3, 2))]
+    assert corpus.manifest["dropped"] == {"lines_heading": 1}
+
+
+def test_text_never_becomes_a_special_token(tiny_tokenizer: Path, tmp_path: Path) -> None:
+    text = "The [SEP] cat [MASK] sat [unused0] on [CLS] a [PAD] mat."
+    (tmp_path / "in.txt").write_text(" ".join([text] * 8))
+    corpus = prepared(tiny_tokenizer, tmp_path / "out", tmp_path / "in.txt")
+    assert not set(corpus.row(0).tokens.tolist()) & {*SPECIAL_IDS[:4], *SPECIAL_IDS.facets}
+    assert text_of(corpus, 0)[0] == "the[sep]cat[mask]sat[unused0]on[cls]a[pad]mat."
+
+
+def test_fingerprint_ignores_what_is_added_on_top(tiny_tokenizer: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(tiny_tokenizer / "tokenizer.json"))
+    before = tokenizer_fingerprint(tokenizer)
+    tokenizer.add_special_tokens(["[C1]", "[C2]"])
+    assert tokenizer_fingerprint(tokenizer) == before
+    tokenizer.normalizer.lowercase = False
+    assert tokenizer_fingerprint(tokenizer) != before
+
+
+def test_large_vocabularies_get_wide_tokens(tmp_path: Path, tiny_tokenizer: Path) -> None:
+    content = json.loads((tiny_tokenizer / "tokenizer.json").read_text())
+    first = len(content["model"]["vocab"])
+    content["model"]["vocab"] |= {f"word{i}": first + i for i in range(1 << 16)}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "in.txt").write_text(" ".join(f"The word{65000 + i} ran." for i in range(8)))
+    corpus = prepared(tmp_path, tmp_path / "out", tmp_path / "in.txt")
+    assert corpus.row(0).tokens.dtype == np.uint32
+    assert corpus.manifest["tokenizer"]["dtype"] == "uint32"
+    assert text_of(corpus, 0)[3] == "theword65003ran."
+
+
+def test_long_documents_take_several_rows_and_shards(
+    tiny_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = [story(30 + i % 17, i % 17) for i in range(60)]
+    documents[3] = documents[40] = story(50, 20)
+    documents[7] = story(12_000, 3)
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in documents)
+    (tmp_path / "in.jsonl.gz").write_bytes(gzip.compress(lines.encode(), mtime=0))
+    one = prepared(tiny_tokenizer, tmp_path / "one", tmp_path / "in.jsonl.gz")
+    rows = [one.row(i) for i in range(one.num_rows)]
+    long = [row for row in rows if row.hash == max(rows, key=lambda row: len(row.tokens)).hash]
+    assert len(long) > 1 and all(len(row.tokens) <= MAX_TOKENS for row in rows)
+    assert sum(len(row.offsets) - 1 for row in long) == 12_000
+    monkeypatch.setattr(build, "SHARD_TOKENS", 900)
+    many = prepared(tiny_tokenizer, tmp_path / "many", tmp_path / "in.jsonl.gz")
+    many.verify()
+    assert one.num_shards == 1 and many.num_shards > 3
+    assert many.num_documents == one.num_documents < 60
+    assert many.manifest["dropped"] == one.manifest["dropped"]
+    assert many.manifest["sources"] == one.manifest["sources"]
+    assert [many.row(i).tokens.tolist() for i in range(many.num_rows)] == [
+        row.tokens.tolist() for row in rows
+    ]
+    assert (many.document_frequency == one.document_frequency).all()
+
+
+def test_copies_are_found_across_units(tmp_path: Path) -> None:
+    for number, hashes in enumerate([[3, 1, 2], [], [2, 5, 5], [7, 1]]):
+        (tmp_path / str(number)).mkdir()
+        table = np.zeros(len(hashes), build.DOCUMENT)
+        table["hash"] = hashes
+        np.save(tmp_path / str(number) / "documents.npy", table)
+    copies = merge.find_copies([tmp_path / str(number) for number in range(4)])
+    assert [np.flatnonzero(copied).tolist() for copied in copies] == [[], [], [0, 2], [1]]
+
+
+# Determinism and interruptions.
+
+
+@pytest.fixture
+def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of files of a few units; the last repeats the first."""
+    monkeypatch.setattr(prepare_module, "SMALL_UNIT", 9000)  # two files
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for i in range(12):
+        (folder / f"{i:02d}.txt").write_text(story(20 + i % 11, i % 11))
+    return folder
+
+
+STOPS = {
+    "build": (build, "write_shard", 3),
+    "unit": (build, "write_json", 2),
+    "copies": (prepare_module, "merge", 1),
+    "merge": (merge, "_link", 3),
+    "finish": (prepare_module, "write_json", 1),
+    "manifest": (prepare_module, "write_manifest", 1),
+    "after the manifest": (prepare_module, "_remove_work", 1),
+}
+
+
+def stop_at(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupts the next start at a stage."""
+    module, name, calls = STOPS[stage]
+    original, left = getattr(module, name), [calls]
+
+    def stopping(*content: Any) -> Any:
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        return original(*content)
+
+    monkeypatch.setattr(module, name, stopping)
+
+
+def change_input(folder: Path) -> None:
+    """A file comes, one goes, and one changes."""
+    (folder / "05b.txt").write_text(story(40, 5))
+    (folder / "11.txt").unlink()
+    (folder / "03.txt").write_text(story(31, 3))
+
+
+@pytest.mark.parametrize("change", [lambda folder: None, change_input])
+@pytest.mark.parametrize("stage", STOPS)
+def test_a_stopped_run_continues(
+    stage: str,
+    change: Any,
+    texts: Path,
+    tiny_tokenizer: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop_at(stage, patch)
+        prepared(tiny_tokenizer, texts / "out", texts)  # the output may lie in the input
+    if stage == "after the manifest":
+        assert (texts / "out" / "work").exists()
+        prepared(tiny_tokenizer, texts / "out", texts).verify()
+        assert not (texts / "out" / "work").exists()
+        return
+    with pytest.raises(UserError, match="not a finished corpus"):
+        Corpus.open(texts / "out")
+    (texts / "out" / ".hidden").write_text("not ours")
+    change(texts)
+    prepared(tiny_tokenizer, texts / "out", texts).verify()
+    assert (texts / "out" / ".hidden").read_text() == "not ours"
+    (texts / "out" / ".hidden").unlink()
+    (texts / "out").rename(tmp_path / "out")
+    prepared(tiny_tokenizer, tmp_path / "fresh", texts)
+    same_files(tmp_path / "fresh", tmp_path / "out")
+
+
+def test_built_units_are_not_built_again(
+    texts: Path, tiny_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    original = build.read_documents
+
+    def counting(file: Any, settings: Any) -> Any:
+        read.append(file.name)
+        return original(file, settings)
+
+    monkeypatch.setattr(build, "read_documents", counting)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop_at("merge", patch)
+        prepared(tiny_tokenizer, tmp_path / "out", texts)
+    assert len(read) == 12
+    (texts / "05.txt").write_text(story(33, 5))
+    work = tmp_path / "out" / "work"
+    (work / "notes.txt").write_text("not ours")
+    sorted(work.glob("*/unit.json"))[0].parent.rename(tmp_path / "gone")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop_at("merge", patch)
+        prepared(tiny_tokenizer, tmp_path / "out", texts)
+    assert len(read) in (14, 16), "the unit of 05.txt and the one that is gone"
+    prepared(tiny_tokenizer, tmp_path / "out", texts, min_sentences=7)  # other keys
+    assert len(read) in (26, 28) and (work / "notes.txt").exists()
+
+
+@pytest.mark.slow
+def test_bytes_do_not_depend_on_workers(texts: Path, tiny_tokenizer: Path, tmp_path: Path) -> None:
+    one = prepared(tiny_tokenizer, tmp_path / "one", texts)
+    prepared(tiny_tokenizer, tmp_path / "three", texts, workers=3)
+    assert one.num_shards > 5 and one.manifest["dropped"]["documents_duplicate"] == 1
+    same_files(tmp_path / "one", tmp_path / "three")
+
+
+def test_file_systems_without_hard_links(
+    texts: Path, tiny_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared(tiny_tokenizer, tmp_path / "whole", texts)
+
+    def refused(*_: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refused)
+    prepared(tiny_tokenizer, tmp_path / "out", texts)
+    same_files(tmp_path / "whole", tmp_path / "out")
+
+
+def test_two_processes_may_build_one_unit(tmp_path: Path) -> None:
+    with build._fresh_folder(tmp_path / "unit") as one:
+        (one / "a").write_text("1")
+        with build._fresh_folder(tmp_path / "unit") as other:
+            (other / "a").write_text("2")
+        (one / "b").write_text("1")
+    assert (tmp_path / "unit" / "a").read_text() == "2"
+    assert list(tmp_path.iterdir()) == [tmp_path / "unit"]
+
+
+# Commands of their own, in processes that can be killed.
+
+
+SMALL_UNITS = """
+import os, sys
+sys.path.insert(0, {repository!r})
+from data_prep import clean, prepare, run
+prepare.SMALL_UNIT = 1
+original = clean.unwrap
+def unwrap(lines):
+    os._exit(9) if lines[0].startswith("DEADLY") else None
+    return original(lines)
+clean.unwrap = unwrap
+if __name__ == "__main__":
+    from multicls.errors import run_command
+    run_command(run.main)
+"""
+
+
+@pytest.fixture
+def command(tiny_tokenizer: Path, tmp_path: Path) -> Any:
+    """Words of a command with a unit a file; a text that begins with DEADLY kills its worker."""
+    script = tmp_path / "run.py"
+    script.write_text(SMALL_UNITS.format(repository=str(REPOSITORY)))
+
+    def words(output: Path, *inputs: Path, workers: int = 2) -> list[str]:
+        flags = ["--output", str(output), "--tokenizer", str(tiny_tokenizer)]
+        flags += ["--workers", str(workers), "--input", *map(str, inputs)]
+        return [sys.executable, str(script), *flags]
+
+    return words
+
+
+def large_input(folder: Path, files: int = 8) -> Path:
+    """Files of a unit each."""
+    folder.mkdir()
+    for number in range(files):
+        rows = [json.dumps({"text": story(2000, 7 * i + number)}) for i in range(12)]
+        data = "\n".join([*rows, rows[0]]).encode()
+        (folder / f"{number}.jsonl.gz").write_bytes(gzip.compress(data, mtime=0))
+    return folder
+
+
+@pytest.mark.slow
+def test_kills_of_workers_and_of_the_command(command: Any, tmp_path: Path) -> None:
+    """MULTICLS_KILLS sets the number of kills; every second one is of a worker."""
+    folder, kills = large_input(tmp_path / "in"), int(os.environ.get("MULTICLS_KILLS", "4"))
+    quiet: Any = {"stdout": subprocess.DEVNULL}
+    subprocess.run(command(tmp_path / "whole", folder, workers=1), check=True, **quiet)
+    words, done, rng = command(tmp_path / "out", folder), 0, np.random.default_rng(0)
+    while done < kills:
+        process = subprocess.Popen(words, **quiet, start_new_session=True)
+        while process.poll() is None and done < kills:
+            time.sleep(float(rng.uniform(0.3, 2.0)))
+            workers = [pid for pid in children(process.pid) if is_worker(pid)]
+            if done % 2 == 0 and workers:
+                os.kill(int(rng.choice(workers)), signal.SIGKILL)
+                done += 1
+            elif done % 2 and process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                done += 1
+                break
+        assert process.wait() in (0, -signal.SIGKILL)
+        if (tmp_path / "out" / "manifest.json").exists():
+            same_files(tmp_path / "whole", tmp_path / "out")
+            shutil.rmtree(tmp_path / "out")
+    subprocess.run(words, check=True, **quiet)
+    same_files(tmp_path / "whole", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".tokenizer-0123456789ab.json.abc123.tmp", "tokenizer-0123456789ab.json"]
+)
+def test_goes_on_after_a_kill_around_the_first_file(
+    name: str, tiny_tokenizer: Path, tmp_path: Path
+) -> None:
+    """A run may be killed while it writes its first file, or while work/ is removed."""
+    (tmp_path / "in.txt").write_text(story(9))
+    work = tmp_path / "out" / "work"
+    work.mkdir(parents=True)
+    if name:
+        (work / name).touch()
+    prepared(tiny_tokenizer, tmp_path / "out", tmp_path / "in.txt")
+    assert not work.exists()
+
+
+@pytest.mark.slow
+def test_a_worker_killed_while_it_starts_is_started_again(tmp_path: Path) -> None:
+    preload = (
+        "import os, pathlib, signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+        f"path = pathlib.Path({str(tmp_path / 'died')!r}); "
+        "died = path.exists(); path.touch(); died or os._exit(9)"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(pool.DASK, "distributed.worker.preload", [preload])
+        with pool.open_pool(2, None, print) as executor:
+            assert executor is not None
+            assert executor.submit(abs, -3).result() == 3
+    assert (tmp_path / "died").exists()
+
+
+def is_worker(pid: int) -> bool:
+    try:
+        return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_no_process_outlives_the_command(how: signal.Signals, command: Any, tmp_path: Path) -> None:
+    words = command(tmp_path / "out", large_input(tmp_path / "in", 24))
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(words, stdout=pipe, stderr=pipe, start_new_session=True)
+    until(lambda: list((tmp_path / "out").glob("work/*/unit.json")) or process.poll() is not None)
+    workers = [pid for pid in children(process.pid) if is_worker(pid)]
+    assert len(workers) >= 2
+    os.killpg(process.pid, how) if how == signal.SIGINT else process.send_signal(how)
+    printed, errors = process.communicate()
+    assert process.returncode == {signal.SIGINT: 130}.get(how, -how)
+    assert b"Traceback" not in errors
+    assert how != signal.SIGINT or b"the same command continues" in printed
+    until(lambda: not sessions().keys() & set(workers))
+
+
+@pytest.mark.slow
+def test_a_unit_that_kills_three_workers_is_named(command: Any, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for name, text in (("a", story(9)), ("b", f"DEADLY {story(9)}"), ("c", story(8))):
+        (tmp_path / "in" / f"{name}.txt").write_text(text)
+    words = command(tmp_path / "out", tmp_path / "in")
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    line = done.stderr.splitlines()[-1]  # after the bar
+    assert f"{tmp_path}/in/b.txt: killed three workers" in line
+
+
+@pytest.mark.slow
+def test_a_lost_scheduler_ends_the_command_and_loses_nothing(command: Any, tmp_path: Path) -> None:
+    words, file = (
+        command(tmp_path / "out", large_input(tmp_path / "in")),
+        tmp_path / "scheduler.json",
+    )
+    pipe, null = subprocess.PIPE, subprocess.DEVNULL
+    dask = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--no-dashboard", "--port", "0"]
+    dask += ["--host", "127.0.0.1", "--scheduler-file", str(file)]
+    scheduler = subprocess.Popen(dask, stdout=null, stderr=null)
+    until(file.exists)
+    dask = [sys.executable, "-m", "distributed.cli.dask_worker", "--scheduler-file", str(file)]
+    dask += ["--nthreads", "1", "--no-dashboard", "--death-timeout", "5", "--no-nanny"]
+    here = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    worker = subprocess.Popen(dask, env=here, stdout=null, stderr=null)
+    process = subprocess.Popen([*words, "--scheduler", str(file)], stdout=pipe, stderr=pipe)
+    until(lambda: list((tmp_path / "out").glob("work/*/unit.json")) or process.poll() is not None)
+    scheduler.kill()
+    _, errors = process.communicate()
+    worker.kill()
+    assert process.returncode == 1 and b"the same command continues" in errors, errors
+    assert b"Traceback" not in errors
+    subprocess.run(words, check=True, stdout=null)
+    Corpus.open(tmp_path / "out").verify()
+
+
+# Short documents, and documents that fail.
+
+
+@pytest.mark.parametrize("policy", ["drop", "join"])
+def test_short_documents(
+    policy: str, tiny_tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    notes = [f"The cat {i} sat on mat {i}. It ran {i % 7} times." for i in range(2000)]
+    rows = [*notes[:5], story(40), *notes[5:], *notes[:2]]
+    path, output = tmp_path / "in.jsonl", tmp_path / "out"
+    path.write_text("\n".join(json.dumps({"text": text}) for text in rows))
+    words = ["--input", str(path), "--tokenizer", str(tiny_tokenizer), "--workers=1"]
+    run.main([*words, "--output", str(output), "--short_documents", policy])
+    printed, corpus = capsys.readouterr().out, Corpus.open(output)
+    dropped = corpus.manifest["dropped"]
+    if policy == "drop":
+        assert corpus.num_documents == 1 and dropped == {"documents_too_short": 2002}
+        assert "kept:" in printed and "1 of 2,003 documents" in printed
+        assert "2,002 documents_too_short. To keep them: --short_documents join" in printed
+        assert "warning:" in printed
+        return
+    assert dropped == {"documents_duplicate": 2}
+    assert corpus.manifest["joined_documents"]["short"] == 2000
+    assert "2,001 of 2,003 documents" in printed and "MCQT and sentence order" in printed
+    sizes = [len(corpus.row(i).tokens) for i in range(corpus.num_rows)]
+    assert min(sizes) >= 200 and corpus.num_documents < 200
+    found = [sentence for i in range(corpus.num_rows) for sentence in text_of(corpus, i)]
+    expected = [sentence for text in notes for sentence in squeezed(text)]
+    assert sorted(found) == sorted(expected + squeezed(story(40)))
+    assert [s for s in found if s in set(expected)] == expected, "in the order of the input"
+
+
+def test_documents_of_one_sentence_for_masked_lm(tiny_tokenizer: Path, tmp_path: Path) -> None:
+    lines = [json.dumps({"text": f"The cat ran {i}."}) for i in range(9)]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    corpus = prepared(tiny_tokenizer, tmp_path / "out", tmp_path / "in.jsonl", min_sentences=1)
+    fixed: Any = {"seq_length": 32, "seed": 0, "validation_fraction": 0}
+    stream = ExampleStream(corpus, SPECIAL_IDS, num_parts=1, **fixed)
+    assert corpus.num_documents == stream.examples_per_epoch == 9
+
+
+def test_a_document_that_fails_costs_itself_only(
+    tiny_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = clean.unwrap
+
+    def failing(lines: list[str]) -> list[str]:
+        if "FAIL" in lines[0]:
+            raise IndexError("string index out of range")
+        return original(lines)
+
+    monkeypatch.setattr(clean, "unwrap", failing)
+    texts = [story(9), "FAIL. " + story(9, 1), story(9, 2)]
+    (tmp_path / "in.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    corpus = prepared(tiny_tokenizer, tmp_path / "out", tmp_path / "in.jsonl")
+    assert corpus.num_documents == 2
+    assert corpus.manifest["dropped"] == {"documents_failed_IndexError": 1}
+    (sample,) = json.loads((tmp_path / "out" / "dropped.json").read_text())[
+        "documents_failed_IndexError"
+    ]
+    assert sample["document"].startswith("in.jsonl#") and "out of range" in sample["text"]
+
+
+def test_a_bad_byte_costs_its_sentence(tiny_tokenizer: Path, tmp_path: Path) -> None:
+    data = story(3000).encode() + b"\n\nThe c\xe9t sat here today. " + story(9, 1).encode()
+    (tmp_path / "in.txt").write_bytes(data)
+    corpus = prepared(tiny_tokenizer, tmp_path / "out", tmp_path / "in.txt")
+    assert corpus.manifest["dropped"] == {"sentences_not_utf8": 1}
+    assert corpus.manifest["sentences"] == 3009
+
+
+# Bad input and other people's folders.
+
+BAD = {
+    "missing": (lambda p: None, "no such file or folder"),
+    "empty folder": (lambda p: p.mkdir(), "no file in this folder"),
+    "latin 1": (lambda p: p.write_bytes("Il était. ".encode("latin-1")), "not UTF-8 at byte 3"),
+    "too short": (lambda p: p.write_text(story(4)), "no document of 6 sentences"),
+    "torn extract": (
+        lambda p: p.write_text('<doc id="1" url="" title="x">\nThe cat.\n'),
+        "records_doc_not_closed 1",
+    ),
+    "torn dump": (lambda p: p.write_text("<mediawiki><page><title>"), "records_file_damaged 1"),
+    "no field": (lambda p: p.write_text('{"body": "a"}\n'), "no field 'text'; set --text_field"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_input_is_named_and_nothing_is_written(
+    kind: str, tiny_tokenizer: Path, tmp_path: Path
+) -> None:
+    make, message = BAD[kind]
+    make(tmp_path / "in.txt")
+    with pytest.raises(UserError, match=message):
+        prepared(tiny_tokenizer, tmp_path / "out", tmp_path / "in.txt")
+    assert not (tmp_path / "out").exists()
+
+
+def test_finished_foreign_and_older_folders(tiny_tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text(story(9))
+    arguments = tiny_tokenizer, tmp_path / "out", tmp_path / "in.txt"
+    prepared(*arguments)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    prepared(*arguments)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    with pytest.raises(UserError, match=r"other input or settings \(documents\)"):
+        prepared(*arguments, documents="blank_line")
+    (tmp_path / "in.txt").write_text(story(9).replace("cat", "dog"))
+    with pytest.raises(UserError, match=r"other input or settings \(input\)"):
+        prepared(*arguments)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").touch()
+    with pytest.raises(UserError, match=r"holds something else \(thesis.tex\)"):
+        prepared(tiny_tokenizer, tmp_path / "other", tmp_path / "in.txt")
+    with pytest.raises(UserError, match="all of the input lies in it"):
+        prepared(tiny_tokenizer, tmp_path, tmp_path / "in.txt")
+    with locked(tmp_path / "new"), pytest.raises(UserError, match="in use by"):
+        prepared(tiny_tokenizer, tmp_path / "new", tmp_path / "in.txt")
+
+
+def test_names_that_are_not_utf8(tiny_tokenizer: Path, tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/in\xff"))
+    try:
+        folder.mkdir()
+    except OSError:
+        pytest.skip("the file system takes no such names")
+    (folder / os.fsdecode(b"a\xff.txt")).write_text(story(9))
+    corpus = prepared(tiny_tokenizer, tmp_path / "out", folder)
+    assert (corpus.row(0).source, corpus.row(0).id) == ("in\\xff", "a\\xff.txt#0")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small disk needs rights that this user has not")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_full_disk_loses_nothing(
+    workers: int, texts: Path, tiny_tokenizer: Path, tmp_path: Path, small_disk: Path
+) -> None:
+    whole = prepared(tiny_tokenizer, tmp_path / "whole", texts).path
+    ballast = small_disk / "ballast"
+    size = os.statvfs(small_disk)
+    ballast.write_bytes(bytes(size.f_bavail * size.f_bsize - 40_000))
+    with pytest.raises(UserError, match="the disk is full|are free there"):
+        prepared(tiny_tokenizer, small_disk / "out", texts, workers=workers)
+    with pytest.raises(UserError, match="not a finished corpus|no such corpus"):
+        Corpus.open(small_disk / "out")
+    ballast.unlink()
+    prepared(tiny_tokenizer, small_disk / "out", texts, workers=workers).verify()
+    same_files(whole, small_disk / "out")
+
+
+@pytest.mark.slow
+def test_an_endless_line_needs_little_memory(command: Any, tmp_path: Path) -> None:
+    """1 GB without a line's end, in a compressed file."""
+    with gzip.open(tmp_path / "long.txt.gz", "wb", compresslevel=1) as file:
+        for _ in range(64):
+            file.write(b"the cat sat " * (1 << 20) + b"    " * (1 << 20))
+        file.write(b"\n\n" + story(9).encode())
+    words = command(tmp_path / "out", tmp_path / "long.txt.gz", workers=1)
+    limit = partial(resource.setrlimit, resource.RLIMIT_AS, (3 << 30, 3 << 30))
+    done = subprocess.run(words, capture_output=True, text=True, preexec_fn=limit)
+    assert done.returncode == 0, done.stderr
+    manifest = Corpus.open(tmp_path / "out").manifest
+    assert manifest["documents"] == 1 and manifest["dropped"]["documents_line_too_long"] == 1
+
+
+def test_damaged_corpora_are_found(tiny_tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text(story(9))
+    corpus = prepared(tiny_tokenizer, tmp_path / "out", tmp_path / "in.txt")
+    shard = corpus.path / "shard-00000.arrow"
+    whole = bytearray(shard.read_bytes())
+    middle = len(whole) // 2
+    shard.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+    with pytest.raises(UserError, match="bytes have changed"):
+        run.main(["verify", str(corpus.path)])
+    shard.write_bytes(whole[:-1])
+    with pytest.raises(UserError, match="prepare the corpus again"):
+        Corpus.open(corpus.path)
+    shard.unlink()
+    with pytest.raises(UserError, match=r"shard-00000.arrow: missing"):
+        Corpus.open(corpus.path)
+
+
+@pytest.mark.slow
+def test_real_corpus(multicls_data: Path, tiny_tokenizer: Path, tmp_path: Path) -> None:
+    wiki = sorted((multicls_data / "corpus" / "wiki").rglob("wiki_0*"))[:2]
+    books = [multicls_data / "corpus" / "books" / name for name in ("alice.txt", "emma.txt")]
+    corpus = prepared(tiny_tokenizer, tmp_path / "out", *wiki, *books, workers=2)
+    rows = [row for i in range(corpus.num_rows) if (row := corpus.row(i)).source == "emma"]
+    assert len(rows) > 1 and len({(row.id, row.hash) for row in rows}) == 1
+    assert all(len(row.tokens) <= MAX_TOKENS and len(row.offsets) > 100 for row in rows)
+    assert 60 < corpus.num_documents < corpus.num_rows

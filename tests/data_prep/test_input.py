@@ -1,0 +1,483 @@
+"""Listing, dividing and reading the input: every path and record is read or counted with its reason."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import os
+import random
+import socket
+from pathlib import Path
+from typing import Any, get_args
+
+import datasets
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_prep import prepare, sources
+from data_prep.prepare import group_units
+from data_prep.read import FEWEST_ROWS, MOST_ROWS, RawDocument, read_documents
+from data_prep.settings import Format, PrepareSettings
+from data_prep.sources import Skipped, SourceFile, list_inputs
+from multicls.errors import UserError
+from tests.data_prep.conftest import story
+
+FORMATS = set(get_args(Format))
+PAGE = "<page><title>Cat</title><ns>0</ns><id>1</id><revision><text>A cat.</text></revision></page>"
+LINE = json.dumps({"text": "The cat sat."}) + "\n"
+PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + bytes(range(256))
+HTML = (
+    "<!DOCTYPE html>\n<html><head><title>Cat</title></head><body><p>The cat sat.</p></body></html>"
+)
+NO_TRAFILATURA = "HTML; `pip install trafilatura` extracts its text, or --format text"
+TABLE = "a table; write JSON lines (pandas.DataFrame.to_json), or --format text"
+SEVERAL = "JSON over several lines; write an object a line (jq -c '.[]')"
+
+
+def parquet(**columns: list[Any]) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table(columns), sink)
+    return bytes(sink.getvalue().to_pybytes())
+
+
+# name: (content, reason to skip it or format, reasons of dropped documents, number of documents read)
+HOSTILE: dict[str, tuple[bytes | str, str, list[str], int]] = {
+    "plain.txt": ("The cat sat.", "text", [], 1),
+    "no suffix": ("The cat sat.", "text", [], 1),
+    "bom.txt": (b"\xef\xbb\xbfThe cat sat.", "text", [], 1),
+    "mac.txt": ("The cat sat.\rIt ran.", "text", [], 1),
+    "blank.txt": (" \n\n\t\n", "text", [], 1),
+    "brace.txt": ("{ is a brace, and begins this text.\n", "text", [], 1),
+    "bracket.txt": ("[Note: the cat sat.]\n", "text", [], 1),
+    "tag.txt": ("<nobody> said a word.\n", "text", [], 1),
+    "control.txt": ("The \x01cat\x1b sat.", "text", [], 1),
+    "long line.txt": ("cat " * 100_000, "text", [], 1),
+    "late bytes.txt": (b"The cat sat.\n" * 6000 + b"\xff\n", "text", [], 1),
+    "late nul.txt": (b"The cat sat.\n" * 6000 + b"\0\n", "text", [], 1),
+    "עברית.txt": ("הילד הלך.", "text", [], 1),
+    "😀 name\n.txt": ("The cat sat.", "text", [], 1),
+    "latin.txt": ("Der Bär saß.".encode("latin-1"), "not UTF-8 at byte 5; convert it (iconv -t utf-8)", [], 0),
+    "wide.txt": ("The cat sat.".encode("utf-16"), "UTF-16; convert it (iconv -f utf-16 -t utf-8)", [], 0),
+    "nul.txt": (b"The cat\0sat.", "binary", [], 0),
+    "image.png": (PNG, "binary", [], 0),
+    "paper.pdf": (b"%PDF-1.4\n1 0 obj\nendobj\n", "binary", [], 0),
+    "packed.zip": (b"PK\x03\x04\x14\0\0\0", "binary", [], 0),
+    "packed": (gzip.compress(b"The cat sat."), "binary", [], 0),
+    "empty.txt": (b"", "empty", [], 0),
+    "empty.txt.gz": (gzip.compress(b""), "empty", [], 0),
+    "empty.jsonl": (b"", "empty", [], 0),
+    "good.txt.gz": (gzip.compress(b"The cat sat."), "text", [], 1),
+    "good.txt.xz": (lzma.compress(b"The cat sat."), "text", [], 1),
+    "good.txt.bz2": (bz2.compress(b"The cat sat."), "text", [], 1),
+    "good.txt.zst": (pa.Codec("zstd").compress(b"The cat sat.", asbytes=True), "text", [], 1),
+    "no.txt.gz": (b"The cat sat.", "damaged: ", [], 0),
+    "no.txt.bz2": (b"The cat sat.", "damaged: ", [], 0),
+    "no.txt.xz": (b"The cat sat.", "damaged: ", [], 0),
+    "no.txt.zst": (b"The cat sat.", "damaged: ", [], 0),
+    "torn.txt.gz": (gzip.compress(b"The cat sat.")[:-9], "damaged: ", [], 0),
+    "torn.jsonl.gz": (
+        gzip.compress(b"".join(b'{"text": "%d"}\n' % (i * i) for i in range(20_000)))[:-5000],
+        "jsonl",
+        ["records_file_damaged"],
+        -1,
+    ),
+    "flipped.jsonl.gz": (gzip.compress(LINE.encode() * 9000)[:-8] + bytes(8), "jsonl", ["records_file_damaged"], 9000),
+    "good.jsonl": (LINE * 3, "jsonl", [], 3),
+    "good lines": (LINE * 3, "jsonl", [], 3),
+    "null.jsonl": (
+        LINE + '{"text": null}\n{"other": 1}\n{"text": 7}\n' + LINE,
+        "jsonl",
+        ["records_without_text"] * 3,
+        2,
+    ),
+    "torn.jsonl": (LINE + '{"text": "The c\n' + LINE + '{"te', "jsonl", ["records_not_json"] * 2, 2),
+    "torn first.jsonl": ('The c"}\n' + LINE, "jsonl", ["records_not_json"], 1),
+    "no objects.jsonl": (LINE + '7\n"text"\n[]\nnull\n', "jsonl", ["records_without_text"] * 4, 1),
+    "deep.jsonl": (LINE + "[" * 100_000 + "\n", "jsonl", ["records_not_json"], 1),
+    "nothing in it.jsonl": (LINE + '{"id": "", "title": "", "text": ""}\n', "jsonl", [], 2),
+    "surrogate id.jsonl": (LINE + '{"id": "\\ud800", "text": "a"}\n', "jsonl", [], 2),
+    "surrogate.jsonl": (LINE + '{"text": "\\udc00"}\n', "jsonl", [], 2),
+    "latin.jsonl": (LINE.encode() * 3000 + b'{"text": "\xe9"}\n', "jsonl", [], 3001),
+    "early.jsonl": (LINE.encode() + b'{"text": "\xe9"}\n' + LINE.encode() * 30, "jsonl", [], 32),
+    "latin only.jsonl": (b'{"text": "\xe9"}\n' * 9, "not UTF-8 at byte 10; convert it (iconv -t utf-8)", [], 0),
+    "array.json": ('[{"text": "a"}]', SEVERAL, [], 0),
+    "pretty.json": ('{\n "text": "a"\n}', SEVERAL, [], 0),
+    "wiki_00": ('<doc id="1" url="" title="A">\nA\n\nThe cat.\n</doc>\n', "wikiextractor", [], 1),
+    "wiki_01": (
+        '<doc id="1" title="A">\nLost.\n<doc id="2" title="B">\nThe cat.\n</doc>\nBetween.\n<doc id="3">\nLost.',
+        "wikiextractor",
+        ["records_doc_not_closed"] * 3,
+        1,
+    ),
+    "dump.xml": (f"<mediawiki>{PAGE}</mediawiki>", "mediawiki", [], 1),
+    "half.xml": (
+        f"<?xml version='1.0'?><mediawiki>{PAGE.replace('A', '&#xD800;')}{PAGE}<page>",
+        "mediawiki",
+        ["records_not_xml", "records_file_damaged"],
+        1,
+    ),
+    "bomb.xml": (
+        '<!DOCTYPE mediawiki [<!ENTITY a "aaaa"><!ENTITY b "&a;&a;">]><mediawiki>' + PAGE.replace("A", "&b;"),
+        "mediawiki",
+        ["records_not_xml"],
+        0,
+    ),
+    "tei.xml": (
+        "<?xml version='1.0'?>\n<!-- a -->\n<TEI><p>A</p></TEI>",
+        "XML that is not MediaWiki",
+        [],
+        0,
+    ),
+    "feed": ("<rss><item>A</item></rss>", "XML that is not MediaWiki", [], 0),
+    "readme.md": ('<h1 align="center">Cat</h1>\n\nThe cat sat.', "text", [], 1),
+    "page.html": (HTML, "html", [], 1),
+    "fragment.html": ("<div class='a'><p>The cat sat.</p></div>", "html", [], 1),
+    "rows.csv": ("text,label\nThe cat.,1\n", TABLE, [], 0),
+    "rows.tsv.gz": (gzip.compress(b"text\tlabel\n"), TABLE, [], 0),
+    "good.parquet": (parquet(text=["a", "b"]), "parquet", [], 2),
+    "null.parquet": (parquet(text=["a", None]), "parquet", ["records_without_text"], 1),
+    "numbers.parquet": (parquet(text=[1, 2]), "parquet", ["records_without_text"] * 2, 0),
+    "torn.parquet": (parquet(text=["a", "b"])[:-9], "parquet", ["records_file_damaged"], 0),
+    "no.parquet": (b"PAR1", "parquet", ["records_file_damaged"], 0),
+    ".hidden.txt": ("The cat sat.", "hidden", [], 0),
+}  # fmt: skip
+
+
+def options(*inputs: object, **values: Any) -> PrepareSettings:
+    return PrepareSettings(input=list(map(str, inputs)), tokenizer="sample", **values)
+
+
+def listed(*inputs: object, **values: Any) -> tuple[list[SourceFile], list[Skipped]]:
+    return list_inputs(options(*inputs, **values))
+
+
+def read_all(*inputs: object, **values: Any) -> list[RawDocument]:
+    chosen = options(*inputs, **values)
+    shares = [file for unit in group_units(list_inputs(chosen)[0], {}) for file in unit.files]
+    return [document for file in shares for document in read_documents(file, chosen)]
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Path:
+    folder = tmp_path / "hostile"
+    folder.mkdir()
+    for name, (content, *_) in HOSTILE.items():
+        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    Path(os.fsdecode(os.fsencode(folder) + b"/\xff\xfe.txt")).write_text("The cat sat.")
+    (folder / ".git").mkdir()
+    (folder / "below").mkdir()
+    (folder / "below" / "plain.txt").write_text("The cat sat.")
+    (folder / "below" / "loop").symlink_to(folder, target_is_directory=True)
+    (folder / "below" / "nowhere").symlink_to(folder / "missing")
+    (folder / "below" / "linked.txt").symlink_to(folder / "plain.txt")
+    os.mkfifo(folder / "pipe")
+    with socket.socket(socket.AF_UNIX) as unix:
+        unix.bind(os.path.relpath(folder / "socket"))
+    return folder
+
+
+OTHERS = {
+    "below/loop": "link to a folder",
+    ".git": "hidden",
+    "below/nowhere": "unreadable: No such file or directory",
+    "pipe": "no file (a pipe, socket or device)",
+    "socket": "no file (a pipe, socket or device)",
+}
+
+
+@pytest.mark.parametrize("extractor", [True, False])
+def test_a_folder_of_hostile_files(
+    extractor: bool, hostile: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "find_spec", lambda _: extractor)
+    files, all_skipped = listed(hostile)
+    skipped = {os.path.relpath(path, hostile): reason for path, reason in all_skipped}
+    formats = {file.name: file.format for file in files}
+    assert len(skipped) == len(all_skipped) and len(formats) == len(files)
+    expected = {name: what for name, (_, what, *_) in HOSTILE.items()} | OTHERS
+    expected |= dict.fromkeys(("\\xff\\xfe.txt", "below/plain.txt", "below/linked.txt"), "text")
+    if not extractor:
+        expected |= {"page.html": NO_TRAFILATURA, "fragment.html": NO_TRAFILATURA}
+    assert {name for name, what in expected.items() if what in FORMATS} == formats.keys()
+    assert formats.items() <= expected.items()
+    assert all(reason.startswith(expected[name]) for name, reason in skipped.items()), skipped
+    assert len(expected) >= 60
+    for file in files:
+        if file.format == "html":
+            continue
+        found = list(read_documents(file, options(hostile)))
+        _, _, reasons, number = HOSTILE.get(file.name, (b"", "", [], 1))
+        assert [d.dropped for d in found if d.dropped] == reasons, file
+        assert len(found) - len(reasons) == number or (number < 0 and len(found) > 1000), file
+        json.dumps(found, ensure_ascii=False).encode()
+
+
+def test_hostile_files_by_themselves(hostile: Path) -> None:
+    for name, (_, what, *_) in HOSTILE.items():
+        if what not in FORMATS and what != "hidden":
+            with pytest.raises(UserError) as error:
+                listed(hostile / name)
+            (problem,) = error.value.problems
+            assert problem.startswith(f"--input {hostile / name}: nothing can be read: 1 x {what}")
+    (hostile / "only").mkdir()
+    with pytest.raises(UserError, match="only: no file in this folder"):
+        listed(hostile / "only")
+    for name in ("a.png", "b.png", "c.txt"):
+        (hostile / "only" / name).write_bytes(PNG if name != "c.txt" else b"")
+    with pytest.raises(
+        UserError, match=r"nothing can be read: 2 x binary \(.*a.png\); 1 x empty \(.*c"
+    ):
+        listed(hostile / "only")
+    with pytest.raises(UserError) as error:  # all at once
+        listed(hostile / "only", hostile / "nowhere", "wikipedai", "a/b.txt")
+    assert len(error.value.problems) == 4 and "Did you mean 'wikipedia'" in error.value.problems[2]
+
+
+def test_unreadable_folders_are_skipped_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a/in.txt", "b/in.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("The cat sat.")
+    scan = os.scandir
+
+    def scandir(path: Any) -> Any:
+        if str(path).endswith("/a"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    files, skipped = listed(tmp_path)
+    assert [file.name for file in files] == ["b/in.txt"]
+    assert skipped == [(str(tmp_path / "a"), "unreadable: Permission denied")]
+
+
+def test_include_exclude_and_format(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.md", "drafts/c.txt", "drafts/old/d.txt", "e.txt", "rows.csv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("The cat sat.")
+    files, skipped = listed(tmp_path, include=["*.txt"], exclude=["drafts/*", "e.*"])
+    assert [file.name for file in files] == ["a.txt"]
+    assert [reason for _, reason in skipped] == ["excluded"] * 5
+    assert {file.format for file in listed(tmp_path, format="text")[0]} == {"text"}
+    assert len(listed(tmp_path, format="text")[0]) == 6
+    with pytest.raises(UserError, match="6 x no Parquet file"):
+        listed(tmp_path, format="parquet")
+
+
+def test_names_of_sources(tmp_path: Path) -> None:
+    for name in ("en.wiki/a.txt", "en.books/a.txt", "Dr. No.txt", "b.jsonl.gz"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        data = gzip.compress(LINE.encode()) if name.endswith("gz") else b"The cat."
+        (tmp_path / name).write_bytes(data)
+    inputs = [tmp_path / "en.wiki", tmp_path / "en.books", tmp_path / "Dr. No.txt"]
+    found = read_all(*inputs, tmp_path / "b.jsonl.gz", f"x={tmp_path / 'en.wiki'}")
+    assert [document.source for document in found] == ["en.wiki", "en.books", "Dr. No", "b", "x"]
+    assert found[2].title == "Dr. No"
+
+
+def test_urls_are_read_like_files(tmp_path: Path) -> None:
+    memory = fsspec.filesystem("memory")
+    try:
+        memory.pipe("/corpus/a.txt", b"The cat sat.")
+        memory.pipe("/corpus/deep/b.jsonl.gz", gzip.compress(LINE.encode() * 3))
+        memory.pipe("/corpus/.hidden", b"x")
+        files, skipped = listed("memory://corpus")
+        assert [(file.name, file.format) for file in files] == [
+            ("a.txt", "text"),
+            ("deep/b.jsonl.gz", "jsonl"),
+        ]
+        assert [reason for _, reason in skipped] == ["hidden"]
+        assert len(read_all("memory://corpus")) == 4
+        before = files[0].version
+        memory.pipe("/corpus/a.txt", b"The dog sat.")
+        assert listed("memory://corpus")[0][0].version != before
+        with pytest.raises(UserError, match="no such file"):
+            listed("memory://nothing")
+    finally:
+        memory.rm("/corpus", recursive=True)
+
+
+# Units.
+
+
+@given(
+    lines=st.lists(st.integers(0, 60), min_size=1, max_size=40),
+    share=st.integers(5, 300),
+    last=st.booleans(),
+)
+@settings(max_examples=150, deadline=None)
+def test_shares_of_a_file_have_its_lines(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[int], share: int, last: bool
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "shares.jsonl"
+    texts = [json.dumps({"text": "é" * size}, ensure_ascii=False) for size in lines]
+    path.write_text("\n".join(texts) + "\n" * last)
+    expected = read_all(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "LARGE_UNIT", share)
+        assert read_all(path) == expected and len(expected) == len(lines)
+
+
+def test_units_depend_on_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "SMALL_UNIT", 20_000)
+    monkeypatch.setattr(prepare, "LARGE_UNIT", 30_000)
+    for number in range(12):
+        (tmp_path / f"{number:02d}.txt").write_text("The cat sat. " * 100)
+    (tmp_path / "large.jsonl").write_text(LINE * 4000)
+    files, _ = listed(tmp_path)
+
+    def keys(files: list[SourceFile], identity: int = 1) -> list[str]:
+        return [unit.key for unit in group_units(files, {"a": identity})]
+
+    made = group_units(files, {"a": 1})
+    assert [len(unit.files) for unit in made[:3]] == [4, 4, 4] and len(made) > 6
+    starts = [file.start for unit in made[3:] for file in unit.files]
+    assert starts == list(range(0, files[-1].size, 30_000))
+    before = keys(files)
+    assert len(set(before)) == len(before) and not set(keys(files, 2)) & set(before)
+    assert keys([*files, files[0]])[:-1] == before[:-1]
+    os.utime(tmp_path / "05.txt", ns=(1, 1))
+    after = keys(listed(tmp_path)[0])
+    assert [number for number in range(len(before)) if before[number] != after[number]] == [1]
+
+
+# Containers and text formats.
+
+PARAGRAPHS = "The cat sat on one mat and then it ran.\n\nBilateral relations.\n\n"
+ARTICLE = PARAGRAPHS + "All those dogs who had come to eat dinner here ran far away."
+URL = "https://en.wikipedia.org/wiki?curid=7"
+
+
+def test_one_text_has_one_format_in_every_container(tmp_path: Path) -> None:
+    row = {"id": "7", "url": URL, "title": "Cat", "text": f"Cat\n\n{ARTICLE}"}
+    extract = f'<doc id="7" url="{URL}" title="Cat">\nCat\n\n{ARTICLE}\n</doc>\n'
+    (tmp_path / "wiki_00").write_text(extract)
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    pq.write_table(pa.table({name: [value] for name, value in row.items()}), tmp_path / "x.parquet")
+    datasets.Dataset.from_list([row]).save_to_disk(tmp_path / "saved")
+    bare = tmp_path / "bare.jsonl"
+    bare.write_text(json.dumps({"text": row["text"], "title": "Cat"}) + "\n")
+    names = ("wiki_00", "rows.jsonl", "x.parquet", "saved")
+    found = [document for name in names for document in read_all(tmp_path / name)]
+    found += read_all(bare, format="wikipedia")
+    assert {document.format for document in found} == {"wikipedia"} and len(found) == 5
+    assert {document.text.strip() for document in found} == {ARTICLE}
+    blog = row | {"url": "https://blog.example.org/wiki/cat"}  # these four fields alone say nothing
+    bare.write_text(json.dumps(blog) + "\n")
+    assert read_all(bare)[0].format == "plain"
+
+
+def test_rows_that_are_sentences_begin_documents_by_their_text(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    book = [f"{rng.random()} the cat sat ." for _ in range(7000)]
+    sizes = [rng.randrange(300, 3000) for _ in range(4)]
+    a, b, c, d = ([f"{rng.random()} it ran ." for _ in range(size)] for size in sizes)
+    rows = [*a, *book, *b, *c, *book, *d]
+    (tmp_path / "rows.txt").write_text("\n".join(rows))
+    texts = [d.text for d in read_all(tmp_path / "rows.txt", documents="sentences")]
+    counts = [len(text.split("\n")) for text in texts]
+    assert "\n".join(texts).split("\n") == rows, "nothing is cut out of the stream"
+    assert all(FEWEST_ROWS <= count <= MOST_ROWS for count in counts[:-1])
+    copies = [count for i, count in enumerate(counts) if texts[i] in texts[:i]]
+    assert sum(copies) > 7000 - 3 * MOST_ROWS, "the second copy is found but for its edges"
+    (tmp_path / "short.txt").write_text("one .\ntwo .\n\nthree .")
+    short = read_all(tmp_path / "short.txt", documents="sentences")
+    assert [d.text for d in short] == ["one .\ntwo .", "three ."]
+
+
+def test_mediawiki_pages(tmp_path: Path) -> None:
+    other = PAGE.replace("<ns>0", "<ns>1") + PAGE.replace("<ns>", "<redirect/><ns>")
+    pages = [PAGE.replace("A cat.", "A cat. " * n) for n in (1, 90_000, 3)]
+    text = f"<mediawiki>{other}{pages[0]} \n{pages[1]}{pages[2]}</mediawiki>"
+    (tmp_path / "dump.xml.bz2").write_bytes(bz2.compress(text.encode()))
+    found = read_all(tmp_path / "dump.xml.bz2")
+    assert [d.dropped for d in found] == ["pages_not_articles", "pages_redirects", "", "", ""]
+    assert [len(d.text.split("A cat.")) - 1 for d in found[2:]] == [1, 90_000, 3]
+
+
+def test_long_texts_and_records_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data_prep.read.LONGEST_DOCUMENT", 1000)
+    (tmp_path / "in.txt").write_text("\n\n".join("The cat sat. " * 20 for _ in range(20)))
+    found = read_all(tmp_path / "in.txt")
+    assert len(found) > 3 and len("".join(d.text for d in found).split()) == 20 * 60
+    (tmp_path / "wiki_00").write_text('<doc id="1" title="A">\n' + "Lost.\n" * 1000)
+    assert {d.dropped for d in read_all(tmp_path / "wiki_00")} == {"records_doc_not_closed"}
+    monkeypatch.setattr("data_prep.read.LONGEST_RECORD", 100)
+    long = '{"text": "' + "a" * 1000 + '"}\n{"text": "It ran."}\n'
+    (tmp_path / "in.jsonl").write_text(long)
+    assert [(d.id, d.dropped) for d in read_all(tmp_path / "in.jsonl")] == [
+        ("in.jsonl#0", "documents_line_too_long"),
+        ("in.jsonl#1013", ""),
+    ]
+
+
+def test_html(tmp_path: Path) -> None:
+    pytest.importorskip("trafilatura")
+    texts = [story(6, n) for n in range(4)]
+    body = "".join(f"<p>{text}</p>" for text in texts)
+    head = "<html><head><title>Cats &amp; mats</title></head>"
+    (tmp_path / "page.html").write_text(f"{head}<body><article>{body}</article></body>")
+    (found,) = read_all(tmp_path / "page.html")
+    assert found.title == "Cats & mats" and found.text.split() == " ".join(texts).split()
+
+
+# Data sets.
+
+
+def test_data_sets_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "ROWS_BYTES", 300)
+    rows = [{"body": story(3, n), "id": f"n{n}"} for n in range(40)]
+    data = datasets.Dataset.from_list(rows)
+    data.save_to_disk(tmp_path / "saved")
+    splits = datasets.DatasetDict(b=data.select(range(20, 40)), a=data.select(range(20)))
+    splits.save_to_disk(tmp_path / "splits")
+    for name in ("saved", "splits"):
+        files, _ = listed(tmp_path / name)
+        assert len(files) > 3 and files[0].source == name
+        found = read_all(tmp_path / name, text_field="body")
+        assert [d.text for d in found] == [row["body"] for row in rows]
+        assert [d.id for d in found] == [f"{name}#n{n}" for n in range(40)]
+    with pytest.raises(UserError, match="no field 'text'; set --text_field. Known: body, id"):
+        read_all(tmp_path / "saved")
+
+
+def test_data_sets_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a data set are read; stand-ins give the Hub's two answers, the commit and the data set."""
+    rows = [{"text": story(3, n), "title": f"T{n}"} for n in range(10)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    load, asked = datasets.load_dataset, []
+
+    def load_dataset(name: str, config: str, split: str, revision: str) -> Any:
+        asked.append((name, config, split, revision))
+        if name == "owner/none":
+            raise FileNotFoundError("no such data set\nlong advice")
+        path, cache = str(tmp_path / "rows.jsonl"), str(tmp_path / "cache")
+        return load("json", data_files=path, split="train", cache_dir=cache)
+
+    class Info:
+        sha = "abc123"
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, **__: Info)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(sources, "ROWS_BYTES", 300)
+    sources.open_data_set.cache_clear()
+    files, _ = listed("wikipedia:20231101.de")
+    assert len(files) > 2 and {(f.source, f.version, f.layout) for f in files} == {
+        ("wikipedia", "abc123", "wikipedia")
+    }
+    assert asked == [("wikimedia/wikipedia", "20231101.de", "train", "abc123")]
+    assert [document.title for document in read_all("wikipedia")] == [f"T{n}" for n in range(10)]
+    assert all(file.layout == "sentences" for file in listed("bookcorpus")[0])
+    with pytest.raises(UserError, match=r"owner/none: .*be loaded \(no such data set\)"):
+        listed("owner/none")
+    sources.open_data_set.cache_clear()

@@ -1,0 +1,197 @@
+"""The command line, `stats` and `show`: numbers against plain loops, and messages for mistakes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from data_prep import run
+from data_prep.examples import ExampleStream, SpecialIds
+from data_prep.settings import ShowOptions
+from data_prep.show import describe
+from data_prep.stats import document_lengths, fitting_length, measure_training, sample_rows, visible
+from multicls.corpus import Corpus, write_manifest
+from multicls.errors import UserError
+from multicls.files import REPOSITORY
+from tests.data_prep.conftest import SPECIAL_IDS, prepared, story
+
+# flags beside --output OUT --tokenizer TOKENIZER --input IN: what the messages name
+MISTAKES = {
+    "--workers 0": ["--workers 0"],
+    "--min_sentences 0": ["--min_sentences 0"],
+    "--without heading x": ["--without heading", "'headings'"],
+    "--language german": ["--language german"],
+    "--format txt": ["--format txt", "'jsonl'"],
+    "--documents page": ["--documents page", "'blank_line'"],
+    "--short_documents keep": ["--short_documents keep", "'join'"],
+    "--max_workers 2": ["--max_workers", "--workers"],
+    "--sample": ["--sample takes the place of --input"],
+    "--scheduler nowhere.json": ["--scheduler nowhere.json"],
+    "--workers 0 --language german": ["--workers 0", "--language german"],
+}
+
+
+@pytest.mark.parametrize("flags", MISTAKES)
+def test_mistakes_are_named(flags: str, tiny_tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text(story(9))
+    words = ["--input", str(tmp_path / "in.txt"), "--tokenizer", str(tiny_tokenizer)]
+    with pytest.raises(UserError) as error:
+        run.main([*words, "--output", str(tmp_path / "out"), *flags.split()])
+    for name in MISTAKES[flags]:
+        assert name in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_words_that_are_no_command(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, run.__file__, "biuld"], capture_output=True, text=True)
+    assert done.returncode == 2 and "Did you mean 'build'?" in done.stderr
+    with pytest.raises(UserError, match="--input and --tokenizer not set"):
+        run.main(["--output", str(tmp_path / "out")])
+    with pytest.raises(UserError, match="Pass text with --input"):
+        run.main([str(tmp_path)])
+
+
+def test_the_last_lines_the_manifest_and_the_samples(
+    tiny_tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.txt").write_text(f"{story(4)}\n\nA Title\n\n{story(5, 3)}\n\n1, 2.")
+    words = ["--input", f"tales={tmp_path / 'in.txt'}", "--output", str(tmp_path / "out")]
+    words += ["--tokenizer", str(tiny_tokenizer), "--without", "headings", "--min_sentences", "4"]
+    run.main([*words, "--language", "sw", "--workers", "1"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith("next:") and "--recipe own_text" in lines[-1]
+    assert any(line.startswith("kept:") and "1 of 1 document" in line for line in lines)
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert str(tmp_path) not in json.dumps(manifest)
+    chosen = manifest["made_from"]["settings"]
+    assert chosen["without"] == ["headings"] and chosen["language"] == "sw"
+    assert manifest["dropped"] == {"sentences_without_letter": 1} and manifest["sentences"] == 10
+    samples = json.loads((tmp_path / "out" / "dropped.json").read_text())
+    sample = {"source": "tales", "document": "in.txt#0", "text": "1, 2."}
+    assert samples == {"sentences_without_letter": [sample], "skipped": []}
+    run.main(["verify", str(tmp_path / "out")])
+    assert "whole, 1 document (1 row) in 1 shard\n" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def mixed(tiny_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """Two sources; one document takes several rows."""
+    folder = tmp_path_factory.mktemp("mixed")
+    for name, sizes in (("a", [8, 30, 12_000]), ("b [red]", [9, 14])):
+        (folder / name).mkdir()
+        for number, size in enumerate(sizes):
+            text = f"\x1b[31mA Title\n\n{story(size, number)}"
+            (folder / name / f"{number}.txt").write_text(text)
+    return prepared(tiny_tokenizer, folder / "corpus", folder / "a", folder / "b [red]")
+
+
+def test_lengths_and_training_facts_match_plain_loops(mixed: Corpus) -> None:
+    documents: dict[int, list[int]] = {}
+    for row in map(mixed.row, range(mixed.num_rows)):
+        totals = documents.setdefault(row.hash, [0, 0])
+        totals[0] += len(row.offsets) - 1
+        totals[1] += len(row.tokens)
+    assert document_lengths(mixed).T.tolist() == list(documents.values())
+    assert mixed.num_rows > mixed.num_documents == 5
+    facts = measure_training(mixed, range(mixed.num_rows), SPECIAL_IDS, 48)
+    stream = ExampleStream(mixed, SPECIAL_IDS, seq_length=48, seed=0, validation_fraction=0.0)
+    epoch = stream.examples(0, range(stream.examples_per_epoch))
+    assert facts.examples == len(epoch)
+    filled = sum(int(example.attention_mask.sum()) for example in epoch)
+    assert facts.padding == pytest.approx(1 - filled / (len(epoch) * 3 * 48))
+    ordered = sum(int((example.so_labels >= 0).sum()) for example in epoch)
+    assert facts.ordered == pytest.approx(ordered / (3 * len(epoch)))
+    seen = {(e.row, s) for e in epoch for s in range(e.parts[0].first, e.parts[-1].end)}
+    assert facts.seen[0] == pytest.approx(1 - len(seen) / mixed.manifest["sentences"])
+    assert [len(sample_rows(mixed, tokens)) for tokens in (1, 10**9)] == [1, mixed.num_rows]
+
+
+def test_stats_prints_and_draws(mixed: Corpus, capsys: pytest.CaptureFixture[str]) -> None:
+    run.main(["stats", str(mixed.path), "--seq_length", "48"])
+    printed = capsys.readouterr().out
+    totals = "{documents} documents, {sentences:,} sentences, {tokens:,} tokens"
+    for text in (totals.format(**mixed.manifest), "b [red]", "5  lines_heading", "padding"):
+        assert text in printed
+    assert "\x1b" not in printed and "A Title (a: " in printed
+    assert mixed.path.with_name("corpus.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(UserError, match="too short for 5 facets"):
+        run.main(["stats", str(mixed.path), "--seq_length", "12"])
+    assert visible("ordinary text, Ünïcödé, שלום\u202e") == "ordinary text, Ünïcödé, שלום\\u202e"
+
+
+def test_stats_lists_all_sources(
+    tiny_tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [f"{number}-{'x' * 60}" for number in range(61)]  # pandas shows 60 rows and 80 columns
+    for number, name in enumerate(names):
+        (tmp_path / f"{name}.txt").write_text(f"{story(6)} Number {number} ends it.")
+    corpus = prepared(
+        tiny_tokenizer, tmp_path / "out", *(tmp_path / f"{name}.txt" for name in names)
+    )
+    run.main(["stats", str(corpus.path)])
+    lines = capsys.readouterr().out.splitlines()
+    for name in names:
+        assert sum(line.startswith(name) and line.split()[1] == "1" for line in lines) == 1
+
+
+def test_stats_recommends_a_length_with_little_padding(
+    tiny_tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [json.dumps({"text": story(5 + i % 4, i)}) for i in range(200)]
+    (tmp_path / "in.jsonl").write_text("\n".join(rows))
+    corpus = prepared(tiny_tokenizer, tmp_path / "out", tmp_path / "in.jsonl", min_sentences=3)
+    assert corpus.num_rows == 92  # the others are copies
+    length, padding = fitting_length(corpus, SPECIAL_IDS)
+    assert length < 64 and padding < measure_training(corpus, range(92), SPECIAL_IDS, 128).padding
+    run.main(["stats", str(corpus.path)])
+    printed = capsys.readouterr().out
+    assert f"data.seq_length={length}" in printed and "--short_documents join" in printed
+
+
+def test_show_is_what_training_sees(sample_corpus: Corpus, sample_ids: SpecialIds) -> None:
+    fixed = {"corpus": str(sample_corpus.path), "row": 5, "seed": 3, "epoch": 1}
+    stream = ExampleStream(sample_corpus, sample_ids, seq_length=128, seed=3, validation_fraction=0)
+    epoch = stream.examples(1, range(stream.examples_per_epoch))
+    seen = {example.parts: example.input_ids for example in epoch if example.row == 5}
+    for window in range(3):
+        (example,) = stream.examples_of_row(5, 1, [window])
+        text = describe(ShowOptions(**fixed, window=window))
+        assert (seen[example.parts] == example.input_ids).all()
+        assert f"window {window} of {stream.num_windows(5)}" in text
+        assert text.count("[MASK]") == (example.input_ids == sample_ids.mask).sum()
+        assert text.count("swapped (label 1)") == (example.so_labels == 1).sum()
+        for p in range(3):
+            assert f"  + {128 - int(example.attention_mask[p].sum())} [PAD]" in text
+    with pytest.raises(UserError, match="no window 10000"):
+        describe(ShowOptions(**fixed, window=10_000))
+    with pytest.raises(UserError, match="no row 100000"):
+        describe(ShowOptions(**fixed | {"row": 100_000}))
+
+
+def test_special_tokens_have_the_names_of_the_tokenizer(mixed: Corpus, tmp_path: Path) -> None:
+    folder = tmp_path / "corpus"
+    shutil.copytree(mixed.path, folder)
+    config = {"cls_token": "[unused1]", "sep_token": {"content": "[unused2]"}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    write_manifest(folder, json.loads((folder / "manifest.json").read_text()))
+    text = describe(ShowOptions(corpus=str(folder), row=0, seq_length=48))
+    assert text.count("[unused1]") == 3 and "[unused2]" in text and "[SEP]" not in text
+    (folder / "tokenizer_config.json").write_text(json.dumps({"mask_token": "<mask>"}))
+    with pytest.raises(UserError, match="has no <mask>"):
+        describe(ShowOptions(corpus=str(folder), row=0))
+
+
+def test_commands_answer_without_frameworks() -> None:
+    program = (
+        "import sys; sys.argv = ['run.py']; from data_prep import run;"
+        "\ntry: run.main(['--no_such_flag'])\nexcept Exception as error: print(error)"
+        "\nprint(sorted({'torch', 'transformers', 'distributed', 'pyarrow'} & sys.modules.keys()))"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
+    assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr

@@ -1,0 +1,406 @@
+"""The official files, the hub's rows, and files that are not quite official."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from finetune.benchmarks import read_split, read_task, read_test
+from finetune.examples import Example, passage_id
+from finetune.tasks import TASKS
+from multicls.errors import UserError
+
+ROWS = {  # train, dev of the official data sets
+    "cola": (8551, 1043),
+    "sst2": (67349, 872),
+    "mrpc": (3668, 408),
+    "stsb": (5749, 1500),
+    "rte": (2490, 277),
+    "wnli": (635, 71),
+    "cb": (250, 56),
+    "copa": (400, 100),
+    "multirc": (27243, 4848),
+    "rte_superglue": (2490, 277),
+    "wic": (5428, 638),
+    "wsc": (554, 104),
+    "boolq": (32, 3270),
+    "sst5": (8544, 1101),
+    "sts": (6040, 863),
+}
+
+
+@pytest.mark.parametrize("name", sorted(ROWS))
+def test_official_files(name: str, multicls_data: Path) -> None:
+    task = TASKS[name]
+    data = read_task(task, str(multicls_data))
+    assert (len(data.train), len(data.dev)) == ROWS[name]
+    assert all(text.strip() for row in data.train + data.dev for text in (*row.texts, *row.choices))
+    assert len({row.id for row in data.dev}) == len(data.dev) and not data.tests
+    assert all(
+        len(row.choices) == task.num_choices and len(row.spans) == task.num_spans
+        for row in data.dev
+    )
+    if task.is_regression:
+        assert {0.0, 5.0} < {row.label for row in data.train}
+    else:
+        assert {row.label for row in data.train} == set(range(len(task.labels)))
+
+
+def test_multirc_and_record_keep_what_is_judged_together(multicls_data: Path) -> None:
+    folder = str(multicls_data)
+    multirc = read_task(TASKS["multirc"], folder)
+    assert len({row.group for row in multirc.train}) == 5131
+    assert len({row.group for row in multirc.dev}) == 953
+    queries: dict[str, list[Example]] = {}
+    for row in read_split(TASKS["record"], "val", "", folder)[0]:
+        queries.setdefault(row.group, []).append(row)
+    assert len(queries) == 32
+    for rows in queries.values():
+        assert any(row.label for row in rows) and len({row.answer for row in rows}) == len(rows)
+        assert all(row.answer in row.texts[1] for row in rows)
+        assert not any("@placeholder" in row.texts[1] for row in rows)
+
+
+def test_quora_leaves_out_two_rows(multicls_data: Path) -> None:
+    dev, dropped = read_split(TASKS["quora"], "quora-dev", "", str(multicls_data))
+    assert len(dev) == 20212 and dropped == 2
+    with open(multicls_data / "cs224n" / "quora-dev.csv", encoding="utf-8", newline="") as file:
+        rows = [row for row in csv.DictReader(file, delimiter="\t") if row["is_duplicate"]]
+    assert [row.texts[0] for row in dev] == [row["sentence1"].strip() for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "positive"), [("MRPC", "Quality", "1"), ("RTE", "label", "not_entailment")]
+)
+def test_labels_are_those_of_the_files(
+    name: str, column: str, positive: str, multicls_data: Path
+) -> None:
+    path = multicls_data / "glue" / name / "dev.tsv"
+    table = pd.read_csv(path, sep="\t", quoting=csv.QUOTE_NONE, dtype=str, encoding="utf-8-sig")
+    dev = read_task(TASKS[name.lower()], str(multicls_data / "glue")).dev
+    assert [row.label for row in dev] == (table[column] == positive).astype(int).tolist()
+
+
+def put(path: Path, content: str) -> str:
+    """Writes DATA/TASK/FILE and returns DATA."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode())
+    return str(path.parent.parent)
+
+
+def read(
+    task: str, folder: Path, content: str, suffix: str = ".tsv", stem: str = "dev"
+) -> list[Example]:
+    data = put(folder / TASKS[task].folder / f"{stem}{suffix}", content)
+    return read_split(TASKS[task], stem, "", data)[0]
+
+
+def test_quotes_bom_carriage_returns_and_unicode_line_separators(tmp_path: Path) -> None:
+    content = '\ufeffsentence\tlabel\r\n"a " quote\t1\r\nx\u2028y\x85z\t0\r\n'
+    found = [(row.texts[0], row.label) for row in read("sst2", tmp_path, content)]
+    assert found == [('"a " quote', 1), ("x\u2028y\x85z", 0)]
+
+
+def test_cola_has_no_header(tmp_path: Path) -> None:
+    rows = read("cola", tmp_path, "s\t0\t*\tthe cat good\ns\t1\t\tthe cat\n")
+    assert [(row.texts[0], row.label) for row in rows] == [("the cat good", 0), ("the cat", 1)]
+
+
+def test_jsonl_with_names_or_indices(tmp_path: Path) -> None:
+    row = {"premise": "a", "hypothesis": "b", "label": "neutral"}
+    other = {"sentence1": "a", "sentence2": "c", "label": 2}
+    lines = "".join(json.dumps(each) + "\n" for each in (row, other))
+    rows = read("mnli", tmp_path, lines, ".jsonl", "dev_matched")
+    assert [(row.texts, row.label) for row in rows] == [(("a", "b"), 1), (("a", "c"), 2)]
+
+
+def test_qqp_leaves_out_short_rows_and_says_so(tmp_path: Path) -> None:
+    header = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n"
+    rows = "1\t2\t3\ta\tb\t1\n4\t5\ttorn\n6\t7\t8\tc\td\t0\n"
+    for name in ("train", "dev"):
+        put(tmp_path / "QQP" / f"{name}.tsv", header + rows)
+    data = read_task(TASKS["qqp"], str(tmp_path))
+    assert [row.texts for row in data.dev] == [("a", "b"), ("c", "d")]
+    assert data.notes == [
+        f"{name}: 1 row without all columns left out" for name in ("train", "dev")
+    ]
+
+
+RTE = '{"sentence1": "a", "sentence2": "b", "label": %s}'
+
+
+@pytest.mark.parametrize(
+    ("task", "content", "message"),
+    [
+        ("sst2", "sentence\tlabel\ngood\t1\nbad\n", "dev.tsv:3: fewer cells than the 2 columns"),
+        ("sst2", "sentence\tlabel\ngood\tfine\n", "dev.tsv:2: label 'fine' is none of 0, 1"),
+        ("sst2", "text\tlabel\ngood\t1\n", "dev.tsv:2: no 'sentence'; there is 'text', 'label'"),
+        ("sst2", "sentence\tlabel\n", "no rows"),
+        ("stsb", "sentence1\tsentence2\tscore\na\tb\t5.5\n", "score '5.5' is not a number in 0..5"),
+        ("stsb", "sentence1\tsentence2\tscore\na\tb\tnan\n", "dev.tsv:2: score 'nan'"),
+        ("rte", "sentence1\tsentence2\tlabel\na\tb\t0\n", "label '0' is none of entailment, not"),
+        ("rte", "{", "dev.jsonl:1: not valid JSON"),
+        ("rte", "1", "dev.jsonl:1: not a JSON object"),
+        ("rte", '{"sentence1": "a", "label": 0}', "dev.jsonl:1: no 'sentence2'"),
+        ("rte", '{"sentence1": "a", "sentence2": 3, "label": 0}', "must be text"),
+        ("rte", RTE % -1, "label -1"),
+        ("rte", RTE % "true", "label True"),
+    ],
+)
+def test_rows_that_do_not_parse_are_named(
+    task: str, content: str, message: str, tmp_path: Path
+) -> None:
+    suffix = ".jsonl" if "\t" not in content else ".tsv"
+    with pytest.raises(UserError) as error:
+        read(task, tmp_path, content, suffix)
+    assert message in str(error.value)
+
+
+def test_missing_files(tmp_path: Path) -> None:
+    """No file is a reason to go on."""
+    with pytest.raises(UserError, match="RTE/train.tsv.* or .*/glue/RTE/.*: no such file"):
+        read_task(TASKS["rte"], str(tmp_path))
+    put(tmp_path / "QNLI" / "dev.tsv", "index\tquestion\tsentence\tlabel\n0\ta\tb\tentailment\n")
+    with pytest.raises(UserError, match="task qnli needs .*QNLI/train.tsv"):
+        read_task(TASKS["qnli"], str(tmp_path))
+
+
+def test_the_hub_without_network_names_data_dir(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def offline(*args: object, **options: object) -> None:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    with pytest.raises(UserError, match="no network.*--data_dir.*RTE/"):
+        read_task(TASKS["rte"], None)
+
+
+def test_the_hub_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    requests = []
+
+    def load(repository: str, split: str, **options: str) -> list[dict[str, object]]:
+        requests.append((repository, split, options))
+        label = -1 if "test" in split else 1
+        return [{"premise": split, "hypothesis": "b", "label": label, "idx": 7}]
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    data, test = read_task(TASKS["mnli"], None), read_test(TASKS["mnli"], None)
+    parts = [
+        f"{split}_{part}" for split in ("validation", "test") for part in ("matched", "mismatched")
+    ]
+    assert requests == [("nyu-mll/glue", split, {"name": "mnli"}) for split in ("train", *parts)]
+    found = [(row.texts[0], row.label, row.part) for row in data.dev]
+    assert found == [("validation_matched", 1, "m"), ("validation_mismatched", 1, "mm")]
+    assert [row.id for row in test] == ["test_matched:7", "test_mismatched:7"]
+    assert all(math.isnan(row.label) for row in test)
+    requests.clear()
+    read_task(TASKS["cb"], None)
+    options = {"data_dir": "cb", "revision": "refs/convert/parquet"}
+    assert requests == [("aps/super_glue", split, options) for split in ("train", "validation")]
+
+
+HUB: dict[str, dict[str, Any]] = {
+    "multirc": {
+        "paragraph": "P.",
+        "question": "Q?",
+        "answer": "A",
+        "idx": {"paragraph": 0, "question": 3, "answer": 9},
+        "label": 1,
+    },
+    "record": {
+        "passage": "Xa met Yo.",
+        "query": "@placeholder left.",
+        "entities": ["Xa", "Yo"],
+        "answers": ["Yo"],
+        "idx": {"passage": 0, "query": 3},
+    },
+    "wsc": {
+        "text": "Xa saw Yo. She left.",
+        "span1_index": 0,
+        "span1_text": "Xa",
+        "span2_index": 3,
+        "span2_text": "She",
+        "label": 1,
+    },
+    "wic": {
+        "word": "b",
+        "sentence1": "a b",
+        "sentence2": "b b",
+        "start1": 2,
+        "end1": 3,
+        "start2": 2,
+        "end2": 3,
+        "label": 0,
+    },
+    "copa": {"premise": "P.", "choice1": "x", "choice2": "y", "question": "effect", "label": 1},
+}
+OFFICIAL: dict[str, dict[str, Any]] = {
+    "multirc": {
+        "idx": 0,
+        "passage": {
+            "text": "P.",
+            "questions": [
+                {"idx": 3, "question": "Q?", "answers": [{"idx": 9, "text": "A", "label": 1}]}
+            ],
+        },
+    },
+    "record": {
+        "idx": 0,
+        "passage": {"text": "Xa met Yo.", "entities": [{"start": s, "end": s + 1} for s in (0, 7)]},
+        "qas": [
+            {
+                "idx": 3,
+                "query": "@placeholder left.",
+                "answers": [{"start": 7, "end": 8, "text": "Yo"}],
+            }
+        ],
+    },
+    "wsc": {
+        "text": HUB["wsc"]["text"],
+        "label": True,
+        "target": {key: HUB["wsc"][key] for key in HUB["wsc"] if key.startswith("span")},
+    },
+    "wic": HUB["wic"] | {"label": False},
+    "copa": HUB["copa"],
+}
+
+
+@pytest.mark.parametrize("name", sorted(HUB))
+def test_hub_and_file_give_the_same_rows(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: [HUB[name]])
+    for stem in ("train", "val"):
+        put(tmp_path / TASKS[name].folder / f"{stem}.jsonl", json.dumps(OFFICIAL[name]) + "\n")
+    found = [read_task(TASKS[name], source).train for source in (str(tmp_path), None)]
+    assert found[0] == found[1]
+    met, saw = passage_id("Xa met Yo."), passage_id("Xa saw Yo. She left.")
+    expected = {
+        "multirc": [
+            Example("train:0:3:9", ("P.", "Q? A"), 1, group="0:3", passage=passage_id("P."))
+        ],
+        "record": [
+            Example(
+                "train:0:3:Xa", ("Xa met Yo.", "Xa left."), 0, group="0:3", answer="Xa", passage=met
+            ),
+            Example(
+                "train:0:3:Yo", ("Xa met Yo.", "Yo left."), 1, group="0:3", answer="Yo", passage=met
+            ),
+        ],
+        "wsc": [
+            Example(
+                "train:0", ("Xa saw Yo. She left.",), 1, spans=((0, 0, 2), (0, 11, 14)), passage=saw
+            )
+        ],
+        "wic": [
+            Example(
+                "train:0",
+                ("a b", "b b"),
+                0,
+                spans=((0, 2, 3), (1, 2, 3)),
+                passage=passage_id("a b"),
+            )
+        ],
+        "copa": [Example("train:0", ("P.", "What happened as a result?"), 1, choices=("x", "y"))],
+    }
+    assert found[0] == expected[name]
+
+
+def test_a_mention_whose_index_is_off_is_found_nearby(tmp_path: Path) -> None:
+    target = {"span1_text": "it", "span1_index": 4, "span2_text": "bit", "span2_index": 0}
+    row = {"text": "bit it, or use it : fine", "target": target, "label": False}
+    (example,) = read("wsc", tmp_path, json.dumps(row), ".jsonl", "val")
+    assert example.spans == ((0, 15, 17), (0, 0, 3)), "a word of its own, not a part of 'bit'"
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "message"),
+    [
+        (
+            "copa",
+            {"premise": "a", "question": "why", "choice1": "b", "choice2": "c", "label": 0},
+            "question 'why' is none",
+        ),
+        (
+            "copa",
+            {"premise": "a", "question": "cause", "choice1": "b", "label": 0},
+            "val.jsonl:1: no 'choice2'",
+        ),
+        (
+            "multirc",
+            {"idx": 0, "passage": {"text": "a", "questions": "b"}},
+            "val.jsonl:1: not a row of multirc",
+        ),
+        ("wic", HUB["wic"] | {"end2": 4}, "characters 2..4 are not in sentence2"),
+        ("wsc", HUB["wsc"] | {"span2_text": "Zo"}, "'Zo' (word 3) is not in the text"),
+        (
+            "boolq",
+            {"passage": "a", "question": "b", "label": "yes"},
+            "label 'yes' is none of false, true",
+        ),
+        (
+            "cb",
+            {"premise": "a", "hypothesis": "b", "label": True},
+            "label True is none of entailment, contradiction",
+        ),
+    ],
+)
+def test_superglue_rows_that_do_not_parse_are_named(
+    task: str, row: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError) as error:
+        read(task, tmp_path, json.dumps(row), ".jsonl", "val")
+    assert message in str(error.value)
+
+
+def test_test_rows(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="task cola needs .*CoLA/test.tsv"):
+        read_test(TASKS["cola"], str(tmp_path))
+    # with a header, unlike the others
+    put(tmp_path / "CoLA" / "test.tsv", "index\tsentence\n3\tthe dog\n4\ta dog\n")
+    test = read_test(TASKS["cola"], str(tmp_path))
+    assert [(row.id, row.texts[0]) for row in test] == [("test:3", "the dog"), ("test:4", "a dog")]
+    assert all(math.isnan(row.label) for row in test)
+
+
+def test_tasks_with_test_rows_only_and_without(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="ax has test rows only.*--task mnli --predict_test"):
+        read_task(TASKS["ax"], str(tmp_path))
+    with pytest.raises(UserError, match="sst5 has no test rows"):
+        read_task(TASKS["sst5"], str(tmp_path), with_test=True)
+
+
+def test_mnli_predicts_the_diagnostic(tmp_path: Path) -> None:
+    header = "index\tsentence1\tsentence2\tlabel1\tgold_label\n"
+    for stem in ("train", "dev_matched", "dev_mismatched", "test_matched", "test_mismatched"):
+        put(tmp_path / "MNLI" / f"{stem}.tsv", header + "0\ta\tb\tneutral\tcontradiction\n")
+    assert [row.label for row in read_task(TASKS["mnli"], str(tmp_path)).dev] == [2, 2]
+    with pytest.raises(UserError, match="task ax needs .*AX/AX.tsv"):
+        read_task(TASKS["mnli"], str(tmp_path), with_test=True)
+    put(tmp_path / "AX" / "AX.tsv", "index\tsentence1\tsentence2\n0\ta\tb\n1\tc\td\n")
+    data = read_task(TASKS["mnli"], str(tmp_path), with_test=True)
+    assert [(task.name, len(rows)) for task, rows in data.tests] == [("mnli", 2), ("ax", 2)]
+    assert all(math.isnan(row.label) for row in data.tests[1][1])
+
+
+def test_folders_of_benchmarks(tmp_path: Path) -> None:
+    """GLUE's and SuperGLUE's RTE side by side in one --data_dir."""
+    row = {"premise": "c", "hypothesis": "d", "label": "entailment"}
+    for stem in ("train", "dev"):
+        content = "sentence1\tsentence2\tlabel\na\tb\tentailment\n"
+        put(tmp_path / "glue" / "RTE" / f"{stem}.tsv", content)
+    for stem in ("train", "val"):
+        put(tmp_path / "superglue" / "RTE" / f"{stem}.jsonl", json.dumps(row))
+    assert read_task(TASKS["rte"], str(tmp_path)).dev[0].texts == ("a", "b")
+    assert read_task(TASKS["rte_superglue"], str(tmp_path)).dev[0].texts == ("c", "d")

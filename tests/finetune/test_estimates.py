@@ -1,0 +1,178 @@
+"""Estimates and tests: coverage in simulated experiments, nested replicates, Holm, intervals of one run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from finetune.estimates import (
+    BENCHMARKS,
+    benchmark_average,
+    choose_candidates,
+    compare,
+    example_interval,
+    holm,
+    summarise,
+)
+from finetune.examples import Example, example_arrays
+from finetune.tasks import TASKS
+
+
+@cache
+def design(p: int, d: int, s: int) -> pd.DataFrame:
+    """The runs of an experiment: p checkpoints with d training subsets each, s seeds."""
+    runs = pd.MultiIndex.from_product(
+        [range(1, p + 1), range(d), range(s)], names=["pretraining", "subset", "seed"]
+    ).to_frame(index=False)
+    return runs.assign(
+        subset=runs["subset"] + d * runs["pretraining"], weights_sha256=runs["pretraining"]
+    )
+
+
+def experiment(
+    draw: np.random.Generator, mean: float = 0.0, p: int = 4, d: int = 2, s: int = 3
+) -> pd.DataFrame:
+    """Invented runs: effects of checkpoints, of training subsets and of seeds, each with a spread of 1."""
+    checkpoints, subsets = draw.normal(size=(p, 1, 1)), draw.normal(size=(p, d, 1))
+    scores = mean + checkpoints + subsets + draw.normal(size=(p, d, s))
+    return design(p, d, s).assign(score=scores.ravel())
+
+
+def coverage(experiments: int, seeds_as_units: bool = False) -> pd.Series:
+    """Shares of simulated experiments: the mean covered, the difference covered, a difference wrongly found."""
+    draw, found = np.random.default_rng(0), []
+    for _ in range(experiments):
+        runs = [experiment(draw, mean) for mean in (1.0, 0.0, 0.0)]
+        if seeds_as_units:  # the control: as if all runs were independent
+            units = range(len(runs[0]))
+            independent = {"pretraining": units, "subset": units, "weights_sha256": units}
+            runs = [frame.assign(**independent) for frame in runs]
+        a, b, same = map(summarise, runs)
+        difference = compare(a, b)
+        mean_covered = a.low <= 1.0 <= a.high
+        covered = difference.low <= 1.0 <= difference.high
+        found.append((mean_covered, covered, compare(b, same).p < 0.05))
+    return pd.DataFrame(found, columns=["mean", "difference", "false"]).mean()
+
+
+@pytest.mark.slow
+def test_coverage_and_a_control_that_must_fail() -> None:
+    shares = coverage(2000)
+    assert shares[["mean", "difference"]].between(0.93, 0.975).all(), shares
+    assert shares["false"] <= 0.06, shares
+    wrong = coverage(200, seeds_as_units=True)
+    assert (wrong[["mean", "difference"]] < 0.9).all() and wrong["false"] > 0.1, wrong
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [((4, 2, 3), "pretraining"), ((1, 3, 2), "subset"), ((1, 1, 5), "seed"), ((1, 1, 1), "seed")],
+)
+def test_replicates_are_the_outermost_repetitions(shape: tuple[int, int, int], kind: str) -> None:
+    runs = experiment(np.random.default_rng(1), 0.0, *shape)
+    estimate = summarise(runs)
+    units = runs.groupby(kind)["score"].mean()
+    assert (estimate.kind, len(estimate.units)) == (kind, len(units))
+    assert estimate.mean == pytest.approx(units.mean())
+    interval = (estimate.low, estimate.high)
+    if len(units) > 1:
+        assert interval == pytest.approx(stats.ttest_1samp(units, 0).confidence_interval())
+    else:
+        assert np.isnan([estimate.error, *interval]).all()
+
+
+def test_one_checkpoint_beside_several_is_replicated_by_its_subsets() -> None:
+    runs = experiment(np.random.default_rng(1)).assign(weights_sha256="same")
+    assert summarise(runs).kind == "subset"
+
+
+def test_systems_are_paired_by_replicates_with_their_own_subsets() -> None:
+    draw = np.random.default_rng(2)
+    a = experiment(draw)
+    b = a.assign(score=a["score"] + 1 + 0.1 * draw.normal(size=len(a)))
+    paired = compare(summarise(b), summarise(a))
+    assert paired.paired and paired.p < 0.001 and paired.needed <= 3
+    shared = compare(summarise(b.assign(subset=1)), summarise(a.assign(subset=1)))
+    assert not shared.paired and shared.p > 0.05 and shared.needed > 4
+    alone = summarise(a[a["pretraining"] == 1].assign(subset=1, seed=1))
+    for other in (summarise(b), alone):  # one replicate, or no spread: no test
+        assert np.isnan([compare(alone, other).p, compare(alone, other).needed]).all()
+
+
+def test_equal_replicates_have_no_interval_and_no_test() -> None:
+    """Not 100.0 to 100.0."""
+    runs = experiment(np.random.default_rng(0))
+    one, other = summarise(runs.assign(score=1.0)), summarise(runs.assign(score=0.9))
+    assert one.error == 0 and np.isnan([one.low, one.high, compare(one, other).p]).all()
+    assert compare(one, other).difference == pytest.approx(0.1)
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
+def test_holm_is_monotone_and_never_below_the_single_test(p_values: list[float]) -> None:
+    corrected = holm([*p_values, math.nan])
+    assert math.isnan(corrected[-1])
+    pairs = sorted(zip(p_values, corrected, strict=False))
+    assert all(p <= c <= 1 for p, c in pairs)
+    assert [c for _, c in pairs] == sorted(c for _, c in pairs)
+    assert pairs[0][1] == pytest.approx(min(1.0, len(p_values) * pairs[0][0]))
+
+
+def interval_of(task: str, right: Sequence[bool], passages: Sequence[str] | None = None) -> Any:
+    """The interval of a run whose answers are right or wrong as said, on labels 0, 1, 0, ..."""
+    labels = np.arange(len(right)) % 2
+    outputs = np.eye(2)[np.where(right, labels, 1 - labels)]
+    passages = passages or [""] * len(right)
+    examples = [
+        Example(f"{n}", ("a",), float(label), passage=passage)
+        for n, (label, passage) in enumerate(zip(labels, passages, strict=True))
+    ]
+    return example_interval(TASKS[task], example_arrays(examples, outputs))
+
+
+def test_accuracy_of_one_run_has_wilsons_interval() -> None:
+    """A perfect run on 60 rows is not certain: 94 to 100."""
+    assert interval_of("rte", [True] * 60) == pytest.approx((0.93983, 1.0), abs=1e-5)
+    assert interval_of("rte", [False] * 60) == pytest.approx((0.0, 0.06017), abs=1e-5)
+
+
+def test_other_scores_have_a_bootstrap_and_passages_stay_together() -> None:
+    low, high = interval_of("cola", [row % 4 > 0 for row in range(200)])
+    assert 0.3 < low < 0.5 < high < 0.7, "Matthews' correlation is 0.5"
+    right = [row // 20 % 2 == 0 for row in range(200)]  # whole passages of 20 rows
+    passages = [f"{row // 20}" for row in range(200)]
+    rows, units = interval_of("qnli", right), interval_of("qnli", right, passages)
+    assert units[1] - units[0] > 3 * (rows[1] - rows[0])
+    assert all(map(math.isnan, interval_of("qnli", right, ["one"] * 200)))
+
+
+COMMON = {"pretraining": 1, "subset": 1, "weights_sha256": "w", "system": "a", "train_size": "100"}
+
+
+def test_the_candidate_with_the_best_picking_score_is_chosen() -> None:
+    searched = {1e-5: (0.5, 0.6), 2e-5: (0.7, 0.6), 3e-5: (0.99,)}  # the last is unfinished
+    rows = [
+        COMMON | {"task": "rte", "search": {"train.learning_rate": rate}, "selection_score": score}
+        for rate, scores in searched.items()
+        for score in scores
+    ]
+    chosen = choose_candidates(pd.DataFrame(rows))
+    assert list(chosen["candidate"]) == ["learning_rate 2e-05"] * 2
+
+
+def test_benchmark_averages() -> None:
+    runs = pd.DataFrame(
+        COMMON | {"task": task, "score": 0.1 * number, "seed": seed}
+        for number, task in enumerate([*sorted(BENCHMARKS["GLUE, paper's 8"]), "wnli"])
+        for seed in (1, 2)
+    )
+    assert benchmark_average(runs, "GLUE, paper's 8") == pytest.approx(0.35)
+    assert math.isnan(benchmark_average(runs[runs["task"] != "rte"], "GLUE, paper's 8"))

@@ -1,0 +1,411 @@
+"""One model class for all heads: what it computes, what it says no to, and that it loads without this project."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    DistilBertForSequenceClassification,
+    ElectraForSequenceClassification,
+    RobertaForSequenceClassification,
+    TextClassificationPipeline,
+)
+
+from finetune.heads import FITTED, HEADS
+from finetune.heads.build import (
+    Incompatible,
+    build_model,
+    check_head,
+    find_checkpoint,
+    load_tokenizer,
+)
+from finetune.heads.modeling_task import TaskModel
+from finetune.saving import save_model
+from finetune.settings import RunSettings, TrainSettings
+from finetune.tasks import TASKS, Task, task_of
+from multicls.configuration_multicls import MultiClsConfig
+from multicls.errors import UserError
+from multicls.modeling_multicls import MultiClsForSequenceClassification
+from multicls.settings import load_settings
+from tests.finetune.models import ENCODERS, SIZES, about, batch, make, parameters
+
+TRAINED = [head for head in HEADS if head not in FITTED]
+
+
+def settings_of(folder: Path, head: str, task: str = "sst2", **values: Any) -> RunSettings:
+    return RunSettings(model=str(folder), task=task, head=head, **values)
+
+
+DENSE = {"classifier.dense": "head.dense", "classifier.out_proj": "classifiers.0"}
+POOLER = {"bert.pooler.dense": "head.dense", "classifier": "classifiers.0"}
+PRE = {"pre_classifier": "head.dense", "classifier": "classifiers.0"}
+
+
+@pytest.mark.parametrize(
+    ("name", "published", "names"),
+    [
+        ("bert", BertForSequenceClassification, POOLER),
+        ("roberta", RobertaForSequenceClassification, DENSE),
+        ("electra", ElectraForSequenceClassification, DENSE),
+        ("distilbert", DistilBertForSequenceClassification, PRE),
+    ],
+)
+def test_cls_is_the_published_classifier(name: str, published: Any, names: dict[str, str]) -> None:
+    """Logits, loss, and, with the same dropout masks, gradients; so no pooler that RoBERTa was never given is read."""
+    theirs, ours = published(ENCODERS[name]), make(name, "cls")
+    weights = {}
+    for key, value in theirs.state_dict().items():
+        prefixes = names | {f"{theirs.base_model_prefix}.": "encoder."}
+        old = next(old for old in prefixes if key.startswith(old))
+        weights[prefixes[old] + key[len(old) :]] = value
+    ours.load_state_dict(weights)
+    labels = torch.tensor([0, 1, 1, 0])
+    for training in (False, True):
+        outputs = []
+        for model in (theirs, ours):
+            torch.manual_seed(5)
+            outputs.append(model.train(training)(**batch(), labels=labels))
+        assert torch.equal(outputs[0].logits, outputs[1].logits)
+        torch.testing.assert_close(outputs[0].loss, outputs[1].loss)
+
+
+@pytest.mark.parametrize(
+    ("head", "pooling"), [("multicls", "multicls"), ("multicls_sum", "sum"), ("cls", "cls")]
+)
+def test_multicls_is_the_pretraining_packages_classifier(head: str, pooling: str) -> None:
+    config = MultiClsConfig(encoder=BertConfig(**SIZES), num_facets=3, classifier_pooling=pooling)
+    theirs, ours = MultiClsForSequenceClassification(config).eval(), make(config, head)
+    theirs.facet_bias.data.normal_()
+    ours.encoder.load_state_dict(theirs.multicls.state_dict(), strict=False)
+    if head == "cls":
+        ours.head.dense.load_state_dict(theirs.multicls.encoder.pooler.dense.state_dict())
+    else:
+        ours.head.dense.load_state_dict(theirs.multicls.facet_head.dense.state_dict())
+        ours.head.bias.data = theirs.facet_bias.data
+    ours.classifiers[0].load_state_dict(theirs.classifier.state_dict())
+    assert torch.allclose(ours(**batch()).logits, theirs(**batch()).logits, atol=1e-6)
+
+
+POOLED = [("isobn", "multicls"), ("batchnorm", "mean"), ("cln", "multicls")]
+CASES = [
+    (name, head, pooling)
+    for name in ENCODERS
+    for head, pooling in [*((head, "cls") for head in TRAINED), *POOLED]
+    if name == "multicls" or "multicls" not in head + pooling
+]
+
+
+@pytest.mark.parametrize(("name", "head", "pooling"), CASES)
+def test_heads_train_all_they_hold_and_padding_changes_nothing(
+    name: str, head: str, pooling: str
+) -> None:
+    model = make(name, head, pooling=pooling).train()
+    whole = batch()
+    model(**whole, labels=torch.tensor([0, 1, 1, 0])).loss.backward()
+    # The attention's key bias has a gradient of 0 in theory; None is what a parameter has that nothing reads.
+    assert [key for key, parameter in model.named_parameters() if parameter.grad is None] == []
+    model.eval()
+    alone = {key: value[1:2, :7] for key, value in whole.items()}
+    assert torch.allclose(model(**whole).logits[1], model(**alone).logits[0], atol=1e-5)
+    assert not torch.allclose(
+        model(**whole).logits[1], model(whole["input_ids"]).logits[1], atol=1e-5
+    ), "control"
+
+
+def test_tasks_of_all_shapes() -> None:
+    """Regression, choices and spans, each with its own classifier, from values worked out by hand."""
+    choice, regression = (
+        about(num_labels=1, num_choices=2),
+        about(""),
+    )
+    model = make("bert", "mean", about(num_spans=2), regression, choice)
+    inputs = batch()
+    spans = torch.zeros(4, 2, 12, dtype=torch.bool)
+    spans[:, 0, 2:4] = spans[:, 1, 5] = True
+    hidden = model.encoder(**inputs).last_hidden_state
+    mean = (hidden * inputs["attention_mask"][..., None]).sum(1) / inputs["attention_mask"].sum(1)[
+        :, None
+    ]
+    expected = model.classifiers[0](torch.cat([mean, hidden[:, 2:4].mean(1), hidden[:, 5]], dim=1))
+    assert torch.allclose(model(**inputs, spans=spans).logits, expected, atol=1e-6)
+
+    scores, labels = model.classifiers[1](mean)[:, 0], torch.tensor([0.1, 0.2, 0.3, 0.4])
+    output = model(**inputs, labels=labels, task=1)
+    assert output.logits.shape == (4, 1) and torch.allclose(
+        output.loss, (scores - labels).square().mean()
+    )
+
+    output = model(**inputs, labels=torch.tensor([1, 0]), task=2)
+    logits = model.classifiers[2](mean).view(2, 2)
+    expected = -logits.log_softmax(1)[[0, 1], [1, 0]].mean()
+    assert torch.allclose(output.logits, logits, atol=1e-6) and torch.allclose(
+        output.loss, expected, atol=1e-6
+    )
+
+
+def test_token_types_reach_an_encoder_that_has_them() -> None:
+    types = torch.ones_like(batch()["input_ids"])
+    for name, differs in (("bert", True), ("roberta", False)):
+        model = make(name, "cls")
+        same = torch.equal(model(**batch()).logits, model(**batch(), token_type_ids=types).logits)
+        assert same != differs
+
+
+def test_heads_keep_the_checkpoints_weights(tiny_multicls: Path) -> None:
+    """Building draws new weights for what is new only, from torch's generator."""
+    from multicls import MultiClsModel
+
+    trained = MultiClsModel.from_pretrained(tiny_multicls).state_dict()
+    checkpoint = find_checkpoint(str(tiny_multicls))
+    for head in ("cls", "multicls", "cln", "hire"):
+        models = []
+        for seed in (1, 1, 2):
+            settings = settings_of(tiny_multicls, head, seed=seed)
+            models.append(build_model(settings, checkpoint, [TASKS["sst2"]]).state_dict())
+        for key in (
+            "encoder.embeddings.LayerNorm.weight",
+            "encoder.encoder.layer.0.facets.weight",
+            "encoder.encoder.layer.2.output.dense.bias",
+        ):
+            assert torch.equal(models[0][f"encoder.{key}"], trained[key])
+        stolen = {
+            "cls": "encoder.pooler.dense.weight",
+            "multicls": "facet_head.dense.weight",
+            "cln": "encoder.pooler.dense.weight",
+        }
+        if head in stolen:
+            place = "head.pooling.dense.weight" if head == "cln" else "head.dense.weight"
+            assert torch.equal(models[0][place], trained[stolen[head]])
+        new = [key for key in models[0] if not torch.equal(models[0][key], models[2][key])]
+        assert new and all(torch.equal(models[0][key], models[1][key]) for key in models[0])
+        assert all(key.startswith(("classifiers.", "head.")) for key in new)
+
+
+def test_a_head_that_makes_no_sense_says_why(
+    tiny_bert: Path, tiny_multicls: Path, tmp_path: Path
+) -> None:
+    single = tmp_path / "single"
+    shutil.copytree(tiny_multicls, single)
+    config = json.loads((single / "config.json").read_text(encoding="utf-8"))
+    (single / "config.json").write_text(
+        json.dumps(config | {"num_facets": 0, "facet_layers": []}), encoding="utf-8"
+    )
+    for folder, reason in ((tiny_bert, "plain bert checkpoint"), (single, "num_facets = 0")):
+        for head, pooling in (
+            ("multicls", "cls"),
+            ("multicls_sum", "cls"),
+            ("isobn", "multicls"),
+            ("cln", "multicls"),
+        ):
+            with pytest.raises(Incompatible, match=reason) as caught:
+                build_model(
+                    settings_of(folder, head, pooling=pooling), find_checkpoint(str(folder)), []
+                )
+            assert str(caught.value).startswith(
+                "--pooling multicls" if pooling == "multicls" else f"--head {head}"
+            )
+
+
+@pytest.mark.parametrize("train", [{"micro_batch_size": 1}, {"batch_size": 1}])
+def test_batch_statistics_need_two_rows(tiny_bert: Path, train: dict[str, int]) -> None:
+    """IsoBN would normalise nothing with one row at a time, without a word."""
+    for head in ("isobn", "batchnorm"):
+        with pytest.raises(UserError, match=f"--head {head}: .* must be 2 or more"):
+            check_head(
+                settings_of(tiny_bert, head, train=TrainSettings(**train)),
+                find_checkpoint(str(tiny_bert)),
+            )
+    check_head(
+        settings_of(tiny_bert, "cls", train=TrainSettings(**train)), find_checkpoint(str(tiny_bert))
+    )
+
+
+def test_a_saved_model_says_what_it_was_trained_on(tiny_bert: Path) -> None:
+    settings = settings_of(tiny_bert, "cls", "stsb", max_length=24)
+    config = build_model(settings, find_checkpoint(str(tiny_bert)), [TASKS["stsb"]]).config
+    (description,) = config.tasks or []
+    assert description.items() > {"name": "stsb", "label_scale": 5.0, "max_length": 24}.items()
+    assert task_of(description) == TASKS["stsb"]
+    mine = Task("x", (("mail",), ("reply",)), ("a", "b"), ("acc",))
+    assert mine.describe()["text_columns"] == ["mail", "reply"]
+    assert task_of(mine.describe()).describe() == mine.describe()
+
+
+@pytest.mark.parametrize(
+    ("task", "problem_type", "expected"),
+    [
+        (about(), "single_label_classification", lambda logits: logits.softmax(-1)),
+        (about(multi_label=True), "multi_label_classification", lambda logits: logits.sigmoid()),
+        (about(""), "regression", lambda logits: logits),
+    ],
+)
+def test_pipelines_give_probabilities_or_the_score(
+    task: dict[str, Any], problem_type: str, expected: Any, tiny_bert: Path, tmp_path: Path
+) -> None:
+    tokenizer = load_tokenizer(find_checkpoint(str(tiny_bert)), 24)
+    encoder = BertConfig(**SIZES | {"vocab_size": len(tokenizer)})
+    save_model(make(encoder, "cls", task), tokenizer, tmp_path / "saved")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
+    assert model.config.problem_type == problem_type
+    classify: Any = TextClassificationPipeline(model=model, tokenizer=tokenizer)
+    found = {answer["label"]: answer["score"] for answer in classify(["len bal"], top_k=None)[0]}
+    logits = model.eval()(**tokenizer("len bal", return_tensors="pt")).logits[0]
+    assert found == pytest.approx(
+        dict(zip(task["labels"] or ["score"], expected(logits).tolist(), strict=True))
+    )
+
+
+def test_the_loss_of_several_labels() -> None:
+    """The mean over rows and classes, as BERT's own classifier with this problem type."""
+    task = about("xyz", multi_label=True)
+    model, labels = (
+        make("bert", "cls", task),
+        torch.tensor([[0.0, 1, 1]] * 3 + [[0.0, 0, 0]]),
+    )
+    output = model(**batch(), labels=labels)
+    probabilities = output.logits.sigmoid()
+    expected = -(labels * probabilities.log() + (1 - labels) * (1 - probabilities).log()).mean()
+    torch.testing.assert_close(output.loss, expected)
+
+
+def test_problem_type_decides_the_loss_of_a_single_task() -> None:
+    task = about("xyz")
+    model, labels = make("bert", "cls", task), torch.tensor([[0.5, 1, 2]] * 4)
+    model.config.problem_type = "regression"
+    output = model(**batch(), labels=labels)
+    torch.testing.assert_close(output.loss, (output.logits - labels).square().mean())
+
+
+def test_a_trainer_s_metrics_get_the_logits_alone() -> None:
+    """`np.argmax(logits)` in the usual `compute_metrics` fails on a tuple."""
+    for name, head in (("multicls", "multicls"), ("bert", "hire")):
+        model = make(name, head)
+        output = model(**batch(), labels=torch.tensor([0, 1, 1, 0]))
+        ignored = [
+            *model.config.keys_to_ignore_at_inference,
+            "loss",
+        ]  # what transformers.Trainer leaves out
+        assert [key for key in output if key not in ignored] == ["logits"]
+
+
+LOAD = """
+import sys
+from pathlib import Path
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+for folder in map(Path, sys.argv[1:]):
+    model = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    inputs = torch.load(folder / "inputs.pt", weights_only=True)
+    with torch.no_grad():
+        logits = inputs.pop("logits")
+        assert torch.equal(model(**inputs).logits, logits), folder
+assert not {name.partition(".")[0] for name in sys.modules} & {"finetune", "multicls"}
+"""
+
+
+@pytest.mark.slow
+def test_saved_models_load_without_the_project(
+    tiny_bert: Path, tiny_multicls: Path, tmp_path: Path
+) -> None:
+    folders = []
+    cases = [
+        (tiny_multicls, "multicls_sum", "cls"),
+        (tiny_multicls, "isobn", "multicls"),
+        (tiny_bert, "hire", "cls"),
+        (tiny_bert, "batchnorm", "mean"),
+        (tiny_multicls, "cln", "cls"),
+    ]
+    for origin, head, pooling in cases:
+        checkpoint, folder = find_checkpoint(str(origin)), tmp_path / f"{head}-{pooling}.v1"
+        model = build_model(settings_of(origin, head, pooling=pooling), checkpoint, [TASKS["sst2"]])
+        tokenizer = load_tokenizer(checkpoint, 32)
+        inputs = dict(tokenizer(["len bal los", "the del"], padding=True, return_tensors="pt"))
+        model.train()(**inputs)  # so that there are statistics
+        with torch.no_grad():
+            logits = model.eval()(**inputs).logits
+            save_model(model, tokenizer, folder)
+            again = AutoModelForSequenceClassification.from_pretrained(
+                folder
+            ).eval()  # with it, and no trust
+            assert type(again) is TaskModel and torch.equal(again(**inputs).logits, logits)
+        assert again.config.encoder.get("facet_ids") == (
+            [1, 2] if origin == tiny_multicls else None
+        )
+        assert again.config.id2label == {0: "0", 1: "1"} and (folder / "model.safetensors").exists()
+        torch.save(inputs | {"logits": logits}, folder / "inputs.pt")
+        folders.append(str(folder))
+    (tmp_path / "load.py").write_text(LOAD, encoding="utf-8")
+    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    subprocess.run(
+        [sys.executable, "-I", str(tmp_path / "load.py"), *folders],
+        cwd=tmp_path,
+        env=environment,
+        check=True,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def test_a_fine_tuned_model_is_a_checkpoint(tiny_bert: Path, tmp_path: Path) -> None:
+    """A fine-tuned model gives the same head all but the classifier (HIRE: RTE after MNLI), others the encoder."""
+    checkpoint = find_checkpoint(str(tiny_bert))
+    first: Any = build_model(settings_of(tiny_bert, "cls", "mnli"), checkpoint, [TASKS["mnli"]])
+    first.encoder.embeddings.LayerNorm.weight.data.mul_(2)
+    first.head.dense.weight.data.mul_(2)
+    save_model(first, load_tokenizer(checkpoint, 32), tmp_path / "mnli")
+    found = find_checkpoint(str(tmp_path / "mnli"))
+    for head, same_head in (("cls", True), ("hire", False)):
+        second: Any = build_model(
+            settings_of(tmp_path / "mnli", head, "rte"), found, [TASKS["rte"]]
+        )
+        assert all(
+            torch.equal(value, second.encoder.state_dict()[key])
+            for key, value in first.encoder.state_dict().items()
+        )
+        assert second.classifiers[0].out_features == 2
+        if same_head:
+            assert torch.equal(first.head.dense.weight, second.head.dense.weight)
+    assert found.sha256 != checkpoint.sha256
+
+
+@pytest.mark.parametrize(("size", "millions"), [("base", 117.74), ("large", 349.82)])
+def test_parameters_of_five_facets(size: str, millions: float) -> None:
+    """The paper's 118.4 M and 350.9 M less BERT's pooler, 0.59 M and 1.05 M, that this head does not read."""
+    shape = {"base": (768, 12, 12), "large": (1024, 24, 16)}[size]
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+    sizes: dict[str, Any] = dict(zip(names, shape, strict=True))
+    config = MultiClsConfig(encoder=BertConfig(**sizes, intermediate_size=4 * shape[0]))
+    with torch.device("meta"):
+        model = make(config, "multicls")
+    assert parameters(model) / 1e6 == pytest.approx(millions, abs=0.02)
+
+
+@pytest.mark.parametrize("head", TRAINED)
+def test_bf16_autocast_is_near_float32(head: str) -> None:
+    model = make("multicls", head).train()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**batch(), labels=torch.tensor([0, 1, 1, 0])).loss
+        near = model.eval()(**batch()).logits
+    loss.backward()
+    assert loss.dtype == torch.float32 and loss.isfinite()
+    assert (near - model(**batch()).logits).abs().max() < 0.05
+    assert all(buffer.dtype != torch.bfloat16 for buffer in model.head.buffers())
+
+
+@pytest.mark.parametrize("head", ["isobn", "hire", "cln"])
+def test_recipes_of_the_papers(head: str) -> None:
+    recipe = Path(__file__).parents[2] / "finetune" / "recipes" / f"{head}.yaml"
+    flags = {"model": "m"} if head == "cln" else {"model": "m", "task": "rte"}
+    settings = load_settings(RunSettings, [str(recipe)], flags)
+    assert settings.head == head and settings.train.epochs == 10

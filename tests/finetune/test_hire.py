@@ -1,0 +1,122 @@
+"""HIRE against a loop over layers and examples, its ablations, and the published number of parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import BertConfig, RobertaConfig
+
+from finetune.heads.hire import fixed_weights
+from tests.finetune.models import SIZES, batch, make, parameters
+
+SMALL: dict[str, Any] = SIZES | {"hidden_size": 8, "num_hidden_layers": 7, "initializer_range": 0.3}
+INPUTS = batch((5, 9, 1))  # the second row is the longest, the last one has a single token
+
+
+def hire(**options: Any) -> Any:
+    model = make(BertConfig(**SMALL), "hire", head_options=options).double()
+    if hasattr(model.head, "importance"):
+        model.head.importance.weight.data.normal_()
+    return model
+
+
+def final_states(gru: torch.nn.GRU, states_LD: Tensor) -> Tensor:
+    """Each layer's and each direction's last state over one sequence, (4 D,)."""
+    return gru(states_LD)[1].flatten()
+
+
+def naive(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Logits and S, one example and one layer at a time, on unpadded sequences."""
+    head, logits, weights = model.head, [], []
+    for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True):
+        layers = model.encoder(ids[mask.bool()][None], output_hidden_states=True).hidden_states
+        scores = []
+        for hidden in layers:
+            scores.append(torch.relu(head.importance(final_states(head.reader, hidden[0]))))
+        S = torch.softmax(torch.cat(scores), dim=0)
+        A, R = sum(s * hidden[0] for s, hidden in zip(S, layers, strict=True)), layers[-1][0]
+        M = torch.cat([R, A, R + A, R * A], dim=-1)
+        F = head.fusion(M)[0]
+        logits.append(model.classifiers[0](torch.tanh(head.dense(F[0]))))
+        weights.append(S)
+    return torch.stack(logits), torch.stack(weights)
+
+
+def test_equals_a_loop_over_layers_and_examples() -> None:
+    model = hire()
+    output = model(**INPUTS)
+    logits, weights = naive(model, INPUTS)
+    torch.testing.assert_close(output.logits, logits, rtol=1e-9, atol=1e-9)
+    found = output.layer_weights.double()  # of a softmax in float32
+    torch.testing.assert_close(found, weights, rtol=1e-5, atol=1e-6)
+    assert weights.shape == (3, 8) and weights.std() > 0.01, "the layers do differ"
+    gradients = []
+    for values in (output.logits, logits):
+        model.zero_grad()
+        values.square().sum().backward(retain_graph=True)
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-4, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("options", "width"),
+    [
+        ({"layers": "none"}, 16),
+        ({"fusion": False}, 8),
+        ({"fusion_layers": 0}, 32),
+        ({"fusion_layers": 3}, 16),
+        ({"layers": "mean_last6", "fusion": False}, 8),
+        ({"layers": "random_all"}, 16),
+    ],
+)
+def test_ablations(options: dict[str, Any], width: int) -> None:
+    model = hire(**options)
+    output, dense = model(**INPUTS), model.head.dense
+    states = model.encoder(**INPUTS, output_hidden_states=True).hidden_states
+    last = states[-1]
+    assert dense.in_features == width
+    if options == {"layers": "none"}:
+        assert output.layer_weights is None and not hasattr(model.head, "reader")
+        M = torch.cat([last, last, 2 * last, last * last], dim=-1)[1]  # the row without padding
+        expected = torch.tanh(dense(model.head.fusion(M)[0][0]))
+        torch.testing.assert_close(output.pooled[1], expected)
+    if options == {"layers": "mean_last6", "fusion": False}:
+        expected = torch.tanh(dense(sum(states[2:])[:, 0] / 6))
+        torch.testing.assert_close(output.pooled, expected)
+    if options == {"layers": "random_all"}:
+        assert torch.equal(output.layer_weights[0], output.layer_weights[2])
+        assert "head.fixed_weights" in model.state_dict()
+
+
+def test_fixed_weights() -> None:
+    assert fixed_weights("mean_first6", 25).tolist() == pytest.approx([1 / 6] * 6 + [0] * 19)
+    assert fixed_weights("mean_last6", 25).nonzero().flatten().tolist() == list(range(19, 25))
+    assert fixed_weights("mean_all", 25).tolist() == pytest.approx([1 / 25] * 25)
+    random = fixed_weights("random_last6", 25)
+    assert random.sum().item() == pytest.approx(1) and len(random.unique()) == 7
+    assert fixed_weights("mean_last6", 4).tolist() == [0.25] * 4
+
+
+def test_dropout_is_in_the_grus_not_before_the_classifier() -> None:
+    model = hire()
+    assert model.head.reader.dropout == model.head.fusion.dropout == 0.1 and model.dropout.p == 0
+
+
+def test_parameters_of_roberta_large() -> None:
+    """437 M in the paper's Table 1, from 355 M."""
+    encoder = RobertaConfig(
+        vocab_size=50265,
+        hidden_size=1024,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        intermediate_size=4096,
+        max_position_embeddings=514,
+        type_vocab_size=1,
+    )
+    with torch.device("meta"):
+        count = parameters(make(encoder, "hire"))
+    assert count == pytest.approx(437e6, rel=0.01) and count == 438_252_547

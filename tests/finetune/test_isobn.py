@@ -1,0 +1,174 @@
+"""IsoBN against numbers of the authors' public code (tests/fixtures/isobn_a), and where statistics go wrong easily."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from finetune.heads.isobn import BatchNorm, IsotropicBatchNorm
+
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "isobn_a.safetensors"
+
+
+def rows(count: int, dim: int = 6, seed: int = 0) -> Tensor:
+    """Correlated dimensions of very different spread, far from 0."""
+    generator = torch.Generator().manual_seed(seed)
+    mixed = torch.randn(count, dim, generator=generator) @ torch.randn(
+        dim, dim, generator=generator
+    )
+    return mixed * torch.logspace(-2, 1, dim) + 1
+
+
+def test_equals_the_authors_code() -> None:
+    with safe_open(FIXTURE, "pt") as file:
+        given = {name: file.get_tensor(name) for name in file.offset_keys()}
+        options = {name: float(file.metadata()[name]) for name in ("momentum", "epsilon", "beta")}
+    norm = IsotropicBatchNorm(given["batches"].shape[-1], **options)
+    for batch, expected in zip(given["batches"], given["train_out"], strict=True):
+        torch.testing.assert_close(norm(batch), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        norm.eval()(given["batches"][0]), given["eval_out"], rtol=1e-5, atol=1e-5
+    )
+    torch.testing.assert_close(norm.sigma, given["moving_std"])
+    torch.testing.assert_close(norm.Sigma, given["moving_cov"])
+
+
+@pytest.mark.parametrize("beta", [0.25, 0.5, 1.0])
+def test_is_the_formula_written_out(beta: float) -> None:
+    """Eq. 5 to 7 by loops in float64, with the paper's alpha and epsilon, over two batches."""
+    norm, sigma, Sigma = (
+        IsotropicBatchNorm(6, beta=beta),
+        torch.zeros(6).double(),
+        torch.zeros(6, 6).double(),
+    )
+    for seed in (1, 2):
+        h = rows(9, seed=seed)
+        output = norm(h)
+        centred = h.double() - h.double().mean(0)
+        sigma += 0.95 * (centred.square().mean(0).sqrt() - sigma)
+        Sigma += 0.95 * (centred.T @ centred / 9 - Sigma)
+    theta = torch.zeros(6).double()
+    for i in range(6):
+        gamma = sum(
+            min(abs(float(Sigma[i, j] / (sigma[i] * sigma[j]))), 1.0) ** 2 for j in range(6)
+        )
+        assert gamma > 1.2, "the rows are correlated"
+        theta[i] = (sigma[i] * gamma + 0.1) ** -beta
+    v = Sigma.diagonal()
+    bar = theta * (v.sum() / (v * theta**2).sum()).sqrt()
+    torch.testing.assert_close(output, (bar * h).float(), rtol=1e-4, atol=1e-5)
+
+
+def test_the_sum_of_variances_stays_and_its_spread_shrinks() -> None:
+    h = rows(500)
+    norm = IsotropicBatchNorm(6, momentum=1.0, beta=1.0)
+    variances = norm(h).var(dim=0, correction=0)
+    assert variances.sum().item() == pytest.approx(
+        h.var(dim=0, correction=0).sum().item(), rel=1e-4
+    )
+    assert variances.max() / variances.sum() < h.var(dim=0).max() / h.var(dim=0).sum()
+
+
+def test_statistics_take_no_gradient_and_evaluation_does_not_move_them() -> None:
+    norm, h = IsotropicBatchNorm(6), rows(8).requires_grad_()
+    norm(h).sum().backward()
+    torch.testing.assert_close(h.grad, norm.scale().expand(8, 6))
+    assert not list(norm.parameters()) and not norm.sigma.requires_grad
+    before = norm.sigma.clone()
+    one, many = norm.eval()(rows(1, seed=4)), norm(torch.cat([rows(1, seed=4), rows(7, seed=5)]))
+    assert torch.equal(one, many[:1]) and torch.equal(norm.sigma, before)
+
+
+def test_batches_without_spread_give_numbers() -> None:
+    norm, one = IsotropicBatchNorm(6), rows(1)
+    assert torch.equal(norm(one), one), "nothing is known yet"
+    norm(rows(8))
+    before = norm.Sigma.clone()
+    assert norm(one).isfinite().all() and torch.equal(norm.Sigma, before), "one row tells no spread"
+    dead = rows(8)
+    dead[:, 2] = 1.0
+    output = IsotropicBatchNorm(6)(dead.requires_grad_())
+    output.sum().backward()
+    assert output.isfinite().all() and dead.grad is not None and dead.grad.isfinite().all()
+    assert IsotropicBatchNorm(6)(torch.ones(4, 6)).isfinite().all()
+
+
+def test_statistics_stay_in_float32(tmp_path: Path) -> None:
+    plain, cast = IsotropicBatchNorm(6), nn.Sequential(IsotropicBatchNorm(6)).bfloat16()
+    h = rows(16).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        output = cast(h)
+    plain(h.float())
+    norm: Any = cast[0]
+    assert output.dtype == torch.bfloat16 and norm.sigma.dtype == norm.Sigma.dtype == torch.float32
+    assert torch.equal(norm.Sigma, plain.Sigma), "not computed in bf16"
+    norm.half().to("meta").to_empty(device="cpu").load_state_dict(plain.state_dict())
+    assert norm.Sigma.dtype == torch.float32 and torch.equal(norm.eval()(h), plain.eval()(h))
+
+
+def test_batchnorm_is_torchs() -> None:
+    ours, theirs = BatchNorm(6), nn.BatchNorm1d(6)
+    for training in (True, True, False):
+        h, weights = rows(8, seed=int(training)), rows(8, seed=7)
+        outputs: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for norm in (ours.train(training), theirs.train(training)):
+            own = h.clone().requires_grad_()
+            outputs.append(norm(own))
+            gradients += torch.autograd.grad((outputs[-1] * weights).sum(), own)
+        torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-3)
+    for name in ("running_mean", "running_var"):
+        torch.testing.assert_close(getattr(ours, name), getattr(theirs, name))
+    assert ours.train()(rows(1)).isfinite().all(), "where torch raises"
+
+
+@pytest.mark.parametrize("kind", [IsotropicBatchNorm, BatchNorm])
+def test_rows_that_do_not_count_move_nothing(kind: Any) -> None:
+    """Ranks without rows repeat some: the statistics are those of the counted rows."""
+    counted, alone = kind(6), kind(6)
+    mask = torch.tensor([True] * 5 + [False] * 3)
+    outputs = counted(rows(8), mask)
+    torch.testing.assert_close(outputs[:5], alone(rows(8)[:5]))
+    for name, buffer in alone.named_buffers():
+        torch.testing.assert_close(dict(counted.named_buffers())[name], buffer)
+
+
+def normalise_on_rank(rank: int, folder: Path) -> None:
+    """Saves what one of two ranks makes of unequal shares: 3 and 6 of 9 rows, then 1 and 0 of one row."""
+    isobn, batch = IsotropicBatchNorm(6), BatchNorm(6)
+    found = []
+    for seed in (1, 2):
+        h = rows(9, seed=seed)[slice(0, 3) if rank == 0 else slice(3, 9)].requires_grad_()
+        normed = batch(h)
+        (gradient,) = torch.autograd.grad(normed.square().sum() + normed.pow(3).sum(), h)
+        found += [isobn(h).detach(), normed.detach(), gradient]
+    isobn(rows(1)[:1] if rank == 0 else rows(1)[:0])
+    batch(rows(1)[:1] if rank == 0 else rows(1)[:0])
+    torch.save([found, isobn.state_dict(), batch.state_dict()], folder / f"isobn_{rank}.pt")
+
+
+def assert_ranks_are_one_batch(folder: Path) -> None:
+    """Compares what both ranks have saved with one rank that has all rows."""
+    (first, *states), (second, *others) = (
+        torch.load(folder / f"isobn_{rank}.pt") for rank in (0, 1)
+    )
+    isobn, batch = IsotropicBatchNorm(6), BatchNorm(6)
+    for index, seed in enumerate((1, 2)):
+        h = rows(9, seed=seed).requires_grad_()
+        normed = batch(h)
+        (gradient,) = torch.autograd.grad(normed.square().sum() + normed.pow(3).sum(), h)
+        for place, expected in enumerate((isobn(h), normed, gradient)):
+            got = torch.cat([first[3 * index + place], second[3 * index + place]])
+            torch.testing.assert_close(got, expected.detach(), rtol=1e-3, atol=1e-3)
+    for state, other, single in zip(
+        states, others, (isobn.state_dict(), batch.state_dict()), strict=True
+    ):
+        for name, value in single.items():
+            torch.testing.assert_close(state[name], value)
+            assert torch.equal(state[name], other[name])

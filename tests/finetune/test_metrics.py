@@ -1,0 +1,185 @@
+"""Metrics against values worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from finetune.examples import Example
+from finetune.metrics import METRICS, majority_scores, score_examples, score_predictions
+from finetune.tasks import TASKS, Task
+from multicls.errors import UserError
+
+LABELS, PREDICTED = np.array([1, 1, 1, 0, 0]), np.array([1, 1, 0, 0, 1])  # tp 2, fn 1, tn 1, fp 1
+
+
+def score(task: Task, labels: Any, outputs: Any, **columns: list[str]) -> dict[str, float]:
+    """Returns the scores of arrays, whose rows have no part, group or answer if none is given."""
+    empty = dict.fromkeys(("parts", "groups", "answers"), [""] * len(labels))
+    arrays = {name: np.array(values) for name, values in (empty | columns).items()}
+    return score_predictions(task, arrays | {"labels": labels, "logits": outputs})
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("acc", 3 / 5), ("f1", 2 / 3), ("matthews", (2 - 1) / math.sqrt(36))]
+)
+def test_classes(name: str, expected: float) -> None:
+    assert METRICS[name](LABELS, PREDICTED) == pytest.approx(expected, abs=1e-12)
+
+
+def test_f1_is_that_of_class_one() -> None:
+    assert METRICS["f1"](1 - LABELS, 1 - PREDICTED) == pytest.approx(1 / 2)
+
+
+def test_correlations() -> None:
+    # deviations -1 0 1 and -4/3 -1/3 5/3: 3 / sqrt(2 * 42/9); the ranks agree
+    first, second = np.array([1.0, 2.0, 3.0]), np.array([1.0, 2.0, 4.0])
+    assert METRICS["pearson"](first, second) == pytest.approx(3 / math.sqrt(2 * 42 / 9))
+    assert METRICS["spearman"](first, second) == pytest.approx(1.0)
+    assert METRICS["spearman"](first, np.array([1.0, 9.0, 2.0])) == pytest.approx(
+        1 - 6 * 2 / (3 * 8)
+    )
+
+
+@pytest.mark.parametrize("name", ["matthews", "pearson", "spearman", "f1"])
+@pytest.mark.filterwarnings("error")
+def test_constant_predictions_score_zero(name: str) -> None:
+    assert METRICS[name](np.array([0, 1, 1]), np.array([0, 0, 0])) == 0.0
+
+
+def test_parts_are_pooled_and_reported() -> None:
+    labels, parts = np.array([0, 1, 2, 0]), ["m", "m", "m", "mm"]
+    outputs = np.eye(3)[[0, 1, 0, 0]]
+    expected = {"acc": 3 / 4, "acc_m": 2 / 3, "acc_mm": 1.0}
+    assert score(TASKS["mnli"], labels, outputs, parts=parts) == pytest.approx(expected)
+    assert next(iter(score(TASKS["mnli"], labels, outputs, parts=parts))) == "acc"
+
+
+def logits(predicted: list[int], classes: int) -> np.ndarray:
+    return np.eye(classes)[predicted]
+
+
+def test_cb_is_the_mean_of_accuracy_and_macro_f1() -> None:
+    labels, predicted = np.array([0, 0, 0, 1, 1, 2]), [0, 0, 1, 1, 1, 0]
+    # F1: class 0 tp 2 fp 1 fn 1: 2/3; class 1 tp 2 fp 1 fn 0: 4/5; class 2 never found: 0
+    macro, acc = (2 / 3 + 4 / 5 + 0) / 3, 4 / 6
+    found = score(TASKS["cb"], labels, logits(predicted, 3))
+    assert found == pytest.approx(
+        {"mean(acc,macro_f1)": (acc + macro) / 2, "acc": acc, "macro_f1": macro}
+    )
+
+
+def test_multirc() -> None:
+    groups = ["0:0", "0:0", "0:0", "0:1", "0:1", "1:0"]
+    labels, predicted = (
+        np.array([1, 0, 1, 1, 0, 0]),
+        [1, 0, 0, 1, 0, 1],
+    )  # tp 2, fp 1, fn 1; one question all right
+    found = score(TASKS["multirc"], labels, logits(predicted, 2), groups=groups)
+    assert found == pytest.approx({"mean(f1a,em)": (2 / 3 + 1 / 3) / 2, "f1a": 2 / 3, "em": 1 / 3})
+
+
+def test_record() -> None:
+    groups = ["q1", "q1", "q1", "q2", "q2", "q3", "q3"]
+    answers = ["New York", "The New York City", "Bob", "A. Smith", "smith", "Xa", "Yo Zu"]
+    labels = np.array([0, 1, 0, 1, 0, 0, 1])
+    margins = np.array([3.0, 1.0, 2.0, 0.0, 5.0, 1.0, 0.5])
+    outputs = np.stack([np.zeros(7), margins], axis=1)
+    # q1: "new york" for "new york city", F1 2 * 2 / (2 + 3); q2: "smith" is "A. Smith" by normalisation; q3: wrong
+    found = score(TASKS["record"], labels, outputs, groups=groups, answers=answers)
+    f1, em = (4 / 5 + 1 + 0) / 3, 1 / 3
+    assert found == pytest.approx(
+        {"mean(record_f1,record_em)": (f1 + em) / 2, "record_f1": f1, "record_em": em}
+    )
+    two = np.array([1, 1, 0, 1, 0, 0, 1])  # with two right entities the better one counts
+    assert score(TASKS["record"], two, outputs, groups=groups, answers=answers)[
+        "record_f1"
+    ] == pytest.approx(2 / 3)
+
+
+def test_choices_are_classes() -> None:
+    outputs = np.array([[0.5, 0.1], [0.2, 0.3]])
+    assert score(TASKS["copa"], np.array([0, 0]), outputs) == {"acc": 0.5}
+
+
+def test_score_examples_takes_all_from_the_rows() -> None:
+    rows = [
+        Example("a", (), 1, group="q", answer="x"),
+        Example("b", (), 0, group="q", answer="y"),
+    ]
+    assert score_examples(TASKS["record"], rows, logits([1, 0], 2))["record_em"] == 1.0
+    rows = [Example("a", (), 1, part="m"), Example("b", (), 0, part="mm")]
+    assert score_examples(TASKS["mnli"], rows, logits([1, 2], 3)) == {
+        "acc": 0.5,
+        "acc_m": 1.0,
+        "acc_mm": 0.0,
+    }
+
+
+def test_regression_reads_the_only_output() -> None:
+    outputs = np.array([[0.1], [0.5], [0.9]])
+    assert score(TASKS["stsb"], np.array([1.0, 2.0, 5.0]), outputs)["spearman"] == pytest.approx(
+        1.0
+    )
+
+
+def test_one_row_has_no_correlation() -> None:
+    """A tiny train set's held-out part."""
+    assert score(TASKS["sts"], np.array([1.0]), np.array([[0.1]])) == {
+        "pearson": 0.0,
+        "spearman": 0.0,
+    }
+
+
+MULTI = Task(
+    "own_m",
+    (("text",),),
+    ("a", "b", "c"),
+    ("micro_f1", "macro_f1", "exact_match"),
+    multi_label=True,
+)
+
+
+def test_several_labels_a_row() -> None:
+    labels = np.array([[1, 0, 0], [1, 1, 0], [0, 0, 0]])
+    outputs = np.array([[2.0, -1.0, -1.0], [3.0, -0.1, -5.0], [0.5, -1.0, -1.0]])
+    # a: tp 2, fp 1; b: fn 1; c is neither labelled nor predicted and does not count for macro_f1
+    expected = {
+        "micro_f1": 2 * 2 / (2 * 2 + 1 + 1),
+        "macro_f1": (4 / 5 + 0) / 2,
+        "exact_match": 1 / 3,
+    }
+    assert score(MULTI, labels, outputs) == pytest.approx(expected)
+    rows = [Example("", (), 0.0, labels=tuple(map(float, row))) for row in labels]
+    assert score_examples(MULTI, rows, outputs) == pytest.approx(expected)
+    nothing = score(MULTI, np.zeros((2, 3)), -np.ones((2, 3)))
+    assert nothing == {"micro_f1": 0.0, "macro_f1": 0.0, "exact_match": 1.0}
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_outputs_that_are_not_finite_have_no_score(broken: float) -> None:
+    outputs = np.array([[broken, 0.0], [1.0, 0.0]])
+    with pytest.raises(
+        UserError, match="task rte: the model's outputs for 1 of 2 rows are not finite numbers"
+    ):
+        score(TASKS["rte"], np.array([0, 1]), outputs)
+
+
+def test_constant_answers() -> None:
+    def rows(*labels: float) -> list[Example]:
+        return [Example(f"{n}", (), label, group=f"{n}") for n, label in enumerate(labels)]
+
+    assert majority_scores(TASKS["rte"], rows(1, 1, 0), rows(0, 0, 0, 1)) == {"acc": 0.25}
+    assert majority_scores(TASKS["copa"], rows(1, 1), rows(0, 0, 0, 1)) == {"acc": 0.75}
+    assert majority_scores(TASKS["stsb"], rows(1, 4), rows(0, 5)) == {
+        "spearman": 0.0,
+        "pearson": 0.0,
+    }
+    assert majority_scores(TASKS["multirc"], rows(0, 0, 1), rows(0, 1))["em"] == 0.5
+    several = [Example("", (), 0.0, labels=labels) for labels in ((1.0, 0.0, 1.0), (1.0, 0.0, 0.0))]
+    assert majority_scores(MULTI, several, several)["exact_match"] == 0.5, (
+        "label a alone, in more than half"
+    )

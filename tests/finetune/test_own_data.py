@@ -1,0 +1,314 @@
+"""A user's own labels: which task they are, which rows become dev, and what is wrong with them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from finetune.examples import Example, TaskData
+from finetune.own_data import load_own
+from finetune.settings import OwnDataSettings
+from finetune.tables import read_table
+from finetune.tasks import Task
+from multicls.errors import UserError
+
+Rows = Sequence[dict[str, Any]]
+
+
+def write(path: Path, rows: Rows) -> str:
+    frame = pd.DataFrame(list(rows), dtype=object)
+    if path.suffix == ".csv":
+        frame.to_csv(path, index=False)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def labelled(*labels: Any) -> list[dict[str, Any]]:
+    return [{"text": f"row {number}", "label": label} for number, label in enumerate(labels)]
+
+
+def read(
+    folder: Path, rows: Rows, dev: Rows | None = None, suffix: str = "jsonl", **own: Any
+) -> tuple[Task, TaskData]:
+    files = {
+        "train_file": write(folder / f"t.{suffix}", rows),
+        "dev_file": write(folder / f"d.{suffix}", dev or rows),
+    }
+    data = load_own(OwnDataSettings(**files, **own))
+    return data.task, data
+
+
+def test_classes(tmp_path: Path) -> None:
+    rows = [{"text": "so, good", "label": "yes"}, {"text": "bad", "label": " no "}]
+    task, data = read(tmp_path, rows, rows[:1], "csv")
+    assert (task.name, task.labels, task.benchmark) == ("t", ("no", "yes"), "own")
+    assert (task.metrics, task.fields) == (("acc", "macro_f1"), (("text",),))
+    found = [(row.id, row.texts, row.label) for row in data.train]
+    assert found == [("train:0", ("so, good",), 1), ("train:1", ("bad",), 0)]
+    assert [row.id for row in data.dev] == ["dev:0"] and data.notes == ["2 classes: no, yes"]
+
+
+def test_pairs_and_scores(tmp_path: Path) -> None:
+    row = {"sentence1": "not this", "text1": "a", "text2": "b"}
+    rows = [row | {"label": label} for label in (-8.0, 2.5)]
+    task, data = read(tmp_path, rows, rows[1:])
+    assert (task.is_regression, task.label_scale) == (True, 8.0)
+    assert task.metrics == ("spearman", "pearson")
+    assert data.dev == [Example("dev:0", ("a", "b"), 2.5)]
+    assert "a regression, trained on label/8" in data.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("labels", "suffix", "own", "expected"),
+    [
+        ((1, 0, 10, 2, 1), "csv", {}, ("0", "1", "2", "10")),
+        ((1.0, 0, 2.0), "jsonl", {}, ("0", "1", "2")),
+        (("01", "1", "02", "10"), "csv", {}, ("01", "1", "02", "10")),
+        ((0.5, 1), "jsonl", {}, ()),
+        ((0.5, 1), "jsonl", {"label_type": "class"}, ("0.5", "1")),
+        ((1, 2, 3), "csv", {"label_type": "score"}, ()),
+        (("nan", "x"), "jsonl", {}, ("nan", "x")),
+        (("nan", "0", "nan"), "jsonl", {"label_type": "class"}, ("0", "nan")),
+    ],
+)
+def test_numbers_are_classes_if_they_are_whole(
+    labels: Any, suffix: str, own: dict[str, Any], expected: Any, tmp_path: Path
+) -> None:
+    task, data = read(tmp_path, labelled(*labels), None, suffix, **own)
+    assert task.labels == expected and task.is_regression == (not expected)
+    assert ("label_type score" in data.notes[0]) == all(name.isdigit() for name in expected or "x")
+
+
+def test_several_labels_a_row(tmp_path: Path) -> None:
+    """A label with a comma in its name stays one label."""
+    task, data = read(tmp_path, labelled(["New York, NY", "b"], ["b"], []))
+    assert task.multi_label and task.labels == ("New York, NY", "b") and task.num_labels == 2
+    assert [row.labels for row in data.train] == [(1.0, 1.0), (0.0, 1.0), (0.0, 0.0)]
+    assert task.metrics == ("micro_f1", "macro_f1", "exact_match")
+
+
+def test_rows_without_a_text_are_left_out_and_counted(tmp_path: Path) -> None:
+    rows = [*labelled("x", "y", "x"), {"text": "", "label": "y"}, {"text": " ", "label": "x"}]
+    _, data = read(tmp_path, rows, labelled("x"), "csv")
+    assert len(data.train) == 3 and "2 train rows without a text left out" in data.notes
+
+
+def test_columns_of_other_names(tmp_path: Path) -> None:
+    rows = [{"body": "a", "title, short": "b", "kind": kind, "text": "no"} for kind in "xyx"]
+    for column, texts in (
+        ("body", ("a",)),
+        ("title, short", ("b",)),  # a column may have a comma in its name
+        ("body, text", ("a", "no")),
+    ):
+        task, data = read(tmp_path, rows, None, "csv", text_column=column, label_column="kind")
+        assert task.labels == ("x", "y") and data.dev[0].texts == texts
+
+
+def test_a_share_of_the_train_file_is_dev(tmp_path: Path) -> None:
+    rows = labelled(*("abbb"[n % 4] for n in range(100)))
+    rows[7] = rows[3]  # twice the same row
+    own = OwnDataSettings(train_file=write(tmp_path / "t.csv", rows), dev_share=0.3)
+    data = load_own(own)
+    assert len(data.train) + len(data.dev) == 100 and 29 <= len(data.dev) <= 31
+    assert abs(sum(row.label == 0 for row in data.dev) - 7.5) < 1.5, "classes in proportion"
+    assert not {row.texts for row in data.train} & {row.texts for row in data.dev}
+    assert data == load_own(own)
+    assert "of the 100 training rows" in data.notes[-1]
+
+
+def test_one_row_a_class_is_enough_if_dev_has_the_same_classes(tmp_path: Path) -> None:
+    task, data = read(tmp_path, labelled(*"abcdefghijkl"), labelled("b", "l", "b"))
+    assert len(task.labels) == len(data.train) == 12
+    assert [row.label for row in data.dev] == [1, 11, 1]
+
+
+def test_a_labelled_test_file(tmp_path: Path) -> None:
+    train = write(tmp_path / "t.csv", labelled(*"ababab"))
+    test = write(tmp_path / "x.jsonl", labelled("b"))
+    data = load_own(OwnDataSettings(train_file=train, test_file=test))
+    assert [(row.id, row.label) for row in data.tests[0][1]] == [("test:0", 1)]
+
+
+def hub_folder(folder: Path, monkeypatch: pytest.MonkeyPatch, **splits: Rows) -> str:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
+    (folder / "mine").mkdir()
+    for split, rows in splits.items():
+        table = datasets.Dataset.from_list(list(rows))
+        if isinstance(rows[0]["label"], int):
+            table = table.cast_column("label", datasets.ClassLabel(names=["neg", "unused", "pos"]))
+        table.to_parquet(folder / "mine" / f"{split}.parquet")
+    return str(folder / "mine")
+
+
+def test_a_data_set_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {"train": labelled(2, 0, 2), "validation": labelled(0), "test": labelled(2)}
+    data = load_own(OwnDataSettings(dataset=hub_folder(tmp_path, monkeypatch, **rows), metric="f1"))
+    assert data.task.labels == ("neg", "pos") and data.task.name == "mine"
+    assert ([row.label for row in data.train], [row.label for row in data.dev]) == ([1, 0, 1], [0])
+    assert [row.label for row in data.tests[0][1]] == [1]
+    assert data.notes == ["2 classes: neg, pos; f1 is that of 'pos'"]
+
+
+@pytest.mark.parametrize("hidden", [None, -1])
+def test_a_data_set_without_dev_rows_and_test_labels(
+    hidden: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels = ("x", "y") if hidden is None else (0, 2)
+    rows = labelled(*(labels[n % 2] for n in range(20)))
+    name = hub_folder(tmp_path, monkeypatch, train=rows, test=[{"text": "a", "label": hidden}])
+    data = load_own(OwnDataSettings(dataset=name))
+    assert (len(data.train), len(data.dev), data.tests) == (16, 4, [])
+    with pytest.raises(UserError, match=r"dataset .*/none: cannot be loaded"):
+        load_own(OwnDataSettings(dataset=str(tmp_path / "none")))
+
+
+@pytest.mark.parametrize(
+    ("labels", "metric", "first"),
+    [
+        ("xyz", "matthews", "matthews"),
+        ("xyx", "f1", "f1"),
+        ((0.5, 1.0), "pearson", "pearson"),
+        ("xyz", "macro_f1", "macro_f1"),
+        ("xyz", "f1", "of type class, which has acc, macro_f1, matthews."),
+        ((0.5, 1.0), "acc", "of type score, which has spearman, pearson"),
+        (([], ["a", "b"]), "acc", "of type multi_label, which has micro_f1"),
+    ],
+)
+def test_metrics(labels: Sequence[Any], metric: str, first: str, tmp_path: Path) -> None:
+    if " " not in first:
+        task, _ = read(tmp_path, labelled(*labels), metric=metric)
+        assert task.metrics[0] == first and len(set(task.metrics)) == len(task.metrics) >= 2
+        return
+    with pytest.raises(UserError, match=f"metric {metric}: .*{first}"):
+        read(tmp_path, labelled(*labels), metric=metric)
+
+
+TWO = [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}]
+
+
+@pytest.mark.parametrize(
+    ("train", "dev", "own", "message"),
+    [
+        ([{"text": "a", "lable": "x"}], None, {}, "t.jsonl:1: no column 'label' for the label; "),
+        ([{"body": "a", "label": "x"}], None, {}, "no column 'text' or 'text1' and 'text2' or"),
+        (TWO, None, {"text_column": "texd"}, "'text', 'label'. Did you mean 'text'?"),
+        (TWO, None, {"text_column": "text,b,c"}, "no column 'text,b,c'"),
+        (
+            [{"text": "a", "Label": "x"}],
+            None,
+            {},
+            "Did you mean 'Label'? Name it by --label_column",
+        ),
+        ([{"where is it?": "a", "x": "x"}], None, {}, "(the first line of a table) are 'where"),
+        (labelled(*range(11)), labelled(12), {}, "each row has another label (0, 1, 10, ...)"),
+        (labelled("x", "x"), None, {}, "t.jsonl: all labels are alike"),
+        ([*TWO, {"text": "c", "label": ""}], None, {}, "t.jsonl:3: the label is ''; it must be a"),
+        ([*TWO, {"text": "c"}], None, {}, "t.jsonl:3: the label is None"),
+        (labelled(1.5, 2, "nan"), None, {}, "t.jsonl:3: label 'nan' is not a finite number"),
+        (labelled("nan", "0"), None, {}, "t.jsonl:1: label 'nan' is not a finite number"),
+        (labelled(1, 2, "a"), None, {"label_type": "score"}, "label 'a' is not a finite number"),
+        (labelled(["a"], ["b"]), None, {"label_type": "class"}, "holds lists. Several labels"),
+        (labelled("a|b", "b"), None, {"label_type": "multi_label"}, "holds no lists. Several"),
+        (labelled(["a"], "b"), None, {}, "t.jsonl:2: the label is 'b'; it must be a list of"),
+        (TWO, labelled("z"), {}, "d.jsonl:1: label 'z' is none of train's: x, y"),
+        (TWO, [{"txt": "a", "label": "x"}], {}, "d.jsonl:1: no column 'text' for the text"),
+        ([{"text": ["a"], "label": "x"}, TWO[1]], None, {}, "['a']; it must be a text"),
+    ],
+)
+def test_rows_that_do_not_fit_are_named(
+    train: Rows, dev: Rows | None, own: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError) as error:
+        read(tmp_path, train, dev, **own)
+    assert message in str(error.value)
+
+
+ROWS = [{"text": 'so; "good",\nit | is', "label": "yes"}, {"text": "bad", "label": "no"}]
+
+
+def as_csv(separator: str, rows: list[dict[str, str]] = ROWS) -> str:
+    file = io.StringIO(newline="")
+    writer = csv.DictWriter(file, list(rows[0]), delimiter=separator)
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *((f"{n}.csv", as_csv(separator)) for n, separator in enumerate(",;\t|")),
+        ("bom.csv", "\ufeff" + as_csv(";")),
+        ("blank.csv", as_csv(",") + "\r\n\r\n"),
+        ("mac.csv", as_csv(";").replace("\r\n", "\r")),
+        ("a.jsonl", "\n".join(map(json.dumps, ROWS)) + "\n\n"),
+    ],
+)
+def test_formats(name: str, content: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content, encoding="utf-8", newline="")
+    assert [row for _, row in read_table(tmp_path / name)] == ROWS
+
+
+def test_parquet(tmp_path: Path) -> None:
+    pd.DataFrame(ROWS).to_parquet(tmp_path / "a.parquet")
+    assert [row for _, row in read_table(tmp_path / "a.parquet")] == ROWS
+
+
+def test_tabs_without_quotes(tmp_path: Path) -> None:
+    content = 'text\tlabel\r\n"so" he\ty\r\n\r\nb,c\u2028\x85d\tn\r\n'
+    (tmp_path / "a.tsv").write_text(content, encoding="utf-8", newline="")
+    rows = [(where.rsplit(":", 1)[1], row["text"]) for where, row in read_table(tmp_path / "a.tsv")]
+    assert rows == [("2", '"so" he'), ("4", "b,c\u2028\x85d")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"", "must end in .csv, .tsv"),
+        ("b.csv", b"text,label\n", "b.csv: no rows"),
+        ("b.tsv", b"", "b.tsv: no rows"),
+        ("c.csv", b"text;label\na;b\na\n", r"c.csv:3: fewer cells than the 2 columns text, label"),
+        ("d.csv", b"text,label\na,b,c\n", r"d.csv:2: more cells than the 2 columns"),
+        ("e.csv", b"\n\ntext,label\na,b\n", r"e.csv:3: more cells than the 0 columns"),
+        ("c.tsv", b'text\tlabel\n"a\nb"\tc\n', "c.tsv:2: fewer cells.*name the file .csv"),
+        ("f.tsv", b"text\tlabel\na\rb\tc\n", "f.tsv:2: fewer cells"),
+        ("d.csv", b'text,label\n"a', "d.csv:2: cannot be read: unexpected end of data"),
+        ("e.csv", b"text,label\na,x\n\xe9,x\n", "e.csv:3: not UTF-8.*Save it as UTF-8"),
+        ("f.csv", b"text,text,label\na,b,x\n", "f.csv: column 'text' is there more than once"),
+        ("g.jsonl", b'{"text": "a"}\n\n{"text": \n', "g.jsonl:3: not valid JSON"),
+        ("h.jsonl", b'{"text": "\\ud83d"}', "h.jsonl:1: not valid JSON"),
+        ("i.jsonl", b'[{"text": "a"}]', "i.jsonl:1: not a JSON object"),
+        ("k.csv", "text,label\na,x\n".encode("utf-16"), "k.csv:1: not UTF-8"),
+        ("l.csv", b'text,label\n"a" b,x\n', "l.csv:2: cannot be read: ',' expected after"),
+        ("m.parquet", b"no Parquet", "m.parquet: cannot be read"),
+    ],
+)
+def test_what_cannot_be_read_is_named(
+    name: str, content: bytes, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read_table(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["none.csv", "none.parquet", "folder.csv"])
+def test_a_file_that_is_none(name: str, tmp_path: Path) -> None:
+    (tmp_path / "folder.csv").mkdir()
+    with pytest.raises(UserError, match=rf"{name}: (No such file|Is a directory)"):
+        read_table(tmp_path / name)
+
+
+def test_very_long_cells(tmp_path: Path) -> None:
+    row: dict[str, Any] = {"text": "word " * 40_000, "label": "x"}
+    (tmp_path / "a.csv").write_text(as_csv(",", [row]))
+    assert read_table(tmp_path / "a.csv")[0][1] == row

@@ -1,0 +1,164 @@
+"""The rows drawn are the same for ever: these hashes may never change."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.benchmarks import read_task
+from finetune.examples import Example, TaskData
+from finetune.own_data import load_own
+from finetune.settings import OwnDataSettings
+from finetune.subsets import TaskRows, draw_rows, hold_out, select_rows
+from finetune.tasks import TASKS
+
+SKEWED = [
+    float(row % 10 == 0) + float(row % 50 == 0) for row in range(500)
+]  # 450, 40 and 10 rows of three classes
+
+
+def sha256(values: Iterable[object]) -> str:
+    return hashlib.sha256(",".join(map(str, values)).encode()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "size", "seed", "expected"),
+    [
+        (2490, 100, 1, "723db71cec5ae7938beb2232c8ca72435ff6d803df932727ed6ebd7c05042827"),
+        (67349, 1000, 1, "08f791814a893a756e799b20ab278f047b1b4ba0eb0908b2327fc77ec6120d3e"),
+        (2490, 100, 2, "c20c9e27c713eca3d75dde797f6a12c27297971138fca94dab064e09ec43a374"),
+    ],
+)
+def test_committed_hashes(num_rows: int, size: int, seed: int, expected: str) -> None:
+    rows = draw_rows(num_rows, size, seed)
+    assert len(set(rows)) == size and rows == sorted(rows) and rows[0] >= 0 and rows[-1] < num_rows
+    assert sha256(rows) == expected
+
+
+def test_smaller_samples_are_part_of_larger_ones_and_a_large_size_takes_all() -> None:
+    assert set(draw_rows(2490, 100, 1)) < set(draw_rows(2490, 1000, 1))
+    assert draw_rows(50, 100, 1) == list(range(50))
+
+
+def test_uniform() -> None:
+    """Over many seeds every row is drawn about equally often: 400 draws of 10 of 40 are 100 +- 5 sd (8.7) a row."""
+    counts = [0] * 40
+    for seed in range(400):
+        for row in draw_rows(40, 10, seed):
+            counts[row] += 1
+    assert min(counts) > 56 and max(counts) < 144
+
+
+def test_committed_hash_of_the_holdout() -> None:
+    rows = draw_rows(500, 100, 1)
+    labels = [SKEWED[row] for row in rows]
+    assert (
+        sha256(sorted(hold_out(rows, labels, rows, 0.2, 1)))
+        == "2a06517c57e3b243fb33012dc758f0d847d1d4aaf4991fc00b6f4b6a408a0ef1"
+    )
+
+
+def test_holdout_keeps_classes_in_proportion_and_units_together() -> None:
+    rows = list(range(500))
+    held = hold_out(rows, SKEWED, rows, 0.2, 1)
+    assert Counter(SKEWED[row] for row in held) == {0.0: 90, 1.0: 8, 2.0: 2}
+    questions = [row // 7 for row in rows]
+    grouped = hold_out(rows, [0] * 500, questions, 0.2, 1)
+    assert {row // 7 for row in grouped}.isdisjoint(row // 7 for row in set(rows) - grouped)
+    assert len({row // 7 for row in grouped}) == round(0.2 * 72)
+    assert (
+        len(hold_out([4, 9], [0, 1], [4, 9], 0.01, 1))
+        == len(hold_out([4, 9], [0, 1], [4, 9], 0.99, 1))
+        == 1
+    )
+
+
+def rows_of(
+    data: TaskData, size: int | str = "full", subset: int = 1, holdout: bool = False
+) -> TaskRows:
+    return select_rows(data, size, subset, holdout)
+
+
+@pytest.mark.parametrize("size", [300, "full"])
+@pytest.mark.parametrize("name", ["multirc", "wsc", "wnli", "wic", "record"])
+def test_no_held_out_row_shares_its_passage_with_train(
+    name: str, size: int | str, multicls_data: Path
+) -> None:
+    rows = rows_of(read_task(TASKS[name], str(multicls_data)), size, holdout=True)
+    learnt = {row.texts[0] for row in rows.train}
+    assert rows.validation and not [row for row in rows.validation if row.texts[0] in learnt]
+    total, drawn = len(rows.data.train), len(rows.train) + len(rows.validation)
+    assert drawn == (total if size == "full" else min(300, total))
+    assert size == "full" or 0.08 < len(rows.validation) / drawn < 0.35
+
+
+def test_classes_stay_in_proportion_where_rows_share_nothing(multicls_data: Path) -> None:
+    rows = rows_of(read_task(TASKS["rte"], str(multicls_data)), 100, holdout=True)
+    drawn = [*rows.train, *rows.validation]
+    share = sum(row.label for row in drawn) / len(drawn)
+    assert len(rows.validation) == 20
+    assert abs(sum(row.label for row in rows.validation) - 20 * share) <= 1
+
+
+def test_the_hash_covers_all_but_names_of_files() -> None:
+    def sha256(*rows: Example, labels: tuple[str, ...] = ("a",)) -> str:
+        return TaskData(replace(TASKS["sst2"], labels=labels), list(rows), []).sha256
+
+    row = Example("train:1", ("a", "b"), 1.0)
+    other: dict[str, Any] = {
+        "texts": ("a", "c"),
+        "label": 0.0,
+        "part": "m",
+        "choices": ("x",),
+        "spans": ((0, 0, 1),),
+        "group": "g",
+        "answer": "z",
+        "labels": (1.0,),
+        "passage": "p",
+    }
+    hashes = {sha256(row), sha256(row, labels=("neg", "pos")), sha256(row, row)}
+    hashes |= {sha256(replace(row, **{name: value})) for name, value in other.items()}
+    assert len(hashes) == 3 + len(other) and set(vars(row)) == {*other, "id"}
+    assert sha256(replace(row, id="validation:1")) == sha256(row)
+
+
+def own_data(folder: Path, labels: list[Any], dev: list[Any] | None = None) -> TaskData:
+    """Returns own rows with these labels, which are the test rows, too."""
+    own = {}
+    for name, values in {"train": labels, "dev": dev, "test": labels}.items():
+        if values is not None:
+            rows = [{"text": f"{name} {n}", "label": label} for n, label in enumerate(values)]
+            own[f"{name}_file"] = str(folder / f"{name}.jsonl")
+            (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return load_own(OwnDataSettings(**own))
+
+
+def test_several_labels_a_row_are_drawn_and_held_out(tmp_path: Path) -> None:
+    data = own_data(tmp_path, [["a", "b"][n % 2 : n % 3 + 1] for n in range(40)])
+    rows = rows_of(data, 20, holdout=True)
+    assert (len(rows.train), len(rows.validation), len(rows.data.dev)) == (16, 4, 8)
+    assert [(task.name, len(test)) for task, test in rows.data.tests] == [("train", 40)]
+    assert list(rows.splits()) == ["validation", "dev", "test"]
+
+
+def test_labels_that_no_train_row_has_are_warned_of(tmp_path: Path) -> None:
+    data = own_data(tmp_path, ["a, b", *"cdefghijklm", "c", *"nopqrst"])
+    dev, test = rows_of(data).warnings
+    assert dev.startswith("3 dev rows of 4 cannot be right: no training row has the label ")
+    assert test.startswith("3 test (train) rows of 20 cannot be right")
+    assert rows_of(data, 1).warnings[0].startswith("all training rows have the label '")
+    assert "there are 16 rows, and all are taken" in rows_of(data, 17).warnings[-1]
+
+
+def test_rows_without_a_label_do_not_have_the_one_that_all_others_have(tmp_path: Path) -> None:
+    data = own_data(tmp_path, [["a"], [], ["a"], [], ["b"]], [["a"], []])
+    subsets = [rows_of(replace(data, tests=[]), 4, subset) for subset in range(1, 20)]
+    without_b = [rows for rows in subsets if all("train 4" not in row.texts for row in rows.train)]
+    assert without_b and not without_b[0].warnings

@@ -1,0 +1,336 @@
+"""Training: equal to a plain loop, to other ranks and micro-batches, and to itself after a kill."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForSequenceClassification
+
+from finetune.benchmarks import read_task
+from finetune.heads.build import build_model, find_checkpoint, load_tokenizer
+from finetune.settings import TrainSettings
+from finetune.tasks import TASKS
+from finetune.training import Chunk, ChunkSampler, row_batches, task_batches
+from multicls.errors import UserError
+from multicls.files import REPOSITORY, read_json, write_json
+from multicls.settings import to_yaml
+from tests.finetune.runs import finetune, logits_of, settings_of
+from tests.finetune.test_isobn import assert_ranks_are_one_batch
+from tests.processes import free_ports, until
+
+PLAIN: dict[str, Any] = {
+    "train__learning_rate": 1e-3,
+    "train__warmup_ratio": 0.0,
+    "train__weight_decay": 1.0,
+    "train__max_grad_norm": 0.5,
+    "train__batch_size": 5,
+    "train__max_steps": 4,
+    "train__eval_every": 4,
+    "train_size": 12,
+}
+
+
+@pytest.fixture(scope="module")
+def still_bert(tiny_bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny BERT without dropout."""
+    import shutil
+
+    folder = tmp_path_factory.mktemp("still") / "bert"
+    shutil.copytree(tiny_bert, folder)
+    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    write_json(folder / "config.json", read_json(folder / "config.json") | off)
+    return folder
+
+
+def plain_loop(folder: Path, glue: Path, **changes: float) -> np.ndarray[Any, Any]:
+    """Trains Hugging Face's classifier by a plain loop and returns its outputs for the dev rows."""
+    from finetune.subsets import draw_rows
+
+    values = {"max_grad_norm": 0.5, "weight_decay": 1.0} | changes
+    data = read_task(TASKS["sst2"], str(glue))
+    checkpoint = find_checkpoint(str(folder))
+    tokenizer = load_tokenizer(checkpoint, 24)
+    start = build_model(settings_of(folder, glue, Path("x")), checkpoint, [TASKS["sst2"]])
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2).train()
+    model.classifier.load_state_dict(start.classifiers[0].state_dict())
+    named = list(model.named_parameters())
+    plain = {name for name, _ in named if "bias" in name or "LayerNorm" in name}
+    groups: list[dict[str, Any]] = [
+        {"params": [p for name, p in named if name not in plain]},
+        {"params": [p for name, p in named if name in plain], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, weight_decay=values["weight_decay"])
+    train = [data.train[row] for row in draw_rows(len(data.train), 12, 1)]
+    for step, rows in enumerate(islice(row_batches(12, 5, 1), 4)):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * (4 - step) / 4
+        batch = tokenizer([train[r].texts[0] for r in rows], padding=True, return_tensors="pt")
+        labels = torch.tensor([int(train[r].label) for r in rows])
+        model(**batch, labels=labels).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), values["max_grad_norm"])
+        optimizer.step()
+        optimizer.zero_grad()
+    batch = tokenizer([row.texts[0] for row in data.dev], padding=True, return_tensors="pt")
+    with torch.no_grad():
+        return np.asarray(model.eval()(**batch).logits.numpy())
+
+
+@pytest.mark.parametrize("micro", [None, 1, 2])
+def test_cls_learns_what_a_plain_loop_learns(
+    micro: int | None, still_bert: Path, glue: Path, tmp_path: Path
+) -> None:
+    """Batches of 5, 5, 2 and 5 rows; the controls are what this would otherwise not notice."""
+    record = finetune(still_bert, glue, tmp_path, **PLAIN, train__micro_batch_size=micro)
+    np.testing.assert_allclose(logits_of(record), plain_loop(still_bert, glue), atol=2e-5)
+    for other in ({"max_grad_norm": 1e9}, {"weight_decay": 0.0}):
+        assert np.abs(logits_of(record) - plain_loop(still_bert, glue, **other)).max() > 1e-4
+
+
+@given(st.integers(1, 30), st.integers(1, 9), st.integers(1, 4), st.integers(1, 3))
+def test_ranks_share_the_steps_of_one_rank(size: int, batch: int, world: int, micro: int) -> None:
+    """Together the ranks see each row of each step once, in equal parts, and run the model equally often."""
+    settings = TrainSettings(batch_size=batch, max_steps=5, micro_batch_size=micro)
+    steps: list[list[Chunk]] = [[] for _ in range(5)]
+    for rank in range(world):
+        with mock.patch("finetune.training.rank_and_world", return_value=(rank, world)):
+            sampler = ChunkSampler([size, 3], settings, 1, "size_balanced")
+        chunks = [chunk for (chunk,) in sampler]
+        assert len(chunks) == len(sampler) == 5 * sampler.accumulation
+        for chunk in chunks:
+            steps[chunk.number // sampler.chunks].append(chunk)
+    for here, (task, rows) in zip(steps, task_batches([size, 3], batch, 1, "size_balanced")):  # noqa: B905
+        here.sort()
+        assert [row for chunk in here if chunk.counted for row in chunk.rows] == rows
+        assert {chunk.task for chunk in here} == {task} and all(chunk.rows for chunk in here)
+        sizes = [len(chunk.rows) * chunk.counted for chunk in here]
+        assert max(sizes) - min(sizes) <= 1
+
+
+def test_epochs_hold_every_row_of_every_task_once_and_round_robin_takes_turns() -> None:
+    batches = task_batches([10, 30, 5], 4, 1, "size_balanced")
+    epoch = [next(batches) for _ in range(3 + 8 + 2)]
+    for task, size in enumerate((10, 30, 5)):
+        seen = sorted(row for own, rows in epoch for row in rows if own == task)
+        assert seen == list(range(size))
+    assert [task for task, _ in epoch] != sorted(task for task, _ in epoch), "mixed"
+    turns = task_batches([10, 30, 5], 4, 1, "round_robin")
+    assert [next(turns)[0] for _ in range(20)] == [0, 1, 2] * 6 + [0, 1]
+
+
+def test_dropout_depends_on_seed_and_step(tiny_bert: Path, glue: Path, tmp_path: Path) -> None:
+    """Equal seeds give equal numbers; with a rate of 0 two steps of the same rows give the same loss."""
+    common = {"train_size": 4, "train__eval_every": 1, "train__max_steps": 4}
+    runs = [
+        finetune(tiny_bert, glue, tmp_path / str(n), seed=s, **common) for n, s in enumerate("112")
+    ]
+    assert np.array_equal(logits_of(runs[0]), logits_of(runs[1]))
+    assert not np.allclose(logits_of(runs[0]), logits_of(runs[2]))
+    still = finetune(tiny_bert, glue, tmp_path / "lr", **common, train__learning_rate=1e-30)
+    assert len({entry["loss"] for entry in still["history"]}) > 1, "each step has its own dropout"
+
+
+def test_best_evaluation_wins_and_patience_stops(
+    tiny_bert: Path, glue: Path, tmp_path: Path
+) -> None:
+    options = {"train__eval_every": 1, "train__patience": 3, "train__learning_rate": 1e-9}
+    record = finetune(tiny_bert, glue, tmp_path, **options)
+    assert (record["best_step"], record["steps"], len(record["history"])) == (1, 4, 4)
+
+
+def test_holdout_reports_the_best_weights_not_the_last(
+    tiny_bert: Path, glue: Path, tmp_path: Path
+) -> None:
+    common = {"train_size": 40, "selection": "holdout", "train__eval_every": 4, "train__epochs": 4}
+    record = finetune(tiny_bert, glue, tmp_path, **common, save_model=True)
+    scores = {entry["step"]: entry["score"] for entry in record["history"]}
+    assert record["tasks"][0]["selection_score"] == max(scores.values())
+    assert record["best_step"] == min(s for s, v in scores.items() if v == max(scores.values()))
+    assert (record["tasks"][0]["train_rows"], record["tasks"][0]["validation_rows"]) == (32, 8)
+    from finetune.predict import load_task, predict
+
+    folder = str(Path(record["path"]) / "model")
+    again = predict(folder, load_task(folder), read_task(TASKS["sst2"], str(glue)).dev)
+    np.testing.assert_allclose(again, logits_of(record), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"train__class_weights": "balanced", "task": "stsb"}, "--class_weights: task stsb"),
+        ({"trainer__optm": "adafactor"}, "trainer.optm: no TrainingArguments field. Did you mean"),
+        ({"trainer__optim": "adagrat"}, "adagrat"),
+        ({"trainer__max_steps": 3}, "trainer.max_steps: a setting of our own decides it"),
+        ({"trainer__num_train_epochs": 3}, "trainer.num_train_epochs: a setting of our own"),
+        ({"trainer__logging_strategy": "no"}, "trainer.logging_strategy: a setting of our own"),
+        ({"config": "ds_configs/zero3.json"}, "no ZeRO stage 3 here"),
+        ({"train__learning_rate": 1e38, "train__max_grad_norm": 1e30}, "not a finite number"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(
+    values: dict[str, Any], message: str, tiny_bert: Path, glue: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=message):
+        finetune(tiny_bert, glue, tmp_path, train__max_steps=4, **values)
+    assert not list(tmp_path.glob("*/*/*/record.json"))
+
+
+def test_training_arguments_and_class_weights_are_used(
+    still_bert: Path, glue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = logits_of(finetune(still_bert, glue, tmp_path / "a", **PLAIN))
+    for number, change in enumerate(
+        ({"trainer__lr_scheduler_type": "constant"}, {"train__class_weights": "balanced"})
+    ):
+        other = logits_of(finetune(still_bert, glue, tmp_path / str(number), **PLAIN | change))
+        assert np.abs(plain - other).max() > 1e-5
+    calls = mock.Mock(wraps=torch.utils.checkpoint.checkpoint)
+    monkeypatch.setattr("transformers.modeling_utils.checkpoint", calls)
+    same = finetune(
+        still_bert, glue, tmp_path / "c", **PLAIN, trainer__gradient_checkpointing="True"
+    )
+    assert calls.called
+    np.testing.assert_allclose(plain, logits_of(same), atol=1e-5)
+
+
+def command(folder: Path, settings: Any) -> list[str]:
+    """Returns the command of a run, by a recipe."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.yaml").write_text(to_yaml(settings))
+    words = [str(REPOSITORY / "finetune" / "run.py"), "--recipe", str(folder / "run.yaml")]
+    return [sys.executable, *words]
+
+
+def newest(folder: Path) -> int:
+    """Returns the step of the newest whole checkpoint."""
+    steps = [path.parent.name.rpartition("-")[2] for path in folder.glob("checkpoint-*/run.json")]
+    return max(map(int, steps), default=0)
+
+
+def has_passed(folder: Path, step: int, process: subprocess.Popen[bytes]) -> bool:
+    return process.poll() is not None or newest(folder) > step
+
+
+LONG: dict[str, Any] = {
+    "train__max_steps": 60,
+    "train__eval_every": 5,
+    "train__checkpoint_minutes": 1e-9,
+    "selection": "holdout",
+}
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_with_the_same_numbers(
+    tiny_bert: Path, glue: Path, tmp_path: Path
+) -> None:
+    """Kill -9 at two moments; a half-written checkpoint is not used."""
+    expected = finetune(tiny_bert, glue, tmp_path / "a", **LONG)
+    settings = settings_of(tiny_bert, glue, tmp_path / "b", **LONG)
+    folder = settings.folder
+    for step in (10, 30):
+        process = subprocess.Popen(command(tmp_path, settings), cwd=REPOSITORY)
+        until(partial(has_passed, folder, step, process))
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    assert not (folder / "record.json").exists()
+    (folder / "checkpoint-55").mkdir(exist_ok=True)
+    done = subprocess.run(
+        command(tmp_path, settings), cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    assert "resuming from step" in done.stdout
+    record = read_json(folder / "record.json")
+    assert record["history"] == expected["history"]
+    assert record["best_step"] == expected["best_step"]
+    np.testing.assert_array_equal(logits_of(record), logits_of(expected))
+    assert not list(folder.glob("checkpoint-*"))
+
+
+def test_a_checkpoint_of_other_settings_is_not_used(
+    tiny_bert: Path, glue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("finetune.results.make_record", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            finetune(tiny_bert, glue, tmp_path, **LONG)
+    assert newest(settings_of(tiny_bert, glue, tmp_path, **LONG).folder) == 55
+    record = finetune(tiny_bert, glue, tmp_path, **LONG | {"train__max_steps": 10})
+    assert [entry["step"] for entry in record["history"]] == [5, 10]
+
+
+RANKS: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "accumulated": {"train__micro_batch_size": 1},
+    "holdout": {"selection": "holdout"},
+    "isobn": {"head": "isobn", "train_size": 17, "train__micro_batch_size": 2},
+    "cln": {"head": "cln", "task": "sst2,stsb"},
+    "zero1": {"config": "ds_configs/zero1.json"},
+    "zero2": {"config": "ds_configs/zero2.json"},
+}
+
+
+def case(name: str, model: str, glue: str, output: str, several: bool) -> Any:
+    """17 rows and batches of 4: the last batch of an epoch has fewer rows than there are ranks."""
+    common: dict[str, Any] = {"train_size": 17, "train__max_steps": 10, "train__eval_every": 5}
+    values = common | RANKS[name]
+    if not several:
+        values["config"] = ""
+        values.setdefault("train__micro_batch_size", 2)
+        if (
+            name == "isobn"
+        ):  # its statistics are those of all ranks: one rank takes all rows at once
+            values["train__micro_batch_size"] = 4
+    return settings_of(model, Path(glue), Path(output) / name, **values)
+
+
+@pytest.fixture(scope="module")
+def launched(still_bert: Path, glue: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node", "2"]
+    torchrun.append(f"--master_port={free_ports(1)[0]}")
+    script = str(Path(__file__).with_name("rank_cases.py"))
+    done = subprocess.run(
+        [*torchrun, script, str(still_bert), str(glue), str(folder)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.launcher
+@pytest.mark.parametrize("name", RANKS)
+def test_two_ranks_equal_one(
+    name: str, launched: Path, still_bert: Path, glue: Path, tmp_path: Path
+) -> None:
+    from finetune.run import run_finetune
+
+    alone = run_finetune(case(name, str(still_bert), str(glue), str(tmp_path), several=False))
+    together = read_json(next((launched / name).glob("*/*/*/record.json")))
+    assert (alone["ranks"], together["ranks"]) == (1, 2)
+    losses = [[e["loss"] for e in record["history"]] for record in (together, alone)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    for task in range(len(alone["tasks"])):
+        np.testing.assert_allclose(
+            logits_of(together, task=task), logits_of(alone, task=task), rtol=5e-3, atol=5e-3
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.launcher
+def test_normalisation_takes_the_rows_of_both_ranks_for_one_batch(launched: Path) -> None:
+    assert_ranks_are_one_batch(launched)

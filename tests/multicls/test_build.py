@@ -1,0 +1,180 @@
+"""Starting from a checkpoint: nothing of it is lost, what is new is named, what does not fit is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AlbertConfig,
+    AlbertForMaskedLM,
+    AutoConfig,
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    BartConfig,
+    BertForPreTraining,
+    BertModel,
+    ElectraForPreTraining,
+    GPT2Config,
+    PreTrainedTokenizerFast,
+)
+
+from multicls.build import build, load_config
+from multicls.errors import UserError
+from multicls.tokenization import facet_ids
+from tests.encoders import encoder_config, save_encoder, wordpiece
+
+
+def quietly(folder: Path, **settings: Any) -> tuple[Any, Any]:
+    return build(str(folder), report=lambda line: None, **settings)
+
+
+def test_everything_of_a_masked_lm_is_kept(tiny_bert: Path) -> None:
+    notes: list[str] = []
+    model, tokenizer = build(str(tiny_bert), num_facets=3, report=notes.append)
+    theirs = BertForPreTraining.from_pretrained(tiny_bert).state_dict()
+    ours, size = model.state_dict(), len(AutoTokenizer.from_pretrained(tiny_bert))
+    for name, tensor in theirs.items():
+        if not name.startswith("cls.seq_relationship."):
+            renamed = name.replace("cls.", "mlm.lm.cls.").replace("bert.", "multicls.encoder.", 1)
+            kept = ours[renamed][:size] if len(tensor) == size else ours[renamed]
+            assert torch.equal(kept, tensor), name
+    assert model.config.num_facets == 3 and model.config.facet_ids == list(facet_ids(tokenizer))
+    assert facet_ids(tokenizer) == (1, 2, 3)
+    assert notes == [
+        f"weights: encoder, MLM head from {tiny_bert}; new: facets, TF-IDF head, order head"
+    ]
+
+
+def test_what_a_checkpoint_lacks_is_named(tmp_path: Path) -> None:
+    save_encoder("electra", tmp_path)
+    notes: list[str] = []
+    config = AutoConfig.from_pretrained(tmp_path)
+    ElectraForPreTraining(config).save_pretrained(tmp_path)  # a discriminator
+    build(str(tmp_path), num_facets=2, report=notes.append)
+    assert notes[0].startswith(f"weights: encoder from {tmp_path}; new: MLM head, facets")
+    folder = save_encoder("roberta", tmp_path / "roberta")
+    build(str(folder), num_facets=2, report=notes.append)
+    assert "encoder, MLM head from" in notes[1] and "new: pooler, facets" in notes[1]
+    AutoModel.from_pretrained(folder).save_pretrained(folder)  # without a head
+    build(str(folder), num_facets=2, report=notes.append)
+    assert "new: MLM head, facets" in notes[2]
+    build(str(folder), num_facets=2, random_weights=True, report=notes.append)
+    assert notes[3] == f"weights: random, in the shape of {folder}"
+
+
+def test_a_multicls_checkpoint_is_continued(tiny_bert: Path, tmp_path: Path) -> None:
+    model, tokenizer = quietly(tiny_bert, num_facets=3)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    again, same = quietly(tmp_path, num_facets=3, mcqt_lambda=0.5, hard_negatives=False)
+    assert (again.config.mcqt_lambda, again.config.num_parts) == (0.5, 2)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name]), name
+    assert same("a", "b").input_ids == tokenizer("a", "b").input_ids
+    for settings, message in (
+        ({"num_facets": 5}, "num_facets = 3"),
+        ({"num_facets": 3, "facet_layers": []}, "facet_layers"),
+    ):
+        with pytest.raises(UserError, match=message):
+            quietly(tmp_path, **settings)
+    AutoTokenizer.from_pretrained(tiny_bert).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="tokenizer inserts 0 facets, the model has 3"):
+        quietly(tmp_path, num_facets=3)
+
+
+def test_the_vocabulary_grows_to_a_multiple_and_never_shrinks(tmp_path: Path) -> None:
+    save_encoder("bert", tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    model, grown = quietly(tmp_path, num_facets=20, facet_layers=[])
+    assert grown.convert_ids_to_tokens(facet_ids(grown)[0]) == "[C1]"
+    assert len(grown) == len(tokenizer) + 20 and model.config.vocab_size % 64 == 0
+    assert model.config.vocab_size - len(grown) < 64
+    assert model.get_output_embeddings().bias.shape == (model.config.vocab_size,)
+    assert model.mlm.lm.cls.predictions.bias is model.get_output_embeddings().bias
+    config = encoder_config("bert", vocab_size=1000)  # more rows than the tokenizer has tokens
+    AutoModelForMaskedLM.from_config(config).save_pretrained(tmp_path)
+    assert quietly(tmp_path)[0].config.vocab_size == 1024
+
+
+def test_one_shared_layer_works_without_inserted_layers(tmp_path: Path) -> None:
+    tokenizer = wordpiece()
+    tokenizer.save_pretrained(tmp_path)
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
+    config = AlbertConfig(
+        vocab_size=len(tokenizer), embedding_size=16, num_hidden_layers=3, **sizes
+    )
+    AlbertForMaskedLM(config).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"'albert' has no list of 3 layers .* set facet_layers to"):
+        quietly(tmp_path, num_facets=3)
+    model, tokenizer = quietly(tmp_path, num_facets=3, facet_layers=[])
+    out = model(**tokenizer(["bal del", "gol", "fil"], return_tensors="pt", padding=True))
+    assert out.facet_embeddings.shape == (3, 3, 32)
+
+
+def _without_tokenizer(folder: Path) -> None:
+    save_encoder("bert", folder)
+    for path in folder.glob("token*"):
+        path.unlink()
+
+
+def _deeper(folder: Path) -> None:
+    save_encoder("bert", folder)
+    config = AutoConfig.from_pretrained(folder)
+    config.num_hidden_layers += 1
+    config.save_pretrained(folder)
+
+
+def _without_mask(folder: Path) -> None:
+    save_encoder("roberta", folder)
+    backend = AutoTokenizer.from_pretrained(folder).backend_tokenizer
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(folder)
+
+
+def _own_code(folder: Path) -> None:
+    save_encoder("bert", folder)
+    text = (folder / "config.json").read_text().replace('"bert"', '"secret"')
+    text = text.replace("{", '{"auto_map": {"AutoConfig": "secret.Config"},', 1)
+    (folder / "config.json").write_text(text)
+    (folder / "secret.py").write_text("raise SystemExit('executed')")
+
+
+def _config_of(config: Any) -> Callable[[Path], Any]:
+    return lambda folder: (config.save_pretrained(folder), wordpiece().save_pretrained(folder))
+
+
+REFUSED: list[tuple[Callable[[Path], Any], dict[str, Any], str]] = [
+    (_config_of(GPT2Config()), {}, "'gpt2' has no masked-LM class .* BERT, RoBERTa, XLM-R"),
+    (_config_of(BartConfig()), {}, "'bart' is an encoder-decoder"),
+    (_own_code, {}, "'secret' is not one of transformers. Code in a checkpoint is never executed"),
+    (_without_tokenizer, {}, "has no vocabulary"),
+    (_without_mask, {}, "has no mask_token"),
+    (_deeper, {}, "weights of the encoder"),
+    (lambda folder: save_encoder("bert", folder), {"facet_layers": [2, 4]}, r"in 1\.\.3"),
+    (lambda folder: save_encoder("mpnet", folder), {"num_facets": 60}, r"in 0\.\.59"),
+]
+
+
+@pytest.mark.parametrize(("write", "settings", "message"), REFUSED)
+def test_what_does_not_fit_is_refused(
+    tmp_path: Path, write: Callable[[Path], Any], settings: dict[str, Any], message: str
+) -> None:
+    write(tmp_path)
+    with pytest.raises(UserError, match=f"{tmp_path}.*{message}"):
+        quietly(tmp_path, **settings)
+
+
+def test_a_wrong_path_is_named(tmp_path: Path, tiny_bert: Path) -> None:
+    with pytest.raises(UserError, match="no such folder"):
+        load_config(str(tmp_path / "nothing"))
+    (tmp_path / "hf").mkdir()
+    with pytest.raises(UserError, match="holds no config.json; did you mean .*/hf"):
+        load_config(str(tmp_path))
+    BertModel.from_pretrained(tiny_bert).save_pretrained(tmp_path)
+    assert load_config(str(tmp_path)).model_type == "bert"

@@ -1,0 +1,163 @@
+"""The DeepSpeed JSON: what our settings own, what is refused, and what DeepSpeed itself checks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multicls.deepspeed_config import (
+    KEYS,
+    OWNED,
+    REFUSED,
+    check_with_deepspeed,
+    complete_deepspeed_config,
+    load_deepspeed_config,
+)
+from multicls.errors import UserError
+from multicls.files import REPOSITORY
+
+SHIPPED = sorted((REPOSITORY / "ds_configs").glob("*.json"))
+OURS: dict[str, Any] = {
+    "micro_batch_size": 3,
+    "accumulation": 2,
+    "world_size": 4,
+    "max_grad_norm": 0.5,
+    "precision": "bf16",
+}
+
+
+def complete(config: dict[str, Any], **ours: Any) -> dict[str, Any]:
+    return complete_deepspeed_config(config, **(OURS | ours))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_files_serve_every_precision(path: Path, precision: str) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    completed = complete(load_deepspeed_config(path), world_size=1, precision=precision)
+    assert '"auto"' not in json.dumps(completed)
+    check_with_deepspeed(completed, "x.json")
+    theirs = DeepSpeedConfig(completed)
+    assert theirs.float16_config.enabled == (precision == "fp16")
+    assert theirs.bfloat16_config.enabled == (precision == "bf16")
+    sums_in_fp32 = precision == "bf16" and path.stem in ("zero2", "zero3")
+    assert theirs.grad_accum_dtype == ("fp32" if sums_in_fp32 else None)
+    stage, *offload = path.stem.removeprefix("zero").split("_")
+    assert theirs.zero_config.stage == int(stage)
+    assert (theirs.zero_config.offload_optimizer is not None) == (offload == ["offload"])
+
+
+def test_auto_and_missing_values_become_ours() -> None:
+    config = {"train_batch_size": "auto", "bf16": {"enabled": "auto"}}
+    completed = complete(config)
+    assert config == {"train_batch_size": "auto", "bf16": {"enabled": "auto"}}, "a copy"
+    assert completed["train_batch_size"] == 24 and completed["gradient_accumulation_steps"] == 2
+    assert completed["train_micro_batch_size_per_gpu"] == 3
+    assert completed["gradient_clipping"] == 0.5
+    assert (completed["bf16"], completed["fp16"]) == ({"enabled": True}, {"enabled": False})
+    assert completed == complete({})
+
+
+def test_gradients_of_bf16_are_summed_in_fp32_unless_the_file_sets_another_type() -> None:
+    zero = {"zero_optimization": {"stage": 2}}
+    assert complete(zero)["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert "data_types" not in complete(zero, precision="fp32")
+    theirs = zero | {"data_types": {"grad_accum_dtype": "bf16"}}
+    assert complete(theirs)["data_types"] == theirs["data_types"]
+
+
+def test_values_of_our_settings_are_refused_with_the_setting(tmp_path: Path) -> None:
+    values = dict.fromkeys((name for name in OWNED if "." not in name), 7)
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(values | {"bf16": {"enabled": False}, "fp16": {"enabled": 1}}))
+    with pytest.raises(UserError) as caught:
+        load_deepspeed_config(path)
+    assert len(caught.value.problems) == len(OWNED)
+    for name, owner in OWNED.items():
+        start = f"{path}: {name} = "
+        (problem,) = [text for text in caught.value.problems if text.startswith(start)]
+        assert owner in problem
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"zero_optimisation": {"stage": 2}}', "Did you mean 'zero_optimization'?"),
+        ('{"optimizer": {}, "scheduler": {}}', "optimizer: remove it and set train.learning_rate"),
+        ('{"tensorboard": {}}', "tensorboard: "),
+        ('{"bf16": 1,}', "not valid JSON"),
+        ("[]", "is an object"),
+        ('{"bf16": "auto"}', "bf16 = auto: must be an object"),
+        ('{"zero_optimization": 2}', "zero_optimization = 2: must be an object"),
+        ('{"data_types": null}', "data_types = None: must be an object"),
+        ('{"aio": "\xff"}', "not valid JSON"),
+    ],
+)
+def test_bad_files(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "ds.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(UserError) as caught:
+        load_deepspeed_config(path)
+    assert message in str(caught.value) and "ds.json" in str(caught.value)
+
+
+def test_shipped_files_are_found_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_deepspeed_config("ds_configs/zero2.json")["zero_optimization"]["stage"] == 2
+    (tmp_path / "ds_configs").mkdir()
+    (tmp_path / "ds_configs" / "zero2.json").write_text("{}")
+    assert load_deepspeed_config("ds_configs/zero2.json") == {}, "the user's own comes first"
+    with pytest.raises(UserError, match="zero_2.json: no such file"):
+        load_deepspeed_config("ds_configs/zero_2.json")
+
+
+def test_comments_are_dropped_at_every_level(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(
+        '{"//": "why", "zero_optimization": {"//": ["a"], "stage": 1}}'
+    )
+    assert load_deepspeed_config(tmp_path / "ds.json") == {"zero_optimization": {"stage": 1}}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"zero_optimization": {"stage": 2, "overlap_com": True}}, "overlap_com"),
+        ({"zero_optimization": {"stage": 4}}, "stage"),
+        ({"zero_optimization": {"offload_optimizer": {"devcie": "cpu"}}}, "devcie"),
+        ({"bf16": {"enable": True}}, "enable"),
+        ({"data_types": {"grad_accum_dtype": "fp23"}}, "fp23"),
+    ],
+)
+def test_deepspeed_checks_its_own_groups(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_with_deepspeed(complete(config, world_size=1), "x.json")
+    assert message in str(caught.value) and "x.json" in str(caught.value)
+
+
+def test_every_known_key_is_one_that_deepspeed_reads() -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    class Asked(dict[str, Any]):
+        """A dict that notes the keys that it is asked for; copies note in the same place."""
+
+        names: set[str] = set()  # noqa: RUF012
+
+        def keys(self) -> Any:
+            return self
+
+        def get(self, key: str, default: Any = None) -> Any:
+            self.names.add(key)
+            return super().get(key, default)
+
+        def __contains__(self, key: object) -> bool:
+            self.names.add(str(key))
+            return super().__contains__(key)
+
+    DeepSpeedConfig(Asked({"train_batch_size": 1}))
+    assert Asked.names >= KEYS | (REFUSED.keys() - {"torch_autocast"})
