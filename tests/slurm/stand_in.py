@@ -1,7 +1,7 @@
 """Stands in for pretrain/run.py where a test is about the batch script: starts at once, and fails as it is told.
 
 `--codes 1+,0!`: the exit code of each start, the last one for all later ones; "+" saves, "!" finishes.
-"wait" saves and leaves with 0 when SIGUSR1 comes.
+"wait" saves and leaves with 0 when SIGUSR1 comes. "alone" fails on rank 1 only, with 2; the others wait for it.
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ print(f"start {start} rank {rank}", flush=True)
 if now == "wait":
     signal.sigwait({signal.SIGUSR1})
     now = "0+"
+if now == "alone":
+    if rank != "1":
+        signal.pause()
+    now = "2"
 if rank == "0" and now[-1] in "+!":
     checkpoint.write_text("100" if now[-1] == "!" else str(step + 1))
 sys.exit(int(now.rstrip("+!")))

@@ -23,6 +23,7 @@ JOBS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # flags of the run
     "own GPU": ((), ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-task=1")),
     "settings": (("--wrong",), ()),
     "data": (("--codes", "2+"), ("--nodes=2", "--ntasks-per-node=3")),
+    "data of a rank": (("--codes", "alone"), ("--nodes=2", "--ntasks-per-node=3")),
 }
 
 
@@ -101,12 +102,12 @@ def test_finished_run_is_left_alone(cluster: Cluster, jobs: dict[str, Submitted]
     assert "finished at step 100" in again.log() and not again.started()
 
 
-@pytest.mark.parametrize("name", ["settings", "data"])
+@pytest.mark.parametrize("name", ["settings", "data", "data of a rank"])
 def test_mistakes_are_not_tried_again(jobs: dict[str, Submitted], name: str) -> None:
     """The script finds out about settings, the ranks about data."""
     job = jobs[name]
     assert job.ended() == ("FAILED", "2:0", "0"), job.log()
-    assert job.started() == ("6 ranks on n[1-2]" in job.log()) == (name == "data")
+    assert job.started() == ("6 ranks on n[1-2]" in job.log()) == (name != "settings")
 
 
 def test_restarts_as_long_as_the_run_gets_on(jobs: dict[str, Submitted]) -> None:
