@@ -79,7 +79,7 @@ def prepare(
     Raises:
         UserError: The input or the tokenizer is bad, the folder holds something else or another
             process writes it, or the disk is full.
-        SchedulerLost: The scheduler is gone; the same command continues.
+        SystemExit: The scheduler is gone; the same command continues.
     """
     output = Path(output).absolute()
     work, started = output / "work", time.monotonic()
@@ -96,7 +96,7 @@ def prepare(
             missing = [unit for unit in job.units if not (work / unit.key).exists()]
             if built := len(job.units) - len(missing):
                 log(f"{built} of {count(len(job.units), 'unit')} are built already")
-            with open_pool(max(1, min(workers, len(missing))), scheduler, log) as pool:
+            with open_pool(max(1, min(workers, len(missing))), scheduler) as pool:
                 calls = [(unit, settings, work, tokenizer) for unit in missing]
                 with Progress(len(missing), "unit", "build") as progress:
                     for _ in run_all(build_unit, calls, pool):
@@ -159,8 +159,7 @@ def group_units(files: Iterable[SourceFile], identity: dict[str, Any]) -> list[U
     groups: list[list[SourceFile]] = []
     weight = 0
     for file in [share for whole in files for share in _shares(whole)]:
-        is_large = file.data_set is not None or not file.size  # or of unknown size
-        added = SMALL_UNIT if is_large else max(file.size, LEAST_WEIGHT)
+        added = max(file.size or SMALL_UNIT, LEAST_WEIGHT)  # 0: not known
         if not groups or weight + added > SMALL_UNIT:
             groups.append([])
             weight = 0
@@ -172,9 +171,10 @@ def group_units(files: Iterable[SourceFile], identity: dict[str, Any]) -> list[U
 
 
 def _shares(file: SourceFile) -> Iterator[SourceFile]:
-    """Yields a file, or the shares of a large one whose records are lines."""
-    has_lines = file.format == "jsonl" or (file.format == "text" and file.layout == "sentences")
-    if not has_lines or os.path.splitext(file.path)[1] in OPENERS or file.size <= LARGE_UNIT:
+    """Yields a file, or the shares of a large one whose records are lines or rows."""
+    has_rows = file.format in ("jsonl", "arrow")
+    has_rows |= file.format == "text" and file.layout == "sentences"
+    if not has_rows or os.path.splitext(file.path)[1] in OPENERS or file.size <= LARGE_UNIT:
         yield file
         return
     for start in range(0, file.size, LARGE_UNIT):
@@ -197,9 +197,8 @@ def _is_finished(output: Path, made_from: dict[str, Any]) -> bool:
             )
         return True
     names = sorted(path.name for path in output.iterdir() if path.name != LOCK)
-    work = output / "work"
-    in_work = [path.name for path in work.iterdir()] if work.is_dir() else []
-    is_ours = any(map(_OURS.fullmatch, in_work)) or (names == ["work"] and not in_work)
+    work = [path.name for path in output.glob("work/*")]
+    is_ours = any(map(_OURS.fullmatch, work)) or (names == ["work"] and not work)
     if names and not is_ours:
         raise UserError(
             f"{output}: holds something else ({', '.join(names[:3])}); pass an --output that is new "
@@ -223,12 +222,7 @@ def _finish(output: Path, job: Job, merged: Merged) -> None:
     for shard in merged.shards:
         for source, counts in shard.pop("sources").items():
             sources.setdefault(source, Counter()).update(counts)
-    hub = {
-        file.source: file.data_set.name
-        for unit in job.units
-        for file in unit.files
-        if file.data_set and file.data_set.config != ""
-    }
+    hub = {file.source: file.hub for unit in job.units for file in unit.files if file.hub}
     record, size = merged.drops.to_json(), len(merged.frequency)
     fingerprint = tokenizer_fingerprint(Tokenizer.from_file(str(output / "tokenizer.json")))
     del record["samples"]

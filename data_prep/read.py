@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
@@ -14,7 +15,7 @@ from xml.etree import ElementTree
 import xxhash
 
 from data_prep.settings import PrepareSettings
-from data_prep.sources import Layout, SourceFile, damage, open_bytes, open_data_set, stem
+from data_prep.sources import Layout, SourceFile, damage, open_bytes, stem
 from multicls.errors import UserError, did_you_mean
 
 LONGEST_RECORD = 1 << 26  # bytes of a line or a page; a longer one is left out
@@ -245,12 +246,16 @@ def _parquet_rows(file: SourceFile, field: str, drop: Drop) -> Iterator[tuple[in
         yield from enumerate(row for batch in batches for row in batch.to_pylist())
 
 
-def _data_set_rows(file: SourceFile, field: str, drop: Drop) -> Iterator[tuple[int, Any]]:
-    assert file.data_set is not None
-    data = open_data_set(file.data_set).select(range(file.start, file.stop))
+def _arrow_rows(file: SourceFile, field: str, drop: Drop) -> Iterator[tuple[int, Any]]:
+    """Yields the rows of a file of a data set; a share in bytes has its part of the rows."""
+    import datasets
+
+    data = datasets.Dataset.from_file(file.path)
     data = data.select_columns(_columns(field, data.column_names))
-    batches = data.with_format("arrow").iter(ROWS)
-    yield from enumerate((row for batch in batches for row in batch.to_pylist()), file.start)
+    size = os.path.getsize(file.path)
+    first, end = (len(data) * offset // size for offset in (file.start, file.stop or size))
+    batches = data.select(range(first, end)).with_format("arrow").iter(ROWS)
+    yield from enumerate((row for batch in batches for row in batch.to_pylist()), first)
 
 
 def _mediawiki(file: SourceFile, settings: PrepareSettings, drop: Drop) -> Iterator[RawDocument]:
@@ -314,7 +319,7 @@ _READERS: dict[str, Callable[[SourceFile, PrepareSettings, Drop], Iterator[RawDo
     "wikiextractor": _wikiextractor,
     "jsonl": partial(_table, _json_rows),
     "parquet": partial(_table, _parquet_rows),
-    "dataset": partial(_table, _data_set_rows),
+    "arrow": partial(_table, _arrow_rows),
     "mediawiki": _mediawiki,
     "html": _html,
 }

@@ -20,7 +20,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from data_prep.settings import BuildOptions, CorpusOptions, ExampleOptions, ShowOptions
 from multicls.console import count, print_line, print_summary
-from multicls.errors import UserError, did_you_mean, print_stderr, run_command
+from multicls.errors import UserError, did_you_mean, run_command
 from multicls.settings import Settings, parse
 
 OWN_TEXT = 100_000_000  # tokens; for fewer, the recipe own_text fits better than the paper's
@@ -28,7 +28,6 @@ OWN_TEXT = 100_000_000  # tokens; for fewer, the recipe own_text fits better tha
 
 def build(options: BuildOptions) -> None:
     """Prepares a corpus folder, or continues a run that was stopped."""
-    from data_prep.pool import SchedulerLost
     from data_prep.prepare import prepare
     from data_prep.report import last_lines
     from multicls.corpus import Corpus
@@ -38,9 +37,6 @@ def build(options: BuildOptions) -> None:
     except KeyboardInterrupt:
         print_line("stopped; the same command continues")
         raise
-    except SchedulerLost as error:
-        print_stderr(f"error: {error}")
-        raise SystemExit(1) from None
     corpus = Corpus.open(options.output)
     documents, tokens = corpus.num_documents, corpus.manifest["tokens"]
     size = f"{count(documents, 'document')}, {count(tokens, 'token')}"

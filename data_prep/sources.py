@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
-from functools import lru_cache, partial
+from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, get_args
 
 import fsspec
@@ -34,8 +33,6 @@ OPENERS: dict[str, Callable[[Any], Any]] = {
 }
 FORMATS = set(get_args(Format))
 HEAD_BYTES = 1 << 16
-ROWS_BYTES = 64 << 20  # of the rows of a data set that are read as one file
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[^:]*){0,2}")
 _NAMED = re.compile(r"([^/=]+)=(.+)", re.DOTALL)
 _OTHER_XML = re.compile(r"<\?xml|<(?:rss|feed|TEI)\b")
 _JSON_OBJECT = re.compile(r'\{[ \t]*"[^"\n]*"[ \t]*:')
@@ -44,48 +41,34 @@ _HTML = re.compile(r"<(?:!doctype\s+html|html|head|body)\b", re.IGNORECASE)
 # What the lines or rows of a file are. plain: text with blank lines between paragraphs; wikipedia:
 # an article with a paragraph a line; sentences: a sentence each.
 Layout = Literal["plain", "wikipedia", "sentences"]
-
-
-class DataSet(NamedTuple):
-    """A data set of the Hub, or one that `datasets.save_to_disk` has written (then `config` is "")."""
-
-    name: str  # OWNER/DATASET, or the folder
-    config: str | None = None
-    split: str = "train"
-    revision: str | None = None
-
-    def __str__(self) -> str:
-        return ":".join(filter(None, (self.name, self.config, self.split if self.config else "")))
-
-
-PRESETS = {
-    "wikipedia": DataSet("wikimedia/wikipedia", "20231101.en"),
-    # `datasets` does not run its loading script; this branch is the Hub's own conversion.
-    "bookcorpus": DataSet("bookcorpus/bookcorpus", "plain_text", revision="refs/convert/parquet"),
-    "bookcorpusopen": DataSet("lucadiliello/bookcorpusopen"),
-}
 LAYOUTS: dict[str, Layout] = {
     "wikimedia/wikipedia": "wikipedia",
     "bookcorpus/bookcorpus": "sentences",
 }
+PRESETS = {  # name: data set of the Hub, configuration, revision
+    "wikipedia": ("wikimedia/wikipedia", "20231101.en", None),
+    # `datasets` does not run its loading script; this branch is the Hub's own conversion.
+    "bookcorpus": ("bookcorpus/bookcorpus", "plain_text", "refs/convert/parquet"),
+    "bookcorpusopen": ("lucadiliello/bookcorpusopen", None, None),
+}
 
 
 class SourceFile(NamedTuple):
-    """An input file, or a share of a file or data set that is built as if it were a file.
+    """An input file, or a share of a file that is built as if it were a file.
 
     All fields but the path identify it: it may lie elsewhere the next time.
     """
 
-    path: str  # absolute local path or URL; of a data set its description
+    path: str  # absolute local path or URL
     source: str  # name of the input that it belongs to
     name: str  # of the file below its input
-    format: str  # text, jsonl, parquet, wikiextractor, mediawiki, html or dataset
+    format: str  # text, jsonl, parquet, wikiextractor, mediawiki, html or arrow
     size: int  # bytes on disk, 0 if not known
-    version: str | int  # changes with the content: modification time, entity tag or commit
+    version: str | int  # changes with the content: modification time or entity tag
     layout: Layout = "plain"
-    start: int = 0  # first byte of a share, or row of a data set
+    start: int = 0  # first byte of a share
     stop: int = 0  # end of the share; 0 for the whole file
-    data_set: DataSet | None = None
+    hub: str = ""  # OWNER/DATASET, if it comes from the Hub
 
     def __str__(self) -> str:
         return printable(self.path)
@@ -122,11 +105,10 @@ def list_inputs(settings: PrepareSettings) -> tuple[list[SourceFile], list[Skipp
         skipped += reasons
         files += [entry for entry in found if isinstance(entry, SourceFile)]
         if len(reasons) == len(found):
-            firsts = {reason: path for path, reason in reversed(reasons)}
-            counts = Counter(reason for _, reason in reasons).items()
-            why = "; ".join(f"{number} x {name} ({firsts[name]})" for name, number in counts)
-            why = f"nothing can be read: {why}" if why else "no file in this folder"
-            problems.append(f"--input {printable(what)}: {why}.")
+            first = f" ({reasons[0].path})" if reasons else ""
+            counts = Counter(reason for _, reason in reasons) or {"no file in this folder": 1}
+            why = ", ".join(f"{number} x {reason}" for reason, number in counts.items())
+            problems.append(f"--input {printable(what)}: nothing can be read: {why}{first}.")
     if problems:
         raise UserError(*problems)
     return files, skipped
@@ -134,10 +116,9 @@ def list_inputs(settings: PrepareSettings) -> tuple[list[SourceFile], list[Skipp
 
 def _list_input(source: str, what: str, settings: PrepareSettings) -> Iterable[Entry]:
     is_url = "://" in what
-    if not is_url and not os.path.lexists(what):
-        return _list_data_set(source, _parse_hub(what), settings)
-    if any(os.path.isfile(f"{what}/{name}") for name in ("state.json", "dataset_dict.json")):
-        return _list_data_set(source, DataSet(what, ""), settings)
+    is_data_set = any(os.path.isfile(f"{what}/{n}") for n in ("state.json", "dataset_dict.json"))
+    if is_data_set or not (is_url or os.path.lexists(what)):
+        return _list_data_set(source, what, is_data_set, settings)
     base = os.path.basename(what.rstrip("/") if is_url else os.path.realpath(what))
     source = source or printable(base if os.path.isdir(what) else stem(base))
     if not is_url:
@@ -153,24 +134,26 @@ def _walk(source: str, top: str) -> Iterator[Entry]:
         return
     failed: list[OSError] = []
     for parent, folders, names in os.walk(top, onerror=failed.append):
-        for path in (os.path.join(parent, name) for name in sorted(names)):
-            yield _local_file(source, os.path.relpath(path, top), path)
-        for name in sorted(folders):
+        hidden = [name for name in folders if name.startswith(".")]
+        links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
+        for name in (*sorted(names), *sorted({*hidden, *links})):
             path = os.path.join(parent, name)
-            if name.startswith(".") or os.path.islink(path):
-                reason = "hidden" if name.startswith(".") else "link to a folder"
-                yield Skipped(printable(path), reason)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+            yield _local_file(source, os.path.relpath(path, top), path)
+        folders[:] = sorted(set(folders) - set(hidden))
     for error in failed:
         yield Skipped(printable(error.filename), f"unreadable: {error.strerror}")
 
 
 def _local_file(source: str, name: str, path: str) -> Entry:
+    """Returns a local file, or why it cannot be one: opening a pipe would wait for its writer."""
     try:
         status = os.stat(path)
     except OSError as error:
         return Skipped(printable(path), f"unreadable: {error.strerror}")
-    if not os.path.isfile(path):  # opening a pipe would wait for its writer
+    if os.path.isdir(path):
+        reason = "hidden" if os.path.basename(path).startswith(".") else "link to a folder"
+        return Skipped(printable(path), reason)
+    if not os.path.isfile(path):
         return Skipped(printable(path), "no file (a pipe, socket or device)")
     path = os.path.abspath(path)  # workers may run in another folder
     return SourceFile(path, source, printable(name), "", status.st_size, status.st_mtime_ns)
@@ -190,6 +173,42 @@ def _walk_url(source: str, url: str) -> Iterator[SourceFile]:
         version = str(next(tags, None) or system.ukey(path))
         size = details.get("size") or 0
         yield SourceFile(system.unstrip_protocol(path), source, name, "", size, version)
+
+
+def _list_data_set(
+    source: str, what: str, is_folder: bool, settings: PrepareSettings
+) -> Iterator[SourceFile]:
+    """Yields the Arrow files of a data set: a folder, or files in the cache, filled from the Hub."""
+    import datasets
+
+    name, _, rest = what.partition(":")
+    config, _, split = rest.partition(":")
+    hub, preset_config, revision = PRESETS.get(name, (name, None, None))
+    if not is_folder and (hub.count("/") != 1 or hub.startswith(".") or ":" in split):
+        known = did_you_mean(name, PRESETS) if "/" not in what else ""
+        raise UserError(f"--input {printable(what)}: no such file or folder.{known}")
+    datasets.disable_progress_bars()
+    try:
+        if is_folder:
+            data = datasets.load_from_disk(what)
+        else:
+            chosen = {"split": split or "train", "revision": revision}
+            data = datasets.load_dataset(hub, config or preset_config, **chosen)
+    except Exception as error:  # the libraries let through whatever their parts raise
+        raise UserError(
+            f"--input {what}: no such file or folder, and no data set that can be loaded "
+            f"({first_line(error)}). Without a network, load it once where there is one "
+            "(`datasets.load_dataset`), copy the cache and set HF_HUB_OFFLINE=1."
+        ) from None
+    base = os.path.basename(os.path.realpath(what) if is_folder else hub)
+    source = source or (name if name in PRESETS else base)
+    splits = [data[key] for key in sorted(data)] if isinstance(data, dict) else [data]
+    for path in [entry["filename"] for part in splits for entry in part.cache_files]:
+        file = _local_file(source, f"{base}/{os.path.basename(path)}", path)
+        if isinstance(file, SourceFile):
+            layout = _layout(settings, LAYOUTS.get(hub, "plain"))
+            file = file._replace(format="arrow", layout=layout, hub="" if is_folder else hub)
+        yield file
 
 
 def _inspect(settings: PrepareSettings, file: Entry) -> Entry:
@@ -227,7 +246,7 @@ def damage(file: SourceFile, error: Exception) -> str:
         UserError: The file could not be reached. It must not be left out: the next try may succeed.
         Exception: The error itself, if it has nothing to do with reading.
     """
-    remote = "://" in file.path or file.data_set is not None
+    remote = "://" in file.path
     torn = isinstance(error, (EOFError, zlib.error, lzma.LZMAError, pa.ArrowException))
     if torn or (isinstance(error, OSError) and error.errno is None and not remote):
         return f"damaged: {first_line(error)}"
@@ -254,14 +273,10 @@ def _format(head: bytes, name: str, wanted: str) -> str:
     is_free = wanted in ("auto", "wikipedia")
     if not head:
         return "empty"
-    if head.startswith(b"PAR1") and (is_free or wanted == "parquet"):
+    if wanted == "parquet" or (is_free and head.startswith(b"PAR1")):
         return "parquet"
-    if wanted == "parquet":
-        return "no Parquet file"
-    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
-        return "UTF-16; convert it (iconv -f utf-16 -t utf-8)"
     if b"\0" in head or head.startswith(b"%PDF-"):
-        return "binary"
+        return "binary, or UTF-16 (iconv -f utf-16 -t utf-8 converts it)"
     text = head.decode("utf-8-sig", "replace").lstrip()
     try:
         codecs.getincrementaldecoder("utf-8-sig")().decode(head, len(head) < HEAD_BYTES)
@@ -294,75 +309,6 @@ def _guess(text: str, name: str) -> str:
     if re.match(r"\[|\{\s*\n", text):
         return "JSON over several lines; write an object a line (jq -c '.[]')"
     return "jsonl"
-
-
-def _parse_hub(what: str) -> DataSet:
-    """Returns the data set that `what` names; raises a `UserError` if it names none."""
-    name, _, rest = what.partition(":")
-    config, _, split = rest.partition(":")
-    if name in PRESETS:
-        preset = PRESETS[name]
-        return preset._replace(config=config or preset.config, split=split or preset.split)
-    if _HUB_NAME.fullmatch(what) and not what.startswith("."):
-        return DataSet(name, config or None, split or "train")
-    known = did_you_mean(name, PRESETS) if "/" not in what else ""
-    raise UserError(f"--input {printable(what)}: no such file or folder.{known}")
-
-
-def _list_data_set(source: str, data_set: DataSet, settings: PrepareSettings) -> list[SourceFile]:
-    """Lists shares of a data set: of the Hub at its current commit, of its cache, or of a folder."""
-    from huggingface_hub import HfApi, constants
-
-    is_folder = data_set.config == ""
-    try:
-        if not is_folder and not constants.HF_HUB_OFFLINE:
-            info = HfApi().dataset_info(data_set.name, revision=data_set.revision)
-            data_set = data_set._replace(revision=info.sha)
-        data = open_data_set(data_set)
-    except Exception as error:  # the libraries let through whatever their parts raise
-        raise UserError(
-            f"--input {data_set}: no such file or folder, and no data set that can be loaded "
-            f"({first_line(error)}). Without a network, load it once where there is one "
-            "(`datasets.load_dataset`), copy the cache and set HF_HUB_OFFLINE=1."
-        ) from None
-    parts = [Path(part["filename"]) for part in data.cache_files]
-    size = sum(part.stat().st_size for part in parts)
-    version = str(max((part.stat().st_mtime_ns for part in parts), default=0))
-    if not is_folder:  # in the cache, the folder is named by the commit
-        version = data_set.revision or (parts[0].parent.name if parts else "")
-    presets = {preset.name: name for name, preset in PRESETS.items()}
-    base = Path(data_set.name).resolve().name if is_folder else data_set.name.rpartition("/")[2]
-    file = SourceFile(
-        path=str(data_set),
-        source=source or presets.get(data_set.name) or base,
-        name=base if is_folder else str(data_set),
-        format="dataset",
-        size=size,
-        version=version,
-        layout=_layout(settings, LAYOUTS.get(data_set.name, "plain")),
-        data_set=data_set,
-    )
-    shares = max(min(-(-size // ROWS_BYTES), len(data)), 1)
-    cuts = [len(data) * number // shares for number in range(shares + 1)]
-    return [
-        file._replace(start=start, stop=stop, size=size // shares)
-        for start, stop in zip(cuts, cuts[1:], strict=False)
-    ]
-
-
-@lru_cache(4)
-def open_data_set(data_set: DataSet) -> Any:
-    """Returns the `datasets.Dataset`; of a folder all splits."""
-    import datasets
-
-    datasets.disable_progress_bars()
-    name, config, split, revision = data_set
-    if config != "":
-        return datasets.load_dataset(name, config, split=split, revision=revision)
-    data = datasets.load_from_disk(name)
-    if isinstance(data, datasets.DatasetDict):
-        data = datasets.concatenate_datasets([data[split] for split in sorted(data)])
-    return data
 
 
 def stem(name: str) -> str:
