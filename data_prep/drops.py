@@ -1,4 +1,4 @@
-"""Counts everything that is left out, by source and reason, and keeps samples."""
+"""Counts everything that is left out, by source and reason, keeps samples, and reports it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,28 @@ from typing import Any
 import xxhash
 
 from data_prep.read import RawDocument
-from multicls.corpus import ShardRow
+from multicls.console import count
+from multicls.corpus import Corpus, ShardRow
 
 SAMPLES = 8  # of everything that is dropped, by reason
 SAMPLE_LENGTH = 200
+WARNING_SHARE = 0.2  # of the characters or documents of a source
+REPORTED_SHARE = 0.001  # reasons that take less are left to `stats`
+REMEDIES = {  # how to keep what was dropped for a reason
+    "documents_too_short": "--short_documents join joins them; --min_sentences takes shorter ones",
+    "lines_heading": "--without headings",
+    "lines_end_matter": "--without end_matter",
+    "sentences_with_holes": "--without holes",
+    "sentences_without_letter": "--without sentences_without_letter",
+    "sentences_too_long": "--without long_sentences",
+    "sentences_not_utf8": "convert the file to UTF-8 (iconv)",
+    "documents_duplicate": "--without duplicate_documents",
+    "records_without_text": "--text_field names the field with the text",
+}
+JOINED_NOTE = (
+    "Passages of an example can come from different documents, so MCQT and sentence order (SO) "
+    "teach less; masked-LM and TF-IDF are as before."
+)
 
 Sample = tuple[int, str, str, str]  # hash, source, document and text
 
@@ -81,3 +99,55 @@ class DropLog:
     def by_reason(self) -> dict[str, int]:
         """Returns how often something was dropped, by reason, over all sources."""
         return dict(sorted(sum(self.counts.values(), Counter()).items()))
+
+    def kept(self) -> str:
+        """Returns how many documents and what share of the text are kept."""
+        documents, dropped = self.documents.total(), self.by_reason().items()
+        left = documents - sum(number for reason, number in dropped if _is_whole(reason))
+        lost = sum(counts.total() for counts in self.dropped_characters.values())
+        share = 1 - lost / max(self.characters.total(), 1)
+        return f"{left:,} of {count(documents, 'document')}, {share:.1%} of the text"
+
+    def report(self) -> list[tuple[str, str]]:
+        """Returns a line for each reason, and a warning where one takes over a fifth of a source."""
+        characters = max(self.characters.total(), 1)
+        lost = sum(self.dropped_characters.values(), Counter())
+        counts, lines = self.by_reason(), list[tuple[str, str]]()
+        for reason in sorted(counts, key=lambda reason: -lost[reason]):
+            whole = counts[reason] / max(self.documents.total(), 1) * _is_whole(reason)
+            share = lost[reason] / characters
+            if max(whole, share) >= REPORTED_SHARE:
+                text = f"{share:.1%} of the text: {counts[reason]:,} {reason}.{_remedy(reason)}"
+                lines.append(("left out", text))
+        for source in sorted(self.counts):
+            for reason, number in sorted(self.counts[source].items()):
+                whole = number / max(self.documents[source], 1) * _is_whole(reason)
+                share = self.dropped_characters[source][reason] / max(self.characters[source], 1)
+                if max(whole, share) > WARNING_SHARE:
+                    text = f"{whole:.0%} of its documents, {share:.0%} of its text"
+                    lines.append(
+                        ("warning", f"{source}: {reason} left out {text}.{_remedy(reason)}")
+                    )
+        return lines
+
+
+def _is_whole(reason: str) -> bool:
+    """Returns whether a reason drops whole documents."""
+    return reason.startswith(("documents_", "records_"))
+
+
+def _remedy(reason: str) -> str:
+    return f" To keep them: {REMEDIES[reason]}." if reason in REMEDIES else ""
+
+
+def last_lines(corpus: Corpus) -> list[tuple[str, str]]:
+    """Returns the last lines of a run: what is kept, what is left out and why, and warnings."""
+    drops = DropLog(corpus.manifest["drops"])
+    lines = [("kept", drops.kept()), *drops.report()]
+    joined = corpus.manifest["joined_documents"]
+    if joined["short"]:
+        made = f"{joined['short']:,} short documents became {joined['joined']:,}"
+        lines.append(("joined", f"{made}. {JOINED_NOTE}"))
+    if skipped := sum(corpus.manifest["skipped"].values()):
+        lines.append(("skipped", count(skipped, "file")))
+    return [*lines, ("samples", f"{corpus.path}/dropped.json")]

@@ -28,8 +28,8 @@ OWN_TEXT = 100_000_000  # tokens; for fewer, the recipe own_text fits better tha
 
 def build(options: BuildOptions) -> None:
     """Prepares a corpus folder, or continues a run that was stopped."""
+    from data_prep.drops import last_lines
     from data_prep.prepare import prepare
-    from data_prep.report import last_lines
     from multicls.corpus import Corpus
 
     try:

@@ -7,15 +7,13 @@ every n-th row of a large one, which is a fair share of all sources and files.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 from tokenizers import Tokenizer
 
 from data_prep.drops import DropLog
-from data_prep.examples import ExampleStream, SpecialIds
-from data_prep.report import report
+from data_prep.examples import ExampleStream, SpecialIds, TrainingExample
 from data_prep.settings import ExampleOptions
 from data_prep.show import special_ids
 from multicls.console import count, print_summary
@@ -29,16 +27,7 @@ SHOWN_DROPS = 3  # samples of dropped text for each reason
 PERCENTILES = [0.05, 0.25, 0.5, 0.75, 0.95]
 LENGTHS = (32, 48, 64, 96, 128, 192, 256, 384, 512)  # from which one is recommended
 MOST_PADDING = 0.2
-
-
-class TrainingFacts(NamedTuple):
-    """The examples that sampled rows give in the first epoch."""
-
-    examples: int  # number of examples measured
-    padding: float  # share of the positions of a sequence
-    cut: float  # share of the chosen tokens left out: their sentence alone is longer than a part
-    ordered: float  # share of the parts that have two segments
-    seen: np.ndarray  # (3,) share of the sentences that the epoch shows 0, 1, and more times
+UNITS = ("document", "row", "sentence", "token")
 
 
 def sample_rows(corpus: Corpus, tokens: int = SAMPLE_TOKENS) -> range:
@@ -56,39 +45,31 @@ def document_lengths(corpus: Corpus) -> np.ndarray:
     return np.add.reduceat(np.concatenate(columns, axis=1), begins, axis=1)
 
 
-def measure_training(
-    corpus: Corpus, rows: range, special: SpecialIds, seq_length: int
-) -> TrainingFacts:
-    """Builds the first epoch's examples of the sampled rows, as training does, and measures them.
+def sampled_examples(
+    corpus: Corpus, special: SpecialIds, seq_length: int, tokens: int = SAMPLE_TOKENS
+) -> list[TrainingExample]:
+    """Builds the first epoch's examples of sampled rows, as training does.
 
     Raises:
         UserError: `seq_length` leaves no room for text.
     """
     stream = ExampleStream(corpus, special, seq_length=seq_length, seed=0, validation_fraction=0.0)
-    seen = np.zeros(3, np.int64)
-    examples = filled = left_out = chosen = ordered = 0
-    for row in rows:
-        offsets = corpus.row(row).offsets.astype(np.int64)
-        times = np.zeros(len(offsets) - 1, np.int64)
-        for example in stream.examples_of_row(row, epoch=0):
-            first, end = example.parts[0].first, example.parts[-1].end
-            times[first:end] += 1  # parts are consecutive
-            examples += 1
-            filled += int(example.attention_mask.sum())
-            left_out += example.cut_tokens
-            chosen += int(offsets[end] - offsets[first])
-            ordered += sum(part.cut < part.end for part in example.parts)
-        seen += np.bincount(np.minimum(times, 2), minlength=3)
-    parts = max(examples * stream.num_parts, 1)
-    padding, cut = 1 - filled / (parts * seq_length), left_out / max(chosen, 1)
-    return TrainingFacts(examples, padding, cut, ordered / parts, seen / seen.sum())
+    rows = sample_rows(corpus, tokens)
+    return [example for row in rows for example in stream.examples_of_row(row, epoch=0)]
+
+
+def padding_of(examples: list[TrainingExample]) -> float:
+    """Returns the share of the positions that are padding."""
+    return 1 - float(np.mean([example.attention_mask for example in examples]))
 
 
 def fitting_length(corpus: Corpus, special: SpecialIds) -> tuple[int, float]:
     """Returns the longest of `LENGTHS` with little padding, or the best one; and its padding."""
-    rows = sample_rows(corpus, LENGTH_TOKENS)
-    lengths = [length for length in LENGTHS if length >= len(special.facets) + 16]
-    found = [(n, measure_training(corpus, rows, special, n).padding) for n in lengths]
+    found = [
+        (length, padding_of(sampled_examples(corpus, special, length, LENGTH_TOKENS)))
+        for length in LENGTHS
+        if length >= len(special.facets) + 16
+    ]
     fitting = [entry for entry in found if entry[1] <= MOST_PADDING]
     return fitting[-1] if fitting else min(found, key=lambda entry: entry[1])
 
@@ -100,28 +81,39 @@ def print_stats(options: ExampleOptions) -> None:
         UserError: The corpus is not finished, or `seq_length` is too short.
     """
     corpus = Corpus.open(options.corpus)
-    tokenizer = Tokenizer.from_file(str(corpus.path / "tokenizer.json"))
-    try:
-        special = special_ids(corpus, tokenizer, options.num_facets)
-    except UserError as error:
-        training = [("not measured", str(error))]
-    else:
-        training = _training(corpus, special, options.seq_length)
-    documents = document_lengths(corpus)
-    sentences = np.concatenate([np.diff(corpus.row(row).offsets) for row in sample_rows(corpus)])
+    training = _training(corpus, options)
+    (sentences, tokens), rows = document_lengths(corpus), sample_rows(corpus)
     lengths = {
-        "sentences a document": documents[0],
-        "tokens a document": documents[1],
-        "tokens a sentence": sentences,
+        "sentences a document": sentences,
+        "tokens a document": tokens,
+        "tokens a sentence": np.concatenate([np.diff(corpus.row(row).offsets) for row in rows]),
     }
-    print_summary([("corpus", visible(str(corpus.path))), *_holdings(corpus)])
-    sources = pd.DataFrame(corpus.manifest["sources"]).T.rename(index=visible)
+    manifest, used = corpus.manifest, np.count_nonzero(corpus.document_frequency)
+    size = sum(entry["bytes"] for entry in corpus.files.values()) / 1e6
+    holdings = [
+        ("corpus", visible(str(corpus.path))),
+        ("holds", ", ".join(count(manifest[f"{unit}s"], unit) for unit in UNITS)),
+        ("on disk", f"{count(corpus.num_shards, 'shard')}, {size:,.1f} MB"),
+        ("tokenizer", f"{used:,} of {corpus.vocabulary_size:,} ids occur"),
+        (
+            "joined",
+            "{short:,} short documents became {joined:,}".format(**manifest["joined_documents"]),
+        ),
+        ("kept", DropLog(manifest["drops"]).kept()),
+    ]
+    print_summary(holdings)
+    sources = pd.DataFrame(manifest["sources"]).T.rename(index=visible)
     print(f"\n{sources.map('{:,}'.format).to_string()}\n")
     table = {name: pd.Series(values).describe(PERCENTILES) for name, values in lengths.items()}
     print(pd.DataFrame(table).T.to_string(float_format="{:,.1f}".format), end="\n\n")
-    _print_dropped(corpus)
-    title = f"one epoch at seq_length {options.seq_length} with {options.num_facets} facets"
-    print_summary([("training", title), *training])
+    samples = read_json(corpus.path / "dropped.json")
+    for reason, number in sorted(manifest["dropped"].items(), key=lambda item: -item[1]):
+        print(f"left out: {number:,}  {visible(reason)}")
+        for sample in samples.get(reason, [])[:SHOWN_DROPS]:
+            line = visible(f"{sample['text']} ({sample['source']}: {sample['document']})")
+            print(f"      {line[:110]}")
+    print()
+    print_summary(training)
     picture = corpus.path.resolve().with_name(f"{corpus.path.resolve().name}.png")
     try:
         _draw(picture, lengths)
@@ -135,44 +127,30 @@ def visible(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def _holdings(corpus: Corpus) -> list[tuple[str, str]]:
-    manifest, units = corpus.manifest, ("document", "sentence", "token")
-    size = sum(entry["bytes"] for entry in corpus.files.values()) / 1e6
-    rows, shards = count(corpus.num_rows, "row"), count(corpus.num_shards, "shard")
-    used, joined = np.count_nonzero(corpus.document_frequency), manifest["joined_documents"]
-    return [
-        ("holds", ", ".join(count(manifest[f"{unit}s"], unit) for unit in units)),
-        ("on disk", f"{rows} in {shards}, {size:,.1f} MB"),
-        ("tokenizer", f"{used:,} of {corpus.vocabulary_size:,} ids occur"),
-        ("joined", f"{joined['short']:,} short documents became {joined['joined']:,}"),
-    ]
-
-
-def _print_dropped(corpus: Corpus) -> None:
-    samples = read_json(corpus.path / "dropped.json")
-    print(f"kept: {report(DropLog(corpus.manifest['drops']))[0][1]}; left out:")
-    for reason, number in sorted(corpus.manifest["dropped"].items(), key=lambda item: -item[1]):
-        print(f"{number:,}  {visible(reason)}")
-        for sample in samples.get(reason, [])[:SHOWN_DROPS]:
-            line = visible(f"{sample['text']} ({sample['source']}: {sample['document']})")
-            print(f"      {line if len(line) <= 110 else line[:109] + '…'}")
-    print()
-
-
-def _training(corpus: Corpus, special: SpecialIds, seq_length: int) -> list[tuple[str, str]]:
-    facts = measure_training(corpus, sample_rows(corpus), special, seq_length)
-    if not facts.examples:
-        return [("no example", "no document has three sentences")]
-    length, padding = fitting_length(corpus, special)
-    fit = f"data.seq_length={length} has {padding:.1%} padding"
-    if facts.padding > MOST_PADDING:
+def _training(corpus: Corpus, options: ExampleOptions) -> list[tuple[str, str]]:
+    """Returns lines on the examples of an epoch, and the length that fits."""
+    length, facets = options.seq_length, options.num_facets
+    lines = [("training", f"one epoch at seq_length {length} with {facets} facets")]
+    try:
+        tokenizer = Tokenizer.from_file(str(corpus.path / "tokenizer.json"))
+        special = special_ids(corpus, tokenizer, facets)
+    except UserError as error:
+        return [*lines, ("not measured", str(error))]
+    examples = sampled_examples(corpus, special, length)
+    if not examples:
+        return [*lines, ("no example", "no document has three sentences")]
+    fitting, padding = fitting_length(corpus, special)
+    fit = f"data.seq_length={fitting} has {padding:.1%} padding"
+    if (padding := padding_of(examples)) > MOST_PADDING:
         fit += "; or join short documents (--short_documents join)"
+    ordered = np.mean([example.so_labels >= 0 for example in examples])
+    cut = np.mean([example.cut_tokens for example in examples]) / examples[0].input_ids.size
     return [
-        ("padding", f"{facts.padding:.1%} of the positions"),
-        ("tokens cut", f"{facts.cut:.2%}"),
-        ("parts with an order", f"{facts.ordered:.1%}, the others are a single sentence"),
-        ("sentences seen 0, 1, 2+ times", ", ".join(f"{share:.1%}" for share in facts.seen)),
-        ("examples measured", f"{facts.examples:,}"),
+        *lines,
+        ("padding", f"{padding:.1%} of the positions"),
+        ("tokens cut", f"{cut:.2%} of the positions"),
+        ("parts with an order", f"{ordered:.1%}, the others are a single sentence"),
+        ("examples measured", f"{len(examples):,}"),
         ("length that fits", fit),
     ]
 

@@ -16,41 +16,25 @@ HOLE = "\ufffc"  # OBJECT REPLACEMENT CHARACTER: something that is no text stood
 _ITEM = "\x1f"  # INFORMATION SEPARATOR: a list's item begins here and ends with the line
 _HEADING = "\x1d"  # GROUP SEPARATOR, once for each level of a heading
 _SILENT_TAGS = {"ref", "references", "table", "gallery", "timeline", "score", "imagemap"}
-_HOLE_TAGS = {"pre", "source", "syntaxhighlight", "chem", "ce"}
+_HOLE_TAGS = {"pre", "source", "syntaxhighlight", "math", "chem", "ce"}
 _BLOCK_TAGS = {"blockquote", "p", "div", "center", "poem"}
-_PLAIN_FORMULA = re.compile(r"[\w\s+=<>,.;()|!/*'-]+")
 _TORN_MARKUP = re.compile(
     r"<ref\b[^>]*/>|<ref\b.*?(?:</ref>|$)|^.*</ref>|</?[a-z]+/?>|^(?:\{\||\|[-}+ ]|! ).*"
 )
-_EMPTY_BRACKETS = re.compile(r" ?[(\[][\s,;:–-]*[)\]]")
 _BRACKETS_WITH_HOLE = re.compile(rf" ?[(\[][^()\[\]\n]*{HOLE}[^()\[\]\n]*[)\]]")
+_EMPTY_BRACKETS = re.compile(r" ?[(\[][\s,;:–-]*[)\]]")
 _DANGLING = re.compile(r"(?<=[(\[])[\s,;:–-]+|[\s,;:]+(?=[)\]])")  # "(; born" and "born, )"
-_BLANKS = re.compile(r"  +|(?<=\w) (?=[.,](?: [^.]|$))")  # what stood between is gone
-_CATEGORY = re.compile(
-    r"(?i)\s*(?:[ck]at[eé]gor\w*|категория|категорія|κατηγορία|تصنيف|קטגוריה|分类|分類|カテゴリ|분류)\s*:"
+_BLANKS = re.compile(r" +(?= )|(?<=\w) (?=[.,](?: [^.]|$))")  # what stood between is gone
+_LANGUAGE = re.compile(r"\s*[a-z]{2,3}(?:-[a-z]+)*:(?=\S)")  # the same article in another
+_SILENT_LINK = re.compile(
+    r"(?i)\s*(?:[^\W\d_]+:.*\.(?:jpe?g|png|svg|gif|tiff?|og[gv]|webm|pdf|djvu)\s*$"
+    r"|(?:file|image|media|datei|bild|fichier|archivo|immagine|файл)\s*:"
+    r"|(?:[ck]at[eé]gor\w*|категория|категорія|κατηγορία|تصنيف|קטגוריה|分类|分類|カテゴリ|분류)\s*:)"
 )
-_MEDIA = re.compile(
-    r"(?i)\s*(?:[^\W\d_]+:.*\.(?:jpe?g|png|svg|gif|tiff?|og[gv]|webm|webp|pdf|djvu|mp[34]|wav|mid)\s*$"
-    r"|(?:file|image|media|datei|bild|fichier|archivo|imagen|immagine|файл|изображение)\s*:)"
+# Templates without which nothing is missed: references, remarks of editors, icons.
+_SILENT_TEMPLATE = re.compile(
+    r"cit(?:e|ation)|harv(?!txt)|sfn|efn|refn?\b|rp?$|main\b|see\b|further|#|.*(?:needed|inline|\?|icon)$"
 )
-_LANGUAGE = re.compile(r"\s*(?:[a-z]{2,3}(?:-[a-z-]+)?|simple)\s*:(?=\S)")
-# Templates without which nothing is missed: references, remarks of editors, icons, anchors, boxes.
-_SILENT_TEMPLATES = re.compile(
-    r"cit(?:e|ation)(?:_|\b)|vcite|harv(?!txt)|sfn|efn|refn?\b|"
-    r"(?:rp?|nb|fact|cn|cit|full|sic|when|who|whom|which|where)$"
-    r"|.*(?:needed|inline|\?|verification|citation|source|_icon)$|#|note\b|wayback|webarchive|isbn"
-    r"|issn|oclc|doi|pmid|asin|clarify|(?:by|according_to)_whom|dubious|disputed|vague|weasel"
-    r"|peacock|update|dead_?link|specify|contradict|pov\b|anchor|flag_?icon|use_\w+_(?:english|dates)"
-    r"|defaultsort|main\b|see\b|further|portal|commons|inflation-fn|hidden"
-)
-# Templates that stand for a character, by name.
-_CHARACTERS = {
-    **dict.fromkeys(["nbsp", "space", "spaces", "thinsp", "nnbsp"], " "),
-    **dict.fromkeys(["ndash", "endash", "en_dash"], "–"),
-    **dict.fromkeys(["spaced_ndash", "snd", "spnd", "spndash"], " – "),
-    **dict.fromkeys(["mdash", "emdash", "em_dash"], "—"),
-    **{"'": "'", "'s": "'s", "!": "|", "=": "=", "okina": "ʻ"},
-}
 
 
 def plain_text(markup: str) -> str:
@@ -82,7 +66,7 @@ def _mended(line: str) -> str:
         line = _BRACKETS_WITH_HOLE.sub("", line) if line.replace(HOLE, "").strip() else ""
     if "(" in line or "[" in line:
         line = _EMPTY_BRACKETS.sub("", _DANGLING.sub("", line))
-    return _BLANKS.sub(lambda blanks: " " if len(blanks[0]) > 1 else "", line)
+    return _BLANKS.sub("", line)
 
 
 def _take_out(code: Wikicode, before: str = "\n") -> None:
@@ -112,16 +96,14 @@ def _take_out(code: Wikicode, before: str = "\n") -> None:
 
 
 def _link(link: nodes.Wikilink) -> str | None:
-    """Returns the text of a file, category, other language or plain link; None to keep the label."""
+    """Returns the text of a link without a label; None to keep the label."""
     title = str(link.title)
-    if _CATEGORY.match(title) or _MEDIA.match(title):
+    if _SILENT_LINK.match(title):
         return ""
-    if link.text is not None:
-        _take_out(link.text, "")
-        return None
-    if _LANGUAGE.match(title) and not title.lstrip().startswith(":"):
-        return ""
-    return title.strip("\n").lstrip(":")
+    if link.text is None:
+        return "" if _LANGUAGE.match(title) else title.strip("\n").lstrip(":")
+    _take_out(link.text, "")
+    return None
 
 
 def _tag(tag: nodes.Tag) -> str | None:
@@ -135,9 +117,6 @@ def _tag(tag: nodes.Tag) -> str | None:
         return ""
     if name in _HOLE_TAGS:
         return HOLE
-    if name == "math":
-        formula = str(tag.contents).strip()
-        return formula if _PLAIN_FORMULA.fullmatch(formula) else HOLE
     if tag.contents is not None:
         _take_out(tag.contents, "" if name not in _BLOCK_TAGS else "\n")
     if name in _BLOCK_TAGS:
@@ -147,10 +126,7 @@ def _tag(tag: nodes.Tag) -> str | None:
 
 def _template(template: nodes.Template, before: str, following: str) -> str:
     """Returns the text in place of a template: `HOLE` if a sentence would miss it."""
-    name = "_".join(str(template.name).replace("_", " ").lower().split())
-    if name in _CHARACTERS:
-        return _CHARACTERS[name]
-    if _SILENT_TEMPLATES.match(name):
+    if _SILENT_TEMPLATE.match(str(template.name).strip().lower()):
         return ""
     if before.endswith("\n"):  # mostly a box
         return HOLE if re.match(r" [a-z]", following) and "\n" not in str(template) else ""

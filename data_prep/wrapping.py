@@ -29,7 +29,7 @@ def unwrap(lines: list[str]) -> list[str]:
     length = np.array([len(line) for line, _ in breaks])
     longest = length + [len(following.split()[0]) for _, following in breaks]
     votes = np.array([-1 if following.lstrip()[0].isupper() else 1 for _, following in breaks])
-    explains = (length[:, None] <= WIDTHS) & (WIDTHS <= longest[:, None])  # (breaks, widths)
+    explains = (length[:, None] <= WIDTHS) & (longest[:, None] >= WIDTHS)  # (breaks, widths)
     totals = votes @ explains
     best = int(totals.argmax())
     if totals[best] <= 0 or explains[:, best].mean() < LEAST_SHARE:

@@ -385,7 +385,7 @@ def test_a_worker_killed_while_it_starts_is_started_again(tmp_path: Path) -> Non
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(pool.DASK, "distributed.worker.preload", [preload])
-        with pool.open_pool(2, None, print) as executor:
+        with pool.open_pool(2, None) as executor:
             assert executor is not None
             assert executor.submit(abs, -3).result() == 3
     assert (tmp_path / "died").exists()

@@ -63,7 +63,7 @@ HOSTILE: dict[str, tuple[bytes | str, str, list[str], int]] = {
     "עברית.txt": ("הילד הלך.", "text", [], 1),
     "😀 name\n.txt": ("The cat sat.", "text", [], 1),
     "latin.txt": ("Der Bär saß.".encode("latin-1"), "not UTF-8 at byte 5; convert it (iconv -t utf-8)", [], 0),
-    "wide.txt": ("The cat sat.".encode("utf-16"), "UTF-16; convert it (iconv -f utf-16 -t utf-8)", [], 0),
+    "wide.txt": ("The cat sat.".encode("utf-16"), "binary, or UTF-16", [], 0),
     "nul.txt": (b"The cat\0sat.", "binary", [], 0),
     "image.png": (PNG, "binary", [], 0),
     "paper.pdf": (b"%PDF-1.4\n1 0 obj\nendobj\n", "binary", [], 0),
@@ -226,12 +226,12 @@ def test_hostile_files_by_themselves(hostile: Path) -> None:
             (problem,) = error.value.problems
             assert problem.startswith(f"--input {hostile / name}: nothing can be read: 1 x {what}")
     (hostile / "only").mkdir()
-    with pytest.raises(UserError, match="only: no file in this folder"):
+    with pytest.raises(UserError, match="only: .*no file in this folder"):
         listed(hostile / "only")
     for name in ("a.png", "b.png", "c.txt"):
         (hostile / "only" / name).write_bytes(PNG if name != "c.txt" else b"")
     with pytest.raises(
-        UserError, match=r"nothing can be read: 2 x binary \(.*a.png\); 1 x empty \(.*c"
+        UserError, match=r"nothing can be read: 2 x binary.*, 1 x empty \(.*a.png\)"
     ):
         listed(hostile / "only")
     with pytest.raises(UserError) as error:  # all at once
@@ -267,8 +267,6 @@ def test_include_exclude_and_format(tmp_path: Path) -> None:
     assert [reason for _, reason in skipped] == ["excluded"] * 5
     assert {file.format for file in listed(tmp_path, format="text")[0]} == {"text"}
     assert len(listed(tmp_path, format="text")[0]) == 6
-    with pytest.raises(UserError, match="6 x no Parquet file"):
-        listed(tmp_path, format="parquet")
 
 
 def test_names_of_sources(tmp_path: Path) -> None:
@@ -434,7 +432,7 @@ def test_html(tmp_path: Path) -> None:
 
 
 def test_data_sets_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "ROWS_BYTES", 300)
+    monkeypatch.setattr(prepare, "LARGE_UNIT", 300)
     rows = [{"body": story(3, n), "id": f"n{n}"} for n in range(40)]
     data = datasets.Dataset.from_list(rows)
     data.save_to_disk(tmp_path / "saved")
@@ -442,16 +440,16 @@ def test_data_sets_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     splits.save_to_disk(tmp_path / "splits")
     for name in ("saved", "splits"):
         files, _ = listed(tmp_path / name)
-        assert len(files) > 3 and files[0].source == name
+        assert len(group_units(files, {})[0].files) > 3 and files[0].source == name
         found = read_all(tmp_path / name, text_field="body")
         assert [d.text for d in found] == [row["body"] for row in rows]
-        assert [d.id for d in found] == [f"{name}#n{n}" for n in range(40)]
+        assert [d.id.split("#")[1] for d in found] == [f"n{n}" for n in range(40)]
     with pytest.raises(UserError, match="no field 'text'; set --text_field. Known: body, id"):
         read_all(tmp_path / "saved")
 
 
 def test_data_sets_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of a data set are read; stand-ins give the Hub's two answers, the commit and the data set."""
+    """Rows of a data set are read; a stand-in gives the Hub's answer."""
     rows = [{"text": story(3, n), "title": f"T{n}"} for n in range(10)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     load, asked = datasets.load_dataset, []
@@ -463,21 +461,13 @@ def test_data_sets_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         path, cache = str(tmp_path / "rows.jsonl"), str(tmp_path / "cache")
         return load("json", data_files=path, split="train", cache_dir=cache)
 
-    class Info:
-        sha = "abc123"
-
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, **__: Info)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(sources, "ROWS_BYTES", 300)
-    sources.open_data_set.cache_clear()
     files, _ = listed("wikipedia:20231101.de")
-    assert len(files) > 2 and {(f.source, f.version, f.layout) for f in files} == {
-        ("wikipedia", "abc123", "wikipedia")
+    assert {(f.source, f.hub, f.layout) for f in files} == {
+        ("wikipedia", "wikimedia/wikipedia", "wikipedia")
     }
-    assert asked == [("wikimedia/wikipedia", "20231101.de", "train", "abc123")]
+    assert asked == [("wikimedia/wikipedia", "20231101.de", "train", None)]
     assert [document.title for document in read_all("wikipedia")] == [f"T{n}" for n in range(10)]
     assert all(file.layout == "sentences" for file in listed("bookcorpus")[0])
     with pytest.raises(UserError, match=r"owner/none: .*be loaded \(no such data set\)"):
         listed("owner/none")
-    sources.open_data_set.cache_clear()

@@ -14,7 +14,14 @@ from data_prep import run
 from data_prep.examples import ExampleStream, SpecialIds
 from data_prep.settings import ShowOptions
 from data_prep.show import describe
-from data_prep.stats import document_lengths, fitting_length, measure_training, sample_rows, visible
+from data_prep.stats import (
+    document_lengths,
+    fitting_length,
+    padding_of,
+    sample_rows,
+    sampled_examples,
+    visible,
+)
 from multicls.corpus import Corpus, write_manifest
 from multicls.errors import UserError
 from multicls.files import REPOSITORY
@@ -90,7 +97,7 @@ def mixed(tiny_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Cor
     return prepared(tiny_tokenizer, folder / "corpus", folder / "a", folder / "b [red]")
 
 
-def test_lengths_and_training_facts_match_plain_loops(mixed: Corpus) -> None:
+def test_lengths_and_padding_match_plain_loops(mixed: Corpus) -> None:
     documents: dict[int, list[int]] = {}
     for row in map(mixed.row, range(mixed.num_rows)):
         totals = documents.setdefault(row.hash, [0, 0])
@@ -98,24 +105,25 @@ def test_lengths_and_training_facts_match_plain_loops(mixed: Corpus) -> None:
         totals[1] += len(row.tokens)
     assert document_lengths(mixed).T.tolist() == list(documents.values())
     assert mixed.num_rows > mixed.num_documents == 5
-    facts = measure_training(mixed, range(mixed.num_rows), SPECIAL_IDS, 48)
     stream = ExampleStream(mixed, SPECIAL_IDS, seq_length=48, seed=0, validation_fraction=0.0)
     epoch = stream.examples(0, range(stream.examples_per_epoch))
-    assert facts.examples == len(epoch)
+    sampled = sampled_examples(mixed, SPECIAL_IDS, 48)
+    assert len(sampled) == len(epoch)
     filled = sum(int(example.attention_mask.sum()) for example in epoch)
-    assert facts.padding == pytest.approx(1 - filled / (len(epoch) * 3 * 48))
-    ordered = sum(int((example.so_labels >= 0).sum()) for example in epoch)
-    assert facts.ordered == pytest.approx(ordered / (3 * len(epoch)))
-    seen = {(e.row, s) for e in epoch for s in range(e.parts[0].first, e.parts[-1].end)}
-    assert facts.seen[0] == pytest.approx(1 - len(seen) / mixed.manifest["sentences"])
+    assert padding_of(sampled) == pytest.approx(1 - filled / (len(epoch) * 3 * 48))
     assert [len(sample_rows(mixed, tokens)) for tokens in (1, 10**9)] == [1, mixed.num_rows]
 
 
 def test_stats_prints_and_draws(mixed: Corpus, capsys: pytest.CaptureFixture[str]) -> None:
     run.main(["stats", str(mixed.path), "--seq_length", "48"])
     printed = capsys.readouterr().out
-    totals = "{documents} documents, {sentences:,} sentences, {tokens:,} tokens"
-    for text in (totals.format(**mixed.manifest), "b [red]", "5  lines_heading", "padding"):
+    totals = "{documents} documents, {rows} rows, {sentences:,} sentences, {tokens:,} tokens"
+    for text in (
+        totals.format(**mixed.manifest),
+        "b [red]",
+        "left out: 5  lines_heading",
+        "padding",
+    ):
         assert text in printed
     assert "\x1b" not in printed and "A Title (a: " in printed
     assert mixed.path.with_name("corpus.png").read_bytes().startswith(b"\x89PNG")
@@ -147,7 +155,7 @@ def test_stats_recommends_a_length_with_little_padding(
     corpus = prepared(tiny_tokenizer, tmp_path / "out", tmp_path / "in.jsonl", min_sentences=3)
     assert corpus.num_rows == 92  # the others are copies
     length, padding = fitting_length(corpus, SPECIAL_IDS)
-    assert length < 64 and padding < measure_training(corpus, range(92), SPECIAL_IDS, 128).padding
+    assert length < 64 and padding < padding_of(sampled_examples(corpus, SPECIAL_IDS, 128))
     run.main(["stats", str(corpus.path)])
     printed = capsys.readouterr().out
     assert f"data.seq_length={length}" in printed and "--short_documents join" in printed
