@@ -177,7 +177,7 @@ def _walk_url(source: str, url: str) -> Iterator[SourceFile]:
 
 def _list_data_set(
     source: str, what: str, is_folder: bool, settings: PrepareSettings
-) -> Iterator[SourceFile]:
+) -> Iterator[Entry]:
     """Yields the Arrow files of a data set: a folder, or files in the cache, filled from the Hub."""
     import datasets
 
