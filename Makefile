@@ -35,6 +35,9 @@ $(READY): pyproject.toml constraints.txt
 	  { grep --line-buffered -oE '^(Collecting|Downloading|Building|Installing|Successfully installed) *[^ ,(;<>=~!]*' || true; }
 	@touch $@
 
+# Training on a CPU: glibc keeps freed memory instead of handing it back to the system at every free.
+demo: export MALLOC_MMAP_MAX_ = 0
+demo: export MALLOC_TRIM_THRESHOLD_ = -1
 demo: setup
 	$(BIN)/python data_prep/run.py --sample --output runs/sample_corpus
 	$(BIN)/deepspeed pretrain/run.py --config ds_configs/zero2.json
