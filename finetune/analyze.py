@@ -19,7 +19,7 @@ from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
 from finetune.settings import RunSettings
-from multicls.console import Progress, print_line, print_summary
+from multicls.console import print_line, print_summary
 from multicls.errors import UserError, run_command
 from multicls.files import read_json, write_json
 from multicls.settings import Settings, load_settings, parse
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from finetune.isotropy import Array
     from finetune.tasks import Task
 
-FEWEST, SHOWN_ROWS = 20, 40  # rows to say anything about; rows of the heat map of layers
+SHOWN_ROWS = 40  # of the heat map of layers
 
 
 class AnalyzeOptions(Settings):
@@ -40,7 +40,7 @@ class AnalyzeOptions(Settings):
         min_length=1, description="folders of runs made with --save_model"
     )
     output: str = Field("analysis", description="folder for PNG and analysis.json")
-    examples: int = Field(1000, ge=FEWEST, description="training rows to read")
+    examples: int = Field(1000, ge=20, description="training rows to read")
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,11 @@ class LoadedRun:
     task: Task
     models: dict[str, TaskModel]  # "before" and "after"
     rows: Encoded
-    ids: list[str]  # of the rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
     options = parse(AnalyzeOptions, argv, prog="finetune/analyze.py", doc=__doc__)
-    from finetune import figures
-
     output, numbers = Path(options.output), dict[str, dict[str, Any]]()
     for name in options.runs:
         run = load_run(Path(name).resolve(), options.examples)
@@ -67,8 +64,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_line(f"{run.label}: {name}")
         output.mkdir(parents=True, exist_ok=True)
         numbers[run.label] = analyze_run(run, output)
-    if layers := {label: entry["layers"] for label, entry in numbers.items() if "layers" in entry}:
-        figures.layers(output / "layers.png", "Mean importance of the layers", layers)
     write_json(output / "analysis.json", numbers)
     print_summary([("figures", output / "*.png"), ("numbers", output / "analysis.json")])
     return 0
@@ -92,11 +87,6 @@ def load_run(folder: Path, examples: int) -> LoadedRun:
     data = load_tasks(settings)
     task, train = data[0].task, data[0].train
     rows = [train[index] for index in draw_rows(len(train), examples, 1)]
-    if task.multi_label:
-        raise UserError(f"{task.name}: rows with several labels are not analysed.")
-    if len(rows) < FEWEST or len({row.label for row in rows}) < 2:
-        needed = f"at least {FEWEST} with different labels are needed"
-        raise UserError(f"{task.name}: {len(rows)} training rows; {needed}.")
     before = find_checkpoint(settings.model, settings.trust_remote_code)
     after = find_checkpoint(str(folder / "model"))
     models = {
@@ -105,19 +95,29 @@ def load_run(folder: Path, examples: int) -> LoadedRun:
     }
     length = settings.max_length or task.max_length
     encoded = Encoded(task, rows, load_tokenizer(after, length), length)
-    label = f"{task.name}-{record['system']}-{folder.name}"
-    return LoadedRun(label, task, models, encoded, [row.id for row in rows])
+    return LoadedRun(f"{task.name}-{record['system']}-{folder.name}", task, models, encoded)
 
 
 def analyze_run(run: LoadedRun, output: Path) -> dict[str, Any]:
-    """Analyses one run; returns its entry of analysis.json."""
+    """Draws the figures of one run; returns its entry of analysis.json."""
+    from finetune import figures, isotropy
+
     states = {name: read_states(model, run.rows) for name, model in run.models.items()}
     pooled, facets, layers = (
         {name: arrays[kind] for name, arrays in states.items()}
         for kind in ("pooled", "facets", "layers")
     )
     numbers = {"rows": len(run.rows)} | isotropy_of(run, pooled, output)
-    return numbers | facets_of(facets) | layers_of(run, layers["after"], output)
+    if layers["after"].size:  # HIRE
+        importance = layers["after"][:: max(1, run.task.num_choices)]  # of the first choice
+        figures.layers(output / f"layers-{run.label}.png", run.label, importance[:SHOWN_ROWS])
+        numbers["layers"] = importance.mean(axis=0).tolist()
+    if facets["after"].shape[1] > 1:
+        cosines = {name: isotropy.facet_similarity(h) for name, h in facets.items()}
+        means = {name: isotropy.off_diagonal_mean(matrix) for name, matrix in cosines.items()}
+        numbers["facets, mean cosine"] = means
+        numbers["facets, cosines"] = {name: m.tolist() for name, m in cosines.items()}
+    return numbers
 
 
 def read_states(model: TaskModel, rows: Encoded) -> dict[str, Array]:
@@ -135,7 +135,7 @@ def read_states(model: TaskModel, rows: Encoded) -> dict[str, Array]:
     model.eval().to(device)
     num_facets = getattr(model.encoder.config, "num_facets", 0)
     parts: dict[str, list[torch.Tensor]] = defaultdict(list)
-    with torch.inference_mode(), Progress(len(rows), "row", "analysing") as progress:
+    with torch.inference_mode():
         for start in range(0, len(rows), 32):
             numbers = range(start, min(start + 32, len(rows)))
             batch = {name: tensor.to(device) for name, tensor in rows.batch(numbers).items()}
@@ -145,7 +145,6 @@ def read_states(model: TaskModel, rows: Encoded) -> dict[str, Array]:
             parts["pooled"].append(output.pooled)
             parts["facets"].append(output.hidden_states[-1][:, 1 : 1 + num_facets])
             parts["layers"].append(output.pooled[:, :0] if layers is None else layers)
-            progress.update(len(numbers))
     return {name: torch.cat(values).float().cpu().numpy() for name, values in parts.items()}
 
 
@@ -156,7 +155,7 @@ def isotropy_of(run: LoadedRun, pooled: Mapping[str, Array], output: Path) -> di
     from finetune import figures, isotropy
     from finetune.heads.isobn import IsotropicBatchNorm
 
-    raw, last = pooled["before"], pooled["after"]
+    raw, model = pooled["before"], run.models["after"]
     iso_bn = IsotropicBatchNorm(raw.shape[1], momentum=1.0, beta=1.0)  # over all rows at once
     normed = {
         "before, batch norm": raw / np.maximum(raw.std(axis=0), 1e-8),
@@ -165,50 +164,17 @@ def isotropy_of(run: LoadedRun, pooled: Mapping[str, Array], output: Path) -> di
     variance = {name: isotropy.explained_variance(h) for name, h in {**pooled, **normed}.items()}
     stds = {name: h.std(axis=0) for name, h in pooled.items()}
     correlations = {name: isotropy.correlation(h) for name, h in pooled.items()}
-    labels, model = run.rows.labels.numpy(), run.models["after"]
-    if run.task.num_choices:  # a row for each choice: is it the right one?
-        labels = (np.arange(run.task.num_choices) == labels[:, None]).ravel().astype(int)
     weight = model.get_parameter("classifiers.0.weight").detach().cpu().numpy()
-    regression = isotropy.reference_classifier(last, labels, run.task.is_regression)
-    shares = {
-        "classifier": isotropy.logit_variance(last, weight[:, : model.head.width]),  # no spans
-        "regression": isotropy.logit_variance(last, regression),
-    }
+    shares = isotropy.logit_variance(pooled["after"], weight[:, : model.head.width])  # no spans
     path = output / f"isotropy-{run.label}.png"
-    figures.isotropy(path, run.label, variance, stds, shares, correlations)
-    spread = {name: np.quantile(std, (0, 0.5, 1)).tolist() for name, std in stds.items()}
+    figures.isotropy(path, run.label, variance, stds, correlations)
     mean = {name: isotropy.off_diagonal_mean(matrix) for name, matrix in correlations.items()}
-    tops = {name: [float(s[:k].sum()) for k in (1, 5, 30)] for name, s in shares.items()}
     return {
         "EV1, EV2, EV3": {name: values[:3].tolist() for name, values in variance.items()},
-        "std min, median, max": spread,
+        "std min, median, max": {n: np.quantile(s, (0, 0.5, 1)).tolist() for n, s in stds.items()},
         "mean |Pearson|": mean,
-        "logit variance of top 1, 5, 30": tops,
+        "logit variance of top 1, 5, 30": [float(shares[:k].sum()) for k in (1, 5, 30)],
     }
-
-
-def layers_of(run: LoadedRun, layers: Array, output: Path) -> dict[str, Any]:
-    """Draws HIRE's importance of the layers (N, layers + 1) by row; returns the mean, {} for other heads."""
-    from finetune import figures
-
-    if not layers.size:
-        return {}
-    first = layers[:: max(1, run.task.num_choices)]  # of a row's choices the first
-    shown = dict(zip(run.ids[:SHOWN_ROWS], first, strict=False))
-    figures.layers(output / f"layers-{run.label}.png", run.label, shown)
-    return {"layers": layers.mean(axis=0).tolist()}
-
-
-def facets_of(facets: Mapping[str, Array]) -> dict[str, Any]:
-    """Returns the cosines between the facets' hidden states (N, K, D) before and after; {} without two facets."""
-    from finetune.isotropy import facet_similarity, off_diagonal_mean
-
-    if facets["after"].shape[1] < 2:
-        return {}
-    cosines = {name: facet_similarity(states) for name, states in facets.items()}
-    means = {name: off_diagonal_mean(matrix) for name, matrix in cosines.items()}
-    matrices = {name: matrix.tolist() for name, matrix in cosines.items()}
-    return {"facets, mean cosine": means, "facets, cosines": matrices}
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy.special import expit, log_softmax, logit, logsumexp
+from scipy.special import expit, logit, softmax
 
 from finetune.metrics import score_predictions
 from finetune.results import load_predictions
@@ -57,23 +57,22 @@ def ensembles(runs: pd.DataFrame, size: int) -> pd.DataFrame:
 def average(members: Sequence[Predictions]) -> dict[str, dict[str, Array]]:
     """Returns averaged predictions of the splits that all members share.
 
-    Scores are averaged, probabilities too; the latter are returned as their logarithms.
+    Scores are averaged, probabilities too; the latter are returned as logits.
 
     Raises:
         UserError: The members were evaluated on different rows.
     """
     averaged = {}
-    for split, first in members[0].items():
-        if not all(split in member for member in members):
-            continue
-        if not all(np.array_equal(first["ids"], member[split]["ids"]) for member in members):
+    for split in set.intersection(*map(set, members)):
+        first = members[0][split]
+        if not all(np.array_equal(first["ids"], other[split]["ids"]) for other in members):
             raise UserError("the members of an ensemble were evaluated on different examples.")
-        stacked = np.stack([member[split]["logits"] for member in members]).astype(np.float64)
+        outputs = np.stack([member[split]["logits"] for member in members]).astype(np.float64)
         if first["labels"].ndim > 1:
-            mean = logit(expit(stacked).mean(axis=0))
-        elif stacked.shape[-1] == 1:
-            mean = stacked.mean(axis=0)
+            mean = logit(expit(outputs).mean(axis=0))
+        elif outputs.shape[-1] == 1:
+            mean = outputs.mean(axis=0)
         else:
-            mean = logsumexp(log_softmax(stacked, axis=-1), axis=0) - np.log(len(stacked))
+            mean = np.log(softmax(outputs, axis=-1).mean(axis=0))
         averaged[split] = dict(first) | {"logits": np.asarray(mean)}
     return averaged

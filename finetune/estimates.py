@@ -149,6 +149,13 @@ def choose_candidates(runs: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(chosen, ignore_index=True)
 
 
+def best_run(runs: pd.DataFrame) -> pd.Series:
+    """Returns, of the runs on one task, the best one of the best system, by the rows that pick the checkpoint."""
+    systems = choose_candidates(runs).groupby(["system", "train_size"])
+    means = systems["selection_score"].mean()
+    return systems.get_group(means.idxmax()).sort_values("selection_score").iloc[-1]
+
+
 def benchmark_average(runs: pd.DataFrame, benchmark: str) -> float:
     """Returns the average over a benchmark's tasks of one system at one size; nan if a task is missing."""
     by_task = {task: group for task, group in runs.groupby("task") if task in BENCHMARKS[benchmark]}

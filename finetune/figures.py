@@ -59,44 +59,34 @@ def isotropy(
     title: str,
     variance: Mapping[str, Array],
     stds: Mapping[str, Array],
-    shares: Mapping[str, Array],
     correlations: Mapping[str, Array],
 ) -> None:
-    """Draws IsoBN's Figures 7 (EV_k), 4 (standard deviations, (D,)), 3 (logit variance) and 5 (|Pearson|, (D, D)).
+    """Draws IsoBN's Figures 7 (EV_k), 4 (standard deviations, (D,)) and 5 (|Pearson|, (D, D)).
 
     Each argument has entries by name: "before" and "after" fine-tuning, or more.
     """
-    figure = Figure(figsize=(12, 7.5), layout="constrained")
+    figure = Figure(figsize=(9, 7.5), layout="constrained")
     figure.suptitle(title)
-    (left, middle, right), below = figure.subplots(2, 3)
+    (left, right), below = figure.subplots(2, 2)
     curves = pd.DataFrame({name: pd.Series(ev[:50]) for name, ev in variance.items()})
     curves.index += 1
     curves.plot(ax=left, style=LINES, title="Explained variance", xlabel="k", ylim=(0, 1.02))
     logs = [np.log10(np.maximum(std, 1e-10)) for std in stds.values()]
-    middle.hist(logs, 40, histtype="step", color=["black", "0.6"], label=list(stds))
-    middle.set(title="Standard deviation of the dimensions", xlabel="log10 of it")
-    middle.legend()
-    tops = {f"top {k}": {name: 100 * s[:k].sum() for name, s in shares.items()} for k in (1, 5, 30)}
-    bars = pd.DataFrame(tops).T.plot.bar(ax=right, rot=0, color=["0.9", "0.5"], edgecolor="black")
-    bars.set(title="Logit variance by component, %", ylim=(0, 125))
-    for container in bars.containers:
-        bars.bar_label(container, fmt="%.0f")
-    for panel, (name, matrix) in zip(below, correlations.items(), strict=False):
+    right.hist(logs, 40, histtype="step", color=["black", "0.6"], label=list(stds))
+    right.set(title="Standard deviation of the dimensions", xlabel="log10 of it")
+    right.legend()
+    for panel, (name, matrix) in zip(below, correlations.items(), strict=True):
         image = panel.imshow(matrix, cmap="Greys", vmin=0, vmax=1)
         panel.set(title=f"|Pearson| between dimensions, {name}", xticks=[], yticks=[])
     figure.colorbar(image, ax=below[1])
-    below[2].axis("off")
     figure.savefig(path, dpi=110)
 
 
-def layers(path: Path, title: str, rows: Mapping[str, Sequence[float] | Array]) -> None:
-    """Draws HIRE's Figures 2 and 3: the importance of the layers, (layers + 1,), for each example or model."""
-    table = pd.DataFrame.from_dict({name: list(row) for name, row in rows.items()}, orient="index")
-    width = 3 + 0.45 * len(table.columns)
-    figure = Figure(figsize=(width, 1.6 + 0.28 * len(table)), layout="constrained")
+def layers(path: Path, title: str, importance: Array) -> None:
+    """Draws HIRE's Figure 2: the importance of the layers for each example, (rows, layers + 1)."""
+    figure = Figure(figsize=(7, 6), layout="constrained")
     panel = figure.subplots()
-    image = panel.imshow(table.astype(float), cmap="Greys", aspect="auto")
-    panel.set(title=title, xlabel="layer (0: the embeddings)", xticks=table.columns)
-    panel.set_yticks(range(len(table)), table.index)
+    image = panel.imshow(importance, cmap="Greys", aspect="auto")
+    panel.set(title=title, xlabel="layer (0: the embeddings)", ylabel="example")
     figure.colorbar(image, ax=panel, label="importance")
     figure.savefig(path, dpi=110)

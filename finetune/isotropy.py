@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from scipy.cluster.hierarchy import leaves_list, linkage
 from scipy.spatial.distance import squareform
-from sklearn.linear_model import LogisticRegression, Ridge
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -48,12 +47,6 @@ def logit_variance(embeddings_ND: Array, weight_CD: Array) -> Array:
     variance = singular**2 * (weight @ directions.T) ** 2
     total = np.maximum(variance.sum(axis=1, keepdims=True), np.finfo(float).tiny)
     return np.asarray((variance / total).mean(axis=0))
-
-
-def reference_classifier(embeddings_ND: Array, labels_N: Array, is_regression: bool) -> Array:
-    """Returns weights (C, D) of scikit-learn's logistic (for scores: ridge) regression with its own defaults."""
-    model = Ridge() if is_regression else LogisticRegression(max_iter=5000)
-    return np.atleast_2d(model.fit(embeddings_ND, labels_N).coef_)
 
 
 def facet_similarity(facets_NKD: Array) -> Array:

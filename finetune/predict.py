@@ -7,13 +7,12 @@ python finetune/predict.py MODEL new.jsonl --text_column body --output labelled.
 from __future__ import annotations
 
 import json
+import shlex
 import sys
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/: its names hide packages
 
@@ -32,36 +31,20 @@ from multicls.settings import Settings, parse
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-    from finetune.examples import Example
+    from finetune.examples import Array, Example
     from finetune.tables import RawRows
-    from finetune.training import Array
 
 
 class PredictOptions(Settings):
     """Options of the command."""
 
-    model: CliPositionalArg[str] = Field(
-        description="a folder that finetune/run.py --save_model has saved"
-    )
-    rows: CliPositionalArg[str] = Field(
-        description="rows to label: CSV, TSV, JSON lines or Parquet"
-    )
-    output: str | None = Field(
-        None, description="a .csv or .jsonl file; default: ROWS.predictions.csv"
-    )
+    model: CliPositionalArg[str] = Field(description="a model that run.py --save_model has saved")
+    rows: CliPositionalArg[str] = Field(description="rows: CSV, TSV, JSON lines or Parquet")
+    output: str | None = Field(None, description=".csv or .jsonl; default: ROWS.predictions.csv")
     text_column: str | None = Field(
-        None, description="the text's column, or text1,text2; default: the training's"
+        None, description="text or text1,text2; default: as in training"
     )
     task: str | None = Field(None, description="which task, if the model was fine-tuned on several")
-
-
-@dataclass(frozen=True)
-class TrainedTask:
-    """The task that a saved model was fine-tuned on."""
-
-    task: Task
-    index: int  # among the tasks of the model
-    max_length: int  # longest sequence in tokens
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,8 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     output = Path(options.output or Path(options.rows).with_suffix(".predictions.csv"))
     if output.suffix not in (".csv", ".jsonl") or output.resolve() == Path(options.rows).resolve():
         raise UserError(f"--output {output}: give another file, with the ending .csv or .jsonl.")
-    trained = load_task(options.model, options.task)
-    task, rows = trained.task, read_table(Path(options.rows))
+    index, description = find_task(options.model, options.task)
+    task, rows = task_of(description), read_table(Path(options.rows))
     usual = list(product(*task.fields))
     columns = requested_columns(options.text_column) if options.text_column else usual
     fields = text_columns(*rows[0], columns)
@@ -80,22 +63,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     full = with_texts(rows, fields)
     if not full:
         raise UserError(f"{options.rows}: no row has a text.")
-    hidden = [example_of(task, fields, row, where, where) for where, row in full]
-    outputs = predict(options.model, trained, hidden)
-    answers = answers_of(task, outputs)
-    _write(output, rows, full, answers)
+    examples = [example_of(task, fields, row, where, where) for where, row in full]
+    answers = answers_of(task, predict(options.model, index, description, examples))
+    write_rows(output, rows, answers.set_axis([where for where, _ in full]))
     empty = len(rows) - len(full)
     made = [
-        ("labelled", f"{count(len(full), 'row')}: {_summary(task, answers)}"),
-        ("left empty", f"{count(empty, 'row')} without a text" if empty else None),
+        ("labelled", count(len(full), "row")),
+        ("left empty", f"{count(empty, 'row')} without a text"),
         ("written", output),
     ]
-    print_summary([(name, value) for name, value in made if value])
+    print_summary(made if empty else [made[0], made[2]])
     return 0
 
 
-def load_task(folder: str, name: str | None = None) -> TrainedTask:
-    """Returns the task that the saved model in `folder` was fine-tuned on.
+def predict_command(model: Path, description: Mapping[str, Any], joint: bool) -> str:
+    """Returns the command that labels rows with a saved model, of several tasks if `joint`.
+
+    It is "" if the task is not one of plain texts.
+    """
+    if description["num_choices"] or description["num_spans"]:
+        return ""
+    task = f" --task {description['name']}" * joint
+    return f"python finetune/predict.py {shlex.quote(str(model))} ROWS.csv{task}"
+
+
+def find_task(folder: str, name: str | None = None) -> tuple[int, dict[str, Any]]:
+    """Returns number and description of the task that the saved model in `folder` was fine-tuned on.
 
     Raises:
         UserError: The folder is not a fine-tuned model, or its task is not one of plain texts.
@@ -112,24 +105,25 @@ def load_task(folder: str, name: str | None = None) -> TrainedTask:
         hint = did_you_mean(name, names) if name else " Name one of them."
         raise UserError(f"--task {name or ''}: {folder} is fine-tuned on {', '.join(names)}.{hint}")
     index = names.index(name) if name else 0
-    if tasks[index]["num_choices"] or tasks[index]["num_spans"]:
+    if not predict_command(path, tasks[index], joint=False):
         raise UserError(
             f"task {names[index]} is more than texts (choices or marked words): only run.py predicts it."
         )
-    return TrainedTask(task_of(tasks[index]), index, int(tasks[index]["max_length"]))
+    return index, tasks[index]
 
 
-def predict(folder: str, trained: TrainedTask, examples: Sequence[Example]) -> Array:
-    """Returns the outputs (N, C) of the saved model for the rows."""
+def predict(
+    folder: str, index: int, description: Mapping[str, Any], examples: Sequence[Example]
+) -> Array:
+    """Returns the outputs (N, C) of the saved model for examples of its task number `index`."""
     from finetune.encoding import Encoded
     from finetune.heads.build import find_checkpoint, load_fine_tuned, load_tokenizer
     from finetune.training import EVAL_BATCH_SIZE, find_device, predict_rows
 
-    checkpoint = find_checkpoint(folder)
-    tokenizer = load_tokenizer(checkpoint, trained.max_length)
-    rows = Encoded(trained.task, examples, tokenizer, trained.max_length)
+    checkpoint, length = find_checkpoint(folder), description["max_length"]
+    rows = Encoded(task_of(description), examples, load_tokenizer(checkpoint, length), length)
     model, (device, bf16) = load_fine_tuned(checkpoint), find_device()
-    return predict_rows(model, rows, trained.index, device, EVAL_BATCH_SIZE, bf16)
+    return predict_rows(model, rows, index, device, EVAL_BATCH_SIZE, bf16)
 
 
 def answers_of(task: Task, outputs: Array) -> DataFrame:
@@ -143,45 +137,35 @@ def answers_of(task: Task, outputs: Array) -> DataFrame:
     if task.is_regression:
         return pd.DataFrame({"score": (outputs[:, 0] * task.label_scale).round(6)})
     probabilities = expit(outputs) if task.multi_label else softmax(outputs, axis=1)
+    answers = pd.DataFrame(probabilities.round(6), columns=[f"p_{name}" for name in task.labels])
     labels = np.array(task.labels, dtype=object)
-    answers = pd.DataFrame(probabilities.round(6), columns=[f"p_{name}" for name in labels])
-    chosen = (
-        [labels[row == 1].tolist() for row in predicted] if task.multi_label else labels[predicted]
-    )
-    answers.insert(0, "label", chosen)
+    chosen = [labels[row == 1].tolist() for row in predicted] if task.multi_label else []
+    answers.insert(0, "label", chosen or labels[predicted])
     return answers
 
 
-def _write(output: Path, rows: RawRows, full: RawRows, answers: DataFrame) -> None:
-    """Writes the rows with the new columns, which are empty for rows without a text.
+def write_rows(output: Path, rows: RawRows, answers: DataFrame) -> None:
+    """Writes the rows with the answers by place, which are empty for rows without a text.
 
     A new column is called predicted_X if the rows have a column X, predicted_predicted_X if they have that, too.
     """
     import pandas as pd
 
+    def as_json(value: Any) -> str:
+        return json.dumps(value, ensure_ascii=False, default=str)
+
     places, cells = zip(*rows, strict=True)
     table = pd.DataFrame(cells, places, dtype=object)
-    new = answers.set_axis([where for where, _ in full])
-    while taken := set(new) & set(table):
-        new = new.rename(columns={name: f"predicted_{name}" for name in taken})
-    table = table.join(new)
+    while taken := set(table) & set(answers):
+        answers = answers.rename(columns={name: f"predicted_{name}" for name in taken})
+    table = table.join(answers)
     with atomic_write(output) as file:
         if output.suffix == ".jsonl":  # pandas would round numbers and write dates as numbers
             lines = table.astype(object).where(table.notna(), None).to_dict("records")
-            file.writelines(
-                json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines
-            )
+            file.writelines(as_json(line) + "\n" for line in lines)
         else:
-            is_list = table.map(lambda cell: isinstance(cell, (list, dict)))
-            texts = table.map(lambda cell: json.dumps(cell, ensure_ascii=False, default=str))
-            table.mask(is_list, texts).to_csv(file, index=False)
-
-
-def _summary(task: Task, answers: DataFrame) -> str:
-    if task.is_regression:
-        return f"scores from {answers['score'].min():g} to {answers['score'].max():g}"
-    names = ["+".join(label) if task.multi_label else label for label in answers["label"]]
-    return ", ".join(f"{n} {name or '(no label)'}" for name, n in Counter(names).most_common())
+            table = table.map(lambda v: as_json(v) if isinstance(v, (list, dict)) else v)
+            table.to_csv(file, index=False)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/: its names hide packages
 
@@ -49,9 +49,7 @@ class ReportOptions(Settings):
     output: str | None = Field(None, description="folder for the report; default: RESULTS")
     compare: list[str] = Field([], description="test these systems only, by name")
     task: list[str] = Field([], description="report these tasks only")
-    ensembles: Annotated[int, Field(ge=2)] | None = Field(
-        None, description="add ensembles of so many runs that differ in their seed"
-    )
+    ensembles: int | None = Field(None, ge=2, description="add ensembles of so many seeds")
 
 
 @dataclass(frozen=True)

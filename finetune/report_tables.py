@@ -20,6 +20,7 @@ from finetune.estimates import (
     UNITS,
     Estimate,
     benchmark_average,
+    best_run,
     choose_candidates,
     compare,
     example_interval,
@@ -27,6 +28,7 @@ from finetune.estimates import (
     summarise,
 )
 from finetune.heads import FITTED
+from finetune.predict import predict_command
 from finetune.results import load_predictions
 from multicls.console import count
 
@@ -99,19 +101,17 @@ def comparisons_table(groups: Sequence[Group], systems: Sequence[str]) -> pd.Dat
         if (a["task"], a["train_size"]) == (b["task"], b["train_size"])
         and (not systems or {a["system"], b["system"]} <= set(systems))
     ]
-    corrected = holm([comparison.p for _, _, comparison in pairs])
+    corrected = holm([test.p for _, _, test in pairs])
     lines = []
-    for (a, b, comparison), p in zip(pairs, corrected, strict=True):
-        test = f"paired, {UNITS[a.estimate.kind]}s" if comparison.paired else "Welch"
-        needed = comparison.needed
-        test += ", seeds only" * ("seed" in (a.estimate.kind, b.estimate.kind))
+    for (a, b, test), p in zip(pairs, corrected, strict=True):
+        kind = f"paired, {UNITS[a.estimate.kind]}s" if test.paired else "Welch"
         cells = {
             "system": f"{a['system']} - {b['system']}",
-            "difference": percent(comparison.difference, "+"),
-            INTERVAL: interval_text((comparison.low, comparison.high), "+"),
-            "p, corrected": ("< 0.001" if p < 0.001 else number(p, ".3f")) + " *" * (p < 0.05),
-            "test": test,
-            "needed": "> 200" if math.isinf(needed) else number(needed, ".0f"),
+            "difference": percent(test.difference, "+"),
+            INTERVAL: interval_text((test.low, test.high), "+"),
+            "p, corrected": "-" if math.isnan(p) else f"{p:.3f}" + " *" * (p < 0.05),
+            "test": kind + ", seeds only" * ("seed" in (a.estimate.kind, b.estimate.kind)),
+            "needed": f"{test.needed:.0f}".replace("nan", "-").replace("inf", "> 200"),
         }
         lines.append(a.key | cells)
     return pd.DataFrame(lines)
@@ -136,7 +136,7 @@ def results_table(groups: Sequence[Group]) -> pd.DataFrame:
             "dev rows": str(group["dev_rows"]),
             "picked by": "dev" if group["selection"] == "dev" else "validation split",
             "chosen": group["candidate"] or "-",
-            "seconds": number(group.runs["seconds"].mean(), ".0f"),
+            "seconds": f"{group.runs['seconds'].mean():.0f}",
         }
         lines.append(group.key | cells)
     return pd.DataFrame(lines)
@@ -180,31 +180,21 @@ def find_warnings(groups: Sequence[Group], unfinished: Mapping[str, str]) -> lis
 def best_commands(groups: Sequence[Group]) -> dict[str, str]:
     """Returns for each task the command that saves, or uses, the model of the best run by its picking rows."""
     commands = {}
-    trained = [group for group in groups if group["head"] not in FITTED and group["path"]]
-    for task in dict.fromkeys(group["task"] for group in trained):
-        rivals = [group for group in trained if group["task"] == task]
-        best = max(rivals, key=lambda group: float(group.runs["selection_score"].mean()))
-        run = best.runs.sort_values("selection_score").iloc[-1]
-        model, description = Path(run["path"], "model"), run["description"]
+    trained = [group.runs for group in groups if group["path"] and group["head"] not in FITTED]
+    for task, runs in pd.concat(trained).groupby("task", sort=False) if trained else ():
+        run = best_run(runs)
+        model, recipe = Path(run["path"], "model"), Path(run["path"], "settings.yaml")
+        command = predict_command(model, run["description"], run["head"] == "cln")
         if not model.is_dir():
-            recipe = shlex.quote(str(Path(run["path"], "settings.yaml")))
-            command = f"python finetune/run.py --recipe {recipe} --save_model"
-            commands[f"{task}: save the best model ({best['system']})"] = command
-        elif not (description["num_choices"] or description["num_spans"]):
-            command = f"python finetune/predict.py {shlex.quote(str(model))} ROWS.csv"
-            command += f" --task {task}" * (best["head"] == "cln")
-            commands[f"{task}: label new rows"] = command
+            command = f"python finetune/run.py --recipe {shlex.quote(str(recipe))} --save_model"
+        if command:
+            commands[f"{task}, the best model ({run['system']})"] = command
     return commands
-
-
-def number(value: float, form: str) -> str:
-    """Returns the formatted number, "-" for nan."""
-    return "-" if math.isnan(value) else format(value, form)
 
 
 def percent(value: float, sign: str = "") -> str:
     """Returns a fraction as percent with two digits, "-" for nan."""
-    return number(100 * value, f"{sign}.2f")
+    return "-" if math.isnan(value) else f"{100 * value:{sign}.2f}"
 
 
 def interval_text(interval: tuple[float, float], sign: str = "") -> str:

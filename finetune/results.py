@@ -105,6 +105,16 @@ def read_record(settings: RunSettings) -> Record | None:
     return record | {"path": str(folder)}  # results may have been moved
 
 
+def is_finished(settings: RunSettings) -> bool:
+    """Returns whether a run's folder holds its record, and all that the run is to save."""
+    folder = settings.folder
+    if not (folder / RECORD).exists():
+        return False
+    lacks_model = settings.save_model and not (folder / "model").is_dir()
+    lacks_test = settings.predict_test and not read_json(folder / RECORD).get("predict_test")
+    return not (lacks_model or lacks_test)
+
+
 def write_run(folder: Path, recipe: str, record: Record, predictions: Predictions) -> None:
     """Writes a finished run: its predictions and its recipe first, its record last."""
     arrays = {f"{key}/{n}": array for key, part in predictions.items() for n, array in part.items()}

@@ -94,7 +94,7 @@ def finished_record(settings: RunSettings) -> Record | None:
         UserError: The run's folder holds one with other settings, from other weights, or on other own rows.
     """
     from finetune.heads.build import find_checkpoint
-    from finetune.results import read_record
+    from finetune.results import is_finished, read_record
 
     record, model, own, problem = read_record(settings), settings.model, settings.own, ""
     if record and model and Path(model).is_dir():
@@ -110,9 +110,7 @@ def finished_record(settings: RunSettings) -> Record | None:
             problem = f"on other rows than those of {', '.join(files)} now"
     if problem:
         raise UserError(f"{settings.folder}: was trained {problem}; give another --name.")
-    lacks_model = settings.save_model and not (settings.folder / "model").is_dir()
-    lacks_test = settings.predict_test and record and not record.get("predict_test")
-    return None if lacks_model or lacks_test else record
+    return record if is_finished(settings) else None
 
 
 def _run(settings: RunSettings) -> Record:
@@ -256,16 +254,16 @@ def _announce(rows: TaskRows) -> None:
 
 def _summarize(record: Record, results: str) -> None:
     """Prints what the run has made, and the next command."""
+    from finetune.predict import predict_command
+
     model = Path(record["path"], "model")
     made: list[tuple[str, object]] = [("run", record["path"])]
-    next_command = f"python finetune/report.py {results}"
+    next_command = ""
     if model.is_dir():
         made.insert(0, ("model", model))
-        tasks = [task["description"] for task in record["tasks"]]
-        if not any(task["num_choices"] or task["num_spans"] for task in tasks):
-            next_command = f"python finetune/predict.py {model} ROWS.csv"
-            next_command += f" --task {tasks[0]['name']}" * (len(tasks) > 1)
-    print_summary(made, next_command)
+        tasks = record["tasks"]
+        next_command = predict_command(model, tasks[0]["description"], len(tasks) > 1)
+    print_summary(made, next_command or f"python finetune/report.py {results}")
 
 
 def _print(text: str) -> None:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
+import shutil
 import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +18,12 @@ import pytest
 import yaml
 
 from finetune import grid
-from finetune.grid import GridRun, GridSettings, expand, main
-from finetune.results import load_results
+from finetune.grid import GridSettings, expand, main
+from finetune.report import ReportOptions, build_report
+from finetune.results import load_predictions, load_results
+from finetune.settings import RunSettings
 from multicls.errors import UserError
-from multicls.files import REPOSITORY, read_json
+from multicls.files import REPOSITORY, lock_holder, read_json
 from multicls.settings import load_settings
 from tests.finetune.conftest import NOUNS
 from tests.processes import children, until
@@ -36,13 +43,13 @@ def recipe(folder: Path, **changes: Any) -> str:
     return str(folder / "grid.yaml")
 
 
-def runs_of(folder: Path, **changes: Any) -> list[GridRun]:
+def runs_of(folder: Path, **changes: Any) -> list[RunSettings]:
     return expand(load_settings(GridSettings, [recipe(folder, **changes)]))
 
 
 def test_runs_in_the_order_of_the_axes(tmp_path: Path) -> None:
     runs = runs_of(tmp_path, tasks=["rte", "cola"], train_sizes=[100, "1k"], seeds=[1, 2, 3])
-    keys = [(run.settings.task, run.settings.train_size, run.settings.seed) for run in runs]
+    keys = [(run.task, run.train_size, run.seed) for run in runs]
     assert keys == [(t, n, s) for t in ("rte", "cola") for n in (100, 1000) for s in (1, 2, 3)]
     assert len({run.folder for run in runs}) == 12
     assert runs[0].folder == Path("results/bert-cls/rte-100/p1-d1-s1")
@@ -75,13 +82,13 @@ def test_replicates_have_their_own_subsets(
     models: dict[str, Any], changes: dict[str, Any], expected: list[Any], tmp_path: Path
 ) -> None:
     runs = runs_of(tmp_path, models=models, seeds=[1], **changes)
-    found = [(r.settings.model, r.settings.pretraining, r.settings.subset) for r in runs]
+    found = [(run.model, run.pretraining, run.subset) for run in runs]
     assert found == expected
 
 
 def test_heads_read_only_their_own_settings(tmp_path: Path) -> None:
     """The probe takes no part in a search of learning rates, the bag of words no model, joint tasks only cln."""
-    search = {"train.learning_rate": [1e-5, 1e-3], "isobn": {"beta": [0.25, 0.5]}}
+    search = {"train.learning_rate": [1e-5, 1e-3], "isobn.beta": [0.25, 0.5]}
     runs = runs_of(
         tmp_path,
         systems=["cls", "cln", "probe", "tfidf", "isobn"],
@@ -90,12 +97,12 @@ def test_heads_read_only_their_own_settings(tmp_path: Path) -> None:
         seeds=[1],
         models={"a": "A", "b": "B"},
     )
-    counts = [(run.settings.task, run.settings.head) for run in runs]
+    counts = [(run.task, run.head) for run in runs]
     one = {head: counts.count(("sst5", head)) for head in ("cls", "cln", "probe", "tfidf", "isobn")}
     assert one == {"cls": 4, "cln": 4, "probe": 2, "tfidf": 1, "isobn": 8}
     assert [counts.count(("sst5,sts", h)) for h in ("cls", "cln", "probe")] == [0, 4, 0]
-    assert next(r for r in runs if r.settings.head == "tfidf").settings.system == "tfidf"
-    folders = {run.folder.name for run in runs if run.settings.head == "isobn"}
+    assert next(run for run in runs if run.head == "tfidf").system == "tfidf"
+    folders = {run.folder.name for run in runs if run.head == "isobn"}
     assert "p1-d1-s1-beta=0.25-learning_rate=1e-05" in folders
 
 
@@ -104,11 +111,11 @@ def test_heads_read_only_their_own_settings(tmp_path: Path) -> None:
     [
         ({"tasks": ["rt"]}, "task rt: no such task. Did you mean 'rte'"),
         ({"systems": ["multcls"]}, "no such head. Did you mean 'multicls'"),
-        ({"models": {}}, "no models: give --model NAME=FOLDER"),
-        ({"models": {"a": ["A", "B"], "b": ["C", "D", "E"]}}, "give each model as many"),
+        ({"models": {}}, "task sst2: no runs; give --model NAME=FOLDER"),
+        ({"models": {"a": ["A", "B"], "b": ["C", "D", "E"]}}, "give each as many"),
         ({"systems": {"x": {"head": "cls", "models": ["brt"]}}}, "Did you mean 'bert'"),
-        ({"tasks": ["sst2,stsb"]}, "several tasks in one run need a system with head cln"),
-        ({"search": {"train.learning_rate": 1e-5}}, "give a list of values"),
+        ({"tasks": ["sst2,stsb"]}, "in one run need a system with head cln"),
+        ({"search": {"train.learning_rate": 1e-5}}, "valid list"),
         ({"search": {"train.learning_rat": [1e-5]}}, "train.learning_rate"),
         ({"systems": {"x": {"head": "cls", "pooling": "mean"}}}, "cls does not read it"),
         ({"systems": {"x": {"head": "probe", "train": {"epochs": 3}}}}, "does not read it"),
@@ -168,7 +175,25 @@ def test_processes_share_the_cores_that_they_may_use(
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(6)))
     grid.work_side_by_side([], 2, tmp_path)
-    assert os.environ["OMP_NUM_THREADS"] == "3" and len(list(tmp_path.iterdir())) == 2
+    assert os.environ["OMP_NUM_THREADS"] == "3"
+
+
+def test_what_is_to_be_saved_is_made_up_for(tiny_bert: Path, glue: Path, tmp_path: Path) -> None:
+    """--save_model and --predict_test of a later start do finished runs again, with the same numbers."""
+    test = "".join(f"{n}\tlen bal los nar\n" for n in range(3))
+    shutil.copytree(glue, tmp_path / "glue")
+    (tmp_path / "glue" / "SST-2" / "test.tsv").write_text(f"index\tsentence\n{test}")
+    flags = start(tmp_path, tiny_bert, tmp_path / "glue", seeds=[1])
+    assert main(flags) == 0
+    before = scores(tmp_path)
+    (folder,) = (path.parent for path in tmp_path.rglob("record.json"))
+    assert main([*flags, "--save_model"]) == 0 and (folder / "model").is_dir()
+    assert main([*flags, "--predict_test"]) == 0
+    assert len(load_predictions(folder, "sst2")["test"]["ids"]) == 3
+    assert scores(tmp_path) == before
+    record = (folder / "record.json").stat().st_mtime_ns
+    assert main([*flags, "--save_model", "--predict_test"]) == 0
+    assert record == (folder / "record.json").stat().st_mtime_ns, "nothing to do"
 
 
 def test_other_settings_in_a_folder_are_refused_at_the_start(
@@ -214,6 +239,9 @@ def test_own_rows_with_a_test_file_and_the_best_model(
         main([*start(tmp_path, tiny_bert, tmp_path, **changes), *own, "--save_best"])
 
 
+KILLS = int(os.environ.get("MULTICLS_KILLS", "3"))  # more take minutes
+
+
 def begin(flags: list[str]) -> subprocess.Popen[bytes]:
     command = [sys.executable, str(REPOSITORY / "finetune" / "grid.py"), *flags]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -225,51 +253,60 @@ def scores(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_processes_share_a_grid_and_survive_kills(
+def test_kills_lose_no_run_and_change_no_number(
     tiny_bert: Path, glue: Path, tmp_path: Path
 ) -> None:
-    """Two commands with two processes each, killed again and again: each run is done, with undisturbed numbers."""
-    changes: dict[str, Any] = {"seeds": list(range(1, 9)), "systems": ["cls"]}
-    for name in ("calm", "rough"):
+    """Two commands with two processes each: a command or a helper is killed at random moments, again and again."""
+    draw, names = random.Random(KILLS), ("calm", "rough")
+    steps = {
+        "max_steps": 60 if KILLS < 10 else 400,
+        "eval_every": 20,
+        "checkpoint_minutes": 1e-3,
+        "learning_rate": 1e-3,
+    }
+    changes: dict[str, Any] = {
+        "seeds": list(range(1, 9 if KILLS < 10 else 21)),
+        "settings": {"max_length": 32, "train": steps},
+    }
+    for name in names:
         (tmp_path / name).mkdir()
     assert main(start(tmp_path / "calm", tiny_bert, glue, **changes)) == 0
     flags = start(tmp_path / "rough", tiny_bert, glue, "--jobs", "2", **changes)
-
-    def done() -> int:
-        return len(list((tmp_path / "rough").rglob("record.json")))
-
-    for _ in range(20):
-        process = begin(flags)
-        target = done() + 2
-        until(lambda target=target, p=process: done() >= target or p.poll() is not None)  # type: ignore[misc]
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        if done() == 8:
-            break
-    first, second = begin(flags), begin(flags)
-    assert (first.wait(), second.wait()) == (0, 0)
+    records: dict[Path, int] = {}
+    command = begin(flags)
+    for _ in range(KILLS):
+        until(partial(at_work, command, tmp_path / "rough"))
+        time.sleep(draw.uniform(0, 3))
+        helpers = children(command.pid)
+        if command.poll() is None and draw.random() < 0.5:
+            os.kill(max(helpers), signal.SIGKILL)
+        else:
+            with suppress(ProcessLookupError):  # it has ended
+                os.killpg(command.pid, signal.SIGKILL)
+            command.wait()
+            command = begin(flags)
+        now = {path: path.stat().st_mtime_ns for path in (tmp_path / "rough").rglob("record.json")}
+        assert records.items() <= now.items(), "a finished run was done again"
+        records = now
+    second = begin(flags)
+    assert (command.wait(), second.wait()) == (0, 0)
     assert scores(tmp_path / "rough") == scores(tmp_path / "calm")
+    reports = [build_report(ReportOptions(results=str(tmp_path / n / "results"))) for n in names]
+    calm, rough = (report.tables["All results"].drop(columns="seconds") for report in reports)
+    assert calm.equals(rough)
+
+
+def at_work(command: subprocess.Popen[bytes], folder: Path) -> bool:
+    """Whether a process is at a run, or the command has ended."""
+    locks = folder.rglob(".lock")
+    return command.poll() is not None or any(lock_holder(path.parent) for path in locks)
 
 
 @pytest.mark.slow
-def test_workers_end_with_the_process_that_started_them(
-    tiny_bert: Path, glue: Path, tmp_path: Path
-) -> None:
+def test_helpers_end_with_the_command(tiny_bert: Path, glue: Path, tmp_path: Path) -> None:
     process = begin(start(tmp_path, tiny_bert, glue, "--jobs", "2", seeds=list(range(1, 60))))
-    until(lambda: any(tmp_path.rglob("record.json")))
-    workers = children(process.pid)
+    until(lambda: any(tmp_path.rglob("*.log")))
+    helpers = children(process.pid)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    until(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))
-
-
-@pytest.mark.slow
-def test_other_workers_do_the_runs_of_one_that_is_killed(
-    tiny_bert: Path, glue: Path, tmp_path: Path
-) -> None:
-    process = begin(start(tmp_path, tiny_bert, glue, "--jobs", "2", seeds=list(range(1, 11))))
-    until(lambda: any(tmp_path.rglob("record.json")) and len(list(tmp_path.rglob("*.log"))) == 2)
-    worker = next(tmp_path.rglob("*.log")).stem.rpartition("-")[2]
-    os.kill(int(worker), signal.SIGKILL)
-    assert process.wait() == 0
-    assert len(scores(tmp_path)) == 10
+    until(lambda: not any(Path(f"/proc/{helper}").exists() for helper in helpers))

@@ -11,8 +11,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from finetune import run
-from finetune.predict import _write, answers_of, load_task, main
+from finetune.predict import answers_of, find_task, main, predict_command
+from finetune.predict import write_rows as write_answers
 from finetune.tasks import TASKS
 from multicls.errors import UserError
 from tests.finetune.conftest import NOUNS
@@ -81,7 +81,7 @@ def test_cells_and_columns_of_the_rows_stay(suffix: str, tmp_path: Path) -> None
     """Predictions keep the labels of an earlier prediction, long numbers and dates."""
     cells = {"label": "a", "predicted_label": "b", "n": 0.1234567890123456, "t": date(2026, 1, 2)}
     answers = answers_of(TASKS["sst2"], np.array([[0.0, 1.0]], dtype=np.float32))
-    _write(tmp_path / f"o.{suffix}", [("1", cells), ("2", {})], [("1", cells)], answers)
+    write_answers(tmp_path / f"o.{suffix}", [("1", cells), ("2", {})], answers.set_axis(["1"]))
     if suffix == "csv":
         table = pd.read_csv(tmp_path / "o.csv", dtype=str, keep_default_na=False)
         first, second = table.to_dict("records")
@@ -137,37 +137,25 @@ def test_mistakes(arguments: list[str], message: str, three_classes: str, tmp_pa
         main([places.get(argument, argument) for argument in arguments])
 
 
-@pytest.mark.parametrize("task", ["copa", "wic"])
-def test_tasks_of_more_than_texts_are_refused(task: str, tmp_path: Path) -> None:
-    config = {"model_type": "encoder-with-head", "tasks": [TASKS[task].describe()]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="only run.py predicts it"):
-        load_task(str(tmp_path))
-
-
 @pytest.mark.parametrize(
     ("tasks", "words"),
     [
-        (["sst2"], "/model ROWS.csv\n"),
-        (["sst5", "sts"], "/model ROWS.csv --task sst5\n"),
+        (["sst2"], " ROWS.csv"),
+        (["sst5", "sts"], " ROWS.csv --task sts"),
         (["copa"], ""),
         (["wic"], ""),
     ],
 )
-def test_a_run_names_this_command_only_where_it_works(
-    tasks: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_commands_name_this_one_only_where_it_works(
+    tasks: list[str], words: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "model").mkdir()
-    descriptions = [{"description": TASKS[task].describe()} for task in tasks]
-    run._summarize({"path": str(tmp_path), "tasks": descriptions}, "results")
-    out = capsys.readouterr().out
-    assert ("finetune/predict.py" in out) == bool(words) and words in out
-
-
-def test_a_model_of_several_tasks_needs_a_name(tmp_path: Path) -> None:
-    config = {"tasks": [TASKS[name].describe() for name in ("sst5", "sts")]}
+    descriptions = [TASKS[task].describe() for task in tasks]
+    config = {"model_type": "encoder-with-head", "tasks": descriptions}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="fine-tuned on sst5, sts"):
-        load_task(str(tmp_path))
-    trained = load_task(str(tmp_path), "sts")
-    assert (trained.task, trained.index, trained.max_length) == (TASKS["sts"], 1, 128)
+    command = predict_command(tmp_path, descriptions[-1], len(tasks) > 1)
+    assert command == (words and f"python finetune/predict.py {tmp_path}{words}")
+    if words:
+        assert find_task(str(tmp_path), tasks[-1]) == (len(tasks) - 1, descriptions[-1])
+    if not words or len(tasks) > 1:
+        with pytest.raises(UserError, match="only run.py predicts it|fine-tuned on sst5, sts"):
+            find_task(str(tmp_path))

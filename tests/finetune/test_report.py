@@ -114,19 +114,15 @@ def test_the_command_is_that_of_the_best_run_of_each_task(results: Path) -> None
     report = report_of(results)
     best = {}
     for group in report.groups:
-        run = group.runs.sort_values("selection_score").iloc[-1]
-        recipe = f"--recipe {run['path']}/settings.yaml"
-        best[group["system"]] = run["path"], f"python finetune/run.py {recipe} --save_model"
+        best[group["system"]] = group.runs.sort_values("selection_score").iloc[-1]["path"]
+    save = "python finetune/run.py --recipe {}/settings.yaml --save_model"
     assert report.commands == {
-        "rte: save the best model (a)": best["a"][1],
-        "sst2: save the best model (b)": best["b"][1],
+        "rte, the best model (a)": save.format(best["a"]),
+        "sst2, the best model (b)": save.format(best["b"]),
     }
-    (Path(best["a"][0]) / "model").mkdir()
-    commands = report_of(results).commands
-    assert (
-        commands["rte: label new rows"]
-        == f"python finetune/predict.py {best['a'][0]}/model ROWS.csv"
-    )
+    Path(best["a"], "model").mkdir()
+    command = f"python finetune/predict.py {best['a']}/model ROWS.csv"
+    assert report_of(results).commands["rte, the best model (a)"] == command
 
 
 def test_files(results: Path, capsys: pytest.CaptureFixture[str]) -> None:

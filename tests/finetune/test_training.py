@@ -159,10 +159,10 @@ def test_holdout_reports_the_best_weights_not_the_last(
     assert record["tasks"][0]["selection_score"] == max(scores.values())
     assert record["best_step"] == min(s for s, v in scores.items() if v == max(scores.values()))
     assert (record["tasks"][0]["train_rows"], record["tasks"][0]["validation_rows"]) == (32, 8)
-    from finetune.predict import load_task, predict
+    from finetune.predict import find_task, predict
 
     folder = str(Path(record["path"]) / "model")
-    again = predict(folder, load_task(folder), read_task(TASKS["sst2"], str(glue)).dev)
+    again = predict(folder, *find_task(folder), read_task(TASKS["sst2"], str(glue)).dev)
     np.testing.assert_allclose(again, logits_of(record), atol=1e-5)
 
 
