@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -75,33 +74,24 @@ def build_unit(unit: Unit, settings: PrepareSettings, work: Path, tokenizer: Pat
     if target.exists():
         return
     encoder, drops = load_encoder(tokenizer), DropLog()
-    with _fresh_folder(target) as folder:
+    # A scheduler may take a worker for dead that still runs, and build its unit again elsewhere. So
+    # each has its own folder; the first to finish gives the unit.
+    with TemporaryDirectory(prefix=f".{unit.key}.", dir=work) as scratch:
+        folder = Path(scratch, unit.key)
+        folder.mkdir()
         documents = _encode(_clean(unit, settings, drops), encoder, drops)
         _write(folder, _join_short(documents, settings, drops), encoder.vocabulary_size, drops)
+        try:
+            folder.rename(target)
+        except OSError:
+            if not target.exists():
+                raise
 
 
 @lru_cache(1)
 def load_encoder(path: Path) -> TextEncoder:
     """Returns this process's encoder of a tokenizer.json; it remembers the words that it met."""
     return TextEncoder(path.read_text(encoding="utf-8"))
-
-
-@contextmanager
-def _fresh_folder(target: Path) -> Iterator[Path]:
-    """Creates a folder of this process and renames it to `target` when the block succeeds.
-
-    A scheduler may take a worker for dead that still runs and build its unit again. So each process
-    has its own folder: the first to finish gives the unit, and the other folders are removed.
-    """
-    with TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
-        fresh = Path(scratch) / target.name
-        fresh.mkdir()
-        yield fresh
-        try:
-            fresh.rename(target)
-        except OSError:
-            if not target.exists():
-                raise
 
 
 def _clean(

@@ -17,6 +17,8 @@ from data_prep.pool import run_all
 from multicls.corpus import Shard
 from multicls.files import read_json
 
+SHARES = 16  # of all hashes, searched for duplicates one after the other
+
 
 class Merged(NamedTuple):
     """The shards, counts and drops that a unit, or all units together, add to the corpus."""
@@ -52,10 +54,18 @@ def merge(units: list[Unit], output: Path, drop_copies: bool, pool: Executor | N
 
 
 def find_copies(folders: list[Path]) -> list[np.ndarray]:
-    """Returns for each unit, (D,) bool, which documents have the text of an earlier document."""
-    hashes = [np.load(folder / "documents.npy")["hash"] for folder in folders]
-    copied = pd.Series(np.concatenate(hashes)).duplicated().to_numpy()
-    return np.split(copied, np.cumsum([len(found) for found in hashes])[:-1])
+    """Returns for each unit, (D,) bool, which documents have the text of an earlier document.
+
+    It holds at most 17 bytes a document: all hashes, one more copy of them, and the answer.
+    """
+    columns = [np.load(folder / "documents.npy")["hash"].copy() for folder in folders]
+    ends, hashes = np.cumsum(list(map(len, columns))), np.concatenate(columns)
+    del columns
+    copied = np.zeros(len(hashes), bool)
+    for share in range(SHARES):
+        places = np.flatnonzero(hashes % SHARES == share)
+        copied[places] = pd.Series(hashes[places]).duplicated()
+    return np.split(copied, ends[:-1])
 
 
 def merge_unit(folder: Path, name: Path, copied: np.ndarray) -> Merged:

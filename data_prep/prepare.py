@@ -217,58 +217,51 @@ def _finish(output: Path, job: Job, merged: Merged) -> None:
             f"(left out: {listed or 'nothing'}); --min_sentences and --short_documents join take "
             "shorter ones."
         )
-    names = _write_files(output, job, merged)
-    sources: dict[str, Counter[str]] = {}
-    for shard in merged.shards:
-        for source, counts in shard.pop("sources").items():
-            sources.setdefault(source, Counter()).update(counts)
-    hub = {file.source: file.hub for unit in job.units for file in unit.files if file.hub}
     record, size = merged.drops.to_json(), len(merged.frequency)
-    fingerprint = tokenizer_fingerprint(Tokenizer.from_file(str(output / "tokenizer.json")))
-    del record["samples"]
-    manifest = {
-        "format": FORMAT,
-        "format_version": FORMAT_VERSION,
-        **{name: sum(shard[name] for shard in merged.shards) for name in COUNT_FIELDS},
-        "sources": sources,
-        "hub_datasets": hub,
-        "joined_documents": record.pop("joined"),
-        "drops": record,
-        "dropped": drops,
-        "skipped": dict(sorted(skipped.items())),
-        "tokenizer": {
-            "fingerprint": fingerprint,
-            "vocabulary_size": size,
-            "dtype": "uint16" if size <= 1 << 16 else "uint32",
-        },
-        "made_from": job.made_from,
-        "files": {
-            name: {"bytes": (output / name).stat().st_size, "sha256": sha256_of(output / name)}
-            for name in names
-        },
-        "shards": merged.shards,
+    names = ("source", "document", "text")
+    samples: dict[str, Any] = {
+        reason: [dict(zip(names, sample[1:], strict=True)) for sample in kept]
+        for reason, kept in record.pop("samples").items()
     }
-    write_manifest(output, manifest)
-
-
-def _write_files(output: Path, job: Job, merged: Merged) -> tuple[str, ...]:
-    """Writes all files but the shards and the manifest; returns their names."""
-    names = (FREQUENCY, DROPPED, *job.tokenizer_files)
-    for leftover in [path for name in (*names, MANIFEST) for path in output.glob(f".{name}.*")]:
-        leftover.unlink()  # of a run that was killed
+    write_json(output / DROPPED, samples | {"skipped": sorted(job.skipped)})
     with atomic_write(output / FREQUENCY, "wb") as file:
         np.save(file, merged.frequency)
     for name, data in job.tokenizer_files.items():
         with atomic_write(output / name, "wb") as file:
             file.write(data)
-    samples: dict[str, Any] = {
-        reason: [
-            dict(zip(("source", "document", "text"), sample[1:], strict=True)) for sample in kept
-        ]
-        for reason, kept in sorted(merged.drops.samples.items())
+    written = {name: output / name for name in (FREQUENCY, DROPPED, *job.tokenizer_files)}
+    for leftover in [path for name in (*written, MANIFEST) for path in output.glob(f".{name}.*")]:
+        leftover.unlink()  # of a run that was killed
+    sources: dict[str, Counter[str]] = {}
+    for shard in merged.shards:
+        for source, counts in shard.pop("sources").items():
+            sources.setdefault(source, Counter()).update(counts)
+    tokenizer = Tokenizer.from_file(str(output / "tokenizer.json"))
+    manifest = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        **{name: sum(shard[name] for shard in merged.shards) for name in COUNT_FIELDS},
+        "sources": sources,
+        "hub_datasets": {
+            file.source: file.hub for unit in job.units for file in unit.files if file.hub
+        },
+        "joined_documents": record.pop("joined"),
+        "drops": record,
+        "dropped": drops,
+        "skipped": dict(sorted(skipped.items())),
+        "tokenizer": {
+            "fingerprint": tokenizer_fingerprint(tokenizer),
+            "vocabulary_size": size,
+            "dtype": "uint16" if size <= 1 << 16 else "uint32",
+        },
+        "made_from": job.made_from,
+        "files": {
+            name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+            for name, path in written.items()
+        },
+        "shards": merged.shards,
     }
-    write_json(output / DROPPED, samples | {"skipped": sorted(job.skipped)})
-    return names
+    write_manifest(output, manifest)
 
 
 def _remove_work(work: Path) -> None:

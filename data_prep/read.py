@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from functools import partial
+from itertools import chain
 from typing import IO, Any, Literal, NamedTuple
 from xml.etree import ElementTree
 
@@ -59,8 +60,9 @@ def read_documents(file: SourceFile, settings: PrepareSettings) -> Iterator[RawD
         text = " ".join(sample[:SAMPLE].split())
         bad.append(_document(file, place, "", text, "plain")._replace(dropped=reason))
 
+    documents = _READERS[file.format](file, settings, drop)
     try:
-        for document in _READERS[file.format](file, settings, drop):
+        for document in _joined(documents) if file.layout == "sentences" else documents:
             yield from bad
             bad.clear()
             yield document
@@ -112,19 +114,19 @@ def _skip_line(stream: IO[bytes]) -> int:
 
 
 def _text(file: SourceFile, settings: PrepareSettings, drop: Drop) -> Iterator[RawDocument]:
-    """Yields documents of a plain text, which end at blank lines or with the file."""
-    if file.layout == "sentences":
-        yield from _group_sentences(file, _lines(file, drop))
-        return
+    """Yields documents of a plain text: a line each, or up to a blank line, or the whole file."""
     title, lines = stem(file.name), list[str]()
     first = size = count = 0
     for offset, text in _lines(file, drop):
         blank = not text.strip()
-        long = size > (LONGEST_DOCUMENT if blank else 2 * LONGEST_DOCUMENT)
-        if lines and (long or (blank and settings.documents == "blank_line")):
+        ends = blank and settings.documents == "blank_line"
+        if lines and (ends or size > LONGEST_DOCUMENT * (1 if blank else 2)):
             yield _document(file, first, title, "\n".join(lines), file.layout)
             lines, size, count = [], 0, count + 1
-        if lines or not blank:
+        if file.layout == "sentences":
+            yield _document(file, offset, title, text, file.layout)
+            count += 1
+        elif lines or not blank:
             first = first if lines else offset
             lines.append(text)
             size += len(text) + 1
@@ -132,25 +134,23 @@ def _text(file: SourceFile, settings: PrepareSettings, drop: Drop) -> Iterator[R
         yield _document(file, first, title, "\n".join(lines), file.layout)
 
 
-def _group_sentences(file: SourceFile, rows: Iterable[tuple[Any, str]]) -> Iterator[RawDocument]:
-    """Yields documents of consecutive rows, one sentence each; an empty row ends a document.
+def _joined(rows: Iterable[RawDocument]) -> Iterator[RawDocument]:
+    """Joins consecutive rows, one sentence each, to documents; an empty row ends a document.
 
     Where documents begin depends on the rows themselves. The same book in another place of the
     stream therefore gives the same documents, but for its edges, and is found as a duplicate.
     """
     first, group = None, list[str]()
-    for place, text in rows:
-        sentence = " ".join(text.split())
-        hashed = xxhash.xxh3_64_intdigest(sentence.encode("utf-8", "replace"))
-        begins = len(group) >= FEWEST_ROWS and hashed % BOUNDARY == 0
-        if group and (begins or not sentence or len(group) == MOST_ROWS):
-            yield _document(file, first, stem(file.name), "\n".join(group), "sentences")
-            group = []
+    for row in chain(rows, [RawDocument("", "", "", "", "sentences")]):
+        sentence = " ".join(row.text.split())
+        begins = xxhash.xxh3_64_intdigest(sentence.encode()) % BOUNDARY == 0
+        is_full = len(group) == MOST_ROWS or (begins and len(group) >= FEWEST_ROWS)
+        if first and (is_full or not sentence):
+            yield first._replace(text="\n".join(group))
+            first, group = None, []
         if sentence:
-            first = first if group else place
+            first = first or row
             group.append(sentence)
-    if group:
-        yield _document(file, first, stem(file.name), "\n".join(group), "sentences")
 
 
 def _wikiextractor(
@@ -158,29 +158,20 @@ def _wikiextractor(
 ) -> Iterator[RawDocument]:
     """Yields what lies between `<doc id=...>` and `</doc>`; text elsewhere is a bad record."""
     opened: re.Match[str] | None = None
-    lines: list[tuple[int, str]] = []
-    size = 0
-
-    def drop_lines() -> None:
-        if filled := [line for line in lines if line[1].strip()]:
-            sample = " ".join(text for _, text in filled[:3])
-            drop(filled[0][0], "records_doc_not_closed", sample)
-
-    for line in _lines(file, drop):
-        if line[1].startswith("<doc id="):
-            drop_lines()
-            opened, lines, size = _DOC.match(line[1]), [line], 0
-        elif opened and line[1].startswith("</doc>"):
-            title, text = html.unescape(opened[2] or ""), "\n".join(text for _, text in lines[1:])
-            yield _article(file, opened[1], title, text)
-            opened, lines = None, []
+    lines, first, size = list[str](), 0, 0
+    for offset, line in chain(_lines(file, drop), [(0, "<doc id=")]):  # which ends the last one
+        begins = line.startswith("<doc id=")
+        if opened and line.startswith("</doc>"):
+            yield _article(file, opened[1], html.unescape(opened[2] or ""), "\n".join(lines))
+            opened, lines, size = None, [], 0
+        elif begins or size > 2 * LONGEST_DOCUMENT:
+            if opened or any(map(str.strip, lines)):
+                drop(first, "records_doc_not_closed", " ".join(lines[:3]))
+            opened, lines, size = _DOC.match(line) if begins else None, [], 0
         else:
             lines.append(line)
-            size += len(line[1]) + 1
-            if size > 2 * LONGEST_DOCUMENT:
-                drop_lines()
-                opened, lines, size = None, [], 0
-    drop_lines()
+            size += len(line) + 1
+        first = first if lines else offset
 
 
 def _article(file: SourceFile, place: object, title: str, text: str) -> RawDocument:
@@ -192,35 +183,24 @@ def _article(file: SourceFile, place: object, title: str, text: str) -> RawDocum
 def _table(
     read: Rows, file: SourceFile, settings: PrepareSettings, drop: Drop
 ) -> Iterator[RawDocument]:
-    """Yields the rows of JSON lines, Parquet and data sets."""
-    rows = _checked(read(file, settings.text_field, drop), file, settings.text_field, drop)
-    if file.layout == "sentences":
-        yield from _group_sentences(file, ((place, text) for place, text, _ in rows))
-        return
-    for place, text, row in rows:
-        name, title, url = row.get("id"), str(row.get("title") or ""), str(row.get("url") or "")
-        name = place if name is None else name
-        if file.layout == "wikipedia" or _WIKIPEDIA.match(url):
-            yield _article(file, name, title, text)
-        else:
-            yield _document(file, name, title, text, "plain")
-
-
-def _checked(
-    rows: Iterable[tuple[int, Any]], file: SourceFile, field: str, drop: Drop
-) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """Yields place, text and row where there is text; the first record of a file must have the field."""
-    is_first = not file.start
-    for place, row in rows:
+    """Yields the rows of JSON lines, Parquet and data sets; the first one must have the text."""
+    field, is_first = settings.text_field, not file.start
+    for place, row in read(file, field, drop):
         if is_first and isinstance(row, dict):
             is_first = False
             if field not in row:
                 hint = did_you_mean(field, row)
                 raise UserError(f"{file}: no field {field!r}; set --text_field.{hint}")
-        if isinstance(row, dict) and isinstance(text := row.get(field), str):
-            yield place, text, row
-        else:
+        text = row.get(field) if isinstance(row, dict) else None
+        if not isinstance(text, str):
             drop(place, "records_without_text", str(row))
+            continue
+        title, url = str(row.get("title") or ""), str(row.get("url") or "")
+        name = place if row.get("id") is None else row["id"]
+        if file.layout == "wikipedia" or (file.layout == "plain" and _WIKIPEDIA.match(url)):
+            yield _article(file, name, title, text)
+        else:
+            yield _document(file, name, title, text, file.layout)
 
 
 def _json_rows(file: SourceFile, field: str, drop: Drop) -> Iterator[tuple[int, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import multiprocessing
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -77,6 +78,10 @@ def _report(error: BaseException) -> None:
     """Prints the error: a line for each problem, or a traceback."""
     with suppress(OSError, ValueError):  # stdout is closed
         print(end="", flush=True)
+    stdout = select.poll()
+    stdout.register(1, 0)
+    if isinstance(error, BrokenPipeError) and stdout.poll(0):  # `| head` reads no more
+        return
     if isinstance(error, (UserError, FloatingPointError)):
         for problem in getattr(error, "problems", [error]) if _reports(error) else ():
             print_stderr(f"error: {problem}")

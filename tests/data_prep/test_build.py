@@ -280,14 +280,25 @@ def test_file_systems_without_hard_links(
     same_files(tmp_path / "whole", tmp_path / "out")
 
 
-def test_two_processes_may_build_one_unit(tmp_path: Path) -> None:
-    with build._fresh_folder(tmp_path / "unit") as one:
-        (one / "a").write_text("1")
-        with build._fresh_folder(tmp_path / "unit") as other:
-            (other / "a").write_text("2")
-        (one / "b").write_text("1")
-    assert (tmp_path / "unit" / "a").read_text() == "2"
-    assert list(tmp_path.iterdir()) == [tmp_path / "unit"]
+def test_two_processes_may_build_one_unit(
+    texts: Path, tiny_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second worker builds and finishes each unit while the first is about to write it."""
+    prepared(tiny_tokenizer, tmp_path / "whole", texts)
+    original, write = build.build_unit, build._write
+
+    def twice(*arguments: Any) -> None:
+        def write_late(*content: Any) -> None:
+            monkeypatch.setattr(build, "_write", write)
+            original(*arguments)
+            write(*content)
+
+        monkeypatch.setattr(build, "_write", write_late)
+        original(*arguments)
+
+    monkeypatch.setattr(prepare_module, "build_unit", twice)
+    prepared(tiny_tokenizer, tmp_path / "out", texts)
+    same_files(tmp_path / "whole", tmp_path / "out")
 
 
 # Commands of their own, in processes that can be killed.

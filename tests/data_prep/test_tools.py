@@ -132,6 +132,12 @@ def test_stats_prints_and_draws(mixed: Corpus, capsys: pytest.CaptureFixture[str
     assert visible("ordinary text, Ünïcödé, שלום\u202e") == "ordinary text, Ünïcödé, שלום\\u202e"
 
 
+def test_a_reader_that_goes_away_ends_a_command_quietly(mixed: Corpus) -> None:
+    words = f"{sys.executable} {run.__file__} stats {mixed.path} | head -1"
+    done = subprocess.run(["bash", "-c", words], capture_output=True, text=True)
+    assert (done.stdout.count("\n"), done.stderr) == (1, "")
+
+
 def test_stats_lists_all_sources(
     tiny_tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
