@@ -113,18 +113,13 @@ class ExampleStream:
         self.examples_per_epoch = self._index.per_epoch
         self.num_documents = self._index.num_documents
         self.num_tokens = self._index.num_tokens
-        if not self.examples_per_epoch and corpus.num_documents == 1 and validation_fraction > 0:
-            raise UserError(
-                f"{corpus.path}: holds a single document, which cannot be both for training and "
-                "for validation; prepare more files, or divide a text file into documents with "
-                "`data_prep/run.py --documents blank_line`."
-            )
         if not self.examples_per_epoch:
             raise UserError(
                 f"{corpus.path}: the {self.num_documents} of its {corpus.num_documents} documents in "
                 f"the {split} split (validation_fraction = {validation_fraction}) give no example of "
                 f"{num_parts} parts; change the fraction or source_weights, prepare more or longer "
-                "documents, or, for masked-LM alone, set data.single_parts."
+                "documents (--documents blank_line divides a text file), or, for masked-LM alone, "
+                "set data.single_parts."
             )
 
     def micro_batches(self, numbers: Sequence[int], size: int) -> dict[str, np.ndarray]:

@@ -86,7 +86,7 @@ def merge_unit(folder: Path, name: Path, copied: np.ndarray) -> Merged:
             entry = write_rows(source, kept, frequency) if kept else None
         if entry:
             target = name.with_name(f"{name.name}{f'-{number:03d}' if number else ''}.arrow")
-            _link(source, target, folder)
+            _link(source, target)
             shards.append({"name": target.name} | entry)
     return Merged(shards, frequency, drops)
 
@@ -104,13 +104,10 @@ def _kept_rows(path: Path, documents: np.ndarray, copied: np.ndarray, drops: Dro
     return kept
 
 
-def _link(source: Path, target: Path, scratch: Path) -> None:
-    """Gives a file a second name, or copies it if there are no links; `target` is whole at any time."""
-    fresh = scratch / f"{target.name}.{os.getpid()}"
-    fresh.unlink(missing_ok=True)
+def _link(source: Path, target: Path) -> None:
+    """Gives a file a second name, or copies it if there are no links."""
+    target.unlink(missing_ok=True)
     try:
-        os.link(source, fresh)
+        os.link(source, target)
     except OSError:
-        shutil.copyfile(source, fresh)
-    os.replace(fresh, target)  # which does nothing if both are the same file
-    fresh.unlink(missing_ok=True)
+        shutil.copyfile(source, target)

@@ -42,7 +42,7 @@ def available_cores() -> int:
 class PrepareSettings(Settings):
     """Settings of a corpus: together with the text they decide its bytes."""
 
-    input: list[str] = Field([], description=INPUT_HELP)
+    input: list[str] = Field(min_length=1, description=INPUT_HELP)
     include: list[str] = Field([], description="read only these files of a folder, like *.txt")
     exclude: list[str] = Field([], description="leave out these files of a folder")
     format: Format = Field(
@@ -57,9 +57,8 @@ class PrepareSettings(Settings):
     )
     text_field: str = Field("text", description="field of JSON lines, Parquet and data sets")
     tokenizer: str = Field(
-        "",
         description="a folder with tokenizer.json, that file, a Hub id like bert-base-uncased, or "
-        "sample",
+        "sample"
     )
     min_sentences: PositiveInt = Field(
         MIN_SENTENCES,
@@ -75,13 +74,6 @@ class PrepareSettings(Settings):
         description="ISO 639 code of the text, such as de for German, for the sentence splitter",
     )
     without: list[Rule] = Field([], description=f"cleaning rules to leave out: {', '.join(RULES)}")
-
-    @model_validator(mode="after")
-    def _is_complete(self) -> PrepareSettings:
-        missing = [f"--{name}" for name in ("input", "tokenizer") if not getattr(self, name)]
-        if missing:
-            raise ValueError(f"{' and '.join(missing)} not set (--sample sets both)")
-        return self
 
     @property
     def rules(self) -> frozenset[str]:

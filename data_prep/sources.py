@@ -17,6 +17,7 @@ from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, get_args
 
 import fsspec
@@ -105,10 +106,9 @@ def list_inputs(settings: PrepareSettings) -> tuple[list[SourceFile], list[Skipp
         skipped += reasons
         files += [entry for entry in found if isinstance(entry, SourceFile)]
         if len(reasons) == len(found):
-            first = f" ({reasons[0].path})" if reasons else ""
             counts = Counter(reason for _, reason in reasons) or {"no file in this folder": 1}
             why = ", ".join(f"{number} x {reason}" for reason, number in counts.items())
-            problems.append(f"--input {printable(what)}: nothing can be read: {why}{first}.")
+            problems.append(f"--input {printable(what)}: nothing can be read: {why}.")
     if problems:
         raise UserError(*problems)
     return files, skipped
@@ -201,10 +201,10 @@ def _list_data_set(
             "(`datasets.load_dataset`), copy the cache and set HF_HUB_OFFLINE=1."
         ) from None
     base = os.path.basename(os.path.realpath(what) if is_folder else hub)
-    source = source or (name if name in PRESETS else base)
     splits = [data[key] for key in sorted(data)] if isinstance(data, dict) else [data]
     for path in [entry["filename"] for part in splits for entry in part.cache_files]:
-        file = _local_file(source, f"{base}/{os.path.basename(path)}", path)
+        name = "/".join([base, *Path(path).parts[-2:]])  # in the cache, the folder is the commit
+        file = _local_file(source or base, name, path)
         if isinstance(file, SourceFile):
             layout = _layout(settings, LAYOUTS.get(hub, "plain"))
             file = file._replace(format="arrow", layout=layout, hub="" if is_folder else hub)
@@ -218,8 +218,8 @@ def _inspect(settings: PrepareSettings, file: Entry) -> Entry:
     name, path = file.name, printable(file.path)
     if any(part.startswith(".") for part in name.split("/")):
         return Skipped(path, "hidden")
-    included = any(fnmatchcase(name, pattern) for pattern in settings.include or ["*"])
-    if not included or any(fnmatchcase(name, pattern) for pattern in settings.exclude):
+    is_excluded = any(fnmatchcase(name, pattern) for pattern in settings.exclude)
+    if is_excluded or not any(fnmatchcase(name, pattern) for pattern in settings.include or ["*"]):
         return Skipped(path, "excluded")
     try:
         with open_bytes(file.path) as stream:
@@ -242,19 +242,13 @@ def _layout(settings: PrepareSettings, known: Layout = "plain") -> Layout:
 def damage(file: SourceFile, error: Exception) -> str:
     """Returns how a file is damaged, from the error that reading it raised.
 
-    Raises:
-        UserError: The file could not be reached. It must not be left out: the next try may succeed.
-        Exception: The error itself, if it has nothing to do with reading.
+    A file that could not be reached is a `UserError`: it must not be left out, the next try may succeed.
     """
-    remote = "://" in file.path
-    torn = isinstance(error, (EOFError, zlib.error, lzma.LZMAError, pa.ArrowException))
-    if torn or (isinstance(error, OSError) and error.errno is None and not remote):
-        return f"damaged: {first_line(error)}"
-    if remote or isinstance(error, OSError):
+    is_torn = isinstance(error, (EOFError, zlib.error, lzma.LZMAError, pa.ArrowException))
+    if not is_torn and ("://" in file.path or getattr(error, "errno", None) is not None):
         text = f"{file}: cannot be read: {first_line(error)}; run the same command again."
         raise UserError(text) from error
-    error.add_note(f"while reading {file}")
-    raise error
+    return f"damaged: {first_line(error)}"
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,20 @@ def prepared(
         input=[str(path) for path in inputs], tokenizer=str(tokenizer), **settings
     )
     return Corpus.open(prepare(chosen, output, workers, log=lambda _: None))
+
+
+@pytest.fixture
+def corpus_of(tiny_tokenizer: Path, tmp_path: Path) -> Callable[..., Corpus]:
+    """A function that prepares one text, or JSON lines of several, in the test's folder."""
+
+    def make(content: str | bytes | list[str], **settings: Any) -> Corpus:
+        path = tmp_path / ("in.jsonl" if isinstance(content, list) else "in.txt")
+        if isinstance(content, list):
+            content = "".join(json.dumps({"text": text}) + "\n" for text in content)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return prepared(tiny_tokenizer, tmp_path / "out", path, **settings)
+
+    return make
 
 
 def text_of(corpus: Corpus, number: int) -> list[str]:

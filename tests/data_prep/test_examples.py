@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -294,7 +294,7 @@ def test_a_single_document_cannot_be_divided(
     first_hash: int, split: Literal["train", "validation"], tmp_path: Path
 ) -> None:
     corpus = corpus_of(tmp_path, [first_hash, first_hash], text=[[9] * 30] * 2)
-    with pytest.raises(UserError, match=r"a single document, .*--documents blank_line"):
+    with pytest.raises(UserError, match="--documents blank_line"):
         ExampleStream(corpus, SPECIAL, seq_length=64, seed=0, split=split)
     whole = ExampleStream(corpus, SPECIAL, seq_length=64, seed=0, validation_fraction=0.0)
     assert whole.num_documents == 1
@@ -364,17 +364,11 @@ def test_every_document_of_three_sentences_gives_three_parts(tmp_path: Path) -> 
                 assert all(part.end - part.first >= 2 for part in example.parts)
 
 
-class LengthBaseline(NamedTuple):
-    """Scores of boosted trees that predict the order of two segments from their lengths."""
+def length_baseline(placed: np.ndarray, swapped: np.ndarray) -> tuple[float, float, float]:
+    """Predicts the order by boosted trees from the tokens of the first and second segment, (n, 2).
 
-    parts: int
-    accuracy: float
-    error: float  # binomial standard error
-    log_loss: float
-
-
-def length_baseline(placed: np.ndarray, swapped: np.ndarray) -> LengthBaseline:
-    """Five-fold cross-validation on the tokens of the first and second segment, (n, 2)."""
+    Returns accuracy, its binomial standard error and log loss of a five-fold cross-validation.
+    """
     features = np.column_stack([placed, placed[:, 0] - placed[:, 1]])
     # Small, slow trees: with more of them, the log loss of parts without any leak rises above ln 2.
     trees = HistGradientBoostingClassifier(
@@ -384,10 +378,7 @@ def length_baseline(placed: np.ndarray, swapped: np.ndarray) -> LengthBaseline:
     found = cross_val_predict(trees, features, swapped, cv=folds, method="predict_proba")
     correct = found.argmax(axis=1) == swapped
     of_label = np.take_along_axis(found, swapped[:, None].astype(int), axis=1)
-    error = float(correct.std() / len(correct) ** 0.5)
-    return LengthBaseline(
-        len(correct), float(correct.mean()), error, float(-np.log(of_label).mean())
-    )
+    return correct.mean(), correct.std() / len(correct) ** 0.5, -np.log(of_label).mean()
 
 
 def lengths_by_place(stream: ExampleStream) -> tuple[np.ndarray, np.ndarray]:
@@ -407,13 +398,13 @@ def test_segment_lengths_do_not_tell_the_order(
     lengths = [generator.geometric(0.06, n).tolist() for n in generator.integers(3, 200, 600)]
     corpus = corpus_of(tmp_path, text=lengths)
     stream = ExampleStream(corpus, SPECIAL, seq_length=64, seed=1, validation_fraction=0.0)
-    found = length_baseline(*lengths_by_place(stream))
-    assert found.parts > 8000
-    assert abs(found.accuracy - 0.5) < 3 * found.error and found.log_loss > 0.6925
+    placed, swapped = lengths_by_place(stream)
+    accuracy, error, log_loss = length_baseline(placed, swapped)
+    assert len(placed) > 8000 and abs(accuracy - 0.5) < 3 * error and log_loss > 0.6925
     # Control: with all parts filled from the front, as greedy filling does, the lengths tell.
     monkeypatch.setattr(windows, "draw_mirrored", lambda uniform: False)
-    leaking = length_baseline(*lengths_by_place(stream))
-    assert leaking.accuracy > 0.5 + 5 * leaking.error and leaking.log_loss < 0.6925
+    accuracy, error, log_loss = length_baseline(*lengths_by_place(stream))
+    assert accuracy > 0.5 + 5 * error and log_loss < 0.6925
 
 
 def test_source_weights(tmp_path: Path) -> None:
