@@ -227,11 +227,10 @@ def _write(folder: Path, documents: Iterable[Document], vocabulary: int, drops: 
     entries: list[dict[str, Any]] = []
     for batch in _batched(documents, lambda document: len(document.tokens), SHARD_TOKENS):
         rows = list(map(rows_of, batch))
-        table = np.zeros(len(batch), DOCUMENT)
-        table["hash"] = [document.hash for document in batch]
-        table["rows"] = list(map(len, rows))
-        table["characters"] = [min(document.characters, 2**32 - 1) for document in batch]
-        tables.append(table)
+        columns = [
+            (d.hash, len(r), min(d.characters, 2**32 - 1)) for d, r in zip(batch, rows, strict=True)
+        ]
+        tables.append(np.array(columns, DOCUMENT))
         entries.append(write_rows(folder / f"rows-{len(entries)}.arrow", rows, frequency))
     np.save(folder / "documents.npy", np.concatenate(tables))
     np.save(folder / "frequency.npy", frequency)

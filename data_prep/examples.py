@@ -144,11 +144,7 @@ class ExampleStream:
         return [self._example(self._index.find(self.seed, epoch, i)) for i in indices]
 
     def num_windows(self, row: int) -> int:
-        """Returns the number of windows of a row: 0 if it has fewer than P sentences.
-
-        Raises:
-            UserError: There is no such row.
-        """
+        """Returns the number of windows of a row: 0 if it has fewer than P sentences."""
         return self._index.count(*self.corpus.locate(row))
 
     def examples_of_row(

@@ -17,11 +17,7 @@ ROLES = ("cls", "sep", "pad", "mask")
 
 
 def describe(options: ShowOptions) -> str:
-    """Returns a row of a corpus and the training example that its window gives, with its masks.
-
-    Raises:
-        UserError: There is no such corpus, row or window, or its tokenizer lacks special tokens.
-    """
+    """Returns a row of a corpus and the training example that its window gives, with its masks."""
     corpus = Corpus.open(options.corpus)
     row = corpus.row(options.row)
     tokenizer = Tokenizer.from_file(str(corpus.path / "tokenizer.json"))
@@ -47,10 +43,8 @@ def describe(options: ShowOptions) -> str:
 def special_ids(corpus: Corpus, tokenizer: Tokenizer, num_facets: int) -> SpecialIds:
     """Returns the ids of the special tokens as in training.
 
-    Names that differ from BERT's come from the corpus's tokenizer_config.json.
-
-    Raises:
-        UserError: The tokenizer lacks a special token.
+    Names that differ from BERT's come from the corpus's tokenizer_config.json. A missing one is a
+    `UserError`.
     """
     path, names = corpus.path / "tokenizer_config.json", dict[str, str]()
     config = read_json(path) if path.exists() else {}

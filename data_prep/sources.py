@@ -35,9 +35,15 @@ OPENERS: dict[str, Callable[[Any], Any]] = {
 FORMATS = set(get_args(Format))
 HEAD_BYTES = 1 << 16
 _NAMED = re.compile(r"([^/=]+)=(.+)", re.DOTALL)
-_OTHER_XML = re.compile(r"<\?xml|<(?:rss|feed|TEI)\b")
-_JSON_OBJECT = re.compile(r'\{[ \t]*"[^"\n]*"[ \t]*:')
-_HTML = re.compile(r"<(?:!doctype\s+html|html|head|body)\b", re.IGNORECASE)
+_TABLE = "a table; write JSON lines (pandas.DataFrame.to_json), or --format text"
+_SUFFIXES = {".csv": _TABLE, ".tsv": _TABLE, ".html": "html", ".htm": "html", ".xhtml": "html"}
+_BEGINNINGS = {  # of texts: format, or the reason to skip the file
+    r"(?s)(?=<).{0,2000}<mediawiki": "mediawiki",
+    r"<doc id=": "wikiextractor",
+    r"(?i)<(?:!doctype\s+html|html|head|body)\b": "html",
+    r"<\?xml|<(?:rss|feed|TEI)\b": "XML that is not MediaWiki",
+    r'\{[ \t]*"[^"\n]*"[ \t]*:': "jsonl",
+}
 
 # What the lines or rows of a file are. plain: text with blank lines between paragraphs; wikipedia:
 # an article with a paragraph a line; sentences: a sentence each.
@@ -288,21 +294,13 @@ def _guess(text: str, name: str) -> str:
     """Returns the format that the suffix, or else the first characters of a text, say."""
     base, suffix = os.path.splitext(name.lower())
     suffix = os.path.splitext(base)[1] if suffix in OPENERS else suffix
-    if suffix in (".csv", ".tsv"):
-        return "a table; write JSON lines (pandas.DataFrame.to_json), or --format text"
-    if suffix in (".html", ".htm", ".xhtml") or _HTML.match(text):
-        return "html"
-    if "<mediawiki" in text[:2000] and text.startswith("<"):
-        return "mediawiki"
-    if text.startswith("<doc id="):
-        return "wikiextractor"
-    if suffix == ".xml" or _OTHER_XML.match(text):
-        return "XML that is not MediaWiki"
-    if suffix not in (".json", ".jsonl", ".ndjson"):
-        return "jsonl" if _JSON_OBJECT.match(text) else "text"
-    if re.match(r"\[|\{\s*\n", text):
-        return "JSON over several lines; write an object a line (jq -c '.[]')"
-    return "jsonl"
+    if suffix in (".json", ".jsonl", ".ndjson"):
+        is_one = re.match(r"\[|\{\s*\n", text)
+        return (
+            "JSON over several lines; write an object a line (jq -c '.[]')" if is_one else "jsonl"
+        )
+    found = (what for beginning, what in _BEGINNINGS.items() if re.match(beginning, text))
+    return _SUFFIXES.get(suffix) or next(found, "text")
 
 
 def stem(name: str) -> str:

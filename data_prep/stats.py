@@ -48,11 +48,7 @@ def document_lengths(corpus: Corpus) -> np.ndarray:
 def sampled_examples(
     corpus: Corpus, special: SpecialIds, seq_length: int, tokens: int = SAMPLE_TOKENS
 ) -> list[TrainingExample]:
-    """Builds the first epoch's examples of sampled rows, as training does.
-
-    Raises:
-        UserError: `seq_length` leaves no room for text.
-    """
+    """Builds the first epoch's examples of sampled rows, as training does."""
     stream = ExampleStream(corpus, special, seq_length=seq_length, seed=0, validation_fraction=0.0)
     rows = sample_rows(corpus, tokens)
     return [example for row in rows for example in stream.examples_of_row(row, epoch=0)]
@@ -75,11 +71,7 @@ def fitting_length(corpus: Corpus, special: SpecialIds) -> tuple[int, float]:
 
 
 def print_stats(options: ExampleOptions) -> None:
-    """Prints what a finished corpus holds, and draws the lengths of its texts to CORPUS.png.
-
-    Raises:
-        UserError: The corpus is not finished, or `seq_length` is too short.
-    """
+    """Prints what a finished corpus holds, and draws the lengths of its texts to CORPUS.png."""
     corpus = Corpus.open(options.corpus)
     training = _training(corpus, options)
     (sentences, tokens), rows = document_lengths(corpus), sample_rows(corpus)

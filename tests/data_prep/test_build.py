@@ -175,8 +175,8 @@ STOPS = {
 }
 
 
-def stop_at(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interrupts the next start at a stage."""
+def prepare_until(stage: str, tokenizer: Path, output: Path, texts: Path) -> None:
+    """Starts a run and interrupts it at a stage."""
     module, name, calls = STOPS[stage]
     original, left = getattr(module, name), [calls]
 
@@ -186,7 +186,9 @@ def stop_at(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
             raise KeyboardInterrupt
         return original(*content)
 
-    monkeypatch.setattr(module, name, stopping)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(module, name, stopping)
+        prepared(tokenizer, output, texts)
 
 
 def change_input(folder: Path) -> None:
@@ -199,16 +201,9 @@ def change_input(folder: Path) -> None:
 @pytest.mark.parametrize("change", [lambda folder: None, change_input])
 @pytest.mark.parametrize("stage", STOPS)
 def test_a_stopped_run_continues(
-    stage: str,
-    change: Any,
-    texts: Path,
-    tiny_tokenizer: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    stage: str, change: Any, texts: Path, tiny_tokenizer: Path, tmp_path: Path
 ) -> None:
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        stop_at(stage, patch)
-        prepared(tiny_tokenizer, texts / "out", texts)  # the output may lie in the input
+    prepare_until(stage, tiny_tokenizer, texts / "out", texts)  # the output may lie in the input
     if stage == "after the manifest":
         assert (texts / "out" / "work").exists()
         prepared(tiny_tokenizer, texts / "out", texts).verify()
@@ -237,28 +232,16 @@ def test_built_units_are_not_built_again(
         return original(file, settings)
 
     monkeypatch.setattr(build, "read_documents", counting)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        stop_at("merge", patch)
-        prepared(tiny_tokenizer, tmp_path / "out", texts)
+    prepare_until("merge", tiny_tokenizer, tmp_path / "out", texts)
     assert len(read) == 12
     (texts / "05.txt").write_text(story(33, 5))
     work = tmp_path / "out" / "work"
     (work / "notes.txt").write_text("not ours")
     sorted(work.glob("*/unit.json"))[0].parent.rename(tmp_path / "gone")
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        stop_at("merge", patch)
-        prepared(tiny_tokenizer, tmp_path / "out", texts)
+    prepare_until("merge", tiny_tokenizer, tmp_path / "out", texts)
     assert len(read) in (14, 16), "the unit of 05.txt and the one that is gone"
     prepared(tiny_tokenizer, tmp_path / "out", texts, min_sentences=7)  # other keys
     assert len(read) in (26, 28) and (work / "notes.txt").exists()
-
-
-@pytest.mark.slow
-def test_bytes_do_not_depend_on_workers(texts: Path, tiny_tokenizer: Path, tmp_path: Path) -> None:
-    one = prepared(tiny_tokenizer, tmp_path / "one", texts)
-    prepared(tiny_tokenizer, tmp_path / "three", texts, workers=3)
-    assert one.num_shards > 5 and one.manifest["dropped"]["documents_duplicate"] == 1
-    same_files(tmp_path / "one", tmp_path / "three")
 
 
 def test_file_systems_without_hard_links(
@@ -434,19 +417,18 @@ def test_a_unit_that_kills_three_workers_is_named(command: Any, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_lost_scheduler_ends_the_command_and_loses_nothing(command: Any, tmp_path: Path) -> None:
-    words, file = (
-        command(tmp_path / "out", large_input(tmp_path / "in")),
-        tmp_path / "scheduler.json",
-    )
-    pipe, null = subprocess.PIPE, subprocess.DEVNULL
-    dask = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--no-dashboard", "--port", "0"]
-    dask += ["--host", "127.0.0.1", "--scheduler-file", str(file)]
-    scheduler = subprocess.Popen(dask, stdout=null, stderr=null)
+    words = command(tmp_path / "out", large_input(tmp_path / "in"))
+    file, pipe, null = tmp_path / "scheduler.json", subprocess.PIPE, subprocess.DEVNULL
+
+    def start(name: str, *flags: str) -> subprocess.Popen[bytes]:
+        dask = [sys.executable, "-m", f"distributed.cli.dask_{name}", "--scheduler-file", str(file)]
+        here = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+        dask += ["--no-dashboard", *flags]
+        return subprocess.Popen(dask, env=here, stdout=null, stderr=null)
+
+    scheduler = start("scheduler", "--port", "0", "--host", "127.0.0.1")
     until(file.exists)
-    dask = [sys.executable, "-m", "distributed.cli.dask_worker", "--scheduler-file", str(file)]
-    dask += ["--nthreads", "1", "--no-dashboard", "--death-timeout", "5", "--no-nanny"]
-    here = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    worker = subprocess.Popen(dask, env=here, stdout=null, stderr=null)
+    worker = start("worker", "--nthreads", "1", "--death-timeout", "5", "--no-nanny")
     process = subprocess.Popen([*words, "--scheduler", str(file)], stdout=pipe, stderr=pipe)
     until(lambda: list((tmp_path / "out").glob("work/*/unit.json")) or process.poll() is not None)
     scheduler.kill()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -63,18 +62,6 @@ def test_random_unicode(bert: str) -> None:
     assert encoder.word_by_word
     for batch in random_lines(100_000):
         assert_equal(encoder, bert, batch)
-
-
-@pytest.mark.slow
-def test_lines_of_the_corpus(bert: str, multicls_data: Path) -> None:
-    """Compares every tenth file."""
-    encoder, count = TextEncoder(bert), 0
-    paths = sorted(path for path in (multicls_data / "corpus").rglob("*") if path.is_file())
-    for path in paths[::10]:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-        assert_equal(encoder, bert, lines)
-        count += len(lines)
-    assert count > 50_000
 
 
 @pytest.mark.parametrize(
