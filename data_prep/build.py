@@ -25,7 +25,7 @@ from data_prep.clean import clean
 from data_prep.drops import DropLog
 from data_prep.encode import TextEncoder
 from data_prep.read import RawDocument, read_documents
-from data_prep.settings import PrepareSettings
+from data_prep.settings import BuildOptions
 from data_prep.sources import SourceFile
 from multicls.corpus import MAX_TOKENS, ShardRow, occurrences, write_shard
 from multicls.files import sha256_of, write_json
@@ -62,7 +62,7 @@ class Document(NamedTuple):
     lengths: np.ndarray  # (S,) tokens of each sentence
 
 
-def build_unit(unit: Unit, settings: PrepareSettings, work: Path, tokenizer: Path) -> None:
+def build_unit(unit: Unit, settings: BuildOptions, work: Path, tokenizer: Path) -> None:
     """Builds a unit's folder `work / unit.key`, unless it exists.
 
     `tokenizer` is a tokenizer.json; another content has another name.
@@ -95,7 +95,7 @@ def load_encoder(path: Path) -> TextEncoder:
 
 
 def _clean(
-    unit: Unit, settings: PrepareSettings, drops: DropLog
+    unit: Unit, settings: BuildOptions, drops: DropLog
 ) -> Iterator[tuple[RawDocument, list[str]]]:
     """Yields each document with sentences, without its text, and the sentences."""
     for file in unit.files:
@@ -176,7 +176,7 @@ def _document(
 
 
 def _join_short(
-    documents: Iterable[Document], settings: PrepareSettings, drops: DropLog
+    documents: Iterable[Document], settings: BuildOptions, drops: DropLog
 ) -> Iterator[Document]:
     """Yields the documents; short ones are dropped, or joined with the next ones of their source."""
     groups: dict[str, list[Document]] = {}

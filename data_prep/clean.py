@@ -45,10 +45,10 @@ def clean(raw: RawDocument, rules: frozenset[str], language: str, drops: DropLog
         lines = _with_holes(lines, raw.format, "holes" in rules)
         sentence_rules += [HOLE_RULE] if "holes" in rules else []
     for rule, reason, find in LINE_RULES:
-        if rule in rules and (found := find(lines, raw.format)):
-            for i in sorted(found):
-                drops.add(reason, raw, lines[i].text, len(lines[i].text))
-            lines = [line for i, line in enumerate(lines) if i not in found]
+        found = find(lines, raw.format == "wikipedia") if rule in rules else ()
+        for i in sorted(found):
+            drops.add(reason, raw, lines[i].text, len(lines[i].text))
+        lines = [line for i, line in enumerate(lines) if i not in found]
     sentences = [s for line in lines for s in split_paragraph(line.text.strip(), language)]
     return _kept(sentences, sentence_rules, raw, drops)
 
@@ -58,10 +58,9 @@ def _kept(
 ) -> list[str]:
     """Returns the sentences that no rule drops."""
     for _, reason, is_bad in sentence_rules:
-        if any(map(is_bad, sentences)):
-            for sentence in filter(is_bad, sentences):
-                drops.add(reason, raw, sentence, len(sentence))
-            sentences = [sentence for sentence in sentences if not is_bad(sentence)]
+        for sentence in filter(is_bad, sentences):
+            drops.add(reason, raw, sentence, len(sentence))
+        sentences = [sentence for sentence in sentences if not is_bad(sentence)]
     return sentences
 
 
@@ -110,7 +109,6 @@ def _with_holes(lines: list[Line], text_format: TextFormat, wanted: bool) -> lis
 
 # Rules for the text: function(text) -> (the text repaired, what was removed).
 
-TextRule = tuple[str, str, Callable[[str], tuple[str, list[str]]]]
 _SPACES = re.compile("[\t\x0b\x0c\x1c-\x1f\x85\xa0\u1680\u2000-\u200a\u202f\u205f\u3000]")
 _LINE_ENDS = re.compile("\r\n?|[\u2028\u2029]")
 # Not the zero-width joiners, which belong to words of Persian and Indian scripts.
@@ -156,15 +154,14 @@ def _without_control_characters(text: str) -> tuple[str, list[str]]:
     return (_CONTROL.sub("", text) if found else text), codes
 
 
-TEXT_RULES: list[TextRule] = [
+TEXT_RULES = [
     ("mojibake", "lines_mojibake_repaired", _repair_mojibake),
     ("unicode", "", _plain_unicode),
     ("control_characters", "characters_control", _without_control_characters),
 ]
 
-# Rules for lines: function(lines, text_format) -> the indices of those to drop.
+# Rules for lines: function(lines, dotted) -> the indices of those to drop; dotted: see is_heading.
 
-LineRule = tuple[str, str, Callable[[list[Line], TextFormat], set[int]]]
 _NUMBERS = "one|two|three|four|five|six|seven|eight|nine|ten|first|second|third|fourth|fifth|last"
 _CHAPTER = re.compile(
     r"(?i:(?:chapter|book|part|volume|section|canto|letter|act|scene|stave|kapitel|chapitre"
@@ -217,7 +214,7 @@ def is_heading(paragraph: str, dotted: bool = False) -> bool:
     return _CHAPTER.fullmatch(text) is not None
 
 
-def _end_matter(lines: list[Line], text_format: TextFormat) -> set[int]:
+def _end_matter(lines: list[Line], dotted: bool) -> set[int]:
     """Finds the lines of end matter.
 
     They last from a heading such as References to the next heading of the same or a higher level,
@@ -235,12 +232,11 @@ def _end_matter(lines: list[Line], text_format: TextFormat) -> set[int]:
     return found
 
 
-def _headings(lines: list[Line], text_format: TextFormat) -> set[int]:
-    dotted = text_format == "wikipedia"
+def _headings(lines: list[Line], dotted: bool) -> set[int]:
     return {i for i, (text, level) in enumerate(lines) if level or is_heading(text, dotted)}
 
 
-LINE_RULES: list[LineRule] = [
+LINE_RULES = [
     ("end_matter", "lines_end_matter", _end_matter),
     ("headings", "lines_heading", _headings),
 ]

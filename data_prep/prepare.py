@@ -14,7 +14,7 @@ import re
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -28,9 +28,9 @@ from data_prep.encode import load_tokenizer_files
 from data_prep.merge import Merged, merge
 from data_prep.pool import open_pool, run_all
 from data_prep.sentences import LANGUAGES, SPLITTER
-from data_prep.settings import PrepareSettings
+from data_prep.settings import BuildOptions
 from data_prep.sources import OPENERS, Skipped, SourceFile, list_inputs
-from multicls.console import Progress, count, duration
+from multicls.console import Progress, count, duration, print_line
 from multicls.corpus import (
     FORMAT,
     FORMAT_VERSION,
@@ -52,8 +52,6 @@ PACKAGES = ("ftfy", "mwparserfromhell", "numpy", "pyarrow", "sentencex", "tokeni
 NOT_IN_KEY = {"input", "include", "exclude", "tokenizer"}  # the files themselves say it
 _OURS = re.compile(r"\.?[0-9a-f]{24}(\..*)?|\.?tokenizer-[0-9a-f]{12}\.json.*")
 
-Log = Callable[[str], Any]
-
 
 class Job(NamedTuple):
     """Everything that decides a corpus."""
@@ -64,30 +62,24 @@ class Job(NamedTuple):
     made_from: dict[str, Any]  # of the manifest
 
 
-def prepare(
-    settings: PrepareSettings,
-    output: str | Path,
-    workers: int = 1,
-    scheduler: str | None = None,
-    log: Log = print,
-) -> Path:
-    """Prepares the corpus folder `output` and returns it; continues a run that was stopped.
+def prepare(options: BuildOptions) -> Path:
+    """Prepares the corpus folder `options.output` and returns it; continues a run that was stopped.
 
     The bytes depend on the input, the settings and the versions of packages, never on the workers
-    or on interruptions. See `pool.open_pool` for the workers; `log` gets each line of progress.
+    or on interruptions.
 
     Raises:
         UserError: The input or the tokenizer is bad, the folder holds something else or another
             process writes it, or the disk is full.
         SystemExit: The scheduler is gone; the same command continues.
     """
-    output = Path(output).absolute()
+    output = Path(options.output).absolute()
     work, started = output / "work", time.monotonic()
-    job = _describe_job(settings, output, log)
+    job = _describe_job(options, output)
     with locked(output):
         if _is_finished(output, job.made_from):
             _remove_work(work)  # if a run was killed right after it wrote the manifest
-            log(f"already finished: {output}")
+            print_line(f"already finished: {output}")
             return output
         try:
             tokenizer = work / f"tokenizer-{job.made_from['tokenizer'][:12]}.json"
@@ -95,13 +87,13 @@ def prepare(
                 file.write(job.tokenizer_files["tokenizer.json"])
             missing = [unit for unit in job.units if not (work / unit.key).exists()]
             if built := len(job.units) - len(missing):
-                log(f"{built} of {count(len(job.units), 'unit')} are built already")
-            with open_pool(max(1, min(workers, len(missing))), scheduler) as pool:
-                calls = [(unit, settings, work, tokenizer) for unit in missing]
+                print_line(f"{built} of {count(len(job.units), 'unit')} are built already")
+            with open_pool(max(1, min(options.workers, len(missing))), options.scheduler) as pool:
+                calls = [(unit, options, work, tokenizer) for unit in missing]
                 with Progress(len(missing), "unit", "build") as progress:
                     for _ in run_all(build_unit, calls, pool):
                         progress.update()
-                merged = merge(job.units, output, "duplicate_documents" in settings.rules, pool)
+                merged = merge(job.units, output, "duplicate_documents" in options.rules, pool)
             _finish(output, job, merged)
             _remove_work(work)
         except OSError as error:
@@ -114,11 +106,11 @@ def prepare(
         finally:
             if not (output / MANIFEST).exists() and not any(work.glob("*/rows-0.arrow")):
                 _remove_work(work)  # nothing to continue from
-    log(f"done in {duration(time.monotonic() - started)}: {output}")
+    print_line(f"done in {duration(time.monotonic() - started)}: {output}")
     return output
 
 
-def _describe_job(settings: PrepareSettings, output: Path, log: Log) -> Job:
+def _describe_job(settings: BuildOptions, output: Path) -> Job:
     """Lists the input and groups it into units; writes nothing."""
     inside = os.path.join(output, "")  # the output may lie in the input
     files, skipped = list_inputs(settings)
@@ -127,11 +119,13 @@ def _describe_job(settings: PrepareSettings, output: Path, log: Log) -> Job:
     if not files:
         raise UserError(f"{output}: all of the input lies in it; pass a new or empty --output.")
     for path, reason in skipped[:MOST_LINES]:
-        log(f"skipped: {path}: {reason}")
+        print_line(f"skipped: {path}: {reason}")
     if len(skipped) > MOST_LINES:
-        log(f"skipped: {len(skipped) - MOST_LINES} more; {DROPPED} lists them")
+        print_line(f"skipped: {len(skipped) - MOST_LINES} more; {DROPPED} lists them")
     if settings.language not in LANGUAGES.split():
-        log(f"language {settings.language}: the sentence splitter takes the rules of another one")
+        print_line(
+            f"language {settings.language}: the sentence splitter takes the rules of another one"
+        )
     tokenizer_files = load_tokenizer_files(settings.tokenizer)
     identity: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
@@ -145,7 +139,9 @@ def _describe_job(settings: PrepareSettings, output: Path, log: Log) -> Job:
         listing.update(json.dumps(file[1:]).encode("utf-8"))
     size = sum(file.size for file in files)
     described = {"files": len(files), "bytes": size, "sha256": listing.hexdigest()}
-    log(f"input: {count(len(files), 'file')}, {size / 1e6:,.1f} MB in {count(len(units), 'unit')}")
+    print_line(
+        f"input: {count(len(files), 'file')}, {size / 1e6:,.1f} MB in {count(len(units), 'unit')}"
+    )
     return Job(units, skipped, tokenizer_files, identity | {"input": described})
 
 

@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 
 import xxhash
 
-from data_prep.settings import PrepareSettings
+from data_prep.settings import BuildOptions
 from data_prep.sources import Layout, SourceFile, damage, open_bytes, stem
 from multicls.errors import UserError, did_you_mean
 
@@ -48,7 +48,7 @@ class RawDocument(NamedTuple):
     dropped: str = ""
 
 
-def read_documents(file: SourceFile, settings: PrepareSettings) -> Iterator[RawDocument]:
+def read_documents(file: SourceFile, settings: BuildOptions) -> Iterator[RawDocument]:
     """Yields the documents of a file, in order; bad records with the reason to drop them.
 
     Raises:
@@ -113,7 +113,7 @@ def _skip_line(stream: IO[bytes]) -> int:
     return size
 
 
-def _text(file: SourceFile, settings: PrepareSettings, drop: Drop) -> Iterator[RawDocument]:
+def _text(file: SourceFile, settings: BuildOptions, drop: Drop) -> Iterator[RawDocument]:
     """Yields documents of a plain text: a line each, or up to a blank line, or the whole file."""
     title, lines = stem(file.name), list[str]()
     first = size = count = 0
@@ -153,9 +153,7 @@ def _joined(rows: Iterable[RawDocument]) -> Iterator[RawDocument]:
             group.append(sentence)
 
 
-def _wikiextractor(
-    file: SourceFile, settings: PrepareSettings, drop: Drop
-) -> Iterator[RawDocument]:
+def _wikiextractor(file: SourceFile, settings: BuildOptions, drop: Drop) -> Iterator[RawDocument]:
     """Yields what lies between `<doc id=...>` and `</doc>`; text elsewhere is a bad record."""
     opened: re.Match[str] | None = None
     lines, first, size = list[str](), 0, 0
@@ -181,7 +179,7 @@ def _article(file: SourceFile, place: object, title: str, text: str) -> RawDocum
 
 
 def _table(
-    read: Rows, file: SourceFile, settings: PrepareSettings, drop: Drop
+    read: Rows, file: SourceFile, settings: BuildOptions, drop: Drop
 ) -> Iterator[RawDocument]:
     """Yields the rows of JSON lines, Parquet and data sets; the first one must have the text."""
     field, is_first = settings.text_field, not file.start
@@ -238,7 +236,7 @@ def _arrow_rows(file: SourceFile, field: str, drop: Drop) -> Iterator[tuple[int,
     yield from enumerate((row for batch in batches for row in batch.to_pylist()), first)
 
 
-def _mediawiki(file: SourceFile, settings: PrepareSettings, drop: Drop) -> Iterator[RawDocument]:
+def _mediawiki(file: SourceFile, settings: BuildOptions, drop: Drop) -> Iterator[RawDocument]:
     """Yields the pages of a dump, each parsed by itself."""
     for number, data in enumerate(_pages(file)):
         if not data:
@@ -278,7 +276,7 @@ def _pages(file: SourceFile) -> Iterator[bytes]:
             raise EOFError("it ends inside a page")
 
 
-def _html(file: SourceFile, settings: PrepareSettings, drop: Drop) -> Iterator[RawDocument]:
+def _html(file: SourceFile, settings: BuildOptions, drop: Drop) -> Iterator[RawDocument]:
     """Yields the main text of a page of the Web."""
     import trafilatura
 
@@ -294,7 +292,7 @@ def _html(file: SourceFile, settings: PrepareSettings, drop: Drop) -> Iterator[R
     yield _document(file, 0, name, text, "paragraphs")
 
 
-_READERS: dict[str, Callable[[SourceFile, PrepareSettings, Drop], Iterator[RawDocument]]] = {
+_READERS: dict[str, Callable[[SourceFile, BuildOptions, Drop], Iterator[RawDocument]]] = {
     "text": _text,
     "wikiextractor": _wikiextractor,
     "jsonl": partial(_table, _json_rows),

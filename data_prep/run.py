@@ -33,7 +33,7 @@ def build(options: BuildOptions) -> None:
     from multicls.corpus import Corpus
 
     try:
-        prepare(options, options.output, options.workers, options.scheduler, print_line)
+        prepare(options)
     except KeyboardInterrupt:
         print_line("stopped; the same command continues")
         raise

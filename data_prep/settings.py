@@ -39,8 +39,8 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class PrepareSettings(Settings):
-    """Settings of a corpus: together with the text they decide its bytes."""
+class BuildOptions(Settings):
+    """Options of the command that prepares a corpus: together with the text they decide its bytes."""
 
     input: list[str] = Field(min_length=1, description=INPUT_HELP)
     include: list[str] = Field([], description="read only these files of a folder, like *.txt")
@@ -75,15 +75,7 @@ class PrepareSettings(Settings):
     )
     without: list[Rule] = Field([], description=f"cleaning rules to leave out: {', '.join(RULES)}")
 
-    @property
-    def rules(self) -> frozenset[str]:
-        """Names of the cleaning rules in force."""
-        return frozenset(RULES) - frozenset(self.without)
-
-
-class BuildOptions(PrepareSettings):
-    """Options of the command that prepares a corpus; those of its own do not change the corpus."""
-
+    # These do not change the corpus.
     output: str = Field(
         exclude=True, description="the corpus folder: new, empty, or of a run that was stopped"
     )
@@ -98,6 +90,11 @@ class BuildOptions(PrepareSettings):
         exclude=True,
         description="scheduler file or address of a running Dask cluster, used instead",
     )
+
+    @property
+    def rules(self) -> frozenset[str]:
+        """Names of the cleaning rules in force."""
+        return frozenset(RULES) - frozenset(self.without)
 
     @model_validator(mode="before")
     @classmethod

@@ -23,7 +23,7 @@ from typing import IO, Any, Literal, NamedTuple, get_args
 import fsspec
 import pyarrow as pa
 
-from data_prep.settings import Format, PrepareSettings
+from data_prep.settings import BuildOptions, Format
 from multicls.errors import UserError, did_you_mean, first_line
 
 OPENERS: dict[str, Callable[[Any], Any]] = {
@@ -91,7 +91,7 @@ class Skipped(NamedTuple):
 Entry = SourceFile | Skipped
 
 
-def list_inputs(settings: PrepareSettings) -> tuple[list[SourceFile], list[Skipped]]:
+def list_inputs(settings: BuildOptions) -> tuple[list[SourceFile], list[Skipped]]:
     """Returns all input files in a fixed order, each checked by its first bytes, and what is skipped.
 
     Raises:
@@ -120,7 +120,7 @@ def list_inputs(settings: PrepareSettings) -> tuple[list[SourceFile], list[Skipp
     return files, skipped
 
 
-def _list_input(source: str, what: str, settings: PrepareSettings) -> Iterable[Entry]:
+def _list_input(source: str, what: str, settings: BuildOptions) -> Iterable[Entry]:
     is_url = "://" in what
     is_data_set = any(os.path.isfile(f"{what}/{n}") for n in ("state.json", "dataset_dict.json"))
     if is_data_set or not (is_url or os.path.lexists(what)):
@@ -182,7 +182,7 @@ def _walk_url(source: str, url: str) -> Iterator[SourceFile]:
 
 
 def _list_data_set(
-    source: str, what: str, is_folder: bool, settings: PrepareSettings
+    source: str, what: str, is_folder: bool, settings: BuildOptions
 ) -> Iterator[Entry]:
     """Yields the Arrow files of a data set: a folder, or files in the cache, filled from the Hub."""
     import datasets
@@ -217,7 +217,7 @@ def _list_data_set(
         yield file
 
 
-def _inspect(settings: PrepareSettings, file: Entry) -> Entry:
+def _inspect(settings: BuildOptions, file: Entry) -> Entry:
     """Returns the file with its format, from its first bytes, or the reason to skip it."""
     if isinstance(file, Skipped):
         return file
@@ -238,7 +238,7 @@ def _inspect(settings: PrepareSettings, file: Entry) -> Entry:
     return file._replace(format=found, layout=_layout(settings))
 
 
-def _layout(settings: PrepareSettings, known: Layout = "plain") -> Layout:
+def _layout(settings: BuildOptions, known: Layout = "plain") -> Layout:
     """Returns what the settings say about the text, or else what is known of it."""
     if settings.documents == "sentences":
         return "sentences"

@@ -25,11 +25,10 @@ _BRACKETS_WITH_HOLE = re.compile(rf" ?[(\[][^()\[\]\n]*{HOLE}[^()\[\]\n]*[)\]]")
 _EMPTY_BRACKETS = re.compile(r" ?[(\[][\s,;:–-]*[)\]]")
 _DANGLING = re.compile(r"(?<=[(\[])[\s,;:–-]+|[\s,;:]+(?=[)\]])")  # "(; born" and "born, )"
 _BLANKS = re.compile(r" +(?= )|(?<=\w) (?=[.,](?: [^.]|$))")  # what stood between is gone
-_LANGUAGE = re.compile(r"\s*[a-z]{2,3}(?:-[a-z]+)*:(?=\S)")  # the same article in another
 _SILENT_LINK = re.compile(
     r"(?i)\s*(?:[^\W\d_]+:.*\.(?:jpe?g|png|svg|gif|tiff?|og[gv]|webm|pdf|djvu)\s*$"
     r"|(?:file|image|media|datei|bild|fichier|archivo|immagine|файл)\s*:"
-    r"|(?:[ck]at[eé]gor\w*|категория|категорія|κατηγορία|تصنيف|קטגוריה|分类|分類|カテゴリ|분류)\s*:)"
+    r"|[ck]at[eé]gor\w*\s*:)"
 )
 # Templates without which nothing is missed: references, remarks of editors, icons.
 _SILENT_TEMPLATE = re.compile(
@@ -101,7 +100,7 @@ def _link(link: nodes.Wikilink) -> str | None:
     if _SILENT_LINK.match(title):
         return ""
     if link.text is None:
-        return "" if _LANGUAGE.match(title) else title.strip("\n").lstrip(":")
+        return title.strip("\n").lstrip(":")
     _take_out(link.text, "")
     return None
 

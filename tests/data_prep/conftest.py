@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from data_prep.examples import SpecialIds
 from data_prep.prepare import prepare
-from data_prep.settings import PrepareSettings
+from data_prep.settings import BuildOptions
 from multicls.corpus import Corpus
 from multicls.errors import UserError
 from multicls.sample import sample_dump, sample_model
@@ -59,10 +59,8 @@ def prepared(
     tokenizer: Path, output: Path, *inputs: Path | str, workers: int = 1, **settings: Any
 ) -> Corpus:
     """Prepares a corpus of the inputs and opens it."""
-    chosen = PrepareSettings(
-        input=[str(path) for path in inputs], tokenizer=str(tokenizer), **settings
-    )
-    return Corpus.open(prepare(chosen, output, workers, log=lambda _: None))
+    settings |= {"input": list(map(str, inputs)), "tokenizer": str(tokenizer)}
+    return Corpus.open(prepare(BuildOptions(output=str(output), workers=workers, **settings)))
 
 
 @pytest.fixture

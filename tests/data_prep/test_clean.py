@@ -293,7 +293,6 @@ MARKUP = {
     "Salt &amp; bread&nbsp;rolls.": "Salt & bread\xa0rolls.",
     "'''Bread''' is ''old''.": "Bread is old.",
     "See [[:fr:Pain|the French]] and [[bread]]s.": "See the French and breads.",
-    "Bread is old.[[fr:Pain]][[zh-yue:Pain]]": "Bread is old.",
     "He wrote [[Bread: A Life]].": "He wrote Bread: A Life.",
     "[[File:Bread.jpg|thumb|200px|A [[loaf]].]]It rose. [[Datei:X.svg|mini]]": "It rose. ",
     "It rose.[[Category:Bread|Old]][[Kategorie:Brot]]": "It rose.",

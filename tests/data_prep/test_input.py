@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from data_prep import prepare, sources
 from data_prep.prepare import group_units
 from data_prep.read import FEWEST_ROWS, MOST_ROWS, RawDocument, read_documents
-from data_prep.settings import Format, PrepareSettings
+from data_prep.settings import BuildOptions, Format
 from data_prep.sources import Skipped, SourceFile, list_inputs
 from multicls.errors import UserError
 from tests.data_prep.conftest import story
@@ -132,8 +132,8 @@ HOSTILE: dict[str, tuple[bytes | str, str, list[str], int]] = {
 }  # fmt: skip
 
 
-def options(*inputs: object, **values: Any) -> PrepareSettings:
-    return PrepareSettings(input=list(map(str, inputs)), tokenizer="sample", **values)
+def options(*inputs: object, **values: Any) -> BuildOptions:
+    return BuildOptions(input=list(map(str, inputs)), tokenizer="sample", output="", **values)
 
 
 def listed(*inputs: object, **values: Any) -> tuple[list[SourceFile], list[Skipped]]:
