@@ -76,7 +76,7 @@ def load_run(folder: Path, examples: int) -> LoadedRun:
         UserError: There is no saved model, or the rows cannot be analysed.
     """
     from finetune.encoding import Encoded
-    from finetune.heads.build import build_model, find_checkpoint, load_fine_tuned, load_tokenizer
+    from finetune.heads.build import build_model, find_checkpoint, load_fine_tuned
     from finetune.run import load_tasks
     from finetune.subsets import draw_rows
 
@@ -87,14 +87,11 @@ def load_run(folder: Path, examples: int) -> LoadedRun:
     data = load_tasks(settings)
     task, train = data[0].task, data[0].train
     rows = [train[index] for index in draw_rows(len(train), examples, 1)]
-    before = find_checkpoint(settings.model, settings.trust_remote_code)
-    after = find_checkpoint(str(folder / "model"))
-    models = {
-        "before": build_model(settings, before, [part.task for part in data]),
-        "after": load_fine_tuned(after),
-    }
-    length = settings.max_length or task.max_length
-    encoded = Encoded(task, rows, load_tokenizer(after, length), length)
+    checkpoint = find_checkpoint(settings.model)
+    before = build_model(settings, checkpoint, [part.task for part in data])
+    after, tokenizer = load_fine_tuned(str(folder / "model"))
+    models = {"before": before, "after": after}
+    encoded = Encoded(task, rows, tokenizer, settings.max_length or task.max_length)
     return LoadedRun(f"{task.name}-{record['system']}-{folder.name}", task, models, encoded)
 
 
@@ -142,9 +139,10 @@ def read_states(model: TaskModel, rows: Encoded) -> dict[str, Array]:
             del batch["labels"]
             output = model(**batch, output_hidden_states=True)
             layers = output.layer_weights
-            parts["pooled"].append(output.pooled)
+            pooled = output.features[:, : model.head.width]  # without the spans
+            parts["pooled"].append(pooled)
             parts["facets"].append(output.hidden_states[-1][:, 1 : 1 + num_facets])
-            parts["layers"].append(output.pooled[:, :0] if layers is None else layers)
+            parts["layers"].append(pooled[:, :0] if layers is None else layers)
     return {name: torch.cat(values).float().cpu().numpy() for name, values in parts.items()}
 
 

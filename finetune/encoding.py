@@ -62,19 +62,12 @@ class Encoded:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def batch(
-        self, rows: Sequence[int], counted: Sequence[bool] | None = None
-    ) -> dict[str, Tensor]:
-        """Returns the inputs and labels of some rows.
-
-        Args:
-            rows: their indices, B of them.
-            counted: for each row False if it only keeps a rank busy; its labels are then `IGNORE_INDEX`.
+    def batch(self, rows: Sequence[int]) -> dict[str, Tensor]:
+        """Returns the inputs and labels of B rows, by their indices.
 
         Returns:
             `input_ids`, `attention_mask` and maybe `token_type_ids` (B, L), or (B*C, L) with a row's C choices
-            together; `spans` (B, S, L) for tasks that have them; `labels` (B,) or (B, C); with `counted` also
-            `counted`, a mask over the sequences (B,) or (B*C,).
+            together; `spans` (B, S, L) for tasks that have them; `labels` (B,) or (B, C).
         """
         copies = self.sequences_per_row
         sequences = [row * copies + choice for row in rows for choice in range(copies)]
@@ -88,10 +81,6 @@ class Encoded:
             spans = pad_sequence([self.spans[row].T for row in rows], batch_first=True)
             inputs["spans"] = spans.transpose(1, 2)
         inputs["labels"] = self.labels[list(rows)]
-        if counted is not None:
-            mask = torch.tensor(counted)
-            inputs["counted"] = mask.repeat_interleave(copies)
-            inputs["labels"][~mask] = IGNORE_INDEX
         return inputs
 
 

@@ -117,13 +117,12 @@ def predict(
 ) -> Array:
     """Returns the outputs (N, C) of the saved model for examples of its task number `index`."""
     from finetune.encoding import Encoded
-    from finetune.heads.build import find_checkpoint, load_fine_tuned, load_tokenizer
-    from finetune.training import EVAL_BATCH_SIZE, find_device, predict_rows
+    from finetune.heads.build import load_fine_tuned
+    from finetune.training import find_device, predict_rows
 
-    checkpoint, length = find_checkpoint(folder), description["max_length"]
-    rows = Encoded(task_of(description), examples, load_tokenizer(checkpoint, length), length)
-    model, (device, bf16) = load_fine_tuned(checkpoint), find_device()
-    return predict_rows(model, rows, index, device, EVAL_BATCH_SIZE, bf16)
+    model, tokenizer = load_fine_tuned(folder)
+    rows = Encoded(task_of(description), examples, tokenizer, description["max_length"])
+    return predict_rows(model, rows, index, *find_device())
 
 
 def answers_of(task: Task, outputs: Array) -> DataFrame:

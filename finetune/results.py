@@ -63,16 +63,16 @@ def _task_entry(rows: TaskRows, predictions: Predictions, max_length: int | None
         if not np.isnan(predictions[f"{task.name}/{split}"]["labels"]).any()
     }
     majority = majority_scores(task, [*rows.train, *rows.validation], data.dev)
-    metric = next(iter(majority))
+    metric, dev = task.metrics[0], scores.pop("dev")
     return {
         "task": task.name,
         "metric": metric,
-        "score": scores["dev"][metric],
-        "scores": scores["dev"],
+        "score": dev[metric],
+        "scores": dev,
         "baseline": majority[metric],
         "baselines": majority,
-        "selection_score": scores.get("validation", scores["dev"])[metric],
-        "tests": {s: v for s, v in scores.items() if s not in ("dev", "validation")},
+        "selection_score": scores.pop("validation", dev)[metric],
+        "tests": scores,
         "metrics": list(task.metrics),
         "description": task.describe(max_length),
         "train_rows": len(rows.train),
@@ -83,25 +83,17 @@ def _task_entry(rows: TaskRows, predictions: Predictions, max_length: int | None
     }
 
 
-def read_record(settings: RunSettings) -> Record | None:
-    """Returns the record of a finished run with these settings, None if the run is not finished.
+def read_record(folder: Path) -> Record | None:
+    """Returns the record of a finished run, None if the run is not finished.
 
     Raises:
-        UserError: The run's folder holds one with other settings, or of another version.
+        UserError: It is of another version.
     """
-    folder = settings.folder
     if not (folder / RECORD).exists():
         return None
     record: Record = read_json(folder / RECORD)
     if record.get("format") != FORMAT:
-        raise UserError(f"{folder}: written by another version; give another --output_dir.")
-    before, now = record["settings"], settings.compared()
-    other = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-    if other:
-        values = ", ".join(f"{key} {before.get(key)}, not {now.get(key)}" for key in other)
-        raise UserError(
-            f"{folder}: holds a run with other settings ({values}); give another --name."
-        )
+        raise UserError(f"{folder}: written by another version; give another folder for results.")
     return record | {"path": str(folder)}  # results may have been moved
 
 
@@ -158,20 +150,13 @@ def load_results(folder: Path) -> pd.DataFrame:
     """
     import pandas as pd
 
-    if not folder.is_dir():
-        what = "is a file; give the folder that it is in" if folder.exists() else "no such folder"
-        raise UserError(f"{folder}: {what}. finetune/run.py and finetune/grid.py write results.")
-    rows = []
-    for path in sorted(folder.glob(f"*/*/*/{RECORD}")):
-        record = read_json(path)
-        if record.get("format") != FORMAT:
-            raise UserError(f"{path}: written by another version; give another folder.")
-        shared = {name: value for name, value in record.items() if name != "tasks"}
-        rows += [shared | {"path": str(path.parent)} | task for task in record["tasks"]]
+    records = [read_record(path.parent) for path in sorted(folder.glob(f"*/*/*/{RECORD}"))]
+    rows = [record | task for record in records if record for task in record["tasks"]]
     if not rows:
+        what = "no finished run" if folder.is_dir() else "no such folder"
         raise UserError(
-            f"{folder}: no finished run; finetune/run.py and finetune/grid.py write them. results.jsonl is of version "
-            "0.2, which is not read."
+            f"{folder}: {what}; finetune/run.py and finetune/grid.py write results. results.jsonl is of version 0.2, "
+            "which is not read."
         )
     return pd.DataFrame(rows)
 

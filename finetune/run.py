@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import lru_cache
 from pathlib import Path
@@ -30,8 +30,7 @@ from multicls.settings import parse, to_yaml
 if TYPE_CHECKING:
     from finetune.encoding import Encoded
     from finetune.examples import Example, TaskData
-    from finetune.heads.modeling_task import TaskModel
-    from finetune.results import Array, Record
+    from finetune.results import Record
     from finetune.subsets import TaskRows
     from finetune.tasks import Task
 
@@ -73,14 +72,14 @@ def run_finetune(settings: RunSettings) -> Record:
     with ExitStack() as stack:
         on_rank_0(lambda: stack.enter_context(locked(settings.folder)))
         record: Record | None = on_rank_0(lambda: finished_record(settings))
-        if record is None:
-            record = _run(settings)
-        else:
+        if record:
             _print(f"already finished: {settings.folder}")
+        else:
+            record = _run(settings)
     for entry in record["tasks"]:
         for split, scores in {"dev": entry["scores"], **entry["tests"]}.items():
             values = "  ".join(f"{name} {100 * value:.2f}" for name, value in scores.items())
-            _print(f"{settings.system} on {entry['task']}, {split}: {values}")
+            _print(f"{record['system']} on {entry['task']}, {split}: {values}")
         if entry["score"] <= entry["baseline"]:
             value = f"{100 * entry['baseline']:.2f}"
             _print(f"warning: {entry['task']}: always giving the same answer scores {value}")
@@ -96,20 +95,25 @@ def finished_record(settings: RunSettings) -> Record | None:
     from finetune.heads.build import find_checkpoint
     from finetune.results import is_finished, read_record
 
-    record, model, own, problem = read_record(settings), settings.model, settings.own, ""
-    if record and model and Path(model).is_dir():
-        if find_checkpoint(model, settings.trust_remote_code).sha256 != record["weights_sha256"]:
-            problem = f"from other weights than {model} holds now"
-    elif record and model != record["model"]:
-        problem = f"from {record['model']}, not {model}"
-    if record and own.source:
+    if (record := read_record(settings.folder)) is None:
+        return None
+    before, now = dict(record["settings"]), settings.compared()
+    model, own = settings.model, settings.own
+    if model and Path(model).is_dir():
+        weights = find_checkpoint(model).sha256
+        before["weights"], now["weights"] = record["weights_sha256"], weights
+    else:
+        before["model"], now["model"] = record["model"], model
+    if own.source:
         (data,) = load_tasks(settings)
-        rows = (data.sha256, data.tests_sha256)
-        if rows != (record["data_sha256"], record.get("tests_sha256")):
-            files = [own.source, *filter(None, (own.dev_file, own.test_file))]
-            problem = f"on other rows than those of {', '.join(files)} now"
-    if problem:
-        raise UserError(f"{settings.folder}: was trained {problem}; give another --name.")
+        rows = f"rows of {own.source}"
+        before[rows], now[rows] = record["data_sha256"], data.sha256
+        before["test rows"], now["test rows"] = record["tests_sha256"], data.tests_sha256
+    pairs = {key: (before.get(key), now.get(key)) for key in {**before, **now}}
+    if other := [f"{key} {old}, not {new}" for key, (old, new) in pairs.items() if old != new]:
+        raise UserError(
+            f"{settings.folder}: holds a run with other settings ({', '.join(other)}); give another --name."
+        )
     return record if is_finished(settings) else None
 
 
@@ -121,24 +125,22 @@ def _run(settings: RunSettings) -> Record:
     from finetune.subsets import select_rows
 
     began, holdout = time.perf_counter(), settings.selection == "holdout"
-    rows = [
-        select_rows(data, settings.train_size, settings.subset, holdout)
-        for data in load_tasks(settings)
-    ]
+    data = load_tasks(settings)
+    rows = [select_rows(part, settings.train_size, settings.subset, holdout) for part in data]
     _print(f"{settings.system} in {settings.folder}")
     for part in rows:
         _announce(part)
     model = tokenizer = checkpoint = None
     if settings.model:
-        checkpoint = find_checkpoint(settings.model, settings.trust_remote_code)
+        checkpoint = find_checkpoint(settings.model)
         model = build_model(settings, checkpoint, [part.task for part in rows])
         lengths = [settings.max_length or part.task.max_length for part in rows]
         tokenizer = load_tokenizer(checkpoint, max(lengths))
-    record = {
+    identity = {
         "settings": settings.compared(),
         "weights_sha256": checkpoint.sha256 if checkpoint else "",
-        "data_sha256": "+".join(part.data.sha256 for part in rows),
-        "tests_sha256": "+".join(part.data.tests_sha256 for part in rows),
+        "data_sha256": "+".join(part.sha256 for part in data),
+        "tests_sha256": "+".join(part.tests_sha256 for part in data),
         "ranks": rank_and_world()[1],
     }
 
@@ -146,19 +148,23 @@ def _run(settings: RunSettings) -> Record:
         assert tokenizer is not None
         return Encoded(task, examples, tokenizer, settings.max_length or task.max_length)
 
+    training: dict[str, Any] = {}
     if settings.head in FITTED:
-        outputs = _fit(settings, rows[0], model, encode)
+        from finetune.fitted import fit_head
+
+        outputs = fit_head(rows[0], model, encode, settings.seed)
     else:
+        from finetune.training import TaskTrainer
+
         assert model is not None
-        outputs, training = _train(settings, rows, model, encode, dict(record))
-        record |= training
-    predictions = {
-        f"{part.task.name}/{split}": example_arrays(examples, outputs[f"{part.task.name}/{split}"])
-        for part in rows
-        for split, (_, examples) in part.splits().items()
-    }
-    record |= make_record(settings, rows, predictions)
-    record["seconds"] = round(time.perf_counter() - began, 3)
+        outputs, training = TaskTrainer(model, rows, encode, settings, identity).run()
+    predictions = {}
+    for part in rows:
+        for split, (_, examples) in part.splits().items():
+            name = f"{part.task.name}/{split}"
+            predictions[name] = example_arrays(examples, outputs[name])
+    training["seconds"] = round(time.perf_counter() - began, 3)
+    record = make_record(settings, rows, predictions) | identity | training
     if rank_and_world()[0] == 0:
         if settings.save_model and model and tokenizer:
             from finetune.cards import model_card
@@ -182,63 +188,6 @@ def _load_task(name: str, data_dir: str | None, own: OwnDataSettings, with_test:
     from finetune.own_data import load_own
 
     return load_own(own) if own.source else read_task(TASKS[name], data_dir, with_test)
-
-
-def _train(
-    settings: RunSettings,
-    rows: Sequence[TaskRows],
-    model: TaskModel,
-    encode: Callable[[Task, Sequence[Example]], Encoded],
-    identity: dict[str, Any],
-) -> tuple[dict[str, Array], dict[str, Any]]:
-    """Trains; returns the outputs of the best weights by "TASK/SPLIT", and what the record says of training."""
-    from finetune.training import TaskSplit, TaskTrainer
-
-    splits = []
-    for part in rows:
-        task, picking = next(iter(part.splits().values()))
-        splits.append(TaskSplit(task, encode(task, part.train), encode(task, picking), picking))
-    trainer = TaskTrainer(model, splits, settings, identity)
-    history, best = trainer.run()
-    outputs = {}
-    for index, part in enumerate(rows):
-        for split, (task, examples) in part.splits().items():
-            outputs[f"{part.task.name}/{split}"] = (
-                best.outputs[index].numpy()
-                if examples is splits[index].examples
-                else trainer.predict_rows(index, encode(task, examples))
-            )
-    return outputs, {
-        "history": history,
-        "best_step": best.step,
-        "steps": trainer.state.global_step,
-        "batch_size": trainer.sampler.batch_size,
-    }
-
-
-def _fit(
-    settings: RunSettings,
-    rows: TaskRows,
-    model: TaskModel | None,
-    encode: Callable[[Task, Sequence[Example]], Encoded],
-) -> dict[str, Array]:
-    """Fits a head by scikit-learn; returns its outputs by "TASK/SPLIT"."""
-    import numpy as np
-
-    from finetune.fitted import check_fitted, embed, fit_probe, fit_tfidf
-
-    task, splits = rows.task, rows.splits()
-    check_fitted(task, settings.head)
-    others = [example for _, examples in splits.values() for example in examples]
-    if model is None:
-        outputs = fit_tfidf(task, rows.train, others, settings.seed)
-    else:
-        known, unknown = encode(task, rows.train), encode(task, others)
-        train, rest = (embed(model, part) for part in (known, unknown))
-        outputs = fit_probe(task, train, known.labels.numpy(), rest, settings.seed)
-    ends = np.cumsum([len(examples) for _, examples in splits.values()])[:-1]
-    names = [f"{task.name}/{split}" for split in splits]
-    return dict(zip(names, np.split(outputs, ends), strict=True))
 
 
 def _announce(rows: TaskRows) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BeforeValidator,
     Field,
     PositiveFloat,
     PositiveInt,
@@ -19,27 +16,21 @@ from pydantic import (
     model_validator,
 )
 
-from finetune.heads import FITTED, HEADS, POOLED, WITH_OPTIONS
+from finetune.heads import HEADS, NORMALISING, READ_BY, UNREAD
 from finetune.tasks import TASKS
 from multicls.errors import did_you_mean
 from multicls.settings import RecipeOptions, Settings
 
 LAYER_WEIGHTS = r"^(dynamic|none|(mean|random)_(first6|last6|all))$"
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-COMPARED = {"head", "pooling", "selection", "max_length", "train", "trainer", "own", "config"}
-# Settings that change no number of a run, or that say where things lie.
-NOT_COMPARED = {
+TrainerValue = Annotated[int | float | bool | Any, Field(union_mode="left_to_right")]
+# Settings of a system that change no number of a run, or say where things lie.
+NOT_COMPARED: dict[str, Any] = {
     "own": {"train_file", "dev_file", "test_file", "dataset"},
     "train": {"micro_batch_size", "checkpoint_minutes"},
     "trainer": {"per_device_eval_batch_size", "gradient_checkpointing"},
+    **dict.fromkeys(("save_model", "predict_test"), True),
 }
-
-
-def _json(value: Any) -> Any:
-    """Returns what the text of a flag means in JSON, or the text."""
-    with suppress(TypeError, ValueError):
-        return json.loads(value.lower() if value in ("True", "False") else value)
-    return value
 
 
 class TrainSettings(Settings):
@@ -59,8 +50,6 @@ class TrainSettings(Settings):
     warmup_ratio: Fraction = Field(0.1, description="share of the steps with a rising rate")
     # The paper names none for fine-tuning; 0.01 is that of the protocol it follows (Mosbach et al., 2021).
     weight_decay: float = Field(0.01, ge=0.0, description="not on biases and LayerNorms")
-    adam_beta2: float = Field(0.999, ge=0.0, lt=1.0, description="Adam's second decay rate")
-    adam_epsilon: PositiveFloat = Field(1e-8, description="Adam's epsilon")
     max_grad_norm: PositiveFloat = Field(1.0, description="largest norm of the gradient")
     dropout: Fraction | None = Field(None, description="before the classifier; the checkpoint's")
     precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto: bf16 on GPU")
@@ -117,8 +106,7 @@ class OwnDataSettings(Settings):
     @property
     def name(self) -> str:
         """The name of the task in tables and folders."""
-        name = self.task_name or Path((self.source or "").split(":")[0]).stem
-        return safe_name(name)
+        return safe_name(self.task_name or Path((self.source or "").split(":")[0]).stem)
 
     @model_validator(mode="after")
     def _rows_from_one_place(self) -> OwnDataSettings:
@@ -136,7 +124,7 @@ class SystemSettings(Settings):
 
     head: str = Field("", description="; ".join(f"{name}: {text}" for name, text in HEADS.items()))
     pooling: Literal["cls", "multicls", "mean"] = Field(
-        "cls", description=f"the embedding that {', '.join(POOLED)} read"
+        "cls", description=f"the embedding that {', '.join(READ_BY['pooling'])} read"
     )
     isobn: IsoBnSettings = IsoBnSettings()
     hire: HireSettings = HireSettings()
@@ -147,13 +135,10 @@ class SystemSettings(Settings):
     )
     max_length: PositiveInt | None = Field(None, description="in tokens; 128, SuperGLUE 256")
     train: TrainSettings = TrainSettings()
-    trainer: dict[str, Annotated[Any, BeforeValidator(_json)]] = Field(
-        {}, description="other TrainingArguments, as NAME=VALUE"
-    )
+    trainer: dict[str, TrainerValue] = Field({}, description="TrainingArguments, as NAME=VALUE")
     config: str | None = Field(None, description="DeepSpeed JSON, such as ds_configs/zero2.json")
     save_model: bool = Field(False, description="save the best model in the run's folder")
     predict_test: bool = Field(False, description="predict the test set, for finetune/submit.py")
-    trust_remote_code: bool = Field(False, description="run Python code in the model's folder")
 
 
 class RunSettings(SystemSettings, RecipeOptions):
@@ -179,9 +164,31 @@ class RunSettings(SystemSettings, RecipeOptions):
 
     @model_validator(mode="after")
     def _fit_together(self) -> RunSettings:
-        if problems := _problems(self):
+        if problems := list(self._problems()):
             raise ValueError("; ".join(problems))
         return self
+
+    def _problems(self) -> Iterator[str]:
+        """Yields what is missing, unknown, or not read by the head."""
+        names, head = self.task_names, self.head
+        if bool(names) == bool(self.own.source):
+            yield "give either --task NAME, or your own rows by --train_file or --dataset"
+        for name in set(names) - set(TASKS):
+            yield f"task {name}: no such task.{did_you_mean(name, TASKS)}"
+        if len(set(names)) < len(names) or (len(names) > 1 and head != "cln"):
+            yield f"task {self.task}: only --head cln trains several, each once"
+        if self.own.source and self.predict_test:
+            yield "--predict_test is for benchmarks; for your own rows give --test_file"
+        if not self.model and head != "tfidf":
+            yield "--model: required, a folder, a Hub id or 'sample'"
+        if head not in HEADS:
+            yield f"--head {head}: give one of {', '.join(HEADS)}"
+            return
+        for name in sorted(unread_settings(head)):
+            if getattr(self, name) != RunSettings.model_fields[name].default:
+                yield f"{name}: the head {head} does not read it; leave it out"
+        if head in NORMALISING and 1 in (self.train.batch_size, self.train.micro_batch_size):
+            yield f"--head {head}: a single row has no spread; batch sizes must be 2 or more"
 
     @property
     def task_names(self) -> list[str]:
@@ -193,7 +200,7 @@ class RunSettings(SystemSettings, RecipeOptions):
         """Name of the system in folders and tables."""
         if self.name:
             return safe_name(self.name)
-        pooling = f"-{self.pooling}" if self.head in POOLED and self.pooling != "cls" else ""
+        pooling = f"-{self.pooling}" if self.pooling != "cls" else ""
         folder = Path(self.model).parent if Path(self.model).name in ("hf", "model") else self.model
         return safe_name(f"{Path(folder).name}-{self.head}{pooling}".lstrip("-"))
 
@@ -207,9 +214,9 @@ class RunSettings(SystemSettings, RecipeOptions):
 
     def compared(self) -> dict[str, Any]:
         """Returns by dotted name all settings that decide a run's numbers, but for its model and rows."""
-        names = COMPARED.union(WITH_OPTIONS) - unread_settings(self.head)
+        names = {*SystemSettings.model_fields, "own"}
         values = self.model_dump(mode="json", include=names, exclude=NOT_COMPARED)
-        if self.head in ("isobn", "batchnorm"):  # they normalise over a forward pass
+        if self.head in NORMALISING:
             values["train"]["micro_batch_size"] = self.train.micro_batch_size
         return flatten(values)
 
@@ -238,14 +245,7 @@ SHORTCUTS = {
 
 def unread_settings(head: str) -> set[str]:
     """Returns the settings and groups of settings that a head does not read."""
-    unread = set(WITH_OPTIONS) - {head}
-    if head not in POOLED:
-        unread.add("pooling")
-    if head in FITTED:
-        unread |= {"train", "trainer", "save_model", "config"}
-    if head == "tfidf":
-        unread |= {"model", "trust_remote_code", "max_length"}
-    return unread
+    return {name for name, heads in READ_BY.items() if head not in heads} | UNREAD.get(head, set())
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -260,29 +260,3 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def safe_name(name: str) -> str:
     """Returns the name for a folder: with letters, digits and `._+=-` only, and no dot in front."""
     return re.sub(r"[^\w.+=-]+", "-", name).lstrip(".")
-
-
-def _problems(settings: RunSettings) -> list[str]:
-    """Returns what is missing, unknown, or not read by the head."""
-    names, head, problems = settings.task_names, settings.head, []
-    if bool(settings.task) == bool(settings.own.source):
-        problems.append("give either --task NAME, or your own rows by --train_file or --dataset")
-    for name in names:
-        if name not in TASKS:
-            problems.append(f"task {name}: no such task.{did_you_mean(name, TASKS)}")
-    if not head:
-        problems.append(f"--head: required, one of {', '.join(HEADS)}")
-    elif head not in HEADS:
-        problems.append(f"head {head}: no such head.{did_you_mean(head, HEADS)}")
-    elif len(names) > 1 and head != "cln":
-        problems.append(f"task {settings.task}: only --head cln trains several tasks together")
-    if len(set(names)) < len(names):
-        problems.append(f"task {settings.task}: a task is given twice")
-    if not settings.model and head != "tfidf":
-        problems.append("--model: required, a folder, a Hub id or 'sample'")
-    if settings.own.source and settings.predict_test:
-        problems.append("--predict_test is for benchmarks; for your own rows give --test_file")
-    for name in sorted(unread_settings(head)) if head in HEADS else ():
-        if getattr(settings, name) != RunSettings.model_fields[name].default:
-            problems.append(f"{name}: the head {head} does not read it; leave it out")
-    return problems

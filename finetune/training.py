@@ -10,15 +10,14 @@ skip batches that are shorter than others, and count repeated rows.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import chain, count, cycle, islice
+from itertools import chain, cycle, islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,32 +29,21 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
-from finetune.encoding import Encoded
-from finetune.examples import Example
+from finetune.encoding import IGNORE_INDEX, Encoded
+from finetune.examples import Array, Example
 from finetune.heads.modeling_task import TaskModel, loss_sum
 from finetune.metrics import score_examples
 from finetune.settings import RunSettings, TrainSettings
+from finetune.subsets import TaskRows
 from finetune.tasks import Task
 from multicls.console import Progress, print_line
 from multicls.distributed import on_rank_0, rank_and_world
-from multicls.errors import UserError, did_you_mean, first_line
+from multicls.errors import UserError, first_line
 from multicls.files import read_json, write_json
 from multicls.optim import dropout_seed
 
-Array = np.ndarray[Any, np.dtype[np.float32]]
-EVAL_BATCH_SIZE = 64
 BEST = "best.pt"  # in a checkpoint: the best evaluation so far
 RUN = "run.json"  # in a checkpoint, written last: what run it is of
-
-
-@dataclass(frozen=True)
-class TaskSplit:
-    """The encoded rows of one task of a run."""
-
-    task: Task
-    train: Encoded
-    validation: Encoded  # these pick the best weights
-    examples: Sequence[Example]  # of `validation`
 
 
 @dataclass
@@ -78,12 +66,7 @@ class Chunk(NamedTuple):
 
 
 class ChunkSampler(Sampler[list[Chunk]]):
-    """This rank's chunks of all steps of a run, each in a list of its own.
-
-    Attributes:
-        chunks: number of chunks of a step.
-        accumulation: number of them that one rank takes.
-    """
+    """This rank's chunks of all steps of a run, each in a list of its own."""
 
     def __init__(
         self, sizes: Sequence[int], train: TrainSettings, seed: int, sampling: str
@@ -93,7 +76,7 @@ class ChunkSampler(Sampler[list[Chunk]]):
         self.batch_size, self.steps = train.batch_size or 1, train.max_steps or 1
         per_rank = math.ceil(self.batch_size / self.world_size)
         self.accumulation = math.ceil(per_rank / min(train.micro_batch_size or per_rank, per_rank))
-        self.chunks = self.world_size * self.accumulation
+        self.chunks = self.world_size * self.accumulation  # of a step
 
     def __len__(self) -> int:
         return self.steps * self.accumulation
@@ -120,34 +103,31 @@ def row_batches(num_rows: int, batch_size: int, seed: int) -> Iterator[list[int]
 def task_batches(
     sizes: Sequence[int], batch_size: int, seed: int, sampling: str
 ) -> Iterator[tuple[int, list[int]]]:
-    """Yields batches (task, rows) for ever, each of one task.
+    """Yields batches (task, rows) for ever, each of one task, from the training rows of each task.
 
-    Args:
-        sizes: training rows of each task.
-        batch_size: rows of a batch.
-        seed: seed of all orders.
-        sampling: "round_robin": the tasks take turns. "size_balanced": an epoch holds every batch of every task once,
-            in a random order, so a task comes in proportion to its rows.
+    With `sampling` "round_robin" the tasks take turns. With "size_balanced" an epoch holds every batch of every task
+    once, in a random order, so a task comes in proportion to its rows.
     """
     streams = [row_batches(size, batch_size, seed + task) for task, size in enumerate(sizes)]
     order: Iterator[int] = cycle(range(len(sizes)))
     if sampling == "size_balanced":
         turns = [t for t, size in enumerate(sizes) for _ in range(math.ceil(size / batch_size))]
-        generator = torch.Generator().manual_seed(seed)
-        epochs = (torch.randperm(len(turns), generator=generator).tolist() for _ in count())
-        order = (turns[place] for places in epochs for place in places)
+        places = chain.from_iterable(row_batches(len(turns), len(turns), seed))
+        order = (turns[place] for place in places)
     yield from ((task, next(streams[task])) for task in order)
 
 
 class _Batches(Dataset[dict[str, Any]]):
     """The batch of each chunk."""
 
-    def __init__(self, splits: Sequence[TaskSplit]) -> None:
-        self.splits = splits
+    def __init__(self, tasks: Sequence[Encoded]) -> None:
+        self.tasks = tasks
 
     def __getitem__(self, chunk: Chunk) -> dict[str, Any]:
-        batch = self.splits[chunk.task].train.batch(chunk.rows, [chunk.counted] * len(chunk.rows))
-        return batch | {"task": chunk.task, "chunk": chunk.number}
+        batch = self.tasks[chunk.task].batch(chunk.rows)
+        if not chunk.counted:
+            batch["labels"].fill_(IGNORE_INDEX)
+        return batch | {"task": chunk.task, "chunk": chunk.number, "counted": chunk.counted}
 
 
 class TaskTrainer(Trainer):
@@ -155,7 +135,8 @@ class TaskTrainer(Trainer):
 
     Args:
         model: made by `finetune.heads.build.build_model`.
-        splits: the model's tasks, in its order.
+        rows: the examples of the model's tasks, in its order.
+        encode: tokenizes examples of a task.
         settings: of the run.
         identity: what the run is, as JSON; marks its checkpoints.
 
@@ -166,31 +147,33 @@ class TaskTrainer(Trainer):
     def __init__(
         self,
         model: TaskModel,
-        splits: Sequence[TaskSplit],
+        rows: Sequence[TaskRows],
+        encode: Callable[[Task, Sequence[Example]], Encoded],
         settings: RunSettings,
         identity: dict[str, Any],
     ) -> None:
         from accelerate.state import AcceleratorState
 
         AcceleratorState._reset_state(True)  # of an earlier run in this process
-        sizes = [len(split.train) for split in splits]
-        self.settings, self.folder = settings.resolved(sizes), settings.folder
-        self.sampler = ChunkSampler(sizes, self.settings, settings.seed, settings.cln.sampling)
-        arguments = training_arguments(settings, self.settings, self.sampler)
+        sizes = [len(part.train) for part in rows]
+        self.settings = train = settings.resolved(sizes)
+        self.sampler = ChunkSampler(sizes, train, settings.seed, settings.cln.sampling)
+        arguments = training_arguments(settings, train, self.sampler)
         if arguments.gradient_checkpointing and not model.encoder.supports_gradient_checkpointing:
             kind = model.encoder.config.model_type
             raise UserError(f"trainer.gradient_checkpointing: {kind} has none; leave it out.")
-        self.class_weights: list[Tensor | None] = [None] * len(splits)
-        if self.settings.class_weights == "balanced":
-            self.class_weights = [_class_weights(split).to(arguments.device) for split in splits]
-        self.task_model, self.splits, self.identity = model, splits, identity
+        balanced = train.class_weights == "balanced"
+        self.class_weights = [_class_weights(part) if balanced else None for part in rows]
+        self.task_model, self.rows, self.encode, self.identity = model, rows, encode, identity
+        self.picking = [next(iter(part.splits().values())) for part in rows]
+        self.validation = [encode(task, examples) for task, examples in self.picking]
         self.best: Best | None = None
         self._task, self._saved = 0, time.monotonic()  # task of the batch; last checkpoint
         super().__init__(
             model,
             arguments,
-            train_dataset=_Batches(splits),
-            eval_dataset=list(splits),  # not read: `evaluate` has them
+            train_dataset=_Batches([encode(part.task, part.train) for part in rows]),
+            eval_dataset=self.validation,  # not read: `evaluate` has it
             compute_loss_func=self._loss,
         )
         self.remove_callback(PrinterCallback)
@@ -198,10 +181,7 @@ class TaskTrainer(Trainer):
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Returns the rank's own chunks, which accelerate must not shard again."""
         dataset: Any = self.train_dataset
-        on_gpu = torch.cuda.is_available()
-        return DataLoader(
-            dataset, batch_sampler=self.sampler, collate_fn=itemgetter(0), pin_memory=on_gpu
-        )
+        return DataLoader(dataset, batch_sampler=self.sampler, collate_fn=itemgetter(0))
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any) -> Tensor:
         """Computes the gradients of a chunk, with its own seed for dropout."""
@@ -212,9 +192,9 @@ class TaskTrainer(Trainer):
 
     def _loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         """Returns the chunk's part of the loss, the mean over the counted rows of the step."""
-        problem = self.task_model.problem_type(self._task)
-        total = loss_sum(problem, outputs.logits.float(), labels, self.class_weights[self._task])
-        return total / num_items_in_batch
+        problem, weights = self.task_model.problem_type(self._task), self.class_weights[self._task]
+        weights = weights if weights is None else weights.to(labels.device)
+        return loss_sum(problem, outputs.logits.float(), labels, weights) / num_items_in_batch
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Scores the validation rows of all tasks; keeps the weights if the mean score is strictly better.
@@ -231,20 +211,18 @@ class TaskTrainer(Trainer):
                 on_all_ranks=True,
             )
         metrics, scores, outputs = {"eval_train_loss": loss}, [], []
-        for task, split in enumerate(self.splits):
-            outputs.append(self.predict_rows(task, split.validation))
-            values = score_examples(split.task, split.examples, outputs[task])
-            scores.append(next(iter(values.values())))
-            metrics |= {f"eval_{split.task.name}_{name}": v for name, v in values.items()}
+        for number, (task, examples) in enumerate(self.picking):
+            outputs.append(self._predict(number, self.validation[number]))
+            values = score_examples(task, examples, outputs[number])
+            scores.append(values[task.metrics[0]])
+            metrics |= {f"eval_{task.name}_{name}": v for name, v in values.items()}
         metrics["eval_score"] = score = float(np.mean(scores))
         if self.best is None or score > self.best.score:
             state = self.task_model.state_dict()
             weights = {name: t.detach().to("cpu", copy=True) for name, t in state.items()}
             self.best = Best(score, step, [torch.from_numpy(array) for array in outputs], weights)
         self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(
-            self.args, self.state, self.control, metrics
-        )
+        self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         if self.is_world_process_zero():
             where = f"step {step}/{self.state.max_steps}"
             print_line(f"{where}  loss {loss:.4f}  score {100 * score:.2f}")
@@ -255,10 +233,11 @@ class TaskTrainer(Trainer):
             self.control.should_save, self._saved = True, time.monotonic()
         return metrics
 
-    def predict_rows(self, task: int, rows: Encoded) -> Array:
+    def _predict(self, task: int, rows: Encoded) -> Array:
         """Returns the outputs (N, C) for all rows, in their order, on all ranks."""
-        batch_size, bf16 = self.args.per_device_eval_batch_size, bool(self.args.bf16)
-        return predict_rows(self.task_model, rows, task, self.args.device, batch_size, bf16)
+        args = self.args
+        batch_size = args.per_device_eval_batch_size
+        return predict_rows(self.task_model, rows, task, args.device, bool(args.bf16), batch_size)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Returns 0: counting takes time at each step, and nothing reads it."""
@@ -270,50 +249,62 @@ class TaskTrainer(Trainer):
         if dist.is_initialized():
             dist.barrier()
         if self.args.should_save:
-            folder = self.folder / f"checkpoint-{self.state.global_step}"
+            folder = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
             torch.save(vars(self.best), folder / BEST)
             write_json(folder / RUN, self.identity)
-            _newest_checkpoint(self.folder, self.identity)
+            self._newest_checkpoint()
 
-    def run(self) -> tuple[list[dict[str, float]], Best]:
+    def _newest_checkpoint(self) -> Path | None:
+        """Returns the newest whole checkpoint of this run; removes all others."""
+        found = sorted(Path(self.args.output_dir).glob("checkpoint-*"), key=_step_of)
+        marks = [(path, path / RUN) for path in found]
+        whole = [p for p, mark in marks if mark.exists() and read_json(mark) == self.identity]
+        for path in set(found) - set(whole[-1:]):
+            shutil.rmtree(path)
+        return whole[-1] if whole else None
+
+    def run(self) -> tuple[dict[str, Array], dict[str, Any]]:
         """Trains, from the newest whole checkpoint if there is one; leaves the model with the best weights.
 
         Returns:
-            Step, mean loss since the evaluation before, and score of each evaluation; the best of them.
+            Its outputs by "TASK/SPLIT"; what the record says of training.
         """
-        newest = on_rank_0(lambda: _newest_checkpoint(self.folder, self.identity))
-        shown = self.is_world_process_zero()
-        loading: AbstractContextManager[None] = nullcontext()
-        if newest:
-            self.best = Best(**torch.load(newest / BEST, weights_only=True))
-            if shown:
-                print_line(f"resuming from step {_step_of(newest)} of {self.sampler.steps}")
-            if self.is_deepspeed_enabled:
-                from multicls.safe_unpickling import safe_unpickling
+        newest, shown, done = on_rank_0(self._newest_checkpoint), self.is_world_process_zero(), 0
+        with ExitStack() as stack:
+            if newest:
+                self.best = Best(**torch.load(newest / BEST, weights_only=True))
+                done = _step_of(newest)
+                if shown:
+                    print_line(f"resuming from step {done} of {self.sampler.steps}")
+                if self.is_deepspeed_enabled:
+                    from multicls.safe_unpickling import safe_unpickling
 
-                loading = safe_unpickling(newest)
-        done = _step_of(newest) * self.sampler.accumulation if newest else 0
-        total = len(self.sampler)
-        progress = Progress(total, "batch", "fine-tuning", done=done, shown=shown)
-        with progress as self._progress, loading:
-            self.train(resume_from_checkpoint=str(newest) if newest else None)
+                    stack.enter_context(safe_unpickling(newest))
+            total, done = len(self.sampler), done * self.sampler.accumulation
+            self._progress = Progress(total, "batch", "fine-tuning", done=done, shown=shown)
+            with self._progress:
+                self.train(resume_from_checkpoint=str(newest) if newest else None)
         assert self.best is not None
         self.task_model.load_state_dict(self.best.weights)
+        outputs = {}
+        for number, part in enumerate(self.rows):
+            for split, (task, examples) in part.splits().items():
+                outputs[f"{part.task.name}/{split}"] = (
+                    self.best.outputs[number].numpy()
+                    if examples is self.picking[number][1]
+                    else self._predict(number, self.encode(task, examples))
+                )
         history = [
             {"step": e["step"], "loss": round(e["eval_train_loss"], 6), "score": e["eval_score"]}
             for e in self.state.log_history
             if "eval_score" in e
         ]
-        return history, self.best
-
-
-def _newest_checkpoint(folder: Path, identity: dict[str, Any]) -> Path | None:
-    """Returns the newest whole checkpoint of the run with this identity; removes all others."""
-    found = sorted(folder.glob("checkpoint-*"), key=_step_of)
-    whole = [path for path in found if (path / RUN).exists() and read_json(path / RUN) == identity]
-    for path in set(found) - set(whole[-1:]):
-        shutil.rmtree(path)
-    return whole[-1] if whole else None
+        return outputs, {
+            "history": history,
+            "best_step": self.best.step,
+            "steps": self.state.global_step,
+            "batch_size": self.sampler.batch_size,
+        }
 
 
 def _step_of(checkpoint: Path) -> int:
@@ -331,7 +322,12 @@ def find_device(precision: str = "auto") -> tuple[torch.device, bool]:
 
 @torch.no_grad()
 def predict_rows(
-    model: nn.Module, rows: Encoded, task: int, device: torch.device, batch_size: int, bf16: bool
+    model: nn.Module,
+    rows: Encoded,
+    task: int,
+    device: torch.device,
+    bf16: bool,
+    batch_size: int = 64,
 ) -> Array:
     """Returns the outputs (N, C) of all rows, in their order, on all ranks, each of which computes a part.
 
@@ -363,20 +359,21 @@ def training_arguments(
 ) -> TrainingArguments:
     """Returns the training arguments: ours, and those that the user sets by name."""
     micro_batch_size = math.ceil(sampler.batch_size / sampler.chunks)
+    bf16 = find_device(train.precision)[1]
     defaults: dict[str, Any] = {
-        "per_device_eval_batch_size": EVAL_BATCH_SIZE,
+        "per_device_eval_batch_size": 64,
         "report_to": "tensorboard",
         "ddp_find_unused_parameters": len(sampler.sizes) > 1,
     }
-    names = {"learning_rate", "weight_decay", "adam_beta2", "adam_epsilon", "max_grad_norm"}
-    ours = train.model_dump(include={*names, "max_steps"}) | {
+    ours = train.model_dump(include={"learning_rate", "weight_decay", "max_grad_norm", "max_steps"})
+    ours |= {
         "output_dir": str(settings.folder),
         "num_train_epochs": train.epochs,
         "seed": settings.seed,
         "per_device_train_batch_size": micro_batch_size,
         "gradient_accumulation_steps": sampler.accumulation,
         "warmup_steps": round(train.warmup_ratio * sampler.steps),
-        "bf16": find_device(train.precision)[1],
+        "bf16": bf16,
         "use_cpu": not torch.cuda.is_available(),
         "eval_strategy": "steps",
         "eval_steps": train.eval_every,
@@ -389,18 +386,10 @@ def training_arguments(
         "disable_tqdm": True,
         "remove_unused_columns": False,
         "average_tokens_across_devices": True,
-        "deepspeed": _deepspeed(settings.config, train, sampler, micro_batch_size),
+        "deepspeed": _deepspeed(settings.config, train, sampler, micro_batch_size, bf16),
     }
-    known = {field.name for field in dataclasses.fields(TrainingArguments)}
-    problems = [
-        f"trainer.{name}: no TrainingArguments field.{did_you_mean(name, known)}"
-        if name not in known
-        else f"trainer.{name}: a setting of our own decides it."
-        for name in settings.trainer
-        if name not in known or name in ours
-    ]
-    if problems:
-        raise UserError(*problems)
+    if owned := sorted(ours.keys() & settings.trainer.keys()):
+        raise UserError(f"trainer.{owned[0]}: a setting of our own decides it.")
     try:
         arguments = TrainingArguments(**defaults | settings.trainer | ours)
     except (ValueError, TypeError, ImportError) as error:
@@ -410,7 +399,11 @@ def training_arguments(
 
 
 def _deepspeed(
-    path: str | None, train: TrainSettings, sampler: ChunkSampler, micro_batch_size: int
+    path: str | None,
+    train: TrainSettings,
+    sampler: ChunkSampler,
+    micro_batch_size: int,
+    bf16: bool,
 ) -> dict[str, Any] | None:
     """Returns the completed DeepSpeed JSON; ZeRO stage 3 is refused."""
     if not path:
@@ -426,14 +419,14 @@ def _deepspeed(
         accumulation=sampler.accumulation,
         world_size=sampler.world_size,
         max_grad_norm=train.max_grad_norm,
-        precision="bf16" if find_device(train.precision)[1] else "fp32",
+        precision="bf16" if bf16 else "fp32",
     )
 
 
-def _class_weights(split: TaskSplit) -> Tensor:
+def _class_weights(rows: TaskRows) -> Tensor:
     """Returns the weight of each class (C,), n / (C n_c): the mean over the rows is 1."""
-    task = split.task
+    task, labels = rows.task, [int(example.label) for example in rows.train]
     if task.is_regression or task.num_choices or task.multi_label:
         raise UserError(f"--class_weights: task {task.name} has no rows of one of several classes.")
-    counts = torch.bincount(split.train.labels, minlength=task.num_labels)
-    return len(split.train) / ((counts > 0).sum() * counts.clamp(min=1))
+    counts = torch.bincount(torch.tensor(labels), minlength=task.num_labels)
+    return len(labels) / ((counts > 0).sum() * counts.clamp(min=1))

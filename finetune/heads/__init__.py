@@ -14,9 +14,13 @@ HEADS = {
     "probe": "logistic or ridge regression on the frozen embedding, by scikit-learn",
     "tfidf": "bag of words: TF-IDF and logistic or ridge regression, without a model",
 }
-FITTED = (
-    "probe",
-    "tfidf",
-)  # fitted by scikit-learn: they read no `train` settings and leave no model
-POOLED = ("isobn", "batchnorm", "cln", "probe")  # heads on top of another one, named by `pooling`
-WITH_OPTIONS = ("isobn", "hire", "cln")  # heads with a group of settings of their own
+FITTED = ("probe", "tfidf")  # by scikit-learn: they leave no model
+NORMALISING = ("isobn", "batchnorm")  # over the rows of a forward pass
+READ_BY = {  # settings, or groups of settings, that only some heads read
+    "pooling": ("isobn", "batchnorm", "cln", "probe"),
+    "isobn": ("isobn",),
+    "hire": ("hire",),
+    "cln": ("cln",),
+}
+_TRAINING = {"train", "trainer", "save_model", "config"}
+UNREAD = {"probe": _TRAINING, "tfidf": {*_TRAINING, "model", "max_length"}}

@@ -9,9 +9,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.heads import POOLED
-from finetune.settings import RunSettings
-from finetune.tasks import Task
 from multicls.errors import UserError, first_line
 from multicls.files import missing_folder, read_json, sha256_of
 from multicls.sample import sample_model
@@ -20,11 +17,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from finetune.heads.modeling_task import TaskModel
+    from finetune.settings import RunSettings
+    from finetune.tasks import Task
 
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
-TEXT_FILES = ("*.json", "*.txt", "*.model", "*.py", "README.md")
 TOKENIZERS = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")
-MODEL_TYPE = "encoder-with-head"  # of models that finetune/run.py has saved
+DOWNLOADED = ("*.json", "*.txt", "*.model", "README.md")
+FINE_TUNED = "encoder-with-head"  # model type of what finetune/run.py saves
 
 
 class Incompatible(UserError):
@@ -33,35 +32,22 @@ class Incompatible(UserError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model folder."""
+    """The folder of an encoder."""
 
     name: str  # as the user named it
     folder: Path
     config: dict[str, Any] = field(compare=False)  # its config.json
     sha256: str  # 16 hex digits over weights, configuration and tokenizer
-    trust_remote_code: bool  # the user allows the code in the folder to run
-
-    @property
-    def is_fine_tuned(self) -> bool:
-        """True for a model with a head."""
-        return self.config.get("model_type") == MODEL_TYPE
-
-    @property
-    def encoder(self) -> dict[str, Any]:
-        """The configuration of the encoder, also of a fine-tuned model with a head."""
-        encoder: dict[str, Any] = self.config["encoder"] if self.is_fine_tuned else self.config
-        return encoder
 
 
 @lru_cache(maxsize=16)
-def find_checkpoint(name: str, trust_remote_code: bool = False) -> Checkpoint:
+def find_checkpoint(name: str) -> Checkpoint:
     """Returns the model folder `name`, or the Hub's model of that id; a process reads it once.
 
     "sample" is the model that comes with a Python package (`multicls.sample`).
 
     Raises:
-        UserError: It is not there, not whole, of a type that transformers does not know, or needs its own code to run
-            and `trust_remote_code` is not set.
+        UserError: It is not there, lacks a tokenizer, or is fine-tuned.
     """
     folder = sample_model() if name == "sample" and not Path(name).exists() else Path(name)
     if not folder.is_dir():
@@ -73,68 +59,36 @@ def find_checkpoint(name: str, trust_remote_code: bool = False) -> Checkpoint:
         hint = f"did you mean {inside}?" if inside else "give the exported model (RUN/hf)."
         raise UserError(f"--model {name}: holds no config.json; {hint}")
     config = read_json(folder / "config.json")
-    weights = _files(folder, WEIGHTS[0]) or _files(folder, WEIGHTS[1])
-    if not weights:
-        raise UserError(f"--model {name}: holds no weights (model.safetensors).")
+    if config.get("model_type") == FINE_TUNED:
+        raise UserError(f"--model {name}: is fine-tuned; give the model that it was trained from.")
     if not _files(folder, *TOKENIZERS):
         raise UserError(
-            f"--model {name}: holds no tokenizer (tokenizer.json). Save the model's own beside it: "
+            f"--model {name}: holds no tokenizer. Save the model's own beside its weights: "
             f"AutoTokenizer.from_pretrained(BASE).save_pretrained({str(folder)!r})."
         )
-    _check_code(name, folder, config, trust_remote_code)
-    code = ["*.py"] * trust_remote_code
-    files = [*weights, *_files(folder, "config.json", *TOKENIZERS, *code)]
+    files = _files(folder, *WEIGHTS, "config.json", *TOKENIZERS)
     digests = "\n".join(f"{path.name}:{sha256_of(path)}" for path in files)
     sha256 = hashlib.sha256(digests.encode()).hexdigest()[:16]
-    return Checkpoint(name, folder, config, sha256, trust_remote_code)
-
-
-def check_head(settings: RunSettings, checkpoint: Checkpoint) -> None:
-    """Checks that the head and its pooling work on the checkpoint.
-
-    Raises:
-        Incompatible: One does not; the message says why.
-        UserError: The settings do not suit the head, or the model could not be saved.
-    """
-    from transformers import CONFIG_MAPPING
-
-    from finetune.heads.modeling_task import find_head
-
-    reads = {} if settings.head == "probe" else {"head": settings.head}
-    if settings.head in POOLED:
-        reads["pooling"] = settings.pooling
-    for option, name in reads.items():
-        if reason := find_head(name).incompatibility(checkpoint.encoder):
-            raise Incompatible(f"--{option} {name}: {checkpoint.name}: {reason}")
-    sizes = (settings.train.micro_batch_size, settings.train.batch_size)
-    if settings.head in ("isobn", "batchnorm") and 1 in sizes:
-        raise UserError(
-            f"--head {settings.head}: it normalises over the rows of a forward pass, and a single row has no spread: "
-            "train.micro_batch_size and train.batch_size must be 2 or more."
-        )
-    if settings.save_model and checkpoint.encoder.get("model_type") not in CONFIG_MAPPING:
-        raise UserError(
-            f"--save_model: {checkpoint.name} brings code of its own, which a saved model would not have."
-        )
+    return Checkpoint(name, folder, config, sha256)
 
 
 def build_model(settings: RunSettings, checkpoint: Checkpoint, tasks: Sequence[Task]) -> TaskModel:
     """Returns the checkpoint's encoder in float32 with a head and a classifier for each task.
 
-    New weights are drawn from torch's generator, seeded by `settings.seed`. A fine-tuned checkpoint gives each weight
-    of the same name and shape except its classifiers'. The head `probe` gets the plain embedding of its pooling.
+    New weights are drawn from torch's generator, seeded by `settings.seed`. The head `probe` gets the plain embedding
+    of its pooling.
 
     Raises:
-        UserError: The head does not work on the checkpoint, or the checkpoint cannot be loaded.
+        Incompatible: The head does not work on the checkpoint.
+        UserError: The checkpoint cannot be loaded.
     """
     import torch
 
     from finetune.heads.modeling_task import IncompatibleHead, TaskModel, TaskModelConfig
 
-    check_head(settings, checkpoint)
     head = settings.pooling if settings.head == "probe" else settings.head
     config = TaskModelConfig(
-        encoder=checkpoint.encoder,
+        encoder=checkpoint.config,
         head=head,
         head_options=settings.model_dump().get(head, {}),
         pooling=settings.pooling,
@@ -143,50 +97,29 @@ def build_model(settings: RunSettings, checkpoint: Checkpoint, tasks: Sequence[T
     )
     torch.manual_seed(settings.seed)
     try:
-        encoder = None if checkpoint.is_fine_tuned else load_encoder(checkpoint)
-        model = TaskModel(config, encoder)
+        return TaskModel(config, load_encoder(checkpoint))
     except IncompatibleHead as error:
-        raise Incompatible(f"--head {head}: {checkpoint.name}: {error}") from None
-    if checkpoint.is_fine_tuned:
-        saved, new = load_fine_tuned(checkpoint).state_dict(), model.state_dict()
-        fits = {name for name in saved.keys() & new.keys() if saved[name].shape == new[name].shape}
-        kept = {name: saved[name] for name in fits if "classifiers." not in name}
-        model.load_state_dict(kept, strict=False)
-    return model
-
-
-def load_fine_tuned(checkpoint: Checkpoint) -> TaskModel:
-    """Returns a model that `finetune/run.py --save_model` has saved."""
-    from finetune.heads.modeling_task import TaskModel
-    from multicls.build import load_problems, quiet_transformers
-
-    with load_problems(checkpoint.name), quiet_transformers():
-        model: TaskModel = TaskModel.from_pretrained(checkpoint.folder)
-    return model
+        raise Incompatible(f"--head {settings.head}: {checkpoint.name}: {error}") from None
 
 
 def load_encoder(checkpoint: Checkpoint) -> PreTrainedModel:
-    """Returns the checkpoint's encoder in float32, without the heads of its pretraining.
+    """Returns the checkpoint's encoder in float32, without the heads of its pretraining; never runs code in its folder.
 
     Raises:
-        UserError: It cannot be loaded, or weights other than the pooler's are missing.
+        UserError: It cannot be loaded without its own code, or weights other than the pooler's are missing.
     """
-    import torch
     from transformers import AutoModel
 
+    import multicls.modeling_multicls  # noqa: F401 (registers the model type)
     from multicls.build import load_problems, quiet_transformers
 
     with load_problems(checkpoint.name), quiet_transformers():
         encoder, report = AutoModel.from_pretrained(
-            checkpoint.folder,
-            dtype=torch.float32,
-            trust_remote_code=checkpoint.trust_remote_code,
-            output_loading_info=True,
+            checkpoint.folder, dtype="float32", trust_remote_code=False, output_loading_info=True
         )
     if lost := sorted(key for key in report["missing_keys"] if "pooler." not in key):
-        raise UserError(
-            f"--model {checkpoint.name}: weights of the encoder are missing: {', '.join(lost[:3])}, ..."
-        )
+        names = ", ".join(lost[:3])
+        raise UserError(f"--model {checkpoint.name}: weights are missing: {names}, ...")
     return encoder
 
 
@@ -206,9 +139,9 @@ def load_tokenizer(checkpoint: Checkpoint, max_length: int) -> PreTrainedTokeniz
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             checkpoint.folder,
             split_special_tokens=True,
-            trust_remote_code=checkpoint.trust_remote_code,
+            trust_remote_code=False,
         )
-    encoder = checkpoint.encoder.get("encoder") or checkpoint.encoder
+    encoder = checkpoint.config.get("encoder") or checkpoint.config
     vocabulary = int(encoder.get("vocab_size", len(tokenizer)))
     if not 0.9 * vocabulary <= len(tokenizer) <= vocabulary:
         raise UserError(
@@ -227,6 +160,18 @@ def load_tokenizer(checkpoint: Checkpoint, max_length: int) -> PreTrainedTokeniz
     return tokenizer
 
 
+def load_fine_tuned(folder: str) -> tuple[TaskModel, PreTrainedTokenizerBase]:
+    """Returns model and tokenizer that `finetune/run.py --save_model` has saved."""
+    from transformers import AutoTokenizer
+
+    from finetune.heads.modeling_task import TaskModel
+    from multicls.build import load_problems, quiet_transformers
+
+    with load_problems(folder), quiet_transformers():
+        model: TaskModel = TaskModel.from_pretrained(folder)
+        return model, AutoTokenizer.from_pretrained(folder, split_special_tokens=True)
+
+
 def _files(folder: Path, *patterns: str) -> list[Path]:
     return [path for pattern in patterns for path in sorted(folder.glob(pattern))]
 
@@ -236,7 +181,7 @@ def _from_hub(name: str) -> Path:
 
     try:
         for pattern in WEIGHTS:  # the second one only where there is none of the first
-            folder = Path(snapshot_download(name, allow_patterns=[*TEXT_FILES, pattern]))
+            folder = Path(snapshot_download(name, allow_patterns=[*DOWNLOADED, pattern]))
             if _files(folder, pattern):
                 break
     except Exception as error:  # huggingface_hub, its HTTP client and sockets raise their own kinds
@@ -245,22 +190,3 @@ def _from_hub(name: str) -> Path:
             f"--model {name}: no such folder, and the Hub did not deliver it: {reason}."
         ) from None
     return folder
-
-
-def _check_code(name: str, folder: Path, config: dict[str, Any], trust_remote_code: bool) -> None:
-    """Refuses a folder that only its own code can load, before any loader has seen it."""
-    from transformers import CONFIG_MAPPING
-
-    import finetune.heads.registration  # noqa: F401
-    import multicls.modeling_multicls  # noqa: F401
-
-    model_type = config.get("model_type")
-    if model_type not in CONFIG_MAPPING and "auto_map" not in config:
-        raise UserError(
-            f"--model {name}: transformers knows no model_type {model_type!r} (config.json)."
-        )
-    if model_type not in CONFIG_MAPPING and not trust_remote_code:
-        raise UserError(
-            f"--model {name}: {folder} brings Python code of its own, which it needs to load (model_type "
-            f"{model_type!r}). If you have read and trust that code, add --trust_remote_code."
-        )

@@ -40,14 +40,14 @@ class ClnHead(PooledHead):
     """
 
     def __init__(self, config: TaskModelConfig, encoder: PreTrainedModel) -> None:
-        if (config.head_options or {}).get("train", "full") == "last_linear":
+        if config.head_options.get("train", "full") == "last_linear":
             encoder.requires_grad_(False)
         super().__init__(config, encoder)
         norms = list[ConditionalLayerNorm]()
         for parent in list(encoder.modules()):
             for name, child in parent.named_children():
                 if isinstance(child, nn.LayerNorm):
-                    norms.append(ConditionalLayerNorm(child, len(config.tasks or [])))
+                    norms.append(ConditionalLayerNorm(child, len(config.tasks)))
                     setattr(parent, name, norms[-1])
         if not norms:
             raise IncompatibleHead("its normalisations are no LayerNorms, which `cln` conditions.")

@@ -33,7 +33,7 @@ class HireHead(Head):
 
     def __init__(self, config: TaskModelConfig, encoder: PreTrainedModel) -> None:
         super().__init__(config, encoder)
-        size, options, dropout = self.width, config.head_options or {}, dropout_of(config)
+        size, options, dropout = self.width, config.head_options, dropout_of(config)
         self.layers, self.fuses = options.get("layers", "dynamic"), options.get("fusion", True)
         fusion_layers = options.get("fusion_layers", 2) if self.fuses else 0
         self.fusion, width = None, 4 * size if self.fuses else size

@@ -41,11 +41,16 @@ class IsotropicBatchNorm(nn.Module):
         self.register_buffer("sigma", torch.zeros(dim))
         self.register_buffer("Sigma", torch.zeros(dim, dim))
 
-    def forward(self, h_BD: Tensor, counted_B: Tensor | None = None) -> Tensor:
+    def forward(self, h_BD: Tensor, counted: bool = True) -> Tensor:
         """Returns the scaled rows, (B, D), in the input's type; rows that do not count move no statistics."""
         with torch.no_grad(), torch.autocast(h_BD.device.type, enabled=False):
             if self.training:
-                self._update(counted_rows(h_BD.detach().float(), counted_B))
+                # Mean first, then products of centred rows: the one-pass formula loses small variances to rounding.
+                centred_BD, _, rows = centred_over_ranks(h_BD.float(), counted)
+                momentum = self.momentum * (rows > 1)
+                Sigma_DD = sum_over_ranks(centred_BD.T @ centred_BD) / rows.clamp(min=1)
+                self.Sigma += momentum * (Sigma_DD - self.Sigma)
+                self.sigma += momentum * (Sigma_DD.diagonal().clamp(min=0).sqrt() - self.sigma)
             scale_D = self.scale()
         return h_BD * scale_D.to(h_BD.dtype)
 
@@ -55,20 +60,8 @@ class IsotropicBatchNorm(nn.Module):
         rho_DD = (self.Sigma / torch.outer(self.sigma, self.sigma).clamp(min=tiny)).clamp(-1.0, 1.0)
         theta_D = (self.sigma * rho_DD.square().sum(dim=1) + self.epsilon) ** -self.beta
         variances_D = self.Sigma.diagonal()
-        total = variances_D.sum()
-        scaled = (variances_D * theta_D.square()).sum()
-        scaled_D = theta_D * (total / scaled.clamp(min=tiny)).sqrt()
-        return torch.where(total > 0, scaled_D, 1.0)
-
-    def _update(self, h_BD: Tensor) -> None:
-        number = h_BD.new_full((1,), len(h_BD))
-        sums = sum_over_ranks(torch.cat([h_BD.sum(dim=0), number]))  # ranks may differ in rows
-        rows = sums[-1].clamp(min=1)
-        centred_BD, momentum = h_BD - sums[:-1] / rows, self.momentum * (sums[-1] > 1)
-        # Mean first, then products of centred rows: the one-pass formula loses small variances to rounding.
-        Sigma_DD = sum_over_ranks(centred_BD.T @ centred_BD) / rows
-        self.Sigma += momentum * (Sigma_DD - self.Sigma)
-        self.sigma += momentum * (Sigma_DD.diagonal().clamp(min=0).sqrt() - self.sigma)
+        total, scaled = variances_D.sum(), (variances_D * theta_D.square()).sum()
+        return torch.where(total > 0, theta_D * (total / scaled.clamp(min=tiny)).sqrt(), 1.0)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> IsotropicBatchNorm:
         """Converts the module as `nn.Module` does, but leaves the statistics in float32."""
@@ -86,44 +79,32 @@ class BatchNorm(nn.BatchNorm1d):
     A batch of one row is normalised as in evaluation.
     """
 
-    def forward(self, input: Tensor, counted_B: Tensor | None = None) -> Tensor:
+    def forward(self, input: Tensor, counted: bool = True) -> Tensor:
         """Returns the normalised rows, (B, D), in the input's type."""
         assert self.running_mean is not None and self.running_var is not None
         with torch.autocast(input.device.type, enabled=False):
-            h_BD, mean_D, var_D, rows = input.float(), self.running_mean, self.running_var, 0
+            h_BD, mean_D, var_D = input.float(), self.running_mean, self.running_var
             if self.training:
-                counted_ND = counted_rows(h_BD, counted_B)
-                rows = int(sum_over_ranks(torch.tensor(len(counted_ND), device=h_BD.device)))
-            if rows > 1:
-                mean_D = sum_over_ranks(counted_ND.sum(dim=0)) / rows
-                var_D = sum_over_ranks((counted_ND - mean_D).square().sum(dim=0)) / rows
-                unbiased_D = var_D * rows / (rows - 1)
-                for moving, batch in ((self.running_mean, mean_D), (self.running_var, unbiased_D)):
-                    moving.lerp_(batch.detach().to(moving.dtype), self.momentum or 0.0)
+                centred_BD, batch_mean_D, rows = centred_over_ranks(h_BD, counted)
+                if rows > 1:
+                    mean_D, total_D = batch_mean_D, sum_over_ranks(centred_BD.square().sum(dim=0))
+                    var_D, unbiased_D = total_D / rows, total_D / (rows - 1)
+                    for moving, batch in (
+                        (self.running_mean, mean_D),
+                        (self.running_var, unbiased_D),
+                    ):
+                        moving.lerp_(batch.detach().to(moving.dtype), self.momentum or 0.0)
             normed_BD = (h_BD - mean_D) * torch.rsqrt(var_D + self.eps)
             return (normed_BD * self.weight + self.bias).to(input.dtype)
 
 
-class IsoBnHead(PooledHead):
-    """Multiplies the embedding of its pooling by theta_bar."""
+class NormHead(PooledHead):
+    """Multiplies the embedding of its pooling by theta_bar, or for `batchnorm` normalises it."""
 
     def __init__(self, config: TaskModelConfig, encoder: PreTrainedModel) -> None:
         super().__init__(config, encoder)
-        self.norm = IsotropicBatchNorm(self.width, **(config.head_options or {}))
-
-    def forward(self, states: BaseModelOutput, attention_mask: Tensor) -> Tensor:
-        """Returns the embedding, (B, E), from hidden states (B, L, D)."""
-        pooled_BE = super().forward(states, attention_mask)
-        normalised: Tensor = self.norm(pooled_BE, self.counted)
-        return normalised
-
-
-class BatchNormHead(PooledHead):
-    """Normalises the embedding of its pooling, the baseline of `isobn`."""
-
-    def __init__(self, config: TaskModelConfig, encoder: PreTrainedModel) -> None:
-        super().__init__(config, encoder)
-        self.norm = BatchNorm(self.width)
+        kind = BatchNorm if config.head == "batchnorm" else IsotropicBatchNorm
+        self.norm = kind(self.width, **config.head_options)
 
     def forward(self, states: BaseModelOutput, attention_mask: Tensor) -> Tensor:
         """Returns the embedding, (B, E), from hidden states (B, L, D)."""
@@ -131,9 +112,12 @@ class BatchNormHead(PooledHead):
         return normalised
 
 
-def counted_rows(h_BD: Tensor, counted_B: Tensor | None) -> Tensor:
-    """Returns the rows that count; a row that only keeps a rank busy does not."""
-    return h_BD if counted_B is None else h_BD[counted_B]
+def centred_over_ranks(h_BD: Tensor, counted: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the rows that count less their mean over all ranks, the mean (D,), and the number of rows."""
+    h_BD = h_BD if counted else h_BD[:0]
+    sums = sum_over_ranks(torch.cat([h_BD.sum(dim=0), h_BD.new_full((1,), len(h_BD))]))
+    mean_D = sums[:-1] / sums[-1].clamp(min=1)
+    return h_BD - mean_D, mean_D, sums[-1].detach()
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
@@ -157,4 +141,4 @@ class _AllReduce(torch.autograd.Function):
         return _AllReduce.forward(ctx, gradients[0])
 
 
-HEADS = {"isobn": IsoBnHead, "batchnorm": BatchNormHead}
+HEADS = {"isobn": NormHead, "batchnorm": NormHead}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -31,7 +31,6 @@ FILES = {  # files of heads that are not named like their head
 }
 # Fields of an encoder's file, not of itself.
 NOT_OF_THE_ENCODER = ("auto_map", "architectures", "dtype", "transformers_version")
-EXTRA = ["pooled", "features", "layer_weights"]  # outputs besides those of BERT
 
 
 class TaskModelConfig(PretrainedConfig):
@@ -39,20 +38,19 @@ class TaskModelConfig(PretrainedConfig):
 
     model_type = "encoder-with-head"
     # With these left out, a Trainer's `compute_metrics` gets the logits alone.
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["hidden_states", *EXTRA]
+    keys_to_ignore_at_inference: ClassVar = ["hidden_states", "features", "layer_weights"]
 
     encoder: Any = None  # its configuration, as an object or as a dictionary with `model_type`
     head: str = "cls"  # name in the `HEADS` of a file of this folder
-    head_options: dict[str, Any] | None = None  # that head's settings
-    pooling: str = "cls"  # the head that `isobn`, `batchnorm`, `cln` and `probe` are built on: cls, multicls or mean
-    tasks: list[dict[str, Any]] | None = None  # made by `finetune.tasks.Task.describe`
+    head_options: dict[str, Any] = field(default_factory=dict)  # that head's settings
+    pooling: str = "cls"  # the head that a `PooledHead` is built on
+    tasks: list[dict[str, Any]] = field(default_factory=list)  # by `finetune.tasks.Task.describe`
     dropout: float | None = None  # before the classifier; None: the encoder's own
 
     def __post_init__(self, **kwargs: Any) -> None:
         encoder = self.encoder or {}
         fields = encoder if isinstance(encoder, dict) else encoder.to_dict()
         self.encoder = {name: fields[name] for name in fields if name not in NOT_OF_THE_ENCODER}
-        self.head_options, self.tasks = self.head_options or {}, self.tasks or []
         for first in self.tasks[:1]:
             self.problem_type = self.problem_type or problem_type_of(first)
             if self.id2label is None:
@@ -71,10 +69,9 @@ def problem_type_of(task: dict[str, Any]) -> ProblemType:
 
 @dataclass
 class TaskModelOutput(SequenceClassifierOutput):
-    """The output of a `TaskModel`: BERT's classifier output with more fields."""
+    """The output of a `TaskModel`: BERT's, and what the classifier reads."""
 
-    pooled: Tensor | None = None  # the embedding before dropout, (B, E)
-    features: Tensor | None = None  # with the means over the spans after it, (B, E + S * D)
+    features: Tensor | None = None  # the embedding and the means over the spans, (B, E + S * D)
     layer_weights: Tensor | None = None  # HIRE's importance of each layer, (B, layers + 1)
 
 
@@ -93,7 +90,7 @@ class Head(nn.Module, ABC):
     reads_all_layers = False  # it needs `states.hidden_states`
     dropout_before_classifier = True  # the paper of the head has dropout there
     layer_weights: Tensor | None = None  # for analysis: of the last batch, (B, layers + 1)
-    counted: Tensor | None = None  # (B,) False for rows that only keep a rank busy; None: all count
+    counted = True  # False for a batch that only keeps a rank busy
 
     def __init__(self, config: TaskModelConfig, encoder: PreTrainedModel) -> None:
         super().__init__()
@@ -105,11 +102,6 @@ class Head(nn.Module, ABC):
 
     def select_task(self, task: int) -> None:
         """Prepares for a batch of that task; called before the encoder runs."""
-
-    @classmethod
-    def incompatibility(cls, encoder: dict[str, Any]) -> str:
-        """Returns why the head does not work on an encoder of that configuration; "" if it does."""
-        return ""
 
 
 class PooledHead(Head):
@@ -169,7 +161,7 @@ class TaskModel(PreTrainedModel):
         self.dropout = nn.Dropout(dropout)
         self.classifiers = nn.ModuleList(
             nn.Linear(self.head.width + task["num_spans"] * hidden_size, task["num_labels"])
-            for task in config.tasks or []
+            for task in config.tasks
         )
         self.post_init()
 
@@ -181,7 +173,7 @@ class TaskModel(PreTrainedModel):
         spans: Tensor | None = None,
         labels: Tensor | None = None,
         task: int = 0,
-        counted: Tensor | None = None,
+        counted: bool = True,
         **kwargs: Any,
     ) -> TaskModelOutput:
         """Classifies sequences of one task.
@@ -191,10 +183,9 @@ class TaskModel(PreTrainedModel):
             attention_mask: (B, L), 1 up to the padding, which is on the right.
             token_type_ids: (B, L); left out where the encoder has none.
             spans: (B, S, L) bool, the tokens of each marked span, for tasks that mark spans.
-            labels: by `config.problem_type` of a model of one task, else by the task: (B,) class ids; (B,) or (B, C)
-                numbers for regression; (B, C) zeros and ones for a multi-label task.
+            labels: (B,) class ids, or numbers for regression; (B, C) zeros and ones for a multi-label task.
             task: index into `config.tasks`.
-            counted: (B,) or (B * C,) bool, False for sequences that only keep a rank busy; None: all count.
+            counted: False for a batch that only keeps a rank busy.
             **kwargs: for the encoder.
 
         Returns:
@@ -212,35 +203,32 @@ class TaskModel(PreTrainedModel):
         hidden_BLD = states.last_hidden_state
         if attention_mask is None:
             attention_mask = torch.ones_like(hidden_BLD[..., 0], dtype=torch.long)
-        pooled_BE = features = self.head(states, attention_mask)
+        features = self.head(states, attention_mask)
         if spans is not None:
-            features = torch.cat([pooled_BE, span_means(hidden_BLD, spans).flatten(1)], dim=-1)
+            features = torch.cat([features, span_means(hidden_BLD, spans).flatten(1)], dim=-1)
         logits = self.classifiers[task](self.dropout(features))
-        if choices := (self.config.tasks or [])[task]["num_choices"]:
+        if choices := self.config.tasks[task]["num_choices"]:
             logits = logits.view(-1, choices)
         loss = None
         if labels is not None:
-            loss = loss_sum(self.problem_type(task), logits.float(), labels)
-            loss = loss / labels.ne(IGNORE_INDEX).sum()
+            total = loss_sum(self.problem_type(task), logits.float(), labels)
+            loss = total / labels.ne(IGNORE_INDEX).sum()
         return TaskModelOutput(
             loss=loss,
             logits=logits,
             hidden_states=states.hidden_states,
             attentions=states.attentions,
-            pooled=pooled_BE,
             features=features,
             layer_weights=self.head.layer_weights,
         )
 
-    def problem_type(self, task: int) -> str | None:
+    def problem_type(self, task: int) -> ProblemType:
         """Returns the kind of loss of a task."""
-        if len(self.classifiers) == 1:
-            return self.config.problem_type
-        return problem_type_of((self.config.tasks or [])[task])
+        return problem_type_of(self.config.tasks[task])
 
 
 def loss_sum(
-    problem: str | None, logits_BC: Tensor, labels: Tensor, class_weights: Tensor | None = None
+    problem: ProblemType, logits_BC: Tensor, labels: Tensor, class_weights: Tensor | None = None
 ) -> Tensor:
     """Returns the sum of the losses of all labels that are not `IGNORE_INDEX`.
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from .modeling_task import MULTICLS, Head, TaskModelConfig, base_encoder, dropout_of, span_means
+from .modeling_task import (
+    Head,
+    IncompatibleHead,
+    TaskModelConfig,
+    base_encoder,
+    dropout_of,
+    span_means,
+)
 
 ACTIVATIONS = {"electra": nn.GELU, "distilbert": nn.ReLU}  # as published; others have tanh
 
@@ -61,6 +66,10 @@ class MulticlsHead(Head):
 
     def __init__(self, config: TaskModelConfig, encoder: PreTrainedModel) -> None:
         super().__init__(config, encoder)
+        if not getattr(encoder.config, "num_facets", 0):
+            raise IncompatibleHead(
+                "it is a checkpoint without facets to pool. Use mean or cls, or pretrain it with pretrain/run.py first."
+            )
         self.facet_slice: slice = encoder.config.facet_slice
         self.dense = encoder.get_submodule("facet_head.dense")
         self.bias = nn.Parameter(torch.zeros(encoder.config.num_facets, self.width))
@@ -72,18 +81,6 @@ class MulticlsHead(Head):
         centred = self.centred and facets_BKD.shape[1] > 1
         parts_BKD: Tensor = self.dense(facets_BKD, centred=centred) + self.bias
         return parts_BKD.sum(dim=1)
-
-    @classmethod
-    def incompatibility(cls, encoder: dict[str, Any]) -> str:
-        """Refuses a checkpoint without facets."""
-        if encoder.get("model_type") != MULTICLS:
-            return (
-                f"it is a plain {encoder.get('model_type')} checkpoint, without facets to pool. Use mean or cls, or "
-                "pretrain it with pretrain/run.py first."
-            )
-        if not encoder.get("num_facets", 5):
-            return "it was pretrained with num_facets = 0 (single [CLS]): use mean or cls."
-        return ""
 
 
 class MulticlsSumHead(MulticlsHead):

@@ -83,10 +83,10 @@ def test_ablations(options: dict[str, Any], width: int) -> None:
         assert output.layer_weights is None and not hasattr(model.head, "reader")
         M = torch.cat([last, last, 2 * last, last * last], dim=-1)[1]  # the row without padding
         expected = torch.tanh(dense(model.head.fusion(M)[0][0]))
-        torch.testing.assert_close(output.pooled[1], expected)
+        torch.testing.assert_close(output.features[1], expected)
     if options == {"layers": "mean_last6", "fusion": False}:
         expected = torch.tanh(dense(sum(states[2:])[:, 0] / 6))
-        torch.testing.assert_close(output.pooled, expected)
+        torch.testing.assert_close(output.features, expected)
     if options == {"layers": "random_all"}:
         assert torch.equal(output.layer_weights[0], output.layer_weights[2])
         assert "head.fixed_weights" in model.state_dict()

@@ -170,7 +170,7 @@ def test_holdout_reports_the_best_weights_not_the_last(
     ("values", "message"),
     [
         ({"train__class_weights": "balanced", "task": "stsb"}, "--class_weights: task stsb"),
-        ({"trainer__optm": "adafactor"}, "trainer.optm: no TrainingArguments field. Did you mean"),
+        ({"trainer__optm": "adafactor"}, "unexpected keyword argument 'optm'"),
         ({"trainer__optim": "adagrat"}, "adagrat"),
         ({"trainer__max_steps": 3}, "trainer.max_steps: a setting of our own decides it"),
         ({"trainer__num_train_epochs": 3}, "trainer.num_train_epochs: a setting of our own"),
@@ -191,10 +191,9 @@ def test_training_arguments_and_class_weights_are_used(
     still_bert: Path, glue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = logits_of(finetune(still_bert, glue, tmp_path / "a", **PLAIN))
-    for number, change in enumerate(
-        ({"trainer__lr_scheduler_type": "constant"}, {"train__class_weights": "balanced"})
-    ):
-        other = logits_of(finetune(still_bert, glue, tmp_path / str(number), **PLAIN | change))
+    changes = {"trainer__lr_scheduler_type": "constant", "train__class_weights": "balanced"}
+    for name, value in changes.items():
+        other = logits_of(finetune(still_bert, glue, tmp_path / name, **PLAIN | {name: value}))
         assert np.abs(plain - other).max() > 1e-5
     calls = mock.Mock(wraps=torch.utils.checkpoint.checkpoint)
     monkeypatch.setattr("transformers.modeling_utils.checkpoint", calls)
