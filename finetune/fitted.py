@@ -51,23 +51,24 @@ def fit_head(
         raise UserError(f"--head: task {task.name} {what}; use another head.")
     others = [example for _, examples in splits.values() for example in examples]
     labels = np.array([example.label for example in train])
-    if model is None:
+    known: Any = train
+    unknown: Any = others
+    if model:
+        steps = [StandardScaler()]
+        known, unknown = (embed(model, encode(task, part)) for part in (train, others))
+    else:
         texts = make_union(*(_tfidf_of(index) for index in range(len(task.fields))))
-        steps, parts = (
-            [texts, MaxAbsScaler()],
-            [[e.texts for e in part] for part in (train, others)],
-        )
-    else:
-        steps, parts = [StandardScaler()], [embed(model, encode(task, p)) for p in (train, others)]
+        steps = [texts, MaxAbsScaler()]
     if task.is_regression:
-        regression = make_pipeline(*steps, RidgeCV(ALPHAS)).fit(parts[0], labels / task.label_scale)
-        outputs = regression.predict(parts[1])[:, None]
-    elif task.num_choices:
-        labels = (np.arange(task.num_choices) == labels[:, None]).astype(int).ravel()
-        logs = np.log(_probabilities(steps, *parts, labels, 2, seed))
-        outputs = log_softmax((logs[:, 1] - logs[:, 0]).reshape(len(others), -1), axis=1)
+        regression = make_pipeline(*steps, RidgeCV(ALPHAS)).fit(known, labels / task.label_scale)
+        outputs = regression.predict(unknown)[:, None]
     else:
-        outputs = np.log(_probabilities(steps, *parts, labels.astype(int), task.num_labels, seed))
+        labels = labels.astype(int)
+        if task.num_choices:
+            labels = (np.arange(task.num_choices) == labels[:, None]).astype(int).ravel()
+        outputs = _log_probabilities(steps, known, labels, unknown, max(2, task.num_labels), seed)
+        if task.num_choices:
+            outputs = log_softmax((outputs @ [-1, 1]).reshape(len(others), -1), axis=1)
     ends = np.cumsum([len(examples) for _, examples in splits.values()])[:-1]
     names = [f"{task.name}/{split}" for split in splits]
     return dict(zip(names, np.split(outputs.astype(np.float32), ends), strict=True))
@@ -97,31 +98,30 @@ def embed(model: TaskModel, rows: Encoded) -> Array:
 
 def _tfidf_of(index: int) -> Any:
     """Returns the TF-IDF of one text of a row."""
-    column = FunctionTransformer(lambda rows: [texts[index] for texts in rows], validate=False)
+    column = FunctionTransformer(lambda rows: [row.texts[index] for row in rows], validate=False)
     return make_pipeline(column, TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True))
 
 
-def _probabilities(
-    steps: list[Any], train: Any, others: Any, labels: Array, classes: int, seed: int
+def _log_probabilities(
+    steps: list[Any], train: Any, labels: Array, others: Any, classes: int, seed: int
 ) -> Array:
-    """Returns the probabilities of the classes (M, C) by logistic regression after some steps.
+    """Returns the log-probabilities of the classes (M, C) by logistic regression after some steps.
 
     Cross-validation on the training rows picks C by log loss if each class has two. Classes that no training row has
     are the least likely.
     """
     probabilities, seen = np.full((len(others), classes), LOWEST), np.unique(labels)
-    if len(seen) == 1:
-        probabilities[:, seen] = 1.0
-        return probabilities
-    pipeline = make_pipeline(*steps, LogisticRegression(max_iter=2000))
-    tuning = np.random.default_rng(seed).permutation(len(labels))[:TUNING_ROWS]
-    fewest = np.bincount(labels[tuning], minlength=classes)[seen].min()
-    if fewest > 1:
-        folds = StratifiedKFold(min(FOLDS, fewest), shuffle=True, random_state=seed)
-        grid = {"logisticregression__C": STRENGTHS}
-        search = GridSearchCV(pipeline, grid, scoring="neg_log_loss", cv=folds, refit=False)
-        search.fit([train[row] for row in tuning], labels[tuning])
-        pipeline.set_params(**search.best_params_)
-    known = pipeline.fit(train, labels).predict_proba(others)
-    probabilities[:, seen] = np.maximum(known, LOWEST)
-    return probabilities
+    probabilities[:, seen] = 1.0
+    if len(seen) > 1:
+        pipeline = make_pipeline(*steps, LogisticRegression(max_iter=2000))
+        tuning = np.random.default_rng(seed).permutation(len(labels))[:TUNING_ROWS]
+        fewest = np.bincount(labels[tuning], minlength=classes)[seen].min()
+        if fewest > 1:
+            folds = StratifiedKFold(min(FOLDS, fewest), shuffle=True, random_state=seed)
+            grid = {"logisticregression__C": STRENGTHS}
+            search = GridSearchCV(pipeline, grid, scoring="neg_log_loss", cv=folds, refit=False)
+            search.fit([train[row] for row in tuning], labels[tuning])
+            pipeline.set_params(**search.best_params_)
+        known = pipeline.fit(train, labels).predict_proba(others)
+        probabilities[:, seen] = np.maximum(known, LOWEST)
+    return np.log(probabilities)

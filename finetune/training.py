@@ -144,6 +144,8 @@ class TaskTrainer(Trainer):
         UserError: A training argument, the DeepSpeed JSON or class weights do not fit.
     """
 
+    best: Best | None
+
     def __init__(
         self,
         model: TaskModel,
@@ -167,7 +169,7 @@ class TaskTrainer(Trainer):
         self.task_model, self.rows, self.encode, self.identity = model, rows, encode, identity
         self.picking = [next(iter(part.splits().values())) for part in rows]
         self.validation = [encode(task, examples) for task, examples in self.picking]
-        self.best: Best | None = None
+        self.folder, self.best = settings.folder, None
         self._task, self._saved = 0, time.monotonic()  # task of the batch; last checkpoint
         super().__init__(
             model,
@@ -249,14 +251,14 @@ class TaskTrainer(Trainer):
         if dist.is_initialized():
             dist.barrier()
         if self.args.should_save:
-            folder = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
+            folder = self.folder / f"checkpoint-{self.state.global_step}"
             torch.save(vars(self.best), folder / BEST)
             write_json(folder / RUN, self.identity)
             self._newest_checkpoint()
 
     def _newest_checkpoint(self) -> Path | None:
         """Returns the newest whole checkpoint of this run; removes all others."""
-        found = sorted(Path(self.args.output_dir).glob("checkpoint-*"), key=_step_of)
+        found = sorted(self.folder.glob("checkpoint-*"), key=_step_of)
         marks = [(path, path / RUN) for path in found]
         whole = [p for p, mark in marks if mark.exists() and read_json(mark) == self.identity]
         for path in set(found) - set(whole[-1:]):

@@ -91,12 +91,11 @@ def test_other_own_rows_under_one_name_are_refused(tmp_path: Path) -> None:
     systems.write_text("systems: [tfidf]")
     grids = ["--recipe", str(systems)]
     assert main([*head, *run("one", "one")]) == 0
-    for words, rows in ((run("one", "two"), "test rows"), (run("two", "one"), "rows of")):
-        for command in (lambda: main([*head, *words]), lambda: grid.main([*grids, *words])):  # noqa: B023
-            with pytest.raises(UserError, match=f"other settings .*{rows}"):
-                command()
-    assert main([*head, *run("copy", "one")]) == 0, "the same rows"
-    assert grid.main([*grids, *run("copy", "one")]) == 0
+    for command, flags in ((main, head), (grid.main, grids)):
+        for words, what in ((run("one", "two"), "test rows"), (run("two", "one"), "rows of")):
+            with pytest.raises(UserError, match=f"other settings .*{what}"):
+                command([*flags, *words])
+        assert command([*flags, *run("copy", "one")]) == 0, "the same rows"
 
 
 def test_a_run_that_another_process_is_at_is_left_alone(
