@@ -97,13 +97,12 @@ def read_record(folder: Path) -> Record | None:
     return record | {"path": str(folder)}  # results may have been moved
 
 
-def is_finished(settings: RunSettings) -> bool:
-    """Returns whether a run's folder holds its record, and all that the run is to save."""
-    folder = settings.folder
-    if not (folder / RECORD).exists():
+def is_finished(settings: RunSettings, record: Record | None = None) -> bool:
+    """Returns True if a run's folder holds its record, and all that the run is to save."""
+    if (record := record or read_record(settings.folder)) is None:
         return False
-    lacks_model = settings.save_model and not (folder / "model").is_dir()
-    lacks_test = settings.predict_test and not read_json(folder / RECORD).get("predict_test")
+    lacks_model = settings.save_model and not (settings.folder / "model").is_dir()
+    lacks_test = settings.predict_test and not record["predict_test"]
     return not (lacks_model or lacks_test)
 
 

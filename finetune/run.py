@@ -70,10 +70,13 @@ def run_finetune(settings: RunSettings) -> Record:
     if settings.config or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         prepare_deepspeed()
     with ExitStack() as stack:
-        on_rank_0(lambda: stack.enter_context(locked(settings.folder)))
-        record: Record | None = on_rank_0(lambda: finished_record(settings))
-        if record:
-            _print(f"already finished: {settings.folder}")
+
+        def start() -> Record | None:
+            stack.enter_context(locked(settings.folder))
+            return finished_record(settings)
+
+        if record := on_rank_0(start):
+            _print(f"already finished: {record['path']}")
         else:
             record = _run(settings)
     for entry in record["tasks"]:
@@ -114,7 +117,7 @@ def finished_record(settings: RunSettings) -> Record | None:
         raise UserError(
             f"{settings.folder}: holds a run with other settings ({', '.join(other)}); give another --name."
         )
-    return record if is_finished(settings) else None
+    return record if is_finished(settings, record) else None
 
 
 def _run(settings: RunSettings) -> Record:

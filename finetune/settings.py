@@ -182,7 +182,7 @@ class RunSettings(SystemSettings, RecipeOptions):
         if not self.model and head != "tfidf":
             yield "--model: required, a folder, a Hub id or 'sample'"
         if head not in HEADS:
-            yield f"--head {head}: give one of {', '.join(HEADS)}"
+            yield f"--head {head!r}: no such head.{did_you_mean(head, HEADS)}"
             return
         for name in sorted(unread_settings(head)):
             if getattr(self, name) != RunSettings.model_fields[name].default:

@@ -77,6 +77,7 @@ class ChunkSampler(Sampler[list[Chunk]]):
         per_rank = math.ceil(self.batch_size / self.world_size)
         self.accumulation = math.ceil(per_rank / min(train.micro_batch_size or per_rank, per_rank))
         self.chunks = self.world_size * self.accumulation  # of a step
+        self.micro_batch_size = math.ceil(self.batch_size / self.chunks)
 
     def __len__(self) -> int:
         return self.steps * self.accumulation
@@ -165,7 +166,8 @@ class TaskTrainer(Trainer):
             kind = model.encoder.config.model_type
             raise UserError(f"trainer.gradient_checkpointing: {kind} has none; leave it out.")
         balanced = train.class_weights == "balanced"
-        self.class_weights = [_class_weights(part) if balanced else None for part in rows]
+        weights = [_class_weights(part).to(arguments.device) if balanced else None for part in rows]
+        self.class_weights = weights  # of the classes of each task
         self.task_model, self.rows, self.encode, self.identity = model, rows, encode, identity
         self.picking = [next(iter(part.splits().values())) for part in rows]
         self.validation = [encode(task, examples) for task, examples in self.picking]
@@ -195,7 +197,6 @@ class TaskTrainer(Trainer):
     def _loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         """Returns the chunk's part of the loss, the mean over the counted rows of the step."""
         problem, weights = self.task_model.problem_type(self._task), self.class_weights[self._task]
-        weights = weights if weights is None else weights.to(labels.device)
         return loss_sum(problem, outputs.logits.float(), labels, weights) / num_items_in_batch
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -290,12 +291,11 @@ class TaskTrainer(Trainer):
         self.task_model.load_state_dict(self.best.weights)
         outputs = {}
         for number, part in enumerate(self.rows):
-            for split, (task, examples) in part.splits().items():
-                outputs[f"{part.task.name}/{split}"] = (
-                    self.best.outputs[number].numpy()
-                    if examples is self.picking[number][1]
-                    else self._predict(number, self.encode(task, examples))
-                )
+            picking, *others = part.splits().items()
+            outputs[f"{part.task.name}/{picking[0]}"] = self.best.outputs[number].numpy()
+            for split, (task, examples) in others:
+                name = f"{part.task.name}/{split}"
+                outputs[name] = self._predict(number, self.encode(task, examples))
         history = [
             {"step": e["step"], "loss": round(e["eval_train_loss"], 6), "score": e["eval_score"]}
             for e in self.state.log_history
@@ -360,7 +360,6 @@ def training_arguments(
     settings: RunSettings, train: TrainSettings, sampler: ChunkSampler
 ) -> TrainingArguments:
     """Returns the training arguments: ours, and those that the user sets by name."""
-    micro_batch_size = math.ceil(sampler.batch_size / sampler.chunks)
     bf16 = find_device(train.precision)[1]
     defaults: dict[str, Any] = {
         "per_device_eval_batch_size": 64,
@@ -372,11 +371,10 @@ def training_arguments(
         "output_dir": str(settings.folder),
         "num_train_epochs": train.epochs,
         "seed": settings.seed,
-        "per_device_train_batch_size": micro_batch_size,
+        "per_device_train_batch_size": sampler.micro_batch_size,
         "gradient_accumulation_steps": sampler.accumulation,
         "warmup_steps": round(train.warmup_ratio * sampler.steps),
         "bf16": bf16,
-        "use_cpu": not torch.cuda.is_available(),
         "eval_strategy": "steps",
         "eval_steps": train.eval_every,
         "eval_delay": 0,
@@ -388,7 +386,7 @@ def training_arguments(
         "disable_tqdm": True,
         "remove_unused_columns": False,
         "average_tokens_across_devices": True,
-        "deepspeed": _deepspeed(settings.config, train, sampler, micro_batch_size, bf16),
+        "deepspeed": _deepspeed(settings.config, sampler, train.max_grad_norm, bf16),
     }
     if owned := sorted(ours.keys() & settings.trainer.keys()):
         raise UserError(f"trainer.{owned[0]}: a setting of our own decides it.")
@@ -401,11 +399,7 @@ def training_arguments(
 
 
 def _deepspeed(
-    path: str | None,
-    train: TrainSettings,
-    sampler: ChunkSampler,
-    micro_batch_size: int,
-    bf16: bool,
+    path: str | None, sampler: ChunkSampler, max_grad_norm: float, bf16: bool
 ) -> dict[str, Any] | None:
     """Returns the completed DeepSpeed JSON; ZeRO stage 3 is refused."""
     if not path:
@@ -417,10 +411,10 @@ def _deepspeed(
         raise UserError(f"--config {path}: no ZeRO stage 3 here: take ds_configs/zero2.json.")
     return complete_deepspeed_config(
         config,
-        micro_batch_size=micro_batch_size,
+        micro_batch_size=sampler.micro_batch_size,
         accumulation=sampler.accumulation,
         world_size=sampler.world_size,
-        max_grad_norm=train.max_grad_norm,
+        max_grad_norm=max_grad_norm,
         precision="bf16" if bf16 else "fp32",
     )
 

@@ -51,8 +51,6 @@ def find_checkpoint(name: str) -> Checkpoint:
     """
     folder = sample_model() if name == "sample" and not Path(name).exists() else Path(name)
     if not folder.is_dir():
-        if missing := missing_folder(name):
-            raise UserError(f"--model {name}: {missing}")
         folder = _from_hub(name)
     if not (folder / "config.json").exists():
         inside = next((folder / sub for sub in ("hf", "model") if (folder / sub).is_dir()), None)
@@ -179,6 +177,8 @@ def _files(folder: Path, *patterns: str) -> list[Path]:
 def _from_hub(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
+    if missing := missing_folder(name):
+        raise UserError(f"--model {name}: {missing}")
     try:
         for pattern in WEIGHTS:  # the second one only where there is none of the first
             folder = Path(snapshot_download(name, allow_patterns=[*DOWNLOADED, pattern]))

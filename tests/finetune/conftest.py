@@ -7,16 +7,8 @@ from pathlib import Path
 
 import pytest
 
-LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 NOUNS = ("bal", "del", "fil", "gol", "kul", "man")  # one token each in the tiny BERT's vocabulary
 GOOD, BAD = ("nar", "pel"), ("ros", "tun")
-
-
-@pytest.fixture(autouse=True)
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hides the variables of a process group that an earlier test of this process has started."""
-    for name in LAUNCHER_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
 
 
 def write_tsv(path: Path, header: str | None, rows: list[str]) -> None:

@@ -180,7 +180,7 @@ def test_several_tasks_with_cln(tiny_bert: Path, glue: Path, tmp_path: Path) -> 
     ("values", "message"),
     [
         ({"task": "rt"}, "no such task. Did you mean 'rte'"),
-        ({"head": "cl"}, "--head cl: give one of cls, mean"),
+        ({"head": "cl"}, "no such head. Did you mean 'cls'"),
         ({"task": ""}, "give either --task NAME"),
         ({"head": "cls", "task": "rte,cola"}, "only --head cln trains several"),
         ({"head": "cln", "task": "rte,rte"}, "each once"),
