@@ -116,11 +116,7 @@ def test_heads_read_only_their_own_settings(tmp_path: Path) -> None:
         ({"systems": {"x": {"head": "cls", "models": ["brt"]}}}, "Did you mean 'bert'"),
         ({"tasks": ["sst2,stsb"]}, "in one run need a system with head cln"),
         ({"search": {"train.learning_rate": 1e-5}}, "valid list"),
-        ({"search": {"train.learning_rat": [1e-5]}}, "train.learning_rate"),
         ({"systems": {"x": {"head": "cls", "pooling": "mean"}}}, "cls does not read it"),
-        ({"systems": {"x": {"head": "probe", "train": {"epochs": 3}}}}, "does not read it"),
-        ({"train_sizes": ["many"]}, "valid integer"),
-        ({"data_seeds": [1]}, "data_seeds"),
     ],
 )
 def test_mistakes_are_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -239,7 +235,7 @@ def test_own_rows_with_a_test_file_and_the_best_model(
         main([*start(tmp_path, tiny_bert, tmp_path, **changes), *own, "--save_best"])
 
 
-KILLS = int(os.environ.get("MULTICLS_KILLS", "3"))  # more take minutes
+KILLS = int(os.environ.get("MULTICLS_KILLS", "2"))  # more take minutes
 
 
 def begin(flags: list[str]) -> subprocess.Popen[bytes]:
@@ -256,17 +252,12 @@ def scores(folder: Path) -> dict[str, Any]:
 def test_kills_lose_no_run_and_change_no_number(
     tiny_bert: Path, glue: Path, tmp_path: Path
 ) -> None:
-    """Two commands with two processes each: a command or a helper is killed at random moments, again and again."""
-    draw, names = random.Random(KILLS), ("calm", "rough")
-    steps = {
-        "max_steps": 60 if KILLS < 10 else 400,
-        "eval_every": 20,
-        "checkpoint_minutes": 1e-3,
-        "learning_rate": 1e-3,
-    }
+    """A helper and a command are killed in turn, at random moments; at the end two commands share the rest."""
+    draw, names, many = random.Random(KILLS), ("calm", "rough"), KILLS > 9
+    train = {"max_steps": 200 if many else 30, "eval_every": 10, "checkpoint_minutes": 1e-3}
     changes: dict[str, Any] = {
-        "seeds": list(range(1, 9 if KILLS < 10 else 21)),
-        "settings": {"max_length": 32, "train": steps},
+        "seeds": list(range(1, 21 if many else 7)),
+        "settings": {"max_length": 32, "train": train | {"learning_rate": 1e-3}},
     }
     for name in names:
         (tmp_path / name).mkdir()
@@ -274,12 +265,11 @@ def test_kills_lose_no_run_and_change_no_number(
     flags = start(tmp_path / "rough", tiny_bert, glue, "--jobs", "2", **changes)
     records: dict[Path, int] = {}
     command = begin(flags)
-    for _ in range(KILLS):
+    for number in range(KILLS):
         until(partial(at_work, command, tmp_path / "rough"))
-        time.sleep(draw.uniform(0, 3))
-        helpers = children(command.pid)
-        if command.poll() is None and draw.random() < 0.5:
-            os.kill(max(helpers), signal.SIGKILL)
+        time.sleep(draw.uniform(0, 3 if many else 0.5))
+        if number % 2 == 0 and command.poll() is None:
+            os.kill(max(children(command.pid)), signal.SIGKILL)
         else:
             with suppress(ProcessLookupError):  # it has ended
                 os.killpg(command.pid, signal.SIGKILL)
@@ -288,7 +278,7 @@ def test_kills_lose_no_run_and_change_no_number(
         now = {path: path.stat().st_mtime_ns for path in (tmp_path / "rough").rglob("record.json")}
         assert records.items() <= now.items(), "a finished run was done again"
         records = now
-    second = begin(flags)
+    second = begin(start(tmp_path / "rough", tiny_bert, glue, **changes))
     assert (command.wait(), second.wait()) == (0, 0)
     assert scores(tmp_path / "rough") == scores(tmp_path / "calm")
     reports = [build_report(ReportOptions(results=str(tmp_path / n / "results"))) for n in names]
