@@ -13,13 +13,9 @@ EDGES = np.linspace(0, 1, 16)  # of 15 bins, as Guo et al. (2017); a bin holds i
 
 
 def reliability(logits: Array, labels: Array) -> pd.DataFrame:
-    """Returns a row for each bin of the predicted class's probability that has examples.
+    """Returns a row for each bin of the predicted class's probability that has examples, of logits (N, C).
 
     Columns: confidence (mean of that probability), accuracy, share (of the examples).
-
-    Args:
-        logits: (N, C), of N examples and C classes.
-        labels: (N,).
     """
     probabilities = softmax(np.asarray(logits, dtype=np.float64), axis=1)
     confidence, right = probabilities.max(axis=1), probabilities.argmax(axis=1) == labels

@@ -28,9 +28,7 @@ def record_task(row: Any) -> Task:
 def ensembles(runs: pd.DataFrame, size: int) -> pd.DataFrame:
     """Returns the rows of ensembles of `size` runs that differ in `seed` only; the rest of the runs is not used.
 
-    Args:
-        runs: runs of one system and task, from `load_results`.
-        size: members of an ensemble.
+    `runs` are of one system and task.
     """
     rows = []
     for _, group in runs.sort_values("seed").groupby(["pretraining", "subset"], sort=False):
@@ -38,15 +36,17 @@ def ensembles(runs: pd.DataFrame, size: int) -> pd.DataFrame:
             members = group.iloc[start : start + size]
             first = members.iloc[0]
             averaged = average([load_predictions(Path(p), first["task"]) for p in members["path"]])
-            task, metric = record_task(first), first["metric"]
-            labelled = [s for s in ("dev", "validation", *first["tests"]) if s in averaged]
-            scores = {split: score_predictions(task, averaged[split]) for split in labelled}
+            scores = {
+                split: score_predictions(record_task(first), averaged[split])
+                for split in ("dev", "validation", *first["tests"])
+                if split in averaged
+            }
             row = first.to_dict() | {
                 "system": f"{first['system']} x{size}",
                 "path": "",
-                "score": scores["dev"][metric],
+                "score": scores["dev"][first["metric"]],
                 "scores": scores["dev"],
-                "selection_score": scores.get("validation", scores["dev"])[metric],
+                "selection_score": scores.get("validation", scores["dev"])[first["metric"]],
                 "tests": {split: scores[split] for split in first["tests"] if split in scores},
                 "seconds": members["seconds"].sum(),
             }

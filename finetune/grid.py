@@ -93,6 +93,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         shortcuts=SHORTCUTS,
         recipes="finetune/recipes",
     )
+    if grid.jobs > 1:  # before torch is imported
+        threads = max(1, len(os.sched_getaffinity(0)) // grid.jobs)
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     runs = expand(grid)
     if grid.save_best and any(run.selection == "dev" for run in runs):
         raise UserError(
@@ -179,18 +182,15 @@ def _runs_of_system(
             range(number), range(subsets), *search.values(), grid.seeds
         ):
             candidate = dict(zip(search, picked, strict=True))
-            yield (
-                values
-                | candidate
-                | {
-                    "name": f"{model}-{name}".lstrip("-"),
-                    "model": folders[r % len(folders)],
-                    "pretraining": r + 1,
-                    "subset": own_subsets * r * subsets + d + 1,
-                    "seed": seed,
-                    "search": candidate,
-                }
-            )
+            run = {
+                "name": f"{model}-{name}".lstrip("-"),
+                "model": folders[r % len(folders)],
+                "pretraining": r + 1,
+                "subset": own_subsets * r * subsets + d + 1,
+                "seed": seed,
+                "search": candidate,
+            }
+            yield values | candidate | run
 
 
 def check_folders(runs: Sequence[RunSettings]) -> None:
@@ -200,22 +200,15 @@ def check_folders(runs: Sequence[RunSettings]) -> None:
         UserError: Some do, or two runs of the grid have one folder.
     """
     folder, number = Counter(run.folder for run in runs).most_common(1)[0]
-    problems = []
     if number > 1:
-        problems.append(f"{folder}: {number} runs have this folder; name models and systems apart.")
+        raise UserError(f"{folder}: {number} runs have this folder; name models and systems apart.")
     for run in runs:
-        try:
-            finished_record(run)
-        except UserError as error:
-            problems += error.problems
-    if problems:
-        raise UserError(*list(dict.fromkeys(problems))[:5])
+        finished_record(run)
 
 
 def work_side_by_side(runs: Sequence[RunSettings], jobs: int, logs: Path) -> None:
-    """Does all runs in this process and `jobs` - 1 others, each with its share of the cores and of the GPUs."""
+    """Does all runs in this process and `jobs` - 1 others."""
     context, started = multiprocessing.get_context("spawn"), time.time()
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // jobs)))
     helpers = [context.Process(target=_help, args=(n, runs, started, logs)) for n in range(1, jobs)]
     for process in helpers:
         process.start()
@@ -303,16 +296,15 @@ def _repeats(run: RunSettings, runs: Sequence[RunSettings]) -> bool:
 
 def _print_states(runs: Sequence[RunSettings]) -> Counter[str]:
     """Prints the number of runs by state, and those that are not finished with the reason; returns the counts."""
-    notes = {
-        run.folder: {"kind": "finished"} if is_finished(run) else read_error(run.folder)
-        for run in runs
-    }
-    states = {folder: note.get("kind", "missing") for folder, note in notes.items()}
-    counts = Counter({"finished": 0} | Counter(states.values()))
+    counts, unfinished = Counter({"finished": 0}), []
+    for run in runs:
+        note = {"kind": "finished"} if is_finished(run) else read_error(run.folder)
+        state = note.get("kind", "missing")
+        counts[state] += 1
+        if state != "finished":
+            unfinished.append(f"{state}: {run.folder}: {note.get('error', '')}".rstrip(": "))
     print(", ".join(f"{n} {state}" for state, n in counts.items()) + f", of {len(runs)} runs")
-    for state in counts.keys() - {"finished"}:
-        for folder in [folder for folder in states if states[folder] == state][:20]:
-            print(f"{state}: {folder}: {notes[folder].get('error', '')}".rstrip(": "))
+    print("".join(f"{line}\n" for line in sorted(unfinished)[:20]), end="")
     return counts
 
 

@@ -39,23 +39,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     from finetune.results import load_predictions, load_results  # import pandas
 
     runs = load_results(Path(options.results)).sort_values("selection_score")
-    files, problems = dict[str, str](), list[str]()
+    files = dict[str, str]()
     for task in (task for task in TASKS.values() if task.benchmark == options.benchmark):
         source, split = ("mnli", "ax") if task.name == "ax" else (task.name, "test")
         found = runs[(runs["system"] == options.system) & (runs["task"] == source)]
         splits = load_predictions(Path(found.iloc[-1]["path"]), source) if len(found) else {}
-        if split in splits:
-            files |= submission_files(task, splits[split])
-        else:
-            problems.append(f"{task.name}: no run of {options.system} with --predict_test.")
-    if problems:
-        raise UserError(*problems)
-    with (
-        atomic_write(options.output, "wb") as file,
-        zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive,
-    ):
+        if split not in splits:
+            raise UserError(f"{task.name}: no run of {options.system} with --predict_test.")
+        files |= submission_files(task, splits[split])
+    with atomic_write(options.output, "wb") as file, zipfile.ZipFile(file, "w") as archive:
         for name, content in files.items():
-            archive.writestr(name, content)
+            archive.writestr(name, content, zipfile.ZIP_DEFLATED)
     print_summary([("written", f"{options.output} ({len(files)} files)")])
     return 0
 

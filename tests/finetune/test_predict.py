@@ -68,10 +68,15 @@ def test_rows_are_labelled(
 @pytest.mark.parametrize("suffix", ["csv", "jsonl"])
 def test_cells_and_columns_of_the_rows_stay(suffix: str, tmp_path: Path) -> None:
     """Predictions keep the labels of an earlier prediction, long numbers, dates, lists and letters."""
-    cells = {"label": "ä", "predicted_label": "b", "n": 0.1234567890123456, "l": ["a", 1]}
-    rows = [("1", cells | {"t": date(2026, 1, 2)}), ("2", {})]
+    cells: dict[str, Any] = {
+        "label": "ä",
+        "predicted_label": "b",
+        "n": 0.1234567890123456,
+        "l": ["a", 1],
+    }
+    first_row = cells | {"t": date(2026, 1, 2)}
     answers = answers_of(TASKS["sst2"], np.array([[0.0, 1.0]], dtype=np.float32))
-    write_answers(tmp_path / f"o.{suffix}", rows, answers.set_axis(["1"]))
+    write_answers(tmp_path / f"o.{suffix}", [("1", first_row), ("2", {})], answers.set_axis(["1"]))
     if suffix == "csv":
         table = pd.read_csv(tmp_path / "o.csv", dtype=str, keep_default_na=False)
         first, second = table.to_dict("records")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -66,13 +67,6 @@ def test_holm_is_over_all_tests_shown(results: Path) -> None:
     chosen = report_of(results, compare=["a", "b"]).tables["Comparisons"]
     assert (len(fewer), len(more), len(chosen)) == (1, 3, 1)
     assert chosen["p, corrected"][0] == fewer["p, corrected"][0] != more["p, corrected"][0]
-
-
-def test_one_run_has_wilsons_interval(tmp_path: Path) -> None:
-    """All of 60 rows right: 94 to 100, not 100 to 100."""
-    fake_run(tmp_path, "a", skill=50.0)
-    (group,) = report_of(tmp_path).groups
-    assert group.interval == pytest.approx((0.9398, 1.0), abs=1e-4)
 
 
 def test_ensembles_have_their_own_scores_on_test_rows_too(tmp_path: Path) -> None:
@@ -170,25 +164,24 @@ def test_calibration_error_by_hand() -> None:
     assert list(bins["accuracy"]) == [0.75, 0.0] and list(bins["share"]) == [4 / 6, 2 / 6]
 
 
+def members(outputs: np.ndarray, labels: np.ndarray, names: str = "ab") -> list[Any]:
+    """The predictions of runs with these outputs (M, 1, C) on one row."""
+    rows = [{"ids": np.array([name]), "labels": labels} for name in names]
+    return [{"dev": row | {"logits": run}} for row, run in zip(rows, outputs, strict=True)]
+
+
 def test_averages_are_those_of_probabilities_or_scores() -> None:
-    def averaged(outputs: np.ndarray, labels: np.ndarray) -> np.ndarray:
-        ids = np.array([f"{row}" for row in range(len(labels))])
-        members = [{"dev": {"ids": ids, "labels": labels, "logits": run}} for run in outputs]
-        return average(members)["dev"]["logits"]
-
     outputs = np.array([[[0.0, 3.0, 1.0]], [[5.0, 0.0, 1.0]]])
-    classes = averaged(outputs, np.zeros(1))
+    classes, several, scores = (
+        average(members(runs, labels, "aa"))["dev"]["logits"]
+        for runs, labels in (
+            (outputs, np.zeros(1)),
+            (outputs, np.zeros((1, 3))),
+            (outputs[..., :1], np.zeros(1)),
+        )
+    )
     np.testing.assert_allclose(np.exp(classes), softmax(outputs, axis=-1).mean(axis=0))
-    several = averaged(outputs, np.zeros((1, 3)))
     np.testing.assert_allclose(expit(several), expit(outputs).mean(axis=0))
-    scores = averaged(outputs[..., :1], np.zeros(1))
     np.testing.assert_allclose(scores, [[2.5]])
-
-
-def test_ensembles_of_different_rows_are_refused() -> None:
-    members = [
-        {"dev": {"ids": np.array([name]), "labels": np.zeros(1), "logits": np.zeros((1, 2))}}
-        for name in ("x", "y")
-    ]
     with pytest.raises(UserError, match="different examples"):
-        average(members)
+        average(members(outputs, np.zeros(1), "ab"))
