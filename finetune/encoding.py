@@ -14,10 +14,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from finetune.examples import Example
+from finetune.heads.modeling_task import IGNORE_INDEX
 from finetune.tasks import Task
 from multicls.errors import UserError
-
-IGNORE_INDEX = -100  # label of a row that does not count
 
 
 class Encoded:

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
-from finetune.encoding import IGNORE_INDEX, Encoded
+from finetune.encoding import Encoded
 from finetune.examples import Array, Example
-from finetune.heads.modeling_task import TaskModel, loss_sum
+from finetune.heads.modeling_task import IGNORE_INDEX, TaskModel, loss_sum
 from finetune.metrics import score_examples
 from finetune.settings import RunSettings, TrainSettings
 from finetune.subsets import TaskRows

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from finetune.benchmarks import read_task
-from finetune.encoding import IGNORE_INDEX, Encoded
+from finetune.encoding import Encoded
 from finetune.examples import Example
+from finetune.heads.modeling_task import IGNORE_INDEX
 from finetune.tasks import TASKS, Task
 from multicls.errors import UserError
 
