@@ -23,7 +23,7 @@ from finetune.settings import SHORTCUTS, OwnDataSettings, RunSettings
 from finetune.tasks import TASKS
 from multicls.console import count, print_line, print_summary
 from multicls.distributed import leave_deepspeed, on_rank_0, prepare_deepspeed, rank_and_world
-from multicls.errors import UserError, print_stderr, run_command
+from multicls.errors import UserError, run_command
 from multicls.files import locked
 from multicls.settings import parse, to_yaml
 
@@ -45,12 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         shortcuts=SHORTCUTS,
         recipes="finetune/recipes",
     )
-    try:
-        record = run_finetune(settings)
-    except KeyboardInterrupt:
-        if os.environ.get("RANK", "0") == "0":
-            print_stderr("stopped; the same command resumes from the newest checkpoint")
-        raise
+    record = run_finetune(settings)
     if rank_and_world()[0] == 0:
         _summarize(record, settings.output_dir)
     if rank_and_world()[1] > 1 or settings.config:

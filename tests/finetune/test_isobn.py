@@ -61,14 +61,6 @@ def test_is_the_formula_written_out(beta: float) -> None:
     torch.testing.assert_close(output, (bar * h).float(), rtol=1e-4, atol=1e-5)
 
 
-def test_the_sum_of_variances_stays_and_its_spread_shrinks() -> None:
-    h = rows(500)
-    output = IsotropicBatchNorm(6, momentum=1.0, beta=1.0)(h)
-    before, after = (values.var(dim=0, correction=0) for values in (h, output))
-    torch.testing.assert_close(after.sum(), before.sum(), rtol=1e-4, atol=0)
-    assert after.max() / after.sum() < before.max() / before.sum()
-
-
 def test_statistics_take_no_gradient_and_evaluation_does_not_move_them() -> None:
     norm, h = IsotropicBatchNorm(6), rows(8).requires_grad_()
     norm(h).sum().backward()
