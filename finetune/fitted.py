@@ -13,7 +13,8 @@ from sklearn.model_selection import GridSearchCV, StratifiedKFold
 from sklearn.pipeline import make_pipeline, make_union
 from sklearn.preprocessing import FunctionTransformer, MaxAbsScaler, StandardScaler
 
-from finetune.examples import Array, Example
+from finetune.examples import Array, Example, example_arrays
+from finetune.results import Predictions
 from finetune.tasks import Task
 from multicls.errors import UserError
 
@@ -30,22 +31,22 @@ LOWEST = 1e-12  # probability of a class, so that its logarithm is a number
 
 
 def fit_head(
-    rows: TaskRows,
+    task_rows: TaskRows,
     model: TaskModel | None,
     encode: Callable[[Task, Sequence[Example]], Encoded],
     seed: int,
-) -> dict[str, Array]:
+) -> Predictions:
     """Fits a regression on the model's embeddings, or without a model on TF-IDF of words and pairs of words.
 
     In a choice task a row is a choice, right or wrong.
 
     Returns:
-        By "TASK/SPLIT" (N, C) log-probabilities, or (N, 1) predictions divided by the task's scale.
+        As logits (N, C) log-probabilities, or (N, 1) predictions divided by the task's scale.
 
     Raises:
         UserError: The task has several labels a row, or without a model more than plain texts.
     """
-    task, train, splits = rows.task, rows.train, rows.splits()
+    task, train, splits = task_rows.task, task_rows.train, task_rows.splits()
     if task.multi_label or (model is None and (task.num_choices or task.num_spans)):
         what = "has several labels a row" if task.multi_label else "is more than a text or two"
         raise UserError(f"--head: task {task.name} {what}; use another head.")
@@ -70,8 +71,8 @@ def fit_head(
         if task.num_choices:
             outputs = log_softmax((outputs @ [-1, 1]).reshape(len(others), -1), axis=1)
     ends = np.cumsum([len(examples) for _, examples in splits.values()])[:-1]
-    names = [f"{task.name}/{split}" for split in splits]
-    return dict(zip(names, np.split(outputs.astype(np.float32), ends), strict=True))
+    parts = zip(splits.items(), np.split(outputs.astype(np.float32), ends), strict=True)
+    return {f"{task.name}/{name}": example_arrays(rows, part) for (name, (_, rows)), part in parts}
 
 
 def embed(model: TaskModel, rows: Encoded) -> Array:

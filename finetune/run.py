@@ -117,7 +117,6 @@ def finished_record(settings: RunSettings) -> Record | None:
 
 def _run(settings: RunSettings) -> Record:
     from finetune.encoding import Encoded
-    from finetune.examples import example_arrays
     from finetune.heads.build import build_model, find_checkpoint, load_tokenizer
     from finetune.results import make_record, write_run
     from finetune.subsets import select_rows
@@ -150,17 +149,12 @@ def _run(settings: RunSettings) -> Record:
     if settings.head in FITTED:
         from finetune.fitted import fit_head
 
-        outputs = fit_head(rows[0], model, encode, settings.seed)
+        predictions = fit_head(rows[0], model, encode, settings.seed)
     else:
         from finetune.training import TaskTrainer
 
         assert model is not None
-        outputs, training = TaskTrainer(model, rows, encode, settings, identity).run()
-    predictions = {}
-    for part in rows:
-        for split, (_, examples) in part.splits().items():
-            name = f"{part.task.name}/{split}"
-            predictions[name] = example_arrays(examples, outputs[name])
+        predictions, training = TaskTrainer(model, rows, encode, settings, identity).run()
     training["seconds"] = round(time.perf_counter() - began, 3)
     record = make_record(settings, rows, predictions) | identity | training
     if rank_and_world()[0] == 0:

@@ -30,9 +30,10 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from finetune.encoding import Encoded
-from finetune.examples import Array, Example
+from finetune.examples import Array, Example, example_arrays
 from finetune.heads.modeling_task import IGNORE_INDEX, TaskModel, loss_sum
 from finetune.metrics import score_examples
+from finetune.results import Predictions
 from finetune.settings import RunSettings, TrainSettings
 from finetune.subsets import TaskRows
 from finetune.tasks import Task
@@ -266,11 +267,11 @@ class TaskTrainer(Trainer):
             shutil.rmtree(path)
         return whole[-1] if whole else None
 
-    def run(self) -> tuple[dict[str, Array], dict[str, Any]]:
+    def run(self) -> tuple[Predictions, dict[str, Any]]:
         """Trains, from the newest whole checkpoint if there is one; leaves the model with the best weights.
 
         Returns:
-            Its outputs by "TASK/SPLIT"; what the record says of training.
+            The predictions; what the record says of training.
         """
         newest, shown, done = on_rank_0(self._newest_checkpoint), self.is_world_process_zero(), 0
         with ExitStack() as stack:
@@ -289,19 +290,19 @@ class TaskTrainer(Trainer):
                 self.train(resume_from_checkpoint=str(newest) if newest else None)
         assert self.best is not None
         self.task_model.load_state_dict(self.best.weights)
-        outputs = {}
+        predictions = {}
         for number, part in enumerate(self.rows):
-            picking, *others = part.splits().items()
-            outputs[f"{part.task.name}/{picking[0]}"] = self.best.outputs[number].numpy()
-            for split, (task, examples) in others:
-                name = f"{part.task.name}/{split}"
-                outputs[name] = self._predict(number, self.encode(task, examples))
+            outputs = self.best.outputs[number].numpy()  # of the first split, which picks
+            for place, (split, (task, examples)) in enumerate(part.splits().items()):
+                if place:
+                    outputs = self._predict(number, self.encode(task, examples))
+                predictions[f"{part.task.name}/{split}"] = example_arrays(examples, outputs)
         history = [
             {"step": e["step"], "loss": round(e["eval_train_loss"], 6), "score": e["eval_score"]}
             for e in self.state.log_history
             if "eval_score" in e
         ]
-        return outputs, {
+        return predictions, {
             "history": history,
             "best_step": self.best.step,
             "steps": self.state.global_step,

@@ -7,7 +7,6 @@ outputs (or choices), S marked spans.
 from __future__ import annotations
 
 import importlib
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -79,7 +78,7 @@ class IncompatibleHead(ValueError):
     """A head does not work on an encoder; the text says why."""
 
 
-class Head(nn.Module, ABC):
+class Head(nn.Module):
     """Makes one embedding of an encoder's hidden states.
 
     It may take modules of the checkpoint (`encoder.pooler`). The encoder is left without pooler and facet head, so that
@@ -96,9 +95,9 @@ class Head(nn.Module, ABC):
         super().__init__()
         self.width = int(encoder.config.hidden_size)
 
-    @abstractmethod
     def forward(self, states: BaseModelOutput, attention_mask: Tensor) -> Tensor:
         """Returns the embedding, (B, E), from hidden states (B, L, D) and the mask (B, L)."""
+        raise NotImplementedError
 
     def select_task(self, task: int) -> None:
         """Prepares for a batch of that task; called before the encoder runs."""
