@@ -14,6 +14,7 @@ from multicls.files import atomic_folder
 from multicls.tokenization import facet_ids
 
 ENTRY = "task_model"  # the saved folder's first module, which imports all others
+NOT_A_HEAD = ("__init__", "build", "modeling_task")
 HEADS_FOLDER, MULTICLS_FOLDER = Path(__file__).parent / "heads", Path(multicls.__file__).parent
 
 
@@ -29,10 +30,11 @@ def save_model(
         "AutoConfig": f"{ENTRY}.TaskModelConfig",
         "AutoModelForSequenceClassification": f"{ENTRY}.TaskModel",
     }
-    files = [file for file in HEADS_FOLDER.glob("*.py") if file.stem not in ("__init__", "build")]
+    files = sorted(file for file in HEADS_FOLDER.glob("*.py") if file.stem not in NOT_A_HEAD)
     entry = '"""Loads this model; written when it was saved."""\n\n'
     entry += "from .modeling_task import TaskModel, TaskModelConfig\n"
-    entry += "".join(f"from .{file.stem} import __name__ as {file.stem}\n" for file in files)
+    entry += "".join(f"from .{file.stem} import HEADS as {file.stem}_heads\n" for file in files)
+    files.append(HEADS_FOLDER / "modeling_task.py")
     if model.config.encoder["model_type"] == MULTICLS:
         entry += "from .modeling_multicls import MultiClsModel\n"  # it registers itself
         model.config.encoder["facet_ids"] = list(facet_ids(tokenizer))

@@ -89,11 +89,9 @@ class BatchNorm(nn.BatchNorm1d):
                 if rows > 1:
                     mean_D, total_D = batch_mean_D, sum_over_ranks(centred_BD.square().sum(dim=0))
                     var_D, unbiased_D = total_D / rows, total_D / (rows - 1)
-                    for moving, batch in (
-                        (self.running_mean, mean_D),
-                        (self.running_var, unbiased_D),
-                    ):
-                        moving.lerp_(batch.detach().to(moving.dtype), self.momentum or 0.0)
+                    moving = ((self.running_mean, mean_D), (self.running_var, unbiased_D))
+                    for statistic, batch in moving:
+                        statistic.lerp_(batch.detach().to(statistic.dtype), self.momentum or 0.0)
             normed_BD = (h_BD - mean_D) * torch.rsqrt(var_D + self.eps)
             return (normed_BD * self.weight + self.bias).to(input.dtype)
 

@@ -25,7 +25,7 @@ from finetune.settings import RunSettings
 from finetune.subsets import TaskRows
 from finetune.tasks import TASKS
 from multicls.errors import UserError
-from multicls.files import REPOSITORY, FolderInUse, read_json
+from multicls.files import REPOSITORY, FolderInUse, locked, read_json
 from multicls.settings import load_settings, to_yaml
 from tests.finetune.conftest import sentiment_rows, write_tsv
 from tests.finetune.runs import fake_run, finetune, logits_of, settings_of
@@ -98,27 +98,11 @@ def test_other_own_rows_under_one_name_are_refused(tmp_path: Path) -> None:
         assert command([*flags, *run("copy", "one")]) == 0, "the same rows"
 
 
-def test_a_run_that_another_process_is_at_is_left_alone(
+def test_a_run_that_somebody_is_at_is_left_alone(
     tiny_bert: Path, glue: Path, tmp_path: Path
 ) -> None:
-    code = """
-import sys, time
-from multicls.files import locked
-with locked(sys.argv[1]):
-    print(flush=True)
-    time.sleep(60)
-"""
-    folder = str(settings_of(tiny_bert, glue, tmp_path, **QUICK).folder)
-    holder = subprocess.Popen(
-        [sys.executable, "-c", code, folder], cwd=REPOSITORY, stdout=subprocess.PIPE
-    )
-    assert holder.stdout and holder.stdout.readline()
-    try:
-        with pytest.raises(FolderInUse):
-            finetune(tiny_bert, glue, tmp_path, **QUICK)
-    finally:
-        holder.kill()
-        holder.wait()
+    with locked(settings_of(tiny_bert, glue, tmp_path, **QUICK).folder), pytest.raises(FolderInUse):
+        finetune(tiny_bert, glue, tmp_path, **QUICK)
     assert finetune(tiny_bert, glue, tmp_path, **QUICK)["steps"] == 6
 
 
