@@ -26,7 +26,7 @@ class Encoded:
     question. A marked span is never cut: its text loses its beginning instead.
 
     Attributes:
-        lengths: number of tokens of each row; of its longest choice if it has several.
+        lengths: number of tokens of each row; of its first choice if it has several.
         labels: (N,) class indices (-100: hidden), or scores divided by the task's scale; (N, C) 0.0 and 1.0 if a row
             has several labels.
 
@@ -50,8 +50,7 @@ class Encoded:
         features.pop("attention_mask", None)
         self.features = {name: _tensors(rows) for name, rows in features.items()}
         self.sequences_per_row = count = max(1, task.num_choices)
-        lengths = [len(ids) for ids in features["input_ids"]]
-        self.lengths = [max(lengths[i : i + count]) for i in range(0, len(lengths), count)]
+        self.lengths = [len(ids) for ids in features["input_ids"][::count]]
         self.padding = {
             "input_ids": tokenizer.pad_token_id or 0,
             "token_type_ids": tokenizer.pad_token_type_id,
