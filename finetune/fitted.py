@@ -35,17 +35,19 @@ def fit_head(
     model: TaskModel | None,
     encode: Callable[[Task, Sequence[Example]], Encoded],
     seed: int,
-) -> Predictions:
+) -> tuple[Predictions, dict[str, str]]:
     """Fits a regression on the model's embeddings, or without a model on TF-IDF of words and pairs of words.
 
     In a choice task a row is a choice, right or wrong.
 
     Returns:
-        As logits (N, C) log-probabilities, or (N, 1) predictions divided by the task's scale.
+        The predictions, with log-probabilities (N, C) as logits; what the record says of the device.
 
     Raises:
         UserError: The task has several labels a row, or without a model more than plain texts.
     """
+    from finetune.training import find_device
+
     task, train, splits = task_rows.task, task_rows.train, task_rows.splits()
     if task.multi_label or (model is None and (task.num_choices or task.num_spans)):
         what = "has several labels a row" if task.multi_label else "is more than a text or two"
@@ -72,7 +74,9 @@ def fit_head(
             outputs = log_softmax((outputs @ [-1, 1]).reshape(len(others), -1), axis=1)
     ends = np.cumsum([len(examples) for _, examples in splits.values()])[:-1]
     parts = zip(splits.items(), np.split(outputs.astype(np.float32), ends), strict=True)
-    return {f"{task.name}/{name}": example_arrays(rows, part) for (name, (_, rows)), part in parts}
+    predictions = {f"{task.name}/{n}": example_arrays(rows, part) for (n, (_, rows)), part in parts}
+    device, bf16 = find_device()
+    return predictions, {"device": device.type, "precision": "bf16" if bf16 else "fp32"}
 
 
 def embed(model: TaskModel, rows: Encoded) -> Array:

@@ -35,9 +35,6 @@ def make_record(
     settings: RunSettings, rows: Sequence[TaskRows], predictions: Predictions
 ) -> Record:
     """Returns what a run was and how it was scored."""
-    from finetune.training import find_device
-
-    device, bf16 = find_device(settings.train.precision)
     names = {"head", "model", "selection", "pretraining", "subset", "seed", "search"}
     return {
         **settings.model_dump(mode="json", include={*names, "predict_test"}),
@@ -46,8 +43,6 @@ def make_record(
         "system": settings.system,
         "train_size": str(settings.train_size),
         "tasks": [_task_entry(part, predictions, settings.max_length) for part in rows],
-        "device": device.type,
-        "precision": "bf16" if bf16 else "fp32",
         **environment_record(),
     }
 

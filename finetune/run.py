@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/: its names hide packages
 
@@ -145,18 +145,17 @@ def _run(settings: RunSettings) -> Record:
         assert tokenizer is not None
         return Encoded(task, examples, tokenizer, settings.max_length or task.max_length)
 
-    training: dict[str, Any] = {}
     if settings.head in FITTED:
         from finetune.fitted import fit_head
 
-        predictions = fit_head(rows[0], model, encode, settings.seed)
+        predictions, training = fit_head(rows[0], model, encode, settings.seed)
     else:
         from finetune.training import TaskTrainer
 
         assert model is not None
         predictions, training = TaskTrainer(model, rows, encode, settings, identity).run()
-    training["seconds"] = round(time.perf_counter() - began, 3)
     record = make_record(settings, rows, predictions) | identity | training
+    record["seconds"] = round(time.perf_counter() - began, 3)
     if rank_and_world()[0] == 0:
         if settings.save_model and model and tokenizer:
             from finetune.cards import model_card

@@ -307,6 +307,8 @@ class TaskTrainer(Trainer):
             "best_step": self.best.step,
             "steps": self.state.global_step,
             "batch_size": self.sampler.batch_size,
+            "device": self.args.device.type,
+            "precision": "bf16" if self.args.bf16 else "fp32",
         }
 
 

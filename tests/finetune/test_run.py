@@ -135,7 +135,7 @@ def test_a_bag_of_words_learns_beside_a_class_of_one_row() -> None:
     words = [f"{('late', 'lost')[n % 2]} {n}" for n in range(20)]
     rows = [Example(f"{n}", (text,), float(n % 2)) for n, text in enumerate(words)]
     data = TaskData(TASKS["sst5"], [*rows, Example("x", ("odd",), 2.0)], rows)
-    splits = fit_head(TaskRows(data, data.train, [], []), None, mock.Mock(), 1)
+    splits, _ = fit_head(TaskRows(data, data.train, [], []), None, mock.Mock(), 1)
     outputs = splits["sst5/dev"]["logits"]
     probabilities = np.exp(outputs).max(axis=1)
     assert outputs.argmax(axis=1).tolist() == [n % 2 for n in range(20)]
