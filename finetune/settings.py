@@ -12,6 +12,7 @@ from pydantic import (
     Field,
     PositiveFloat,
     PositiveInt,
+    StrictBool,
     field_validator,
     model_validator,
 )
@@ -23,7 +24,8 @@ from multicls.settings import RecipeOptions, Settings
 
 LAYER_WEIGHTS = r"^(dynamic|none|(mean|random)_(first6|last6|all))$"
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-TrainerValue = Annotated[int | float | bool | Any, Field(union_mode="left_to_right")]
+# What a text means: a number, true or false, or the text.
+TrainerValue = Annotated[StrictBool | int | float | bool | Any, Field(union_mode="left_to_right")]
 # Settings of a system that change no number of a run, or say where things lie.
 NOT_COMPARED: dict[str, Any] = {
     "own": {"train_file", "dev_file", "test_file", "dataset"},
