@@ -349,18 +349,17 @@ def test_kills_of_workers_and_of_the_command(command: Any, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "name", ["", ".tokenizer-0123456789ab.json.abc123.tmp", "tokenizer-0123456789ab.json"]
+    "name", ["", ".tokenizer-0123456789ab.json.x.tmp", "tokenizer-0123456789ab.json"]
 )
-def test_goes_on_after_a_kill_around_the_first_file(
-    name: str, tiny_tokenizer: Path, tmp_path: Path
+def test_continues_after_a_kill_around_the_first_file(
+    name: str, corpus_of: Make, tmp_path: Path
 ) -> None:
     """A run may be killed while it writes its first file, or while work/ is removed."""
-    (tmp_path / "in.txt").write_text(story(9))
     work = tmp_path / "out" / "work"
     work.mkdir(parents=True)
     if name:
         (work / name).touch()
-    prepared(tiny_tokenizer, tmp_path / "out", tmp_path / "in.txt")
+    corpus_of(story(9))
     assert not work.exists()
 
 
@@ -507,28 +506,21 @@ def test_a_bad_byte_costs_its_sentence(corpus_of: Make) -> None:
 
 # Bad input and other people's folders.
 
-BAD = {
-    "missing": (lambda p: None, "no such file or folder"),
-    "empty folder": (lambda p: p.mkdir(), "no file in this folder"),
-    "latin 1": (lambda p: p.write_bytes("Il était. ".encode("latin-1")), "not UTF-8 at byte 3"),
-    "too short": (lambda p: p.write_text(story(4)), "no document of 6 sentences"),
-    "torn extract": (
-        lambda p: p.write_text('<doc id="1" url="" title="x">\nThe cat.\n'),
-        "records_doc_not_closed 1",
-    ),
-    "torn dump": (lambda p: p.write_text("<mediawiki><page><title>"), "records_file_damaged 1"),
-    "no field": (lambda p: p.write_text('{"body": "a"}\n'), "no field 'text'; set --text_field"),
+BAD = {  # content: what the message says
+    "Il était. ".encode("latin-1"): "not UTF-8 at byte 3",
+    story(4).encode(): "no document of 6 sentences",
+    b'<doc id="1" url="" title="x">\nThe cat.\n': "records_doc_not_closed 1",
+    b"<mediawiki><page><title>": "records_file_damaged 1",
+    b'{"body": "a"}\n': "no field 'text'; set --text_field",
 }
 
 
-@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.parametrize("content", BAD)
 def test_bad_input_is_named_and_nothing_is_written(
-    kind: str, tiny_tokenizer: Path, tmp_path: Path
+    content: bytes, corpus_of: Make, tmp_path: Path
 ) -> None:
-    make, message = BAD[kind]
-    make(tmp_path / "in.txt")
-    with pytest.raises(UserError, match=message):
-        prepared(tiny_tokenizer, tmp_path / "out", tmp_path / "in.txt")
+    with pytest.raises(UserError, match=BAD[content]):
+        corpus_of(content)
     assert not (tmp_path / "out").exists()
 
 

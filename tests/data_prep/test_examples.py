@@ -66,7 +66,7 @@ def test_parts_are_consecutive_whole_sentences_of_one_document(
     assert 0 < cut < 0.01 * 3 * len(epoch)
 
 
-def test_token_types_mask_and_padding(epoch: list[TrainingExample]) -> None:
+def test_token_types_and_padding(epoch: list[TrainingExample]) -> None:
     for example in epoch[:300]:
         for p, part in enumerate(example.parts):
             ids, types = original(example, p), example.token_type_ids[p]
@@ -74,9 +74,6 @@ def test_token_types_mask_and_padding(epoch: list[TrainingExample]) -> None:
             assert (example.input_ids[p, length:] == 0).all() and (types[length:] == 0).all()
             assert ids[-1] == 102 and ids.count(102) == (1 if part.cut == part.end else 2)
             assert not types[: first_sep + 1].any() and types[first_sep + 1 : length].all()
-
-
-def test_padding_is_little_and_few_tokens_are_cut(epoch: list[TrainingExample]) -> None:
     filled = sum(int(example.attention_mask.sum()) for example in epoch)
     assert 1 - filled / (len(epoch) * 3 * 128) < 0.14
     assert sum(example.cut_tokens for example in epoch) < 0.01 * filled
@@ -213,19 +210,6 @@ def test_another_process_builds_the_same_examples(stream: ExampleStream) -> None
 def rows_of(stream: ExampleStream, epoch: int = 0) -> set[int]:
     """The rows that an epoch shows."""
     return {example.row for example in stream.examples(epoch, range(stream.examples_per_epoch))}
-
-
-def test_a_document_shows_what_training_sees(
-    stream: ExampleStream, epoch: list[TrainingExample]
-) -> None:
-    wanted = epoch[17]
-    shown = stream.examples_of_row(wanted.row, epoch=0)
-    count = stream.num_windows(wanted.row)
-    (same,) = [i for i, example in enumerate(shown) if example.parts == wanted.parts]
-    (again,) = stream.examples_of_row(wanted.row, 0, [same])
-    assert (again.labels == wanted.labels).all() and (again.input_ids == wanted.input_ids).all()
-    with pytest.raises(UserError, match=f"no window {count}; it has {len(shown)}, from 0"):
-        stream.examples_of_row(wanted.row, 0, [count])
 
 
 def test_epochs_cover_sentences_about_equally_with_fresh_boundaries(
