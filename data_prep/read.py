@@ -261,18 +261,17 @@ def _mediawiki(file: SourceFile, settings: BuildOptions, drop: Drop) -> Iterator
 def _pages(file: SourceFile) -> Iterator[bytes]:
     """Yields the bytes of each page of a dump, none of one that is too long."""
     with open_bytes(file.path) as stream:
-        buffer, too_long = b"", False
-        while chunk := stream.read(1 << 18):
-            searched = max(len(buffer) - len(b"</page"), 0)
-            buffer += chunk
-            while (end := buffer.find(b"</page>", searched)) >= 0:
-                start = buffer.find(b"<page>", 0, end)
-                if too_long or start >= 0:
-                    yield b"" if too_long else buffer[start : end + len(b"</page>")]
-                buffer, searched, too_long = buffer[end + len(b"</page>") :], 0, False
+        buffer = b""
+        while chunk := stream.read(1 << 20):
+            *pages, buffer = (buffer + chunk).split(b"</page>")
+            for page in pages:
+                if (start := page.find(b"<page>")) >= 0:
+                    yield page[start:] + b"</page>"
             if len(buffer) > LONGEST_RECORD:
-                too_long, buffer = too_long or b"<page>" in buffer, buffer[-len(b"</page") :]
-        if too_long or b"<page>" in buffer:
+                if b"<page>" in buffer:
+                    yield b""
+                buffer = b""
+        if b"<page>" in buffer:
             raise EOFError("it ends inside a page")
 
 

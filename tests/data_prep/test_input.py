@@ -371,7 +371,7 @@ def test_rows_that_are_sentences_begin_documents_by_their_text(tmp_path: Path) -
     assert [d.text for d in short] == ["one .\ntwo .", "three ."]
 
 
-def test_mediawiki_pages(tmp_path: Path) -> None:
+def test_mediawiki_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = PAGE.replace("<ns>0", "<ns>1") + PAGE.replace("<ns>", "<redirect/><ns>")
     pages = [PAGE.replace("A cat.", "A cat. " * n) for n in (1, 90_000, 3)]
     text = f"<mediawiki>{other}{pages[0]} \n{pages[1]}{pages[2]}</mediawiki>"
@@ -379,6 +379,13 @@ def test_mediawiki_pages(tmp_path: Path) -> None:
     found = read_all(tmp_path / "dump.xml.bz2")
     assert [d.dropped for d in found] == ["pages_not_articles", "pages_redirects", "", "", ""]
     assert [len(d.text.split("A cat.")) - 1 for d in found[2:]] == [1, 90_000, 3]
+    monkeypatch.setattr("data_prep.read.LONGEST_RECORD", 500_000)
+    text = text.replace("A cat. ", "A cat. " * 20, 1).replace(
+        pages[1], pages[1].replace("A cat.", "A cat. " * 9)
+    )
+    (tmp_path / "dump.xml.bz2").write_bytes(bz2.compress(text.encode()))
+    reasons = [d.dropped for d in read_all(tmp_path / "dump.xml.bz2")]
+    assert reasons[2:] == ["", "documents_page_too_long", ""]
 
 
 def test_long_texts_and_records_are_bounded(
