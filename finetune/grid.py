@@ -261,13 +261,12 @@ def attempt(run: RunSettings, runs: Sequence[RunSettings], started: float) -> bo
     """Does one of the runs and notes why if it cannot be done; returns False if another process is at it."""
     from finetune.heads.build import Incompatible
 
-    error_file = run.folder / ERROR
-    if is_finished(run):
+    note = run.folder / ERROR
+    failed_elsewhere = note.exists() and note.stat().st_mtime > started
+    if is_finished(run) or failed_elsewhere:
         return True
     if lock_holder(run.folder):
         return False
-    if error_file.exists() and error_file.stat().st_mtime > started:  # by another process
-        return True
     try:
         if _repeats(run, runs):
             raise Incompatible("all training rows are taken, so the run would repeat another one.")
