@@ -24,12 +24,6 @@ KEYS = frozenset(
     zero_optimization
     """.split()  # noqa: SIM905
 )
-REFUSED: Mapping[str, str] = {  # keys that DeepSpeed reads -> the settings that replace them
-    "optimizer": "train.learning_rate and train.weight_decay",
-    "scheduler": "train.learning_rate and train.warmup_ratio",
-    "torch_autocast": "train.precision",
-    "compile": "train.compile",
-}
 OWNED: Mapping[str, str] = {  # key of the JSON, which may say "auto" -> setting that owns its value
     "train_batch_size": "train.global_batch_size",
     "train_micro_batch_size_per_gpu": "train.micro_batch_size",
@@ -37,48 +31,38 @@ OWNED: Mapping[str, str] = {  # key of the JSON, which may say "auto" -> setting
     "gradient_clipping": "train.max_grad_norm",
     "bf16.enabled": "train.precision",
     "fp16.enabled": "train.precision",
+    "optimizer": "train.learning_rate and train.weight_decay",
+    "scheduler": "train.learning_rate and train.warmup_ratio",
+    "torch_autocast": "train.precision",
+    "compile": "train.compile",
 }
-
-
-GROUPS = (
-    "zero_optimization",
-    "data_types",
-    "checkpoint",
-    "bf16",
-    "fp16",
-)  # that we read or complete
+GROUPS = ("zero_optimization", "data_types", "checkpoint", "bf16", "fp16")  # read or completed here
 
 
 def load_deepspeed_config(path: str | Path) -> dict[str, Any]:
-    """Loads a DeepSpeed JSON, of this folder or this repository, without its comments: the keys "//".
+    """Loads a DeepSpeed JSON, of this folder or this repository, without its comment, the key "//".
 
     Raises:
         UserError: The file does not exist, is no JSON object, or sets keys that are unknown or belong to our settings.
     """
     found = next((p for p in (Path(path), REPOSITORY / path) if p.is_file()), path)
-    config = _uncommented(read_json(found))
+    config = read_json(found)
     if not isinstance(config, dict):
         raise UserError(f"{path}: a DeepSpeed JSON is an object, {{...}}.")
+    config.pop("//", None)
+    if wrong := [key for key in GROUPS if not isinstance(config.get(key, {}), dict)]:
+        raise UserError(*(f"{path}: {key} = {config[key]}: must be an object." for key in wrong))
+    enabled = {f"{name}.enabled": config.get(name, {}).get("enabled") for name in ("bf16", "fp16")}
+    values = {name: (config | enabled).get(name) for name in OWNED}
     problems = [
+        f"{path}: {name} = {value}: leave it out, and set {OWNED[name]}."
+        for name, value in values.items()
+        if value not in (None, "auto")
+    ]
+    problems += [
         f"{path}: {key}: no such key.{did_you_mean(key, KEYS, listed=False)}"
-        for key in config.keys() - KEYS - REFUSED.keys()
+        for key in config.keys() - KEYS - OWNED.keys()
     ]
-    problems += [
-        f"{path}: {key}: remove it and set {setting}."
-        for key, setting in REFUSED.items()
-        if key in config
-    ]
-    problems += [
-        f"{path}: {key} = {config[key]}: must be an object, {{...}}."
-        for key in GROUPS
-        if not isinstance(config.get(key, {}), dict)
-    ]
-    for name, setting in OWNED.items():
-        group, _, key = name.rpartition(".")
-        values = config.get(group, {}) if group else config
-        value = values.get(key, "auto") if isinstance(values, dict) else "auto"
-        if value != "auto":
-            problems.append(f'{path}: {name} = {value}: write "auto" and set {setting}.')
     if problems:
         raise UserError(*sorted(problems))
     return config
@@ -104,13 +88,11 @@ def complete_deepspeed_config(
         accumulation: Micro-batches that one rank accumulates in an optimizer step.
         precision: Precision of the forward and backward pass.
     """
-    completed = (
-        {
-            "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW offloads, too; nothing is compiled
-            "steps_per_print": 1_000_000_000,  # the training loop reports
-        }
-        | deepcopy(dict(config))
-    )
+    completed = {
+        "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW offloads, too; nothing is compiled
+        "steps_per_print": 1_000_000_000,  # the training loop reports
+        **deepcopy(dict(config)),
+    }
     completed["train_batch_size"] = micro_batch_size * accumulation * world_size
     completed["train_micro_batch_size_per_gpu"] = micro_batch_size
     completed["gradient_accumulation_steps"] = accumulation
@@ -136,9 +118,3 @@ def check_with_deepspeed(config: Mapping[str, Any], where: str) -> None:
         DtypeEnum(checked.grad_accum_dtype or "fp32")
     except (AssertionError, ValueError, KeyError, TypeError, DeepSpeedConfigError) as error:
         raise UserError(f"{where}: DeepSpeed refuses it: {' '.join(str(error).split())}") from None
-
-
-def _uncommented(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    return {key: _uncommented(inner) for key, inner in value.items() if key != "//"}

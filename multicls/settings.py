@@ -10,13 +10,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, TypeVar, get_args
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_settings import CliPositionalArg, CliSettingsSource
+from pydantic_settings import CliSettingsSource
 
 from multicls.errors import UserError, did_you_mean
 from multicls.files import REPOSITORY
@@ -41,7 +40,7 @@ class RecipeOptions(Settings):
 
 
 AnySettings = TypeVar("AnySettings", bound=Settings)
-Source = tuple[str, dict[str, Any]]  # the name of a recipe, or "" for flags, and its values
+Source = tuple[str, Mapping[str, Any]]  # the name of a recipe, or "" for flags, and its values
 
 
 def parse(
@@ -75,16 +74,16 @@ def parse(
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    make_source: Any = CliSettingsSource
-    source = make_source(
-        kind,
+    source: Any = CliSettingsSource(
+        kind,  # type: ignore[arg-type]
         root_parser=parser,
         parse_args_method=_Parser.parse_flags,
-        add_argument_method=partial(_add_flag, shortcuts or {}),
+        add_argument_method=_add_flag,
+        cli_shortcuts=shortcuts,
         cli_parse_none_str="null",
         cli_hide_none_type=True,
     )
-    flags = source(args=_spelled_out(sys.argv[1:] if argv is None else argv, parser))()
+    flags = source(args=_repeated(sys.argv[1:] if argv is None else argv, parser))()
     sources = [*_read_recipes(flags.get("recipe", []), recipes), ("", flags)]
     settings = _validate(kind, sources, shortcuts or {})
     if getattr(settings, "print_config", False):
@@ -103,7 +102,7 @@ def load_settings(
     Raises:
         UserError: as `parse`.
     """
-    return _validate(kind, [*_read_recipes(map(str, recipes), ""), ("", dict(values or {}))], {})
+    return _validate(kind, [*_read_recipes(map(str, recipes), ""), ("", values or {})], {})
 
 
 def to_yaml(settings: BaseModel) -> str:
@@ -117,34 +116,29 @@ class _Parser(argparse.ArgumentParser):
     def parse_flags(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:
         """Parses the flags of a command; lists all unknown ones."""
         values, unknown = self.parse_known_args(args, namespace)
-        if words := [word for word in unknown if word.startswith("--")] or unknown:
-            flags = [word.partition("=")[0] for word in words]
-            hints = [_nearest(flag, self._option_string_actions) for flag in flags]
-            problems = [
-                f"{flag}: no such flag.{hint or ' --help lists all flags.'}"
-                for flag, hint in zip(flags, hints, strict=True)
-            ]
-            raise UserError(*problems)
+        flags = [word.partition("=")[0] for word in unknown if word.startswith("--")] or unknown
+        hints = {flag: _nearest(flag, self._option_string_actions) for flag in flags}
+        if hints:
+            more = " --help lists all flags."
+            raise UserError(
+                *(f"{flag}: no such flag.{hint or more}" for flag, hint in hints.items())
+            )
         return values
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message.removeprefix('argument ')}. --help lists all flags.")
 
 
-def _add_flag(shortcuts: Mapping[str, str], parser: Any, *names: str, **given: Any) -> None:
-    """Adds a flag for pydantic-settings, with its short name. A group has none, and a boolean needs no value."""
-    if given.get("const") == "{}":
-        return
-    if not names[0].startswith("--"):  # pydantic reports a missing one
-        given["nargs"] = "*" if given.get("nargs") in ("*", "+") else "?"
-    if given.get("metavar") == "bool":
-        given |= {"nargs": "?", "const": "true", "metavar": "true|false"}
-    short = [f"--{shortcuts[given['dest']]}"] if given.get("dest") in shortcuts else []
-    parser.add_argument(*short, *names, **given)
+def _add_flag(parser: Any, *names: str, **options: Any) -> None:
+    """Adds a flag for pydantic-settings; a boolean needs no value, and a group has no flag."""
+    if options.get("metavar") == "bool":
+        options |= {"nargs": "?", "const": "true", "metavar": "true|false"}
+    if options.get("const") != "{}":
+        parser.add_argument(*sorted(names, key=len), **options)  # the short name first
 
 
-def _spelled_out(argv: Sequence[str], parser: _Parser) -> list[str]:
-    """Returns the words with underscores in flags and the flag of a list repeated before each of its words."""
+def _repeated(argv: Sequence[str], parser: _Parser) -> list[str]:
+    """Returns the words with the flag of a list before each of its words, as pydantic-settings wants them."""
     words: list[str] = []
     repeated = ""  # the flag of a list whose words follow
     for word in argv:
@@ -154,10 +148,7 @@ def _spelled_out(argv: Sequence[str], parser: _Parser) -> list[str]:
         if not word.startswith("--"):
             words.append(f"{repeated}={_quoted(word)}" if repeated else word)
             continue
-        if flag not in parser._option_string_actions:
-            flag = f"--{flag[2:].replace('-', '_')}"
-        action = parser._option_string_actions.get(flag)
-        is_list = isinstance(action, argparse._AppendAction)
+        is_list = isinstance(parser._option_string_actions.get(flag), argparse._AppendAction)
         repeated = flag if is_list and not equals else ""
         if not repeated:
             words.append(flag + equals + (_quoted(value) if is_list else value))
@@ -194,7 +185,7 @@ def _validate(
     kind: type[AnySettings], sources: Sequence[Source], shortcuts: Mapping[str, str]
 ) -> AnySettings:
     """Returns the merged settings of all sources, the last of which wins."""
-    known = _keys(kind)
+    known = _known(kind)
     merged: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for source, values in sources:
@@ -206,78 +197,62 @@ def _validate(
                 value = merged[key] | value
             merged[key] = None if value == [None] else value  # `--list null` comes as [None]
             origins[key] = source
-    groups = {key.partition(".")[0] for key in known if "." in key}
-    required = [name for name in groups if kind.model_fields[name].is_required()]
-    tree: dict[str, Any] = {name: {} for name in required}
+    groups: dict[str, dict[str, Any]] = {"": {}}
+    for key in (key for key, is_group in known.items() if is_group):
+        parent, _, name = key.rpartition(".")
+        groups[key] = groups[parent][name] = {}
+    for key, value in merged.items():
+        group, _, name = key.rpartition(".")
+        groups.get(group, groups[""])[name if group in groups else key] = value
     try:
-        return kind.model_validate(_nested(merged, tree))
+        return kind.model_validate(groups[""])
     except ValidationError as error:
-        mark = get_args(CliPositionalArg[str])[1]
-        positional = {name for name, f in kind.model_fields.items() if mark in f.metadata}
         problems: dict[str, list[str]] = {}  # place -> reasons: one for each member of a union
         for detail in error.errors():
-            where, why = _explain(detail, known, origins, shortcuts, positional)
+            where, why = _explain(detail, known, origins, shortcuts)
             problems.setdefault(where, []).append(why.rstrip("."))
         lines = [where + " or ".join(dict.fromkeys(why)) for where, why in problems.items()]
         raise UserError(*(line + "." * (line[-1] != "?") for line in lines)) from None
 
 
-def _flat(values: Mapping[str, Any], known: Sequence[str], prefix: str = "") -> dict[str, Any]:
-    """Returns settings by dotted key; a mapping that is a setting itself stays whole."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        is_group = isinstance(value, dict) and prefix + name not in known
-        flat |= _flat(value, known, f"{prefix}{name}.") if is_group else {f"{prefix}{name}": value}
-    return flat
-
-
-def _nested(flat: Mapping[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
-    """Puts settings by dotted key into a tree of groups."""
-    for key, value in flat.items():
-        *groups, leaf = key.split(".")
-        node = tree
-        for group in groups:
-            node[group] = {} if node.get(group) is None else node[group]
-            node = node[group]
-            if not isinstance(node, dict):
-                break  # a wrong value in place of a group, which is reported
-        else:
-            node[leaf] = value
-    return tree
-
-
-def _keys(kind: Any, prefix: str = "") -> list[str]:
-    """Returns the dotted keys of all settings that are no groups."""
-    keys: list[str] = []
+def _known(kind: Any, prefix: str = "") -> dict[str, bool]:
+    """Returns the dotted keys of all settings, and of their groups, which are True."""
+    keys: dict[str, bool] = {}
     for name, field in kind.model_fields.items():
-        group = _is_group(field.annotation)
-        keys += _keys(field.annotation, f"{prefix}{name}.") if group else [prefix + name]
+        inner = field.annotation
+        keys[prefix + name] = isinstance(inner, type) and issubclass(inner, BaseModel)
+        if keys[prefix + name]:
+            keys |= _known(inner, f"{prefix}{name}.")
     return keys
 
 
-def _is_group(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+def _flat(values: Mapping[str, Any], known: Mapping[str, bool], prefix: str = "") -> dict[str, Any]:
+    """Returns settings by dotted key. A wrong value in place of a group stays whole; an empty group is left out."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if known.get(key) and isinstance(value, dict):
+            flat |= _flat(value, known, f"{key}.")
+        elif not (known.get(key) and value is None):
+            flat[key] = value
+    return flat
 
 
 def _explain(
     detail: Any,
-    known: Sequence[str],
+    known: Mapping[str, bool],
     origins: Mapping[str, str],
     shortcuts: Mapping[str, str],
-    positional: set[str],
 ) -> tuple[str, str]:
-    """Returns where a wrong value stands and why it is wrong, of one of pydantic's errors."""
+    """Returns where a wrong value stands and why it is wrong, from one of pydantic's errors."""
     place = [str(part) for part in detail["loc"]]  # ends with members of unions and lists
     keys = [".".join(place[:n]) for n in range(1, len(place) + 1)]
-    key = next((key for key in keys if key in known), ".".join(place))
-    flag = f"--{shortcuts.get(key, key)}"
+    key = next((key for key in keys if known.get(key) is False), ".".join(place))
+    flag, source = f"--{shortcuts.get(key, key)}", origins.get(key, "")
     if detail["type"] == "missing":
-        how = f", as {flag}" + " or in a recipe" * ("recipe" in known)
-        return f"{key}: ", "required" + how * (key not in positional)
-    source = origins.get(key, "")
+        return f"{key}: ", f"required, as {flag}" + " or in a recipe" * ("recipe" in known)
     if detail["type"] == "extra_forbidden":
-        names = [*known, *{name.partition(".")[0] for name in known}]
-        return f"{source or 'settings'}: {key}: ", f"no such setting.{_nearest(key, names)}"
+        return f"{source or 'settings'}: {key}: ", f"no such setting.{_nearest(key, known)}"
     message, value = str(detail["msg"]).removeprefix("Value error, "), detail["input"]
     if not key or isinstance(value, Mapping):  # several settings together
         return "".join(f"{part}: " for part in (source, key) if part), message

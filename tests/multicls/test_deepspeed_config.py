@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from multicls.deepspeed_config import (
-    KEYS,
     OWNED,
-    REFUSED,
     check_with_deepspeed,
     complete_deepspeed_config,
     load_deepspeed_config,
@@ -77,17 +75,14 @@ def test_values_of_our_settings_are_refused_with_the_setting(tmp_path: Path) -> 
     with pytest.raises(UserError) as caught:
         load_deepspeed_config(path)
     assert len(caught.value.problems) == len(OWNED)
-    for name, owner in OWNED.items():
-        start = f"{path}: {name} = "
-        (problem,) = [text for text in caught.value.problems if text.startswith(start)]
-        assert owner in problem
+    for name, problem in zip(sorted(OWNED), caught.value.problems, strict=True):
+        assert problem.startswith(f"{path}: {name} = ") and OWNED[name] in problem
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ('{"zero_optimisation": {"stage": 2}}', "Did you mean 'zero_optimization'?"),
-        ('{"optimizer": {}, "scheduler": {}}', "optimizer: remove it and set train.learning_rate"),
         ('{"tensorboard": {}}', "tensorboard: "),
         ('{"bf16": 1,}', "not valid JSON"),
         ("[]", "is an object"),
@@ -117,13 +112,6 @@ def test_shipped_files_are_found_from_any_folder(
         load_deepspeed_config("ds_configs/zero_2.json")
 
 
-def test_comments_are_dropped_at_every_level(tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text(
-        '{"//": "why", "zero_optimization": {"//": ["a"], "stage": 1}}'
-    )
-    assert load_deepspeed_config(tmp_path / "ds.json") == {"zero_optimization": {"stage": 1}}
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -138,26 +126,3 @@ def test_deepspeed_checks_its_own_groups(config: dict[str, Any], message: str) -
     with pytest.raises(UserError) as caught:
         check_with_deepspeed(complete(config, world_size=1), "x.json")
     assert message in str(caught.value) and "x.json" in str(caught.value)
-
-
-def test_every_known_key_is_one_that_deepspeed_reads() -> None:
-    from deepspeed.runtime.config import DeepSpeedConfig
-
-    class Asked(dict[str, Any]):
-        """A dict that notes the keys that it is asked for; copies note in the same place."""
-
-        names: set[str] = set()  # noqa: RUF012
-
-        def keys(self) -> Any:
-            return self
-
-        def get(self, key: str, default: Any = None) -> Any:
-            self.names.add(key)
-            return super().get(key, default)
-
-        def __contains__(self, key: object) -> bool:
-            self.names.add(str(key))
-            return super().__contains__(key)
-
-    DeepSpeedConfig(Asked({"train_batch_size": 1}))
-    assert Asked.names >= KEYS | (REFUSED.keys() - {"torch_autocast"})

@@ -69,7 +69,7 @@ def recipe(folder: Path, text: str, name: str = "r.yaml") -> str:
 
 def test_values_get_their_types() -> None:
     words = "place --steps 7 --files a b,c --files 7 --layers 1 2 --weights wiki.en=2 x=0.5 --status --train.size=3"
-    job = parsed(*words.split(), "--train.fancy", "true", "--learning-rate", "1e-3")
+    job = parsed(*words.split(), "--train.fancy", "true", "--learning_rate", "1e-3")
     assert (job.folder, job.files, job.layers) == ("place", ("a", "b,c", "7"), [1, 2])
     assert (job.weights, job.status) == ({"wiki.en": 2.0, "x": 0.5}, True)
     assert (job.train.steps, job.train.size, job.train.fancy) == (7, 3, True)
@@ -187,15 +187,15 @@ def test_help_has_groups_defaults_and_examples(capsys: pytest.CaptureFixture[str
 
 COMMANDS = {
     "pretrain/run.py": ["--recipe", "base"],
-    "pretrain/export.py": [],
+    "pretrain/export.py": ["RUN"],
     "data_prep/run.py": [],
     "finetune/run.py": [],
     "finetune/grid.py": [],
-    "finetune/report.py": [],
-    "finetune/predict.py": [],
-    "finetune/analyze.py": [],
-    "finetune/submit.py": [],
-    "multicls/convert.py": [],
+    "finetune/report.py": ["RESULTS"],
+    "finetune/predict.py": ["MODEL", "ROWS"],
+    "finetune/analyze.py": ["RUN"],
+    "finetune/submit.py": ["RESULTS"],
+    "multicls/convert.py": ["model.pt"],
 }
 
 
