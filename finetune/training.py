@@ -211,8 +211,7 @@ class TaskTrainer(Trainer):
         if not math.isfinite(loss):
             raise UserError(
                 f"the loss is not a finite number any more (seen at step {step}): nothing is written. Lower "
-                f"train.learning_rate (= {self.args.learning_rate:g}), or check the checkpoint's weights.",
-                on_all_ranks=True,
+                f"train.learning_rate (= {self.args.learning_rate:g}), or check the checkpoint's weights."
             )
         metrics, scores, outputs = {"eval_train_loss": loss}, [], []
         for number, (task, examples) in enumerate(self.picking):

@@ -45,13 +45,10 @@ def count(number: int, noun: str) -> str:
 
 
 class Progress(tqdm):
-    """A bar of tqdm; where there is no terminal, it is drawn every 10 seconds.
+    """A bar of tqdm, drawn every 10 seconds where there is no terminal.
 
     Args:
-        total: amount of all work.
-        unit: unit of the amounts, for instance "step" or "MB".
-        description: what is being done.
-        done: amount that was done before.
+        done: amount of `total` that was done before.
         shown: False on all ranks but one.
     """
 
@@ -59,13 +56,6 @@ class Progress(tqdm):
         self, total: float, unit: str, description: str, *, done: float = 0, shown: bool = True
     ) -> None:
         on_terminal = sys.stderr.isatty()
-        super().__init__(
-            total=total,
-            unit=f" {unit}",
-            desc=description,
-            initial=done,
-            disable=not shown,
-            dynamic_ncols=True,
-            leave=not on_terminal,
-            mininterval=0.1 if on_terminal else LINE_EVERY,
-        )
+        options = {"desc": description, "unit": f" {unit}", "initial": done, "disable": not shown}
+        every = 0.1 if on_terminal else LINE_EVERY
+        super().__init__(total=total, leave=not on_terminal, mininterval=every, **options)

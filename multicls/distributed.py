@@ -88,7 +88,7 @@ def on_rank_0(function: Callable[[], Value]) -> Value:
             outcome[1] = error.problems
     dist.broadcast_object_list(outcome, group=_patient_group)
     if outcome[1] is not None:
-        raise UserError(*outcome[1], on_all_ranks=True)
+        raise UserError(*outcome[1])
     value: Value = outcome[0]
     return value
 

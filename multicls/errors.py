@@ -15,13 +15,12 @@ from contextlib import suppress
 class UserError(Exception):
     """Bad settings or data: what is wrong, where, and how to put it right, one complete message a problem.
 
-    The command prints each problem on its own line, without a traceback, and exits with 2. `on_all_ranks`: all ranks
-    raise the same error, so that one of them reports it.
+    The command prints each problem on its own line, without a traceback, and exits with 2.
     """
 
-    def __init__(self, *problems: str, on_all_ranks: bool = False) -> None:
+    def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
-        self.problems, self.on_all_ranks = problems, on_all_ranks
+        self.problems = problems
 
 
 def did_you_mean(name: str, known: Iterable[str], listed: bool = True, cutoff: float = 0.6) -> str:
@@ -75,7 +74,7 @@ def run_command(
 
 
 def _report(error: BaseException) -> None:
-    """Prints the error: a line for each problem, or a traceback."""
+    """Prints the error: a line for each problem, by one rank of each node, or a traceback."""
     with suppress(OSError, ValueError):  # stdout is closed
         print(end="", flush=True)
     stdout = select.poll()
@@ -83,18 +82,11 @@ def _report(error: BaseException) -> None:
     if isinstance(error, BrokenPipeError) and stdout.poll(0):  # `| head` reads no more
         return
     if isinstance(error, (UserError, FloatingPointError)):
-        for problem in getattr(error, "problems", [error]) if _reports(error) else ():
-            print_stderr(f"error: {problem}")
+        if os.environ.get("LOCAL_RANK", "0") == "0" or "DataLoader worker" in str(error):
+            for problem in getattr(error, "problems", [error]):
+                print_stderr(f"error: {problem}")
     elif not isinstance(error, KeyboardInterrupt):
         sys.excepthook(type(error), error, error.__traceback__)
-
-
-def _reports(error: BaseException) -> bool:
-    """Returns True on the ranks that print an error: one of all that agree on it, else one of each node."""
-    if os.environ.get("RANK", "0") == "0" or "DataLoader worker" in str(error):
-        return True
-    on_all_ranks = getattr(error, "on_all_ranks", True)
-    return not on_all_ranks and os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _kill_children() -> None:
