@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multicls.errors import UserError, first_line
@@ -49,25 +49,26 @@ def build(
     from multicls.modeling_multicls import MultiClsConfig, MultiClsForPreTraining
     from multicls.tokenization import facet_ids, load_tokenizer, with_facets
 
-    base, tokenizer = load_config(checkpoint), load_tokenizer(checkpoint)
+    config, tokenizer = load_config(checkpoint), load_tokenizer(checkpoint)
+    facets: dict[str, Any] = {"num_facets": num_facets, "facet_layers": facet_layers}
     objective: dict[str, Any] = {"mcqt_lambda": mcqt_lambda, "hard_negatives": hard_negatives}
     with load_problems(checkpoint), quiet_transformers():
-        if continued := isinstance(base, MultiClsConfig):
-            config = base
+        if continued := isinstance(config, MultiClsConfig):
+            _check_facets(config, facets, len(facet_ids(tokenizer)))
             config.update(objective)
-            _check_facets(config, num_facets, facet_layers, len(facet_ids(tokenizer)))
         else:
-            tokenizer = with_facets(tokenizer, num_facets, getattr(base, "type_vocab_size", 0) > 1)
-            facets: dict[str, Any] = {"num_facets": num_facets, "facet_layers": facet_layers}
-            config = MultiClsConfig(encoder=base, **facets, **objective)
+            tokenizer = with_facets(
+                tokenizer, num_facets, getattr(config, "type_vocab_size", 0) > 1
+            )
+            config = MultiClsConfig(encoder=config, **facets, **objective)
         config.facet_ids = list(facet_ids(tokenizer))
-        if continued and not random_weights:
-            model, _ = _load(MultiClsForPreTraining, checkpoint, config=config)
-            text = f"all from {checkpoint}"
+        if random_weights:
+            model, text = MultiClsForPreTraining(config), "random"
+        elif continued:
+            model, text = _load(MultiClsForPreTraining, checkpoint, config=config)[0], "all"
         else:
-            model, text = MultiClsForPreTraining(config), f"random, in the shape of {checkpoint}"
-            if not random_weights:
-                text = _copy_weights(model, checkpoint)
+            model = MultiClsForPreTraining(config)
+            text = _copy_weights(model, checkpoint)
         rows = max(len(tokenizer), config.vocab_size)
         model.resize_token_embeddings(rows, VOCABULARY_MULTIPLE, mean_resizing=False)
     report(f"weights: {text}")
@@ -86,52 +87,46 @@ def load_config(checkpoint: str) -> Any:
 
     if missing := missing_folder(checkpoint):
         raise UserError(f"model {checkpoint}: {missing}")
-    with load_problems(checkpoint):
-        fields = PreTrainedConfig.get_config_dict(checkpoint)[0]
-    if not fields:
-        inside = Path(checkpoint, "hf")
-        hint = f"; did you mean {inside}?" if inside.is_dir() else "."
-        raise UserError(f"model {checkpoint}: holds no config.json{hint}")
     known: Any = CONFIG_MAPPING
-    kind, reason = fields.get("model_type"), ""
-    if kind not in known:
+    with load_problems(checkpoint):
+        kind = PreTrainedConfig.get_config_dict(checkpoint)[0].get("model_type")
+        config: Any = known[kind].from_pretrained(checkpoint) if kind in known else None
+    reason = ""
+    if config is None:
         reason = "is not one of transformers. Code in a checkpoint is never executed"
-    elif fields.get("is_encoder_decoder") or known[kind].is_encoder_decoder:
+    elif getattr(config, "is_encoder_decoder", False):
         reason = "is an encoder-decoder"
-    elif fields.get("is_decoder") or known[kind] not in MODEL_FOR_MASKED_LM_MAPPING:
+    elif getattr(config, "is_decoder", False) or type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
         reason = "has no masked-LM class in transformers; decoders do not work"
-    elif fields.get("legacy") is False:  # of DeBERTa-v2
+    elif getattr(config, "legacy", True) is False:  # of DeBERTa-v2
         reason = "with legacy = false has an MLM head that reads the encoder's embeddings"
     if reason:
         raise UserError(f"model {checkpoint}: model_type '{kind}' {reason}. {WHAT_WORKS}")
-    with load_problems(checkpoint):
-        config = known[kind].from_pretrained(checkpoint)
     config.architectures = config.dtype = None  # of the weights there, not of the model here
     return config
 
 
-def _check_facets(config: Any, num_facets: int, facet_layers: Any, in_tokenizer: int) -> None:
+def _check_facets(config: Any, facets: dict[str, Any], in_tokenizer: int) -> None:
     """Refuses settings, or a tokenizer, that differ from the facets of a Multi-CLS checkpoint."""
-    for name, value in {"num_facets": num_facets, "facet_layers": facet_layers}.items():
+    for name, value in facets.items():
         if value is not None and value != getattr(config, name):
             raise ValueError(f"has {name} = {getattr(config, name)}, the settings ask for {value}")
-    if in_tokenizer != num_facets:
+    if in_tokenizer != config.num_facets:
         raise ValueError(
-            f"its tokenizer inserts {in_tokenizer} facets, the model has {num_facets}; put back the tokenizer files "
-            "that were saved with it"
+            f"its tokenizer inserts {in_tokenizer} facets, the model has {config.num_facets}"
         )
 
 
-def _load(kind: Any, checkpoint: str, may_lack: str | None = None, **options: Any) -> Any:
+def _load(kind: Any, checkpoint: str, may_lack: str = "", **options: Any) -> Any:
     """Returns a model in float32 and the names of its weights that the checkpoint lacks.
 
-    Only those that begin with `may_lack` may be missing; the others, and other shapes, are a ValueError.
+    Only those that match `may_lack` may be missing; the others, and other shapes, are a ValueError.
     """
     options |= {"dtype": "float32", "trust_remote_code": False, "output_loading_info": True}
     model, found = kind.from_pretrained(checkpoint, **options)
-    missing = {str(name) for name in found["missing_keys"]}
-    lost = {name for name in missing if may_lack is None or not name.startswith(may_lack)}
-    if lost := lost | {str(key) for key in found["mismatched_keys"]}:
+    missing = set(map(str, found["missing_keys"]))
+    lost = {name for name in missing if not re.fullmatch(may_lack, name)}
+    if lost := lost | set(map(str, found["mismatched_keys"])):
         names = ", ".join(sorted(lost)[:3])
         raise ValueError(f"weights of the encoder are missing or have another shape: {names} ...")
     return model, missing
@@ -141,23 +136,20 @@ def _copy_weights(model: MultiClsForPreTraining, checkpoint: str) -> str:
     """Copies the checkpoint's encoder and MLM head into the model; returns which parts are kept and which new."""
     from transformers import AutoModel, AutoModelForMaskedLM
 
-    encoder, without_pooler = _load(AutoModel, checkpoint, may_lack="pooler.")
+    encoder, new_pooler = _load(AutoModel, checkpoint, r"pooler\..*")
     model.multicls.encoder.load_state_dict(encoder.state_dict(), strict=False)
-    masked, missing = _load(AutoModelForMaskedLM, checkpoint, may_lack="")
+    masked, missing = _load(AutoModelForMaskedLM, checkpoint, ".*")
     inside = f"{masked.base_model_prefix}."
-    head = {
-        name: tensor
-        for name, tensor in masked.state_dict().items()
-        if name not in missing and not name.startswith(inside)
-    }
-    has_head = bool(head.keys() - masked.all_tied_weights_keys)
-    if has_head:
-        model.mlm.lm.load_state_dict(head, strict=False)
+    state = masked.state_dict()
+    head = {name for name in state.keys() - missing if not name.startswith(inside)}
+    kept, new = "encoder", ["pooler"] * bool(new_pooler)
+    if head - masked.all_tied_weights_keys.keys():
+        kept = "encoder, MLM head"
+        model.mlm.lm.load_state_dict({name: state[name] for name in head}, strict=False)
+    else:
+        new.append("MLM head")
     model.tie_weights()
-    is_new = {"pooler": bool(without_pooler), "MLM head": not has_head}
-    new = [part for part, new in is_new.items() if new] + ["facets", "TF-IDF head", "order head"]
-    kept = "encoder, MLM head" if has_head else "encoder"
-    return f"{kept} from {checkpoint}; new: {', '.join(new)}"
+    return f"{kept}; new: {', '.join([*new, 'facets', 'TF-IDF head', 'order head'])}"
 
 
 @contextmanager
@@ -176,12 +168,11 @@ def quiet_transformers() -> Iterator[None]:
     """Silences transformers' load report and progress bars; our own lines report the same."""
     from transformers.utils import logging
 
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
+        logging.enable_progress_bar()

@@ -7,9 +7,7 @@ from typing import Any, ClassVar
 from transformers import AutoConfig, BertConfig, PreTrainedConfig, __version__
 
 if int(__version__.split(".")[0]) < 5:
-    raise ImportError(
-        f"this model needs transformers 5, this is transformers {__version__}: pip install 'transformers>=5.17,<6'"
-    )
+    raise ImportError(f"this model needs transformers 5, this is transformers {__version__}")
 
 OFFSET_POSITIONS = (  # encoders whose first position is that of the padding token plus 1
     *("roberta", "xlm-roberta", "camembert", "mpnet", "roberta-prelayernorm", "xlm-roberta-xl"),
@@ -84,13 +82,9 @@ class MultiClsConfig(PreTrainedConfig):
             raise ValueError(f"facet_layers = {layers}: no ascending layer numbers in 1..{depth}")
         if layers and not self.num_facets:
             raise ValueError(f"facet_layers = {layers}: there are no facets (num_facets = 0)")
-        if not 0.0 <= self.mcqt_lambda <= 1.0:
-            raise ValueError(f"mcqt_lambda = {self.mcqt_lambda}: must lie in 0..1")
         for field, choices in CHOICES.items():
             if (value := getattr(self, field)) not in choices:
                 raise ValueError(f"{field} = {value!r}: must be one of {', '.join(choices)}")
-        if self.facet_ids is not None and len(self.facet_ids) != self.num_facets:
-            raise ValueError(f"facet_ids = {self.facet_ids}: must be {self.num_facets} token ids")
         super().__post_init__(**kwargs)
 
     def _default_layers(self) -> list[int]:

@@ -142,19 +142,14 @@ class Corpus:
                 or a file is missing or has another size.
         """
         path = Path(path)
-        if not path.is_dir():
-            raise UserError(
-                f"{path}: no such corpus folder; make one with `python data_prep/run.py`."
-            )
         if not (path / MANIFEST).is_file():
             raise UserError(
-                f"{path}: not a finished corpus (no {MANIFEST}); "
-                "run data_prep/run.py with this --output, or run it again if it was interrupted."
+                f"{path}: not a finished corpus (no {MANIFEST}); make it with `python data_prep/run.py`, or run that "
+                "again if it was interrupted."
             )
         manifest = read_json(path / MANIFEST)
-        if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-            raise UserError(f"{path / MANIFEST}: not the manifest of a {FORMAT} folder.")
-        if (version := manifest.get("format_version")) != FORMAT_VERSION:
+        version = manifest.get("format_version") if isinstance(manifest, dict) else None
+        if version != FORMAT_VERSION:
             raise UserError(
                 f"{path}: corpus format {version}, but this program reads format {FORMAT_VERSION}; "
                 "remove the folder and prepare it again."

@@ -165,14 +165,13 @@ def part_scores(
     then all A. Without C they are (G * n, n) and None. The target of query q of a group is column q. A batch that does
     not divide into parts and groups is a ValueError.
     """
-    examples, rest = divmod(facets_BSD.shape[0], num_parts)
-    if rest:
-        raise ValueError(
-            f"{facets_BSD.shape[0]} sequences do not divide into {num_parts} parts (first all A, then all B ...)"
-        )
+    sequences = len(facets_BSD)
+    examples, rest = divmod(sequences, num_parts)
     size = group_size or examples
-    if examples % size:
-        raise ValueError(f"{examples} examples do not divide into groups of {size}")
+    if rest or examples % size:
+        raise ValueError(
+            f"{sequences} sequences do not divide into {num_parts} parts and groups of {size} examples"
+        )
     first, second, *third = facets_BSD.unflatten(0, (num_parts, examples // size, size)).unbind()
     if not third:
         return mcqt_scores(first, second, best_pair_weight).flatten(0, 1), None
@@ -301,18 +300,15 @@ class MultiClsModel(MultiClsPreTrainedModel):
         found_BK, facet_ids = input_ids[:, self.config.facet_slice], self.config.facet_ids
         if found_BK.shape[1] < self.config.num_facets:
             raise ValueError(f"{input_ids.shape[1]} tokens have no room for [CLS] and the facets")
-        if not self.checks_input:
-            return
-        problem, padding = "", self.config.pad_token_id
-        if padding is not None and (input_ids[:, 0] == padding).any():
-            problem = "is padded on the left; set tokenizer.padding_side = 'right'"
-        elif facet_ids and (found_BK != found_BK.new_tensor(facet_ids)).any():
-            problem = f"lacks the facets (ids {facet_ids}) after [CLS]; use the tokenizer that was saved with the model"
-        if problem:
-            warnings.warn(
-                f"these are not the trained model's outputs: the input {problem}", stacklevel=2
-            )
-        self.checks_input = input_ids.is_cpu and not self.training and not problem
+        if facet_ids and self.checks_input:
+            is_wrong = bool((found_BK != found_BK.new_tensor(facet_ids)).any())
+            self.checks_input = input_ids.is_cpu and not self.training and not is_wrong
+            if is_wrong:
+                warnings.warn(
+                    f"these are not the trained model's outputs: [CLS] and the facets (ids {facet_ids}) do not begin "
+                    "each sequence; use the tokenizer that was saved with the model, and pad on the right",
+                    stacklevel=2,
+                )
 
     def _encode_unpadded(self, input_ids: Tensor, attention_mask: Tensor, **kwargs: Any) -> Any:
         """Encodes the T real tokens as one sequence, (1, T); the hidden states on the padding are 0."""
@@ -505,7 +501,9 @@ class MultiClsForPreTraining(MultiClsForMaskedLM):
             heads["tfidf"] = self.tfidf(self._without_facets(hidden_BLD))
             mask = heads["tfidf"].new_ones(hidden_BLD.shape[:2])
             real = self._without_facets(mask if attention_mask is None else attention_mask)
-            losses["tfidf"] = _squared_error(heads["tfidf"], tfidf_labels, real, count("tfidf"))
+            if tfidf_labels is not None:
+                errors = (_fp32(heads["tfidf"]) - tfidf_labels).square() * real
+                losses["tfidf"] = errors.sum() / count("tfidf", real.sum().clamp(min=1))
         if "so" in asked:
             heads["so_logits"] = self.order(self.multicls.facet_states(hidden_BLD))
             losses["so"] = _cross_entropy(heads["so_logits"], so_labels, count("so"))
@@ -550,16 +548,6 @@ def _cross_entropy(
     logits, labels = _fp32(logits.flatten(0, -2)), labels.flatten()
     total = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
     return total / ((labels != IGNORE_INDEX).sum().clamp(min=1) if count is None else count)
-
-
-def _squared_error(
-    values: Tensor, labels: Tensor | None, mask: Tensor, count: Tensor | float | None
-) -> Tensor | None:
-    """Returns the summed squared error where the mask is 1, over `count` or the number of such places."""
-    if labels is None:
-        return None
-    total = ((_fp32(values) - labels).square() * mask).sum()
-    return total / (mask.sum().clamp(min=1) if count is None else count)
 
 
 class MultiClsForSequenceClassification(MultiClsPreTrainedModel):

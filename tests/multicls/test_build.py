@@ -45,9 +45,7 @@ def test_everything_of_a_masked_lm_is_kept(tiny_bert: Path) -> None:
             assert torch.equal(kept, tensor), name
     assert model.config.num_facets == 3 and model.config.facet_ids == list(facet_ids(tokenizer))
     assert facet_ids(tokenizer) == (1, 2, 3)
-    assert notes == [
-        f"weights: encoder, MLM head from {tiny_bert}; new: facets, TF-IDF head, order head"
-    ]
+    assert notes == ["weights: encoder, MLM head; new: facets, TF-IDF head, order head"]
 
 
 def test_what_a_checkpoint_lacks_is_named(tmp_path: Path) -> None:
@@ -56,15 +54,15 @@ def test_what_a_checkpoint_lacks_is_named(tmp_path: Path) -> None:
     config = AutoConfig.from_pretrained(tmp_path)
     ElectraForPreTraining(config).save_pretrained(tmp_path)  # a discriminator
     build(str(tmp_path), num_facets=2, report=notes.append)
-    assert notes[0].startswith(f"weights: encoder from {tmp_path}; new: MLM head, facets")
+    assert notes[0].startswith("weights: encoder; new: MLM head, facets")
     folder = save_encoder("roberta", tmp_path / "roberta")
     build(str(folder), num_facets=2, report=notes.append)
-    assert "encoder, MLM head from" in notes[1] and "new: pooler, facets" in notes[1]
+    assert "encoder, MLM head; new: pooler, facets" in notes[1]
     AutoModel.from_pretrained(folder).save_pretrained(folder)  # without a head
     build(str(folder), num_facets=2, report=notes.append)
     assert "new: MLM head, facets" in notes[2]
     build(str(folder), num_facets=2, random_weights=True, report=notes.append)
-    assert notes[3] == f"weights: random, in the shape of {folder}"
+    assert notes[3] == "weights: random"
 
 
 def test_a_multicls_checkpoint_is_continued(tiny_bert: Path, tmp_path: Path) -> None:

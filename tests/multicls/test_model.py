@@ -76,9 +76,7 @@ def test_a_batch_that_is_not_part_major_has_the_other_objectives() -> None:
 
 def test_an_older_transformers_is_refused_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.6")
-    with pytest.raises(
-        ImportError, match=r"needs transformers 5, this is transformers 4.57.6: pip install "
-    ):
+    with pytest.raises(ImportError, match=r"needs transformers 5, this is transformers 4.57.6"):
         runpy.run_path(configuration_multicls.__file__)
 
 
@@ -91,7 +89,7 @@ def test_short_input_and_wrong_tokens_are_told() -> None:
         warnings.simplefilter("error")
         model(ids)
         model(inputs_embeds=torch.zeros(1, 6, 16))
-    with pytest.warns(UserWarning, match="padded on the left"):
+    with pytest.warns(UserWarning, match="pad on the right"):
         model(ids.roll(1, dims=1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -210,10 +208,8 @@ def test_parameter_counts_of_the_paper(shape: dict[str, int], millions: float) -
         ({"facet_layers": [2, 1]}, "ascending"),
         ({"num_facets": 0, "facet_layers": [1]}, "no facets"),
         ({"num_facets": 39}, "num_facets"),
-        ({"mcqt_lambda": 1.5}, "mcqt_lambda"),
         ({"classifier_pooling": "mean"}, "classifier_pooling"),
         ({"sentence_embedding": "max"}, "sentence_embedding"),
-        ({"facet_ids": [1, 2]}, "facet_ids"),
     ],
 )
 def test_settings_out_of_range(changes: dict[str, object], message: str) -> None:
