@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
-from multicls.cards import CARD, METHOD, TRANSFORMERS, bibtex, cell, inherited_metadata, model_link
+from multicls.cards import CARD, METHOD, TRANSFORMERS, bibtex, cell, model_link
 from multicls.files import read_json, read_jsonl
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
@@ -18,26 +18,28 @@ TAGS += ["sentence-transformers"]
 Record = Mapping[str, Any]
 
 
-def write_card(
-    folder: Path, run_folder: Path, step: int, config: Any, origin: Mapping[str, Any]
-) -> None:
+def write_card(folder: Path, run_folder: Path, config: Any, info: Mapping[str, Any]) -> None:
     """Writes README.md to the folder of an exported model.
 
     Args:
         config: Configuration of the model.
-        origin: What `origin_of` returned at the start of the run.
+        info: The export's `step`, the `metadata` of its base model and facts about its `corpus`.
     """
     settings = yaml.safe_load((run_folder / "settings.yaml").read_text(encoding="utf-8"))
-    records = [one for one in read_jsonl(run_folder / "metrics.jsonl") if one["step"] <= step]
+    step, records = info["step"], read_jsonl(run_folder / "metrics.jsonl")
+    records = [one for one in records if one["step"] <= step]
     validation = [one for one in records if one["split"] == "validation"]
-    corpus, metadata = origin["corpus"], origin["metadata"]
+    corpus, metadata = info["corpus"], dict(info["metadata"])
+    datasets = corpus["hub_datasets"] or {}
+    languages = [*metadata.get("language", []), corpus["language"]]
+    metadata["language"] = [name for name in dict.fromkeys(languages) if name]
     is_random = settings["model"]["random_weights"]
     data = ModelCardData(
         **metadata,
         library_name="transformers",
         pipeline_tag="feature-extraction",
         tags=TAGS,
-        datasets=sorted(set(corpus["datasets"].values())) or None,
+        datasets=sorted(set(datasets.values())) or None,
     )
     begin = "random weights" if is_random else model_link(metadata)
     ds_config = read_json(run_folder / "ds_config.json")
@@ -51,6 +53,7 @@ def write_card(
         start=f"{'started' if is_random else 'continued'} from {begin}",
         transformers=TRANSFORMERS,
         corpus=corpus,
+        datasets=datasets,
         cell=cell,
         settings=settings,
         step=step,
@@ -64,23 +67,6 @@ def write_card(
         citation=bibtex(METHOD),
     )
     card.save(folder / CARD)
-
-
-def origin_of(checkpoint: str, manifest: Record) -> dict[str, Any]:
-    """Returns what the card says about the start of a run, for JSON; it has no paths.
-
-    Args:
-        checkpoint: Checkpoint that the weights come from; "": random weights.
-        manifest: Manifest of the corpus.
-    """
-    metadata = inherited_metadata(checkpoint) if checkpoint else {}
-    language = manifest.get("made_from", {}).get("splitter", {}).get("language")
-    languages = dict.fromkeys([*metadata.get("language", []), *([language] if language else [])])
-    facts = {key: manifest[key] for key in ("documents", "sentences", "tokens", "sources")}
-    return {
-        "metadata": {**metadata, "language": list(languages)},
-        "corpus": facts | {"datasets": manifest.get("hub_datasets", {})},
-    }
 
 
 def _results(validation: Sequence[Record]) -> list[tuple[str, str, str]]:

@@ -18,15 +18,17 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
+from multicls.cards import inherited_metadata
 from multicls.console import print_summary
 from multicls.embeddings import write_sentence_transformer
 from multicls.errors import UserError, run_command
 from multicls.files import atomic_folder, lock_holder, read_json, write_json
 from multicls.settings import Settings, parse
-from pretrain.card import origin_of, write_card
+from pretrain.card import write_card
 from pretrain.run_folder import check_whole, checkpoint_path, saved_steps
 
-EXPORT_INFO = "export.json"  # in an export: its step and origin; in RUN/model: origin
+EXPORT_INFO = "export.json"  # in RUN/model: facts for the card; in an export its step, too
+FACTS = ("documents", "sentences", "tokens", "sources", "hub_datasets")  # of a manifest: no paths
 WEIGHTS = "model.safetensors"
 
 
@@ -86,7 +88,10 @@ def describe_model(
         (fresh / WEIGHTS).unlink(missing_ok=True)
         tokenizer.save_pretrained(fresh)
         write_sentence_transformer(fresh)
-        write_json(fresh / EXPORT_INFO, {"origin": origin_of(source, manifest)})
+        corpus = {key: manifest.get(key) for key in FACTS}
+        corpus["language"] = manifest.get("made_from", {}).get("splitter", {}).get("language")
+        metadata = inherited_metadata(source) if source else {}
+        write_json(fresh / EXPORT_INFO, {"metadata": metadata, "corpus": corpus})
 
 
 def restore_model(folder: Path) -> tuple[Any, Any]:
@@ -127,7 +132,7 @@ def write_model(run_folder: Path, step: int, output: Path) -> None:
         shutil.copytree(run_folder / "model", fresh, dirs_exist_ok=True)
         model.save_pretrained(fresh)
         write_json(fresh / EXPORT_INFO, info)
-        write_card(fresh, run_folder, step, model.config, info["origin"])
+        write_card(fresh, run_folder, model.config, info)
 
 
 if __name__ == "__main__":

@@ -25,14 +25,13 @@ from multicls.environment import environment_record
 from multicls.errors import UserError
 from multicls.files import atomic_write, locked, read_json, read_jsonl, write_json
 from multicls.optim import choose_precision
-from multicls.sample import SAMPLE, SAMPLE_CORPUS, sample_model
+from multicls.sample import SAMPLE, sample_model
 from multicls.settings import to_yaml
 from multicls.tokenization import facet_ids
 from pretrain.batches import start_loader_server
 from pretrain.checkpoints import Checkpoints
 from pretrain.engine import build_engine, fp32_weights
 from pretrain.export import describe_model, next_command, restore_model
-from pretrain.length import resolve_length
 from pretrain.log import Log
 from pretrain.run_folder import (
     DONE,
@@ -41,7 +40,7 @@ from pretrain.run_folder import (
     disk_errors_reported,
     newest_step,
 )
-from pretrain.settings import ModelSettings, PretrainSettings, batch_arithmetic
+from pretrain.settings import ModelSettings, PretrainSettings, batch_arithmetic, resolve_length
 from pretrain.stopping import StopRequest
 from pretrain.training import Trainer
 
@@ -56,7 +55,7 @@ DEEPSPEED_IDENTITY += ["prescale_gradients", "gradient_predivide_factor"]
 ZERO_IDENTITY = ("stage", "offload_optimizer", "offload_param")
 
 
-def run_job(settings: PretrainSettings, ds_config: dict[str, Any]) -> None:
+def run_job(settings: PretrainSettings, ds_config: dict[str, Any], corpus: Path) -> None:
     """Trains from the newest checkpoint of the run folder, or from the beginning, and exports the model.
 
     Args:
@@ -74,25 +73,21 @@ def run_job(settings: PretrainSettings, ds_config: dict[str, Any]) -> None:
     with ExitStack() as stack:
         on_rank_0(lambda: stack.enter_context(locked(run_folder)))
         stack.enter_context(disk_errors_reported(run_folder))
-        pretrain(deepspeed, settings, ds_config)
+        pretrain(deepspeed, settings, ds_config, Corpus.open(corpus))
     if dist.get_rank() == 0 and (run_folder / DONE).exists():
         curves = ("curves", f"tensorboard --logdir {run_folder / 'tb'}")
         print_summary([("model", run_folder / "hf"), curves], next_command(run_folder / "hf"))
     leave_deepspeed()
 
 
-def pretrain(deepspeed: Any, settings: PretrainSettings, ds_config: dict[str, Any]) -> None:
+def pretrain(
+    deepspeed: Any, settings: PretrainSettings, ds_config: dict[str, Any], corpus: Corpus
+) -> None:
     """Sets up and trains, within a process group. Arguments and errors are those of `run_job`."""
     torch.set_float32_matmul_precision("high")  # TF32 for fp32, on GPUs that have it
     run, is_first = settings.run, dist.get_rank() == 0
     run_folder, stop = Path(run.output_dir), StopRequest(run.time_limit)
     batch = batch_arithmetic(settings.train, dist.get_world_size())
-    sample = settings.data.corpus == SAMPLE
-    corpus = Corpus.open(SAMPLE_CORPUS if sample else settings.data.corpus)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    precision = choose_precision(settings.train.precision, device)
-    completed = complete_deepspeed_config(ds_config, precision=precision, **batch)
-    check_with_deepspeed(completed, settings.config)
     start = on_rank_0(lambda: newest_step(run_folder / "checkpoints"))
     finished = on_rank_0((run_folder / DONE).exists)
     notes = [f"resuming from step {start}" if start else "fresh run"]
@@ -103,6 +98,10 @@ def pretrain(deepspeed: Any, settings: PretrainSettings, ds_config: dict[str, An
         model, tokenizer = build_model(settings.model, notes.append)
     streams = build_streams(settings, corpus, tokenizer, model.config.max_tokens)
     settings, length = resolve_length(settings, streams["train"])
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    precision = choose_precision(settings.train.precision, device)
+    completed = complete_deepspeed_config(ds_config, precision=precision, **batch)
+    check_with_deepspeed(completed, settings.config)
     numbers = identity(settings, completed, corpus.path)  # its length is in steps, however set
     kept = run.keep_checkpoints, run.milestone_every
     checkpoints = Checkpoints(run_folder / "checkpoints", numbers, *kept)
@@ -111,10 +110,15 @@ def pretrain(deepspeed: Any, settings: PretrainSettings, ds_config: dict[str, An
         if is_first:
             print(f"already finished at step {read_json(run_folder / DONE)['step']}")
         return
-    on_rank_0(lambda: _check_not_lost(run_folder, start, settings.run.save_every))
-    if not start:
-        source = "" if settings.model.random_weights else settings.model.checkpoint
-        on_rank_0(lambda: describe_model(model, tokenizer, run_folder, source, corpus.manifest))
+
+    def describe() -> None:
+        if not start:
+            _check_not_lost(run_folder, settings.run.save_every)
+            source = "" if settings.model.random_weights else settings.model.checkpoint
+            describe_model(model, tokenizer, run_folder, source, corpus.manifest)
+        _describe_run(run_folder, to_yaml(settings), completed)
+
+    on_rank_0(describe)
     converted = on_rank_0(lambda: checkpoints.convert_if_needed(start)) if start else ""
     if converted:  # DeepSpeed's universal form holds no frozen weights
         model.load_state_dict(fp32_weights(checkpoint_path(checkpoints.folder, start)))
@@ -127,13 +131,10 @@ def pretrain(deepspeed: Any, settings: PretrainSettings, ds_config: dict[str, An
     )
     if start:
         checkpoints.load(engine, start)
-    if is_first:
-        _describe_run(run_folder, to_yaml(settings), completed)
     log = Log(run_folder, is_first, start, run.wandb_project)
     for note in filter(None, notes):
         log.info(note)
-    trainer = Trainer(engine, settings, streams, checkpoints, log, stop)
-    trainer.run(start)
+    Trainer(engine, settings, streams, checkpoints, log, stop).run(start)
     log.close()
 
 
@@ -213,10 +214,10 @@ def _notes(held_out: ExampleStream) -> list[str]:
     return notes
 
 
-def _check_not_lost(run_folder: Path, start: int, save_every: float) -> None:
+def _check_not_lost(run_folder: Path, save_every: float) -> None:
     """Refuses to start again silently where a run has come far enough to have saved."""
     steps = [record["step"] for record in read_jsonl(run_folder / "metrics.jsonl")]
-    if not start and max(steps, default=0) > save_every:
+    if max(steps, default=0) > save_every:
         raise UserError(
             f"{run_folder}: metrics.jsonl reports step {max(steps)}, but there is no checkpoint to resume from. Put "
             "the checkpoints back, or set another --output_dir to start from the beginning."

@@ -77,10 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     ds_config = load_deepspeed_config(settings.config)
     if not ds_config.get("zero_optimization", {}).get("stage"):  # DeepSpeed would check no gradient
         raise UserError(f"{settings.config}: zero_optimization.stage: pretraining takes 1, 2 or 3.")
-    if settings.data.corpus != SAMPLE:
-        Corpus.open(settings.data.corpus)
+    model, corpus = settings.model.checkpoint, settings.data.corpus
+    if corpus != SAMPLE:
+        Corpus.open(corpus)
     if os.environ.get("RANK", "0") == "0":
-        model, corpus = settings.model.checkpoint, settings.data.corpus
         print_line(f"model: {SAMPLE_MODEL if model == SAMPLE else model}")
         print_line(f"corpus: {SAMPLE_TEXT if corpus == SAMPLE else corpus}")
         print_line(f"run folder: {run_folder}, DeepSpeed: {settings.config}")
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from pretrain.job import run_job  # imports torch, so not before the checks above
 
-    run_job(settings, ds_config)
+    run_job(settings, ds_config, SAMPLE_CORPUS if corpus == SAMPLE else Path(corpus))
     return 0
 
 

@@ -14,7 +14,7 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 DONE = "DONE"  # the run has finished; written last
 STOPPED = "STOPPED"  # the run has saved and left before its end; removed when it starts again
 COMPLETE = "COMPLETE"  # written last in a checkpoint
-FORMAT = 4  # of a checkpoint
+FORMAT = 5  # of a checkpoint
 META = "meta.json"  # in a checkpoint: its step, ranks, identity, and the size of each file
 
 

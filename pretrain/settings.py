@@ -1,15 +1,22 @@
-"""Settings of a pretraining run. The defaults are the paper's for BERT-base (arXiv:2210.05043)."""
+"""Settings of a pretraining run and what follows from them. Defaults: the paper's for BERT-base (arXiv:2210.05043)."""
 
 from __future__ import annotations
 
+import math
 from importlib.util import find_spec
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, PositiveInt, field_validator, model_validator
 
 from multicls.errors import UserError
 from multicls.settings import RecipeOptions, Settings
 
+if TYPE_CHECKING:
+    from data_prep.examples import ExampleStream
+
+# Muennighoff et al. 2023 (arXiv:2305.16264): after about 40 passes over the same text a model learns nothing more.
+MANY_PASSES = 40
+FEW_TOKENS = 50_000  # our own limit: about 16 steps of the paper's batch
 MICRO_BATCH_TOKENS = 32768  # most tokens of a forward pass, padding included, if its size is "auto"
 
 
@@ -208,3 +215,37 @@ def batch_arithmetic(train: TrainSettings, world_size: int) -> dict[str, Any]:
         "world_size": world_size,
         "max_grad_norm": train.max_grad_norm,
     }
+
+
+def resolve_length(
+    settings: PretrainSettings, stream: ExampleStream
+) -> tuple[PretrainSettings, list[str]]:
+    """Returns the settings with steps and intervals as numbers of steps, and lines for the log.
+
+    Raises:
+        UserError: A pass over the training `stream` has fewer examples than a group of negatives.
+    """
+    train, examples, tokens = settings.train, stream.examples_per_epoch, stream.num_tokens
+    if examples < train.negatives_group:
+        raise UserError(
+            f"{stream.corpus.path}: too small: its {tokens:,} training tokens give {examples} examples, and a group "
+            f"of negatives needs {train.negatives_group} that differ (train.negatives_group). Prepare at least "
+            f"{tokens * train.negatives_group // examples + 1:,} tokens, better a million."
+        )
+    wanted = (train.tokens / tokens or train.epochs) * examples  # in examples
+    steps = train.steps or max(1, round(wanted / train.global_batch_size))
+    passes = steps * train.global_batch_size / examples
+    notes = [
+        f"length: {steps:,} steps are {passes:,.2f} passes (epochs) over {tokens:,} training tokens"
+    ]
+    if passes > MANY_PASSES:
+        notes.append(
+            f"warning: after about {MANY_PASSES} passes over the same text a model learns nothing more. Shorten the "
+            "run, for instance with --epochs 3, or prepare more text."
+        )
+    if tokens < FEW_TOKENS:
+        notes.append(f"warning: {tokens:,} training tokens are too few to improve a model")
+    every = settings.run.model_dump(include={"log_every", "eval_every", "save_every"})
+    every = {name: max(1, math.ceil(n * steps - 1e-9)) if n < 1 else n for name, n in every.items()}
+    in_steps = {"steps": steps, "tokens": 0.0, "epochs": 0.0}
+    return settings.with_values(train=in_steps, run=every), notes

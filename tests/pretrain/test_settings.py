@@ -15,9 +15,8 @@ from multicls.deepspeed_config import complete_deepspeed_config
 from multicls.errors import UserError
 from multicls.files import REPOSITORY
 from pretrain.job import identity
-from pretrain.length import resolve_length
 from pretrain.run import SHORTCUTS, read_settings
-from pretrain.settings import PretrainSettings, batch_arithmetic
+from pretrain.settings import PretrainSettings, batch_arithmetic, resolve_length
 
 RECIPES = sorted((REPOSITORY / "pretrain" / "recipes").glob("*.yaml"))
 NEEDED = ["--model", "m", "--corpus", "c"]
