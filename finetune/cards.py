@@ -11,7 +11,6 @@ from multicls.cards import (
     METHOD,
     PAPERS,
     TRANSFORMERS,
-    bibtex,
     cell,
     inherited_metadata,
     model_link,
@@ -56,7 +55,7 @@ def model_card(
         settings=settings,
         license=inherited.get("license_name") or inherited.get("license"),
         transformers=TRANSFORMERS,
-        citations=[bibtex(name) for name in dict.fromkeys(papers) if name in PAPERS],
+        citations=[PAPERS[name] for name in dict.fromkeys(papers) if name in PAPERS],
     )
     return str(card)
 

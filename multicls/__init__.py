@@ -7,16 +7,7 @@ are imported only when they are needed: the light modules (settings, corpus) loa
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from multicls.configuration_multicls import MultiClsConfig
-    from multicls.modeling_multicls import (
-        MultiClsForMaskedLM,
-        MultiClsForPreTraining,
-        MultiClsForSequenceClassification,
-        MultiClsModel,
-    )
+from typing import Any
 
 __version__ = "0.3.0"
 __all__ = [

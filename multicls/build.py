@@ -91,6 +91,8 @@ def load_config(checkpoint: str) -> Any:
     with load_problems(checkpoint):
         kind = PreTrainedConfig.get_config_dict(checkpoint)[0].get("model_type")
         config: Any = known[kind].from_pretrained(checkpoint) if kind in known else None
+    if kind is None:
+        raise UserError(f"model {checkpoint}: holds no config.json; of a run, pass RUN/hf.")
     reason = ""
     if config is None:
         reason = "is not one of transformers. Code in a checkpoint is never executed"

@@ -24,30 +24,22 @@ INHERITED = {  # fields of a card -> what the Hub takes
     "license_link": r"https://\S+",
 }
 LANGUAGE = r"[a-z]{2,3}(-[A-Za-z]+)?|multilingual"
-PAPERS = {  # what to cite for the method and for heads, as BibTeX fields
-    METHOD: {
-        "title": "Multi-CLS BERT: An Efficient Alternative to Traditional Ensembling",
-        "author": "Chang, Haw-Shiuan and Sun, Ruei-Yao and Ricci, Kathryn and McCallum, Andrew",
-        "year": "2022",
-        "note": "arXiv:2210.05043",
-    },
-    "isobn": {
-        "title": "IsoBN: Fine-Tuning BERT with Isotropic Batch Normalization",
-        "author": "Zhou, Wenxuan and Lin, Bill Yuchen and Ren, Xiang",
-        "year": "2020",
-        "note": "arXiv:2005.02178",
-    },
-    "hire": {
-        "title": "Deepening Hidden Representations from Pre-trained Language Models",
-        "author": "Yang, Junjie and Zhao, Hai",
-        "year": "2019",
-        "note": "arXiv:1911.01940",
-    },
-    "cln": {
-        "title": "Improving minBERT with Conditional Layer Normalization",
-        "author": "Abrams, Matan",
-        "howpublished": "Report of the course CS224N, Stanford University",
-    },
+PAPERS = {  # what to cite for the method and for heads, as BibTeX
+    METHOD: """@misc{chang2022multicls,
+  title = {Multi-CLS BERT: An Efficient Alternative to Traditional Ensembling},
+  author = {Chang, Haw-Shiuan and Sun, Ruei-Yao and Ricci, Kathryn and McCallum, Andrew},
+  year = {2022}, eprint = {2210.05043}, archivePrefix = {arXiv}}""",
+    "isobn": """@misc{zhou2020isobn,
+  title = {IsoBN: Fine-Tuning BERT with Isotropic Batch Normalization},
+  author = {Zhou, Wenxuan and Lin, Bill Yuchen and Ren, Xiang},
+  year = {2020}, eprint = {2005.02178}, archivePrefix = {arXiv}}""",
+    "hire": """@misc{yang2019hire,
+  title = {Deepening Hidden Representations from Pre-trained Language Models},
+  author = {Yang, Junjie and Zhao, Hai},
+  year = {2019}, eprint = {1911.01940}, archivePrefix = {arXiv}}""",
+    "cln": """@misc{abrams-cln,
+  title = {Improving minBERT with Conditional Layer Normalization},
+  author = {Abrams, Matan}, howpublished = {Report of the course CS224N, Stanford University}}""",
 }
 
 
@@ -84,12 +76,6 @@ def model_link(metadata: Mapping[str, Any]) -> str:
     """Returns a Markdown link to the base model, or "a local checkpoint" if its Hub id is not known."""
     base = metadata.get("base_model")
     return f"[{base}](https://huggingface.co/{base})" if base else "a local checkpoint"
-
-
-def bibtex(name: str) -> str:
-    """Returns the BibTeX entry of a paper in `PAPERS`."""
-    fields = "".join(f"  {field} = {{{value}}},\n" for field, value in PAPERS[name].items())
-    return f"@misc{{{PAPERS[name]['author'].split(',')[0].lower()}-{name},\n{fields}}}"
 
 
 def cell(text: object) -> str:

@@ -113,13 +113,10 @@ def convert(state: dict[str, Tensor], options: ConvertOptions) -> MultiClsForPre
         weights = _renamed(state, options)
         ties = model.all_tied_weights_keys
         model.load_state_dict(weights | {name: weights[same] for name, same in ties.items()})
-    except KeyError as error:
+    except (KeyError, RuntimeError, ValueError) as error:
         raise UserError(
-            f"the checkpoint has no tensor {error}: is it a pretraining checkpoint of the authors' code, and do "
-            "--num_facets and --facet_layers describe it?"
+            f"the checkpoint does not fit --num_facets and --facet_layers: {' '.join(str(error).split())}"
         ) from None
-    except (RuntimeError, ValueError) as error:
-        raise UserError(f"the checkpoint does not fit: {' '.join(str(error).split())}") from None
     return model
 
 
@@ -163,10 +160,7 @@ def _renamed(state: dict[str, Tensor], options: ConvertOptions) -> dict[str, Ten
         if prefix := next((prefix for prefix in PREFIXES if name.startswith(prefix)), ""):
             renamed[PREFIXES[prefix] + name.removeprefix(prefix)] = state.pop(name)
     if state:
-        raise UserError(
-            f"a model of {options.num_facets} facets and {len(options.facet_layers)} levels of inserted layers has no "
-            f"place for the tensors {', '.join(sorted(state)[:5])}. Check --num_facets and --facet_layers."
-        )
+        raise ValueError(f"no place for the tensors {', '.join(sorted(state)[:5])}")
     return renamed
 
 

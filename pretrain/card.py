@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
-from multicls.cards import CARD, METHOD, TRANSFORMERS, bibtex, cell, model_link
+from multicls.cards import CARD, METHOD, PAPERS, TRANSFORMERS, cell, model_link
 from multicls.files import read_json, read_jsonl
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
@@ -64,7 +64,7 @@ def write_card(folder: Path, run_folder: Path, config: Any, info: Mapping[str, A
         chance=1 / (settings["train"]["negatives_group"] * (config.num_parts - 1)),
         results=_results(validation),
         validated=validation[-1]["step"] if validation else 0,
-        citation=bibtex(METHOD),
+        citation=PAPERS[METHOD],
     )
     card.save(folder / CARD)
 

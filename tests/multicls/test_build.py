@@ -171,8 +171,7 @@ def test_what_does_not_fit_is_refused(
 def test_a_wrong_path_is_named(tmp_path: Path, tiny_bert: Path) -> None:
     with pytest.raises(UserError, match="no such folder"):
         load_config(str(tmp_path / "nothing"))
-    (tmp_path / "hf").mkdir()
-    with pytest.raises(UserError, match="holds no config.json; did you mean .*/hf"):
+    with pytest.raises(UserError, match="holds no config.json; of a run, pass RUN/hf"):
         load_config(str(tmp_path))
     BertModel.from_pretrained(tiny_bert).save_pretrained(tmp_path)
     assert load_config(str(tmp_path)).model_type == "bert"

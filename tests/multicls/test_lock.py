@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
 
 from multicls.errors import UserError
 from multicls.files import LOCK, REPOSITORY, FolderInUse, lock_holder, locked
@@ -43,13 +42,6 @@ def test_a_second_process_names_the_holder_until_it_is_killed(tmp_path: Path) ->
             assert str(os.getpid()) in (folder / LOCK).read_text()
 
 
-def test_a_holder_that_has_not_written_its_name_yet_counts(tmp_path: Path) -> None:
-    with FileLock(tmp_path / LOCK, thread_local=False):
-        assert lock_holder(tmp_path) == "another process"
-        with pytest.raises(FolderInUse, match="another process"), locked(tmp_path, patience=0):
-            pass
-
-
 def test_a_free_folder_has_no_lock_file(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "a").touch()
@@ -57,17 +49,16 @@ def test_a_free_folder_has_no_lock_file(tmp_path: Path) -> None:
         assert (tmp_path / "run" / LOCK).exists()
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["a"]
     with locked(tmp_path / "new" / "run"):
-        assert lock_holder(tmp_path / "new" / "run") is not None
-    assert not (tmp_path / "new" / "run").exists() and lock_holder(tmp_path / "new" / "run") is None
+        pass
+    assert not (tmp_path / "new" / "run").exists()
 
 
-def test_one_process_takes_a_lock_once(tmp_path: Path) -> None:
+def test_one_process_takes_a_lock_once_under_any_name(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     (tmp_path / "link").symlink_to(folder)
     with locked(folder):
-        assert str(os.getpid()) in str(lock_holder(tmp_path / "link"))
         message = f"in use by process {os.getpid()}"
         with pytest.raises(UserError, match=message), locked(tmp_path / "link", patience=0):
             pass
-        assert lock_holder(folder) is not None
+        assert str(os.getpid()) in str(lock_holder(folder))
     assert lock_holder(folder) is None

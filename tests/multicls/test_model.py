@@ -123,12 +123,9 @@ def test_sentence_embeddings(facets: int) -> None:
 
 def test_normalizers_replace_the_counts() -> None:
     config = tiny()
-    model = MultiClsForPreTraining(config).eval()
-    inputs = batch(config)
-    own, shared = (
-        model(**inputs).losses,
-        model(**inputs, normalizers={"mlm": 48.0, "so": 6.0}).losses,
-    )
+    model, inputs = MultiClsForPreTraining(config).eval(), batch(config)
+    own = model(**inputs).losses
+    shared = model(**inputs, normalizers={"mlm": 48.0, "so": 6.0}).losses
     torch.testing.assert_close(shared["mlm"], own["mlm"] * 24 / 48)
     torch.testing.assert_close(shared["so"], own["so"] * 12 / 6)
     torch.testing.assert_close(shared["tfidf"], own["tfidf"])
@@ -175,20 +172,11 @@ def test_other_poolings(facets: int, pooling: str) -> None:
     torch.testing.assert_close(model(ids).pooled, expected, rtol=1e-4, atol=1e-6)
 
 
+LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16}
+
+
 @pytest.mark.parametrize(
-    ("shape", "millions"),
-    [
-        ({}, 118.4),
-        (
-            {
-                "hidden_size": 1024,
-                "num_hidden_layers": 24,
-                "num_attention_heads": 16,
-                "intermediate_size": 4096,
-            },
-            350.9,
-        ),
-    ],
+    ("shape", "millions"), [({}, 118.4), (LARGE | {"intermediate_size": 4096}, 350.9)]
 )
 def test_parameter_counts_of_the_paper(shape: dict[str, int], millions: float) -> None:
     """The published counts include the authors' task-type table (17 x D), which is folded into the token types here."""
