@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, TypeVar
 
@@ -78,8 +79,7 @@ def parse(
         kind,  # type: ignore[arg-type]
         root_parser=parser,
         parse_args_method=_Parser.parse_flags,
-        add_argument_method=_add_flag,
-        cli_shortcuts=shortcuts,
+        add_argument_method=partial(_add_flag, shortcuts or {}),
         cli_parse_none_str="null",
         cli_hide_none_type=True,
     )
@@ -129,12 +129,13 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message.removeprefix('argument ')}. --help lists all flags.")
 
 
-def _add_flag(parser: Any, *names: str, **options: Any) -> None:
-    """Adds a flag for pydantic-settings; a boolean needs no value, and a group has no flag."""
+def _add_flag(shortcuts: Mapping[str, str], parser: Any, *names: str, **options: Any) -> None:
+    """Adds a flag for pydantic-settings, and its short name. A boolean needs no value, and a group has no flag."""
+    short = [f"--{shortcuts[options['dest']]}"] if options.get("dest") in shortcuts else []
     if options.get("metavar") == "bool":
         options |= {"nargs": "?", "const": "true", "metavar": "true|false"}
     if options.get("const") != "{}":
-        parser.add_argument(*sorted(names, key=len), **options)  # the short name first
+        parser.add_argument(*short, *names, **options)
 
 
 def _repeated(argv: Sequence[str], parser: _Parser) -> list[str]:
