@@ -53,6 +53,7 @@ class Job(RecipeOptions):
 
 def parsed(*argv: str) -> Job:
     shortcuts = {"train.steps": "steps", "train.learning_rate": "learning_rate"}
+    shortcuts["train.fancy"] = "train"  # as a group is called
     return parse(Job, argv, prog="x.py", doc=DOC, shortcuts=shortcuts)
 
 
@@ -69,7 +70,7 @@ def recipe(folder: Path, text: str, name: str = "r.yaml") -> str:
 
 def test_values_get_their_types() -> None:
     words = "place --steps 7 --files a b,c --files 7 --layers 1 2 --weights wiki.en=2 x=0.5 --status --train.size=3"
-    job = parsed(*words.split(), "--train.fancy", "true", "--learning_rate", "1e-3")
+    job = parsed(*words.split(), "--train", "true", "--learning_rate", "1e-3")
     assert (job.folder, job.files, job.layers) == ("place", ("a", "b,c", "7"), [1, 2])
     assert (job.weights, job.status) == ({"wiki.en": 2.0, "x": 0.5}, True)
     assert (job.train.steps, job.train.size, job.train.fancy) == (7, 3, True)
