@@ -18,9 +18,8 @@ FILES: dict[str, Any] = {
         "processor_kwargs": {"split_special_tokens": True},  # a literal "[SEP]" in a text is text
     },
     "config_sentence_transformers.json": {
-        "__version__": {
-            "sentence_transformers": "5.4.0"
-        },  # the first with `modality_config`; older ones warn
+        # The first release with `modality_config`; older ones warn.
+        "__version__": {"sentence_transformers": "5.4.0"},
         "similarity_fn_name": "cosine",
     },
 }

@@ -66,11 +66,8 @@ class Checkpoints:
             A line for the log; "" if the number of ranks is that of the checkpoint.
         """
         shutil.rmtree(self.folder / UNIVERSAL, ignore_errors=True)  # a killed process may leave it
-        path, start, ranks = (
-            checkpoint_path(self.folder, step),
-            time.monotonic(),
-            dist.get_world_size(),
-        )
+        start, ranks = time.monotonic(), dist.get_world_size()
+        path = checkpoint_path(self.folder, step)
         saved = read_json(path / META)["ranks"]
         if saved == ranks:
             return ""

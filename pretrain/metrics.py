@@ -111,9 +111,8 @@ def _facet_terms(facets_BSD: Tensor) -> Terms:
         f"facets/variance_{k}": (term, sequences - 1.0)
         for k, term in enumerate(spread.unbind(), start=1)
     }
-    if (
-        facets > 1
-    ):  # the squared length of a sum of unit vectors counts all pairs, and each with itself
+    # The squared length of a sum of unit vectors counts all pairs, and each with itself.
+    if facets > 1:
         pairs = unit.sum(dim=1).square().sum() - sequences * facets
         terms["facets/mean_cosine"] = pairs / (facets * (facets - 1)), float(sequences)
     return terms

@@ -174,11 +174,8 @@ class Trainer:
         folder, memory = self.checkpoints.folder.parent, peak_memory_gb(self.device.type)
         self._export(state["step"])
         on_rank_0(lambda: write_json(folder / marker, state))
-        ending = (
-            f"stopped by {state['reason']}, the same command resumes"
-            if "reason" in state
-            else "done"
-        )
+        reason = state.get("reason")
+        ending = f"stopped by {reason}, the same command resumes" if reason else "done"
         self.log.info(
             f"{ending}: checkpoint at step {state['step']}, peak memory {memory:.1f} GB on rank 0"
         )
