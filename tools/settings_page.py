@@ -38,7 +38,7 @@ settings or data; each problem is printed on a line of its own, and nothing was 
 
 ## DeepSpeed's JSON
 
-`--config` takes DeepSpeed's own JSON. These keys belong to settings: leave them out or set them to `"auto"`.
+`--config` takes DeepSpeed's own JSON. These keys belong to settings: leave them out, or set the first six to `"auto"`.
 
 """
 

@@ -87,14 +87,6 @@ def test_the_run_s_own_recipe_is_the_same_run(fork: Fork, tmp_path: Path) -> Non
     assert fork(folder, flags=("--model", "gone")) == [[0]], said(folder)
 
 
-def test_a_folder_of_another_version_is_refused_as_such(fork: Fork, tmp_path: Path) -> None:
-    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000004"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "meta.json").write_text('{"format": 1}')
-    (checkpoint / "COMPLETE").touch()
-    assert fork(tmp_path / "run") == [[2]] and "another version" in said(tmp_path / "run")
-
-
 def test_resume_refuses_another_run(fork: Fork, finished: Path, tmp_path: Path) -> None:
     config = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 1000}}
     (tmp_path / "same.json").write_text(json.dumps(config))
