@@ -115,15 +115,15 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_flags(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:
         """Parses the flags of a command; lists all unknown ones."""
-        values, unknown = self.parse_known_args(args, namespace)
-        flags = [word.partition("=")[0] for word in unknown if word.startswith("--")] or unknown
-        hints = {flag: _nearest(flag, self._option_string_actions) for flag in flags}
+        flags = dict.fromkeys(word.partition("=")[0] for word in args if word.startswith("--"))
+        known = self._option_string_actions
+        hints = {flag: _nearest(flag, known) for flag in flags if flag not in known}
         if hints:
             more = " --help lists all flags."
             raise UserError(
                 *(f"{flag}: no such flag.{hint or more}" for flag, hint in hints.items())
             )
-        return values
+        return self.parse_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message.removeprefix('argument ')}. --help lists all flags.")
