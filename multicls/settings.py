@@ -240,10 +240,7 @@ def _flat(values: Mapping[str, Any], known: Mapping[str, bool], prefix: str = ""
 
 
 def _explain(
-    detail: Any,
-    known: Mapping[str, bool],
-    origins: Mapping[str, str],
-    shortcuts: Mapping[str, str],
+    detail: Any, known: Mapping[str, bool], origins: Mapping[str, str], shortcuts: Mapping[str, str]
 ) -> tuple[str, str]:
     """Returns where a wrong value stands and why it is wrong, from one of pydantic's errors."""
     place = [str(part) for part in detail["loc"]]  # ends with members of unions and lists

@@ -33,13 +33,7 @@ from pretrain.checkpoints import Checkpoints
 from pretrain.engine import build_engine, fp32_weights
 from pretrain.export import describe_model, next_command, restore_model
 from pretrain.log import Log
-from pretrain.run_folder import (
-    DONE,
-    STOPPED,
-    checkpoint_path,
-    disk_errors_reported,
-    newest_step,
-)
+from pretrain.run_folder import DONE, STOPPED, checkpoint_path, disk_errors_reported, newest_step
 from pretrain.settings import ModelSettings, PretrainSettings, batch_arithmetic, resolve_length
 from pretrain.stopping import StopRequest
 from pretrain.training import Trainer

@@ -6,13 +6,7 @@ from pathlib import Path
 import pytest
 
 from multicls.errors import UserError
-from multicls.files import (
-    append_jsonl,
-    atomic_folder,
-    atomic_write,
-    read_json,
-    read_jsonl,
-)
+from multicls.files import append_jsonl, atomic_folder, atomic_write, read_json, read_jsonl
 
 
 def test_atomic_write_keeps_the_old_file_when_the_block_fails(tmp_path: Path) -> None:

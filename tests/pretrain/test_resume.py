@@ -30,9 +30,7 @@ def disturb(fork: Fork) -> Fork:
         folder: Path, *launches: dict[str, Any], flags: tuple[str, ...] = ()
     ) -> list[list[int | None]]:
         return fork(
-            folder,
-            *launches,
-            flags=("--run.log_every", "3", "--global_batch_size", "12", *flags),
+            folder, *launches, flags=("--run.log_every", "3", "--global_batch_size", "12", *flags)
         )
 
     return run
