@@ -45,10 +45,8 @@ def load_tokenizer_files(name: str) -> dict[str, bytes]:
             f"--tokenizer {name}: no tokenizer.json of a fast tokenizer there or on the Hub "
             f'({first_line(error)}); save one with save_pretrained; "{SAMPLE}" is the embedded one.'
         ) from None
-    files = [file for file in (main, main.with_name(CONFIG)) if file.is_file()]
-    return {
-        CONFIG if file.name == CONFIG else "tokenizer.json": file.read_bytes() for file in files
-    }
+    files = {"tokenizer.json": main, CONFIG: main.with_name(CONFIG)}
+    return {name: path.read_bytes() for name, path in files.items() if path.is_file()}
 
 
 class TextEncoder:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from functools import partial
 from itertools import chain
-from typing import IO, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 from xml.etree import ElementTree
 
 import xxhash
@@ -19,7 +19,7 @@ from data_prep.settings import BuildOptions
 from data_prep.sources import Layout, SourceFile, damage, open_bytes, stem
 from multicls.errors import UserError, did_you_mean
 
-LONGEST_RECORD = 1 << 26  # bytes of a line or a page; a longer one is left out
+LONGEST_RECORD = 1 << 26  # bytes of a line or a page; a longer line is cut, a longer page left out
 LONGEST_DOCUMENT = 1 << 22  # characters of a plain text, after which the next blank line ends it
 ROWS = 256  # of a table, read at a time
 SAMPLE = 200  # characters of a bad record
@@ -85,39 +85,27 @@ def _utf8(text: str) -> str:
     return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
 
 
-def _lines(file: SourceFile, drop: Drop) -> Iterator[tuple[int, str]]:
-    """Yields offset and text of each line that begins in the share; bytes that are no UTF-8 become U+FFFD."""
+def _lines(file: SourceFile) -> Iterator[tuple[int, str]]:
+    """Yields offset and text of each line that begins in the share; bytes that are no UTF-8 become U+FFFD.
+
+    A line of more than `LONGEST_RECORD` bytes is cut into several.
+    """
     with open_bytes(file.path) as stream:
         offset = 0
         if file.start:  # a line belongs to the share in which its first byte lies
             stream.seek(file.start - 1)
-            offset = file.start - 1 + _skip_line(stream)
+            offset = file.start - 1 + len(stream.readline())
         while (not file.stop or offset < file.stop) and (line := stream.readline(LONGEST_RECORD)):
-            size = len(line)
-            if size == LONGEST_RECORD and not line.endswith(b"\n"):
-                size += _skip_line(stream)
-                drop(offset, "documents_line_too_long", line[:SAMPLE].decode("utf-8", "replace"))
-            else:
-                text = line.decode("utf-8" if offset else "utf-8-sig", "replace")
-                yield offset, text.rstrip("\r\n")
-            offset += size
-
-
-def _skip_line(stream: IO[bytes]) -> int:
-    """Reads to the end of a line; returns the number of bytes."""
-    size = 0
-    while part := stream.readline(LONGEST_RECORD):
-        size += len(part)
-        if part.endswith(b"\n"):
-            break
-    return size
+            text = line.decode("utf-8" if offset else "utf-8-sig", "replace")
+            yield offset, text.rstrip("\r\n")
+            offset += len(line)
 
 
 def _text(file: SourceFile, settings: BuildOptions, drop: Drop) -> Iterator[RawDocument]:
     """Yields documents of a plain text: a line each, or up to a blank line, or the whole file."""
     title, lines = stem(file.name), list[str]()
     first = size = count = 0
-    for offset, text in _lines(file, drop):
+    for offset, text in _lines(file):
         blank = not text.strip()
         ends = blank and settings.documents == "blank_line"
         if lines and (ends or size > LONGEST_DOCUMENT * (1 if blank else 2)):
@@ -157,7 +145,7 @@ def _wikiextractor(file: SourceFile, settings: BuildOptions, drop: Drop) -> Iter
     """Yields what lies between `<doc id=...>` and `</doc>`; text elsewhere is a bad record."""
     opened: re.Match[str] | None = None
     lines, first, size = list[str](), 0, 0
-    for offset, line in chain(_lines(file, drop), [(0, "<doc id=")]):  # which ends the last one
+    for offset, line in chain(_lines(file), [(0, "<doc id=")]):  # which ends the last one
         begins = line.startswith("<doc id=")
         if opened and line.startswith("</doc>"):
             yield _article(file, opened[1], html.unescape(opened[2] or ""), "\n".join(lines))
@@ -202,7 +190,7 @@ def _table(
 
 
 def _json_rows(file: SourceFile, field: str, drop: Drop) -> Iterator[tuple[int, Any]]:
-    for offset, text in _lines(file, drop):
+    for offset, text in _lines(file):
         if text.strip():
             try:
                 yield offset, json.loads(text)
