@@ -126,12 +126,13 @@ class WindowIndex:
 
 def _checked_weights(weights: Mapping[str, float], sources: Sequence[str]) -> np.ndarray:
     """Returns the weight of each source, 1 where none is set; raises an error with all bad weights."""
-    problems = [
-        f"source_weights: {name} = {weight}: set a finite number, 0 or more, for a source of the corpus."
-        f"{did_you_mean(name, sources)}"
-        for name, weight in weights.items()
-        if name not in sources or not (math.isfinite(weight) and weight >= 0)
-    ]
+    problems = []
+    for name, weight in weights.items():
+        if name not in sources:
+            hint = did_you_mean(name, sources)
+            problems.append(f"source_weights: the corpus has no source {name!r}.{hint}")
+        elif not (math.isfinite(weight) and weight >= 0):
+            problems.append(f"source_weights: {name} = {weight}: set a finite number, 0 or more.")
     if problems:
         raise UserError(*problems)
     return np.array([weights.get(name, 1.0) for name in sources])

@@ -397,9 +397,9 @@ def test_long_texts_and_records_are_bounded(
     monkeypatch.setattr("data_prep.read.LONGEST_RECORD", 100)
     long = '{"text": "' + "a" * 1000 + '"}\n{"text": "It ran."}\n'
     (tmp_path / "in.jsonl").write_text(long)
-    found = [(d.id, d.dropped) for d in read_all(tmp_path / "in.jsonl")]
-    assert found[-1] == ("in.jsonl#1013", "")
-    assert {reason for _, reason in found[:-1]} == {"records_not_json"}
+    reasons = [(d.id, d.dropped) for d in read_all(tmp_path / "in.jsonl")]
+    assert reasons[-1] == ("in.jsonl#1013", "")
+    assert {reason for _, reason in reasons[:-1]} == {"records_not_json"}
 
 
 def test_html(tmp_path: Path) -> None:
