@@ -79,7 +79,8 @@ def _report(error: BaseException) -> None:
         print(end="", flush=True)
     stdout = select.poll()
     stdout.register(1, 0)
-    if isinstance(error, BrokenPipeError) and stdout.poll(0):  # `| head` reads no more
+    is_training = "RANK" in os.environ  # which nobody ends by reading no more
+    if isinstance(error, BrokenPipeError) and stdout.poll(0) and not is_training:  # `| head`
         return
     if isinstance(error, (UserError, FloatingPointError)):
         if os.environ.get("LOCAL_RANK", "0") == "0" or "DataLoader worker" in str(error):
