@@ -80,20 +80,16 @@ def print_stats(options: ExampleOptions) -> None:
         "tokens a document": tokens,
         "tokens a sentence": np.concatenate([np.diff(corpus.row(row).offsets) for row in rows]),
     }
-    manifest, used = corpus.manifest, np.count_nonzero(corpus.document_frequency)
+    manifest = corpus.manifest
     size = sum(entry["bytes"] for entry in corpus.files.values()) / 1e6
-    holdings = [
-        ("corpus", visible(str(corpus.path))),
-        ("holds", ", ".join(count(manifest[f"{unit}s"], unit) for unit in UNITS)),
-        ("on disk", f"{count(corpus.num_shards, 'shard')}, {size:,.1f} MB"),
-        ("tokenizer", f"{used:,} of {corpus.vocabulary_size:,} ids occur"),
-        (
-            "joined",
-            "{short:,} short documents became {joined:,}".format(**manifest["joined_documents"]),
-        ),
-        ("kept", DropLog(manifest["drops"]).kept()),
-    ]
-    print_summary(holdings)
+    print_summary(
+        [
+            ("corpus", visible(str(corpus.path))),
+            ("holds", ", ".join(count(manifest[f"{unit}s"], unit) for unit in UNITS)),
+            ("on disk", f"{count(corpus.num_shards, 'shard')}, {size:,.1f} MB"),
+            ("kept", DropLog(manifest["drops"]).kept()),
+        ]
+    )
     sources = pd.DataFrame(manifest["sources"]).T.rename(index=visible)
     print(f"\n{sources.map('{:,}'.format).to_string()}\n")
     table = {name: pd.Series(values).describe(PERCENTILES) for name, values in lengths.items()}
