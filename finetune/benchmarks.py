@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from finetune.examples import Example, TaskData, passage_id
 from finetune.tables import RawRows, Row, read_table
-from finetune.tasks import TASKS, Task
+from finetune.tasks import Task
 from multicls.console import count
 from multicls.errors import UserError, first_line
 
@@ -30,72 +30,46 @@ def read_task(task: Task, data_dir: str | None, with_test: bool = False) -> Task
     Raises:
         UserError: A file is missing, or a row does not parse.
     """
-    if not task.dev:
-        raise UserError(
-            f"--task {task.name} has test rows only: run `--task mnli --predict_test`, which predicts it."
-        )
-    if with_test and not task.test:
+    if with_test and not task.submissions:
         raise UserError(f"--predict_test: task {task.name} has no test rows to submit.")
-    notes, parts = list[str](), {"train": ((task.train, ""),), "dev": task.dev}
-    splits: dict[str, list[Example]] = {"train": [], "dev": []}
-    for split, stems in parts.items():
-        for stem, part in stems:
-            examples, dropped = read_split(task, stem, part, data_dir)
-            splits[split] += examples
-            if dropped:
-                notes.append(f"{stem}: {count(dropped, 'row')} without all columns left out")
-    tests = [(task, read_test(task, data_dir))] if with_test else []
-    if with_test and task.diagnostic:
-        diagnostic = TASKS[task.diagnostic]
-        tests.append((diagnostic, read_test(diagnostic, data_dir)))
-    return TaskData(task, splits["train"], splits["dev"], tests, notes)
+    names = ("train", "dev", "test") if with_test else ("train", "dev")
+    splits = {name: read_split(task, name, data_dir) for name in names}
+    notes = [
+        f"{name}: {count(left_out, 'row')} without all columns left out"
+        for name, (_, left_out) in splits.items()
+        if left_out
+    ]
+    return TaskData(task, **{name: examples for name, (examples, _) in splits.items()}, notes=notes)
 
 
-def read_test(task: Task, data_dir: str | None) -> list[Example]:
-    """Returns the test rows of a task, without labels."""
-    parts = [read_split(task, stem, part, data_dir, True)[0] for stem, part in task.test]
-    return [example for examples in parts for example in examples]
+def read_split(task: Task, split: str, data_dir: str | None) -> tuple[list[Example], int]:
+    """Returns the examples of "train", "dev" or "test", and the number of rows left out for missing columns.
 
-
-def read_split(
-    task: Task, stem: str, part: str, data_dir: str | None, hidden: bool = False
-) -> tuple[list[Example], int]:
-    """Returns the examples of one file or split, and the number of rows left out for missing columns.
-
-    Args:
-        task: the task.
-        stem: the file's name without its suffix.
-        part: the part of dev or test that the rows belong to.
-        data_dir: as in `read_task`.
-        hidden: True for a test set: labels are not read.
+    Labels of "test" are not read.
     """
-    rows = _file_rows(task, stem, Path(data_dir), hidden) if data_dir else _hub_rows(task, stem)
-    examples, dropped = list[Example](), 0
-    for number, (where, row) in enumerate(rows):
-        labelled = any(row.get(name) not in (None, "") for name in task.label)
-        if task.drops_short_rows and not labelled and not hidden:
-            dropped += 1
-            continue
-        for flat in _flat_rows(task.name, row, where):
-            index = flat.get("idx", flat.get("index", number)) if hidden else len(examples)
-            key = f"{stem}:{flat.get('key', index)}"
-            examples.append(_example(task, key, flat, where, part, hidden))
-    return examples, dropped
+    examples, left_out, hidden = list[Example](), 0, split == "test"
+    for stem, part in getattr(task, split):
+        rows = _file_rows(task, stem, Path(data_dir), hidden) if data_dir else _hub_rows(task, stem)
+        if task.drops_short_rows and not hidden:
+            labelled = [row for row in rows if row[1].get("label") not in (None, "")]
+            left_out += len(rows) - len(labelled)
+            rows = labelled
+        examples += _examples(task, rows, stem, part, hidden)
+    return examples, left_out
 
 
 def _file_rows(task: Task, stem: str, data_dir: Path, hidden: bool) -> RawRows:
-    """Returns the rows of an official file: `.tsv` (no quoting), `.csv` (tabs, quoted) or `.jsonl`."""
-    folders = (data_dir / task.folder, data_dir / task.benchmark / task.folder)
-    paths = [folder / f"{stem}{end}" for folder in folders for end in SUFFIXES[task.benchmark]]
+    """Returns the rows of an official file, with the Hub's names of the columns."""
+    name = stem if "/" in stem else f"{task.folder}/{stem}"
+    folders = (data_dir, data_dir / task.benchmark)
+    paths = [folder / f"{name}{end}" for folder in folders for end in SUFFIXES[task.benchmark]]
     path = next((path for path in paths if path.is_file()), None)
     if path is None:
         places = " or ".join(map(str, paths))
         raise UserError(f"--data_dir {data_dir}: task {task.name} needs {places}: no such file.")
-    columns = () if hidden else task.columns
-    rows = read_table(path, columns, allow_short=task.drops_short_rows)
-    if task.benchmark == "cs224n":
-        return [(where, {k: (v or "").strip() for k, v in row.items()}) for where, row in rows]
-    return rows
+    rows = read_table(path, () if hidden else task.header, allow_short=task.drops_short_rows)
+    hub_names = dict(zip(task.file_columns, (*task.fields, "label"), strict=False))
+    return [(place, {hub_names.get(k, k): v for k, v in row.items()}) for place, row in rows]
 
 
 def _hub_rows(task: Task, stem: str) -> RawRows:
@@ -104,7 +78,9 @@ def _hub_rows(task: Task, stem: str) -> RawRows:
             f"task {task.name} is not on the Hub: give --data_dir, a folder of its files."
         )
     name, configuration = task.hub
-    split = "test" if task.name == "ax" else re.sub("^(dev|val)", "validation", stem)
+    split = re.sub("^(dev|val)", "validation", stem)
+    if stem == "AX/AX":
+        configuration, split = "ax", "test"
     # SuperGLUE's data set is a script, which `datasets` no longer runs; the Hub's own conversion has a folder each.
     options: dict[str, Any] = {"name": configuration}
     if task.benchmark == "superglue":
@@ -121,65 +97,53 @@ def _hub_rows(task: Task, stem: str) -> RawRows:
     return [(f"{name} {configuration} {split}:{i}", row) for i, row in enumerate(table)]
 
 
-def _example(task: Task, key: str, row: Row, where: str, part: str, hidden: bool) -> Example:
-    texts = tuple(_value(row, names, where) for names in task.fields)
-    choices = tuple(row.get("choices", ()))
+def _examples(task: Task, rows: RawRows, stem: str, part: str, hidden: bool) -> list[Example]:
+    """Returns the examples of one file; refuses a row that does not have the official form."""
+    convert = _FORMS.get(task.name) or _FORMS.get(task.benchmark) or (lambda row: iter([row]))
+    examples = list[Example]()
+    for number, (where, row) in enumerate(rows):
+        try:
+            for flat in convert(row):
+                index = flat.get("idx", flat.get("index", number)) if hidden else len(examples)
+                key = f"{stem}:{flat.get('key', index)}"
+                label = math.nan if hidden else _label(task, flat["label"])
+                examples.append(_example(task, key, flat, part, label))
+        except KeyError as error:
+            raise UserError(f"{where}: no {error}; there is {', '.join(map(repr, row))}.") from None
+        except (TypeError, ValueError, AttributeError) as error:
+            raise UserError(f"{where}: not a row of {task.name}: {error}.") from None
+    return examples
+
+
+def _example(task: Task, key: str, row: Row, part: str, label: float) -> Example:
+    texts, choices = tuple(row[name] for name in task.fields), row.get("choices", ())
     if not all(isinstance(text, str) for text in (*texts, *choices)):
-        raise UserError(f"{where}: {' and '.join(n[-1] for n in task.fields)} must be text.")
-    return Example(
-        key,
-        texts,
-        math.nan if hidden else _label(task, _value(row, task.label, where), where),
-        part,
-        choices,
-        row.get("spans", ()),
-        row.get("group", ""),
-        row.get("answer", ""),
-        passage="" if task.passage is None else passage_id(texts[task.passage]),
-    )
+        raise ValueError(f"{' and '.join(task.fields)} must be text")
+    passage = "" if task.passage is None else passage_id(texts[task.passage])
+    spans, group, answer = row.get("spans", ()), row.get("group", ""), row.get("answer", "")
+    return Example(key, texts, label, part, choices, spans, group, answer, passage=passage)
 
 
-def _value(row: Row, names: tuple[str, ...], where: str) -> Any:
-    for name in names:
-        if name in row:
-            return row[name]
-    known = ", ".join(map(repr, row))
-    raise UserError(f"{where}: no {' or '.join(map(repr, names))}; there is {known}.")
-
-
-def _label(task: Task, value: Any, where: str) -> float:
+def _label(task: Task, value: Any) -> float:
     """Returns the class index or score. JSON and Hub rows may hold the index itself."""
     if task.is_regression:
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            number = math.nan
-        if not 0.0 <= number <= task.label_scale:
-            raise UserError(f"{where}: score {value!r} is not a number in 0..{task.label_scale:g}.")
-        return number
+        if not 0.0 <= float(value) <= task.label_scale:
+            raise ValueError(f"score {value!r} is not a number in 0..{task.label_scale:g}")
+        return float(value)
     if type(value) is int and 0 <= value < len(task.labels):
         return value
-    # SuperGLUE's JSON has booleans; submissions spell them "true" here and "True" there.
-    names = [name.lower() if isinstance(value, bool) else name for name in task.labels]
-    name = str(value).lower() if isinstance(value, bool) else str(value).strip()
-    if name not in names:
-        raise UserError(f"{where}: label {value!r} is none of {', '.join(task.labels)}.")
+    names = [name.lower() for name in task.labels]  # JSON's true is "true" or "True" in submissions
+    if (name := str(value).strip().lower()) not in names:
+        raise ValueError(f"label {value!r} is none of {', '.join(task.labels)}")
     return names.index(name)
 
 
-# SuperGLUE: from the rows of files or the Hub to flat rows with the texts and the label of the table of tasks and, if
+# The form of each official row, of files or the Hub, as rows with the texts and the label of the table of tasks and, if
 # the task needs them, `choices`, `spans`, `group`, `answer` and `key` (what identifies the row in its file).
 
 
-def _flat_rows(task: str, row: Row, where: str) -> Iterator[Row]:
-    """Yields the flat rows of the row at `where`; refuses one that does not have the official form."""
-    try:
-        yield from _FORMS[task](row) if task in _FORMS else (row,)
-    except KeyError as error:
-        known = ", ".join(map(repr, row))
-        raise UserError(f"{where}: no {error.args[0]!r}; there is {known}.") from None
-    except (TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"{where}: not a row of {task} in the official form: {error}.") from None
+def _stripped(row: Row) -> Iterator[Row]:
+    yield {name: (value or "").strip() for name, value in row.items()}
 
 
 def _copa(row: Row) -> Iterator[Row]:
@@ -190,30 +154,25 @@ def _copa(row: Row) -> Iterator[Row]:
 
 
 def _multirc(row: Row) -> Iterator[Row]:
-    if isinstance(row.get("passage", ""), str):  # from the Hub: flat already
-        index = list(row["idx"].values())
-        rows = [(row["paragraph"], row["question"], row["answer"], row.get("label"), index)]
-    else:
-        passage = row["passage"]
-        rows = [
-            (
-                passage["text"],
-                question["question"],
-                answer["text"],
-                answer.get("label"),
-                [row["idx"], question["idx"], answer["idx"]],
-            )
-            for question in passage["questions"]
-            for answer in question["answers"]
-        ]
-    for text, question, answer, label, index in rows:
-        yield {
-            "passage": text,
-            "question": f"{question} {answer}",
-            "label": label,
-            "group": ":".join(map(str, index[:2])),
-            "key": ":".join(map(str, index)),
-        }
+    if "paragraph" in row:  # from the Hub
+        yield _answer(row["paragraph"], row, row["answer"], row.get("label"), row["idx"].values())
+        return
+    text = row["passage"]["text"]
+    for question in row["passage"]["questions"]:
+        for answer in question["answers"]:
+            index = (row["idx"], question["idx"], answer["idx"])
+            yield _answer(text, question, answer["text"], answer.get("label"), index)
+
+
+def _answer(passage: str, question: Row, answer: str, label: Any, index: Iterable[int]) -> Row:
+    key = list(map(str, index))
+    return {
+        "passage": passage,
+        "question": f"{question['question']} {answer}",
+        "label": label,
+        "group": ":".join(key[:2]),
+        "key": ":".join(key),
+    }
 
 
 def _record(row: Row) -> Iterator[Row]:
@@ -274,4 +233,5 @@ _FORMS: dict[str, Callable[[Row], Iterator[Row]]] = {
     "record": _record,
     "wic": _wic,
     "wsc": _wsc,
+    "cs224n": _stripped,
 }

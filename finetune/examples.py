@@ -47,8 +47,7 @@ class TaskData:
     task: Task
     train: list[Example]
     dev: list[Example]  # to evaluate on
-    # To score or predict at the end.
-    tests: list[tuple[Task, list[Example]]] = field(default_factory=list)
+    test: list[Example] = field(default_factory=list)  # to score or predict at the end
     notes: list[str] = field(default_factory=list)  # what a reader of every result has to know
 
     @cached_property
@@ -59,7 +58,7 @@ class TaskData:
     @cached_property
     def tests_sha256(self) -> str:
         """Hash (16 hex digits) of all that the test rows hold, except ids."""
-        return _sha256(self.task, [example for _, rows in self.tests for example in rows])
+        return _sha256(self.task, self.test)
 
 
 def _sha256(task: Task, examples: Sequence[Example]) -> str:

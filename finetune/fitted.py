@@ -52,7 +52,7 @@ def fit_head(
     if task.multi_label or (model is None and (task.num_choices or task.num_spans)):
         what = "has several labels a row" if task.multi_label else "is more than a text or two"
         raise UserError(f"--head: task {task.name} {what}; use another head.")
-    others = [example for _, examples in splits.values() for example in examples]
+    others = [example for examples in splits.values() for example in examples]
     labels = np.array([example.label for example in train])
     known: Any = train
     unknown: Any = others
@@ -72,9 +72,9 @@ def fit_head(
         outputs = _log_probabilities(steps, known, labels, unknown, max(2, task.num_labels), seed)
         if task.num_choices:
             outputs = log_softmax((outputs @ [-1, 1]).reshape(len(others), -1), axis=1)
-    ends = np.cumsum([len(examples) for _, examples in splits.values()])[:-1]
+    ends = np.cumsum([len(examples) for examples in splits.values()])[:-1]
     parts = zip(splits.items(), np.split(outputs.astype(np.float32), ends), strict=True)
-    predictions = {f"{task.name}/{n}": example_arrays(rows, part) for (n, (_, rows)), part in parts}
+    predictions = {f"{task.name}/{n}": example_arrays(rows, part) for (n, rows), part in parts}
     device, bf16 = find_device()
     return predictions, {"device": device.type, "precision": "bf16" if bf16 else "fp32"}
 

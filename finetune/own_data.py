@@ -32,44 +32,41 @@ def load_own(own: OwnDataSettings) -> TaskData:
         UserError: A file, column or value is missing, dev or test hold a label that train lacks, or the metric does
             not fit the labels.
     """
-    splits, column, notes = _read(own), own.label_column, list[str]()
-    if own.dataset and all(row.get(column) in (None, -1) for _, row in splits.get("test", [])):
-        splits.pop("test", None)  # test sets of the Hub often hide their labels
+    files = {"train": own.train_file, "dev": own.dev_file, "test": own.test_file}
+    splits = {split: read_table(Path(name)) for split, name in files.items() if name}
+    splits, column, notes = splits or _hub_splits(own), own.label_column, list[str]()
     groups = requested_columns(own.text_column) if own.text_column else TEXTS
     for split, rows in splits.items():
-        where, row = rows[0]
-        groups = [text_columns(where, row, groups)]
-        if column not in row:
-            hint = columns_hint(column, row)
-            raise UserError(
-                f"{where}: no column {column!r} for the label; {hint} Name it by --label_column."
-            )
+        groups = [find_columns(*rows[0], groups)]
+        find_columns(*rows[0], [[column]], "label")
         splits[split] = with_texts(rows, groups[0])
         if empty := len(rows) - len(splits[split]):
             notes.append(f"{count(empty, f'{split} row')} without a text left out")
-        if not splits[split]:
-            raise UserError(f"{where}: no {split} row has a text.")
+    fields = groups[0]
     kind = _label_type(own, [row.get(column) for rows in splits.values() for _, row in rows])
     labels = {
         split: [read_label(kind, row.get(column), where) for where, row in rows]
         for split, rows in splits.items()
     }
-    task = _task(own, groups[0], kind, labels)
+    task = _task(own, fields, kind, labels)
+    notes.append(_note(task))
     examples = {
         split: [
-            example_of(task, groups[0], row, where, f"{split}:{number}", label)
+            example_of(task, fields, row, where, f"{split}:{number}", label)
             for number, ((where, row), label) in enumerate(zip(rows, labels[split], strict=True))
         ]
         for split, rows in splits.items()
     }
-    notes.append(_note(task))
-    train, dev = examples["train"], examples.get("dev", [])
-    if not dev:
-        train, dev = _split(task, train, own.dev_share)
-        total = count(len(train) + len(dev), "training row")
+    if "dev" not in examples:
+        train = examples["train"]
+        classes = [0.0 if task.is_regression else example.label for example in train]
+        texts = [example.texts for example in train]
+        dev = hold_out(range(len(train)), classes, texts, own.dev_share, "dev")
+        examples["train"] = [example for row, example in enumerate(train) if row not in dev]
+        examples["dev"] = [train[row] for row in sorted(dev)]
+        total = count(len(train), "training row")
         notes.append(f"dev is {len(dev)} of the {total} (dev_share {own.dev_share:g})")
-    tests = [(task, examples["test"])] if "test" in examples else []
-    return TaskData(task, train, dev, tests, notes)
+    return TaskData(task, **examples, notes=notes)
 
 
 def requested_columns(text_column: str) -> Sequence[Sequence[str]]:
@@ -78,7 +75,9 @@ def requested_columns(text_column: str) -> Sequence[Sequence[str]]:
     return [names, [text_column]] if len(names) == 2 else [[text_column]]
 
 
-def text_columns(where: str, row: Row, groups: Sequence[Sequence[str]]) -> Sequence[str]:
+def find_columns(
+    where: str, row: Row, groups: Sequence[Sequence[str]], what: str = "text"
+) -> Sequence[str]:
     """Returns the first of the groups of columns that the row at `where` has.
 
     Raises:
@@ -90,24 +89,25 @@ def text_columns(where: str, row: Row, groups: Sequence[Sequence[str]]) -> Seque
     wanted = " or ".join(" and ".join(map(repr, names)) for names in groups)
     missing = next(name for name in groups[0] if name not in row)
     raise UserError(
-        f"{where}: no column {wanted} for the text; {columns_hint(missing, row)} Name one by --text_column, or two "
-        "as text1,text2."
+        f"{where}: no column {wanted} for the {what}; the columns (the first line of a table) are "
+        f"{', '.join(map(repr, row))}.{did_you_mean(missing, row, listed=False)} Name it by --{what}_column."
     )
 
 
-def columns_hint(name: str, row: Row) -> str:
-    """Returns the columns of a row for a message, with the one nearest to `name`."""
-    known = f"the columns (the first line of a table) are {', '.join(map(repr, row))}."
-    return known + did_you_mean(name, row, listed=False)
-
-
 def with_texts(rows: RawRows, fields: Sequence[str]) -> RawRows:
-    """Returns the rows that have a text in each of the columns."""
+    """Returns the rows that have a text in each of the columns.
+
+    Raises:
+        UserError: None has.
+    """
 
     def is_text(value: Any) -> bool:
         return value is not None and bool(str(value).strip())
 
-    return [(where, row) for where, row in rows if all(is_text(row.get(f)) for f in fields)]
+    full = [(where, row) for where, row in rows if all(is_text(row.get(f)) for f in fields)]
+    if not full:
+        raise UserError(f"{rows[0][0]}: no row has a text.")
+    return full
 
 
 def example_of(
@@ -122,7 +122,7 @@ def example_of(
         UserError: A cell is no text, or the task has no such label.
     """
     for column in fields:
-        if isinstance(row[column], (dict, list)):
+        if isinstance(row[column], (dict, list, bytes)):
             raise UserError(f"{where}: column {column!r} is {row[column]!r}; it must be a text.")
     texts = tuple(str(row[column]) for column in fields)
     passage = passage_id(texts[0]) if task.passage == 0 else ""
@@ -146,13 +146,16 @@ def read_label(kind: LabelType, value: Any, where: str) -> Any:
         UserError: It holds none.
     """
     if kind == "multi_label" and isinstance(value, list):
-        return tuple(map(_class_name, value))
-    nothing = value is None or value != value or isinstance(value, (dict, list))
+        return tuple(read_label("class", name, where) for name in value)
+    nothing = value is None or value != value or isinstance(value, (dict, list, bytes))
     if nothing or not str(value).strip() or kind == "multi_label":
         what = "a list of labels" if kind == "multi_label" else "a label"
-        raise UserError(f"{where}: the label is {value!r}; it must be {what}.")
+        raise UserError(
+            f"{where}: the label is {value!r}; it must be {what} (--label_type {kind})."
+        )
     if kind == "class":
-        return _class_name(value)
+        is_whole = isinstance(value, float) and value.is_integer()  # in a column of numbers
+        return str(int(value)) if is_whole else str(value).strip()
     score = _number(value)
     if score is None or not math.isfinite(score):
         raise UserError(
@@ -162,11 +165,8 @@ def read_label(kind: LabelType, value: Any, where: str) -> Any:
     return score
 
 
-def _read(own: OwnDataSettings) -> dict[str, RawRows]:
-    """Returns the rows of each split; labels that a data set of the Hub holds as indices have their names."""
-    if own.train_file:
-        files = {"train": own.train_file, "dev": own.dev_file, "test": own.test_file}
-        return {split: read_table(Path(name)) for split, name in files.items() if name}
+def _hub_splits(own: OwnDataSettings) -> dict[str, RawRows]:
+    """Returns the rows of a data set of the Hub by split, with the names of labels that it holds as indices."""
     name, _, configuration = str(own.dataset).partition(":")
     try:
         import datasets
@@ -174,18 +174,21 @@ def _read(own: OwnDataSettings) -> dict[str, RawRows]:
         loaded = datasets.load_dataset(name, configuration or None)
     except Exception as error:  # datasets, the Hub's client and sockets raise kinds of their own
         raise UserError(f"dataset {own.dataset}: cannot be loaded: {first_line(error)}") from None
-    if not len(loaded.get("train", [])):
+    column, splits = own.label_column, dict[str, RawRows]()
+    for split, names in HUB_SPLITS.items():
+        theirs = next((name for name in names if len(loaded.get(name, []))), None)
+        if theirs is None:
+            continue
+        rows, feature = list(loaded[theirs]), loaded[theirs].features.get(column)
+        if classes := getattr(getattr(feature, "feature", feature), "names", None):
+            rows = [row | {column: _named(row[column], classes)} for row in rows]
+        if split != "test" or any(row.get(column) not in (None, -1) for row in rows):
+            splits[split] = [
+                (f"{own.dataset}, {theirs} row {n}", row) for n, row in enumerate(rows, 1)
+            ]
+    if "train" not in splits:
         there = ", ".join(map(repr, loaded))
         raise UserError(f"dataset {own.dataset}: no rows in a split 'train'; there is {there}.")
-    column, splits = own.label_column, {}
-    for split, names_there in HUB_SPLITS.items():
-        theirs = next((name for name in names_there if name in loaded), split)
-        if rows := list(loaded.get(theirs, [])):
-            feature: Any = loaded[theirs].features.get(column)
-            if names := getattr(getattr(feature, "feature", feature), "names", None):
-                rows = [row | {column: _named(row[column], names)} for row in rows]
-            places = (f"{own.dataset}, {theirs} row {number}" for number in range(1, len(rows) + 1))
-            splits[split] = list(zip(places, rows, strict=True))
     return splits
 
 
@@ -198,18 +201,13 @@ def _named(label: Any, names: Sequence[str]) -> Any:
 
 def _label_type(own: OwnDataSettings, cells: Sequence[Any]) -> LabelType:
     """Returns how to read the labels: "auto" takes lists as several labels, and fractions as scores."""
-    lists = any(isinstance(cell, list) for cell in cells)
-    if own.label_type == "auto":
-        numbers = [number for cell in cells if (number := _number(cell)) is not None]
-        whole = all(number.is_integer() for number in numbers)
-        scores = len(numbers) == len(cells) and not whole
-        return "multi_label" if lists else "score" if scores else "class"
-    if lists != (own.label_type == "multi_label"):
-        raise UserError(
-            f"--label_type {own.label_type}: column {own.label_column!r} holds {'' if lists else 'no '}lists. Several "
-            "labels a row (multi_label) are lists in JSON lines, Parquet or a data set of the Hub."
-        )
-    return own.label_type
+    if own.label_type != "auto":
+        return own.label_type
+    if any(isinstance(cell, list) for cell in cells):
+        return "multi_label"
+    numbers = [number for cell in cells if (number := _number(cell)) is not None]
+    all_whole = all(number.is_integer() for number in numbers)
+    return "class" if all_whole or len(numbers) < len(cells) else "score"
 
 
 def _task(
@@ -235,10 +233,9 @@ def _task(
         )
     return Task(
         own.name,
-        tuple((name,) for name in fields),
+        tuple(fields),
         classes,
         tuple(dict.fromkeys(filter(None, (own.metric, *OWN_METRICS[kind])))),
-        label=(own.label_column,),
         label_scale=1.0 if classes else max(map(abs, train)),
         multi_label=kind == "multi_label",
         passage=0 if len(fields) == 1 else None,
@@ -254,25 +251,6 @@ def _note(task: Task) -> str:
     if all(label.isdecimal() for label in task.labels):
         note += " (whole numbers are classes; --label_type score makes them scores)"
     return note + (f"; f1 is that of {task.labels[1]!r}" if "f1" in task.metrics else "")
-
-
-def _split(
-    task: Task, examples: list[Example], share: float
-) -> tuple[list[Example], list[Example]]:
-    """Returns the training rows, and `share` of all rows for dev: always the same ones."""
-    units = [example.texts for example in examples]
-    if len(set(units)) < 2:
-        raise UserError("the training rows hold one text only: give a --dev_file.")
-    classes = [0.0 if task.is_regression else example.label for example in examples]
-    dev = hold_out(range(len(examples)), classes, units, share, "dev")
-    train = [example for row, example in enumerate(examples) if row not in dev]
-    return train, [examples[row] for row in sorted(dev)]
-
-
-def _class_name(value: Any) -> str:
-    """Returns a label as text; 1.0 of a column of numbers is the class 1, and 01 stays 01."""
-    is_whole = isinstance(value, float) and value.is_integer()
-    return str(int(value)) if is_whole else str(value).strip()
 
 
 def _by_value(name: str) -> tuple[float, str]:

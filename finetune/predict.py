@@ -10,7 +10,6 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ import numpy as np
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
-from finetune.own_data import example_of, requested_columns, text_columns, with_texts
+from finetune.own_data import example_of, find_columns, requested_columns, with_texts
 from finetune.tables import read_table
 from finetune.tasks import Task, task_of
 from multicls.console import count, print_summary
@@ -55,14 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"--output {output}: give another file, with the ending .csv or .jsonl.")
     index, description = find_task(options.model, options.task)
     task, rows = task_of(description), read_table(Path(options.rows))
-    usual = list(product(*task.fields))
-    columns = requested_columns(options.text_column) if options.text_column else usual
-    fields = text_columns(*rows[0], columns)
-    if len(fields) != len(usual[0]):
-        raise UserError(f"--text_column: the model reads {count(len(usual[0]), 'text')} a row.")
+    columns = requested_columns(options.text_column) if options.text_column else [task.fields]
+    fields = find_columns(*rows[0], columns)
+    if len(fields) != len(task.fields):
+        raise UserError(f"--text_column: the model reads {count(len(task.fields), 'text')} a row.")
     full = with_texts(rows, fields)
-    if not full:
-        raise UserError(f"{options.rows}: no row has a text.")
     examples = [example_of(task, fields, row, where, where) for where, row in full]
     answers = answers_of(task, predict(options.model, index, description, examples))
     write_rows(output, rows, answers.set_axis([where for where, _ in full]))

@@ -53,8 +53,8 @@ def _task_entry(rows: TaskRows, predictions: Predictions, max_length: int | None
 
     task, data = rows.task, rows.data
     scores = {
-        split: score_predictions(of, predictions[f"{task.name}/{split}"])
-        for split, (of, _) in rows.splits().items()
+        split: score_predictions(task, predictions[f"{task.name}/{split}"])
+        for split in rows.splits()
         if not np.isnan(predictions[f"{task.name}/{split}"]["labels"]).any()
     }
     majority = majority_scores(task, [*rows.train, *rows.validation], data.dev)

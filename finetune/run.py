@@ -183,7 +183,7 @@ def _load_task(name: str, data_dir: str | None, own: OwnDataSettings, with_test:
 
 def _announce(rows: TaskRows) -> None:
     validation = f" (+ {len(rows.validation)} to pick the checkpoint)" if rows.validation else ""
-    tests = "".join(f", {count(len(e), 'test row')} of {t.name}" for t, e in rows.data.tests)
+    tests = f", {count(len(rows.data.test), 'test row')}" if rows.data.test else ""
     train, dev = count(len(rows.train), "training row"), count(len(rows.data.dev), "dev row")
     _print(f"{rows.task.name}: {train}{validation}, {dev}{tests}")
     for note in rows.data.notes:

@@ -41,12 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs = load_results(Path(options.results)).sort_values("selection_score")
     files = dict[str, str]()
     for task in (task for task in TASKS.values() if task.benchmark == options.benchmark):
-        source, split = ("mnli", "ax") if task.name == "ax" else (task.name, "test")
-        found = runs[(runs["system"] == options.system) & (runs["task"] == source)]
-        splits = load_predictions(Path(found.iloc[-1]["path"]), source) if len(found) else {}
-        if split not in splits:
+        found = runs[(runs["system"] == options.system) & (runs["task"] == task.name)]
+        splits = load_predictions(Path(found.iloc[-1]["path"]), task.name) if len(found) else {}
+        if "test" not in splits:
             raise UserError(f"{task.name}: no run of {options.system} with --predict_test.")
-        files |= submission_files(task, splits[split])
+        files |= submission_files(task, splits["test"])
     with atomic_write(options.output, "wb") as file, zipfile.ZipFile(file, "w") as archive:
         for name, content in files.items():
             archive.writestr(name, content, zipfile.ZIP_DEFLATED)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+
+import pandas as pd
 
 from finetune.examples import Example, TaskData
 from finetune.tasks import Task, label_list
@@ -29,24 +30,16 @@ class TaskRows:
         """The task."""
         return self.data.task
 
-    def splits(self) -> dict[str, tuple[Task, Sequence[Example]]]:
-        """Returns name, task and examples of each split that a run predicts; the first picks the checkpoint."""
-        splits: dict[str, tuple[Task, Sequence[Example]]] = {}
-        if self.validation:
-            splits["validation"] = self.task, self.validation
-        splits["dev"] = self.task, self.data.dev
-        for task, examples in self.data.tests:
-            splits["test" if task == self.task else task.name] = task, examples
-        return splits
+    def splits(self) -> dict[str, list[Example]]:
+        """Returns the examples of each split that a run predicts; the first picks the checkpoint."""
+        splits = {"validation": self.validation, "dev": self.data.dev, "test": self.data.test}
+        return {name: examples for name, examples in splits.items() if examples}
 
 
 def select_rows(data: TaskData, size: int | str, subset: int, holdout: bool) -> TaskRows:
     """Draws a training subset of `size` rows ("full": all), and a validation split of it if `holdout` is set.
 
     Rows of a passage (or question) stay on one side, classes in proportion.
-
-    Raises:
-        UserError: The rows cannot be divided.
     """
     total = len(data.train)
     rows = list(range(total)) if isinstance(size, str) else draw_rows(total, size, subset)
@@ -55,10 +48,6 @@ def select_rows(data: TaskData, size: int | str, subset: int, holdout: bool) -> 
         mixed = data.task.shape == "multi_answer" or data.task.is_regression
         drawn = [data.train[row] for row in rows]
         units = [example.passage or example.group or example.id for example in drawn]
-        if len(set(units)) < 2:
-            raise UserError(
-                f"--selection holdout: {len(set(units))} training row(s) or passage(s) cannot be divided."
-            )
         classes = [0 if mixed else example.label for example in drawn]
         held = hold_out(rows, classes, units, HOLDOUT, subset)
     train = [data.train[row] for row in rows if row not in held]
@@ -95,21 +84,22 @@ def hold_out(
         units: unit of each row. Rows of one unit (a passage) stay together; the unit has the class of its first row.
         share: share of the units to hold out.
         seed: seed of the ranking, or a name that no seed gives.
+
+    Raises:
+        UserError: There is one unit only.
     """
-    members: dict[Hashable, list[int]] = defaultdict(list)
-    for row, unit in zip(rows, units, strict=True):
-        members[unit].append(row)
-    leaders = {unit[0]: unit for unit in members.values()}
-    class_of = dict(zip(rows, classes, strict=True))
-    sizes = Counter(class_of[row] for row in leaders)
-    before: Counter[Hashable] = Counter()
-    places = []
-    for rank, row in enumerate(_ranked(leaders, f"holdout:{seed}")):
-        kind = class_of[row]
-        places.append(((before[kind] + 0.5) / sizes[kind], rank, row))
-        before[kind] += 1
+    if len(set(units)) < 2:
+        raise UserError(
+            f"{count(len(rows), 'training row')} of one text or passage cannot be divided; give more."
+        )
+    table = pd.DataFrame({"class": classes, "unit": units}, index=rows)
+    first = table.drop_duplicates("unit")
+    first = first.loc[_ranked(first.index, f"holdout:{seed}")]
+    of_class = first.groupby("class")["unit"]
+    places = (of_class.cumcount() + 0.5) / of_class.transform("size")
     number = min(max(1, round(share * len(places))), len(places) - 1)
-    return {row for _, _, leader in sorted(places)[:number] for row in leaders[leader]}
+    chosen = first["unit"][places.sort_values(kind="stable").index[:number]]
+    return set(table.index[table["unit"].isin(chosen)])
 
 
 def _ranked(rows: Iterable[int], prefix: str) -> list[int]:
@@ -123,9 +113,7 @@ def _unlearnable(data: TaskData, train: Sequence[Example]) -> list[str]:
         return []
     known = {label for row in train for label in row.classes}
     warnings = []
-    if len(known) == 1 and all(row.classes for row in train):
-        warnings.append(f"all training rows have the label {task.labels[min(known)]!r}")
-    for name, rows in {"dev": data.dev, **{f"test ({t.name})": r for t, r in data.tests}}.items():
+    for name, rows in (("dev", data.dev), ("test", data.test)):
         unseen = [row for row in rows if not known.issuperset(row.classes)]
         lost = sorted({label for row in unseen for label in row.classes} - known)
         if unseen:

@@ -13,12 +13,11 @@ from multicls.errors import UserError, first_line
 
 Row = Mapping[str, Any]
 RawRows = list[tuple[str, Row]]  # place ("FILE:LINE" or "FILE, row N") and cells by column
-SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
 MORE = "\0"  # key of the cells that a row has beyond its header
 csv.field_size_limit(1 << 30)  # characters of a cell; the default is too few for a document
 
 
-def read_table(path: Path, columns: Sequence[str] = (), allow_short: bool = False) -> RawRows:
+def read_table(path: Path, header: Sequence[str] = (), allow_short: bool = False) -> RawRows:
     """Reads all rows of a file.
 
     `.csv` is separated by `,`, `;`, tab or `|`, whichever gives the header the most columns; a quoted cell may hold
@@ -26,21 +25,21 @@ def read_table(path: Path, columns: Sequence[str] = (), allow_short: bool = Fals
 
     Args:
         path: the file; its suffix decides.
-        columns: names of the columns of a CSV or TSV file without a header.
+        header: names of the columns of a CSV or TSV file without a header.
         allow_short: fill the missing cells of short CSV or TSV rows with None; otherwise they are refused.
 
     Raises:
         UserError: The file or a row of it cannot be read; the message names the line or row.
     """
-    if path.suffix not in SUFFIXES:
-        raise UserError(f"{path}: the name must end in {', '.join(SUFFIXES)}.")
+    if path.suffix not in (".csv", ".tsv", ".jsonl", ".parquet"):
+        raise UserError(f"{path}: the name must end in .csv, .tsv, .jsonl or .parquet.")
     try:
         if path.suffix == ".parquet":
             rows = _parquet_rows(path)
         elif path.suffix == ".jsonl":
             rows = list(_json_rows(path))
         else:
-            rows = list(_csv_rows(path, columns, allow_short))
+            rows = list(_csv_rows(path, header, allow_short))
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or first_line(error)}.") from None
     if not rows:
@@ -48,24 +47,16 @@ def read_table(path: Path, columns: Sequence[str] = (), allow_short: bool = Fals
     return rows
 
 
-def _csv_rows(
-    path: Path, columns: Sequence[str], allow_short: bool
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    text = _read_text(path)
-    quoted = path.suffix == ".csv"
-    separator, hint = "\t", " If cells are quoted, name the file .csv."
-    if quoted:
-        hint = ""
-        header = text.partition("\n")[0].partition("\r")[0]
-        separator = max(",;\t|", key=lambda s: len(next(csv.reader([header], delimiter=s), [])))
-    reader = csv.DictReader(
-        io.StringIO(text, newline=""),
-        columns or None,
-        MORE,
-        delimiter=separator,
-        quoting=csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE,
-        strict=True,
-    )
+def _csv_rows(path: Path, header: Sequence[str], allow_short: bool) -> Iterator[tuple[str, Row]]:
+    lines = io.StringIO(_read_text(path), newline="")
+    if path.suffix == ".tsv":
+        separator, quoting, hint = "\t", csv.QUOTE_NONE, " If cells are quoted, name the file .csv."
+    else:
+        first = lines.getvalue().partition("\n")[0].partition("\r")[0]
+        separator = max(",;\t|", key=lambda s: len(next(csv.reader([first], delimiter=s), [])))
+        quoting, hint = csv.QUOTE_MINIMAL, ""
+    options: Any = {"delimiter": separator, "quoting": quoting, "strict": True}
+    reader = csv.DictReader(lines, header or None, MORE, **options)
     try:
         names = list(reader.fieldnames or [])
         if doubled := sorted({name for name in names if name and names.count(name) > 1}):
@@ -82,7 +73,7 @@ def _csv_rows(
         raise UserError(f"{path}:{reader.reader.line_num}: cannot be read: {error}.") from None
 
 
-def _json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _json_rows(path: Path) -> Iterator[tuple[str, Row]]:
     # Only a line feed ends a line: texts hold other separators of Unicode.
     for number, line in enumerate(_read_text(path).split("\n"), start=1):
         if not line.strip():
@@ -114,6 +105,10 @@ def _read_text(path: Path) -> str:
     """Returns the text of a UTF-8 file without its byte order mark."""
     content = path.read_bytes()
     try:
+        if b"\0" in content:
+            raise UnicodeDecodeError(
+                "utf-8", content, content.index(b"\0"), 0, "it holds NUL bytes"
+            )
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1

@@ -14,7 +14,7 @@ OWN_METRICS: dict[LabelType, tuple[str, ...]] = {  # of a user's own rows
     "multi_label": ("micro_f1", "macro_f1", "exact_match"),
     "score": ("spearman", "pearson"),
 }
-Parts = tuple[tuple[str, str], ...]  # file stem and short name of each part of a split
+Parts = tuple[tuple[str, str], ...]  # of a split: file stem (or FOLDER/STEM) and short name
 
 
 @dataclass(frozen=True)
@@ -26,20 +26,19 @@ class Task:
     """
 
     name: str
-    fields: tuple[tuple[str, ...], ...]  # for each text the columns that may hold it: file's, Hub's
+    fields: tuple[str, ...]  # the column of each text, as the Hub names it
     labels: tuple[str, ...]  # as submissions spell them, in the Hub's order; empty for regression
     metrics: tuple[str, ...]  # the first picks the checkpoint; "mean(..)" is the mean of the others
     shape: Literal["texts", "choice", "span", "multi_answer"] = "texts"
     benchmark: Literal["glue", "superglue", "cs224n", "own"] = "own"
     folder: str = ""  # folder under `--data_dir`
     hub: tuple[str, str] | None = None  # id and configuration on the Hugging Face Hub
-    label: tuple[str, ...] = ("label",)  # columns that may hold the label
-    columns: tuple[str, ...] = ()  # of train and dev files without a header
-    train: str = "train"  # file stem of the training rows
+    file_columns: tuple[str, ...] = ()  # in files the names of `fields` and of the label
+    header: tuple[str, ...] = ()  # columns of train and dev files without a header
+    train: Parts = (("train", ""),)
     dev: Parts = (("dev", ""),)  # parts are pooled for the score and scored apart, too
-    test: Parts = ()  # unlabelled test files, for submissions
+    test: Parts = (("test", ""),)  # unlabelled, for submissions
     submissions: tuple[tuple[str, int], ...] = ()  # file stem and rows of each test part
-    diagnostic: str = ""  # a task without training rows that a model of this task predicts
     label_scale: float = 1.0  # a regression label is divided by it to become the training target
     num_choices: int = 0
     num_spans: int = 0
@@ -68,7 +67,7 @@ class Task:
         return {name: getattr(self, name) for name in (*names, "label_scale")} | {
             "labels": list(self.labels),
             "max_length": max_length or self.max_length,
-            "text_columns": [names[0] for names in self.fields],
+            "text_columns": list(self.fields),
         }
 
 
@@ -79,7 +78,7 @@ def task_of(description: Mapping[str, Any]) -> Task:
     kind: LabelType = "multi_label" if description["multi_label"] else "class"
     return Task(
         description["name"],
-        tuple((column,) for column in description["text_columns"]),
+        tuple(description["text_columns"]),
         tuple(description["labels"]),
         OWN_METRICS["score" if description["is_regression"] else kind],
         label_scale=description["label_scale"],
@@ -94,76 +93,66 @@ def label_list(labels: Sequence[str]) -> str:
 
 def _glue(
     name: str,
-    fields: tuple[tuple[str, ...], ...],
+    fields: tuple[str, ...],
     labels: tuple[str, ...],
     metrics: tuple[str, ...],
     folder: str,
     test_rows: int,
     **options: Any,
 ) -> Task:
-    """Returns a task of GLUE, or with its options of SuperGLUE."""
-    common: dict[str, Any] = {
-        "benchmark": "glue",
-        "folder": folder,
-        "hub": ("nyu-mll/glue", name),
-        "test": (("test", ""),),
-        "submissions": ((folder, test_rows),),
-    }
+    """Returns a task of GLUE, or with other options of SuperGLUE."""
+    common: dict[str, Any] = {"benchmark": "glue", "hub": ("nyu-mll/glue", name)}
+    common |= {"folder": folder, "submissions": ((folder, test_rows),)}
     return Task(name, fields, labels, metrics, **common | options)
 
 
 def _super(name: str, *args: Any, **options: Any) -> Task:
-    hub = ("aps/super_glue", name)
-    return _glue(
-        name, *args, **{"benchmark": "superglue", "hub": hub, "dev": (("val", ""),)} | options
-    )
+    hub = ("aps/super_glue", options.pop("configuration", name))
+    return _glue(name, *args, benchmark="superglue", hub=hub, dev=(("val", ""),), **options)
 
 
 BINARY, BOOLEAN = ("0", "1"), ("false", "true")
 ENTAILMENT = ("entailment", "not_entailment")
 NLI = ("entailment", "neutral", "contradiction")
-SENTENCE, SENTENCES = (("sentence",),), (("sentence1",), ("sentence2",))
-PREMISE = (("premise",), ("hypothesis",))
-MNLI_TEXTS = (("sentence1", "premise"), ("sentence2", "hypothesis"))
+SENTENCE, SENTENCES, PREMISE = ("sentence",), ("sentence1", "sentence2"), ("premise", "hypothesis")
 ACC, CORRELATIONS = ("acc",), ("spearman", "pearson")
 SPANS: dict[str, Any] = {"shape": "span", "num_spans": 2, "passage": 0}
-MNLI_PARTS: dict[str, Any] = {
+MNLI: dict[str, Any] = {  # the diagnostic AX is a part of the test set
+    "file_columns": (*SENTENCES, "gold_label"),
     "dev": (("dev_matched", "m"), ("dev_mismatched", "mm")),
-    "test": (("test_matched", "m"), ("test_mismatched", "mm")),
-    "submissions": (("MNLI-m", 9796), ("MNLI-mm", 9847)),
+    "test": (("test_matched", "m"), ("test_mismatched", "mm"), ("AX/AX", "ax")),
+    "submissions": (("MNLI-m", 9796), ("MNLI-mm", 9847), ("AX", 1104)),
 }
 _cs224n = partial(Task, benchmark="cs224n", folder=".")
 TASKS: dict[str, Task] = {task.name: task for task in (
-    _glue("cola", SENTENCE, BINARY, ("matthews", "acc"), "CoLA", 1063, columns=("source", "label",
+    _glue("cola", SENTENCE, BINARY, ("matthews", "acc"), "CoLA", 1063, header=("source", "label",
           "author_mark", "sentence")),
     _glue("sst2", SENTENCE, BINARY, ACC, "SST-2", 1821),
-    _glue("mrpc", (("#1 String", "sentence1"), ("#2 String", "sentence2")), BINARY, ("f1", "acc"), "MRPC",
-          1725, label=("Quality", "label")),
-    _glue("stsb", SENTENCES, (), CORRELATIONS, "STS-B", 1379, label=("score", "label"), label_scale=5.0),
-    _glue("qqp", (("question1",), ("question2",)), BINARY, ("f1", "acc"), "QQP", 390965,
-          label=("is_duplicate", "label"), drops_short_rows=True),
-    _glue("mnli", MNLI_TEXTS, NLI, ACC, "MNLI", 0, label=("gold_label", "label"), diagnostic="ax",
-          passage=0, **MNLI_PARTS),
-    _glue("qnli", (("question",), ("sentence",)), ENTAILMENT, ACC, "QNLI", 5463, passage=0),
+    _glue("mrpc", SENTENCES, BINARY, ("f1", "acc"), "MRPC", 1725, file_columns=("#1 String", "#2 String",
+          "Quality")),
+    _glue("stsb", SENTENCES, (), CORRELATIONS, "STS-B", 1379, file_columns=(*SENTENCES, "score"),
+          label_scale=5.0),
+    _glue("qqp", ("question1", "question2"), BINARY, ("f1", "acc"), "QQP", 390965,
+          file_columns=("question1", "question2", "is_duplicate"), drops_short_rows=True),
+    _glue("mnli", PREMISE, NLI, ACC, "MNLI", 0, passage=0, **MNLI),
+    _glue("qnli", ("question", "sentence"), ENTAILMENT, ACC, "QNLI", 5463, passage=0),
     _glue("rte", SENTENCES, ENTAILMENT, ACC, "RTE", 3000),
     _glue("wnli", SENTENCES, BINARY, ACC, "WNLI", 146, passage=0),
-    _glue("ax", MNLI_TEXTS, NLI, ("matthews",), "AX", 1104, dev=(), test=(("AX", ""),)),
-    _super("boolq", (("passage",), ("question",)), BOOLEAN, ACC, "BoolQ", 3245, passage=0),
+    _super("boolq", ("passage", "question"), BOOLEAN, ACC, "BoolQ", 3245, passage=0),
     _super("cb", PREMISE, ("entailment", "contradiction", "neutral"), ("mean(acc,macro_f1)", "acc",
-          "macro_f1"), "CB", 250),
-    _super("copa", (("premise",), ("question",)), BINARY, ACC, "COPA", 500, shape="choice", num_choices=2),
-    _super("multirc", (("passage", "paragraph"), ("question",)), BINARY, ("mean(f1a,em)", "f1a", "em"),
-          "MultiRC", 9693, shape="multi_answer", passage=0),
-    _super("record", (("passage",), ("query",)), BINARY, ("mean(record_f1,record_em)", "record_f1",
-          "record_em"), "ReCoRD", 10000, shape="multi_answer", passage=0),
-    _super("rte_superglue", PREMISE, ENTAILMENT, ACC, "RTE", 3000, hub=("aps/super_glue", "rte")),
+           "macro_f1"), "CB", 250),
+    _super("copa", ("premise", "question"), BINARY, ACC, "COPA", 500, shape="choice", num_choices=2),
+    _super("multirc", ("passage", "question"), BINARY, ("mean(f1a,em)", "f1a", "em"), "MultiRC", 9693,
+           shape="multi_answer", passage=0),
+    _super("record", ("passage", "query"), BINARY, ("mean(record_f1,record_em)", "record_f1",
+           "record_em"), "ReCoRD", 10000, shape="multi_answer", passage=0),
+    _super("rte_superglue", PREMISE, ENTAILMENT, ACC, "RTE", 3000, configuration="rte"),
     _super("wic", SENTENCES, BOOLEAN, ACC, "WiC", 1400, **SPANS),
-    _super("wsc", (("text",),), ("False", "True"), ACC, "WSC", 146, hub=("aps/super_glue", "wsc.fixed"),
-          **SPANS),
-    _cs224n("sst5", SENTENCE, ("0", "1", "2", "3", "4"), ACC, label=("sentiment",), train="ids-sst-train",
-          dev=(("ids-sst-dev", ""),)),
-    _cs224n("quora", SENTENCES, ("0.0", "1.0"), ("acc", "f1"), label=("is_duplicate",),
-          train="quora-train", dev=(("quora-dev", ""),), drops_short_rows=True),
-    _cs224n("sts", SENTENCES, (), ("pearson", "spearman"), label=("similarity",),
-          train="sts-train", dev=(("sts-dev", ""),), label_scale=5.0),
+    _super("wsc", ("text",), ("False", "True"), ACC, "WSC", 146, configuration="wsc.fixed", **SPANS),
+    _cs224n("sst5", SENTENCE, ("0", "1", "2", "3", "4"), ACC, file_columns=("sentence", "sentiment"),
+            train=(("ids-sst-train", ""),), dev=(("ids-sst-dev", ""),)),
+    _cs224n("quora", SENTENCES, ("0.0", "1.0"), ("acc", "f1"), file_columns=(*SENTENCES, "is_duplicate"),
+            train=(("quora-train", ""),), dev=(("quora-dev", ""),), drops_short_rows=True),
+    _cs224n("sts", SENTENCES, (), ("pearson", "spearman"), file_columns=(*SENTENCES, "similarity"),
+            train=(("sts-train", ""),), dev=(("sts-dev", ""),), label_scale=5.0),
 )}  # fmt: skip

@@ -170,7 +170,7 @@ class TaskTrainer(Trainer):
         weights = [_class_weights(part).to(arguments.device) if balanced else None for part in rows]
         self.class_weights = weights  # of the classes of each task
         self.task_model, self.rows, self.encode, self.identity = model, rows, encode, identity
-        self.picking = [next(iter(part.splits().values())) for part in rows]
+        self.picking = [(part.task, next(iter(part.splits().values()))) for part in rows]
         self.validation = [encode(task, examples) for task, examples in self.picking]
         self.folder, self.best = settings.folder, None
         self._task, self._saved = 0, time.monotonic()  # task of the batch; last checkpoint
@@ -292,9 +292,9 @@ class TaskTrainer(Trainer):
         predictions = {}
         for number, part in enumerate(self.rows):
             outputs = self.best.outputs[number].numpy()  # of the first split, which picks
-            for place, (split, (task, examples)) in enumerate(part.splits().items()):
+            for place, (split, examples) in enumerate(part.splits().items()):
                 if place:
-                    outputs = self._predict(number, self.encode(task, examples))
+                    outputs = self._predict(number, self.encode(part.task, examples))
                 predictions[f"{part.task.name}/{split}"] = example_arrays(examples, outputs)
         history = [
             {"step": e["step"], "loss": round(e["eval_train_loss"], 6), "score": e["eval_score"]}

@@ -229,7 +229,7 @@ def test_every_official_span_decodes_to_its_words(name: str, multicls_data: Path
 
 
 def test_several_labels_a_row(bert: Any) -> None:
-    task = Task("own_m", (("text",),), ("a", "b"), ("micro_f1",), multi_label=True)
+    task = Task("own_m", ("text",), ("a", "b"), ("micro_f1",), multi_label=True)
     rows = [Example("a", ("bal",), 0.0, labels=(1.0, 0.0)), Example("b", ("del",), float("nan"))]
     labels = Encoded(task, rows, bert, 32).batch([0, 1])["labels"]
     assert labels.dtype == torch.float32

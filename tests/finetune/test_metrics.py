@@ -136,7 +136,7 @@ def test_one_row_has_no_correlation() -> None:
 
 MULTI = Task(
     "own_m",
-    (("text",),),
+    ("text",),
     ("a", "b", "c"),
     ("micro_f1", "macro_f1", "exact_match"),
     multi_label=True,

@@ -50,7 +50,7 @@ def test_classes(tmp_path: Path) -> None:
     rows = [{"text": "so, good", "label": "yes"}, {"text": "bad", "label": " no "}]
     task, data = read(tmp_path, rows, rows[:1], "csv")
     assert (task.name, task.labels, task.benchmark) == ("t", ("no", "yes"), "own")
-    assert (task.metrics, task.fields) == (("acc", "macro_f1"), (("text",),))
+    assert (task.metrics, task.fields) == (("acc", "macro_f1"), ("text",))
     found = [(row.id, row.texts, row.label) for row in data.train]
     assert found == [("train:0", ("so, good",), 1), ("train:1", ("bad",), 0)]
     assert [row.id for row in data.dev] == ["dev:0"] and data.notes == ["2 classes: no, yes"]
@@ -134,7 +134,7 @@ def test_a_labelled_test_file(tmp_path: Path) -> None:
     train = write(tmp_path / "t.csv", labelled(*"ababab"))
     test = write(tmp_path / "x.jsonl", labelled("b"))
     data = load_own(OwnDataSettings(train_file=train, test_file=test))
-    assert [(row.id, row.label) for row in data.tests[0][1]] == [("test:0", 1)]
+    assert [(row.id, row.label) for row in data.test] == [("test:0", 1)]
 
 
 def hub_folder(folder: Path, monkeypatch: pytest.MonkeyPatch, **splits: Rows) -> str:
@@ -155,7 +155,7 @@ def test_a_data_set_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     data = load_own(OwnDataSettings(dataset=hub_folder(tmp_path, monkeypatch, **rows), metric="f1"))
     assert data.task.labels == ("neg", "pos") and data.task.name == "mine"
     assert ([row.label for row in data.train], [row.label for row in data.dev]) == ([1, 0, 1], [0])
-    assert [row.label for row in data.tests[0][1]] == [1]
+    assert [row.label for row in data.test] == [1]
     assert data.notes == ["2 classes: neg, pos; f1 is that of 'pos'"]
 
 
@@ -167,7 +167,7 @@ def test_a_data_set_without_dev_rows_and_test_labels(
     rows = labelled(*(labels[n % 2] for n in range(20)))
     name = hub_folder(tmp_path, monkeypatch, train=rows, test=[{"text": "a", "label": hidden}])
     data = load_own(OwnDataSettings(dataset=name))
-    assert (len(data.train), len(data.dev), data.tests) == (16, 4, [])
+    assert (len(data.train), len(data.dev), data.test) == (16, 4, [])
     with pytest.raises(UserError, match=r"dataset .*/none: cannot be loaded"):
         load_own(OwnDataSettings(dataset=str(tmp_path / "none")))
 
@@ -217,12 +217,26 @@ TWO = [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}]
         (labelled(1.5, 2, "nan"), None, {}, "t.jsonl:3: label 'nan' is not a finite number"),
         (labelled("nan", "0"), None, {}, "t.jsonl:1: label 'nan' is not a finite number"),
         (labelled(1, 2, "a"), None, {"label_type": "score"}, "label 'a' is not a finite number"),
-        (labelled(["a"], ["b"]), None, {"label_type": "class"}, "holds lists. Several labels"),
-        (labelled("a|b", "b"), None, {"label_type": "multi_label"}, "holds no lists. Several"),
+        (
+            labelled(["a"], ["b"]),
+            None,
+            {"label_type": "class"},
+            "the label is ['a']; it must be a label",
+        ),
+        (labelled("a|b", "b"), None, {"label_type": "multi_label"}, "'a|b'; it must be a list"),
         (labelled(["a"], "b"), None, {}, "t.jsonl:2: the label is 'b'; it must be a list of"),
         (TWO, labelled("z"), {}, "d.jsonl:1: label 'z' is none of train's: x, y"),
         (TWO, [{"txt": "a", "label": "x"}], {}, "d.jsonl:1: no column 'text' for the text"),
         ([{"text": ["a"], "label": "x"}, TWO[1]], None, {}, "['a']; it must be a text"),
+        (
+            labelled(["a", None], ["b"]),
+            None,
+            {},
+            "t.jsonl:1: the label is None; it must be a label",
+        ),
+        (labelled(["a", ""], ["b"]), None, {}, "t.jsonl:1: the label is ''"),
+        (labelled([["a"]], ["b"]), None, {}, "t.jsonl:1: the label is ['a']; it must be a label"),
+        ([{"text": " ", "label": "x"}], None, {}, "t.jsonl:1: no row has a text"),
     ],
 )
 def test_rows_that_do_not_fit_are_named(
@@ -262,6 +276,9 @@ def test_formats(name: str, content: str, tmp_path: Path) -> None:
 def test_parquet(tmp_path: Path) -> None:
     pd.DataFrame(ROWS).to_parquet(tmp_path / "a.parquet")
     assert [row for _, row in read_table(tmp_path / "a.parquet")] == ROWS
+    pd.DataFrame({"text": [b"x", b"y"], "label": ["x", "y"]}).to_parquet(tmp_path / "b.parquet")
+    with pytest.raises(UserError, match="row 1: column 'text' is b'x'; it must be a text"):
+        load_own(OwnDataSettings(train_file=str(tmp_path / "b.parquet")))
 
 
 def test_tabs_without_quotes(tmp_path: Path) -> None:
@@ -290,6 +307,7 @@ def test_tabs_without_quotes(tmp_path: Path) -> None:
         ("i.jsonl", b'[{"text": "a"}]', "i.jsonl:1: not a JSON object"),
         ("k.csv", "text,label\na,x\n".encode("utf-16"), "k.csv:1: not UTF-8"),
         ("l.csv", b'text,label\n"a" b,x\n', "l.csv:2: cannot be read: ',' expected after"),
+        ("n.csv", "text,label\na,x\n".encode("utf-16-le"), "n.csv:1: not UTF-8"),
         ("m.parquet", b"no Parquet", "m.parquet: cannot be read"),
     ],
 )

@@ -16,8 +16,9 @@ from finetune.benchmarks import read_task
 from finetune.examples import Example, TaskData
 from finetune.own_data import load_own
 from finetune.settings import OwnDataSettings
-from finetune.subsets import TaskRows, draw_rows, hold_out, select_rows
+from finetune.subsets import draw_rows, hold_out, select_rows
 from finetune.tasks import TASKS
+from multicls.errors import UserError
 
 SKEWED = [
     float(row % 10 == 0) + float(row % 50 == 0) for row in range(500)
@@ -49,11 +50,8 @@ def test_smaller_samples_are_part_of_larger_ones_and_a_large_size_takes_all() ->
 
 def test_uniform() -> None:
     """Over many seeds every row is drawn about equally often: 400 draws of 10 of 40 are 100 +- 5 sd (8.7) a row."""
-    counts = [0] * 40
-    for seed in range(400):
-        for row in draw_rows(40, 10, seed):
-            counts[row] += 1
-    assert min(counts) > 56 and max(counts) < 144
+    counts = Counter(row for seed in range(400) for row in draw_rows(40, 10, seed))
+    assert min(counts.values()) > 56 and max(counts.values()) < 144 and len(counts) == 40
 
 
 def test_committed_hash_of_the_holdout() -> None:
@@ -73,17 +71,9 @@ def test_holdout_keeps_classes_in_proportion_and_units_together() -> None:
     grouped = hold_out(rows, [0] * 500, questions, 0.2, 1)
     assert {row // 7 for row in grouped}.isdisjoint(row // 7 for row in set(rows) - grouped)
     assert len({row // 7 for row in grouped}) == round(0.2 * 72)
-    assert (
-        len(hold_out([4, 9], [0, 1], [4, 9], 0.01, 1))
-        == len(hold_out([4, 9], [0, 1], [4, 9], 0.99, 1))
-        == 1
-    )
-
-
-def rows_of(
-    data: TaskData, size: int | str = "full", subset: int = 1, holdout: bool = False
-) -> TaskRows:
-    return select_rows(data, size, subset, holdout)
+    assert [len(hold_out([4, 9], [0, 1], [4, 9], share, 1)) for share in (0.01, 0.99)] == [1, 1]
+    with pytest.raises(UserError, match="2 training rows of one text or passage cannot be divided"):
+        hold_out([4, 9], [0, 1], ["a", "a"], 0.2, 1)
 
 
 @pytest.mark.parametrize("size", [300, "full"])
@@ -91,7 +81,7 @@ def rows_of(
 def test_no_held_out_row_shares_its_passage_with_train(
     name: str, size: int | str, multicls_data: Path
 ) -> None:
-    rows = rows_of(read_task(TASKS[name], str(multicls_data)), size, holdout=True)
+    rows = select_rows(read_task(TASKS[name], str(multicls_data)), size, 1, True)
     learnt = {row.texts[0] for row in rows.train}
     assert rows.validation and not [row for row in rows.validation if row.texts[0] in learnt]
     total, drawn = len(rows.data.train), len(rows.train) + len(rows.validation)
@@ -100,7 +90,7 @@ def test_no_held_out_row_shares_its_passage_with_train(
 
 
 def test_classes_stay_in_proportion_where_rows_share_nothing(multicls_data: Path) -> None:
-    rows = rows_of(read_task(TASKS["rte"], str(multicls_data)), 100, holdout=True)
+    rows = select_rows(read_task(TASKS["rte"], str(multicls_data)), 100, 1, True)
     drawn = [*rows.train, *rows.validation]
     share = sum(row.label for row in drawn) / len(drawn)
     assert len(rows.validation) == 20
@@ -142,23 +132,18 @@ def own_data(folder: Path, labels: list[Any], dev: list[Any] | None = None) -> T
 
 def test_several_labels_a_row_are_drawn_and_held_out(tmp_path: Path) -> None:
     data = own_data(tmp_path, [["a", "b"][n % 2 : n % 3 + 1] for n in range(40)])
-    rows = rows_of(data, 20, holdout=True)
+    rows = select_rows(data, 20, 1, True)
     assert (len(rows.train), len(rows.validation), len(rows.data.dev)) == (16, 4, 8)
-    assert [(task.name, len(test)) for task, test in rows.data.tests] == [("train", 40)]
-    assert list(rows.splits()) == ["validation", "dev", "test"]
+    assert {name: len(split) for name, split in rows.splits().items()} == {
+        "validation": 4,
+        "dev": 8,
+        "test": 40,
+    }
 
 
 def test_labels_that_no_train_row_has_are_warned_of(tmp_path: Path) -> None:
     data = own_data(tmp_path, ["a, b", *"cdefghijklm", "c", *"nopqrst"])
-    dev, test = rows_of(data).warnings
+    dev, test = select_rows(data, "full", 1, False).warnings
     assert dev.startswith("3 dev rows of 4 cannot be right: no training row has the label ")
-    assert test.startswith("3 test (train) rows of 20 cannot be right")
-    assert rows_of(data, 1).warnings[0].startswith("all training rows have the label '")
-    assert "there are 16 rows, and all are taken" in rows_of(data, 17).warnings[-1]
-
-
-def test_rows_without_a_label_do_not_have_the_one_that_all_others_have(tmp_path: Path) -> None:
-    data = own_data(tmp_path, [["a"], [], ["a"], [], ["b"]], [["a"], []])
-    subsets = [rows_of(replace(data, tests=[]), 4, subset) for subset in range(1, 20)]
-    without_b = [rows for rows in subsets if all("train 4" not in row.texts for row in rows.train)]
-    assert without_b and not without_b[0].warnings
+    assert test.startswith("3 test rows of 20 cannot be right")
+    assert "there are 16 rows, and all are taken" in select_rows(data, 17, 1, False).warnings[-1]
