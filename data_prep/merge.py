@@ -105,9 +105,11 @@ def _kept_rows(path: Path, documents: np.ndarray, copied: np.ndarray, drops: Dro
 
 
 def _link(source: Path, target: Path) -> None:
-    """Gives a file a second name, or copies it if there are no links."""
-    target.unlink(missing_ok=True)
+    """Gives a file a second name, or copies it if there are no links; `target` is whole at any time."""
+    fresh = source.with_name(f"{target.name}.{os.getpid()}")
+    fresh.unlink(missing_ok=True)
     try:
-        os.link(source, target)
+        os.link(source, fresh)
     except OSError:
-        shutil.copyfile(source, target)
+        shutil.copyfile(source, fresh)
+    os.replace(fresh, target)

@@ -257,6 +257,14 @@ def test_file_systems_without_hard_links(
     same_files(tmp_path / "whole", tmp_path / "out")
 
 
+def test_a_late_task_takes_nothing_from_a_finished_corpus(tmp_path: Path) -> None:
+    """A worker that was taken for dead may link its shard when work/ is gone."""
+    (tmp_path / "shard").write_text("whole")
+    with pytest.raises(OSError):
+        merge._link(tmp_path / "work" / "rows", tmp_path / "shard")
+    assert (tmp_path / "shard").read_text() == "whole"
+
+
 def test_two_processes_may_build_one_unit(
     texts: Path, tiny_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
