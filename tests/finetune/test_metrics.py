@@ -24,24 +24,20 @@ def score(task: Task, labels: Any, outputs: Any, **columns: list[str]) -> dict[s
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"), [("acc", 3 / 5), ("f1", 2 / 3), ("matthews", (2 - 1) / math.sqrt(36))]
+    ("name", "labels", "predicted", "expected"),
+    [
+        ("acc", LABELS, PREDICTED, 3 / 5),
+        ("f1", LABELS, PREDICTED, 2 / 3),
+        ("f1", 1 - LABELS, 1 - PREDICTED, 1 / 2),  # it is that of class one
+        ("matthews", LABELS, PREDICTED, (2 - 1) / math.sqrt(36)),
+        # deviations -1 0 1 and -4/3 -1/3 5/3; the ranks agree
+        ("pearson", np.arange(3), np.array([1, 2, 4]), 3 / math.sqrt(2 * 42 / 9)),
+        ("spearman", np.arange(3), np.array([1, 2, 4]), 1),
+        ("spearman", np.arange(3), np.array([1, 9, 2]), 1 - 6 * 2 / (3 * 8)),
+    ],
 )
-def test_classes(name: str, expected: float) -> None:
-    assert METRICS[name](LABELS, PREDICTED) == pytest.approx(expected, abs=1e-12)
-
-
-def test_f1_is_that_of_class_one() -> None:
-    assert METRICS["f1"](1 - LABELS, 1 - PREDICTED) == pytest.approx(1 / 2)
-
-
-def test_correlations() -> None:
-    # deviations -1 0 1 and -4/3 -1/3 5/3: 3 / sqrt(2 * 42/9); the ranks agree
-    first, second = np.array([1.0, 2.0, 3.0]), np.array([1.0, 2.0, 4.0])
-    assert METRICS["pearson"](first, second) == pytest.approx(3 / math.sqrt(2 * 42 / 9))
-    assert METRICS["spearman"](first, second) == pytest.approx(1.0)
-    assert METRICS["spearman"](first, np.array([1.0, 9.0, 2.0])) == pytest.approx(
-        1 - 6 * 2 / (3 * 8)
-    )
+def test_by_hand(name: str, labels: Any, predicted: Any, expected: float) -> None:
+    assert METRICS[name](labels, predicted) == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize("name", ["matthews", "pearson", "spearman", "f1"])
@@ -52,10 +48,9 @@ def test_constant_predictions_score_zero(name: str) -> None:
 
 def test_parts_are_pooled_and_reported() -> None:
     labels, parts = np.array([0, 1, 2, 0]), ["m", "m", "m", "mm"]
-    outputs = np.eye(3)[[0, 1, 0, 0]]
-    expected = {"acc": 3 / 4, "acc_m": 2 / 3, "acc_mm": 1.0}
-    assert score(TASKS["mnli"], labels, outputs, parts=parts) == pytest.approx(expected)
-    assert next(iter(score(TASKS["mnli"], labels, outputs, parts=parts))) == "acc"
+    found = score(TASKS["mnli"], labels, np.eye(3)[[0, 1, 0, 0]], parts=parts)
+    assert found == pytest.approx({"acc": 3 / 4, "acc_m": 2 / 3, "acc_mm": 1.0})
+    assert next(iter(found)) == "acc"
 
 
 def logits(predicted: list[int], classes: int) -> np.ndarray:
@@ -100,38 +95,27 @@ def test_record() -> None:
     ] == pytest.approx(2 / 3)
 
 
-def test_choices_are_classes() -> None:
-    outputs = np.array([[0.5, 0.1], [0.2, 0.3]])
-    assert score(TASKS["copa"], np.array([0, 0]), outputs) == {"acc": 0.5}
+@pytest.mark.parametrize(
+    ("task", "labels", "outputs", "expected"),
+    [
+        ("copa", [0, 0], [[0.5, 0.1], [0.2, 0.3]], {"acc": 0.5}),
+        ("stsb", [1.0, 3.0, 5.0], [[0.1], [0.5], [0.9]], {"spearman": 1.0, "pearson": 1.0}),
+        ("sts", [1.0], [[0.1]], {"pearson": 0.0, "spearman": 0.0}),  # one row has no correlation
+    ],
+)
+def test_outputs_of_choices_and_regressions(
+    task: str, labels: Any, outputs: Any, expected: dict[str, float]
+) -> None:
+    found = score(TASKS[task], np.array(labels), np.array(outputs))
+    assert found == pytest.approx(expected)
 
 
 def test_score_examples_takes_all_from_the_rows() -> None:
-    rows = [
-        Example("a", (), 1, group="q", answer="x"),
-        Example("b", (), 0, group="q", answer="y"),
-    ]
+    rows = [Example(n, (), 1 - i, group="q", answer=n) for i, n in enumerate("xy")]
     assert score_examples(TASKS["record"], rows, logits([1, 0], 2))["record_em"] == 1.0
-    rows = [Example("a", (), 1, part="m"), Example("b", (), 0, part="mm")]
-    assert score_examples(TASKS["mnli"], rows, logits([1, 2], 3)) == {
-        "acc": 0.5,
-        "acc_m": 1.0,
-        "acc_mm": 0.0,
-    }
-
-
-def test_regression_reads_the_only_output() -> None:
-    outputs = np.array([[0.1], [0.5], [0.9]])
-    assert score(TASKS["stsb"], np.array([1.0, 2.0, 5.0]), outputs)["spearman"] == pytest.approx(
-        1.0
-    )
-
-
-def test_one_row_has_no_correlation() -> None:
-    """A tiny train set's held-out part."""
-    assert score(TASKS["sts"], np.array([1.0]), np.array([[0.1]])) == {
-        "pearson": 0.0,
-        "spearman": 0.0,
-    }
+    rows = [Example(part, (), 1 - i, part=part) for i, part in enumerate(("m", "mm"))]
+    expected = {"acc": 0.5, "acc_m": 1.0, "acc_mm": 0.0}
+    assert score_examples(TASKS["mnli"], rows, logits([1, 2], 3)) == expected
 
 
 MULTI = Task(
@@ -168,17 +152,21 @@ def test_outputs_that_are_not_finite_have_no_score(broken: float) -> None:
         score(TASKS["rte"], np.array([0, 1]), outputs)
 
 
-def test_constant_answers() -> None:
-    def rows(*labels: float) -> list[Example]:
-        return [Example(f"{n}", (), label, group=f"{n}") for n, label in enumerate(labels)]
+@pytest.mark.parametrize(
+    ("task", "train", "dev", "metric", "expected"),
+    [
+        ("rte", (1, 1, 0), (0, 0, 0, 1), "acc", 0.25),
+        ("copa", (1, 1), (0, 0, 0, 1), "acc", 0.75),
+        ("stsb", (1, 4), (0, 5), "spearman", 0.0),
+        ("multirc", (0, 0, 1), (0, 1), "em", 0.5),
+    ],
+)
+def test_majority(task: str, train: Any, dev: Any, metric: str, expected: float) -> None:
+    rows = [[Example("", (), x, group=f"{n}") for n, x in enumerate(part)] for part in (train, dev)]
+    assert majority_scores(TASKS[task], *rows)[metric] == expected
 
-    assert majority_scores(TASKS["rte"], rows(1, 1, 0), rows(0, 0, 0, 1)) == {"acc": 0.25}
-    assert majority_scores(TASKS["copa"], rows(1, 1), rows(0, 0, 0, 1)) == {"acc": 0.75}
-    assert majority_scores(TASKS["stsb"], rows(1, 4), rows(0, 5)) == {
-        "spearman": 0.0,
-        "pearson": 0.0,
-    }
-    assert majority_scores(TASKS["multirc"], rows(0, 0, 1), rows(0, 1))["em"] == 0.5
+
+def test_majority_of_several_labels() -> None:
     several = [Example("", (), 0.0, labels=labels) for labels in ((1.0, 0.0, 1.0), (1.0, 0.0, 0.0))]
     assert majority_scores(MULTI, several, several)["exact_match"] == 0.5, (
         "label a alone, in more than half"
