@@ -141,11 +141,10 @@ def _record(predictions: Mapping[str, Array], match: Callable[[str, str], float]
     right: dict[str, list[str]] = {group: [] for group in groups}
     for row in np.flatnonzero(predictions["labels"] == 1):
         right[groups[row]].append(_normalised(answers[row]))
-    chosen = choose_answers(predictions["logits"], groups)
-    matches = [
-        max((match(_normalised(answers[row]), gold) for gold in right[group]), default=0.0)
-        for group, row in chosen.items()
-    ]
+    matches = []
+    for group, row in choose_answers(predictions["logits"], groups).items():
+        chosen = _normalised(answers[row])
+        matches.append(max((match(chosen, gold) for gold in right[group]), default=0.0))
     return float(np.mean(matches))
 
 

@@ -114,11 +114,9 @@ def _unlearnable(data: TaskData, train: Sequence[Example]) -> list[str]:
     known = {label for row in train for label in row.classes}
     warnings = []
     for name, rows in (("dev", data.dev), ("test", data.test)):
-        unseen = [row for row in rows if not known.issuperset(row.classes)]
-        lost = sorted({label for row in unseen for label in row.classes} - known)
-        if unseen:
-            warnings.append(
-                f"{count(len(unseen), f'{name} row')} of {len(rows)} cannot be right: no training row has the label "
-                f"{label_list([task.labels[label] for label in lost])}"
-            )
+        if unseen := [row for row in rows if not known.issuperset(row.classes)]:
+            lost = {label for row in unseen for label in row.classes} - known
+            names = label_list([task.labels[label] for label in sorted(lost)])
+            number = f"{count(len(unseen), f'{name} row')} of {len(rows)}"
+            warnings.append(f"{number} cannot be right: no training row has the label {names}")
     return warnings
