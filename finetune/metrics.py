@@ -142,8 +142,8 @@ def _record(predictions: Mapping[str, Array], match: Callable[[str, str], float]
     for row in np.flatnonzero(predictions["labels"] == 1):
         right[groups[row]].append(_normalised(answers[row]))
     matches = []
-    for group, row in choose_answers(predictions["logits"], groups).items():
-        chosen = _normalised(answers[row])
+    for group, chosen_row in choose_answers(predictions["logits"], groups).items():
+        chosen = _normalised(answers[chosen_row])
         matches.append(max((match(chosen, gold) for gold in right[group]), default=0.0))
     return float(np.mean(matches))
 
