@@ -109,7 +109,8 @@ def comparisons_table(groups: Sequence[Group], systems: Sequence[str]) -> pd.Dat
             "system": f"{a['system']} - {b['system']}",
             "difference": percent(test.difference, "+"),
             INTERVAL: interval_text((test.low, test.high), "+"),
-            "p, corrected": "-" if math.isnan(p) else f"{p:.3f}" + " *" * (p < 0.05),
+            "p, corrected": f"{p:.3f}".replace("0.000", "< 0.001").replace("nan", "-")
+            + " *" * (p < 0.05),
             "test": kind + ", seeds only" * ("seed" in (a.estimate.kind, b.estimate.kind)),
             "needed": f"{test.needed:.0f}".replace("nan", "-").replace("inf", "> 200"),
         }

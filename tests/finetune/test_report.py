@@ -51,6 +51,11 @@ def test_tables_hold_the_numbers(results: Path) -> None:
     (line,) = report.tables["Comparisons"].to_dict("records")
     assert line["system"] == "a - b" and line["test"] == "paired, training subsets"
     assert float(line["difference"]) > 5 and int(line["needed"]) >= 2
+    for subset in range(4, 11):
+        fake_run(results, "a", skill=1.0, subset=subset)
+        fake_run(results, "c", skill=-50.0, subset=subset)
+    ps = report_of(results).tables["Comparisons"]["p, corrected"]
+    assert "< 0.001 *" in ps.tolist()
 
 
 def test_rows_that_pick_the_checkpoint_are_not_training_rows(tmp_path: Path) -> None:
