@@ -21,12 +21,7 @@ from tokenizers import (
     processors,
     trainers,
 )
-from transformers import (
-    AutoConfig,
-    AutoModelForMaskedLM,
-    PreTrainedConfig,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedTokenizerFast
 
 WORDS = [a + b + c for a in "bdfgklmnprst" for b in "aeiou" for c in "lnrs"]  # 240 syllables
 TEXTS = ["bal del fil", "gol", "nar pel ros tun sil kor"]
@@ -146,10 +141,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], Callable[[], PreTrainedTokenizerFast]]
         lambda: unigram(BRACKETS, 1),
     ),
     "mpnet": (SIZES, wordpiece_with_angles),
-    "distilbert": (
-        DISTILBERT | {"max_position_embeddings": 64},
-        lambda: wordpiece(types=False),
-    ),
+    "distilbert": (DISTILBERT | {"max_position_embeddings": 64}, lambda: wordpiece(types=False)),
     "electra": (SIZES | {"embedding_size": 16}, wordpiece),
     "convbert": (SIZES | {"embedding_size": 32}, wordpiece),
     "nomic_bert": (SIZES, wordpiece),

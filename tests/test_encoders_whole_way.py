@@ -15,6 +15,7 @@ import pytest
 from tests.encoders import WORDS, save_encoder
 
 REPOSITORY = Path(__file__).parents[1]
+LABELS = [("bal", "yes"), ("gol", "no")]
 KINDS = ["modernbert", "mpnet", "xlm-roberta", "deberta-v2", "distilbert"]
 PRETRAINING = (
     "--steps 6 --model.num_facets 2 --data.seq_length 40 --data.num_workers 0 --data.validation_fraction 0.2 "
@@ -71,12 +72,11 @@ def write_texts(path: Path) -> None:
 def write_rows(path: Path, count: int, seed: int) -> None:
     """Writes rows whose label is the first word's."""
     rng = random.Random(seed)
+    rows = [
+        (" ".join([first, *rng.sample(WORDS, 4)]), label) for first, label in LABELS * (count // 2)
+    ]
     with path.open("w", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow(["text", "label"])
-        for number in range(count):
-            words = [("bal", "gol")[number % 2], *rng.sample(WORDS, 4)]
-            rows.writerow([" ".join(words), ("yes", "no")[number % 2]])
+        csv.writer(file).writerows([("text", "label"), *rows])
 
 
 @pytest.mark.walk

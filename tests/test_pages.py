@@ -36,8 +36,8 @@ SHORTER = {"docs/own_text.md": (" --epochs 1 ", " --steps 6 ")}  # of a pretrain
 SHOWN = {  # what the commands of a page print
     "README.md": ("recall at 1", "torch.Size([1, 5, 384])"),
     "docs/model.md": ("torch.Size([3, 5, 384])",),
-    "docs/own_labels.md": ("labelled: 20 rows: ",),
-    "docs/own_text.md": ("step 6", "labelled: 20 rows: "),
+    "docs/own_labels.md": ("labelled: 20 rows",),
+    "docs/own_text.md": ("step 6", "labelled: 20 rows"),
     "docs/extending.md": (),
 }
 

@@ -119,11 +119,7 @@ def test_score_examples_takes_all_from_the_rows() -> None:
 
 
 MULTI = Task(
-    "own_m",
-    ("text",),
-    ("a", "b", "c"),
-    ("micro_f1", "macro_f1", "exact_match"),
-    multi_label=True,
+    "own_m", ("text",), ("a", "b", "c"), ("micro_f1", "macro_f1", "exact_match"), multi_label=True
 )
 
 
