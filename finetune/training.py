@@ -186,7 +186,10 @@ class TaskTrainer(Trainer):
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Returns the rank's own chunks, which accelerate must not shard again."""
         dataset: Any = self.train_dataset
-        return DataLoader(dataset, batch_sampler=self.sampler, collate_fn=itemgetter(0))
+        pin = torch.cuda.is_available()
+        return DataLoader(
+            dataset, batch_sampler=self.sampler, collate_fn=itemgetter(0), pin_memory=pin
+        )
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any) -> Tensor:
         """Computes the gradients of a chunk, with its own seed for dropout."""
