@@ -380,6 +380,7 @@ def training_arguments(
         "gradient_accumulation_steps": sampler.accumulation,
         "warmup_steps": round(train.warmup_ratio * sampler.steps),
         "bf16": bf16,
+        "use_cpu": not torch.cuda.is_available(),  # without it two ranks get losses of NaN there
         "eval_strategy": "steps",
         "eval_steps": train.eval_every,
         "eval_delay": 0,
