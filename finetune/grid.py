@@ -182,7 +182,7 @@ def _runs_of_system(
             range(number), range(subsets), *search.values(), grid.seeds
         ):
             candidate = dict(zip(search, picked, strict=True))
-            run = {
+            run: dict[str, Any] = {
                 "name": f"{model}-{name}".lstrip("-"),
                 "model": folders[r % len(folders)],
                 "pretraining": r + 1,
@@ -190,7 +190,10 @@ def _runs_of_system(
                 "seed": seed,
                 "search": candidate,
             }
-            yield values | candidate | run
+            run = values | candidate | run
+            keys = [key for key in run if key.startswith("trainer.")]
+            trainer = {key.removeprefix("trainer."): run.pop(key) for key in keys}
+            yield run | {"trainer": trainer}
 
 
 def check_folders(runs: Sequence[RunSettings]) -> None:
