@@ -162,6 +162,7 @@ def load_fine_tuned(folder: str) -> tuple[TaskModel, PreTrainedTokenizerBase]:
     """Returns model and tokenizer that `finetune/run.py --save_model` has saved."""
     from transformers import AutoTokenizer
 
+    import multicls.modeling_multicls  # noqa: F401 (registers the model type of the encoder in it)
     from finetune.heads.modeling_task import TaskModel
     from multicls.build import load_problems, quiet_transformers
 
