@@ -170,11 +170,11 @@ def test_holdout_reports_the_best_weights_not_the_last(
     ("values", "message"),
     [
         ({"train__class_weights": "balanced", "task": "stsb"}, "--class_weights: task stsb"),
-        ({"trainer__optm": "adafactor"}, "unexpected keyword argument 'optm'"),
-        ({"trainer__optim": "adagrat"}, "adagrat"),
-        ({"trainer__max_steps": 3}, "trainer.max_steps: a setting of our own decides it"),
-        ({"trainer__num_train_epochs": 3}, "trainer.num_train_epochs: a setting of our own"),
-        ({"trainer__logging_strategy": "no"}, "trainer.logging_strategy: a setting of our own"),
+        ({"trainer": {"optm": "adafactor"}}, "unexpected keyword argument 'optm'"),
+        ({"trainer": {"optim": "adagrat"}}, "adagrat"),
+        ({"trainer": {"max_steps": 3}}, "trainer.max_steps: a setting of our own decides it"),
+        ({"trainer": {"num_train_epochs": 3}}, "trainer.num_train_epochs: a setting of our own"),
+        ({"trainer": {"logging_strategy": "no"}}, "trainer.logging_strategy: a setting of our own"),
         ({"config": "ds_configs/zero3.json"}, "no ZeRO stage 3 here"),
         ({"train__learning_rate": 1e38, "train__max_grad_norm": 1e30}, "not a finite number"),
     ],
@@ -191,14 +191,15 @@ def test_training_arguments_and_class_weights_are_used(
     still_bert: Path, glue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = logits_of(finetune(still_bert, glue, tmp_path / "a", **PLAIN))
-    changes = {"trainer__lr_scheduler_type": "constant", "train__class_weights": "balanced"}
+    scheduler = {"lr_scheduler_type": "constant"}
+    changes: dict[str, Any] = {"trainer": scheduler, "train__class_weights": "balanced"}
     for name, value in changes.items():
         other = logits_of(finetune(still_bert, glue, tmp_path / name, **PLAIN | {name: value}))
         assert np.abs(plain - other).max() > 1e-5
     calls = mock.Mock(wraps=torch.utils.checkpoint.checkpoint)
     monkeypatch.setattr("transformers.modeling_utils.checkpoint", calls)
     same = finetune(
-        still_bert, glue, tmp_path / "c", **PLAIN, trainer__gradient_checkpointing="True"
+        still_bert, glue, tmp_path / "c", **PLAIN, trainer={"gradient_checkpointing": "True"}
     )
     assert calls.called
     np.testing.assert_allclose(plain, logits_of(same), atol=1e-5)
