@@ -6,8 +6,6 @@ import hashlib
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-import pandas as pd
-
 from finetune.examples import Example, TaskData
 from finetune.tasks import Task, label_list
 from multicls.console import count
@@ -92,6 +90,8 @@ def hold_out(
         raise UserError(
             f"{count(len(rows), 'training row')} of one text or passage cannot be divided; give more."
         )
+    import pandas as pd  # here, because commands that only check their flags read this module
+
     table = pd.DataFrame({"class": classes, "unit": units}, index=rows)
     first = table.drop_duplicates("unit")
     first = first.loc[_ranked(first.index, f"holdout:{seed}")]
