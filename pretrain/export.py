@@ -35,17 +35,14 @@ WEIGHTS = "model.safetensors"
 class ExportOptions(Settings):
     """Options of the command."""
 
-    run: CliPositionalArg[Path] = Field(
-        description="the run folder of pretrain/run.py, in any state"
-    )
+    run: CliPositionalArg[Path] = Field(description="run folder of pretrain/run.py, in any state")
     step: int | None = Field(None, description="step of the checkpoint; default: the newest one")
     output: Path = Field(description="new folder, or an earlier export to replace")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exports a checkpoint. Returns the exit code."""
-    prog = "pretrain/export.py"
-    options = parse(ExportOptions, argv, prog=prog, doc=__doc__)
+    options = parse(ExportOptions, argv, prog="pretrain/export.py", doc=__doc__)
     run_folder, output = options.run, options.output
     if not (run_folder / "settings.yaml").exists():
         raise UserError(f"{run_folder}: is not a run folder of pretrain/run.py.")

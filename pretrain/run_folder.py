@@ -33,9 +33,7 @@ def check_whole(path: Path) -> None:
     """Raises UserError if a file of a checkpoint is missing or has another size, or another version wrote it."""
     meta = read_json(path / META)
     if meta.get("format") != FORMAT:
-        raise UserError(
-            f"{path}: another version of this program wrote it; finish the run with it."
-        )
+        raise UserError(f"{path}: another version of the program wrote it; finish the run with it.")
     for name, size in meta["files"].items():
         found = (path / name).stat().st_size if (path / name).exists() else 0
         if found != size:

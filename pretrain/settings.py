@@ -128,9 +128,7 @@ class RunSettings(Settings):
     eval_examples: PositiveInt = Field(500, description="validation examples, always the same")
     save_every: Interval = Field(10000, description="interval of checkpoints")
     keep_checkpoints: PositiveInt = Field(2, description="number of newest checkpoints to keep")
-    milestone_every: PositiveInt | None = Field(
-        None, description="checkpoints of these steps are kept for good"
-    )
+    milestone_every: PositiveInt | None = Field(None, description="these steps' checkpoints stay")
     time_limit: float | None = Field(None, gt=0, description="minutes until it saves and leaves")
     wandb_project: str | None = Field(None, description="reports to Weights & Biases, too")
 
@@ -235,9 +233,8 @@ def resolve_length(
     wanted = (train.tokens / tokens or train.epochs) * examples  # in examples
     steps = train.steps or max(1, round(wanted / train.global_batch_size))
     passes = steps * train.global_batch_size / examples
-    notes = [
-        f"length: {steps:,} steps are {passes:,.2f} passes (epochs) over {tokens:,} training tokens"
-    ]
+    length = f"{passes:,.2f} passes (epochs) over {tokens:,} training tokens"
+    notes = [f"length: {steps:,} steps are {length}"]
     if passes > MANY_PASSES:
         notes.append(
             f"warning: after about {MANY_PASSES} passes over the same text a model learns nothing more. Shorten the "

@@ -62,6 +62,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self.device = torch.device(self.engine.device)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.ranks = {"rank": self.rank, "ranks": self.world_size}
         self.guard = NonFiniteGuard(self.engine, self.settings.train.skip_nonfinite)
         self.weights = self.settings.objective.in_use
 
@@ -152,8 +153,7 @@ class Trainer:
         examples = min(self.settings.run.eval_examples, stream.examples_per_epoch)
         count = max(1, examples // size)  # one group a pass: independent of micro-batches
         padded = math.ceil(count / self.world_size) * self.world_size  # all ranks pass as often
-        ranks = {"rank": self.rank, "ranks": self.world_size}
-        (batches,) = load_steps(stream, range(1), size=size, per_step=padded, workers=0, **ranks)
+        (batches,) = load_steps(stream, range(1), size=size, per_step=padded, workers=0, **self.ranks)
         self.engine.eval()
         sums = MetricSums()
         for batch in batches:
@@ -184,9 +184,8 @@ class Trainer:
         train = self.settings.train
         size, stream = int(train.micro_batch_size), self.streams["train"]
         sizes = {"size": size, "per_step": train.global_batch_size // size}
-        ranks = {"rank": self.rank, "ranks": self.world_size}
         workers = self.settings.data.num_workers
-        return load_steps(stream, range(start, train.steps), workers=workers, **sizes, **ranks)
+        return load_steps(stream, range(start, train.steps), workers=workers, **sizes, **self.ranks)
 
     def _forward(self, batch: MicroBatch, normalizers: dict[str, Tensor]) -> Any:
         return self.engine(
