@@ -119,10 +119,8 @@ def pretrain(
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     notes += [*length, *_notes(streams["validation"]), converted]
     notes.append(f"model: {size:.1f} M parameters, {precision}")
-    objectives = settings.objective.in_use
-    engine = build_engine(
-        deepspeed, model, completed, settings.train, objectives, universal=bool(converted)
-    )
+    weights, universal = settings.objective.in_use, bool(converted)
+    engine = build_engine(deepspeed, model, completed, settings.train, weights, universal)
     if start:
         checkpoints.load(engine, start)
     log = Log(run_folder, is_first, start, run.wandb_project)

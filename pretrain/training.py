@@ -153,7 +153,8 @@ class Trainer:
         examples = min(self.settings.run.eval_examples, stream.examples_per_epoch)
         count = max(1, examples // size)  # one group a pass: independent of micro-batches
         padded = math.ceil(count / self.world_size) * self.world_size  # all ranks pass as often
-        (batches,) = load_steps(stream, range(1), size=size, per_step=padded, workers=0, **self.ranks)
+        sizes = {"size": size, "per_step": padded, "workers": 0}
+        (batches,) = load_steps(stream, range(1), **sizes, **self.ranks)
         self.engine.eval()
         sums = MetricSums()
         for batch in batches:
