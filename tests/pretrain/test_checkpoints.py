@@ -88,7 +88,7 @@ def test_damage_is_named(folder: Path, name: str, harm: Callable[[Path], None]) 
 def test_a_checkpoint_of_another_version_is_refused(folder: Path) -> None:
     meta = folder / "step_00000030" / "meta.json"
     write_json(meta, read_json(meta) | {"format": None})
-    with pytest.raises(UserError, match="another version of this program wrote it"):
+    with pytest.raises(UserError, match="another version of the program wrote it"):
         checkpoints(folder).newest()
 
 
