@@ -478,11 +478,9 @@ class MultiClsForPreTraining(MultiClsForMaskedLM):
             labels: (B, L) masked-LM targets, -100 elsewhere; the MLM head is computed where they are, only.
             tfidf_labels: (B, L - K) targets in 0..10, without the facet positions; padding does not count.
             so_labels: (B,) 1 = the segments are swapped, 0 = in order, -100 = the part has one segment.
-            masked_positions: (M,) ascending indices of the labelled positions in the flattened (B * L) batch. Without
-                them the host waits for the device.
+            masked_positions: (M,) ascending, of the labels in the flattened batch; without it the host waits.
             group_size: n, the examples that are each other's negatives in MCQT; None: all examples are one group.
-            normalizers: Divisors of the summed "mlm", "tfidf" and "so" losses, in place of their numbers of terms in
-                this batch. Training passes the batch's share of the whole optimizer step.
+            normalizers: Divisors of the summed "mlm", "tfidf" and "so" losses; None: their numbers of terms here.
             objectives: Those of `OBJECTIVES` to compute; None: all.
         """
         kwargs["return_dict"] = True
