@@ -150,6 +150,17 @@ def test_copies_are_found_across_units(tmp_path: Path) -> None:
     assert [np.flatnonzero(copied).tolist() for copied in copies] == [[], [], [0, 2], [1]]
 
 
+@pytest.mark.parametrize(("without", "documents"), [([], 1), (["duplicate_documents"], 2)])
+def test_copies_go_unless_they_are_to_stay(
+    without: list[str], documents: int, tiny_tokenizer: Path, tmp_path: Path
+) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(story(40))
+    inputs = tmp_path / "a.txt", tmp_path / "b.txt"
+    corpus = prepared(tiny_tokenizer, tmp_path / "out", *inputs, without=without)
+    assert corpus.num_documents == documents
+
+
 # Determinism and interruptions.
 
 
