@@ -405,7 +405,8 @@ def test_source_weights(tmp_path: Path) -> None:
         examples = stream.examples(epoch, range(stream.examples_per_epoch))
         return Counter(example.row for example in examples)
 
-    first, second = shown(0), shown(1)
+    first, second, third = map(shown, range(3))
+    assert any(first[row] != third[row] for row in range(60)), "another half in the next pass"
     for row in range(60):  # each window once in two epochs
         assert first[row] + second[row] == plain.num_windows(row)
     assert all(first[d] == second[d] == 2 * plain.num_windows(d) for d in range(60, 100))
