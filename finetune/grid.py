@@ -319,7 +319,7 @@ def _save_best(runs: Sequence[RunSettings], results: Path) -> None:
     records = records[records["path"].isin(by_folder) & ~records["head"].isin(FITTED)]
     for task, group in records.groupby("task", sort=False):
         best = best_run(group)
-        print_line(f"{task}: the best system that leaves a model is {best['system']}; saving its model")
+        print_line(f"{task}: the best system with a model is {best['system']}; saving it")
         run_finetune(by_folder[best["path"]].model_copy(update={"save_model": True}))
         print_summary([("model", Path(best["path"], "model"))])
 

@@ -231,7 +231,7 @@ def test_own_rows_with_a_test_file_and_the_best_model(
     assert sorted(runs["system"].value_counts().items()) == [("bert-mean", 2), ("tfidf", 2)]
     assert all(set(tests) == {"test"} for tests in runs["tests"])
     assert len(list(tmp_path.rglob("model/model.safetensors"))) == 1
-    assert "the best system is bert-mean" in capsys.readouterr().out
+    assert "the best system with a model is bert-mean" in capsys.readouterr().out
     with pytest.raises(UserError, match="give --selection holdout"):
         main([*start(tmp_path, tiny_bert, tmp_path, **changes), *own, "--save_best"])
 
