@@ -26,6 +26,7 @@ class Encoded:
     question. A marked span is never cut: its text loses its beginning instead.
 
     Attributes:
+        task, examples: what was encoded.
         lengths: number of tokens of each row; of its first choice if it has several.
         labels: (N,) class indices (-100: hidden), or scores divided by the task's scale; (N, C) 0.0 and 1.0 if a row
             has several labels.
@@ -41,7 +42,7 @@ class Encoded:
         tokenizer: PreTrainedTokenizerBase,
         max_length: int,
     ) -> None:
-        self.spans: list[Tensor] = []
+        self.task, self.examples, self.spans = task, examples, list[Tensor]()
         if task.shape != "texts":
             features, self.spans = _encode_segments(task, examples, tokenizer, max_length)
         else:

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 from scipy.special import log_softmax
+from sklearn.dummy import DummyClassifier
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression, RidgeCV
 from sklearn.model_selection import GridSearchCV, StratifiedKFold
 from sklearn.pipeline import make_pipeline, make_union
-from sklearn.preprocessing import FunctionTransformer, MaxAbsScaler, StandardScaler
+from sklearn.preprocessing import MaxAbsScaler, StandardScaler
+from torch import nn
 
-from finetune.examples import Array, Example, example_arrays
-from finetune.results import Predictions
+from finetune.encoding import Encoded
+from finetune.examples import Array, Example
+from finetune.heads.modeling_task import TaskModel
+from finetune.heads.pooling import ClsHead
+from finetune.subsets import TaskRows
 from finetune.tasks import Task
+from finetune.training import find_device, predict_rows
 from multicls.errors import UserError
-
-if TYPE_CHECKING:
-    from finetune.encoding import Encoded
-    from finetune.heads.modeling_task import TaskModel
-    from finetune.subsets import TaskRows
 
 STRENGTHS = np.logspace(-4, 2, 13)  # C of the logistic regression
 ALPHAS = np.logspace(-1, 5, 13)  # of the ridge regression
@@ -33,50 +35,47 @@ LOWEST = 1e-12  # probability of a class, so that its logarithm is a number
 def fit_head(
     task_rows: TaskRows,
     model: TaskModel | None,
-    encode: Callable[[Task, Sequence[Example]], Encoded],
+    encoded: Sequence[Mapping[str, Encoded]],
     seed: int,
-) -> tuple[Predictions, dict[str, str]]:
+) -> tuple[list[list[Array]], dict[str, str]]:
     """Fits a regression on the model's embeddings, or without a model on TF-IDF of words and pairs of words.
 
     In a choice task a row is a choice, right or wrong.
 
+    Args:
+        encoded: of the one task its splits, "train" first; empty without a model.
+
     Returns:
-        The predictions, with log-probabilities (N, C) as logits; what the record says of the device.
+        The outputs (N, C) of the one task for each split but "train", log-probabilities or scores; what the record says
+        of the device.
 
     Raises:
         UserError: The task has several labels a row, or without a model more than plain texts.
     """
-    from finetune.training import find_device
-
-    task, train, splits = task_rows.task, task_rows.train, task_rows.splits()
+    task, splits = task_rows.task, [task_rows.train, *task_rows.splits().values()]
     if task.multi_label or (model is None and (task.num_choices or task.num_spans)):
         what = "has several labels a row" if task.multi_label else "is more than a text or two"
         raise UserError(f"--head: task {task.name} {what}; use another head.")
-    others = [example for examples in splits.values() for example in examples]
-    labels = np.array([example.label for example in train])
-    known: Any = train
-    unknown: Any = others
-    if model:
-        steps = [StandardScaler()]
-        known, unknown = (embed(model, encode(task, part)) for part in (train, others))
-    else:
-        texts = make_union(*(_tfidf_of(index) for index in range(len(task.fields))))
-        steps = [texts, MaxAbsScaler()]
+    inputs: list[Any] = [embed(model, r) for r in encoded[0].values()] if model else splits
+    scaled: Any = StandardScaler() if model else make_pipeline(_tfidf(task), MaxAbsScaler())
+    train, *others = [scaled.fit_transform(inputs[0]), *map(scaled.transform, inputs[1:])]
+    labels = np.array([example.label for example in task_rows.train])
     if task.is_regression:
-        regression = make_pipeline(*steps, RidgeCV(ALPHAS)).fit(known, labels / task.label_scale)
-        outputs = regression.predict(unknown)[:, None]
+        regression = RidgeCV(ALPHAS).fit(train, labels / task.label_scale)
+        outputs = [regression.predict(features)[:, None] for features in others]
     else:
         labels = labels.astype(int)
         if task.num_choices:
             labels = (np.arange(task.num_choices) == labels[:, None]).astype(int).ravel()
-        outputs = _log_probabilities(steps, known, labels, unknown, max(2, task.num_labels), seed)
+        classifier = fit_classifier(train, labels, seed)
+        classes = max(2, task.num_labels)
+        outputs = [_log_probabilities(classifier, features, classes) for features in others]
         if task.num_choices:
-            outputs = log_softmax((outputs @ [-1, 1]).reshape(len(others), -1), axis=1)
-    ends = np.cumsum([len(examples) for examples in splits.values()])[:-1]
-    parts = zip(splits.items(), np.split(outputs.astype(np.float32), ends), strict=True)
-    predictions = {f"{task.name}/{n}": example_arrays(rows, part) for (n, rows), part in parts}
+            margins = [(output @ [-1, 1]).reshape(-1, task.num_choices) for output in outputs]
+            outputs = [log_softmax(margin, axis=1) for margin in margins]
     device, bf16 = find_device()
-    return predictions, {"device": device.type, "precision": "bf16" if bf16 else "fp32"}
+    arrays = [output.astype(np.float32) for output in outputs]
+    return [arrays], {"device": device.type, "precision": "bf16" if bf16 else "fp32"}
 
 
 def embed(model: TaskModel, rows: Encoded) -> Array:
@@ -85,10 +84,6 @@ def embed(model: TaskModel, rows: Encoded) -> Array:
     The head `cls` gives the last hidden state of [CLS] without its pooler: BERT's was pretrained for next sentences
     only, that of many distilled models not at all, and RoBERTa and ELECTRA have none.
     """
-    from torch import nn
-
-    from finetune.heads.pooling import ClsHead
-    from finetune.training import find_device, predict_rows
 
     def give_features(_: nn.Module, __: Any, output: Any) -> None:
         output.logits = output.features.reshape(len(output.logits), -1)
@@ -101,32 +96,38 @@ def embed(model: TaskModel, rows: Encoded) -> Array:
     return features.reshape(len(rows) * rows.sequences_per_row, -1)
 
 
-def _tfidf_of(index: int) -> Any:
-    """Returns the TF-IDF of one text of a row."""
-    column = FunctionTransformer(lambda rows: [row.texts[index] for row in rows], validate=False)
-    return make_pipeline(column, TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True))
+def _tfidf(task: Task) -> Any:
+    """Returns the TF-IDF of each text of an example."""
+    texts = [partial(_lower_text, index) for index in range(len(task.fields))]
+    options: dict[str, Any] = {"ngram_range": (1, 2), "sublinear_tf": True}
+    return make_union(*(TfidfVectorizer(preprocessor=text, **options) for text in texts))
 
 
-def _log_probabilities(
-    steps: list[Any], train: Any, labels: Array, others: Any, classes: int, seed: int
-) -> Array:
-    """Returns the log-probabilities of the classes (M, C) by logistic regression after some steps.
+def _lower_text(index: int, example: Example) -> str:
+    return example.texts[index].lower()
 
-    Cross-validation on the training rows picks C by log loss if each class has two. Classes that no training row has
-    are the least likely.
+
+def fit_classifier(features: Any, labels: Array, seed: int) -> Any:
+    """Returns a logistic regression on features (N, F), whose C cross-validation picks if each class has two rows.
+
+    If all labels (N,) are alike, it always predicts that one.
     """
-    probabilities, seen = np.full((len(others), classes), LOWEST), np.unique(labels)
-    probabilities[:, seen] = 1.0
-    if len(seen) > 1:
-        pipeline = make_pipeline(*steps, LogisticRegression(max_iter=2000))
-        tuning = np.random.default_rng(seed).permutation(len(labels))[:TUNING_ROWS]
-        fewest = np.bincount(labels[tuning], minlength=classes)[seen].min()
-        if fewest > 1:
-            folds = StratifiedKFold(min(FOLDS, fewest), shuffle=True, random_state=seed)
-            grid = {"logisticregression__C": STRENGTHS}
-            search = GridSearchCV(pipeline, grid, scoring="neg_log_loss", cv=folds, refit=False)
-            search.fit([train[row] for row in tuning], labels[tuning])
-            pipeline.set_params(**search.best_params_)
-        known = pipeline.fit(train, labels).predict_proba(others)
-        probabilities[:, seen] = np.maximum(known, LOWEST)
+    if len(seen := np.unique(labels)) == 1:
+        return DummyClassifier().fit(features, labels)
+    classifier = LogisticRegression(max_iter=2000)
+    tuning = np.random.default_rng(seed).permutation(len(labels))[:TUNING_ROWS]
+    fewest = np.bincount(labels[tuning], minlength=seen[-1] + 1)[seen].min()
+    if fewest > 1:
+        folds = StratifiedKFold(min(FOLDS, fewest), shuffle=True, random_state=seed)
+        options: dict[str, Any] = {"scoring": "neg_log_loss", "cv": folds, "refit": False}
+        search = GridSearchCV(classifier, {"C": STRENGTHS}, **options)
+        classifier.set_params(**search.fit(features[tuning], labels[tuning]).best_params_)
+    return classifier.fit(features, labels)
+
+
+def _log_probabilities(classifier: Any, features: Any, classes: int) -> Array:
+    """Returns the log-probabilities of the classes (N, C); those that no training row has are the least likely."""
+    probabilities = np.full((features.shape[0], classes), LOWEST)
+    known = classifier.predict_proba(features)
+    probabilities[:, classifier.classes_] = np.maximum(known, LOWEST)
     return np.log(probabilities)

@@ -25,8 +25,8 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/: its nam
 from pydantic import Field, PositiveInt, field_validator
 
 from finetune.heads import FITTED
-from finetune.results import ERROR, is_finished, load_results, read_error, write_error
-from finetune.run import finished_record, load_tasks, run_finetune
+from finetune.results import ERROR, is_finished, load_results, read_error, read_record, write_error
+from finetune.run import finished_record, load_tasks, run_finetune, run_identity
 from finetune.settings import (
     OwnDataSettings,
     RunSettings,
@@ -202,11 +202,15 @@ def check_folders(runs: Sequence[RunSettings]) -> None:
     Raises:
         UserError: Some do, or two runs of the grid have one folder.
     """
+    from finetune.heads.build import find_checkpoint
+
     folder, number = Counter(run.folder for run in runs).most_common(1)[0]
     if number > 1:
         raise UserError(f"{folder}: {number} runs have this folder; name models and systems apart.")
     for run in runs:
-        finished_record(run)
+        if read_record(run.folder):
+            checkpoint = find_checkpoint(run.model) if run.model else None
+            finished_record(run, run_identity(run, load_tasks(run), checkpoint))
 
 
 def work_side_by_side(runs: Sequence[RunSettings], jobs: int, logs: Path) -> None:

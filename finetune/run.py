@@ -12,27 +12,26 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/: its names hide packages
 
 from finetune.heads import FITTED
-from finetune.settings import SHORTCUTS, OwnDataSettings, RunSettings
+from finetune.settings import SHORTCUTS, OwnDataSettings, RunSettings, flatten
 from finetune.tasks import TASKS
-from multicls.console import count, print_line, print_summary
+from multicls.console import print_line, print_summary
 from multicls.distributed import leave_deepspeed, on_rank_0, prepare_deepspeed, rank_and_world
 from multicls.errors import UserError, run_command
 from multicls.files import locked
 from multicls.settings import parse, to_yaml
 
 if TYPE_CHECKING:
-    from finetune.encoding import Encoded
-    from finetune.examples import Example, TaskData
+    from finetune.examples import TaskData
+    from finetune.heads.build import Checkpoint
     from finetune.results import Record
-    from finetune.subsets import TaskRows
-    from finetune.tasks import Task
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,19 +60,20 @@ def run_finetune(settings: RunSettings) -> Record:
         Incompatible: The head does not work on the model.
         UserError: Model, data or settings do not fit; no record is written then.
     """
+    from finetune.heads.build import find_checkpoint
+
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic matrix products
     if settings.config or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         prepare_deepspeed()
     with ExitStack() as stack:
-
-        def start() -> Record | None:
-            stack.enter_context(locked(settings.folder))
-            return finished_record(settings)
-
-        if record := on_rank_0(start):
+        on_rank_0(lambda: stack.enter_context(locked(settings.folder)))
+        data = load_tasks(settings)
+        checkpoint = find_checkpoint(settings.model) if settings.model else None
+        identity = run_identity(settings, data, checkpoint)
+        if record := on_rank_0(lambda: finished_record(settings, identity)):
             _print(f"already finished: {record['path']}")
         else:
-            record = _run(settings)
+            record = _run(settings, data, checkpoint, identity)
     for entry in record["tasks"]:
         for split, scores in {"dev": entry["scores"], **entry["tests"]}.items():
             values = "  ".join(f"{name} {100 * value:.2f}" for name, value in scores.items())
@@ -81,89 +81,6 @@ def run_finetune(settings: RunSettings) -> Record:
         if entry["score"] <= entry["baseline"]:
             value = f"{100 * entry['baseline']:.2f}"
             _print(f"warning: {entry['task']}: always giving the same answer scores {value}")
-    return record
-
-
-def finished_record(settings: RunSettings) -> Record | None:
-    """Returns the record of a finished run, None if the run is not finished or lacks what it is to save.
-
-    Raises:
-        UserError: The run's folder holds one with other settings, from other weights, or on other own rows.
-    """
-    from finetune.heads.build import find_checkpoint
-    from finetune.results import is_finished, read_record
-
-    if (record := read_record(settings.folder)) is None:
-        return None
-    before, now = dict(record["settings"]), settings.compared()
-    model, own = settings.model, settings.own
-    if model and Path(model).is_dir():
-        weights = find_checkpoint(model).sha256
-        before["weights"], now["weights"] = record["weights_sha256"], weights
-    else:
-        before["model"], now["model"] = record["model"], model
-    if own.source:
-        (data,) = load_tasks(settings)
-        rows = f"rows of {own.source}"
-        before[rows], now[rows] = record["data_sha256"], data.sha256
-        before["test rows"], now["test rows"] = record["tests_sha256"], data.tests_sha256
-    pairs = {key: (before.get(key), now.get(key)) for key in {**before, **now}}
-    if other := [f"{key} {old}, not {new}" for key, (old, new) in pairs.items() if old != new]:
-        raise UserError(
-            f"{settings.folder}: holds a run with other settings ({', '.join(other)}); give another --name."
-        )
-    return record if is_finished(settings, record) else None
-
-
-def _run(settings: RunSettings) -> Record:
-    from finetune.encoding import Encoded
-    from finetune.heads.build import build_model, find_checkpoint, load_tokenizer
-    from finetune.results import make_record, write_run
-    from finetune.subsets import select_rows
-
-    began, holdout = time.perf_counter(), settings.selection == "holdout"
-    data = load_tasks(settings)
-    rows = [select_rows(part, settings.train_size, settings.subset, holdout) for part in data]
-    _print(f"{settings.system} in {settings.folder}")
-    for part in rows:
-        _announce(part)
-    model = tokenizer = checkpoint = None
-    if settings.model:
-        checkpoint = find_checkpoint(settings.model)
-        model = build_model(settings, checkpoint, [part.task for part in rows])
-        lengths = [settings.max_length or part.task.max_length for part in rows]
-        tokenizer = load_tokenizer(checkpoint, max(lengths))
-    identity = {
-        "settings": settings.compared(),
-        "weights_sha256": checkpoint.sha256 if checkpoint else "",
-        "data_sha256": "+".join(part.sha256 for part in data),
-        "tests_sha256": "+".join(part.tests_sha256 for part in data),
-        "ranks": rank_and_world()[1],
-    }
-
-    def encode(task: Task, examples: Sequence[Example]) -> Encoded:
-        assert tokenizer is not None
-        return Encoded(task, examples, tokenizer, settings.max_length or task.max_length)
-
-    if settings.head in FITTED:
-        from finetune.fitted import fit_head
-
-        predictions, training = fit_head(rows[0], model, encode, settings.seed)
-    else:
-        from finetune.training import TaskTrainer
-
-        assert model is not None
-        predictions, training = TaskTrainer(model, rows, encode, settings, identity).run()
-    record = make_record(settings, rows, predictions) | identity | training
-    record["seconds"] = round(time.perf_counter() - began, 3)
-    if rank_and_world()[0] == 0:
-        if settings.save_model and model and tokenizer:
-            from finetune.cards import model_card
-            from finetune.saving import save_model
-
-            card = model_card(record, rows, settings, predictions)
-            save_model(model, tokenizer, settings.folder / "model", card)
-        write_run(settings.folder, to_yaml(settings), record, predictions)
     return record
 
 
@@ -181,15 +98,87 @@ def _load_task(name: str, data_dir: str | None, own: OwnDataSettings, with_test:
     return load_own(own) if own.source else read_task(TASKS[name], data_dir, with_test)
 
 
-def _announce(rows: TaskRows) -> None:
-    validation = f" (+ {len(rows.validation)} to pick the checkpoint)" if rows.validation else ""
-    tests = f", {count(len(rows.data.test), 'test row')}" if rows.data.test else ""
-    train, dev = count(len(rows.train), "training row"), count(len(rows.data.dev), "dev row")
-    _print(f"{rows.task.name}: {train}{validation}, {dev}{tests}")
-    for note in rows.data.notes:
-        _print(f"note: {note}")
-    for warning in rows.warnings:
-        _print(f"warning: {warning}")
+def run_identity(
+    settings: RunSettings, data: Sequence[TaskData], checkpoint: Checkpoint | None
+) -> dict[str, Any]:
+    """Returns all that decides the numbers of a run, for its record and its checkpoints."""
+    return {
+        "settings": settings.compared(),
+        "weights_sha256": checkpoint.sha256 if checkpoint else "",
+        "data_sha256": "+".join(part.sha256 for part in data),
+        "tests_sha256": data[0].tests_sha256 if settings.own.source else "",
+    }
+
+
+def finished_record(settings: RunSettings, identity: dict[str, Any]) -> Record | None:
+    """Returns the record of a finished run, None if the run is not finished or lacks what it is to save.
+
+    Raises:
+        UserError: The run's folder holds a run of another identity.
+    """
+    from finetune.results import is_finished, read_record
+
+    if (record := read_record(settings.folder)) is None:
+        return None
+    before, now = flatten({name: record.get(name) for name in identity}), flatten(identity)
+    keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    if pairs := [f"{key} {before.get(key)}, not {now.get(key)}" for key in keys]:
+        other = ", ".join(pairs).replace("settings.", "")
+        raise UserError(f"{settings.folder}: holds another run ({other}); give another --name.")
+    return record if is_finished(settings, record) else None
+
+
+def _run(
+    settings: RunSettings,
+    data: Sequence[TaskData],
+    checkpoint: Checkpoint | None,
+    identity: dict[str, Any],
+) -> Record:
+    from finetune.encoding import Encoded
+    from finetune.examples import example_arrays
+    from finetune.heads.build import build_model, load_tokenizer
+    from finetune.results import make_record, write_run
+    from finetune.subsets import select_rows
+
+    began, holdout = time.perf_counter(), settings.selection == "holdout"
+    rows = [select_rows(part, settings.train_size, settings.subset, holdout) for part in data]
+    _print(f"{settings.system} in {settings.folder}")
+    for line in chain.from_iterable(part.report() for part in rows):
+        _print(line)
+    model, tokenizer, encoded = None, None, list[dict[str, Encoded]]()
+    if checkpoint:
+        model = build_model(settings, checkpoint, [part.task for part in rows])
+        lengths = [settings.max_length or part.task.max_length for part in rows]
+        tokenizer = load_tokenizer(checkpoint, max(lengths))
+        for part, length in zip(rows, lengths, strict=True):
+            splits = {"train": part.train, **part.splits()}
+            encode = partial(Encoded, part.task, tokenizer=tokenizer, max_length=length)
+            encoded.append({name: encode(examples) for name, examples in splits.items()})
+    if settings.head in FITTED:
+        from finetune.fitted import fit_head
+
+        outputs, training = fit_head(rows[0], model, encoded, settings.seed)
+    else:
+        from finetune.training import TaskTrainer
+
+        assert model is not None
+        outputs, training = TaskTrainer(model, encoded, settings, identity).run()
+    predictions = {
+        f"{part.task.name}/{split}": example_arrays(examples, logits)
+        for part, of_task in zip(rows, outputs, strict=True)
+        for (split, examples), logits in zip(part.splits().items(), of_task, strict=True)
+    }
+    record = make_record(settings, rows, predictions) | identity | training
+    record["seconds"] = round(time.perf_counter() - began, 3)
+    if rank_and_world()[0] == 0:
+        if settings.save_model and model and tokenizer:
+            from finetune.cards import model_card
+            from finetune.saving import save_model
+
+            card = model_card(record, rows, settings, predictions)
+            save_model(model, tokenizer, settings.folder / "model", card)
+        write_run(settings.folder, to_yaml(settings), record, predictions)
+    return record
 
 
 def _summarize(record: Record, results: str) -> None:

@@ -33,6 +33,15 @@ class TaskRows:
         splits = {"validation": self.validation, "dev": self.data.dev, "test": self.data.test}
         return {name: examples for name, examples in splits.items() if examples}
 
+    def report(self) -> list[str]:
+        """Returns lines for the log: the numbers of rows, notes and warnings."""
+        validation = f" (+ {len(self.validation)} to pick the checkpoint)" * bool(self.validation)
+        tests = f", {count(len(self.data.test), 'test row')}" * bool(self.data.test)
+        train, dev = count(len(self.train), "training row"), count(len(self.data.dev), "dev row")
+        notes = [f"note: {note}" for note in self.data.notes]
+        warnings = [f"warning: {warning}" for warning in self.warnings]
+        return [f"{self.task.name}: {train}{validation}, {dev}{tests}", *notes, *warnings]
+
 
 def select_rows(data: TaskData, size: int | str, subset: int, holdout: bool) -> TaskRows:
     """Draws a training subset of `size` rows ("full": all), and a validation split of it if `holdout` is set.

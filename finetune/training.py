@@ -14,7 +14,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
@@ -25,19 +25,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from finetune.encoding import Encoded
-from finetune.examples import Array, Example, example_arrays
+from finetune.examples import Array
 from finetune.heads.modeling_task import IGNORE_INDEX, TaskModel, loss_sum
 from finetune.metrics import score_examples
-from finetune.results import Predictions
 from finetune.settings import RunSettings, TrainSettings
-from finetune.subsets import TaskRows
-from finetune.tasks import Task
-from multicls.console import Progress, print_line
+from multicls.console import duration, print_line
 from multicls.distributed import on_rank_0, rank_and_world
 from multicls.errors import UserError, first_line
 from multicls.files import read_json, write_json
@@ -137,8 +135,7 @@ class TaskTrainer(Trainer):
 
     Args:
         model: made by `finetune.heads.build.build_model`.
-        rows: the examples of the model's tasks, in its order.
-        encode: tokenizes examples of a task.
+        tasks: for each task of the model its splits: "train", the one that picks the weights, and others.
         settings: of the run.
         identity: what the run is, as JSON; marks its checkpoints.
 
@@ -151,34 +148,33 @@ class TaskTrainer(Trainer):
     def __init__(
         self,
         model: TaskModel,
-        rows: Sequence[TaskRows],
-        encode: Callable[[Task, Sequence[Example]], Encoded],
+        tasks: Sequence[Mapping[str, Encoded]],
         settings: RunSettings,
-        identity: dict[str, Any],
+        identity: Mapping[str, Any],
     ) -> None:
-        from accelerate.state import AcceleratorState
-
         AcceleratorState._reset_state(True)  # of an earlier run in this process
-        sizes = [len(part.train) for part in rows]
-        self.settings = train = settings.resolved(sizes)
-        self.sampler = ChunkSampler(sizes, train, settings.seed, settings.cln.sampling)
-        arguments = training_arguments(settings, train, self.sampler)
+        train = [splits["train"] for splits in tasks]
+        self.settings = settings.resolved([len(rows) for rows in train])
+        sizes, sampling = [len(rows) for rows in train], settings.cln.sampling
+        self.sampler = ChunkSampler(sizes, self.settings, settings.seed, sampling)
+        arguments = training_arguments(settings, self.settings, self.sampler)
         if arguments.gradient_checkpointing and not model.encoder.supports_gradient_checkpointing:
             kind = model.encoder.config.model_type
             raise UserError(f"trainer.gradient_checkpointing: {kind} has none; leave it out.")
-        balanced = train.class_weights == "balanced"
-        weights = [_class_weights(part).to(arguments.device) if balanced else None for part in rows]
-        self.class_weights = weights  # of the classes of each task
-        self.task_model, self.rows, self.encode, self.identity = model, rows, encode, identity
-        self.picking = [(part.task, next(iter(part.splits().values()))) for part in rows]
-        self.validation = [encode(task, examples) for task, examples in self.picking]
-        self.folder, self.best = settings.folder, None
-        self._task, self._saved = 0, time.monotonic()  # task of the batch; last checkpoint
+        balanced = self.settings.class_weights == "balanced"
+        self.class_weights = [
+            _class_weights(rows).to(arguments.device) if balanced else None for rows in train
+        ]
+        self.task_model = model
+        self.splits = [list(splits.values())[1:] for splits in tasks]  # the first picks
+        self.identity = {**identity, "ranks": self.sampler.world_size}
+        self.best, self._task = None, 0  # task of the batch
+        self._began = self._saved = time.monotonic()
         super().__init__(
             model,
             arguments,
-            train_dataset=_Batches([encode(part.task, part.train) for part in rows]),
-            eval_dataset=self.validation,  # not read: `evaluate` has it
+            train_dataset=_Batches(train),
+            eval_dataset=train,  # not read: `evaluate` has its own
             compute_loss_func=self._loss,
         )
         self.remove_callback(PrinterCallback)
@@ -195,7 +191,6 @@ class TaskTrainer(Trainer):
         """Computes the gradients of a chunk, with its own seed for dropout."""
         torch.manual_seed(dropout_seed(self.args.seed, inputs.pop("chunk")))
         self._task = inputs["task"]
-        self._progress.update()
         return super().training_step(model, inputs, *args)
 
     def _loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
@@ -204,12 +199,12 @@ class TaskTrainer(Trainer):
         return loss_sum(problem, outputs.logits.float(), labels, weights) / num_items_in_batch
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Scores the validation rows of all tasks; keeps the weights if the mean score is strictly better.
+        """Scores the rows of all tasks that pick; keeps the weights if the mean score is strictly better.
 
         Raises:
             UserError: The loss is not finite.
         """
-        step = self.state.global_step
+        step, steps = self.state.global_step, self.state.max_steps
         loss = next(entry["loss"] for entry in reversed(self.state.log_history) if "loss" in entry)
         if not math.isfinite(loss):
             raise UserError(
@@ -217,11 +212,11 @@ class TaskTrainer(Trainer):
                 f"train.learning_rate (= {self.args.learning_rate:g}), or check the checkpoint's weights."
             )
         metrics, scores, outputs = {"eval_train_loss": loss}, [], []
-        for number, (task, examples) in enumerate(self.picking):
-            outputs.append(self._predict(number, self.validation[number]))
-            values = score_examples(task, examples, outputs[number])
-            scores.append(values[task.metrics[0]])
-            metrics |= {f"eval_{task.name}_{name}": v for name, v in values.items()}
+        for number, (rows, *_) in enumerate(self.splits):
+            outputs.append(self._predict(number, rows))
+            values = score_examples(rows.task, rows.examples, outputs[number])
+            scores.append(values[rows.task.metrics[0]])
+            metrics |= {f"eval_{rows.task.name}_{name}": v for name, v in values.items()}
         metrics["eval_score"] = score = float(np.mean(scores))
         if self.best is None or score > self.best.score:
             state = self.task_model.state_dict()
@@ -229,14 +224,15 @@ class TaskTrainer(Trainer):
             self.best = Best(score, step, [torch.from_numpy(array) for array in outputs], weights)
         self.log(metrics)
         self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        now = on_rank_0(time.monotonic)
         if self.is_world_process_zero():
-            where = f"step {step}/{self.state.max_steps}"
-            print_line(f"{where}  loss {loss:.4f}  score {100 * score:.2f}")
-        due = on_rank_0(lambda: time.monotonic() - self._saved)
+            left = duration((now - self._began) / (step - self._first) * (steps - step))
+            figures = f"loss {loss:.4f}  score {100 * score:.2f}"
+            print_line(f"step {step}/{steps}  {figures}  {left} left")
         if step - self.best.step >= self.settings.patience:
             self.control.should_training_stop = True
-        elif step < self.state.max_steps and due >= 60 * self.settings.checkpoint_minutes:
-            self.control.should_save, self._saved = True, time.monotonic()
+        elif step < steps and now - self._saved >= 60 * self.settings.checkpoint_minutes:
+            self.control.should_save, self._saved = True, now
         return metrics
 
     def _predict(self, task: int, rows: Encoded) -> Array:
@@ -255,59 +251,56 @@ class TaskTrainer(Trainer):
         if dist.is_initialized():
             dist.barrier()
         if self.args.should_save:
-            folder = self.folder / f"checkpoint-{self.state.global_step}"
+            folder = Path(str(self.args.output_dir), f"checkpoint-{self.state.global_step}")
             torch.save(vars(self.best), folder / BEST)
             write_json(folder / RUN, self.identity)
             self._newest_checkpoint()
 
     def _newest_checkpoint(self) -> Path | None:
         """Returns the newest whole checkpoint of this run; removes all others."""
-        found = sorted(self.folder.glob("checkpoint-*"), key=_step_of)
-        marks = [(path, path / RUN) for path in found]
-        whole = [p for p, mark in marks if mark.exists() and read_json(mark) == self.identity]
+        found = sorted(Path(str(self.args.output_dir)).glob("checkpoint-*"), key=_step_of)
+        marked = [path for path in found if (path / RUN).exists()]
+        whole = [path for path in marked if read_json(path / RUN) == self.identity]
         for path in set(found) - set(whole[-1:]):
             shutil.rmtree(path)
         return whole[-1] if whole else None
 
-    def run(self) -> tuple[Predictions, dict[str, Any]]:
+    def run(self) -> tuple[list[list[Array]], dict[str, Any]]:
         """Trains, from the newest whole checkpoint if there is one; leaves the model with the best weights.
 
         Returns:
-            The predictions; what the record says of training.
+            The outputs (N, C) for each task and each of its splits but "train"; what the record says of training.
         """
-        newest, shown, done = on_rank_0(self._newest_checkpoint), self.is_world_process_zero(), 0
+        newest, self._first = on_rank_0(self._newest_checkpoint), 0
         with ExitStack() as stack:
             if newest:
                 self.best = Best(**torch.load(newest / BEST, weights_only=True))
-                done = _step_of(newest)
-                if shown:
-                    print_line(f"resuming from step {done} of {self.sampler.steps}")
+                self._first = _step_of(newest)
+                if self.is_world_process_zero():
+                    print_line(f"resuming from step {self._first} of {self.sampler.steps}")
                 if self.is_deepspeed_enabled:
                     from multicls.safe_unpickling import safe_unpickling
 
                     stack.enter_context(safe_unpickling(newest))
-            total, done = len(self.sampler), done * self.sampler.accumulation
-            self._progress = Progress(total, "batch", "fine-tuning", done=done, shown=shown)
-            with self._progress:
-                self.train(resume_from_checkpoint=str(newest) if newest else None)
+            self.train(resume_from_checkpoint=str(newest) if newest else None)
         assert self.best is not None
         self.task_model.load_state_dict(self.best.weights)
-        predictions = {}
-        for number, part in enumerate(self.rows):
-            outputs = self.best.outputs[number].numpy()  # of the first split, which picks
-            for place, (split, examples) in enumerate(part.splits().items()):
-                if place:
-                    outputs = self._predict(number, self.encode(part.task, examples))
-                predictions[f"{part.task.name}/{split}"] = example_arrays(examples, outputs)
+        outputs = [
+            [picked.numpy(), *(self._predict(task, rows) for rows in splits[1:])]
+            for task, (picked, splits) in enumerate(
+                zip(self.best.outputs, self.splits, strict=True)
+            )
+        ]
         history = [
             {"step": e["step"], "loss": round(e["eval_train_loss"], 6), "score": e["eval_score"]}
             for e in self.state.log_history
             if "eval_score" in e
         ]
-        return predictions, {
+        return outputs, {
             "history": history,
             "best_step": self.best.step,
             "steps": self.state.global_step,
+            "ranks": self.sampler.world_size,
             "batch_size": self.sampler.batch_size,
             "device": self.args.device.type,
             "precision": "bf16" if self.args.bf16 else "fp32",
@@ -425,10 +418,10 @@ def _deepspeed(
     )
 
 
-def _class_weights(rows: TaskRows) -> Tensor:
+def _class_weights(rows: Encoded) -> Tensor:
     """Returns the weight of each class (C,), n / (C n_c): the mean over the rows is 1."""
-    task, labels = rows.task, [int(example.label) for example in rows.train]
+    task = rows.task
     if task.is_regression or task.num_choices or task.multi_label:
         raise UserError(f"--class_weights: task {task.name} has no rows of one of several classes.")
-    counts = torch.bincount(torch.tensor(labels), minlength=task.num_labels)
-    return len(labels) / ((counts > 0).sum() * counts.clamp(min=1))
+    counts = torch.bincount(rows.labels, minlength=task.num_labels)
+    return len(rows) / ((counts > 0).sum() * counts.clamp(min=1))

@@ -198,7 +198,7 @@ def test_other_settings_in_a_folder_are_refused_at_the_start(
 ) -> None:
     assert main(start(tmp_path, tiny_bert, glue)) == 0
     with pytest.raises(
-        UserError, match=r"other settings \(train.max_steps 2, not 3\); give another --name"
+        UserError, match=r"another run \(train.max_steps 2, not 3\); give another --name"
     ):
         main(start(tmp_path, tiny_bert, glue, "--max_steps", "3"))
     more = ["--checkpoint_minutes", "1", "--micro_batch_size", "1"]

@@ -9,20 +9,17 @@ import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from finetune import grid, submit
-from finetune.examples import Example, TaskData
-from finetune.fitted import fit_head
+from finetune.fitted import fit_classifier
 from finetune.metrics import score_predictions
 from finetune.results import load_predictions, load_results
 from finetune.run import main
 from finetune.settings import RunSettings
-from finetune.subsets import TaskRows
 from finetune.tasks import TASKS
 from multicls.errors import UserError
 from multicls.files import REPOSITORY, FolderInUse, locked, read_json
@@ -63,12 +60,10 @@ def test_other_settings_weights_and_versions_are_refused(
 ) -> None:
     named = QUICK | {"name": "mine"}
     record = finetune(tiny_bert, glue, tmp_path, **named)
-    with pytest.raises(UserError, match=r"other settings \(train.weight_decay 0.01, not 0.5\)"):
+    with pytest.raises(UserError, match=r"another run \(train.weight_decay 0.01, not 0.5\)"):
         finetune(tiny_bert, glue, tmp_path, **named, train__weight_decay=0.5)
-    with pytest.raises(UserError, match=r"other settings \(weights \w+, not \w+\)"):
+    with pytest.raises(UserError, match=r"another run \(weights_sha256 \w+, not \w+\)"):
         finetune(tiny_multicls, glue, tmp_path, **named)
-    with pytest.raises(UserError, match=f"model {tiny_bert}, not owner/other"):
-        finetune("owner/other", glue, tmp_path, **named)
     path = Path(record["path"]) / "record.json"
     path.write_text(path.read_text().replace('"format": 1', '"format": 0'))
     with pytest.raises(UserError, match="another version"):
@@ -92,8 +87,11 @@ def test_other_own_rows_under_one_name_are_refused(tmp_path: Path) -> None:
     grids = ["--recipe", str(systems)]
     assert main([*head, *run("one", "one")]) == 0
     for command, flags in ((main, head), (grid.main, grids)):
-        for words, what in ((run("one", "two"), "test rows"), (run("two", "one"), "rows of")):
-            with pytest.raises(UserError, match=f"other settings .*{what}"):
+        for words, what in (
+            (run("one", "two"), "tests_sha256"),
+            (run("two", "one"), "data_sha256"),
+        ):
+            with pytest.raises(UserError, match=f"holds another run .*{what}"):
                 command([*flags, *words])
         assert command([*flags, *run("copy", "one")]) == 0, "the same rows"
 
@@ -130,16 +128,12 @@ def test_fitted_heads(tiny_multicls: Path, glue: Path, tmp_path: Path) -> None:
     assert scores["tasks"][0]["score"] > 0.5 and scores["system"] == "tfidf"
 
 
-def test_a_bag_of_words_learns_beside_a_class_of_one_row() -> None:
+@pytest.mark.parametrize("labels", [[0, 1] * 10 + [2], [1] * 21])
+def test_fitted_heads_learn_beside_a_class_of_one_row_and_from_one_class(labels: list[int]) -> None:
     """There is no cross-validation then."""
-    words = [f"{('late', 'lost')[n % 2]} {n}" for n in range(20)]
-    rows = [Example(f"{n}", (text,), float(n % 2)) for n, text in enumerate(words)]
-    data = TaskData(TASKS["sst5"], [*rows, Example("x", ("odd",), 2.0)], rows)
-    splits, _ = fit_head(TaskRows(data, data.train, [], []), None, mock.Mock(), 1)
-    outputs = splits["sst5/dev"]["logits"]
-    probabilities = np.exp(outputs).max(axis=1)
-    assert outputs.argmax(axis=1).tolist() == [n % 2 for n in range(20)]
-    assert probabilities.min() > 0.5
+    features = np.eye(3)[labels]
+    classifier = fit_classifier(features, np.array(labels), 1)
+    assert classifier.predict(features)[:20].tolist() == labels[:20]
 
 
 def test_results_may_be_moved(glue: Path, tmp_path: Path) -> None:
