@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from finetune import isotropy
+from finetune import analyze
 from finetune.analyze import main
+from finetune.results import load_predictions
 from multicls.errors import UserError
 from multicls.files import read_json
 from tests.finetune.runs import finetune
@@ -26,22 +26,9 @@ def embeddings(rows: int = 400, seed: int = 0) -> np.ndarray:
 
 def test_explained_variance_of_known_spreads() -> None:
     expected = np.cumsum([9, 4, 1, 1, 1, 1]) / 17
-    np.testing.assert_allclose(isotropy.explained_variance(embeddings()), expected)
-    np.testing.assert_allclose(isotropy.explained_variance(7 * embeddings() - 30), expected)
-    assert np.isnan(isotropy.explained_variance(np.ones((5, 3)))).all()
-
-
-def test_correlated_dimensions_come_to_lie_side_by_side() -> None:
-    draw = np.random.default_rng(1)
-    first, second, constant = *draw.normal(size=(2, 500, 1)), np.full((500, 1), 3.0)
-    mixed = np.hstack([first, second, -first, second, first, constant])
-    mixed[:, :5] += 0.01 * draw.normal(size=(500, 5))
-    matrix = isotropy.correlation(mixed)
-    sizes = [
-        len(list(run)) for _, run in groupby(range(6), key=lambda i: (matrix[i] > 0.9).argmax())
-    ]
-    assert sorted(sizes) == [1, 2, 3], "each group stands together"
-    assert ((matrix > 0.99) | (matrix < 0.2)).all() and (matrix > 0.99).sum() == 9 + 4 + 1
+    np.testing.assert_allclose(analyze.explained_variance(embeddings()), expected)
+    np.testing.assert_allclose(analyze.explained_variance(7 * embeddings() - 30), expected)
+    assert np.isnan(analyze.explained_variance(np.ones((5, 3)))).all()
 
 
 def test_logit_variance_is_that_of_the_projected_logits() -> None:
@@ -49,48 +36,66 @@ def test_logit_variance_is_that_of_the_projected_logits() -> None:
     values, vectors = np.linalg.eigh(np.cov(h.T))
     direction = weight[1] - weight[0]
     expected = (values * (direction @ vectors) ** 2)[::-1]
-    shares = isotropy.logit_variance(h, weight)
-    np.testing.assert_allclose(
-        shares[:2], (expected / expected.sum())[:2]
-    )  # the others have equal eigenvalues
+    shares = analyze.logit_variance(h, weight)
+    np.testing.assert_allclose(shares[:2], (expected / expected.sum())[:2])  # the rest is equal
     assert shares.sum() == pytest.approx(1)
-    np.testing.assert_allclose(
-        isotropy.logit_variance(h, weight + 50.0), shares
-    )  # moves no decision
-    assert isotropy.logit_variance(h, np.eye(6)[:1])[0] == pytest.approx(
-        1
-    )  # one output: nothing in common to take out
+    moved = analyze.logit_variance(h, weight + 50.0)  # moves no decision
+    np.testing.assert_allclose(moved, shares)
+    assert analyze.logit_variance(h, np.eye(6)[:1])[0] == pytest.approx(1), "one output"
 
 
 def test_similarity_of_equal_and_of_orthogonal_facets() -> None:
     vector = np.random.default_rng(3).normal(size=(7, 1, 5))
-    alike = isotropy.facet_similarity(vector * np.array([1.0, 2, 3])[:, None])
+    alike = analyze.facet_similarity(vector * np.array([1.0, 2, 3])[:, None])
     np.testing.assert_allclose(alike, np.ones((3, 3)))
-    apart = isotropy.facet_similarity(np.broadcast_to(np.eye(3), (7, 3, 3)))
-    assert isotropy.off_diagonal_mean(alike) == pytest.approx(1)
-    assert isotropy.off_diagonal_mean(apart) == 0
+    apart = analyze.facet_similarity(np.broadcast_to(np.eye(3), (7, 3, 3)))
+    assert analyze.off_diagonal_mean(alike) == pytest.approx(1)
+    assert analyze.off_diagonal_mean(apart) == 0
+
+
+def test_disagreement_by_hand() -> None:
+    """Ten rows: the facets disagree on rows 0 and 1, the seeds on 1 and 2; answers 0, 1 and 9 are wrong."""
+    facets, seeds = np.zeros((2, 10, 2)), np.zeros((3, 10, 2))
+    facets[0, :2, 0] = facets[1, :2, 1] = 5.0
+    seeds[0, 1:3, 0] = 5.0
+    numbers = analyze.disagreement({"facets": facets, "seeds": seeds}, np.arange(10) % 9 < 2)
+    assert numbers["members"] == {"facets": 2, "seeds": 3} and numbers["error rate"] == 0.3
+    assert numbers["error rate of the most uncertain"] == {"facets": 1.0, "seeds": 0.5}
+    assert numbers["overlap of the most uncertain"] == 0.5
+    assert numbers["Spearman"] == pytest.approx((1 - 2 * 2 / 10) / 1.6)
 
 
 QUICK: dict[str, Any] = {"train_size": 40, "train__max_steps": 6, "save_model": True}
 
 
 def test_facets_and_isotropy_of_a_run_that_was_moved(
-    tiny_multicls: Path, glue: Path, tmp_path: Path
+    tiny_multicls: Path, glue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run's folder is enough, wherever it lies: names come from its record, not from the folders above."""
-    run = finetune(tiny_multicls, glue, tmp_path / "r", head="multicls", name="mine", **QUICK)
-    moved = Path(run["path"]).rename(tmp_path / "moved")
+    """A folder of seeds is enough, wherever it lies: names come from records, not from the folders above."""
+    for seed in (1, 2):
+        settings = QUICK | {"head": "multicls", "name": "mine", "seed": seed}
+        run = Path(finetune(tiny_multicls, glue, tmp_path / "r", **settings)["path"])
+    finetune(tiny_multicls, glue, run.parent.parent, **settings | {"name": "other"})
+    moved = run.parent.rename(tmp_path / "moved") / run.name
+    seen: list[Any] = []
+    count = analyze.disagreement
+    monkeypatch.setattr(analyze, "disagreement", lambda *a: (seen.append(a), count(*a))[1])
     out = tmp_path / "analysis"
     assert main([str(moved), "--output", str(out), "--examples", "30"]) == 0
     ((label, numbers),) = read_json(out / "analysis.json").items()
-    assert label == "sst2-mine-moved" and numbers["rows"] == 30
+    assert label == "sst2-mine-p1-d1-s2" and numbers["rows"] == 30
     assert np.shape(numbers["facets, cosines"]["after"]) == (2, 2)
-    assert numbers["EV1, EV2, EV3"].keys() == {
-        *("before", "after"),
-        *("before, batch norm", "before, IsoBN"),
-    }
+    kinds = ("before", "after", "before, batch norm", "before, IsoBN")
+    assert set(numbers["EV1, EV2, EV3"]) == set(kinds)
     assert numbers["EV1, EV2, EV3"]["before, IsoBN"][0] < numbers["EV1, EV2, EV3"]["before"][0]
     assert (out / f"isotropy-{label}.png").exists()
+    assert numbers["disagreement"]["members"] == {"facets": 2, "seeds": 2}
+    outputs, wrong = seen[0]
+    np.testing.assert_allclose(outputs["facets"].mean(axis=0), outputs["seeds"][1], atol=1e-5)
+    assert np.ptp(outputs["facets"], axis=0).min() > 1e-6, "facets differ"
+    dev = load_predictions(moved, "sst2")["dev"]
+    rate = (dev["logits"].argmax(axis=1) != dev["labels"]).mean()
+    assert main([str(moved), "--output", str(out)]) == 0 and seen[1][1].mean() == rate
 
 
 def test_layers_of_hire(tiny_bert: Path, glue: Path, tmp_path: Path) -> None:
@@ -98,7 +103,7 @@ def test_layers_of_hire(tiny_bert: Path, glue: Path, tmp_path: Path) -> None:
     assert main([run, "--output", str(tmp_path / "a"), "--examples", "20"]) == 0
     ((label, numbers),) = read_json(tmp_path / "a" / "analysis.json").items()
     assert len(numbers["layers"]) == 4 and sum(numbers["layers"]) == pytest.approx(1)
-    assert "facets, cosines" not in numbers
+    assert not {"facets, cosines", "disagreement"} & set(numbers)
     assert (tmp_path / "a" / f"layers-{label}.png").exists()
     with pytest.raises(UserError, match="given twice"):
         main([run, run, "--output", str(tmp_path / "b")])
