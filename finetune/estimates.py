@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from scipy import stats
 
+from finetune.heads import FITTED
 from finetune.metrics import predictions_of, score_predictions
 from finetune.tasks import Task
 
@@ -60,27 +60,21 @@ def summarise(runs: pd.DataFrame, column: str = "score") -> Estimate:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The difference of two systems, A - B; low, high, p and effect are nan if there are too few replicates."""
+    """The difference of two systems, A - B. All but it and `paired` are nan if there are too few replicates."""
 
     difference: float
-    low: float  # 95 % interval
-    high: float
-    p: float  # t-test over replicates
-    paired: bool
-    effect: float  # the difference in standard deviations of a replicate's difference
-
-    @property
-    def needed(self) -> float:
-        """Replicates of each system that would show this difference at 5 % with 80 % power; inf if over 200."""
-        for number in range(2, 201):
-            limit, shift = stats.t.ppf(0.975, number - 1), self.effect * math.sqrt(number)
-            if stats.nct.sf(limit, number - 1, shift) >= 0.8:
-                return float(number)
-        return math.nan if math.isnan(self.effect) else math.inf
+    low: float = math.nan  # 95 % interval
+    high: float = math.nan
+    p: float = math.nan  # t-test over replicates
+    needed: float = math.nan  # replicates of each that would show it at 5 % with 80 % power
+    paired: bool = False
 
 
 def compare(a: Estimate, b: Estimate) -> Comparison:
-    """Compares two systems: paired where both have the same replicates with their own subsets, else by Welch's test."""
+    """Compares two systems: paired where both have the same replicates with their own subsets, else by Welch's test.
+
+    `needed` is ((z + z_power) / d)^2 + z^2 / 2 with the difference d in standard deviations (Guenther, 1981).
+    """
     shared = a.units.index.intersection(b.units.index)
     subsets_vary = not (a.shared_subset or b.shared_subset)
     paired = "seed" not in (a.kind, b.kind) and subsets_vary and len(shared) > 1
@@ -88,12 +82,16 @@ def compare(a: Estimate, b: Estimate) -> Comparison:
     difference = float(first.mean() - second.mean())
     spread = (first - second).std() if paired else math.hypot(first.std(), second.std())
     if not spread > 1e-12:  # one replicate, or constants: a t-test has no answer
-        return Comparison(difference, math.nan, math.nan, math.nan, paired, math.nan)
-    t_test = stats.ttest_rel if paired else partial(stats.ttest_ind, equal_var=False)
-    test = t_test(first, second)
+        return Comparison(difference, paired=paired)
+    test = (
+        stats.ttest_rel(first, second)
+        if paired
+        else stats.ttest_ind(first, second, equal_var=False)
+    )
+    z, power = stats.norm.ppf([0.975, 0.8])
+    needed = ((z + power) * spread / difference) ** 2 + z**2 / 2 if difference else math.inf
     low, high = test.confidence_interval()
-    effect = abs(difference) / float(spread)
-    return Comparison(difference, float(low), float(high), float(test.pvalue), paired, effect)
+    return Comparison(difference, low, high, test.pvalue, needed, paired)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -141,24 +139,24 @@ def choose_candidates(runs: pd.DataFrame) -> pd.DataFrame:
         ", ".join(f"{name.rpartition('.')[2]} {value}" for name, value in search.items())
         for search in runs["search"]
     ]
-    runs, chosen = runs.assign(candidate=texts), []
-    for _, group in runs.groupby(["task", "train_size", "system"], sort=False):
-        candidates = group.groupby("candidate")["selection_score"].agg(["count", "mean"])
-        best = candidates.sort_values(["count", "mean"]).index[-1]
-        chosen.append(group[group["candidate"] == best])
-    return pd.concat(chosen, ignore_index=True)
+    runs, keys = runs.assign(candidate=texts), ["task", "train_size", "system"]
+    candidates = runs.groupby([*keys, "candidate"])["selection_score"].agg(["count", "mean"])
+    best = candidates.sort_values(["count", "mean"]).groupby(level=keys).tail(1)
+    return runs[pd.MultiIndex.from_frame(runs[[*keys, "candidate"]]).isin(best.index)]
 
 
-def best_run(runs: pd.DataFrame) -> pd.Series:
-    """Returns, of the runs on one task, the best one of the best system, by the rows that pick the checkpoint."""
-    systems = choose_candidates(runs).groupby(["system", "train_size"])
-    means = systems["selection_score"].mean()
-    return systems.get_group(means.idxmax()).sort_values("selection_score").iloc[-1]
+def best_runs(runs: pd.DataFrame) -> list[dict[str, Any]]:
+    """Returns for each task the best run of the best system that leaves a model, by the rows that pick it."""
+    best = []
+    for _, group in choose_candidates(runs[~runs["head"].isin(FITTED)]).groupby("task", sort=False):
+        systems = group.groupby(["system", "train_size"])["selection_score"]
+        of_best = group[systems.transform("mean") == systems.mean().max()]
+        best.append(of_best.loc[of_best["selection_score"].idxmax()].to_dict())
+    return best
 
 
 def benchmark_average(runs: pd.DataFrame, benchmark: str) -> float:
     """Returns the average over a benchmark's tasks of one system at one size; nan if a task is missing."""
-    by_task = {task: group for task, group in runs.groupby("task") if task in BENCHMARKS[benchmark]}
-    if len(by_task) < len(BENCHMARKS[benchmark]):
-        return math.nan
-    return float(np.mean([summarise(group).mean for group in by_task.values()]))
+    tasks = [group for task, group in runs.groupby("task") if task in BENCHMARKS[benchmark]]
+    complete = len(tasks) == len(BENCHMARKS[benchmark])
+    return float(np.mean([summarise(group).mean for group in tasks])) if complete else math.nan

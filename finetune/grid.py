@@ -24,7 +24,6 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/: its nam
 
 from pydantic import Field, PositiveInt, field_validator
 
-from finetune.heads import FITTED
 from finetune.results import ERROR, is_finished, load_results, read_error, read_record, write_error
 from finetune.run import finished_record, load_tasks, run_finetune, run_identity
 from finetune.settings import (
@@ -106,15 +105,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print_states(runs)
         return 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # KeyboardInterrupt
+    started, spawn = time.time(), multiprocessing.get_context("spawn")
+    helpers = [
+        spawn.Process(target=_help, args=(index, runs, started, Path(grid.output_dir, "logs")))
+        for index in range(1, grid.jobs)
+    ]
+    for process in helpers:
+        process.start()
     try:
-        work_side_by_side(runs, grid.jobs, Path(grid.output_dir, "logs"))
-        if grid.save_best:
-            _save_best(runs, Path(grid.output_dir))
+        work(runs, started)
     except KeyboardInterrupt:
         print_stderr("stopped; the same command continues: what is finished is kept")
         raise
+    finally:
+        for process in helpers:
+            process.terminate()
     states = _print_states(runs)
     if states["finished"]:
+        if grid.save_best:
+            _save_best(runs)
         next_command = f"python finetune/report.py {grid.output_dir}"
         print_summary([("results", grid.output_dir)], next_command)
     return int(bool(states["failed"] or states["missing"] or not states["finished"]))
@@ -124,7 +133,7 @@ def expand(grid: GridSettings) -> list[RunSettings]:
     """Returns the runs, in the order: task, size, system, model, replicate, subset, candidate, seed.
 
     Raises:
-        UserError: Names are unknown, settings are wrong or do not go together.
+        UserError: Names are unknown or not unique, settings are wrong or do not go together.
     """
     models = {n: [f] if isinstance(f, str) else list(f) for n, f in grid.models.items()}
     for text in grid.model:
@@ -150,6 +159,9 @@ def expand(grid: GridSettings) -> list[RunSettings]:
         runs += of_task
     if not runs:
         raise UserError("no tasks: give them in a recipe (--recipe).")
+    path, number = Counter(run.folder for run in runs).most_common(1)[0]
+    if number > 1:
+        raise UserError(f"{path}: {number} runs have this folder; name models and systems apart.")
     return runs
 
 
@@ -197,53 +209,33 @@ def _runs_of_system(
 
 
 def check_folders(runs: Sequence[RunSettings]) -> None:
-    """Checks that no folder holds a run with other settings, weights or own rows.
+    """Checks that no folder holds a run with other settings, weights or rows.
 
     Raises:
-        UserError: Some do, or two runs of the grid have one folder.
+        UserError: One does.
     """
     from finetune.heads.build import find_checkpoint
 
-    folder, number = Counter(run.folder for run in runs).most_common(1)[0]
-    if number > 1:
-        raise UserError(f"{folder}: {number} runs have this folder; name models and systems apart.")
     for run in runs:
         if read_record(run.folder):
             checkpoint = find_checkpoint(run.model) if run.model else None
             finished_record(run, run_identity(run, load_tasks(run), checkpoint))
 
 
-def work_side_by_side(runs: Sequence[RunSettings], jobs: int, logs: Path) -> None:
-    """Does all runs in this process and `jobs` - 1 others."""
-    context, started = multiprocessing.get_context("spawn"), time.time()
-    helpers = [context.Process(target=_help, args=(n, runs, started, logs)) for n in range(1, jobs)]
-    for process in helpers:
-        process.start()
-    try:
-        work(runs, started)
-    finally:
-        for process in helpers:
-            process.terminate()
-
-
 def _help(index: int, runs: Sequence[RunSettings], started: float, logs: Path) -> None:
     """Works with a GPU and a log of its own; ends with the process that started it."""
     logs.mkdir(parents=True, exist_ok=True)
-    name = f"{socket.gethostname()}-{os.getpid()}.log"
-    file = os.open(logs / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
+    log = open(logs / f"{socket.gethostname()}-{os.getpid()}.log", "a", buffering=1)  # noqa: SIM115
+    sys.stdout = sys.stderr = log
     import torch
 
     count = torch.cuda.device_count()
     names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
     if count > 1:
         os.environ["CUDA_VISIBLE_DEVICES"] = names[index % count]
-    parent = multiprocessing.parent_process()
-    assert parent is not None
 
     def follow() -> None:
-        parent.join()
+        multiprocessing.parent_process().join()  # type: ignore[union-attr]
         os._exit(1)
 
     threading.Thread(target=follow, daemon=True).start()
@@ -280,24 +272,22 @@ def attempt(run: RunSettings, runs: Sequence[RunSettings], started: float) -> bo
         run_finetune(run)
     except FolderInUse:
         return False
-    except Incompatible as error:
-        write_error(run.folder, "incompatible", error)
     except Exception as error:  # whatever it is, the other runs go on
-        print_line(f"{run.folder}: {type(error).__name__}: {first_line(error)}")
-        write_error(run.folder, "failed", error)
+        kind = "incompatible" if isinstance(error, Incompatible) else "failed"
+        print_line(f"{kind}: {run.folder}: {type(error).__name__}: {first_line(error)}")
+        write_error(run.folder, kind, error)
     return True
 
 
 def _repeats(run: RunSettings, runs: Sequence[RunSettings]) -> bool:
-    """Returns whether a run takes all rows, as an earlier run does that has another number of the subset only."""
+    """Returns True if a run takes all rows, as an earlier one does that differs in the subset's number only."""
     size = run.train_size
     if run.selection == "holdout" or size == "full":
         return False
     if any(len(data.train) > size for data in load_tasks(run)):
         return False
-    numbers = {"pretraining": 1, "subset": 1}
-    earlier = runs[: runs.index(run)]
-    return run.model_copy(update=numbers) in [r.model_copy(update=numbers) for r in earlier]
+    numbers = {"pretraining": run.pretraining, "subset": run.subset}
+    return next(other for other in runs if other.model_copy(update=numbers) == run) is not run
 
 
 def _print_states(runs: Sequence[RunSettings]) -> Counter[str]:
@@ -314,18 +304,15 @@ def _print_states(runs: Sequence[RunSettings]) -> Counter[str]:
     return counts
 
 
-def _save_best(runs: Sequence[RunSettings], results: Path) -> None:
+def _save_best(runs: Sequence[RunSettings]) -> None:
     """Saves the model of the best run of the best system on each task, by the validation split."""
-    from finetune.estimates import best_run
+    from finetune.estimates import best_runs
 
     by_folder = {str(run.folder): run for run in runs}
-    records = load_results(results)
-    records = records[records["path"].isin(by_folder) & ~records["head"].isin(FITTED)]
-    for task, group in records.groupby("task", sort=False):
-        best = best_run(group)
-        print_line(f"{task}: the best system with a model is {best['system']}; saving it")
+    records = load_results(Path(runs[0].output_dir))
+    for best in best_runs(records[records["path"].isin(by_folder)]):
         run_finetune(by_folder[best["path"]].model_copy(update={"save_model": True}))
-        print_summary([("model", Path(best["path"], "model"))])
+        print_summary([(f"{best['task']}, the best model", Path(best["path"], "model"))])
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ python finetune/report.py results --ensembles 5 --output report
 
 from __future__ import annotations
 
-import base64
-import io
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,8 +32,8 @@ if TYPE_CHECKING:
 NOTES = {
     "Scores": "Mean ± standard error over replicates, in percent.",
     "Comparisons": "Difference in points. p: t-test over replicates, paired where both systems have the same training "
-    "subsets, corrected by Holm's method over all tests shown. Needed: replicates of each system that would show this "
-    "difference at 5 % with 80 % power. Choose tasks and systems (--task, --compare) before you look.",
+    "subsets, corrected by Holm's method over all tests shown. Needed: about how many replicates of each system would "
+    "show this difference (5 %, 80 % power). Choose tasks and systems (--task, --compare) before you look.",
     "All results": "A replicate is averaged over its seeds first. The interval is Student's t over the replicates; of "
     "a single run it is over the dev rows (Wilson for accuracy, else bootstrap). Baseline: the majority class, "
     "or its mean score. Test rows are scored once, at the end of a run. ECE: calibration error of classes, 15 bins.",
@@ -71,9 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"\n{name}\n{table.to_string(index=False)}")
     print("".join(f"warning: {warning}\n" for warning in report.warnings))
     output = Path(options.output or options.results)
-    for name, text in {"report.md": as_markdown(report), "report.html": as_html(report)}.items():
+    for name in ("report.md", "report.html"):
         with atomic_write(output / name) as file:
-            file.write(text)
+            file.write(render(report, name))
     made = [("tables", output / "report.md"), ("page", output / "report.html")]
     print_summary(made, next(iter(report.commands.values()), ""))
     return 0
@@ -94,14 +92,13 @@ def build_report(options: ReportOptions) -> Report:
     runs = runs[runs["task"].isin(options.task)] if options.task else runs
     groups = report_tables.make_groups(runs, options.ensembles)
     _check_names("--compare", options.compare, {group["system"] for group in groups})
-    tables = {}
-    for size in runs["train_size"].unique():
-        at_size = [group for group in groups if group["train_size"] == size]
-        tables[f"Scores, {size} training rows"] = report_tables.scores_table(at_size)
-    comparisons = report_tables.comparisons_table(groups, options.compare)
-    tables |= {"Comparisons": comparisons} if len(comparisons) else {}
-    tables["All results"] = report_tables.results_table(groups)
+    tables = {
+        "Scores": report_tables.scores_table(groups),
+        "Comparisons": report_tables.comparisons_table(groups, options.compare),
+        "All results": report_tables.results_table(groups),
+    }
     warnings = report_tables.find_warnings(groups, unfinished_runs(folder))
+    tables = {name: table for name, table in tables.items() if len(table)}
     return Report(groups, tables, warnings, report_tables.best_commands(groups))
 
 
@@ -111,35 +108,19 @@ def _check_names(flag: str, names: Sequence[str], known: set[str]) -> None:
             raise UserError(f"{flag} {name}: no run of it.{did_you_mean(name, known)}")
 
 
-def as_markdown(report: Report) -> str:
-    """Returns the report as Markdown."""
-    parts = ["# Results", "\n".join(f"- {cell(warning)}" for warning in report.warnings)]
-    for name, table in report.tables.items():
-        rows = [table.columns, ["---"] * len(table.columns), *table.map(cell).to_numpy()]
-        lines = [f"| {' | '.join(row)} |" for row in rows]
-        parts += [f"## {name}", "\n".join(lines), NOTES[name.partition(",")[0]]]
-    parts += [f"{title}:\n\n```bash\n{line}\n```" for title, line in report.commands.items()]
-    return "\n\n".join(filter(None, parts)) + "\n"
-
-
-def as_html(report: Report) -> str:
-    """Returns the report as one page, with its figures and without other files."""
+def render(report: Report, name: str) -> str:
+    """Returns the report as `report.md`, or as `report.html`: one page with its figures inside."""
     from jinja2 import Environment, FileSystemLoader
 
-    from finetune import figures
+    from finetune.figures import draw_calibration, draw_runs
 
-    drawn = {"All runs (o), mean and 95 % interval (|), baseline (x)": figures.runs(report.groups)}
-    if classifiers := [group for group in report.groups if len(group.bins)][:12]:
-        title = "Accuracy by confidence; grey: share of the examples"
-        drawn[title] = figures.reliability(classifiers)
-    images = {}
-    for title, figure in drawn.items():
-        file = io.BytesIO()
-        figure.savefig(file, format="svg", metadata={"Date": None})
-        images[title] = base64.b64encode(file.getvalue()).decode()
-    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
-    page = environment.get_template("report.html.jinja")
-    return page.render(report=report, notes=NOTES, images=images)
+    images = {
+        "All runs (o), mean and 95 % interval (|), baseline (x)": draw_runs,
+        "Accuracy by confidence; grey: share of the examples": draw_calibration,
+    }
+    loader, is_page = FileSystemLoader(Path(__file__).parent), name.endswith(".html")
+    template = Environment(loader=loader, autoescape=is_page).get_template(f"{name}.jinja")
+    return template.render(report=report, notes=NOTES, images=images, cell=cell)
 
 
 if __name__ == "__main__":

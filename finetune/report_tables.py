@@ -12,28 +12,29 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from scipy.special import softmax
 
-from finetune.calibration import expected_calibration_error, reliability
 from finetune.ensembles import ensembles, record_task
 from finetune.estimates import (
     BENCHMARKS,
     UNITS,
     Estimate,
     benchmark_average,
-    best_run,
+    best_runs,
     choose_candidates,
     compare,
     example_interval,
     holm,
     summarise,
 )
-from finetune.heads import FITTED
+from finetune.examples import Array
 from finetune.predict import predict_command
 from finetune.results import load_predictions
 from multicls.console import count
 
 BASELINE = "majority-class baseline"
 INTERVAL = "95 % interval"
+BINS = np.linspace(0, 1, 16)  # edges of 15, as Guo et al. (2017); a bin holds its upper end
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ class Group:
     runs: pd.DataFrame
     estimate: Estimate
     interval: tuple[float, float]  # over replicates, or over the dev rows of a single run
-    ece: float  # mean over runs; nan without one class a row
-    bins: pd.DataFrame  # of `reliability`, all runs together; empty without one class a row
+    ece: float = math.nan  # mean over runs; nan without one class a row
+    bins: pd.DataFrame | None = None  # of `reliability`, all runs together
 
     def __getitem__(self, column: str) -> Any:
         """Returns a column's value in the first run."""
@@ -73,24 +74,42 @@ def _make_group(runs: pd.DataFrame) -> Group:
     if len(runs) == len(dev) == 1:
         interval = example_interval(task, dev[0])
     if task.is_regression or task.multi_label or not dev:
-        return Group(runs, estimate, interval, math.nan, pd.DataFrame())
-    errors = [expected_calibration_error(reliability(run["logits"], run["labels"])) for run in dev]
+        return Group(runs, estimate, interval)
+    errors = [calibration_error(reliability(run["logits"], run["labels"])) for run in dev]
     logits, labels = (np.concatenate([run[name] for run in dev]) for name in ("logits", "labels"))
     return Group(runs, estimate, interval, float(np.mean(errors)), reliability(logits, labels))
 
 
+def reliability(logits: Array, labels: Array) -> pd.DataFrame:
+    """Returns a row for each bin of the predicted class's probability that has examples, of logits (N, C).
+
+    Columns: confidence (mean of that probability), accuracy, share (of the examples).
+    """
+    probabilities = softmax(np.asarray(logits, dtype=np.float64), axis=1)
+    confidence, right = probabilities.max(axis=1), probabilities.argmax(axis=1) == labels
+    frame = pd.DataFrame({"confidence": confidence, "accuracy": right})
+    bins = frame.groupby(pd.cut(frame["confidence"], BINS), observed=True)
+    return bins.mean().assign(share=bins.size() / len(frame))
+
+
+def calibration_error(bins: pd.DataFrame) -> float:
+    """Returns the expected calibration error: the mean of |accuracy - confidence| over the examples of the bins."""
+    return float(((bins["accuracy"] - bins["confidence"]).abs() * bins["share"]).sum())
+
+
 def scores_table(groups: Sequence[Group]) -> pd.DataFrame:
-    """Returns a row for each system at one size, a column for each task and each complete average."""
-    cells, baselines = dict[tuple[str, str], str](), dict[tuple[str, str], str]()
+    """Returns a row for each system and size, a column for each task and each complete average."""
+    cells = dict[tuple[str, str, str], str]()
     for group in groups:
-        column = f"{group['task']} ({group['metric']})"
-        cells[group["system"], column] = with_error(group.estimate)
-        baselines[BASELINE, column] = percent(group["baseline"])
-    for system, runs in pd.concat([group.runs for group in groups]).groupby("system"):
+        size, column = group["train_size"], f"{group['task']} ({group['metric']})"
+        cells[size, BASELINE, column] = percent(group["baseline"])
+        cells[size, group["system"], column] = with_error(group.estimate)
+    all_runs = pd.concat([group.runs for group in groups])
+    for (size, system), runs in all_runs.groupby(["train_size", "system"], sort=False):
         averages = {name: benchmark_average(runs, name) for name in BENCHMARKS}
-        cells |= {(system, name): percent(v) for name, v in averages.items() if not math.isnan(v)}
-    table = pd.Series(cells | baselines).unstack(sort=False, fill_value="-")
-    return table.reset_index(names="system")
+        cells |= {(size, system, n): percent(v) for n, v in averages.items() if not math.isnan(v)}
+    table = pd.Series(cells).unstack(sort=False, fill_value="-")
+    return table.rename_axis(["train size", "system"]).reset_index()
 
 
 def comparisons_table(groups: Sequence[Group], systems: Sequence[str]) -> pd.DataFrame:
@@ -101,21 +120,19 @@ def comparisons_table(groups: Sequence[Group], systems: Sequence[str]) -> pd.Dat
         if (a["task"], a["train_size"]) == (b["task"], b["train_size"])
         and (not systems or {a["system"], b["system"]} <= set(systems))
     ]
-    corrected = holm([test.p for _, _, test in pairs])
-    lines = []
+    corrected, lines = holm([test.p for _, _, test in pairs]), []
     for (a, b, test), p in zip(pairs, corrected, strict=True):
         kind = f"paired, {UNITS[a.estimate.kind]}s" if test.paired else "Welch"
         cells = {
             "system": f"{a['system']} - {b['system']}",
             "difference": percent(test.difference, "+"),
             INTERVAL: interval_text((test.low, test.high), "+"),
-            "p, corrected": f"{p:.3f}".replace("0.000", "< 0.001").replace("nan", "-")
-            + " *" * (p < 0.05),
+            "p, corrected": ("< 0.001" if p < 0.0005 else f"{p:.3f}") + " *" * (p < 0.05),
             "test": kind + ", seeds only" * ("seed" in (a.estimate.kind, b.estimate.kind)),
-            "needed": f"{test.needed:.0f}".replace("nan", "-").replace("inf", "> 200"),
+            "needed": f"{np.ceil(test.needed):.0f}",
         }
         lines.append(a.key | cells)
-    return pd.DataFrame(lines)
+    return pd.DataFrame(lines).replace("nan", "-")
 
 
 def results_table(groups: Sequence[Group]) -> pd.DataFrame:
@@ -135,7 +152,6 @@ def results_table(groups: Sequence[Group]) -> pd.DataFrame:
             "runs": str(len(group.runs)),
             "training rows": f"{group['train_rows']}" + f" + {held}" * bool(held),
             "dev rows": str(group["dev_rows"]),
-            "picked by": "dev" if group["selection"] == "dev" else "validation split",
             "chosen": group["candidate"] or "-",
             "seconds": f"{group.runs['seconds'].mean():.0f}",
         }
@@ -146,32 +162,25 @@ def results_table(groups: Sequence[Group]) -> pd.DataFrame:
 def scores_text(runs: pd.DataFrame, column: str) -> str:
     """Returns "metric mean ± standard error, ..." of a column of scores by metric; "-" if there are none."""
     values = pd.json_normalize(runs[column].tolist(), sep=" ").set_index(runs.index)
-    texts = []
-    for name in values:
-        scored = runs.assign(value=values[name]).dropna(subset="value")
-        texts.append(f"{name} {with_error(summarise(scored, 'value'))}")
+    scored = {name: runs.join(values[name]).dropna(subset=name) for name in values}
+    texts = [f"{name} {with_error(summarise(of_name, name))}" for name, of_name in scored.items()]
     return ", ".join(texts) or "-"
 
 
 def find_warnings(groups: Sequence[Group], unfinished: Mapping[str, str]) -> list[str]:
-    """Returns what a reader has to know before trusting the tables."""
+    """Returns what changes how the tables are to be read."""
     warnings = []
-    all_runs = pd.concat([group.runs for group in groups])
-    for task, runs in all_runs.groupby("task", sort=False):
+    for task, runs in pd.concat([group.runs for group in groups]).groupby("task", sort=False):
         if runs["data_sha256"].nunique() > 1:
             warnings.append(f"{task}: the runs read different data; their scores do not compare.")
         if (runs["selection"] == "dev").any():
             warnings.append(f"{task}: dev picked the checkpoint and gave the score: optimistic.")
         warnings += [f"{task}: {note}" for note in dict.fromkeys(runs["warnings"].sum())]
-    if len(all_runs[["device", "precision"]].drop_duplicates()) > 1:
-        warnings.append("runs of several devices or precisions stand side by side.")
     for group in groups:
-        name = f"{group['system']} on {group['task']}, {group['train_size']} rows"
-        if group.estimate.mean <= group["baseline"]:
-            warnings.append(f"{name}: no better than the {BASELINE}.")
         settings = pd.DataFrame(group.runs["settings"].tolist()).astype(str).nunique()
-        if differing := set(settings[settings > 1].index) - set(UNITS):
-            warnings.append(f"{name}: its runs differ in {', '.join(sorted(differing))}.")
+        if names := set(settings[settings > 1].index) - set(UNITS):
+            name = f"{group['system']} on {group['task']}, {group['train_size']} rows"
+            warnings.append(f"{name}: its runs differ in {', '.join(sorted(names))}.")
     for folder, reason in list(unfinished.items())[:1]:
         runs_text = count(len(unfinished), "run")
         warnings.append(f"{runs_text} not finished, for instance {folder}: {reason}")
@@ -181,15 +190,13 @@ def find_warnings(groups: Sequence[Group], unfinished: Mapping[str, str]) -> lis
 def best_commands(groups: Sequence[Group]) -> dict[str, str]:
     """Returns for each task the command that saves, or uses, the model of the best run by its picking rows."""
     commands = {}
-    trained = [group.runs for group in groups if group["path"] and group["head"] not in FITTED]
-    for task, runs in pd.concat(trained).groupby("task", sort=False) if trained else ():
-        run = best_run(runs)
+    for run in best_runs(pd.concat([group.runs for group in groups if group["path"]])):
         model, recipe = Path(run["path"], "model"), Path(run["path"], "settings.yaml")
         command = predict_command(model, run["description"], run["head"] == "cln")
         if not model.is_dir():
             command = f"python finetune/run.py --recipe {shlex.quote(str(recipe))} --save_model"
         if command:
-            commands[f"{task}, the best model ({run['system']})"] = command
+            commands[f"{run['task']}, the best model ({run['system']})"] = command
     return commands
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from scipy.special import expit, softmax
 
-from finetune.calibration import expected_calibration_error, reliability
 from finetune.ensembles import average
-from finetune.report import Report, ReportOptions, as_html, as_markdown, build_report, main
+from finetune.report import Report, ReportOptions, build_report, main, render
+from finetune.report_tables import calibration_error, reliability
 from finetune.results import load_predictions, write_error
 from multicls.errors import UserError
 from tests.finetune.runs import fake_run
@@ -33,7 +33,7 @@ def report_of(folder: Path, **options: object) -> Report:
 
 def test_tables_hold_the_numbers(results: Path) -> None:
     report = report_of(results)
-    scores = report.tables["Scores, 100 training rows"].set_index("system")["rte (acc)"]
+    scores = report.tables["Scores"].set_index("system")["rte (acc)"]
     runs = report.groups[0].runs
     subsets = 100 * runs.groupby("subset")["score"].mean()
     expected = f"{subsets.mean():.2f} ± {subsets.std() / np.sqrt(3):.2f}"
@@ -61,7 +61,7 @@ def test_tables_hold_the_numbers(results: Path) -> None:
 def test_rows_that_pick_the_checkpoint_are_not_training_rows(tmp_path: Path) -> None:
     fake_run(tmp_path, "a", selection="holdout", train_rows=80, validation_rows=20)
     row = report_of(tmp_path).tables["All results"].iloc[0]
-    assert (row["training rows"], row["picked by"]) == ("80 + 20", "validation split")
+    assert row["training rows"] == "80 + 20"
 
 
 def test_holm_is_over_all_tests_shown(results: Path) -> None:
@@ -90,14 +90,12 @@ def test_ensembles_have_their_own_scores_on_test_rows_too(tmp_path: Path) -> Non
 
 
 def test_warnings(results: Path) -> None:
-    fake_run(results, "poor", skill=-1.0, subset=1)
     settings = {"train.epochs": 3, "subset": 9}
     fake_run(results, "a", subset=9, data_sha256="x", settings=settings)
     write_error(results / "a" / "rte-100" / "p1-d8-s1", "failed", ValueError("broken"))
     write_error(results / "m" / "rte-100" / "p1-d8-s1", "incompatible", ValueError("no facets"))
     text = "\n".join(report_of(results).warnings)
     for part in (
-        "poor on rte, 100 rows: no better than the majority-class baseline",
         "a on rte, 100 rows: its runs differ in train.epochs",
         "rte: the runs read different data",
         "1 run not finished",
@@ -130,7 +128,7 @@ def test_files(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "paired, training subsets" in out and "next:" in out
     markdown = (results / "report.md").read_text()
     page = (results / "report.html").read_text()
-    for text in ("Scores, 100 training rows", "majority-class baseline", "Holm"):
+    for text in ("Scores", "majority-class baseline", "Holm"):
         assert text in markdown and text in page
     assert page.count("data:image/svg+xml") == 2 and "<script" not in page and "http" not in page
 
@@ -138,7 +136,7 @@ def test_files(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_names_from_outside_are_text(tmp_path: Path) -> None:
     fake_run(tmp_path, "<b>x|y")
     report = report_of(tmp_path)
-    assert "<b>x" not in as_html(report) and "\\<b\\>x\\|y" in as_markdown(report)
+    assert "<b>x" not in render(report, "report.html") and "\\<b\\>x\\|y" in render(report, "report.md")
 
 
 @pytest.mark.parametrize(
@@ -165,7 +163,7 @@ def test_calibration_error_by_hand() -> None:
     confidence = np.array([0.75] * 4 + [0.9] * 2)
     logits = np.log(np.stack([confidence, 1 - confidence], axis=1))
     bins = reliability(logits, np.array([0, 0, 0, 1, 1, 1]))
-    assert expected_calibration_error(bins) == pytest.approx((4 * 0.0 + 2 * 0.9) / 6)
+    assert calibration_error(bins) == pytest.approx((4 * 0.0 + 2 * 0.9) / 6)
     assert list(bins["accuracy"]) == [0.75, 0.0] and list(bins["share"]) == [4 / 6, 2 / 6]
 
 
