@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -77,9 +78,8 @@ def test_facets_and_isotropy_of_a_run_that_was_moved(
         run = Path(finetune(tiny_multicls, glue, tmp_path / "r", **settings)["path"])
     finetune(tiny_multicls, glue, run.parent.parent, **settings | {"name": "other"})
     moved = run.parent.rename(tmp_path / "moved") / run.name
-    seen: list[Any] = []
-    count = analyze.disagreement
-    monkeypatch.setattr(analyze, "disagreement", lambda *a: (seen.append(a), count(*a))[1])
+    spy = Mock(wraps=analyze.disagreement)
+    monkeypatch.setattr(analyze, "disagreement", spy)
     out = tmp_path / "analysis"
     assert main([str(moved), "--output", str(out), "--examples", "30"]) == 0
     ((label, numbers),) = read_json(out / "analysis.json").items()
@@ -90,12 +90,12 @@ def test_facets_and_isotropy_of_a_run_that_was_moved(
     assert numbers["EV1, EV2, EV3"]["before, IsoBN"][0] < numbers["EV1, EV2, EV3"]["before"][0]
     assert (out / f"isotropy-{label}.png").exists()
     assert numbers["disagreement"]["members"] == {"facets": 2, "seeds": 2}
-    outputs, wrong = seen[0]
+    outputs = spy.call_args.args[0]
     np.testing.assert_allclose(outputs["facets"].mean(axis=0), outputs["seeds"][1], atol=1e-5)
     assert np.ptp(outputs["facets"], axis=0).min() > 1e-6, "facets differ"
     dev = load_predictions(moved, "sst2")["dev"]
     rate = (dev["logits"].argmax(axis=1) != dev["labels"]).mean()
-    assert main([str(moved), "--output", str(out)]) == 0 and seen[1][1].mean() == rate
+    assert main([str(moved), "--output", str(out)]) == 0 and spy.call_args.args[1].mean() == rate
 
 
 def test_layers_of_hire(tiny_bert: Path, glue: Path, tmp_path: Path) -> None:

@@ -136,7 +136,9 @@ def test_files(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_names_from_outside_are_text(tmp_path: Path) -> None:
     fake_run(tmp_path, "<b>x|y")
     report = report_of(tmp_path)
-    assert "<b>x" not in render(report, "report.html") and "\\<b\\>x\\|y" in render(report, "report.md")
+    assert "<b>x" not in render(report, "report.html") and "\\<b\\>x\\|y" in render(
+        report, "report.md"
+    )
 
 
 @pytest.mark.parametrize(
