@@ -26,7 +26,8 @@ class Settings(BaseModel):
     """Base class of all settings: immutable, and unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-    alternatives: ClassVar[tuple[str, ...]] = ()  # dotted keys; one in a later source replaces all
+    # Dotted keys, one of which is set: one in a later source sets the others to 0.
+    alternatives: ClassVar[tuple[str, ...]] = ()
 
 
 class RecipeOptions(Settings):
@@ -57,21 +58,18 @@ def parse(
 
     Args:
         kind: the class of the settings; the description of a field is its help, `CliPositionalArg` takes its dashes.
-        argv: the words after the command; default: `sys.argv`.
-        prog: the command, for messages.
-        doc: the command's docstring, for the help.
         shortcuts: dotted key -> short flag without dashes.
         recipes: folder of the shipped recipes, in this repository.
 
     Raises:
         UserError: lists the unknown flags; or each unknown key of a recipe, missing and wrong value.
     """
-    names = ", ".join(_shipped_recipes(recipes))
+    shipped = sorted(path.stem for path in (REPOSITORY / recipes).glob("*.yaml")) if recipes else []
     parser = _Parser(
         prog=prog,
         usage=f"{prog} [options]",
         description=doc,
-        epilog=names and f"recipes: {names}",
+        epilog=f"recipes: {', '.join(shipped)}" * bool(shipped),
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -83,7 +81,8 @@ def parse(
         cli_parse_none_str="null",
         cli_hide_none_type=True,
     )
-    flags = source(args=_repeated(sys.argv[1:] if argv is None else argv, parser))()
+    words = sys.argv[1:] if argv is None else argv  # the launcher of DeepSpeed adds --local_rank
+    flags = source(args=[word for word in words if not word.startswith("--local_rank")])()
     sources = [*_read_recipes(flags.get("recipe", []), recipes), ("", flags)]
     settings = _validate(kind, sources, shortcuts or {})
     if getattr(settings, "print_config", False):
@@ -102,7 +101,7 @@ def load_settings(
     Raises:
         UserError: as `parse`.
     """
-    return _validate(kind, [*_read_recipes(map(str, recipes), ""), ("", values or {})], {})
+    return _validate(kind, [*_read_recipes(map(str, recipes), ""), ("", _nested(values or {}))], {})
 
 
 def to_yaml(settings: BaseModel) -> str:
@@ -117,12 +116,9 @@ class _Parser(argparse.ArgumentParser):
         """Parses the flags of a command; lists all unknown ones."""
         flags = dict.fromkeys(word.partition("=")[0] for word in args if word.startswith("--"))
         known = self._option_string_actions
-        hints = {flag: _nearest(flag, known) for flag in flags if flag not in known}
-        if hints:
-            more = " --help lists all flags."
-            raise UserError(
-                *(f"{flag}: no such flag.{hint or more}" for flag, hint in hints.items())
-            )
+        if unknown := [flag for flag in flags if flag not in known]:
+            hints = [_nearest(flag, known) or " --help lists all flags." for flag in unknown]
+            raise UserError(*map("{}: no such flag.{}".format, unknown, hints))
         return self.parse_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
@@ -130,39 +126,22 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _add_flag(shortcuts: Mapping[str, str], parser: Any, *names: str, **options: Any) -> None:
-    """Adds a flag for pydantic-settings, and its short name. A boolean needs no value, and a group has no flag."""
+    """Adds a flag for pydantic-settings, and its short name.
+
+    A boolean needs no value, a list takes several words, and a group has no flag.
+    """
     short = [f"--{shortcuts[options['dest']]}"] if options.get("dest") in shortcuts else []
     if options.get("metavar") == "bool":
         options |= {"nargs": "?", "const": "true", "metavar": "true|false"}
+    elif options.get("action") == "append":
+        options |= {"action": "extend", "nargs": "+", "type": _quoted}
     if options.get("const") != "{}":
         parser.add_argument(*short, *names, **options)
 
 
-def _repeated(argv: Sequence[str], parser: _Parser) -> list[str]:
-    """Returns the words with the flag of a list before each of its words, as pydantic-settings wants them."""
-    words: list[str] = []
-    repeated = ""  # the flag of a list whose words follow
-    for word in argv:
-        flag, equals, value = word.partition("=")
-        if word.startswith("--local_rank"):  # appended by the launcher of DeepSpeed
-            continue
-        if not word.startswith("--"):
-            words.append(f"{repeated}={_quoted(word)}" if repeated else word)
-            continue
-        is_list = isinstance(parser._option_string_actions.get(flag), argparse._AppendAction)
-        repeated = flag if is_list and not equals else ""
-        if not repeated:
-            words.append(flag + equals + (_quoted(value) if is_list else value))
-    return words
-
-
 def _quoted(word: str) -> str:
-    """Returns a word of a list in quotes if it holds a comma, which would divide it."""
+    """Returns a word of a list in quotes if it holds a comma, where pydantic-settings would divide it."""
     return f'"{word}"' if "," in word and word[0] not in '"[{' else word
-
-
-def _shipped_recipes(folder: str) -> list[str]:
-    return sorted(path.stem for path in (REPOSITORY / folder).glob("*.yaml")) if folder else []
 
 
 def _read_recipes(names: Iterable[str], folder: str) -> Iterator[Source]:
@@ -171,11 +150,12 @@ def _read_recipes(names: Iterable[str], folder: str) -> Iterator[Source]:
         paths = (Path(name), REPOSITORY / name, REPOSITORY / folder / f"{name}.yaml")
         path = next((path for path in paths if path.is_file()), None)
         if path is None:
-            hint = did_you_mean(Path(name).stem, _shipped_recipes(folder))
+            shipped = [path.stem for path in (REPOSITORY / folder).glob("*.yaml")]
+            hint = did_you_mean(Path(name).stem, shipped)
             raise UserError(f"--recipe {name}: no such recipe.{hint}")
         try:
-            values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            values = yaml.safe_load(path.read_bytes()) or {}
+        except (OSError, yaml.YAMLError) as error:
             raise UserError(f"--recipe {name}: not readable as YAML: {error}.") from None
         if not isinstance(values, dict):
             raise UserError(f"--recipe {name}: a recipe is a mapping, not {type(values).__name__}.")
@@ -187,30 +167,17 @@ def _validate(
 ) -> AnySettings:
     """Returns the merged settings of all sources, the last of which wins."""
     known = _known(kind)
-    merged: dict[str, Any] = {}
-    origins: dict[str, str] = {}
-    for source, values in sources:
-        flat = _flat(values, known)
-        if not flat.keys().isdisjoint(kind.alternatives):
-            merged = {key: value for key, value in merged.items() if key not in kind.alternatives}
-        for key, value in flat.items():
-            if isinstance(value, dict) and isinstance(merged.get(key), dict):
-                value = merged[key] | value
-            merged[key] = None if value == [None] else value  # `--list null` comes as [None]
-            origins[key] = source
-    groups: dict[str, dict[str, Any]] = {"": {}}
-    for key in (key for key, is_group in known.items() if is_group):
-        parent, _, name = key.rpartition(".")
-        groups[key] = groups[parent][name] = {}
-    for key, value in merged.items():
-        group, _, name = key.rpartition(".")
-        groups.get(group, groups[""])[name if group in groups else key] = value
+    merged = _nested({key: {} for key, is_group in known.items() if is_group})
+    for _, values in sources:
+        if any(_value(values, key) is not None for key in kind.alternatives):
+            merged = _merge(merged, _nested(dict.fromkeys(kind.alternatives, 0)))
+        merged = _merge(merged, values)
     try:
-        return kind.model_validate(groups[""])
+        return kind.model_validate(merged)
     except ValidationError as error:
         problems: dict[str, list[str]] = {}  # place -> reasons: one for each member of a union
         for detail in error.errors():
-            where, why = _explain(detail, known, origins, shortcuts)
+            where, why = _explain(detail, known, sources, shortcuts)
             problems.setdefault(where, []).append(why.rstrip("."))
         lines = [where + " or ".join(dict.fromkeys(why)) for where, why in problems.items()]
         raise UserError(*(line + "." * (line[-1] != "?") for line in lines)) from None
@@ -221,48 +188,65 @@ def _known(kind: Any, prefix: str = "") -> dict[str, bool]:
     keys: dict[str, bool] = {}
     for name, field in kind.model_fields.items():
         inner = field.annotation
-        keys[prefix + name] = isinstance(inner, type) and issubclass(inner, BaseModel)
+        keys[prefix + name] = isinstance(inner, type) and issubclass(inner, Settings)
         if keys[prefix + name]:
             keys |= _known(inner, f"{prefix}{name}.")
     return keys
 
 
-def _flat(values: Mapping[str, Any], known: Mapping[str, bool], prefix: str = "") -> dict[str, Any]:
-    """Returns settings by dotted key. A wrong value in place of a group stays whole; an empty group is left out."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        key = f"{prefix}{name}"
-        if known.get(key) and isinstance(value, dict):
-            flat |= _flat(value, known, f"{key}.")
-        elif not (known.get(key) and value is None):
-            flat[key] = value
-    return flat
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns values by dotted key as mappings in mappings."""
+    nested: dict[str, Any] = {}
+    for key, value in values.items():
+        for name in reversed(key.split(".")):
+            value = {name: value}
+        nested = _merge(nested, value)
+    return nested
+
+
+def _merge(old: Any, new: Any) -> Any:
+    """Returns the value of a later source; mappings are merged. A wrong value in place of one stays, to be reported."""
+    if not isinstance(new, Mapping):
+        is_empty_group = new is None and isinstance(old, Mapping)
+        return old if is_empty_group else None if new == [None] else new  # from `--list null`
+    if not isinstance(old, Mapping | None):
+        return old
+    before = old or {}
+    return {**before, **{name: _merge(before.get(name), value) for name, value in new.items()}}
+
+
+def _value(values: Any, key: str) -> Any:
+    """Returns the value of a dotted key in nested mappings, or None."""
+    for name in key.split("."):
+        values = values.get(name) if isinstance(values, Mapping) else None
+    return values
 
 
 def _explain(
-    detail: Any, known: Mapping[str, bool], origins: Mapping[str, str], shortcuts: Mapping[str, str]
+    detail: Any, known: Mapping[str, bool], sources: Sequence[Source], shortcuts: Mapping[str, str]
 ) -> tuple[str, str]:
     """Returns where a wrong value stands and why it is wrong, from one of pydantic's errors."""
     place = [str(part) for part in detail["loc"]]  # ends with members of unions and lists
     keys = [".".join(place[:n]) for n in range(1, len(place) + 1)]
     key = next((key for key in keys if known.get(key) is False), ".".join(place))
-    flag, source = f"--{shortcuts.get(key, key)}", origins.get(key, "")
+    flag = f"--{shortcuts.get(key, key)}"
+    source = next(
+        (name for name, values in reversed(sources) if _value(values, key) is not None), ""
+    )
     if detail["type"] == "missing":
         return f"{key}: ", f"required, as {flag}" + " or in a recipe" * ("recipe" in known)
     if detail["type"] == "extra_forbidden":
         return f"{source or 'settings'}: {key}: ", f"no such setting.{_nearest(key, known)}"
     message, value = str(detail["msg"]).removeprefix("Value error, "), detail["input"]
-    if not key or isinstance(value, Mapping):  # several settings together
-        return "".join(f"{part}: " for part in (source, key) if part), message
-    text = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    if known.get(key, True) and isinstance(value, Mapping):  # several settings together
+        return f"{key}: " * bool(key), message
+    text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
     return (f"{source}: {key} = {text}: " if source else f"{flag} {text}: "), message
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    """Returns a hint to the setting of the same name in another group, or to the nearest one; "" if none is near.
-
-    The bound is strict: a hint to a flag that does something else is worse than none.
-    """
+    """Returns a hint to the setting of the same name in another group, or to the nearest one; "" if none is near."""
     leaf = name.rpartition(".")[2].lstrip("-")
     same = [key for key in known if key.rpartition(".")[2].lstrip("-") == leaf]
+    # Strict, since a hint to a flag that does something else is worse than none.
     return did_you_mean(name, same or known, listed=False, cutoff=0.0 if same else 0.75)
