@@ -16,10 +16,7 @@ if TYPE_CHECKING:
     from multicls.modeling_multicls import MultiClsForPreTraining
 
 VOCABULARY_MULTIPLE = 64  # rows of the word embeddings, so that 16-bit matrix products are aligned
-WHAT_WORKS = (
-    "An encoder of transformers with a masked-LM class works: BERT, RoBERTa, XLM-R, CamemBERT, ModernBERT, DeBERTa-v2 "
-    "and v3, MPNet, DistilBERT, ELECTRA and others."
-)
+WHAT_WORKS = "BERT, RoBERTa, XLM-R, CamemBERT, ModernBERT, DeBERTa, MPNet, DistilBERT, ELECTRA and others work"
 
 
 def build(
@@ -44,22 +41,23 @@ def build(
         report: receives one line that says which parts are kept and which are new.
 
     Raises:
-        UserError: the checkpoint cannot be loaded, does not fit, or lacks weights of the encoder.
+        UserError: the checkpoint cannot be loaded, is no encoder, does not fit, or lacks weights of the encoder.
     """
     from multicls.modeling_multicls import MultiClsConfig, MultiClsForPreTraining
     from multicls.tokenization import facet_ids, load_tokenizer, with_facets
 
-    config, tokenizer = load_config(checkpoint), load_tokenizer(checkpoint)
+    if missing := missing_folder(checkpoint):
+        raise UserError(f"model {checkpoint}: {missing}")
     facets: dict[str, Any] = {"num_facets": num_facets, "facet_layers": facet_layers}
     objective: dict[str, Any] = {"mcqt_lambda": mcqt_lambda, "hard_negatives": hard_negatives}
     with load_problems(checkpoint), quiet_transformers():
+        config, tokenizer = _load_config(checkpoint), load_tokenizer(checkpoint)
         if continued := isinstance(config, MultiClsConfig):
             _check_facets(config, facets, len(facet_ids(tokenizer)))
             config.update(objective)
         else:
-            tokenizer = with_facets(
-                tokenizer, num_facets, getattr(config, "type_vocab_size", 0) > 1
-            )
+            has_types = getattr(config, "type_vocab_size", 0) > 1
+            tokenizer = with_facets(tokenizer, num_facets, has_types)
             config = MultiClsConfig(encoder=config, **facets, **objective)
         config.facet_ids = list(facet_ids(tokenizer))
         if random_weights:
@@ -75,35 +73,26 @@ def build(
     return model, tokenizer
 
 
-def load_config(checkpoint: str) -> Any:
-    """Returns the configuration of a checkpoint that `build` can start from.
-
-    Raises:
-        UserError: it cannot be loaded, or is no encoder; the message says why and what works.
-    """
+def _load_config(checkpoint: str) -> Any:
+    """Returns the configuration of an encoder's checkpoint; a ValueError says why it is none, and what works."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, PreTrainedConfig
 
-    import multicls.modeling_multicls  # noqa: F401 (registers the model type)
-
-    if missing := missing_folder(checkpoint):
-        raise UserError(f"model {checkpoint}: {missing}")
     known: Any = CONFIG_MAPPING
-    with load_problems(checkpoint):
-        kind = PreTrainedConfig.get_config_dict(checkpoint)[0].get("model_type")
-        config: Any = known[kind].from_pretrained(checkpoint) if kind in known else None
+    kind = PreTrainedConfig.get_config_dict(checkpoint)[0].get("model_type")
     if kind is None:
-        raise UserError(f"model {checkpoint}: holds no config.json; of a run, pass RUN/hf.")
+        raise ValueError("it holds no config.json; of a run, pass RUN/hf")
+    config: Any = known[kind].from_pretrained(checkpoint) if kind in known else None
     reason = ""
     if config is None:
         reason = "is not one of transformers. Code in a checkpoint is never executed"
-    elif getattr(config, "is_encoder_decoder", False):
-        reason = "is an encoder-decoder"
-    elif getattr(config, "is_decoder", False) or type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
+    elif config.is_encoder_decoder or getattr(config, "is_decoder", False):
+        reason = "is a decoder or an encoder-decoder"
+    elif type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
         reason = "has no masked-LM class in transformers; decoders do not work"
     elif getattr(config, "legacy", True) is False:  # of DeBERTa-v2
         reason = "with legacy = false has an MLM head that reads the encoder's embeddings"
     if reason:
-        raise UserError(f"model {checkpoint}: model_type '{kind}' {reason}. {WHAT_WORKS}")
+        raise ValueError(f"model_type '{kind}' {reason}. {WHAT_WORKS}")
     config.architectures = config.dtype = None  # of the weights there, not of the model here
     return config
 
@@ -111,12 +100,10 @@ def load_config(checkpoint: str) -> Any:
 def _check_facets(config: Any, facets: dict[str, Any], in_tokenizer: int) -> None:
     """Refuses settings, or a tokenizer, that differ from the facets of a Multi-CLS checkpoint."""
     for name, value in facets.items():
-        if value is not None and value != getattr(config, name):
+        if value not in (None, getattr(config, name)):
             raise ValueError(f"has {name} = {getattr(config, name)}, the settings ask for {value}")
-    if in_tokenizer != config.num_facets:
-        raise ValueError(
-            f"its tokenizer inserts {in_tokenizer} facets, the model has {config.num_facets}"
-        )
+    if in_tokenizer != (number := config.num_facets):
+        raise ValueError(f"its tokenizer inserts {in_tokenizer} facets, the model has {number}")
 
 
 def _load(kind: Any, checkpoint: str, may_lack: str = "", **options: Any) -> Any:

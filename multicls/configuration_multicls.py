@@ -13,10 +13,6 @@ OFFSET_POSITIONS = (  # encoders whose first position is that of the padding tok
     *("roberta", "xlm-roberta", "camembert", "mpnet", "roberta-prelayernorm", "xlm-roberta-xl"),
     *("xmod", "data2vec-text", "ibert", "longformer"),
 )
-CHOICES = {
-    "classifier_pooling": ("multicls", "sum", "cls"),
-    "sentence_embedding": ("mean", "facets"),
-}
 AUTO_MAP = {
     "AutoConfig": "configuration_multicls.MultiClsConfig",
     "AutoModel": "modeling_multicls.MultiClsModel",
@@ -36,9 +32,7 @@ class MultiClsConfig(PreTrainedConfig):
             third and two thirds of the depth, moved before a global layer if the encoder has local ones; []: none.
         mcqt_lambda: weight of the best facet pair, against the sum of facets, in the MCQT score (Eq. 2).
         hard_negatives: three parts an example, the third a hard negative of the first (section 2.4); False: two.
-        classifier_pooling: "multicls", the re-parameterised sum of facets (section 2.6); "sum", plain; "cls": [CLS].
-        sentence_embedding: of `MultiClsModel.embed_sentences`: mean over all tokens but the facets, or their sum.
-        facet_ids: the K token ids of the facets; the model warns of input that lacks them. None: not known.
+        facet_ids: the K token ids of the facets; the model warns if its first input lacks them. None: not known.
     """
 
     model_type = "multicls"
@@ -51,9 +45,7 @@ class MultiClsConfig(PreTrainedConfig):
     facet_layers: list[int] | None = None
     mcqt_lambda: float = 0.1
     hard_negatives: bool = True
-    classifier_pooling: str = "multicls"
     classifier_dropout: float = 0.1
-    sentence_embedding: str = "mean"
     facet_ids: list[int] | None = None
     layer_norm_eps: float = 1e-12
 
@@ -82,9 +74,6 @@ class MultiClsConfig(PreTrainedConfig):
             raise ValueError(f"facet_layers = {layers}: no ascending layer numbers in 1..{depth}")
         if layers and not self.num_facets:
             raise ValueError(f"facet_layers = {layers}: there are no facets (num_facets = 0)")
-        for field, choices in CHOICES.items():
-            if (value := getattr(self, field)) not in choices:
-                raise ValueError(f"{field} = {value!r}: must be one of {', '.join(choices)}")
         super().__post_init__(**kwargs)
 
     def _default_layers(self) -> list[int]:

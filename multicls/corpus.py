@@ -1,7 +1,7 @@
 """Reads and writes corpus folders: data preparation writes them, pretraining reads them. Imports no torch.
 
     corpus/
-      manifest.json            written last, with a checksum of itself: without it the corpus is not finished
+      manifest.json            written last: without it the corpus is not finished
       shard-00000.arrow ...    Arrow IPC files of one record batch each, memory-mapped
       document_frequency.npy   (V,) int64: number of rows that contain each token
       tokenizer.json, tokenizer_config.json
@@ -128,8 +128,10 @@ class Corpus:
     def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
         self.path, self.manifest = path, manifest
         self.num_shards = len(manifest["shards"])
-        sizes = (shard["rows"] for shard in manifest["shards"])
-        self._first_rows = [0, *accumulate(sizes)]
+        self.num_documents: int = manifest["documents"]  # one that takes several rows counts once
+        self.vocabulary_size: int = manifest["tokenizer"]["vocabulary_size"]  # V, with added tokens
+        self.tokenizer_fingerprint: str = manifest["tokenizer"]["fingerprint"]
+        self._first_rows = [0, *accumulate(shard["rows"] for shard in manifest["shards"])]
         self.num_rows = self._first_rows[-1]
         self._shards: list[Shard | None] = [None] * self.num_shards
 
@@ -138,8 +140,7 @@ class Corpus:
         """Opens a corpus folder and checks its manifest and the size of each file.
 
         Raises:
-            UserError: the folder or its manifest does not exist, the format version differs, the manifest was edited,
-                or a file is missing or has another size.
+            UserError: the manifest does not exist or is of another format, or a file is missing or has another size.
         """
         path = Path(path)
         if not (path / MANIFEST).is_file():
@@ -154,18 +155,12 @@ class Corpus:
                 f"{path}: corpus format {version}, but this program reads format {FORMAT_VERSION}; "
                 "remove the folder and prepare it again."
             )
-        if manifest.get("checksum") != _checksum(manifest):
-            raise UserError(
-                f"{path / MANIFEST}: changed since it was written; prepare the corpus again."
-            )
         corpus = cls(path, manifest)
-        sizes = {path / name: entry["bytes"] for name, entry in corpus.files.items()}
-        problems = [
-            f"{file}: missing, or not of {size} bytes as {MANIFEST} says; prepare the corpus again."
-            for file, size in sizes.items()
-            if not file.is_file() or file.stat().st_size != size
-        ]
-        if problems:
+        if problems := [
+            f"{path / name}: missing, or not of {entry['bytes']} bytes as {MANIFEST} says; prepare the corpus again."
+            for name, entry in corpus.files.items()
+            if not (path / name).is_file() or (path / name).stat().st_size != entry["bytes"]
+        ]:
             raise UserError(*problems)
         return corpus
 
@@ -174,24 +169,17 @@ class Corpus:
 
     def verify(self) -> None:
         """Reads each file and compares its SHA-256 with the manifest; a `UserError` names all that differ."""
-        checksums = {self.path / name: entry["sha256"] for name, entry in self.files.items()}
-        problems = [
-            f"{path}: the bytes have changed since the file was written."
-            for path, checksum in checksums.items()
-            if sha256_of(path) != checksum
-        ]
-        if problems:
+        if problems := [
+            f"{self.path / name}: the bytes have changed since the file was written."
+            for name, entry in self.files.items()
+            if sha256_of(self.path / name) != entry["sha256"]
+        ]:
             raise UserError(*problems)
 
     @property
     def files(self) -> dict[str, dict[str, Any]]:
         """Size and SHA-256 of all files but the manifest, by name."""
         return {shard["name"]: shard for shard in self.manifest["shards"]} | self.manifest["files"]
-
-    @property
-    def num_documents(self) -> int:
-        """Number of documents; a document that takes several rows counts once."""
-        return int(self.manifest["documents"])
 
     def shard(self, number: int) -> Shard:
         """Returns shard `number`; maps it on first use."""
@@ -232,16 +220,6 @@ class Corpus:
         frequency: np.ndarray = np.load(self.path / "document_frequency.npy", allow_pickle=False)
         return frequency
 
-    @property
-    def vocabulary_size(self) -> int:
-        """V, including added tokens."""
-        return int(self.manifest["tokenizer"]["vocabulary_size"])
-
-    @property
-    def tokenizer_fingerprint(self) -> str:
-        """`tokenizer_fingerprint` of the tokenizer that encoded the text."""
-        return str(self.manifest["tokenizer"]["fingerprint"])
-
 
 def held_out_share(hashes: np.ndarray) -> np.ndarray:
     """Maps hashes of documents to uniform numbers in [0, 1).
@@ -254,14 +232,8 @@ def held_out_share(hashes: np.ndarray) -> np.ndarray:
 
 
 def write_manifest(folder: str | Path, manifest: dict[str, Any]) -> None:
-    """Writes manifest.json with its own checksum, atomically; the corpus is finished then."""
-    write_json(Path(folder) / MANIFEST, manifest | {"checksum": _checksum(manifest)})
-
-
-def _checksum(manifest: dict[str, Any]) -> str:
-    """Returns the SHA-256 of the manifest without its checksum, as JSON."""
-    content = {key: value for key, value in manifest.items() if key != "checksum"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode("ascii")).hexdigest()
+    """Writes manifest.json atomically; the corpus is finished then."""
+    write_json(Path(folder) / MANIFEST, manifest)
 
 
 def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:

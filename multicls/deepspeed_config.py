@@ -15,27 +15,27 @@ from multicls.files import REPOSITORY, read_json
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
-KEYS = frozenset(
-    """
-    activation_checkpointing aio bf16 checkpoint comms_logger communication_data_type data_types disable_allgather
-    disable_python_gc dump_state flops_profiler fp16 gradient_accumulation_steps gradient_clipping
-    gradient_predivide_factor log_level memory_breakdown prescale_gradients steps_per_print timers train_batch_size
-    train_micro_batch_size_per_gpu wall_clock_breakdown zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
-    zero_optimization
-    """.split()  # noqa: SIM905
-)
-OWNED: Mapping[str, str] = {  # key of the JSON, which may say "auto" -> setting that owns its value
-    "train_batch_size": "train.global_batch_size",
-    "train_micro_batch_size_per_gpu": "train.micro_batch_size",
-    "gradient_accumulation_steps": "train.global_batch_size and train.micro_batch_size",
+SIZES = "train.global_batch_size and train.micro_batch_size"
+OWNED: Mapping[str, str] = {  # key of the JSON, which may say "auto" -> settings that own its value
+    "train_batch_size": SIZES,
+    "train_micro_batch_size_per_gpu": SIZES,
+    "gradient_accumulation_steps": SIZES,
     "gradient_clipping": "train.max_grad_norm",
     "bf16.enabled": "train.precision",
     "fp16.enabled": "train.precision",
+    "torch_autocast": "train.precision",
     "optimizer": "train.learning_rate and train.weight_decay",
     "scheduler": "train.learning_rate and train.warmup_ratio",
-    "torch_autocast": "train.precision",
     "compile": "train.compile",
 }
+KEYS = OWNED.keys() | set(
+    """
+    activation_checkpointing aio bf16 checkpoint comms_logger communication_data_type data_types disable_allgather
+    disable_python_gc dump_state flops_profiler fp16 gradient_predivide_factor log_level memory_breakdown
+    prescale_gradients steps_per_print timers wall_clock_breakdown zero_allow_untested_optimizer
+    zero_force_ds_cpu_optimizer zero_optimization
+    """.split()  # noqa: SIM905
+)
 GROUPS = ("zero_optimization", "data_types", "checkpoint", "bf16", "fp16")  # read or completed here
 
 
@@ -53,16 +53,13 @@ def load_deepspeed_config(path: str | Path) -> dict[str, Any]:
     if wrong := [key for key in GROUPS if not isinstance(config.get(key, {}), dict)]:
         raise UserError(*(f"{path}: {key} = {config[key]}: must be an object." for key in wrong))
     enabled = {f"{name}.enabled": config.get(name, {}).get("enabled") for name in ("bf16", "fp16")}
-    values = {name: (config | enabled).get(name) for name in OWNED}
     problems = [
-        f"{path}: {name} = {value}: leave it out, and set {OWNED[name]}."
-        for name, value in values.items()
-        if value not in (None, "auto")
+        f"{path}: {key} = {value}: leave it out, and set {OWNED[key]}."
+        for key, value in (config | enabled).items()
+        if key in OWNED and value not in (None, "auto")
     ]
-    problems += [
-        f"{path}: {key}: no such key.{did_you_mean(key, KEYS, listed=False)}"
-        for key in config.keys() - KEYS - OWNED.keys()
-    ]
+    for key in config.keys() - KEYS:
+        problems.append(f"{path}: {key}: no such key.{did_you_mean(key, KEYS, listed=False)}")
     if problems:
         raise UserError(*sorted(problems))
     return config
@@ -84,19 +81,17 @@ def complete_deepspeed_config(
     the NaN of a skipped step in its fp32 sums.
 
     Args:
-        micro_batch_size: Examples in one micro-batch of one rank.
-        accumulation: Micro-batches that one rank accumulates in an optimizer step.
-        precision: Precision of the forward and backward pass.
+        micro_batch_size: Examples in one micro-batch of one rank, which accumulates `accumulation` of them in a step.
     """
     completed = {
         "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW offloads, too; nothing is compiled
         "steps_per_print": 1_000_000_000,  # the training loop reports
         **deepcopy(dict(config)),
+        "train_batch_size": micro_batch_size * accumulation * world_size,
+        "train_micro_batch_size_per_gpu": micro_batch_size,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": max_grad_norm,
     }
-    completed["train_batch_size"] = micro_batch_size * accumulation * world_size
-    completed["train_micro_batch_size_per_gpu"] = micro_batch_size
-    completed["gradient_accumulation_steps"] = accumulation
-    completed["gradient_clipping"] = max_grad_norm
     for name in ("bf16", "fp16"):
         completed[name] = completed.get(name, {}) | {"enabled": precision == name}
     zero = completed.get("zero_optimization", {})

@@ -148,7 +148,8 @@ def locked(folder: str | Path, patience: float = 2.0) -> Iterator[None]:
         path.write_text(f"process {os.getpid()} on host {socket.gethostname()} since {since}")
     except Timeout:
         raise FolderInUse(
-            f"{path.parent}: in use by {_holder(path)}. Wait for it, stop it, or pass another folder."
+            f"{path.parent}: in use by {lock_holder(folder) or 'another process'}. "
+            "Wait for it, stop it, or pass another folder."
         ) from None
     except OSError as error:
         raise UserError(f"{path.parent}: cannot be written to: {error.strerror}.") from None
@@ -169,10 +170,6 @@ def lock_holder(folder: str | Path) -> str | None:
             FileLock(path).acquire(timeout=0).lock.release()
         return None
     except (Timeout, OSError):
-        return _holder(path)
-
-
-def _holder(path: Path) -> str:
-    with suppress(OSError):  # released just now
-        return path.read_text() or "another process"  # which has not written its name yet
-    return "another process"
+        with suppress(OSError):  # released just now
+            return path.read_text() or "another process"  # which has not written its name yet
+        return "another process"

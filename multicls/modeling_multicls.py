@@ -222,7 +222,7 @@ class MultiClsModel(MultiClsPreTrainedModel):
         known = inspect.signature(self.encoder.forward).parameters
         has_types = getattr(config.encoder, "type_vocab_size", 0) > 1
         self.takes_token_types = has_types and "token_type_ids" in known
-        self.checks_input = True  # until it has warned
+        self.checks_input = True  # at the first batch
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -243,14 +243,8 @@ class MultiClsModel(MultiClsPreTrainedModel):
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
     ) -> Tensor:
-        """Returns one embedding of each sequence, (B, D), by `config.sentence_embedding`.
-
-        "mean": of the last hidden states, but those of facets and padding. "facets": the sum of the facet embeddings,
-        whose cosine is the second term of the MCQT score (Eq. 2).
-        """
+        """Returns the mean of each sequence's last hidden states, (B, D), without facets and padding."""
         outputs = self(input_ids, attention_mask, token_type_ids, return_dict=True)
-        if self.config.sentence_embedding == "facets":
-            return outputs.facet_embeddings.sum(dim=1)
         kept_BL = torch.ones_like(input_ids) if attention_mask is None else attention_mask.clone()
         kept_BL[:, self.config.facet_slice] = 0
         hidden_BLD = _fp32(outputs.last_hidden_state)
@@ -291,9 +285,9 @@ class MultiClsModel(MultiClsPreTrainedModel):
         )
 
     def _check_input(self, input_ids: Tensor | None) -> None:
-        """Warns once of input that another tokenizer has made, or that is padded on the left.
+        """Warns if another tokenizer has made the first batch, or if it is padded on the left.
 
-        In training, and on a GPU, only the first batch is looked at: the host has to wait for its values.
+        Only the first one is looked at, since the host waits for its values.
         """
         if input_ids is None or input_ids.is_meta or torch.compiler.is_compiling():
             return
@@ -301,9 +295,8 @@ class MultiClsModel(MultiClsPreTrainedModel):
         if found_BK.shape[1] < self.config.num_facets:
             raise ValueError(f"{input_ids.shape[1]} tokens have no room for [CLS] and the facets")
         if facet_ids and self.checks_input:
-            is_wrong = bool((found_BK != found_BK.new_tensor(facet_ids)).any())
-            self.checks_input = input_ids.is_cpu and not self.training and not is_wrong
-            if is_wrong:
+            self.checks_input = False
+            if (found_BK != found_BK.new_tensor(facet_ids)).any():
                 warnings.warn(
                     f"these are not the trained model's outputs: [CLS] and the facets (ids {facet_ids}) do not begin "
                     "each sequence; use the tokenizer that was saved with the model, and pad on the right",
@@ -549,12 +542,10 @@ def _cross_entropy(
 
 
 class MultiClsForSequenceClassification(MultiClsPreTrainedModel):
-    """A classifier on the pooled facets (`config.classifier_pooling`).
+    """A classifier on the re-parameterised sum of the facets (section 2.6), which keeps their weights apart.
 
-    "multicls" is the re-parameterised pooling of section 2.6, which keeps the facets from learning the same weights:
     c = sum_k (W_{O,k} - mean_k' W_{O,k'}) h_k + b_k, W_{O,k} from pretraining, b_k from 0; no GELU, no LayerNorm.
-    With a single embedding (K <= 1) there is nothing to centre: c = W_{O,1} h_1 + b_1. "cls" is the pooled [CLS], or
-    the last hidden state of [CLS] if the encoder has no pooler.
+    With a single embedding (K <= 1) there is nothing to centre: c = W_{O,1} h_1 + b_1.
     """
 
     def __init__(self, config: MultiClsConfig) -> None:
@@ -574,17 +565,6 @@ class MultiClsForSequenceClassification(MultiClsPreTrainedModel):
         if module is self:
             init.zeros_(self.facet_bias)
 
-    def pool(self, outputs: MultiClsModelOutput) -> Tensor:
-        """Returns the embedding to classify, (B, D)."""
-        assert outputs.last_hidden_state is not None
-        if self.config.classifier_pooling == "cls":
-            pooled = outputs.pooler_output
-            return outputs.last_hidden_state[:, 0] if pooled is None else pooled
-        facets_BSD = self.multicls.facet_states(outputs.last_hidden_state)
-        centred = self.config.classifier_pooling == "multicls" and facets_BSD.shape[1] > 1
-        mapped_BSD = self.multicls.facet_head.dense(facets_BSD, centred=centred)
-        return (mapped_BSD + self.facet_bias).sum(dim=1)
-
     @can_return_tuple
     def forward(
         self,
@@ -597,7 +577,9 @@ class MultiClsForSequenceClassification(MultiClsPreTrainedModel):
         """Classifies (B, L) token ids; `labels` and `config.problem_type` as in `BertForSequenceClassification`."""
         kwargs["return_dict"] = True
         outputs = self.multicls(input_ids, attention_mask, token_type_ids, **kwargs)
-        pooled_BD = self.pool(outputs)
+        facets_BSD = self.multicls.facet_states(outputs.last_hidden_state)
+        mapped_BSD = self.multicls.facet_head.dense(facets_BSD, centred=facets_BSD.shape[1] > 1)
+        pooled_BD = (mapped_BSD + self.facet_bias).sum(dim=1)
         logits_BC = self.classifier(self.dropout(pooled_BD))
         loss = None
         if labels is not None:

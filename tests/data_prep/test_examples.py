@@ -318,7 +318,7 @@ def corpus_of(folder: Path, hashes: list[int] | None = None, **sources: list[lis
         shards.append({"name": name, "rows": len(part)})
     np.save(folder / "document_frequency.npy", np.ones(200, np.int64))
     documents_in_all = len({row.hash for row in rows})
-    manifest = {"shards": shards, "tokenizer": {"vocabulary_size": 200}}
+    manifest = {"shards": shards, "tokenizer": {"vocabulary_size": 200, "fingerprint": ""}}
     return Corpus(folder, manifest | {"documents": documents_in_all})
 
 

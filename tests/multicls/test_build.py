@@ -17,13 +17,12 @@ from transformers import (
     AutoTokenizer,
     BartConfig,
     BertForPreTraining,
-    BertModel,
     ElectraForPreTraining,
     GPT2Config,
     PreTrainedTokenizerFast,
 )
 
-from multicls.build import build, load_config
+from multicls.build import build
 from multicls.errors import UserError
 from multicls.tokenization import facet_ids
 from tests.encoders import encoder_config, save_encoder, wordpiece
@@ -149,7 +148,7 @@ def _config_of(config: Any) -> Callable[[Path], Any]:
 
 REFUSED: list[tuple[Callable[[Path], Any], dict[str, Any], str]] = [
     (_config_of(GPT2Config()), {}, "'gpt2' has no masked-LM class .* BERT, RoBERTa, XLM-R"),
-    (_config_of(BartConfig()), {}, "'bart' is an encoder-decoder"),
+    (_config_of(BartConfig()), {}, "'bart' is a decoder or an encoder-decoder"),
     (_own_code, {}, "'secret' is not one of transformers. Code in a checkpoint is never executed"),
     (_without_tokenizer, {}, "has no vocabulary"),
     (_without_mask, {}, "has no mask_token"),
@@ -168,10 +167,8 @@ def test_what_does_not_fit_is_refused(
         quietly(tmp_path, **settings)
 
 
-def test_a_wrong_path_is_named(tmp_path: Path, tiny_bert: Path) -> None:
+def test_a_wrong_path_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such folder"):
-        load_config(str(tmp_path / "nothing"))
+        quietly(tmp_path / "nothing")
     with pytest.raises(UserError, match="holds no config.json; of a run, pass RUN/hf"):
-        load_config(str(tmp_path))
-    BertModel.from_pretrained(tiny_bert).save_pretrained(tmp_path)
-    assert load_config(str(tmp_path)).model_type == "bert"
+        quietly(tmp_path)
