@@ -65,11 +65,11 @@ def run_finetune(settings: RunSettings) -> Record:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic matrix products
     if settings.config or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         prepare_deepspeed()
+    data = load_tasks(settings)
+    checkpoint = find_checkpoint(settings.model) if settings.model else None
+    identity = run_identity(settings, data, checkpoint)
     with ExitStack() as stack:
         on_rank_0(lambda: stack.enter_context(locked(settings.folder)))
-        data = load_tasks(settings)
-        checkpoint = find_checkpoint(settings.model) if settings.model else None
-        identity = run_identity(settings, data, checkpoint)
         if record := on_rank_0(lambda: finished_record(settings, identity)):
             _print(f"already finished: {record['path']}")
         else:

@@ -168,7 +168,9 @@ def load_fine_tuned(folder: str) -> tuple[TaskModel, PreTrainedTokenizerBase]:
 
     with load_problems(folder), quiet_transformers():
         model: TaskModel = TaskModel.from_pretrained(folder)
-        return model, AutoTokenizer.from_pretrained(folder, split_special_tokens=True)
+        return model, AutoTokenizer.from_pretrained(
+            folder, split_special_tokens=True, trust_remote_code=False
+        )
 
 
 def _files(folder: Path, *patterns: str) -> list[Path]:

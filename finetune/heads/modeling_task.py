@@ -13,7 +13,14 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel, __version__
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+    __version__,
+)
 from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
 
 if int(__version__.split(".")[0]) < 5:
@@ -260,3 +267,7 @@ def dropout_of(config: TaskModelConfig) -> float:
     encoders = (config.encoder, config.encoder.get("encoder") or {})
     candidates = (config.dropout, *(encoder.get(name) for encoder in encoders for name in names))
     return float(next((value for value in candidates if isinstance(value, (int, float))), 0.1))
+
+
+AutoConfig.register(TaskModelConfig.model_type, TaskModelConfig, exist_ok=True)
+AutoModelForSequenceClassification.register(TaskModelConfig, TaskModel, exist_ok=True)

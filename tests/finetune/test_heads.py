@@ -18,8 +18,13 @@ from transformers import (
 )
 
 from finetune.heads import FITTED, HEADS
-from finetune.heads.build import Incompatible, build_model, find_checkpoint, load_tokenizer
-from finetune.heads.modeling_task import TaskModel
+from finetune.heads.build import (
+    Incompatible,
+    build_model,
+    find_checkpoint,
+    load_fine_tuned,
+    load_tokenizer,
+)
 from finetune.saving import save_model
 from finetune.settings import RunSettings
 from finetune.tasks import TASKS, Task, task_of
@@ -214,7 +219,7 @@ def test_pipelines_give_probabilities_or_the_score(
     tokenizer = load_tokenizer(find_checkpoint(str(tiny_bert)), 24)
     encoder = BertConfig(**SIZES | {"vocab_size": len(tokenizer)})
     save_model(make(encoder, "cls", task), tokenizer, tmp_path / "saved")
-    model = TaskModel.from_pretrained(tmp_path / "saved")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
     assert model.config.problem_type == problem_type
     classify: Any = TextClassificationPipeline(model=model, tokenizer=tokenizer)
     found = {answer["label"]: answer["score"] for answer in classify(["len bal"], top_k=None)[0]}
@@ -261,8 +266,10 @@ assert not {name.partition(".")[0] for name in sys.modules} & {"finetune", "mult
 
 @pytest.mark.slow
 def test_saved_models_load_without_the_project(
-    tiny_bert: Path, tiny_multicls: Path, tmp_path: Path
+    tiny_bert: Path, tiny_multicls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And with it, without a question whether to run their code."""
+    monkeypatch.setattr("builtins.input", None)
     folders = []
     cases = [
         (tiny_multicls, "multicls_sum", "cls"),
@@ -280,7 +287,7 @@ def test_saved_models_load_without_the_project(
         with torch.no_grad():
             logits = model.eval()(**inputs).logits
             save_model(model, tokenizer, folder)
-            again = TaskModel.from_pretrained(folder).eval()
+            again = load_fine_tuned(str(folder))[0].eval()
             assert torch.equal(again(**inputs).logits, logits)
         facet_ids = [1, 2] if origin == tiny_multicls else None
         assert again.config.encoder.get("facet_ids") == facet_ids

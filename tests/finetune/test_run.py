@@ -85,6 +85,9 @@ def test_other_own_rows_under_one_name_are_refused(tmp_path: Path) -> None:
     head, systems = ["--head", "tfidf", "--name", "tfidf"], tmp_path / "grid.yaml"
     systems.write_text("systems: [tfidf]")
     grids = ["--recipe", str(systems)]
+    with pytest.raises(UserError, match="no column 'x'"):
+        main([*head, *run("one", "one"), "--text_column", "x"])
+    assert not (tmp_path / "results").exists()
     assert main([*head, *run("one", "one")]) == 0
     for command, flags in ((main, head), (grid.main, grids)):
         for words, what in (
