@@ -1,7 +1,7 @@
 """Labels new rows with a fine-tuned model.
 
 python finetune/predict.py results/k5-mean/tickets-full/p1-d1-s1/model new.csv
-python finetune/predict.py MODEL new.jsonl --text_column body --output labelled.jsonl
+python finetune/predict.py MODEL new.jsonl --text_column body --output labelled.csv
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PredictOptions(Settings):
 
     model: CliPositionalArg[str] = Field(description="a model that run.py --save_model has saved")
     rows: CliPositionalArg[str] = Field(description="rows: CSV, TSV, JSON lines or Parquet")
-    output: str | None = Field(None, description=".csv or .jsonl; default: ROWS.predictions.csv")
+    output: str | None = Field(None, description="a CSV file; default: ROWS.predictions.csv")
     text_column: str | None = Field(
         None, description="text or text1,text2; default: as in training"
     )
@@ -50,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
     options = parse(PredictOptions, argv, prog="finetune/predict.py", doc=__doc__)
     output = Path(options.output or Path(options.rows).with_suffix(".predictions.csv"))
-    if output.suffix not in (".csv", ".jsonl") or output.resolve() == Path(options.rows).resolve():
-        raise UserError(f"--output {output}: give another file, with the ending .csv or .jsonl.")
+    if output.suffix != ".csv" or output.resolve() == Path(options.rows).resolve():
+        raise UserError(f"--output {output}: give another file, with the ending .csv.")
     index, description = find_task(options.model, options.task)
     task, rows = task_of(description), read_table(Path(options.rows))
     columns = requested_columns(options.text_column) if options.text_column else [task.fields]
@@ -60,15 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"--text_column: the model reads {count(len(task.fields), 'text')} a row.")
     full = with_texts(rows, fields)
     examples = [example_of(task, fields, row, where, where) for where, row in full]
-    answers = answers_of(task, predict(options.model, index, description, examples))
+    answers = answers_of(task, predict(options.model, index, task, examples))
     write_rows(output, rows, answers.set_axis([where for where, _ in full]))
-    empty = len(rows) - len(full)
-    made = [
-        ("labelled", count(len(full), "row")),
-        ("left empty", f"{count(empty, 'row')} without a text"),
-        ("written", output),
-    ]
-    print_summary(made if empty else [made[0], made[2]])
+    made: list[tuple[str, object]] = [("labelled", count(len(full), "row")), ("written", output)]
+    if empty := len(rows) - len(full):
+        made.insert(1, ("left empty", f"{count(empty, 'row')} without a text"))
+    print_summary(made)
     return 0
 
 
@@ -108,21 +105,19 @@ def find_task(folder: str, name: str | None = None) -> tuple[int, dict[str, Any]
     return index, tasks[index]
 
 
-def predict(
-    folder: str, index: int, description: Mapping[str, Any], examples: Sequence[Example]
-) -> Array:
+def predict(folder: str, index: int, task: Task, examples: Sequence[Example]) -> Array:
     """Returns the outputs (N, C) of the saved model for examples of its task number `index`."""
     from finetune.encoding import Encoded
     from finetune.heads.build import load_fine_tuned
     from finetune.training import find_device, predict_rows
 
     model, tokenizer = load_fine_tuned(folder)
-    rows = Encoded(task_of(description), examples, tokenizer, description["max_length"])
+    rows = Encoded(task, examples, tokenizer, model.config.tasks[index]["max_length"])
     return predict_rows(model, rows, index, *find_device())
 
 
 def answers_of(task: Task, outputs: Array) -> DataFrame:
-    """Returns the new columns: `label` and a probability `p_LABEL` of each label, or `score`."""
+    """Returns the new columns: `predicted_label` and a probability `p_LABEL` of each label, or `predicted_score`."""
     import pandas as pd
     from scipy.special import expit, softmax
 
@@ -130,37 +125,30 @@ def answers_of(task: Task, outputs: Array) -> DataFrame:
 
     predicted, outputs = predictions_of(task, outputs), outputs.astype(float)
     if task.is_regression:
-        return pd.DataFrame({"score": (outputs[:, 0] * task.label_scale).round(6)})
+        return pd.DataFrame({"predicted_score": (outputs[:, 0] * task.label_scale).round(6)})
     probabilities = expit(outputs) if task.multi_label else softmax(outputs, axis=1)
     answers = pd.DataFrame(probabilities.round(6), columns=[f"p_{name}" for name in task.labels])
     labels = np.array(task.labels, dtype=object)
     chosen = [labels[row == 1].tolist() for row in predicted] if task.multi_label else []
-    answers.insert(0, "label", chosen or labels[predicted])
+    answers.insert(0, "predicted_label", chosen or labels[predicted])
     return answers
 
 
 def write_rows(output: Path, rows: RawRows, answers: DataFrame) -> None:
-    """Writes the rows with the answers by place, which are empty for rows without a text.
+    """Writes the rows as CSV, lists as JSON, with the answers by place, which are empty for rows without a text.
 
-    A new column is called predicted_X if the rows have a column X, predicted_predicted_X if they have that, too.
+    A column of the rows that has the name of an answer becomes NAME_before.
     """
     import pandas as pd
 
-    def as_json(value: Any) -> str:
-        return json.dumps(value, ensure_ascii=False, default=str)
+    def as_text(cell: Any) -> Any:
+        is_json = isinstance(cell, (list, dict))
+        return json.dumps(cell, ensure_ascii=False, default=str) if is_json else cell
 
     places, cells = zip(*rows, strict=True)
-    table = pd.DataFrame(cells, places, dtype=object)
-    while taken := set(table) & set(answers):
-        answers = answers.rename(columns={name: f"predicted_{name}" for name in taken})
-    table = table.join(answers)
+    table = pd.DataFrame(cells, places, dtype=object).join(answers, lsuffix="_before")
     with atomic_write(output) as file:
-        if output.suffix == ".jsonl":  # pandas would round numbers and write dates as numbers
-            lines = table.astype(object).where(table.notna(), None).to_dict("records")
-            file.writelines(as_json(line) + "\n" for line in lines)
-        else:
-            table = table.map(lambda v: as_json(v) if isinstance(v, (list, dict)) else v)
-            table.to_csv(file, index=False)
+        table.map(as_text).to_csv(file, index=False)
 
 
 if __name__ == "__main__":

@@ -58,12 +58,14 @@ def select_rows(data: TaskData, size: int | str, subset: int, holdout: bool) -> 
         classes = [0 if mixed else example.label for example in drawn]
         held = hold_out(rows, classes, units, HOLDOUT, subset)
     train = [data.train[row] for row in rows if row not in held]
-    warnings = _unlearnable(data, train)
+    known = {label for row in train for label in row.classes}
+    lost = {label for row in data.dev for label in row.classes} - known
+    warnings = list[str]()
+    if lost and data.task.labels and not data.task.num_choices:
+        names = label_list([data.task.labels[label] for label in sorted(lost)])
+        warnings.append(f"dev has labels that no training row has: {names}")
     if not isinstance(size, str) and size > total:
-        warnings.append(
-            f"--train_size {size}: there are {count(total, 'row')}, and all are taken. Reports show such runs as "
-            f"{size} training rows, apart from those of --train_size full."
-        )
+        warnings.append(f"--train_size {size}: there are {count(total, 'row')}, and all are taken.")
     return TaskRows(data, train, [data.train[row] for row in rows if row in held], warnings)
 
 
@@ -113,19 +115,3 @@ def hold_out(
 
 def _ranked(rows: Iterable[int], prefix: str) -> list[int]:
     return sorted(rows, key=lambda row: hashlib.sha256(f"{prefix}:{row}".encode()).digest())
-
-
-def _unlearnable(data: TaskData, train: Sequence[Example]) -> list[str]:
-    """Returns in words which labels the training rows cannot teach."""
-    task = data.task
-    if task.is_regression or task.num_choices:
-        return []
-    known = {label for row in train for label in row.classes}
-    warnings = []
-    for name, rows in (("dev", data.dev), ("test", data.test)):
-        if unseen := [row for row in rows if not known.issuperset(row.classes)]:
-            lost = {label for row in unseen for label in row.classes} - known
-            names = label_list([task.labels[label] for label in sorted(lost)])
-            number = f"{count(len(unseen), f'{name} row')} of {len(rows)}"
-            warnings.append(f"{number} cannot be right: no training row has the label {names}")
-    return warnings

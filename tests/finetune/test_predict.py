@@ -13,6 +13,7 @@ import pytest
 
 from finetune.predict import answers_of, find_task, main, predict_command
 from finetune.predict import write_rows as write_answers
+from finetune.tables import RawRows
 from finetune.tasks import TASKS
 from multicls.errors import UserError
 from tests.finetune.conftest import NOUNS
@@ -30,10 +31,6 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
     else:
         table.to_json(path, orient="records", lines=True)
     return str(path)
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def train(model: Path, folder: Path, rows: list[dict[str, Any]], **values: Any) -> str:
@@ -65,25 +62,16 @@ def test_rows_are_labelled(
     assert shares.sum() == pytest.approx(1, abs=1e-5)
 
 
-@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
-def test_cells_and_columns_of_the_rows_stay(suffix: str, tmp_path: Path) -> None:
+def test_cells_and_columns_of_the_rows_stay(tmp_path: Path) -> None:
     """Predictions keep the labels of an earlier prediction, long numbers, dates, lists and letters."""
-    cells: dict[str, Any] = {
-        "label": "ä",
-        "predicted_label": "b",
-        "n": 0.1234567890123456,
-        "l": ["a", 1],
-    }
-    first_row = cells | {"t": date(2026, 1, 2)}
+    cells: dict[str, Any] = {"predicted_label": "ä", "n": 0.1234567890123456, "l": ["a", 1]}
     answers = answers_of(TASKS["sst2"], np.array([[0.0, 1.0]], dtype=np.float32))
-    write_answers(tmp_path / f"o.{suffix}", [("1", first_row), ("2", {})], answers.set_axis(["1"]))
-    if suffix == "csv":
-        table = pd.read_csv(tmp_path / "o.csv", dtype=str, keep_default_na=False)
-        first, second = table.to_dict("records")
-        cells |= {"n": "0.1234567890123456", "l": '["a", 1]'}
-    else:
-        first, second = read_lines(tmp_path / "o.jsonl")
-    assert first.items() > (cells | {"t": "2026-01-02", "predicted_predicted_label": "1"}).items()
+    rows: RawRows = [("1", cells | {"t": date(2026, 1, 2)}), ("2", {})]
+    write_answers(tmp_path / "o.csv", rows, answers.set_axis(["1"]))
+    table = pd.read_csv(tmp_path / "o.csv", dtype=str, keep_default_na=False)
+    first, second = table.to_dict("records")
+    assert first.items() > {"predicted_label_before": "ä", "predicted_label": "1"}.items()
+    assert first.items() > {"n": "0.1234567890123456", "l": '["a", 1]', "t": "2026-01-02"}.items()
     assert not any(second.values())
 
 
@@ -100,15 +88,14 @@ def test_several_labels_a_row(tiny_bert: Path, tmp_path: Path) -> None:
         for n, (first, second) in enumerate(marks)
     ]
     model = train(tiny_bert, tmp_path, rows, train__batch_size=4)
-    file, output = write_rows(tmp_path / "n.jsonl", rows), tmp_path / "o.jsonl"
-    assert main([model, file, "--output", str(output)]) == 0
-    answers = read_lines(output)
-    assert np.mean([answer["predicted_label"] == answer["label"] for answer in answers]) > 0.9
+    assert main([model, write_rows(tmp_path / "n.jsonl", rows)]) == 0
+    answers = pd.read_csv(tmp_path / "n.predictions.csv")
+    assert (answers["predicted_label"] == answers["label"]).mean() > 0.9
 
 
 def test_scores_are_on_the_scale_of_the_labels() -> None:
     columns = answers_of(TASKS["stsb"], np.array([[0.5], [1.0]], dtype=np.float32))
-    assert columns.to_dict("list") == {"score": [2.5, 5.0]}
+    assert columns.to_dict("list") == {"predicted_score": [2.5, 5.0]}
 
 
 @pytest.mark.parametrize(
@@ -119,7 +106,7 @@ def test_scores_are_on_the_scale_of_the_labels() -> None:
         (["MODEL", "ROWS", "--text_column", "text,id"], "the model reads 1 text a row"),
         (["MODEL", "OTHER"], "no column 'text' for the text"),
         (["MODEL", "ROWS", "--output", "ROWS"], "give another file, with the ending"),
-        (["MODEL", "ROWS", "--output", "x.txt"], "with the ending .csv or .jsonl"),
+        (["MODEL", "ROWS", "--output", "x.jsonl"], "with the ending .csv"),
         (["MODEL", "ROWS", "--task", "b"], "is fine-tuned on t"),
         (["FOLDER", "ROWS"], "not a fine-tuned model"),
     ],

@@ -21,6 +21,7 @@ from transformers import AutoModelForSequenceClassification
 
 from finetune.benchmarks import read_task
 from finetune.heads.build import build_model, find_checkpoint, load_tokenizer
+from finetune.predict import predict
 from finetune.settings import TrainSettings
 from finetune.tasks import TASKS
 from finetune.training import Chunk, ChunkSampler, row_batches, task_batches
@@ -159,10 +160,8 @@ def test_holdout_reports_the_best_weights_not_the_last(
     assert record["tasks"][0]["selection_score"] == max(scores.values())
     assert record["best_step"] == min(s for s, v in scores.items() if v == max(scores.values()))
     assert (record["tasks"][0]["train_rows"], record["tasks"][0]["validation_rows"]) == (32, 8)
-    from finetune.predict import find_task, predict
-
-    folder = str(Path(record["path"]) / "model")
-    again = predict(folder, *find_task(folder), read_task(TASKS["sst2"], str(glue)).dev)
+    dev = read_task(TASKS["sst2"], str(glue)).dev
+    again = predict(str(Path(record["path"]) / "model"), 0, TASKS["sst2"], dev)
     np.testing.assert_allclose(again, logits_of(record), atol=1e-5)
 
 
