@@ -22,10 +22,11 @@ def prepare_deepspeed() -> ModuleType:
 
     All ranks wait here for each other; a second call does nothing. Without a launcher the process is the only rank.
     """
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # 0: any free port
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     for name, value in alone.items():
         os.environ.setdefault(name, value)
+    if os.environ["WORLD_SIZE"] == "1":
+        os.environ["MASTER_PORT"] = "0"  # any free port: a launcher's may be another run's
     import torch
     import torch.distributed as dist
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
+import os
 import shutil
-from collections.abc import Callable
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from transformers import AutoModelForPreTraining, AutoTokenizer, GPT2Config
 
 import multicls.modeling_multicls  # noqa: F401  (registers the model)
+from multicls.files import read_json, write_json
 from tests.pretrain.conftest import Fork, Launch, losses, records, said
 from tests.processes import free_ports
 
@@ -21,9 +25,12 @@ pytestmark = pytest.mark.launcher
 
 @pytest.fixture(scope="module")
 def finished(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of one rank, which accumulates the two micro-batches of every step."""
+    """A run of one rank, which accumulates the two micro-batches of every step. The launcher's port is taken."""
     folder = tmp_path_factory.mktemp("pretrain") / "run"
-    done = launch(folder)
+    with socket.create_server(("127.0.0.1", 0)) as taken, patch.dict(os.environ, WORLD_SIZE="1"):
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+        os.environ["MASTER_PORT"] = str(taken.getsockname()[1])
+        done = launch(folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
@@ -56,15 +63,39 @@ def test_finished_run_is_left_alone(fork: Fork, finished: Path) -> None:
     assert times() == before
 
 
+def torchrun(node: int, port: int, folder: Path) -> list[str]:
+    flags = ["--nnodes=2", f"--node_rank={node}", "--nproc_per_node=1"]
+    return ["torchrun", *flags, "--master_addr=127.0.0.1", f"--master_port={port}"]
+
+
+def hostfile(node: int, port: int, folder: Path) -> list[str]:
+    """The names do not resolve: with --no_ssh only their order matters."""
+    hosts = "# host  slots\nfirst.cluster.invalid slots=1\nsecond.cluster.invalid slots=1\n"
+    (folder / "hosts").write_text(hosts)
+    flags = ["--hostfile", str(folder / "hosts"), "--no_ssh", "--node_rank", str(node)]
+    return ["deepspeed", *flags, "--master_addr", "127.0.0.1", "--master_port", str(port)]
+
+
 @pytest.mark.slow
-def test_two_ranks_give_the_same_curve(launch: Launch, finished: Path, tmp_path: Path) -> None:
-    """Each rank has two loader processes instead of one."""
-    deepspeed = ("deepspeed", "--num_gpus", "2", f"--master_port={free_ports(1)[0]}")
-    done = launch(tmp_path / "run", "--data.num_workers", "2", launcher=deepspeed)
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.mark.parametrize(("launcher", "workers"), [(torchrun, "0"), (hostfile, "2")])
+def test_two_nodes_give_the_same_curve(
+    launcher: Any, workers: str, launch: Launch, finished: Path, tmp_path: Path
+) -> None:
+    """Without SLURM, as docs/clusters.md starts them: a launcher on each node, here two on this machine."""
+    run, (port,) = tmp_path / "run", free_ports(1)
+
+    def start(node: int) -> Any:
+        command = tuple(launcher(node, port, tmp_path))
+        return launch(run, "--data.num_workers", workers, launcher=command)
+
+    with ThreadPoolExecutor() as nodes:
+        first, second = nodes.map(start, range(2))
+    output = "\n".join([first.stdout, first.stderr, second.stdout, second.stderr])
+    assert first.returncode == second.returncode == 0, output
+    assert "x 2 ranks x 1 accumulation" in output
     for split in ("train", "validation"):
-        for one, two in zip(losses(finished, split), losses(tmp_path / "run", split), strict=True):
-            assert two == pytest.approx(one, rel=1e-5)
+        for one, two in zip(losses(finished, split), losses(run, split), strict=True):
+            assert len(one) == 5 and two == pytest.approx(one, rel=1e-5)
 
 
 def test_another_seed_gives_another_curve(fork: Fork, finished: Path, tmp_path: Path) -> None:
@@ -89,8 +120,8 @@ def test_the_run_s_own_recipe_is_the_same_run(fork: Fork, tmp_path: Path) -> Non
 
 def test_resume_refuses_another_run(fork: Fork, finished: Path, tmp_path: Path) -> None:
     config = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 1000}}
-    (tmp_path / "same.json").write_text(json.dumps(config))
-    (tmp_path / "other.json").write_text(json.dumps(config | {"gradient_predivide_factor": 2.0}))
+    write_json(tmp_path / "same.json", config)
+    write_json(tmp_path / "other.json", config | {"gradient_predivide_factor": 2.0})
     assert fork(finished, flags=("--config", str(tmp_path / "same.json"))) == [[0]], said(finished)
     flags = ("--config", str(tmp_path / "other.json"), "--model.num_facets", "2")
     assert fork(finished, flags=flags) == [[2]]
@@ -98,75 +129,40 @@ def test_resume_refuses_another_run(fork: Fork, finished: Path, tmp_path: Path) 
     assert "gradient_predivide_factor was None and is now 2.0" in said(finished)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--corpus", "nowhere"], "nowhere"),
-        (["--config", "ds_configs/zero22.json"], "ds_configs/zero2"),
-        (["--recipe", "pretrain/recipes/tinny.yaml"], "Did you mean 'tiny'?"),
-    ],
-)
-def test_mistakes_are_answered_before_anything_is_written(
-    launch: Launch, tmp_path: Path, flags: list[str], message: str
-) -> None:
-    done = launch(tmp_path / "run", *flags)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert message in done.stderr and "Traceback" not in done.stderr
-    assert not (tmp_path / "run").exists()
-
-
-def write_gpt2(folder: Path, tiny_bert: Path) -> None:
-    GPT2Config(n_layer=1).save_pretrained(folder)
-
-
-def swap_two_words(folder: Path, tiny_bert: Path) -> None:
-    shutil.copytree(tiny_bert, folder)
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+@pytest.fixture(scope="module")
+def wrong(tiny_bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with models and DeepSpeed files that do not fit."""
+    folder = tmp_path_factory.mktemp("wrong")
+    GPT2Config(n_layer=1).save_pretrained(folder / "gpt2")
+    shutil.copytree(tiny_bert, folder / "swapped")
+    tokenizer = read_json(tiny_bert / "tokenizer.json")
     vocabulary = tokenizer["model"]["vocab"]
     first, second = [word for word in vocabulary if word.isalpha()][:2]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    write_json(folder / "swapped" / "tokenizer.json", tokenizer)
+    write_json(folder / "zero0.json", {"zero_optimization": {"stage": 0}})
+    write_json(folder / "typo.json", {"zero_optimization": {"stage": 2, "reduce_bucket": 1}})
+    return folder
 
 
 @pytest.mark.parametrize(
-    ("make", "flags", "message"),
+    ("flags", "message"),
     [
-        (lambda folder, tiny_bert: None, (), "model: no such folder"),
-        (write_gpt2, (), "model_type 'gpt2'"),  # before its weights are looked for
-        (swap_two_words, (), "another tokenizer wrote its tokens"),
-        (
-            lambda folder, tiny: shutil.copytree(tiny, folder),
-            ("--data.seq_length", "65"),
-            "most 64",
-        ),
+        ("--corpus nowhere", "nowhere"),
+        ("--config ds_configs/zero22.json", "ds_configs/zero2"),
+        ("--config {}/zero0.json", "pretraining takes 1, 2 or 3"),
+        ("--config {}/typo.json", "reduce_bucket"),
+        ("--recipe pretrain/recipes/tinny.yaml", "Did you mean 'tiny'?"),
+        ("--model {}/nowhere", "nowhere: no such folder"),
+        ("--model {}/gpt2", "model_type 'gpt2'"),  # before its weights are looked for
+        ("--model {}/swapped", "another tokenizer wrote its tokens"),
+        ("--data.seq_length 65", "most 64"),
     ],
 )
-def test_models_that_do_not_fit(
-    fork: Fork,
-    tiny_bert: Path,
-    tmp_path: Path,
-    make: Callable[[Path, Path], None],
-    flags: tuple[str, ...],
-    message: str,
+def test_mistakes_are_answered_before_anything_is_written(
+    fork: Fork, wrong: Path, tmp_path: Path, flags: str, message: str
 ) -> None:
-    make(tmp_path / "model", tiny_bert)
-    assert fork(tmp_path / "run", flags=("--model", str(tmp_path / "model"), *flags)) == [[2]]
-    assert message in said(tmp_path / "run") and "Traceback" not in said(tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"zero_optimization": {"stage": 0}}, "pretraining takes 1, 2 or 3"),
-        ({"zero_optimization": {"stage": 2, "reduce_bucket": 1}}, "reduce_bucket"),
-    ],
-)
-def test_bad_deepspeed_json(
-    fork: Fork, tmp_path: Path, config: dict[str, object], message: str
-) -> None:
-    (tmp_path / "bad.json").write_text(json.dumps(config))
-    assert fork(tmp_path / "run", flags=("--config", str(tmp_path / "bad.json"))) == [[2]]
+    assert fork(tmp_path / "run", flags=tuple(flags.format(wrong).split())) == [[2]]
     assert message in said(tmp_path / "run") and "Traceback" not in said(tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
