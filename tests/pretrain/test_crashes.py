@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,77 +20,53 @@ from tests.pretrain.conftest import Fork, said
 from tests.processes import IdleClock, free_ports, sessions, until
 
 pytestmark = pytest.mark.launcher
-STEPS = ("--steps", "2", "--run.eval_every", "2", "--run.save_every", "2")
-LOADER = ("--data.num_workers", "1")
 MANY_STEPS = ("--steps", "500")  # the loader processes have more ready than a pipe takes, and wait
+EVERY_2 = ("--run.eval_every", "2", "--run.save_every", "2", "--run.milestone_every", "2")
+FLAGS = (*MANY_STEPS, *EVERY_2, "--global_batch_size", "9")
+LOADER = ("--data.num_workers", "1")
+ALONE: dict[str, Any] = {"ranks": 1}
+FIRST, SECOND, THIRD = ({"ranks": 3, "on": rank} for rank in range(3))
+QUICK = [  # the accident, where it happens, the exit codes of all ranks, what they print
+    ("RuntimeError in a step", SECOND, [1, 1, 1], "RuntimeError: injected"),
+    ("stdout closed in a step", ALONE, [1], "BrokenPipeError"),
+    ("loader killed", ALONE, [1], "DataLoader worker"),
+    ("killed in a step", FIRST, [-9, 1, 1], ""),
+    # Before the loop nothing is to save; a swallowed SIGTERM would let the set-up continue for minutes.
+    ("SIGTERM in the set-up", ALONE, [-15], ""),
+]
+SLOW = [
+    ("OutOfMemoryError in a step", ALONE, [1], "OutOfMemoryError: injected"),
+    ("RuntimeError in an evaluation", SECOND, [1, 1, 1], "RuntimeError: injected"),
+    ("RuntimeError in a save", SECOND, [1, 1, 1], "RuntimeError: injected"),
+    ("RuntimeError in an export", FIRST, [1, 1, 1], "RuntimeError: injected"),
+    ("killed in a step", THIRD, [1, 1, -9], ""),
+    # A rank lost before the loop: only a launcher can know, and its SIGTERM ends the ranks that wait.
+    ("killed in the meeting", SECOND | {"launcher": True}, [-15, -9, -15], ""),
+    ("MemoryError in the set-up", SECOND | {"launcher": True}, [-15, 1, -15], ""),
+]
 
 
 @pytest.mark.parametrize(
-    ("crash", "ranks", "reason"),
-    [
-        ("RuntimeError in a step", 2, "RuntimeError: injected"),
-        ("stdout closed in a step", 1, "BrokenPipeError"),
-        *(
-            pytest.param(f"{what} in {place}", ranks, f"{what}: injected", marks=pytest.mark.slow)
-            for what, place, ranks in (
-                ("RuntimeError", "a step", 1),
-                ("MemoryError", "a step", 1),
-                ("OutOfMemoryError", "a step", 1),
-                ("RuntimeError", "an evaluation", 2),
-                ("RuntimeError", "a save", 2),
-                ("RuntimeError", "an export", 1),
-            )
-        ),
-    ],
+    ("crash", "place", "codes", "reason"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
 )
-def test_a_crash_ends_every_process(
-    fork: Fork, tmp_path: Path, crash: str, ranks: int, reason: str
+def test_an_accident_ends_every_process(
+    fork: Fork, tmp_path: Path, crash: str, place: dict[str, Any], codes: list[int], reason: str
 ) -> None:
-    launch = {"accident": crash, "step": 1, "ranks": ranks, "on": ranks - 1}
-    assert fork(tmp_path / "run", launch, flags=STEPS) == [[1] * ranks], said(tmp_path / "run")
+    """A lone rank has a loader process."""
+    launch, flags = place | {"accident": crash, "step": 1}, FLAGS + LOADER * (place == ALONE)
+    assert fork(tmp_path / "run", launch, flags=flags) == [codes], said(tmp_path / "run")
     assert reason in said(tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("crash", "reason"),
+    ("launcher", "crash"),
     [
-        ("loader killed", "DataLoader worker"),
-        pytest.param("RuntimeError in a step", "RuntimeError: injected", marks=pytest.mark.slow),
+        ("deepspeed --num_gpus=2", "killed in a step"),
+        ("torchrun --nproc_per_node=2", "RuntimeError in a step"),
     ],
 )
-def test_no_loader_process_stays(fork: Fork, tmp_path: Path, crash: str, reason: str) -> None:
-    launch = {"accident": crash, "step": 3}
-    codes = fork(tmp_path / "run", launch, flags=(*MANY_STEPS, *LOADER))
-    assert codes == [[1]] and reason in said(tmp_path / "run"), said(tmp_path / "run")
-
-
-@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_killed_rank_ends_the_others(fork: Fork, tmp_path: Path, victim: int) -> None:
-    launch = {"accident": "killed in a step", "step": 1, "ranks": 3, "on": victim}
-    codes = fork(tmp_path / "run", launch, flags=(*MANY_STEPS, "--global_batch_size", "9"))
-    assert codes == [[-9 if rank == victim else 1 for rank in range(3)]], said(tmp_path / "run")
-
-
-def test_signals_end_a_process_that_cannot_save(fork: Fork, tmp_path: Path) -> None:
-    """Before the loop nothing is to save; a swallowed SIGTERM would let the set-up continue for minutes."""
-    launch = {"accident": "SIGTERM in the set-up", "step": 0}
-    assert fork(tmp_path / "run", launch) == [[-15]], said(tmp_path / "run")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("crash", "code"), [("killed in the meeting", -9), ("MemoryError in the set-up", 1)]
-)
-def test_a_rank_lost_before_the_loop(fork: Fork, tmp_path: Path, crash: str, code: int) -> None:
-    """Only a launcher can know, and its SIGTERM ends the ranks that wait."""
-    launch = {"accident": crash, "ranks": 3, "on": 1, "launcher": True}
-    codes = fork(tmp_path / "run", launch, flags=("--global_batch_size", "9"))
-    assert codes == [[-15, code, -15]], said(tmp_path / "run")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("crash", ["RuntimeError in a step", "killed in a step"])
-@pytest.mark.parametrize("launcher", ["deepspeed --num_gpus=2", "torchrun --nproc_per_node=2"])
 def test_launchers_end_with_the_reason(
     tiny_run: list[str], tmp_path: Path, launcher: str, crash: str
 ) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from multicls.files import REPOSITORY
+from multicls.files import REPOSITORY, read_json
 from multicls.modeling_multicls import mcqt_loss, part_scores
 from multicls.optim import dropout_seed
 from pretrain.nonfinite import NonFiniteGuard, mask_nonfinite
@@ -39,22 +37,15 @@ from tests.pretrain.two_ranks import (
 OBJECTIVES = ("mlm", "tfidf", "so", "mcqt")
 SLOW = CASES.keys() - FILES
 MARKED = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES]
-
-
-@dataclass(frozen=True)
-class Launched:
-    """Results by case, and what the ranks printed."""
-
-    results: dict[str, Any]
-    stderr: str
+Launched = Callable[[str, int], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Launched]:
-    """Returns the results of a case's launch on some ranks; it runs the quick cases, or the slow ones, together."""
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
+    """Returns the results of a case on some ranks; the quick cases, or the slow ones, run in one launch."""
 
     @functools.cache
-    def launch(ranks: int, is_slow: bool) -> Launched:
+    def launch(ranks: int, is_slow: bool) -> dict[str, Any]:
         results = tmp_path_factory.mktemp("ranks") / "results.json"
         torchrun = [str(Path(sys.executable).with_name("torchrun")), "--standalone"]
         torchrun += [f"--nproc_per_node={ranks}", str(Path(__file__).with_name("two_ranks.py"))]
@@ -63,9 +54,9 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], L
         command = [*torchrun, str(results), *names]
         ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert ran.returncode == 0, ran.stdout + ran.stderr
-        return Launched(json.loads(results.read_text()), ran.stderr)
+        return {name: one | {"stderr": ran.stderr} for name, one in read_json(results).items()}
 
-    return lambda name, ranks: launch(ranks, name in SLOW)
+    return lambda name, ranks: launch(ranks, name in SLOW)[name]
 
 
 @functools.cache
@@ -78,12 +69,10 @@ def plain_pytorch(size: int, encoder: str = "") -> list[dict[str, float]]:
     network.freeze_unused(OBJECTIVES)
     named = [(name, p) for name, p in network.named_parameters() if p.requires_grad]
     plain = {name for name, _ in named if "LayerNorm" in name or name.endswith("bias")}
+    decays = {0.0: plain, 0.02: {name for name, _ in named} - plain}
     groups = [
-        {
-            "params": [p for name, p in named if (name in plain) == flag],
-            "weight_decay": 0.0 if flag else 0.02,
-        }
-        for flag in (False, True)
+        {"params": [p for name, p in named if name in names], "weight_decay": decay}
+        for decay, names in decays.items()
     ]
     optimizer = torch.optim.AdamW(groups)
     steps = []
@@ -117,8 +106,8 @@ def test_every_file_is_launched() -> None:
 
 @pytest.mark.launcher
 @pytest.mark.parametrize("name", MARKED)
-def test_losses_are_those_of_plain_pytorch(launched: Any, name: str) -> None:
-    case, found = CASES[name], launched(name, 2).results[name]
+def test_losses_are_those_of_plain_pytorch(launched: Launched, name: str) -> None:
+    case, found = CASES[name], launched(name, 2)
     is_bf16 = "precision" in case.changes
     expected = plain_pytorch(case.changes.get("micro_batch_size", GROUP), case.encoder)
     tolerance = 0.03 if is_bf16 else 1e-4 if case.encoder else 1e-5
@@ -128,12 +117,8 @@ def test_losses_are_those_of_plain_pytorch(launched: Any, name: str) -> None:
         assert found["accumulated"] == "torch.float32"
 
 
-@pytest.mark.launcher
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("name", MARKED)
-def test_a_step_that_is_not_finite_updates_nothing(launched: Any, ranks: int, name: str) -> None:
-    """Without DeepSpeed's scan for overflow, in each precision and ZeRO stage that runs on CPU."""
-    found = launched(name, ranks).results[name]
+def assert_skipped(found: dict[str, Any]) -> None:
+    """Two steps whose loss is not finite have changed no weight, the second has ended the run."""
     before, broken, good, broken_again = found["levels"]
     assert before == broken != good == broken_again
     assert "step 5: a loss is not finite on 1 rank(s)" in found["stopped"]
@@ -143,9 +128,26 @@ def test_a_step_that_is_not_finite_updates_nothing(launched: Any, ranks: int, na
 
 
 @pytest.mark.launcher
-def test_what_is_not_finite_is_named(launched: Any) -> None:
+@pytest.mark.parametrize("name", MARKED)
+def test_a_step_that_is_not_finite_updates_nothing(launched: Launched, name: str) -> None:
+    """Without DeepSpeed's scan for overflow, in each precision and ZeRO stage that runs on CPU."""
+    assert_skipped(launched(name, 2))
+
+
+@pytest.mark.launcher
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FILES)
+def test_one_rank_makes_the_same_steps(launched: Launched, name: str) -> None:
+    found = launched(name, 1)
+    assert_skipped(found)
+    for ours, theirs in zip(found["losses"], plain_pytorch(GROUP), strict=True):
+        assert {key: ours[key] for key in theirs} == pytest.approx(theirs, rel=1e-5)
+
+
+@pytest.mark.launcher
+def test_what_is_not_finite_is_named(launched: Launched) -> None:
     """Slot 1 of step 3 is the first of rank 1; micro-batch 13 has the examples 39 to 41."""
-    stderr = launched("zero2", 2).stderr
+    stderr = launched("zero2", 2)["stderr"]
     lines = re.findall(r"step 3, rank 1: loss/tfidf = inf; examples \(epoch:index\) (.*)", stderr)
     assert lines == ["0:39 0:40 0:41"] * 4 and "step 3, rank 0" not in stderr
 

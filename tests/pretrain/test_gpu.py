@@ -21,7 +21,7 @@ from pretrain.training import Trainer
 from tests.pretrain import test_ds_configs, two_ranks
 from tests.pretrain.conftest import Launch
 from tests.pretrain.tools import tiny_model
-from tests.pretrain.two_ranks import BATCH, FACETS, GROUP, Case, micro_batch, run
+from tests.pretrain.two_ranks import BATCH, FACETS, GROUP, Case, micro_batch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,9 +43,9 @@ def deepspeed() -> Iterator[Any]:
         del os.environ[name]
 
 
-def still_model(facets: int = FACETS) -> MultiClsForPreTraining:
+def still_model(facets: int = FACETS, encoder: str = "") -> MultiClsForPreTraining:
     """Returns the model of two_ranks without dropout, so that CPU and GPU compute the same."""
-    network = tiny_model(facets)
+    network = tiny_model(facets, encoder=encoder)
     for module in network.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -70,12 +70,13 @@ def step(trainer: Trainer, number: int) -> dict[str, float]:
 def test_steps_are_those_of_plain_pytorch_on_cpu(
     deepspeed: Any, monkeypatch: pytest.MonkeyPatch, stage: int, precision: str
 ) -> None:
-    monkeypatch.setattr(test_ds_configs, "tiny_model", still_model)
-    trainer = make_trainer(deepspeed, stage, precision)
+    for module in (test_ds_configs, two_ranks):
+        monkeypatch.setattr(module, "tiny_model", still_model)
+    found = two_ranks.run(deepspeed, Case(f"zero{stage}", {"precision": precision}))
+    test_ds_configs.assert_skipped(found)
     tolerance = 1e-4 if precision == "fp32" else 0.03
-    for number, expected in enumerate(test_ds_configs.plain_pytorch(GROUP)):
-        found = step(trainer, number)
-        assert {name: found[name] for name in expected} == pytest.approx(expected, rel=tolerance)
+    for ours, theirs in zip(found["losses"], test_ds_configs.plain_pytorch(GROUP), strict=True):
+        assert {name: ours[name] for name in theirs} == pytest.approx(theirs, rel=tolerance)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -92,17 +93,6 @@ def test_fp16_updates_once_the_loss_scale_fits(
     assert losses[0] == pytest.approx(expected, rel=0.01)
     assert sum(updates) >= 10 and updates[-1] and trainer.guard.skipped == 0
     assert losses[-1]["loss/mlm"] < losses[0]["loss/mlm"] - 0.05
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_loss_that_is_not_finite_skips_the_update(
-    deepspeed: Any, stage: int, precision: str
-) -> None:
-    found = run(deepspeed, Case(f"zero{stage}", {"precision": precision}))
-    before, broken, good, broken_again = found["levels"]
-    assert before == broken != good == broken_again
-    assert "step 5: a loss is not finite on 1 rank(s)" in found["stopped"]
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -122,9 +112,8 @@ def test_a_resumed_run_goes_on_as_the_undisturbed_one(
     checkpoints.load(second.engine, 2)
     found = [step(second, number) for number in (2, 3)]
     assert found[0] == pytest.approx(expected[0], rel=1e-4)
-    assert found[1] == pytest.approx(
-        expected[1], rel=0.01
-    )  # the sums of a GPU's gradients have no fixed order
+    # The sums of a GPU's gradients have no fixed order.
+    assert found[1] == pytest.approx(expected[1], rel=0.01)
 
 
 def test_a_run_exports_a_model_that_loads(
