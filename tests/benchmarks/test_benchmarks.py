@@ -1,9 +1,8 @@
-"""The harness on invented samples; each script explains itself, and two are run as small as they can be."""
+"""The harness on invented samples; each script explains itself, and two measure as little as they can."""
 
 from __future__ import annotations
 
-import os
-import subprocess
+import importlib
 import sys
 from pathlib import Path
 
@@ -11,19 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import inference, step
 from benchmarks.harness import Report, ratio, take_turns, verdict
+from data_prep.run import main as prepare
+from multicls.distributed import leave_deepspeed
+from multicls.errors import UserError
+from tests.pretrain.conftest import tiny_corpus  # noqa: F401  (a fixture)
 from tools.first_look import hits_of, interval
-
-REPOSITORY = Path(__file__).parents[2]
-SCRIPTS = ("step", "data_prep", "inference", "embeddings", "study")
-
-
-def run(script: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, f"benchmarks/{script}.py", *flags]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False
-    )
 
 
 def test_both_estimates_of_a_ratio() -> None:
@@ -55,18 +48,8 @@ def test_cases_take_turns_in_rotated_order_after_the_warm_up() -> None:
 
 
 def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        [
-            "benchmarks/invented.py",
-            "--data",
-            "/some/where/file.txt",
-            "wiki=/some/where/",
-            "a/b",
-            "0.5",
-        ],
-    )
+    words = ["--data", "/some/where/file.txt", "wiki=/some/where/", "a/b", "0.5"]
+    monkeypatch.setattr(sys, "argv", ["benchmarks/invented.py", *words])
     report = Report("An invented benchmark")
     samples = {"theirs": [4.0, 4.0], "ours": [1.0, 1.2]}
     report.compare("Step", samples, "theirs", {"ours": 0.38})
@@ -94,20 +77,36 @@ def test_first_look_finds_next_passages() -> None:
     assert 0.0 < low < 0.6 < high <= 1.0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_each_script_explains_itself(script: str) -> None:
-    done = run(script, "--help")
-    assert done.returncode == 0 and f"benchmarks/{script}.py" in done.stdout, done.stderr
-    done = run(script, "--no_such_flag")
-    assert done.returncode == 2 and "--no_such_flag" in done.stderr
+@pytest.mark.parametrize("script", ("step", "data_prep", "inference", "embeddings", "study"))
+def test_each_script_explains_itself(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main = importlib.import_module(f"benchmarks.{script}").main
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    assert f"benchmarks/{script}.py" in capsys.readouterr().out
+    with pytest.raises(UserError, match="--no_such_flag"):
+        main(["--no_such_flag"])
+
+
+@pytest.mark.parametrize("name", inference.PAPER)
+def test_systems_of_the_inference_benchmark(name: str) -> None:
+    options = inference.Options(rounds=1, batch_size=2, length=8, layers=1, hidden=64)
+    probabilities = inference.make_system(name, options)()
+    torch.testing.assert_close(probabilities.sum(dim=1), torch.ones(2))
 
 
 @pytest.mark.slow
-def test_scripts_measure() -> None:
-    """The smallest comparisons: all cases run, and the report has their ratios."""
-    small = "--rounds 1 --batch_size 2 --length 8 --layers 1 --hidden 64"
-    done = run("inference", *small.split())
-    assert done.returncode == 0 and "| ensemble of 5 | " in done.stdout, done.stderr
-    done = run("step", "--parts", "small", "--rounds", "1")
-    assert done.returncode == 0 and "| ours, ZeRO-2 | " in done.stdout, done.stderr
+def test_step_measures(
+    tiny_corpus: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The smallest comparison with BertForMaskedLM: both cases run, and the report has their ratio."""
+    source = ["--input", str(tiny_corpus.parent / "text"), "--tokenizer", "sample"]
+    prepare([*source, "--output", str(tmp_path / "corpus")])
+    monkeypatch.setattr(step, "SAMPLE_CORPUS", tmp_path / "corpus")
+    work, report = step.Workload((64, 1)), Report("A step")
+    step.against_bert(report, "a tiny model", work, limit=1.0, rounds=1)
+    leave_deepspeed()
+    assert (
+        "| ours, ZeRO-2 | " in report.text and "| BertForMaskedLM, plain PyTorch | " in report.text
+    )
