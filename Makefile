@@ -43,7 +43,8 @@ demo: setup
 	$(BIN)/deepspeed pretrain/run.py --config ds_configs/zero2.json
 	$(BIN)/python tools/first_look.py runs/sample
 
-PYTEST := $(BIN)/python -m pytest -n 2 $(PYTEST_FLAGS)
+# Whole files to each of two processes, in the order of tests/conftest.py.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(PYTEST_FLAGS)
 
 test: setup
 	$(PYTEST) -m "not slow and not walk"

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -15,52 +16,39 @@ import pytest
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 if "PYTEST_XDIST_WORKER" in os.environ:  # tests side by side: a core each
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # as in every background job of a script; processes inherit it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job; processes inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LONGEST = (
+LONGEST = [  # files and folders
     "tests/test_pages.py",
     "tests/slurm",
-    "tests/test_encoders_whole_way.py",
-    "tests/pretrain/test_ds_configs.py",
     "tests/pretrain/test_resume.py",
-    "tests/pretrain/test_export.py",
-    "tests/pretrain/test_run.py",
-    "tests/pretrain/test_learning.py",
-    "tests/pretrain/test_crashes.py",
-    "tests/pretrain/test_nodes.py",
+    "tests/pretrain/test_ds_configs.py",
     "tests/data_prep/test_build.py",
     "tests/finetune/test_training.py",
+    "tests/pretrain/test_run.py",
     "tests/finetune/test_grid.py",
-    "tests/benchmarks",
+    "tests/pretrain/test_crashes.py",
+    "tests/pretrain/test_learning.py",
     "tests/multicls/test_without_project.py",
-)
+    "tests/benchmarks",
+    "tests/pretrain/test_export.py",
+]
 
 
-def whole(nodeid: str) -> str:
-    """Returns the group of tests that runs in one process: a file, or all of tests/slurm (two shared node names)."""
-    return next((name for name in LONGEST if nodeid.startswith(name)), nodeid.split("::")[0])
-
-
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first: a long one at the end would leave the other processes idle."""
-    order = {name: number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: order.get(whole(item.nodeid), len(order)))
-
-
-@pytest.hookimpl(optionalhook=True)  # known when pytest-xdist is there
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Hands out whole files."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Scheduling(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return whole(nodeid)
-
-    config.option.loadscopereorder = False
-    return Scheduling(config, log)
+    """The longest files first, each in one process: a long one at the end would leave the other processes idle."""
+    order = {}
+    for item in items:
+        file = item.nodeid.split("::")[0]
+        group = next(
+            (name for name in LONGEST if file.startswith(name)), file
+        )  # SLURM's node names are taken once
+        order[item] = LONGEST.index(group) if group in LONGEST else len(LONGEST)
+        if not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=order.__getitem__)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -71,33 +59,24 @@ def no_network() -> Any:
         original = getattr(socket.socket, method)
 
         def connect(self: socket.socket, address: Any) -> Any:
-            if self.family in (socket.AF_INET, socket.AF_INET6) and address[0] not in (
-                "127.0.0.1",
-                "::1",
-                "localhost",
-            ):
+            is_ip = self.family in (socket.AF_INET, socket.AF_INET6)
+            if is_ip and address[0] not in ("127.0.0.1", "::1", "localhost"):
                 raise RuntimeError(f"a test tried to reach {address}")
             return original(self, address)
 
         return connect
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patched:
         for method in ("connect", "connect_ex"):
-            patch.setattr(socket.socket, method, guarded(method))
+            patched.setattr(socket.socket, method, guarded(method))
         yield
 
 
 @pytest.fixture(autouse=True)
-def own_launcher_variables() -> Iterator[None]:
-    """Takes back the variables that a test sets to join a process group; later tests would inherit them."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    before = {name: os.environ.get(name) for name in names}
-    yield
-    for name, value in before.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+def own_environment() -> Iterator[None]:
+    """Takes back the variables that a test sets, as to join a process group; later tests would inherit them."""
+    with patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(scope="session")
