@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import subprocess
@@ -53,11 +52,8 @@ def test_the_sdist_holds_the_repository(built: Path) -> None:
     (sdist,) = built.glob(f"multicls-{multicls.__version__}.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    made = {"PKG-INFO", "setup.cfg"}
-    wanted = {
-        name for name in tracked(built / "tree") if not re.search(r"\.egg-info/|^build/", name)
-    }
-    assert not wanted - names - made
+    wanted = tracked(built / "tree")
+    assert not {name for name in wanted - names if not re.search(r"\.egg-info/|^build/", name)}
     assert not [name for name in names if re.search(r"__pycache__|^runs/|^\.venv/", name)]
 
 
@@ -66,52 +62,33 @@ def test_the_wheel_holds_the_package_only(built: Path) -> None:
     (wheel,) = built.glob(f"multicls-{multicls.__version__}-py3-none-any.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    assert names == {name for name in tracked(built / "tree") if re.match(r"multicls/[^/]+$", name)}
-    assert "transformers" in requirements(wheel) and "deepspeed" not in requirements(wheel)
-
-
-def requirements(wheel: Path) -> set[str]:
-    """Import names of what the wheel requires without extras."""
-    with zipfile.ZipFile(wheel) as archive:
         metadata = archive.read(f"multicls-{multicls.__version__}.dist-info/METADATA").decode()
-    names = re.findall(r"^Requires-Dist: ([\w-]+)[^;\n]*$", metadata, re.MULTILINE)
-    return {IMPORT_NAMES.get(name, name) for name in names}
-
-
-def imported_by(file: Path) -> set[str]:
-    """Top-level names of all absolute imports of a module, those inside functions included."""
-    nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
-    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    names += [
-        node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level
-    ]
-    return {name.split(".")[0] for name in names}
+    assert names == {name for name in tracked(built / "tree") if re.match(r"multicls/[^/]+$", name)}
+    always = re.findall(r"^Requires-Dist: ([\w-]+)[^;\n]*$", metadata, re.MULTILINE)
+    assert "transformers" in always and not set(always) & {"deepspeed", "datasets", "pandas"}
 
 
 SCRIPT = """
 import sys
+stages = "deepspeed accelerate datasets distributed pyarrow pandas sklearn scipy tensorboard matplotlib jinja2 rich"
+sys.modules.update(dict.fromkeys([*stages.split(), "sentence_transformers", "xxhash"]))  # not installed
 import multicls.modeling_multicls
-assert multicls.__file__.startswith(sys.argv[1]), multicls.__file__
 from transformers import AutoModel, AutoTokenizer
 model = AutoModel.from_pretrained(sys.argv[2])
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[2])
 print(model(**tokenizer("len bal", return_tensors="pt")).facet_embeddings.shape)
 from multicls.convert import main
 assert not main(sys.argv[3:])
-print("used:", *(sys.modules[name].__file__ for name in sorted(sys.modules) if name.split(".")[0] == "multicls"))
+used = [module.__file__ for name, module in sys.modules.items() if name.split(".")[0] == "multicls"]
+assert used and all(file.startswith(sys.argv[1]) for file in used), used
 """
-IMPORT_NAMES = {
-    "huggingface-hub": "huggingface_hub",
-    "pyyaml": "yaml",
-    "pydantic-settings": "pydantic_settings",
-}
 
 
 @pytest.mark.slow
 def test_the_installed_wheel_loads_an_export_and_converts(
     built: Path, tiny_bert: Path, tmp_path: Path
 ) -> None:
-    """It is installed on top of the packages of this environment; what it uses imports only those that it requires."""
+    """It is installed on top of the packages of this environment, without those that only the stages require."""
     (wheel,), site, export = built.glob("*.whl"), tmp_path / "site", tmp_path / "export"
     pip = [sys.executable, *["-m", "pip", "install", "--no-index", "--no-deps", "--target"]]
     subprocess.run([*pip, str(site), str(wheel)], check=True, capture_output=True)
@@ -132,9 +109,6 @@ def test_the_installed_wheel_loads_an_export_and_converts(
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "torch.Size([1, 2, 32])" in done.stdout
-    required = requirements(wheel) | {"multicls"} | set(sys.stdlib_module_names)
-    for file in done.stdout.split("used: ")[1].split():
-        assert file.startswith(str(site)) and imported_by(Path(file)) <= required, file
     assert AutoModel.from_pretrained(tmp_path / "converted").config.num_facets == 3
 
 

@@ -36,7 +36,7 @@ SHORTER = [  # words of commands that would take minutes
     ("--max_steps 20", "--max_steps 2"),
     ("--step 40", "--step 4"),
 ]
-SHORTER_RECIPE = [("steps: 40 ", "steps: 4 "), ("fraction: 0.5 ", "fraction: 0.1 ")]
+SHORTER_RECIPE = [("steps: 40\n", "steps: 4\n"), ("fraction: 0.5 ", "fraction: 0.1 ")]
 SHOWN = {  # what the commands of a page print, of pages that stand alone
     ("README.md", "docs/model.md"): (
         "recall at 1",
@@ -85,6 +85,7 @@ def copy(tmp_path: Path) -> Path:
         (folder / ".venv" / name).symlink_to(Path(sys.prefix) / name)
     (folder / ".venv" / ".ready").touch()
     recipe = folder / "pretrain" / "recipes" / "sample.yaml"
+    assert all(recipe.read_text().count(long) == 1 for long, _ in SHORTER_RECIPE)
     recipe.write_text(shorter(recipe.read_text(), SHORTER_RECIPE))
     return folder
 
