@@ -76,6 +76,20 @@ def test_newest_of_the_same_run_is_resumed(folder: Path, tmp_path: Path) -> None
         checkpoints(folder, seed=2).newest()
 
 
+def test_files_are_on_the_disk_before_the_marker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+
+    def note(number: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{number}").readlink().name)
+
+    monkeypatch.setattr(os, "fsync", note)
+    checkpoints(tmp_path).save(Engine(), 10)
+    marker = next(place for place, name in enumerate(synced) if "COMPLETE" in name)
+    assert "model_states.pt" in synced[:marker]
+
+
 @pytest.mark.parametrize("name", ["model_states.pt", "meta.json"])
 @pytest.mark.parametrize("harm", [truncate, Path.unlink])
 def test_damage_is_named(folder: Path, name: str, harm: Callable[[Path], None]) -> None:

@@ -218,22 +218,13 @@ def test_each_loss_counts_by_its_weight() -> None:
     assert weighted_sum(losses, objective.in_use) == 0.5 * 4 + 2 * 3
 
 
-def test_compiled_layers_change_no_loss_and_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiles with a backend that needs no C++ compiler."""
+def test_compiled_layers_change_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiles with a backend that needs no C++ compiler; gradients: tests/multicls/test_encoders.py."""
     compile_eagerly = partialmethod(torch.nn.Module.compile, backend="aot_eager")
     monkeypatch.setattr(torch.nn.Module, "compile", compile_eagerly)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    plain, compiled = tiny_model().eval(), tiny_model().eval()
+    plain, compiled, inputs = model(2), model(2), random_inputs(0, 3 * EXAMPLES, 2)
     compile_layers(compiled)
-    inputs = torch.randint(10, 50, (6, 12), generator=torch.Generator().manual_seed(0))
-    mask = (torch.arange(12) < torch.tensor([12, 9, 10, 12, 8, 11])[:, None]).long()
-    ours, theirs = (
-        one(inputs, attention_mask=mask, labels=inputs).loss for one in (compiled, plain)
-    )
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
-    (ours + theirs).backward()
-    for (name, one), other in zip(plain.named_parameters(), compiled.parameters(), strict=True):
-        if one.grad is not None and not name.endswith("key.bias"):
-            torch.testing.assert_close(other.grad, one.grad, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(compiled(**inputs).loss, plain(**inputs).loss, rtol=1e-5, atol=0)
     assert torch._dynamo.utils.counters["stats"]["calls_captured"] > 0

@@ -83,23 +83,18 @@ class Cluster:
         """Returns what SLURM says of a job: JobState, ExitCode, Restarts, Reason ..."""
         return dict(re.findall(r"(\w+)=(\S*)", self.run("scontrol", "show", "job", job)))
 
-    def wait(self, job: str, *states: str) -> dict[str, str]:
-        """Waits until the job is in one of the states, by default until it has ended."""
+    def wait(self, job: str) -> dict[str, str]:
+        """Returns what SLURM says of a job when it has ended."""
         ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-        until(lambda: self.job(job)["JobState"] in (states or ended), lambda: str(self.job(job)))
+        until(lambda: self.job(job)["JobState"] in ended, lambda: str(self.job(job)))
         return self.job(job)
 
     def start(self, name: str, *command: str, **environment: str) -> None:
         """Starts a daemon that stays in the foreground."""
         with open(self.folder / f"{name}.out", "ab") as log:
-            self.daemons[name] = subprocess.Popen(
-                command,
-                env=self.environment | environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+            options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            options |= {"env": self.environment | environment, "start_new_session": True}
+            self.daemons[name] = subprocess.Popen(command, **options)
 
     def start_node(self, name: str) -> None:
         """Starts the slurmd of n1 or n2. As its jobs do, its own processes tell the name of the node."""
@@ -121,11 +116,10 @@ class Cluster:
             subprocess.run(cancel, env=self.environment, check=False, timeout=30)
         for daemon in reversed(self.daemons.values()):
             daemon.terminate()
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 daemon.wait(10)
-            except subprocess.TimeoutExpired:
-                daemon.kill()
-                daemon.wait()
+            daemon.kill()
+            daemon.wait()
 
 
 def processes(node: str = "") -> dict[int, str]:

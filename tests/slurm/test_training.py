@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,9 +45,8 @@ def test_disturbed_run(cluster: Cluster, tiny_run: list[str], tmp_path: Path) ->
     for folder in (war, peace):
         folder.mkdir()
         arguments = [*flags, "--output_dir", str(folder / "run")]
-        jobs[folder] = cluster.submit(
-            "pretrain.sbatch", *arguments, cwd=folder, options=("--nodes=2",)
-        )
+        two: Any = {"cwd": folder, "options": ("--nodes=2",)}
+        jobs[folder] = cluster.submit("pretrain.sbatch", *arguments, **two)
     job = jobs[war]
     log = war / f"pretrain-{job}.log"
 
