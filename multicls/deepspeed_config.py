@@ -15,17 +15,16 @@ from multicls.files import REPOSITORY, read_json
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
-SIZES = "train.global_batch_size and train.micro_batch_size"
-OWNED: Mapping[str, str] = {  # key of the JSON, which may say "auto" -> settings that own its value
-    "train_batch_size": SIZES,
-    "train_micro_batch_size_per_gpu": SIZES,
-    "gradient_accumulation_steps": SIZES,
+OWNED: Mapping[str, str] = {  # key of the JSON, which may say "auto" -> setting that owns its value
+    "train_batch_size": "train.global_batch_size",
+    "train_micro_batch_size_per_gpu": "train.micro_batch_size",
+    "gradient_accumulation_steps": "train.global_batch_size and train.micro_batch_size",
     "gradient_clipping": "train.max_grad_norm",
     "bf16.enabled": "train.precision",
     "fp16.enabled": "train.precision",
-    "torch_autocast": "train.precision",
     "optimizer": "train.learning_rate and train.weight_decay",
     "scheduler": "train.learning_rate and train.warmup_ratio",
+    "torch_autocast": "train.precision",
     "compile": "train.compile",
 }
 KEYS = OWNED.keys() | set(

@@ -71,7 +71,7 @@ def parse(
         description=doc,
         epilog=f"recipes: {', '.join(shipped)}" * bool(shipped),
         allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_HelpFormatter,
     )
     source: Any = CliSettingsSource(
         kind,  # type: ignore[arg-type]
@@ -107,6 +107,12 @@ def load_settings(
 def to_yaml(settings: BaseModel) -> str:
     """Returns the settings as a YAML recipe that states each field but those excluded from it."""
     return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        is_list = action.nargs == "+"  # the type is enough, such as list[str]
+        return str(action.metavar) if is_list else super()._format_args(action, default_metavar)
 
 
 class _Parser(argparse.ArgumentParser):
