@@ -69,8 +69,12 @@ def run_finetune(settings: RunSettings) -> Record:
     checkpoint = find_checkpoint(settings.model) if settings.model else None
     identity = run_identity(settings, data, checkpoint)
     with ExitStack() as stack:
-        on_rank_0(lambda: stack.enter_context(locked(settings.folder)))
-        if record := on_rank_0(lambda: finished_record(settings, identity)):
+
+        def start() -> Record | None:
+            stack.enter_context(locked(settings.folder))
+            return finished_record(settings, identity)
+
+        if record := on_rank_0(start):
             _print(f"already finished: {record['path']}")
         else:
             record = _run(settings, data, checkpoint, identity)

@@ -35,7 +35,7 @@ from finetune.examples import Array
 from finetune.heads.modeling_task import IGNORE_INDEX, TaskModel, loss_sum
 from finetune.metrics import score_examples
 from finetune.settings import RunSettings, TrainSettings
-from multicls.console import duration, print_line
+from multicls.console import Progress, print_line
 from multicls.distributed import on_rank_0, rank_and_world
 from multicls.errors import UserError, first_line
 from multicls.files import read_json, write_json
@@ -154,22 +154,19 @@ class TaskTrainer(Trainer):
     ) -> None:
         AcceleratorState._reset_state(True)  # of an earlier run in this process
         train = [splits["train"] for splits in tasks]
-        self.settings = settings.resolved([len(rows) for rows in train])
+        balanced = settings.train.class_weights == "balanced"
+        self.class_weights = [_class_weights(rows) if balanced else None for rows in train]
         sizes, sampling = [len(rows) for rows in train], settings.cln.sampling
+        self.settings = settings.resolved(sizes)
         self.sampler = ChunkSampler(sizes, self.settings, settings.seed, sampling)
         arguments = training_arguments(settings, self.settings, self.sampler)
         if arguments.gradient_checkpointing and not model.encoder.supports_gradient_checkpointing:
             kind = model.encoder.config.model_type
             raise UserError(f"trainer.gradient_checkpointing: {kind} has none; leave it out.")
-        balanced = self.settings.class_weights == "balanced"
-        self.class_weights = [
-            _class_weights(rows).to(arguments.device) if balanced else None for rows in train
-        ]
         self.task_model = model
         self.splits = [list(splits.values())[1:] for splits in tasks]  # the first picks
         self.identity = {**identity, "ranks": self.sampler.world_size}
-        self.best, self._task = None, 0  # task of the batch
-        self._began = self._saved = time.monotonic()
+        self.best, self._task, self._saved = None, 0, time.monotonic()  # task of the batch
         super().__init__(
             model,
             arguments,
@@ -191,11 +188,13 @@ class TaskTrainer(Trainer):
         """Computes the gradients of a chunk, with its own seed for dropout."""
         torch.manual_seed(dropout_seed(self.args.seed, inputs.pop("chunk")))
         self._task = inputs["task"]
+        self._progress.update()
         return super().training_step(model, inputs, *args)
 
     def _loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         """Returns the chunk's part of the loss, the mean over the counted rows of the step."""
         problem, weights = self.task_model.problem_type(self._task), self.class_weights[self._task]
+        weights = None if weights is None else weights.to(labels.device)
         return loss_sum(problem, outputs.logits.float(), labels, weights) / num_items_in_batch
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -224,11 +223,9 @@ class TaskTrainer(Trainer):
             self.best = Best(score, step, [torch.from_numpy(array) for array in outputs], weights)
         self.log(metrics)
         self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        now = on_rank_0(time.monotonic)
         if self.is_world_process_zero():
-            left = duration((now - self._began) / (step - self._first) * (steps - step))
-            figures = f"loss {loss:.4f}  score {100 * score:.2f}"
-            print_line(f"step {step}/{steps}  {figures}  {left} left")
+            print_line(f"step {step}/{steps}  loss {loss:.4f}  score {100 * score:.2f}")
+        now = on_rank_0(time.monotonic)
         if step - self.best.step >= self.settings.patience:
             self.control.should_training_stop = True
         elif step < steps and now - self._saved >= 60 * self.settings.checkpoint_minutes:
@@ -271,17 +268,20 @@ class TaskTrainer(Trainer):
         Returns:
             The outputs (N, C) for each task and each of its splits but "train"; what the record says of training.
         """
-        newest, self._first = on_rank_0(self._newest_checkpoint), 0
+        newest, shown, done = on_rank_0(self._newest_checkpoint), self.is_world_process_zero(), 0
         with ExitStack() as stack:
             if newest:
                 self.best = Best(**torch.load(newest / BEST, weights_only=True))
-                self._first = _step_of(newest)
-                if self.is_world_process_zero():
-                    print_line(f"resuming from step {self._first} of {self.sampler.steps}")
+                done = _step_of(newest)
+                if shown:
+                    print_line(f"resuming from step {done} of {self.sampler.steps}")
                 if self.is_deepspeed_enabled:
                     from multicls.safe_unpickling import safe_unpickling
 
                     stack.enter_context(safe_unpickling(newest))
+            total, done = len(self.sampler), done * self.sampler.accumulation
+            progress = Progress(total, "batch", "fine-tuning", done=done, shown=shown)
+            self._progress = stack.enter_context(progress)
             self.train(resume_from_checkpoint=str(newest) if newest else None)
         assert self.best is not None
         self.task_model.load_state_dict(self.best.weights)
