@@ -20,8 +20,8 @@ import numpy as np
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
-from finetune.examples import Array
 from finetune.settings import RunSettings
+from finetune.tasks import Array
 from multicls.console import print_line, print_summary
 from multicls.errors import UserError, run_command
 from multicls.files import read_json, write_json

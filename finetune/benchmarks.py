@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from finetune.examples import Example, TaskData, passage_id
 from finetune.tables import RawRows, Row, read_table
-from finetune.tasks import Task
+from finetune.tasks import Example, Task, TaskData, passage_id
 from multicls.console import count
 from multicls.errors import UserError, first_line
 

@@ -17,11 +17,10 @@ from multicls.cards import (
 )
 
 if TYPE_CHECKING:
-    from finetune.examples import Array
     from finetune.results import Predictions, Record
     from finetune.settings import RunSettings
     from finetune.subsets import TaskRows
-    from finetune.tasks import Task
+    from finetune.tasks import Array, Task
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 

@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from finetune.examples import Example
 from finetune.heads.modeling_task import IGNORE_INDEX
-from finetune.tasks import Task
+from finetune.tasks import Example, Task
 from multicls.errors import UserError
 
 

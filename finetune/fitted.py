@@ -17,11 +17,10 @@ from sklearn.preprocessing import MaxAbsScaler, StandardScaler
 from torch import nn
 
 from finetune.encoding import Encoded
-from finetune.examples import Array, Example
 from finetune.heads.modeling_task import TaskModel
 from finetune.heads.pooling import ClsHead
 from finetune.subsets import TaskRows
-from finetune.tasks import Task
+from finetune.tasks import Array, Example, Task
 from finetune.training import find_device, predict_rows
 from multicls.errors import UserError
 

@@ -17,8 +17,7 @@ import pandas as pd
 from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
-from finetune.examples import Array, Example, example_arrays
-from finetune.tasks import Task
+from finetune.tasks import Array, Example, Task, example_arrays
 from multicls.errors import UserError
 
 

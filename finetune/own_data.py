@@ -7,10 +7,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.examples import Example, TaskData, passage_id
 from finetune.subsets import hold_out
 from finetune.tables import RawRows, Row, read_table
-from finetune.tasks import OWN_METRICS, SHOWN, LabelType, Task, label_list
+from finetune.tasks import (
+    OWN_METRICS,
+    SHOWN,
+    Example,
+    LabelType,
+    Task,
+    TaskData,
+    label_list,
+    passage_id,
+)
 from multicls.console import count
 from multicls.errors import UserError, did_you_mean, first_line
 

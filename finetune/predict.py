@@ -30,8 +30,8 @@ from multicls.settings import Settings, parse
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-    from finetune.examples import Array, Example
     from finetune.tables import RawRows
+    from finetune.tasks import Array, Example
 
 
 class PredictOptions(Settings):

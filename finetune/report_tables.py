@@ -27,9 +27,9 @@ from finetune.estimates import (
     holm,
     summarise,
 )
-from finetune.examples import Array
 from finetune.predict import predict_command
 from finetune.results import load_predictions
+from finetune.tasks import Array
 from multicls.console import count
 
 BASELINE = "majority-class baseline"

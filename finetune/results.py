@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from finetune.examples import Array
+from finetune.tasks import Array
 from multicls.environment import environment_record
 from multicls.errors import UserError
 from multicls.files import atomic_write, read_json, write_json

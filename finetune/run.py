@@ -29,9 +29,9 @@ from multicls.files import locked
 from multicls.settings import parse, to_yaml
 
 if TYPE_CHECKING:
-    from finetune.examples import TaskData
     from finetune.heads.build import Checkpoint
     from finetune.results import Record
+    from finetune.tasks import TaskData
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -139,10 +139,10 @@ def _run(
     identity: dict[str, Any],
 ) -> Record:
     from finetune.encoding import Encoded
-    from finetune.examples import example_arrays
     from finetune.heads.build import build_model, load_tokenizer
     from finetune.results import make_record, write_run
     from finetune.subsets import select_rows
+    from finetune.tasks import example_arrays
 
     began, holdout = time.perf_counter(), settings.selection == "holdout"
     rows = [select_rows(part, settings.train_size, settings.subset, holdout) for part in data]

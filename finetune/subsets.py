@@ -6,8 +6,7 @@ import hashlib
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from finetune.examples import Example, TaskData
-from finetune.tasks import Task, label_list
+from finetune.tasks import Example, Task, TaskData, label_list
 from multicls.console import count
 from multicls.errors import UserError
 

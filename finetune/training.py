@@ -31,10 +31,10 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from finetune.encoding import Encoded
-from finetune.examples import Array
 from finetune.heads.modeling_task import IGNORE_INDEX, TaskModel, loss_sum
 from finetune.metrics import score_examples
 from finetune.settings import RunSettings, TrainSettings
+from finetune.tasks import Array
 from multicls.console import Progress, print_line
 from multicls.distributed import on_rank_0, rank_and_world
 from multicls.errors import UserError, first_line

@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from finetune.examples import Example, example_arrays
 from finetune.results import load_predictions, write_run
 from finetune.run import run_finetune
 from finetune.settings import RunSettings
-from finetune.tasks import TASKS
+from finetune.tasks import TASKS, Example, example_arrays
 from multicls.settings import load_settings
 
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -14,8 +14,7 @@ import pandas as pd
 import pytest
 
 from finetune.benchmarks import read_split, read_task
-from finetune.examples import Example, passage_id
-from finetune.tasks import TASKS
+from finetune.tasks import TASKS, Example, passage_id
 from multicls.errors import UserError
 
 ROWS = {  # train, dev of the official data sets

@@ -10,9 +10,8 @@ import torch
 
 from finetune.benchmarks import read_task
 from finetune.encoding import Encoded
-from finetune.examples import Example
 from finetune.heads.modeling_task import IGNORE_INDEX
-from finetune.tasks import TASKS, Task
+from finetune.tasks import TASKS, Example, Task
 from multicls.errors import UserError
 
 COPA, WIC, WSC, RTE = (TASKS[name] for name in ("copa", "wic", "wsc", "rte"))

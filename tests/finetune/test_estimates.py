@@ -23,8 +23,7 @@ from finetune.estimates import (
     holm,
     summarise,
 )
-from finetune.examples import Example, example_arrays
-from finetune.tasks import TASKS
+from finetune.tasks import TASKS, Example, example_arrays
 
 
 @cache

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from finetune.examples import Example
 from finetune.metrics import METRICS, majority_scores, score_examples, score_predictions
-from finetune.tasks import TASKS, Task
+from finetune.tasks import TASKS, Example, Task
 from multicls.errors import UserError
 
 LABELS, PREDICTED = np.array([1, 1, 1, 0, 0]), np.array([1, 1, 0, 0, 1])  # tp 2, fn 1, tn 1, fp 1

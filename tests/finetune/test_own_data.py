@@ -12,11 +12,10 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from finetune.examples import Example, TaskData
 from finetune.own_data import load_own
 from finetune.settings import OwnDataSettings
 from finetune.tables import read_table
-from finetune.tasks import Task
+from finetune.tasks import Example, Task, TaskData
 from multicls.errors import UserError
 
 Rows = Sequence[dict[str, Any]]

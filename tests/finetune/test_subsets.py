@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 
 from finetune.benchmarks import read_task
-from finetune.examples import Example, TaskData
 from finetune.own_data import load_own
 from finetune.settings import OwnDataSettings
 from finetune.subsets import draw_rows, hold_out, select_rows
-from finetune.tasks import TASKS
+from finetune.tasks import TASKS, Example, TaskData
 from multicls.errors import UserError
 
 SKEWED = [
