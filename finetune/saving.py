@@ -11,7 +11,6 @@ import multicls
 from finetune.heads.modeling_task import MULTICLS, TaskModel
 from multicls.build import quiet_transformers
 from multicls.files import atomic_folder
-from multicls.tokenization import facet_ids
 
 ENTRY = "task_model"  # the saved folder's first module, which imports all others
 NOT_A_HEAD = ("__init__", "build", "modeling_task")
@@ -37,7 +36,6 @@ def save_model(
     files.append(HEADS_FOLDER / "modeling_task.py")
     if model.config.encoder["model_type"] == MULTICLS:
         entry += "from .modeling_multicls import MultiClsModel\n"  # it registers itself
-        model.config.encoder["facet_ids"] = list(facet_ids(tokenizer))
         files += [MULTICLS_FOLDER / f"{name}_multicls.py" for name in ("configuration", "modeling")]
     with atomic_folder(folder) as fresh, quiet_transformers():
         model.save_pretrained(fresh)

@@ -59,7 +59,6 @@ def build(
             has_types = getattr(config, "type_vocab_size", 0) > 1
             tokenizer = with_facets(tokenizer, num_facets, has_types)
             config = MultiClsConfig(encoder=config, **facets, **objective)
-        config.facet_ids = list(facet_ids(tokenizer))
         if random_weights:
             model, text = MultiClsForPreTraining(config), "random"
         elif continued:

@@ -24,22 +24,14 @@ INHERITED = {  # fields of a card -> what the Hub takes
     "license_link": r"https://\S+",
 }
 LANGUAGE = r"[a-z]{2,3}(-[A-Za-z]+)?|multilingual"
-PAPERS = {  # what to cite for the method and for heads, as BibTeX
-    METHOD: """@misc{chang2022multicls,
-  title = {Multi-CLS BERT: An Efficient Alternative to Traditional Ensembling},
-  author = {Chang, Haw-Shiuan and Sun, Ruei-Yao and Ricci, Kathryn and McCallum, Andrew},
-  year = {2022}, eprint = {2210.05043}, archivePrefix = {arXiv}}""",
-    "isobn": """@misc{zhou2020isobn,
-  title = {IsoBN: Fine-Tuning BERT with Isotropic Batch Normalization},
-  author = {Zhou, Wenxuan and Lin, Bill Yuchen and Ren, Xiang},
-  year = {2020}, eprint = {2005.02178}, archivePrefix = {arXiv}}""",
-    "hire": """@misc{yang2019hire,
-  title = {Deepening Hidden Representations from Pre-trained Language Models},
-  author = {Yang, Junjie and Zhao, Hai},
-  year = {2019}, eprint = {1911.01940}, archivePrefix = {arXiv}}""",
-    "cln": """@misc{abrams-cln,
-  title = {Improving minBERT with Conditional Layer Normalization},
-  author = {Abrams, Matan}, howpublished = {Report of the course CS224N, Stanford University}}""",
+PAPERS = {  # to cite for the method and for heads
+    METHOD: "Chang et al., 2022: Multi-CLS BERT: An Efficient Alternative to Traditional Ensembling. "
+    "[arXiv:2210.05043](https://arxiv.org/abs/2210.05043)",
+    "isobn": "Zhou et al., 2020: IsoBN: Fine-Tuning BERT with Isotropic Batch Normalization. "
+    "[arXiv:2005.02178](https://arxiv.org/abs/2005.02178)",
+    "hire": "Yang and Zhao, 2019: Deepening Hidden Representations from Pre-trained Language Models. "
+    "[arXiv:1911.01940](https://arxiv.org/abs/1911.01940)",
+    "cln": "Abrams: Improving minBERT with Conditional Layer Normalization. Report of the course CS224N, Stanford.",
 }
 
 

@@ -32,7 +32,6 @@ class MultiClsConfig(PreTrainedConfig):
             third and two thirds of the depth, moved before a global layer if the encoder has local ones; []: none.
         mcqt_lambda: weight of the best facet pair, against the sum of facets, in the MCQT score (Eq. 2).
         hard_negatives: three parts an example, the third a hard negative of the first (section 2.4); False: two.
-        facet_ids: the K token ids of the facets; the model warns if its first input lacks them. None: not known.
     """
 
     model_type = "multicls"
@@ -46,7 +45,6 @@ class MultiClsConfig(PreTrainedConfig):
     mcqt_lambda: float = 0.1
     hard_negatives: bool = True
     classifier_dropout: float = 0.1
-    facet_ids: list[int] | None = None
     layer_norm_eps: float = 1e-12
 
     # Fields of the encoder that tools read from the configuration of the whole model.

@@ -21,7 +21,7 @@ from multicls.embeddings import write_sentence_transformer
 from multicls.errors import UserError, first_line, run_command
 from multicls.files import atomic_folder
 from multicls.settings import Settings, parse
-from multicls.tokenization import facet_ids, load_tokenizer, with_facets
+from multicls.tokenization import load_tokenizer, with_facets
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,7 +68,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"--output {args.output}: exists already; give a new or empty folder.")
     model = convert(read_checkpoint(args.checkpoint), args)
     tokenizer = with_facets(load_tokenizer(args.tokenizer), args.num_facets)
-    model.config.facet_ids = list(facet_ids(tokenizer))
     if len(tokenizer) != model.config.vocab_size:
         raise UserError(
             f"--tokenizer {args.tokenizer}: has {len(tokenizer)} tokens, but the checkpoint has "

@@ -1,16 +1,8 @@
 """Reads and writes corpus folders: data preparation writes them, pretraining reads them. Imports no torch.
 
-    corpus/
-      manifest.json            written last: without it the corpus is not finished
-      shard-00000.arrow ...    Arrow IPC files of one record batch each, memory-mapped
-      document_frequency.npy   (V,) int64: number of rows that contain each token
-      tokenizer.json, tokenizer_config.json
-
-A shard row holds one document; a document of more than `MAX_TOKENS` tokens takes several consecutive rows. Code counts
-rows, people count documents: the manifest has both, as `rows` and `documents`. Columns:
-`source` (dictionary-encoded string), `id`, `title` (strings), `hash` (uint64, hash of the document's text, equal in all
-its rows), `num_tokens` (uint32), `tokens` (list<list<uint16 or uint32>>: token ids by sentence) and `counts`
-(list<uint16>: for each token, how often it occurs in its row).
+A folder holds manifest.json, written last, shards (Arrow IPC files of one record batch), document_frequency.npy and a
+tokenizer; docs/data.md describes the columns. A shard row holds one document; a document of more than `MAX_TOKENS`
+tokens takes several consecutive rows. Code counts rows, people count documents.
 """
 
 from __future__ import annotations

@@ -81,17 +81,16 @@ def on_rank_0(function: Callable[[], Value]) -> Value:
     rank, world_size = rank_and_world()
     if world_size == 1:
         return function()
-    outcome: list[Any] = [None, None]
+    outcome: list[Any] = [None]
     if rank == 0:
         try:
             outcome[0] = function()
         except UserError as error:
-            outcome[1] = error.problems
+            outcome[0] = error
     dist.broadcast_object_list(outcome, group=_patient_group)
-    if outcome[1] is not None:
-        raise UserError(*outcome[1])
-    value: Value = outcome[0]
-    return value
+    if isinstance(outcome[0], UserError):
+        raise outcome[0]
+    return outcome[0]
 
 
 def leave_deepspeed() -> None:

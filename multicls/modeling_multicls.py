@@ -8,7 +8,6 @@ M labelled positions, V vocabulary, C classes.
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -222,7 +221,6 @@ class MultiClsModel(MultiClsPreTrainedModel):
         known = inspect.signature(self.encoder.forward).parameters
         has_types = getattr(config.encoder, "type_vocab_size", 0) > 1
         self.takes_token_types = has_types and "token_type_ids" in known
-        self.checks_input = True  # at the first batch
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -271,7 +269,8 @@ class MultiClsModel(MultiClsPreTrainedModel):
         ModernBERT. Token types are left out where the encoder has none. `unpad` computes the real tokens alone, with
         flash attention. A ValueError says where that does not work, or that there is no room for the facets.
         """
-        self._check_input(input_ids)
+        if input_ids is not None and input_ids.shape[1] <= self.config.num_facets:
+            raise ValueError(f"{input_ids.shape[1]} tokens have no room for [CLS] and the facets")
         kwargs |= {"input_ids": input_ids, "attention_mask": attention_mask, "return_dict": True}
         if self.takes_token_types and token_type_ids is not None:
             kwargs["token_type_ids"] = token_type_ids
@@ -283,25 +282,6 @@ class MultiClsModel(MultiClsPreTrainedModel):
             attentions=outputs.attentions,
             facet_embeddings=self.facet_head(self.facet_states(outputs.last_hidden_state)),
         )
-
-    def _check_input(self, input_ids: Tensor | None) -> None:
-        """Warns if another tokenizer has made the first batch, or if it is padded on the left.
-
-        Only the first one is looked at, since the host waits for its values.
-        """
-        if input_ids is None or input_ids.is_meta or torch.compiler.is_compiling():
-            return
-        found_BK, facet_ids = input_ids[:, self.config.facet_slice], self.config.facet_ids
-        if found_BK.shape[1] < self.config.num_facets:
-            raise ValueError(f"{input_ids.shape[1]} tokens have no room for [CLS] and the facets")
-        if facet_ids and self.checks_input:
-            self.checks_input = False
-            if (found_BK != found_BK.new_tensor(facet_ids)).any():
-                warnings.warn(
-                    f"these are not the trained model's outputs: [CLS] and the facets (ids {facet_ids}) do not begin "
-                    "each sequence; use the tokenizer that was saved with the model, and pad on the right",
-                    stacklevel=2,
-                )
 
     def _encode_unpadded(self, input_ids: Tensor, attention_mask: Tensor, **kwargs: Any) -> Any:
         """Encodes the T real tokens as one sequence, (1, T); the hidden states on the padding are 0."""
