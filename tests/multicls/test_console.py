@@ -13,11 +13,8 @@ from multicls.console import Progress, count, duration, print_line, print_summar
 
 def test_numbers_in_words() -> None:
     assert [duration(s) for s in (0, 59.6, 754, 11_520)] == ["0s", "1m00s", "12m34s", "3h12m"]
-    assert [count(n, "document") for n in (0, 1, 2000)] == [
-        "0 documents",
-        "1 document",
-        "2,000 documents",
-    ]
+    counts = ["0 documents", "1 document", "2,000 documents"]
+    assert [count(n, "document") for n in (0, 1, 2000)] == counts
 
 
 def test_lines_have_the_time_and_summaries_are_aligned(capsys: pytest.CaptureFixture[str]) -> None:

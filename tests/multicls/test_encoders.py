@@ -36,13 +36,13 @@ def batch(tokenizer: Any, length: int | None = None) -> dict[str, Tensor]:
     return dict(tokenizer([*TEXTS, *TEXTS], TEXTS * 2, return_tensors="pt", **options))
 
 
+def inserted(model: Any) -> list[Any]:
+    return [m.facets for m in encoder_layers(model.multicls.encoder) if hasattr(m, "facets")]
+
+
 def set_identity(model: Any) -> None:
-    for layer in encoder_layers(model.multicls.encoder):
-        if hasattr(layer, "facets"):
-            size = model.config.hidden_size
-            layer.get_submodule("facets").weight.data = torch.eye(size).repeat(
-                model.config.num_facets, 1
-            )
+    for facets in inserted(model):
+        facets.weight.data = torch.eye(model.config.hidden_size).repeat(model.config.num_facets, 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -132,11 +132,8 @@ def test_copies_and_saved_folders_compute_the_same(
     with torch.no_grad():
         expected = model(**inputs)
         copied = copy.deepcopy(model)
-        for layer in encoder_layers(model.multicls.encoder):
-            if hasattr(layer, "facets"):
-                layer.get_parameter(
-                    "facets.weight"
-                ).zero_()  # of the original: the copy has its own
+        for facets in inserted(model):
+            facets.weight.zero_()  # of the original: the copy has its own
         torch.testing.assert_close(copied(**inputs).facet_embeddings, expected.facet_embeddings)
         loaded: Any = MultiClsForPreTraining.from_pretrained(tmp_path, output_loading_info=True)
         again, report = loaded
@@ -169,14 +166,10 @@ def test_activation_checkpointing_and_compiled_layers_change_no_gradient(
         (outputs.loss + outputs.tfidf.sum()).backward()
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
+    model.config.encoder.attention_probs_dropout_prob = 0.0
     for module in model.modules():
-        if isinstance(module, torch.nn.Dropout) or hasattr(module, "drop_prob"):
-            module.p = module.drop_prob = 0.0
-    for config in (model.config.encoder,):
-        config.attention_probs_dropout_prob = 0.0
-    for module in model.modules():
-        if isinstance(getattr(module, "dropout_prob", None), float):
-            module.dropout_prob = 0.0
+        for name in {"p", "drop_prob", "dropout_prob"} & vars(module).keys():
+            setattr(module, name, 0.0)
     plain = gradients()
     assert any(name.endswith("facets.weight") for name in plain)
     for layer in encoder_layers(model.multicls.encoder):

@@ -34,9 +34,7 @@ def naive_mcqt(parts: list[Tensor], weight: float) -> Tensor:
     losses = []
     for queries, candidates in directions:
         for q, query in enumerate(queries):
-            scores = torch.stack(
-                [naive_score(query, candidate, weight) for candidate in candidates]
-            )
+            scores = torch.stack([naive_score(query, other, weight) for other in candidates])
             losses.append((scores.exp().sum().log() - scores[q]) / len(queries))
     return torch.stack(losses).sum()
 
@@ -52,10 +50,8 @@ def values(rows: int, facets: int, size: int = 8) -> Tensor:
 def test_mcqt_equals_a_naive_double_loop(parts: int, facets: int, weight: float) -> None:
     """Two parts and one embedding are the quick thoughts of MTL."""
     ours, theirs = (values(parts * 4, facets).requires_grad_() for _ in range(2))
-    loss, expected = (
-        mcqt_loss(part_scores(ours, parts, weight)),
-        naive_mcqt(list(theirs.chunk(parts)), weight),
-    )
+    loss = mcqt_loss(part_scores(ours, parts, weight))
+    expected = naive_mcqt(list(theirs.chunk(parts)), weight)
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
     loss.backward()
     expected.backward()
@@ -69,9 +65,7 @@ def test_mcqt_at_chance_and_with_one_facet() -> None:
     same = torch.ones(12, 3, 8)
     assert mcqt_loss(part_scores(same, 3, 0.1)).item() == pytest.approx(2 * math.log(8))
     x, y = values(5, 1), values(6, 1)
-    torch.testing.assert_close(
-        mcqt_scores(x, y, 0.0), mcqt_scores(x, y, 1.0)
-    )  # lambda has no effect
+    torch.testing.assert_close(mcqt_scores(x, y, 0.0), mcqt_scores(x, y, 1.0))  # whatever lambda
 
 
 def linear(module: Any, x: Tensor) -> Tensor:
@@ -97,9 +91,8 @@ def cross_entropy(logits: Tensor, target: int) -> Tensor:
 
 def naive_losses(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """The four objectives from the encoder's last hidden states on, one position at a time."""
-    hidden = model.multicls(
-        **{name: inputs[name] for name in ("input_ids", "attention_mask", "token_type_ids")}
-    )[0]
+    names = ("input_ids", "attention_mask", "token_type_ids")
+    hidden = model.multicls(**{name: inputs[name] for name in names})[0]
     config, mlm = model.config, model.mlm.lm.cls.predictions
     rows, length = inputs["input_ids"].shape
     embeddings = model.get_input_embeddings().weight
@@ -117,9 +110,8 @@ def naive_losses(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
                 terms["tfidf"].append((guess[0] - inputs["tfidf_labels"][row, column]) ** 2)
         states = [hidden[row, k] for k in range(1, 1 + config.num_facets)] or [hidden[row, 0]]
         if int(inputs["so_labels"][row]) != -100:
-            logits = linear(
-                model.order.classifier, linear(model.order.transform, torch.cat(states))
-            )
+            transformed_states = linear(model.order.transform, torch.cat(states))
+            logits = linear(model.order.classifier, transformed_states)
             terms["so"].append(cross_entropy(logits, int(inputs["so_labels"][row])))
         head = model.multicls.facet_head
         maps = head.dense.weight.unflatten(0, (len(states), -1))
@@ -129,9 +121,8 @@ def naive_losses(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         ]
         facets.append(torch.stack(embedded))
     losses = {name: torch.stack(values).mean() for name, values in terms.items()}
-    return losses | {
-        "mcqt": naive_mcqt(list(torch.stack(facets).chunk(config.num_parts)), config.mcqt_lambda)
-    }
+    parts = list(torch.stack(facets).chunk(config.num_parts))
+    return losses | {"mcqt": naive_mcqt(parts, config.mcqt_lambda)}
 
 
 @pytest.mark.parametrize(
@@ -159,16 +150,13 @@ def test_losses_and_gradients_of_the_model(changes: dict[str, Any]) -> None:
     assert ours.keys() == theirs.keys()
     for name, loss in ours.items():
         torch.testing.assert_close(loss, theirs[name], rtol=1e-10, atol=1e-12)
-        gradients, expected = (
-            torch.autograd.grad(
-                value, list(parameters.values()), allow_unused=True, retain_graph=True
-            )
-            for value in (loss, theirs[name])
-        )
+        options: Any = {"allow_unused": True, "retain_graph": True}
+        weights = list(parameters.values())
+        gradients = torch.autograd.grad(loss, weights, **options)
+        expected = torch.autograd.grad(theirs[name], weights, **options)
         assert sum(gradient is not None for gradient in gradients) > 40
         for key, one, other in zip(parameters, gradients, expected, strict=True):
             assert (one is None) == (other is None), key
             if one is not None:
-                torch.testing.assert_close(
-                    one, other, rtol=1e-7, atol=1e-11, msg=f"gradient of {name} by {key}"
-                )
+                message = f"gradient of {name} by {key}"
+                torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-11, msg=message)

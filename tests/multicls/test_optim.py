@@ -42,13 +42,8 @@ def test_biases_and_norms_do_not_decay_even_as_tables() -> None:
     decayed, plain = parameter_groups(model, 0.02)
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.02, 0.0)
     assert [names[parameter] for parameter in decayed["params"]] == ["dense.weight"]
-    assert {names[parameter] for parameter in plain["params"]} == {
-        "facet_norm",
-        "facet_bias",
-        "dense.bias",
-        "LayerNorm.weight",
-        "LayerNorm.bias",
-    }
+    found = " ".join(sorted(names[parameter] for parameter in plain["params"]))
+    assert found == "LayerNorm.bias LayerNorm.weight dense.bias facet_bias facet_norm"
     assert len(parameter_groups(nn.LayerNorm(3), 0.02)) == 1, "an empty group is left out"
 
 
@@ -72,9 +67,6 @@ def test_auto_is_bf16_only_where_the_gpu_has_it(
     assert torch.cuda.is_bf16_supported()
     assert choose_precision("auto", CUDA) == precision
     assert choose_precision("bf16", CUDA) == "bf16" and choose_precision("fp32", CUDA) == "fp32"
-
-
-def test_precision_on_a_cpu() -> None:
     assert choose_precision("auto", CPU) == "fp32"
     assert choose_precision("bf16", CPU) == "bf16"
     with pytest.raises(UserError, match="needs a GPU"):

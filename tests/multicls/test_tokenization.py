@@ -22,16 +22,11 @@ def test_facets_stand_after_cls_and_text_stays_text(kind: str, tmp_path: Path) -
     with_facets(theirs, 2, types).save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     cls, sep, mask = (getattr(theirs, f"{name}_token") for name in ("cls", "sep", "mask"))
-    first, second = (
-        str(tokenizer.convert_ids_to_tokens(number)) for number in facet_ids(tokenizer)
-    )
+    first, second = tokenizer.convert_ids_to_tokens(list(facet_ids(tokenizer)))
     assert len(tokenizer) == len(theirs) + 2 * (first == "[C1]")
     plain, ours = theirs("bal del", "fil"), tokenizer("bal del", "fil")
-    assert ours["input_ids"] == [
-        plain["input_ids"][0],
-        *facet_ids(tokenizer),
-        *plain["input_ids"][1:],
-    ]
+    (start, *rest), inserted = plain["input_ids"], facet_ids(tokenizer)
+    assert ours["input_ids"] == [start, *inserted, *rest]
     assert ours.get("token_type_ids") == ([0, 0, *plain["token_type_ids"]] if types else None)
     literal = tokenizer(f"bal {mask} {first}", f"{sep} fil", split_special_tokens=True)
     tokens = tokenizer.convert_ids_to_tokens(literal["input_ids"])
@@ -45,9 +40,8 @@ def test_facets_stand_after_cls_and_text_stays_text(kind: str, tmp_path: Path) -
     assert tokenizer.mask_token_id == theirs.mask_token_id
     long = tokenizer("bal " * 50, "del " * 50, truncation=True, max_length=16)
     assert len(long["input_ids"]) == 16
-    assert tokenizer_fingerprint(tokenizer.backend_tokenizer) == tokenizer_fingerprint(
-        theirs.backend_tokenizer
-    )
+    same, one = tokenizer.backend_tokenizer, theirs.backend_tokenizer
+    assert tokenizer_fingerprint(same) == tokenizer_fingerprint(one)
 
 
 def test_bos_and_eos_stand_in_and_missing_roles_are_named() -> None:
@@ -57,11 +51,6 @@ def test_bos_and_eos_stand_in_and_missing_roles_are_named() -> None:
     assert with_facets(tokenizer, 1)("bal").tokens()[:2] == ["<s>", "[C1]"]
     with pytest.raises(UserError, match="has no mask_token, which pretraining needs"):
         with_facets(PreTrainedTokenizerFast(tokenizer_object=backend, **names), 1)
-    with pytest.raises(UserError, match="has no cls_token, mask_token"):
-        with_facets(
-            PreTrainedTokenizerFast(tokenizer_object=backend, sep_token="</s>", pad_token="<pad>"),
-            1,
-        )
 
 
 def test_facets_are_the_first_unused_entries_by_id_or_all_new() -> None:
@@ -80,13 +69,10 @@ def test_sentencepiece_models_without_tokenizer_json(
     tokenizer_class: str, file: str, tmp_path: Path
 ) -> None:
     sentencepiece = pytest.importorskip("sentencepiece")
+    prefix, text = str(tmp_path / file).removesuffix(".model"), iter([" ".join(WORDS)] * 20)
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([" ".join(WORDS)] * 20),
-        model_prefix=str(tmp_path / "trained"),
-        vocab_size=70,
-        minloglevel=2,
+        sentence_iterator=text, model_prefix=prefix, vocab_size=70, minloglevel=2
     )
-    (tmp_path / "trained.model").rename(tmp_path / file)
     config = {"tokenizer_class": tokenizer_class, "model_max_length": 62}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     theirs = load_tokenizer(str(tmp_path))

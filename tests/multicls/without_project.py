@@ -1,11 +1,12 @@
-"""What users do with an exported folder, in a process that cannot import this project: `python -I FILE FOLDER`.
+"""What users do with exported folders, in a process that cannot import this project: `python -I FILE FOLDER ...`.
 
-Each function whose name begins with `check_` is one check. The process prints a JSON line for each: its name and the
-traceback, or null if it passed. `expected.safetensors` in the folder holds inputs and the outputs of this project.
+Each function whose name begins with `check_` is one check. The process prints a JSON line for each: folder, name and
+traceback, or null. `expected.safetensors` in a folder holds the outputs of this project.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import traceback
@@ -39,9 +40,7 @@ class Refused:
 
 
 def tokenizer_of(folder: Path) -> Any:
-    return AutoTokenizer.from_pretrained(
-        folder, trust_remote_code=False
-    )  # which needs no code of the folder
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # it needs no code
 
 
 def batch(folder: Path) -> dict[str, torch.Tensor]:
@@ -51,9 +50,8 @@ def batch(folder: Path) -> dict[str, torch.Tensor]:
 def load(auto: Any, folder: Path, **options: Any) -> Any:
     model, report = auto.from_pretrained(folder, output_loading_info=True, **TRUST, **options)
     assert not report["unexpected_keys"] and not report["mismatched_keys"], report
-    assert all(name.startswith(("classifier.", "facet_bias")) for name in report["missing_keys"]), (
-        report
-    )
+    new = ("classifier.", "facet_bias")
+    assert all(name.startswith(new) for name in report["missing_keys"]), report
     return model.eval()
 
 
@@ -61,16 +59,14 @@ def check_every_auto_class(folder: Path) -> None:
     expected, inputs = load_file(folder / "expected.safetensors"), batch(folder)
     with torch.no_grad():
         facets = load(AutoModel, folder)(**inputs).facet_embeddings
-        masked = load(AutoModelForMaskedLM, folder)(
-            **inputs, labels=inputs["input_ids"], output_hidden_states=True
-        )
+        options = {"labels": inputs["input_ids"], "output_hidden_states": True}
+        masked = load(AutoModelForMaskedLM, folder)(**inputs, **options)
         pretraining = load(AutoModelForPreTraining, folder)(**inputs)
     torch.testing.assert_close(facets, expected["facets"])
     torch.testing.assert_close(masked.logits, expected["mlm_logits"])
     torch.testing.assert_close(pretraining.mlm_logits, expected["mlm_logits"])
-    loss = torch.nn.functional.cross_entropy(
-        masked.logits.flatten(0, 1), inputs["input_ids"].flatten()
-    )
+    cross_entropy = torch.nn.functional.cross_entropy
+    loss = cross_entropy(masked.logits.flatten(0, 1), inputs["input_ids"].flatten())
     torch.testing.assert_close(masked.loss, loss)
     assert len(masked.hidden_states) == 4
 
@@ -98,20 +94,10 @@ def trainer_of(folder: Path, output: str, **options: Any) -> Any:
     with torch.no_grad():  # the new weights, the same in each process
         for parameter in (model.classifier.weight, model.facet_bias):
             parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
-    arguments = TrainingArguments(
-        str(folder / output),
-        max_steps=1,
-        report_to="none",
-        use_cpu=True,
-        disable_tqdm=True,
-        save_strategy="no",
-        optim="sgd",
-        learning_rate=0.1,
-        max_grad_norm=0.0,
-        lr_scheduler_type="constant",
-        **options,
-    )
-    rows = rows_of(folder)
+    plain = {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant"}
+    quiet = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
+    options |= plain | quiet | {"use_cpu": True, "max_steps": 1, "max_grad_norm": 0.0}
+    arguments, rows = TrainingArguments(str(folder / output), **options), rows_of(folder)
 
     def accuracy(given: Any) -> dict[str, float]:
         return {"accuracy": (given.predictions.argmax(axis=-1) == given.label_ids).mean()}
@@ -139,13 +125,11 @@ def check_trainer(folder: Path) -> None:
     with torch.no_grad():
         logits = again(**batch(folder)).logits
     torch.testing.assert_close(logits, torch.tensor(predicted[:3]), rtol=1e-4, atol=1e-5)
-    parts = trainer_of(
-        folder, "parts", per_device_train_batch_size=2, gradient_accumulation_steps=3
-    )
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
+    parts = trainer_of(folder, "parts", **sizes)
     parts.train()
-    torch.testing.assert_close(
-        parts.model.classifier.weight, whole.model.classifier.weight, rtol=1e-4, atol=1e-6
-    )
+    ours, theirs = parts.model.classifier.weight, whole.model.classifier.weight
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
 def check_onnx(folder: Path) -> None:
@@ -155,24 +139,19 @@ def check_onnx(folder: Path) -> None:
     names = list(inputs)
 
     class Wrapped(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
+        model: Any
 
         def forward(self, *given: torch.Tensor) -> Any:
             outputs = self.model(**dict(zip(names, given, strict=True)))
             return outputs.last_hidden_state, outputs.facet_embeddings
 
     sizes = ({0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO},) * len(names)
-    given = tuple(inputs.values())
-    program = torch.onnx.export(
-        Wrapped().eval(), given, input_names=names, dynamic_shapes=(sizes,), verbose=False
-    )
-    assert program is not None
-    program.save(str(folder / "model.onnx"))
-    session = onnxruntime.InferenceSession(
-        str(folder / "model.onnx"), providers=["CPUExecutionProvider"]
-    )
+    wrapped, file = Wrapped().eval(), str(folder / "model.onnx")
+    wrapped.model = model
+    options: Any = {"input_names": names, "dynamic_shapes": (sizes,), "verbose": False}
+    program: Any = torch.onnx.export(wrapped, tuple(inputs.values()), **options)
+    program.save(file)
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
     longer = tokenizer_of(folder)([*TEXTS, "bal " * 20], padding=True, return_tensors="np")
     found = session.run(None, {name: longer[name] for name in names})
     with torch.no_grad():
@@ -187,9 +166,8 @@ def check_compile(folder: Path) -> None:
     model, inputs = load(AutoModel, folder), batch(folder)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
-        torch.testing.assert_close(
-            compiled(**inputs).facet_embeddings, model(**inputs).facet_embeddings
-        )
+        found, expected = compiled(**inputs), model(**inputs)
+    torch.testing.assert_close(found.facet_embeddings, expected.facet_embeddings)
 
 
 def check_sentence_transformers(folder: Path) -> None:
@@ -206,23 +184,19 @@ def check_sentence_transformers(folder: Path) -> None:
     torch.testing.assert_close(similarity.diagonal(), torch.ones(3))
 
 
-def main(folder: Path) -> None:
-    """Runs all checks and prints their results."""
+def main(folders: list[str]) -> None:
+    """Runs all checks on each folder and prints their results."""
     assert not {"multicls", "finetune"} & set(sys.modules)
     sys.meta_path.insert(0, Refused())
-    for name, check in list(globals().items()):
-        if name.startswith("check_"):
-            problem = None
-            try:
-                check(folder)
-            except Exception:
-                problem = traceback.format_exc()
-            print(
-                "RESULT",
-                json.dumps({"check": name.removeprefix("check_"), "problem": problem}),
-                flush=True,
-            )
+    checks = {name: check for name, check in globals().items() if name.startswith("check_")}
+    for folder, (name, check) in itertools.product(folders, checks.items()):
+        problem = None
+        try:
+            check(Path(folder))
+        except Exception:
+            problem = traceback.format_exc()
+        print("RESULT", json.dumps([Path(folder).name, name, problem]), flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(sys.argv[1:])
