@@ -66,27 +66,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse(ConvertOptions, argv, prog="python -m multicls.convert", doc=__doc__)
     if args.output.is_file() or (args.output.is_dir() and any(args.output.iterdir())):
         raise UserError(f"--output {args.output}: exists already; give a new or empty folder.")
-    model = convert(read_checkpoint(args.checkpoint), args)
+    model = _convert(_read_checkpoint(args.checkpoint), args)
     tokenizer = with_facets(load_tokenizer(args.tokenizer), args.num_facets)
-    if len(tokenizer) != model.config.vocab_size:
+    if len(tokenizer) != (size := model.config.vocab_size):
         raise UserError(
-            f"--tokenizer {args.tokenizer}: has {len(tokenizer)} tokens, but the checkpoint has "
-            f"{model.config.vocab_size}."
+            f"--tokenizer {args.tokenizer}: has {len(tokenizer)} tokens, but the checkpoint has {size}."
         )
     with atomic_folder(args.output) as folder, quiet_transformers():
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         write_sentence_transformer(folder)
-    made = [("model", f"{args.output} ({sum(p.numel() for p in model.parameters()):,} parameters)")]
-    print_summary(made, f"python finetune/run.py --model {args.output} --head multicls")
+    next_command = f"python finetune/run.py --model {args.output} --head multicls"
+    print_summary([("model", args.output)], next_command)
 
 
-def read_checkpoint(path: Path) -> dict[str, Tensor]:
-    """Loads the state dict of a `model.pt`; unpickles only tensors and plain containers.
-
-    Raises:
-        UserError: the file does not exist or is not such a checkpoint.
-    """
+def _read_checkpoint(path: Path) -> dict[str, Tensor]:
+    """Loads the state dict of a `model.pt`; unpickles only tensors and plain containers. A wrong file: `UserError`."""
     import torch
 
     try:
@@ -99,12 +94,8 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state.items() if not IGNORED.match(name)}
 
 
-def convert(state: dict[str, Tensor], options: ConvertOptions) -> MultiClsForPreTraining:
-    """Builds a Multi-CLS model from a state dict of the authors' code, which is emptied.
-
-    Raises:
-        UserError: tensors are missing, left over, or do not have the shapes that the options imply.
-    """
+def _convert(state: dict[str, Tensor], options: ConvertOptions) -> MultiClsForPreTraining:
+    """Builds a model from a state dict, which is emptied. Tensors that do not fit the options are a `UserError`."""
     from multicls.modeling_multicls import MultiClsForPreTraining
 
     try:

@@ -12,7 +12,7 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -115,7 +115,7 @@ def _lists(lengths: np.ndarray, values: pa.Array) -> pa.ListArray:
 
 
 class Corpus:
-    """A finished corpus folder of `num_rows` rows. Opening it is cheap; each shard is mapped on first use."""
+    """A finished corpus folder of `num_rows` rows in shards, which `shard(number)` returns. Opening it is cheap."""
 
     def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
         self.path, self.manifest = path, manifest
@@ -125,7 +125,8 @@ class Corpus:
         self.tokenizer_fingerprint: str = manifest["tokenizer"]["fingerprint"]
         self._first_rows = [0, *accumulate(shard["rows"] for shard in manifest["shards"])]
         self.num_rows = self._first_rows[-1]
-        self._shards: list[Shard | None] = [None] * self.num_shards
+        names = [shard["name"] for shard in manifest["shards"]]
+        self.shard = cache(lambda number: Shard(path / names[number]))  # mapped on first use
 
     @classmethod
     def open(cls, path: str | Path) -> Corpus:
@@ -172,14 +173,6 @@ class Corpus:
     def files(self) -> dict[str, dict[str, Any]]:
         """Size and SHA-256 of all files but the manifest, by name."""
         return {shard["name"]: shard for shard in self.manifest["shards"]} | self.manifest["files"]
-
-    def shard(self, number: int) -> Shard:
-        """Returns shard `number`; maps it on first use."""
-        shard = self._shards[number]
-        if shard is None:
-            name = self.manifest["shards"][number]["name"]
-            shard = self._shards[number] = Shard(self.path / name)
-        return shard
 
     def locate(self, number: int) -> tuple[Shard, int]:
         """Returns the shard that holds row `number` of the corpus, and the row's index in it, or a `UserError`."""

@@ -72,10 +72,7 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def on_rank_0(function: Callable[[], Value]) -> Value:
-    """Returns rank 0's result of `function` on all ranks; all must call it. All ranks raise its `UserError`.
-
-    The other ranks wait for as long as rank 0 works.
-    """
+    """Returns rank 0's result of `function` on all ranks, which wait for it; all of them raise its `UserError`."""
     import torch.distributed as dist
 
     rank, world_size = rank_and_world()

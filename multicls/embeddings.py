@@ -17,11 +17,6 @@ FILES: dict[str, Any] = {
         "module_output_name": "sentence_embedding",
         "processor_kwargs": {"split_special_tokens": True},  # a literal "[SEP]" in a text is text
     },
-    "config_sentence_transformers.json": {
-        # The first release with `modality_config`; older ones warn.
-        "__version__": {"sentence_transformers": "5.4.0"},
-        "similarity_fn_name": "cosine",
-    },
 }
 
 

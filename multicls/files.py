@@ -24,10 +24,7 @@ LOCK = ".lock"
 
 @contextmanager
 def atomic_write(path: str | Path, mode: str = "w") -> Iterator[IO[Any]]:
-    """Opens a temporary file beside `path` and renames it to `path` when the block succeeds.
-
-    The bytes are on disk before the rename: a crash leaves either the old file or the whole new one.
-    """
+    """Opens a temporary file, which becomes `path` with all bytes on disk when the block succeeds, and not before."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -45,10 +42,7 @@ def atomic_write(path: str | Path, mode: str = "w") -> Iterator[IO[Any]]:
 
 @contextmanager
 def atomic_folder(path: str | Path) -> Iterator[Path]:
-    """Creates a temporary folder beside `path` and renames it to `path` when the block succeeds.
-
-    An existing folder is replaced as a whole; it stays if the block fails. Everybody may read the files.
-    """
+    """Creates a temporary folder, which replaces `path` as a whole if the block succeeds. Everybody may read it."""
     path = Path(path).absolute()
     fresh, old = path.with_name(f".{path.name}.new"), path.with_name(f".{path.name}.old")
     if old.exists() and not path.exists():  # a process was killed between the two renames below

@@ -1,4 +1,4 @@
-"""Tiny random encoders of many families, each with a tokenizer in the manner of its family.
+"""Tiny random encoders of many families, each with the tokenizer class of its family and a vocabulary of syllables.
 
 `save_encoder("mpnet", folder)` writes a folder as a user would start from: `AutoModelForMaskedLM` and tokenizer.
 """
@@ -11,111 +11,69 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import (
-    AddedToken,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import (
+    AutoConfig,
+    AutoModelForMaskedLM,
+    BertTokenizer,
+    CamembertTokenizer,
+    DebertaV2Tokenizer,
+    MPNetTokenizer,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    XLMRobertaTokenizer,
 )
-from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedTokenizerFast
 
 WORDS = [a + b + c for a in "bdfgklmnprst" for b in "aeiou" for c in "lnrs"]  # 240 syllables
 TEXTS = ["bal del fil", "gol", "nar pel ros tun sil kor"]
-BRACKETS = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
-ANGLES = {
-    "cls_token": "<s>",
-    "pad_token": "<pad>",
-    "sep_token": "</s>",
-    "unk_token": "<unk>",
-    "mask_token": "<mask>",
-    "bos_token": "<s>",
-    "eos_token": "</s>",
-}
+ROLES = ("cls", "pad", "sep", "unk", "mask")
+BRACKETS = {f"{role}_token": f"[{role.upper()}]" for role in ROLES}
+ANGLES = dict(zip(BRACKETS, ("<s>", "<pad>", "</s>", "<unk>", "<mask>"), strict=True))
+UNUSED = [f"[unused{n}]" for n in range(10)]
 
 
-def _template(backend: Tokenizer, cls: str, sep: str, second: str, separators: int = 1) -> None:
-    backend.post_processor = processors.TemplateProcessing(
-        single=f"{cls} $A {sep}",
-        pair=f"{cls} $A {' '.join([sep] * separators)} $B{second} {sep}{second}",
-        special_tokens=[(token, backend.token_to_id(token)) for token in (cls, sep)],
-    )
-
-
-def wordpiece(types: bool = True) -> PreTrainedTokenizerFast:
-    """Returns a tokenizer as BERT's, with unused tokens."""
-    special = ["[PAD]", *(f"[unused{n}]" for n in range(10)), "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+def wordpiece(
+    kind: Any = BertTokenizer,
+    special: tuple[str, ...] = ("[PAD]", *UNUSED, "[UNK]", "[CLS]", "[SEP]", "[MASK]"),
+    **options: Any,
+) -> Any:
+    """Returns a tokenizer of word pieces."""
     letters = [*string.ascii_lowercase, *string.digits]
     tokens = [*special, *letters, *string.punctuation, *(f"##{x}" for x in letters), *WORDS]
-    return wordpiece_of(tokens, BRACKETS, ":1" if types else "", 1)
-
-
-def wordpiece_with_angles() -> PreTrainedTokenizerFast:
-    """Returns a tokenizer as MPNet's: word pieces, `<s> a </s></s> b </s>`, nothing unused."""
-    letters = [*string.ascii_lowercase, *string.digits]
-    special = ["<s>", "<pad>", "</s>", "<unk>"]
-    inside = [*letters, *string.punctuation, *(f"##{x}" for x in letters)]
-    return wordpiece_of([*special, *inside, *WORDS, "<mask>"], ANGLES, "", 2)
-
-
-def wordpiece_of(
-    tokens: list[str], names: dict[str, str], second: str, separators: int
-) -> PreTrainedTokenizerFast:
-    """Returns a WordPiece tokenizer of these tokens."""
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    backend = Tokenizer(models.WordPiece(vocabulary, unk_token=names["unk_token"]))
-    backend.normalizer = normalizers.BertNormalizer(lowercase=True)
-    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    backend.decoder = decoders.WordPiece()
-    backend.add_special_tokens(sorted(set(names.values()), key=vocabulary.__getitem__))
-    _template(backend, names["cls_token"], names["sep_token"], second, separators)
-    inputs = ["input_ids", *(["token_type_ids"] if second else []), "attention_mask"]
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, model_max_length=64, model_input_names=inputs, **names
-    )
+    return kind(vocab=vocabulary, model_max_length=64, **options)
 
 
-def byte_level(names: dict[str, str], unused: int, separators: int) -> PreTrainedTokenizerFast:
+def unigram(kind: Any, names: dict[str, str]) -> Any:
+    """Returns a tokenizer of a unigram model, as sentencepiece makes it."""
+    pieces = [*names.values()][:4] + ["▁", *string.printable.strip()]
+    pieces += [f"▁{word}" for word in WORDS] + [word[1:] for word in WORDS[:12]]
+    pieces.append(names["mask_token"])
+    scores = [(piece, -float(len(pieces)) if len(piece) == 1 else -2.0) for piece in pieces]
+    return kind(vocab=scores, model_max_length=62, **names)
+
+
+def byte_level(names: dict[str, str], unused: list[str], separators: int) -> Any:
     """Returns a byte-level BPE as RoBERTa's (`ANGLES`) or ModernBERT's (`BRACKETS`, with unused tokens)."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    roles = ("cls_token", "pad_token", "sep_token", "unk_token", "mask_token")
-    special = [names[role] for role in roles] + [f"[unused{n}]" for n in range(unused)]
     trainer = trainers.BpeTrainer(
         vocab_size=600,
-        special_tokens=special,
+        special_tokens=[*names.values(), *unused],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     backend.train_from_iterator([" ".join(WORDS)] * 3, trainer)
-    _template(backend, names["cls_token"], names["sep_token"], "", separators)
-    mask = AddedToken(names["mask_token"], lstrip=True)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        model_max_length=62,
-        model_input_names=["input_ids", "attention_mask"],
-        **(names | {"mask_token": mask}),
+    cls, sep = names["cls_token"], names["sep_token"]
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{cls} $A {sep}",
+        pair=f"{cls} $A {' '.join([sep] * separators)} $B {sep}",
+        special_tokens=[(token, backend.token_to_id(token)) for token in (cls, sep)],
     )
-
-
-def unigram(names: dict[str, str], separators: int) -> PreTrainedTokenizerFast:
-    """Returns a unigram model as XLM-R's and CamemBERT's (`ANGLES`) or DeBERTa-v3's (`BRACKETS`)."""
-    roles = ("cls_token", "pad_token", "sep_token", "unk_token")
-    pieces = [names[role] for role in roles] + ["▁", *string.printable.strip()]
-    pieces += [f"▁{word}" for word in WORDS] + [word[1:] for word in WORDS[:12]]
-    pieces.append(names["mask_token"])
-    scores = [(piece, -float(len(pieces)) if len(piece) == 1 else -2.0) for piece in pieces]
-    backend = Tokenizer(models.Unigram(scores, unk_id=3, byte_fallback=False))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    backend.decoder = decoders.Metaspace()
-    backend.add_special_tokens(sorted(set(names.values()), key=pieces.index))
-    second = ":1" if separators == 1 else ""
-    _template(backend, names["cls_token"], names["sep_token"], second, separators)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, model_max_length=62, **names)
+    mask: Any = {"mask_token": AddedToken(names["mask_token"], lstrip=True)}
+    options: Any = {"model_input_names": ["input_ids", "attention_mask"], "model_max_length": 62}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **options, **(names | mask))
 
 
 SIZES: dict[str, Any] = {
@@ -127,21 +85,27 @@ SIZES: dict[str, Any] = {
 }
 DISTILBERT = {"dim": 32, "n_layers": 3, "n_heads": 2, "hidden_dim": 64}
 DISENTANGLED = {"relative_attention": True, "position_buckets": 8, "pos_att_type": ["p2c", "c2p"]}
-FAMILIES: dict[str, tuple[dict[str, Any], Callable[[], PreTrainedTokenizerFast]]] = {
+FAMILIES: dict[str, tuple[dict[str, Any], Callable[[], Any]]] = {
     "bert": (SIZES, wordpiece),
-    "roberta": (SIZES | {"type_vocab_size": 1}, lambda: byte_level(ANGLES, 0, 2)),
-    "xlm-roberta": (SIZES | {"type_vocab_size": 1}, lambda: unigram(ANGLES, 2)),
-    "camembert": (SIZES | {"type_vocab_size": 1}, lambda: unigram(ANGLES, 2)),
+    "roberta": (SIZES | {"type_vocab_size": 1}, lambda: byte_level(ANGLES, [], 2)),
+    "xlm-roberta": (SIZES | {"type_vocab_size": 1}, lambda: unigram(XLMRobertaTokenizer, ANGLES)),
+    "camembert": (SIZES | {"type_vocab_size": 1}, lambda: unigram(CamembertTokenizer, ANGLES)),
     "modernbert": (
         SIZES | {"local_attention": 16, "max_position_embeddings": 512},
-        lambda: byte_level(BRACKETS, 10, 1),
+        lambda: byte_level(BRACKETS, UNUSED, 1),
     ),
     "deberta-v2": (
         SIZES | DISENTANGLED | {"position_biased_input": False, "share_att_key": True},
-        lambda: unigram(BRACKETS, 1),
+        lambda: unigram(DebertaV2Tokenizer, BRACKETS),
     ),
-    "mpnet": (SIZES, wordpiece_with_angles),
-    "distilbert": (DISTILBERT | {"max_position_embeddings": 64}, lambda: wordpiece(types=False)),
+    "mpnet": (
+        SIZES,
+        lambda: wordpiece(MPNetTokenizer, ("<s>", "<pad>", "</s>", "[UNK]", "<mask>")),
+    ),
+    "distilbert": (
+        DISTILBERT | {"max_position_embeddings": 64},
+        lambda: wordpiece(model_input_names=["input_ids", "attention_mask"]),
+    ),
     "electra": (SIZES | {"embedding_size": 16}, wordpiece),
     "convbert": (SIZES | {"embedding_size": 32}, wordpiece),
     "nomic_bert": (SIZES, wordpiece),

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
+from transformers import BertTokenizer
 
 from multicls import MultiClsForPreTraining, MultiClsForSequenceClassification
 from multicls.convert import main
 from multicls.errors import UserError
 from multicls.modeling_multicls import encoder_layers
-from tests.encoders import BRACKETS, wordpiece_of
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "parity_a.safetensors"
 RIGHT = "--num_facets 3 --facet_layers 1 3 --num_attention_heads 4"
@@ -42,7 +42,8 @@ def tokenizer_of(state: dict[str, Tensor], folder: Path) -> str:
     rows = len(state["bert.embeddings.word_embeddings.weight"])
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"[unused{k}]" for k in range(3))]
     tokens = [*special, *(f"word{n}" for n in range(rows - len(special)))]
-    wordpiece_of(tokens, BRACKETS, ":1", 1).save_pretrained(folder)
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    BertTokenizer(vocab=vocabulary).save_pretrained(folder)
     return str(folder)
 
 

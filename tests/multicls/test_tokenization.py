@@ -22,7 +22,7 @@ def test_facets_stand_after_cls_and_text_stays_text(kind: str, tmp_path: Path) -
     with_facets(theirs, 2, types).save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     cls, sep, mask = (getattr(theirs, f"{name}_token") for name in ("cls", "sep", "mask"))
-    first, second = tokenizer.convert_ids_to_tokens(list(facet_ids(tokenizer)))
+    first, second = map(str, tokenizer.convert_ids_to_tokens(list(facet_ids(tokenizer))))
     assert len(tokenizer) == len(theirs) + 2 * (first == "[C1]")
     plain, ours = theirs("bal del", "fil"), tokenizer("bal del", "fil")
     (start, *rest), inserted = plain["input_ids"], facet_ids(tokenizer)
@@ -45,7 +45,7 @@ def test_facets_stand_after_cls_and_text_stays_text(kind: str, tmp_path: Path) -
 
 
 def test_bos_and_eos_stand_in_and_missing_roles_are_named() -> None:
-    backend = byte_level(ANGLES, 0, 2).backend_tokenizer
+    backend = byte_level(ANGLES, [], 2).backend_tokenizer
     names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, mask_token="<mask>", **names)
     assert with_facets(tokenizer, 1)("bal").tokens()[:2] == ["<s>", "[C1]"]
