@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from multicls.errors import UserError
+from multicls.errors import UserError, first_line
 
 
 @contextmanager
@@ -35,9 +35,8 @@ def safe_unpickling(path: Path) -> Iterator[None]:
         ):
             yield
     except pickle.UnpicklingError as error:
-        reason = str(error).split("WeightsUnpickler error: ")[-1].split(". ")[0].strip()
         raise UserError(
-            f"{path}: holds other objects than DeepSpeed writes; it was not loaded: {reason}."
+            f"{path}: holds other objects than DeepSpeed writes; it was not loaded: {first_line(error)}"
         ) from None
     finally:
         os.environ.pop(force)
