@@ -235,10 +235,9 @@ def _explain(
     place = [str(part) for part in detail["loc"]]  # ends with members of unions and lists
     keys = [".".join(place[:n]) for n in range(1, len(place) + 1)]
     key = next((key for key in keys if known.get(key) is False), ".".join(place))
-    flag = f"--{shortcuts.get(key, key)}"
-    source = next(
-        (name for name, values in reversed(sources) if _value(values, key) is not None), ""
-    )
+    absent = (Mapping, type(None)) if known.get(key) else type(None)  # sources share a group
+    given = [name for name, values in sources if not isinstance(_value(values, key), absent)]
+    flag, source = f"--{shortcuts.get(key, key)}", given[-1] if given else ""
     if detail["type"] == "missing":
         return f"{key}: ", f"required, as {flag}" + " or in a recipe" * ("recipe" in known)
     if detail["type"] == "extra_forbidden":
