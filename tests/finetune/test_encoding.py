@@ -71,22 +71,10 @@ def test_pairs_are_what_the_tokenizer_makes_of_them(bert: Any) -> None:
     assert batch["labels"].tolist() == [0, 1] and len(encoded) == 2 and encoded.lengths == [7, 8]
 
 
-def test_hidden_labels() -> None:
-    class Plain:
-        pad_token_id, pad_token_type_id = 0, 0
-
-        def __call__(self, *texts: list[str], **options: object) -> dict[str, list[list[int]]]:
-            return {"input_ids": [[1] for _ in texts[0]]}
-
-    rows = [Example("a", ("x", "y"), float("nan")), Example("b", ("x", "y"), 2.5)]
-    assert Encoded(RTE, rows[:1], Plain(), 8).labels.tolist() == [IGNORE_INDEX]  # type: ignore[arg-type]
-    assert Encoded(TASKS["stsb"], rows[1:], Plain(), 8).labels.tolist() == [0.5]  # type: ignore[arg-type]
-
-
-def test_the_question_survives_a_long_passage(bert: Any) -> None:
-    encoded = Encoded(TASKS["boolq"], [Example("a", ("bal " * 60, "gol kul man"), 0)], bert, 32)
-    text = bert.decode(encoded.batch([0])["input_ids"][0])
-    assert encoded.lengths == [32] and text.endswith("[SEP] gol kul man [SEP]")
+def test_hidden_labels_and_scores(bert: Any) -> None:
+    rows = [Example("a", ("bal", "del"), label) for label in (float("nan"), 2.5)]
+    assert Encoded(RTE, rows[:1], bert, 8).labels.tolist() == [IGNORE_INDEX]
+    assert Encoded(TASKS["stsb"], rows[1:], bert, 8).labels.tolist() == [0.5]
 
 
 @pytest.mark.parametrize(

@@ -128,13 +128,6 @@ def test_one_row_a_class_is_enough_if_dev_has_the_same_classes(tmp_path: Path) -
     assert len(task.labels) == 12 and [row.label for row in data.dev] == [1, 11, 1]
 
 
-def test_a_labelled_test_file(tmp_path: Path) -> None:
-    train = write(tmp_path / "t.csv", labelled(*"ababab"))
-    test = write(tmp_path / "x.jsonl", labelled("b"))
-    data = load_own(OwnDataSettings(train_file=train, test_file=test))
-    assert [(row.id, row.label) for row in data.test] == [("test:0", 1)]
-
-
 def hub_folder(folder: Path, monkeypatch: pytest.MonkeyPatch, **splits: Rows) -> str:
     import datasets
 
