@@ -50,7 +50,7 @@ def model_card(
         task=task,
         pipeline=pipeline,
         intervals=[_interval(own.task, predictions[f"{own.task.name}/dev"]) for own in rows],
-        train=settings.resolved([len(own.train) for own in rows]),
+        train=settings.train,
         settings=settings,
         license=inherited.get("license_name") or inherited.get("license"),
         transformers=TRANSFORMERS,

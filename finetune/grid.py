@@ -25,7 +25,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/: its nam
 from pydantic import Field, PositiveInt, field_validator
 
 from finetune.results import ERROR, is_finished, load_results, read_error, read_record, write_error
-from finetune.run import finished_record, load_tasks, run_finetune, run_identity
+from finetune.run import check_identity, load_tasks, run_finetune, run_identity
 from finetune.settings import (
     OwnDataSettings,
     RunSettings,
@@ -217,9 +217,9 @@ def check_folders(runs: Sequence[RunSettings]) -> None:
     from finetune.heads.build import find_checkpoint
 
     for run in runs:
-        if read_record(run.folder):
+        if record := read_record(run.folder):
             checkpoint = find_checkpoint(run.model) if run.model else None
-            finished_record(run, run_identity(run, load_tasks(run), checkpoint))
+            check_identity(record, run_identity(run, load_tasks(run), checkpoint))
 
 
 def _help(index: int, runs: Sequence[RunSettings], started: float, logs: Path) -> None:

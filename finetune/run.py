@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import lru_cache, partial
 from itertools import chain
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/: its names hide packages
 
 from finetune.heads import FITTED
-from finetune.settings import SHORTCUTS, OwnDataSettings, RunSettings, flatten
+from finetune.settings import SHORTCUTS, OwnDataSettings, RunSettings
 from finetune.tasks import TASKS
 from multicls.console import print_line, print_summary
 from multicls.distributed import leave_deepspeed, on_rank_0, prepare_deepspeed, rank_and_world
@@ -61,20 +61,24 @@ def run_finetune(settings: RunSettings) -> Record:
         UserError: Model, data or settings do not fit; no record is written then.
     """
     from finetune.heads.build import find_checkpoint
+    from finetune.results import is_finished, read_record
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic matrix products
     if settings.config or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         prepare_deepspeed()
     data = load_tasks(settings)
     checkpoint = find_checkpoint(settings.model) if settings.model else None
-    identity = run_identity(settings, data, checkpoint)
     with ExitStack() as stack:
 
         def start() -> Record | None:
             stack.enter_context(locked(settings.folder))
-            return finished_record(settings, identity)
+            return read_record(settings.folder)
 
-        if record := on_rank_0(start):
+        record = on_rank_0(start)
+        identity = run_identity(settings, data, checkpoint)
+        if record:
+            check_identity(record, identity)
+        if record and is_finished(settings, record):
             _print(f"already finished: {record['path']}")
         else:
             record = _run(settings, data, checkpoint, identity)
@@ -114,22 +118,18 @@ def run_identity(
     }
 
 
-def finished_record(settings: RunSettings, identity: dict[str, Any]) -> Record | None:
-    """Returns the record of a finished run, None if the run is not finished or lacks what it is to save.
+def check_identity(record: Record, identity: Mapping[str, Any]) -> None:
+    """Checks that the record is of a run of this identity.
 
     Raises:
-        UserError: The run's folder holds a run of another identity.
+        UserError: It is of another one; the message names both values of what differs.
     """
-    from finetune.results import is_finished, read_record
-
-    if (record := read_record(settings.folder)) is None:
-        return None
-    before, now = flatten({name: record.get(name) for name in identity}), flatten(identity)
-    keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-    if pairs := [f"{key} {before.get(key)}, not {now.get(key)}" for key in keys]:
-        other = ", ".join(pairs).replace("settings.", "")
-        raise UserError(f"{settings.folder}: holds another run ({other}); give another --name.")
-    return record if is_finished(settings, record) else None
+    before, now = ({**run["settings"], **run} for run in (record, identity))
+    keys = {*record["settings"], *now} - {"settings"}
+    different = sorted(key for key in keys if before.get(key) != now.get(key))
+    if pairs := [f"{key} {before.get(key)}, not {now.get(key)}" for key in different]:
+        other = ", ".join(pairs)
+        raise UserError(f"{record['path']}: holds another run ({other}); give another --name.")
 
 
 def _run(
@@ -149,11 +149,12 @@ def _run(
     _print(f"{settings.system} in {settings.folder}")
     for line in chain.from_iterable(part.report() for part in rows):
         _print(line)
+    complete = settings.resolved([len(part.train) for part in rows])
     model, tokenizer, encoded = None, None, list[dict[str, Encoded]]()
     if checkpoint:
-        model = build_model(settings, checkpoint, [part.task for part in rows])
         lengths = [settings.max_length or part.task.max_length for part in rows]
         tokenizer = load_tokenizer(checkpoint, max(lengths))
+        model = build_model(settings, checkpoint, [part.task for part in rows])
         for part, length in zip(rows, lengths, strict=True):
             splits = {"train": part.train, **part.splits()}
             encode = partial(Encoded, part.task, tokenizer=tokenizer, max_length=length)
@@ -166,7 +167,7 @@ def _run(
         from finetune.training import TaskTrainer
 
         assert model is not None
-        outputs, training = TaskTrainer(model, encoded, settings, identity).run()
+        outputs, training = TaskTrainer(model, encoded, complete, identity).run()
     predictions = {
         f"{part.task.name}/{split}": example_arrays(examples, logits)
         for part, of_task in zip(rows, outputs, strict=True)
@@ -179,7 +180,7 @@ def _run(
             from finetune.cards import model_card
             from finetune.saving import save_model
 
-            card = model_card(record, rows, settings, predictions)
+            card = model_card(record, rows, complete, predictions)
             save_model(model, tokenizer, settings.folder / "model", card)
         write_run(settings.folder, to_yaml(settings), record, predictions)
     return record

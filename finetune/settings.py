@@ -222,10 +222,10 @@ class RunSettings(SystemSettings, RecipeOptions):
             values["train"]["micro_batch_size"] = self.train.micro_batch_size
         return flatten(values)
 
-    def resolved(self, num_rows: list[int]) -> TrainSettings:
-        """Returns `train` with the values that depend on the number of training rows of each task.
+    def resolved(self, num_rows: list[int]) -> RunSettings:
+        """Returns the settings with the values that depend on the number of training rows of each task.
 
-        `max_steps` is then the number of steps of the run.
+        `train.max_steps` is then the number of steps of the run.
         """
         train, size = self.train, self.train_size
         of_the_paper = 16 if isinstance(size, str) or size > 3000 else 8 if size > 300 else 4
@@ -233,9 +233,8 @@ class RunSettings(SystemSettings, RecipeOptions):
         epoch = sum(math.ceil(rows / batch_size) for rows in num_rows)
         steps = min(train.epochs * epoch, train.max_steps or train.epochs * epoch)
         every = min(train.eval_every or min(500, 2 * epoch), steps)
-        return train.model_copy(
-            update={"batch_size": batch_size, "max_steps": steps, "eval_every": every}
-        )
+        values = {"batch_size": batch_size, "max_steps": steps, "eval_every": every}
+        return self.model_copy(update={"train": train.model_copy(update=values)})
 
 
 SHORTCUTS = {

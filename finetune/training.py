@@ -136,7 +136,7 @@ class TaskTrainer(Trainer):
     Args:
         model: made by `finetune.heads.build.build_model`.
         tasks: for each task of the model its splits: "train", the one that picks the weights, and others.
-        settings: of the run.
+        settings: of the run, with the values that `RunSettings.resolved` adds.
         identity: what the run is, as JSON; marks its checkpoints.
 
     Raises:
@@ -154,12 +154,12 @@ class TaskTrainer(Trainer):
     ) -> None:
         AcceleratorState._reset_state(True)  # of an earlier run in this process
         train = [splits["train"] for splits in tasks]
+        self.settings = settings.train
         balanced = settings.train.class_weights == "balanced"
         self.class_weights = [_class_weights(rows) if balanced else None for rows in train]
         sizes, sampling = [len(rows) for rows in train], settings.cln.sampling
-        self.settings = settings.resolved(sizes)
-        self.sampler = ChunkSampler(sizes, self.settings, settings.seed, sampling)
-        arguments = training_arguments(settings, self.settings, self.sampler)
+        self.sampler = ChunkSampler(sizes, settings.train, settings.seed, sampling)
+        arguments = training_arguments(settings, self.sampler)
         if arguments.gradient_checkpointing and not model.encoder.supports_gradient_checkpointing:
             kind = model.encoder.config.model_type
             raise UserError(f"trainer.gradient_checkpointing: {kind} has none; leave it out.")
@@ -354,10 +354,9 @@ def predict_rows(
     return np.asarray(table.cpu().numpy(), dtype=np.float32)
 
 
-def training_arguments(
-    settings: RunSettings, train: TrainSettings, sampler: ChunkSampler
-) -> TrainingArguments:
+def training_arguments(settings: RunSettings, sampler: ChunkSampler) -> TrainingArguments:
     """Returns the training arguments: ours, and those that the user sets by name."""
+    train = settings.train
     bf16 = find_device(train.precision)[1]
     defaults: dict[str, Any] = {
         "per_device_eval_batch_size": 64,

@@ -56,15 +56,15 @@ def find_checkpoint(name: str) -> Checkpoint:
         inside = next((folder / sub for sub in ("hf", "model") if (folder / sub).is_dir()), None)
         hint = f"did you mean {inside}?" if inside else "give the exported model (RUN/hf)."
         raise UserError(f"--model {name}: holds no config.json; {hint}")
-    config = read_json(folder / "config.json")
-    if config.get("model_type") == FINE_TUNED:
-        raise UserError(f"--model {name}: is fine-tuned; give the model that it was trained from.")
     if not _files(folder, *TOKENIZERS):
         raise UserError(
             f"--model {name}: holds no tokenizer. Save the model's own beside its weights: "
             f"AutoTokenizer.from_pretrained(BASE).save_pretrained({str(folder)!r})."
         )
     files = _files(folder, *WEIGHTS, "config.json", *TOKENIZERS)
+    config = read_json(folder / "config.json")
+    if config.get("model_type") == FINE_TUNED:
+        raise UserError(f"--model {name}: is fine-tuned; give the model that it was trained from.")
     digests = "\n".join(f"{path.name}:{sha256_of(path)}" for path in files)
     sha256 = hashlib.sha256(digests.encode()).hexdigest()[:16]
     return Checkpoint(name, folder, config, sha256)
@@ -84,6 +84,8 @@ def build_model(settings: RunSettings, checkpoint: Checkpoint, tasks: Sequence[T
 
     from finetune.heads.modeling_task import IncompatibleHead, TaskModel, TaskModelConfig
 
+    torch.manual_seed(settings.seed)
+    encoder = load_encoder(checkpoint)
     head = settings.pooling if settings.head == "probe" else settings.head
     config = TaskModelConfig(
         encoder=checkpoint.config,
@@ -93,9 +95,8 @@ def build_model(settings: RunSettings, checkpoint: Checkpoint, tasks: Sequence[T
         tasks=[task.describe(settings.max_length) for task in tasks],
         dropout=settings.train.dropout,
     )
-    torch.manual_seed(settings.seed)
     try:
-        return TaskModel(config, load_encoder(checkpoint))
+        return TaskModel(config, encoder)
     except IncompatibleHead as error:
         raise Incompatible(f"--head {settings.head}: {checkpoint.name}: {error}") from None
 

@@ -202,7 +202,7 @@ def test_settings_of_the_paper_by_train_size(
     settings = load_settings(
         RunSettings, values={"model": "m", "task": "rte", "head": "cls", "train_size": size}
     )
-    train = settings.resolved([rows])
+    train = settings.resolved([rows]).train
     assert (train.batch_size, train.max_steps, train.eval_every) == (batch, steps, every)
 
 
