@@ -36,8 +36,6 @@ class MultiClsConfig(PreTrainedConfig):
 
     model_type = "multicls"
     sub_configs: ClassVar[dict[str, Any]] = {"encoder": AutoConfig}
-    # With `pooled` left out, a Trainer's `compute_metrics` gets the logits alone.
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["pooled"]
 
     encoder: Any = None
     num_facets: int = 5

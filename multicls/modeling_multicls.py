@@ -134,13 +134,6 @@ class MultiClsForPreTrainingOutput(ModelOutput):
     attentions: tuple[Tensor, ...] | None = None
 
 
-@dataclass
-class MultiClsClassifierOutput(SequenceClassifierOutput):
-    """A classifier's output with `pooled`, (B, D): the embedding before dropout that was classified."""
-
-    pooled: Tensor | None = None
-
-
 def mcqt_scores(queries_nSD: Tensor, candidates_mSD: Tensor, best_pair_weight: float) -> Tensor:
     """Returns the score of each query (..., n, S, D) with each candidate (..., m, S, D): (..., n, m), fp32 at least.
 
@@ -553,19 +546,18 @@ class MultiClsForSequenceClassification(MultiClsPreTrainedModel):
         token_type_ids: Tensor | None = None,
         labels: Tensor | None = None,
         **kwargs: Any,
-    ) -> MultiClsClassifierOutput:
+    ) -> SequenceClassifierOutput:
         """Classifies (B, L) token ids; `labels` and `config.problem_type` as in `BertForSequenceClassification`."""
         kwargs["return_dict"] = True
         outputs = self.multicls(input_ids, attention_mask, token_type_ids, **kwargs)
         facets_BSD = self.multicls.facet_states(outputs.last_hidden_state)
         mapped_BSD = self.multicls.facet_head.dense(facets_BSD, centred=facets_BSD.shape[1] > 1)
-        pooled_BD = (mapped_BSD + self.facet_bias).sum(dim=1)
-        logits_BC = self.classifier(self.dropout(pooled_BD))
+        logits_BC = self.classifier(self.dropout((mapped_BSD + self.facet_bias).sum(dim=1)))
         loss = None
         if labels is not None:
             loss = ForSequenceClassificationLoss(labels, _fp32(logits_BC), self.config)
         found = outputs.hidden_states, outputs.attentions
-        return MultiClsClassifierOutput(loss, logits_BC, *found, pooled=pooled_BD)
+        return SequenceClassifierOutput(loss, logits_BC, *found)
 
 
 # The auto classes find the models, and their code is saved with each; a folder's leaves an installed project alone.
