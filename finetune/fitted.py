@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from finetune.encoding import Encoded
 from finetune.heads.modeling_task import TaskModel
 from finetune.heads.pooling import ClsHead
 from finetune.subsets import TaskRows
-from finetune.tasks import Array, Example, Task
+from finetune.tasks import Array, Task
 from finetune.training import find_device, predict_rows
 from multicls.errors import UserError
 
@@ -97,13 +96,15 @@ def embed(model: TaskModel, rows: Encoded) -> Array:
 
 def _tfidf(task: Task) -> Any:
     """Returns the TF-IDF of each text of an example."""
-    texts = [partial(_lower_text, index) for index in range(len(task.fields))]
-    options: dict[str, Any] = {"ngram_range": (1, 2), "sublinear_tf": True}
-    return make_union(*(TfidfVectorizer(preprocessor=text, **options) for text in texts))
 
+    def of_text(index: int) -> TfidfVectorizer:
+        return TfidfVectorizer(
+            preprocessor=lambda example: example.texts[index].lower(),
+            ngram_range=(1, 2),
+            sublinear_tf=True,
+        )
 
-def _lower_text(index: int, example: Example) -> str:
-    return example.texts[index].lower()
+    return make_union(*map(of_text, range(len(task.fields))))
 
 
 def fit_classifier(features: Any, labels: Array, seed: int) -> Any:
