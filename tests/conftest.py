@@ -20,8 +20,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job; proce
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LONGEST = [  # files and folders
-    "tests/test_pages.py",
     "tests/slurm",
+    "tests/test_pages.py",
     "tests/pretrain/test_resume.py",
     "tests/pretrain/test_ds_configs.py",
     "tests/data_prep/test_build.py",
@@ -38,13 +38,11 @@ LONGEST = [  # files and folders
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first, each in one process: a long one at the end would leave the other processes idle."""
+    """The longest files first, each in one process, and SLURM's in one: a long one at the end leaves others idle."""
     order = {}
     for item in items:
         file = item.nodeid.split("::")[0]
-        group = next(
-            (name for name in LONGEST if file.startswith(name)), file
-        )  # SLURM's node names are taken once
+        group = next((name for name in LONGEST if file.startswith(name)), file)
         order[item] = LONGEST.index(group) if group in LONGEST else len(LONGEST)
         if not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(group))

@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -48,23 +47,6 @@ SHOWN = {  # what the commands of a page print, of pages that stand alone
 }
 
 
-class Block(NamedTuple):
-    """A fenced block: commands to run, a file to write or a change to make; `reason` leaves it out."""
-
-    language: str
-    file: str | None
-    text: str
-    reason: str | None
-    line: int
-
-
-def blocks_of(text: str) -> list[Block]:
-    return [
-        Block(m["language"], m["file"], m["text"], m["reason"], text.count("\n", 0, m.end()))
-        for m in BLOCK.finditer(text)
-    ]
-
-
 def changed(text: str, diff: str) -> str:
     """Returns `text` with the lines of a diff replaced, which must occur once."""
     lines = diff.splitlines(keepends=True)
@@ -96,15 +78,15 @@ def shorter(text: str, words: list[tuple[str, str]]) -> str:
     return text
 
 
-def run_block(block: Block, page: str, folder: Path) -> str:
+def run_block(block: re.Match[str], page: str, folder: Path) -> str:
     """Runs, writes or changes what a block says; returns what it prints."""
-    if block.file:
-        path = folder / block.file
-        is_change = block.language == "diff"
-        path.write_text(changed(path.read_text(), block.text) if is_change else block.text)
+    if block["file"]:
+        path = folder / block["file"]
+        is_change = block["language"] == "diff"
+        path.write_text(changed(path.read_text(), block["text"]) if is_change else block["text"])
         return ""
-    text = shorter(block.text, SHORTER)
-    shell = ["bash", "-euxo", "pipefail"] if block.language == "bash" else [sys.executable]
+    text = shorter(block["text"], SHORTER)
+    shell = ["bash", "-euxo", "pipefail"] if block["language"] == "bash" else [sys.executable]
     tools = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run(
         [*shell, "-c", text],
@@ -117,7 +99,7 @@ def run_block(block: Block, page: str, folder: Path) -> str:
         check=False,
     )
     # bash -x prints each command before it runs, so the last one in the output is the culprit
-    assert done.returncode == 0, f"{page}, block before line {block.line}:\n{done.stdout[-6000:]}"
+    assert done.returncode == 0, f"{page}:\n{done.stdout[-6000:]}"
     return done.stdout
 
 
@@ -128,8 +110,8 @@ def run_block(block: Block, page: str, folder: Path) -> str:
 def test_commands_of_pages_run(pages: tuple[str, ...], copy: Path) -> None:
     output, has_data = "", "MULTICLS_DATA" in os.environ
     for page in pages:
-        blocks = blocks_of((REPOSITORY / page).read_text("utf-8"))
-        to_run = [b for b in blocks if not b.reason and (has_data or "MULTICLS_DATA" not in b.text)]
+        blocks = [b for b in BLOCK.finditer((REPOSITORY / page).read_text()) if not b["reason"]]
+        to_run = [b for b in blocks if has_data or "MULTICLS_DATA" not in b["text"]]
         assert len(to_run) >= 3, "the blocks of the page are found"
         output += "".join(run_block(block, page, copy) for block in to_run)
     for text in SHOWN[pages]:
