@@ -2,6 +2,7 @@
 # make test      sets up, then runs the quick tests
 # make test-all  sets up, then runs all tests but the walks
 # make test-walks  sets up, then runs the longest: the commands of all pages, and two nodes under SLURM
+# make test-ci   sets up, then runs both in one go, which leaves no process idle in between
 # make lint      sets up, then runs ruff and mypy
 # make docs      sets up, then builds the documentation as a site in build/site
 # make setup     only sets up; skipped when nothing changed since
@@ -17,7 +18,7 @@ CODE := multicls data_prep pretrain finetune benchmarks tools tests
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 
-.PHONY: setup demo test test-all test-walks lint docs clean
+.PHONY: setup demo test test-all test-walks test-ci lint docs clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -54,6 +55,9 @@ test-all: setup
 
 test-walks: setup
 	$(PYTEST) -m walk
+
+test-ci: setup
+	$(PYTEST)
 
 lint: setup
 	$(BIN)/ruff check $(CODE)
