@@ -33,7 +33,7 @@ from pretrain.checkpoints import Checkpoints
 from pretrain.engine import build_engine, fp32_weights
 from pretrain.export import describe_model, next_command, restore_model
 from pretrain.log import Log
-from pretrain.run_folder import DONE, STOPPED, checkpoint_path, newest_step
+from pretrain.run_folder import DONE, STOPPED, checkpoint_path, disk_errors_reported, newest_step
 from pretrain.settings import ModelSettings, PretrainSettings, batch_arithmetic, resolve_length
 from pretrain.stopping import StopRequest
 from pretrain.training import Trainer
@@ -57,8 +57,8 @@ def run_job(settings: PretrainSettings, ds_config: dict[str, Any], corpus: Path)
         ds_config: DeepSpeed JSON as loaded, with its "auto" values.
 
     Raises:
-        UserError: Tokenizer and corpus do not match, the run folder is in use, or holds another run or no
-            whole checkpoint.
+        UserError: Tokenizer and corpus do not match, the run folder is in use, holds another run or no whole
+            checkpoint, or the disk is full.
     """
     if settings.data.num_workers:
         start_loader_server()
@@ -66,6 +66,7 @@ def run_job(settings: PretrainSettings, ds_config: dict[str, Any], corpus: Path)
     run_folder = Path(settings.run.output_dir)
     with ExitStack() as stack:
         on_rank_0(lambda: stack.enter_context(locked(run_folder)))
+        stack.enter_context(disk_errors_reported(run_folder))
         pretrain(deepspeed, settings, ds_config, Corpus.open(corpus))
     if dist.get_rank() == 0 and (run_folder / DONE).exists():
         curves = ("curves", f"tensorboard --logdir {run_folder / 'tb'}")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from multicls.errors import UserError
 from multicls.files import lock_holder, read_json
 
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 DONE = "DONE"  # the run has finished; written last
 STOPPED = "STOPPED"  # the run has saved and left before its end; removed when it starts again
 COMPLETE = "COMPLETE"  # written last in a checkpoint
@@ -45,6 +49,21 @@ def newest_step(folder: Path) -> int:
     if step:
         check_whole(checkpoint_path(folder, step))
     return step
+
+
+@contextmanager
+def disk_errors_reported(run_folder: Path) -> Iterator[None]:
+    """Reports a full or broken disk in one line."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        cause = error if isinstance(error, OSError) else error.__context__  # torch wraps it
+        if not isinstance(cause, OSError) or cause.errno not in DISK_ERRORS:
+            raise
+        raise UserError(
+            f"{run_folder}: cannot be written: {cause.strerror}. Its complete checkpoints are whole: make room, then "
+            "run the same command again."
+        ) from None
 
 
 def status(run_folder: Path) -> tuple[str, bool]:

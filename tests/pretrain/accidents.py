@@ -19,6 +19,7 @@ import json
 import multiprocessing
 import multiprocessing.util
 import os
+import resource
 import signal
 import sys
 import time
@@ -89,6 +90,8 @@ def happen(what: str) -> None:
         os.dup2(writer, sys.stdout.fileno())
         os.close(reader)
         os.close(writer)
+    elif what == "full disk":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
     else:  # twice: a launcher passes on what its ranks may have received already
         pids = [os.getpid()]
         if number != what:  # all that this rank has started, as from a terminal or SLURM

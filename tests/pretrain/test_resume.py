@@ -1,4 +1,4 @@
-"""A run that is killed, signalled or moved to other numbers of ranks ends as one left alone."""
+"""A run that is killed, signalled, moved to other numbers of ranks or out of disk ends as one left alone."""
 
 from __future__ import annotations
 
@@ -193,6 +193,18 @@ def test_other_numbers_of_ranks(
     assert examples(run) == examples(undisturbed)
     assert not list((run / "checkpoints").glob("*universal*"))
     assert_same_losses_and_weights(run, undisturbed)
+
+
+@pytest.mark.slow
+def test_a_full_disk_loses_nothing(disturb: Fork, undisturbed: Path, tmp_path: Path) -> None:
+    """One line, older checkpoints whole; with room the same command ends as the undisturbed run."""
+    folder = tmp_path / "run"
+    launches = [{"accident": "full disk in a save", "step": 7}, {}]
+    assert disturb(folder, *launches) == [[2], [0]], said(folder)
+    (line,) = [line for line in said(folder).splitlines() if line.startswith("error: ")]
+    assert "File too large" in line and "make room" in line and "Traceback" not in said(folder)
+    assert "resuming from step 4" in said(folder, 1)
+    assert_same_to_the_bit(folder, undisturbed)
 
 
 def test_time_limit(disturb: Fork, tmp_path: Path) -> None:
