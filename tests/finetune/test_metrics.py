@@ -68,10 +68,8 @@ def test_cb_is_the_mean_of_accuracy_and_macro_f1() -> None:
 
 def test_multirc() -> None:
     groups = ["0:0", "0:0", "0:0", "0:1", "0:1", "1:0"]
-    labels, predicted = (
-        np.array([1, 0, 1, 1, 0, 0]),
-        [1, 0, 0, 1, 0, 1],
-    )  # tp 2, fp 1, fn 1; one question all right
+    # tp 2, fp 1, fn 1; one question all right
+    labels, predicted = np.array([1, 0, 1, 1, 0, 0]), [1, 0, 0, 1, 0, 1]
     found = score(TASKS["multirc"], labels, logits(predicted, 2), groups=groups)
     assert found == pytest.approx({"mean(f1a,em)": (2 / 3 + 1 / 3) / 2, "f1a": 2 / 3, "em": 1 / 3})
 
@@ -126,11 +124,7 @@ def test_several_labels_a_row() -> None:
     labels = np.array([[1, 0, 0], [1, 1, 0], [0, 0, 0]])
     outputs = np.array([[2.0, -1.0, -1.0], [3.0, -0.1, -5.0], [0.5, -1.0, -1.0]])
     # a: tp 2, fp 1; b: fn 1; c is neither labelled nor predicted and does not count for macro_f1
-    expected = {
-        "micro_f1": 2 * 2 / (2 * 2 + 1 + 1),
-        "macro_f1": (4 / 5 + 0) / 2,
-        "exact_match": 1 / 3,
-    }
+    expected = {"micro_f1": 4 / (4 + 1 + 1), "macro_f1": (4 / 5 + 0) / 2, "exact_match": 1 / 3}
     assert score(MULTI, labels, outputs) == pytest.approx(expected)
     rows = [Example("", (), 0.0, labels=tuple(map(float, row))) for row in labels]
     assert score_examples(MULTI, rows, outputs) == pytest.approx(expected)

@@ -188,53 +188,38 @@ TWO = [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}]
 
 
 @pytest.mark.parametrize(
-    ("train", "dev", "own", "message"),
+    ("train", "options", "message"),
     [
-        ([{"text": "a", "lable": "x"}], None, {}, "t.jsonl:1: no column 'label' for the label; "),
-        ([{"body": "a", "label": "x"}], None, {}, "no column 'text' or 'text1' and 'text2' or"),
-        (TWO, None, {"text_column": "texd"}, "'text', 'label'. Did you mean 'text'?"),
-        (TWO, None, {"text_column": "text,b,c"}, "no column 'text,b,c'"),
-        (
-            [{"text": "a", "Label": "x"}],
-            None,
-            {},
-            "Did you mean 'Label'? Name it by --label_column",
-        ),
-        ([{"where is it?": "a", "x": "x"}], None, {}, "(the first line of a table) are 'where"),
-        (labelled(*range(11)), labelled(12), {}, "each row has another label (0, 1, 10, ...)"),
-        (labelled("x", "x"), None, {}, "t.jsonl: all labels are alike"),
-        ([*TWO, {"text": "c", "label": ""}], None, {}, "t.jsonl:3: the label is ''; it must be a"),
-        ([*TWO, {"text": "c"}], None, {}, "t.jsonl:3: the label is None"),
-        (labelled(1.5, 2, "nan"), None, {}, "t.jsonl:3: label 'nan' is not a finite number"),
-        (labelled("nan", "0"), None, {}, "t.jsonl:1: label 'nan' is not a finite number"),
-        (labelled(1, 2, "a"), None, {"label_type": "score"}, "label 'a' is not a finite number"),
-        (
-            labelled(["a"], ["b"]),
-            None,
-            {"label_type": "class"},
-            "the label is ['a']; it must be a label",
-        ),
-        (labelled("a|b", "b"), None, {"label_type": "multi_label"}, "'a|b'; it must be a list"),
-        (labelled(["a"], "b"), None, {}, "t.jsonl:2: the label is 'b'; it must be a list of"),
-        (TWO, labelled("z"), {}, "d.jsonl:1: label 'z' is none of train's: x, y"),
-        (TWO, [{"txt": "a", "label": "x"}], {}, "d.jsonl:1: no column 'text' for the text"),
-        ([{"text": ["a"], "label": "x"}, TWO[1]], None, {}, "['a']; it must be a text"),
-        (
-            labelled(["a", None], ["b"]),
-            None,
-            {},
-            "t.jsonl:1: the label is None; it must be a label",
-        ),
-        (labelled(["a", ""], ["b"]), None, {}, "t.jsonl:1: the label is ''"),
-        (labelled([["a"]], ["b"]), None, {}, "t.jsonl:1: the label is ['a']; it must be a label"),
-        ([{"text": " ", "label": "x"}], None, {}, "t.jsonl:1: no row has a text"),
+        ([{"text": "a", "lable": "x"}], {}, "t.jsonl:1: no column 'label' for the label; "),
+        ([{"body": "a", "label": "x"}], {}, "no column 'text' or 'text1' and 'text2' or"),
+        (TWO, {"text_column": "texd"}, "'text', 'label'. Did you mean 'text'?"),
+        (TWO, {"text_column": "text,b,c"}, "no column 'text,b,c'"),
+        ([{"text": "a", "Label": ""}], {}, "Did you mean 'Label'? Name it by --label_column"),
+        ([{"where is it?": "a", "x": "x"}], {}, "(the first line of a table) are 'where"),
+        (labelled(*range(11)), {"dev": labelled(12)}, "each row has another label (0, 1, 10, ...)"),
+        (labelled("x", "x"), {}, "t.jsonl: all labels are alike"),
+        ([*TWO, {"text": "c", "label": ""}], {}, "t.jsonl:3: the label is ''; it must be a"),
+        ([*TWO, {"text": "c"}], {}, "t.jsonl:3: the label is None"),
+        (labelled(1.5, 2, "nan"), {}, "t.jsonl:3: label 'nan' is not a finite number"),
+        (labelled("nan", "0"), {}, "t.jsonl:1: label 'nan' is not a finite number"),
+        (labelled(1, 2, "a"), {"label_type": "score"}, "label 'a' is not a finite number"),
+        (labelled(["a"], ["b"]), {"label_type": "class"}, "label is ['a']; it must be a label"),
+        (labelled("a|b", "b"), {"label_type": "multi_label"}, "'a|b'; it must be a list"),
+        (labelled(["a"], "b"), {}, "t.jsonl:2: the label is 'b'; it must be a list of"),
+        (TWO, {"dev": labelled("z")}, "d.jsonl:1: label 'z' is none of train's: x, y"),
+        (TWO, {"dev": [{"txt": "a", "label": "x"}]}, "d.jsonl:1: no column 'text' for the text"),
+        ([{"text": ["a"], "label": "x"}, TWO[1]], {}, "['a']; it must be a text"),
+        (labelled(["a", None], ["b"]), {}, "t.jsonl:1: the label is None; it must be a label"),
+        (labelled(["a", ""], ["b"]), {}, "t.jsonl:1: the label is ''"),
+        (labelled([["a"]], ["b"]), {}, "t.jsonl:1: the label is ['a']; it must be a label"),
+        ([{"text": " ", "label": "x"}], {}, "t.jsonl:1: no row has a text"),
     ],
 )
 def test_rows_that_do_not_fit_are_named(
-    train: Rows, dev: Rows | None, own: dict[str, str], message: str, tmp_path: Path
+    train: Rows, options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError) as error:
-        read(tmp_path, train, dev, **own)
+        read(tmp_path, train, **options)
     assert message in str(error.value)
 
 

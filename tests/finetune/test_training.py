@@ -286,9 +286,7 @@ def case(name: str, model: str, glue: str, output: str, several: bool) -> Any:
     if not several:
         values["config"] = ""
         values.setdefault("train__micro_batch_size", 2)
-        if (
-            name == "isobn"
-        ):  # its statistics are those of all ranks: one rank takes all rows at once
+        if name == "isobn":  # its statistics are of all ranks: one rank takes all rows at once
             values["train__micro_batch_size"] = 4
     return settings_of(model, Path(glue), Path(output) / name, **values)
 
