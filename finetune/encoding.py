@@ -129,10 +129,7 @@ class _Frame:
 
 
 def _encode_segments(
-    task: Task,
-    examples: Sequence[Example],
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
+    task: Task, examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> tuple[dict[str, list[list[int]]], list[Tensor]]:
     """Returns the features of all sequences, and for each row with spans their mask (S, L).
 

@@ -8,14 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    Field,
-    PositiveFloat,
-    PositiveInt,
-    StrictBool,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, PositiveFloat, PositiveInt, StrictBool, field_validator, model_validator
 
 from finetune.heads import HEADS, NORMALISING, READ_BY, UNREAD
 from finetune.tasks import TASKS

@@ -136,9 +136,7 @@ def load_tokenizer(checkpoint: Checkpoint, max_length: int) -> PreTrainedTokeniz
 
     with load_problems(checkpoint.name):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            checkpoint.folder,
-            split_special_tokens=True,
-            trust_remote_code=False,
+            checkpoint.folder, split_special_tokens=True, trust_remote_code=False
         )
     encoder = checkpoint.config.get("encoder") or checkpoint.config
     vocabulary = int(encoder.get("vocab_size", len(tokenizer)))

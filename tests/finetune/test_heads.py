@@ -11,11 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForSequenceClassification,
-    BertConfig,
-    TextClassificationPipeline,
-)
+from transformers import AutoModelForSequenceClassification, BertConfig, TextClassificationPipeline
 
 from finetune.heads import FITTED, HEADS
 from finetune.heads.build import (
