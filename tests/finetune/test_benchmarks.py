@@ -245,81 +245,42 @@ def test_the_hub_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert requests == [("aps/super_glue", split, options) for split in ("train", "validation")]
 
 
-ANSWERS = [{"idx": 9, "text": "A", "label": 1}]
-QUERIES = [
-    {"idx": 3, "query": "@placeholder left.", "answers": [{"start": 7, "end": 8, "text": "Yo"}]}
-]
+QUESTION = {"idx": 3, "question": "Q?", "answers": [{"idx": 9, "text": "A", "label": 1}]}
+ANSWER = {"start": 7, "end": 8, "text": "Yo"}
+QUERY = {"idx": 3, "query": "@placeholder left.", "answers": [ANSWER]}
+NAMES = [{"start": start, "end": start + 1} for start in (0, 7)]
+MET, SAW, SPANS = "Xa met Yo.", "Xa saw Yo. She left.", ((0, 0, 2), (0, 11, 14))
+
+
+def example(key: str, texts: tuple[str, ...], label: int, **values: Any) -> Example:
+    return Example(f"train:{key}", texts, label, passage=passage_id(texts[0]), **values)
+
+
 FORMS: dict[str, tuple[dict[str, Any], dict[str, Any], list[Example]]] = {  # official, Hub's, ours
     "multirc": (
-        {
-            "idx": 0,
-            "passage": {
-                "text": "P.",
-                "questions": [{"idx": 3, "question": "Q?", "answers": ANSWERS}],
-            },
-        },
-        {
-            "paragraph": "P.",
-            "question": "Q?",
-            "answer": "A",
-            "idx": {"paragraph": 0, "question": 3, "answer": 9},
-            "label": 1,
-        },
-        [Example("train:0:3:9", ("P.", "Q? A"), 1, group="0:3", passage=passage_id("P."))],
+        {"idx": 0, "passage": {"text": "P.", "questions": [QUESTION]}},
+        {"paragraph": "P.", "question": "Q?", "answer": "A", "label": 1}
+        | {"idx": {"paragraph": 0, "question": 3, "answer": 9}},
+        [example("0:3:9", ("P.", "Q? A"), 1, group="0:3")],
     ),
     "record": (
-        {
-            "idx": 0,
-            "passage": {
-                "text": "Xa met Yo.",
-                "entities": [{"start": start, "end": start + 1} for start in (0, 7)],
-            },
-            "qas": QUERIES,
-        },
-        {
-            "passage": "Xa met Yo.",
-            "query": "@placeholder left.",
-            "entities": ["Xa", "Yo"],
-            "answers": ["Yo"],
-            "idx": {"passage": 0, "query": 3},
-        },
+        {"idx": 0, "passage": {"text": MET, "entities": NAMES}, "qas": [QUERY]},
+        {"passage": MET, "query": "@placeholder left.", "entities": ["Xa", "Yo"]}
+        | {"answers": ["Yo"], "idx": {"passage": 0, "query": 3}},
         [
-            Example(
-                f"train:0:3:{name}",
-                ("Xa met Yo.", f"{name} left."),
-                label,
-                group="0:3",
-                answer=name,
-                passage=passage_id("Xa met Yo."),
-            )
+            example(f"0:3:{name}", (MET, f"{name} left."), label, group="0:3", answer=name)
             for label, name in enumerate(("Xa", "Yo"))
         ],
     ),
     "wsc": (
-        {"text": "Xa saw Yo. She left.", "target": WSC, "label": True},
-        {"text": "Xa saw Yo. She left.", **WSC, "label": 1},
-        [
-            Example(
-                "train:0",
-                ("Xa saw Yo. She left.",),
-                1,
-                spans=((0, 0, 2), (0, 11, 14)),
-                passage=passage_id("Xa saw Yo. She left."),
-            )
-        ],
+        {"text": SAW, "target": WSC, "label": True},
+        {"text": SAW, **WSC, "label": 1},
+        [example("0", (SAW,), 1, spans=SPANS)],
     ),
     "wic": (
         WIC | {"label": False},
         WIC | {"label": 0},
-        [
-            Example(
-                "train:0",
-                ("a b", "b b"),
-                0,
-                spans=((0, 2, 3), (1, 2, 3)),
-                passage=passage_id("a b"),
-            )
-        ],
+        [example("0", ("a b", "b b"), 0, spans=((0, 2, 3), (1, 2, 3)))],
     ),
     "copa": (
         COPA,
