@@ -122,10 +122,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             process.terminate()
     states = _print_states(runs)
     if states["finished"]:
-        if grid.save_best:
-            _save_best(runs)
+        models = _save_best(runs) if grid.save_best else []
         next_command = f"python finetune/report.py {grid.output_dir}"
-        print_summary([("results", grid.output_dir)], next_command)
+        print_summary([("results", grid.output_dir), *models], next_command)
     return int(bool(states["failed"] or states["missing"] or not states["finished"]))
 
 
@@ -249,26 +248,23 @@ def work(runs: Sequence[RunSettings], started: float) -> None:
     with Progress(len(runs), "run", "grid", done=len(runs) - len(pending)) as progress:
         while pending:
             for run in list(pending):
-                if attempt(run, runs, started):
+                if attempt(run, started):
                     pending.remove(run)
                     progress.update()
             if pending:
                 time.sleep(WAIT)
 
 
-def attempt(run: RunSettings, runs: Sequence[RunSettings], started: float) -> bool:
+def attempt(run: RunSettings, started: float) -> bool:
     """Does one of the runs and notes why if it cannot be done; returns False if another process is at it."""
     from finetune.heads.build import Incompatible
 
     note = run.folder / ERROR
-    failed_elsewhere = note.exists() and note.stat().st_mtime > started
-    if is_finished(run) or failed_elsewhere:
+    if is_finished(run) or (note.exists() and note.stat().st_mtime > started):
         return True
     if lock_holder(run.folder):
         return False
     try:
-        if _repeats(run, runs):
-            raise Incompatible("all training rows are taken, so the run would repeat another one.")
         run_finetune(run)
     except FolderInUse:
         return False
@@ -277,17 +273,6 @@ def attempt(run: RunSettings, runs: Sequence[RunSettings], started: float) -> bo
         print_line(f"{kind}: {run.folder}: {type(error).__name__}: {first_line(error)}")
         write_error(run.folder, kind, error)
     return True
-
-
-def _repeats(run: RunSettings, runs: Sequence[RunSettings]) -> bool:
-    """Returns True if a run takes all rows, as an earlier one does that differs in the subset's number only."""
-    size = run.train_size
-    if run.selection == "holdout" or size == "full":
-        return False
-    if any(len(data.train) > size for data in load_tasks(run)):
-        return False
-    numbers = {"pretraining": run.pretraining, "subset": run.subset}
-    return next(other for other in runs if other.model_copy(update=numbers) == run) is not run
 
 
 def _print_states(runs: Sequence[RunSettings]) -> Counter[str]:
@@ -304,15 +289,16 @@ def _print_states(runs: Sequence[RunSettings]) -> Counter[str]:
     return counts
 
 
-def _save_best(runs: Sequence[RunSettings]) -> None:
-    """Saves the model of the best run of the best system on each task, by the validation split."""
+def _save_best(runs: Sequence[RunSettings]) -> list[tuple[str, Path]]:
+    """Saves the model of the best run of the best system on each task, by the validation split; returns where."""
     from finetune.estimates import best_runs
 
-    by_folder = {str(run.folder): run for run in runs}
+    by_folder, models = {str(run.folder): run for run in runs}, []
     records = load_results(Path(runs[0].output_dir))
     for best in best_runs(records[records["path"].isin(by_folder)]):
         run_finetune(by_folder[best["path"]].model_copy(update={"save_model": True}))
-        print_summary([(f"{best['task']}, the best model", Path(best["path"], "model"))])
+        models.append((f"best model of {best['task']}", Path(best["path"], "model")))
+    return models
 
 
 if __name__ == "__main__":

@@ -36,12 +36,14 @@ def make_record(
 ) -> Record:
     """Returns what a run was and how it was scored."""
     names = {"head", "model", "selection", "pretraining", "subset", "seed", "search"}
+    all_rows = all(len(part.train) == len(part.data.train) for part in rows)
     return {
         **settings.model_dump(mode="json", include={*names, "predict_test"}),
         "format": FORMAT,
         "path": str(settings.folder),
         "system": settings.system,
         "train_size": str(settings.train_size),
+        "subset": 1 if all_rows else settings.subset,  # all subsets of all rows are the same
         "tasks": [_task_entry(part, predictions, settings.max_length) for part in rows],
         **environment_record(),
     }
@@ -121,8 +123,7 @@ def write_error(folder: Path, kind: str, error: BaseException) -> None:
 
 def read_error(folder: Path) -> dict[str, str]:
     """Returns kind and text of a run's error, empty if it has none."""
-    error: dict[str, str] = read_json(folder / ERROR) if (folder / ERROR).exists() else {}
-    return error
+    return dict(read_json(folder / ERROR)) if (folder / ERROR).exists() else {}
 
 
 def load_predictions(folder: Path, task: str) -> dict[str, dict[str, Array]]:
@@ -139,6 +140,8 @@ def load_predictions(folder: Path, task: str) -> dict[str, dict[str, Array]]:
 def load_results(folder: Path) -> pd.DataFrame:
     """Returns all finished runs: a row for each run and task, with the columns of the record.
 
+    Of runs that differ in the number of a subset of all rows only the first counts.
+
     Raises:
         UserError: The folder is missing or holds no finished run.
     """
@@ -152,7 +155,9 @@ def load_results(folder: Path) -> pd.DataFrame:
             f"{folder}: {what}; finetune/run.py and finetune/grid.py write results. results.jsonl is of version 0.2, "
             "which is not read."
         )
-    return pd.DataFrame(rows)
+    keys = ["system", "task", "train_size", "weights_sha256", "subset", "seed", "search"]
+    runs = pd.DataFrame(rows)
+    return runs[~runs[keys].astype(str).duplicated()]
 
 
 def unfinished_runs(folder: Path) -> dict[str, str]:

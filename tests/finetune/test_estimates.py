@@ -89,30 +89,36 @@ def test_replicates_are_the_outermost_repetitions(shape: tuple[int, int, int], k
         assert np.isnan([estimate.error, *interval]).all()
 
 
-def test_one_checkpoint_beside_several_is_replicated_by_its_subsets() -> None:
-    runs = experiment(np.random.default_rng(1)).assign(weights_sha256="same")
-    assert summarise(runs).kind == "subset"
-
-
 def test_systems_are_paired_by_replicates_with_their_own_subsets() -> None:
     draw = np.random.default_rng(2)
     a = experiment(draw)
     b = a.assign(score=a["score"] + 1 + 0.1 * draw.normal(size=len(a)))
     paired = compare(summarise(b), summarise(a))
-    assert paired.paired and paired.p < 0.001 and paired.needed <= 4
+    assert paired.paired and paired.p < 0.001 and paired.needed <= 3
     shared = compare(summarise(b.assign(subset=1)), summarise(a.assign(subset=1)))
     assert not shared.paired and shared.p > 0.05 and shared.needed > 4
+    numbered = a.assign(weights_sha256="same")  # one checkpoint beside several
+    assert (
+        summarise(numbered).kind == "subset" and compare(summarise(numbered), summarise(b)).paired
+    )
     alone = summarise(a[a["pretraining"] == 1].assign(subset=1, seed=1))
     for other in (summarise(b), alone):  # one replicate, or no spread: no test
         assert np.isnan([compare(alone, other).p, compare(alone, other).needed]).all()
-
-
-def test_equal_replicates_have_no_interval_and_no_test() -> None:
-    """Not 100.0 to 100.0."""
-    runs = experiment(np.random.default_rng(0))
-    one, other = summarise(runs.assign(score=1.0)), summarise(runs.assign(score=0.9))
+    one, other = summarise(a.assign(score=1.0)), summarise(a.assign(score=0.9))  # not 100 to 100
     assert one.error == 0 and np.isnan([one.low, one.high, compare(one, other).p]).all()
     assert compare(one, other).difference == pytest.approx(0.1)
+
+
+def test_replicates_needed_for_a_difference_of_one_standard_deviation() -> None:
+    """By the noncentral t distribution the paired test needs ten: 80 % power at 5 %."""
+    units = pd.DataFrame({"pretraining": range(50), "subset": range(50), "seed": 1})
+    scores = stats.zscore(np.random.default_rng(0).normal(size=50), ddof=1)
+    a, b = (units.assign(score=s, weights_sha256=range(50)) for s in (scores + 1, 0.0))
+    number = math.ceil(compare(summarise(a), summarise(b)).needed)
+    powers = [
+        stats.nct.sf(stats.t.ppf(0.975, n - 1), n - 1, math.sqrt(n)) for n in (number - 1, number)
+    ]
+    assert number == 10 and powers[0] < 0.8 <= powers[1]
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8))

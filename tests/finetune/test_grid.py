@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -133,7 +132,11 @@ def start(folder: Path, model: Path, glue: Path, *more: str, **changes: Any) -> 
 
 
 def test_states_and_exit_codes(
-    tiny_bert: Path, glue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_bert: Path,
+    glue: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Heads that do not fit are no failure; missing data is, and a run that is left out, too."""
     flags = start(tmp_path, tiny_bert, glue, systems=["cls", "multicls"])
@@ -141,34 +144,22 @@ def test_states_and_exit_codes(
     assert "4 missing, of 4 runs" in capsys.readouterr().out
     assert main(flags) == 0
     assert "2 finished, 2 incompatible, of 4 runs" in capsys.readouterr().out
-    before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("record.json")}
-    assert main(flags) == 0, "again: nothing to do"
-    assert before == {p: p.stat().st_mtime_ns for p in tmp_path.rglob("record.json")}
+    before, dev = records(tmp_path), outputs(tmp_path)
+    assert main(flags) == 0 and records(tmp_path) == before, "nothing to do"
+    assert main([*flags, "--save_model"]) == 0, "done again, with the same numbers"
+    assert records(tmp_path) != before and len(list(tmp_path.rglob("model.safetensors"))) == 2
+    np.testing.assert_array_equal(outputs(tmp_path), dev)
     capsys.readouterr()
     assert main(start(tmp_path, tiny_bert, glue, tasks=["sst2", "rte"])) == 1
     out = capsys.readouterr().out
     assert "2 finished, 2 failed" in out and "failed: " in out and "RTE/train.tsv" in out
     assert main(start(tmp_path, tiny_bert, glue, systems=["multicls"])) == 1, "nothing finished"
-    more = {
-        "train_sizes": [5000],
-        "subsets": 2,
-        "seeds": [1],
-    }  # subsets of all rows are no replicates
-    assert main(start(tmp_path, tiny_bert, glue, **more)) == 0
-    assert "1 finished, 1 incompatible" in capsys.readouterr().out
-
-
-def test_runs_that_nobody_has_done_are_missing(
-    tiny_bert: Path,
-    glue: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Runs that a killed process of --jobs leaves are counted, and the exit code is 1."""
-    assert main(start(tmp_path, tiny_bert, glue, seeds=[1])) == 0
-    monkeypatch.setattr(grid, "work", lambda *_: None)
-    assert main(start(tmp_path, tiny_bert, glue)) == 1
+    same = {"train_sizes": [5000], "subsets": 2, "seeds": [1]}  # all rows, twice
+    assert main(start(tmp_path, tiny_bert, glue, **same)) == 0
+    assert sorted(load_results(tmp_path / "results")["train_size"]) == ["16", "16", "5000"]
+    capsys.readouterr()
+    monkeypatch.setattr(grid, "work", lambda *_: None)  # as if its processes were killed
+    assert main(start(tmp_path, tiny_bert, glue, seeds=[1, 7])) == 1
     assert "1 finished, 1 missing, of 2 runs\nmissing: " in capsys.readouterr().out
 
 
@@ -181,24 +172,6 @@ def test_processes_share_the_cores_that_they_may_use(
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(6)))
     assert main(start(tmp_path, tmp_path, tmp_path, "--jobs", "2", "--status")) == 0
     assert os.environ["OMP_NUM_THREADS"] == "3"
-
-
-def test_what_is_to_be_saved_is_made_up_for(tiny_bert: Path, glue: Path, tmp_path: Path) -> None:
-    """--save_model and --predict_test of a later start do finished runs again, with the same numbers."""
-    test = "".join(f"{n}\tlen bal los nar\n" for n in range(3))
-    shutil.copytree(glue, tmp_path / "glue")
-    (tmp_path / "glue" / "SST-2" / "test.tsv").write_text(f"index\tsentence\n{test}")
-    flags = start(tmp_path, tiny_bert, tmp_path / "glue", seeds=[1])
-    assert main(flags) == 0
-    before = outputs(tmp_path)
-    (folder,) = (path.parent for path in tmp_path.rglob("record.json"))
-    assert main([*flags, "--save_model"]) == 0 and (folder / "model").is_dir()
-    assert main([*flags, "--predict_test"]) == 0
-    assert len(load_predictions(folder, "sst2")["test"]["ids"]) == 3
-    np.testing.assert_array_equal(outputs(tmp_path), before)
-    record = (folder / "record.json").stat().st_mtime_ns
-    assert main([*flags, "--save_model", "--predict_test"]) == 0
-    assert record == (folder / "record.json").stat().st_mtime_ns, "nothing to do"
 
 
 def test_other_settings_in_a_folder_are_refused_at_the_start(
@@ -231,7 +204,7 @@ def test_own_rows_with_a_test_file_and_the_best_model(
     assert sorted(runs["system"].value_counts().items()) == [("bert-mean", 2), ("tfidf", 2)]
     assert all(set(tests) == {"test"} for tests in runs["tests"])
     assert len(list(tmp_path.rglob("model/model.safetensors"))) == 1
-    assert "train, the best model: " in capsys.readouterr().out
+    assert "best model of train: " in capsys.readouterr().out
     with pytest.raises(UserError, match="give --selection holdout"):
         main([*start(tmp_path, tiny_bert, tmp_path, **changes), *own, "--save_best"])
 
@@ -243,6 +216,11 @@ def begin(flags: list[str]) -> subprocess.Popen[bytes]:
     command = [sys.executable, str(REPOSITORY / "finetune" / "grid.py"), *flags]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, cwd=REPOSITORY, env=environment, start_new_session=True)
+
+
+def records(folder: Path) -> dict[Path, int]:
+    """Returns the records of all finished runs in a folder, with the time of each."""
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("record.json")}
 
 
 def outputs(folder: Path) -> Any:
@@ -267,7 +245,7 @@ def test_kills_lose_no_run_and_change_no_number(
     rough.mkdir()
     flags = start(rough, tiny_bert, glue, **changes)
     command = begin([*flags, "--jobs", "2"])
-    records: dict[Path, int] = {}
+    finished: dict[Path, int] = {}
     for number in range(KILLS):
         until(partial(at_work, command, rough))
         time.sleep(draw.uniform(0, 3 if many else 0.5))
@@ -278,9 +256,8 @@ def test_kills_lose_no_run_and_change_no_number(
                 os.killpg(command.pid, signal.SIGKILL)
             command.wait()
             command = begin([*flags, "--jobs", "2"] if number + 1 < KILLS else flags)
-        now = {path: path.stat().st_mtime_ns for path in rough.rglob("record.json")}
-        assert records.items() <= now.items(), "a finished run was done again"
-        records = now
+        before, finished = finished, records(rough)
+        assert before.items() <= finished.items(), "a finished run was done again"
     second = begin(flags)
     assert main(start(calm, tiny_bert, glue, **changes)) == 0
     assert (command.wait(), second.wait()) == (0, 0)
