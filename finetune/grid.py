@@ -193,7 +193,7 @@ def _runs_of_system(
             range(number), range(subsets), *search.values(), grid.seeds
         ):
             candidate = dict(zip(search, picked, strict=True))
-            run: dict[str, Any] = {
+            run = {
                 "name": f"{model}-{name}".lstrip("-"),
                 "model": folders[r % len(folders)],
                 "pretraining": r + 1,
@@ -201,10 +201,7 @@ def _runs_of_system(
                 "seed": seed,
                 "search": candidate,
             }
-            run = values | candidate | run
-            keys = [key for key in run if key.startswith("trainer.")]
-            trainer = {key.removeprefix("trainer."): run.pop(key) for key in keys}
-            yield run | {"trainer": trainer}
+            yield values | candidate | run
 
 
 def check_folders(runs: Sequence[RunSettings]) -> None:
