@@ -1,20 +1,19 @@
-"""The tables, warnings and commands of finetune/report.py. Scores are fractions of 1, in percent in tables."""
+"""Tables, ensembles, warnings and commands of finetune/report.py. Scores are fractions of 1, in percent in tables."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy.special import softmax
+from scipy.special import expit, logit, softmax
 
-from finetune.ensembles import ensembles, record_task
 from finetune.estimates import (
     BENCHMARKS,
     UNITS,
@@ -27,17 +26,19 @@ from finetune.estimates import (
     holm,
     summarise,
 )
+from finetune.metrics import score_predictions
 from finetune.predict import predict_command
 from finetune.results import load_predictions
-from finetune.tasks import Array
+from finetune.tasks import Array, Task, task_of
 from multicls.console import count
+from multicls.errors import UserError
 
 BASELINE = "majority-class baseline"
 INTERVAL = "95 % interval"
 BINS = np.linspace(0, 1, 16)  # edges of 15, as Guo et al. (2017); a bin holds its upper end
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Group:
     """The runs of one system on one task at one size."""
 
@@ -78,6 +79,64 @@ def _make_group(runs: pd.DataFrame) -> Group:
     errors = [calibration_error(reliability(run["logits"], run["labels"])) for run in dev]
     logits, labels = (np.concatenate([run[name] for run in dev]) for name in ("logits", "labels"))
     return Group(runs, estimate, interval, float(np.mean(errors)), reliability(logits, labels))
+
+
+def record_task(row: Any) -> Task:
+    """Returns the task of a row of `load_results`, with the run's own order of metrics."""
+    return dataclasses.replace(task_of(row["description"]), metrics=tuple(row["metrics"]))
+
+
+def ensembles(runs: pd.DataFrame, size: int) -> pd.DataFrame:
+    """Returns the rows of ensembles of `size` runs that differ in `seed` only; the rest of the runs is not used.
+
+    `runs` are of one system and task.
+    """
+    rows = []
+    for _, group in runs.sort_values("seed").groupby(["pretraining", "subset"], sort=False):
+        for start in range(0, len(group) - size + 1, size):
+            members = group.iloc[start : start + size]
+            first = members.iloc[0]
+            averaged = average([load_predictions(Path(p), first["task"]) for p in members["path"]])
+            scores = {
+                split: score_predictions(record_task(first), averaged[split])
+                for split in ("dev", "validation", *first["tests"])
+                if split in averaged
+            }
+            row = first.to_dict() | {
+                "system": f"{first['system']} x{size}",
+                "path": "",
+                "score": scores["dev"][first["metric"]],
+                "scores": scores["dev"],
+                "selection_score": scores.get("validation", scores["dev"])[first["metric"]],
+                "tests": {split: scores[split] for split in first["tests"] if split in scores},
+                "seconds": members["seconds"].sum(),
+            }
+            rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def average(members: Sequence[Mapping[str, Mapping[str, Array]]]) -> dict[str, dict[str, Array]]:
+    """Returns averaged predictions, by split and name, of the splits that all members share.
+
+    Scores are averaged, probabilities too; the latter are returned as logits.
+
+    Raises:
+        UserError: The members were evaluated on different rows.
+    """
+    averaged = {}
+    for split in set.intersection(*map(set, members)):
+        first = members[0][split]
+        if not all(np.array_equal(first["ids"], other[split]["ids"]) for other in members):
+            raise UserError("the members of an ensemble were evaluated on different examples.")
+        outputs = np.stack([member[split]["logits"] for member in members]).astype(np.float64)
+        if first["labels"].ndim > 1:
+            mean = logit(expit(outputs).mean(axis=0))
+        elif outputs.shape[-1] == 1:
+            mean = outputs.mean(axis=0)
+        else:
+            mean = np.log(softmax(outputs, axis=-1).mean(axis=0))
+        averaged[split] = dict(first) | {"logits": np.asarray(mean)}
+    return averaged
 
 
 def reliability(logits: Array, labels: Array) -> pd.DataFrame:

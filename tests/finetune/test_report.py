@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from scipy.special import expit, softmax
 
-from finetune.ensembles import average
 from finetune.report import Report, ReportOptions, build_report, main, render
-from finetune.report_tables import calibration_error, reliability
+from finetune.report_tables import average, calibration_error, reliability
 from finetune.results import load_predictions, write_error
 from multicls.errors import UserError
 from tests.finetune.runs import fake_run
