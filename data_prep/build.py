@@ -5,37 +5,35 @@ settings, and on nothing else:
 
     rows-0.arrow ...  the documents that are kept, in the format of a shard
     documents.npy     (D,) of `DOCUMENT`: one entry for each document
-    frequency.npy     (V,) int32: number of rows that contain each token
-    unit.json         entry of each file of rows, and what was dropped
+    drops.json        what was dropped
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from data_prep.clean import clean
-from data_prep.drops import DropLog
+from data_prep.drops import READ, DropLog
 from data_prep.encode import TextEncoder
 from data_prep.read import RawDocument, read_documents
 from data_prep.settings import BuildOptions
 from data_prep.sources import SourceFile
 from multicls.corpus import MAX_TOKENS, ShardRow, occurrences, write_shard
-from multicls.files import sha256_of, write_json
+from multicls.files import write_json
 
-BATCH_SENTENCES = 4096  # encoded at a time
+BATCH_SENTENCES = 1 << 15  # encoded at a time
 SHARD_TOKENS = 1 << 24  # of a file of rows
 LONGEST_SENTENCE = MAX_TOKENS // 8  # tokens; each row of a long document then has enough sentences
 JOINED_TOKENS = 3 * 128  # of short documents joined: three parts at the default length
-COUNT_FIELDS = ("documents", "rows", "sentences", "tokens")
-DOCUMENT = np.dtype([("hash", "u8"), ("rows", "u4"), ("characters", "u4")])
+DOCUMENT = np.dtype([("hash", "u8"), ("file", "u4"), ("rows", "u4"), ("characters", "u8")])
 
 Item = TypeVar("Item")
 
@@ -80,7 +78,8 @@ def build_unit(unit: Unit, settings: BuildOptions, work: Path, tokenizer: Path) 
         folder = Path(scratch, unit.key)
         folder.mkdir()
         documents = _encode(_clean(unit, settings, drops), encoder, drops)
-        _write(folder, _join_short(documents, settings, drops), encoder.vocabulary_size, drops)
+        _write(folder, _join_short(documents, settings, drops))
+        write_json(folder / "drops.json", drops.to_json())
         try:
             folder.rename(target)
         except OSError:
@@ -100,7 +99,7 @@ def _clean(
     """Yields each document with sentences, without its text, and the sentences."""
     for file in unit.files:
         for raw in read_documents(file, settings):
-            drops.documents[raw.source] += not raw.dropped.startswith("pages_")  # no documents
+            drops.counts[raw.source][READ] += not raw.dropped.startswith("pages_")  # no documents
             if raw.dropped:
                 drops.add(raw.dropped, raw, raw.text or raw.title, 0)
                 continue
@@ -137,24 +136,11 @@ def _encode(
 ) -> Iterator[Document]:
     """Yields the documents as tokens, encoding many sentences at a time."""
     for batch in _batched(documents, lambda document: len(document[1]), BATCH_SENTENCES):
-        try:
-            tokens, lengths = encoder.encode([sentence for _, found in batch for sentence in found])
-        except Exception as error:  # of the tokenizer: find the document and drop it alone
-            if len(batch) > 1:
-                for document in batch:
-                    yield from _encode([document], encoder, drops)
-                continue
-            raw, sentences = batch[0]
-            size = sum(map(len, sentences))
-            drops.add(f"documents_failed_{type(error).__name__}", raw, str(error), size)
-            continue
-        ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-        first = 0
-        for raw, sentences in batch:
-            end = first + len(sentences)
-            span = tokens[ends[first] : ends[end]], lengths[first:end]
-            yield from _document(raw, sentences, *span, drops)
-            first = end
+        tokens, lengths = encoder.encode([sentence for _, found in batch for sentence in found])
+        ends = np.cumsum([len(found) for _, found in batch])[:-1]
+        spans = np.split(tokens, np.cumsum(lengths)[ends - 1])
+        for (raw, found), span, sizes in zip(batch, spans, np.split(lengths, ends), strict=True):
+            yield from _document(raw, found, span, sizes, drops)
 
 
 def _document(
@@ -204,7 +190,7 @@ def _joined(group: list[Document], min_sentences: int, drops: DropLog) -> Iterat
     if len(lengths) < min_sentences:
         _drop("documents_too_short", group, drops)
         return
-    drops.joined.update(short=len(group), joined=1)
+    drops.add("joined_documents", group[0].raw, group[0].raw.title, 0, len(group))
     hashes = b"".join(document.hash.to_bytes(8, "little") for document in group)
     tokens = np.concatenate([document.tokens for document in group])
     characters = sum(document.characters for document in group)
@@ -220,21 +206,15 @@ def _hash(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
-def _write(folder: Path, documents: Iterable[Document], vocabulary: int, drops: DropLog) -> None:
-    """Writes the files of a unit; holds the rows of `SHARD_TOKENS` tokens and a document."""
-    frequency = np.zeros(vocabulary, np.int32)
-    tables = [np.zeros(0, DOCUMENT)]
-    entries: list[dict[str, Any]] = []
-    for batch in _batched(documents, lambda document: len(document.tokens), SHARD_TOKENS):
+def _write(folder: Path, documents: Iterable[Document]) -> None:
+    """Writes the rows of a unit; holds the rows of `SHARD_TOKENS` tokens and a document."""
+    table = list[tuple[int, ...]]()
+    batches = _batched(documents, lambda document: len(document.tokens), SHARD_TOKENS)
+    for number, batch in enumerate(batches):
         rows = list(map(rows_of, batch))
-        columns = [
-            (d.hash, len(r), min(d.characters, 2**32 - 1)) for d, r in zip(batch, rows, strict=True)
-        ]
-        tables.append(np.array(columns, DOCUMENT))
-        entries.append(write_rows(folder / f"rows-{len(entries)}.arrow", rows, frequency))
-    np.save(folder / "documents.npy", np.concatenate(tables))
-    np.save(folder / "frequency.npy", frequency)
-    write_json(folder / "unit.json", {"files": entries, "drops": drops.to_json()})
+        write_shard(folder / f"rows-{number}.arrow", list(chain.from_iterable(rows)))
+        table += [(d.hash, number, len(r), d.characters) for d, r in zip(batch, rows, strict=True)]
+    np.save(folder / "documents.npy", np.array(table, DOCUMENT))
 
 
 def rows_of(document: Document) -> list[ShardRow]:
@@ -252,28 +232,3 @@ def rows_of(document: Document) -> list[ShardRow]:
         counts = occurrences(span)
         rows.append(ShardRow(raw.source, raw.id, raw.title, document.hash, span, bounds, counts))
     return rows
-
-
-def write_rows(
-    path: Path, documents: list[list[ShardRow]], frequency: np.ndarray
-) -> dict[str, Any]:
-    """Writes a shard of the rows of each document, and adds them to `frequency`, (V,).
-
-    Returns:
-        The manifest's entry of the shard, and its counts by source.
-    """
-    rows = [row for found in documents for row in found]
-    write_shard(path, rows)
-    tokens = np.concatenate([row.tokens for row in rows])
-    counts = np.concatenate([row.counts for row in rows])
-    # Each of the n occurrences in a row adds 1 / n.
-    sums = np.bincount(tokens, weights=1.0 / counts, minlength=len(frequency))
-    frequency += np.rint(sums).astype(np.int32)
-    sources: dict[str, Counter[str]] = {}
-    for found in documents:
-        sentences = sum(len(row.offsets) - 1 for row in found)
-        sizes = 1, len(found), sentences, sum(len(row.tokens) for row in found)
-        of_document = dict(zip(COUNT_FIELDS, sizes, strict=True))
-        sources.setdefault(found[0].source, Counter()).update(of_document)
-    size = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-    return {**sum(sources.values(), Counter()), **size, "sources": sources}

@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Callable
-from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
-from data_prep.drops import DropLog
+import numpy as np
+
+from data_prep.drops import READ, DropLog
 from data_prep.read import RawDocument, TextFormat
 from data_prep.sentences import QUOTES, split_paragraph
 from data_prep.wikitext import HOLE, plain_text
-from data_prep.wrapping import unwrap
 
 HEADING_LENGTH = 100
 LONGEST_SENTENCE = 10_000
@@ -30,7 +31,7 @@ class Line(NamedTuple):
 def clean(raw: RawDocument, rules: frozenset[str], language: str, drops: DropLog) -> list[str]:
     """Returns the sentences of a document that the rules (of `settings.RULES`) keep."""
     text = plain_text(raw.text) if raw.format == "wikitext" else raw.text
-    drops.characters[raw.source] += len(text)
+    drops.characters[raw.source][READ] += len(text)
     for rule, reason, repair in TEXT_RULES:
         if rule in rules:
             text, removed = repair(text)
@@ -38,30 +39,24 @@ def clean(raw: RawDocument, rules: frozenset[str], language: str, drops: DropLog
                 drops.add(reason, raw, " ".join(removed), 0, len(removed))
     lines = lines_of(text, raw.format)
     is_wiki = raw.format in ("wikitext", "wikipedia")
-    sentence_rules = [rule for rule in SENTENCE_RULES if rule[0] in rules]
-    if raw.format == "sentences":
-        return _kept([line.text.strip() for line in lines], sentence_rules, raw, drops)
+    sentence_rules = SENTENCE_RULES
     if is_wiki:
         lines = _with_holes(lines, raw.format, "holes" in rules)
-        sentence_rules += [HOLE_RULE] if "holes" in rules else []
-    for rule, reason, find in LINE_RULES:
+        sentence_rules = [*SENTENCE_RULES, HOLE_RULE]
+    for rule, reason, find in LINE_RULES if raw.format != "sentences" else ():
         found = find(lines, raw.format == "wikipedia") if rule in rules else ()
         for i in sorted(found):
             drops.add(reason, raw, lines[i].text, len(lines[i].text))
         lines = [line for i, line in enumerate(lines) if i not in found]
-    sentences = [s for line in lines for s in split_paragraph(line.text.strip(), language)]
-    return _kept(sentences, sentence_rules, raw, drops)
-
-
-def _kept(
-    sentences: list[str], sentence_rules: list[SentenceRule], raw: RawDocument, drops: DropLog
-) -> list[str]:
-    """Returns the sentences that no rule drops."""
-    for _, reason, is_bad in sentence_rules:
-        for sentence in filter(is_bad, sentences):
-            drops.add(reason, raw, sentence, len(sentence))
-        sentences = [sentence for sentence in sentences if not is_bad(sentence)]
-    return sentences
+    texts = [line.text.strip() for line in lines]
+    if raw.format != "sentences":
+        texts = [sentence for text in texts for sentence in split_paragraph(text, language)]
+    for rule, reason, is_bad in sentence_rules:
+        if rule in rules and (bad := list(filter(is_bad, texts))):
+            for sentence in bad:
+                drops.add(reason, raw, sentence, len(sentence))
+            texts = [sentence for sentence in texts if not is_bad(sentence)]
+    return texts
 
 
 # From text to lines.
@@ -84,6 +79,55 @@ def lines_of(text: str, text_format: TextFormat) -> list[Line]:
         match = heading.fullmatch(line) if line[0] == mark else None
         found.append(Line(match[2] or "", len(match[1])) if match else Line(line))
     return [line for line in found if line.text.strip() or line.level]
+
+
+# Text that was wrapped by hand.
+
+WIDTHS = np.arange(50, 161)  # columns at which text is taken to be wrapped
+LEAST_SHARE = 0.25  # of the line breaks that the width explains; in other text it is about 0.1
+_ITEM = re.compile(r"\s*(?:[-*•+–]|\d{1,3}[.)]|\(?[a-z]\))\s")
+_BROKEN_WORD = re.compile(r"(?<=\w-)\n(?=\w)|(?<=--)\n(?=\w)")
+
+
+def unwrap(lines: list[str]) -> list[str]:
+    """Returns the paragraphs of a text given by its lines, without the blank ones.
+
+    Whoever wraps at W columns breaks a line where the next word would pass W. So each break says
+    that W is at least the line's length and at most that with the next line's first word. A break
+    before a capital, as in verse, speaks against its widths. If a width explains many breaks, lines
+    that are full at this width are joined to the next, and so are lines before a small letter.
+    """
+    filled = [line for line in lines if line.strip()]
+    lines = [line.expandtabs().rstrip() for line in lines]
+    breaks = [(a, b) for a, b in pairwise(lines) if a and b and not _begins_paragraph(a, b)]
+    if not breaks:
+        return filled
+    length = np.array([len(line) for line, _ in breaks])
+    longest = length + [len(following.split()[0]) for _, following in breaks]
+    votes = np.array([-1 if following.lstrip()[0].isupper() else 1 for _, following in breaks])
+    explains = (length[:, None] <= WIDTHS) & (longest[:, None] >= WIDTHS)  # (breaks, widths)
+    totals = votes @ explains
+    best = int(totals.argmax())
+    if totals[best] <= 0 or explains[:, best].mean() < LEAST_SHARE:
+        return filled
+    paragraphs: list[str] = []
+    for last, line in pairwise(["", *lines]):
+        text = line.lstrip()
+        if not text:
+            continue
+        is_full = len(last) + len(text.split()[0]) >= WIDTHS[best]
+        if last and not _begins_paragraph(last, line) and (is_full or text[0].islower()):
+            paragraphs[-1] += f"\n{text}"
+        else:
+            paragraphs.append(text)
+    return [_BROKEN_WORD.sub("", text).replace("\n", " ") for text in paragraphs]
+
+
+def _begins_paragraph(last: str, line: str) -> bool:
+    """Returns whether a line is an item of a list or is indented after the line before it."""
+    is_indented = len(line) - len(line.lstrip()) > len(last) - len(last.lstrip())
+    begins = is_indented and line.lstrip()[0].isupper() and not _ITEM.match(last)
+    return begins or _ITEM.match(line) is not None
 
 
 def _with_holes(lines: list[Line], text_format: TextFormat, wanted: bool) -> list[Line]:
@@ -109,25 +153,18 @@ def _with_holes(lines: list[Line], text_format: TextFormat, wanted: bool) -> lis
 
 # Rules for the text: function(text) -> (the text repaired, what was removed).
 
-_SPACES = re.compile("[\t\x0b\x0c\x1c-\x1f\x85\xa0\u1680\u2000-\u200a\u202f\u205f\u3000]")
-_LINE_ENDS = re.compile("\r\n?|[\u2028\u2029]")
-# Not the zero-width joiners, which belong to words of Persian and Indian scripts.
-_CONTROL = re.compile(
-    "[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\xad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\ufeff]"
-)
+# Line ends; spaces; control characters, but not the zero-width joiners, which belong to words of Persian
+# and Indian scripts.
 _SPECIAL = re.compile(
-    "[\x00-\t\x0b-\x1f\x7f-\xa0\xad\u1680\u2000-\u200b\u200e\u200f\u2028-\u202f\u205f-\u2064"
-    "\u3000\ufeff]"
+    "(\r\n?|[\u2028\u2029])|([\t\x0b\x0c\x1c-\x1f\x85\xa0\u1680\u2000-\u200a\u202f\u205f\u3000])"
+    "|[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\xad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\ufeff]"
 )
 # The first byte of a UTF-8 sequence read as Latin-1 or Windows-1252, and a second one.
-_MOJIBAKE_STARTS = "ÂÃÄÅÎÏÐÑâãð"
-_MOJIBAKE = re.compile(f"[{_MOJIBAKE_STARTS}][\x80-\xbf€‚ƒ„…†‡ˆ‰Š‹ŒŽ‘’“”•–—˜™š›œžŸ]")
+_MOJIBAKE = re.compile("[ÂÃÄÅÎÏÐÑâãð][\x80-\xbf€‚ƒ„…†‡ˆ‰Š‹ŒŽ‘’“”•–—˜™š›œžŸ]")
 
 
 def _repair_mojibake(text: str) -> tuple[str, list[str]]:
-    if text.isascii() or not any(start in text for start in _MOJIBAKE_STARTS):
-        return text, []
-    if not _MOJIBAKE.search(text):
+    if text.isascii() or not _MOJIBAKE.search(text):
         return text, []
     from ftfy import fix_encoding
 
@@ -136,28 +173,21 @@ def _repair_mojibake(text: str) -> tuple[str, list[str]]:
     return "\n".join(fixed), [line for line, new in zip(lines, fixed, strict=True) if line != new]
 
 
-@lru_cache(maxsize=1)  # two rules ask, mostly of the same text
-def _has_special_characters(text: str) -> bool:
-    return _SPECIAL.search(text) is not None
+def _plain_characters(text: str) -> tuple[str, list[str]]:
+    removed: list[str] = []
 
+    def plain(match: re.Match[str]) -> str:
+        if match.lastindex is None:
+            removed.append(f"U+{ord(match[0]):04X}")
+        return ("", "\n", " ")[match.lastindex or 0]
 
-def _plain_unicode(text: str) -> tuple[str, list[str]]:
     text = text if text.isascii() else unicodedata.normalize("NFC", text)
-    if _has_special_characters(text):
-        text = _SPACES.sub(" ", _LINE_ENDS.sub("\n", text))
-    return text, []
-
-
-def _without_control_characters(text: str) -> tuple[str, list[str]]:
-    found = _CONTROL.findall(text) if _has_special_characters(text) else []
-    codes = [f"U+{ord(character):04X}" for character in found]
-    return (_CONTROL.sub("", text) if found else text), codes
+    return _SPECIAL.sub(plain, text), removed
 
 
 TEXT_RULES = [
     ("mojibake", "lines_mojibake_repaired", _repair_mojibake),
-    ("unicode", "", _plain_unicode),
-    ("control_characters", "characters_control", _without_control_characters),
+    ("unicode", "characters_control", _plain_characters),
 ]
 
 # Rules for lines: function(lines, dotted) -> the indices of those to drop; dotted: see is_heading.

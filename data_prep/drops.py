@@ -17,6 +17,7 @@ SAMPLES = 8  # of everything that is dropped, by reason
 SAMPLE_LENGTH = 200
 WARNING_SHARE = 0.2  # of the characters or documents of a source
 REPORTED_SHARE = 0.001  # reasons that take less are left to `stats`
+READ = "read"  # the reason under which all that was read is counted
 REMEDIES = {  # how to keep what was dropped for a reason
     "documents_too_short": "--short_documents join joins them; --min_sentences takes shorter ones",
     "lines_heading": "--without headings",
@@ -45,20 +46,14 @@ class DropLog:
         record: JSON values of a log, as `to_json` returns them.
 
     Attributes:
-        documents: By source, the number of documents read, bad records included.
-        characters: By source, the number of characters read.
-        counts: By source and reason, how often something was dropped.
-        dropped_characters: By source and reason.
-        joined: Number of short documents that were joined, and of the documents that they became.
+        counts: By source and reason, how often something was dropped; READ: documents, bad records included.
+        characters: By source and reason, the characters dropped; READ: all.
         samples: By reason, ascending.
     """
 
     def __init__(self, record: dict[str, Any] | None = None) -> None:
-        self.documents: Counter[str] = Counter()
-        self.characters: Counter[str] = Counter()
         self.counts: dict[str, Counter[str]] = defaultdict(Counter)
-        self.dropped_characters: dict[str, Counter[str]] = defaultdict(Counter)
-        self.joined = Counter(short=0, joined=0)
+        self.characters: dict[str, Counter[str]] = defaultdict(Counter)
         self.samples: dict[str, list[Sample]] = {}
         self.merge(record or {})
 
@@ -70,16 +65,14 @@ class DropLog:
         A reason to drop whole documents begins with "documents_" or "records_".
         """
         self.counts[raw.source][reason] += count
-        self.dropped_characters[raw.source][reason] += characters
+        self.characters[raw.source][reason] += characters
         sample = raw.source, raw.id, text[:SAMPLE_LENGTH]
         key = xxhash.xxh3_64_intdigest("\0".join(sample).encode("utf-8", "replace"))
         self._keep(reason, (key, *sample))
 
     def merge(self, record: dict[str, Any]) -> None:
         """Adds everything that another log has counted, from its `to_json`."""
-        for name in ("documents", "characters", "joined"):
-            getattr(self, name).update(record.get(name, {}))
-        for name in ("counts", "dropped_characters"):
+        for name in ("counts", "characters"):
             for source, values in record.get(name, {}).items():
                 getattr(self, name)[source].update(values)
         for reason, entries in record.get("samples", {}).items():
@@ -96,38 +89,42 @@ class DropLog:
         record: dict[str, Any] = json.loads(json.dumps(vars(self), sort_keys=True))
         return record
 
+    def totals(self, *sources: str) -> tuple[Counter[str], Counter[str]]:
+        """Returns `counts` and `characters` by reason, over some sources or over all."""
+        names = sources or tuple(self.counts)
+        numbers, characters = (
+            sum((table[name] for name in names), Counter[str]())
+            for table in (self.counts, self.characters)
+        )
+        return numbers, characters
+
     def by_reason(self) -> dict[str, int]:
         """Returns how often something was dropped, by reason, over all sources."""
-        return dict(sorted(sum(self.counts.values(), Counter()).items()))
+        return {reason: n for reason, n in sorted(self.totals()[0].items()) if reason != READ}
 
     def kept(self) -> str:
         """Returns how many documents and what share of the text are kept."""
-        documents, dropped = self.documents.total(), self.by_reason().items()
-        left = documents - sum(number for reason, number in dropped if _is_whole(reason))
-        lost = sum(counts.total() for counts in self.dropped_characters.values())
-        share = 1 - lost / max(self.characters.total(), 1)
-        return f"{left:,} of {count(documents, 'document')}, {share:.1%} of the text"
+        numbers, characters = self.totals()
+        left = numbers[READ] - sum(
+            number for reason, number in numbers.items() if _is_whole(reason)
+        )
+        share = 2 - characters.total() / max(characters[READ], 1)  # READ is in the total, too
+        return f"{left:,} of {count(numbers[READ], 'document')}, {share:.1%} of the text"
 
     def report(self) -> list[tuple[str, str]]:
         """Returns a line for each reason, and a warning where one takes over a fifth of a source."""
-        characters = max(self.characters.total(), 1)
-        lost = sum(self.dropped_characters.values(), Counter())
-        counts, lines = self.by_reason(), list[tuple[str, str]]()
-        for reason in sorted(counts, key=lambda reason: -lost[reason]):
-            whole = counts[reason] / max(self.documents.total(), 1) * _is_whole(reason)
-            share = lost[reason] / characters
-            if max(whole, share) >= REPORTED_SHARE:
-                text = f"{share:.1%} of the text: {counts[reason]:,} {reason}.{_remedy(reason)}"
-                lines.append(("left out", text))
-        for source in sorted(self.counts):
-            for reason, number in sorted(self.counts[source].items()):
-                whole = number / max(self.documents[source], 1) * _is_whole(reason)
-                share = self.dropped_characters[source][reason] / max(self.characters[source], 1)
-                if max(whole, share) > WARNING_SHARE:
-                    text = f"{whole:.0%} of its documents, {share:.0%} of its text"
-                    lines.append(
-                        ("warning", f"{source}: {reason} left out {text}.{_remedy(reason)}")
-                    )
+        lines = list[tuple[str, str]]()
+        for source in ("", *sorted(self.counts)):  # first all sources together
+            numbers, characters = self.totals(source) if source else self.totals()
+            for reason in sorted(
+                numbers.keys() - {READ}, key=lambda name: (-characters[name], name)
+            ):
+                documents = numbers[reason] / max(numbers[READ], 1) * _is_whole(reason)
+                share = characters[reason] / max(characters[READ], 1)
+                if max(documents, share) > (WARNING_SHARE if source else REPORTED_SHARE):
+                    text = f"{documents:.1%} of the documents, {share:.1%} of the text: "
+                    text += f"{numbers[reason]:,} {reason}.{_remedy(reason)}"
+                    lines.append(("warning", f"{source}: {text}") if source else ("left out", text))
         return lines
 
 
@@ -144,10 +141,8 @@ def last_lines(corpus: Corpus) -> list[tuple[str, str]]:
     """Returns the last lines of a run: what is kept, what is left out and why, and warnings."""
     drops = DropLog(corpus.manifest["drops"])
     lines = [("kept", drops.kept()), *drops.report()]
-    joined = corpus.manifest["joined_documents"]
-    if joined["short"]:
-        made = f"{joined['short']:,} short documents became {joined['joined']:,}"
-        lines.append(("joined", f"{made}. {JOINED_NOTE}"))
+    if joined := corpus.manifest["dropped"].get("joined_documents"):
+        lines.append(("joined", f"{joined:,} short documents to others. {JOINED_NOTE}"))
     if skipped := sum(corpus.manifest["skipped"].values()):
         lines.append(("skipped", count(skipped, "file")))
     return [*lines, ("samples", f"{corpus.path}/dropped.json")]

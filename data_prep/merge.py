@@ -11,39 +11,40 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from data_prep.build import Unit, write_rows
+from data_prep.build import Unit
 from data_prep.drops import DropLog
 from data_prep.pool import run_all
-from multicls.corpus import Shard
-from multicls.files import read_json
+from multicls.corpus import Shard, write_shard
+from multicls.files import read_json, sha256_of
 
-SHARES = 16  # of all hashes, searched for duplicates one after the other
+COUNT_FIELDS = ["documents", "rows", "sentences", "tokens"]
 
 
 class Merged(NamedTuple):
     """The shards, counts and drops that a unit, or all units together, add to the corpus."""
 
     shards: list[dict[str, Any]]  # the manifest's entries, with their counts by source
-    frequency: np.ndarray  # (V,)
+    frequency: np.ndarray  # (V,) number of rows that contain each token
     drops: DropLog
 
 
-def merge(units: list[Unit], output: Path, drop_copies: bool, pool: Executor | None) -> Merged:
+def merge(
+    units: list[Unit], output: Path, vocabulary_size: int, drop_copies: bool, pool: Executor | None
+) -> Merged:
     """Writes the shards of all units, built in `output / "work"`, into `output`.
 
     With `drop_copies` a document goes that has the sentences of an earlier one.
     """
     folders = [output / "work" / unit.key for unit in units]
-    copies = find_copies(folders)
     calls = [
-        (folder, output / f"shard-{number:05d}", copied & drop_copies)
-        for number, (folder, copied) in enumerate(zip(folders, copies, strict=True))
+        (folder, output / f"shard-{number:05d}", copied & drop_copies, vocabulary_size)
+        for number, (folder, copied) in enumerate(zip(folders, find_copies(folders), strict=True))
     ]
-    drops, frequency = DropLog(), np.zeros(1, np.int64)
+    drops, frequency = DropLog(), np.zeros(vocabulary_size, np.int64)
     entries: dict[int, list[dict[str, Any]]] = {}
     for number, unit in run_all(merge_unit, calls, pool):
         drops.merge(unit.drops.to_json())
-        frequency = frequency + unit.frequency
+        frequency += unit.frequency
         entries[number] = unit.shards
     shards = [entry for number in range(len(units)) for entry in entries[number]]
     names = {shard["name"] for shard in shards}
@@ -54,54 +55,59 @@ def merge(units: list[Unit], output: Path, drop_copies: bool, pool: Executor | N
 
 
 def find_copies(folders: list[Path]) -> list[np.ndarray]:
-    """Returns for each unit, (D,) bool, which documents have the text of an earlier document.
-
-    It holds at most 17 bytes a document: all hashes, one more copy of them, and the answer.
-    """
-    columns = [np.load(folder / "documents.npy")["hash"].copy() for folder in folders]
-    ends, hashes = np.cumsum(list(map(len, columns))), np.concatenate(columns)
-    del columns
-    copied = np.zeros(len(hashes), bool)
-    for share in range(SHARES):
-        places = np.flatnonzero(hashes % SHARES == share)
-        copied[places] = pd.Series(hashes[places]).duplicated()
-    return np.split(copied, ends[:-1])
+    """Returns for each unit, (D,) bool, which documents have the text of an earlier document."""
+    columns = [np.load(folder / "documents.npy")["hash"] for folder in folders]
+    copied = pd.Series(np.concatenate(columns)).duplicated().to_numpy()
+    return np.split(copied, np.cumsum(list(map(len, columns)))[:-1])
 
 
-def merge_unit(folder: Path, name: Path, copied: np.ndarray) -> Merged:
+def merge_unit(folder: Path, name: Path, copied: np.ndarray, vocabulary_size: int) -> Merged:
     """Writes the shards of a unit, `name` being the path of the first one without its suffix.
 
     The files of rows are linked, or written without the copied documents, (D,) bool.
     """
-    record, frequency = read_json(folder / "unit.json"), np.load(folder / "frequency.npy")
-    drops, documents, shards = DropLog(record["drops"]), np.load(folder / "documents.npy"), []
-    if is_changed := bool(copied.any()):
-        frequency[:] = 0
-    end = 0
-    for number, entry in enumerate(record["files"]):
-        source, first, end = folder / f"rows-{number}.arrow", end, end + entry["documents"]
-        if is_changed:
-            kept = _kept_rows(source, documents[first:end], copied[first:end], drops)
-            source = source.with_name(f"kept-{source.name}")
-            entry = write_rows(source, kept, frequency) if kept else None
-        if entry:
+    drops, table = DropLog(read_json(folder / "drops.json")), np.load(folder / "documents.npy")
+    frequency, shards = np.zeros(vocabulary_size, np.int32), list[dict[str, Any]]()
+    for number in np.unique(table["file"]).tolist():
+        source, inside = folder / f"rows-{number}.arrow", table["file"] == number
+        documents, goes = table[inside], copied[inside]
+        if goes.any():
+            source = _without(source, documents, goes, drops)
+        if not goes.all():
             target = name.with_name(f"{name.name}{f'-{number:03d}' if number else ''}.arrow")
             _link(source, target)
+            entry = _described(target, documents["rows"][~goes], frequency)
             shards.append({"name": target.name} | entry)
     return Merged(shards, frequency, drops)
 
 
-def _kept_rows(path: Path, documents: np.ndarray, copied: np.ndarray, drops: DropLog) -> list[Any]:
-    """Returns the rows of each document that stays; counts the others."""
-    shard, begin, kept = Shard(path), 0, []
-    for (_, count, characters), goes in zip(documents.tolist(), copied, strict=True):
-        rows = [shard.row(number) for number in range(begin, begin + count)]
-        begin += count
-        if goes:
-            drops.add("documents_duplicate", rows[0], rows[0].title, characters)
-        else:
-            kept.append(rows)
-    return kept
+def _without(path: Path, documents: np.ndarray, goes: np.ndarray, drops: DropLog) -> Path:
+    """Writes a file of the rows of the documents that stay, if there are any; counts the others."""
+    shard, ends = Shard(path), np.cumsum(documents["rows"])
+    for last, characters in zip(ends[goes] - 1, documents["characters"][goes], strict=True):
+        row = shard.row(int(last))
+        drops.add("documents_duplicate", row, row.title, int(characters))
+    path = path.with_name(f"kept-{path.name}")
+    if kept := np.flatnonzero(np.repeat(~goes, documents["rows"])).tolist():
+        write_shard(path, list(map(shard.row, kept)))
+    return path
+
+
+def _described(path: Path, rows: np.ndarray, frequency: np.ndarray) -> dict[str, Any]:
+    """Returns the manifest's entry of a shard, and its counts by source.
+
+    Adds its rows to `frequency`, (V,). `rows`, (D,), has the number of rows of each document.
+    """
+    shard = Shard(path)
+    # Each of the n occurrences in a row adds 1 / n.
+    sums = np.bincount(shard.tokens, weights=1.0 / shard.counts, minlength=len(frequency))
+    frequency += np.rint(sums).astype(np.int32)
+    ends = np.isin(np.arange(len(shard.hashes)), np.cumsum(rows) - 1)
+    columns = [ends, np.ones_like(ends), np.diff(shard.row_starts), shard.num_tokens]
+    table = pd.DataFrame(np.transpose(columns), columns=COUNT_FIELDS).astype(np.int64)
+    sources = table.groupby(np.array(shard.source_names)[shard.source_codes]).sum()
+    size = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+    return {**sources.sum().to_dict(), **size, "sources": sources.T.to_dict()}
 
 
 def _link(source: Path, target: Path) -> None:

@@ -53,13 +53,10 @@ def open_pool(workers: int, scheduler: str | None) -> Iterator[Executor | None]:
         options = {"scheduler_file" if is_file else "address": scheduler, "timeout": 30}
         if is_file and not os.path.exists(scheduler):  # the client would wait for it
             raise UserError(f"{what}: no such file; start `dask scheduler --scheduler-file FILE`.")
-    for attempt in range(1, DEATHS + 1):
-        try:
-            client = Client(**options)
-            break
-        except (OSError, RuntimeError, ValueError) as error:
-            if scheduler is not None or attempt == DEATHS:
-                raise UserError(f"{what}: Dask does not answer: {first_line(error)}.") from None
+    try:
+        client = Client(**options)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise UserError(f"{what}: Dask does not answer: {first_line(error)}.") from None
     with client:
         yield client.get_executor(retries=RETRIES, pure=False)
 

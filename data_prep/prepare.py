@@ -17,34 +17,29 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 from tokenizers import Tokenizer
 
-from data_prep.build import COUNT_FIELDS, Unit, build_unit
+from data_prep.build import Unit, build_unit
 from data_prep.encode import load_tokenizer_files
 from data_prep.merge import Merged, merge
 from data_prep.pool import open_pool, run_all
-from data_prep.sentences import LANGUAGES, SPLITTER
+from data_prep.sentences import LANGUAGES
 from data_prep.settings import BuildOptions
 from data_prep.sources import OPENERS, Skipped, SourceFile, list_inputs
 from multicls.console import Progress, count, duration, print_line
-from multicls.corpus import (
-    FORMAT,
-    FORMAT_VERSION,
-    MANIFEST,
-    Corpus,
-    tokenizer_fingerprint,
-    write_manifest,
-)
+from multicls.corpus import FORMAT_VERSION, MANIFEST, Corpus, tokenizer_fingerprint, write_manifest
 from multicls.errors import UserError
 from multicls.files import LOCK, atomic_write, locked, sha256_of, write_json
 
 DROPPED = "dropped.json"  # samples of what was dropped, by reason, and all paths that were skipped
 FREQUENCY = "document_frequency.npy"
-MOST_LINES = 20  # of skipped paths
+MOST_LINES = 20  # of skipped paths; DROPPED lists all
 SMALL_UNIT = 32 << 20  # bytes of small files together
 LARGE_UNIT = 64 << 20  # bytes of a share of a file of lines
 LEAST_WEIGHT = 1 << 12  # bytes that take as long to read as a file takes to open
@@ -82,18 +77,19 @@ def prepare(options: BuildOptions) -> Path:
             print_line(f"already finished: {output}")
             return output
         try:
-            tokenizer = work / f"tokenizer-{job.made_from['tokenizer'][:12]}.json"
+            tokenizer = work / f"tokenizer-{job.made_from['settings']['tokenizer'][:12]}.json"
             with atomic_write(tokenizer, "wb") as file:
                 file.write(job.tokenizer_files["tokenizer.json"])
             missing = [unit for unit in job.units if not (work / unit.key).exists()]
-            if built := len(job.units) - len(missing):
-                print_line(f"{built} of {count(len(job.units), 'unit')} are built already")
+            number = len(job.units)
             with open_pool(max(1, min(options.workers, len(missing))), options.scheduler) as pool:
                 calls = [(unit, options, work, tokenizer) for unit in missing]
-                with Progress(len(missing), "unit", "build") as progress:
+                with Progress(number, "unit", "build", done=number - len(missing)) as progress:
                     for _ in run_all(build_unit, calls, pool):
                         progress.update()
-                merged = merge(job.units, output, "duplicate_documents" in options.rules, pool)
+                size = Tokenizer.from_file(str(tokenizer)).get_vocab_size(with_added_tokens=True)
+                drop_copies = "duplicate_documents" in options.rules
+                merged = merge(job.units, output, size, drop_copies, pool)
             _finish(output, job, merged)
             _remove_work(work)
         except OSError as error:
@@ -110,30 +106,25 @@ def prepare(options: BuildOptions) -> Path:
     return output
 
 
-def _describe_job(settings: BuildOptions, output: Path) -> Job:
+def _describe_job(options: BuildOptions, output: Path) -> Job:
     """Lists the input and groups it into units; writes nothing."""
     inside = os.path.join(output, "")  # the output may lie in the input
-    files, skipped = list_inputs(settings)
+    files, skipped = list_inputs(options)
     files = [file for file in files if not file.path.startswith(inside)]
     skipped = [entry for entry in skipped if not os.path.abspath(entry.path).startswith(inside)]
     if not files:
         raise UserError(f"{output}: all of the input lies in it; pass a new or empty --output.")
     for path, reason in skipped[:MOST_LINES]:
         print_line(f"skipped: {path}: {reason}")
-    if len(skipped) > MOST_LINES:
-        print_line(f"skipped: {len(skipped) - MOST_LINES} more; {DROPPED} lists them")
-    if settings.language not in LANGUAGES.split():
+    if options.language not in LANGUAGES.split():
         print_line(
-            f"language {settings.language}: the sentence splitter takes the rules of another one"
+            f"language {options.language}: the sentence splitter takes the rules of another one"
         )
-    tokenizer_files = load_tokenizer_files(settings.tokenizer)
-    identity: dict[str, Any] = {
-        "format_version": FORMAT_VERSION,
-        "settings": settings.model_dump(exclude=NOT_IN_KEY),
-        "tokenizer": hashlib.sha256(tokenizer_files["tokenizer.json"]).hexdigest(),
-        "packages": {name: metadata.version(name) for name in PACKAGES},
-        "splitter": SPLITTER | {"language": settings.language},
-    }
+    tokenizer_files = load_tokenizer_files(options.tokenizer)
+    settings = options.model_dump(exclude=NOT_IN_KEY)
+    settings["tokenizer"] = hashlib.sha256(tokenizer_files["tokenizer.json"]).hexdigest()
+    packages = {name: metadata.version(name) for name in PACKAGES}
+    identity = {"format_version": FORMAT_VERSION, "settings": settings, "packages": packages}
     units, listing = group_units(files, identity), hashlib.sha256()
     for file in files:
         listing.update(json.dumps(file[1:]).encode("utf-8"))
@@ -181,12 +172,9 @@ def _shares(file: SourceFile) -> Iterator[SourceFile]:
 def _is_finished(output: Path, made_from: dict[str, Any]) -> bool:
     """Returns whether the folder holds this corpus; raises an error if it holds something else."""
     if (output / MANIFEST).exists():
-        found = Corpus.open(output).manifest["made_from"]
-        wanted = json.loads(json.dumps(made_from))
-        differing = [name for name in ("input", "tokenizer") if found[name] != wanted[name]]
-        chosen = wanted["settings"].items()
-        differing += [name for name, value in chosen if found["settings"].get(name) != value]
-        if differing:
+        both = Corpus.open(output).manifest["made_from"], made_from
+        found, wanted = (made["settings"] | {"input": made["input"]} for made in both)
+        if differing := [name for name, value in wanted.items() if found.get(name) != value]:
             raise UserError(
                 f"{output}: holds a corpus made from other input or settings "
                 f"({', '.join(differing)}); pass another --output, or remove it."
@@ -214,11 +202,7 @@ def _finish(output: Path, job: Job, merged: Merged) -> None:
             "shorter ones."
         )
     record, size = merged.drops.to_json(), len(merged.frequency)
-    names = ("source", "document", "text")
-    samples: dict[str, Any] = {
-        reason: [dict(zip(names, sample[1:], strict=True)) for sample in kept]
-        for reason, kept in record.pop("samples").items()
-    }
+    samples = {reason: [entry[1:] for entry in kept] for reason, kept in record["samples"].items()}
     write_json(output / DROPPED, samples | {"skipped": sorted(job.skipped)})
     with atomic_write(output / FREQUENCY, "wb") as file:
         np.save(file, merged.frequency)
@@ -228,21 +212,18 @@ def _finish(output: Path, job: Job, merged: Merged) -> None:
     written = {name: output / name for name in (FREQUENCY, DROPPED, *job.tokenizer_files)}
     for leftover in [path for name in (*written, MANIFEST) for path in output.glob(f".{name}.*")]:
         leftover.unlink()  # of a run that was killed
-    sources: dict[str, Counter[str]] = {}
-    for shard in merged.shards:
-        for source, counts in shard.pop("sources").items():
-            sources.setdefault(source, Counter()).update(counts)
+    counts = [entry.pop("sources").items() for entry in merged.shards]
+    table = pd.DataFrame([{"source": name, **found} for name, found in chain(*counts)])
+    sources = table.groupby("source").sum()
     tokenizer = Tokenizer.from_file(str(output / "tokenizer.json"))
     manifest = {
-        "format": FORMAT,
         "format_version": FORMAT_VERSION,
-        **{name: sum(shard[name] for shard in merged.shards) for name in COUNT_FIELDS},
-        "sources": sources,
+        **sources.sum().to_dict(),
+        "sources": sources.T.to_dict(),
         "hub_datasets": {
             file.source: file.hub for unit in job.units for file in unit.files if file.hub
         },
-        "joined_documents": record.pop("joined"),
-        "drops": record,
+        "drops": {name: values for name, values in record.items() if name != "samples"},
         "dropped": drops,
         "skipped": dict(sorted(skipped.items())),
         "tokenizer": {

@@ -19,19 +19,20 @@ from data_prep.settings import BuildOptions
 from data_prep.sources import Layout, SourceFile, damage, open_bytes, stem
 from multicls.errors import UserError, did_you_mean
 
-LONGEST_RECORD = 1 << 26  # bytes of a line or a page; a longer line is cut, a longer page left out
+LONGEST_RECORD = 1 << 26  # bytes of a line or a page; a longer line is cut
+TOO_LONG = "a page of more than 64 MB"
 LONGEST_DOCUMENT = 1 << 22  # characters of a plain text, after which the next blank line ends it
 ROWS = 256  # of a table, read at a time
 SAMPLE = 200  # characters of a bad record
 # Rows that are sentences: one whose hash is 0 modulo BOUNDARY begins a document.
 BOUNDARY, FEWEST_ROWS, MOST_ROWS = 512, 256, 1024
 _DOC = re.compile(r'<doc id="([^"]*)"(?:[^>]*?title="(.*)")?[^>]*>')
+_PROLOG = re.compile(r"\A\s*(?:<[?!][^>]*>\s*)*")  # declaration and document type
 _WIKIPEDIA = re.compile(r"https?://[\w.-]*\bwikipedia\.org/")
 
 # The layouts of files; paragraphs: a paragraph a line; wikitext: MediaWiki markup.
 TextFormat = Layout | Literal["paragraphs", "wikitext"]
-Rows = Callable[[SourceFile, str, "Drop"], Iterable[tuple[int, Any]]]
-Drop = Callable[[object, str, str], None]  # takes place, reason and a sample of a bad record
+Rows = Callable[[SourceFile, str], Iterable[tuple[int, Any]]]
 
 
 class RawDocument(NamedTuple):
@@ -54,23 +55,14 @@ def read_documents(file: SourceFile, settings: BuildOptions) -> Iterator[RawDocu
     Raises:
         UserError: The first row lacks the text field, or the file cannot be reached.
     """
-    bad: list[RawDocument] = []
-
-    def drop(place: object, reason: str, sample: str) -> None:
-        text = " ".join(sample[:SAMPLE].split())
-        bad.append(_document(file, place, "", text, "plain")._replace(dropped=reason))
-
-    documents = _READERS[file.format](file, settings, drop)
+    documents = _READERS[file.format](file, settings)
     try:
-        for document in _joined(documents) if file.layout == "sentences" else documents:
-            yield from bad
-            bad.clear()
-            yield document
+        yield from _joined(documents) if file.layout == "sentences" else documents
     except UserError:
         raise
     except Exception as error:
-        drop(f"{file.start}-damaged", "records_file_damaged", damage(file, error))
-    yield from bad
+        place = f"{file.start}-damaged"
+        yield _bad(file, place, "records_file_damaged", damage(file, error))
 
 
 def _document(
@@ -78,6 +70,11 @@ def _document(
 ) -> RawDocument:
     name = _utf8(f"{file.name}#{place}")
     return RawDocument(file.source, name, _utf8(title), _utf8(text), text_format)
+
+
+def _bad(file: SourceFile, place: object, reason: str, sample: str) -> RawDocument:
+    text = " ".join(sample[:SAMPLE].split())
+    return _document(file, place, "", text, "plain")._replace(dropped=reason)
 
 
 def _utf8(text: str) -> str:
@@ -101,7 +98,7 @@ def _lines(file: SourceFile) -> Iterator[tuple[int, str]]:
             offset += len(line)
 
 
-def _text(file: SourceFile, settings: BuildOptions, drop: Drop) -> Iterator[RawDocument]:
+def _text(file: SourceFile, settings: BuildOptions) -> Iterator[RawDocument]:
     """Yields documents of a plain text: a line each, or up to a blank line, or the whole file."""
     title, lines = stem(file.name), list[str]()
     first = size = count = 0
@@ -130,6 +127,9 @@ def _joined(rows: Iterable[RawDocument]) -> Iterator[RawDocument]:
     """
     first, group = None, list[str]()
     for row in chain(rows, [RawDocument("", "", "", "", "sentences")]):
+        if row.dropped:
+            yield row
+            continue
         sentence = " ".join(row.text.split())
         begins = xxhash.xxh3_64_intdigest(sentence.encode()) % BOUNDARY == 0
         is_full = len(group) == MOST_ROWS or (begins and len(group) >= FEWEST_ROWS)
@@ -141,7 +141,7 @@ def _joined(rows: Iterable[RawDocument]) -> Iterator[RawDocument]:
             group.append(sentence)
 
 
-def _wikiextractor(file: SourceFile, settings: BuildOptions, drop: Drop) -> Iterator[RawDocument]:
+def _wikiextractor(file: SourceFile, settings: BuildOptions) -> Iterator[RawDocument]:
     """Yields what lies between `<doc id=...>` and `</doc>`; text elsewhere is a bad record."""
     opened: re.Match[str] | None = None
     lines, first, size = list[str](), 0, 0
@@ -152,7 +152,7 @@ def _wikiextractor(file: SourceFile, settings: BuildOptions, drop: Drop) -> Iter
             opened, lines, size = None, [], 0
         elif begins or size > 2 * LONGEST_DOCUMENT:
             if opened or any(map(str.strip, lines)):
-                drop(first, "records_doc_not_closed", " ".join(lines[:3]))
+                yield _bad(file, first, "records_doc_not_closed", " ".join(lines[:3]))
             opened, lines, size = _DOC.match(line) if begins else None, [], 0
         else:
             lines.append(line)
@@ -166,12 +166,10 @@ def _article(file: SourceFile, place: object, title: str, text: str) -> RawDocum
     return _document(file, place, title, rest if first.strip() == title else text, "wikipedia")
 
 
-def _table(
-    read: Rows, file: SourceFile, settings: BuildOptions, drop: Drop
-) -> Iterator[RawDocument]:
+def _table(read: Rows, file: SourceFile, settings: BuildOptions) -> Iterator[RawDocument]:
     """Yields the rows of JSON lines, Parquet and data sets; the first one must have the text."""
     field, is_first = settings.text_field, not file.start
-    for place, row in read(file, field, drop):
+    for place, row in read(file, field):
         if is_first and isinstance(row, dict):
             is_first = False
             if field not in row:
@@ -179,7 +177,8 @@ def _table(
                 raise UserError(f"{file}: no field {field!r}; set --text_field.{hint}")
         text = row.get(field) if isinstance(row, dict) else None
         if not isinstance(text, str):
-            drop(place, "records_without_text", str(row))
+            is_read = not isinstance(row, RawDocument)
+            yield _bad(file, place, "records_without_text", str(row)) if is_read else row
             continue
         title, url = str(row.get("title") or ""), str(row.get("url") or "")
         name = place if row.get("id") is None else row["id"]
@@ -189,13 +188,13 @@ def _table(
             yield _document(file, name, title, text, file.layout)
 
 
-def _json_rows(file: SourceFile, field: str, drop: Drop) -> Iterator[tuple[int, Any]]:
+def _json_rows(file: SourceFile, field: str) -> Iterator[tuple[int, Any]]:
     for offset, text in _lines(file):
         if text.strip():
             try:
                 yield offset, json.loads(text)
             except (ValueError, RecursionError):
-                drop(offset, "records_not_json", text)
+                yield offset, _bad(file, offset, "records_not_json", text)
 
 
 def _columns(field: str, names: list[str]) -> list[str]:
@@ -203,7 +202,7 @@ def _columns(field: str, names: list[str]) -> list[str]:
     return [name for name in names if name in (field, "id", "title", "url") or field not in names]
 
 
-def _parquet_rows(file: SourceFile, field: str, drop: Drop) -> Iterator[tuple[int, Any]]:
+def _parquet_rows(file: SourceFile, field: str) -> Iterator[tuple[int, Any]]:
     import pyarrow.parquet as pq
 
     with open_bytes(file.path) as raw, closing(pq.ParquetFile(raw)) as table:
@@ -212,7 +211,7 @@ def _parquet_rows(file: SourceFile, field: str, drop: Drop) -> Iterator[tuple[in
         yield from enumerate(row for batch in batches for row in batch.to_pylist())
 
 
-def _arrow_rows(file: SourceFile, field: str, drop: Drop) -> Iterator[tuple[int, Any]]:
+def _arrow_rows(file: SourceFile, field: str) -> Iterator[tuple[int, Any]]:
     """Yields the rows of a file of a data set; a share in bytes has its part of the rows."""
     import datasets
 
@@ -224,30 +223,28 @@ def _arrow_rows(file: SourceFile, field: str, drop: Drop) -> Iterator[tuple[int,
     yield from enumerate((row for batch in batches for row in batch.to_pylist()), first)
 
 
-def _mediawiki(file: SourceFile, settings: BuildOptions, drop: Drop) -> Iterator[RawDocument]:
+def _mediawiki(file: SourceFile, settings: BuildOptions) -> Iterator[RawDocument]:
     """Yields the pages of a dump, each parsed by itself."""
     for number, data in enumerate(_pages(file)):
-        if not data:
-            drop(number, "documents_page_too_long", "")
-            continue
         try:
             page = ElementTree.fromstring(data)
         except ElementTree.ParseError:
-            drop(number, "records_not_xml", data[6 : SAMPLE + 6].decode("utf-8", "replace"))
+            sample = data[6 : SAMPLE + 6].decode("utf-8", "replace")
+            yield _bad(file, number, "records_not_xml", sample)
             continue
         title = page.findtext("{*}title") or ""
         name = page.findtext("{*}id") or number
         if page.findtext("{*}ns", "0") != "0":
-            drop(name, "pages_not_articles", title)
+            yield _bad(file, name, "pages_not_articles", title)
         elif page.find("{*}redirect") is not None:
-            drop(name, "pages_redirects", title)
+            yield _bad(file, name, "pages_redirects", title)
         else:
             text = page.findtext("{*}revision/{*}text") or ""
             yield _document(file, name, title, text, "wikitext")
 
 
 def _pages(file: SourceFile) -> Iterator[bytes]:
-    """Yields the bytes of each page of a dump, none of one that is too long."""
+    """Yields the bytes of each page of a dump."""
     with open_bytes(file.path) as stream:
         buffer = b""
         while chunk := stream.read(1 << 20):
@@ -256,30 +253,27 @@ def _pages(file: SourceFile) -> Iterator[bytes]:
                 if (start := page.find(b"<page>")) >= 0:
                     yield page[start:] + b"</page>"
             if len(buffer) > LONGEST_RECORD:
-                if b"<page>" in buffer:
-                    yield b""
-                buffer = b""
+                raise EOFError(TOO_LONG)
         if b"<page>" in buffer:
             raise EOFError("it ends inside a page")
 
 
-def _html(file: SourceFile, settings: BuildOptions, drop: Drop) -> Iterator[RawDocument]:
+def _html(file: SourceFile, settings: BuildOptions) -> Iterator[RawDocument]:
     """Yields the main text of a page of the Web."""
     import trafilatura
 
     with open_bytes(file.path) as stream:
         data = stream.read(LONGEST_RECORD + 1)
     if len(data) > LONGEST_RECORD:
-        drop(0, "documents_page_too_long", file.name)
-        return
-    page = data.decode("utf-8-sig", "replace")
-    title = re.search(r"<title[^>]*>([^<]*)", page, re.IGNORECASE)
-    name = html.unescape(title[1]).strip() if title else stem(file.name)
-    text = trafilatura.extract(page, include_comments=False) or ""
-    yield _document(file, 0, name, text, "paragraphs")
+        raise EOFError(TOO_LONG)
+    # trafilatura takes a page without <html> in its first 50 characters for another thing.
+    page = "<html>" + _PROLOG.sub("", data.decode("utf-8-sig", "replace"))
+    found = trafilatura.bare_extraction(page, include_comments=False, with_metadata=True)
+    title, text = (found.title, found.text) if found else (None, None)
+    yield _document(file, 0, title or stem(file.name), text or "", "paragraphs")
 
 
-_READERS: dict[str, Callable[[SourceFile, BuildOptions, Drop], Iterator[RawDocument]]] = {
+_READERS: dict[str, Callable[[SourceFile, BuildOptions], Iterator[RawDocument]]] = {
     "text": _text,
     "wikiextractor": _wikiextractor,
     "jsonl": partial(_table, _json_rows),

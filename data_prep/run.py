@@ -58,7 +58,7 @@ def show(options: ShowOptions) -> None:
 
 
 def stats(options: ExampleOptions) -> None:
-    """Prints sources, drops, lengths and what training sees; draws the lengths to CORPUS.png."""
+    """Prints sources, drops, lengths and what training sees."""
     from data_prep.stats import print_stats
 
     print_stats(options)

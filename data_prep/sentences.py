@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from importlib import metadata
 from itertools import accumulate
 
 import sentencex
@@ -13,10 +12,6 @@ import sentencex
 LANGUAGES = (
     "am ar bg bn ca da de el en es fi fr gu hi hy it ja kk kn ml mr my nl pa pl pt ru sk ta te uk"
 )
-SPLITTER = {  # for the manifest
-    "name": "sentencex, quotation marks hidden",
-    "version": metadata.version("sentencex"),
-}
 QUOTES = '"“”„«»‘‚‹›`'
 # sentencex never splits inside quotation marks, so a speech of ten sentences would be one; nor does it know "Dr. and
 # --Mr. as abbreviations. It gets blanks for these marks, and for the single ones that open.

@@ -14,7 +14,6 @@ MIN_SENTENCES = 6  # a document needs two sentences for each of three parts
 Rule = Literal[  # of cleaning; docs/data.md says what each does
     "mojibake",
     "unicode",
-    "control_characters",
     "end_matter",
     "headings",
     "holes",

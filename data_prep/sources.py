@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, get_args
 
@@ -34,6 +33,7 @@ OPENERS: dict[str, Callable[[Any], Any]] = {
 }
 FORMATS = set(get_args(Format))
 HEAD_BYTES = 1 << 16
+LOCAL = fsspec.filesystem("file")
 _NAMED = re.compile(r"([^/=]+)=(.+)", re.DOTALL)
 _TABLE = "a table; write JSON lines (pandas.DataFrame.to_json), or --format text"
 _SUFFIXES = {".csv": _TABLE, ".tsv": _TABLE, ".html": "html", ".htm": "html", ".xhtml": "html"}
@@ -71,7 +71,7 @@ class SourceFile(NamedTuple):
     name: str  # of the file below its input
     format: str  # text, jsonl, parquet, wikiextractor, mediawiki, html or arrow
     size: int  # bytes on disk, 0 if not known
-    version: str | int  # changes with the content: modification time or entity tag
+    version: str  # changes with the content: modification time or entity tag
     layout: Layout = "plain"
     start: int = 0  # first byte of a share
     stop: int = 0  # end of the share; 0 for the whole file
@@ -127,58 +127,52 @@ def _list_input(source: str, what: str, settings: BuildOptions) -> Iterable[Entr
         return _list_data_set(source, what, is_data_set, settings)
     base = os.path.basename(what.rstrip("/") if is_url else os.path.realpath(what))
     source = source or printable(base if os.path.isdir(what) else stem(base))
-    if not is_url:
-        return (_inspect(settings, entry) for entry in _walk(source, what))
-    with ThreadPoolExecutor(32) as pool:  # remote files answer slowly
-        return list(pool.map(partial(_inspect, settings), _walk_url(source, what)))
-
-
-def _walk(source: str, top: str) -> Iterator[Entry]:
-    """Yields the files of a folder, or the file itself, and what is skipped."""
-    if not os.path.isdir(top):
-        yield _local_file(source, os.path.basename(top), top)
-        return
-    failed: list[OSError] = []
-    for parent, folders, names in os.walk(top, onerror=failed.append):
-        hidden = [name for name in folders if name.startswith(".")]
-        links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
-        for name in (*sorted(names), *sorted({*hidden, *links})):
-            path = os.path.join(parent, name)
-            yield _local_file(source, os.path.relpath(path, top), path)
-        folders[:] = sorted(set(folders) - set(hidden))
-    for error in failed:
-        yield Skipped(printable(error.filename), f"unreadable: {error.strerror}")
-
-
-def _local_file(source: str, name: str, path: str) -> Entry:
-    """Returns a local file, or why it cannot be one: opening a pipe would wait for its writer."""
     try:
-        status = os.stat(path)
+        found = sorted(_walk(source, what), key=lambda entry: entry.path)
+    except Exception as error:  # whatever the transports raise; ImportError names the package
+        raise UserError(f"--input {printable(what)}: {first_line(error)}.") from None
+    with ThreadPoolExecutor(32 if is_url else 1) as pool:  # remote files answer slowly
+        return list(pool.map(partial(_inspect, settings), found))
+
+
+def _walk(source: str, what: str) -> Iterator[Entry]:
+    """Yields the files of a folder or URL, or the file itself, and what is skipped."""
+    system, root = fsspec.core.url_to_fs(what) if "://" in what else (LOCAL, os.path.abspath(what))
+    folders = [root]
+    while folders:
+        folder = folders.pop()
+        try:  # not by fsspec's walk(), which passes over folders that cannot be read
+            found = system.ls(folder, detail=True)
+        except OSError as error:
+            reason = error.strerror or "no such file or folder"
+            yield Skipped(printable(folder), f"unreadable: {reason}")
+            continue
+        for details in found:
+            path = details["name"].rstrip("/")
+            name = os.path.relpath(path, root) if path != root else os.path.basename(root)
+            if details["type"] != "directory":
+                yield _file(system, source, name, details)
+            elif os.path.basename(path).startswith("."):
+                yield Skipped(printable(path), "hidden")
+            elif path != folder:
+                folders.append(path)
+
+
+def _file(system: Any, source: str, name: str, details: dict[str, Any]) -> Entry:
+    """Returns a file, or why it cannot be one: opening a pipe would wait for its writer."""
+    path = details["name"]
+    try:
+        details = system.info(path) if details.get("islink") else details
     except OSError as error:
         return Skipped(printable(path), f"unreadable: {error.strerror}")
-    if os.path.isdir(path):
-        reason = "hidden" if os.path.basename(path).startswith(".") else "link to a folder"
+    if details["type"] != "file":
+        is_folder = details["type"] == "directory"
+        reason = "link to a folder" if is_folder else "no file (a pipe, socket or device)"
         return Skipped(printable(path), reason)
-    if not os.path.isfile(path):
-        return Skipped(printable(path), "no file (a pipe, socket or device)")
-    path = os.path.abspath(path)  # workers may run in another folder
-    return SourceFile(path, source, printable(name), "", status.st_size, status.st_mtime_ns)
-
-
-def _walk_url(source: str, url: str) -> Iterator[SourceFile]:
-    try:
-        system, root = fsspec.core.url_to_fs(url)
-        found = system.find(root, detail=True)
-    except Exception as error:  # whatever its transports raise; ImportError names the package
-        raise UserError(f"--input {url}: {first_line(error)}.") from None
-    if not found:
-        raise UserError(f"--input {url}: no such file or folder.")
-    for path, details in sorted(found.items()):
-        name = path[len(root) :].lstrip("/") or os.path.basename(path)
-        tags = filter(None, (details.get(key) for key in ("ETag", "etag", "blob_id", "md5Hash")))
-        version = str(next(tags, None) or system.ukey(path))
-        size = details.get("size") or 0
-        yield SourceFile(system.unstrip_protocol(path), source, name, "", size, version)
+    tags = (details.get(key) for key in ("ETag", "etag", "blob_id", "md5Hash", "mtime"))
+    version = str(next(filter(None, tags), None) or system.ukey(path))
+    path = path if system is LOCAL else system.unstrip_protocol(path)
+    return SourceFile(path, source, printable(name), "", details.get("size") or 0, version)
 
 
 def _list_data_set(
@@ -210,7 +204,7 @@ def _list_data_set(
     splits = [data[key] for key in sorted(data)] if isinstance(data, dict) else [data]
     for path in [entry["filename"] for part in splits for entry in part.cache_files]:
         name = "/".join([base, *Path(path).parts[-2:]])  # in the cache, the folder is the commit
-        file = _local_file(source or base, name, path)
+        file = _file(LOCAL, source or base, name, LOCAL.info(path))
         if isinstance(file, SourceFile):
             layout = _layout(settings, LAYOUTS.get(hub, "plain"))
             file = file._replace(format="arrow", layout=layout, hub="" if is_folder else hub)
@@ -285,8 +279,11 @@ def _format(head: bytes, name: str, wanted: str) -> str:
         if sum("\ufffd" in line for line in lines) > len(lines) / 10:  # else single bad bytes
             return f"not UTF-8 at byte {error.start}; convert it (iconv -t utf-8)"
     found = _guess(text, name) if is_free else wanted
-    if found == "html" and not find_spec("trafilatura"):
-        return "HTML; `pip install trafilatura` extracts its text, or --format text"
+    if found == "html":
+        try:
+            import trafilatura  # noqa: F401
+        except ImportError:
+            return "HTML; `pip install trafilatura lxml_html_clean` extracts it, or --format text"
     return found
 
 

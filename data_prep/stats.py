@@ -1,4 +1,4 @@
-"""Prints what a corpus holds and what training sees of it, and draws one picture.
+"""Prints what a corpus holds and what training sees of it.
 
 Counts come from the manifest. The rest is measured on a sample: on all rows of a small corpus, on
 every n-th row of a large one, which is a fair share of all sources and files.
@@ -6,7 +6,7 @@ every n-th row of a large one, which is a fair share of all sources and files.
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -18,14 +18,12 @@ from data_prep.settings import ExampleOptions
 from data_prep.show import special_ids
 from multicls.console import count, print_summary
 from multicls.corpus import Corpus
-from multicls.errors import UserError
-from multicls.files import atomic_write, read_json
+from multicls.files import read_json
 
-SAMPLE_TOKENS = 2_000_000  # rows with about as many are measured, a matter of seconds
-LENGTH_TOKENS = 200_000  # and of these as many for each other length
+SAMPLE_TOKENS = 500_000  # rows with about as many are measured for each length, a matter of seconds
 SHOWN_DROPS = 3  # samples of dropped text for each reason
 PERCENTILES = [0.05, 0.25, 0.5, 0.75, 0.95]
-LENGTHS = (32, 48, 64, 96, 128, 192, 256, 384, 512)  # from which one is recommended
+LENGTHS = (32, 48, 64, 96, 128, 192, 256, 384, 512)
 MOST_PADDING = 0.2
 UNITS = ("document", "row", "sentence", "token")
 
@@ -45,35 +43,42 @@ def document_lengths(corpus: Corpus) -> np.ndarray:
     return np.add.reduceat(np.concatenate(columns, axis=1), begins, axis=1)
 
 
-def sampled_examples(
-    corpus: Corpus, special: SpecialIds, seq_length: int, tokens: int = SAMPLE_TOKENS
-) -> list[TrainingExample]:
+def sampled_examples(corpus: Corpus, special: SpecialIds, seq_length: int) -> list[TrainingExample]:
     """Builds the first epoch's examples of sampled rows, as training does."""
     stream = ExampleStream(corpus, special, seq_length=seq_length, seed=0, validation_fraction=0.0)
-    rows = sample_rows(corpus, tokens)
+    rows = sample_rows(corpus)
     return [example for row in rows for example in stream.examples_of_row(row, epoch=0)]
 
 
-def padding_of(examples: list[TrainingExample]) -> float:
-    """Returns the share of the positions that are padding."""
-    return 1 - float(np.mean([example.attention_mask for example in examples]))
+def training_table(corpus: Corpus, special: SpecialIds, seq_length: int) -> pd.DataFrame:
+    """Returns what training sees at `seq_length` and at other lengths: a row of shares for each.
+
+    It is empty if no document has three sentences.
+    """
+    table = dict[int, dict[str, Any]]()
+    for length in sorted({seq_length, *(n for n in LENGTHS if n >= len(special.facets) + 16)}):
+        if examples := sampled_examples(corpus, special, length):
+            cut = np.mean([example.cut_tokens for example in examples])
+            table[length] = {
+                "padding": 1 - np.mean([example.attention_mask for example in examples]),
+                "parts with an order": np.mean([example.so_labels >= 0 for example in examples]),
+                "tokens cut": cut / examples[0].input_ids.size,
+            }
+    return pd.DataFrame(table).T.rename_axis("seq_length")
 
 
-def fitting_length(corpus: Corpus, special: SpecialIds) -> tuple[int, float]:
-    """Returns the longest of `LENGTHS` with little padding, or the best one; and its padding."""
-    found = [
-        (length, padding_of(sampled_examples(corpus, special, length, LENGTH_TOKENS)))
-        for length in LENGTHS
-        if length >= len(special.facets) + 16
-    ]
-    fitting = [entry for entry in found if entry[1] <= MOST_PADDING]
-    return fitting[-1] if fitting else min(found, key=lambda entry: entry[1])
+def fitting_length(table: pd.DataFrame) -> int:
+    """Returns the longest length with little padding, or else the one with the least."""
+    fitting = table.index[table["padding"] <= MOST_PADDING]
+    return int(fitting.max() if len(fitting) else table["padding"].idxmin())
 
 
 def print_stats(options: ExampleOptions) -> None:
-    """Prints what a finished corpus holds, and draws the lengths of its texts to CORPUS.png."""
+    """Prints what a finished corpus holds, and what training sees of it."""
     corpus = Corpus.open(options.corpus)
-    training = _training(corpus, options)
+    tokenizer = Tokenizer.from_file(str(corpus.path / "tokenizer.json"))
+    special = special_ids(corpus, tokenizer, options.num_facets)
+    training = training_table(corpus, special, options.seq_length)
     (sentences, tokens), rows = document_lengths(corpus), sample_rows(corpus)
     lengths = {
         "sentences a document": sentences,
@@ -97,62 +102,18 @@ def print_stats(options: ExampleOptions) -> None:
     samples = read_json(corpus.path / "dropped.json")
     for reason, number in sorted(manifest["dropped"].items(), key=lambda item: -item[1]):
         print(f"left out: {number:,}  {visible(reason)}")
-        for sample in samples.get(reason, [])[:SHOWN_DROPS]:
-            line = visible(f"{sample['text']} ({sample['source']}: {sample['document']})")
-            print(f"      {line[:110]}")
-    print()
-    print_summary(training)
-    picture = corpus.path.resolve().with_name(f"{corpus.path.resolve().name}.png")
-    try:
-        _draw(picture, lengths)
-    except OSError as error:
-        raise UserError(f"{picture}: the picture cannot be written: {error.strerror}.") from None
-    print(f"\npicture: {picture}")
+        for source, document, text in samples.get(reason, [])[:SHOWN_DROPS]:
+            print(f"      {visible(f'{text} ({source}: {document})')[:110]}")
+    if training.empty:
+        print("\nno example: no document has three sentences")
+        return
+    print(f"\n{training.to_string(float_format='{:.1%}'.format)}\n")
+    hint = f"data.seq_length={fitting_length(training)}"
+    if training["padding"][options.seq_length] > MOST_PADDING:
+        hint += "; or join short documents (--short_documents join)"
+    print_summary([("length that fits", hint)])
 
 
 def visible(text: str) -> str:
     """Returns the text on one line, with control and other unprintable characters as escapes."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
-def _training(corpus: Corpus, options: ExampleOptions) -> list[tuple[str, str]]:
-    """Returns lines on the examples of an epoch, and the length that fits."""
-    length, facets = options.seq_length, options.num_facets
-    lines = [("training", f"one epoch at seq_length {length} with {facets} facets")]
-    try:
-        tokenizer = Tokenizer.from_file(str(corpus.path / "tokenizer.json"))
-        special = special_ids(corpus, tokenizer, facets)
-    except UserError as error:
-        return [*lines, ("not measured", str(error))]
-    examples = sampled_examples(corpus, special, length)
-    if not examples:
-        return [*lines, ("no example", "no document has three sentences")]
-    fitting, padding = fitting_length(corpus, special)
-    fit = f"data.seq_length={fitting} has {padding:.1%} padding"
-    if (padding := padding_of(examples)) > MOST_PADDING:
-        fit += "; or join short documents (--short_documents join)"
-    ordered = np.mean([example.so_labels >= 0 for example in examples])
-    cut = np.mean([example.cut_tokens for example in examples]) / examples[0].input_ids.size
-    return [
-        *lines,
-        ("padding", f"{padding:.1%} of the positions"),
-        ("tokens cut", f"{cut:.2%} of the positions"),
-        ("parts with an order", f"{ordered:.1%}, the others are a single sentence"),
-        ("examples measured", f"{len(examples):,}"),
-        ("length that fits", fit),
-    ]
-
-
-def _draw(picture: Path, lengths: dict[str, np.ndarray]) -> None:
-    """Draws histograms of lengths in greys, and writes the picture atomically."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 4), dpi=150, layout="constrained")
-    for axes, (name, values) in zip(figure.subplots(1, 3), lengths.items(), strict=True):
-        edges = np.unique(np.geomspace(1, values.max() + 1, 60).astype(np.int64))
-        axes.stairs(np.histogram(values, edges)[0], edges, fill=True, color="0.7")
-        axes.axvline(np.median(values), color="black", label=f"median: {np.median(values):,.0f}")
-        axes.set(xscale="log", xlabel=name, ylabel="number")
-        axes.legend()
-    with atomic_write(picture, "wb") as file:
-        figure.savefig(file, format="png")

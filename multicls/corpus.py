@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 MANIFEST = "manifest.json"
-FORMAT = "multicls-corpus"
 FORMAT_VERSION = 5
 MAX_TOKENS = (1 << 16) - 1  # tokens in a row; a count then fits into uint16
 

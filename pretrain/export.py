@@ -86,7 +86,7 @@ def describe_model(
         tokenizer.save_pretrained(fresh)
         write_sentence_transformer(fresh)
         corpus = {key: manifest.get(key) for key in FACTS}
-        corpus["language"] = manifest.get("made_from", {}).get("splitter", {}).get("language")
+        corpus["language"] = manifest.get("made_from", {}).get("settings", {}).get("language")
         metadata = inherited_metadata(source) if source else {}
         write_json(fresh / EXPORT_INFO, {"metadata": metadata, "corpus": corpus})
 

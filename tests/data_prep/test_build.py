@@ -248,7 +248,7 @@ def test_built_units_are_not_built_again(
     (texts / "05.txt").write_text(story(33, 5))
     work = tmp_path / "out" / "work"
     (work / "notes.txt").write_text("not ours")
-    sorted(work.glob("*/unit.json"))[0].parent.rename(tmp_path / "gone")
+    sorted(work.glob("*/drops.json"))[0].parent.rename(tmp_path / "gone")
     prepare_until("merge", tiny_tokenizer, tmp_path / "out", texts)
     assert len(read) in (14, 16), "the unit of 05.txt and the one that is gone"
     prepared(tiny_tokenizer, tmp_path / "out", texts, min_sentences=7)  # other keys
@@ -410,7 +410,7 @@ def test_no_process_outlives_the_command(how: signal.Signals, command: Any, tmp_
     words = command(tmp_path / "out", large_input(tmp_path / "in", 24))
     pipe = subprocess.PIPE
     process = subprocess.Popen(words, stdout=pipe, stderr=pipe, start_new_session=True)
-    until(lambda: list((tmp_path / "out").glob("work/*/unit.json")) or process.poll() is not None)
+    until(lambda: list((tmp_path / "out").glob("work/*/drops.json")) or process.poll() is not None)
     workers = [pid for pid in children(process.pid) if is_worker(pid)]
     assert len(workers) >= 2
     os.killpg(process.pid, how) if how == signal.SIGINT else process.send_signal(how)
@@ -448,7 +448,7 @@ def test_a_lost_scheduler_ends_the_command_and_loses_nothing(command: Any, tmp_p
     until(file.exists)
     worker = start("worker", "--nthreads", "1", "--death-timeout", "5", "--no-nanny")
     process = subprocess.Popen([*words, "--scheduler", str(file)], stdout=pipe, stderr=pipe)
-    until(lambda: list((tmp_path / "out").glob("work/*/unit.json")) or process.poll() is not None)
+    until(lambda: list((tmp_path / "out").glob("work/*/drops.json")) or process.poll() is not None)
     scheduler.kill()
     _, errors = process.communicate()
     worker.kill()
@@ -479,8 +479,7 @@ def test_short_documents(
         assert "2,002 documents_too_short. To keep them: --short_documents join" in printed
         assert "warning:" in printed
         return
-    assert dropped == {"documents_duplicate": 2}
-    assert corpus.manifest["joined_documents"]["short"] == 2000
+    assert dropped == {"documents_duplicate": 2, "joined_documents": 2000}
     assert "2,001 of 2,003 documents" in printed and "MCQT and sentence order" in printed
     sizes = [len(corpus.row(i).tokens) for i in range(corpus.num_rows)]
     assert min(sizes) >= 200 and corpus.num_documents < 200
@@ -513,7 +512,7 @@ def test_a_document_that_fails_costs_itself_only(
     assert corpus.manifest["dropped"] == {"documents_failed_IndexError": 1}
     samples = json.loads((corpus.path / "dropped.json").read_text())
     (sample,) = samples["documents_failed_IndexError"]
-    assert sample["document"].startswith("in.jsonl#") and "out of range" in sample["text"]
+    assert sample[1].startswith("in.jsonl#") and "out of range" in sample[2]
 
 
 def test_a_bad_byte_costs_its_sentence(corpus_of: Make) -> None:

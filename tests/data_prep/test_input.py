@@ -9,7 +9,9 @@ import lzma
 import os
 import random
 import socket
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any, get_args
 
 import datasets
@@ -20,7 +22,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep import prepare, sources
+from data_prep import prepare
 from data_prep.prepare import group_units
 from data_prep.read import FEWEST_ROWS, MOST_ROWS, RawDocument, read_documents
 from data_prep.settings import BuildOptions, Format
@@ -35,7 +37,7 @@ PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + bytes(range(256))
 HTML = (
     "<!DOCTYPE html>\n<html><head><title>Cat</title></head><body><p>The cat sat.</p></body></html>"
 )
-NO_TRAFILATURA = "HTML; `pip install trafilatura` extracts its text, or --format text"
+NO_TRAFILATURA = "HTML; `pip install trafilatura lxml_html_clean` extracts it, or --format text"
 TABLE = "a table; write JSON lines (pandas.DataFrame.to_json), or --format text"
 SEVERAL = "JSON over several lines; write an object a line (jq -c '.[]')"
 
@@ -178,7 +180,9 @@ OTHERS = {
 def test_a_folder_of_hostile_files(
     extractor: bool, hostile: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "find_spec", lambda _: extractor)
+    monkeypatch.setitem(
+        sys.modules, "trafilatura", ModuleType("trafilatura") if extractor else None
+    )
     files, all_skipped = listed(hostile)
     skipped = {os.path.relpath(path, hostile): reason for path, reason in all_skipped}
     formats = {file.name: file.format for file in files}
@@ -382,7 +386,7 @@ def test_mediawiki_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     )
     (tmp_path / "dump.xml.bz2").write_bytes(bz2.compress(text.encode()))
     reasons = [d.dropped for d in read_all(tmp_path / "dump.xml.bz2")]
-    assert reasons[2:] == ["", "documents_page_too_long", ""]
+    assert reasons[2:] == ["", "records_file_damaged"]
 
 
 def test_long_texts_and_records_are_bounded(
@@ -402,14 +406,25 @@ def test_long_texts_and_records_are_bounded(
     assert {reason for _, reason in reasons[:-1]} == {"records_not_json"}
 
 
-def test_html(tmp_path: Path) -> None:
-    pytest.importorskip("trafilatura")
-    texts = [story(6, n) for n in range(4)]
-    body = "".join(f"<p>{text}</p>" for text in texts)
-    head = "<html><head><title>Cats &amp; mats</title></head>"
-    (tmp_path / "page.html").write_text(f"{head}<body><article>{body}</article></body>")
+BODY = "".join(f"<p>{story(6, number)}</p>" for number in range(4))
+NAVIGATION = "<nav><a href='/'>Start</a></nav>"
+PAGES = {  # page: title
+    f"<html><title>Cats &amp; mats</title><body>{NAVIGATION}<article>{BODY}</article></body>": (
+        "Cats & mats"
+    ),
+    "<?xml version='1.0' encoding='utf-8'?>\n<!DOCTYPE html PUBLIC '-//W3C//DTD XHTML 1.0 Strict//EN'>\n"
+    f"<html xmlns='http://www.w3.org/1999/xhtml'><body>{BODY}</body></html>": "page",
+    f"<div>{BODY}</div>": "page",
+}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_html(page: str, tmp_path: Path) -> None:
+    pytest.importorskip("trafilatura", exc_type=ImportError)
+    (tmp_path / "page.html").write_text(page)
     (found,) = read_all(tmp_path / "page.html")
-    assert found.title == "Cats & mats" and found.text.split() == " ".join(texts).split()
+    expected = " ".join(story(6, number) for number in range(4)).split()
+    assert (found.title, found.text.split()) == (PAGES[page], expected)
 
 
 # Data sets.

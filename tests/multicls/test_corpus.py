@@ -9,7 +9,6 @@ import pyarrow as pa
 import pytest
 
 from multicls.corpus import (
-    FORMAT,
     FORMAT_VERSION,
     MAX_TOKENS,
     Corpus,
@@ -41,7 +40,7 @@ def write_corpus(
     size = (folder / "shard-00000.arrow").stat().st_size
     shard = {"name": "shard-00000.arrow", "rows": len(rows), "bytes": size}
     tokenizer = {"vocabulary_size": 10, "fingerprint": "f"}
-    manifest = {"format": FORMAT, "format_version": format_version, "documents": 2, "files": {}}
+    manifest = {"format_version": format_version, "documents": 2, "files": {}}
     write_manifest(folder, manifest | {"shards": [shard], "tokenizer": tokenizer})
     return folder
 

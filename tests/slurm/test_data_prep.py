@@ -79,7 +79,7 @@ def test_jobs_prepare_a_corpus(
         done = max(done, 0)
         job = submit(cluster, tmp_path, arguments(text, tiny_tokenizer, output))
         while done < kills and cluster.job(job)["JobState"] in ("PENDING", "RUNNING"):
-            if list(output.glob("work/*/unit.json")) and (found := workers()):
+            if list(output.glob("work/*/drops.json")) and (found := workers()):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(rng.choice(found)), signal.SIGKILL)
                     done += 1
