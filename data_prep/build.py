@@ -106,14 +106,18 @@ def _clean(
             try:
                 sentences = clean(raw, settings.rules, settings.language, drops)
             except Exception as error:  # of a library: costs this document only
-                reason = f"documents_failed_{type(error).__name__}"
-                drops.add(reason, raw, str(error), len(raw.text))
+                _failed(error, raw, [raw.text], drops)
                 continue
             if sentences:
                 yield raw._replace(text=""), sentences
             else:
                 reason = "documents_without_sentences" if raw.text.strip() else "documents_empty"
                 drops.add(reason, raw, raw.text.strip() or raw.title, 0)
+
+
+def _failed(error: Exception, raw: RawDocument, texts: list[str], drops: DropLog) -> None:
+    reason = f"documents_failed_{type(error).__name__}"
+    drops.add(reason, raw, str(error), sum(map(len, texts)))
 
 
 def _batched(
@@ -136,7 +140,14 @@ def _encode(
 ) -> Iterator[Document]:
     """Yields the documents as tokens, encoding many sentences at a time."""
     for batch in _batched(documents, lambda document: len(document[1]), BATCH_SENTENCES):
-        tokens, lengths = encoder.encode([sentence for _, found in batch for sentence in found])
+        try:
+            tokens, lengths = encoder.encode([sentence for _, found in batch for sentence in found])
+        except Exception as error:  # of the tokenizer: find the document, which alone is dropped
+            if len(batch) == 1:
+                _failed(error, *batch[0], drops)
+            for document in batch if len(batch) > 1 else ():
+                yield from _encode([document], encoder, drops)
+            continue
         ends = np.cumsum([len(found) for _, found in batch])[:-1]
         spans = np.split(tokens, np.cumsum(lengths)[ends - 1])
         for (raw, found), span, sizes in zip(batch, spans, np.split(lengths, ends), strict=True):

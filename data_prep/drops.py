@@ -12,6 +12,7 @@ import xxhash
 from data_prep.read import RawDocument
 from multicls.console import count
 from multicls.corpus import Corpus, ShardRow
+from multicls.files import read_json
 
 SAMPLES = 8  # of everything that is dropped, by reason
 SAMPLE_LENGTH = 200
@@ -139,7 +140,7 @@ def _remedy(reason: str) -> str:
 
 def last_lines(corpus: Corpus) -> list[tuple[str, str]]:
     """Returns the last lines of a run: what is kept, what is left out and why, and warnings."""
-    drops = DropLog(corpus.manifest["drops"])
+    drops = DropLog(read_json(corpus.path / "dropped.json"))
     lines = [("kept", drops.kept()), *drops.report()]
     if joined := corpus.manifest["dropped"].get("joined_documents"):
         lines.append(("joined", f"{joined:,} short documents to others. {JOINED_NOTE}"))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections import defaultdict
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ def load_tokenizer_files(name: str) -> dict[str, bytes]:
         if not path.exists():
             path = Path(snapshot_download(name, allow_patterns=["tokenizer.json", CONFIG]))
         main = path / "tokenizer.json" if path.is_dir() else path
-        Tokenizer.from_file(str(main)).encode("\ue000")  # no word: fails if [UNK] is missing
+        Tokenizer.from_file(str(main))
     except Exception as error:  # tokenizers raises plain Exception
         raise UserError(
             f"--tokenizer {name}: no tokenizer.json of a fast tokenizer there or on the Hub "
@@ -68,7 +67,7 @@ class TextEncoder:
     """
 
     # The table: entry e of `_entries` is the `_lengths[e]` tokens from `_starts[e]` on in `_tokens`.
-    _entries: defaultdict[str, int]  # a new word gets the next number
+    _entries: dict[str, int]
     _lengths: np.ndarray
     _starts: np.ndarray
     _tokens: np.ndarray
@@ -106,15 +105,14 @@ class TextEncoder:
         """Returns the table entries of distinct words, (W,), and adds the new ones to the table."""
         if len(self._entries) > TABLE_WORDS:
             self._clear_table()
-        first = len(self._entries)
-        entries = np.array([self._entries[word] for word in words], np.int64)
-        if new := [words[i] for i in np.flatnonzero(entries >= first)]:
+        if new := [word for word in words if word not in self._entries]:
             tokens, lengths = self._tokenize(new)
             starts = len(self._tokens) + np.cumsum(lengths) - lengths
+            self._entries.update(zip(new, count(len(self._entries))))
             self._lengths = np.concatenate([self._lengths, lengths])
             self._starts = np.concatenate([self._starts, starts])
             self._tokens = np.concatenate([self._tokens, tokens])
-        return entries
+        return np.array([self._entries[word] for word in words], np.int64)
 
     def _tokenize(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Returns the ids of all texts, concatenated, and the number of each text."""
@@ -124,7 +122,7 @@ class TextEncoder:
         return np.fromiter(chain.from_iterable(ids), self.dtype, count=int(lengths.sum())), lengths
 
     def _clear_table(self) -> None:
-        self._entries = defaultdict(lambda: len(self._entries), {_END: 0, "": 1})
+        self._entries = {_END: 0, "": 1}
         self._lengths = np.zeros(2, np.int64)
         self._starts = np.zeros(2, np.int64)
         self._tokens = np.zeros(0, self.dtype)

@@ -143,26 +143,14 @@ class ExampleStream:
         """Returns examples of an epoch; an index is 0 to `examples_per_epoch` - 1."""
         return [self._example(self._index.find(self.seed, epoch, i)) for i in indices]
 
-    def num_windows(self, row: int) -> int:
-        """Returns the number of windows of a row: 0 if it has fewer than P sentences."""
-        return self._index.count(*self.corpus.locate(row))
-
-    def examples_of_row(
-        self, row: int, epoch: int, windows: Sequence[int] | None = None
-    ) -> list[TrainingExample]:
-        """Returns the examples of a row, or of some of its windows, in pass `epoch` over its source.
+    def examples_of_row(self, row: int, epoch: int) -> list[TrainingExample]:
+        """Returns the examples of a row in pass `epoch` over its source: none if it has fewer than P sentences.
 
         Raises:
-            UserError: There is no such row or window.
+            UserError: There is no such row.
         """
-        count = self.num_windows(row)
-        numbers = range(count) if windows is None else windows
-        for number in numbers:
-            if not 0 <= number < count:
-                raise UserError(
-                    f"{self.corpus.path}: row {row} has no window {number}; it has {count}, from 0."
-                )
-        return [self._example(Window(row, number, epoch)) for number in numbers]
+        windows = range(self._index.count(*self.corpus.locate(row)))
+        return [self._example(Window(row, number, epoch)) for number in windows]
 
     def _example(self, window: Window) -> TrainingExample:
         shard, row = self.corpus.locate(window.row)

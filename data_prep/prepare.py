@@ -57,8 +57,8 @@ class Job(NamedTuple):
     made_from: dict[str, Any]  # of the manifest
 
 
-def prepare(options: BuildOptions) -> Path:
-    """Prepares the corpus folder `options.output` and returns it; continues a run that was stopped.
+def prepare(options: BuildOptions) -> Corpus:
+    """Prepares the corpus in the folder `options.output` and opens it; continues a run that was stopped.
 
     The bytes depend on the input, the settings and the versions of packages, never on the workers
     or on interruptions.
@@ -75,14 +75,15 @@ def prepare(options: BuildOptions) -> Path:
         if _is_finished(output, job.made_from):
             _remove_work(work)  # if a run was killed right after it wrote the manifest
             print_line(f"already finished: {output}")
-            return output
+            return Corpus.open(output)
         try:
             tokenizer = work / f"tokenizer-{job.made_from['settings']['tokenizer'][:12]}.json"
             with atomic_write(tokenizer, "wb") as file:
                 file.write(job.tokenizer_files["tokenizer.json"])
             missing = [unit for unit in job.units if not (work / unit.key).exists()]
             number = len(job.units)
-            with open_pool(max(1, min(options.workers, len(missing))), options.scheduler) as pool:
+            workers = min(options.workers or len(os.sched_getaffinity(0)), len(missing))
+            with open_pool(max(1, workers), options.scheduler) as pool:
                 calls = [(unit, options, work, tokenizer) for unit in missing]
                 with Progress(number, "unit", "build", done=number - len(missing)) as progress:
                     for _ in run_all(build_unit, calls, pool):
@@ -103,7 +104,7 @@ def prepare(options: BuildOptions) -> Path:
             if not (output / MANIFEST).exists() and not any(work.glob("*/rows-0.arrow")):
                 _remove_work(work)  # nothing to continue from
     print_line(f"done in {duration(time.monotonic() - started)}: {output}")
-    return output
+    return Corpus.open(output)
 
 
 def _describe_job(options: BuildOptions, output: Path) -> Job:
@@ -201,9 +202,8 @@ def _finish(output: Path, job: Job, merged: Merged) -> None:
             f"(left out: {listed or 'nothing'}); --min_sentences and --short_documents join take "
             "shorter ones."
         )
-    record, size = merged.drops.to_json(), len(merged.frequency)
-    samples = {reason: [entry[1:] for entry in kept] for reason, kept in record["samples"].items()}
-    write_json(output / DROPPED, samples | {"skipped": sorted(job.skipped)})
+    size = len(merged.frequency)
+    write_json(output / DROPPED, merged.drops.to_json() | {"skipped": sorted(job.skipped)})
     with atomic_write(output / FREQUENCY, "wb") as file:
         np.save(file, merged.frequency)
     for name, data in job.tokenizer_files.items():
@@ -223,7 +223,6 @@ def _finish(output: Path, job: Job, merged: Merged) -> None:
         "hub_datasets": {
             file.source: file.hub for unit in job.units for file in unit.files if file.hub
         },
-        "drops": {name: values for name, values in record.items() if name != "samples"},
         "dropped": drops,
         "skipped": dict(sorted(skipped.items())),
         "tokenizer": {

@@ -13,6 +13,8 @@ from itertools import chain
 from typing import Any, Literal, NamedTuple
 from xml.etree import ElementTree
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import xxhash
 
 from data_prep.settings import BuildOptions
@@ -203,8 +205,6 @@ def _columns(field: str, names: list[str]) -> list[str]:
 
 
 def _parquet_rows(file: SourceFile, field: str) -> Iterator[tuple[int, Any]]:
-    import pyarrow.parquet as pq
-
     with open_bytes(file.path) as raw, closing(pq.ParquetFile(raw)) as table:
         columns = _columns(field, table.schema_arrow.names)
         batches = table.iter_batches(ROWS, columns=columns)
@@ -213,13 +213,10 @@ def _parquet_rows(file: SourceFile, field: str) -> Iterator[tuple[int, Any]]:
 
 def _arrow_rows(file: SourceFile, field: str) -> Iterator[tuple[int, Any]]:
     """Yields the rows of a file of a data set; a share in bytes has its part of the rows."""
-    import datasets
-
-    data = datasets.Dataset.from_file(file.path)
-    data = data.select_columns(_columns(field, data.column_names))
+    table = pa.ipc.open_stream(pa.memory_map(file.path)).read_all()
     size = os.path.getsize(file.path)
-    first, end = (len(data) * offset // size for offset in (file.start, file.stop or size))
-    batches = data.select(range(first, end)).with_format("arrow").iter(ROWS)
+    first, end = (len(table) * offset // size for offset in (file.start, file.stop or size))
+    batches = table.select(_columns(field, table.column_names))[first:end].to_batches(ROWS)
     yield from enumerate((row for batch in batches for row in batch.to_pylist()), first)
 
 

@@ -30,14 +30,12 @@ def build(options: BuildOptions) -> None:
     """Prepares a corpus folder, or continues a run that was stopped."""
     from data_prep.drops import last_lines
     from data_prep.prepare import prepare
-    from multicls.corpus import Corpus
 
     try:
-        prepare(options)
+        corpus = prepare(options)
     except KeyboardInterrupt:
         print_line("stopped; the same command continues")
         raise
-    corpus = Corpus.open(options.output)
     documents, tokens = corpus.num_documents, corpus.manifest["tokens"]
     size = f"{count(documents, 'document')}, {count(tokens, 'token')}"
     folder = Path(options.tokenizer)
@@ -52,7 +50,7 @@ def build(options: BuildOptions) -> None:
 
 def show(options: ShowOptions) -> None:
     """Prints a row and a training example of it, exactly as the model sees it."""
-    from data_prep.show import describe
+    from data_prep.stats import describe
 
     print(describe(options))
 

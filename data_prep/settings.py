@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any, Literal, get_args
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from pydantic_settings import CliPositionalArg
 
 from multicls.settings import Settings
@@ -33,11 +32,6 @@ INPUT_HELP = (
 )
 
 
-def available_cores() -> int:
-    """Returns the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 class BuildOptions(Settings):
     """Options of the command that prepares a corpus: together with the text they decide its bytes."""
 
@@ -45,24 +39,18 @@ class BuildOptions(Settings):
     include: list[str] = Field([], description="read only these files of a folder, like *.txt")
     exclude: list[str] = Field([], description="leave out these files of a folder")
     format: Format = Field(
-        "auto",
-        description="format of the files; wikipedia: rows or text are Wikipedia articles, "
-        "a paragraph a line, in whatever container",
+        "auto", description="format of the files; wikipedia: articles, with a paragraph a line"
     )
     documents: Literal["file", "blank_line", "sentences"] = Field(
-        "file",
-        description="plain text: a document is a file, or the text between blank lines; or each "
-        "line (or row) is a sentence",
+        "file", description="plain text: a file or a block is a document; or lines are sentences"
     )
     text_field: str = Field("text", description="field of JSON lines, Parquet and data sets")
     tokenizer: str = Field(
-        description="a folder with tokenizer.json, that file, a Hub id like bert-base-uncased, or "
-        "sample"
+        description="a folder with tokenizer.json, that file, a Hub id, or the word sample"
     )
     min_sentences: PositiveInt = Field(
         MIN_SENTENCES,
-        description="documents of fewer sentences are short; 3 are one for each part of an "
-        "example, 1 is enough for masked-LM alone",
+        description="documents of fewer are short; an example needs 3, masked-LM alone needs 1",
     )
     short_documents: Literal["drop", "join"] = Field(
         "drop", description="drop short documents, or join those of a source in input order"
@@ -81,13 +69,11 @@ class BuildOptions(Settings):
     sample: bool = Field(
         False, exclude=True, description="use the embedded sample as --input and --tokenizer"
     )
-    workers: PositiveInt = Field(
-        default_factory=available_cores, exclude=True, description="processes on this machine"
+    workers: NonNegativeInt = Field(
+        0, exclude=True, description="processes on this machine; 0: one for each core"
     )
     scheduler: str | None = Field(
-        None,
-        exclude=True,
-        description="scheduler file or address of a running Dask cluster, used instead",
+        None, exclude=True, description="file or address of a running Dask cluster, used instead"
     )
 
     @property

@@ -204,11 +204,10 @@ def _list_data_set(
     splits = [data[key] for key in sorted(data)] if isinstance(data, dict) else [data]
     for path in [entry["filename"] for part in splits for entry in part.cache_files]:
         name = "/".join([base, *Path(path).parts[-2:]])  # in the cache, the folder is the commit
-        file = _file(LOCAL, source or base, name, LOCAL.info(path))
-        if isinstance(file, SourceFile):
-            layout = _layout(settings, LAYOUTS.get(hub, "plain"))
-            file = file._replace(format="arrow", layout=layout, hub="" if is_folder else hub)
-        yield file
+        status, layout = os.stat(path), _layout(settings, LAYOUTS.get(hub, "plain"))
+        version, hub_name = str(status.st_mtime), "" if is_folder else hub
+        file = SourceFile(path, source or base, name, "arrow", status.st_size, version, layout)
+        yield file._replace(path=os.path.abspath(path), hub=hub_name)
 
 
 def _inspect(settings: BuildOptions, file: Entry) -> Entry:

@@ -1,4 +1,4 @@
-"""Prints what a corpus holds and what training sees of it.
+"""Prints what a corpus holds and what training sees of it; shows a row and an example of it as text.
 
 Counts come from the manifest. The rest is measured on a sample: on all rows of a small corpus, on
 every n-th row of a large one, which is a fair share of all sources and files.
@@ -14,11 +14,13 @@ from tokenizers import Tokenizer
 
 from data_prep.drops import DropLog
 from data_prep.examples import ExampleStream, SpecialIds, TrainingExample
-from data_prep.settings import ExampleOptions
-from data_prep.show import special_ids
+from data_prep.settings import ExampleOptions, ShowOptions
+from data_prep.windows import Part
 from multicls.console import count, print_summary
 from multicls.corpus import Corpus
+from multicls.errors import UserError
 from multicls.files import read_json
+from multicls.tokenization import facet_tokens
 
 SAMPLE_TOKENS = 500_000  # rows with about as many are measured for each length, a matter of seconds
 SHOWN_DROPS = 3  # samples of dropped text for each reason
@@ -26,6 +28,7 @@ PERCENTILES = [0.05, 0.25, 0.5, 0.75, 0.95]
 LENGTHS = (32, 48, 64, 96, 128, 192, 256, 384, 512)
 MOST_PADDING = 0.2
 UNITS = ("document", "row", "sentence", "token")
+ROLES = ("cls", "sep", "pad", "mask")
 
 
 def sample_rows(corpus: Corpus, tokens: int = SAMPLE_TOKENS) -> range:
@@ -85,24 +88,23 @@ def print_stats(options: ExampleOptions) -> None:
         "tokens a document": tokens,
         "tokens a sentence": np.concatenate([np.diff(corpus.row(row).offsets) for row in rows]),
     }
-    manifest = corpus.manifest
+    manifest, drops = corpus.manifest, DropLog(read_json(corpus.path / "dropped.json"))
     size = sum(entry["bytes"] for entry in corpus.files.values()) / 1e6
     print_summary(
         [
             ("corpus", visible(str(corpus.path))),
             ("holds", ", ".join(count(manifest[f"{unit}s"], unit) for unit in UNITS)),
             ("on disk", f"{count(corpus.num_shards, 'shard')}, {size:,.1f} MB"),
-            ("kept", DropLog(manifest["drops"]).kept()),
+            ("kept", drops.kept()),
         ]
     )
     sources = pd.DataFrame(manifest["sources"]).T.rename(index=visible)
     print(f"\n{sources.map('{:,}'.format).to_string()}\n")
     table = {name: pd.Series(values).describe(PERCENTILES) for name, values in lengths.items()}
     print(pd.DataFrame(table).T.to_string(float_format="{:,.1f}".format), end="\n\n")
-    samples = read_json(corpus.path / "dropped.json")
     for reason, number in sorted(manifest["dropped"].items(), key=lambda item: -item[1]):
         print(f"left out: {number:,}  {visible(reason)}")
-        for source, document, text in samples.get(reason, [])[:SHOWN_DROPS]:
+        for _, source, document, text in drops.samples[reason][:SHOWN_DROPS]:
             print(f"      {visible(f'{text} ({source}: {document})')[:110]}")
     if training.empty:
         print("\nno example: no document has three sentences")
@@ -117,3 +119,75 @@ def print_stats(options: ExampleOptions) -> None:
 def visible(text: str) -> str:
     """Returns the text on one line, with control and other unprintable characters as escapes."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def describe(options: ShowOptions) -> str:
+    """Returns a row of a corpus and the training example that its window gives, with its masks."""
+    corpus = Corpus.open(options.corpus)
+    row = corpus.row(options.row)
+    tokenizer = Tokenizer.from_file(str(corpus.path / "tokenizer.json"))
+    special = special_ids(corpus, tokenizer, options.num_facets)
+    length, seed = options.seq_length, options.seed
+    stream = ExampleStream(corpus, special, seq_length=length, seed=seed, validation_fraction=0.0)
+    examples = stream.examples_of_row(options.row, options.epoch)
+    if options.window >= len(examples):
+        have = f"row {options.row} has no window {options.window}; it has {len(examples)}, from 0"
+        raise UserError(f"{corpus.path}: {have}.")
+    example = examples[options.window]
+    which = f"as in epoch {options.epoch} with seed {options.seed}:"
+    lines = [
+        f"row {options.row}: {row.title!r} ({row.source}: {row.id})",
+        f"{len(row.offsets) - 1} sentences, {len(row.tokens)} tokens",
+        f"window {options.window} of {len(examples)}, {which}\n",
+    ]
+    for sentence in range(example.parts[0].first, example.parts[-1].end):
+        tokens = row.tokens[row.offsets[sentence] : row.offsets[sentence + 1]].tolist()
+        lines.append(f"  {sentence}: {tokenizer.decode(tokens, skip_special_tokens=False)}")
+    for p, part in enumerate(example.parts):
+        lines.append(f"\npart {'ABC'[p]}: {_in_words(part)}")
+        lines += _sequence(example, p, tokenizer, options.num_facets)
+    return "\n".join(lines)
+
+
+def special_ids(corpus: Corpus, tokenizer: Tokenizer, num_facets: int) -> SpecialIds:
+    """Returns the ids of the special tokens as in training.
+
+    Names that differ from BERT's come from the corpus's tokenizer_config.json. A missing one is a
+    `UserError`.
+    """
+    path, names = corpus.path / "tokenizer_config.json", dict[str, str]()
+    config = read_json(path) if path.exists() else {}
+    for role in ROLES:
+        name = config.get(f"{role}_token") or f"[{role.upper()}]"
+        names[role] = name["content"] if isinstance(name, dict) else name
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    if missing := ", ".join(name for name in names.values() if name not in vocabulary):
+        raise UserError(f"the corpus's tokenizer has no {missing}, so no example can be made.")
+    added = enumerate(facet_tokens(vocabulary, num_facets), len(vocabulary))
+    facets = tuple(vocabulary.get(name, number) for number, name in added)
+    return SpecialIds(**{role: vocabulary[name] for role, name in names.items()}, facets=facets)
+
+
+def _in_words(part: Part) -> str:
+    """Returns the sentences of a part and their order."""
+    if part.cut == part.end:
+        return f"sentence {part.first}, a single segment, so no order to tell"
+    segments = f"sentences {part.first} to {part.cut - 1} | {part.cut} to {part.end - 1}"
+    return f"{segments}, {'swapped (label 1)' if part.swapped else 'in order (label 0)'}"
+
+
+def _sequence(example: TrainingExample, p: int, tokenizer: Tokenizer, facets: int) -> list[str]:
+    """Returns a line a segment: `[MASK](was)` is a masked-LM target, `word/7.3` has its TF-IDF target."""
+    length = int(example.attention_mask[p].sum())
+    tfidf = np.insert(example.tfidf_labels[p], [1] * facets, 0.0)
+    segments: list[list[str]] = [[], []]
+    for i in range(length):
+        token = tokenizer.id_to_token(int(example.input_ids[p, i]))
+        text = f"[C{i}]" if 1 <= i <= facets else str(token)
+        if example.labels[p, i] >= 0:
+            text += f"({tokenizer.id_to_token(int(example.labels[p, i]))})"
+        if tfidf[i] > 0:
+            text += f"/{tfidf[i]:.1f}"
+        segments[example.token_type_ids[p, i]].append(text)
+    lines = [f"  type {kind}: {' '.join(texts)}" for kind, texts in enumerate(segments) if texts]
+    return [*lines, f"  + {len(example.input_ids[p]) - length} [PAD]"]

@@ -60,7 +60,7 @@ def prepared(
 ) -> Corpus:
     """Prepares a corpus of the inputs and opens it."""
     settings |= {"input": list(map(str, inputs)), "tokenizer": str(tokenizer)}
-    return Corpus.open(prepare(BuildOptions(output=str(output), workers=workers, **settings)))
+    return prepare(BuildOptions(output=str(output), workers=workers, **settings))
 
 
 @pytest.fixture

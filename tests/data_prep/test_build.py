@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -13,7 +12,6 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from data_prep import build, clean, merge, pool, run
+from data_prep import build, clean, merge, run
 from data_prep import prepare as prepare_module
 from data_prep.examples import ExampleStream
 from multicls.corpus import MAX_TOKENS, Corpus, tokenizer_fingerprint
@@ -76,19 +74,6 @@ def test_rows_with_common_sentences_lose_none(corpus_of: Make) -> None:
     assert found == [row.replace(" ", "") for row in rows]
 
 
-def test_mediawiki(tiny_tokenizer: Path, tmp_path: Path) -> None:
-    markup = (
-        "{{Infobox|a=1}}[[File:x.png|thumb|A dog.]]'''The cat''' sat ({{lang|x}}) on [[mat|a mat]]."
-        f"&lt;ref&gt;Far.&lt;/ref&gt; {story(6)}\n== History ==\n{{|\n|cell\n|}}\n{story(3, 2)}\n"
-    )
-    page = f"<page><title>Cat</title><ns>0</ns><id>1</id><revision><text>{markup}</text></revision></page>"
-    (tmp_path / "dump.xml").write_text(f"<mediawiki>{page}</mediawiki>")
-    corpus = prepared(tiny_tokenizer, tmp_path / "out", tmp_path / "dump.xml")
-    assert corpus.num_documents == 1 and corpus.row(0).title == "Cat"
-    assert text_of(corpus, 0) == ["thecatsatonamat.", *squeezed(story(6)), *squeezed(story(3, 2))]
-    assert corpus.manifest["dropped"] == {"lines_heading": 1}
-
-
 def test_text_never_becomes_a_special_token(corpus_of: Make) -> None:
     text = "The [SEP] cat [MASK] sat [unused0] on [CLS] a [PAD] mat."
     corpus = corpus_of(" ".join([text] * 8))
@@ -140,25 +125,17 @@ def test_long_documents_take_several_rows_and_shards(
     assert (many.document_frequency == one.document_frequency).all()
 
 
-def test_copies_are_found_across_units(tmp_path: Path) -> None:
-    for number, hashes in enumerate([[3, 1, 2], [], [2, 5, 5], [7, 1]]):
-        (tmp_path / str(number)).mkdir()
-        table = np.zeros(len(hashes), build.DOCUMENT)
-        table["hash"] = hashes
-        np.save(tmp_path / str(number) / "documents.npy", table)
-    copies = merge.find_copies([tmp_path / str(number) for number in range(4)])
-    assert [np.flatnonzero(copied).tolist() for copied in copies] == [[], [], [0, 2], [1]]
-
-
-@pytest.mark.parametrize(("without", "documents"), [([], 1), (["duplicate_documents"], 2)])
+@pytest.mark.parametrize(("without", "documents"), [([], 2), (["duplicate_documents"], 5)])
 def test_copies_go_unless_they_are_to_stay(
-    without: list[str], documents: int, tiny_tokenizer: Path, tmp_path: Path
+    without: list[str], documents: int, tiny_tokenizer: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    for name in "ab":
-        (tmp_path / f"{name}.txt").write_text(story(40))
-    inputs = tmp_path / "a.txt", tmp_path / "b.txt"
+    monkeypatch.setattr(prepare_module, "SMALL_UNIT", 1)  # a unit a file
+    for name, start in (("a", 1), ("b", 0), ("c", 1), ("d", 0), ("e", 0)):
+        (tmp_path / f"{name}.txt").write_text(story(40, start))
+    inputs = [tmp_path / f"{name}.txt" for name in "abcde"]
     corpus = prepared(tiny_tokenizer, tmp_path / "out", *inputs, without=without)
     assert corpus.num_documents == documents
+    assert [corpus.row(i).id for i in range(2)] == ["a.txt#0", "b.txt#0"]
 
 
 # Determinism and interruptions.
@@ -255,19 +232,6 @@ def test_built_units_are_not_built_again(
     assert len(read) in (26, 28) and (work / "notes.txt").exists()
 
 
-def test_file_systems_without_hard_links(
-    texts: Path, tiny_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepared(tiny_tokenizer, tmp_path / "whole", texts)
-
-    def refused(*_: Any) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", refused)
-    prepared(tiny_tokenizer, tmp_path / "out", texts)
-    same_files(tmp_path / "whole", tmp_path / "out")
-
-
 def test_a_late_task_takes_nothing_from_a_finished_corpus(tmp_path: Path) -> None:
     """A worker that was taken for dead may link its shard when work/ is gone."""
     (tmp_path / "shard").write_text("whole")
@@ -276,11 +240,16 @@ def test_a_late_task_takes_nothing_from_a_finished_corpus(tmp_path: Path) -> Non
     assert (tmp_path / "shard").read_text() == "whole"
 
 
-def test_two_processes_may_build_one_unit(
+def test_two_processes_may_build_one_unit_on_a_disk_without_links(
     texts: Path, tiny_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second worker builds and finishes each unit while the first is about to write it."""
+    """A second worker finishes each unit while the first is about to write it, on a disk without links."""
     prepared(tiny_tokenizer, tmp_path / "whole", texts)
+
+    def refused(*_: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refused)
     original, write = build.build_unit, build._write
 
     def twice(*arguments: Any) -> None:
@@ -303,8 +272,8 @@ def test_two_processes_may_build_one_unit(
 SMALL_UNITS = """
 import os, sys
 sys.path.insert(0, {repository!r})
-from data_prep import clean, prepare, run
-prepare.SMALL_UNIT = 1
+from data_prep import clean, prepare, read, run
+prepare.SMALL_UNIT, read.LONGEST_RECORD, read.LONGEST_DOCUMENT = 1, 1 << 20, 1 << 20
 original = clean.unwrap
 def unwrap(lines):
     os._exit(9) if lines[0].startswith("DEADLY") else None
@@ -343,7 +312,7 @@ def large_input(folder: Path, files: int = 8) -> Path:
 @pytest.mark.slow
 def test_kills_of_workers_and_of_the_command(command: Any, tmp_path: Path) -> None:
     """MULTICLS_KILLS sets the number of kills; every second one is of a worker."""
-    folder, kills = large_input(tmp_path / "in"), int(os.environ.get("MULTICLS_KILLS", "4"))
+    folder, kills = large_input(tmp_path / "in"), int(os.environ.get("MULTICLS_KILLS", "2"))
     quiet: Any = {"stdout": subprocess.DEVNULL}
     subprocess.run(command(tmp_path / "whole", folder, workers=1), check=True, **quiet)
     words, done, rng = command(tmp_path / "out", folder), 0, np.random.default_rng(0)
@@ -352,7 +321,7 @@ def test_kills_of_workers_and_of_the_command(command: Any, tmp_path: Path) -> No
         while process.poll() is None and done < kills:
             time.sleep(float(rng.uniform(0.3, 2.0)))
             workers = [pid for pid in children(process.pid) if is_worker(pid)]
-            if done % 2 == 0 and workers:
+            if done % 2 == 0 and workers and any((tmp_path / "out").glob("work/*/drops.json")):
                 os.kill(int(rng.choice(workers)), signal.SIGKILL)
                 done += 1
             elif done % 2 and process.poll() is None:
@@ -380,21 +349,6 @@ def test_continues_after_a_kill_around_the_first_file(
         (work / name).touch()
     corpus_of(story(9))
     assert not work.exists()
-
-
-@pytest.mark.slow
-def test_a_worker_killed_while_it_starts_is_started_again(tmp_path: Path) -> None:
-    preload = (
-        "import os, pathlib, signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
-        f"path = pathlib.Path({str(tmp_path / 'died')!r}); "
-        "died = path.exists(); path.touch(); died or os._exit(9)"
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(pool.DASK, "distributed.worker.preload", [preload])
-        with pool.open_pool(2, None) as executor:
-            assert executor is not None
-            assert executor.submit(abs, -3).result() == 3
-    assert (tmp_path / "died").exists()
 
 
 def is_worker(pid: int) -> bool:
@@ -511,8 +465,8 @@ def test_a_document_that_fails_costs_itself_only(
     assert corpus.num_documents == 2
     assert corpus.manifest["dropped"] == {"documents_failed_IndexError": 1}
     samples = json.loads((corpus.path / "dropped.json").read_text())
-    (sample,) = samples["documents_failed_IndexError"]
-    assert sample[1].startswith("in.jsonl#") and "out of range" in sample[2]
+    (sample,) = samples["samples"]["documents_failed_IndexError"]
+    assert sample[2].startswith("in.jsonl#") and "out of range" in sample[3]
 
 
 def test_a_bad_byte_costs_its_sentence(corpus_of: Make) -> None:
@@ -595,15 +549,14 @@ def test_a_full_disk_loses_nothing(
 
 @pytest.mark.slow
 def test_an_endless_line_needs_little_memory(command: Any, tmp_path: Path) -> None:
-    """1 GB without a line's end, in a compressed file."""
+    """Lines of 192 MB, in a compressed file, where a line is cut after 1 MB."""
     with gzip.open(tmp_path / "long.txt.gz", "wb", compresslevel=1) as file:
-        for _ in range(64):
-            file.write(b"the cat sat " * (1 << 20) + b"    " * (1 << 20))
+        for _ in range(16):
+            file.write(b"the cat sat " * (1 << 20))
         file.write(b"\n\n" + story(9).encode())
-    words = command(tmp_path / "out", tmp_path / "long.txt.gz", workers=1)
-    limit = partial(resource.setrlimit, resource.RLIMIT_AS, (3 << 30, 3 << 30))
-    done = subprocess.run(words, capture_output=True, text=True, preexec_fn=limit)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.Popen(command(tmp_path / "out", tmp_path / "long.txt.gz", workers=1))
+    _, status, usage = os.wait4(process.pid, 0)
+    assert status == 0 and usage.ru_maxrss < 400_000, "kilobytes"
     manifest = Corpus.open(tmp_path / "out").manifest
     assert manifest["documents"] == 1 and manifest["dropped"]["sentences_too_long"] > 9
 

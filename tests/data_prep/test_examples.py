@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
@@ -19,10 +16,9 @@ from sklearn.model_selection import StratifiedKFold, cross_val_predict
 
 from data_prep import windows
 from data_prep.examples import ARRAYS, ExampleStream, SpecialIds, TrainingExample
-from data_prep.rng import generator, hashed, permuted
+from data_prep.windows import generator, hashed, permuted
 from multicls.corpus import Corpus, ShardRow, held_out_share, occurrences, write_shard
 from multicls.errors import UserError
-from multicls.files import REPOSITORY
 
 
 @pytest.fixture(scope="module")
@@ -189,22 +185,6 @@ def test_an_example_depends_on_nothing_but_its_number(
     assert {epoch for epoch, _ in together["example_ids"][1].tolist()} == {0, 1}
     other = ExampleStream(sample_corpus, sample_ids, seq_length=128, seed=4)
     assert (other.micro_batches([3], size)["input_ids"] != together["input_ids"][:1]).any()
-
-
-def test_another_process_builds_the_same_examples(stream: ExampleStream) -> None:
-    program = (
-        "import hashlib, sys; from multicls.corpus import Corpus;"
-        "from data_prep.examples import ExampleStream, SpecialIds;"
-        "special = SpecialIds(cls=101, sep=102, pad=0, mask=103, facets=(1, 2, 3, 4, 5));"
-        "stream = ExampleStream(Corpus.open(sys.argv[1]), special, seq_length=128, seed=3);"
-        "arrays = stream.micro_batches(range(20, 25), 3);"
-        "print(hashlib.sha256(b''.join(a.tobytes() for a in arrays.values())).hexdigest())"
-    )
-    command = [sys.executable, "-c", program, str(stream.corpus.path)]
-    printed = subprocess.check_output(command, cwd=REPOSITORY, text=True).strip()
-    arrays = stream.micro_batches(range(20, 25), 3)
-    data = b"".join(array.tobytes() for array in arrays.values())
-    assert printed == hashlib.sha256(data).hexdigest()
 
 
 def rows_of(stream: ExampleStream, epoch: int = 0) -> set[int]:
@@ -397,8 +377,8 @@ def test_source_weights(tmp_path: Path) -> None:
     plain = ExampleStream(corpus, SPECIAL, **fixed())
     weights = {"wiki": 0.5, "books": 2, "web": 0}
     stream = ExampleStream(corpus, SPECIAL, **fixed(), source_weights=weights)
-    wiki, books = 60 * plain.num_windows(0), 40 * plain.num_windows(60)
-    assert plain.examples_per_epoch == wiki + books + 20 * plain.num_windows(119)
+    wiki, books = 60 * len(plain.examples_of_row(0, 0)), 40 * len(plain.examples_of_row(60, 0))
+    assert plain.examples_per_epoch == wiki + books + 20 * len(plain.examples_of_row(119, 0))
     assert stream.examples_per_epoch == round(wiki / 2) + 2 * books
 
     def shown(epoch: int) -> Counter[int]:
@@ -408,8 +388,10 @@ def test_source_weights(tmp_path: Path) -> None:
     first, second, third = map(shown, range(3))
     assert any(first[row] != third[row] for row in range(60)), "another half in the next pass"
     for row in range(60):  # each window once in two epochs
-        assert first[row] + second[row] == plain.num_windows(row)
-    assert all(first[d] == second[d] == 2 * plain.num_windows(d) for d in range(60, 100))
+        assert first[row] + second[row] == len(plain.examples_of_row(row, 0))
+    assert all(
+        first[d] == second[d] == 2 * len(plain.examples_of_row(d, 0)) for d in range(60, 100)
+    )
     assert max(first) == 99 and sum(first[d] > 0 for d in range(60)) > 54
     ones = ExampleStream(corpus, SPECIAL, **fixed(), source_weights=dict.fromkeys(weights, 1))
     for example, same in zip(
