@@ -32,11 +32,10 @@ def clean(raw: RawDocument, rules: frozenset[str], language: str, drops: DropLog
     """Returns the sentences of a document that the rules (of `settings.RULES`) keep."""
     text = plain_text(raw.text) if raw.format == "wikitext" else raw.text
     drops.characters[raw.source][READ] += len(text)
-    for rule, reason, repair in TEXT_RULES:
-        if rule in rules:
-            text, removed = repair(text)
-            if removed:
-                drops.add(reason, raw, " ".join(removed), 0, len(removed))
+    if "unicode" in rules:
+        text, removed = _plain_characters(text)
+        if removed:
+            drops.add("characters_control", raw, " ".join(removed), 0, len(removed))
     lines = lines_of(text, raw.format)
     is_wiki = raw.format in ("wikitext", "wikipedia")
     sentence_rules = SENTENCE_RULES
@@ -151,7 +150,7 @@ def _with_holes(lines: list[Line], text_format: TextFormat, wanted: bool) -> lis
     return result
 
 
-# Rules for the text: function(text) -> (the text repaired, what was removed).
+# The rule for the text.
 
 # Line ends; spaces; control characters, but not the zero-width joiners, which belong to words of Persian
 # and Indian scripts.
@@ -159,21 +158,10 @@ _SPECIAL = re.compile(
     "(\r\n?|[\u2028\u2029])|([\t\x0b\x0c\x1c-\x1f\x85\xa0\u1680\u2000-\u200a\u202f\u205f\u3000])"
     "|[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\xad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\ufeff]"
 )
-# The first byte of a UTF-8 sequence read as Latin-1 or Windows-1252, and a second one.
-_MOJIBAKE = re.compile("[ÂÃÄÅÎÏÐÑâãð][\x80-\xbf€‚ƒ„…†‡ˆ‰Š‹ŒŽ‘’“”•–—˜™š›œžŸ]")
-
-
-def _repair_mojibake(text: str) -> tuple[str, list[str]]:
-    if text.isascii() or not _MOJIBAKE.search(text):
-        return text, []
-    from ftfy import fix_encoding
-
-    lines = text.split("\n")
-    fixed = [fix_encoding(line) if _MOJIBAKE.search(line) else line for line in lines]
-    return "\n".join(fixed), [line for line, new in zip(lines, fixed, strict=True) if line != new]
 
 
 def _plain_characters(text: str) -> tuple[str, list[str]]:
+    """Returns the text with plain characters, and the codes of those that were removed."""
     removed: list[str] = []
 
     def plain(match: re.Match[str]) -> str:
@@ -184,11 +172,6 @@ def _plain_characters(text: str) -> tuple[str, list[str]]:
     text = text if text.isascii() else unicodedata.normalize("NFC", text)
     return _SPECIAL.sub(plain, text), removed
 
-
-TEXT_RULES = [
-    ("mojibake", "lines_mojibake_repaired", _repair_mojibake),
-    ("unicode", "characters_control", _plain_characters),
-]
 
 # Rules for lines: function(lines, dotted) -> the indices of those to drop; dotted: see is_heading.
 

@@ -30,10 +30,6 @@ REMEDIES = {  # how to keep what was dropped for a reason
     "documents_duplicate": "--without duplicate_documents",
     "records_without_text": "--text_field names the field with the text",
 }
-JOINED_NOTE = (
-    "Passages of an example can come from different documents, so MCQT and sentence order (SO) "
-    "teach less; masked-LM and TF-IDF are as before."
-)
 
 Sample = tuple[int, str, str, str]  # hash, source, document and text
 
@@ -92,11 +88,8 @@ class DropLog:
 
     def totals(self, *sources: str) -> tuple[Counter[str], Counter[str]]:
         """Returns `counts` and `characters` by reason, over some sources or over all."""
-        names = sources or tuple(self.counts)
-        numbers, characters = (
-            sum((table[name] for name in names), Counter[str]())
-            for table in (self.counts, self.characters)
-        )
+        tables = self.counts, self.characters
+        numbers, characters = (sum((t[s] for s in sources or t), Counter[str]()) for t in tables)
         return numbers, characters
 
     def by_reason(self) -> dict[str, int]:
@@ -106,20 +99,17 @@ class DropLog:
     def kept(self) -> str:
         """Returns how many documents and what share of the text are kept."""
         numbers, characters = self.totals()
-        left = numbers[READ] - sum(
-            number for reason, number in numbers.items() if _is_whole(reason)
-        )
+        whole = sum(number for reason, number in numbers.items() if _is_whole(reason))
         share = 2 - characters.total() / max(characters[READ], 1)  # READ is in the total, too
-        return f"{left:,} of {count(numbers[READ], 'document')}, {share:.1%} of the text"
+        return f"{numbers[READ] - whole:,} of {count(numbers[READ], 'document')}, {share:.1%} of the text"
 
     def report(self) -> list[tuple[str, str]]:
         """Returns a line for each reason, and a warning where one takes over a fifth of a source."""
         lines = list[tuple[str, str]]()
         for source in ("", *sorted(self.counts)):  # first all sources together
             numbers, characters = self.totals(source) if source else self.totals()
-            for reason in sorted(
-                numbers.keys() - {READ}, key=lambda name: (-characters[name], name)
-            ):
+            reasons = sorted(numbers.keys() - {READ})
+            for reason in sorted(reasons, key=characters.__getitem__, reverse=True):
                 documents = numbers[reason] / max(numbers[READ], 1) * _is_whole(reason)
                 share = characters[reason] / max(characters[READ], 1)
                 if max(documents, share) > (WARNING_SHARE if source else REPORTED_SHARE):
@@ -143,7 +133,8 @@ def last_lines(corpus: Corpus) -> list[tuple[str, str]]:
     drops = DropLog(read_json(corpus.path / "dropped.json"))
     lines = [("kept", drops.kept()), *drops.report()]
     if joined := corpus.manifest["dropped"].get("joined_documents"):
-        lines.append(("joined", f"{joined:,} short documents to others. {JOINED_NOTE}"))
+        note = "MCQT and sentence order teach less across documents; masked-LM and TF-IDF do not"
+        lines.append(("joined", f"{joined:,} short documents to others. {note}."))
     if skipped := sum(corpus.manifest["skipped"].values()):
         lines.append(("skipped", count(skipped, "file")))
     return [*lines, ("samples", f"{corpus.path}/dropped.json")]

@@ -62,7 +62,6 @@ class TextEncoder:
         tokenizer_json: The text of a tokenizer.json.
 
     Attributes:
-        vocabulary_size: V, added tokens included.
         word_by_word: True if the tokenizer is a BERT tokenizer as above.
     """
 
@@ -80,8 +79,8 @@ class TextEncoder:
         self.tokenizer.encode_special_tokens = True
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
-        self.vocabulary_size: int = self.tokenizer.get_vocab_size(with_added_tokens=True)
-        self.dtype = np.dtype(np.uint16 if self.vocabulary_size <= 1 << 16 else np.uint32)
+        size = self.tokenizer.get_vocab_size(with_added_tokens=True)
+        self.dtype = np.dtype(np.uint16 if size <= 1 << 16 else np.uint32)
         self.word_by_word = _is_word_by_word(json.loads(tokenizer_json))
         self._clear_table()
 

@@ -13,14 +13,14 @@ from multicls.errors import UserError, first_line, print_stderr
 
 DEATHS = 3  # of workers, after which a call is given up
 RETRIES = 2  # of a call that raises an error: a network file system may fail once
-MEMORY = ("target", "spill", "pause", "terminate")  # limits of Dask, which we do not want
-DASK = {f"distributed.worker.memory.{name}": False for name in MEMORY} | {
+DASK = {
     "distributed.scheduler.allowed-failures": DEATHS - 1,
     # Ctrl-C is for the command, which then ends its workers.
     "distributed.worker.preload": ["import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"],
 }
 LOCAL = {
     "threads_per_worker": 1,
+    "memory_limit": 0,
     "dashboard_address": "127.0.0.1:0",
     "silence_logs": logging.CRITICAL,
 }

@@ -43,7 +43,7 @@ MOST_LINES = 20  # of skipped paths; DROPPED lists all
 SMALL_UNIT = 32 << 20  # bytes of small files together
 LARGE_UNIT = 64 << 20  # bytes of a share of a file of lines
 LEAST_WEIGHT = 1 << 12  # bytes that take as long to read as a file takes to open
-PACKAGES = ("ftfy", "mwparserfromhell", "numpy", "pyarrow", "sentencex", "tokenizers")
+PACKAGES = ("mwparserfromhell", "numpy", "pyarrow", "sentencex", "tokenizers")
 NOT_IN_KEY = {"input", "include", "exclude", "tokenizer"}  # the files themselves say it
 _OURS = re.compile(r"\.?[0-9a-f]{24}(\..*)?|\.?tokenizer-[0-9a-f]{12}\.json.*")
 
@@ -81,11 +81,11 @@ def prepare(options: BuildOptions) -> Corpus:
             with atomic_write(tokenizer, "wb") as file:
                 file.write(job.tokenizer_files["tokenizer.json"])
             missing = [unit for unit in job.units if not (work / unit.key).exists()]
-            number = len(job.units)
             workers = min(options.workers or len(os.sched_getaffinity(0)), len(missing))
             with open_pool(max(1, workers), options.scheduler) as pool:
                 calls = [(unit, options, work, tokenizer) for unit in missing]
-                with Progress(number, "unit", "build", done=number - len(missing)) as progress:
+                done = len(job.units) - len(missing)
+                with Progress(len(job.units), "unit", "build", done=done) as progress:
                     for _ in run_all(build_unit, calls, pool):
                         progress.update()
                 size = Tokenizer.from_file(str(tokenizer)).get_vocab_size(with_added_tokens=True)

@@ -11,7 +11,6 @@ from multicls.settings import Settings
 
 MIN_SENTENCES = 6  # a document needs two sentences for each of three parts
 Rule = Literal[  # of cleaning; docs/data.md says what each does
-    "mojibake",
     "unicode",
     "end_matter",
     "headings",
@@ -26,9 +25,8 @@ Format = Literal[
     "auto", "text", "jsonl", "parquet", "wikiextractor", "wikipedia", "mediawiki", "html"
 ]
 INPUT_HELP = (
-    "text to prepare, [NAME=]WHAT: files and folders (also .gz .bz2 .xz .zst and s3:// or other "
-    "fsspec URLs), wikipedia[:DATE.LANGUAGE], bookcorpus, bookcorpusopen, or a data set of the "
-    "Hub, OWNER/DATASET[:CONFIG[:SPLIT]]; NAME: name of the source"
+    "[NAME=]WHAT: files, folders (also compressed, or fsspec URLs), wikipedia[:DATE.LANGUAGE], "
+    "bookcorpus, bookcorpusopen, or OWNER/DATASET[:CONFIG[:SPLIT]] of the Hub; NAME: of the source"
 )
 
 

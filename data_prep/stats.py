@@ -89,12 +89,10 @@ def print_stats(options: ExampleOptions) -> None:
         "tokens a sentence": np.concatenate([np.diff(corpus.row(row).offsets) for row in rows]),
     }
     manifest, drops = corpus.manifest, DropLog(read_json(corpus.path / "dropped.json"))
-    size = sum(entry["bytes"] for entry in corpus.files.values()) / 1e6
     print_summary(
         [
             ("corpus", visible(str(corpus.path))),
             ("holds", ", ".join(count(manifest[f"{unit}s"], unit) for unit in UNITS)),
-            ("on disk", f"{count(corpus.num_shards, 'shard')}, {size:,.1f} MB"),
             ("kept", drops.kept()),
         ]
     )

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.clean import clean, is_heading, is_prose, lines_of
+from data_prep.clean import clean, is_heading, lines_of
 from data_prep.drops import READ, SAMPLES, DropLog
 from data_prep.read import RawDocument
 from data_prep.settings import RULES
@@ -165,14 +165,6 @@ def test_end_matter_lasts_to_a_heading_of_the_same_or_a_higher_level() -> None:
     assert cleaned(markdown)[0] == ["Text is here.", "It is used."]
 
 
-def test_prose() -> None:
-    citation = (
-        "Holt, P. (1999). The Two Valleys, pp. 3-14, Press of the Valley, ISBN 0-00-0. Retrieved. "
-    )
-    assert is_prose(LONG_PROSE) and not is_prose("It is short. It is no prose.")
-    assert not is_prose(citation * 2)
-
-
 def split(text: str) -> list[str]:
     return [sentence if sentence.endswith(".") else sentence + "." for sentence in text.split(". ")]
 
@@ -204,14 +196,6 @@ def test_extracted_sentences_that_miss_something_are_dropped() -> None:
     assert kept == ["It grows, however, with time.", *lines[3:]]
     assert drops.by_reason() == {"sentences_with_holes": 3}
     assert cleaned(lines[1], "holes", text_format="wikipedia")[0] == [lines[1]]
-
-
-def test_mojibake_is_repaired() -> None:
-    kept, drops = cleaned("The cafÃ© isnâ€™t open. It was so.\n\nÂ«Ã‰tienne est lÃ\xa0Â», dit-il.")
-    assert kept == ["The café isn’t open.", "It was so.", "«Étienne est là», dit-il."]
-    assert drops.by_reason() == {"lines_mojibake_repaired": 2}
-    fine = "Ça va à Ãlcool. Der Bär, die Größe, naïve “text”… São."
-    assert cleaned(fine)[0] == cleaned(fine, "mojibake")[0]
 
 
 def test_joiners_and_right_to_left_text_are_kept() -> None:

@@ -114,12 +114,6 @@ def test_other_tokenizers_get_whole_sentences(bert: str) -> None:
         assert encoder.dtype == np.uint16
 
 
-@pytest.mark.parametrize("name", ["./nothing", "/nothing/here", "a/b/c", "two words"])
-def test_what_cannot_be_a_model_id_is_not_looked_up(name: str) -> None:
-    with pytest.raises(UserError, match='Repo id must .*"sample" is the embedded one'):
-        load_tokenizer_files(name)
-
-
 def test_an_error_of_the_hub_keeps_its_first_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: str, **__: object) -> str:
         raise OSError("no such repository\n\nlong advice")

@@ -17,7 +17,7 @@ from sklearn.model_selection import StratifiedKFold, cross_val_predict
 from data_prep import windows
 from data_prep.examples import ARRAYS, ExampleStream, SpecialIds, TrainingExample
 from data_prep.windows import generator, hashed, permuted
-from multicls.corpus import Corpus, ShardRow, held_out_share, occurrences, write_shard
+from multicls.corpus import Corpus, ShardRow, occurrences, write_shard
 from multicls.errors import UserError
 
 
@@ -223,25 +223,6 @@ def test_splits_share_no_document(sample_corpus: Corpus, sample_ids: SpecialIds)
     assert not train & validation and train | validation == set(range(sample_corpus.num_rows))
     with pytest.raises(UserError, match="validation_fraction = 0.0"):
         ExampleStream(sample_corpus, sample_ids, **fixed(split="validation"))
-
-
-def test_both_splits_of_small_corpora_hold_documents(tmp_path: Path) -> None:
-    """A hash test at 1 % alone leaves the validation split of 30 documents empty in 74 % of all corpora."""
-    raised, options = 0, fixed(seed=0, validation_fraction=0.01)
-    for number in range(30):
-        size = 10 + number % 21
-        hashes = np.random.default_rng(number).integers(1 << 64, size=size, dtype=np.uint64)
-        corpus = corpus_of(tmp_path / str(number), hashes.tolist(), text=[[9] * 30] * size)
-        train = ExampleStream(corpus, SPECIAL, **options)
-        validation = ExampleStream(corpus, SPECIAL, **options, split="validation")
-        below = set(np.flatnonzero(held_out_share(hashes) < 0.01).tolist())
-        raised += not below
-        held_out = rows_of(validation)
-        assert held_out == (below or {int(hashes.argmin())}), "if some are below, only they"
-        assert rows_of(train) == set(range(size)) - held_out
-        assert train.num_documents == size - len(held_out)
-        assert validation.num_documents == len(held_out)
-    assert 15 < raised < 30
 
 
 def test_all_rows_of_a_document_are_held_out_together_and_count_once(tmp_path: Path) -> None:
