@@ -263,8 +263,8 @@ def test_two_processes_may_build_one_unit_on_a_disk_without_links(
 SMALL_UNITS = """
 import os, sys
 sys.path.insert(0, {repository!r})
-from data_prep import clean, prepare, read, run
-prepare.SMALL_UNIT, read.LONGEST_RECORD, read.LONGEST_DOCUMENT = 1, 1 << 20, 1 << 20
+from data_prep import clean, prepare, run
+prepare.SMALL_UNIT = 1
 original = clean.unwrap
 def unwrap(lines):
     os._exit(9) if lines[0].startswith("DEADLY") else None
@@ -521,20 +521,6 @@ def test_a_full_disk_loses_nothing(
     ballast.unlink()
     prepared(tiny_tokenizer, small_disk / "out", texts, workers=workers).verify()
     same_files(whole, small_disk / "out")
-
-
-@pytest.mark.slow
-def test_an_endless_line_needs_little_memory(command: Any, tmp_path: Path) -> None:
-    """A line of 96 MB, in a compressed file, where a line is cut after 1 MB."""
-    with gzip.open(tmp_path / "long.txt.gz", "wb", compresslevel=1) as file:
-        for _ in range(8):
-            file.write(b"the cat sat " * (1 << 20))
-        file.write(b"\n\n" + story(9).encode())
-    process = subprocess.Popen(command(tmp_path / "out", tmp_path / "long.txt.gz", workers=1))
-    _, status, usage = os.wait4(process.pid, 0)
-    assert status == 0 and usage.ru_maxrss < 400_000, "kilobytes"
-    manifest = Corpus.open(tmp_path / "out").manifest
-    assert manifest["documents"] == 1 and manifest["dropped"]["sentences_too_long"] > 9
 
 
 def test_damaged_corpora_are_found(corpus_of: Make) -> None:

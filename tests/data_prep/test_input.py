@@ -382,6 +382,9 @@ def test_long_texts_and_records_are_bounded(
     (tmp_path / "wiki_00").write_text('<doc id="1" title="A">\n' + "Lost.\n" * 1000)
     assert {d.dropped for d in read_all(tmp_path / "wiki_00")} == {"records_doc_not_closed"}
     monkeypatch.setattr("data_prep.read.LONGEST_RECORD", 100)
+    (tmp_path / "line.txt").write_text("cat " * 5000)  # a line without an end
+    texts = [document.text for document in read_all(tmp_path / "line.txt")]
+    assert max(map(len, texts)) < 2300 and sum(text.count("cat") for text in texts) == 5000
     long = '{"text": "' + "a" * 1000 + '"}\n{"text": "It ran."}\n'
     (tmp_path / "in.jsonl").write_text(long)
     reasons = [(d.id, d.dropped) for d in read_all(tmp_path / "in.jsonl")]
