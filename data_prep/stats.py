@@ -101,7 +101,8 @@ def print_stats(options: ExampleOptions) -> None:
     table = {name: pd.Series(values).describe(PERCENTILES) for name, values in lengths.items()}
     print(pd.DataFrame(table).T.to_string(float_format="{:,.1f}".format), end="\n\n")
     for reason, number in sorted(manifest["dropped"].items(), key=lambda item: -item[1]):
-        print(f"left out: {number:,}  {visible(reason)}")
+        what = "joined" if reason == "joined_documents" else "left out"
+        print(f"{what}: {number:,}  {visible(reason)}")
         for _, source, document, text in drops.samples[reason][:SHOWN_DROPS]:
             print(f"      {visible(f'{text} ({source}: {document})')[:110]}")
     if training.empty:
