@@ -265,7 +265,7 @@ def _html(file: SourceFile, settings: BuildOptions) -> Iterator[RawDocument]:
         raise EOFError(TOO_LONG)
     # trafilatura takes a page without <html> in its first 50 characters for another thing.
     page = "<html>" + _PROLOG.sub("", data.decode("utf-8-sig", "replace"))
-    found = trafilatura.bare_extraction(page, include_comments=False, with_metadata=True)
+    found: Any = trafilatura.bare_extraction(page, include_comments=False, with_metadata=True)
     title, text = (found.title, found.text) if found else (None, None)
     yield _document(file, 0, title or stem(file.name), text or "", "paragraphs")
 
