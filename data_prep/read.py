@@ -87,17 +87,19 @@ def _utf8(text: str) -> str:
 def _lines(file: SourceFile) -> Iterator[tuple[int, str]]:
     """Yields offset and text of each line that begins in the share; bytes that are no UTF-8 become U+FFFD.
 
-    A line of more than `LONGEST_RECORD` bytes is cut into several.
+    A line of more than `LONGEST_RECORD` bytes is cut into several; all of them belong to the share of its first byte.
     """
     with open_bytes(file.path) as stream:
-        offset = 0
+        offset, is_open = 0, False  # the last line was cut
         if file.start:  # a line belongs to the share in which its first byte lies
             stream.seek(file.start - 1)
             offset = file.start - 1 + len(stream.readline())
-        while (not file.stop or offset < file.stop) and (line := stream.readline(LONGEST_RECORD)):
+        while is_open or not file.stop or offset < file.stop:
+            if not (line := stream.readline(LONGEST_RECORD)):
+                break
             text = line.decode("utf-8" if offset else "utf-8-sig", "replace")
             yield offset, text.rstrip("\r\n")
-            offset += len(line)
+            offset, is_open = offset + len(line), not line.endswith(b"\n")
 
 
 def _text(file: SourceFile, settings: BuildOptions) -> Iterator[RawDocument]:

@@ -390,6 +390,8 @@ def test_long_texts_and_records_are_bounded(
     reasons = [(d.id, d.dropped) for d in read_all(tmp_path / "in.jsonl")]
     assert reasons[-1] == ("in.jsonl#1013", "")
     assert {reason for _, reason in reasons[:-1]} == {"records_not_json"}
+    monkeypatch.setattr(prepare, "LARGE_UNIT", 300)  # its first share ends inside the long line
+    assert [(d.id, d.dropped) for d in read_all(tmp_path / "in.jsonl")] == reasons
 
 
 BODY = "".join(f"<p>{story(6, number)}</p>" for number in range(4))
