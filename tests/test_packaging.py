@@ -70,7 +70,7 @@ def test_the_wheel_holds_the_package_only(built: Path) -> None:
 
 SCRIPT = """
 import sys
-stages = "deepspeed accelerate datasets distributed pyarrow pandas sklearn scipy tensorboard matplotlib jinja2 rich"
+stages = "deepspeed accelerate datasets distributed pyarrow pandas sklearn scipy tensorboard matplotlib jinja2"
 sys.modules.update(dict.fromkeys([*stages.split(), "sentence_transformers", "xxhash"]))  # not installed
 import multicls.modeling_multicls
 from transformers import AutoModel, AutoTokenizer
