@@ -77,7 +77,8 @@ def compare(a: Estimate, b: Estimate) -> Comparison:
     """
     shared = a.units.index.intersection(b.units.index)
     subsets_vary = not (a.shared_subset or b.shared_subset)
-    paired = "seed" not in (a.kind, b.kind) and subsets_vary and len(shared) > 1
+    same_units = a.units.index.name == b.units.index.name  # not subset 2 with checkpoint 2
+    paired = "seed" not in (a.kind, b.kind) and subsets_vary and same_units and len(shared) > 1
     first, second = (a.units[shared], b.units[shared]) if paired else (a.units, b.units)
     difference = float(first.mean() - second.mean())
     spread = (first - second).std() if paired else math.hypot(first.std(), second.std())

@@ -146,9 +146,14 @@ def write_rows(output: Path, rows: RawRows, answers: DataFrame) -> None:
         return json.dumps(cell, ensure_ascii=False, default=str) if is_json else cell
 
     places, cells = zip(*rows, strict=True)
-    table = pd.DataFrame(cells, places, dtype=object).join(answers, lsuffix="_before")
+    table = pd.DataFrame(cells, places, dtype=object)
+    for name in answers.columns.intersection(table.columns):
+        free = f"{name}_before"
+        while free in table:
+            free += "_before"
+        table = table.rename(columns={name: free})
     with atomic_write(output) as file:
-        table.map(as_text).to_csv(file, index=False)
+        table.join(answers).map(as_text).to_csv(file, index=False)
 
 
 if __name__ == "__main__":

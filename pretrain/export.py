@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not (run_folder / "settings.yaml").exists():
         raise UserError(f"{run_folder}: is not a run folder of pretrain/run.py.")
     steps = saved_steps(run_folder / "checkpoints")
-    step = options.step or max(steps, default=0)
+    step = max(steps, default=0) if options.step is None else options.step
     if step not in steps:
         known = f"has checkpoints of steps {', '.join(map(str, steps))}"
         raise UserError(f"{run_folder}: {known if steps else 'has no checkpoint to export yet'}.")

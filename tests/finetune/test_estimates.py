@@ -101,6 +101,8 @@ def test_systems_are_paired_by_replicates_with_their_own_subsets() -> None:
     assert (
         summarise(numbered).kind == "subset" and compare(summarise(numbered), summarise(b)).paired
     )
+    subsets = summarise(a[a["pretraining"] == 1].assign(subset=a["subset"] % 2 + 1))
+    assert subsets.kind == "subset" and not compare(subsets, summarise(b)).paired, "other units"
     alone = summarise(a[a["pretraining"] == 1].assign(subset=1, seed=1))
     for other in (summarise(b), alone):  # one replicate, or no spread: no test
         assert np.isnan([compare(alone, other).p, compare(alone, other).needed]).all()

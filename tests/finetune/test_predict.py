@@ -73,6 +73,9 @@ def test_cells_and_columns_of_the_rows_stay(tmp_path: Path) -> None:
     assert first.items() > {"predicted_label_before": "ä", "predicted_label": "1"}.items()
     assert first.items() > {"n": "0.1234567890123456", "l": '["a", 1]', "t": "2026-01-02"}.items()
     assert not any(second.values())
+    again: RawRows = [("1", first)]  # a file of predictions labelled once more
+    write_answers(tmp_path / "o.csv", again, answers.set_axis(["1"]))
+    assert "predicted_label_before_before" in pd.read_csv(tmp_path / "o.csv")
 
 
 @pytest.mark.slow

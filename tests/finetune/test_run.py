@@ -110,12 +110,13 @@ def test_a_run_that_somebody_is_at_is_left_alone(
 def test_saving_a_finished_run_trains_it_again_with_the_same_numbers(
     tiny_bert: Path, glue: Path, tmp_path: Path
 ) -> None:
-    logits = logits_of(finetune(tiny_bert, glue, tmp_path, **QUICK))
-    second = finetune(tiny_bert, glue, tmp_path, **QUICK, save_model=True)
+    logits = logits_of(finetune(tiny_bert, glue, tmp_path, **QUICK, task="stsb"))
+    second = finetune(tiny_bert, glue, tmp_path, **QUICK, task="stsb", save_model=True)
     np.testing.assert_array_equal(logits_of(second), logits)
     card = (Path(second["path"]) / "model" / "README.md").read_text()
-    for text in ("pipeline_tag: text-", "| acc | dev |", "majority class", "95 % interval"):
+    for text in ("pipeline_tag: text-", "| spearman | dev |", "majority class", "95 % interval"):
         assert text in card
+    assert "two texts: sentence1, sentence2." in card
     assert str(tmp_path) not in card and str(tiny_bert) not in card
 
 

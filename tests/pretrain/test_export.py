@@ -127,6 +127,7 @@ def damage(run: Path) -> None:
         (lambda run: shutil.rmtree(run / "model"), [], "model: is missing"),
         (lambda run: shutil.rmtree(run / "checkpoints"), [], "has no checkpoint to export yet"),
         (lambda run: None, ["--step", "4"], "has checkpoints of steps 2, 3"),
+        (lambda run: None, ["--step", "0"], "has checkpoints of steps 2, 3"),
         (lambda run: None, ["--output", "run"], "exists and is no export"),
         (lambda run: (run / "settings.yaml").unlink(), [], "run: is not a run folder"),
     ],
