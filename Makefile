@@ -25,9 +25,9 @@ setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	@rm -f $@
-	@command -v $(PYTHON) >/dev/null || { echo "error: no $(PYTHON); install Python 3.11 or newer, or give PYTHON=..." >&2; exit 2; }
+	@command -v $(PYTHON) >/dev/null || { echo "error: no $(PYTHON); install Python 3.11 or newer, or set PYTHON=..." >&2; exit 2; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "error: $$($(PYTHON) --version) is too old; give PYTHON=... a Python 3.11 or newer" >&2; exit 2; }
+	  { echo "error: $$($(PYTHON) --version) is too old; set PYTHON=... to a Python 3.11 or newer" >&2; exit 2; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 	  { echo "error: $(PYTHON) cannot make environments; install its venv package (Debian: apt install python3-venv)" >&2; exit 2; }
 	@echo "setting up .venv with $$($(PYTHON) --version): some minutes the first time"

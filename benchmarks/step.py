@@ -5,9 +5,9 @@ OMP_NUM_THREADS=1 python benchmarks/step.py --parts ranks
 python benchmarks/step.py --parts base --examples 80
 
 All cases of a round train on the same real examples of the sample corpus, 10 of three sequences of 128 tokens unless
-said otherwise. Hugging Face's side is BertForMaskedLM of the same size over the same padded sequences and labels, with
-the logits of the full vocabulary, in a plain loop with fused AdamW. DDP's side trains our model on the same batches. On
-a GPU everything runs in bf16; the report then has tokens a second and the peak of the memory.
+`--examples` is set. Hugging Face's side is BertForMaskedLM of the same size over the same padded sequences and labels,
+with the logits of the full vocabulary, in a plain loop with fused AdamW. DDP's side trains our model on the same
+batches. On a GPU everything runs in bf16; the report then has tokens a second and the peak of the memory.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ _BROKEN_WORD = re.compile(r"(?<=\w-)\n(?=\w)|(?<=--)\n(?=\w)")
 def unwrap(lines: list[str]) -> list[str]:
     """Returns the paragraphs of a text given by its lines, without the blank ones.
 
-    Whoever wraps at W columns breaks a line where the next word would pass W. So each break says
+    Text wrapped at W columns has a break where the next word would pass W. So each break implies
     that W is at least the line's length and at most that with the next line's first word. A break
     before a capital, as in verse, speaks against its widths. If a width explains many breaks, lines
     that are full at this width are joined to the next, and so are lines before a small letter.

@@ -97,7 +97,7 @@ class DropLog:
         return {reason: n for reason, n in sorted(self.totals()[0].items()) if reason != READ}
 
     def kept(self) -> str:
-        """Returns how many documents and what share of the text are kept."""
+        """Returns, in words, the number of documents and the share of the text that are kept."""
         numbers, characters = self.totals()
         whole = sum(number for reason, number in numbers.items() if _is_whole(reason))
         share = 2 - characters.total() / max(characters[READ], 1)  # READ is in the total, too

@@ -201,8 +201,8 @@ class ExampleStream:
     def _tfidf(self, tokens: np.ndarray, counts: np.ndarray, bounds: np.ndarray) -> np.ndarray:
         """Returns TF-IDF targets, (N,): min-max scaled in each sentence to 0..10; 0 if all are equal.
 
-        `counts`, (N,), say how often each token occurs in its row; `bounds`, (S + 1,), where the
-        sentences begin and end.
+        `counts`, (N,): occurrences of each token in its row. `bounds`, (S + 1,): where sentences
+        begin and end.
         """
         values = counts * self._idf[tokens]
         lowest = np.minimum.reduceat(values, bounds[:-1])

@@ -111,7 +111,7 @@ def _described(path: Path, rows: np.ndarray, frequency: np.ndarray) -> dict[str,
 
 
 def _link(source: Path, target: Path) -> None:
-    """Gives a file a second name, or copies it if there are no links; `target` is whole at any time."""
+    """Links a file as `target`, or copies it if there are no links; `target` is whole at any time."""
     fresh = source.with_name(f"{target.name}.{os.getpid()}")
     fresh.unlink(missing_ok=True)
     try:

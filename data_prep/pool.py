@@ -11,7 +11,7 @@ from typing import Any
 
 from multicls.errors import UserError, first_line, print_stderr
 
-DEATHS = 3  # of workers, after which a call is given up
+DEATHS = 3  # of workers, after which a call has failed
 RETRIES = 2  # of a call that raises an error: a network file system may fail once
 DASK = {
     "distributed.scheduler.allowed-failures": DEATHS - 1,

@@ -44,7 +44,12 @@ SMALL_UNIT = 32 << 20  # bytes of small files together
 LARGE_UNIT = 64 << 20  # bytes of a share of a file of lines
 LEAST_WEIGHT = 1 << 12  # bytes that take as long to read as a file takes to open
 PACKAGES = ("mwparserfromhell", "numpy", "pyarrow", "sentencex", "tokenizers")
-NOT_IN_KEY = {"input", "include", "exclude", "tokenizer"}  # the files themselves say it
+NOT_IN_KEY = {
+    "input",
+    "include",
+    "exclude",
+    "tokenizer",
+}  # a key holds the files themselves instead
 _OURS = re.compile(r"\.?[0-9a-f]{24}(\..*)?|\.?tokenizer-[0-9a-f]{12}\.json.*")
 
 
@@ -141,7 +146,7 @@ def group_units(files: Iterable[SourceFile], identity: dict[str, Any]) -> list[U
     """Returns the units of the input, in its order; `identity` is all else that decides their bytes.
 
     A unit is a file, small files together, or a share of a large file of lines. It depends on no
-    other input, but that a small file moves the groups after it.
+    other input, except that a small file moves the groups after it.
     """
     prefix = json.dumps(identity, sort_keys=True)
     groups: list[list[SourceFile]] = []

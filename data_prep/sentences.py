@@ -13,12 +13,12 @@ LANGUAGES = (
     "am ar bg bn ca da de el en es fi fr gu hi hy it ja kk kn ml mr my nl pa pl pt ru sk ta te uk"
 )
 QUOTES = '"“”„«»‘‚‹›`'
-# sentencex never splits inside quotation marks, so a speech of ten sentences would be one; nor does it know "Dr. and
-# --Mr. as abbreviations. It gets blanks for these marks, and for the single ones that open.
+# sentencex never splits inside quotation marks, so a speech of ten sentences would be one. It also misses abbreviations
+# right after a mark, as in `"Dr.` and `--Mr.`. So it gets blanks for these marks, and for single quotes that open.
 _BLANKED = (*QUOTES, "''", "--", "—")
 _LIST_NUMBER = re.compile(
     r"\((?<!\S.)(\w{1,2}|[ivx]+)\)(?=\s)"
-)  # nor does it split an item that begins with (1)
+)  # sentencex does not split an item that begins with (1), either
 # Marks that belong to the sentence after them; but tokenized text closes with '' that stands apart.
 _OPENING = re.compile(rf"(?:(?<=\s)|(?=[—-]))(?!''\s)[{QUOTES}'—\s-]+$")
 _CLOSING = re.compile(
@@ -31,7 +31,7 @@ def _after(words: str, end: str = r"\.\s") -> str:
     return "(?:" + "|".join(rf"(?<=\b(?i:{word}){end})" for word in words.split()) + ")"
 
 
-# Boundaries that it misses.
+# Boundaries that sentencex misses.
 _BEFORE_I = "am can could did do had have not said says shall should than thought was will would"
 _MISSED = re.compile(
     rf"[.!?](?:[{QUOTES}’']?[)\]]\s+(?=[{QUOTES}'(]?[A-Z])"  # (He was wrong.) | She
@@ -42,8 +42,10 @@ _MISSED = re.compile(
     rf"|(?<= [A-K].)(?:{_after(_BEFORE_I, ' I.')}|(?<=itamin [A-K].))\s+(?=[A-Z])"  # no initials
     r"|(?<=[a-z]{3}.)(?<!etc.)\s+(?=[a-z]{1,2}[A-Z]))"  # iPhone
 )
-# Boundaries that it sees and that are none: after them the sentence goes on.
-_PLAIN = re.compile(r"(?<=[a-z]{4}[.!?]\s)[A-Z]")  # no doubt: most of them, and quickly told
+# Boundaries of sentencex that are none: the sentence continues after them.
+_PLAIN = re.compile(
+    r"(?<=[a-z]{4}[.!?]\s)[A-Z]"
+)  # a boundary without doubt, as most are; a fast test
 _SAYS = (
     "said|says|asked|asks|cried|replied|answered|whispered|shouted|exclaimed|yelled|screamed|muttered|murmured|inquired"
     "|enquired|demanded|repeated|added|continued|began|called|snapped|growled|snarled|gasped|retorted"
@@ -62,7 +64,7 @@ _GOES_ON = re.compile(
     rf"|(?=\d){_after(_BEFORE_NUMBER)}|(?=[IVXLC]+\b){_after('vol vols pp')}"
     rf"|{_after('[ap].m')}(?:{_CLOCK})"
 )
-_MARKER = re.compile(r"\W*(?:\d{1,3}[.)]\W*)?")  # no sentence, but what may stand before one: 12.
+_MARKER = re.compile(r"\W*(?:\d{1,3}[.)]\W*)?")  # not a sentence, but a mark before one: 12.
 
 
 def split_paragraph(paragraph: str, language: str) -> Iterator[str]:

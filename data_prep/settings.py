@@ -10,7 +10,7 @@ from pydantic_settings import CliPositionalArg
 from multicls.settings import Settings
 
 MIN_SENTENCES = 6  # a document needs two sentences for each of three parts
-Rule = Literal[  # of cleaning; docs/data.md says what each does
+Rule = Literal[  # of cleaning; docs/data.md explains each
     "unicode",
     "end_matter",
     "headings",

@@ -232,7 +232,7 @@ def _inspect(settings: BuildOptions, file: Entry) -> Entry:
 
 
 def _layout(settings: BuildOptions, known: Layout = "plain") -> Layout:
-    """Returns what the settings say about the text, or else what is known of it."""
+    """Returns the layout that the settings name, or else the known one."""
     if settings.documents == "sentences":
         return "sentences"
     return "wikipedia" if settings.format == "wikipedia" else known
@@ -287,7 +287,7 @@ def _format(head: bytes, name: str, wanted: str) -> str:
 
 
 def _guess(text: str, name: str) -> str:
-    """Returns the format that the suffix, or else the first characters of a text, say."""
+    """Returns the format by the suffix, or else by the first characters of a text."""
     base, suffix = os.path.splitext(name.lower())
     suffix = os.path.splitext(base)[1] if suffix in OPENERS else suffix
     if suffix in (".json", ".jsonl", ".ndjson"):

@@ -172,7 +172,7 @@ def draw_mirrored(uniform: float) -> bool:
 
 
 def _start_offset(number: int, count: int, tokens: int, phase: float, anchor: float) -> int:
-    """Returns about where a window of a row as it is read starts; `tokens`: fill back from the end."""
+    """Returns the approximate start of a window of a row as it is read; `tokens`: fill backwards."""
     is_last = number == count - 1
     if count == 1:  # it is both the first and the last one; take either
         is_last = anchor < ANCHORED / 2

@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in options.runs:
         run = load_run(Path(name).resolve(), options.examples)
         if run.label in numbers:
-            raise UserError(f"{name}: a run of this name, {run.label}, is given twice.")
+            raise UserError(f"{name}: a run of this name, {run.label}, is passed twice.")
         print_line(f"{run.label}: {name}")
         output.mkdir(parents=True, exist_ok=True)
         numbers[run.label] = analyze_run(run, output)

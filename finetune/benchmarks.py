@@ -21,7 +21,6 @@ def read_task(task: Task, data_dir: str | None, with_test: bool = False) -> Task
     """Returns the examples of a task of the benchmarks.
 
     Args:
-        task: the task.
         data_dir: folder with one folder a task, or with such a folder for each benchmark (glue/, superglue/,
             cs224n/); None: the Hub.
         with_test: read the unlabelled test set, too, for a submission.
@@ -74,7 +73,7 @@ def _file_rows(task: Task, stem: str, data_dir: Path, hidden: bool) -> RawRows:
 def _hub_rows(task: Task, stem: str) -> RawRows:
     if task.hub is None:
         raise UserError(
-            f"task {task.name} is not on the Hub: give --data_dir, a folder of its files."
+            f"task {task.name} is not on the Hub: set --data_dir, a folder of its files."
         )
     name, configuration = task.hub
     split = re.sub("^(dev|val)", "validation", stem)
@@ -91,7 +90,7 @@ def _hub_rows(task: Task, stem: str) -> RawRows:
     except Exception as error:  # datasets, the Hub's client and sockets raise kinds of their own
         raise UserError(
             f"task {task.name}: {name} is not available from the Hub: {first_line(error)} "
-            f"Without network, give --data_dir, a folder that holds {task.folder}/."
+            f"Without network, set --data_dir, a folder that holds {task.folder}/."
         ) from None
     return [(f"{name} {configuration} {split}:{i}", row) for i, row in enumerate(table)]
 

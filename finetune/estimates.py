@@ -1,7 +1,7 @@
 """Estimates and tests over replicates, by scipy.
 
 A replicate is a pretrained checkpoint with its own training subsets and seeds. With one checkpoint it is a training
-subset; with one subset, too, it is a seed, which says nothing about other rows. What is inside a replicate is averaged
+subset; with one subset, too, it is a seed, which shows nothing about other rows. What is inside a replicate is averaged
 first: runs that share a checkpoint or a subset are no independent evidence.
 """
 
@@ -33,7 +33,7 @@ BENCHMARKS = {  # the averages of Multi-CLS BERT, section 3.1
 class Estimate:
     """The mean of a system's replicates, with its standard error and 95 % interval.
 
-    Both are nan with one replicate. Equal replicates have no interval: they say nothing about the spread.
+    Both are nan with one replicate. Equal replicates have no interval: they do not show the spread.
     """
 
     mean: float
@@ -60,7 +60,7 @@ def summarise(runs: pd.DataFrame, column: str = "score") -> Estimate:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The difference of two systems, A - B. All but it and `paired` are nan if there are too few replicates."""
+    """The difference of two systems, A - B. Too few replicates: the others are nan."""
 
     difference: float
     low: float = math.nan  # 95 % interval

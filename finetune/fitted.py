@@ -26,7 +26,7 @@ from multicls.errors import UserError
 STRENGTHS = np.logspace(-4, 2, 13)  # C of the logistic regression
 ALPHAS = np.logspace(-1, 5, 13)  # of the ridge regression
 FOLDS = 5
-TUNING_ROWS = 10_000  # at most so many rows choose C: more take hours and hardly change it
+TUNING_ROWS = 10_000  # most rows that choose C: more take hours and hardly change it
 LOWEST = 1e-12  # probability of a class, so that its logarithm is a number
 
 
@@ -44,8 +44,8 @@ def fit_head(
         encoded: of the one task its splits, "train" first; empty without a model.
 
     Returns:
-        The outputs (N, C) of the one task for each split but "train", log-probabilities or scores; what the record says
-        of the device.
+        The outputs (N, C) of the one task for each split but "train", log-probabilities or scores; and the fields of
+        the record on the device.
 
     Raises:
         UserError: The task has several labels a row, or without a model more than plain texts.
@@ -79,7 +79,7 @@ def fit_head(
 def embed(model: TaskModel, rows: Encoded) -> Array:
     """Returns what the model's classifier reads of each row, (N, F), or of each choice, (N * C, F).
 
-    The head `cls` gives the last hidden state of [CLS] without its pooler: BERT's was pretrained for next sentences
+    For the head `cls` it is the last hidden state of [CLS] without pooler: BERT's was pretrained for next sentences
     only, that of many distilled models not at all, and RoBERTa and ELECTRA have none.
     """
 

@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs = expand(grid)
     if grid.save_best and any(run.selection == "dev" for run in runs):
         raise UserError(
-            "--save_best picks by the validation split, so that the score stays honest: give --selection holdout."
+            "--save_best picks by the validation split, so that the score stays honest: set --selection holdout."
         )
     check_folders(runs)
     if grid.status:
@@ -141,7 +141,7 @@ def expand(grid: GridSettings) -> list[RunSettings]:
             raise UserError(f"--model {text}: write it as NAME=FOLDER.")
         models[name] = [*models.get(name, []), folder]
     if len({len(folders) for folders in models.values()} - {1}) > 1:
-        raise UserError("models: give each as many pretrained checkpoints as the others, or one.")
+        raise UserError("models: each needs as many pretrained checkpoints as the others, or one.")
     own, runs = grid.own.source, []
     for task, size in product([grid.own.name] if own else grid.tasks, grid.train_sizes):
         shared: dict[str, Any] = {"own": grid.own.model_dump()} if own else {"task": task}
@@ -154,13 +154,15 @@ def expand(grid: GridSettings) -> list[RunSettings]:
         ]
         if not of_task:
             hint = " Several tasks in one run need a system with head cln." * ("," in task)
-            raise UserError(f"task {task}: no runs; give --model NAME=FOLDER and systems.{hint}")
+            raise UserError(f"task {task}: no runs; set --model NAME=FOLDER and systems.{hint}")
         runs += of_task
     if not runs:
-        raise UserError("no tasks: give them in a recipe (--recipe).")
+        raise UserError("no tasks: set --tasks, or name a recipe (--recipe).")
     path, number = Counter(run.folder for run in runs).most_common(1)[0]
     if number > 1:
-        raise UserError(f"{path}: {number} runs have this folder; name models and systems apart.")
+        raise UserError(
+            f"{path}: {number} runs have this folder; name models and systems differently."
+        )
     return runs
 
 
@@ -219,7 +221,7 @@ def check_folders(runs: Sequence[RunSettings]) -> None:
 
 
 def _help(index: int, runs: Sequence[RunSettings], started: float, logs: Path) -> None:
-    """Works with a GPU and a log of its own; ends with the process that started it."""
+    """Works on the grid as a helper process, with its own GPU and log; ends with its parent."""
     logs.mkdir(parents=True, exist_ok=True)
     log = open(logs / f"{socket.gethostname()}-{os.getpid()}.log", "a", buffering=1)  # noqa: SIM115
     sys.stdout = sys.stderr = log
@@ -240,7 +242,7 @@ def _help(index: int, runs: Sequence[RunSettings], started: float, logs: Path) -
 
 
 def work(runs: Sequence[RunSettings], started: float) -> None:
-    """Does all runs that nobody else does; waits for those of other processes, which may be killed."""
+    """Makes all runs that no other process makes; waits for the others, and takes over those that are killed."""
     pending = [run for run in runs if not is_finished(run)]
     with Progress(len(runs), "run", "grid", done=len(runs) - len(pending)) as progress:
         while pending:
@@ -253,7 +255,7 @@ def work(runs: Sequence[RunSettings], started: float) -> None:
 
 
 def attempt(run: RunSettings, started: float) -> bool:
-    """Does one of the runs and notes why if it cannot be done; returns False if another process is at it."""
+    """Makes a run, or writes the reason of its failure; returns False if another process makes it."""
     from finetune.heads.build import Incompatible
 
     note = run.folder / ERROR
@@ -265,7 +267,7 @@ def attempt(run: RunSettings, started: float) -> bool:
         run_finetune(run)
     except FolderInUse:
         return False
-    except Exception as error:  # whatever it is, the other runs go on
+    except Exception as error:  # whatever it is, the other runs continue
         kind = "incompatible" if isinstance(error, Incompatible) else "failed"
         print_line(f"{kind}: {run.folder}: {type(error).__name__}: {first_line(error)}")
         write_error(run.folder, kind, error)
@@ -273,7 +275,7 @@ def attempt(run: RunSettings, started: float) -> bool:
 
 
 def _print_states(runs: Sequence[RunSettings]) -> Counter[str]:
-    """Prints the number of runs by state, and those that are not finished with the reason; returns the counts."""
+    """Prints the number of runs by state, and unfinished runs with the reason; returns the numbers."""
     counts, unfinished = Counter({"finished": 0}), []
     for run in runs:
         note = {"kind": "finished"} if is_finished(run) else read_error(run.folder)

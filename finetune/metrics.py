@@ -33,7 +33,7 @@ def _f1(labels: Array, predictions: Array, average: str) -> float:
 def _correlation(labels: Array, predictions: Array, kind: Callable[[Array, Array], Any]) -> float:
     """Returns a correlation; 0 if it is undefined (constant predictions), as Matthews' is."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about constant input, which the value 0 already says
+        warnings.simplefilter("ignore")  # about constant input, for which the value is 0
         value = float(kind(labels, predictions)[0]) if len(labels) > 1 else 0.0
     return value if math.isfinite(value) else 0.0
 
@@ -100,7 +100,7 @@ def score_predictions(task: Task, predictions: Mapping[str, Array]) -> dict[str,
 def majority_scores(
     task: Task, train: Sequence[Example], dev: Sequence[Example]
 ) -> dict[str, float]:
-    """Returns the scores on dev of the majority-class baseline, which gives each row the same answer.
+    """Returns the scores on dev of the majority-class baseline, which predicts the same for each row.
 
     It is the most frequent class of train; a regression's mean; the first choice; the labels of more than half of the
     rows.

@@ -167,7 +167,7 @@ def read_label(kind: LabelType, value: Any, where: str) -> Any:
     score = _number(value)
     if score is None or not math.isfinite(score):
         raise UserError(
-            f"{where}: label {value!r} is not a finite number. Leave the row out, or give --label_type class if the "
+            f"{where}: label {value!r} is not a finite number. Leave the row out, or set --label_type class if the "
             "labels are names."
         )
     return score
@@ -229,7 +229,7 @@ def _task(
     if kind == "class" and len(set(everything)) == len(everything) > FEW:
         raise UserError(
             f"{own.source}: each row has another label ({label_list(sorted(names)[:3])}, ...), so nothing can be "
-            "learned. Is it an id or a text? Name the column of the label by --label_column, or give --label_type "
+            "learned. Is it an id or a text? Name the column of the label by --label_column, or set --label_type "
             "score if its numbers are scores."
         )
     classes = () if kind == "score" else tuple(sorted(names, key=_by_value))

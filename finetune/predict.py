@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(PredictOptions, argv, prog="finetune/predict.py", doc=__doc__)
     output = Path(options.output or Path(options.rows).with_suffix(".predictions.csv"))
     if output.suffix != ".csv" or output.resolve() == Path(options.rows).resolve():
-        raise UserError(f"--output {output}: give another file, with the ending .csv.")
+        raise UserError(f"--output {output}: pass another file, with the ending .csv.")
     index, description = find_task(options.model, options.task)
     task, rows = task_of(description), read_table(Path(options.rows))
     columns = requested_columns(options.text_column) if options.text_column else [task.fields]
@@ -90,7 +90,7 @@ def find_task(folder: str, name: str | None = None) -> tuple[int, dict[str, Any]
     tasks = (read_json(path) if path.exists() else {}).get("tasks")
     if not tasks:
         raise UserError(
-            f"{folder}: not a fine-tuned model. Give a folder that `python finetune/run.py ... --save_model` has saved "
+            f"{folder}: not a fine-tuned model. Pass a folder that `python finetune/run.py ... --save_model` has saved "
             "(RESULTS/SYSTEM/TASK-SIZE/RUN/model)."
         )
     names = [description["name"] for description in tasks]

@@ -47,7 +47,7 @@ class ReportOptions(Settings):
     output: str | None = Field(None, description="folder for the report; default: RESULTS")
     compare: list[str] = Field([], description="test these systems only, by name")
     task: list[str] = Field([], description="report these tasks only")
-    ensembles: int | None = Field(None, ge=2, description="add ensembles of so many seeds")
+    ensembles: int | None = Field(None, ge=2, description="add ensembles of this number of seeds")
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def build_report(options: ReportOptions) -> Report:
     """Reads a results folder and makes the tables.
 
     Raises:
-        UserError: There is nothing to report, or no run of a given name.
+        UserError: There is nothing to report, or no run of a task or system that is named.
     """
     from finetune import report_tables
     from finetune.results import load_results, unfinished_runs

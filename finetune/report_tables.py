@@ -54,7 +54,7 @@ class Group:
 
     @property
     def key(self) -> dict[str, str]:
-        """The cells that say which row of a table this is."""
+        """The cells that identify the row of a table."""
         return {"task": self["task"], "train size": self["train_size"], "system": self["system"]}
 
 
@@ -227,7 +227,7 @@ def scores_text(runs: pd.DataFrame, column: str) -> str:
 
 
 def find_warnings(groups: Sequence[Group], unfinished: Mapping[str, str]) -> list[str]:
-    """Returns what changes how the tables are to be read."""
+    """Returns warnings that change how the tables are to be read."""
     warnings = []
     for task, runs in pd.concat([group.runs for group in groups]).groupby("task", sort=False):
         if runs["data_sha256"].nunique() > 1:

@@ -90,7 +90,7 @@ def read_record(folder: Path) -> Record | None:
         return None
     record: Record = read_json(folder / RECORD)
     if record.get("format") != FORMAT:
-        raise UserError(f"{folder}: written by another version; give another folder for results.")
+        raise UserError(f"{folder}: written by another version; set another folder for results.")
     return record | {"path": str(folder)}  # results may have been moved
 
 
@@ -117,7 +117,7 @@ def write_run(folder: Path, recipe: str, record: Record, predictions: Prediction
 
 
 def write_error(folder: Path, kind: str, error: BaseException) -> None:
-    """Notes why a run is not finished: "incompatible" by design, or "failed"."""
+    """Writes why a run is not finished; its `kind` is "incompatible" (by design) or "failed"."""
     write_json(folder / ERROR, {"kind": kind, "error": f"{type(error).__name__}: {error}"})
 
 

@@ -53,10 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_finetune(settings: RunSettings) -> Record:
-    """Does one run, from the rows to its record; a finished run is not repeated.
+    """Makes one run, from the rows to its record; a finished run is not repeated.
 
     Raises:
-        FolderInUse: Another process is at this run.
+        FolderInUse: Another process makes this run.
         Incompatible: The head does not work on the model.
         UserError: Model, data or settings do not fit; no record is written then.
     """
@@ -122,14 +122,14 @@ def check_identity(record: Record, identity: Mapping[str, Any]) -> None:
     """Checks that the record is of a run of this identity.
 
     Raises:
-        UserError: It is of another one; the message names both values of what differs.
+        UserError: It is of another run; the message names both values of each setting that differs.
     """
     before, now = ({**run["settings"], **run} for run in (record, identity))
     keys = {*record["settings"], *now} - {"settings"}
     different = sorted(key for key in keys if before.get(key) != now.get(key))
     if pairs := [f"{key} {before.get(key)}, not {now.get(key)}" for key in different]:
         other = ", ".join(pairs)
-        raise UserError(f"{record['path']}: holds another run ({other}); give another --name.")
+        raise UserError(f"{record['path']}: holds another run ({other}); set another --name.")
 
 
 def _run(

@@ -19,7 +19,7 @@ LAYER_WEIGHTS = r"^(dynamic|none|(mean|random)_(first6|last6|all))$"
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 # What a text means: a number, true or false, or the text.
 TrainerValue = Annotated[StrictBool | int | float | bool | Any, Field(union_mode="left_to_right")]
-# Settings of a system that change no number of a run, or say where things lie.
+# Settings of a system that change no number of a run, or are only paths.
 NOT_COMPARED: dict[str, Any] = {
     "own": {"train_file", "dev_file", "test_file", "dataset"},
     "train": {"micro_batch_size", "checkpoint_minutes"},
@@ -106,11 +106,11 @@ class OwnDataSettings(Settings):
     @model_validator(mode="after")
     def _rows_from_one_place(self) -> OwnDataSettings:
         if self.train_file and self.dataset:
-            raise ValueError("give either a train_file or a dataset")
+            raise ValueError("set either a train_file or a dataset")
         if (self.dev_file or self.test_file) and not self.train_file:
             raise ValueError("dev_file and test_file need a train_file")
         if self.source and self.name in TASKS:
-            raise ValueError(f"{self.name} is a task of the benchmarks: give another task_name")
+            raise ValueError(f"{self.name} is a task of the benchmarks: set another task_name")
         return self
 
 
@@ -167,13 +167,13 @@ class RunSettings(SystemSettings, RecipeOptions):
         """Yields what is missing, unknown, or not read by the head."""
         names, head = self.task_names, self.head
         if bool(names) == bool(self.own.source):
-            yield "give either --task NAME, or your own rows by --train_file or --dataset"
+            yield "set either --task NAME, or your own rows by --train_file or --dataset"
         for name in set(names) - set(TASKS):
             yield f"task {name}: no such task.{did_you_mean(name, TASKS)}"
         if len(set(names)) < len(names) or (len(names) > 1 and head != "cln"):
             yield f"task {self.task}: only --head cln trains several, each once"
         if self.own.source and self.predict_test:
-            yield "--predict_test is for benchmarks; for your own rows give --test_file"
+            yield "--predict_test is for benchmarks; for your own rows set --test_file"
         if not self.model and head != "tfidf":
             yield "--model: required, a folder, a Hub id or 'sample'"
         if head not in HEADS:
@@ -208,7 +208,7 @@ class RunSettings(SystemSettings, RecipeOptions):
         return Path(self.output_dir, self.system, f"{tasks}-{self.train_size}", run)
 
     def compared(self) -> dict[str, Any]:
-        """Returns by dotted name all settings that decide a run's numbers, but for its model and rows."""
+        """Returns all settings that decide a run's numbers, by dotted name, without its model and rows."""
         names = {*SystemSettings.model_fields, "own"}
         values = self.model_dump(mode="json", include=names, exclude=NOT_COMPARED)
         if self.head in NORMALISING:

@@ -91,14 +91,14 @@ def hold_out(
         classes: class of each row; if all are equal, no class is kept in proportion.
         units: unit of each row. Rows of one unit (a passage) stay together; the unit has the class of its first row.
         share: share of the units to hold out.
-        seed: seed of the ranking, or a name that no seed gives.
+        seed: seed of the ranking, or a name, which no seed equals.
 
     Raises:
         UserError: There is one unit only.
     """
     if len(set(units)) < 2:
         raise UserError(
-            f"{count(len(rows), 'training row')} of one text or passage cannot be divided; give more."
+            f"{count(len(rows), 'training row')} of one text or passage cannot be divided; add rows."
         )
     import pandas as pd  # here, because commands that only check their flags read this module
 

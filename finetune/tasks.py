@@ -163,7 +163,7 @@ def task_of(description: Mapping[str, Any]) -> Task:
 
 
 def label_list(labels: Sequence[str]) -> str:
-    """Returns labels for a message, of many the first ones."""
+    """Returns labels as text for a message: all of them, or the first of many."""
     return ", ".join(labels[:SHOWN]) + ", ..." * (len(labels) > SHOWN)
 
 

@@ -42,7 +42,7 @@ from multicls.files import read_json, write_json
 from multicls.optim import dropout_seed
 
 BEST = "best.pt"  # in a checkpoint: the best evaluation so far
-RUN = "run.json"  # in a checkpoint, written last: what run it is of
+RUN = "run.json"  # in a checkpoint, written last: the identity of its run
 
 
 @dataclass
@@ -137,7 +137,7 @@ class TaskTrainer(Trainer):
         model: made by `finetune.heads.build.build_model`.
         tasks: for each task of the model its splits: "train", the one that picks the weights, and others.
         settings: of the run, with the values that `RunSettings.resolved` adds.
-        identity: what the run is, as JSON; marks its checkpoints.
+        identity: all that decides the numbers of the run, as JSON; marks its checkpoints.
 
     Raises:
         UserError: A training argument, the DeepSpeed JSON or class weights do not fit.
@@ -266,7 +266,7 @@ class TaskTrainer(Trainer):
         """Trains, from the newest whole checkpoint if there is one; leaves the model with the best weights.
 
         Returns:
-            The outputs (N, C) for each task and each of its splits but "train"; what the record says of training.
+            The outputs (N, C) for each task and each of its splits but "train"; the record's fields on training.
         """
         newest, shown, done = on_rank_0(self._newest_checkpoint), self.is_world_process_zero(), 0
         with ExitStack() as stack:

@@ -1,7 +1,7 @@
 """Multi-CLS models (arXiv:2210.05043), and the code that the three stages share.
 
-`import multicls.modeling_multicls` makes `AutoModel` and its kin know the model type "multicls". torch and transformers
-are imported only when they are needed: the light modules (settings, corpus) load at once.
+`import multicls.modeling_multicls` registers the model type "multicls" with transformers' auto classes. torch and
+transformers are imported only when they are needed, so that settings and corpus load fast.
 """
 
 from __future__ import annotations

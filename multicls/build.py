@@ -38,7 +38,7 @@ def build(
         checkpoint: Hub id or folder of a model with any head.
         num_facets: K; this and the next three as in `MultiClsConfig`. A Multi-CLS model keeps its K and its layers.
         random_weights: use only the shape and the tokenizer of the checkpoint.
-        report: receives one line that says which parts are kept and which are new.
+        report: receives one line, with the parts that are kept and those that are new.
 
     Raises:
         UserError: the checkpoint cannot be loaded, is no encoder, does not fit, or lacks weights of the encoder.
@@ -73,7 +73,7 @@ def build(
 
 
 def _load_config(checkpoint: str) -> Any:
-    """Returns the configuration of an encoder's checkpoint; a ValueError says why it is none, and what works."""
+    """Returns the configuration of an encoder's checkpoint, or a ValueError: why it is none, and what works."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, PreTrainedConfig
 
     known: Any = CONFIG_MAPPING
@@ -148,7 +148,7 @@ def load_problems(checkpoint: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise UserError(f"model {checkpoint}: does not work: {first_line(error)}") from None
+        raise UserError(f"model {checkpoint}: cannot be loaded: {first_line(error)}") from None
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable
-from typing import TextIO
 
 from tqdm import tqdm
 
@@ -21,14 +20,12 @@ def print_line(text: str) -> None:
         print(line, flush=True)
 
 
-def print_summary(
-    made: Iterable[tuple[str, object]], next_command: str = "", file: TextIO | None = None
-) -> None:
+def print_summary(made: Iterable[tuple[str, object]], next_command: str = "") -> None:
     """Prints the end of a command: what it made and where, one a line, and the next command."""
     lines = [*made, *([("next", next_command)] if next_command else [])]
     width = max((len(name) for name, _ in lines), default=0) + 1
     for name, value in lines:
-        print(f"{name + ':':{width}} {value}", file=file, flush=True)
+        print(f"{name + ':':{width}} {value}", flush=True)
 
 
 def duration(seconds: float) -> str:

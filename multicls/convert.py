@@ -2,7 +2,7 @@
 
 python -m multicls.convert model.pt --num_facets 3 --facet_layers 1 3 --output runs/authors
 
-Sizes are taken from the tensors; the number of facets and the levels of inserted layers are not in them.
+Sizes are taken from the tensors; the number of facets and the layers with inserted linear layers are not in them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ConvertOptions(Settings):
     output: Path = Field(description="the folder to write, new or empty")
     num_facets: int = Field(ge=1, description="K; num_facet in the authors' training.conf")
     facet_layers: list[int] = Field(
-        [], description="levels of inserted layers; diversify_hidden_layer in training.conf"
+        [], description="layers followed by inserted linears; their diversify_hidden_layer"
     )
     num_attention_heads: int | None = Field(None, ge=1, description="default: hidden size / 64")
     tokenizer: str = Field(description="tokenizer to save with it: folder or Hub id")
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command."""
     args = parse(ConvertOptions, argv, prog="python -m multicls.convert", doc=__doc__)
     if args.output.is_file() or (args.output.is_dir() and any(args.output.iterdir())):
-        raise UserError(f"--output {args.output}: exists already; give a new or empty folder.")
+        raise UserError(f"--output {args.output}: exists already; set a new or empty folder.")
     model = _convert(_read_checkpoint(args.checkpoint), args)
     tokenizer = with_facets(load_tokenizer(args.tokenizer), args.num_facets)
     if len(tokenizer) != (size := model.config.vocab_size):

@@ -15,7 +15,7 @@ from multicls.files import REPOSITORY, read_json
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
-OWNED: Mapping[str, str] = {  # key of the JSON, which may say "auto" -> setting that owns its value
+OWNED: Mapping[str, str] = {  # key of the JSON, which may be "auto" -> setting that owns its value
     "train_batch_size": "train.global_batch_size",
     "train_micro_batch_size_per_gpu": "train.micro_batch_size",
     "gradient_accumulation_steps": "train.global_batch_size and train.micro_batch_size",
@@ -39,7 +39,7 @@ GROUPS = ("zero_optimization", "data_types", "checkpoint", "bf16", "fp16")  # re
 
 
 def load_deepspeed_config(path: str | Path) -> dict[str, Any]:
-    """Loads a DeepSpeed JSON, of this folder or this repository, without its comment, the key "//".
+    """Loads a DeepSpeed JSON without its comment, the key "//". The path may be relative to the repository.
 
     Raises:
         UserError: The file does not exist, is no JSON object, or sets keys that are unknown or belong to our settings.

@@ -1,4 +1,4 @@
-"""DeepSpeed ready for use under any launcher: `deepspeed`, `torchrun`, `srun` or plain `python`."""
+"""Prepares DeepSpeed under any launcher: `deepspeed`, `torchrun`, `srun` or plain `python`."""
 
 from __future__ import annotations
 

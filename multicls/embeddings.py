@@ -1,4 +1,4 @@
-"""Makes a saved Multi-CLS model a folder of sentence-transformers, too."""
+"""Makes a saved Multi-CLS model loadable by sentence-transformers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from multicls.files import write_json
 
-# The model pools itself (`MultiClsModel.embed_sentences`), so the folder needs no module of pooling.
+# The model pools itself (`MultiClsModel.embed_sentences`), so the folder needs no pooling module.
 FILES: dict[str, Any] = {
     "modules.json": [
         {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}

@@ -79,7 +79,7 @@ def _report(error: BaseException) -> None:
         print(end="", flush=True)
     stdout = select.poll()
     stdout.register(1, 0)
-    is_training = "RANK" in os.environ  # which nobody ends by reading no more
+    is_training = "RANK" in os.environ  # a closed pipe must not end it silently
     if isinstance(error, BrokenPipeError) and stdout.poll(0) and not is_training:  # `| head`
         return
     if isinstance(error, (UserError, FloatingPointError)):

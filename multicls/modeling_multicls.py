@@ -120,7 +120,7 @@ class MultiClsModelOutput(BaseModelOutputWithPooling):
 
 @dataclass
 class MultiClsForPreTrainingOutput(ModelOutput):
-    """Output of `MultiClsForPreTraining`. The fields of objectives that are not asked for are None."""
+    """Output of `MultiClsForPreTraining`. The fields of objectives that are not computed are None."""
 
     loss: Tensor | None = None  # sum of `losses`
     losses: dict[str, Tensor] | None = None  # scalars by objective
@@ -260,7 +260,7 @@ class MultiClsModel(MultiClsPreTrainedModel):
 
         The attention mask is (B, L): one of four dimensions would replace the local attention of encoders such as
         ModernBERT. Token types are left out where the encoder has none. `unpad` computes the real tokens alone, with
-        flash attention. A ValueError says where that does not work, or that there is no room for the facets.
+        flash attention. A ValueError names an encoder or attention without it, or sequences without room for facets.
         """
         if input_ids is not None and input_ids.shape[1] <= self.config.num_facets:
             raise ValueError(f"{input_ids.shape[1]} tokens have no room for [CLS] and the facets")
@@ -298,7 +298,7 @@ class MultiClsModel(MultiClsPreTrainedModel):
 
 
 class GivenStates(nn.Module):
-    """Stands in for the encoder of a masked-LM model: returns the hidden states that it is given."""
+    """Stands in for the encoder of a masked-LM model: returns the hidden states that it gets."""
 
     def forward(self, *_: Any, inputs_embeds: Tensor | None = None, **__: Any) -> BaseModelOutput:
         """Returns `inputs_embeds` as the last hidden state."""
@@ -436,8 +436,8 @@ class MultiClsForPreTraining(MultiClsForMaskedLM):
     ) -> MultiClsForPreTrainingOutput:
         """Computes the heads of the objectives, and the losses of those whose labels are given.
 
-        MCQT needs no labels but a part-major batch: all first parts, then all second parts, ... Where B does not divide
-        into parts and groups, it is left out, or a ValueError if `objectives` or `group_size` asks for it.
+        MCQT needs no labels but a part-major batch: all first parts, then all second parts, ... If B does not divide
+        into parts and groups, MCQT is left out; with `objectives` or `group_size` set, this is a ValueError.
 
         Args:
             input_ids: (B, L), `[CLS] [C1..CK] segment [SEP] segment [SEP]`; like the next two, see `MultiClsModel`.

@@ -47,7 +47,7 @@ def choose_precision(
     """
     on_gpu = device.type == "cuda"
     if requested == "fp16" and not on_gpu:
-        raise UserError("train.precision = fp16: this needs a GPU; give fp32, bf16 or auto.")
+        raise UserError("train.precision = fp16: this needs a GPU; set fp32, bf16 or auto.")
     if requested != "auto":
         return requested
     native = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)

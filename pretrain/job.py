@@ -38,7 +38,7 @@ from pretrain.settings import ModelSettings, PretrainSettings, batch_arithmetic,
 from pretrain.stopping import StopRequest
 from pretrain.training import Trainer
 
-# Settings that change no number of a run, or as little as the number of ranks does.
+# Settings that change the numbers of a run not at all, or by rounding only, as the number of ranks does.
 NOT_PART_OF_IDENTITY = {
     "data": {"corpus", "num_workers"},  # the corpus's manifest counts
     "train": {"precision", "micro_batch_size", "compile", "unpad"}

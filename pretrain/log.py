@@ -31,7 +31,8 @@ class Log:
     TensorBoard gets two writers, `tb/train` and `tb/validation`, so that the curves of one tag lie over each other.
 
     Args:
-        resumed_step: Later records, and the validation of this step, are dropped: all that is done again.
+        resumed_step: Step of the checkpoint; 0: none. Later records, and the validation of this step, are dropped: the
+            run repeats them.
         wandb_project: Project of Weights & Biases that follows TensorBoard (`WANDB_MODE=offline` keeps it on disk).
     """
 

@@ -93,7 +93,7 @@ class TrainSettings(Settings):
     activation_checkpointing: bool = Field(False, description="less memory; layers computed twice")
     compile: bool = Field(False, description="torch.compile of the encoder's layers")
     unpad: bool = Field(False, description="leaves the padding out of the encoder; GPU only")
-    skip_nonfinite: int = Field(0, ge=0, description="steps that may go without update")
+    skip_nonfinite: int = Field(0, ge=0, description="steps with NaN or inf that are skipped")
 
     @model_validator(mode="after")
     def _fits_together(self) -> TrainSettings:

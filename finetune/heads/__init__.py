@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 HEADS = {
-    "cls": "linear layer on BERT's tanh-pooled [CLS], on any encoder",
+    "cls": "linear layer on the pooled [CLS], as the encoder's published classifier",
     "mean": "linear layer on the mean of the last hidden states",
     "multicls": "linear layer on the re-parameterised sum of the facets, on Multi-CLS checkpoints",
-    "multicls_sum": "the same without re-parameterisation: the plain sum (ablation)",
+    "multicls_sum": "linear layer on the plain sum of the facets (ablation of multicls)",
     "isobn": "isotropic batch normalisation of the pooled embedding",
     "batchnorm": "batch normalisation of the pooled embedding (baseline of isobn)",
     "hire": "HIRE: all layers read by GRUs, and fused",

@@ -47,14 +47,14 @@ def find_checkpoint(name: str) -> Checkpoint:
     "sample" is the model that comes with a Python package (`multicls.sample`).
 
     Raises:
-        UserError: It is not there, lacks a tokenizer, or is fine-tuned.
+        UserError: It does not exist, lacks config.json or a tokenizer, or is fine-tuned.
     """
     folder = sample_model() if name == "sample" and not Path(name).exists() else Path(name)
     if not folder.is_dir():
         folder = _from_hub(name)
     if not (folder / "config.json").exists():
         inside = next((folder / sub for sub in ("hf", "model") if (folder / sub).is_dir()), None)
-        hint = f"did you mean {inside}?" if inside else "give the exported model (RUN/hf)."
+        hint = f"did you mean {inside}?" if inside else "pass the exported model (RUN/hf)."
         raise UserError(f"--model {name}: holds no config.json; {hint}")
     if not _files(folder, *TOKENIZERS):
         raise UserError(
@@ -64,7 +64,7 @@ def find_checkpoint(name: str) -> Checkpoint:
     files = _files(folder, *WEIGHTS, "config.json", *TOKENIZERS)
     config = read_json(folder / "config.json")
     if config.get("model_type") == FINE_TUNED:
-        raise UserError(f"--model {name}: is fine-tuned; give the model that it was trained from.")
+        raise UserError(f"--model {name}: is fine-tuned; pass the model that it was trained from.")
     digests = "\n".join(f"{path.name}:{sha256_of(path)}" for path in files)
     sha256 = hashlib.sha256(digests.encode()).hexdigest()[:16]
     return Checkpoint(name, folder, config, sha256)

@@ -83,7 +83,7 @@ class HireHead(Head):
 def fixed_weights(kind: str, count: int) -> Tensor:
     """Returns weights of `count` layers, with sum 1, that no text changes: equal ones or the softmax of random scores.
 
-    `kind` says how they are made and for which layers: "mean_first6", "random_all", ...
+    `kind` names how they are made, and the layers that have one: "mean_first6", "random_all", ...
     """
     how, which = kind.split("_")
     scores = torch.randn(count) if how == "random" else torch.zeros(count)

@@ -35,7 +35,7 @@ FILES = {  # files of heads that are not named like their head
     **dict.fromkeys(("cls", "mean", "multicls", "multicls_sum"), "pooling"),
     "batchnorm": "isobn",
 }
-# Fields of an encoder's file, not of itself.
+# Fields of a config.json that do not belong to the encoder itself.
 NOT_OF_THE_ENCODER = ("auto_map", "architectures", "dtype", "transformers_version")
 
 
@@ -66,7 +66,7 @@ class TaskModelConfig(PretrainedConfig):
 
 
 def problem_type_of(task: dict[str, Any]) -> ProblemType:
-    """Returns the `problem_type` of a task; by it a pipeline chooses softmax, sigmoid or nothing."""
+    """Returns the `problem_type` of a task, by which a pipeline chooses softmax, sigmoid or nothing."""
     if task.get("is_regression"):
         return "regression"
     several = task.get("multi_label")
@@ -82,7 +82,7 @@ class TaskModelOutput(SequenceClassifierOutput):
 
 
 class IncompatibleHead(ValueError):
-    """A head does not work on an encoder; the text says why."""
+    """A head does not work on an encoder; the message gives the reason."""
 
 
 class Head(nn.Module):

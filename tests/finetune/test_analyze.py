@@ -105,7 +105,7 @@ def test_layers_of_hire(tiny_bert: Path, glue: Path, tmp_path: Path) -> None:
     assert len(numbers["layers"]) == 4 and sum(numbers["layers"]) == pytest.approx(1)
     assert not {"facets, cosines", "disagreement"} & set(numbers)
     assert (tmp_path / "a" / f"layers-{label}.png").exists()
-    with pytest.raises(UserError, match="given twice"):
+    with pytest.raises(UserError, match="passed twice"):
         main([run, run, "--output", str(tmp_path / "b")])
 
 

@@ -71,7 +71,7 @@ def test_text_does_not_inject_special_tokens(tiny_bert: Path, tiny_multicls: Pat
         ("model.safetensors", {}, "no file named model.safetensors"),
         ("tokenizer.json", {}, "holds no tokenizer"),
         ("", {"model_type": "berd"}, "model type `berd`"),
-        ("", {"model_type": "encoder-with-head"}, "is fine-tuned; give the model"),
+        ("", {"model_type": "encoder-with-head"}, "is fine-tuned; pass the model"),
         ("", {"num_hidden_layers": 4}, "weights are missing: encoder.layer.3"),
         ("", {"vocab_size": 5}, "entries, the model's vocabulary"),
         ("", {"vocab_size": 10_000}, "entries, the model's vocabulary"),

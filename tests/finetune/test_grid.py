@@ -111,8 +111,8 @@ def test_heads_read_only_their_own_settings(tmp_path: Path) -> None:
     [
         ({"tasks": ["rt"]}, "task rt: no such task. Did you mean 'rte'"),
         ({"systems": ["multcls"]}, "no such head. Did you mean 'multicls'"),
-        ({"models": {}}, "task sst2: no runs; give --model NAME=FOLDER"),
-        ({"models": {"a": ["A", "B"], "b": ["C", "D", "E"]}}, "give each as many"),
+        ({"models": {}}, "task sst2: no runs; set --model NAME=FOLDER"),
+        ({"models": {"a": ["A", "B"], "b": ["C", "D", "E"]}}, "each needs as many"),
         ({"systems": {"x": {"head": "cls", "models": ["brt"]}}}, "Did you mean 'bert'"),
         ({"tasks": ["sst2,stsb"]}, "in one run need a system with head cln"),
         ({"search": {"train.learning_rate": 1e-5}}, "valid list"),
@@ -179,7 +179,7 @@ def test_other_settings_in_a_folder_are_refused_at_the_start(
 ) -> None:
     assert main(start(tmp_path, tiny_bert, glue)) == 0
     with pytest.raises(
-        UserError, match=r"another run \(train.max_steps 2, not 3\); give another --name"
+        UserError, match=r"another run \(train.max_steps 2, not 3\); set another --name"
     ):
         main(start(tmp_path, tiny_bert, glue, "--max_steps", "3"))
     more = ["--checkpoint_minutes", "1", "--micro_batch_size", "1"]
@@ -205,7 +205,7 @@ def test_own_rows_with_a_test_file_and_the_best_model(
     assert all(set(tests) == {"test"} for tests in runs["tests"])
     assert len(list(tmp_path.rglob("model/model.safetensors"))) == 1
     assert "best model of train: " in capsys.readouterr().out
-    with pytest.raises(UserError, match="give --selection holdout"):
+    with pytest.raises(UserError, match="set --selection holdout"):
         main([*start(tmp_path, tiny_bert, tmp_path, **changes), *own, "--save_best"])
 
 

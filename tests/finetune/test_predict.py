@@ -108,7 +108,7 @@ def test_scores_are_on_the_scale_of_the_labels() -> None:
         (["MODEL", "ROWS", "--text_column", "texd"], "no column 'texd' .*Did you mean 'text'"),
         (["MODEL", "ROWS", "--text_column", "text,id"], "the model reads 1 text a row"),
         (["MODEL", "OTHER"], "no column 'text' for the text"),
-        (["MODEL", "ROWS", "--output", "ROWS"], "give another file, with the ending"),
+        (["MODEL", "ROWS", "--output", "ROWS"], "pass another file, with the ending"),
         (["MODEL", "ROWS", "--output", "x.jsonl"], "with the ending .csv"),
         (["MODEL", "ROWS", "--task", "b"], "is fine-tuned on t"),
         (["FOLDER", "ROWS"], "not a fine-tuned model"),

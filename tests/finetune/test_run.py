@@ -164,7 +164,7 @@ def test_several_tasks_with_cln(tiny_bert: Path, glue: Path, tmp_path: Path) -> 
     [
         ({"task": "rt"}, "no such task. Did you mean 'rte'"),
         ({"head": "cl"}, "no such head. Did you mean 'cls'"),
-        ({"task": ""}, "give either --task NAME"),
+        ({"task": ""}, "set either --task NAME"),
         ({"head": "cls", "task": "rte,cola"}, "only --head cln trains several"),
         ({"head": "cln", "task": "rte,rte"}, "each once"),
         ({"head": "isobn", "train__micro_batch_size": 1}, "must be 2 or more"),
