@@ -355,7 +355,7 @@ def predict_rows(
 
 
 def training_arguments(settings: RunSettings, sampler: ChunkSampler) -> TrainingArguments:
-    """Returns the training arguments: ours, and those that the user sets by name."""
+    """Returns the training arguments, ours and those of `settings.trainer`; a wrong one is a `UserError`."""
     train = settings.train
     bf16 = find_device(train.precision)[1]
     defaults: dict[str, Any] = {

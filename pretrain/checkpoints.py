@@ -85,7 +85,7 @@ class Checkpoints:
             shutil.rmtree(self.folder / UNIVERSAL)
 
     def save(self, engine: Any, step: int) -> str:
-        """Saves, marks the checkpoint complete, and deletes old ones. All ranks call it. Returns a line for the log."""
+        """Saves a checkpoint, marks it complete, deletes old ones; returns a line for the log. All ranks call it."""
         start, path = time.monotonic(), checkpoint_path(self.folder, step)
         on_rank_0(lambda: _make_empty(path))
         save_engine(engine, self.folder, path.name)

@@ -32,6 +32,8 @@ def build_engine(
 ) -> Any:
     """Returns DeepSpeed's engine around a pretraining model, which is changed in place.
 
+    `train.unpad` without a GPU is a `UserError`.
+
     Args:
         ds_config: The completed JSON.
         universal: True if the checkpoint to load was converted to another number of ranks.

@@ -92,7 +92,7 @@ def describe_model(
 
 
 def restore_model(folder: Path) -> tuple[Any, Any]:
-    """Returns the model that `describe_model` has described, with weights yet to be loaded, and its tokenizer."""
+    """Returns the model of a `RUN/model` folder, without its weights, and its tokenizer, or a `UserError`."""
     from transformers import AutoConfig, AutoModelForPreTraining, AutoTokenizer
 
     import multicls.modeling_multicls  # noqa: F401 (registers the model)

@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def prepare_sample_corpus() -> None:
-    """Runs data_prep on the sample's text if that has not been done: stages exchange files, not objects."""
+    """Prepares the sample's corpus with data_prep/run.py unless it exists; a failure is a `UserError`."""
     if not (SAMPLE_CORPUS / "manifest.json").exists():
         print_line("preparing the sample's corpus (once)")
         program = [sys.executable, str(REPOSITORY / "data_prep" / "run.py")]

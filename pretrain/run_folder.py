@@ -53,7 +53,7 @@ def newest_step(folder: Path) -> int:
 
 @contextmanager
 def disk_errors_reported(run_folder: Path) -> Iterator[None]:
-    """Reports a full or broken disk in one line."""
+    """Turns errors of a full or broken disk into a `UserError`."""
     try:
         yield
     except (OSError, RuntimeError) as error:

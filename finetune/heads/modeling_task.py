@@ -125,7 +125,7 @@ class PooledHead(Head):
 
 
 def find_head(name: str) -> type[Head]:
-    """Returns the class of a head, which the dictionary `HEADS` of its file names."""
+    """Returns the class of a head from the `HEADS` of its file; a name that is no identifier is a ValueError."""
     if not name.isidentifier():
         raise ValueError(f"head {name!r}: not a name")
     module = importlib.import_module(f".{FILES.get(name, name)}", __package__)
