@@ -27,6 +27,7 @@ def prepare_deepspeed() -> ModuleType:
         os.environ.setdefault(name, value)
     if os.environ["WORLD_SIZE"] == "1":
         os.environ["MASTER_PORT"] = "0"  # any free port: a launcher's may be another run's
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # torchrun's store listens at its own
     import torch
     import torch.distributed as dist
 
