@@ -31,8 +31,7 @@ class Log:
     TensorBoard gets two writers, `tb/train` and `tb/validation`, so that the curves of one tag lie over each other.
 
     Args:
-        resumed_step: Step of the checkpoint; 0: none. Later records, and the validation of this step, are dropped: the
-            run repeats them.
+        resumed_step: Step of the checkpoint, or 0. Later records, and the validation of this step, are dropped.
         wandb_project: Project of Weights & Biases that follows TensorBoard (`WANDB_MODE=offline` keeps it on disk).
     """
 

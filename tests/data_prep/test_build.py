@@ -537,3 +537,19 @@ def test_damaged_corpora_are_found(corpus_of: Make) -> None:
     shard.unlink()
     with pytest.raises(UserError, match=r"shard-00000.arrow: missing"):
         Corpus.open(corpus.path)
+
+
+def test_documents_after_a_dropped_copy_of_several_rows_are_counted(corpus_of: Make) -> None:
+    long, shorts = story(12_000, 3), [story(20, start) for start in range(3)]
+    corpus = corpus_of([long, long, *shorts])
+    assert corpus.num_documents == 4 and corpus.num_rows > 4
+    assert corpus.manifest["dropped"] == {"documents_duplicate": 1}
+
+
+@pytest.mark.parametrize(("notes", "documents"), [(2, 1), (1, 0)])
+def test_joined_documents_have_the_fewest_sentences_at_least(
+    notes: int, documents: int, corpus_of: Make
+) -> None:
+    texts = [f"The cat {i} sat on mat {i}. It ran {i} times." for i in range(notes)]
+    corpus = corpus_of([*texts, story(9)], min_sentences=4, short_documents="join")
+    assert corpus.num_documents == documents + 1

@@ -414,3 +414,29 @@ def test_generators_depend_on_every_number() -> None:
     uniform = np.array([hashed(3, number) for number in range(20_000)]) / 2**64
     assert np.histogram(uniform, bins=20, range=(0, 1))[0] == pytest.approx(1000, rel=0.15)
     assert abs(np.corrcoef(uniform[1:], uniform[:-1])[0, 1]) < 0.03
+
+
+def test_idf_is_over_rows_where_documents_take_several(tmp_path: Path) -> None:
+    """As document frequencies are: over documents, a token of most rows would have a negative idf."""
+    corpus = corpus_of(tmp_path, [3 << 60] * 5 + [9 << 60], text=[[40] * 9] * 6)
+    rows = [corpus.row(number).tokens for number in range(corpus.num_rows)]
+    frequency = np.sum([np.bincount(np.unique(row), minlength=200) for row in rows], axis=0)
+    np.save(tmp_path / "document_frequency.npy", frequency)
+    stream = ExampleStream(corpus, SPECIAL, **fixed(num_parts=1))
+    (example, *_) = stream.examples_of_row(0, epoch=0)
+    (part,) = example.parts
+    row, targets = corpus.row(0), []
+    for sentence in range(part.first, part.end):
+        tokens = row.tokens[row.offsets[sentence] : row.offsets[sentence + 1]]
+        raw = Counter(row.tokens.tolist())
+        scores = np.array([raw[t] * math.log(6 / frequency[t]) for t in tokens.tolist()])
+        targets += (10 * (scores - scores.min()) / np.ptp(scores)).tolist()
+    found = example.tfidf_labels[0][example.tfidf_labels[0] > 0]
+    assert sorted(found) == pytest.approx(sorted(t for t in targets if t > 0), abs=1e-4)
+
+
+def test_parts_take_sentences_up_to_their_whole_budget() -> None:
+    """Three sentences of 10 tokens fill a part of 30; one token less, and the third is left to the next."""
+    boundaries = np.arange(0, 101, 10)
+    assert windows.fill_parts(boundaries, 0, 3, 30, []) == [0, 3, 6, 9]
+    assert windows.fill_parts(boundaries, 0, 3, 29, []) == [0, 2, 4, 6]

@@ -17,6 +17,7 @@ from scipy import stats
 from finetune.estimates import (
     BENCHMARKS,
     benchmark_average,
+    best_runs,
     choose_candidates,
     compare,
     example_interval,
@@ -183,3 +184,15 @@ def test_benchmark_averages() -> None:
     )
     assert benchmark_average(runs, "GLUE, paper's 8") == pytest.approx(0.35)
     assert math.isnan(benchmark_average(runs[runs["task"] != "rte"], "GLUE, paper's 8"))
+
+
+def test_the_best_run_is_best_on_the_rows_that_pick() -> None:
+    """Not on those that give the score."""
+    rows = [
+        COMMON
+        | {"task": "rte", "search": {}, "head": "mean", "seed": seed}
+        | {"selection_score": pick, "score": 1 - pick}
+        for seed, pick in ((1, 0.5), (2, 0.9), (3, 0.7))
+    ]
+    (best,) = best_runs(pd.DataFrame(rows))
+    assert best["seed"] == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -273,3 +274,28 @@ def test_answers_of_record_and_multirc_are_nested() -> None:
     nested = json.loads(submit.submission_files(multirc, arrays)["MultiRC.jsonl"])
     answers = [{"idx": 0, "label": 0}, {"idx": 1, "label": 1}]
     assert nested == {"idx": 3, "passage": {"questions": [{"idx": 1, "answers": answers}]}}
+
+
+def test_a_run_killed_in_its_predictions_is_not_finished(
+    tiny_bert: Path, glue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(np, "savez_compressed", killed)
+    with pytest.raises(KeyboardInterrupt):
+        finetune(tiny_bert, glue, tmp_path, **QUICK)
+    assert not list(tmp_path.glob("*/*/*/record.json"))
+
+
+def test_only_a_run_that_takes_all_rows_of_all_tasks_has_no_subset(
+    tiny_bert: Path, glue: Path, tmp_path: Path
+) -> None:
+    """Of 20 and 120 rows, 20 leave the second task its subsets; 120 do not."""
+    shutil.copytree(glue, tmp_path / "glue")
+    write_tsv(tmp_path / "glue/SST-2/train.tsv", "sentence\tlabel", sentiment_rows(20, 1))
+    values: dict[str, Any] = QUICK | {"head": "cln", "task": "sst2,stsb", "subset": 2}
+    for size, subset in ((20, 2), (120, 1)):
+        values["train_size"] = size
+        record = finetune(tiny_bert, tmp_path / "glue", tmp_path, **values)
+        assert record["subset"] == subset

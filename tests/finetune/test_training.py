@@ -20,11 +20,12 @@ from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification
 
 from finetune.benchmarks import read_task
+from finetune.encoding import Encoded
 from finetune.heads.build import build_model, find_checkpoint, load_tokenizer
 from finetune.predict import predict
 from finetune.settings import TrainSettings
-from finetune.tasks import TASKS
-from finetune.training import Chunk, ChunkSampler, row_batches, task_batches
+from finetune.tasks import TASKS, Example
+from finetune.training import Chunk, ChunkSampler, _class_weights, row_batches, task_batches
 from multicls.errors import UserError
 from multicls.files import REPOSITORY, read_json, write_json
 from multicls.settings import to_yaml
@@ -331,3 +332,20 @@ def test_two_ranks_equal_one(
 @pytest.mark.launcher
 def test_normalisation_takes_the_rows_of_both_ranks_for_one_batch(launched: Path) -> None:
     assert_ranks_are_one_batch(launched)
+
+
+def test_balanced_weights_make_up_for_the_frequency_of_the_classes(tiny_bert: Path) -> None:
+    tokenizer = load_tokenizer(find_checkpoint(str(tiny_bert)), 24)
+    rows = [Example(str(n), ("bal",), float(n == 0)) for n in range(4)]
+    weights = _class_weights(Encoded(TASKS["sst2"], rows, tokenizer, 24))
+    assert weights.tolist() == pytest.approx([4 / (2 * 3), 4 / (2 * 1)])
+
+
+def test_each_micro_batch_has_a_dropout_of_its_own(
+    tiny_bert: Path, glue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four steps of three micro-batches; their numbers do not depend on the ranks."""
+    seeds = mock.Mock(return_value=0)
+    monkeypatch.setattr("finetune.training.dropout_seed", seeds)
+    finetune(tiny_bert, glue, tmp_path, **PLAIN, train__micro_batch_size=2)
+    assert seeds.call_args_list == [mock.call(1, number) for number in range(12)]

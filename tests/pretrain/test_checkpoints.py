@@ -177,3 +177,19 @@ def test_a_second_launch_is_refused_and_a_killed_one_leaves_the_folder_free(
     assert fork(run, *launches, flags=("--data.num_workers", "2")) == [[-9], [0]], said(run, 1)
     assert "resuming from step 4" in said(run, 1)
     assert lock_holder(run) is None and not (run / ".lock").exists()
+
+
+def test_a_half_deleted_checkpoint_is_not_whole(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed while it deletes the first of steps 10 and 20."""
+
+    def killed(path: Path, **_: Any) -> None:
+        (path / "model_states.pt").unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints(folder).save(Engine(), 40)
+    whole = {path.parent for path in folder.glob("*/model_states.pt")}
+    assert {path.parent for path in folder.glob("*/COMPLETE")} == whole and len(whole) == 3

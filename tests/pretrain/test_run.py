@@ -181,3 +181,11 @@ def test_no_objective_leaves_the_weights_it_does_not_reach(
     kept = trained[f"multicls.encoder.{pooler}"]
     assert torch.equal(kept, start[f"bert.{pooler}"])  # weight decay has not worn it away
     assert not torch.equal(trained[f"multicls.encoder.{moved}"], start[f"bert.{moved}"])
+
+
+def test_records_have_the_learning_rate_of_their_step(finished: Path) -> None:
+    """Eight steps, of which two warm up to 1e-3."""
+    rates = [record["optim/lr"] for record in records(finished, "train")]
+    assert rates == pytest.approx(
+        [1e-3 * s for s in (1 / 3, 2 / 3, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6)]
+    )

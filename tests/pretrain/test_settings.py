@@ -17,6 +17,7 @@ from multicls.files import REPOSITORY
 from pretrain.job import identity
 from pretrain.run import SHORTCUTS, read_settings
 from pretrain.settings import PretrainSettings, batch_arithmetic, resolve_length
+from pretrain.stopping import StopRequest
 
 RECIPES = sorted((REPOSITORY / "pretrain" / "recipes").glob("*.yaml"))
 NEEDED = ["--model", "m", "--corpus", "c"]
@@ -213,3 +214,13 @@ def test_too_many_passes_and_too_little_text(tiny_corpus: Path) -> None:
     group = ("--train.negatives_group=3000", "--global_batch_size=3000")
     with pytest.raises(UserError, match="too small: its .* training tokens give"):
         resolved(tiny_corpus, "--steps", "7", *group)
+
+
+def test_the_time_limit_is_in_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    stop = StopRequest(time_limit=2)
+    now += 119
+    assert not any(stop.requests())
+    now += 2
+    assert any(stop.requests())
