@@ -32,7 +32,7 @@ BATCH["data_prep"] = "data_prep/run.py"
 SHORTER = [  # words of commands that would take minutes
     ("own_text/corpus --epochs 1", "own_text/corpus --steps 2"),
     ("--epochs 2", "--epochs 1"),
-    ("--epochs 5", "--max_steps 4"),
+    ("--epochs 5", "--max_steps 4 --subsets 1"),
     ("sorted(texts), 200)", "sorted(texts), 40)"),
     ("--max_steps 20", "--max_steps 2"),
     ("--step 40", "--step 4"),
