@@ -72,8 +72,9 @@ def test_a_checkpoint_gives_what_the_run_exports(
     flags += ("--config", str(tmp_path / "ds.json"), "--train.precision", precision, "--steps", "2")
     launch = {"ranks": ranks, "accident": "note the engine's weights"}
     assert fork(run, launch, flags=flags) == [[0] * ranks], said(run)
+    before = dist.is_initialized()  # by another file's test in this process
     assert_same_files(export_to(tmp_path / "model", run), run / "hf")
-    assert not dist.is_initialized()
+    assert dist.is_initialized() == before, "an export needs no process group"
     exported = load_file(tmp_path / "model" / "model.safetensors")
     engine = torch.load(tmp_path / "engine_weights.pt")
     assert {tensor.dtype for tensor in exported.values()} == {torch.float32}
