@@ -417,7 +417,7 @@ def test_generators_depend_on_every_number() -> None:
 
 
 def test_idf_is_over_rows_where_documents_take_several(tmp_path: Path) -> None:
-    """As document frequencies are: over documents, a token of most rows would have a negative idf."""
+    """Document frequencies count rows; an idf over documents would be negative for a token of most rows."""
     corpus = corpus_of(tmp_path, [3 << 60] * 5 + [9 << 60], text=[[40] * 9] * 6)
     rows = [corpus.row(number).tokens for number in range(corpus.num_rows)]
     frequency = np.sum([np.bincount(np.unique(row), minlength=200) for row in rows], axis=0)

@@ -291,7 +291,7 @@ def test_a_run_killed_in_its_predictions_is_not_finished(
 def test_only_a_run_that_takes_all_rows_of_all_tasks_has_no_subset(
     tiny_bert: Path, glue: Path, tmp_path: Path
 ) -> None:
-    """Of 20 and 120 rows, 20 leave the second task its subsets; 120 do not."""
+    """The tasks have 20 and 120 rows: a size of 20 leaves the second one its subsets, 120 does not."""
     shutil.copytree(glue, tmp_path / "glue")
     write_tsv(tmp_path / "glue/SST-2/train.tsv", "sentence\tlabel", sentiment_rows(20, 1))
     values: dict[str, Any] = QUICK | {"head": "cln", "task": "sst2,stsb", "subset": 2}
