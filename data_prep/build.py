@@ -78,7 +78,11 @@ def build_unit(unit: Unit, settings: BuildOptions, work: Path, tokenizer: Path) 
         folder = Path(scratch, unit.key)
         folder.mkdir()
         documents = _encode(_clean(unit, settings, drops), encoder, drops)
-        _write(folder, _join_short(documents, settings, drops))
+        try:
+            _write(folder, _join_short(documents, settings, drops))
+        except Exception as error:
+            error.add_note(f"in {unit}")
+            raise
         write_json(folder / "drops.json", drops.to_json())
         try:
             folder.rename(target)

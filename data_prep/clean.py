@@ -139,11 +139,9 @@ def _with_holes(lines: list[Line], text_format: TextFormat, wanted: bool) -> lis
     result = []
     for line, following in zip(lines, [*lines, Line("", 1)][1:], strict=True):
         text = line.text.rstrip(" .") if line.text[-2:] in (":.", ": ") else line.text
-        lost = (
-            following.text[:1] not in _QUOTES_OPEN
-            if text_format == "wikipedia"
-            else is_heading(following.text)
-        )
+        lost = is_heading(following.text)
+        if text_format == "wikipedia":
+            lost = following.text[:1] not in _QUOTES_OPEN
         if text[-1:] == ":" and (lost or following.level):
             line = Line(text[:-1] + HOLE + ":")
         result.append(line)
@@ -152,11 +150,11 @@ def _with_holes(lines: list[Line], text_format: TextFormat, wanted: bool) -> lis
 
 # The rule for the text.
 
-# Line ends; spaces; control characters, but not the zero-width joiners, which belong to words of Persian
-# and Indian scripts.
+# Line ends, spaces, and control characters, but not the zero-width joiners of Persian and Indian scripts.
+_LINE_ENDS = "\r\u2028\u2029"
 _SPECIAL = re.compile(
-    "(\r\n?|[\u2028\u2029])|([\t\x0b\x0c\x1c-\x1f\x85\xa0\u1680\u2000-\u200a\u202f\u205f\u3000])"
-    "|[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\xad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\ufeff]"
+    f"[{_LINE_ENDS}\t\x0b\x0c\x1c-\x1f\x85\xa0\u1680\u2000-\u200a\u202f\u205f\u3000"
+    "\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\xad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\ufeff]"
 )
 
 
@@ -165,12 +163,13 @@ def _plain_characters(text: str) -> tuple[str, list[str]]:
     removed: list[str] = []
 
     def plain(match: re.Match[str]) -> str:
-        if match.lastindex is None:
-            removed.append(f"U+{ord(match[0]):04X}")
-        return ("", "\n", " ")[match.lastindex or 0]
+        if match[0].isspace():
+            return "\n" if match[0] in _LINE_ENDS else " "
+        removed.append(f"U+{ord(match[0]):04X}")
+        return ""
 
     text = text if text.isascii() else unicodedata.normalize("NFC", text)
-    return _SPECIAL.sub(plain, text), removed
+    return _SPECIAL.sub(plain, text.replace("\r\n", "\n")), removed
 
 
 # Rules for lines: function(lines, dotted) -> the indices of those to drop; dotted: see is_heading.
@@ -259,17 +258,17 @@ LINE_RULES = [
 SentenceRule = tuple[str, str, Callable[[str], bool]]
 
 
-def _has_hole(sentence: str) -> bool:
-    return HOLE in sentence or "formula_" in sentence or "codice_" in sentence  # of WikiExtractor
-
-
 def _has_no_letter(sentence: str) -> bool:
     return not any(map(str.isalpha, sentence))
 
 
+def _has_hole(sentence: str) -> bool:
+    return HOLE in sentence or "formula_" in sentence or "codice_" in sentence  # of WikiExtractor
+
+
 SENTENCE_RULES: list[SentenceRule] = [
     ("sentences_without_letter", "sentences_without_letter", _has_no_letter),
-    ("long_sentences", "sentences_too_long", lambda sentence: len(sentence) > LONGEST_SENTENCE),
-    ("replacement_characters", "sentences_not_utf8", lambda sentence: BAD_CHARACTER in sentence),
+    ("long_sentences", "sentences_too_long", lambda s: len(s) > LONGEST_SENTENCE),
+    ("replacement_characters", "sentences_not_utf8", lambda s: BAD_CHARACTER in s),
 ]
 HOLE_RULE: SentenceRule = ("holes", "sentences_with_holes", _has_hole)

@@ -114,7 +114,8 @@ class DropLog:
                 share = characters[reason] / max(characters[READ], 1)
                 if max(documents, share) > (WARNING_SHARE if source else REPORTED_SHARE):
                     text = f"{documents:.1%} of the documents, {share:.1%} of the text: "
-                    text += f"{numbers[reason]:,} {reason}.{_remedy(reason)}"
+                    text += f"{numbers[reason]:,} {reason}."
+                    text += f" To keep them: {REMEDIES[reason]}." if reason in REMEDIES else ""
                     lines.append(("warning", f"{source}: {text}") if source else ("left out", text))
         return lines
 
@@ -122,10 +123,6 @@ class DropLog:
 def _is_whole(reason: str) -> bool:
     """Returns whether a reason drops whole documents."""
     return reason.startswith(("documents_", "records_"))
-
-
-def _remedy(reason: str) -> str:
-    return f" To keep them: {REMEDIES[reason]}." if reason in REMEDIES else ""
 
 
 def last_lines(corpus: Corpus) -> list[tuple[str, str]]:

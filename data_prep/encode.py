@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from itertools import chain, count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import pyarrow.compute as pc
 
 from multicls.errors import UserError, first_line
 from multicls.sample import SAMPLE, sample_model
+from multicls.tokenization import load_tokenizer
 
 CONFIG = "tokenizer_config.json"
 TABLE_WORDS = 1 << 19  # words in the table before it is emptied: about 100 MB a process
@@ -23,7 +25,7 @@ _END = "\n"
 
 
 def load_tokenizer_files(name: str) -> dict[str, bytes]:
-    """Loads `tokenizer.json` and, if there is one, `tokenizer_config.json`.
+    """Loads `tokenizer.json`, to which transformers converts other files, and `tokenizer_config.json` if there is one.
 
     Args:
         name: A folder, a tokenizer.json, a model id of the Hub, or "sample" for the embedded one.
@@ -35,18 +37,22 @@ def load_tokenizer_files(name: str) -> dict[str, bytes]:
     from tokenizers import Tokenizer
 
     path = sample_model() if name == SAMPLE else Path(name)
-    try:
-        if not path.exists():
-            path = Path(snapshot_download(name, allow_patterns=["tokenizer.json", CONFIG]))
-        main = path / "tokenizer.json" if path.is_dir() else path
-        Tokenizer.from_file(str(main))
-    except Exception as error:  # tokenizers raises plain Exception
-        raise UserError(
-            f"--tokenizer {name}: no tokenizer.json of a fast tokenizer there or on the Hub "
-            f'({first_line(error)}); save one with save_pretrained; "{SAMPLE}" is the embedded one.'
-        ) from None
-    files = {"tokenizer.json": main, CONFIG: main.with_name(CONFIG)}
-    return {name: path.read_bytes() for name, path in files.items() if path.is_file()}
+    with TemporaryDirectory() as converted:
+        try:
+            if not path.exists():
+                path = Path(snapshot_download(name, allow_patterns=["tokenizer.json", CONFIG]))
+            main = path / "tokenizer.json" if path.is_dir() else path
+            if path.is_dir() and not main.exists():  # a model of sentencepiece, say
+                load_tokenizer(name).save_pretrained(converted)
+                main = Path(converted, main.name)
+            Tokenizer.from_file(str(main))
+        except Exception as error:  # tokenizers raises plain Exception
+            raise UserError(
+                f"--tokenizer {name}: no fast tokenizer there or on the Hub, and none that becomes one "
+                f'({first_line(error)}); "{SAMPLE}" is the embedded one.'
+            ) from None
+        files = {"tokenizer.json": main, CONFIG: main.with_name(CONFIG)}
+        return {name: path.read_bytes() for name, path in files.items() if path.is_file()}
 
 
 class TextEncoder:
@@ -130,6 +136,5 @@ class TextEncoder:
 def _is_word_by_word(parts: dict[str, Any]) -> bool:
     kinds = [(parts[name] or {}).get("type") for name in ("normalizer", "pre_tokenizer", "model")]
     added = parts.get("added_tokens") or []
-    return kinds == ["BertNormalizer", "BertPreTokenizer", "WordPiece"] and all(
-        token["special"] for token in added
-    )
+    only_special = all(token["special"] for token in added)
+    return only_special and kinds == ["BertNormalizer", "BertPreTokenizer", "WordPiece"]

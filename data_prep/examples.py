@@ -115,11 +115,10 @@ class ExampleStream:
         self.num_tokens = self._index.num_tokens
         if not self.examples_per_epoch:
             raise UserError(
-                f"{corpus.path}: the {self.num_documents} of its {corpus.num_documents} documents in "
-                f"the {split} split (validation_fraction = {validation_fraction}) give no example of "
-                f"{num_parts} parts; change the fraction or source_weights, prepare more or longer "
-                "documents (--documents blank_line divides a text file), or, for masked-LM alone, "
-                "set data.single_parts."
+                f"{corpus.path}: the {self.num_documents} of its {corpus.num_documents} documents in the {split} split "
+                f"(validation_fraction = {validation_fraction}) give no example of {num_parts} parts; change the "
+                "fraction or source_weights, prepare more or longer documents (--documents blank_line divides a text "
+                "file), or, for masked-LM alone, set data.single_parts."
             )
 
     def micro_batches(self, numbers: Sequence[int], size: int) -> dict[str, np.ndarray]:
@@ -201,8 +200,7 @@ class ExampleStream:
     def _tfidf(self, tokens: np.ndarray, counts: np.ndarray, bounds: np.ndarray) -> np.ndarray:
         """Returns TF-IDF targets, (N,): min-max scaled in each sentence to 0..10; 0 if all are equal.
 
-        `counts`, (N,): occurrences of each token in its row. `bounds`, (S + 1,): where sentences
-        begin and end.
+        `counts`, (N,): occurrences of each token in its row. `bounds`, (S + 1,): where sentences begin and end.
         """
         values = counts * self._idf[tokens]
         lowest = np.minimum.reduceat(values, bounds[:-1])

@@ -48,7 +48,9 @@ def merge(
         entries[number] = unit.shards
     shards = [entry for number in range(len(units)) for entry in entries[number]]
     names = {shard["name"] for shard in shards}
-    for path in output.glob("shard-*.arrow"):  # of a run with other input that was stopped
+    for path in output.glob(
+        f"shard-{5 * '[0-9]'}*.arrow"
+    ):  # of a run with other input that was stopped
         if path.name not in names:
             path.unlink()
     return Merged(shards, frequency, drops)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, Executor, as_completed
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, Future, wait
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 from multicls.errors import UserError, first_line, print_stderr
 
 DEATHS = 3  # of workers, after which a call has failed
 RETRIES = 2  # of a call that raises an error: a network file system may fail once
+SUBMITTED = 256  # calls that the scheduler holds at a time: more cost memory, and no gain
 DASK = {
     "distributed.scheduler.allowed-failures": DEATHS - 1,
+    "distributed.admin.low-level-log-length": 10,  # of messages, which hold the calls
     # Ctrl-C is for the command, which then ends its workers.
     "distributed.worker.preload": ["import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"],
 }
@@ -31,8 +34,7 @@ LOGGERS = ("distributed", "distributed.client", "tornado.application", "asyncio"
 def open_pool(workers: int, scheduler: str | None) -> Iterator[Executor | None]:
     """Opens an executor of Dask: processes of this machine, or a cluster that runs already.
 
-    Yields None if one worker, this process, does all. `scheduler` is the scheduler file or address
-    of the cluster.
+    Yields None if one worker, this process, does all. `scheduler` is the scheduler file or address of the cluster.
 
     Raises:
         UserError: The scheduler does not answer, or no worker process could be started.
@@ -77,24 +79,24 @@ def run_all(
     from distributed import KilledWorker
     from distributed.comm import CommClosedError
 
-    running = {}
+    running, waiting = dict[Future[Any], int](), enumerate(arguments)
     try:
-        for number, values in enumerate(arguments):
+        for number, values in islice(waiting, SUBMITTED):
             running[pool.submit(function, *values)] = number
-        for future in as_completed(running):
+        while running:
+            future = wait(running, return_when=FIRST_COMPLETED).done.pop()
             number = running.pop(future)
             try:
                 yield number, future.result()
             except KilledWorker:
                 raise UserError(
-                    f"{arguments[number][0]}: killed three workers, perhaps because memory ran out. "
-                    "Start fewer --workers, cut the file into smaller ones, or leave it out "
-                    "(--exclude)."
+                    f"{arguments[number][0]}: killed three workers, perhaps because memory ran out. Start fewer "
+                    "--workers, cut the file into smaller ones, or leave it out (--exclude)."
                 ) from None
+            for following, values in islice(waiting, 1):
+                running[pool.submit(function, *values)] = following
     except (CancelledError, CommClosedError) as error:
-        print_stderr(
-            f"error: the Dask scheduler is gone ({first_line(error)}); the same command continues"
-        )
+        print_stderr(f"error: the scheduler is gone ({first_line(error)}); start the command again")
         raise SystemExit(1) from None
     finally:
         for future in running:

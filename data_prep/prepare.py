@@ -29,27 +29,21 @@ from data_prep.build import Unit, build_unit
 from data_prep.encode import load_tokenizer_files
 from data_prep.merge import Merged, merge
 from data_prep.pool import open_pool, run_all
-from data_prep.sentences import LANGUAGES
 from data_prep.settings import BuildOptions
 from data_prep.sources import OPENERS, Skipped, SourceFile, list_inputs
 from multicls.console import Progress, count, duration, print_line
-from multicls.corpus import FORMAT_VERSION, MANIFEST, Corpus, tokenizer_fingerprint, write_manifest
+from multicls.corpus import FORMAT_VERSION, MANIFEST, Corpus, tokenizer_fingerprint
 from multicls.errors import UserError
 from multicls.files import LOCK, atomic_write, locked, sha256_of, write_json
 
 DROPPED = "dropped.json"  # samples of what was dropped, by reason, and all paths that were skipped
 FREQUENCY = "document_frequency.npy"
-MOST_LINES = 20  # of skipped paths; DROPPED lists all
-SMALL_UNIT = 32 << 20  # bytes of small files together
+SMALL_UNIT = 8 << 20  # bytes of small files together: progress is seen, and all workers have some
 LARGE_UNIT = 64 << 20  # bytes of a share of a file of lines
 LEAST_WEIGHT = 1 << 12  # bytes that take as long to read as a file takes to open
 PACKAGES = ("mwparserfromhell", "numpy", "pyarrow", "sentencex", "tokenizers")
-NOT_IN_KEY = {
-    "input",
-    "include",
-    "exclude",
-    "tokenizer",
-}  # a key holds the files themselves instead
+# A key holds the files themselves instead.
+NOT_IN_KEY = {"input", "include", "exclude", "tokenizer"}
 _OURS = re.compile(r"\.?[0-9a-f]{24}(\..*)?|\.?tokenizer-[0-9a-f]{12}\.json.*")
 
 
@@ -65,8 +59,7 @@ class Job(NamedTuple):
 def prepare(options: BuildOptions) -> Corpus:
     """Prepares the corpus in the folder `options.output` and opens it; continues a run that was stopped.
 
-    The bytes depend on the input, the settings and the versions of packages, never on the workers
-    or on interruptions.
+    The bytes depend on the input, the settings and the versions of packages, never on the workers or on interruptions.
 
     Raises:
         UserError: The input or the tokenizer is bad, the folder holds something else or another
@@ -102,8 +95,7 @@ def prepare(options: BuildOptions) -> Corpus:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             raise UserError(
-                f"--output {output}: the disk is full; what is written is safe: free some room and "
-                "run the same command again."
+                f"--output {output}: the disk is full; what is written is safe: free some room and run it again."
             ) from None
         finally:
             if not (output / MANIFEST).exists() and not any(work.glob("*/rows-0.arrow")):
@@ -120,12 +112,8 @@ def _describe_job(options: BuildOptions, output: Path) -> Job:
     skipped = [entry for entry in skipped if not os.path.abspath(entry.path).startswith(inside)]
     if not files:
         raise UserError(f"{output}: all of the input lies in it; pass a new or empty --output.")
-    for path, reason in skipped[:MOST_LINES]:
+    for path, reason in skipped[:20]:  # DROPPED lists all
         print_line(f"skipped: {path}: {reason}")
-    if options.language not in LANGUAGES.split():
-        print_line(
-            f"language {options.language}: the sentence splitter takes the rules of another one"
-        )
     tokenizer_files = load_tokenizer_files(options.tokenizer)
     settings = options.model_dump(exclude=NOT_IN_KEY)
     settings["tokenizer"] = hashlib.sha256(tokenizer_files["tokenizer.json"]).hexdigest()
@@ -151,15 +139,15 @@ def group_units(files: Iterable[SourceFile], identity: dict[str, Any]) -> list[U
     prefix = json.dumps(identity, sort_keys=True)
     groups: list[list[SourceFile]] = []
     weight = 0
-    for file in [share for whole in files for share in _shares(whole)]:
+    for file in chain.from_iterable(map(_shares, files)):
         added = max(file.size or SMALL_UNIT, LEAST_WEIGHT)  # 0: not known
         if not groups or weight + added > SMALL_UNIT:
             groups.append([])
             weight = 0
         groups[-1].append(file)
         weight += added
-    texts = [json.dumps([prefix, [file[1:] for file in group]]) for group in groups]
-    keys = [hashlib.blake2b(text.encode("utf-8"), digest_size=12).hexdigest() for text in texts]
+    texts = (json.dumps([prefix, [file[1:] for file in group]]) for group in groups)
+    keys = (hashlib.blake2b(text.encode("utf-8"), digest_size=12).hexdigest() for text in texts)
     return list(map(Unit, keys, groups))
 
 
@@ -182,8 +170,7 @@ def _is_finished(output: Path, made_from: dict[str, Any]) -> bool:
         found, wanted = (made["settings"] | {"input": made["input"]} for made in both)
         if differing := [name for name, value in wanted.items() if found.get(name) != value]:
             raise UserError(
-                f"{output}: holds a corpus made from other input or settings "
-                f"({', '.join(differing)}); pass another --output, or remove it."
+                f"{output}: holds a corpus of other settings or input ({', '.join(differing)}); set another --output."
             )
         return True
     names = sorted(path.name for path in output.iterdir() if path.name != LOCK)
@@ -191,8 +178,7 @@ def _is_finished(output: Path, made_from: dict[str, Any]) -> bool:
     is_ours = any(map(_OURS.fullmatch, work)) or (names == ["work"] and not work)
     if names and not is_ours:
         raise UserError(
-            f"{output}: holds something else ({', '.join(names[:3])}); pass an --output that is new "
-            "or empty."
+            f"{output}: holds something else ({', '.join(names[:3])}); pass a new or empty --output."
         )
     return False
 
@@ -203,9 +189,8 @@ def _finish(output: Path, job: Job, merged: Merged) -> None:
     if not merged.shards:
         listed = ", ".join(f"{reason} {n}" for reason, n in sorted((skipped | drops).items()))
         raise UserError(
-            f"no document of {job.made_from['settings']['min_sentences']} sentences in the input "
-            f"(left out: {listed or 'nothing'}); --min_sentences and --short_documents join take "
-            "shorter ones."
+            f"no document of {job.made_from['settings']['min_sentences']} sentences in the input (left out: "
+            f"{listed or 'nothing'}); --min_sentences and --short_documents join take shorter ones."
         )
     size = len(merged.frequency)
     write_json(output / DROPPED, merged.drops.to_json() | {"skipped": sorted(job.skipped)})
@@ -215,7 +200,9 @@ def _finish(output: Path, job: Job, merged: Merged) -> None:
         with atomic_write(output / name, "wb") as file:
             file.write(data)
     written = {name: output / name for name in (FREQUENCY, DROPPED, *job.tokenizer_files)}
-    for leftover in [path for name in (*written, MANIFEST) for path in output.glob(f".{name}.*")]:
+    for leftover in [
+        path for name in (*written, MANIFEST) for path in output.glob(f".{name}.????????")
+    ]:
         leftover.unlink()  # of a run that was killed
     counts = [entry.pop("sources").items() for entry in merged.shards]
     table = pd.DataFrame([{"source": name, **found} for name, found in chain(*counts)])
@@ -242,7 +229,7 @@ def _finish(output: Path, job: Job, merged: Merged) -> None:
         },
         "shards": merged.shards,
     }
-    write_manifest(output, manifest)
+    write_json(output / MANIFEST, manifest)
 
 
 def _remove_work(work: Path) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,41 +42,19 @@ def build(options: BuildOptions) -> None:
     is_model = not folder.exists() or (folder / "config.json").exists()
     model = options.tokenizer if is_model else "CHECKPOINT"
     recipe = "own_text" if tokens < OWN_TEXT else "base"
-    command = ["python", "pretrain/run.py", "--recipe", recipe, "--model", model]
-    command += ["--corpus", options.output]
+    command = ["python", "pretrain/run.py", "--model", model, "--corpus", options.output]
+    command += ["--recipe", recipe]
+    if corpus.manifest["sentences"] < 3 * documents:  # too few for three parts, on average
+        command += ["mlm_only", "--data.single_parts"]
     made = [("corpus", f"{options.output} ({size})"), *last_lines(corpus)]
     print_summary(made, "" if options.sample else shlex.join(command))
 
 
-def show(options: ShowOptions) -> None:
-    """Prints a row and a training example of it, exactly as the model sees it."""
-    from data_prep.stats import describe
-
-    print(describe(options))
-
-
-def stats(options: ExampleOptions) -> None:
-    """Prints sources, drops, lengths and what training sees."""
-    from data_prep.stats import print_stats
-
-    print_stats(options)
-
-
-def verify(options: CorpusOptions) -> None:
-    """Compares every file of a corpus with the manifest's checksums."""
-    from multicls.corpus import Corpus
-
-    corpus = Corpus.open(options.corpus)
-    corpus.verify()
-    documents, rows = count(corpus.num_documents, "document"), count(corpus.num_rows, "row")
-    print(f"{options.corpus}: whole, {documents} ({rows}) in {count(corpus.num_shards, 'shard')}")
-
-
-COMMANDS: dict[str, tuple[type[Settings], Callable[[Any], None]]] = {
-    "build": (BuildOptions, build),
-    "show": (ShowOptions, show),
-    "stats": (ExampleOptions, stats),
-    "verify": (CorpusOptions, verify),
+COMMANDS: dict[str, type[Settings]] = {
+    "build": BuildOptions,
+    "show": ShowOptions,
+    "stats": ExampleOptions,
+    "verify": CorpusOptions,
 }
 
 
@@ -88,10 +66,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         is_path = os.path.exists(name)
         hint = " Pass text with --input." if is_path else did_you_mean(name, COMMANDS)
         raise UserError(f"{name}: no such command.{hint}")
-    kind, command = COMMANDS[name]
-    is_build = name == "build"
+    kind, is_build = COMMANDS[name], name == "build"
     prog = "data_prep/run.py" if is_build else f"data_prep/run.py {name}"
-    command(parse(kind, words, prog=prog, doc=__doc__ if is_build else command.__doc__))
+    options: Any = parse(kind, words, prog=prog, doc=__doc__ if is_build else kind.__doc__)
+    if is_build:
+        build(options)
+    else:
+        from data_prep import stats
+
+        getattr(stats, name)(options)
 
 
 if __name__ == "__main__":

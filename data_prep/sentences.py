@@ -8,22 +8,16 @@ from itertools import accumulate
 
 import sentencex
 
-# Languages for which sentencex 1.0 has rules.
-LANGUAGES = (
-    "am ar bg bn ca da de el en es fi fr gu hi hy it ja kk kn ml mr my nl pa pl pt ru sk ta te uk"
-)
 QUOTES = '"“”„«»‘‚‹›`'
 # sentencex never splits inside quotation marks, so a speech of ten sentences would be one. It also misses abbreviations
 # right after a mark, as in `"Dr.` and `--Mr.`. So it gets blanks for these marks, and for single quotes that open.
 _BLANKED = (*QUOTES, "''", "--", "—")
-_LIST_NUMBER = re.compile(
-    r"\((?<!\S.)(\w{1,2}|[ivx]+)\)(?=\s)"
-)  # sentencex does not split an item that begins with (1), either
+# sentencex does not split an item that begins with (1), either.
+_LIST_NUMBER = re.compile(r"\((?<!\S.)(\w{1,2}|[ivx]+)\)(?=\s)")
 # Marks that belong to the sentence after them; but tokenized text closes with '' that stands apart.
 _OPENING = re.compile(rf"(?:(?<=\s)|(?=[—-]))(?!''\s)[{QUOTES}'—\s-]+$")
-_CLOSING = re.compile(
-    rf"[{QUOTES}’'_)\]]+\.?(?![^\s—-])\s*|:\d[\d–,: ]*(?=\s)"
-)  # the latter: pages of a reference
+# Marks that belong to the sentence before them, and pages of a reference.
+_CLOSING = re.compile(rf"[{QUOTES}’'_)\]]+\.?(?![^\s—-])\s*|:\d[\d–,: ]*(?=\s)")
 
 
 def _after(words: str, end: str = r"\.\s") -> str:
@@ -42,10 +36,9 @@ _MISSED = re.compile(
     rf"|(?<= [A-K].)(?:{_after(_BEFORE_I, ' I.')}|(?<=itamin [A-K].))\s+(?=[A-Z])"  # no initials
     r"|(?<=[a-z]{3}.)(?<!etc.)\s+(?=[a-z]{1,2}[A-Z]))"  # iPhone
 )
+# A boundary without doubt, as most are: a fast test.
+_PLAIN = re.compile(r"(?<=[a-z]{4}[.!?]\s)[A-Z]")
 # Boundaries of sentencex that are none: the sentence continues after them.
-_PLAIN = re.compile(
-    r"(?<=[a-z]{4}[.!?]\s)[A-Z]"
-)  # a boundary without doubt, as most are; a fast test
 _SAYS = (
     "said|says|asked|asks|cried|replied|answered|whispered|shouted|exclaimed|yelled|screamed|muttered|murmured|inquired"
     "|enquired|demanded|repeated|added|continued|began|called|snapped|growled|snarled|gasped|retorted"

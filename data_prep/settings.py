@@ -24,6 +24,10 @@ RULES: tuple[Rule, ...] = get_args(Rule)
 Format = Literal[
     "auto", "text", "jsonl", "parquet", "wikiextractor", "wikipedia", "mediawiki", "html"
 ]
+# Languages for which sentencex 1.0 has rules; of any other word it would make English.
+LANGUAGES = (
+    "am ar bg bn ca da de el en es fi fr gu hi hy it ja kk kn ml mr my nl pa pl pt ru sk ta te uk"
+)
 INPUT_HELP = (
     "[NAME=]WHAT: files, folders (also compressed, or fsspec URLs), wikipedia[:DATE.LANGUAGE], "
     "bookcorpus, bookcorpusopen, or OWNER/DATASET[:CONFIG[:SPLIT]] of the Hub; NAME: of the source"
@@ -36,43 +40,26 @@ class BuildOptions(Settings):
     input: list[str] = Field(min_length=1, description=INPUT_HELP)
     include: list[str] = Field([], description="read only these files of a folder, like *.txt")
     exclude: list[str] = Field([], description="leave out these files of a folder")
-    format: Format = Field(
-        "auto", description="format of the files; wikipedia: articles, with a paragraph a line"
-    )
+    format: Format = Field("auto", description="wikipedia: articles, with a paragraph a line")
     documents: Literal["file", "blank_line", "sentences"] = Field(
         "file", description="plain text: a file or a block is a document; or lines are sentences"
     )
     text_field: str = Field("text", description="field of JSON lines, Parquet and data sets")
-    tokenizer: str = Field(
-        description="a folder with tokenizer.json, that file, a Hub id, or the word sample"
-    )
-    min_sentences: PositiveInt = Field(
-        MIN_SENTENCES,
-        description="documents of fewer are short; an example needs 3, masked-LM alone needs 1",
-    )
-    short_documents: Literal["drop", "join"] = Field(
-        "drop", description="drop short documents, or join those of a source in input order"
-    )
+    tokenizer: str = Field(description="folder or Hub id of a tokenizer, or the word sample")
+    min_sentences: PositiveInt = Field(MIN_SENTENCES, description="fewer are short; masked-LM: 1")
+    short_documents: Literal["drop", "join"] = Field("drop", description="join: in input order")
     language: str = Field(
         "en",
-        pattern="^[a-z]{2,3}(-[a-z]+)*$",  # of any other word the splitter would make English
-        description="ISO 639 code of the text, such as de for German, for the sentence splitter",
+        pattern=f"^({LANGUAGES.replace(' ', '|')})$",
+        description="whose rules split sentences; for a language without, take a related one",
     )
     without: list[Rule] = Field([], description=f"cleaning rules to leave out: {', '.join(RULES)}")
 
     # These do not change the corpus.
-    output: str = Field(
-        exclude=True, description="the corpus folder: new, empty, or of a run that was stopped"
-    )
-    sample: bool = Field(
-        False, exclude=True, description="use the embedded sample as --input and --tokenizer"
-    )
-    workers: NonNegativeInt = Field(
-        0, exclude=True, description="processes on this machine; 0: one for each core"
-    )
-    scheduler: str | None = Field(
-        None, exclude=True, description="file or address of a running Dask cluster, used instead"
-    )
+    output: str = Field(exclude=True, description="corpus folder: new, empty, or of a stopped run")
+    sample: bool = Field(False, exclude=True, description="the embedded text and tokenizer")
+    workers: NonNegativeInt = Field(0, exclude=True, description="processes; 0: one for each core")
+    scheduler: str | None = Field(None, exclude=True, description="of Dask: its file or address")
 
     @property
     def rules(self) -> frozenset[str]:
@@ -92,20 +79,20 @@ class BuildOptions(Settings):
 
 
 class CorpusOptions(Settings):
-    """Options of the command `verify`."""
+    """Compares every file of a corpus with the manifest's checksums."""
 
     corpus: CliPositionalArg[str] = Field(description="a corpus folder")
 
 
 class ExampleOptions(CorpusOptions):
-    """Options of the command `stats`."""
+    """Prints sources, drops, lengths and what training sees."""
 
     seq_length: PositiveInt = Field(128, description="tokens of a sequence")
     num_facets: int = Field(5, ge=0, description="extra CLS tokens of a sequence")
 
 
 class ShowOptions(ExampleOptions):
-    """Options of the command `show`."""
+    """Prints a row and a training example of it, exactly as the model sees it."""
 
     row: CliPositionalArg[int] = Field(
         description="a row from 0: a document, or a part of a very long one"

@@ -131,8 +131,11 @@ def _list_input(source: str, what: str, settings: BuildOptions) -> Iterable[Entr
         found = sorted(_walk(source, what), key=lambda entry: entry.path)
     except Exception as error:  # whatever the transports raise; ImportError names the package
         raise UserError(f"--input {printable(what)}: {first_line(error)}.") from None
-    with ThreadPoolExecutor(32 if is_url else 1) as pool:  # remote files answer slowly
-        return list(pool.map(partial(_inspect, settings), found))
+    with ThreadPoolExecutor(32) as pool:  # remote files answer slowly
+        each = (pool.map if is_url else map)(partial(_inspect, settings), found)
+        for i, entry in enumerate(each):  # in place: there may be a million
+            found[i] = entry
+    return found
 
 
 def _walk(source: str, what: str) -> Iterator[Entry]:
@@ -245,8 +248,7 @@ def damage(file: SourceFile, error: Exception) -> str:
     """
     is_torn = isinstance(error, (EOFError, zlib.error, lzma.LZMAError, pa.ArrowException))
     if not is_torn and ("://" in file.path or getattr(error, "errno", None) is not None):
-        text = f"{file}: cannot be read: {first_line(error)}; run the same command again."
-        raise UserError(text) from error
+        raise UserError(f"{file}: cannot be read: {first_line(error)}; try again.") from error
     return f"damaged: {first_line(error)}"
 
 
@@ -274,8 +276,7 @@ def _format(head: bytes, name: str, wanted: str) -> str:
     try:
         codecs.getincrementaldecoder("utf-8-sig")().decode(head, len(head) < HEAD_BYTES)
     except UnicodeDecodeError as error:
-        lines = text.split("\n")
-        if sum("\ufffd" in line for line in lines) > len(lines) / 10:  # else single bad bytes
+        if text.count("\ufffd") > len(text) / 200:  # else single bad bytes
             return f"not UTF-8 at byte {error.start}; convert it (iconv -t utf-8)"
     found = _guess(text, name) if is_free else wanted
     if found == "html":
@@ -291,10 +292,9 @@ def _guess(text: str, name: str) -> str:
     base, suffix = os.path.splitext(name.lower())
     suffix = os.path.splitext(base)[1] if suffix in OPENERS else suffix
     if suffix in (".json", ".jsonl", ".ndjson"):
-        is_one = re.match(r"\[|\{\s*\n", text)
-        return (
-            "JSON over several lines; write an object a line (jq -c '.[]')" if is_one else "jsonl"
-        )
+        if re.match(r"\[|\{\s*\n", text):
+            return "JSON over several lines; write an object a line (jq -c '.[]')"
+        return "jsonl"
     found = (what for beginning, what in _BEGINNINGS.items() if re.match(beginning, text))
     return _SUFFIXES.get(suffix) or next(found, "text")
 

@@ -1,4 +1,4 @@
-"""Prints what a corpus holds and what training sees of it; shows a row and an example of it as text.
+"""The commands that look into a corpus: `stats`, `show` and `verify`.
 
 Counts come from the manifest. The rest is measured on a sample: on all rows of a small corpus, on
 every n-th row of a large one, which is a fair share of all sources and files.
@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from data_prep.drops import DropLog
 from data_prep.examples import ExampleStream, SpecialIds, TrainingExample
-from data_prep.settings import ExampleOptions, ShowOptions
+from data_prep.settings import CorpusOptions, ExampleOptions, ShowOptions
 from data_prep.windows import Part
 from multicls.console import count, print_summary
 from multicls.corpus import Corpus
@@ -23,12 +23,10 @@ from multicls.files import read_json
 from multicls.tokenization import facet_tokens
 
 SAMPLE_TOKENS = 500_000  # rows with about as many are measured for each length, a matter of seconds
-SHOWN_DROPS = 3  # samples of dropped text for each reason
 PERCENTILES = [0.05, 0.25, 0.5, 0.75, 0.95]
 LENGTHS = (32, 48, 64, 96, 128, 192, 256, 384, 512)
 MOST_PADDING = 0.2
 UNITS = ("document", "row", "sentence", "token")
-ROLES = ("cls", "sep", "pad", "mask")
 
 
 def sample_rows(corpus: Corpus, tokens: int = SAMPLE_TOKENS) -> range:
@@ -48,8 +46,10 @@ def document_lengths(corpus: Corpus) -> np.ndarray:
 
 def sampled_examples(corpus: Corpus, special: SpecialIds, seq_length: int) -> list[TrainingExample]:
     """Builds the first epoch's examples of sampled rows, as training does."""
-    stream = ExampleStream(corpus, special, seq_length=seq_length, seed=0, validation_fraction=0.0)
     rows = sample_rows(corpus)
+    if not any(len(corpus.row(row).offsets) > 3 for row in rows):
+        return []
+    stream = ExampleStream(corpus, special, seq_length=seq_length, seed=0, validation_fraction=0.0)
     return [example for row in rows for example in stream.examples_of_row(row, epoch=0)]
 
 
@@ -76,7 +76,7 @@ def fitting_length(table: pd.DataFrame) -> int:
     return int(fitting.max() if len(fitting) else table["padding"].idxmin())
 
 
-def print_stats(options: ExampleOptions) -> None:
+def stats(options: ExampleOptions) -> None:
     """Prints what a finished corpus holds, and what training sees of it."""
     corpus = Corpus.open(options.corpus)
     tokenizer = Tokenizer.from_file(str(corpus.path / "tokenizer.json"))
@@ -103,13 +103,13 @@ def print_stats(options: ExampleOptions) -> None:
     for reason, number in sorted(manifest["dropped"].items(), key=lambda item: -item[1]):
         what = "joined" if reason == "joined_documents" else "left out"
         print(f"{what}: {number:,}  {visible(reason)}")
-        for _, source, document, text in drops.samples[reason][:SHOWN_DROPS]:
+        for _, source, document, text in drops.samples[reason][:3]:
             print(f"      {visible(f'{text} ({source}: {document})')[:110]}")
     if training.empty:
         print("\nno example: no document has three sentences")
         return
     print(f"\n{training.to_string(float_format='{:.1%}'.format)}\n")
-    hint = f"data.seq_length={fitting_length(training)}"
+    hint = f"--data.seq_length {fitting_length(training)}"
     if training["padding"][options.seq_length] > MOST_PADDING:
         hint += "; or join short documents (--short_documents join)"
     print_summary([("length that fits", hint)])
@@ -120,8 +120,8 @@ def visible(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def describe(options: ShowOptions) -> str:
-    """Returns a row of a corpus and the training example that its window gives, with its masks."""
+def show(options: ShowOptions) -> None:
+    """Prints a row of a corpus and the training example that its window gives, with its masks."""
     corpus = Corpus.open(options.corpus)
     row = corpus.row(options.row)
     tokenizer = Tokenizer.from_file(str(corpus.path / "tokenizer.json"))
@@ -145,18 +145,25 @@ def describe(options: ShowOptions) -> str:
     for p, part in enumerate(example.parts):
         lines.append(f"\npart {'ABC'[p]}: {_in_words(part)}")
         lines += _sequence(example, p, tokenizer, options.num_facets)
-    return "\n".join(lines)
+    print("\n".join(lines))
+
+
+def verify(options: CorpusOptions) -> None:
+    """Compares every file of a corpus with the manifest's checksums."""
+    corpus = Corpus.open(options.corpus)
+    corpus.verify()
+    documents, rows = count(corpus.num_documents, "document"), count(corpus.num_rows, "row")
+    print(f"{options.corpus}: whole, {documents} ({rows}) in {count(corpus.num_shards, 'shard')}")
 
 
 def special_ids(corpus: Corpus, tokenizer: Tokenizer, num_facets: int) -> SpecialIds:
     """Returns the ids of the special tokens as in training.
 
-    Names that differ from BERT's come from the corpus's tokenizer_config.json. A missing one is a
-    `UserError`.
+    Names that differ from BERT's come from the corpus's tokenizer_config.json. A missing one is a `UserError`.
     """
     path, names = corpus.path / "tokenizer_config.json", dict[str, str]()
     config = read_json(path) if path.exists() else {}
-    for role in ROLES:
+    for role in ("cls", "sep", "pad", "mask"):
         name = config.get(f"{role}_token") or f"[{role.upper()}]"
         names[role] = name["content"] if isinstance(name, dict) else name
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)

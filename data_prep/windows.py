@@ -40,8 +40,7 @@ class Window(NamedTuple):
 class Part(NamedTuple):
     """Sentences [first, end) of a row, in one or two segments; the second begins at sentence `cut`.
 
-    A part of a single sentence is one segment: `cut == end`. `swapped` means that the second
-    segment is placed first.
+    A part of a single sentence is one segment: `cut == end`. `swapped` means that the second segment is placed first.
     """
 
     first: int
@@ -57,7 +56,7 @@ class WindowIndex:
     arguments; `tokens_per_window` is W, and `per_epoch` the number of examples in an epoch.
 
     Raises:
-        UserError: A weight is not finite and >= 0, or its source does not exist.
+        UserError: A weight is of a source that does not exist.
     """
 
     def __init__(
@@ -89,7 +88,12 @@ class WindowIndex:
         # The windows stand in the order of sources, and within a source in that of rows.
         self._rows = np.argsort(source, kind="stable").astype(np.uint32)
         self._ends = np.cumsum(windows[self._rows])
-        weights = _checked_weights(source_weights, list(names))
+        if unknown := set(source_weights) - set(names):
+            hints = ((name, did_you_mean(name, names)) for name in sorted(unknown))
+            raise UserError(
+                *(f"source_weights: the corpus has no source {n!r}.{h}" for n, h in hints)
+            )
+        weights = np.array([source_weights.get(name, 1.0) for name in names])
         sizes = np.bincount(source, windows, minlength=len(names)).astype(np.int64)
         shown = np.rint(weights * sizes).astype(np.int64)  # in an epoch
         self._sizes: list[int] = sizes.tolist()
@@ -124,20 +128,6 @@ class WindowIndex:
     def _count(self, tokens: np.ndarray, sentences: np.ndarray) -> np.ndarray:
         number = np.maximum(np.rint(tokens / self.tokens_per_window), 1)
         return np.where(sentences < self.num_parts, 0, number).astype(np.int64)
-
-
-def _checked_weights(weights: Mapping[str, float], sources: Sequence[str]) -> np.ndarray:
-    """Returns the weight of each source, 1 where none is set; raises an error with all bad weights."""
-    problems = []
-    for name, weight in weights.items():
-        if name not in sources:
-            hint = did_you_mean(name, sources)
-            problems.append(f"source_weights: the corpus has no source {name!r}.{hint}")
-        elif not (math.isfinite(weight) and weight >= 0):
-            problems.append(f"source_weights: {name} = {weight}: set a finite number, 0 or more.")
-    if problems:
-        raise UserError(*problems)
-    return np.array([weights.get(name, 1.0) for name in sources])
 
 
 def choose_parts(

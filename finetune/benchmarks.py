@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from finetune.tables import RawRows, Row, read_table
+from finetune.tables import RawRows, Row, load_hub, read_table
 from finetune.tasks import Example, Task, TaskData, passage_id
 from multicls.console import count
-from multicls.errors import UserError, first_line
+from multicls.errors import UserError
 
 SUFFIXES = {"superglue": (".jsonl",), "cs224n": (".csv",), "glue": (".tsv", ".jsonl")}
 QUESTIONS = {"cause": "What was the cause of this?", "effect": "What happened as a result?"}  # COPA
@@ -28,31 +28,31 @@ def read_task(task: Task, data_dir: str | None, with_test: bool = False) -> Task
     Raises:
         UserError: A file is missing, or a row does not parse.
     """
-    if with_test and not task.submissions:
+    if with_test and not task.test:
         raise UserError(f"--predict_test: task {task.name} has no test rows to submit.")
-    names = ("train", "dev", "test") if with_test else ("train", "dev")
-    splits = {name: read_split(task, name, data_dir) for name in names}
-    notes = [
-        f"{name}: {count(left_out, 'row')} without all columns left out"
-        for name, (_, left_out) in splits.items()
-        if left_out
-    ]
-    return TaskData(task, **{name: examples for name, (examples, _) in splits.items()}, notes=notes)
+    splits, notes = dict[str, list[Example]](), list[str]()
+    for name in ("train", "dev", "test")[: 2 + with_test]:
+        splits[name], left_out = read_split(task, name, data_dir)
+        if left_out:
+            notes.append(f"{name}: {count(left_out, 'row')} without a label left out")
+    return TaskData(task, **splits, notes=notes)
 
 
 def read_split(task: Task, split: str, data_dir: str | None) -> tuple[list[Example], int]:
-    """Returns the examples of "train", "dev" or "test", and the number of rows left out for missing columns.
+    """Returns the examples of "train", "dev" or "test", and the number of rows left out for having no label.
 
     Labels of "test" are not read.
     """
     examples, left_out, hidden = list[Example](), 0, split == "test"
-    for stem, part in getattr(task, split):
+    for stem, part, *_ in getattr(task, split):
         rows = _file_rows(task, stem, Path(data_dir), hidden) if data_dir else _hub_rows(task, stem)
-        if task.drops_short_rows and not hidden:
-            labelled = [row for row in rows if row[1].get("label") not in (None, "")]
+        if not hidden:
+            labelled = [row for row in rows if row[1].get("label", "-") not in (None, "")]
             left_out += len(rows) - len(labelled)
             rows = labelled
         examples += _examples(task, rows, stem, part, hidden)
+    if not examples:
+        raise UserError(f"task {task.name}: no row of {split} has a label.")
     return examples, left_out
 
 
@@ -63,11 +63,11 @@ def _file_rows(task: Task, stem: str, data_dir: Path, hidden: bool) -> RawRows:
     paths = [folder / f"{name}{end}" for folder in folders for end in SUFFIXES[task.benchmark]]
     path = next((path for path in paths if path.is_file()), None)
     if path is None:
-        places = " or ".join(map(str, paths))
-        raise UserError(f"--data_dir {data_dir}: task {task.name} needs {places}: no such file.")
-    rows = read_table(path, () if hidden else task.header, allow_short=task.drops_short_rows)
+        names = " or ".join(map(str, paths))
+        raise UserError(f"--data_dir {data_dir}: task {task.name} needs {names}: no such file.")
+    rows = read_table(path, () if hidden else task.header, allow_short=True)
     hub_names = dict(zip(task.file_columns, (*task.fields, "label"), strict=False))
-    return [(place, {hub_names.get(k, k): v for k, v in row.items()}) for place, row in rows]
+    return [(where, {hub_names.get(k, k): v for k, v in row.items()}) for where, row in rows]
 
 
 def _hub_rows(task: Task, stem: str) -> RawRows:
@@ -83,15 +83,12 @@ def _hub_rows(task: Task, stem: str) -> RawRows:
     options: dict[str, Any] = {"name": configuration}
     if task.benchmark == "superglue":
         options = {"data_dir": configuration, "revision": "refs/convert/parquet"}
-    try:
-        import datasets
-
-        table = datasets.load_dataset(name, split=split, **options)
-    except Exception as error:  # datasets, the Hub's client and sockets raise kinds of their own
-        raise UserError(
-            f"task {task.name}: {name} is not available from the Hub: {first_line(error)} "
-            f"Without network, set --data_dir, a folder that holds {task.folder}/."
-        ) from None
+    table = load_hub(
+        name,
+        f" Without network, set --data_dir, a folder that holds {task.folder}/.",
+        split=split,
+        **options,
+    )
     return [(f"{name} {configuration} {split}:{i}", row) for i, row in enumerate(table)]
 
 
@@ -152,25 +149,21 @@ def _copa(row: Row) -> Iterator[Row]:
 
 
 def _multirc(row: Row) -> Iterator[Row]:
-    if "paragraph" in row:  # from the Hub
-        yield _answer(row["paragraph"], row, row["answer"], row.get("label"), row["idx"].values())
-        return
-    text = row["passage"]["text"]
+    if "paragraph" in row:  # from the Hub: a row is an answer
+        number, question, answer = row["idx"].values()
+        answers = [{"idx": answer, "text": row["answer"], "label": row.get("label")}]
+        questions = [{"idx": question, "question": row["question"], "answers": answers}]
+        row = {"idx": number, "passage": {"text": row["paragraph"], "questions": questions}}
     for question in row["passage"]["questions"]:
+        group = f"{row['idx']}:{question['idx']}"
         for answer in question["answers"]:
-            index = (row["idx"], question["idx"], answer["idx"])
-            yield _answer(text, question, answer["text"], answer.get("label"), index)
-
-
-def _answer(passage: str, question: Row, answer: str, label: Any, index: Iterable[int]) -> Row:
-    key = list(map(str, index))
-    return {
-        "passage": passage,
-        "question": f"{question['question']} {answer}",
-        "label": label,
-        "group": ":".join(key[:2]),
-        "key": ":".join(key),
-    }
+            yield {
+                "passage": row["passage"]["text"],
+                "question": f"{question['question']} {answer['text']}",
+                "label": answer.get("label"),
+                "group": group,
+                "key": f"{group}:{answer['idx']}",
+            }
 
 
 def _record(row: Row) -> Iterator[Row]:

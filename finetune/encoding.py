@@ -112,11 +112,6 @@ class _Frame:
         self.joiner = pair["input_ids"][0][len(single) : -1]
         self.second_type = pair["token_type_ids"][0][-1] if "token_type_ids" in pair else None
 
-    def room(self, max_length: int, segments: int) -> int:
-        """Returns the number of tokens left for the segments."""
-        joiners = (segments - 1) * len(self.joiner)
-        return max_length - len(self.prefix) - segments * len(self.close) - joiners
-
     def join(self, segments: Sequence[list[int]]) -> tuple[list[int], list[int], list[int]]:
         """Returns ids and token types of the sequence, and the start of each segment in it."""
         ids, types, starts = list(self.prefix), [0] * len(self.prefix), []
@@ -150,7 +145,7 @@ def _encode_segments(
         spans = [(n, *_tokens_in(example, n, a, b, offsets)) for n, a, b in example.spans]
         for last in [[choice] for choice in example.choices] or [[]]:
             segments = [tokens[text] for text in (*example.texts, *last)]
-            room = frame.room(max_length, len(segments))
+            room = max_length - len(frame.join([[] for _ in segments])[0])
             sizes = _fit([len(segment) for segment in segments], room)
             begins = [_begin(example, n, size, spans, max_length) for n, size in enumerate(sizes)]
             cuts = zip(segments, begins, sizes, strict=True)

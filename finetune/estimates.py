@@ -18,15 +18,10 @@ from scipy import stats
 
 from finetune.heads import FITTED
 from finetune.metrics import predictions_of, score_predictions
-from finetune.tasks import Task
+from finetune.tasks import Array, Task
 
-Array = np.ndarray[Any, np.dtype[Any]]
 RESAMPLES = 1000  # of the bootstrap over examples
 UNITS = {"pretraining": "pretrained checkpoint", "subset": "training subset", "seed": "seed"}
-BENCHMARKS = {  # the averages of Multi-CLS BERT, section 3.1
-    "GLUE, paper's 8": {"cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte"},
-    "SuperGLUE, paper's 7": {"boolq", "cb", "copa", "multirc", "rte_superglue", "wic", "wsc"},
-}
 
 
 @dataclass(frozen=True)
@@ -108,10 +103,8 @@ def example_interval(task: Task, predictions: Mapping[str, Array]) -> tuple[floa
     Accuracy of independent examples has Wilson's interval. Other scores have the percentiles of a bootstrap of
     passages (or questions); (nan, nan) with fewer than two of them.
     """
-    names = zip(
-        *(predictions[name].tolist() for name in ("passages", "groups", "ids")), strict=True
-    )
-    units = [passage or group or name for passage, group, name in names]
+    passages, groups, ids = (predictions[name] for name in ("passages", "groups", "ids"))
+    units = np.where(passages != "", passages, np.where(groups != "", groups, ids))
     members = list(pd.DataFrame({"unit": units}).groupby("unit").indices.values())
     if task.metrics[0] == "acc" and len(members) == len(units):
         right = predictions_of(task, predictions["logits"]) == predictions["labels"]
@@ -154,10 +147,3 @@ def best_runs(runs: pd.DataFrame) -> list[dict[str, Any]]:
         of_best = group[systems.transform("mean") == systems.mean().max()]
         best.append(of_best.loc[of_best["selection_score"].idxmax()].to_dict())
     return best
-
-
-def benchmark_average(runs: pd.DataFrame, benchmark: str) -> float:
-    """Returns the average over a benchmark's tasks of one system at one size; nan if a task is missing."""
-    tasks = [group for task, group in runs.groupby("task") if task in BENCHMARKS[benchmark]]
-    complete = len(tasks) == len(BENCHMARKS[benchmark])
-    return float(np.mean([summarise(group).mean for group in tasks])) if complete else math.nan

@@ -31,11 +31,8 @@ LOWEST = 1e-12  # probability of a class, so that its logarithm is a number
 
 
 def fit_head(
-    task_rows: TaskRows,
-    model: TaskModel | None,
-    encoded: Sequence[Mapping[str, Encoded]],
-    seed: int,
-) -> tuple[list[list[Array]], dict[str, str]]:
+    rows: TaskRows, model: TaskModel | None, encoded: Sequence[Mapping[str, Encoded]], seed: int
+) -> tuple[list[dict[str, Array]], dict[str, str]]:
     """Fits a regression on the model's embeddings, or without a model on TF-IDF of words and pairs of words.
 
     In a choice task a row is a choice, right or wrong.
@@ -44,20 +41,22 @@ def fit_head(
         encoded: of the one task its splits, "train" first; empty without a model.
 
     Returns:
-        The outputs (N, C) of the one task for each split but "train", log-probabilities or scores; and the fields of
+        The outputs (N, C) of the one task by split, without "train": log-probabilities or scores; and the fields of
         the record on the device.
 
     Raises:
         UserError: The task has several labels a row, or without a model more than plain texts.
     """
-    task, splits = task_rows.task, [task_rows.train, *task_rows.splits().values()]
+    task, splits = rows.task, rows.splits
     if task.multi_label or (model is None and (task.num_choices or task.num_spans)):
         what = "has several labels a row" if task.multi_label else "is more than a text or two"
         raise UserError(f"--head: task {task.name} {what}; use another head.")
-    inputs: list[Any] = [embed(model, r) for r in encoded[0].values()] if model else splits
+    inputs: list[Any] = (
+        [embed(model, r) for r in encoded[0].values()] if model else [*splits.values()]
+    )
     scaled: Any = StandardScaler() if model else make_pipeline(_tfidf(task), MaxAbsScaler())
     train, *others = [scaled.fit_transform(inputs[0]), *map(scaled.transform, inputs[1:])]
-    labels = np.array([example.label for example in task_rows.train])
+    labels = np.array([example.label for example in splits["train"]])
     if task.is_regression:
         regression = RidgeCV(ALPHAS).fit(train, labels / task.label_scale)
         outputs = [regression.predict(features)[:, None] for features in others]
@@ -73,7 +72,8 @@ def fit_head(
             outputs = [log_softmax(margin, axis=1) for margin in margins]
     device, bf16 = find_device()
     arrays = [output.astype(np.float32) for output in outputs]
-    return [arrays], {"device": device.type, "precision": "bf16" if bf16 else "fp32"}
+    named = dict(zip(list(splits)[1:], arrays, strict=True))
+    return [named], {"device": device.type, "precision": "bf16" if bf16 else "fp32"}
 
 
 def embed(model: TaskModel, rows: Encoded) -> Array:
@@ -82,15 +82,9 @@ def embed(model: TaskModel, rows: Encoded) -> Array:
     For the head `cls` it is the last hidden state of [CLS] without pooler: BERT's was pretrained for next sentences
     only, that of many distilled models not at all, and RoBERTa and ELECTRA have none.
     """
-
-    def give_features(_: nn.Module, __: Any, output: Any) -> None:
-        output.logits = output.features.reshape(len(output.logits), -1)
-
     if isinstance(model.head, ClsHead):
         model.head.dense = model.head.activation = nn.Identity()
-    hook = model.register_forward_hook(give_features)
-    features = predict_rows(model, rows, 0, *find_device())
-    hook.remove()
+    features = predict_rows(model, rows, 0, output="features")
     return features.reshape(len(rows) * rows.sequences_per_row, -1)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -24,8 +25,17 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/: its nam
 
 from pydantic import Field, PositiveInt, field_validator
 
-from finetune.results import ERROR, is_finished, load_results, read_error, read_record, write_error
-from finetune.run import check_identity, load_tasks, run_finetune, run_identity
+from finetune.heads import FITTED
+from finetune.heads.build import Incompatible
+from finetune.results import (
+    ERROR,
+    RECORD,
+    finished_record,
+    load_results,
+    read_error,
+    write_error,
+)
+from finetune.run import identify, load_tasks, run_finetune
 from finetune.settings import (
     OwnDataSettings,
     RunSettings,
@@ -39,6 +49,7 @@ from multicls.errors import UserError, did_you_mean, first_line, print_stderr, r
 from multicls.files import FolderInUse, lock_holder
 from multicls.settings import RecipeOptions, load_settings, parse
 
+SHOWN = 20  # unfinished runs in a list
 WAIT = 1.0  # seconds between looks at runs of other processes
 Values = Annotated[list[Any], Field(min_length=1)]
 
@@ -100,30 +111,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(
             "--save_best picks by the validation split, so that the score stays honest: set --selection holdout."
         )
-    check_folders(runs)
+    for run in runs:
+        if (run.folder / RECORD).exists():  # of another run: refused before anything is trained
+            try:
+                _, identity = identify(run, load_tasks(run))
+            except UserError:  # its inputs are gone: it stays finished
+                identity = {"settings": run.compared()}
+            finished_record(run, identity)
     if grid.status:
         _print_states(runs)
         return 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # KeyboardInterrupt
     started, spawn = time.time(), multiprocessing.get_context("spawn")
-    helpers = [
-        spawn.Process(target=_help, args=(index, runs, started, Path(grid.output_dir, "logs")))
-        for index in range(1, grid.jobs)
-    ]
-    for process in helpers:
-        process.start()
+    for index in range(1, grid.jobs):
+        arguments = (index, runs, started, Path(grid.output_dir, "logs"))
+        spawn.Process(target=_help, args=arguments, daemon=True).start()  # it ends with this one
     try:
         work(runs, started)
     except KeyboardInterrupt:
         print_stderr("stopped; the same command continues: what is finished is kept")
         raise
-    finally:
-        for process in helpers:
-            process.terminate()
     states = _print_states(runs)
     if states["finished"]:
         models = _save_best(runs) if grid.save_best else []
-        next_command = f"python finetune/report.py {grid.output_dir}"
+        next_command = f"python finetune/report.py {shlex.quote(grid.output_dir)}"
         print_summary([("results", grid.output_dir), *models], next_command)
     return int(bool(states["failed"] or states["missing"] or not states["finished"]))
 
@@ -144,7 +155,7 @@ def expand(grid: GridSettings) -> list[RunSettings]:
         raise UserError("models: each needs as many pretrained checkpoints as the others, or one.")
     own, runs = grid.own.source, []
     for task, size in product([grid.own.name] if own else grid.tasks, grid.train_sizes):
-        shared: dict[str, Any] = {"own": grid.own.model_dump()} if own else {"task": task}
+        shared: dict[str, Any] = {"own": grid.own.model_dump(), "task": "" if own else task}
         shared |= {"train_size": size, "output_dir": grid.output_dir, "data_dir": grid.data_dir}
         of_task = [
             load_settings(RunSettings, values=shared | values)
@@ -157,7 +168,7 @@ def expand(grid: GridSettings) -> list[RunSettings]:
             raise UserError(f"task {task}: no runs; set --model NAME=FOLDER and systems.{hint}")
         runs += of_task
     if not runs:
-        raise UserError("no tasks: set --tasks, or name a recipe (--recipe).")
+        raise UserError("no tasks: set --tasks, or --train_file for own rows, or name a --recipe.")
     path, number = Counter(run.folder for run in runs).most_common(1)[0]
     if number > 1:
         raise UserError(
@@ -206,30 +217,15 @@ def _runs_of_system(
             yield values | candidate | run
 
 
-def check_folders(runs: Sequence[RunSettings]) -> None:
-    """Checks that no folder holds a run with other settings, weights or rows.
-
-    Raises:
-        UserError: One does.
-    """
-    from finetune.heads.build import find_checkpoint
-
-    for run in runs:
-        if record := read_record(run.folder):
-            checkpoint = find_checkpoint(run.model) if run.model else None
-            check_identity(record, run_identity(run, load_tasks(run), checkpoint))
-
-
 def _help(index: int, runs: Sequence[RunSettings], started: float, logs: Path) -> None:
-    """Works on the grid as a helper process, with its own GPU and log; ends with its parent."""
+    """Works on the grid as a helper process, with its own GPU and log; ends with its parent, also a killed one."""
     logs.mkdir(parents=True, exist_ok=True)
     log = open(logs / f"{socket.gethostname()}-{os.getpid()}.log", "a", buffering=1)  # noqa: SIM115
     sys.stdout = sys.stderr = log
     import torch
 
-    count = torch.cuda.device_count()
-    names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
-    if count > 1:
+    if (count := torch.cuda.device_count()) > 1:
+        names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
         os.environ["CUDA_VISIBLE_DEVICES"] = names[index % count]
 
     def follow() -> None:
@@ -243,7 +239,7 @@ def _help(index: int, runs: Sequence[RunSettings], started: float, logs: Path) -
 
 def work(runs: Sequence[RunSettings], started: float) -> None:
     """Makes all runs that no other process makes; waits for the others, and takes over those that are killed."""
-    pending = [run for run in runs if not is_finished(run)]
+    pending = [run for run in runs if not finished_record(run)]
     with Progress(len(runs), "run", "grid", done=len(runs) - len(pending)) as progress:
         while pending:
             for run in list(pending):
@@ -256,10 +252,8 @@ def work(runs: Sequence[RunSettings], started: float) -> None:
 
 def attempt(run: RunSettings, started: float) -> bool:
     """Makes a run, or writes the reason of its failure; returns False if another process makes it."""
-    from finetune.heads.build import Incompatible
-
     note = run.folder / ERROR
-    if is_finished(run) or (note.exists() and note.stat().st_mtime > started):
+    if finished_record(run) or (note.exists() and note.stat().st_mtime > started):
         return True
     if lock_holder(run.folder):
         return False
@@ -278,13 +272,15 @@ def _print_states(runs: Sequence[RunSettings]) -> Counter[str]:
     """Prints the number of runs by state, and unfinished runs with the reason; returns the numbers."""
     counts, unfinished = Counter({"finished": 0}), []
     for run in runs:
-        note = {"kind": "finished"} if is_finished(run) else read_error(run.folder)
-        state = note.get("kind", "missing")
-        counts[state] += 1
-        if state != "finished":
-            unfinished.append(f"{state}: {run.folder}: {note.get('error', '')}".rstrip(": "))
+        if finished_record(run):
+            counts["finished"] += 1
+            continue
+        note = {"kind": "missing", "error": ""} | read_error(run.folder)
+        counts[note["kind"]] += 1
+        unfinished.append(f"{note['kind']}: {run.folder}: {note['error']}".rstrip(": "))
     print(", ".join(f"{n} {state}" for state, n in counts.items()) + f", of {len(runs)} runs")
-    print("".join(f"{line}\n" for line in sorted(unfinished)[:20]), end="")
+    more = [f"... and {len(unfinished) - SHOWN} more"] * (len(unfinished) > SHOWN)
+    print("".join(f"{line}\n" for line in [*sorted(unfinished)[:SHOWN], *more]), end="")
     return counts
 
 
@@ -293,6 +289,8 @@ def _save_best(runs: Sequence[RunSettings]) -> list[tuple[str, Path]]:
     from finetune.estimates import best_runs
 
     by_folder, models = {str(run.folder): run for run in runs}, []
+    if any(run.head in FITTED for run in runs):
+        print_line(f"--save_best: heads {', '.join(FITTED)} leave no model, so they take no part")
     records = load_results(Path(runs[0].output_dir))
     for best in best_runs(records[records["path"].isin(by_folder)]):
         run_finetune(by_folder[best["path"]].model_copy(update={"save_model": True}))

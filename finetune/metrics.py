@@ -75,11 +75,8 @@ def score_examples(task: Task, examples: Sequence[Example], outputs: Array) -> d
 def score_predictions(task: Task, predictions: Mapping[str, Array]) -> dict[str, float]:
     """Returns all metrics of the task, the main one first.
 
-    The plain name is the metric over all rows; `name_part` is that of a part of the dev set.
-
-    Args:
-        task: names the metrics.
-        predictions: of one split, made by `example_arrays`.
+    The plain name is the metric over all rows; `name_part` is that of a part of the dev set. `predictions` are of one
+    split, made by `example_arrays`.
 
     Raises:
         UserError: Some outputs are not finite.

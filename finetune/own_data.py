@@ -8,19 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.subsets import hold_out
-from finetune.tables import RawRows, Row, read_table
-from finetune.tasks import (
-    OWN_METRICS,
-    SHOWN,
-    Example,
-    LabelType,
-    Task,
-    TaskData,
-    label_list,
-    passage_id,
-)
+from finetune.tables import RawRows, Row, load_hub, read_table
+from finetune.tasks import OWN_METRICS, Example, LabelType, Task, TaskData, passage_id
 from multicls.console import count
-from multicls.errors import UserError, did_you_mean, first_line
+from multicls.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from finetune.settings import OwnDataSettings
@@ -50,6 +41,10 @@ def load_own(own: OwnDataSettings) -> TaskData:
         splits[split] = with_texts(rows, groups[0])
         if empty := len(rows) - len(splits[split]):
             notes.append(f"{count(empty, f'{split} row')} without a text left out")
+        broken = [where for where, row in rows if "\n" in "".join(map(str, row.values()))]
+        if broken and str(files[split]).endswith(".csv"):
+            what = f"{count(len(broken), f'{split} row')} with line breaks"
+            notes.append(f"{what}, the first up to {broken[0]}: texts, or torn quotes?")
     fields = groups[0]
     kind = _label_type(own, [row.get(column) for rows in splits.values() for _, row in rows])
     labels = {
@@ -58,13 +53,11 @@ def load_own(own: OwnDataSettings) -> TaskData:
     }
     task = _task(own, fields, kind, labels)
     notes.append(_note(task))
-    examples = {
-        split: [
-            example_of(task, fields, row, where, f"{split}:{number}", label)
-            for number, ((where, row), label) in enumerate(zip(rows, labels[split], strict=True))
-        ]
-        for split, rows in splits.items()
-    }
+    examples = {split: list[Example]() for split in splits}
+    for split, rows in splits.items():
+        for number, ((where, row), label) in enumerate(zip(rows, labels[split], strict=True)):
+            key = f"{split}:{number}"
+            examples[split].append(example_of(task, fields, row, where, key, label))
     if "dev" not in examples:
         train = examples["train"]
         classes = [0.0 if task.is_regression else example.label for example in train]
@@ -94,10 +87,10 @@ def find_columns(
     for names in groups:
         if set(names) <= set(row):
             return names
-    wanted = " or ".join(" and ".join(map(repr, names)) for names in groups)
+    columns = " or ".join(" and ".join(map(repr, names)) for names in groups)
     missing = next(name for name in groups[0] if name not in row)
     raise UserError(
-        f"{where}: no column {wanted} for the {what}; the columns (the first line of a table) are "
+        f"{where}: no column {columns} for the {what}; the columns (the first line of a table) are "
         f"{', '.join(map(repr, row))}.{did_you_mean(missing, row, listed=False)} Name it by --{what}_column."
     )
 
@@ -108,11 +101,11 @@ def with_texts(rows: RawRows, fields: Sequence[str]) -> RawRows:
     Raises:
         UserError: None has.
     """
-
-    def is_text(value: Any) -> bool:
-        return value is not None and bool(str(value).strip())
-
-    full = [(where, row) for where, row in rows if all(is_text(row.get(f)) for f in fields)]
+    full = [
+        (where, row)
+        for where, row in rows
+        if all(row.get(name) is not None and str(row[name]).strip() for name in fields)
+    ]
     if not full:
         raise UserError(f"{rows[0][0]}: no row has a text.")
     return full
@@ -132,19 +125,19 @@ def example_of(
     for column in fields:
         if isinstance(row[column], (dict, list, bytes)):
             raise UserError(f"{where}: column {column!r} is {row[column]!r}; it must be a text.")
+    names = (label,) if isinstance(label, str) else label if isinstance(label, tuple) else ()
+    for name in names:
+        if name not in task.labels:
+            hint = did_you_mean(name, task.labels)
+            raise UserError(f"{where}: label {name!r} is not in the training rows.{hint}")
+    marks: tuple[float, ...] = ()
+    if isinstance(label, tuple):
+        label, marks = 0.0, tuple(float(name in names) for name in task.labels)
+    elif names:
+        label = task.labels.index(label)
     texts = tuple(str(row[column]) for column in fields)
     passage = passage_id(texts[0]) if task.passage == 0 else ""
-    if task.is_regression or label is math.nan:
-        return Example(key, texts, label, passage=passage)
-    names = label if task.multi_label else (label,)
-    if unknown := [name for name in names if name not in task.labels]:
-        hint = did_you_mean(unknown[0], task.labels) if len(task.labels) > SHOWN else ""
-        known = label_list(task.labels)
-        raise UserError(f"{where}: label {unknown[0]!r} is none of train's: {known}.{hint}")
-    if not task.multi_label:
-        return Example(key, texts, task.labels.index(label), passage=passage)
-    marks = tuple(float(name in names) for name in task.labels)
-    return Example(key, texts, 0.0, labels=marks, passage=passage)
+    return Example(key, texts, label, labels=marks, passage=passage)
 
 
 def read_label(kind: LabelType, value: Any, where: str) -> Any:
@@ -155,48 +148,39 @@ def read_label(kind: LabelType, value: Any, where: str) -> Any:
     """
     if kind == "multi_label" and isinstance(value, list):
         return tuple(read_label("class", name, where) for name in value)
-    nothing = value is None or value != value or isinstance(value, (dict, list, bytes))
-    if nothing or not str(value).strip() or kind == "multi_label":
+    is_text = value is not None and value == value and not isinstance(value, (dict, list, bytes))
+    text = str(value).strip() if is_text else ""
+    if not text or kind == "multi_label":
         what = "a list of labels" if kind == "multi_label" else "a label"
-        raise UserError(
-            f"{where}: the label is {value!r}; it must be {what} (--label_type {kind})."
-        )
-    if kind == "class":
-        is_whole = isinstance(value, float) and value.is_integer()  # in a column of numbers
-        return str(int(value)) if is_whole else str(value).strip()
+        raise UserError(f"{where}: the label is {value!r}; it must be {what} (label_type {kind}).")
+    if kind == "class":  # 1.0 in a column of numbers is 1
+        return str(int(value)) if isinstance(value, float) and value.is_integer() else text
     score = _number(value)
     if score is None or not math.isfinite(score):
-        raise UserError(
-            f"{where}: label {value!r} is not a finite number. Leave the row out, or set --label_type class if the "
-            "labels are names."
-        )
+        hint = "Leave the row out, or set --label_type class if the labels are names."
+        raise UserError(f"{where}: label {value!r} is not a finite number. {hint}")
     return score
 
 
 def _hub_splits(own: OwnDataSettings) -> dict[str, RawRows]:
     """Returns the rows of a data set of the Hub by split, with the names of labels that it holds as indices."""
     name, _, configuration = str(own.dataset).partition(":")
-    try:
-        import datasets
-
-        loaded = datasets.load_dataset(name, configuration or None)
-    except Exception as error:  # datasets, the Hub's client and sockets raise kinds of their own
-        raise UserError(f"dataset {own.dataset}: cannot be loaded: {first_line(error)}") from None
+    loaded = load_hub(name, name=configuration or None)
     column, splits = own.label_column, dict[str, RawRows]()
     for split, names in HUB_SPLITS.items():
-        theirs = next((name for name in names if len(loaded.get(name, []))), None)
-        if theirs is None:
+        hub_split = next((name for name in names if len(loaded.get(name, []))), None)
+        if hub_split is None:
             continue
-        rows, feature = list(loaded[theirs]), loaded[theirs].features.get(column)
+        rows, feature = list(loaded[hub_split]), loaded[hub_split].features.get(column)
         if classes := getattr(getattr(feature, "feature", feature), "names", None):
             rows = [row | {column: _named(row[column], classes)} for row in rows]
         if split != "test" or any(row.get(column) not in (None, -1) for row in rows):
             splits[split] = [
-                (f"{own.dataset}, {theirs} row {n}", row) for n, row in enumerate(rows, 1)
+                (f"{own.dataset}, {hub_split} row {n}", row) for n, row in enumerate(rows, 1)
             ]
     if "train" not in splits:
-        there = ", ".join(map(repr, loaded))
-        raise UserError(f"dataset {own.dataset}: no rows in a split 'train'; there is {there}.")
+        known = ", ".join(map(repr, loaded))
+        raise UserError(f"dataset {own.dataset}: no rows in a split 'train'; there is {known}.")
     return splits
 
 
@@ -228,7 +212,7 @@ def _task(
         raise UserError(f"{own.source}: all labels are alike; a task needs two classes or scores.")
     if kind == "class" and len(set(everything)) == len(everything) > FEW:
         raise UserError(
-            f"{own.source}: each row has another label ({label_list(sorted(names)[:3])}, ...), so nothing can be "
+            f"{own.source}: each row has another label ({', '.join(sorted(names)[:3])}, ...), so nothing can be "
             "learned. Is it an id or a text? Name the column of the label by --label_column, or set --label_type "
             "score if its numbers are scores."
         )
@@ -236,9 +220,8 @@ def _task(
     extra = {"class": ("matthews", "f1") if len(classes) == 2 else ("matthews",)}
     possible = (*OWN_METRICS[kind], *extra.get(kind, ()))
     if own.metric and own.metric not in possible:
-        raise UserError(
-            f"--metric {own.metric}: the labels are of type {kind}, which has {', '.join(possible)}."
-        )
+        known = ", ".join(possible)
+        raise UserError(f"--metric {own.metric}: labels of type {kind} have the metrics {known}.")
     return Task(
         own.name,
         tuple(fields),
@@ -255,7 +238,7 @@ def _note(task: Task) -> str:
     if task.is_regression:
         return f"labels are scores: a regression, trained on label/{task.label_scale:g}"
     what = "labels, any number a row" if task.multi_label else "classes"
-    note = f"{len(task.labels)} {what}: {label_list(task.labels)}"
+    note = f"{len(task.labels)} {what}: {', '.join(task.labels)}"
     if all(label.isdecimal() for label in task.labels):
         note += " (whole numbers are classes; --label_type score makes them scores)"
     return note + (f"; f1 is that of {task.labels[1]!r}" if "f1" in task.metrics else "")

@@ -23,7 +23,7 @@ from finetune.own_data import example_of, find_columns, requested_columns, with_
 from finetune.tables import read_table
 from finetune.tasks import Task, task_of
 from multicls.console import count, print_summary
-from multicls.errors import UserError, did_you_mean, run_command
+from multicls.errors import UserError, run_command
 from multicls.files import atomic_write, read_json
 from multicls.settings import Settings, parse
 
@@ -95,8 +95,8 @@ def find_task(folder: str, name: str | None = None) -> tuple[int, dict[str, Any]
         )
     names = [description["name"] for description in tasks]
     if name not in names and (name or len(names) > 1):
-        hint = did_you_mean(name, names) if name else " Name one of them."
-        raise UserError(f"--task {name or ''}: {folder} is fine-tuned on {', '.join(names)}.{hint}")
+        known = ", ".join(names)
+        raise UserError(f"--task {name or ''}: {folder} is fine-tuned on {known}; name one.")
     index = names.index(name) if name else 0
     if not predict_command(path, tasks[index], joint=False):
         raise UserError(
@@ -109,11 +109,11 @@ def predict(folder: str, index: int, task: Task, examples: Sequence[Example]) ->
     """Returns the outputs (N, C) of the saved model for examples of its task number `index`."""
     from finetune.encoding import Encoded
     from finetune.heads.build import load_fine_tuned
-    from finetune.training import find_device, predict_rows
+    from finetune.training import predict_rows
 
     model, tokenizer = load_fine_tuned(folder)
     rows = Encoded(task, examples, tokenizer, model.config.tasks[index]["max_length"])
-    return predict_rows(model, rows, index, *find_device())
+    return predict_rows(model, rows, index)
 
 
 def answers_of(task: Task, outputs: Array) -> DataFrame:
@@ -145,8 +145,8 @@ def write_rows(output: Path, rows: RawRows, answers: DataFrame) -> None:
         is_json = isinstance(cell, (list, dict))
         return json.dumps(cell, ensure_ascii=False, default=str) if is_json else cell
 
-    places, cells = zip(*rows, strict=True)
-    table = pd.DataFrame(cells, places, dtype=object)
+    index, cells = zip(*rows, strict=True)
+    table = pd.DataFrame(cells, index, dtype=object)
     for name in answers.columns.intersection(table.columns):
         free = f"{name}_before"
         while free in table:

@@ -81,13 +81,22 @@ def build_report(options: ReportOptions) -> Report:
     """Reads a results folder and makes the tables.
 
     Raises:
-        UserError: There is nothing to report, or no run of a task or system that is named.
+        UserError: There is nothing to report, no run of a task or system that is named, or a run without predictions.
     """
     from finetune import report_tables
-    from finetune.results import load_results, unfinished_runs
+    from finetune.results import PREDICTIONS, load_results, unfinished_runs
 
     folder = Path(options.results)
-    runs = load_results(folder)
+    unfinished = report_tables.unfinished_text(unfinished_runs(folder))
+    try:
+        runs = load_results(folder)
+    except UserError as error:
+        raise UserError(*error.problems, *unfinished) from None
+    for path in runs["path"]:
+        if not Path(path, PREDICTIONS).exists():
+            raise UserError(
+                f"{path}: {PREDICTIONS} is missing; delete this folder and run it again."
+            )
     _check_names("--task", options.task, set(runs["task"]))
     runs = runs[runs["task"].isin(options.task)] if options.task else runs
     groups = report_tables.make_groups(runs, options.ensembles)
@@ -97,7 +106,7 @@ def build_report(options: ReportOptions) -> Report:
         "Comparisons": report_tables.comparisons_table(groups, options.compare),
         "All results": report_tables.results_table(groups),
     }
-    warnings = report_tables.find_warnings(groups, unfinished_runs(folder))
+    warnings = report_tables.find_warnings(groups, options.ensembles) + unfinished
     tables = {name: table for name, table in tables.items() if len(table)}
     return Report(groups, tables, warnings, report_tables.best_commands(groups))
 
@@ -112,7 +121,7 @@ def render(report: Report, name: str) -> str:
     """Returns the report as `report.md`, or as `report.html`: one page with its figures inside."""
     from jinja2 import Environment, FileSystemLoader
 
-    from finetune.figures import draw_calibration, draw_runs
+    from finetune.report_tables import draw_calibration, draw_runs
 
     images = {
         "All runs (o), mean and 95 % interval (|), baseline (x)": draw_runs,

@@ -1,31 +1,25 @@
-"""Tables, ensembles, warnings and commands of finetune/report.py. Scores are fractions of 1, in percent in tables."""
+"""Tables, figures, ensembles, warnings and commands of finetune/report.py. Scores are fractions of 1."""
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import io
 import itertools
 import math
 import shlex
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
 from scipy.special import expit, logit, softmax
 
-from finetune.estimates import (
-    BENCHMARKS,
-    UNITS,
-    Estimate,
-    benchmark_average,
-    best_runs,
-    choose_candidates,
-    compare,
-    example_interval,
-    holm,
-    summarise,
-)
+from finetune import estimates
+from finetune.estimates import UNITS, Estimate, summarise
 from finetune.metrics import score_predictions
 from finetune.predict import predict_command
 from finetune.results import load_predictions
@@ -35,6 +29,11 @@ from multicls.errors import UserError
 
 BASELINE = "majority-class baseline"
 INTERVAL = "95 % interval"
+PANELS = 12  # reliability diagrams on a page
+BENCHMARKS = {  # the averages of Multi-CLS BERT, section 3.1
+    "GLUE, paper's 8": {"cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte"},
+    "SuperGLUE, paper's 7": {"boolq", "cb", "copa", "multirc", "rte_superglue", "wic", "wsc"},
+}
 BINS = np.linspace(0, 1, 16)  # edges of 15, as Guo et al. (2017); a bin holds its upper end
 
 
@@ -60,7 +59,10 @@ class Group:
 
 def make_groups(runs: pd.DataFrame, ensemble_size: int | None = None) -> list[Group]:
     """Returns the runs by task, size and system, those of the chosen candidates only, and their ensembles."""
-    groups, chosen = [], choose_candidates(runs).sort_values(["task", "train_size"], kind="stable")
+    groups, chosen = (
+        [],
+        estimates.choose_candidates(runs).sort_values(["task", "train_size"], kind="stable"),
+    )
     for _, group in chosen.groupby(["task", "train_size", "system"], sort=False):
         groups.append(_make_group(group))
         if ensemble_size and len(combined := ensembles(group, ensemble_size)):
@@ -71,9 +73,9 @@ def make_groups(runs: pd.DataFrame, ensemble_size: int | None = None) -> list[Gr
 def _make_group(runs: pd.DataFrame) -> Group:
     estimate, task = summarise(runs), record_task(runs.iloc[0])
     dev = [load_predictions(Path(path), task.name)["dev"] for path in runs["path"] if path]
-    interval = (estimate.low, estimate.high)
-    if len(runs) == len(dev) == 1:
-        interval = example_interval(task, dev[0])
+    single = len(runs) == len(dev) == 1
+    across = (estimate.low, estimate.high)
+    interval = estimates.example_interval(task, dev[0]) if single else across
     if task.is_regression or task.multi_label or not dev:
         return Group(runs, estimate, interval)
     errors = [calibration_error(reliability(run["logits"], run["labels"])) for run in dev]
@@ -97,12 +99,9 @@ def ensembles(runs: pd.DataFrame, size: int) -> pd.DataFrame:
             members = group.iloc[start : start + size]
             first = members.iloc[0]
             averaged = average([load_predictions(Path(p), first["task"]) for p in members["path"]])
-            scores = {
-                split: score_predictions(record_task(first), averaged[split])
-                for split in ("dev", "validation", *first["tests"])
-                if split in averaged
-            }
-            row = first.to_dict() | {
+            scored = {"dev", "validation", *first["tests"]} & set(averaged)
+            scores = {n: score_predictions(record_task(first), averaged[n]) for n in scored}
+            changes = {
                 "system": f"{first['system']} x{size}",
                 "path": "",
                 "score": scores["dev"][first["metric"]],
@@ -111,7 +110,7 @@ def ensembles(runs: pd.DataFrame, size: int) -> pd.DataFrame:
                 "tests": {split: scores[split] for split in first["tests"] if split in scores},
                 "seconds": members["seconds"].sum(),
             }
-            rows.append(row)
+            rows.append(first.to_dict() | changes)
     return pd.DataFrame(rows)
 
 
@@ -159,14 +158,18 @@ def calibration_error(bins: pd.DataFrame) -> float:
 def scores_table(groups: Sequence[Group]) -> pd.DataFrame:
     """Returns a row for each system and size, a column for each task and each complete average."""
     cells = dict[tuple[str, str, str], str]()
+    means = defaultdict[tuple[str, str], dict[str, float]](dict)
     for group in groups:
         size, column = group["train_size"], f"{group['task']} ({group['metric']})"
         cells[size, BASELINE, column] = percent(group["baseline"])
         cells[size, group["system"], column] = with_error(group.estimate)
-    all_runs = pd.concat([group.runs for group in groups])
-    for (size, system), runs in all_runs.groupby(["train_size", "system"], sort=False):
-        averages = {name: benchmark_average(runs, name) for name in BENCHMARKS}
-        cells |= {(size, system, n): percent(v) for n, v in averages.items() if not math.isnan(v)}
+        means[size, group["system"]][group["task"]] = group.estimate.mean
+    for (size, system), of_task in means.items():
+        for name, tasks in BENCHMARKS.items():
+            if tasks <= set(of_task):
+                cells[size, system, name] = percent(
+                    float(np.mean([of_task[t] for t in sorted(tasks)]))
+                )
     table = pd.Series(cells).unstack(sort=False, fill_value="-")
     return table.rename_axis(["train size", "system"]).reset_index()
 
@@ -174,12 +177,12 @@ def scores_table(groups: Sequence[Group]) -> pd.DataFrame:
 def comparisons_table(groups: Sequence[Group], systems: Sequence[str]) -> pd.DataFrame:
     """Returns a row for each pair of systems on one task and size."""
     pairs = [
-        (a, b, compare(a.estimate, b.estimate))
+        (a, b, estimates.compare(a.estimate, b.estimate))
         for a, b in itertools.combinations(groups, 2)
         if (a["task"], a["train_size"]) == (b["task"], b["train_size"])
         and (not systems or {a["system"], b["system"]} <= set(systems))
     ]
-    corrected, lines = holm([test.p for _, _, test in pairs]), []
+    corrected, lines = estimates.holm([test.p for _, _, test in pairs]), []
     for (a, b, test), p in zip(pairs, corrected, strict=True):
         kind = f"paired, {UNITS[a.estimate.kind]}s" if test.paired else "Welch"
         cells = {
@@ -199,7 +202,6 @@ def results_table(groups: Sequence[Group]) -> pd.DataFrame:
     lines = []
     for group in groups:
         estimate, held = group.estimate, group["validation_rows"]
-        one_subset = estimate.kind == "pretraining" and estimate.shared_subset
         units = count(len(estimate.units), UNITS[estimate.kind])
         cells = {
             "scores": scores_text(group.runs, "scores"),
@@ -207,7 +209,7 @@ def results_table(groups: Sequence[Group]) -> pd.DataFrame:
             "baseline": percent(group["baseline"]),
             "test rows": scores_text(group.runs, "tests"),
             "ECE": percent(group.ece),
-            "replicates": units + " only" * (estimate.kind == "seed") + ", one subset" * one_subset,
+            "replicates": units + " only" * (estimate.kind == "seed"),
             "runs": str(len(group.runs)),
             "training rows": f"{group['train_rows']}" + f" + {held}" * bool(held),
             "dev rows": str(group["dev_rows"]),
@@ -226,7 +228,7 @@ def scores_text(runs: pd.DataFrame, column: str) -> str:
     return ", ".join(texts) or "-"
 
 
-def find_warnings(groups: Sequence[Group], unfinished: Mapping[str, str]) -> list[str]:
+def find_warnings(groups: Sequence[Group], ensemble_size: int | None) -> list[str]:
     """Returns warnings that change how the tables are to be read."""
     warnings = []
     for task, runs in pd.concat([group.runs for group in groups]).groupby("task", sort=False):
@@ -235,21 +237,29 @@ def find_warnings(groups: Sequence[Group], unfinished: Mapping[str, str]) -> lis
         if (runs["selection"] == "dev").any():
             warnings.append(f"{task}: dev picked the checkpoint and gave the score: optimistic.")
         warnings += [f"{task}: {note}" for note in dict.fromkeys(runs["warnings"].sum())]
+    combined = [group.key for group in groups if not group["path"]]
     for group in groups:
+        name = f"{group['system']} on {group['task']}, {group['train_size']} rows"
+        ensemble = group.key | {"system": f"{group['system']} x{ensemble_size}"}
+        if ensemble_size and group["path"] and ensemble not in combined:
+            warnings.append(f"--ensembles {ensemble_size}: {name} has fewer seeds of each subset.")
         settings = pd.DataFrame(group.runs["settings"].tolist()).astype(str).nunique()
         if names := set(settings[settings > 1].index) - set(UNITS):
-            name = f"{group['system']} on {group['task']}, {group['train_size']} rows"
             warnings.append(f"{name}: its runs differ in {', '.join(sorted(names))}.")
-    for folder, reason in list(unfinished.items())[:1]:
-        runs_text = count(len(unfinished), "run")
-        warnings.append(f"{runs_text} not finished, for instance {folder}: {reason}")
     return warnings
+
+
+def unfinished_text(unfinished: Mapping[str, str]) -> list[str]:
+    """Returns a line on the runs that are not finished, given their reasons by folder; none if there are none."""
+    number = count(len(unfinished), "run")
+    first = list(unfinished.items())[:1]
+    return [f"{number} not finished, for instance {path}: {reason}" for path, reason in first]
 
 
 def best_commands(groups: Sequence[Group]) -> dict[str, str]:
     """Returns for each task the command that saves, or uses, the model of the best run by its picking rows."""
     commands = {}
-    for run in best_runs(pd.concat([group.runs for group in groups if group["path"]])):
+    for run in estimates.best_runs(pd.concat([group.runs for group in groups if group["path"]])):
         model, recipe = Path(run["path"], "model"), Path(run["path"], "settings.yaml")
         command = predict_command(model, run["description"], run["head"] == "cln")
         if not model.is_dir():
@@ -272,3 +282,42 @@ def interval_text(interval: tuple[float, float], sign: str = "") -> str:
 def with_error(estimate: Estimate) -> str:
     """Returns "mean ± standard error" in percent, without the error if there is one replicate."""
     return f"{percent(estimate.mean)} ± {percent(estimate.error)}".removesuffix(" ± -")
+
+
+def draw_runs(groups: Sequence[Group]) -> str:
+    """Draws each group's runs, the mean with its 95 % interval, and the baseline; returns SVG in base64."""
+    figure = Figure(figsize=(7, 1.2 + 0.42 * len(groups)), layout="constrained")
+    axis = figure.subplots()
+    for row, group in enumerate(groups):
+        scores = 100 * group.runs["score"]
+        axis.plot(scores, [row] * len(scores), "o", color="black", fillstyle="none")
+        axis.plot(100 * np.array(group.interval), [row + 0.25] * 2, "-", color="black", lw=1)
+        axis.plot([100 * group.estimate.mean], [row + 0.25], "|", color="black", ms=10, mew=2)
+        axis.plot([100 * group["baseline"]], [row], "x", color="0.5")
+    labels = [f"{g['system']}\n{g['task']}, {g['train_size']}" for g in groups]
+    axis.set(yticks=range(len(groups)), xlabel="score, percent", ylim=(len(groups) - 0.5, -0.6))
+    axis.set_yticklabels(labels, fontsize=7)
+    return _svg(figure)
+
+
+def draw_calibration(groups: Sequence[Group]) -> str:
+    """Draws the accuracy by confidence of the first classifiers; returns SVG in base64, "" without classifiers."""
+    drawn = [(group, group.bins) for group in groups if group.bins is not None][:PANELS]
+    if not drawn:
+        return ""
+    rows = math.ceil(len(drawn) / 3)
+    figure = Figure(figsize=(7, 2.5 * rows), layout="constrained")
+    for number, (group, bins) in enumerate(drawn, 1):
+        panel = figure.add_subplot(rows, 3, number, xlim=(0, 1), ylim=(0, 1))
+        panel.plot([0, 1], [0, 1], "--", color="0.5", lw=0.8)
+        panel.bar([bin.mid for bin in bins.index], bins["share"], 1 / 15, color="0.85")
+        panel.plot(bins["confidence"], bins["accuracy"], "o-", color="black", ms=3, lw=1)
+        title = f"{group['system']}, {group['task']}\nECE {100 * group.ece:.1f} %"
+        panel.set_title(title, fontsize=7)
+    return _svg(figure)
+
+
+def _svg(figure: Figure) -> str:
+    file = io.BytesIO()
+    figure.savefig(file, format="svg", metadata={"Date": None})
+    return base64.b64encode(file.getvalue()).decode()

@@ -13,53 +13,91 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from finetune.tasks import Array
+from finetune.tasks import Array, example_arrays
 from multicls.environment import environment_record
 from multicls.errors import UserError
 from multicls.files import atomic_write, read_json, write_json
+from multicls.settings import to_yaml
 
 if TYPE_CHECKING:
     import pandas as pd
+    from transformers import PreTrainedTokenizerBase
 
+    from finetune.heads.modeling_task import TaskModel
     from finetune.settings import RunSettings
     from finetune.subsets import TaskRows
 
 Record = dict[str, Any]
-Predictions = Mapping[str, Mapping[str, Array]]  # by "TASK/SPLIT"; see `example_arrays`
+Predictions = Mapping[str, Mapping[str, Array]]  # of a task by split; see `example_arrays`
 FORMAT = 1
 RECORD, SETTINGS, ERROR = "record.json", "settings.yaml", "error.json"
 PREDICTIONS = "predictions.npz"
 
 
-def make_record(
-    settings: RunSettings, rows: Sequence[TaskRows], predictions: Predictions
+def write_run(
+    settings: RunSettings,
+    rows: Sequence[TaskRows],
+    outputs: Sequence[Mapping[str, Array]],
+    fields: Mapping[str, Any],
+    model: TaskModel | None,
+    tokenizer: PreTrainedTokenizerBase | None,
 ) -> Record:
-    """Returns what a run was and how it was scored."""
+    """Scores a run and writes its folder: its model, if it is to be saved, its predictions and recipe, its record last.
+
+    Args:
+        outputs: of each task the outputs (N, C) by split.
+        fields: more fields of the record.
+    """
+    folder, predictions = settings.folder, list[Predictions]()
+    for part, of_task in zip(rows, outputs, strict=True):
+        splits = {name: example_arrays(part.splits[name], of_task[name]) for name in of_task}
+        predictions.append(splits)
+    tasks = list(zip(rows, predictions, strict=True))
     names = {"head", "model", "selection", "pretraining", "subset", "seed", "search"}
-    all_rows = all(len(part.train) == len(part.data.train) for part in rows)
-    return {
+    all_rows = all(len(part.splits["train"]) == len(part.data.train) for part in rows)
+    record = {
         **settings.model_dump(mode="json", include={*names, "predict_test"}),
         "format": FORMAT,
-        "path": str(settings.folder),
+        "path": str(folder),
         "system": settings.system,
         "train_size": str(settings.train_size),
         "subset": 1 if all_rows else settings.subset,  # all subsets of all rows are the same
-        "tasks": [_task_entry(part, predictions, settings.max_length) for part in rows],
+        "tasks": [_task_entry(*task, settings.max_length) for task in tasks],
         **environment_record(),
+        **fields,
     }
+    if settings.save_model and model and tokenizer:
+        from finetune.saving import model_card, save_model
+
+        save_model(model, tokenizer, folder / "model", model_card(settings, record, tasks))
+    with atomic_write(folder / PREDICTIONS, "wb") as file:
+        arrays = {
+            f"{part.task.name}/{split}/{name}": array
+            for part, splits in tasks
+            for split, named in splits.items()
+            for name, array in named.items()
+        }
+        np.savez_compressed(file, allow_pickle=False, **arrays)
+    with atomic_write(folder / SETTINGS) as file:
+        file.write(to_yaml(settings))
+    write_json(folder / RECORD, record)
+    (folder / ERROR).unlink(missing_ok=True)
+    for path in folder.glob("checkpoint-*"):
+        shutil.rmtree(path, ignore_errors=True)
+    return record
 
 
 def _task_entry(rows: TaskRows, predictions: Predictions, max_length: int | None) -> dict[str, Any]:
     """Returns what one task was and how it was scored. All scores are fractions of 1."""
     from finetune.metrics import majority_scores, score_predictions
 
-    task, data = rows.task, rows.data
+    task, train, validation = rows.task, rows.splits["train"], rows.splits.get("validation", [])
     scores = {
-        split: score_predictions(task, predictions[f"{task.name}/{split}"])
-        for split in rows.splits()
-        if not np.isnan(predictions[f"{task.name}/{split}"]["labels"]).any()
+        split: score_predictions(task, arrays)
+        for split, arrays in predictions.items()
+        if not np.isnan(arrays["labels"]).any()
     }
-    majority = majority_scores(task, [*rows.train, *rows.validation], data.dev)
+    majority = majority_scores(task, [*train, *validation], rows.data.dev)
     metric, dev = task.metrics[0], scores.pop("dev")
     return {
         "task": task.name,
@@ -72,10 +110,10 @@ def _task_entry(rows: TaskRows, predictions: Predictions, max_length: int | None
         "tests": scores,
         "metrics": list(task.metrics),
         "description": task.describe(max_length),
-        "train_rows": len(rows.train),
-        "validation_rows": len(rows.validation),
-        "dev_rows": len(data.dev),
-        "notes": data.notes,
+        "train_rows": len(train),
+        "validation_rows": len(validation),
+        "dev_rows": len(rows.data.dev),
+        "notes": rows.data.notes,
         "warnings": rows.warnings,
     }
 
@@ -94,26 +132,28 @@ def read_record(folder: Path) -> Record | None:
     return record | {"path": str(folder)}  # results may have been moved
 
 
-def is_finished(settings: RunSettings, record: Record | None = None) -> bool:
-    """Returns True if a run's folder holds its record, and all that the run is to save."""
-    if (record := record or read_record(settings.folder)) is None:
-        return False
+def finished_record(
+    settings: RunSettings, identity: Mapping[str, Any] | None = None
+) -> Record | None:
+    """Returns the record of a run whose folder holds all that the run is to save, else None.
+
+    Raises:
+        UserError: The record is of another version, or of a run with another identity; the message names both values
+            of each setting that differs.
+    """
+    if (record := read_record(settings.folder)) is None:
+        return None
+    if identity:
+        both = ({**run["settings"], **run} for run in (record, identity))
+        before, now = ({key: v for key, v in run.items() if v != {}} for run in both)
+        keys = {*record["settings"], *now} - {"settings"}
+        different = sorted(key for key in keys if before.get(key) != now.get(key))
+        if pairs := [f"{key} {before.get(key)}, not {now.get(key)}" for key in different]:
+            other = ", ".join(pairs)
+            raise UserError(f"{record['path']}: holds another run ({other}); set another --name.")
     lacks_model = settings.save_model and not (settings.folder / "model").is_dir()
     lacks_test = settings.predict_test and not record["predict_test"]
-    return not (lacks_model or lacks_test)
-
-
-def write_run(folder: Path, recipe: str, record: Record, predictions: Predictions) -> None:
-    """Writes a finished run: its predictions and its recipe first, its record last."""
-    arrays = {f"{key}/{n}": array for key, part in predictions.items() for n, array in part.items()}
-    with atomic_write(folder / PREDICTIONS, "wb") as file:
-        np.savez_compressed(file, allow_pickle=False, **arrays)
-    with atomic_write(folder / SETTINGS) as file:
-        file.write(recipe)
-    write_json(folder / RECORD, record)
-    (folder / ERROR).unlink(missing_ok=True)
-    for path in folder.glob("checkpoint-*"):
-        shutil.rmtree(path, ignore_errors=True)
+    return None if lacks_model or lacks_test else record
 
 
 def write_error(folder: Path, kind: str, error: BaseException) -> None:

@@ -8,30 +8,31 @@ deepspeed --num_gpus 2 finetune/run.py --config ds_configs/zero2.json --model sa
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/: its names hide packages
 
+from finetune.benchmarks import read_task
 from finetune.heads import FITTED
+from finetune.heads.build import Checkpoint, build_model, find_checkpoint
+from finetune.own_data import load_own
+from finetune.results import Record, finished_record, write_run
 from finetune.settings import SHORTCUTS, OwnDataSettings, RunSettings
-from finetune.tasks import TASKS
+from finetune.subsets import TaskRows, select_rows
+from finetune.tasks import TASKS, TaskData
 from multicls.console import print_line, print_summary
 from multicls.distributed import leave_deepspeed, on_rank_0, prepare_deepspeed, rank_and_world
-from multicls.errors import UserError, run_command
+from multicls.errors import run_command
 from multicls.files import locked
-from multicls.settings import parse, to_yaml
-
-if TYPE_CHECKING:
-    from finetune.heads.build import Checkpoint
-    from finetune.results import Record
-    from finetune.tasks import TaskData
+from multicls.settings import parse
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,35 +61,30 @@ def run_finetune(settings: RunSettings) -> Record:
         Incompatible: The head does not work on the model.
         UserError: Model, data or settings do not fit; no record is written then.
     """
-    from finetune.heads.build import find_checkpoint
-    from finetune.results import is_finished, read_record
-
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic matrix products
     if settings.config or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         prepare_deepspeed()
-    data = load_tasks(settings)
-    checkpoint = find_checkpoint(settings.model) if settings.model else None
+    data, holdout = load_tasks(settings), settings.selection == "holdout"
+    rows = [select_rows(part, settings.train_size, settings.subset, holdout) for part in data]
+    checkpoint, identity = identify(settings, data)
     with ExitStack() as stack:
 
         def start() -> Record | None:
             stack.enter_context(locked(settings.folder))
-            return read_record(settings.folder)
+            record = finished_record(settings, identity)
+            state = "already finished: " if record else ""
+            print_line(f"{state}{settings.system} in {settings.folder}")
+            for line in chain(*(part.report() for part in rows)):
+                print_line(line)
+            return record
 
-        record = on_rank_0(start)
-        identity = run_identity(settings, data, checkpoint)
-        if record:
-            check_identity(record, identity)
-        if record and is_finished(settings, record):
-            _print(f"already finished: {record['path']}")
-        else:
-            record = _run(settings, data, checkpoint, identity)
-    for entry in record["tasks"]:
-        for split, scores in {"dev": entry["scores"], **entry["tests"]}.items():
+        record = on_rank_0(start) or _train(settings, rows, checkpoint, identity)
+    for entry in record["tasks"] if rank_and_world()[0] == 0 else []:
+        majority = {entry["metric"]: entry["baseline"]}
+        splits = {"dev": entry["scores"], **entry["tests"], "majority class": majority}
+        for split, scores in splits.items():
             values = "  ".join(f"{name} {100 * value:.2f}" for name, value in scores.items())
-            _print(f"{record['system']} on {entry['task']}, {split}: {values}")
-        if entry["score"] <= entry["baseline"]:
-            value = f"{100 * entry['baseline']:.2f}"
-            _print(f"warning: {entry['task']}: always giving the same answer scores {value}")
+            print_line(f"{record['system']} on {entry['task']}, {split}: {values}")
     return record
 
 
@@ -100,17 +96,15 @@ def load_tasks(settings: RunSettings) -> list[TaskData]:
 
 @lru_cache(maxsize=8)
 def _load_task(name: str, data_dir: str | None, own: OwnDataSettings, with_test: bool) -> TaskData:
-    from finetune.benchmarks import read_task
-    from finetune.own_data import load_own
-
     return load_own(own) if own.source else read_task(TASKS[name], data_dir, with_test)
 
 
-def run_identity(
-    settings: RunSettings, data: Sequence[TaskData], checkpoint: Checkpoint | None
-) -> dict[str, Any]:
-    """Returns all that decides the numbers of a run, for its record and its checkpoints."""
-    return {
+def identify(
+    settings: RunSettings, data: Sequence[TaskData]
+) -> tuple[Checkpoint | None, dict[str, Any]]:
+    """Returns a run's checkpoint, and all that decides its numbers, for its record and its checkpoints."""
+    checkpoint = find_checkpoint(settings.model) if settings.model else None
+    return checkpoint, {
         "settings": settings.compared(),
         "weights_sha256": checkpoint.sha256 if checkpoint else "",
         "data_sha256": "+".join(part.sha256 for part in data),
@@ -118,47 +112,20 @@ def run_identity(
     }
 
 
-def check_identity(record: Record, identity: Mapping[str, Any]) -> None:
-    """Checks that the record is of a run of this identity.
-
-    Raises:
-        UserError: It is of another run; the message names both values of each setting that differs.
-    """
-    before, now = ({**run["settings"], **run} for run in (record, identity))
-    keys = {*record["settings"], *now} - {"settings"}
-    different = sorted(key for key in keys if before.get(key) != now.get(key))
-    if pairs := [f"{key} {before.get(key)}, not {now.get(key)}" for key in different]:
-        other = ", ".join(pairs)
-        raise UserError(f"{record['path']}: holds another run ({other}); set another --name.")
-
-
-def _run(
+def _train(
     settings: RunSettings,
-    data: Sequence[TaskData],
+    rows: Sequence[TaskRows],
     checkpoint: Checkpoint | None,
     identity: dict[str, Any],
 ) -> Record:
     from finetune.encoding import Encoded
-    from finetune.heads.build import build_model, load_tokenizer
-    from finetune.results import make_record, write_run
-    from finetune.subsets import select_rows
-    from finetune.tasks import example_arrays
 
-    began, holdout = time.perf_counter(), settings.selection == "holdout"
-    rows = [select_rows(part, settings.train_size, settings.subset, holdout) for part in data]
-    _print(f"{settings.system} in {settings.folder}")
-    for line in chain.from_iterable(part.report() for part in rows):
-        _print(line)
-    complete = settings.resolved([len(part.train) for part in rows])
-    model, tokenizer, encoded = None, None, list[dict[str, Encoded]]()
+    model, tokenizer, encoded, began = None, None, list[dict[str, Encoded]](), time.perf_counter()
     if checkpoint:
-        lengths = [settings.max_length or part.task.max_length for part in rows]
-        tokenizer = load_tokenizer(checkpoint, max(lengths))
-        model = build_model(settings, checkpoint, [part.task for part in rows])
-        for part, length in zip(rows, lengths, strict=True):
-            splits = {"train": part.train, **part.splits()}
-            encode = partial(Encoded, part.task, tokenizer=tokenizer, max_length=length)
-            encoded.append({name: encode(examples) for name, examples in splits.items()})
+        model, tokenizer = build_model(settings, checkpoint, [part.task for part in rows])
+        for part in rows:
+            length, splits = settings.max_length or part.task.max_length, part.splits.items()
+            encoded.append({n: Encoded(part.task, e, tokenizer, length) for n, e in splits})
     if settings.head in FITTED:
         from finetune.fitted import fit_head
 
@@ -167,23 +134,9 @@ def _run(
         from finetune.training import TaskTrainer
 
         assert model is not None
-        outputs, training = TaskTrainer(model, encoded, complete, identity).run()
-    predictions = {
-        f"{part.task.name}/{split}": example_arrays(examples, logits)
-        for part, of_task in zip(rows, outputs, strict=True)
-        for (split, examples), logits in zip(part.splits().items(), of_task, strict=True)
-    }
-    record = make_record(settings, rows, predictions) | identity | training
-    record["seconds"] = round(time.perf_counter() - began, 3)
-    if rank_and_world()[0] == 0:
-        if settings.save_model and model and tokenizer:
-            from finetune.cards import model_card
-            from finetune.saving import save_model
-
-            card = model_card(record, rows, complete, predictions)
-            save_model(model, tokenizer, settings.folder / "model", card)
-        write_run(settings.folder, to_yaml(settings), record, predictions)
-    return record
+        outputs, training = TaskTrainer(model, encoded, settings, identity).run()
+    fields = {**identity, **training, "seconds": round(time.perf_counter() - began, 3)}
+    return on_rank_0(lambda: write_run(settings, rows, outputs, fields, model, tokenizer))
 
 
 def _summarize(record: Record, results: str) -> None:
@@ -197,12 +150,7 @@ def _summarize(record: Record, results: str) -> None:
         made.insert(0, ("model", model))
         tasks = record["tasks"]
         next_command = predict_command(model, tasks[0]["description"], len(tasks) > 1)
-    print_summary(made, next_command or f"python finetune/report.py {results}")
-
-
-def _print(text: str) -> None:
-    if rank_and_world()[0] == 0:
-        print_line(text)
+    print_summary(made, next_command or f"python finetune/report.py {shlex.quote(results)}")
 
 
 if __name__ == "__main__":

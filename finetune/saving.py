@@ -1,20 +1,29 @@
-"""Saves a fine-tuned model in a folder that loads without this project."""
+"""Saves a fine-tuned model in a folder that loads without this project, with its model card."""
 
 from __future__ import annotations
 
+import math
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
+from huggingface_hub import ModelCard, ModelCardData
 from transformers import PreTrainedTokenizerBase
 
 import multicls
+from finetune.estimates import example_interval
 from finetune.heads.modeling_task import MULTICLS, TaskModel
+from finetune.results import Predictions, Record
+from finetune.settings import RunSettings
+from finetune.subsets import TaskRows
 from multicls.build import quiet_transformers
+from multicls.cards import METHOD, PAPERS, TRANSFORMERS, cell, inherited_metadata, model_link
 from multicls.files import atomic_folder
 
 ENTRY = "task_model"  # the saved folder's first module, which imports all others
 NOT_A_HEAD = ("__init__", "build", "modeling_task")
 HEADS_FOLDER, MULTICLS_FOLDER = Path(__file__).parent / "heads", Path(multicls.__file__).parent
+TEMPLATE = Path(__file__).with_name("card.md.jinja")
 
 
 def save_model(
@@ -44,3 +53,36 @@ def save_model(
             shutil.copy(file, fresh)
         (fresh / f"{ENTRY}.py").write_text(entry, encoding="utf-8")
         (fresh / "README.md").write_text(card, encoding="utf-8")
+
+
+def model_card(
+    settings: RunSettings, record: Record, tasks: Sequence[tuple[TaskRows, Predictions]]
+) -> str:
+    """Returns the card of a saved model as Markdown with the Hub's metadata."""
+    inherited, intervals, task = inherited_metadata(settings.model), list[str](), tasks[0][0].task
+    for part, predictions in tasks:
+        low, high = example_interval(part.task, predictions["dev"])
+        interval = f" (95 % interval {100 * low:.1f} to {100 * high:.1f})"
+        intervals.append("" if math.isnan(low) else interval)
+    metadata = {
+        "library_name": "transformers",
+        "pipeline_tag": "text-classification" if task.shape == "texts" else None,
+        "tags": ["text-classification"],
+        "datasets": sorted({part.task.hub[0] for part, _ in tasks if part.task.hub}),
+        **inherited,
+    }
+    papers = [METHOD] * (METHOD in settings.head + settings.pooling) + [settings.head]
+    card = ModelCard.from_template(
+        ModelCardData(**{name: value for name, value in metadata.items() if value}),
+        template_path=str(TEMPLATE),
+        cell=cell,
+        start=model_link(inherited),
+        record=record,
+        task=task,
+        intervals=intervals,
+        settings=settings,
+        license=inherited.get("license_name") or inherited.get("license"),
+        transformers=TRANSFORMERS,
+        citations=[PAPERS[name] for name in dict.fromkeys(papers) if name in PAPERS],
+    )
+    return str(card)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,6 +25,31 @@ NOT_COMPARED: dict[str, Any] = {
     "trainer": {"per_device_eval_batch_size", "gradient_checkpointing"},
     **dict.fromkeys(("save_model", "predict_test"), True),
 }
+
+
+# TrainingArguments that no recipe may set: those that have no effect here, and those with a setting of our own.
+NO_EFFECT = """
+    use_cpu eval_strategy eval_delay eval_on_start logging_strategy logging_nan_inf_filter disable_tqdm
+    remove_unused_columns average_tokens_across_devices label_smoothing_factor data_seed auto_find_batch_size
+    dataloader_drop_last dataloader_num_workers
+    """.split()  # noqa: SIM905
+SAME = "learning_rate weight_decay max_grad_norm max_steps warmup_ratio seed output_dir".split()  # noqa: SIM905
+OWNED: dict[str, str] = (
+    dict.fromkeys(NO_EFFECT, "")
+    | dict(zip(SAME, SAME, strict=True))
+    | {
+        "warmup_steps": "warmup_ratio",
+        "num_train_epochs": "epochs",
+        "per_device_train_batch_size": "micro_batch_size",
+        "gradient_accumulation_steps": "batch_size",
+        "save_strategy": "checkpoint_minutes",
+        "deepspeed": "config",
+        "bf16": "precision",
+        "fp16": "precision",
+        "eval_steps": "eval_every",
+        "logging_steps": "eval_every",
+    }
+)
 
 
 class TrainSettings(Settings):
@@ -109,6 +133,8 @@ class OwnDataSettings(Settings):
             raise ValueError("set either a train_file or a dataset")
         if (self.dev_file or self.test_file) and not self.train_file:
             raise ValueError("dev_file and test_file need a train_file")
+        if self.dev_file and self.dev_share != OwnDataSettings.model_fields["dev_share"].default:
+            raise ValueError("set either a dev_file or a dev_share")
         if self.source and self.name in TASKS:
             raise ValueError(f"{self.name} is a task of the benchmarks: set another task_name")
         return self
@@ -174,6 +200,14 @@ class RunSettings(SystemSettings, RecipeOptions):
             yield f"task {self.task}: only --head cln trains several, each once"
         if self.own.source and self.predict_test:
             yield "--predict_test is for benchmarks; for your own rows set --test_file"
+        if self.own.source and self.data_dir:
+            yield "--data_dir is for benchmarks; leave it out for your own rows"
+        for name, field in OwnDataSettings.model_fields.items():
+            if not self.own.source and getattr(self.own, name) != field.default:
+                yield f"--{name} is for your own rows: set --train_file or --dataset"
+        for name in sorted(self.trainer.keys() & OWNED.keys()):
+            ours = f"set --{OWNED[name]} instead" if OWNED[name] else "it has no effect here"
+            yield f"trainer.{name}: {ours}"
         if not self.model and head != "tfidf":
             yield "--model: required, a folder, a Hub id or 'sample'"
         if head not in HEADS:
@@ -214,20 +248,6 @@ class RunSettings(SystemSettings, RecipeOptions):
         if self.head in NORMALISING:
             values["train"]["micro_batch_size"] = self.train.micro_batch_size
         return flatten(values)
-
-    def resolved(self, num_rows: list[int]) -> RunSettings:
-        """Returns the settings with the values that depend on the number of training rows of each task.
-
-        `train.max_steps` is then the number of steps of the run.
-        """
-        train, size = self.train, self.train_size
-        of_the_paper = 16 if isinstance(size, str) or size > 3000 else 8 if size > 300 else 4
-        batch_size = train.batch_size or of_the_paper
-        epoch = sum(math.ceil(rows / batch_size) for rows in num_rows)
-        steps = min(train.epochs * epoch, train.max_steps or train.epochs * epoch)
-        every = min(train.eval_every or min(500, 2 * epoch), steps)
-        values = {"batch_size": batch_size, "max_steps": steps, "eval_every": every}
-        return self.model_copy(update={"train": train.model_copy(update=values)})
 
 
 SHORTCUTS = {

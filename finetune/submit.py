@@ -41,8 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs = load_results(Path(options.results)).sort_values("selection_score")
     files = dict[str, str]()
     for task in (task for task in TASKS.values() if task.benchmark == options.benchmark):
-        found = runs[(runs["system"] == options.system) & (runs["task"] == task.name)]
-        splits = load_predictions(Path(found.iloc[-1]["path"]), task.name) if len(found) else {}
+        of_task = runs[(runs["system"] == options.system) & (runs["task"] == task.name)]
+        splits = load_predictions(Path(of_task.iloc[-1]["path"]), task.name) if len(of_task) else {}
         if "test" not in splits:
             raise UserError(f"{task.name}: no run of {options.system} with --predict_test.")
         files |= submission_files(task, splits["test"])
@@ -60,16 +60,16 @@ def submission_files(task: Task, predictions: Mapping[str, Any]) -> dict[str, st
     columns = {n: predictions[n].tolist() for n in ("ids", "parts", "groups", "answers")}
     rows, files = list(range(len(columns["ids"]))), {}
     values = [_spelled(task, value) for value in predictions_of(task, predictions["logits"])]
-    if task.name == "record":
-        values = columns["answers"]
+    if task.name == "record":  # one answer for each query, whose group is PASSAGE:QUERY
+        values, columns["ids"] = columns["answers"], columns["groups"]
         rows = list(choose_answers(predictions["logits"], columns["groups"]).values())
-    for (_, part), (stem, number) in zip(task.test, task.submissions, strict=True):
-        here = [row for row in rows if columns["parts"][row] == part]
-        answers = {columns["ids"][row].split(":", 1)[1]: values[row] for row in here}
-        if not len(here) == len(answers) == number:
+    for _, part, stem, number in task.test:
+        of_part = [row for row in rows if columns["parts"][row] == part]
+        answers = {columns["ids"][row].split(":", 1)[1]: values[row] for row in of_part}
+        if not len(of_part) == len(answers) == number:
             raise UserError(f"{stem}: {len(answers)} different predictions instead of {number}.")
-        suffix = ".tsv" if task.benchmark == "glue" else ".jsonl"
-        files[stem + suffix] = "".join(f"{line}\n" for line in _lines(task, answers))
+        name = f"{stem}.tsv" if task.benchmark == "glue" else f"{stem}.jsonl"
+        files[name] = "".join(f"{line}\n" for line in _lines(task, answers))
     return files
 
 
@@ -84,9 +84,7 @@ def _lines(task: Task, answers: Mapping[str, Any]) -> list[str]:
     if task.benchmark == "glue":
         return ["index\tprediction", *(f"{index}\t{value}" for index, value in answers.items())]
     if task.name != "multirc":
-        place = 1 if task.name == "record" else 0
-        pairs = ((int(key.split(":")[place]), value) for key, value in answers.items())
-        return [json.dumps({"idx": index, "label": value}) for index, value in pairs]
+        return [json.dumps({"idx": int(key), "label": value}) for key, value in answers.items()]
     passages: dict[int, dict[int, list[Any]]] = {}
     for key, value in answers.items():
         number, question, answer = map(int, key.split(":"))

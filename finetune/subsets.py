@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from finetune.tasks import Example, Task, TaskData, label_list
+from finetune.tasks import Example, Task, TaskData
 from multicls.console import count
 from multicls.errors import UserError
 
@@ -18,8 +18,7 @@ class TaskRows:
     """The examples of one task in one run."""
 
     data: TaskData
-    train: list[Example]  # to learn from
-    validation: list[Example]  # held out of the subset, to pick the checkpoint; empty: dev picks it
+    splits: dict[str, list[Example]]  # "train", then the one that picks the checkpoint, then others
     warnings: list[str]  # what is probably a mistake
 
     @property
@@ -27,19 +26,11 @@ class TaskRows:
         """The task."""
         return self.data.task
 
-    def splits(self) -> dict[str, list[Example]]:
-        """Returns the examples of each split that a run predicts; the first picks the checkpoint."""
-        splits = {"validation": self.validation, "dev": self.data.dev, "test": self.data.test}
-        return {name: examples for name, examples in splits.items() if examples}
-
     def report(self) -> list[str]:
         """Returns lines for the log: the numbers of rows, notes and warnings."""
-        validation = f" (+ {len(self.validation)} to pick the checkpoint)" * bool(self.validation)
-        tests = f", {count(len(self.data.test), 'test row')}" * bool(self.data.test)
-        train, dev = count(len(self.train), "training row"), count(len(self.data.dev), "dev row")
+        counts = ", ".join(count(len(rows), f"{name} row") for name, rows in self.splits.items())
         notes = [f"note: {note}" for note in self.data.notes]
-        warnings = [f"warning: {warning}" for warning in self.warnings]
-        return [f"{self.task.name}: {train}{validation}, {dev}{tests}", *notes, *warnings]
+        return [f"{self.task.name}: {counts}", *notes, *(f"warning: {w}" for w in self.warnings)]
 
 
 def select_rows(data: TaskData, size: int | str, subset: int, holdout: bool) -> TaskRows:
@@ -56,16 +47,21 @@ def select_rows(data: TaskData, size: int | str, subset: int, holdout: bool) -> 
         units = [example.passage or example.group or example.id for example in drawn]
         classes = [0 if mixed else example.label for example in drawn]
         held = hold_out(rows, classes, units, HOLDOUT, subset)
-    train = [data.train[row] for row in rows if row not in held]
-    known = {label for row in train for label in row.classes}
+    splits = {
+        "train": [data.train[row] for row in rows if row not in held],
+        "validation": [data.train[row] for row in rows if row in held],
+        "dev": data.dev,
+        "test": data.test,
+    }
+    known = {label for row in splits["train"] for label in row.classes}
     lost = {label for row in data.dev for label in row.classes} - known
     warnings = list[str]()
     if lost and data.task.labels and not data.task.num_choices:
-        names = label_list([data.task.labels[label] for label in sorted(lost)])
+        names = ", ".join(data.task.labels[label] for label in sorted(lost))
         warnings.append(f"dev has labels that no training row has: {names}")
     if not isinstance(size, str) and size > total:
         warnings.append(f"--train_size {size}: there are {count(total, 'row')}, and all are taken.")
-    return TaskRows(data, train, [data.train[row] for row in rows if row in held], warnings)
+    return TaskRows(data, {name: part for name, part in splits.items() if part}, warnings)
 
 
 def draw_rows(num_rows: int, size: int, seed: int) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ def read_table(path: Path, header: Sequence[str] = (), allow_short: bool = False
     line breaks. `.tsv` is separated by tabs, and quotes are text. `.jsonl` holds an object a line.
 
     Args:
-        path: the file; its suffix decides.
         header: names of the columns of a CSV or TSV file without a header.
         allow_short: fill the missing cells of short CSV or TSV rows with None; otherwise they are refused.
 
@@ -70,7 +70,8 @@ def _csv_rows(path: Path, header: Sequence[str], allow_short: bool) -> Iterator[
                 )
             yield where, row
     except csv.Error as error:
-        raise UserError(f"{path}:{reader.reader.line_num}: cannot be read: {error}.") from None
+        begin = reader.line_num + 1  # of the row: a torn quote is noticed later
+        raise UserError(f"{path}:{begin}: cannot be read: {error}.") from None
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, Row]]:
@@ -79,7 +80,7 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Row]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = json.loads(line, object_pairs_hook=_object)
             if "\\u" in line:  # half a surrogate pair is JSON but no text
                 json.dumps(row, ensure_ascii=False).encode()
         except ValueError as error:
@@ -87,6 +88,14 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Row]]:
         if not isinstance(row, dict):
             raise UserError(f"{path}:{number}: not a JSON object.")
         yield f"{path}:{number}", row
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row, keys = dict(pairs), [key for key, _ in pairs]
+    if len(row) < len(keys):
+        doubled = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {doubled!r} is there twice")
+    return row
 
 
 def _parquet_rows(path: Path) -> RawRows:
@@ -103,13 +112,19 @@ def _parquet_rows(path: Path) -> RawRows:
 
 def _read_text(path: Path) -> str:
     """Returns the text of a UTF-8 file without its byte order mark."""
-    content = path.read_bytes()
+    text = path.read_bytes().decode("utf-8-sig", "surrogateescape")  # not UTF-8: surrogates
+    if broken := re.search("[\0\ud800-\udfff]", text):
+        line = text.count("\n", 0, broken.start()) + 1
+        raise UserError(f"{path}:{line}: not UTF-8, or NUL bytes. Save it as UTF-8.")
+    return text
+
+
+def load_hub(repository: str, hint: str = "", **options: Any) -> Any:
+    """Returns a data set of the Hub; where it cannot be loaded the `UserError` ends with the hint."""
     try:
-        if b"\0" in content:
-            raise UnicodeDecodeError(
-                "utf-8", content, content.index(b"\0"), 0, "it holds NUL bytes"
-            )
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise UserError(f"{path}:{line}: not UTF-8 ({error.reason}). Save it as UTF-8.") from None
+        import datasets
+
+        return datasets.load_dataset(repository, **options)
+    except Exception as error:  # datasets, the Hub's client and sockets raise kinds of their own
+        reason = first_line(error).rstrip(".")
+        raise UserError(f"dataset {repository}: cannot be loaded: {reason}.{hint}") from None

@@ -14,14 +14,13 @@ import numpy as np
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-SHOWN = 20  # labels named in a message
 LabelType = Literal["class", "multi_label", "score"]
 OWN_METRICS: dict[LabelType, tuple[str, ...]] = {  # of a user's own rows
     "class": ("acc", "macro_f1"),
     "multi_label": ("micro_f1", "macro_f1", "exact_match"),
     "score": ("spearman", "pearson"),
 }
-Parts = tuple[tuple[str, str], ...]  # of a split: file stem (or FOLDER/STEM) and short name
+Parts = tuple[tuple[str, str], ...]  # of a split: file stem and short name
 
 
 @dataclass(frozen=True)
@@ -44,12 +43,11 @@ class Task:
     header: tuple[str, ...] = ()  # columns of train and dev files without a header
     train: Parts = (("train", ""),)
     dev: Parts = (("dev", ""),)  # parts are pooled for the score and scored apart, too
-    test: Parts = (("test", ""),)  # unlabelled, for submissions
-    submissions: tuple[tuple[str, int], ...] = ()  # file stem and rows of each test part
+    # Unlabelled parts for submissions: file stem (or FOLDER/STEM), short name, stem of the submission, its rows.
+    test: tuple[tuple[str, str, str, int], ...] = ()
     label_scale: float = 1.0  # a regression label is divided by it to become the training target
     num_choices: int = 0
     num_spans: int = 0
-    drops_short_rows: bool = False  # rows without a label are left out and counted
     multi_label: bool = False  # a row has any number of the labels: one sigmoid for each
     passage: int | None = None  # the text that many rows share; they stay together in hold-outs
 
@@ -162,11 +160,6 @@ def task_of(description: Mapping[str, Any]) -> Task:
     )
 
 
-def label_list(labels: Sequence[str]) -> str:
-    """Returns labels as text for a message: all of them, or the first of many."""
-    return ", ".join(labels[:SHOWN]) + ", ..." * (len(labels) > SHOWN)
-
-
 def _glue(
     name: str,
     fields: tuple[str, ...],
@@ -178,7 +171,7 @@ def _glue(
 ) -> Task:
     """Returns a task of GLUE, or with other options of SuperGLUE."""
     common: dict[str, Any] = {"benchmark": "glue", "hub": ("nyu-mll/glue", name)}
-    common |= {"folder": folder, "submissions": ((folder, test_rows),)}
+    common |= {"folder": folder, "test": (("test", "", folder, test_rows),)}
     return Task(name, fields, labels, metrics, **common | options)
 
 
@@ -196,8 +189,11 @@ SPANS: dict[str, Any] = {"shape": "span", "num_spans": 2, "passage": 0}
 MNLI: dict[str, Any] = {  # the diagnostic AX is a part of the test set
     "file_columns": (*SENTENCES, "gold_label"),
     "dev": (("dev_matched", "m"), ("dev_mismatched", "mm")),
-    "test": (("test_matched", "m"), ("test_mismatched", "mm"), ("AX/AX", "ax")),
-    "submissions": (("MNLI-m", 9796), ("MNLI-mm", 9847), ("AX", 1104)),
+    "test": (
+        ("test_matched", "m", "MNLI-m", 9796),
+        ("test_mismatched", "mm", "MNLI-mm", 9847),
+        ("AX/AX", "ax", "AX", 1104),
+    ),
 }
 _cs224n = partial(Task, benchmark="cs224n", folder=".")
 TASKS: dict[str, Task] = {task.name: task for task in (
@@ -209,7 +205,7 @@ TASKS: dict[str, Task] = {task.name: task for task in (
     _glue("stsb", SENTENCES, (), CORRELATIONS, "STS-B", 1379, file_columns=(*SENTENCES, "score"),
           label_scale=5.0),
     _glue("qqp", ("question1", "question2"), BINARY, ("f1", "acc"), "QQP", 390965,
-          file_columns=("question1", "question2", "is_duplicate"), drops_short_rows=True),
+          file_columns=("question1", "question2", "is_duplicate")),
     _glue("mnli", PREMISE, NLI, ACC, "MNLI", 0, passage=0, **MNLI),
     _glue("qnli", ("question", "sentence"), ENTAILMENT, ACC, "QNLI", 5463, passage=0),
     _glue("rte", SENTENCES, ENTAILMENT, ACC, "RTE", 3000),
@@ -228,7 +224,7 @@ TASKS: dict[str, Task] = {task.name: task for task in (
     _cs224n("sst5", SENTENCE, ("0", "1", "2", "3", "4"), ACC, file_columns=("sentence", "sentiment"),
             train=(("ids-sst-train", ""),), dev=(("ids-sst-dev", ""),)),
     _cs224n("quora", SENTENCES, ("0.0", "1.0"), ("acc", "f1"), file_columns=(*SENTENCES, "is_duplicate"),
-            train=(("quora-train", ""),), dev=(("quora-dev", ""),), drops_short_rows=True),
+            train=(("quora-train", ""),), dev=(("quora-dev", ""),)),
     _cs224n("sts", SENTENCES, (), ("pearson", "spearman"), file_columns=(*SENTENCES, "similarity"),
             train=(("sts-train", ""),), dev=(("sts-dev", ""),), label_scale=5.0),
 )}  # fmt: skip

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, cycle, islice
 from operator import itemgetter
 from pathlib import Path
@@ -31,9 +32,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from finetune.encoding import Encoded
-from finetune.heads.modeling_task import IGNORE_INDEX, TaskModel, loss_sum
+from finetune.heads.modeling_task import IGNORE_INDEX, TaskModel, loss_sum, problem_type_of
 from finetune.metrics import score_examples
-from finetune.settings import RunSettings, TrainSettings
+from finetune.settings import OWNED, RunSettings
 from finetune.tasks import Array
 from multicls.console import Progress, print_line
 from multicls.distributed import on_rank_0, rank_and_world
@@ -65,25 +66,34 @@ class Chunk(NamedTuple):
 
 
 class ChunkSampler(Sampler[list[Chunk]]):
-    """This rank's chunks of all steps of a run, each in a list of its own."""
+    """This rank's chunks of all steps of a run, each in a list of its own.
 
-    def __init__(
-        self, sizes: Sequence[int], train: TrainSettings, seed: int, sampling: str
-    ) -> None:
+    Attributes:
+        batch_size, steps, eval_every: rows of a step, steps of the run and between evaluations. Where the settings
+            leave them open, the number of training rows decides, as in Multi-CLS BERT.
+        accumulation, chunks: forward passes of a step, on one rank and on all.
+        micro_batch_size: most rows of a chunk.
+    """
+
+    def __init__(self, settings: RunSettings, sizes: Sequence[int]) -> None:
+        train, size = settings.train, settings.train_size
+        of_the_paper = 16 if isinstance(size, str) or size > 3000 else 8 if size > 300 else 4
+        self.batch_size = train.batch_size or of_the_paper
+        epoch = sum(math.ceil(rows / self.batch_size) for rows in sizes)
+        self.steps = min(train.epochs * epoch, train.max_steps or train.epochs * epoch)
+        self.eval_every = min(train.eval_every or min(500, 2 * epoch), self.steps)
         self.rank, self.world_size = rank_and_world()
-        self.sizes, self.seed, self.sampling = sizes, seed, sampling
-        self.batch_size, self.steps = train.batch_size or 1, train.max_steps or 1
         per_rank = math.ceil(self.batch_size / self.world_size)
         self.accumulation = math.ceil(per_rank / min(train.micro_batch_size or per_rank, per_rank))
-        self.chunks = self.world_size * self.accumulation  # of a step
+        self.chunks = self.world_size * self.accumulation
         self.micro_batch_size = math.ceil(self.batch_size / self.chunks)
+        self.batches = (sizes, self.batch_size, settings.seed, settings.cln.sampling)
 
     def __len__(self) -> int:
         return self.steps * self.accumulation
 
     def __iter__(self) -> Iterator[list[Chunk]]:
-        batches = task_batches(self.sizes, self.batch_size, self.seed, self.sampling)
-        for step, (task, rows) in enumerate(islice(batches, self.steps)):
+        for step, (task, rows) in enumerate(islice(task_batches(*self.batches), self.steps)):
             cuts = [len(rows) * chunk // self.chunks for chunk in range(self.chunks + 1)]
             for index in range(self.rank, self.chunks, self.world_size):
                 # All ranks must run the model equally often: without a row of its own a chunk repeats one.
@@ -135,8 +145,8 @@ class TaskTrainer(Trainer):
 
     Args:
         model: made by `finetune.heads.build.build_model`.
-        tasks: for each task of the model its splits: "train", the one that picks the weights, and others.
-        settings: of the run, with the values that `RunSettings.resolved` adds.
+        tasks: for each task of the model its rows by split: "train", the one that picks the weights, and others.
+        settings: of the run.
         identity: all that decides the numbers of the run, as JSON; marks its checkpoints.
 
     Raises:
@@ -157,14 +167,15 @@ class TaskTrainer(Trainer):
         self.settings = settings.train
         balanced = settings.train.class_weights == "balanced"
         self.class_weights = [_class_weights(rows) if balanced else None for rows in train]
-        sizes, sampling = [len(rows) for rows in train], settings.cln.sampling
-        self.sampler = ChunkSampler(sizes, settings.train, settings.seed, sampling)
-        arguments = training_arguments(settings, self.sampler)
+        self.sampler = ChunkSampler(settings, [len(rows) for rows in train])
+        arguments = training_arguments(settings, self.sampler, len(tasks))
         if arguments.gradient_checkpointing and not model.encoder.supports_gradient_checkpointing:
             kind = model.encoder.config.model_type
             raise UserError(f"trainer.gradient_checkpointing: {kind} has none; leave it out.")
         self.task_model = model
-        self.splits = [list(splits.values())[1:] for splits in tasks]  # the first picks
+        precision, batch_size = settings.train.precision, arguments.per_device_eval_batch_size
+        self._predict = partial(predict_rows, model, precision=precision, batch_size=batch_size)
+        self.splits = [dict(list(splits.items())[1:]) for splits in tasks]  # the first picks
         self.identity = {**identity, "ranks": self.sampler.world_size}
         self.best, self._task, self._saved = None, 0, time.monotonic()  # task of the batch
         super().__init__(
@@ -193,7 +204,8 @@ class TaskTrainer(Trainer):
 
     def _loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         """Returns the chunk's part of the loss, the mean over the counted rows of the step."""
-        problem, weights = self.task_model.problem_type(self._task), self.class_weights[self._task]
+        problem = problem_type_of(self.task_model.config.tasks[self._task])
+        weights = self.class_weights[self._task]
         weights = None if weights is None else weights.to(labels.device)
         return loss_sum(problem, outputs.logits.float(), labels, weights) / num_items_in_batch
 
@@ -211,8 +223,9 @@ class TaskTrainer(Trainer):
                 f"train.learning_rate (= {self.args.learning_rate:g}), or check the checkpoint's weights."
             )
         metrics, scores, outputs = {"eval_train_loss": loss}, [], []
-        for number, (rows, *_) in enumerate(self.splits):
-            outputs.append(self._predict(number, rows))
+        for number, splits in enumerate(self.splits):
+            rows = next(iter(splits.values()))
+            outputs.append(self._predict(rows, number))
             values = score_examples(rows.task, rows.examples, outputs[number])
             scores.append(values[rows.task.metrics[0]])
             metrics |= {f"eval_{rows.task.name}_{name}": v for name, v in values.items()}
@@ -231,12 +244,6 @@ class TaskTrainer(Trainer):
         elif step < steps and now - self._saved >= 60 * self.settings.checkpoint_minutes:
             self.control.should_save, self._saved = True, now
         return metrics
-
-    def _predict(self, task: int, rows: Encoded) -> Array:
-        """Returns the outputs (N, C) for all rows, in their order, on all ranks."""
-        args = self.args
-        batch_size = args.per_device_eval_batch_size
-        return predict_rows(self.task_model, rows, task, args.device, bool(args.bf16), batch_size)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Returns 0: counting takes time at each step, and nothing reads it."""
@@ -262,11 +269,11 @@ class TaskTrainer(Trainer):
             shutil.rmtree(path)
         return whole[-1] if whole else None
 
-    def run(self) -> tuple[list[list[Array]], dict[str, Any]]:
+    def run(self) -> tuple[list[dict[str, Array]], dict[str, Any]]:
         """Trains, from the newest whole checkpoint if there is one; leaves the model with the best weights.
 
         Returns:
-            The outputs (N, C) for each task and each of its splits but "train"; the record's fields on training.
+            The outputs (N, C) of each task by split, without "train"; the record's fields on training.
         """
         newest, shown, done = on_rank_0(self._newest_checkpoint), self.is_world_process_zero(), 0
         with ExitStack() as stack:
@@ -285,12 +292,11 @@ class TaskTrainer(Trainer):
             self.train(resume_from_checkpoint=str(newest) if newest else None)
         assert self.best is not None
         self.task_model.load_state_dict(self.best.weights)
-        outputs = [
-            [picked.numpy(), *(self._predict(task, rows) for rows in splits[1:])]
-            for task, (picked, splits) in enumerate(
-                zip(self.best.outputs, self.splits, strict=True)
-            )
-        ]
+        outputs = []
+        for task, (picked, splits) in enumerate(zip(self.best.outputs, self.splits, strict=True)):
+            picks, *others = splits
+            predicted = {name: self._predict(splits[name], task) for name in others}
+            outputs.append({picks: picked.numpy()} | predicted)
         history = [
             {"step": e["step"], "loss": round(e["eval_train_loss"], 6), "score": e["eval_score"]}
             for e in self.state.log_history
@@ -325,15 +331,15 @@ def predict_rows(
     model: nn.Module,
     rows: Encoded,
     task: int,
-    device: torch.device,
-    bf16: bool,
+    precision: str = "auto",
     batch_size: int = 64,
+    output: str = "logits",
 ) -> Array:
-    """Returns the outputs (N, C) of all rows, in their order, on all ranks, each of which computes a part.
+    """Returns an output of the model for all rows, in their order, (N, C), on all ranks, each of which computes a part.
 
     A batch holds rows of like length, for less padding.
     """
-    was_training = model.training
+    (device, bf16), was_training = find_device(precision), model.training
     model.eval().to(device)
     autocast = bf16 and next(model.parameters()).dtype == torch.float32
     rank, world_size = rank_and_world()
@@ -345,7 +351,8 @@ def predict_rows(
         batch = rows.batch(batch_rows)
         inputs = {name: tensor.to(device) for name, tensor in batch.items() if name != "labels"}
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
-            outputs.append(model(**inputs, task=task).logits.float())
+            found = model(**inputs, task=task)[output].float()
+        outputs.append(found.reshape(len(batch_rows), -1))
     table = torch.full((len(rows), outputs[0].shape[1]), -math.inf, device=device)
     table[torch.tensor(list(chain.from_iterable(mine)), device=device)] = torch.cat(outputs)
     if world_size > 1:
@@ -354,19 +361,22 @@ def predict_rows(
     return np.asarray(table.cpu().numpy(), dtype=np.float32)
 
 
-def training_arguments(settings: RunSettings, sampler: ChunkSampler) -> TrainingArguments:
+def training_arguments(
+    settings: RunSettings, sampler: ChunkSampler, num_tasks: int
+) -> TrainingArguments:
     """Returns the training arguments, ours and those of `settings.trainer`; a wrong one is a `UserError`."""
     train = settings.train
     bf16 = find_device(train.precision)[1]
     defaults: dict[str, Any] = {
         "per_device_eval_batch_size": 64,
         "report_to": "tensorboard",
-        "ddp_find_unused_parameters": len(sampler.sizes) > 1,
+        "ddp_find_unused_parameters": num_tasks > 1,
     }
-    ours = train.model_dump(include={"learning_rate", "weight_decay", "max_grad_norm", "max_steps"})
+    ours = train.model_dump(include={"learning_rate", "weight_decay", "max_grad_norm"})
     ours |= {
         "output_dir": str(settings.folder),
         "num_train_epochs": train.epochs,
+        "max_steps": sampler.steps,
         "seed": settings.seed,
         "per_device_train_batch_size": sampler.micro_batch_size,
         "gradient_accumulation_steps": sampler.accumulation,
@@ -374,11 +384,11 @@ def training_arguments(settings: RunSettings, sampler: ChunkSampler) -> Training
         "bf16": bf16,
         "use_cpu": not torch.cuda.is_available(),  # without it two ranks get losses of NaN there
         "eval_strategy": "steps",
-        "eval_steps": train.eval_every,
+        "eval_steps": sampler.eval_every,
         "eval_delay": 0,
         "eval_on_start": False,
         "logging_strategy": "steps",
-        "logging_steps": train.eval_every,
+        "logging_steps": sampler.eval_every,
         "logging_nan_inf_filter": False,
         "save_strategy": "no",
         "disable_tqdm": True,
@@ -386,8 +396,7 @@ def training_arguments(settings: RunSettings, sampler: ChunkSampler) -> Training
         "average_tokens_across_devices": True,
         "deepspeed": _deepspeed(settings.config, sampler, train.max_grad_norm, bf16),
     }
-    if owned := sorted(ours.keys() & settings.trainer.keys()):
-        raise UserError(f"trainer.{owned[0]}: a setting of our own decides it.")
+    assert ours.keys() <= OWNED.keys(), "all of them are refused in settings.trainer"
     try:
         arguments = TrainingArguments(**defaults | settings.trainer | ours)
     except (ValueError, TypeError, ImportError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -68,6 +69,7 @@ def build(
             text = _copy_weights(model, checkpoint)
         rows = max(len(tokenizer), config.vocab_size)
         model.resize_token_embeddings(rows, VOCABULARY_MULTIPLE, mean_resizing=False)
+        _try(model, tokenizer)
     report(f"weights: {text}")
     return model, tokenizer
 
@@ -135,9 +137,24 @@ def _copy_weights(model: MultiClsForPreTraining, checkpoint: str) -> str:
         kept = "encoder, MLM head"
         model.mlm.lm.load_state_dict({name: state[name] for name in head}, strict=False)
     else:
-        new.append("MLM head")
+        new.append(f"MLM head (its loss begins near {math.log(model.config.vocab_size):.1f})")
     model.tie_weights()
     return f"{kept}; new: {', '.join([*new, 'facets', 'TF-IDF head', 'order head'])}"
+
+
+def _try(model: MultiClsForPreTraining, tokenizer: Any) -> None:
+    """Makes a forward and a backward pass: an encoder is not listed but tried. One that does not work: ValueError."""
+    kind, was_training = model.config.encoder.model_type, model.training
+    batch = tokenizer(["a"] * 6, return_tensors="pt")
+    try:
+        model.eval()(**batch, labels=batch["input_ids"]).loss.backward()
+    except Exception as error:
+        raise ValueError(f"model_type '{kind}' does not work: {first_line(error)}") from None
+    weights = dict(model.multicls.named_parameters())
+    unused = [name for name, p in weights.items() if "facets.weight" in name and p.grad is None]
+    model.train(was_training).zero_grad()
+    if unused:
+        raise ValueError(f"model_type '{kind}' passes by its layers; set facet_layers to []")
 
 
 @contextmanager
@@ -147,7 +164,7 @@ def load_problems(checkpoint: str) -> Iterator[None]:
 
     try:
         yield
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, TypeError, SafetensorError) as error:
         raise UserError(f"model {checkpoint}: cannot be loaded: {first_line(error)}") from None
 
 

@@ -17,13 +17,13 @@ HUB_ID = (
     r"(bert|roberta|distilbert|xlm-roberta|camembert)-(base|large)[\w-]*"
     r"|\w[\w.-]*/(?!checkpoint-\d)\w[\w.-]*"
 )
-INHERITED = {  # fields of a card -> what the Hub takes
-    "base_model": HUB_ID,
-    "license": r"[a-z0-9][a-z0-9.+-]*",
-    "license_name": r"[\w.-]+",
-    "license_link": r"https://\S+",
-}
-LANGUAGE = r"[a-z]{2,3}(-[A-Za-z]+)?|multilingual"
+INHERITED = (
+    "base_model",
+    "license",
+    "license_name",
+    "license_link",
+    "language",
+)  # fields of a card
 PAPERS = {  # to cite for the method and for heads
     METHOD: "Chang et al., 2022: Multi-CLS BERT: An Efficient Alternative to Traditional Ensembling. "
     "[arXiv:2210.05043](https://arxiv.org/abs/2210.05043)",
@@ -52,15 +52,11 @@ def inherited_metadata(checkpoint: str) -> dict[str, Any]:
         card = dict(metadata_load(path) or {})
     if not folder.is_dir():
         card["base_model"] = checkpoint
-    metadata: dict[str, Any] = {
-        field: card[field]
-        for field, form in INHERITED.items()
-        if re.fullmatch(form, str(card.get(field) or ""))
-    }
-    languages = card.get("language") or []
-    languages = [languages] if isinstance(languages, str) else languages
-    if kept := [name for name in languages if re.fullmatch(LANGUAGE, str(name))]:
-        metadata["language"] = kept
+    metadata = {field: card[field] for field in INHERITED if card.get(field)}
+    if isinstance(metadata.get("language"), str):
+        metadata["language"] = [metadata["language"]]
+    if not re.fullmatch(HUB_ID, str(metadata.get("base_model"))):
+        metadata.pop("base_model", None)
     return metadata
 
 

@@ -1,8 +1,8 @@
 """Converts a checkpoint of the authors' code (`model.pt`) to a Hugging Face folder with all pretraining heads.
 
-python -m multicls.convert model.pt --num_facets 3 --facet_layers 1 3 --output runs/authors
+python -m multicls.convert model.pt --base bert-base-uncased --num_facets 5 --facet_layers 4 8 --output runs/authors
 
-Sizes are taken from the tensors; the number of facets and the layers with inserted linear layers are not in them.
+The sizes and the tokenizer are those of the BERT that they started from.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
-from multicls.build import quiet_transformers
+from multicls.build import load_problems, quiet_transformers
 from multicls.console import print_summary
 from multicls.embeddings import write_sentence_transformer
 from multicls.errors import UserError, first_line, run_command
@@ -26,7 +26,6 @@ from multicls.tokenization import load_tokenizer, with_facets
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from multicls.configuration_multicls import MultiClsConfig
     from multicls.modeling_multicls import MultiClsForPreTraining
 
 IGNORED = re.compile(r"sent\.mf\.v_\d+\.|t2f\.|lm\.decoder\.|bert\.embeddings\.position_ids$")
@@ -37,12 +36,6 @@ PREFIXES = {  # beginnings of names: theirs -> ours
     "lm.": "mlm.lm.cls.predictions.",
     "tok.tf_idf.transform.": "tfidf.",
     "tok.tf_idf.": "tfidf.",
-}
-SIZES = {
-    "vocab_size": "embeddings.word_embeddings",
-    "max_position_embeddings": "embeddings.position_embeddings",
-    "type_vocab_size": "embeddings.token_type_embeddings",
-    "intermediate_size": "encoder.layer.0.intermediate.dense",
 }
 
 
@@ -57,8 +50,7 @@ class ConvertOptions(Settings):
     facet_layers: list[int] = Field(
         [], description="layers followed by inserted linears; their diversify_hidden_layer"
     )
-    num_attention_heads: int | None = Field(None, ge=1, description="default: hidden size / 64")
-    tokenizer: str = Field(description="tokenizer to save with it: folder or Hub id")
+    base: str = Field(description="the BERT that it was started from: folder or Hub id")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -66,12 +58,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse(ConvertOptions, argv, prog="python -m multicls.convert", doc=__doc__)
     if args.output.is_file() or (args.output.is_dir() and any(args.output.iterdir())):
         raise UserError(f"--output {args.output}: exists already; set a new or empty folder.")
-    model = _convert(_read_checkpoint(args.checkpoint), args)
-    tokenizer = with_facets(load_tokenizer(args.tokenizer), args.num_facets)
-    if len(tokenizer) != (size := model.config.vocab_size):
-        raise UserError(
-            f"--tokenizer {args.tokenizer}: has {len(tokenizer)} tokens, but the checkpoint has {size}."
-        )
+    state = _read_checkpoint(args.checkpoint)
+    tokenizer = with_facets(load_tokenizer(args.base), args.num_facets)
+    model = _convert(state, args, vocab_size=len(tokenizer))
     with atomic_folder(args.output) as folder, quiet_transformers():
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -94,37 +83,31 @@ def _read_checkpoint(path: Path) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state.items() if not IGNORED.match(name)}
 
 
-def _convert(state: dict[str, Tensor], options: ConvertOptions) -> MultiClsForPreTraining:
+def _convert(
+    state: dict[str, Tensor], options: ConvertOptions, vocab_size: int
+) -> MultiClsForPreTraining:
     """Builds a model from a state dict, which is emptied. Tensors that do not fit the options are a `UserError`."""
-    from multicls.modeling_multicls import MultiClsForPreTraining
+    from transformers import AutoConfig
 
+    from multicls.modeling_multicls import MultiClsConfig, MultiClsForPreTraining
+
+    with load_problems(options.base):
+        encoder = AutoConfig.from_pretrained(options.base, trust_remote_code=False)
+    encoder.vocab_size = vocab_size
     try:
-        model = MultiClsForPreTraining(_config(state, options))
+        types = state["bert.embeddings.token_type_embeddings.weight"]
+        encoder.type_vocab_size = len(types)  # theirs has a third
+        facets = options.model_dump(include={"num_facets", "facet_layers"})
+        model = MultiClsForPreTraining(MultiClsConfig(encoder=encoder, **facets))
         weights = _renamed(state, options)
         ties = model.all_tied_weights_keys
         model.load_state_dict(weights | {name: weights[same] for name, same in ties.items()})
     except (KeyError, RuntimeError, ValueError) as error:
         raise UserError(
-            f"the checkpoint does not fit --num_facets and --facet_layers: {' '.join(str(error).split())}"
+            "the checkpoint does not fit --base, --num_facets and --facet_layers: "
+            f"{' '.join(str(error).split())}"
         ) from None
     return model
-
-
-def _config(state: dict[str, Tensor], options: ConvertOptions) -> MultiClsConfig:
-    """Returns the configuration with the sizes of the tensors."""
-    from transformers import BertConfig
-
-    from multicls.configuration_multicls import MultiClsConfig
-
-    sizes: dict[str, Any] = {field: len(state[f"bert.{x}.weight"]) for field, x in SIZES.items()}
-    hidden = state["bert.embeddings.word_embeddings.weight"].shape[1]
-    depth = len({key.split(".")[3] for key in state if key.startswith("bert.encoder.layer.")})
-    heads = options.num_attention_heads or hidden // 64
-    if heads < 1 or hidden % heads:
-        raise UserError(f"--num_attention_heads: {heads} does not divide the hidden size {hidden}.")
-    sizes |= {"hidden_size": hidden, "num_hidden_layers": depth, "num_attention_heads": heads}
-    facets = options.model_dump(include={"num_facets", "facet_layers"})
-    return MultiClsConfig(encoder=BertConfig(**sizes), **facets)
 
 
 def _renamed(state: dict[str, Tensor], options: ConvertOptions) -> dict[str, Tensor]:

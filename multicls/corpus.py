@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from multicls.errors import UserError
-from multicls.files import atomic_write, read_json, sha256_of, write_json
+from multicls.files import atomic_write, read_json, sha256_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -213,11 +213,6 @@ def held_out_share(hashes: np.ndarray) -> np.ndarray:
     """
     share: np.ndarray = (hashes >> np.uint64(11)) * 2.0**-53
     return share
-
-
-def write_manifest(folder: str | Path, manifest: dict[str, Any]) -> None:
-    """Writes manifest.json atomically; the corpus is finished then."""
-    write_json(Path(folder) / MANIFEST, manifest)
 
 
 def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:

@@ -238,14 +238,9 @@ class MultiClsModel(MultiClsPreTrainedModel):
         outputs = self(input_ids, attention_mask, token_type_ids, return_dict=True)
         kept_BL = torch.ones_like(input_ids) if attention_mask is None else attention_mask.clone()
         kept_BL[:, self.config.facet_slice] = 0
-        hidden_BLD = _fp32(outputs.last_hidden_state)
+        hidden_BLD = outputs.last_hidden_state
         sums_BD = torch.einsum("bl,bld->bd", kept_BL.to(hidden_BLD.dtype), hidden_BLD)
-        means_BD = sums_BD / kept_BL.sum(dim=1, keepdim=True)
-        return means_BD.to(outputs.last_hidden_state.dtype)
-
-    def similarity(self, queries_nSD: Tensor, candidates_mSD: Tensor) -> Tensor:
-        """Returns the MCQT scores (n, m) of facet embeddings with the lambda of pretraining, see `mcqt_scores`."""
-        return mcqt_scores(queries_nSD, candidates_mSD, self.config.mcqt_lambda)
+        return sums_BD / kept_BL.sum(dim=1, keepdim=True)
 
     @can_return_tuple
     def forward(
@@ -346,7 +341,7 @@ class MultiClsForMaskedLM(MultiClsPreTrainedModel):
 
     def get_output_embeddings(self) -> nn.Module:
         """Returns the decoder of the MLM head."""
-        return self.mlm.lm.get_output_embeddings()
+        return self.mlm.lm.get_output_embeddings() or self.mlm.lm.lm_head
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         """Replaces the decoder of the MLM head."""

@@ -8,6 +8,7 @@ nearest name for a wrong one, and the source of each wrong value. It imports no 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -16,9 +17,9 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_settings import CliSettingsSource
+from pydantic_settings import CliSettingsSource, SettingsError
 
-from multicls.errors import UserError, did_you_mean
+from multicls.errors import UserError, did_you_mean, first_line
 from multicls.files import REPOSITORY
 
 
@@ -82,7 +83,10 @@ def parse(
         cli_hide_none_type=True,
     )
     words = sys.argv[1:] if argv is None else argv  # the launcher of DeepSpeed adds --local_rank
-    flags = source(args=[word for word in words if not word.startswith("--local_rank")])()
+    try:
+        flags = source(args=[word for word in words if not word.startswith("--local_rank")])()
+    except SettingsError as error:
+        raise UserError(f"{first_line(error)}; a mapping takes NAME=VALUE.") from None
     sources = [*_read_recipes(flags.get("recipe", []), recipes), ("", flags)]
     settings = _validate(kind, sources, shortcuts or {})
     if getattr(settings, "print_config", False):
@@ -246,6 +250,8 @@ def _explain(
     if known.get(key, True) and isinstance(value, Mapping):  # several settings together
         return f"{key}: " * bool(key), message
     text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    if detail["type"] == "literal_error":
+        message += "." + did_you_mean(text, re.findall("'(.*?)'", message), listed=False)
     return (f"{source}: {key} = {text}: " if source else f"{flag} {text}: "), message
 
 

@@ -27,9 +27,7 @@ def load_tokenizer(checkpoint: str) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             problem = "is slow, and transformers cannot convert it to a fast one"
-        elif len(tokenizer) <= len(
-            tokenizer.all_special_tokens
-        ):  # transformers made it without files
+        elif len(tokenizer) <= len(tokenizer.all_special_tokens):  # made without files
             problem = "has no vocabulary; are its files there?"
     except Exception as error:  # converters raise many types
         problem = f"cannot be loaded: {first_line(error)}"

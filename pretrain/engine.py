@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from multicls.errors import UserError
-from multicls.modeling_multicls import encoder_layers
+from multicls.modeling_multicls import UNPADDING, encoder_layers
 from multicls.optim import parameter_groups
 from multicls.safe_unpickling import safe_unpickling
 from pretrain.settings import TrainSettings
@@ -32,21 +32,11 @@ def build_engine(
 ) -> Any:
     """Returns DeepSpeed's engine around a pretraining model, which is changed in place.
 
-    `train.unpad` without a GPU is a `UserError`.
-
     Args:
         ds_config: The completed JSON.
         universal: True if the checkpoint to load was converted to another number of ranks.
     """
     model.freeze_unused(objectives)  # or weight decay would change them
-    if train.activation_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    if train.unpad:
-        if not torch.cuda.is_available():
-            raise UserError("train.unpad: flash attention needs a GPU; leave it out on a CPU.")
-        model.set_attn_implementation("flash_attention_2")
-    if train.compile:
-        compile_layers(model)
     checkpoint = ds_config.get("checkpoint", {}) | {"load_universal": universal}
     optimizer = torch.optim.AdamW(
         parameter_groups(model, train.weight_decay), lr=train.learning_rate, fused=True
@@ -60,10 +50,21 @@ def build_engine(
     return engine
 
 
-def compile_layers(model: Any) -> None:
-    """Compiles each layer of the encoder in place; the names of the weights stay."""
-    for layer in encoder_layers(model.multicls.encoder):
-        layer.compile(dynamic=False)
+def prepare_layers(model: Any, train: TrainSettings) -> None:
+    """Applies the settings that change how layers compute; one that does not work here is a `UserError`."""
+    kind = model.config.encoder.model_type
+    if train.activation_checkpointing:
+        if not model.supports_gradient_checkpointing:
+            raise UserError(f"train.activation_checkpointing: {kind} has none; leave it out.")
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if train.unpad:
+        if kind not in UNPADDING or not torch.cuda.is_available():
+            known = ", ".join(UNPADDING)
+            raise UserError(f"train.unpad: flash attention needs a GPU, and one of {known}.")
+        model.set_attn_implementation("flash_attention_2")
+    if train.compile:
+        for layer in encoder_layers(model.multicls.encoder):  # the names of the weights stay
+            layer.compile(dynamic=False)
 
 
 def save_engine(engine: Any, folder: Path, tag: str) -> None:

@@ -30,7 +30,7 @@ from multicls.settings import to_yaml
 from multicls.tokenization import facet_ids
 from pretrain.batches import start_loader_server
 from pretrain.checkpoints import Checkpoints
-from pretrain.engine import build_engine, fp32_weights
+from pretrain.engine import build_engine, fp32_weights, prepare_layers
 from pretrain.export import describe_model, next_command, restore_model
 from pretrain.log import Log
 from pretrain.run_folder import DONE, STOPPED, checkpoint_path, disk_errors_reported, newest_step
@@ -100,6 +100,7 @@ def pretrain(
     kept = run.keep_checkpoints, run.milestone_every
     checkpoints = Checkpoints(run_folder / "checkpoints", numbers, *kept)
     on_rank_0(checkpoints.newest)
+    prepare_layers(model, settings.train)
     if finished:
         if is_first:
             print(f"already finished at step {read_json(run_folder / DONE)['step']}")
@@ -147,9 +148,7 @@ def build_streams(
     """
     data, model = settings.data, settings.model.checkpoint
     if max_tokens and data.seq_length > max_tokens:
-        raise UserError(
-            f"data.seq_length = {data.seq_length}: {model} takes at most {max_tokens} tokens."
-        )
+        raise UserError(f"data.seq_length = {data.seq_length}: {model} takes {max_tokens} at most.")
     theirs = tokenizer_fingerprint(tokenizer.backend_tokenizer)
     if theirs != corpus.tokenizer_fingerprint:
         raise UserError(
@@ -211,8 +210,7 @@ def _check_not_lost(run_folder: Path, save_every: float) -> None:
     steps = [record["step"] for record in read_jsonl(run_folder / "metrics.jsonl")]
     if max(steps, default=0) > save_every:
         raise UserError(
-            f"{run_folder}: metrics.jsonl reports step {max(steps)}, but there is no checkpoint to resume from. Put "
-            "the checkpoints back, or set another --output_dir to start from the beginning."
+            f"{run_folder}: reports step {max(steps)}, but holds no checkpoint: put it back, or set --output_dir."
         )
 
 

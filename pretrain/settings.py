@@ -159,8 +159,7 @@ class PretrainSettings(RecipeOptions):
     def _parts_for_the_objectives(self) -> PretrainSettings:
         if self.data.single_parts and (self.objective.so or self.objective.mcqt):
             raise ValueError(
-                "data.single_parts: sentence order and MCQT need examples of several parts; "
-                "set objective.so and objective.mcqt to 0, as the recipe mlm_only does"
+                "data.single_parts: SO and MCQT need several parts; set them to 0, as the recipe mlm_only does"
             )
         return self
 

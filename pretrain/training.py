@@ -74,6 +74,7 @@ class Trainer:
         with self.stop.listening(), progress, closing(self._load(start)) as loaded:
             if start in (0, steps) or _is_due(start, run.eval_every):  # it follows the checkpoint
                 self._validate(start)
+            progress.unpause()  # the estimate begins with the steps
             for step in range(start, steps):
                 done, last = step + 1, step + 1 == steps
                 milestone = not last and _is_due(done, run.milestone_every)

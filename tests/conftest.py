@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,16 +24,19 @@ LONGEST = [  # files and folders
     "tests/slurm",
     "tests/test_pages.py",
     "tests/pretrain/test_resume.py",
-    "tests/pretrain/test_ds_configs.py",
-    "tests/data_prep/test_build.py",
     "tests/finetune/test_training.py",
+    "tests/data_prep/test_build.py",
+    "tests/test_encoders_whole_way.py",
+    "tests/pretrain/test_crashes.py",
+    "tests/pretrain/test_ds_configs.py",
     "tests/pretrain/test_run.py",
     "tests/finetune/test_grid.py",
-    "tests/pretrain/test_crashes.py",
-    "tests/pretrain/test_learning.py",
     "tests/multicls/test_without_project.py",
-    "tests/benchmarks",
+    "tests/pretrain/test_learning.py",
     "tests/pretrain/test_export.py",
+    "tests/multicls/test_encoders.py",
+    "tests/finetune/test_run.py",
+    "tests/data_prep/test_examples.py",
 ]
 
 
@@ -49,25 +53,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=order.__getitem__)
 
 
-@pytest.fixture(autouse=True, scope="session")
-def no_network() -> Any:
-    """Lets sockets connect to this machine only."""
+def this_machine_only(event: str, arguments: tuple[Any, ...]) -> None:
+    """An audit hook: sockets connect to this machine only."""
+    is_ip = event == "socket.connect" and arguments[0].family in (socket.AF_INET, socket.AF_INET6)
+    if is_ip and arguments[1][0] not in ("127.0.0.1", "::1", "localhost"):
+        raise RuntimeError(f"a test tried to reach {arguments[1]}")
 
-    def guarded(method: str) -> Any:
-        original = getattr(socket.socket, method)
 
-        def connect(self: socket.socket, address: Any) -> Any:
-            is_ip = self.family in (socket.AF_INET, socket.AF_INET6)
-            if is_ip and address[0] not in ("127.0.0.1", "::1", "localhost"):
-                raise RuntimeError(f"a test tried to reach {address}")
-            return original(self, address)
-
-        return connect
-
-    with pytest.MonkeyPatch.context() as patched:
-        for method in ("connect", "connect_ex"):
-            patched.setattr(socket.socket, method, guarded(method))
-        yield
+sys.addaudithook(this_machine_only)
 
 
 @pytest.fixture(autouse=True)

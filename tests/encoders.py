@@ -11,18 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers as hf
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import (
-    AutoConfig,
-    AutoModelForMaskedLM,
-    BertTokenizer,
-    CamembertTokenizer,
-    DebertaV2Tokenizer,
-    MPNetTokenizer,
-    PreTrainedConfig,
-    PreTrainedTokenizerFast,
-    XLMRobertaTokenizer,
-)
 
 WORDS = [a + b + c for a in "bdfgklmnprst" for b in "aeiou" for c in "lnrs"]  # 240 syllables
 TEXTS = ["bal del fil", "gol", "nar pel ros tun sil kor"]
@@ -33,14 +23,14 @@ UNUSED = [f"[unused{n}]" for n in range(10)]
 
 
 def wordpiece(
-    kind: Any = BertTokenizer,
+    kind: Any = hf.BertTokenizer,
     special: tuple[str, ...] = ("[PAD]", *UNUSED, "[UNK]", "[CLS]", "[SEP]", "[MASK]"),
     **options: Any,
 ) -> Any:
     """Returns a tokenizer of word pieces."""
     letters = [*string.ascii_lowercase, *string.digits]
     tokens = [*special, *letters, *string.punctuation, *(f"##{x}" for x in letters), *WORDS]
-    vocabulary = {token: number for number, token in enumerate(tokens)}
+    vocabulary = {token: number for number, token in enumerate(dict.fromkeys(tokens))}
     return kind(vocab=vocabulary, model_max_length=64, **options)
 
 
@@ -73,7 +63,7 @@ def byte_level(names: dict[str, str], unused: list[str], separators: int) -> Any
     )
     mask: Any = {"mask_token": AddedToken(names["mask_token"], lstrip=True)}
     options: Any = {"model_input_names": ["input_ids", "attention_mask"], "model_max_length": 62}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **options, **(names | mask))
+    return hf.PreTrainedTokenizerFast(tokenizer_object=backend, **options, **(names | mask))
 
 
 SIZES: dict[str, Any] = {
@@ -88,19 +78,22 @@ DISENTANGLED = {"relative_attention": True, "position_buckets": 8, "pos_att_type
 FAMILIES: dict[str, tuple[dict[str, Any], Callable[[], Any]]] = {
     "bert": (SIZES, wordpiece),
     "roberta": (SIZES | {"type_vocab_size": 1}, lambda: byte_level(ANGLES, [], 2)),
-    "xlm-roberta": (SIZES | {"type_vocab_size": 1}, lambda: unigram(XLMRobertaTokenizer, ANGLES)),
-    "camembert": (SIZES | {"type_vocab_size": 1}, lambda: unigram(CamembertTokenizer, ANGLES)),
+    "xlm-roberta": (
+        SIZES | {"type_vocab_size": 1},
+        lambda: unigram(hf.XLMRobertaTokenizer, ANGLES),
+    ),
+    "camembert": (SIZES | {"type_vocab_size": 1}, lambda: unigram(hf.CamembertTokenizer, ANGLES)),
     "modernbert": (
         SIZES | {"local_attention": 16, "max_position_embeddings": 512},
         lambda: byte_level(BRACKETS, UNUSED, 1),
     ),
     "deberta-v2": (
         SIZES | DISENTANGLED | {"position_biased_input": False, "share_att_key": True},
-        lambda: unigram(DebertaV2Tokenizer, BRACKETS),
+        lambda: unigram(hf.DebertaV2Tokenizer, BRACKETS),
     ),
     "mpnet": (
         SIZES,
-        lambda: wordpiece(MPNetTokenizer, ("<s>", "<pad>", "</s>", "[UNK]", "<mask>")),
+        lambda: wordpiece(hf.MPNetTokenizer, ("<s>", "<pad>", "</s>", "[UNK]", "<mask>")),
     ),
     "distilbert": (
         DISTILBERT | {"max_position_embeddings": 64},
@@ -109,10 +102,14 @@ FAMILIES: dict[str, tuple[dict[str, Any], Callable[[], Any]]] = {
     "electra": (SIZES | {"embedding_size": 16}, wordpiece),
     "convbert": (SIZES | {"embedding_size": 32}, wordpiece),
     "nomic_bert": (SIZES, wordpiece),
+    "eurobert": (
+        SIZES | {"num_key_value_heads": 2},
+        lambda: byte_level(BRACKETS, [], 1),
+    ),  # not tied
 }
 
 
-def encoder_config(kind: str, tokenizer: Any = None, **changes: Any) -> PreTrainedConfig:
+def encoder_config(kind: str, tokenizer: Any = None, **changes: Any) -> hf.PreTrainedConfig:
     """Returns the configuration of a family's tiny encoder; `changes` are fields of it."""
     fields, tokenizer_of = FAMILIES[kind]
     tokenizer = tokenizer or tokenizer_of()
@@ -123,7 +120,7 @@ def encoder_config(kind: str, tokenizer: Any = None, **changes: Any) -> PreTrain
     elif tokenizer.bos_token_id is not None:
         ids |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     fields = {"vocab_size": len(tokenizer)} | fields | ids | changes
-    return AutoConfig.for_model(kind, **fields)
+    return hf.AutoConfig.for_model(kind, **fields)
 
 
 def save_encoder(kind: str, folder: Path, seed: int = 0, **changes: Any) -> Path:
@@ -131,7 +128,7 @@ def save_encoder(kind: str, folder: Path, seed: int = 0, **changes: Any) -> Path
     tokenizer = FAMILIES[kind][1]()
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForMaskedLM.from_config(encoder_config(kind, tokenizer, **changes))
+        model = hf.AutoModelForMaskedLM.from_config(encoder_config(kind, tokenizer, **changes))
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter += 0.05 * torch.randn_like(parameter)

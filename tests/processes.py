@@ -1,4 +1,4 @@
-"""Waiting for what happens instead of for a time, free ports, and the processes of this machine."""
+"""Commands run to their end, waiting for what happens instead of for a time, free ports, and living processes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,25 @@ import contextlib
 import os
 import random
 import socket
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 LIMIT = 900.0  # seconds; only a hang takes as long
+
+
+def program(name: str) -> str:
+    """Returns the path of a command that is installed beside this Python."""
+    return str(Path(sys.executable).with_name(name))
+
+
+def completed(words: Sequence[object], **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end; returns its exit code and output. `options` are those of `subprocess.run`."""
+    command = [str(word) for word in words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
 def until(condition: Callable[[], object], what: Callable[[], str] = lambda: "") -> None:

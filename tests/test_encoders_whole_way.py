@@ -9,15 +9,15 @@ import csv
 import json
 import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from multicls.files import REPOSITORY, read_json, read_jsonl
 from tests.encoders import WORDS, save_encoder
+from tests.processes import completed
 
-REPOSITORY = Path(__file__).parents[1]
 LABELS = [("bal", "yes"), ("gol", "no")]
 KINDS = ["modernbert", "xlm-roberta"]  # byte-level BPE, pieces of SentencePiece
 if os.environ.get("MULTICLS_ENCODERS") == "all":
@@ -28,40 +28,18 @@ PRETRAINING = (
 )
 FINE_TUNING = "--head multicls --epochs 2 --batch_size 8 --max_length 24 --save_model"
 ALONE = """
-import sys, torch
-from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForPreTraining, AutoTokenizer
-from transformers import AutoModelForSequenceClassification
-
-folder, texts = sys.argv[1], ["bal del fil", "gol", "nar pel ros tun sil kor"]
-tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-inputs = tokenizer(texts, padding=True, return_tensors="pt")
-padded = tokenizer(texts, padding="max_length", max_length=40, return_tensors="pt")
-kinds = (AutoModelForMaskedLM, AutoModelForPreTraining, AutoModelForSequenceClassification, AutoModel)
-with torch.no_grad():
-    for kind in kinds:
-        model, report = kind.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
-        new = {name.split(".")[0] for name in report["missing_keys"]}
-        assert not report["unexpected_keys"] and new <= {"classifier", "facet_bias"}, report
-        out = model.eval()(**inputs)
-    facets, alone = out.facet_embeddings, model(**tokenizer(texts[1], return_tensors="pt")).facet_embeddings
-    torch.testing.assert_close(model(**padded).facet_embeddings, facets, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(alone[0], facets[1], rtol=1e-4, atol=1e-5)
-    padded["attention_mask"][:] = 1  # the control
-    assert (model(**padded).facet_embeddings - facets).abs().max() > 1e-4
-assert facets.shape == (3, 2, 32) and "multicls" not in sys.modules
+import sys
+from transformers import AutoModel, AutoTokenizer
+inputs = AutoTokenizer.from_pretrained(sys.argv[1])(["bal", "gol fil"], padding=True, return_tensors="pt")
+model = AutoModel.from_pretrained(sys.argv[1], trust_remote_code=True)
+assert model(**inputs).facet_embeddings.shape == (2, 2, 32) and "multicls" not in sys.modules
 """
 
 
-def run(*words: object, cwd: Path = REPOSITORY, isolated: bool = False) -> str:
-    """Runs Python with the words; returns what it printed."""
-    flags = ["-I"] if isolated else []
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, *flags, *map(str, words)]
-    ran = subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, check=False
-    )
-    assert ran.returncode == 0, f"{' '.join(command)}\n{ran.stdout}\n{ran.stderr}"
-    return ran.stdout
+def run(*words: object) -> None:
+    """Runs Python with the words, from the repository."""
+    ran = completed([sys.executable, *words], cwd=REPOSITORY)
+    assert ran.returncode == 0, f"{words}\n{ran.stdout}\n{ran.stderr}"
 
 
 def write_texts(path: Path) -> None:
@@ -93,12 +71,12 @@ def test_whole_way(kind: str, tmp_path: Path) -> None:
     run("data_prep/run.py", *corpus, "--tokenizer", start, "--workers", "1")
     model = ["--model", start, "--corpus", tmp_path / "corpus", "--output_dir", tmp_path / "run"]
     run("pretrain/run.py", "--config", "ds_configs/zero2.json", *model, *PRETRAINING.split())
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    records = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     losses = [record["loss/mlm"] for record in records if record["split"] == "validation"]
     assert losses[-1] < losses[0]
     exported = tmp_path / "run" / "hf"
-    assert json.loads((exported / "config.json").read_text())["encoder"]["model_type"] == kind
-    run("-c", ALONE, exported, cwd=tmp_path, isolated=True)
+    assert read_json(exported / "config.json")["encoder"]["model_type"] == kind
+    run("-I", "-c", ALONE, exported)
 
     write_rows(tmp_path / "train.csv", 120, seed=0)
     write_rows(tmp_path / "new.csv", 20, seed=1)
@@ -107,5 +85,4 @@ def test_whole_way(kind: str, tmp_path: Path) -> None:
     (saved,) = (tmp_path / "results").glob("*/*/*/model")
     labelled = tmp_path / "labelled.csv"
     run("finetune/predict.py", saved, tmp_path / "new.csv", "--output", labelled)
-    predicted = list(csv.DictReader(labelled.open()))
-    assert len(predicted) == 20
+    assert len(list(csv.DictReader(labelled.open()))) == 20

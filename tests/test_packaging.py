@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import tarfile
 import zipfile
@@ -18,9 +17,11 @@ from transformers import AutoModel
 
 import multicls
 from multicls.build import build
-from tests.multicls.test_parity import FIXTURE, RIGHT, tokenizer_of
+from multicls.files import REPOSITORY
+from tests.multicls.test_parity import FIXTURE, RIGHT, base_of
+from tests.processes import completed
 
-REPOSITORY = Path(__file__).parents[1]
+BUILD = "import setuptools.build_meta as b; print(b.build_sdist('..')); print(b.build_wheel('..'))"
 
 
 @pytest.fixture(scope="module")
@@ -28,18 +29,14 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with a wheel and an sdist of the tracked files, built without network."""
     folder = tmp_path_factory.mktemp("packages")
     tree = folder / "tree"
-    command = ["git", "ls-files", "-z"]
-    listing = subprocess.run(command, cwd=REPOSITORY, capture_output=True, check=False)
+    listing = completed(["git", "ls-files", "-z"], cwd=REPOSITORY)
     if listing.returncode:
         pytest.skip("needs the git repository: what is not tracked must not be in a package")
-    for name in filter(None, listing.stdout.decode().split("\0")):
+    for name in filter(None, listing.stdout.split("\0")):
         if (REPOSITORY / name).is_file():
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             (tree / name).write_bytes((REPOSITORY / name).read_bytes())
-    build = (
-        "import setuptools.build_meta as b; print(b.build_sdist('..')); print(b.build_wheel('..'))"
-    )
-    subprocess.run([sys.executable, "-c", build], cwd=tree, check=True, capture_output=True)
+    assert completed([sys.executable, "-c", BUILD], cwd=tree).returncode == 0
     return folder
 
 
@@ -85,28 +82,20 @@ assert used and all(file.startswith(sys.argv[1]) for file in used), used
 
 
 @pytest.mark.slow
-def test_the_installed_wheel_loads_an_export_and_converts(
-    built: Path, tiny_bert: Path, tmp_path: Path
-) -> None:
+def test_the_wheel_loads_exports_and_converts(built: Path, tiny_bert: Path, tmp_path: Path) -> None:
     """It is installed on top of the packages of this environment, without those that only the stages require."""
     (wheel,), site, export = built.glob("*.whl"), tmp_path / "site", tmp_path / "export"
     pip = [sys.executable, *["-m", "pip", "install", "--no-index", "--no-deps", "--target"]]
-    subprocess.run([*pip, str(site), str(wheel)], check=True, capture_output=True)
+    assert completed([*pip, site, wheel]).returncode == 0
     for part in build(str(tiny_bert), num_facets=2, facet_layers=[1], report=lambda line: None):
         part.save_pretrained(export)
     authors = {key: value for key, value in load_file(FIXTURE).items() if key.startswith("peer.")}
     state = {key.removeprefix("peer."): value for key, value in authors.items()}
     torch.save({"sd": state, "epoch": 0}, tmp_path / "model.pt")
-    tokenizer = ["--tokenizer", tokenizer_of(state, tmp_path / "tokenizer")]
-    arguments = [str(site), str(export), "model.pt", *RIGHT.split(), "--output", "converted"]
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *arguments, *tokenizer],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(site)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    base = ["--base", base_of(state, tmp_path / "base")]
+    arguments = [site, export, "model.pt", *RIGHT.split(), "--output", "converted", *base]
+    environment = os.environ | {"PYTHONPATH": str(site)}
+    done = completed([sys.executable, "-c", SCRIPT, *arguments], cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "torch.Size([1, 2, 32])" in done.stdout
     assert AutoModel.from_pretrained(tmp_path / "converted").config.num_facets == 3

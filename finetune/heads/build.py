@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from finetune.tasks import Task
 
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
+PADDING = 1024  # most entries of a vocabulary that its tokenizer may lack
 TOKENIZERS = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")
 DOWNLOADED = ("*.json", "*.txt", "*.model", "README.md")
 FINE_TUNED = "encoder-with-head"  # model type of what finetune/run.py saves
@@ -56,36 +57,36 @@ def find_checkpoint(name: str) -> Checkpoint:
         inside = next((folder / sub for sub in ("hf", "model") if (folder / sub).is_dir()), None)
         hint = f"did you mean {inside}?" if inside else "pass the exported model (RUN/hf)."
         raise UserError(f"--model {name}: holds no config.json; {hint}")
-    if not _files(folder, *TOKENIZERS):
-        raise UserError(
-            f"--model {name}: holds no tokenizer. Save the model's own beside its weights: "
-            f"AutoTokenizer.from_pretrained(BASE).save_pretrained({str(folder)!r})."
-        )
-    files = _files(folder, *WEIGHTS, "config.json", *TOKENIZERS)
+    _check_tokenizer_files(folder, f"--model {name}")
     config = read_json(folder / "config.json")
     if config.get("model_type") == FINE_TUNED:
         raise UserError(f"--model {name}: is fine-tuned; pass the model that it was trained from.")
+    patterns = (*WEIGHTS, "config.json", *TOKENIZERS)
+    files = (path for pattern in patterns for path in sorted(folder.glob(pattern)))
     digests = "\n".join(f"{path.name}:{sha256_of(path)}" for path in files)
     sha256 = hashlib.sha256(digests.encode()).hexdigest()[:16]
     return Checkpoint(name, folder, config, sha256)
 
 
-def build_model(settings: RunSettings, checkpoint: Checkpoint, tasks: Sequence[Task]) -> TaskModel:
-    """Returns the checkpoint's encoder in float32 with a head and a classifier for each task.
+def build_model(
+    settings: RunSettings, checkpoint: Checkpoint, tasks: Sequence[Task]
+) -> tuple[TaskModel, PreTrainedTokenizerBase]:
+    """Returns the checkpoint's encoder with a head and a classifier for each task, and its tokenizer.
 
     New weights are drawn from torch's generator, seeded by `settings.seed`. The head `probe` gets the plain embedding
     of its pooling.
 
     Raises:
         Incompatible: The head does not work on the checkpoint.
-        UserError: The checkpoint cannot be loaded.
+        UserError: The checkpoint cannot be loaded, or has no positions for sequences as long as the tasks'.
     """
     import torch
 
     from finetune.heads.modeling_task import IncompatibleHead, TaskModel, TaskModelConfig
 
     torch.manual_seed(settings.seed)
-    encoder = load_encoder(checkpoint)
+    longest = max(settings.max_length or task.max_length for task in tasks)
+    encoder, tokenizer = load_encoder(checkpoint, longest)
     head = settings.pooling if settings.head == "probe" else settings.head
     config = TaskModelConfig(
         encoder=checkpoint.config,
@@ -96,84 +97,96 @@ def build_model(settings: RunSettings, checkpoint: Checkpoint, tasks: Sequence[T
         dropout=settings.train.dropout,
     )
     try:
-        return TaskModel(config, encoder)
+        return TaskModel(config, encoder), tokenizer
     except IncompatibleHead as error:
         raise Incompatible(f"--head {settings.head}: {checkpoint.name}: {error}") from None
 
 
-def load_encoder(checkpoint: Checkpoint) -> PreTrainedModel:
-    """Returns the checkpoint's encoder in float32, without the heads of its pretraining; never runs code in its folder.
+def load_encoder(
+    checkpoint: Checkpoint, max_length: int
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Returns the checkpoint's encoder in float32, without the heads of its pretraining, and its tokenizer.
+
+    No code in the folder runs. The tokenizer treats all text as text: "[SEP]" is split like any word.
 
     Raises:
-        UserError: It cannot be loaded without its own code, or weights other than the pooler's are missing.
+        UserError: They cannot be loaded without code of their own, weights other than the pooler's are missing, the
+            tokenizer is not the model's, or the model has no `max_length` positions.
     """
     from transformers import AutoModel
 
     import multicls.modeling_multicls  # noqa: F401 (registers the model type)
     from multicls.build import load_problems, quiet_transformers
-
-    with load_problems(checkpoint.name), quiet_transformers():
-        encoder, report = AutoModel.from_pretrained(
-            checkpoint.folder, dtype="float32", trust_remote_code=False, output_loading_info=True
-        )
-    if lost := sorted(key for key in report["missing_keys"] if "pooler." not in key):
-        names = ", ".join(lost[:3])
-        raise UserError(f"--model {checkpoint.name}: weights are missing: {names}, ...")
-    return encoder
-
-
-@lru_cache(maxsize=4)
-def load_tokenizer(checkpoint: Checkpoint, max_length: int) -> PreTrainedTokenizerBase:
-    """Returns the checkpoint's tokenizer, which treats all text as text: "[SEP]" is split like any word.
-
-    Raises:
-        UserError: It cannot be loaded or is not the model's, or the model has no `max_length` positions.
-    """
-    from transformers import AutoTokenizer
-
-    from multicls.build import load_problems
     from multicls.configuration_multicls import OFFSET_POSITIONS
 
-    with load_problems(checkpoint.name):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            checkpoint.folder, split_special_tokens=True, trust_remote_code=False
+    name, folder = checkpoint.name, checkpoint.folder
+    config = checkpoint.config.get("encoder") or checkpoint.config
+    with load_problems(name), quiet_transformers():
+        tokenizer = load_tokenizer(folder, f"--model {name}", config)
+        positions = int(config.get("max_position_embeddings", 512))
+        if config.get("model_type") in OFFSET_POSITIONS:
+            positions -= int(config.get("pad_token_id", 1)) + 1
+        positions = min(positions, tokenizer.model_max_length)
+        least = len(tokenizer([""], [""])["input_ids"][0]) + 2  # a token of each of two texts
+        if not least <= max_length <= positions:
+            raise UserError(
+                f"--max_length {max_length}: {name} takes sequences of {least} to {positions} tokens."
+            )
+        encoder, report = AutoModel.from_pretrained(
+            folder, dtype="float32", trust_remote_code=False, output_loading_info=True
         )
-    encoder = checkpoint.config.get("encoder") or checkpoint.config
-    vocabulary = int(encoder.get("vocab_size", len(tokenizer)))
-    if not 0.9 * vocabulary <= len(tokenizer) <= vocabulary:
-        raise UserError(
-            f"--model {checkpoint.name}: its tokenizer has {len(tokenizer):,} entries, the model's vocabulary "
-            f"{vocabulary:,}: it is not this model's. Put the right tokenizer.json into the folder."
-        )
-    positions = int(encoder.get("max_position_embeddings", 512))
-    if encoder.get("model_type") in OFFSET_POSITIONS:
-        positions -= int(encoder.get("pad_token_id", 1)) + 1
-    positions = min(positions, tokenizer.model_max_length)
-    least = len(tokenizer([""], [""])["input_ids"][0]) + 2  # a token of each of two texts
-    if not least <= max_length <= positions:
-        raise UserError(
-            f"--max_length {max_length}: {checkpoint.name} takes sequences of {least} to {positions} tokens."
-        )
-    return tokenizer
+    if lost := sorted(key for key in report["missing_keys"] if "pooler." not in key):
+        raise UserError(f"--model {name}: weights are missing: {', '.join(lost[:3])}, ...")
+    return encoder, tokenizer
 
 
 def load_fine_tuned(folder: str) -> tuple[TaskModel, PreTrainedTokenizerBase]:
-    """Returns model and tokenizer that `finetune/run.py --save_model` has saved."""
-    from transformers import AutoTokenizer
+    """Returns model and tokenizer that `finetune/run.py --save_model` has saved.
 
+    Raises:
+        UserError: They cannot be loaded, or the tokenizer is missing or not the model's.
+    """
     import multicls.modeling_multicls  # noqa: F401 (registers the model type of the encoder in it)
     from finetune.heads.modeling_task import TaskModel
     from multicls.build import load_problems, quiet_transformers
 
     with load_problems(folder), quiet_transformers():
         model: TaskModel = TaskModel.from_pretrained(folder)
-        return model, AutoTokenizer.from_pretrained(
-            folder, split_special_tokens=True, trust_remote_code=False
+        encoder = model.config.encoder
+        return model, load_tokenizer(Path(folder), folder, encoder.get("encoder") or encoder)
+
+
+def load_tokenizer(folder: Path, name: str, config: Mapping[str, Any]) -> PreTrainedTokenizerBase:
+    """Returns a folder's tokenizer, which treats all text as text: "[SEP]" is split like any word.
+
+    Args:
+        name: of the model in messages.
+        config: fields of its encoder's configuration.
+
+    Raises:
+        UserError: It is missing, or not the model's.
+    """
+    from transformers import AutoTokenizer
+
+    _check_tokenizer_files(folder, name)
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        folder, split_special_tokens=True, trust_remote_code=False
+    )
+    vocabulary = int(config.get("vocab_size", len(tokenizer)))
+    if not max(0.9 * vocabulary, vocabulary - PADDING) <= len(tokenizer) <= vocabulary:
+        raise UserError(
+            f"{name}: its tokenizer has {len(tokenizer):,} entries, the model's vocabulary {vocabulary:,}: it is not "
+            "this model's. Put the right tokenizer.json into the folder."
         )
+    return tokenizer
 
 
-def _files(folder: Path, *patterns: str) -> list[Path]:
-    return [path for pattern in patterns for path in sorted(folder.glob(pattern))]
+def _check_tokenizer_files(folder: Path, name: str) -> None:
+    if not any(any(folder.glob(pattern)) for pattern in TOKENIZERS):
+        raise UserError(
+            f"{name}: holds no tokenizer. Save the model's own beside its weights: "
+            f"AutoTokenizer.from_pretrained(BASE).save_pretrained({str(folder)!r})."
+        )
 
 
 def _from_hub(name: str) -> Path:
@@ -184,7 +197,7 @@ def _from_hub(name: str) -> Path:
     try:
         for pattern in WEIGHTS:  # the second one only where there is none of the first
             folder = Path(snapshot_download(name, allow_patterns=[*DOWNLOADED, pattern]))
-            if _files(folder, pattern):
+            if any(folder.glob(pattern)):
                 break
     except Exception as error:  # huggingface_hub, its HTTP client and sockets raise their own kinds
         reason = first_line(error).rstrip(".")

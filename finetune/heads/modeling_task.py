@@ -217,7 +217,7 @@ class TaskModel(PreTrainedModel):
             logits = logits.view(-1, choices)
         loss = None
         if labels is not None:
-            total = loss_sum(self.problem_type(task), logits.float(), labels)
+            total = loss_sum(problem_type_of(self.config.tasks[task]), logits.float(), labels)
             loss = total / labels.ne(IGNORE_INDEX).sum()
         return TaskModelOutput(
             loss=loss,
@@ -227,10 +227,6 @@ class TaskModel(PreTrainedModel):
             features=features,
             layer_weights=self.head.layer_weights,
         )
-
-    def problem_type(self, task: int) -> ProblemType:
-        """Returns the kind of loss of a task."""
-        return problem_type_of(self.config.tasks[task])
 
 
 def loss_sum(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer
 
 from data_prep.examples import SpecialIds
 from data_prep.prepare import prepare
@@ -16,25 +16,20 @@ from data_prep.settings import BuildOptions
 from multicls.corpus import Corpus
 from multicls.errors import UserError
 from multicls.sample import sample_dump, sample_model
+from tests.encoders import wordpiece
 
 WORDS = ["the", "cat", "sat", "on", "one", "mat", "and", "then", "it", "ran", "far", "away", "from"]
 WORDS += ["all", "those", "dogs", "who", "had", "come", "to", "eat", "dinner", "here"]
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"[unused{k}]" for k in range(5))]
 SPECIAL_IDS = SpecialIds(cls=2, sep=3, pad=0, mask=4, facets=(5, 6, 7, 8, 9))
+SAMPLE_IDS = SpecialIds(cls=101, sep=102, pad=0, mask=103, facets=(1, 2, 3, 4, 5))
 
 
 @pytest.fixture(scope="session")
 def tiny_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A WordPiece tokenizer of letters and a few words, in a folder."""
-    letters = [chr(c) for c in range(ord("a"), ord("z") + 1)]
-    inside = [f"##{c}" for c in letters + list("0123456789")]
-    vocabulary = SPECIALS + WORDS + letters + inside + list(".,!?[]\"'0123456789")
-    ids = {token: i for i, token in enumerate(dict.fromkeys(vocabulary))}
-    tokenizer = Tokenizer(models.WordPiece(ids, unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.add_special_tokens(SPECIALS)
     folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer = wordpiece(special=(*SPECIALS, *WORDS)).backend_tokenizer
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
 
@@ -47,12 +42,6 @@ def sample_corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     except UserError as error:
         pytest.skip(str(error))
     return prepared(model, tmp_path_factory.mktemp("sample") / "corpus", dump)
-
-
-@pytest.fixture(scope="session")
-def sample_ids() -> SpecialIds:
-    """Special ids of bert-base-uncased's vocabulary with five facets."""
-    return SpecialIds(cls=101, sep=102, pad=0, mask=103, facets=(1, 2, 3, 4, 5))
 
 
 def prepared(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
@@ -17,22 +18,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
 
 from data_prep import build, clean, merge, run
 from data_prep import prepare as prepare_module
-from multicls.corpus import MAX_TOKENS, Corpus, tokenizer_fingerprint
+from multicls.corpus import MAX_TOKENS, Corpus
 from multicls.errors import UserError
 from multicls.files import REPOSITORY, locked
-from tests.data_prep.conftest import (
-    WORDS,
-    prepared,
-    same_files,
-    squeezed,
-    story,
-    text_of,
-)
-from tests.processes import children, sessions, until
+from tests.data_prep.conftest import WORDS, prepared, same_files, squeezed, story, text_of
+from tests.processes import children, completed, program, sessions, until
 
 Make = Callable[..., Corpus]  # of the fixture corpus_of
 
@@ -70,15 +63,6 @@ def test_rows_with_common_sentences_lose_none(corpus_of: Make) -> None:
     assert corpus.manifest["sentences"] == len(rows) == 28_560 and corpus.manifest["dropped"] == {}
     found = [sentence for i in range(corpus.num_rows) for sentence in text_of(corpus, i)]
     assert found == [row.replace(" ", "") for row in rows]
-
-
-def test_fingerprint_ignores_what_is_added_on_top(tiny_tokenizer: Path) -> None:
-    tokenizer = Tokenizer.from_file(str(tiny_tokenizer / "tokenizer.json"))
-    before = tokenizer_fingerprint(tokenizer)
-    tokenizer.add_special_tokens(["[C1]", "[C2]"])
-    assert tokenizer_fingerprint(tokenizer) == before
-    tokenizer.normalizer.lowercase = False
-    assert tokenizer_fingerprint(tokenizer) != before
 
 
 def test_large_vocabularies_get_wide_tokens(tmp_path: Path, tiny_tokenizer: Path) -> None:
@@ -143,31 +127,32 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-STOPS = {
-    "build": (build, "write_shard", 3),
-    "unit": (build, "write_json", 2),
-    "copies": (prepare_module, "merge", 1),
-    "merge": (merge, "_link", 3),
-    "finish": (prepare_module, "write_json", 1),
-    "manifest": (prepare_module, "write_manifest", 1),
-    "after the manifest": (prepare_module, "_remove_work", 1),
-}
+STOPS = [("os.rename", share) for share in (0.25, 0.4, 0.55, 0.7, 0.85, 0.95, 1.0)]
+STOPS += [("os.link", 0.5), ("shutil.rmtree", 1.0)]  # among the shards; after the manifest
+LEFT: dict[str, int] = {}
 
 
-def prepare_until(stage: str, tokenizer: Path, output: Path, texts: Path) -> None:
-    """Starts a run and interrupts it at a stage."""
-    module, name, calls = STOPS[stage]
-    original, left = getattr(module, name), [calls]
-
-    def stopping(*content: Any) -> Any:
-        left[0] -= 1
-        if not left[0]:
+def interrupt(event: str, _: Any) -> None:
+    """An audit hook: of the changes of the disk that `LEFT` counts the last one is interrupted."""
+    if event in LEFT:
+        LEFT[event] -= 1
+        if not LEFT[event]:
             raise KeyboardInterrupt
-        return original(*content)
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(module, name, stopping)
+
+sys.addaudithook(interrupt)
+
+
+def prepare_until(event: str, share: float, tokenizer: Path, output: Path, texts: Path) -> None:
+    """Starts a run and interrupts it after a share of the events of a kind that a whole run has."""
+    whole, LEFT[event] = texts.with_name("whole"), 1000
+    prepared(tokenizer, whole, texts)
+    number = 1000 - LEFT.pop(event)
+    shutil.rmtree(whole)
+    LEFT[event] = round(share * number)
+    with pytest.raises(KeyboardInterrupt):
         prepared(tokenizer, output, texts)
+    LEFT.clear()
 
 
 def change_input(folder: Path) -> None:
@@ -178,23 +163,28 @@ def change_input(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [lambda folder: None, change_input])
-@pytest.mark.parametrize("stage", STOPS)
+@pytest.mark.parametrize("stop", STOPS)
 def test_a_stopped_run_continues(
-    stage: str, change: Any, texts: Path, tiny_tokenizer: Path, tmp_path: Path
+    stop: tuple[str, float], change: Any, texts: Path, tiny_tokenizer: Path, tmp_path: Path
 ) -> None:
-    prepare_until(stage, tiny_tokenizer, texts / "out", texts)  # the output may lie in the input
-    if stage == "after the manifest":
-        assert (texts / "out" / "work").exists()
+    prepare_until(*stop, tiny_tokenizer, texts / "out", texts)  # the output may lie in the input
+    if (texts / "out" / "manifest.json").exists():
+        assert (texts / "out" / "work").exists() and "rmtree" in stop[0]
         prepared(tiny_tokenizer, texts / "out", texts).verify()
         assert not (texts / "out" / "work").exists()
         return
     with pytest.raises(UserError, match="not a finished corpus"):
         Corpus.open(texts / "out")
-    (texts / "out" / ".hidden").write_text("not ours")
+    others = [
+        texts / "out" / name for name in (".hidden", ".manifest.json.bak", "shard-notes.arrow")
+    ]
+    for path in others:
+        path.write_text("not ours")
     change(texts)
     prepared(tiny_tokenizer, texts / "out", texts).verify()
-    assert (texts / "out" / ".hidden").read_text() == "not ours"
-    (texts / "out" / ".hidden").unlink()
+    for path in others:
+        assert path.read_text() == "not ours"
+        path.unlink()
     (texts / "out").rename(tmp_path / "out")
     prepared(tiny_tokenizer, tmp_path / "fresh", texts)
     same_files(tmp_path / "fresh", tmp_path / "out")
@@ -211,14 +201,15 @@ def test_built_units_are_not_built_again(
         return original(file, settings)
 
     monkeypatch.setattr(build, "read_documents", counting)
-    prepare_until("merge", tiny_tokenizer, tmp_path / "out", texts)
-    assert len(read) == 12
+    prepare_until("os.link", 0.5, tiny_tokenizer, tmp_path / "out", texts)
+    assert len(read) == 24, "a whole run and the interrupted one"
+    read.clear()
     (texts / "05.txt").write_text(story(33, 5))
     work = tmp_path / "out" / "work"
     (work / "notes.txt").write_text("not ours")
     sorted(work.glob("*/drops.json"))[0].parent.rename(tmp_path / "gone")
-    prepare_until("merge", tiny_tokenizer, tmp_path / "out", texts)
-    assert len(read) in (14, 16), "the unit of 05.txt and the one that is gone"
+    prepare_until("os.link", 0.5, tiny_tokenizer, tmp_path / "out", texts)
+    assert len(read) in (14, 16), "a whole run, the unit of 05.txt and the one that is gone"
     prepared(tiny_tokenizer, tmp_path / "out", texts, min_sentences=7)  # other keys
     assert len(read) in (26, 28) and (work / "notes.txt").exists()
 
@@ -300,37 +291,37 @@ def large_input(folder: Path, files: int = 8) -> Path:
     return folder
 
 
+def start(words: list[str], output: Path) -> subprocess.Popen[bytes]:
+    """Starts a command and waits until it has built a unit; it leads a process group."""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(words, stdout=pipe, stderr=pipe, start_new_session=True)
+    until(lambda: list(output.glob("work/*/drops.json")) or process.poll() is not None)
+    return process
+
+
 @pytest.mark.slow
 def test_kills_of_workers_and_of_the_command(command: Any, tmp_path: Path) -> None:
     """MULTICLS_KILLS sets the number of kills; every second one is of a worker."""
-    folder, kills = large_input(tmp_path / "in"), int(os.environ.get("MULTICLS_KILLS", "2"))
-    quiet: Any = {"stdout": subprocess.DEVNULL}
-    subprocess.run(command(tmp_path / "whole", folder, workers=1), check=True, **quiet)
-    words, done, rng = command(tmp_path / "out", folder), 0, np.random.default_rng(0)
-    while done < kills:
-        process = subprocess.Popen(words, **quiet, start_new_session=True)
-        while process.poll() is None and done < kills:
-            time.sleep(float(rng.uniform(0.3, 2.0)))
-            workers = [pid for pid in children(process.pid) if is_worker(pid)]
-            if done % 2 == 0 and workers and any((tmp_path / "out").glob("work/*/drops.json")):
-                os.kill(int(rng.choice(workers)), signal.SIGKILL)
-                done += 1
-            elif done % 2 and process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                done += 1
-                break
-        assert process.wait() in (0, -signal.SIGKILL)
-        if (tmp_path / "out" / "manifest.json").exists():
-            same_files(tmp_path / "whole", tmp_path / "out")
-            shutil.rmtree(tmp_path / "out")
-    subprocess.run(words, check=True, **quiet)
-    same_files(tmp_path / "whole", tmp_path / "out")
+    folder, rng, out = large_input(tmp_path / "in"), np.random.default_rng(0), tmp_path / "out"
+    assert completed(command(tmp_path / "whole", folder, workers=1)).returncode == 0
+    for number in range(int(os.environ.get("MULTICLS_KILLS", "2"))):
+        process = start(command(out, folder), out)
+        time.sleep(float(rng.uniform(0, 1)))
+        if number % 2 and process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        elif workers := workers_of(process.pid):
+            os.kill(int(rng.choice(workers)), signal.SIGKILL)
+        process.communicate()
+        assert process.returncode in (0, -signal.SIGKILL)
+        if (out / "manifest.json").exists():
+            same_files(tmp_path / "whole", out)
+            shutil.rmtree(out)
+    assert completed(command(out, folder)).returncode == 0
+    same_files(tmp_path / "whole", out)
 
 
 @pytest.mark.parametrize("name", ["", ".tokenizer-0123456789ab.json.x.tmp"])
-def test_continues_after_a_kill_around_the_first_file(
-    name: str, corpus_of: Make, tmp_path: Path
-) -> None:
+def test_continues_after_an_early_kill(name: str, corpus_of: Make, tmp_path: Path) -> None:
     """A run may be killed while it writes its first file, or while work/ is removed."""
     work = tmp_path / "out" / "work"
     work.mkdir(parents=True)
@@ -340,21 +331,22 @@ def test_continues_after_a_kill_around_the_first_file(
     assert not work.exists()
 
 
-def is_worker(pid: int) -> bool:
-    try:
-        return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
+def workers_of(parent: int) -> list[int]:
+    """Returns the process ids of a command's Dask workers."""
+    found = []
+    for pid in children(parent):
+        with contextlib.suppress(OSError):  # gone meanwhile
+            if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_no_process_outlives_the_command(how: signal.Signals, command: Any, tmp_path: Path) -> None:
     words = command(tmp_path / "out", large_input(tmp_path / "in", 24))
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(words, stdout=pipe, stderr=pipe, start_new_session=True)
-    until(lambda: list((tmp_path / "out").glob("work/*/drops.json")) or process.poll() is not None)
-    workers = [pid for pid in children(process.pid) if is_worker(pid)]
+    process = start(words, tmp_path / "out")
+    workers = workers_of(process.pid)
     assert len(workers) >= 2
     os.killpg(process.pid, how) if how == signal.SIGINT else process.send_signal(how)
     printed, errors = process.communicate()
@@ -370,7 +362,7 @@ def test_a_unit_that_kills_three_workers_is_named(command: Any, tmp_path: Path) 
     for name, text in (("a", story(9)), ("b", f"DEADLY {story(9)}"), ("c", story(8))):
         (tmp_path / "in" / f"{name}.txt").write_text(text)
     words = command(tmp_path / "out", tmp_path / "in")
-    done = subprocess.run(words, capture_output=True, text=True)
+    done = completed(words)
     assert done.returncode == 2, done.stderr
     line = done.stderr.splitlines()[-1]  # after the bar
     assert f"{tmp_path}/in/b.txt: killed three workers" in line
@@ -379,25 +371,21 @@ def test_a_unit_that_kills_three_workers_is_named(command: Any, tmp_path: Path) 
 @pytest.mark.slow
 def test_a_lost_scheduler_ends_the_command_and_loses_nothing(command: Any, tmp_path: Path) -> None:
     words = command(tmp_path / "out", large_input(tmp_path / "in"))
-    file, pipe, null = tmp_path / "scheduler.json", subprocess.PIPE, subprocess.DEVNULL
-
-    def start(name: str, *flags: str) -> subprocess.Popen[bytes]:
-        dask = [sys.executable, "-m", f"distributed.cli.dask_{name}", "--scheduler-file", str(file)]
-        here = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-        dask += ["--no-dashboard", *flags]
-        return subprocess.Popen(dask, env=here, stdout=null, stderr=null)
-
-    scheduler = start("scheduler", "--port", "0", "--host", "127.0.0.1")
-    until(file.exists)
-    worker = start("worker", "--nthreads", "1", "--death-timeout", "5", "--no-nanny")
-    process = subprocess.Popen([*words, "--scheduler", str(file)], stdout=pipe, stderr=pipe)
-    until(lambda: list((tmp_path / "out").glob("work/*/drops.json")) or process.poll() is not None)
-    scheduler.kill()
-    _, errors = process.communicate()
-    worker.kill()
-    assert process.returncode == 1 and b"the same command continues" in errors, errors
+    file, environment = tmp_path / "scheduler.json", os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    dask: Any = {"env": environment, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    flags = ["--scheduler-file", str(file), "--no-dashboard"]
+    scheduler = [program("dask"), "scheduler", *flags, "--port", "0", "--host", "127.0.0.1"]
+    worker = [program("dask"), "worker", *flags, "--nthreads", "1", "--no-nanny"]
+    with subprocess.Popen(scheduler, **dask) as one:
+        until(file.exists)
+        with subprocess.Popen([*worker, "--death-timeout", "5"], **dask) as other:
+            process = start([*words, "--scheduler", str(file)], tmp_path / "out")
+            one.kill()
+            _, errors = process.communicate()
+            other.kill()
+    assert process.returncode == 1 and b"start the command again" in errors, errors
     assert b"Traceback" not in errors
-    subprocess.run(words, check=True, stdout=null)
+    assert completed(words).returncode == 0
     Corpus.open(tmp_path / "out").verify()
 
 
@@ -452,6 +440,15 @@ def test_a_document_that_fails_costs_itself_only(
     assert sample[2].startswith("in.jsonl#") and "out of range" in sample[3]
 
 
+def test_an_error_of_a_unit_names_its_file(
+    corpus_of: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "write_shard", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError) as caught:
+        corpus_of([story(9)])
+    assert "in.jsonl" in caught.value.__notes__[0]
+
+
 # Bad input and other people's folders.
 
 BAD = {  # content: what the message says
@@ -464,9 +461,7 @@ BAD = {  # content: what the message says
 
 
 @pytest.mark.parametrize("content", BAD)
-def test_bad_input_is_named_and_nothing_is_written(
-    content: bytes, corpus_of: Make, tmp_path: Path
-) -> None:
+def test_bad_input_is_named_before_writing(content: bytes, corpus_of: Make, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=BAD[content]):
         corpus_of(content)
     assert not (tmp_path / "out").exists()
@@ -479,10 +474,10 @@ def test_finished_foreign_and_older_folders(tiny_tokenizer: Path, tmp_path: Path
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     prepared(*arguments)
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
-    with pytest.raises(UserError, match=r"other input or settings \(documents\)"):
+    with pytest.raises(UserError, match=r"other settings or input \(documents\)"):
         prepared(*arguments, documents="blank_line")
     (tmp_path / "in.txt").write_text(story(9).replace("cat", "dog"))
-    with pytest.raises(UserError, match=r"other input or settings \(input\)"):
+    with pytest.raises(UserError, match=r"other settings or input \(input\)"):
         prepared(*arguments)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").touch()
@@ -547,9 +542,7 @@ def test_documents_after_a_dropped_copy_of_several_rows_are_counted(corpus_of: M
 
 
 @pytest.mark.parametrize(("notes", "documents"), [(2, 1), (1, 0)])
-def test_joined_documents_have_the_fewest_sentences_at_least(
-    notes: int, documents: int, corpus_of: Make
-) -> None:
+def test_joined_documents_are_long_enough(notes: int, documents: int, corpus_of: Make) -> None:
     texts = [f"The cat {i} sat on mat {i}. It ran {i} times." for i in range(notes)]
     corpus = corpus_of([*texts, story(9)], min_sentences=4, short_documents="join")
     assert corpus.num_documents == documents + 1

@@ -56,28 +56,22 @@ def random_lines(count: int) -> Iterator[list[str]]:
         yield [random_line(rng) for _ in range(1000)]
 
 
-@pytest.mark.slow
-def test_random_unicode(bert: str) -> None:
-    encoder = TextEncoder(bert)
-    assert encoder.word_by_word
-    for batch in random_lines(100_000):
-        assert_equal(encoder, bert, batch)
-
-
 @pytest.mark.parametrize(
     "change",
     [
+        {},
         {"lowercase": False, "strip_accents": False},
         {"handle_chinese_chars": False},
         {"clean_text": False},
     ],
 )
-def test_other_bert_normalizers(change: dict[str, bool], bert: str) -> None:
+def test_random_unicode_with_bert_normalizers(change: dict[str, bool], bert: str) -> None:
     parts = json.loads(bert)
     parts["normalizer"] |= change
     encoder = TextEncoder(json.dumps(parts))
     assert encoder.word_by_word
-    assert_equal(encoder, json.dumps(parts), next(random_lines(1000)))
+    for lines in random_lines(1000 if change else 40_000):
+        assert_equal(encoder, json.dumps(parts), lines)
 
 
 def test_sentences_without_tokens_line_ends_and_special_tokens(bert: str) -> None:
@@ -119,5 +113,5 @@ def test_an_error_of_the_hub_keeps_its_first_line(monkeypatch: pytest.MonkeyPatc
         raise OSError("no such repository\n\nlong advice")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
-    with pytest.raises(UserError, match=r"on the Hub \(no such repository\); save"):
+    with pytest.raises(UserError, match=r"\(no such repository\); "):
         load_tokenizer_files("owner/model")

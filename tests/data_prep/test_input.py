@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from data_prep import prepare
 from data_prep.prepare import group_units
-from data_prep.read import FEWEST_ROWS, MOST_ROWS, RawDocument, read_documents
+from data_prep.read import FEWEST_ROWS, LONGEST_RECORD, MOST_ROWS, RawDocument, read_documents
 from data_prep.settings import BuildOptions, Format
 from data_prep.sources import Skipped, SourceFile, list_inputs
 from multicls.errors import UserError
@@ -34,9 +34,7 @@ FORMATS = set(get_args(Format))
 PAGE = "<page><title>Cat</title><ns>0</ns><id>1</id><revision><text>A cat.</text></revision></page>"
 LINE = json.dumps({"text": "The cat sat."}) + "\n"
 PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + bytes(range(256))
-HTML = (
-    "<!DOCTYPE html>\n<html><head><title>Cat</title></head><body><p>The cat sat.</p></body></html>"
-)
+HTML = "<!DOCTYPE html>\n<html><head><title>Cat</title></head><body>The cat sat.</body></html>"
 NO_TRAFILATURA = "HTML; `pip install trafilatura lxml_html_clean` extracts it, or --format text"
 TABLE = "a table; write JSON lines (pandas.DataFrame.to_json), or --format text"
 SEVERAL = "JSON over several lines; write an object a line (jq -c '.[]')"
@@ -56,6 +54,7 @@ HOSTILE: dict[str, tuple[bytes | str, str, list[str], int]] = {
     "brace.txt": ("{ is a brace, and begins this text.\n", "text", [], 1),
     "tag.txt": ("<nobody> said a word.\n", "text", [], 1),
     "long line.txt": ("cat " * 100_000, "text", [], 1),
+    "one line.txt": ("The Bär sat. ".encode() * 400 + b"\xff\n", "text", [], 1),
     "late bytes.txt": (b"The cat sat.\n" * 6000 + b"\xff\n", "text", [], 1),
     "late nul.txt": (b"The cat sat.\n" * 6000 + b"\0\n", "text", [], 1),
     "עברית.txt": ("הילד הלך.", "text", [], 1),
@@ -92,21 +91,13 @@ HOSTILE: dict[str, tuple[bytes | str, str, list[str], int]] = {
     "array.json": ('[{"text": "a"}]', SEVERAL, [], 0),
     "pretty.json": ('{\n "text": "a"\n}', SEVERAL, [], 0),
     "wiki_00": ('<doc id="1" url="" title="A">\nA\n\nThe cat.\n</doc>\n', "wikiextractor", [], 1),
-    "wiki_01": (
-        '<doc id="1" title="A">\nLost.\n<doc id="2" title="B">\nThe cat.\n</doc>\nBetween.\n<doc id="3">\nLost.',
-        "wikiextractor",
-        ["records_doc_not_closed"] * 3,
-        1,
-    ),
+    "wiki_01": ('<doc id="1" title="A">\nLost\n<doc id="2" title="B">\nThe cat.\n</doc>\nLost\n<doc id="3">\nLost.',
+     "wikiextractor", ["records_doc_not_closed"] * 3, 1),
     "dump.xml": (f"<mediawiki>{PAGE}</mediawiki>", "mediawiki", [], 1),
     "half.xml": (f"<?xml version='1.0'?><mediawiki>{PAGE.replace('A', '&#xD800;')}{PAGE}<page>", "mediawiki",
      ["records_not_xml", "records_file_damaged"], 1),
-    "bomb.xml": (
-        '<!DOCTYPE mediawiki [<!ENTITY a "aaaa"><!ENTITY b "&a;&a;">]><mediawiki>' + PAGE.replace("A", "&b;"),
-        "mediawiki",
-        ["records_not_xml"],
-        0,
-    ),
+    "bomb.xml": ('<!DOCTYPE mediawiki [<!ENTITY a "aa"><!ENTITY b "&a;&a;">]><mediawiki>' + PAGE.replace("A", "&b;"),
+     "mediawiki", ["records_not_xml"], 0),
     "tei.xml": ("<?xml version='1.0'?>\n<!-- a -->\n<TEI><p>A</p></TEI>", "XML that is not MediaWiki", [], 0),
     "readme.md": ('<h1 align="center">Cat</h1>\n\nThe cat sat.', "text", [], 1),
     "page.html": (HTML, "html", [], 1),
@@ -136,14 +127,22 @@ def read_all(*inputs: object, **values: Any) -> list[RawDocument]:
 
 
 @pytest.fixture
-def hostile(tmp_path: Path) -> Path:
+def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "hostile"
     folder.mkdir()
     for name, (content, *_) in HOSTILE.items():
         (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
     Path(os.fsdecode(os.fsencode(folder) + b"/\xff\xfe.txt")).write_text("The cat sat.")
-    (folder / ".git").mkdir()
-    (folder / "below").mkdir()
+    scan = os.scandir
+
+    def scandir(path: Any) -> Any:
+        if str(path).endswith("/locked"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    for name in (".git", "below", "locked"):
+        (folder / name).mkdir()
     (folder / "below" / "plain.txt").write_text("The cat sat.")
     (folder / "below" / "loop").symlink_to(folder, target_is_directory=True)
     (folder / "below" / "nowhere").symlink_to(folder / "missing")
@@ -158,18 +157,16 @@ OTHERS = {
     "below/loop": "link to a folder",
     ".git": "hidden",
     "below/nowhere": "unreadable: No such file or directory",
+    "locked": "unreadable: Permission denied",
     "pipe": "no file (a pipe, socket or device)",
     "socket": "no file (a pipe, socket or device)",
 }
 
 
 @pytest.mark.parametrize("extractor", [True, False])
-def test_a_folder_of_hostile_files(
-    extractor: bool, hostile: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(
-        sys.modules, "trafilatura", ModuleType("trafilatura") if extractor else None
-    )
+def test_hostile_files(extractor: bool, hostile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("trafilatura") if extractor else None
+    monkeypatch.setitem(sys.modules, "trafilatura", module)
     files, all_skipped = listed(hostile)
     skipped = {os.path.relpath(path, hostile): reason for path, reason in all_skipped}
     formats = {file.name: file.format for file in files}
@@ -205,25 +202,6 @@ def test_inputs_of_which_nothing_can_be_read(hostile: Path) -> None:
     problems = error.value.problems
     assert "2 x binary" in problems[0] and "1 x empty" in problems[0]
     assert len(problems) == 4 and "Did you mean 'wikipedia'" in problems[2]
-
-
-def test_unreadable_folders_are_skipped_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("a/in.txt", "b/in.txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("The cat sat.")
-    scan = os.scandir
-
-    def scandir(path: Any) -> Any:
-        if str(path).endswith("/a"):
-            raise PermissionError(13, "Permission denied", str(path))
-        return scan(path)
-
-    monkeypatch.setattr(os, "scandir", scandir)
-    files, skipped = listed(tmp_path)
-    assert [file.name for file in files] == ["b/in.txt"]
-    assert skipped == [(str(tmp_path / "a"), "unreadable: Permission denied")]
 
 
 def test_include_exclude_and_format(tmp_path: Path) -> None:
@@ -364,17 +342,14 @@ def test_mediawiki_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert [d.dropped for d in found] == ["pages_not_articles", "pages_redirects", "", "", ""]
     assert [len(d.text.split("A cat.")) - 1 for d in found[2:]] == [1, 90_000, 3]
     monkeypatch.setattr("data_prep.read.LONGEST_RECORD", 500_000)
-    text = text.replace("A cat. ", "A cat. " * 20, 1).replace(
-        pages[1], pages[1].replace("A cat.", "A cat. " * 9)
-    )
+    text = text.replace("A cat. ", "A cat. " * 20, 1)
+    text = text.replace(pages[1], pages[1].replace("A cat.", "A cat. " * 9))
     (tmp_path / "dump.xml.bz2").write_bytes(bz2.compress(text.encode()))
     reasons = [d.dropped for d in read_all(tmp_path / "dump.xml.bz2")]
     assert reasons[2:] == ["", "records_file_damaged"]
 
 
-def test_long_texts_and_records_are_bounded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_records_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("data_prep.read.LONGEST_DOCUMENT", 1000)
     (tmp_path / "in.txt").write_text("\n\n".join("The cat sat. " * 20 for _ in range(20)))
     found = read_all(tmp_path / "in.txt")
@@ -396,23 +371,25 @@ def test_long_texts_and_records_are_bounded(
 
 BODY = "".join(f"<p>{story(6, number)}</p>" for number in range(4))
 NAVIGATION = "<nav><a href='/'>Start</a></nav>"
-PAGES = {  # page: title
-    f"<html><title>Cats &amp; mats</title><body>{NAVIGATION}<article>{BODY}</article></body>": (
-        "Cats & mats"
-    ),
-    "<?xml version='1.0' encoding='utf-8'?>\n<!DOCTYPE html PUBLIC '-//W3C//DTD XHTML 1.0 Strict//EN'>\n"
-    f"<html xmlns='http://www.w3.org/1999/xhtml'><body>{BODY}</body></html>": "page",
-    f"<div>{BODY}</div>": "page",
-}
+XHTML = "<?xml version='1.0' encoding='utf-8'?>\n<!DOCTYPE html PUBLIC '-//W3C//DTD XHTML 1.0 Strict//EN'>\n"
+XHTML += f"<html><title>A &amp; b</title><body>{NAVIGATION}<article>{BODY}</article></body>"
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_html(page: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("page", "title"), [(XHTML, "A & b"), (f"<div>{BODY}</div>", "page")])
+def test_html(page: str, title: str, tmp_path: Path) -> None:
     pytest.importorskip("trafilatura", exc_type=ImportError)
     (tmp_path / "page.html").write_text(page)
     (found,) = read_all(tmp_path / "page.html")
     expected = " ".join(story(6, number) for number in range(4)).split()
-    assert (found.title, found.text.split()) == (PAGES[page], expected)
+    assert (found.title, found.text.split()) == (title, expected)
+
+
+def test_pages_that_grow_too_large_are_dropped(tmp_path: Path) -> None:
+    """The limit holds after decompression."""
+    pytest.importorskip("trafilatura", exc_type=ImportError)
+    page = f"<html><body>{BODY}</body>".encode() + b" " * LONGEST_RECORD
+    (tmp_path / "page.html.gz").write_bytes(gzip.compress(page, 1))
+    assert [found.dropped for found in read_all(tmp_path)] == ["records_file_damaged"]
 
 
 # Data sets.
@@ -450,9 +427,8 @@ def test_data_sets_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     files, _ = listed("wikipedia:20231101.de")
-    assert {(f.source, f.hub, f.layout) for f in files} == {
-        ("wikipedia", "wikimedia/wikipedia", "wikipedia")
-    }
+    expected = ("wikipedia", "wikimedia/wikipedia", "wikipedia")
+    assert {(file.source, file.hub, file.layout) for file in files} == {expected}
     assert asked == [("wikimedia/wikipedia", "20231101.de", "train", None)]
     assert [document.title for document in read_all("wikipedia")] == [f"T{n}" for n in range(10)]
     assert all(file.layout == "sentences" for file in listed("bookcorpus")[0])

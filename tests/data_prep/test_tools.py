@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from data_prep import run
-from data_prep.examples import ExampleStream, SpecialIds
+from data_prep import run, stats
+from data_prep.examples import ExampleStream
 from data_prep.settings import ShowOptions
-from data_prep.stats import (
-    describe,
-    document_lengths,
-    fitting_length,
-    sample_rows,
-    sampled_examples,
-    training_table,
-    visible,
-)
-from multicls.corpus import Corpus, write_manifest
+from multicls.corpus import Corpus
 from multicls.errors import UserError
-from multicls.files import REPOSITORY
-from tests.data_prep.conftest import SPECIAL_IDS, prepared, story
+from multicls.files import write_json
+from tests.data_prep.conftest import SAMPLE_IDS, SPECIAL_IDS, prepared, story
+from tests.processes import completed
 
 # flags beside --output OUT --tokenizer TOKENIZER --input IN: what the message names besides the first two
 MISTAKES = {
@@ -55,7 +46,7 @@ def test_mistakes_are_named(flags: str, tiny_tokenizer: Path, tmp_path: Path) ->
 
 
 def test_words_that_are_no_command(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, run.__file__, "biuld"], capture_output=True, text=True)
+    done = completed([sys.executable, run.__file__, "biuld"])
     assert done.returncode == 2 and "Did you mean 'build'?" in done.stderr
     with pytest.raises(UserError, match=r"input: required(.|\n)*tokenizer: required"):
         run.main(["--output", str(tmp_path / "out")])
@@ -69,20 +60,32 @@ def test_the_last_lines_the_manifest_and_the_samples(
     (tmp_path / "in.txt").write_text(f"{story(4)}\n\nA Title\n\n{story(5, 3)}\n\n1, 2.")
     words = ["--input", f"tales={tmp_path / 'in.txt'}", "--output", str(tmp_path / "out")]
     words += ["--tokenizer", str(tiny_tokenizer), "--without", "headings", "--min_sentences", "4"]
-    run.main([*words, "--language", "sw", "--workers", "1"])
+    run.main([*words, "--language", "de", "--workers", "1"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1].startswith("next:") and "--recipe own_text" in lines[-1]
     assert any(line.startswith("kept:") and "1 of 1 document" in line for line in lines)
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert str(tmp_path) not in json.dumps(manifest)
     chosen = manifest["made_from"]["settings"]
-    assert chosen["without"] == ["headings"] and chosen["language"] == "sw"
+    assert chosen["without"] == ["headings"] and chosen["language"] == "de"
     assert manifest["dropped"] == {"sentences_without_letter": 1} and manifest["sentences"] == 10
     samples = json.loads((tmp_path / "out" / "dropped.json").read_text())
     ((_, *sample),) = samples["samples"]["sentences_without_letter"]
     assert sample == ["tales", "in.txt#0", "1, 2."] and samples["skipped"] == []
     run.main(["verify", str(tmp_path / "out")])
     assert "whole, 1 document (1 row) in 1 shard\n" in capsys.readouterr().out
+
+
+def test_documents_of_one_sentence_are_for_masked_lm_alone(
+    tiny_tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.txt").write_text("\n\n".join(story(1, i) for i in range(9)))
+    words = ["--input", str(tmp_path / "in.txt"), "--output", str(tmp_path / "out")]
+    words += ["--tokenizer", str(tiny_tokenizer), "--documents", "blank_line", "--workers", "1"]
+    run.main([*words, "--min_sentences", "1"])
+    assert capsys.readouterr().out.endswith("--recipe own_text mlm_only --data.single_parts\n")
+    run.main(["stats", str(tmp_path / "out")])
+    assert "no example: no document has three sentences" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
@@ -103,16 +106,16 @@ def test_lengths_and_padding_match_plain_loops(mixed: Corpus) -> None:
         totals = documents.setdefault(row.hash, [0, 0])
         totals[0] += len(row.offsets) - 1
         totals[1] += len(row.tokens)
-    assert document_lengths(mixed).T.tolist() == list(documents.values())
+    assert stats.document_lengths(mixed).T.tolist() == list(documents.values())
     assert mixed.num_rows > mixed.num_documents == 5
     stream = ExampleStream(mixed, SPECIAL_IDS, seq_length=48, seed=0, validation_fraction=0.0)
     epoch = stream.examples(0, range(stream.examples_per_epoch))
-    sampled = sampled_examples(mixed, SPECIAL_IDS, 48)
+    sampled = stats.sampled_examples(mixed, SPECIAL_IDS, 48)
     assert len(sampled) == len(epoch)
     filled = sum(int(example.attention_mask.sum()) for example in epoch)
-    (padding, *_) = training_table(mixed, SPECIAL_IDS, 48).loc[48]
+    (padding, *_) = stats.training_table(mixed, SPECIAL_IDS, 48).loc[48]
     assert padding == pytest.approx(1 - filled / (len(epoch) * 3 * 48))
-    assert [len(sample_rows(mixed, tokens)) for tokens in (1, 10**9)] == [1, mixed.num_rows]
+    assert [len(stats.sample_rows(mixed, tokens)) for tokens in (1, 10**9)] == [1, mixed.num_rows]
 
 
 def test_stats_prints(mixed: Corpus, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,12 +127,14 @@ def test_stats_prints(mixed: Corpus, capsys: pytest.CaptureFixture[str]) -> None
     assert "\x1b" not in printed and "A Title (a: " in printed
     with pytest.raises(UserError, match="too short for 5 facets"):
         run.main(["stats", str(mixed.path), "--seq_length", "12"])
-    assert visible("ordinary text, Ünïcödé, שלום\u202e") == "ordinary text, Ünïcödé, שלום\\u202e"
+    assert (
+        stats.visible("ordinary text, Ünïcödé, שלום\u202e") == "ordinary text, Ünïcödé, שלום\\u202e"
+    )
 
 
 def test_a_reader_that_goes_away_ends_a_command_quietly(mixed: Corpus) -> None:
     words = f"{sys.executable} {run.__file__} stats {mixed.path} | head -1"
-    done = subprocess.run(["bash", "-c", words], capture_output=True, text=True)
+    done = completed(["bash", "-c", words])
     assert (done.stdout.count("\n"), done.stderr) == (1, "")
 
 
@@ -138,53 +143,46 @@ def test_stats_recommends_a_length_with_little_padding(
 ) -> None:
     corpus = corpus_of([story(5 + i % 4, i) for i in range(200)], min_sentences=3)
     assert corpus.num_rows == 92  # the others are copies
-    table = training_table(corpus, SPECIAL_IDS, 100)
-    length = fitting_length(table)
+    table = stats.training_table(corpus, SPECIAL_IDS, 100)
+    length = stats.fitting_length(table)
     assert length < 64 and table["padding"][length] == table["padding"].min()
     run.main(["stats", str(corpus.path)])
     printed = capsys.readouterr().out
-    assert f"data.seq_length={length}" in printed and "--short_documents join" in printed
+    assert f"--data.seq_length {length}" in printed and "--short_documents join" in printed
 
 
-def test_show_is_what_training_sees(sample_corpus: Corpus, sample_ids: SpecialIds) -> None:
+def test_show_equals_training(sample_corpus: Corpus, capsys: pytest.CaptureFixture[str]) -> None:
     fixed = {"corpus": str(sample_corpus.path), "row": 5, "seed": 3, "epoch": 1}
-    stream = ExampleStream(sample_corpus, sample_ids, seq_length=128, seed=3, validation_fraction=0)
+    stream = ExampleStream(sample_corpus, SAMPLE_IDS, seq_length=128, seed=3, validation_fraction=0)
     epoch = stream.examples(1, range(stream.examples_per_epoch))
     seen = {example.parts: example.input_ids for example in epoch if example.row == 5}
     for window in range(3):
         example = stream.examples_of_row(5, 1)[window]
-        text = describe(ShowOptions(**fixed, window=window))
+        stats.show(ShowOptions(**fixed, window=window))
+        text = capsys.readouterr().out
         assert (seen[example.parts] == example.input_ids).all()
         assert f"window {window} of {len(stream.examples_of_row(5, 1))}" in text
-        assert text.count("[MASK]") == (example.input_ids == sample_ids.mask).sum()
+        assert text.count("[MASK]") == (example.input_ids == SAMPLE_IDS.mask).sum()
         assert text.count("swapped (label 1)") == (example.so_labels == 1).sum()
         for p in range(3):
             assert f"  + {128 - int(example.attention_mask[p].sum())} [PAD]" in text
     with pytest.raises(UserError, match="no window 10000"):
-        describe(ShowOptions(**fixed, window=10_000))
+        stats.show(ShowOptions(**fixed, window=10_000))
     with pytest.raises(UserError, match="no row 100000"):
-        describe(ShowOptions(**fixed | {"row": 100_000}))
+        stats.show(ShowOptions(**fixed | {"row": 100_000}))
 
 
-def test_special_tokens_have_the_names_of_the_tokenizer(mixed: Corpus, tmp_path: Path) -> None:
+def test_special_tokens_have_the_names_of_the_tokenizer(
+    mixed: Corpus, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "corpus"
     shutil.copytree(mixed.path, folder)
     config = {"cls_token": "[unused1]", "sep_token": {"content": "[unused2]"}}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    write_manifest(folder, json.loads((folder / "manifest.json").read_text()))
-    text = describe(ShowOptions(corpus=str(folder), row=0, seq_length=48))
+    write_json(folder / "manifest.json", json.loads((folder / "manifest.json").read_text()))
+    stats.show(ShowOptions(corpus=str(folder), row=0, seq_length=48))
+    text = capsys.readouterr().out
     assert text.count("[unused1]") == 3 and "[unused2]" in text and "[SEP]" not in text
     (folder / "tokenizer_config.json").write_text(json.dumps({"mask_token": "<mask>"}))
     with pytest.raises(UserError, match="has no <mask>"):
-        describe(ShowOptions(corpus=str(folder), row=0))
-
-
-def test_commands_answer_without_frameworks() -> None:
-    program = (
-        "import sys; sys.argv = ['run.py']; from data_prep import run;"
-        "\ntry: run.main(['--no_such_flag'])\nexcept Exception as error: print(error)"
-        "\nprint(sorted({'torch', 'transformers', 'distributed', 'pyarrow'} & sys.modules.keys()))"
-    )
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
-    assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
+        stats.show(ShowOptions(corpus=str(folder), row=0))

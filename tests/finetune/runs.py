@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from finetune.results import load_predictions, write_run
+from finetune.results import PREDICTIONS, RECORD, load_predictions
 from finetune.run import run_finetune
 from finetune.settings import RunSettings
 from finetune.tasks import TASKS, Example, example_arrays
+from multicls.files import write_json
 from multicls.settings import load_settings
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -89,5 +90,8 @@ def fake_run(
     name = f"p{run['pretraining']}-d{run['subset']}-s{run['seed']}"
     examples = [Example(f"dev:{n}", ("a",), float(label)) for n, label in enumerate(labels)]
     arrays = example_arrays(examples, outputs)
-    predictions = {f"{task}/{split}": arrays for split in ("dev", *entry["tests"])}
-    write_run(folder / system / f"{task}-{run['train_size']}" / name, "", record, predictions)
+    splits = ("dev", *entry["tests"])
+    named = {f"{task}/{split}/{n}": array for split in splits for n, array in arrays.items()}
+    folder = folder / system / f"{task}-{run['train_size']}" / name
+    write_json(folder / RECORD, record)
+    np.savez(folder / PREDICTIONS, allow_pickle=False, **named)

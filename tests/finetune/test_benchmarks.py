@@ -93,7 +93,7 @@ def put(path: Path, content: str) -> str:
 def read(name: str, folder: Path, content: str, split: str = "dev") -> list[Example]:
     """Writes the first file of a split, as lines of JSON or a table, and reads it."""
     task = TASKS[name]
-    ((stem, part), *_) = getattr(task, split)
+    ((stem, part, *_), *_) = getattr(task, split)
     suffix = ".tsv" if "\t" in content else ".jsonl"
     data = put(folder / task.folder / (stem + suffix), content)
     one_file: dict[str, Any] = {split: ((stem, part),)}
@@ -143,9 +143,7 @@ def test_qqp_leaves_out_short_rows_and_says_so(tmp_path: Path) -> None:
         ("dev:0", ("a", "b")),
         ("dev:1", ("c", "d")),
     ]
-    assert data.notes == [
-        f"{name}: 1 row without all columns left out" for name in ("train", "dev")
-    ]
+    assert data.notes == [f"{name}: 1 row without a label left out" for name in ("train", "dev")]
 
 
 RTE = '{"sentence1": "a", "sentence2": "b", "label": %s}'
@@ -157,7 +155,8 @@ COPA = {"premise": "P.", "question": "effect", "choice1": "x", "choice2": "y", "
 @pytest.mark.parametrize(
     ("task", "content", "message"),
     [
-        ("sst2", "sentence\tlabel\ngood\t1\nbad\n", "dev.tsv:3: fewer cells than the 2 columns"),
+        ("sst2", "sentence\tlabel\nbad\n", "task sst2: no row of dev has a label"),
+        ("mrpc", "Quality\t#1 String\t#2 String\n1\ta\n", "2: not a row of mrpc: sentence1 and"),
         ("sst2", "sentence\tlabel\ngood\tfine\n", "dev.tsv:2: .*label 'fine' is none of 0, 1"),
         ("sst2", "text\tlabel\ngood\t1\n", "dev.tsv:2: no 'sentence'; there is 'text', 'label'"),
         ("sst2", "sentence\tlabel\n", "no rows"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from transformers import AutoModel
@@ -41,12 +42,11 @@ def test_code_in_a_model_folder_never_runs(
     marker = tmp_path / "executed"
     folder = malicious(tiny_bert, tmp_path / "evil", marker, model_type)
     checkpoint = find_checkpoint(str(folder))
-    load_tokenizer(checkpoint, 32)
     if model_type == "bert":  # transformers has its own
-        load_encoder(checkpoint)
+        load_encoder(checkpoint, 32)
     else:
         with pytest.raises(UserError, match="contains custom code"):
-            load_encoder(checkpoint)
+            load_encoder(checkpoint, 32)
     assert not marker.exists()
     AutoModel.from_pretrained(folder, trust_remote_code=True)
     assert marker.exists(), "the control"
@@ -54,7 +54,7 @@ def test_code_in_a_model_folder_never_runs(
 
 def test_text_does_not_inject_special_tokens(tiny_bert: Path, tiny_multicls: Path) -> None:
     for folder, facets in ((tiny_bert, 0), (tiny_multicls, 2)):
-        tokenizer = load_tokenizer(find_checkpoint(str(folder)), 32)
+        _, tokenizer = load_encoder(find_checkpoint(str(folder)), 32)
         ids = tokenizer("len [MASK] bal [SEP]", "del [unused0]", truncation=True, max_length=32)[
             "input_ids"
         ]
@@ -85,9 +85,7 @@ def test_folders_that_do_not_fit(
     if missing:
         (folder / missing).unlink()
     with pytest.raises(UserError, match=message):
-        checkpoint = find_checkpoint(str(folder))
-        load_tokenizer(checkpoint, 63)
-        load_encoder(checkpoint)
+        load_encoder(find_checkpoint(str(folder)), 63)
 
 
 def test_a_hub_id(tiny_bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,3 +116,13 @@ def test_hash_is_of_the_content(tiny_bert: Path, tmp_path: Path) -> None:
     other = changed(tiny_bert, tmp_path / "other", hidden_dropout_prob=0.3)
     hashes = [find_checkpoint(str(path)).sha256 for path in (tiny_bert, tmp_path / "copy", other)]
     assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_a_vocabulary_is_at_most_padded(tiny_bert: Path) -> None:
+    """BERT's cased tokenizer, 28,996 entries, is within a tenth of the uncased model's 30,522."""
+    tokenizer = mock.MagicMock()
+    tokenizer.__len__.return_value = 28_996
+    with mock.patch("transformers.AutoTokenizer.from_pretrained", return_value=tokenizer):
+        assert load_tokenizer(tiny_bert, "padded", {"vocab_size": 29_000}) is tokenizer
+        with pytest.raises(UserError, match="28,996 entries, the model's vocabulary 30,522"):
+            load_tokenizer(tiny_bert, "uncased", {"vocab_size": 30_522})

@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from finetune.estimates import (
-    BENCHMARKS,
-    benchmark_average,
     best_runs,
     choose_candidates,
     compare,
@@ -174,16 +172,6 @@ def test_the_candidate_with_the_best_picking_score_is_chosen() -> None:
     ]
     chosen = choose_candidates(pd.DataFrame(rows))
     assert list(chosen["candidate"]) == ["learning_rate 2e-05"] * 2
-
-
-def test_benchmark_averages() -> None:
-    runs = pd.DataFrame(
-        COMMON | {"task": task, "score": 0.1 * number, "seed": seed}
-        for number, task in enumerate([*sorted(BENCHMARKS["GLUE, paper's 8"]), "wnli"])
-        for seed in (1, 2)
-    )
-    assert benchmark_average(runs, "GLUE, paper's 8") == pytest.approx(0.35)
-    assert math.isnan(benchmark_average(runs[runs["task"] != "rte"], "GLUE, paper's 8"))
 
 
 def test_the_best_run_is_best_on_the_rows_that_pick() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from finetune import grid
 from finetune.grid import GridSettings, expand, main
 from finetune.report import ReportOptions, build_report
 from finetune.results import load_predictions, load_results
+from finetune.run import _load_task as load_tasks_cache
 from finetune.settings import RunSettings
 from multicls.errors import UserError
 from multicls.files import REPOSITORY, lock_holder
@@ -118,6 +120,8 @@ def test_heads_read_only_their_own_settings(tmp_path: Path) -> None:
         ({"search": {"train.learning_rate": 1e-5}}, "valid list"),
         ({"systems": {"x": {"head": "cls", "pooling": "mean"}}}, "cls does not read it"),
         ({"seeds": [1, 1]}, "2 runs have this folder"),
+        ({"tasks": []}, "set --tasks, or --train_file"),
+        ({"own": {"metric": "f1"}}, "--metric is for your own rows"),
     ],
 )
 def test_mistakes_are_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -125,10 +129,10 @@ def test_mistakes_are_named(changes: dict[str, Any], message: str, tmp_path: Pat
         runs_of(tmp_path, **changes)
 
 
-def start(folder: Path, model: Path, glue: Path, *more: str, **changes: Any) -> list[str]:
+def start(folder: Path, model: Path, glue: Path | None, *more: str, **changes: Any) -> list[str]:
     flags = ["--recipe", recipe(folder, **changes | {"models": {"bert": str(model)}})]
-    flags += ["--data_dir", str(glue), "--output_dir", str(folder / "results")]
-    return [*flags, *more]
+    flags += ["--output_dir", str(folder / "results")]
+    return [*flags, *([] if glue is None else ["--data_dir", str(glue)]), *more]
 
 
 def test_states_and_exit_codes(
@@ -188,6 +192,24 @@ def test_other_settings_in_a_folder_are_refused_at_the_start(
     assert main(start(tmp_path, tiny_bert, glue, *more)) == 0, "these change no number"
 
 
+def test_a_finished_run_whose_data_are_gone_stays_finished(
+    tiny_bert: Path, glue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other tasks go on; unfinished runs are listed up to a number."""
+    data = shutil.copytree(glue, tmp_path / "glue")
+    assert main(start(tmp_path, tiny_bert, data, seeds=[1])) == 0
+    shutil.rmtree(data / "SST-2")
+    load_tasks_cache.cache_clear()
+    capsys.readouterr()
+    flags = start(tmp_path, tiny_bert, data, tasks=["sst2", "stsb"], seeds=[1])
+    assert main(flags) == 0
+    assert "2 finished, of 2 runs" in capsys.readouterr().out
+    assert main([*start(tmp_path, tiny_bert, data, seeds=list(range(30))), "--status"]) == 0
+    assert capsys.readouterr().out.endswith("... and 9 more\n")
+    with pytest.raises(UserError, match="train.max_steps 2, not 3"):
+        main([*flags, "--max_steps", "3"])
+
+
 def test_own_rows_with_a_test_file_and_the_best_model(
     tiny_bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -198,15 +220,16 @@ def test_own_rows_with_a_test_file_and_the_best_model(
         own += [f"--{name}_file", str(tmp_path / f"{name}.csv")]
     changes = {"systems": ["mean", "tfidf"], "tasks": [], "train_sizes": [20], "subsets": 2}
     settings = GRID["settings"] | {"selection": "holdout"}
-    flags = start(tmp_path, tiny_bert, tmp_path, **changes, seeds=[1], settings=settings)
+    flags = start(tmp_path, tiny_bert, None, **changes, seeds=[1], settings=settings)
     assert main([*flags, *own, "--save_best"]) == 0
     runs = load_results(tmp_path / "results")
     assert sorted(runs["system"].value_counts().items()) == [("bert-mean", 2), ("tfidf", 2)]
     assert all(set(tests) == {"test"} for tests in runs["tests"])
     assert len(list(tmp_path.rglob("model/model.safetensors"))) == 1
-    assert "best model of train: " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "best model of train: " in out and "tfidf leave no model" in out
     with pytest.raises(UserError, match="set --selection holdout"):
-        main([*start(tmp_path, tiny_bert, tmp_path, **changes), *own, "--save_best"])
+        main([*start(tmp_path, tiny_bert, None, **changes), *own, "--save_best"])
 
 
 KILLS = int(os.environ.get("MULTICLS_KILLS", "2"))  # more take minutes

@@ -18,14 +18,15 @@ from finetune.heads.build import (
     Incompatible,
     build_model,
     find_checkpoint,
+    load_encoder,
     load_fine_tuned,
-    load_tokenizer,
 )
 from finetune.saving import save_model
 from finetune.settings import RunSettings
 from finetune.tasks import TASKS, Task, task_of
 from multicls.build import build
 from multicls.configuration_multicls import MultiClsConfig
+from multicls.errors import UserError
 from multicls.modeling_multicls import MultiClsForSequenceClassification
 from multicls.settings import load_settings
 from tests.finetune.models import ENCODERS, SIZES, about, batch, make, parameters
@@ -34,7 +35,7 @@ TRAINED = [head for head in HEADS if head not in FITTED]
 
 
 def settings_of(folder: Path, head: str, task: str = "sst2", **values: Any) -> RunSettings:
-    return RunSettings(model=str(folder), task=task, head=head, **values)
+    return RunSettings(model=str(folder), task=task, head=head, max_length=24, **values)
 
 
 DENSE = {"classifier.dense": "head.dense", "classifier.out_proj": "classifiers.0"}
@@ -161,7 +162,7 @@ def test_heads_keep_the_checkpoints_weights(
     checkpoint, models = find_checkpoint(str(tiny_multicls)), []
     for seed in (1, 1, 2):
         settings = settings_of(tiny_multicls, head, seed=seed)
-        models.append(build_model(settings, checkpoint, [TASKS["sst2"]]).state_dict())
+        models.append(build_model(settings, checkpoint, [TASKS["sst2"]])[0].state_dict())
     kept = [key for key in models[0] if key.removeprefix("encoder.") in trained]
     assert len(kept) > 30
     assert all(torch.equal(models[0][k], trained[k.removeprefix("encoder.")]) for k in kept)
@@ -187,12 +188,12 @@ def test_facets_are_needed(
             part.save_pretrained(folder)
     settings = settings_of(folder, head, **({"pooling": pooling} if pooling != "cls" else {}))
     with pytest.raises(Incompatible, match=f"--head {head}: .*without facets"):
-        build_model(settings, find_checkpoint(str(folder)), [])
+        build_model(settings, find_checkpoint(str(folder)), [TASKS["sst2"]])
 
 
 def test_a_saved_model_says_what_it_was_trained_on(tiny_bert: Path) -> None:
-    settings = settings_of(tiny_bert, "cls", "stsb", max_length=24)
-    config = build_model(settings, find_checkpoint(str(tiny_bert)), [TASKS["stsb"]]).config
+    settings = settings_of(tiny_bert, "cls", "stsb")
+    config = build_model(settings, find_checkpoint(str(tiny_bert)), [TASKS["stsb"]])[0].config
     (description,) = config.tasks or []
     assert description.items() > {"name": "stsb", "label_scale": 5.0, "max_length": 24}.items()
     assert task_of(description) == TASKS["stsb"]
@@ -212,7 +213,7 @@ def test_a_saved_model_says_what_it_was_trained_on(tiny_bert: Path) -> None:
 def test_pipelines_give_probabilities_or_the_score(
     task: dict[str, Any], problem_type: str, expected: Any, tiny_bert: Path, tmp_path: Path
 ) -> None:
-    tokenizer = load_tokenizer(find_checkpoint(str(tiny_bert)), 24)
+    _, tokenizer = load_encoder(find_checkpoint(str(tiny_bert)), 24)
     encoder = BertConfig(**SIZES | {"vocab_size": len(tokenizer)})
     save_model(make(encoder, "cls", task), tokenizer, tmp_path / "saved")
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
@@ -260,6 +261,16 @@ assert not {name.partition(".")[0] for name in sys.modules} & {"finetune", "mult
 """
 
 
+def test_a_saved_model_without_its_tokenizer_is_refused(tiny_bert: Path, tmp_path: Path) -> None:
+    _, tokenizer = load_encoder(find_checkpoint(str(tiny_bert)), 24)
+    encoder = BertConfig(**SIZES | {"vocab_size": len(tokenizer)})
+    save_model(make(encoder, "cls"), tokenizer, tmp_path / "saved")
+    assert len(load_fine_tuned(str(tmp_path / "saved"))[1]) == len(tokenizer)
+    (tmp_path / "saved" / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match="saved: holds no tokenizer"):
+        load_fine_tuned(str(tmp_path / "saved"))
+
+
 @pytest.mark.slow
 def test_saved_models_load_without_the_project(
     tiny_bert: Path, tiny_multicls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -276,8 +287,8 @@ def test_saved_models_load_without_the_project(
     ]
     for origin, head, pooling in cases:
         checkpoint, folder = find_checkpoint(str(origin)), tmp_path / f"{head}-{pooling}.v1"
-        model = build_model(settings_of(origin, head, pooling=pooling), checkpoint, [TASKS["sst2"]])
-        tokenizer = load_tokenizer(checkpoint, 32)
+        settings = settings_of(origin, head, pooling=pooling)
+        model, tokenizer = build_model(settings, checkpoint, [TASKS["sst2"]])
         inputs = dict(tokenizer(["len bal los", "the del"], padding=True, return_tensors="pt"))
         model.train()(**inputs)  # so that there are statistics
         with torch.no_grad():

@@ -95,9 +95,19 @@ def test_several_labels_a_row(tmp_path: Path) -> None:
 
 
 def test_rows_without_a_text_are_left_out_and_counted(tmp_path: Path) -> None:
-    rows = [*labelled("x", "y", "x"), {"text": "", "label": "y"}, {"text": " ", "label": "x"}]
-    _, data = read(tmp_path, rows, labelled("x"), "csv")
-    assert len(data.train) == 3 and "2 train rows without a text left out" in data.notes
+    empty = [{"text": text, "label": "x"} for text in ("", " ", None)]
+    _, data = read(tmp_path, [*labelled("x", "y", 0), *empty], labelled("x"))
+    assert len(data.train) == 3 and "3 train rows without a text left out" in data.notes
+
+
+def test_two_torn_quotes_are_noted(tmp_path: Path) -> None:
+    """They make one cell of all rows between them, as a text with line breaks does."""
+    rows = [f"row {n},{'xy'[n % 2]}" for n in range(30)]
+    rows[4], rows[14], path = f'"{rows[4]}', 'row 14",x', tmp_path / "t.csv"
+    path.write_text("\n".join(["text,label", *rows, '"a\nb",x']) + "\n")
+    data = load_own(OwnDataSettings(train_file=str(path)))
+    note = f"2 train rows with line breaks, the first up to {path}:16: texts, or torn quotes?"
+    assert len(data.train) + len(data.dev) == 21 and note in data.notes
 
 
 def test_columns_of_other_names(tmp_path: Path) -> None:
@@ -170,9 +180,9 @@ def test_a_data_set_without_dev_rows_and_test_labels(
         ("xyx", "f1", "f1"),
         ((0.5, 1.0), "pearson", "pearson"),
         ("xyz", "macro_f1", "macro_f1"),
-        ("xyz", "f1", "of type class, which has acc, macro_f1, matthews."),
-        ((0.5, 1.0), "acc", "of type score, which has spearman, pearson"),
-        (([], ["a", "b"]), "acc", "of type multi_label, which has micro_f1"),
+        ("xyz", "f1", "of type class have the metrics acc, macro_f1, matthews."),
+        ((0.5, 1.0), "acc", "of type score have the metrics spearman, pearson"),
+        (([], ["a", "b"]), "acc", "of type multi_label have the metrics micro_f1"),
     ],
 )
 def test_metrics(labels: Sequence[Any], metric: str, first: str, tmp_path: Path) -> None:
@@ -206,7 +216,11 @@ TWO = [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}]
         (labelled(["a"], ["b"]), {"label_type": "class"}, "label is ['a']; it must be a label"),
         (labelled("a|b", "b"), {"label_type": "multi_label"}, "'a|b'; it must be a list"),
         (labelled(["a"], "b"), {}, "t.jsonl:2: the label is 'b'; it must be a list of"),
-        (TWO, {"dev": labelled("z")}, "d.jsonl:1: label 'z' is none of train's: x, y"),
+        (
+            TWO,
+            {"dev": labelled("z")},
+            "d.jsonl:1: label 'z' is not in the training rows. Known: x, y",
+        ),
         (TWO, {"dev": [{"txt": "a", "label": "x"}]}, "d.jsonl:1: no column 'text' for the text"),
         ([{"text": ["a"], "label": "x"}, TWO[1]], {}, "['a']; it must be a text"),
         (labelled(["a", None], ["b"]), {}, "t.jsonl:1: the label is None; it must be a label"),
@@ -276,10 +290,12 @@ def test_tabs_without_quotes(tmp_path: Path) -> None:
         ("c.tsv", b'text\tlabel\n"a\nb"\tc\n', "c.tsv:2: fewer cells.*name the file .csv"),
         ("f.tsv", b"text\tlabel\na\rb\tc\n", "f.tsv:2: fewer cells"),
         ("d.csv", b'text,label\n"a', "d.csv:2: cannot be read: unexpected end of data"),
+        ("d.csv", b'text,label\na,b\n"c,x\nd,x\ne,x\n', "d.csv:3: cannot be read: unexpected end"),
         ("e.csv", b"text,label\na,x\n\xe9,x\n", "e.csv:3: not UTF-8.*Save it as UTF-8"),
         ("f.csv", b"text,text,label\na,b,x\n", "f.csv: column 'text' is there more than once"),
         ("g.jsonl", b'{"text": "a"}\n\n{"text": \n', "g.jsonl:3: not valid JSON"),
         ("h.jsonl", b'{"text": "\\ud83d"}', "h.jsonl:1: not valid JSON"),
+        ("h.jsonl", b'{"text": "a", "text": "b"}', "h.jsonl:1: .* the key 'text' is there twice"),
         ("i.jsonl", b'[{"text": "a"}]', "i.jsonl:1: not a JSON object"),
         ("k.csv", "text,label\na,x\n".encode("utf-16"), "k.csv:1: not UTF-8"),
         ("l.csv", b'text,label\n"a" b,x\n', "l.csv:2: cannot be read: ',' expected after"),

@@ -10,7 +10,7 @@ import pytest
 from scipy.special import expit, softmax
 
 from finetune.report import Report, ReportOptions, build_report, main, render
-from finetune.report_tables import average, calibration_error, reliability
+from finetune.report_tables import BENCHMARKS, average, calibration_error, reliability
 from finetune.results import load_predictions, write_error
 from multicls.errors import UserError
 from tests.finetune.runs import fake_run
@@ -43,6 +43,15 @@ def test_tables_hold_the_numbers(results: Path) -> None:
     (line,) = report.tables["Comparisons"].to_dict("records")
     assert line["system"] == "a - b" and line["test"] == "paired, training subsets"
     assert float(line["difference"]) > 5 and int(line["needed"]) >= 2
+
+
+def test_benchmark_averages_are_of_all_tasks(tmp_path: Path) -> None:
+    tasks = sorted(BENCHMARKS["GLUE, paper's 8"])
+    for number, task in enumerate([*tasks, "wnli"]):
+        fake_run(tmp_path, "a", task=task, score=0.1 * number)
+    scores = report_of(tmp_path).tables["Scores"].set_index("system")
+    assert scores.loc["a", "GLUE, paper's 8"] == "35.00"
+    assert "GLUE, paper's 8" not in report_of(tmp_path, task=tasks[1:]).tables["Scores"]
 
 
 def test_holm_is_over_all_tests_shown(results: Path) -> None:
@@ -82,6 +91,21 @@ def test_warnings(results: Path) -> None:
     assert unfinished.startswith("1 run not finished") and unfinished.endswith("broken")
 
 
+def test_runs_that_cannot_be_reported_are_named(results: Path) -> None:
+    """A run without predictions, a folder of failed runs, a size of ensembles that no system has seeds for."""
+    assert report_of(results, ensembles=2).warnings == report_of(results).warnings
+    *_, first, second = report_of(results, ensembles=3).warnings
+    assert first == "--ensembles 3: a on rte, 100 rows has fewer seeds of each subset."
+    assert second.startswith("--ensembles 3: b on rte")
+    lost = results / "a" / "rte-100" / "p1-d2-s1"
+    (lost / "predictions.npz").unlink()
+    with pytest.raises(UserError, match=f"{lost}: predictions.npz is missing"):
+        report_of(results)
+    write_error(results / "f" / "c" / "rte-100" / "p1-d8-s1", "failed", ValueError("broken"))
+    with pytest.raises(UserError, match="no finished run(.|\n)*1 run not finished.*broken"):
+        report_of(results / "f")
+
+
 def test_the_command_is_that_of_the_best_run_of_each_task(results: Path) -> None:
     """Never that of another task whose scores are larger numbers."""
     fake_run(results, "b", task="sst2", skill=9.0)
@@ -107,6 +131,7 @@ def test_files(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = (results / "report.html").read_text()
     for text in ("Scores", "majority-class baseline", "Holm"):
         assert text in markdown and text in page
+    assert "min-width: 640px" in page, "on a narrow screen figures scroll"
     assert page.count("data:image/svg+xml") == 2 and "<script" not in page and "http" not in page
 
 
@@ -120,14 +145,14 @@ def test_names_from_outside_are_text(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["nowhere"], "no such folder"),
-        (["OLD"], "version 0.2, which is not read"),
+        (["EMPTY"], "no finished run"),
         (["RESULTS", "--task", "cola"], "--task cola: no run of it"),
         (["RESULTS", "--compare", "a", "bb"], "--compare bb: no run of it"),
     ],
 )
 def test_mistakes(arguments: list[str], message: str, results: Path) -> None:
-    (results / "old").mkdir()
-    folders = {"RESULTS": str(results), "OLD": str(results / "old")}
+    (results / "empty").mkdir()
+    folders = {"RESULTS": str(results), "EMPTY": str(results / "empty")}
     with pytest.raises(UserError, match=message):
         main([folders.get(argument, argument) for argument in arguments])
 

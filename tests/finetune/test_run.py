@@ -19,9 +19,10 @@ from finetune import grid, submit
 from finetune.fitted import fit_classifier
 from finetune.metrics import score_predictions
 from finetune.results import load_predictions, load_results
-from finetune.run import main
+from finetune.run import _summarize, main
 from finetune.settings import RunSettings
 from finetune.tasks import TASKS
+from finetune.training import ChunkSampler
 from multicls.errors import UserError
 from multicls.files import REPOSITORY, FolderInUse, locked, read_json
 from multicls.settings import load_settings, to_yaml
@@ -65,6 +66,8 @@ def test_other_settings_weights_and_versions_are_refused(
         finetune(tiny_bert, glue, tmp_path, **named, train__weight_decay=0.5)
     with pytest.raises(UserError, match=r"another run \(weights_sha256 \w+, not \w+\)"):
         finetune(tiny_multicls, glue, tmp_path, **named)
+    with pytest.raises(UserError, match=r"another run \(trainer.optim None, not adafactor\)"):
+        finetune(tiny_bert, glue, tmp_path, **named, trainer={"optim": "adafactor"})
     path = Path(record["path"]) / "record.json"
     path.write_text(path.read_text().replace('"format": 1', '"format": 0'))
     with pytest.raises(UserError, match="another version"):
@@ -149,6 +152,11 @@ def test_results_may_be_moved(glue: Path, tmp_path: Path) -> None:
     assert again == before | {"path": before["path"].replace("old/tfidf", "new/tfidf")}
 
 
+def test_the_next_command_is_quoted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    _summarize({"path": str(tmp_path), "tasks": []}, "my results")
+    assert "finetune/report.py 'my results'\n" in capsys.readouterr().out
+
+
 def test_several_tasks_with_cln(tiny_bert: Path, glue: Path, tmp_path: Path) -> None:
     record = finetune(
         tiny_bert, glue, tmp_path, head="cln", task="sst2,stsb", **QUICK, save_model=True
@@ -176,6 +184,9 @@ def test_several_tasks_with_cln(tiny_bert: Path, glue: Path, tmp_path: Path) -> 
         ({"head": "tfidf", "save_model": True}, "save_model: the head tfidf"),
         ({"train_size": "x"}, "valid integer"),
         ({"own__dev_file": "d.csv"}, "need a train_file"),
+        ({"own__metric": "f1"}, "--metric is for your own rows: set --train_file"),
+        ({"own__train_file": "t.csv", "task": ""}, "--data_dir is for benchmarks"),
+        ({"own": {"train_file": "t", "dev_file": "d", "dev_share": 0.3}}, "either a dev_file or a"),
         ({"train__epochs": 0}, "train.epochs"),
         ({"train__epoch": 3}, "Did you mean 'train.epochs'"),
     ],
@@ -201,11 +212,8 @@ def test_settings_that_do_not_go_together(
 def test_settings_of_the_paper_by_train_size(
     size: Any, rows: int, batch: int, steps: int, every: int
 ) -> None:
-    settings = load_settings(
-        RunSettings, values={"model": "m", "task": "rte", "head": "cls", "train_size": size}
-    )
-    train = settings.resolved([rows]).train
-    assert (train.batch_size, train.max_steps, train.eval_every) == (batch, steps, every)
+    sampler = ChunkSampler(settings_of("m", Path("x"), Path("x"), train_size=size), [rows])
+    assert (sampler.batch_size, sampler.steps, sampler.eval_every) == (batch, steps, every)
 
 
 def test_the_recipe_of_a_run_gives_the_run(tmp_path: Path) -> None:
@@ -242,7 +250,7 @@ def test_submissions(
         record = finetune(tiny_bert, folder.parent, tmp_path / "r", **values)
     predictions = load_predictions(Path(record["path"]), "sst2")["test"]
     assert np.isnan(predictions["labels"]).all() and "test" not in record["tasks"][0]["tests"]
-    small = replace(TASKS["sst2"], submissions=(("SST-2", 4),))
+    small = replace(TASKS["sst2"], test=(("test", "", "SST-2", 4),))
     files = submit.submission_files(small, predictions)
     lines = files["SST-2.tsv"].splitlines()
     assert lines[0] == "index\tprediction" and len(lines) == 5
@@ -259,7 +267,7 @@ def test_submissions(
 
 
 def test_answers_of_record_and_multirc_are_nested() -> None:
-    record = replace(TASKS["record"], submissions=(("ReCoRD", 1),))
+    record = replace(TASKS["record"], test=(("test", "", "ReCoRD", 1),))
     arrays = {
         "ids": np.array(["t:0:7:Xa", "t:0:7:Yo"]),
         "parts": np.array(["", ""]),
@@ -269,7 +277,7 @@ def test_answers_of_record_and_multirc_are_nested() -> None:
     }
     answer = json.loads(submit.submission_files(record, arrays)["ReCoRD.jsonl"])
     assert answer == {"idx": 7, "label": "Yo"}
-    multirc = replace(TASKS["multirc"], submissions=(("MultiRC", 2),))
+    multirc = replace(TASKS["multirc"], test=(("test", "", "MultiRC", 2),))
     arrays["ids"] = np.array(["t:3:1:0", "t:3:1:1"])
     nested = json.loads(submit.submission_files(multirc, arrays)["MultiRC.jsonl"])
     answers = [{"idx": 0, "label": 0}, {"idx": 1, "label": 1}]

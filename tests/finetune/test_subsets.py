@@ -75,19 +75,21 @@ def test_no_held_out_row_shares_its_passage_with_train(
     name: str, size: int | str, multicls_data: Path
 ) -> None:
     rows = select_rows(read_task(TASKS[name], str(multicls_data)), size, 1, True)
-    learnt = {row.texts[0] for row in rows.train}
-    assert rows.validation and not [row for row in rows.validation if row.texts[0] in learnt]
-    total, drawn = len(rows.data.train), len(rows.train) + len(rows.validation)
+    train, validation = rows.splits["train"], rows.splits["validation"]
+    learnt = {row.texts[0] for row in train}
+    assert not [row for row in validation if row.texts[0] in learnt]
+    total, drawn = len(rows.data.train), len(train) + len(validation)
     assert drawn == (total if size == "full" else min(300, total))
-    assert size == "full" or 0.08 < len(rows.validation) / drawn < 0.35
+    assert size == "full" or 0.08 < len(validation) / drawn < 0.35
 
 
 def test_classes_stay_in_proportion_where_rows_share_nothing(multicls_data: Path) -> None:
     rows = select_rows(read_task(TASKS["rte"], str(multicls_data)), 100, 1, True)
-    drawn = [*rows.train, *rows.validation]
+    validation = rows.splits["validation"]
+    drawn = [*rows.splits["train"], *validation]
     share = sum(row.label for row in drawn) / len(drawn)
-    assert len(rows.validation) == 20
-    assert abs(sum(row.label for row in rows.validation) - 20 * share) <= 1
+    assert len(validation) == 20
+    assert abs(sum(row.label for row in validation) - 20 * share) <= 1
 
 
 def test_the_hash_covers_all_but_names_of_files() -> None:
@@ -125,8 +127,13 @@ def own_data(folder: Path, labels: list[Any], dev: list[Any] | None = None) -> T
 
 def test_several_labels_a_row_are_drawn_and_held_out(tmp_path: Path) -> None:
     data = own_data(tmp_path, [["a", "b"][n % 2 : n % 3 + 1] for n in range(40)])
-    splits = select_rows(data, 20, 1, True).splits()
-    assert {n: len(rows) for n, rows in splits.items()} == {"validation": 4, "dev": 8, "test": 40}
+    splits = select_rows(data, 20, 1, True).splits
+    assert {n: len(rows) for n, rows in splits.items()} == {
+        "train": 16,
+        "validation": 4,
+        "dev": 8,
+        "test": 40,
+    }
 
 
 def test_labels_that_no_train_row_has_are_warned_of(tmp_path: Path) -> None:

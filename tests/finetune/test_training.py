@@ -17,13 +17,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, BertModel
 
 from finetune.benchmarks import read_task
 from finetune.encoding import Encoded
-from finetune.heads.build import build_model, find_checkpoint, load_tokenizer
+from finetune.heads.build import build_model, find_checkpoint, load_encoder
 from finetune.predict import predict
-from finetune.settings import TrainSettings
 from finetune.tasks import TASKS, Example
 from finetune.training import Chunk, ChunkSampler, _class_weights, row_batches, task_batches
 from multicls.errors import UserError
@@ -64,8 +63,8 @@ def plain_loop(folder: Path, glue: Path, **changes: float) -> np.ndarray[Any, An
     values = {"max_grad_norm": 0.5, "weight_decay": 1.0} | changes
     data = read_task(TASKS["sst2"], str(glue))
     checkpoint = find_checkpoint(str(folder))
-    tokenizer = load_tokenizer(checkpoint, 24)
-    start = build_model(settings_of(folder, glue, Path("x")), checkpoint, [TASKS["sst2"]])
+    settings = settings_of(folder, glue, Path("x"))
+    start, tokenizer = build_model(settings, checkpoint, [TASKS["sst2"]])
     model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2).train()
     model.classifier.load_state_dict(start.classifiers[0].state_dict())
     named = list(model.named_parameters())
@@ -104,11 +103,13 @@ def test_cls_learns_what_a_plain_loop_learns(
 @given(st.integers(1, 30), st.integers(1, 9), st.integers(1, 4), st.integers(1, 3))
 def test_ranks_share_the_steps_of_one_rank(size: int, batch: int, world: int, micro: int) -> None:
     """Together the ranks see each row of each step once, in equal parts, and run the model equally often."""
-    settings = TrainSettings(batch_size=batch, max_steps=5, micro_batch_size=micro)
+    train = {"batch_size": batch, "max_steps": 5, "micro_batch_size": micro}
+    values = {f"train__{name}": value for name, value in train.items()}
+    settings = settings_of("m", Path("x"), Path("x"), **values)
     steps: list[list[Chunk]] = [[] for _ in range(5)]
     for rank in range(world):
         with mock.patch("finetune.training.rank_and_world", return_value=(rank, world)):
-            sampler = ChunkSampler([size, 3], settings, 1, "size_balanced")
+            sampler = ChunkSampler(settings, [size, 3])
         chunks = [chunk for (chunk,) in sampler]
         assert len(chunks) == len(sampler) == 5 * sampler.accumulation
         for chunk in chunks:
@@ -172,9 +173,9 @@ def test_holdout_reports_the_best_weights_not_the_last(
         ({"train__class_weights": "balanced", "task": "stsb"}, "--class_weights: task stsb"),
         ({"trainer": {"optm": "adafactor"}}, "unexpected keyword argument 'optm'"),
         ({"trainer": {"optim": "adagrat"}}, "adagrat"),
-        ({"trainer": {"max_steps": 3}}, "trainer.max_steps: a setting of our own decides it"),
-        ({"trainer": {"num_train_epochs": 3}}, "trainer.num_train_epochs: a setting of our own"),
-        ({"trainer": {"logging_strategy": "no"}}, "trainer.logging_strategy: a setting of our own"),
+        ({"trainer": {"num_train_epochs": 3}}, "trainer.num_train_epochs: set --epochs instead"),
+        ({"trainer": {"fp16": True}}, "trainer.fp16: set --precision instead"),
+        ({"trainer": {"label_smoothing_factor": 0.1}}, "label_smoothing_factor: it has no effect"),
         ({"config": "ds_configs/zero3.json"}, "no ZeRO stage 3 here"),
         ({"train__learning_rate": 1e38, "train__max_grad_norm": 1e30}, "not a finite number"),
     ],
@@ -203,6 +204,14 @@ def test_training_arguments_and_class_weights_are_used(
     )
     assert calls.called
     np.testing.assert_allclose(plain, logits_of(same), atol=1e-5)
+
+
+def test_an_encoder_without_gradient_checkpointing_is_refused(
+    tiny_bert: Path, glue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BertModel, "supports_gradient_checkpointing", False)
+    with pytest.raises(UserError, match="trainer.gradient_checkpointing: bert has none"):
+        finetune(tiny_bert, glue, tmp_path, trainer={"gradient_checkpointing": True})
 
 
 def command(folder: Path, settings: Any) -> list[str]:
@@ -261,7 +270,7 @@ def test_a_checkpoint_of_other_settings_is_not_used(
     tiny_bert: Path, glue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("finetune.results.make_record", mock.Mock(side_effect=KeyboardInterrupt))
+        patch.setattr("finetune.run.write_run", mock.Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             finetune(tiny_bert, glue, tmp_path, **LONG)
     assert newest(settings_of(tiny_bert, glue, tmp_path, **LONG).folder) == 55
@@ -335,7 +344,7 @@ def test_normalisation_takes_the_rows_of_both_ranks_for_one_batch(launched: Path
 
 
 def test_balanced_weights_make_up_for_the_frequency_of_the_classes(tiny_bert: Path) -> None:
-    tokenizer = load_tokenizer(find_checkpoint(str(tiny_bert)), 24)
+    _, tokenizer = load_encoder(find_checkpoint(str(tiny_bert)), 24)
     rows = [Example(str(n), ("bal",), float(n == 0)) for n in range(4)]
     weights = _class_weights(Encoded(TASKS["sst2"], rows, tokenizer, 24))
     assert weights.tolist() == pytest.approx([4 / (2 * 3), 4 / (2 * 1)])

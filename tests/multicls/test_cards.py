@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from multicls import cards
 from multicls.errors import UserError
@@ -15,43 +16,23 @@ from multicls.sample import sample_dump, sample_model
 BASE = "google-bert/bert-base-uncased"
 
 
-def folder_with(tmp_path: Path, card: str) -> str:
-    folder = tmp_path / "checkpoint"
-    folder.mkdir()
-    (folder / "README.md").write_text(card, encoding="utf-8")
-    return str(folder)
+HUB_IDS = (BASE, "bert-large-cased", "a/b.c-d_1")
+OTHERS = ["/home/anna/base", "./bert", "a/b/c", "results", "results/checkpoint-500"]
+OTHERS += ["two words", "null", "''", "[a/b]"]
+STATED = "language: [en, de]\nlicense: other\nlicense_link: https://a.org"
+CARDS: list[tuple[str, Any]] = [
+    *((f"---\nbase_model: {name}\n---\n", {"base_model": name}) for name in HUB_IDS),
+    *((f"---\nbase_model: {name}\n---\n", {}) for name in OTHERS),
+    (f"---\n{STATED}\ntags: [x]\n---\n# A model\n", yaml.safe_load(STATED)),
+    *((card, {}) for card in ("", "no metadata", "---\n[1, 2]\n---\n", "---\na: [\n---\n")),
+    ("---\nlicense:\n---\n", {}),
+]
 
 
-@pytest.mark.parametrize(
-    ("named", "base"),
-    [
-        (BASE, BASE),
-        ("bert-large-cased", "bert-large-cased"),
-        ("a/b.c-d_1", "a/b.c-d_1"),
-        *((name, None) for name in ("/home/anna/base", "./bert", "a/b/c", "results", "two words")),
-        *((name, None) for name in ("results/checkpoint-500", None, "", ["a/b"])),
-    ],
-)
-def test_a_folders_base_is_the_hub_id_that_its_card_names(
-    tmp_path: Path, named: object, base: str | None
-) -> None:
-    card = f"---\nbase_model: {json.dumps(named)}\n---\n"
-    expected = {"base_model": base} if base else {}
-    assert cards.inherited_metadata(folder_with(tmp_path, card)) == expected
-
-
-def test_license_and_language_come_from_the_card(tmp_path: Path) -> None:
-    card = "---\nlanguage: [en, no, 'd e', multilingual]\nlicense: mit\nlicense_link: LICENSE\n---\n# A model\n"
-    expected = {"license": "mit", "language": ["en", "multilingual"]}  # YAML reads `no` as false
-    assert cards.inherited_metadata(folder_with(tmp_path, card)) == expected
-
-
-@pytest.mark.parametrize(
-    "card",
-    ["", "no metadata", "---\n[1, 2]\n---\n", "---\na: [\n---\n", "---\nlicense: [a]\n---\n"],
-)
-def test_broken_cards_state_nothing(tmp_path: Path, card: str) -> None:
-    assert cards.inherited_metadata(folder_with(tmp_path, card)) == {}
+@pytest.mark.parametrize(("card", "stated"), CARDS)
+def test_a_folder_inherits_what_its_card_states(tmp_path: Path, card: str, stated: Any) -> None:
+    (tmp_path / "README.md").write_text(card, encoding="utf-8")
+    assert cards.inherited_metadata(str(tmp_path)) == stated
 
 
 def test_the_sample_is_the_hubs_model() -> None:

@@ -10,38 +10,36 @@ import pytest
 
 from multicls.corpus import (
     FORMAT_VERSION,
+    MANIFEST,
     MAX_TOKENS,
     Corpus,
     Shard,
     ShardRow,
     held_out_share,
     occurrences,
-    write_manifest,
     write_shard,
 )
 from multicls.errors import UserError
+from multicls.files import write_json
 
 
 def row(name: str, *sentences: list[int]) -> ShardRow:
     tokens = np.array([token for sentence in sentences for token in sentence], np.uint16)
     offsets = np.cumsum([0] + [len(sentence) for sentence in sentences]).astype(np.int32)
-    return ShardRow(
-        "source", name, f"title of {name}", 7 << 40, tokens, offsets, occurrences(tokens)
-    )
+    title, counts = f"title of {name}", occurrences(tokens)
+    return ShardRow("source", name, title, 7 << 40, tokens, offsets, counts)
 
 
 ROWS = [row("a", [1, 2, 1], [3], [1]), row("b", [9, 9], [8])]
 
 
-def write_corpus(
-    folder: Path, format_version: int = FORMAT_VERSION, rows: list[ShardRow] = ROWS
-) -> Path:
+def write_corpus(folder: Path, version: int = FORMAT_VERSION, rows: list[ShardRow] = ROWS) -> Path:
     write_shard(folder / "shard-00000.arrow", rows)
     size = (folder / "shard-00000.arrow").stat().st_size
     shard = {"name": "shard-00000.arrow", "rows": len(rows), "bytes": size}
     tokenizer = {"vocabulary_size": 10, "fingerprint": "f"}
-    manifest = {"format_version": format_version, "documents": 2, "files": {}}
-    write_manifest(folder, manifest | {"shards": [shard], "tokenizer": tokenizer})
+    manifest = {"format_version": version, "documents": 2, "files": {}}
+    write_json(folder / MANIFEST, manifest | {"shards": [shard], "tokenizer": tokenizer})
     return folder
 
 

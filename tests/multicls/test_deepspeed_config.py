@@ -94,9 +94,7 @@ def test_bad_files(tmp_path: Path, text: str) -> None:
     assert BAD[text] in str(caught.value) and "ds.json" in str(caught.value)
 
 
-def test_shipped_files_are_found_from_any_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shipped_files_are_found_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert load_deepspeed_config("ds_configs/zero2.json")["zero_optimization"]["stage"] == 2
     (tmp_path / "ds_configs").mkdir()

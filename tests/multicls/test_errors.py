@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from typing import NoReturn
 
@@ -9,6 +8,7 @@ import pytest
 
 from multicls.errors import UserError, did_you_mean, run_command
 from multicls.files import REPOSITORY
+from tests.processes import completed
 
 LIMIT = 60  # seconds of a command; its child would keep it for 600
 COMMAND = """
@@ -86,25 +86,19 @@ def test_only_a_crash_has_a_traceback(
     assert printed.startswith("Traceback") and printed.endswith("ZeroDivisionError: it\n")
 
 
-@pytest.mark.parametrize(
-    ("statement", "code"),
-    [
-        ("print('printed')", 0),
-        ("print('printed'); sys.exit(2)", 2),
-        ("print('printed'); raise MemoryError", 1),
-        ("print('printed'); raise KeyboardInterrupt", 130),
-    ],
-)
-def test_no_child_process_keeps_a_command(statement: str, code: int) -> None:
-    command = [sys.executable, "-c", COMMAND.format(statement=statement)]
-    done = subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=LIMIT, check=False
-    )
-    assert (done.returncode, done.stdout) == (code, "printed\n"), done.stderr
+FATES = {
+    "print('printed')": 0,
+    "print('printed'); sys.exit(2)": 2,
+    "print('printed'); raise MemoryError": 1,
+    "print('printed'); raise KeyboardInterrupt": 130,
+}
 
 
-@pytest.mark.parametrize(("statement", "code"), [("print('x')", 0), ("raise MemoryError", 1)])
-def test_a_command_without_streams_keeps_its_exit_code(statement: str, code: int) -> None:
-    script = COMMAND.format(statement=statement)
-    command = ["bash", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, script]
-    assert subprocess.run(command, cwd=REPOSITORY, timeout=LIMIT, check=False).returncode == code
+@pytest.mark.parametrize("streams", ["", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("statement", FATES)
+def test_no_child_process_keeps_a_command(statement: str, streams: str) -> None:
+    """With its streams or without them."""
+    command = ["bash", "-c", f'exec "$0" -c "$1" {streams}', sys.executable]
+    done = completed([*command, COMMAND.format(statement=statement)], cwd=REPOSITORY, timeout=LIMIT)
+    printed = "" if streams else "printed\n"
+    assert (done.returncode, done.stdout) == (FATES[statement], printed), done.stderr

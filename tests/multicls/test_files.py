@@ -9,19 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from multicls import files
 from multicls.errors import UserError
-from multicls.files import (
-    LOCK,
-    REPOSITORY,
-    FolderInUse,
-    append_jsonl,
-    atomic_folder,
-    atomic_write,
-    lock_holder,
-    locked,
-    read_json,
-    read_jsonl,
-)
 
 HOLDER = """
 import sys, time
@@ -35,16 +24,14 @@ with locked(sys.argv[1]):
 def test_atomic_write_keeps_the_old_file_when_the_block_fails(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("old")
-    with pytest.raises(RuntimeError), atomic_write(path) as file:
+    with pytest.raises(RuntimeError), files.atomic_write(path) as file:
         file.write("half of the new")
         raise RuntimeError
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_bytes_reach_the_disk_before_the_rename(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sync_comes_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced, sync, path = [], os.fsync, tmp_path / "new folder" / "a.txt"
 
     def note(descriptor: int) -> None:
@@ -52,7 +39,7 @@ def test_bytes_reach_the_disk_before_the_rename(
         synced.append((os.fstat(descriptor).st_ino, os.fstat(descriptor).st_size, path.exists()))
 
     monkeypatch.setattr(os, "fsync", note)
-    with atomic_write(path) as file:
+    with files.atomic_write(path) as file:
         file.write("new")
     assert synced == [(path.stat().st_ino, 3, False)]
     assert path.stat().st_mode & 0o777 == 0o644
@@ -63,29 +50,29 @@ def test_bad_json_is_a_user_error(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "a.json"
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"a\.json: not valid JSON"):
-        read_json(path)
+        files.read_json(path)
     with pytest.raises(UserError, match="no such file"):
-        read_json(tmp_path / "b.json")
+        files.read_json(tmp_path / "b.json")
 
 
 def test_jsonl_survives_a_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    assert read_jsonl(path) == []
-    append_jsonl(path, {"n": 1})
+    assert files.read_jsonl(path) == []
+    files.append_jsonl(path, {"n": 1})
     with path.open("ab") as file:
         file.write(b'{"n": 2, "lo')
-    append_jsonl(path, {"n": 3})
-    assert read_jsonl(path) == [{"n": 1}, {"n": 3}]
+    files.append_jsonl(path, {"n": 3})
+    assert files.read_jsonl(path) == [{"n": 1}, {"n": 3}]
 
 
 def test_atomic_folder_replaces_the_old_one_when_whole(tmp_path: Path) -> None:
     path = tmp_path / "new folder" / "a"
     for name in ("first", "second"):
-        with atomic_folder(path) as fresh:
+        with files.atomic_folder(path) as fresh:
             (fresh / name).touch()
             assert not (path / name).exists()
         assert [file.name for file in path.iterdir()] == [name]
-    with pytest.raises(RuntimeError), atomic_folder(path) as fresh:
+    with pytest.raises(RuntimeError), files.atomic_folder(path) as fresh:
         (fresh / "half of the new").touch()
         raise RuntimeError
     assert [file.name for file in path.iterdir()] == ["second"]
@@ -96,10 +83,10 @@ def test_folder_survives_a_kill_between_the_two_renames(tmp_path: Path) -> None:
     for leftover in (".model.old", ".model.new"):
         (tmp_path / leftover).mkdir()
         (tmp_path / leftover / leftover).touch()
-    with pytest.raises(ZeroDivisionError), atomic_folder(tmp_path / "model"):
+    with pytest.raises(ZeroDivisionError), files.atomic_folder(tmp_path / "model"):
         raise ZeroDivisionError
     assert [path.name for path in tmp_path.rglob("*")] == ["model", ".model.old"]
-    with atomic_folder(tmp_path / "model") as fresh:
+    with files.atomic_folder(tmp_path / "model") as fresh:
         (fresh / "weights").touch()
     assert [path.name for path in tmp_path.rglob("*")] == ["model", "weights"]
 
@@ -107,31 +94,33 @@ def test_folder_survives_a_kill_between_the_two_renames(tmp_path: Path) -> None:
 def test_a_second_process_names_the_holder_until_it_is_killed(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     command = [sys.executable, "-c", HOLDER, str(folder)]
-    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as holder:
+    with subprocess.Popen(
+        command, cwd=files.REPOSITORY, stdout=subprocess.PIPE, text=True
+    ) as holder:
         assert holder.stdout is not None
         holder.stdout.readline()
-        before = (folder / LOCK).read_bytes()
+        before = (folder / files.LOCK).read_bytes()
         try:
             message = rf"in use by process {holder.pid} on host \S+ since \d{{4}}-"
-            with pytest.raises(FolderInUse, match=message), locked(folder, patience=0):
+            with pytest.raises(files.FolderInUse, match=message), files.locked(folder, patience=0):
                 pass
-            assert f"process {holder.pid} on host" in str(lock_holder(folder))
-            assert (folder / LOCK).read_bytes() == before
+            assert f"process {holder.pid} on host" in str(files.lock_holder(folder))
+            assert (folder / files.LOCK).read_bytes() == before
         finally:
             holder.kill()
         holder.wait()
-        assert lock_holder(folder) is None
-        with locked(folder, patience=0):
-            assert str(os.getpid()) in (folder / LOCK).read_text()
+        assert files.lock_holder(folder) is None
+        with files.locked(folder, patience=0):
+            assert str(os.getpid()) in (folder / files.LOCK).read_text()
 
 
 def test_a_free_folder_has_no_lock_file(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "a").touch()
-    with locked(tmp_path / "run"):
-        assert (tmp_path / "run" / LOCK).exists()
+    with files.locked(tmp_path / "run"):
+        assert (tmp_path / "run" / files.LOCK).exists()
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["a"]
-    with locked(tmp_path / "new" / "run"):
+    with files.locked(tmp_path / "new" / "run"):
         pass
     assert not (tmp_path / "new" / "run").exists()
 
@@ -139,9 +128,9 @@ def test_a_free_folder_has_no_lock_file(tmp_path: Path) -> None:
 def test_one_process_takes_a_lock_once_under_any_name(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     (tmp_path / "link").symlink_to(folder)
-    with locked(folder):
+    with files.locked(folder):
         message = f"in use by process {os.getpid()}"
-        with pytest.raises(UserError, match=message), locked(tmp_path / "link", patience=0):
+        with pytest.raises(UserError, match=message), files.locked(tmp_path / "link", patience=0):
             pass
-        assert str(os.getpid()) in str(lock_holder(folder))
-    assert lock_holder(folder) is None
+        assert str(os.getpid()) in str(files.lock_holder(folder))
+    assert files.lock_holder(folder) is None

@@ -54,9 +54,7 @@ def test_dropout_seeds_differ_and_repeat() -> None:
 
 
 @pytest.mark.parametrize(("major", "precision"), [(7, "fp16"), (8, "bf16")])
-def test_auto_is_bf16_only_where_the_gpu_has_it(
-    major: int, precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_is_bf16_or_fp16(major: int, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch counts emulated bf16 as supported by default."""
     properties = SimpleNamespace(major=major, minor=0)
     monkeypatch.setattr("torch.version.hip", None)
@@ -73,9 +71,7 @@ def test_auto_is_bf16_only_where_the_gpu_has_it(
         choose_precision("fp16", CPU)
 
 
-def test_environment_names_versions_and_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_environment_has_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = environment_record()
     assert record["versions"]["torch"] == torch.__version__
     assert len(str(record["git_commit"]).removesuffix("-dirty")) in (4, 40)

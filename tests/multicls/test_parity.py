@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
-from transformers import BertTokenizer
+from transformers import BertConfig, BertTokenizer
 
 from multicls import MultiClsForPreTraining, MultiClsForSequenceClassification
 from multicls.convert import main
@@ -18,7 +18,7 @@ from multicls.errors import UserError
 from multicls.modeling_multicls import encoder_layers
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "parity_a.safetensors"
-RIGHT = "--num_facets 3 --facet_layers 1 3 --num_attention_heads 4"
+RIGHT = "--num_facets 3 --facet_layers 1 3"
 INPUTS = ("input_ids", "attention_mask", "token_type_ids", "tfidf_labels", "so_labels")
 
 
@@ -37,20 +37,29 @@ def authors(tensors: dict[str, Tensor], tmp_path_factory: pytest.TempPathFactory
     return path
 
 
-def tokenizer_of(state: dict[str, Tensor], folder: Path) -> str:
-    """Saves a tokenizer of as many tokens as a state dict has, with the facets where the fixture has them."""
-    rows = len(state["bert.embeddings.word_embeddings.weight"])
+def base_of(state: dict[str, Tensor], folder: Path) -> str:
+    """Saves configuration and tokenizer of the BERT of a state dict, with the facets where the fixture has them."""
+    rows, hidden = state["bert.embeddings.word_embeddings.weight"].shape
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"[unused{k}]" for k in range(3))]
     tokens = [*special, *(f"word{n}" for n in range(rows - len(special)))]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     BertTokenizer(vocab=vocabulary).save_pretrained(folder)
+    sizes: dict[str, Any] = {
+        "vocab_size": rows,
+        "hidden_size": hidden,
+        "num_attention_heads": 4,
+        "num_hidden_layers": len([key for key in state if key.endswith("attention.self.key.bias")]),
+        "intermediate_size": len(state["bert.encoder.layer.0.intermediate.dense.weight"]),
+        "max_position_embeddings": len(state["bert.embeddings.position_embeddings.weight"]),
+    }
+    BertConfig(**sizes).save_pretrained(folder)
     return str(folder)
 
 
 @pytest.fixture(scope="module")
 def options(authors: Path) -> list[str]:
     state = torch.load(authors, weights_only=True)["sd"]
-    return ["--tokenizer", tokenizer_of(state, authors.parent / "tokenizer")]
+    return ["--base", base_of(state, authors.parent / "base")]
 
 
 @pytest.fixture(scope="module")
@@ -114,13 +123,13 @@ def test_inserted_layers_matter(tensors: dict[str, Tensor], converted: Path) -> 
     [
         ("", "num_facets"),
         ("--num_facets 0", "num_facets"),
-        ("--num_facets 3 --facet_layers 1 3", "--num_attention_heads"),
         (RIGHT.replace("3 --f", "2 --f"), "facet_lin_emb.0.2.weight"),
         (RIGHT.replace("1 3", "1"), "facet_lin_emb.1.0.weight"),
         (RIGHT.replace("3 --f", "4 --f"), "facet_lin_emb.0.3.weight"),
         (RIGHT.replace("1 3", "1 9"), "1..4"),
         (RIGHT.replace("1 3", "1 x"), "facet_layers"),
-        (f"{RIGHT} --tokenizer TINY", "tokens, but the checkpoint has"),
+        (f"{RIGHT} --base TINY", "size mismatch"),
+        (f"{RIGHT} --base runs/none", "model runs/none"),
     ],
 )
 def test_wrong_options_are_refused_before_writing(

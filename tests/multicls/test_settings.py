@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from pydantic_settings import CliPositionalArg
 from multicls.errors import UserError
 from multicls.files import REPOSITORY
 from multicls.settings import RecipeOptions, Settings, load_settings, parse
+from tests.processes import completed
 
 DOC = """Does it.
 
@@ -40,6 +41,7 @@ class Job(RecipeOptions):
     folder: CliPositionalArg[str] = Field(description="a place")
     data: str = Field("none", description="text")
     files: tuple[str, ...] = Field((), description="files to read")
+    train_file: str = Field("", description="rows to train on")
     layers: list[int] | None = Field(None, description="some layers")
     weights: dict[str, float] = Field({}, description="by name")
     status: bool = Field(False, exclude=True, description="print the state")
@@ -108,6 +110,8 @@ def test_all_mistakes_at_once_with_their_sources(tmp_path: Path) -> None:
     for start in starts:
         assert sum(problem.startswith(start) for problem in found) == 1, (start, found)
     assert len(found) == len(starts)
+    assert problems("p", "--train.size", "aut")[0].endswith("'auto'. Did you mean 'auto'?")
+    assert "for weights: " in problems("p", "--weights", "wiki")[0]
     unknown = problems("p", "--foo=1", "--stpes=3")
     assert unknown == [
         "--foo: no such flag. --help lists all flags.",
@@ -120,7 +124,7 @@ def test_all_mistakes_at_once_with_their_sources(tmp_path: Path) -> None:
     [
         (["--lerning_rate", "1"], "'--learning_rate'"),
         (["--size", "1"], "'--train.size'"),
-        (["--validation_files", "1"], "--help"),
+        (["--validation_file", "1"], "--help"),  # never --train_file
         (["stray"], "stray"),
         (["--steps", "2000"], "more than 1000 steps need data"),
         (["--steps"], "--steps"),
@@ -177,26 +181,28 @@ def test_help_has_groups_defaults_and_examples(capsys: pytest.CaptureFixture[str
     assert "100 % of it" in text and "python x.py --steps 3" in text
 
 
-COMMANDS = ["pretrain/run.py", "pretrain/export.py", "data_prep/run.py", "multicls/convert.py"]
+COMMANDS = ["pretrain/run", "pretrain/export", "data_prep/run", "multicls/convert"]
 COMMANDS += [
-    f"finetune/{name}.py" for name in ("run", "grid", "report", "predict", "analyze", "submit")
+    f"finetune/{name}" for name in ["run", "grid", "report", "predict", "analyze", "submit"]
 ]
+QUICK = [*product(COMMANDS, [("--help", 0, ""), ("--no_such_flag", 2, "no such flag")])]
+QUICK += [("pretrain/run", ("--status --output_dir nowhere", 3, "not begun"))]
+IMPORTS = """
+import os, runpy, sys
+heavy = {"torch", "transformers", "deepspeed", "datasets", "pandas", "distributed"}
+end = os._exit
+os._exit = lambda code: (print("heavy", heavy & set(sys.modules), flush=True), end(code))
+sys.argv = sys.argv[1:]
+try: runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as left: os._exit(left.code or 0)
+"""
 
 
-@pytest.mark.parametrize("file", COMMANDS)
-def test_help_and_settings_errors_import_no_framework(file: str) -> None:
-    """Both answer at once: nothing that takes seconds to import is imported."""
-    for words, code in ((["--help"], 0), (["--no_such_flag", "1"], 2)):
-        script = (
-            "import sys, runpy, os\n"
-            f"sys.argv = [{file!r}, *{words!r}]\n"
-            "heavy = {'torch', 'transformers', 'deepspeed', 'datasets', 'pandas', 'distributed'}\n"
-            "end = os._exit\n"
-            "os._exit = lambda code: (print('heavy', heavy & set(sys.modules), flush=True), end(code))\n"
-            f"try: runpy.run_path({file!r}, run_name='__main__')\n"
-            "except SystemExit as left: os._exit(left.code or 0)\n"
-        )
-        command = [sys.executable, "-c", script]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPOSITORY)
-        assert done.stdout.endswith("heavy set()\n") and done.returncode == code, done.stderr
-        assert code == 0 or "--no_such_flag: no such flag" in done.stderr
+@pytest.mark.parametrize(("command", "answer"), QUICK)
+def test_quick_answers_import_no_framework(command: str, answer: tuple[str, int, str]) -> None:
+    words, code, text = answer
+    done = completed(
+        [sys.executable, "-c", IMPORTS, f"{command}.py", *words.split()], cwd=REPOSITORY
+    )
+    assert done.stdout.endswith("heavy set()\n") and done.returncode == code, done.stderr
+    assert text in done.stdout + done.stderr

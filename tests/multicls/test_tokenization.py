@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
+from tokenizers.normalizers import Lowercase
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from data_prep.encode import load_tokenizer_files
 from multicls.corpus import tokenizer_fingerprint
 from multicls.errors import UserError
 from multicls.tokenization import facet_ids, facet_tokens, load_tokenizer, with_facets
@@ -42,6 +44,8 @@ def test_facets_stand_after_cls_and_text_stays_text(kind: str, tmp_path: Path) -
     assert len(long["input_ids"]) == 16
     same, one = tokenizer.backend_tokenizer, theirs.backend_tokenizer
     assert tokenizer_fingerprint(same) == tokenizer_fingerprint(one)
+    one.normalizer = None if one.normalizer else Lowercase()  # the control
+    assert tokenizer_fingerprint(same) != tokenizer_fingerprint(one)
 
 
 def test_bos_and_eos_stand_in_and_missing_roles_are_named() -> None:
@@ -62,24 +66,24 @@ def test_facets_are_the_first_unused_entries_by_id_or_all_new() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokenizer_class", "file"),
+    ("kind", "file"),
     [("XLMRobertaTokenizer", "sentencepiece.bpe.model"), ("DebertaV2Tokenizer", "spm.model")],
 )
-def test_sentencepiece_models_without_tokenizer_json(
-    tokenizer_class: str, file: str, tmp_path: Path
-) -> None:
+def test_sentencepiece_models_without_tokenizer_json(kind: str, file: str, tmp_path: Path) -> None:
     sentencepiece = pytest.importorskip("sentencepiece")
     prefix, text = str(tmp_path / file).removesuffix(".model"), iter([" ".join(WORDS)] * 20)
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=text, model_prefix=prefix, vocab_size=70, minloglevel=2
     )
-    config = {"tokenizer_class": tokenizer_class, "model_max_length": 62}
+    config = {"tokenizer_class": kind, "model_max_length": 62}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     theirs = load_tokenizer(str(tmp_path))
     tokenizer = with_facets(theirs, 2, token_types=False)
     plain, ours = theirs("bal del", "fil")["input_ids"], tokenizer("bal del", "fil")["input_ids"]
     assert ours == [plain[0], *facet_ids(tokenizer), *plain[1:]] and len(plain) > 5
     assert theirs.unk_token_id not in plain
+    prepared = load_tokenizer_files(str(tmp_path))["tokenizer.json"].decode()
+    assert Tokenizer.from_str(prepared).encode("bal del").ids == theirs("bal del")["input_ids"]
 
 
 def test_tokenizers_that_do_not_work_are_refused(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,10 +15,12 @@ from multicls.build import build
 from multicls.embeddings import write_sentence_transformer
 from tests.encoders import save_encoder
 from tests.multicls import without_project
+from tests.processes import completed
 
 pytestmark = pytest.mark.slow
 CHECKS = [name for name in vars(without_project) if name.startswith("check_")]
 KINDS = ("bert", "modernbert")
+Results = dict[tuple[str, str], str | None]
 
 
 def export(kind: str, folder: Path) -> None:
@@ -41,23 +42,14 @@ def export(kind: str, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], str | None]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """The traceback of each check on each folder, or None; all run in one process, with -I, in another folder."""
     parent = tmp_path_factory.mktemp("elsewhere")
     for kind in KINDS:
         export(kind, parent / kind)
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    environment |= {"HF_MODULES_CACHE": str(parent / "modules")}
-    folders = [str(parent / kind) for kind in KINDS]
-    ran = subprocess.run(
-        [sys.executable, "-I", without_project.__file__, *folders],
-        cwd=parent,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment = os.environ | {"HF_MODULES_CACHE": str(parent / "modules")}
+    words = ["-I", without_project.__file__, *(parent / kind for kind in KINDS)]
+    ran = completed([sys.executable, *words], cwd=parent, env=environment)
     assert ran.returncode == 0, ran.stderr
     lines = [line.removeprefix("RESULT ") for line in ran.stdout.splitlines() if "RESULT" in line]
     return {(kind, check): problem for kind, check, problem in map(json.loads, lines)}
@@ -65,7 +57,5 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], s
 
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_tools_of_hugging_face(
-    results: dict[tuple[str, str], str | None], kind: str, check: str
-) -> None:
+def test_tools_of_hugging_face(results: Results, kind: str, check: str) -> None:
     assert results[kind, check] is None, results[kind, check]

@@ -15,17 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers as hf
 from safetensors.torch import load_file
-from transformers import (
-    AutoModel,
-    AutoModelForMaskedLM,
-    AutoModelForPreTraining,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    Trainer,
-    TrainingArguments,
-    pipeline,
-)
 
 TRUST: dict[str, Any] = {"trust_remote_code": True}
 TEXTS = ["bal del fil", "gol", "nar pel ros tun"]
@@ -40,7 +31,7 @@ class Refused:
 
 
 def tokenizer_of(folder: Path) -> Any:
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # it needs no code
+    return hf.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # it needs no code
 
 
 def batch(folder: Path) -> dict[str, torch.Tensor]:
@@ -58,10 +49,10 @@ def load(auto: Any, folder: Path, **options: Any) -> Any:
 def check_every_auto_class(folder: Path) -> None:
     expected, inputs = load_file(folder / "expected.safetensors"), batch(folder)
     with torch.no_grad():
-        facets = load(AutoModel, folder)(**inputs).facet_embeddings
+        facets = load(hf.AutoModel, folder)(**inputs).facet_embeddings
         options = {"labels": inputs["input_ids"], "output_hidden_states": True}
-        masked = load(AutoModelForMaskedLM, folder)(**inputs, **options)
-        pretraining = load(AutoModelForPreTraining, folder)(**inputs)
+        masked = load(hf.AutoModelForMaskedLM, folder)(**inputs, **options)
+        pretraining = load(hf.AutoModelForPreTraining, folder)(**inputs)
     torch.testing.assert_close(facets, expected["facets"])
     torch.testing.assert_close(masked.logits, expected["mlm_logits"])
     torch.testing.assert_close(pretraining.mlm_logits, expected["mlm_logits"])
@@ -72,12 +63,12 @@ def check_every_auto_class(folder: Path) -> None:
 
 
 def check_pipelines(folder: Path) -> None:
-    features = pipeline("feature-extraction", str(folder), **TRUST)(TEXTS[0])
+    features = hf.pipeline("feature-extraction", str(folder), **TRUST)(TEXTS[0])
     tokens = tokenizer_of(folder)(TEXTS[0])["input_ids"]
     assert np.shape(features) == (1, len(tokens), 32)
-    best = pipeline("fill-mask", str(folder), **TRUST)("bal [MASK] fil", top_k=2)
+    best = hf.pipeline("fill-mask", str(folder), **TRUST)("bal [MASK] fil", top_k=2)
     assert len(best) == 2 and 0 < best[0]["score"] < 1 and "[MASK]" not in best[0]["sequence"]
-    scores = pipeline("text-classification", str(folder), **TRUST)(TEXTS)
+    scores = hf.pipeline("text-classification", str(folder), **TRUST)(TEXTS)
     assert len(scores) == 3 and {row["label"] for row in scores} <= {"LABEL_0", "LABEL_1"}
 
 
@@ -88,7 +79,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 def trainer_of(folder: Path, output: str, **options: Any) -> Any:
     still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    model = AutoModelForSequenceClassification.from_pretrained(
+    model = hf.AutoModelForSequenceClassification.from_pretrained(
         folder, classifier_dropout=0.0, encoder=still, **TRUST
     )
     with torch.no_grad():  # the new weights, the same in each process
@@ -97,19 +88,9 @@ def trainer_of(folder: Path, output: str, **options: Any) -> Any:
     plain = {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant"}
     quiet = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
     options |= plain | quiet | {"use_cpu": True, "max_steps": 1, "max_grad_norm": 0.0}
-    arguments, rows = TrainingArguments(str(folder / output), **options), rows_of(folder)
-
-    def accuracy(given: Any) -> dict[str, float]:
-        return {"accuracy": (given.predictions.argmax(axis=-1) == given.label_ids).mean()}
-
-    return Trainer(
-        model=model,
-        args=arguments,
-        train_dataset=rows,
-        eval_dataset=rows,
-        processing_class=tokenizer_of(folder),
-        compute_metrics=accuracy,
-    )
+    arguments = hf.TrainingArguments(str(folder / output), **options)
+    data: Any = {"train_dataset": rows_of(folder), "processing_class": tokenizer_of(folder)}
+    return hf.Trainer(model=model, args=arguments, **data)
 
 
 def check_trainer(folder: Path) -> None:
@@ -117,11 +98,10 @@ def check_trainer(folder: Path) -> None:
     before = whole.model.classifier.weight.clone()
     whole.train()
     assert not torch.equal(whole.model.classifier.weight, before)
-    assert 0 <= whole.evaluate()["eval_accuracy"] <= 1
     predicted = whole.predict(rows_of(folder)).predictions
     assert predicted.shape == (6, 2)
     whole.save_model(folder / "saved")
-    again = load(AutoModelForSequenceClassification, folder / "saved")
+    again = load(hf.AutoModelForSequenceClassification, folder / "saved")
     with torch.no_grad():
         logits = again(**batch(folder)).logits
     torch.testing.assert_close(logits, torch.tensor(predicted[:3]), rtol=1e-4, atol=1e-5)
@@ -135,7 +115,7 @@ def check_trainer(folder: Path) -> None:
 def check_onnx(folder: Path) -> None:
     import onnxruntime
 
-    model, inputs = load(AutoModel, folder), batch(folder)
+    model, inputs = load(hf.AutoModel, folder), batch(folder)
     names = list(inputs)
 
     class Wrapped(torch.nn.Module):
@@ -163,7 +143,7 @@ def check_onnx(folder: Path) -> None:
 
 
 def check_compile(folder: Path) -> None:
-    model, inputs = load(AutoModel, folder), batch(folder)
+    model, inputs = load(hf.AutoModel, folder), batch(folder)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         found, expected = compiled(**inputs), model(**inputs)
@@ -178,8 +158,8 @@ def check_sentence_transformers(folder: Path) -> None:
     assert model.get_embedding_dimension() == 32
     found = model.encode(TEXTS, convert_to_tensor=True)
     torch.testing.assert_close(found, expected["mean"], rtol=1e-4, atol=1e-5)
-    tokenizer = model.tokenizer
-    assert tokenizer.mask_token_id not in tokenizer("bal [MASK]")["input_ids"]  # all text is text
+    ids = model.tokenizer("bal [MASK]")["input_ids"]
+    assert model.tokenizer.mask_token_id not in ids  # all text is text
     similarity = model.similarity(found, found)
     torch.testing.assert_close(similarity.diagonal(), torch.ones(3))
 

@@ -7,13 +7,15 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from multicls.files import REPOSITORY, read_jsonl
+from tests.encoders import WORDS
+from tests.processes import completed, program
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 Fork = Callable[..., list[list[int | None]]]
@@ -21,19 +23,24 @@ Fork = Callable[..., list[list[int | None]]]
 
 @pytest.fixture(scope="session")
 def tiny_corpus(tiny_bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A corpus of invented documents whose words follow their topic, so that there is something to learn."""
+    """A corpus with something to learn: 400 documents of six invented sentences.
+
+    The words tell the topic, and the first word whether a sentence opens or closes.
+    """
     from data_prep.run import main
 
     folder = tmp_path_factory.mktemp("corpus")
     (folder / "text").mkdir()
-    vocabulary = json.loads((tiny_bert / "tokenizer.json").read_text())["model"]["vocab"]
-    words = sorted(word for word in vocabulary if word.isalpha() and word.isascii())
+    opening, closing, *words = WORDS
+    topics = [words[start : start + 10] for start in range(0, 200, 10)]
     rng = random.Random(0)
-    for number in range(40):
-        topic = rng.sample(words, 12)
-        sentences = [" ".join(rng.choices(topic, k=rng.randint(4, 9))) for _ in range(30)]
+    for number in range(400):
+        topic = rng.choice(topics)
+        sentences = [
+            " ".join([first, *rng.choices(topic, k=9)]) for first in [opening, closing] * 3
+        ]
         text = " ".join(f"{sentence.capitalize()}." for sentence in sentences)
-        (folder / "text" / f"{number:02d}.txt").write_text(text, encoding="utf-8")
+        (folder / "text" / f"{number:03d}.txt").write_text(text, encoding="utf-8")
     source = ["--input", str(folder / "text"), "--tokenizer", str(tiny_bert)]
     main([*source, "--output", str(folder / "shards")])
     return folder / "shards"
@@ -49,20 +56,12 @@ def tiny_run(tiny_bert: Path, tiny_corpus: Path) -> list[str]:
 def launch(tiny_run: list[str]) -> Launch:
     """Runs pretrain/run.py with the tiny recipe: `launch(run_folder, *flags, launcher=["python"])`."""
 
-    def run(folder: Path, *more: str, launcher: tuple[str, ...] = ("python",)) -> object:
-        program = [str(Path(sys.executable).with_name(launcher[0])), *launcher[1:]]
-        program += [str(REPOSITORY / "pretrain/run.py"), "--output_dir", str(folder)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        return subprocess.run(
-            [*program, *tiny_run, *more],
-            cwd=folder.parent,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+    def run(folder: Path, *more: str, launcher: Sequence[str] = ("python",)) -> Any:
+        words = [program(launcher[0]), *launcher[1:], REPOSITORY / "pretrain/run.py"]
+        words += ["--output_dir", folder, *tiny_run, *more]
+        return completed(words, cwd=folder.parent, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
-    return run  # type: ignore[return-value]
+    return run
 
 
 @pytest.fixture(scope="session")
@@ -101,10 +100,8 @@ def records(folder: Path, split: str) -> list[dict[str, Any]]:
 
 def losses(folder: Path, split: str) -> list[dict[str, float]]:
     """Returns the losses in the run's records of one split."""
-    return [
-        {name: value for name, value in record.items() if name.startswith("loss/")}
-        for record in records(folder, split)
-    ]
+    found = records(folder, split)
+    return [{key: one[key] for key in one if key.startswith("loss/")} for one in found]
 
 
 def weights(folder: Path) -> dict[str, bytes]:

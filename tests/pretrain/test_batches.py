@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+from contextlib import closing
 from itertools import chain
 from pathlib import Path
 
@@ -13,6 +16,7 @@ from multicls.corpus import Corpus
 from pretrain import batches
 from pretrain.batches import MicroBatch, load_steps
 from tests.pretrain.tools import micro_batch_of
+from tests.processes import children
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +38,7 @@ def assert_same(one: list[MicroBatch], other: list[MicroBatch]) -> None:
         assert all(torch.equal(tensor, b.inputs[name]) for name, tensor in a.inputs.items())
 
 
-def test_workers_ranks_and_groups_change_no_number(
-    stream: ExampleStream, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_and_ranks_agree(stream: ExampleStream, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = load(stream)
     assert [batch.number for batch in wanted] == list(range(12, 32))
     assert_same(load(stream, workers=2), wanted)
@@ -74,3 +76,11 @@ def test_tensors_and_counts_are_what_the_model_and_the_losses_take(stream: Examp
     expected = micro_batch_of(batch.inputs, 3)
     assert batch.counts == expected.counts
     assert torch.equal(batch.inputs["masked_positions"], expected.inputs["masked_positions"])
+
+
+def test_loaders_are_no_forks_of_the_rank(stream: ExampleStream) -> None:
+    """Locks that threads of the rank hold would stay locked in a fork."""
+    with closing(load_steps(stream, range(5), size=3, per_step=4, workers=1)) as steps:
+        next(steps)
+        loaders = {process.pid for process in multiprocessing.active_children()}
+        assert loaders and not loaders & set(children(os.getpid()))

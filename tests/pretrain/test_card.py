@@ -12,7 +12,7 @@ from transformers import BertConfig
 from multicls import MultiClsConfig
 from multicls.files import append_jsonl, write_json
 from pretrain import card
-from tests.hub_rules import checked_card
+from tests.pretrain.tools import checked_card
 
 SETTINGS = """
 model: {checkpoint: /home/anna/bert, random_weights: false, num_facets: 2}

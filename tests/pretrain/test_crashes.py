@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import pytest
 
 from tests.pretrain.accidents import GONE
 from tests.pretrain.conftest import Fork, said
-from tests.processes import IdleClock, free_ports, sessions, until
+from tests.processes import IdleClock, free_ports, program, sessions, until
 
 pytestmark = pytest.mark.launcher
 MANY_STEPS = ("--steps", "500")  # the loader processes have more ready than a pipe takes, and wait
@@ -59,29 +58,24 @@ def test_an_accident_ends_every_process(
     assert reason in said(tmp_path / "run")
 
 
+DEEPSPEED = ("deepspeed --num_gpus=2", "killed in a step")
+TORCHRUN = ("torchrun --nproc_per_node=2", "RuntimeError in a step")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("launcher", "crash"),
-    [
-        ("deepspeed --num_gpus=2", "killed in a step"),
-        ("torchrun --nproc_per_node=2", "RuntimeError in a step"),
-    ],
-)
-def test_launchers_end_with_the_reason(
-    tiny_run: list[str], tmp_path: Path, launcher: str, crash: str
-) -> None:
+@pytest.mark.parametrize(("launcher", "crash"), [DEEPSPEED, TORCHRUN])
+def test_launchers_say_why(tiny_run: list[str], tmp_path: Path, launcher: str, crash: str) -> None:
     """A command with two ranks, of which one crashes, ends within 15 seconds and prints why."""
     arguments = [*tiny_run, "--output_dir", str(tmp_path / "run"), *MANY_STEPS, *LOADER]
     launch = {"accident": crash, "step": 1, "on": 1, "arguments": arguments}
-    program, ranks = launcher.split()
-    command = [str(Path(sys.executable).with_name(program)), ranks]
+    name, ranks = launcher.split()
+    command = [program(name), ranks]
     command += [f"--master_port={free_ports(1)[0]}", str(Path(__file__).with_name("accidents.py"))]
     command += [str(tmp_path / "launch_0.txt"), json.dumps(launch)]
-    output, environment = tmp_path / "output.txt", os.environ | {"OMP_NUM_THREADS": "1"}
+    output = tmp_path / "output.txt"
     with output.open("w") as file:
-        process = subprocess.Popen(
-            command, env=environment, stdout=file, stderr=file, start_new_session=True
-        )
+        options: Any = {"stdout": file, "stderr": file, "start_new_session": True}
+        process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **options)
     try:
         until((tmp_path / "launch_0.crashed").exists, output.read_text)
         since_crash = IdleClock()

@@ -6,10 +6,9 @@ import functools
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,20 +22,14 @@ from pretrain.nonfinite import NonFiniteGuard, mask_nonfinite
 from pretrain.training import lr_at
 from tests.pretrain.conftest import Fork, said
 from tests.pretrain.tools import tiny_model
-from tests.pretrain.two_ranks import (
-    BATCH,
-    CASES,
-    FACETS,
-    FILES,
-    GROUP,
-    STEPS,
-    micro_batch,
-    settings,
-)
+from tests.pretrain.two_ranks import BATCH, CASES, FILES, GROUP, STEPS, Case, micro_batch, settings
+from tests.processes import completed, program
 
 OBJECTIVES = ("mlm", "tfidf", "so", "mcqt")
-SLOW = CASES.keys() - FILES
-MARKED = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES]
+SLOW = [name for name in CASES if name not in FILES]
+LAUNCHES: list[Any] = [(name, 2) for name in FILES]
+LAUNCHES += [pytest.param(name, 2, marks=pytest.mark.slow) for name in SLOW]
+LAUNCHES += [pytest.param(name, 1, marks=pytest.mark.slow) for name in FILES]
 Launched = Callable[[str, int], dict[str, Any]]
 
 
@@ -46,26 +39,29 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
 
     @functools.cache
     def launch(ranks: int, is_slow: bool) -> dict[str, Any]:
-        results = tmp_path_factory.mktemp("ranks") / "results.json"
-        torchrun = [str(Path(sys.executable).with_name("torchrun")), "--standalone"]
-        torchrun += [f"--nproc_per_node={ranks}", str(Path(__file__).with_name("two_ranks.py"))]
+        folder = tmp_path_factory.mktemp("ranks")
+        command = [program("torchrun"), "--standalone", f"--nproc_per_node={ranks}"]
+        command += [str(Path(__file__).with_name("two_ranks.py")), str(folder / "results.json")]
+        extensions = {"TORCH_EXTENSIONS_DIR": str(folder / "extensions")}
+        no_compiler = {"PATH": "", "CC": "none", "CXX": "none"} | extensions
         names = [name for name in CASES if (name in SLOW) == is_slow]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        command = [*torchrun, str(results), *names]
-        ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        ran = completed([*command, *names], env=os.environ | no_compiler | {"OMP_NUM_THREADS": "1"})
         assert ran.returncode == 0, ran.stdout + ran.stderr
-        return {name: one | {"stderr": ran.stderr} for name, one in read_json(results).items()}
+        assert not re.search(r"torch\.distributed\.\w+` is deprecated", ran.stderr)
+        assert not (folder / "extensions").exists(), "an op was compiled"
+        results = read_json(folder / "results.json")
+        return {name: one | {"stderr": ran.stderr} for name, one in results.items()}
 
     return lambda name, ranks: launch(ranks, name in SLOW)[name]
 
 
 @functools.cache
-def plain_pytorch(size: int, encoder: str = "") -> list[dict[str, float]]:
+def plain_pytorch(size: int, **shape: Any) -> list[dict[str, float]]:
     """Returns the losses of the first steps, by a loop over the definitions in one process.
 
     Groups are compared one by one, whatever the micro-batches of `size` examples.
     """
-    network, train = tiny_model(FACETS, encoder=encoder), settings().train
+    network, train = tiny_model(**shape), settings().train
     network.freeze_unused(OBJECTIVES)
     named = [(name, p) for name, p in network.named_parameters() if p.requires_grad]
     plain = {name for name, _ in named if "LayerNorm" in name or name.endswith("bias")}
@@ -104,17 +100,12 @@ def test_every_file_is_launched() -> None:
     assert {case.file for case in CASES.values()} == files
 
 
-@pytest.mark.launcher
-@pytest.mark.parametrize("name", MARKED)
-def test_losses_are_those_of_plain_pytorch(launched: Launched, name: str) -> None:
-    case, found = CASES[name], launched(name, 2)
+def assert_losses(found: dict[str, Any], case: Case) -> None:
     is_bf16 = "precision" in case.changes
-    expected = plain_pytorch(case.changes.get("micro_batch_size", GROUP), case.encoder)
-    tolerance = 0.03 if is_bf16 else 1e-4 if case.encoder else 1e-5
+    tolerance = 0.03 if is_bf16 else 1e-4 if "encoder" in case.model else 1e-5
+    expected = plain_pytorch(case.changes.get("micro_batch_size", GROUP), **case.model)
     for ours, theirs in zip(found["losses"], expected, strict=True):
         assert {key: ours[key] for key in theirs} == pytest.approx(theirs, rel=tolerance)
-    if name in ("zero2_bf16", "zero3_bf16"):
-        assert found["accumulated"] == "torch.float32"
 
 
 def assert_skipped(found: dict[str, Any]) -> None:
@@ -128,20 +119,14 @@ def assert_skipped(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.launcher
-@pytest.mark.parametrize("name", MARKED)
-def test_a_step_that_is_not_finite_updates_nothing(launched: Launched, name: str) -> None:
-    """Without DeepSpeed's scan for overflow, in each precision and ZeRO stage that runs on CPU."""
-    assert_skipped(launched(name, 2))
-
-
-@pytest.mark.launcher
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FILES)
-def test_one_rank_makes_the_same_steps(launched: Launched, name: str) -> None:
-    found = launched(name, 1)
+@pytest.mark.parametrize(("name", "ranks"), LAUNCHES)
+def test_steps_are_those_of_plain_pytorch(launched: Launched, name: str, ranks: int) -> None:
+    """And a step that is not finite updates nothing, in each precision and ZeRO stage that runs on CPU."""
+    found = launched(name, ranks)
+    assert_losses(found, CASES[name])
     assert_skipped(found)
-    for ours, theirs in zip(found["losses"], plain_pytorch(GROUP), strict=True):
-        assert {key: ours[key] for key in theirs} == pytest.approx(theirs, rel=1e-5)
+    if name in ("zero2_bf16", "zero3_bf16"):
+        assert found["accumulated"] == "torch.float32"
 
 
 @pytest.mark.launcher
@@ -153,9 +138,7 @@ def test_what_is_not_finite_is_named(launched: Launched) -> None:
 
 
 @pytest.mark.launcher
-def test_a_run_that_is_not_finite_ends_with_code_1(
-    fork: Fork, tiny_bert: Path, tmp_path: Path
-) -> None:
+def test_nonfinite_runs_end_with_code_1(fork: Fork, tiny_bert: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny_bert, tmp_path / "broken")
     weights = load_file(tmp_path / "broken" / "model.safetensors")
     weights["cls.predictions.bias"][3] = float("nan")
@@ -169,24 +152,16 @@ def test_a_run_that_is_not_finite_ends_with_code_1(
     assert "NaN" not in (run / "metrics.jsonl").read_text()  # it is no JSON
 
 
-class Fp16Engine:
-    """An engine whose gradients overflow in each step; DeepSpeed then halves the loss scale."""
-
-    device = "cpu"
-
-    def was_step_applied(self) -> bool:
-        return False
-
-    def fp16_enabled(self) -> bool:
-        return True
-
-
 def test_an_overflow_of_fp16_is_not_counted_but_a_broken_loss_is(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """An engine whose gradients overflow in each step; DeepSpeed then halves the loss scale."""
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: None)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    guard, batches = NonFiniteGuard(Fp16Engine(), allowed=1), [micro_batch(2)]
+    engine = SimpleNamespace(
+        device="cpu", was_step_applied=lambda: False, fp16_enabled=lambda: True
+    )
+    guard, batches = NonFiniteGuard(engine, allowed=1), [micro_batch(2)]
     good, bad = torch.tensor(2.0), torch.tensor(float("nan"))
     assert not guard.check_step(0, batches, [{"mlm": good}]) and guard.skipped == 0
     assert not guard.check_step(1, batches, [{"mlm": bad, "so": good}]) and guard.skipped == 1

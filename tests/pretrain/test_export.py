@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +19,9 @@ from multicls.errors import UserError
 from multicls.files import locked, read_json, write_json
 from pretrain import export
 from pretrain.run_folder import checkpoint_path
-from tests.hub_rules import checked_card, snippets
 from tests.pretrain.conftest import Fork, said
+from tests.pretrain.tools import checked_card
+from tests.processes import completed
 
 pytestmark = pytest.mark.launcher
 MILESTONES = ("--steps", "4", "--run.milestone_every", "2")
@@ -79,9 +80,8 @@ def test_a_checkpoint_gives_what_the_run_exports(
     engine = torch.load(tmp_path / "engine_weights.pt")
     assert {tensor.dtype for tensor in exported.values()} == {torch.float32}
     assert all(torch.equal(tensor, engine[name]) for name, tensor in exported.items())
-    model, report = AutoModelForPreTraining.from_pretrained(
-        tmp_path / "model", output_loading_info=True
-    )
+    load = AutoModelForPreTraining.from_pretrained
+    model, report = load(tmp_path / "model", output_loading_info=True)
     assert not any(report.values()) and model.dtype == torch.float32
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
@@ -89,21 +89,17 @@ def test_a_checkpoint_gives_what_the_run_exports(
 @pytest.mark.slow
 def test_the_cards_snippets_run_where_the_folder_lies(stopped: Path, tmp_path: Path) -> None:
     _, text = checked_card((stopped / "hf" / "README.md").read_text(encoding="utf-8"))
-    blocks = snippets(text)
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     assert len(blocks) == 4 and str(stopped) not in text
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment["HF_MODULES_CACHE"] = str(tmp_path)
-    command, folder = [sys.executable, "-c", "\n".join(blocks)], stopped / "hf"
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", "\n".join(blocks)]
+    done = completed(command, cwd=stopped / "hf", env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "torch.Size([2, 3, 32])" in done.stdout and "tensor([[" in done.stdout
 
 
-def test_stopping_refreshes_the_export_and_a_step_can_be_chosen(
-    stopped: Path, tmp_path: Path
-) -> None:
+def test_a_stop_exports_and_a_step_can_be_chosen(stopped: Path, tmp_path: Path) -> None:
     assert step_of(stopped / "hf") == 3
     assert "3 of 4 planned optimizer steps" in (stopped / "hf" / "README.md").read_text()
     with locked(stopped):  # as a training process does

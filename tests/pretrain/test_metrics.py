@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from functools import partialmethod
 from pathlib import Path
@@ -17,7 +18,8 @@ from multicls import MultiClsForPreTraining
 from multicls.files import read_jsonl
 from multicls.modeling_multicls import mcqt_loss, part_scores
 from pretrain.batches import MicroBatch
-from pretrain.engine import compile_layers
+from pretrain.engine import prepare_layers
+from pretrain.job import _notes
 from pretrain.log import Log
 from pretrain.metrics import MetricSums, collapses, loss_terms, means, measure
 from pretrain.settings import ObjectiveSettings, TrainSettings
@@ -39,15 +41,11 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def shares_of(batches: list[MicroBatch]) -> dict[str, Tensor]:
     """Returns the normalizers of training: a micro-batch's share of the terms of the whole step."""
-    return {
-        name: torch.tensor(sum(batch.counts[name] for batch in batches) / len(batches))
-        for name in ("mlm", "tfidf", "so")
-    }
+    names, number = ("mlm", "tfidf", "so"), len(batches)
+    return {name: torch.tensor(sum(b.counts[name] for b in batches) / number) for name in names}
 
 
-def terms_of(
-    network: MultiClsForPreTraining, batch: MicroBatch, normalizers: dict[str, Tensor]
-) -> Any:
+def terms_of(network: Any, batch: MicroBatch, normalizers: dict[str, Tensor]) -> Any:
     outputs = network(**batch.inputs, normalizers=normalizers)
     losses = loss_terms(outputs.losses, batch, normalizers)
     return losses | measure(outputs, batch, normalizers)
@@ -62,9 +60,7 @@ def metrics_of(network: MultiClsForPreTraining, *inputs: dict[str, Tensor]) -> d
     return means(sums.totals(CPU))
 
 
-def plain_loop(
-    network: MultiClsForPreTraining, batches: list[dict[str, Tensor]]
-) -> dict[str, float]:
+def plain_loop(network: Any, batches: list[dict[str, Tensor]]) -> dict[str, float]:
     """Computes the metrics one sequence, token and pair after the other."""
     facets, parts = network.config.num_facets, network.config.num_parts
     seen: dict[str, list[float]] = {}
@@ -105,14 +101,10 @@ def plain_loop(
     return expected
 
 
-@pytest.mark.parametrize(
-    ("facets", "hard_negatives"), [(3, True), (2, False), (1, True), (0, False)]
-)
-def test_metrics_equal_a_plain_loop(facets: int, hard_negatives: bool) -> None:
-    network = model(facets, hard_negatives)
-    batches = [
-        random_inputs(seed, (3 if hard_negatives else 2) * EXAMPLES, facets) for seed in range(3)
-    ]
+@pytest.mark.parametrize(("facets", "parts"), [(3, 3), (2, 2), (1, 3), (0, 2)])
+def test_metrics_equal_a_plain_loop(facets: int, parts: int) -> None:
+    network = model(facets, hard_negatives=parts == 3)
+    batches = [random_inputs(seed, parts * EXAMPLES, facets) for seed in range(3)]
     with torch.no_grad():
         found, expected = metrics_of(network, *batches), plain_loop(network, batches)
     assert found.keys() == expected.keys() | {"loss/mlm", "loss/so", "loss/mcqt"}
@@ -205,10 +197,8 @@ def test_wandb_follows_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_warm_up_is_a_share_of_the_steps() -> None:
-    rates = [
-        lr_at(step, TrainSettings(steps=100, learning_rate=1.0, warmup_ratio=0.1))
-        for step in (0, 9, 10, 100)
-    ]
+    train = TrainSettings(steps=100, learning_rate=1.0, warmup_ratio=0.1)
+    rates = [lr_at(step, train) for step in (0, 9, 10, 100)]
     assert rates == pytest.approx([1 / 11, 10 / 11, 1, 0])
 
 
@@ -225,6 +215,15 @@ def test_compiled_layers_change_no_loss(monkeypatch: pytest.MonkeyPatch) -> None
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     plain, compiled, inputs = model(2), model(2), random_inputs(0, 3 * EXAMPLES, 2)
-    compile_layers(compiled)
+    prepare_layers(compiled, TrainSettings(steps=1, compile=True))
     torch.testing.assert_close(compiled(**inputs).loss, plain(**inputs).loss, rtol=1e-5, atol=0)
     assert torch._dynamo.utils.counters["stats"]["calls_captured"] > 0
+
+
+def test_a_busy_machine_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    for load, warned in ((0.0, False), (99.0, True)):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
+        notes: Any = _notes(SimpleNamespace(num_documents=1, examples_per_epoch=9))  # type: ignore[arg-type]
+        assert ("OMP_NUM_THREADS=1" in notes[-1]) == warned

@@ -26,19 +26,16 @@ KILLS = int(os.environ.get("MULTICLS_KILLS", "3"))  # more take minutes
 def disturb(fork: Fork) -> Fork:
     """`fork` with lines of metrics over several steps, and steps for up to four ranks."""
 
-    def run(
-        folder: Path, *launches: dict[str, Any], flags: tuple[str, ...] = ()
-    ) -> list[list[int | None]]:
-        return fork(
-            folder, *launches, flags=("--run.log_every", "3", "--global_batch_size", "12", *flags)
-        )
+    def run(folder: Path, *launches: dict[str, Any], flags: tuple[str, ...] = ()) -> Any:
+        flags += ("--run.log_every", "3", "--global_batch_size", "12")
+        return fork(folder, *launches, flags=flags)
 
     return run
 
 
 @pytest.fixture(scope="module")
-def undisturbed(disturb: Fork, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+def alone(disturb: Fork, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("alone") / "run"
     assert disturb(folder, {}) == [[0]]
     return folder
 
@@ -80,7 +77,7 @@ def assert_same_losses_and_weights(folder: Path, other: Path) -> None:
             torch.testing.assert_close(weight, expected[name], rtol=1e-3, atol=1e-4)
 
 
-def test_killed_again_and_again(disturb: Fork, undisturbed: Path, tmp_path: Path) -> None:
+def test_killed_again_and_again(disturb: Fork, alone: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     launches = [
         {"accident": "killed in a step", "step": 2},  # before the first checkpoint
@@ -96,34 +93,27 @@ def test_killed_again_and_again(disturb: Fork, undisturbed: Path, tmp_path: Path
     begins = [*["fresh run"] * 2, *["resuming from step 4"] * 3, *["resuming from step 8"] * 3]
     for number, begin in enumerate(begins):
         assert begin in said(folder, number), number
-    assert_same_to_the_bit(folder, undisturbed)
-    assert metrics(folder, "train") == metrics(undisturbed, "train")
-    assert {path.name for path in folder.iterdir()} == {path.name for path in undisturbed.iterdir()}
+    assert_same_to_the_bit(folder, alone)
+    assert metrics(folder, "train") == metrics(alone, "train")
+    assert {path.name for path in folder.iterdir()} == {path.name for path in alone.iterdir()}
     whole = {path.parent.name for path in (folder / "checkpoints").glob("*/COMPLETE")}
-    assert (
-        whole
-        == {"step_00000004", "step_00000008"}
-        == {path.name for path in (folder / "checkpoints").iterdir() if path.is_dir()}
-    )
+    folders = {path.name for path in (folder / "checkpoints").iterdir() if path.is_dir()}
+    assert whole == folders == {"step_00000004", "step_00000008"}
 
 
 @pytest.mark.slow
-def test_signals_save_and_leave_before_anything_else(
-    disturb: Fork, undisturbed: Path, tmp_path: Path
-) -> None:
+def test_signals_save_and_leave_at_once(disturb: Fork, alone: Path, tmp_path: Path) -> None:
     """Between two checkpoints, and where a validation is due: it waits until the run is resumed."""
     folder = tmp_path / "run"
-    stops = [
-        {"accident": name, "step": step}
-        for name, step in (("SIGTERM", 0), ("SIGUSR1", 3), ("SIGINT", 4))
-    ]
+    signals = {"SIGTERM": 0, "SIGUSR1": 3, "SIGINT": 4}
+    stops = [{"accident": name, "step": step} for name, step in signals.items()]
     assert disturb(folder, *stops, {}) == [[0]] * 4
     for number, step in enumerate((1, 4, 5)):
         assert f"{stops[number]['accident']}: saving after this step" in said(folder, number)
         assert f"the same command resumes: checkpoint at step {step}" in said(folder, number)
     assert "step 4  validation" not in said(folder, 1) and "step 4  validation" in said(folder, 2)
     assert "resuming from step 5" in said(folder, 3) and not (folder / "STOPPED").exists()
-    assert_same_to_the_bit(folder, undisturbed)
+    assert_same_to_the_bit(folder, alone)
 
 
 @pytest.mark.slow
@@ -136,9 +126,7 @@ def test_a_signal_to_all_processes_saves(disturb: Fork, tmp_path: Path, name: st
 
 
 @pytest.mark.slow
-def test_a_run_needs_only_its_folder(
-    disturb: Fork, undisturbed: Path, tiny_bert: Path, tmp_path: Path
-) -> None:
+def test_needs_only_its_folder(disturb: Fork, alone: Path, tiny_bert: Path, tmp_path: Path) -> None:
     """It is resumed without the checkpoint that it began from; tests have no network."""
     folder, base = tmp_path / "run", tmp_path / "base"
     shutil.copytree(tiny_bert, base)
@@ -147,39 +135,33 @@ def test_a_run_needs_only_its_folder(
     shutil.rmtree(base)
     assert disturb(folder, {}, flags=flags) == [[0]], said(folder)
     assert "resuming from step 3" in said(folder)
-    assert weights(folder).keys() == weights(undisturbed).keys()
+    assert weights(folder).keys() == weights(alone).keys()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [(1,), (1, 2, 1)])
-def test_kills_at_random_moments(
-    disturb: Fork, undisturbed: Path, tmp_path: Path, ranks: tuple[int, ...]
-) -> None:
+def test_random_kills(disturb: Fork, alone: Path, tmp_path: Path, ranks: tuple[int, ...]) -> None:
     """A rank is killed at any moment, its set-up included; the next launch may have another number of ranks."""
     rng, kills, folders = random.Random(len(ranks)), 0, count()
     while kills < KILLS:
         folder = tmp_path / str(next(folders)) / "run"
         folder.parent.mkdir()
-        launches: list[dict[str, Any]] = [
-            {"ranks": n, "on": rng.randrange(n), "launcher": True}
-            for n in ranks * (4 // len(ranks))
-        ]
-        for launch in launches:
-            launch["accident"] = f"killed after {rng.uniform(0.2, 1.5)} s"
+        launches: list[dict[str, Any]] = []
+        for n in ranks * (4 // len(ranks)):
+            launch = {"ranks": n, "on": rng.randrange(n), "launcher": True}
+            launches.append(launch | {"accident": f"killed after {rng.uniform(0.05, 0.8)} s"})
         codes = disturb(folder, *launches, {})
         killed = [codes[n][launch["on"]] == -9 for n, launch in enumerate(launches)]
         assert None not in chain(*codes) and codes[-1] == [0], (launches, codes)
         kills += sum(killed)
-        assert examples(folder) == examples(undisturbed)
+        assert examples(folder) == examples(alone)
         same = assert_same_to_the_bit if ranks == (1,) else assert_same_losses_and_weights
-        same(folder, undisturbed)
+        same(folder, alone)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_other_numbers_of_ranks(
-    disturb: Fork, undisturbed: Path, tmp_path: Path, stage: int
-) -> None:
+def test_other_numbers_of_ranks(disturb: Fork, alone: Path, tmp_path: Path, stage: int) -> None:
     """One signalled rank takes all along; others continue with the same examples and the same losses."""
     run, flags = tmp_path / "run", ("--config", f"ds_configs/zero{stage}.json")
     launches = [
@@ -190,13 +172,13 @@ def test_other_numbers_of_ranks(
     assert disturb(run, *launches, flags=flags) == [[0, 0], [0] * 4, [0]], said(run, 2)
     assert "checkpoint of 2 rank(s) converted for 4" in said(run, 1)
     assert "checkpoint of 4 rank(s) converted for 1" in said(run, 2)
-    assert examples(run) == examples(undisturbed)
+    assert examples(run) == examples(alone)
     assert not list((run / "checkpoints").glob("*universal*"))
-    assert_same_losses_and_weights(run, undisturbed)
+    assert_same_losses_and_weights(run, alone)
 
 
 @pytest.mark.slow
-def test_a_full_disk_loses_nothing(disturb: Fork, undisturbed: Path, tmp_path: Path) -> None:
+def test_a_full_disk_loses_nothing(disturb: Fork, alone: Path, tmp_path: Path) -> None:
     """One line, older checkpoints whole; with room the same command ends as the undisturbed run."""
     folder = tmp_path / "run"
     launches = [{"accident": "full disk in a save", "step": 7}, {}]
@@ -204,7 +186,7 @@ def test_a_full_disk_loses_nothing(disturb: Fork, undisturbed: Path, tmp_path: P
     (line,) = [line for line in said(folder).splitlines() if line.startswith("error: ")]
     assert "File too large" in line and "make room" in line and "Traceback" not in said(folder)
     assert "resuming from step 4" in said(folder, 1)
-    assert_same_to_the_bit(folder, undisturbed)
+    assert_same_to_the_bit(folder, alone)
 
 
 def test_time_limit(disturb: Fork, tmp_path: Path) -> None:
@@ -217,4 +199,4 @@ def test_lost_checkpoints_are_no_reason_to_start_again(disturb: Fork, tmp_path: 
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 7, "split": "train"}\n')
     assert disturb(tmp_path / "run", {}) == [[2]]
-    assert "reports step 7, but there is no checkpoint" in said(tmp_path / "run", 0)
+    assert "reports step 7, but holds no checkpoint" in said(tmp_path / "run", 0)

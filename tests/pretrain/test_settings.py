@@ -93,9 +93,7 @@ def test_wrong_settings_are_named(flags: list[str], message: str) -> None:
     assert message in str(caught.value)
 
 
-def test_nothing_set_means_the_sample_for_any_number_of_ranks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_nothing_set_means_the_sample_on_any_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = read("--config", "ds_configs/zero2.json")
     assert (settings.model.checkpoint, settings.data.corpus) == ("sample", "sample")
     assert settings.run.output_dir == "runs/sample" and read("--steps", "3").train.steps == 3
@@ -134,24 +132,23 @@ def test_identity_is_what_decides_numbers(tiny_corpus: Path) -> None:
         assert {name for name in plain if plain[name] != other[name]} == {key}
 
 
+GLOBAL, MICRO, LENGTH = "--global_batch_size", "--micro_batch_size", "--data.seq_length"
+
+
 @pytest.mark.parametrize(
     ("ranks", "flags", "expected"),
     [
-        (1, (), (10, 1)),
-        (4, ("--global_batch_size", "80", "--micro_batch_size", "10"), (10, 2)),
-        (2, ("--global_batch_size", "320"), (80, 2)),  # 80 x 3 x 128 tokens are within the limit
-        (2, ("--global_batch_size", "320", "--data.seq_length", "512"), (20, 8)),
-        (1, ("--global_batch_size", "70", "--data.seq_length", "512"), (10, 7)),
-        (4, ("--global_batch_size", "60"), "do not divide among 4 ranks; .* a multiple of 40"),
-        (
-            2,
-            ("--global_batch_size", "60", "--micro_batch_size", "20"),
-            "does not divide a rank's 30 examples .* one of 10, 30",
-        ),
+        (1, [], (10, 1)),
+        (4, [GLOBAL, "80", MICRO, "10"], (10, 2)),
+        (2, [GLOBAL, "320"], (80, 2)),  # 80 x 3 x 128 tokens are within the limit
+        (2, [GLOBAL, "320", LENGTH, "512"], (20, 8)),
+        (1, [GLOBAL, "70", LENGTH, "512"], (10, 7)),
+        (4, [GLOBAL, "60"], "do not divide among 4 ranks; .* a multiple of 40"),
+        (2, [GLOBAL, "60", MICRO, "20"], "does not divide a rank's 30 examples .* one of 10, 30"),
     ],
 )
 def test_micro_batches_share_out_the_batch_within_the_token_limit(
-    monkeypatch: pytest.MonkeyPatch, ranks: int, flags: tuple[str, ...], expected: Any
+    monkeypatch: pytest.MonkeyPatch, ranks: int, flags: list[str], expected: Any
 ) -> None:
     """Examples of a micro-batch, and micro-batches that a rank accumulates."""
     monkeypatch.setenv("WORLD_SIZE", str(ranks))

@@ -1,10 +1,13 @@
-"""A tiny pretraining model, and micro-batches as the loader builds them, from tensors."""
+"""A tiny model, micro-batches as the loader builds them, from tensors, and model cards."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import yaml
+from huggingface_hub import ModelCard
+from huggingface_hub.utils import validate_repo_id
 from torch import Tensor
 from transformers import BertConfig
 
@@ -12,24 +15,36 @@ from multicls import MultiClsConfig, MultiClsForPreTraining
 from pretrain.batches import MicroBatch
 from tests.encoders import encoder_config
 
+TINY: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 40,
+}
+OURS = {*MultiClsConfig.__dataclass_fields__, "num_labels"}
+
+
+def tiny(**changes: Any) -> MultiClsConfig:
+    """Returns the configuration of a tiny BERT; `changes` are fields of ours or of the encoder."""
+    ours = {name: value for name, value in changes.items() if name in OURS}
+    theirs = {name: value for name, value in changes.items() if name not in OURS}
+    return MultiClsConfig(encoder=BertConfig(**(TINY | theirs)), **({"num_facets": 3} | ours))
+
 
 def tiny_model(
-    facets: int = 2, hard_negatives: bool = True, *, encoder: str = "", **sizes: Any
+    facets: int = 2, hard_negatives: bool = True, *, encoder: str = "", **changes: Any
 ) -> MultiClsForPreTraining:
     """Returns a model of random weights, the same for the same arguments.
 
     Args:
-        encoder: A family of tests/encoders.py; "": a BERT of the `sizes`.
+        encoder: A family of tests/encoders.py; "": a tiny BERT with the `changes`.
     """
-    shape: dict[str, Any] = {
-        "vocab_size": 60,
-        "hidden_size": 16,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-    }
-    shape |= {"intermediate_size": 32, "max_position_embeddings": 16} | sizes
-    inner = encoder_config(encoder) if encoder else BertConfig(**shape)
-    config = MultiClsConfig(encoder=inner, num_facets=facets, hard_negatives=hard_negatives)
+    fields: dict[str, Any] = {"num_facets": facets, "hard_negatives": hard_negatives}
+    config = tiny(**fields, **changes)
+    if encoder:
+        config = MultiClsConfig(encoder=encoder_config(encoder), **fields)
     torch.manual_seed(1)
     return MultiClsForPreTraining(config)
 
@@ -72,3 +87,15 @@ def random_inputs(seed: int, rows: int, facets: int, length: int = 16) -> dict[s
         "tfidf_labels": 10 * torch.rand(rows, length - facets, generator=random) * text,
         "so_labels": torch.where(torch.rand(rows, generator=random) < 0.3, -100, orders),
     }
+
+
+def checked_card(text: str) -> tuple[dict[str, Any], str]:
+    """Returns metadata and body of a model card whose metadata the Hub can read."""
+    assert text.startswith("---\n"), "the metadata are the first lines of the file"
+    _, block, body = text.split("---\n", 2)
+    metadata = yaml.safe_load(block)
+    assert ModelCard(text, ignore_metadata_errors=False).data.to_dict() == metadata
+    assert all(metadata.values()), "no field is empty"
+    for repository in [*metadata.get("datasets", []), metadata.get("base_model", "a/b")]:
+        validate_repo_id(repository)
+    return metadata, body

@@ -21,7 +21,7 @@ from pretrain.settings import PretrainSettings, batch_arithmetic
 from pretrain.training import Trainer
 from tests.pretrain.tools import micro_batch_of, random_inputs, tiny_model
 
-STEPS, GROUP, BATCH, FACETS = 3, 3, 12, 2  # BATCH examples a step, in groups of GROUP
+STEPS, GROUP, BATCH = 3, 3, 12  # BATCH examples a step, in groups of GROUP
 
 
 class Case(NamedTuple):
@@ -29,7 +29,7 @@ class Case(NamedTuple):
 
     file: str
     changes: dict[str, Any] = {}  # noqa: RUF012 (never changed)
-    encoder: str = ""  # a family of tests/encoders.py; "": the tiny BERT
+    model: dict[str, Any] = {}  # noqa: RUF012  # what `tiny_model` takes
 
 
 FILES = ("zero1", "zero2", "zero3", "zero2_offload")
@@ -38,8 +38,8 @@ CASES = {
     **{f"{name}_bf16": Case(name, {"precision": "bf16"}) for name in FILES},
     "zero2_two_groups_a_pass": Case("zero2", {"micro_batch_size": 2 * GROUP}),
     "zero3_activation_checkpointing": Case("zero3", {"activation_checkpointing": True}),
-    "zero2_modernbert": Case("zero2", encoder="modernbert"),
-    "zero3_deberta-v2": Case("zero3", encoder="deberta-v2"),
+    "zero2_modernbert": Case("zero2", model={"encoder": "modernbert"}),
+    "zero3_deberta-v2": Case("zero3", model={"encoder": "deberta-v2"}),
 }
 
 
@@ -55,7 +55,7 @@ def settings(**changes: Any) -> PretrainSettings:
 def micro_batch(number: int, size: int = GROUP) -> MicroBatch:
     """Returns `size` examples, part-major: the same examples for any size that divides the step."""
     first = number * size // GROUP
-    groups = [random_inputs(first + n, 3 * GROUP, FACETS) for n in range(size // GROUP)]
+    groups = [random_inputs(first + n, 3 * GROUP, facets=2) for n in range(size // GROUP)]
     parts = {name: [inputs[name].chunk(3) for inputs in groups] for name in groups[0]}
     inputs = {
         name: torch.cat([chunks[p] for p in range(3) for chunks in found])
@@ -67,7 +67,7 @@ def micro_batch(number: int, size: int = GROUP) -> MicroBatch:
     )
 
 
-def make_trainer(deepspeed: Any, model: Any, case: Case) -> Trainer:
+def make_trainer(deepspeed: Any, case: Case) -> Trainer:
     chosen = settings(**case.changes)
     train, precision = chosen.train, case.changes.get("precision", "fp32")
     batch = batch_arithmetic(train, torch.distributed.get_world_size())
@@ -75,13 +75,14 @@ def make_trainer(deepspeed: Any, model: Any, case: Case) -> Trainer:
     config = complete_deepspeed_config(file, precision=precision, **batch)
     if case.file == "zero3":  # nothing so small would be shared out
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    model = tiny_model(**case.model)
     engine = build_engine(deepspeed, model, config, train, chosen.objective.in_use)
     return Trainer(engine, chosen)
 
 
 def run(deepspeed: Any, case: Case) -> dict[str, Any]:
     """Makes three steps; one whose loss is infinite on the last rank; a good one; and one more that is broken."""
-    trainer = make_trainer(deepspeed, tiny_model(FACETS, encoder=case.encoder), case)
+    trainer = make_trainer(deepspeed, case)
     engine, size = trainer.engine, int(trainer.settings.train.micro_batch_size)
 
     def step(number: int, broken: bool = False) -> dict[str, float]:
@@ -119,12 +120,11 @@ def main() -> None:
     results: dict[str, Any] = {}
     for name in sys.argv[2:]:
         results[name] = run(deepspeed, CASES[name])
+    assert "torch._inductor.lowering" not in sys.modules, "torch's compiler was imported"
     if torch.distributed.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(results))
     leave_deepspeed()
-    os._exit(
-        0
-    )  # on a busy machine, gloo's threads may outlive the interpreter and abort the process
+    os._exit(0)  # gloo's threads may outlive the interpreter and abort the process
 
 
 if __name__ == "__main__":

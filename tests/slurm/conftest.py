@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
+from multicls.files import REPOSITORY
 from tests.data_prep.conftest import tiny_tokenizer  # noqa: F401  (a fixture)
 from tests.finetune.conftest import glue  # noqa: F401  (a fixture)
 from tests.pretrain.conftest import tiny_corpus, tiny_run  # noqa: F401  (fixtures)
-from tests.processes import free_ports, until
+from tests.processes import completed, free_ports, until
 
-REPOSITORY = Path(__file__).parents[2]
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
 SLURM_CONF = """
 ClusterName=test
@@ -43,7 +43,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 MpiDefault=none
 KillWait=5
-SlurmdTimeout=15
+SlurmdTimeout=10
 ReturnToService=2
 SchedulerParameters=sched_interval=2,bf_interval=2
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8 RealMemory=16000 Gres=gpu:2
@@ -67,10 +67,9 @@ class Cluster:
 
     def run(self, *command: str, cwd: Path | None = None) -> str:
         """Runs a command of SLURM; returns what it prints."""
-        options: dict[str, Any] = {"cwd": cwd or self.folder, "env": self.environment, "text": True}
-        done = subprocess.run(command, capture_output=True, check=False, **options)
+        done = completed(command, cwd=cwd or self.folder, env=self.environment)
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
-        return str(done.stdout).strip()
+        return done.stdout.strip()
 
     def submit(self, script: str, *arguments: str, cwd: Path, options: tuple[str, ...] = ()) -> str:
         """Submits a script of slurm/ from `cwd`, which looks like the repository; returns the job's id."""

@@ -15,7 +15,7 @@ from tests.slurm.conftest import Cluster
 pytestmark = [pytest.mark.slurm, pytest.mark.walk]
 AWKWARD = ("--a", "[1, 2]", "$HOME", 'quote"s', "it's", "*")
 JOBS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # flags of the run, options of sbatch
-    "time limit": (("--codes", "wait,0!"), ("--time=1", "--signal=USR1@20")),
+    "time limit": (("--codes", "wait,0!"), ("--time=1", "--signal=USR1@35")),
     "crashes": (("--codes", "0+,1+,1"), ()),
     "cancelled": (("--codes", "wait"), ()),
     "held": (("--codes", "wait"), ()),

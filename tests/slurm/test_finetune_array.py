@@ -18,9 +18,7 @@ settings: {max_length: 32, train: {max_steps: 2}}
 """
 
 
-def test_elements_share_a_grid(
-    cluster: Cluster, tiny_bert: Path, glue: Path, tmp_path: Path
-) -> None:
+def test_array_shares_a_grid(cluster: Cluster, tiny_bert: Path, glue: Path, tmp_path: Path) -> None:
     (tmp_path / "grid.yaml").write_text(GRID)
     flags = ["--recipe", "grid.yaml", "--model", f"bert={tiny_bert}", "--data_dir", str(glue)]
     flags += ["--output_dir", str(tmp_path / "results")]
