@@ -96,8 +96,7 @@ class Workload:
 
     def batches(self, count: int, rank: int = 0) -> list[MicroBatch]:
         """Returns the first micro-batches of a rank."""
-        with torch.device("meta"):  # only the configuration matters
-            model, tokenizer = self.model()
+        model, tokenizer = self.model()
         corpus = Corpus.open(SAMPLE_CORPUS)
         stream = build_streams(self.settings(), corpus, tokenizer, model.config.max_tokens)["train"]
         sizes = {"size": self.examples, "per_step": self.ranks, "workers": 0}

@@ -150,7 +150,7 @@ def wrong(tiny_bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--model {}/nowhere", "nowhere: no such folder"),
         ("--model {}/gpt2", "model_type 'gpt2'"),  # before its weights are looked for
         ("--model {}/swapped", "another tokenizer wrote its tokens"),
-        ("--data.seq_length 65", "most 64"),
+        ("--data.seq_length 65", "takes 64 at most"),
     ],
 )
 def test_mistakes_are_answered_before_anything_is_written(

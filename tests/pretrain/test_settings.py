@@ -81,7 +81,7 @@ def test_a_flag_replaces_the_length_of_a_recipe() -> None:
         (["--global_batch_size", "64"], "no multiple of negatives_group = 10; set it to 60"),
         (["--train.lerning_rate", "1"], "Did you mean '--train.learning_rate'?"),
         (["--data.source_weights", '{"wiki": -1}'], "source_weights"),
-        (["--data.single_parts"], "set objective.so and objective.mcqt to 0"),
+        (["--data.single_parts"], "SO and MCQT need several parts"),
         ([f"--objective.{name}=0" for name in ("mlm", "tfidf", "so", "mcqt")], "nothing to train"),
         (["--epochs", "1", "--steps", "9"], "set one of epochs, steps and tokens"),
         (["--steps", "0"], "set one of epochs, steps and tokens"),
