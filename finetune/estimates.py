@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,22 +36,22 @@ class Estimate:
     error: float
     low: float
     high: float
-    units: pd.Series  # mean of each replicate
+    units: pd.Series  # mean of each replicate, by its training subsets
     kind: str  # key of `UNITS`
-    shared_subset: bool  # all replicates have the same training subset
 
 
-def summarise(runs: pd.DataFrame, column: str = "score") -> Estimate:
-    """Returns the estimate of one system from its runs (columns pretraining, subset, seed, weights_sha256, ...)."""
-    varying = [name for name in UNITS if runs[name].nunique() > 1]
-    unit = kind = varying[0] if varying else "seed"
+def summarise(runs: pd.DataFrame) -> Estimate:
+    """Returns the estimate of one system from its runs (columns score, pretraining, subset, seed, weights_sha256)."""
+    kind = unit = next((name for name in UNITS if runs[name].nunique() > 1), "seed")
     if unit == "pretraining" and runs["weights_sha256"].nunique() == 1:
         kind = "subset"  # one checkpoint, numbered so that it pairs with several
-    units = runs.groupby(unit)[column].mean()
+    replicates = runs.groupby(unit)
+    units = (
+        replicates["score"].mean().set_axis(replicates["subset"].agg(lambda s: str(sorted(set(s)))))
+    )
     mean, error = float(units.mean()), float(units.sem())
     half = error * float(stats.t.ppf(0.975, len(units) - 1)) if error > 1e-12 else math.nan
-    shared = runs["subset"].nunique() == 1
-    return Estimate(mean, error, mean - half, mean + half, units, kind, shared)
+    return Estimate(mean, error, mean - half, mean + half, units, kind)
 
 
 @dataclass(frozen=True)
@@ -58,36 +59,33 @@ class Comparison:
     """The difference of two systems, A - B. Too few replicates: the others are nan."""
 
     difference: float
+    paired: bool
     low: float = math.nan  # 95 % interval
     high: float = math.nan
     p: float = math.nan  # t-test over replicates
     needed: float = math.nan  # replicates of each that would show it at 5 % with 80 % power
-    paired: bool = False
 
 
 def compare(a: Estimate, b: Estimate) -> Comparison:
-    """Compares two systems: paired where both have the same replicates with their own subsets, else by Welch's test.
+    """Compares two systems: paired where both have replicates with the same subsets of their own, else by Welch's test.
 
     `needed` is ((z + z_power) / d)^2 + z^2 / 2 with the difference d in standard deviations (Guenther, 1981).
     """
-    shared = a.units.index.intersection(b.units.index)
-    subsets_vary = not (a.shared_subset or b.shared_subset)
-    same_units = a.units.index.name == b.units.index.name  # not subset 2 with checkpoint 2
-    paired = "seed" not in (a.kind, b.kind) and subsets_vary and same_units and len(shared) > 1
-    first, second = (a.units[shared], b.units[shared]) if paired else (a.units, b.units)
+    first, second = a.units, b.units
+    shared = first.index.intersection(second.index)
+    paired = first.index.is_unique and second.index.is_unique and len(shared) > 1
+    if paired:
+        first, second = first[shared], second[shared]
     difference = float(first.mean() - second.mean())
     spread = (first - second).std() if paired else math.hypot(first.std(), second.std())
     if not spread > 1e-12:  # one replicate, or constants: a t-test has no answer
-        return Comparison(difference, paired=paired)
-    test = (
-        stats.ttest_rel(first, second)
-        if paired
-        else stats.ttest_ind(first, second, equal_var=False)
-    )
+        return Comparison(difference, paired)
+    test = stats.ttest_rel if paired else partial(stats.ttest_ind, equal_var=False)
+    result = test(first, second)
     z, power = stats.norm.ppf([0.975, 0.8])
     needed = ((z + power) * spread / difference) ** 2 + z**2 / 2 if difference else math.inf
-    low, high = test.confidence_interval()
-    return Comparison(difference, low, high, test.pvalue, needed, paired)
+    low, high = result.confidence_interval()
+    return Comparison(difference, paired, low, high, result.pvalue, needed)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -101,11 +99,11 @@ def example_interval(task: Task, predictions: Mapping[str, Array]) -> tuple[floa
     """Returns the 95 % interval of one run's main score over the choice of the examples of a split.
 
     Accuracy of independent examples has Wilson's interval. Other scores have the percentiles of a bootstrap of
-    passages (or questions); (nan, nan) with fewer than two of them.
+    passages; (nan, nan) with fewer than two of them.
     """
-    passages, groups, ids = (predictions[name] for name in ("passages", "groups", "ids"))
-    units = np.where(passages != "", passages, np.where(groups != "", groups, ids))
-    members = list(pd.DataFrame({"unit": units}).groupby("unit").indices.values())
+    passages = predictions["passages"]
+    units = np.where(passages != "", passages, predictions["ids"])
+    members = list(pd.Series(units).groupby(units).indices.values())
     if task.metrics[0] == "acc" and len(members) == len(units):
         right = predictions_of(task, predictions["logits"]) == predictions["labels"]
         interval = stats.binomtest(int(right.sum()), len(right)).proportion_ci(method="wilson")
@@ -134,16 +132,14 @@ def choose_candidates(runs: pd.DataFrame) -> pd.DataFrame:
         for search in runs["search"]
     ]
     runs, keys = runs.assign(candidate=texts), ["task", "train_size", "system"]
-    candidates = runs.groupby([*keys, "candidate"])["selection_score"].agg(["count", "mean"])
-    best = candidates.sort_values(["count", "mean"]).groupby(level=keys).tail(1)
-    return runs[pd.MultiIndex.from_frame(runs[[*keys, "candidate"]]).isin(best.index)]
+    scores = runs.groupby([*keys, "candidate"])["selection_score"].agg(["count", "mean"])
+    best = scores.sort_values(["count", "mean"]).groupby(level=keys).tail(1)
+    return runs.merge(best.index.to_frame(index=False))
 
 
 def best_runs(runs: pd.DataFrame) -> list[dict[str, Any]]:
     """Returns for each task the best run of the best system that leaves a model, by the rows that pick it."""
-    best = []
-    for _, group in choose_candidates(runs[~runs["head"].isin(FITTED)]).groupby("task", sort=False):
-        systems = group.groupby(["system", "train_size"])["selection_score"]
-        of_best = group[systems.transform("mean") == systems.mean().max()]
-        best.append(of_best.loc[of_best["selection_score"].idxmax()].to_dict())
-    return best
+    runs = choose_candidates(runs[~runs["head"].isin(FITTED)])
+    systems = runs.groupby(["task", "train_size", "system"])["selection_score"]
+    ranked = runs.assign(mean=systems.transform("mean")).sort_values(["mean", "selection_score"])
+    return ranked.groupby("task").tail(1).sort_values("task").to_dict("records")

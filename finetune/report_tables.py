@@ -1,117 +1,144 @@
-"""Tables, figures, ensembles, warnings and commands of finetune/report.py. Scores are fractions of 1."""
+"""The content of a report: groups of runs, tables, figures, warnings and commands. Scores are fractions of 1."""
 
 from __future__ import annotations
 
 import base64
-import dataclasses
 import io
 import itertools
 import math
 import shlex
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from scipy.special import expit, logit, softmax
+from scipy.special import log_expit, log_softmax, logsumexp, softmax
 
 from finetune import estimates
-from finetune.estimates import UNITS, Estimate, summarise
+from finetune.estimates import UNITS, summarise
 from finetune.metrics import score_predictions
 from finetune.predict import predict_command
-from finetune.results import load_predictions
-from finetune.tasks import Array, Task, task_of
+from finetune.results import load_predictions, load_results, unfinished_runs
+from finetune.tasks import Array, task_of
 from multicls.console import count
-from multicls.errors import UserError
+from multicls.errors import UserError, did_you_mean
 
 BASELINE = "majority-class baseline"
 INTERVAL = "95 % interval"
 PANELS = 12  # reliability diagrams on a page
-BENCHMARKS = {  # the averages of Multi-CLS BERT, section 3.1
-    "GLUE, paper's 8": {"cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte"},
-    "SuperGLUE, paper's 7": {"boolq", "cb", "copa", "multirc", "rte_superglue", "wic", "wsc"},
-}
+KEYS = ["task", "train_size", "system"]  # of a row of a table
 BINS = np.linspace(0, 1, 16)  # edges of 15, as Guo et al. (2017); a bin holds its upper end
 
 
-@dataclasses.dataclass(frozen=True)
-class Group:
-    """The runs of one system on one task at one size."""
+@dataclass(frozen=True)
+class Report:
+    """The content of a report."""
 
-    runs: pd.DataFrame
-    estimate: Estimate
-    interval: tuple[float, float]  # over replicates, or over the dev rows of a single run
-    ece: float = math.nan  # mean over runs; nan without one class a row
-    bins: pd.DataFrame | None = None  # of `reliability`, all runs together
-
-    def __getitem__(self, column: str) -> Any:
-        """Returns a column's value in the first run."""
-        return self.runs.iloc[0][column]
-
-    @property
-    def key(self) -> dict[str, str]:
-        """The cells that identify the row of a table."""
-        return {"task": self["task"], "train size": self["train_size"], "system": self["system"]}
+    groups: pd.DataFrame  # of `make_groups`
+    tables: dict[str, pd.DataFrame]  # of text
+    figures: dict[str, str]  # SVG in base64
+    warnings: list[str]
+    commands: dict[str, str]  # by what each is for
 
 
-def make_groups(runs: pd.DataFrame, ensemble_size: int | None = None) -> list[Group]:
-    """Returns the runs by task, size and system, those of the chosen candidates only, and their ensembles."""
-    groups, chosen = (
-        [],
-        estimates.choose_candidates(runs).sort_values(["task", "train_size"], kind="stable"),
+def build_report(
+    folder: Path,
+    tasks: Sequence[str] = (),
+    systems: Sequence[str] = (),
+    ensemble_size: int | None = None,
+) -> Report:
+    """Returns the report of a results folder, on these tasks (default: all), with tests of these systems.
+
+    Raises:
+        UserError: There is no run, none of a task or system that is named, or one without predictions.
+    """
+    runs = load_results(folder)
+    _check_names("--task", tasks, runs["task"])
+    runs = estimates.choose_candidates(runs[runs["task"].isin(tasks or runs["task"])])
+    groups = make_groups(runs, ensemble_size)
+    _check_names("--compare", systems, groups["system"])
+    tested = groups[groups["system"].isin(systems or groups["system"])]
+    tables = {
+        "Scores": scores_table(groups),
+        "Comparisons": comparisons_table(tested),
+        "All results": results_table(groups),
+    }
+    figures = {
+        "All runs (o), mean and 95 % interval (|), baseline (x)": draw_runs(groups),
+        "Accuracy by confidence; grey: share of the examples": draw_calibration(groups),
+    }
+    return Report(
+        groups,
+        {name: table for name, table in tables.items() if len(table)},
+        {title: image for title, image in figures.items() if image},
+        find_warnings(runs) + unfinished_runs(folder),
+        best_commands(runs),
     )
-    for _, group in chosen.groupby(["task", "train_size", "system"], sort=False):
-        groups.append(_make_group(group))
-        if ensemble_size and len(combined := ensembles(group, ensemble_size)):
-            groups.append(_make_group(combined))
-    return groups
 
 
-def _make_group(runs: pd.DataFrame) -> Group:
-    estimate, task = summarise(runs), record_task(runs.iloc[0])
-    dev = [load_predictions(Path(path), task.name)["dev"] for path in runs["path"] if path]
-    single = len(runs) == len(dev) == 1
-    across = (estimate.low, estimate.high)
-    interval = estimates.example_interval(task, dev[0]) if single else across
-    if task.is_regression or task.multi_label or not dev:
-        return Group(runs, estimate, interval)
-    errors = [calibration_error(reliability(run["logits"], run["labels"])) for run in dev]
-    logits, labels = (np.concatenate([run[name] for run in dev]) for name in ("logits", "labels"))
-    return Group(runs, estimate, interval, float(np.mean(errors)), reliability(logits, labels))
+def _check_names(flag: str, names: Sequence[str], known: Iterable[str]) -> None:
+    for name in set(names).difference(known):
+        raise UserError(f"{flag} {name}: no run of it.{did_you_mean(name, set(known))}")
 
 
-def record_task(row: Any) -> Task:
-    """Returns the task of a row of `load_results`, with the run's own order of metrics."""
-    return dataclasses.replace(task_of(row["description"]), metrics=tuple(row["metrics"]))
+def make_groups(runs: pd.DataFrame, ensemble_size: int | None = None) -> pd.DataFrame:
+    """Returns a row for each task, size and system, and for its ensembles.
+
+    Columns: those of the first run; `runs`; `estimate` of the score; `interval`, over replicates, or over the dev rows
+    of a single run; `ece` and `bins` of `calibration`, nan and None without one class a row.
+    """
+    runs = runs.assign(members=[[path] for path in runs["path"]])
+    if ensemble_size:
+        runs = pd.concat([runs, ensembles(runs, ensemble_size)], ignore_index=True)
+    groups = []
+    for _, group in runs.groupby(KEYS):
+        first, estimate = group.iloc[0].to_dict(), summarise(group)
+        task, dev = (
+            task_of(first["description"]),
+            [read_predictions(run)["dev"] for run in group.to_dict("records")],
+        )
+        across = (estimate.low, estimate.high)
+        interval = estimates.example_interval(task, dev[0]) if len(dev) == 1 else across
+        ece, bins = (math.nan, None) if task.is_regression or task.multi_label else calibration(dev)
+        columns = {
+            "runs": group,
+            "estimate": estimate,
+            "interval": interval,
+            "ece": ece,
+            "bins": bins,
+        }
+        groups.append(first | columns)
+    return pd.DataFrame(groups)
 
 
 def ensembles(runs: pd.DataFrame, size: int) -> pd.DataFrame:
-    """Returns the rows of ensembles of `size` runs that differ in `seed` only; the rest of the runs is not used.
+    """Returns a row for each ensemble of `size` runs that differ in `seed` only; runs that are left over are not used.
 
-    `runs` are of one system and task.
+    Raises:
+        UserError: No system has so many seeds.
     """
     rows = []
-    for _, group in runs.sort_values("seed").groupby(["pretraining", "subset"], sort=False):
+    for _, group in runs.sort_values("seed").groupby([*KEYS, "pretraining", "subset"]):
         for start in range(0, len(group) - size + 1, size):
             members = group.iloc[start : start + size]
-            first = members.iloc[0]
-            averaged = average([load_predictions(Path(p), first["task"]) for p in members["path"]])
-            scored = {"dev", "validation", *first["tests"]} & set(averaged)
-            scores = {n: score_predictions(record_task(first), averaged[n]) for n in scored}
-            changes = {
-                "system": f"{first['system']} x{size}",
-                "path": "",
-                "score": scores["dev"][first["metric"]],
-                "scores": scores["dev"],
-                "selection_score": scores.get("validation", scores["dev"])[first["metric"]],
-                "tests": {split: scores[split] for split in first["tests"] if split in scores},
-                "seconds": members["seconds"].sum(),
-            }
-            rows.append(first.to_dict() | changes)
+            run = members.iloc[0].to_dict() | {"members": members["path"].tolist()}
+            predictions, task = read_predictions(run), task_of(run["description"])
+            scored = {s: predictions[s] for s in ("dev", *run["tests"]) if s in predictions}
+            scores = {split: score_predictions(task, arrays) for split, arrays in scored.items()}
+            run["score"] = scores["dev"][run["metric"]]
+            run |= {"system": f"{run['system']} x{size}", "seconds": members["seconds"].sum()}
+            rows.append(run | {"scores": scores.pop("dev"), "tests": scores})
+    if not rows:
+        raise UserError(f"--ensembles {size}: no system has {size} seeds of a training subset.")
     return pd.DataFrame(rows)
+
+
+def read_predictions(run: Mapping[Any, Any]) -> dict[str, dict[str, Array]]:
+    """Returns the predictions of a run, or of an ensemble, by split and name."""
+    return average([load_predictions(Path(path), run["task"]) for path in run["members"]])
 
 
 def average(members: Sequence[Mapping[str, Mapping[str, Array]]]) -> dict[str, dict[str, Array]]:
@@ -129,192 +156,172 @@ def average(members: Sequence[Mapping[str, Mapping[str, Array]]]) -> dict[str, d
             raise UserError("the members of an ensemble were evaluated on different examples.")
         outputs = np.stack([member[split]["logits"] for member in members]).astype(np.float64)
         if first["labels"].ndim > 1:
-            mean = logit(expit(outputs).mean(axis=0))
+            mean = logsumexp(log_expit(outputs), axis=0) - logsumexp(log_expit(-outputs), axis=0)
         elif outputs.shape[-1] == 1:
             mean = outputs.mean(axis=0)
         else:
-            mean = np.log(softmax(outputs, axis=-1).mean(axis=0))
+            mean = logsumexp(log_softmax(outputs, axis=-1), axis=0)
         averaged[split] = dict(first) | {"logits": np.asarray(mean)}
     return averaged
 
 
-def reliability(logits: Array, labels: Array) -> pd.DataFrame:
-    """Returns a row for each bin of the predicted class's probability that has examples, of logits (N, C).
+def calibration(runs: Sequence[Mapping[str, Array]]) -> tuple[float, pd.DataFrame]:
+    """Returns the expected calibration error of runs on the same rows, the mean over the runs, and its bins.
 
-    Columns: confidence (mean of that probability), accuracy, share (of the examples).
+    It is the mean over the examples of |accuracy - confidence| of their bin, where the confidence is the probability
+    of the predicted class. A bin's columns, of all runs together: confidence, right (the accuracy), share.
     """
-    probabilities = softmax(np.asarray(logits, dtype=np.float64), axis=1)
-    confidence, right = probabilities.max(axis=1), probabilities.argmax(axis=1) == labels
-    frame = pd.DataFrame({"confidence": confidence, "accuracy": right})
-    bins = frame.groupby(pd.cut(frame["confidence"], BINS), observed=True)
-    return bins.mean().assign(share=bins.size() / len(frame))
+    frames = []
+    for run in runs:
+        probabilities = softmax(run["logits"].astype(np.float64), axis=1)
+        right = probabilities.argmax(axis=1) == run["labels"]
+        frames.append(pd.DataFrame({"confidence": probabilities.max(axis=1), "right": right}))
+    examples = pd.concat(frames, keys=range(len(runs)), names=["run"])
+    bins = pd.cut(examples["confidence"], BINS)
+    by_bin = examples.groupby(bins, observed=True)
+    gaps = (examples["right"] - examples["confidence"]).groupby(["run", bins], observed=True)
+    error = float(gaps.sum().abs().sum() / len(examples))
+    return error, by_bin.mean().assign(share=by_bin.size() / len(examples))
 
 
-def calibration_error(bins: pd.DataFrame) -> float:
-    """Returns the expected calibration error: the mean of |accuracy - confidence| over the examples of the bins."""
-    return float(((bins["accuracy"] - bins["confidence"]).abs() * bins["share"]).sum())
-
-
-def scores_table(groups: Sequence[Group]) -> pd.DataFrame:
-    """Returns a row for each system and size, a column for each task and each complete average."""
-    cells = dict[tuple[str, str, str], str]()
-    means = defaultdict[tuple[str, str], dict[str, float]](dict)
-    for group in groups:
-        size, column = group["train_size"], f"{group['task']} ({group['metric']})"
-        cells[size, BASELINE, column] = percent(group["baseline"])
-        cells[size, group["system"], column] = with_error(group.estimate)
-        means[size, group["system"]][group["task"]] = group.estimate.mean
-    for (size, system), of_task in means.items():
-        for name, tasks in BENCHMARKS.items():
-            if tasks <= set(of_task):
-                cells[size, system, name] = percent(
-                    float(np.mean([of_task[t] for t in sorted(tasks)]))
-                )
-    table = pd.Series(cells).unstack(sort=False, fill_value="-")
+def scores_table(groups: pd.DataFrame) -> pd.DataFrame:
+    """Returns a row for each system and size, a column for each task, and the average if there are several."""
+    cells = dict[tuple[str, str, str], tuple[float, float]]()
+    for group in groups.itertuples():
+        size, column = group.train_size, f"{group.task} ({group.metric})"
+        cells[size, BASELINE, column] = (group.baseline, math.nan)
+        cells[size, group.system, column] = (group.estimate.mean, group.estimate.error)
+    table = pd.Series(cells).unstack(sort=False)
+    means = table.map(lambda cell: cell[0], na_action="ignore").mean(axis=1, skipna=False)
+    table = table.map(lambda cell: percent(*cell), na_action="ignore").fillna("-")
+    if table.shape[1] > 1:
+        table["average"] = means.map(percent)
     return table.rename_axis(["train size", "system"]).reset_index()
 
 
-def comparisons_table(groups: Sequence[Group], systems: Sequence[str]) -> pd.DataFrame:
+def comparisons_table(groups: pd.DataFrame) -> pd.DataFrame:
     """Returns a row for each pair of systems on one task and size."""
     pairs = [
         (a, b, estimates.compare(a.estimate, b.estimate))
-        for a, b in itertools.combinations(groups, 2)
-        if (a["task"], a["train_size"]) == (b["task"], b["train_size"])
-        and (not systems or {a["system"], b["system"]} <= set(systems))
+        for _, of_task in groups.groupby(KEYS[:2])
+        for a, b in itertools.combinations(of_task.itertuples(), 2)
     ]
-    corrected, lines = estimates.holm([test.p for _, _, test in pairs]), []
+    corrected, rows = estimates.holm([test.p for _, _, test in pairs]), []
     for (a, b, test), p in zip(pairs, corrected, strict=True):
         kind = f"paired, {UNITS[a.estimate.kind]}s" if test.paired else "Welch"
         cells = {
-            "system": f"{a['system']} - {b['system']}",
-            "difference": percent(test.difference, "+"),
-            INTERVAL: interval_text((test.low, test.high), "+"),
-            "p, corrected": ("< 0.001" if p < 0.0005 else f"{p:.3f}") + " *" * (p < 0.05),
+            "task": a.task,
+            "train size": a.train_size,
+            "system": f"{a.system} - {b.system}",
+            "difference": percent(test.difference, sign="+"),
+            INTERVAL: percent(test.low, test.high, sign="+", joined=" to "),
+            "p, corrected": f"{p:.3g}",
             "test": kind + ", seeds only" * ("seed" in (a.estimate.kind, b.estimate.kind)),
             "needed": f"{np.ceil(test.needed):.0f}",
         }
-        lines.append(a.key | cells)
-    return pd.DataFrame(lines).replace("nan", "-")
+        rows.append(cells)
+    return pd.DataFrame(rows).replace("nan", "-")
 
 
-def results_table(groups: Sequence[Group]) -> pd.DataFrame:
-    """Returns a row for each system, task and size."""
-    lines = []
-    for group in groups:
-        estimate, held = group.estimate, group["validation_rows"]
+def results_table(groups: pd.DataFrame) -> pd.DataFrame:
+    """Returns a row for each task, size and system."""
+    rows = []
+    for group in groups.itertuples():
+        estimate, held = group.estimate, group.validation_rows
         units = count(len(estimate.units), UNITS[estimate.kind])
         cells = {
+            "task": group.task,
+            "train size": group.train_size,
+            "system": group.system,
             "scores": scores_text(group.runs, "scores"),
-            INTERVAL: interval_text(group.interval),
-            "baseline": percent(group["baseline"]),
+            INTERVAL: percent(*group.interval, joined=" to "),
+            "baseline": percent(group.baseline),
             "test rows": scores_text(group.runs, "tests"),
             "ECE": percent(group.ece),
             "replicates": units + " only" * (estimate.kind == "seed"),
             "runs": str(len(group.runs)),
-            "training rows": f"{group['train_rows']}" + f" + {held}" * bool(held),
-            "dev rows": str(group["dev_rows"]),
-            "chosen": group["candidate"] or "-",
+            "training rows": f"{group.train_rows}" + f" + {held}" * bool(held),
+            "chosen": group.candidate or "-",
             "seconds": f"{group.runs['seconds'].mean():.0f}",
         }
-        lines.append(group.key | cells)
-    return pd.DataFrame(lines)
+        rows.append(cells)
+    return pd.DataFrame(rows)
 
 
 def scores_text(runs: pd.DataFrame, column: str) -> str:
     """Returns "metric mean ± standard error, ..." of a column of scores by metric; "-" if there are none."""
-    values = pd.json_normalize(runs[column].tolist(), sep=" ").set_index(runs.index)
-    scored = {name: runs.join(values[name]).dropna(subset=name) for name in values}
-    texts = [f"{name} {with_error(summarise(of_name, name))}" for name, of_name in scored.items()]
+    values, texts = pd.json_normalize(runs[column].tolist(), sep=" ").set_index(runs.index), []
+    for name in values:
+        estimate = summarise(runs.assign(score=values[name]).dropna(subset="score"))
+        texts.append(f"{name} {percent(estimate.mean, estimate.error)}")
     return ", ".join(texts) or "-"
 
 
-def find_warnings(groups: Sequence[Group], ensemble_size: int | None) -> list[str]:
+def percent(*values: float, sign: str = "", joined: str = " ± ") -> str:
+    """Returns fractions as percent with two digits, without those that are nan; "-" if all are."""
+    numbers = [f"{100 * value:{sign}.2f}" for value in values if not math.isnan(value)]
+    return joined.join(numbers) or "-"
+
+
+def find_warnings(runs: pd.DataFrame) -> list[str]:
     """Returns warnings that change how the tables are to be read."""
     warnings = []
-    for task, runs in pd.concat([group.runs for group in groups]).groupby("task", sort=False):
-        if runs["data_sha256"].nunique() > 1:
+    for task, of_task in runs.groupby("task"):
+        if of_task["data_sha256"].nunique() > 1:
             warnings.append(f"{task}: the runs read different data; their scores do not compare.")
-        if (runs["selection"] == "dev").any():
+        if (of_task["selection"] == "dev").any():
             warnings.append(f"{task}: dev picked the checkpoint and gave the score: optimistic.")
-        warnings += [f"{task}: {note}" for note in dict.fromkeys(runs["warnings"].sum())]
-    combined = [group.key for group in groups if not group["path"]]
-    for group in groups:
-        name = f"{group['system']} on {group['task']}, {group['train_size']} rows"
-        ensemble = group.key | {"system": f"{group['system']} x{ensemble_size}"}
-        if ensemble_size and group["path"] and ensemble not in combined:
-            warnings.append(f"--ensembles {ensemble_size}: {name} has fewer seeds of each subset.")
-        settings = pd.DataFrame(group.runs["settings"].tolist()).astype(str).nunique()
-        if names := set(settings[settings > 1].index) - set(UNITS):
-            warnings.append(f"{name}: its runs differ in {', '.join(sorted(names))}.")
+        warnings += [f"{task}: {note}" for note in dict.fromkeys(of_task["warnings"].sum())]
+    for (task, size, system), group in runs.groupby(KEYS):
+        values = pd.DataFrame(group["settings"].tolist()).astype(str).nunique()
+        if names := ", ".join(values.index[values > 1]):
+            warnings.append(f"{system} on {task}, {size} rows: its runs differ in {names}.")
     return warnings
 
 
-def unfinished_text(unfinished: Mapping[str, str]) -> list[str]:
-    """Returns a line on the runs that are not finished, given their reasons by folder; none if there are none."""
-    number = count(len(unfinished), "run")
-    first = list(unfinished.items())[:1]
-    return [f"{number} not finished, for instance {path}: {reason}" for path, reason in first]
-
-
-def best_commands(groups: Sequence[Group]) -> dict[str, str]:
+def best_commands(runs: pd.DataFrame) -> dict[str, str]:
     """Returns for each task the command that saves, or uses, the model of the best run by its picking rows."""
     commands = {}
-    for run in estimates.best_runs(pd.concat([group.runs for group in groups if group["path"]])):
-        model, recipe = Path(run["path"], "model"), Path(run["path"], "settings.yaml")
-        command = predict_command(model, run["description"], run["head"] == "cln")
-        if not model.is_dir():
-            command = f"python finetune/run.py --recipe {shlex.quote(str(recipe))} --save_model"
+    for run in estimates.best_runs(runs):
+        folder = Path(run["path"])
+        words = ["python", "finetune/run.py", "--recipe", str(folder / "settings.yaml")]
+        command = shlex.join([*words, "--output_dir", str(folder.parents[2]), "--save_model"])
+        if (folder / "model").is_dir():
+            command = predict_command(folder / "model", run["description"], run["head"] == "cln")
         if command:
             commands[f"{run['task']}, the best model ({run['system']})"] = command
     return commands
 
 
-def percent(value: float, sign: str = "") -> str:
-    """Returns a fraction as percent with two digits, "-" for nan."""
-    return "-" if math.isnan(value) else f"{100 * value:{sign}.2f}"
-
-
-def interval_text(interval: tuple[float, float], sign: str = "") -> str:
-    """Returns "low to high" in percent, "-" for nan."""
-    return " to ".join(percent(value, sign) for value in interval).replace("- to -", "-")
-
-
-def with_error(estimate: Estimate) -> str:
-    """Returns "mean ± standard error" in percent, without the error if there is one replicate."""
-    return f"{percent(estimate.mean)} ± {percent(estimate.error)}".removesuffix(" ± -")
-
-
-def draw_runs(groups: Sequence[Group]) -> str:
+def draw_runs(groups: pd.DataFrame) -> str:
     """Draws each group's runs, the mean with its 95 % interval, and the baseline; returns SVG in base64."""
     figure = Figure(figsize=(7, 1.2 + 0.42 * len(groups)), layout="constrained")
     axis = figure.subplots()
-    for row, group in enumerate(groups):
+    for row, group in enumerate(groups.itertuples()):
         scores = 100 * group.runs["score"]
         axis.plot(scores, [row] * len(scores), "o", color="black", fillstyle="none")
         axis.plot(100 * np.array(group.interval), [row + 0.25] * 2, "-", color="black", lw=1)
         axis.plot([100 * group.estimate.mean], [row + 0.25], "|", color="black", ms=10, mew=2)
-        axis.plot([100 * group["baseline"]], [row], "x", color="0.5")
-    labels = [f"{g['system']}\n{g['task']}, {g['train_size']}" for g in groups]
+        axis.plot([100 * group.baseline], [row], "x", color="0.5")
+    labels = groups["system"] + "\n" + groups["task"] + ", " + groups["train_size"]
     axis.set(yticks=range(len(groups)), xlabel="score, percent", ylim=(len(groups) - 0.5, -0.6))
     axis.set_yticklabels(labels, fontsize=7)
     return _svg(figure)
 
 
-def draw_calibration(groups: Sequence[Group]) -> str:
+def draw_calibration(groups: pd.DataFrame) -> str:
     """Draws the accuracy by confidence of the first classifiers; returns SVG in base64, "" without classifiers."""
-    drawn = [(group, group.bins) for group in groups if group.bins is not None][:PANELS]
-    if not drawn:
-        return ""
+    drawn = groups[groups["bins"].notna()].head(PANELS)
     rows = math.ceil(len(drawn) / 3)
     figure = Figure(figsize=(7, 2.5 * rows), layout="constrained")
-    for number, (group, bins) in enumerate(drawn, 1):
-        panel = figure.add_subplot(rows, 3, number, xlim=(0, 1), ylim=(0, 1))
+    for number, group in enumerate(drawn.itertuples(), 1):
+        panel, bins = figure.add_subplot(rows, 3, number, xlim=(0, 1), ylim=(0, 1)), group.bins
         panel.plot([0, 1], [0, 1], "--", color="0.5", lw=0.8)
         panel.bar([bin.mid for bin in bins.index], bins["share"], 1 / 15, color="0.85")
-        panel.plot(bins["confidence"], bins["accuracy"], "o-", color="black", ms=3, lw=1)
-        title = f"{group['system']}, {group['task']}\nECE {100 * group.ece:.1f} %"
+        panel.plot(bins["confidence"], bins["right"], "o-", color="black", ms=3, lw=1)
+        title = f"{group.system}, {group.task}\nECE {percent(group.ece)} %"
         panel.set_title(title, fontsize=7)
-    return _svg(figure)
+    return _svg(figure) if rows else ""
 
 
 def _svg(figure: Figure) -> str:

@@ -7,6 +7,7 @@ RESULTS/SYSTEM/TASK-SIZE/p1-d1-s1/ holds record.json, settings.yaml (the recipe 
 from __future__ import annotations
 
 import shutil
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from finetune.tasks import Array, example_arrays
+from multicls.console import count
 from multicls.environment import environment_record
 from multicls.errors import UserError
 from multicls.files import atomic_write, read_json, write_json
@@ -48,15 +50,15 @@ def write_run(
         outputs: of each task the outputs (N, C) by split.
         fields: more fields of the record.
     """
-    folder, predictions = settings.folder, list[Predictions]()
-    for part, of_task in zip(rows, outputs, strict=True):
-        splits = {name: example_arrays(part.splits[name], of_task[name]) for name in of_task}
-        predictions.append(splits)
-    tasks = list(zip(rows, predictions, strict=True))
-    names = {"head", "model", "selection", "pretraining", "subset", "seed", "search"}
+    folder = settings.folder
+    tasks = [
+        (part, {split: example_arrays(part.splits[split], logits) for split, logits in of.items()})
+        for part, of in zip(rows, outputs, strict=True)
+    ]
+    names = {"head", "model", "selection", "pretraining", "seed", "search", "predict_test"}
     all_rows = all(len(part.splits["train"]) == len(part.data.train) for part in rows)
     record = {
-        **settings.model_dump(mode="json", include={*names, "predict_test"}),
+        **settings.model_dump(mode="json", include=names),
         "format": FORMAT,
         "path": str(folder),
         "system": settings.system,
@@ -108,7 +110,6 @@ def _task_entry(rows: TaskRows, predictions: Predictions, max_length: int | None
         "baselines": majority,
         "selection_score": scores.pop("validation", dev)[metric],
         "tests": scores,
-        "metrics": list(task.metrics),
         "description": task.describe(max_length),
         "train_rows": len(train),
         "validation_rows": len(validation),
@@ -167,13 +168,19 @@ def read_error(folder: Path) -> dict[str, str]:
 
 
 def load_predictions(folder: Path, task: str) -> dict[str, dict[str, Array]]:
-    """Returns the predictions of a run for a task, by split ("dev", "validation", "test", ...) and name."""
-    splits: dict[str, dict[str, Array]] = {}
-    with np.load(folder / PREDICTIONS, allow_pickle=False) as arrays:
+    """Returns the predictions of a run for a task, by split ("dev", "validation", "test", ...) and name.
+
+    Raises:
+        UserError: The file is missing.
+    """
+    path, splits = folder / PREDICTIONS, defaultdict[str, dict[str, Array]](dict)
+    if not path.exists():
+        raise UserError(f"{path} is missing; delete this folder and run it again.")
+    with np.load(path, allow_pickle=False) as arrays:
         for key in arrays.files:
             owner, split, name = key.split("/")
             if owner == task:
-                splits.setdefault(split, {})[name] = arrays[key]
+                splits[split][name] = arrays[key]
     return splits
 
 
@@ -191,17 +198,21 @@ def load_results(folder: Path) -> pd.DataFrame:
     rows = [record | task for record in records if record for task in record["tasks"]]
     if not rows:
         what = "no finished run" if folder.is_dir() else "no such folder"
-        raise UserError(
-            f"{folder}: {what}; finetune/run.py and finetune/grid.py write results. results.jsonl is of version 0.2, "
-            "which is not read."
-        )
+        hint = "finetune/run.py and finetune/grid.py write results."
+        raise UserError(f"{folder}: {what}; {hint}", *unfinished_runs(folder))
     keys = ["system", "task", "train_size", "weights_sha256", "subset", "seed", "search"]
     runs = pd.DataFrame(rows)
     return runs[~runs[keys].astype(str).duplicated()]
 
 
-def unfinished_runs(folder: Path) -> dict[str, str]:
-    """Returns the run folders without a record, with the reason if it is known; not those of heads that do not fit."""
-    runs = sorted(p for p in folder.glob("*/*/p*-d*-s*") if not (p / RECORD).exists())
-    errors = [(str(path), read_error(path)) for path in runs]
-    return {p: e.get("error", "not finished") for p, e in errors if e.get("kind") != "incompatible"}
+def unfinished_runs(folder: Path) -> list[str]:
+    """Returns a line on the runs without a record, but for heads that do not fit; none if there are none."""
+    paths = sorted(p for p in folder.glob("*/*/p*-d*-s*") if not (p / RECORD).exists())
+    errors = {path: read_error(path) for path in paths}
+    lines = [
+        f"{path}: {error.get('error', 'not finished')}"
+        for path, error in errors.items()
+        if error.get("kind") != "incompatible"
+    ]
+    number = count(len(lines), "run")
+    return [f"{number} not finished, for instance {line}" for line in lines[:1]]

@@ -73,6 +73,7 @@ class Task:
             "labels": list(self.labels),
             "max_length": max_length or self.max_length,
             "text_columns": list(self.fields),
+            "metrics": list(self.metrics),
         }
 
 
@@ -149,12 +150,11 @@ def task_of(description: Mapping[str, Any]) -> Task:
     """Returns the task that `Task.describe` described: the one of the table, or a user's own."""
     if description["name"] in TASKS:
         return TASKS[description["name"]]
-    kind: LabelType = "multi_label" if description["multi_label"] else "class"
     return Task(
         description["name"],
         tuple(description["text_columns"]),
         tuple(description["labels"]),
-        OWN_METRICS["score" if description["is_regression"] else kind],
+        tuple(description["metrics"]),
         label_scale=description["label_scale"],
         multi_label=description["multi_label"],
     )

@@ -64,7 +64,6 @@ def fake_run(
         "baseline": 0.5,
         "selection_score": score,
         "tests": {},
-        "metrics": list(known.metrics),
         "description": known.describe(),
         "train_rows": 100,
         "validation_rows": 0,

@@ -21,7 +21,7 @@ import yaml
 
 from finetune import grid
 from finetune.grid import GridSettings, expand, main
-from finetune.report import ReportOptions, build_report
+from finetune.report_tables import build_report
 from finetune.results import load_predictions, load_results
 from finetune.run import _load_task as load_tasks_cache
 from finetune.settings import RunSettings
@@ -285,7 +285,7 @@ def test_kills_lose_no_run_and_change_no_number(
     assert main(start(calm, tiny_bert, glue, **changes)) == 0
     assert (command.wait(), second.wait()) == (0, 0)
     np.testing.assert_allclose(outputs(rough), outputs(calm), atol=1e-6)  # other threads
-    reports = [build_report(ReportOptions(results=str(p / "results"))) for p in (calm, rough)]
+    reports = [build_report(p / "results") for p in (calm, rough)]
     tables = [report.tables["All results"].drop(columns="seconds") for report in reports]
     assert tables[0].equals(tables[1])
 
