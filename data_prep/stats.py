@@ -101,8 +101,7 @@ def stats(options: ExampleOptions) -> None:
     table = {name: pd.Series(values).describe(PERCENTILES) for name, values in lengths.items()}
     print(pd.DataFrame(table).T.to_string(float_format="{:,.1f}".format), end="\n\n")
     for reason, number in sorted(manifest["dropped"].items(), key=lambda item: -item[1]):
-        what = "joined" if reason == "joined_documents" else "left out"
-        print(f"{what}: {number:,}  {visible(reason)}")
+        print(f"{'joined' if 'joined' in reason else 'left out'}: {number:,}  {visible(reason)}")
         for _, source, document, text in drops.samples[reason][:3]:
             print(f"      {visible(f'{text} ({source}: {document})')[:110]}")
     if training.empty:
@@ -110,7 +109,8 @@ def stats(options: ExampleOptions) -> None:
         return
     print(f"\n{training.to_string(float_format='{:.1%}'.format)}\n")
     hint = f"--data.seq_length {fitting_length(training)}"
-    if training["padding"][options.seq_length] > MOST_PADDING:
+    padding = training["padding"][options.seq_length]
+    if padding > MOST_PADDING and "joined_documents" not in manifest["dropped"]:
         hint += "; or join short documents (--short_documents join)"
     print_summary([("length that fits", hint)])
 
