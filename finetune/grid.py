@@ -1,7 +1,6 @@
 """Runs a grid: systems x tasks x sizes x replicates x seeds, with the settings that each system chooses from.
 
 python finetune/grid.py --recipe quick --model k5=RUN/hf --model bert=bert-base-uncased --data_dir glue --jobs 2
-python finetune/grid.py --recipe quick --model k5=RUN/hf --data_dir glue --status
 python finetune/grid.py --recipe own --model k5=RUN/hf --train_file tickets.csv --test_file test.csv --save_best
 """
 
@@ -10,7 +9,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shlex
-import signal
 import socket
 import sys
 import threading
@@ -45,13 +43,14 @@ from finetune.settings import (
     unread_settings,
 )
 from multicls.console import Progress, print_line, print_summary
-from multicls.errors import UserError, did_you_mean, first_line, print_stderr, run_command
+from multicls.errors import UserError, did_you_mean, first_line, run_command
 from multicls.files import FolderInUse, lock_holder
 from multicls.settings import RecipeOptions, load_settings, parse
 
 SHOWN = 20  # unfinished runs in a list
 WAIT = 1.0  # seconds between looks at runs of other processes
 Values = Annotated[list[Any], Field(min_length=1)]
+NamedModel = Annotated[str, Field(pattern="^[^=]+=.")]
 
 
 class GridSystem(SystemSettings):
@@ -63,7 +62,7 @@ class GridSystem(SystemSettings):
 class GridSettings(RecipeOptions):
     """A grid: what is compared, on what, how often."""
 
-    models: dict[str, str | list[str]] = Field({}, description="name -> folder of each replicate")
+    model: list[NamedModel] = Field([], description="NAME=FOLDER; a name again: a replicate")
     systems: dict[str, GridSystem] = Field({}, description="name -> settings; or a list of heads")
     tasks: list[str] = Field([], description="several with commas are one run, for head cln")
     train_sizes: list[int | str] = Field(["full"], min_length=1, description="100, 1k, full, ...")
@@ -72,12 +71,10 @@ class GridSettings(RecipeOptions):
     seeds: list[int] = Field([1], min_length=1, description="fine-tuning seeds")
     search: dict[str, Values] = Field({}, description="dotted setting -> values to choose from")
     settings: SystemSettings = Field(SystemSettings(), description="settings of all runs")
-    model: list[str] = Field([], exclude=True, description="NAME=FOLDER; again: a replicate")
     own: OwnDataSettings = Field(OwnDataSettings(), exclude=True, description="your own rows")
     data_dir: str | None = Field(None, exclude=True, description="official files; default: the Hub")
     output_dir: str = Field("results", exclude=True, description="results folder")
     jobs: PositiveInt = Field(1, exclude=True, description="processes side by side")
-    status: bool = Field(False, exclude=True, description="count the runs by state and stop")
     save_best: bool = Field(False, exclude=True, description="save the best model, by holdout")
 
     @field_validator("systems", mode="before")
@@ -118,19 +115,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             except UserError:  # its inputs are gone: it stays finished
                 identity = {"settings": run.compared()}
             finished_record(run, identity)
-    if grid.status:
-        _print_states(runs)
-        return 0
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # KeyboardInterrupt
     started, spawn = time.time(), multiprocessing.get_context("spawn")
     for index in range(1, grid.jobs):
         arguments = (index, runs, started, Path(grid.output_dir, "logs"))
         spawn.Process(target=_help, args=arguments, daemon=True).start()  # it ends with this one
-    try:
-        work(runs, started)
-    except KeyboardInterrupt:
-        print_stderr("stopped; the same command continues: what is finished is kept")
-        raise
+    work(runs, started)
     states = _print_states(runs)
     if states["finished"]:
         models = _save_best(runs) if grid.save_best else []
@@ -145,14 +134,12 @@ def expand(grid: GridSettings) -> list[RunSettings]:
     Raises:
         UserError: Names are unknown or not unique, settings are wrong or do not go together.
     """
-    models = {n: [f] if isinstance(f, str) else list(f) for n, f in grid.models.items()}
+    models: dict[str, list[str]] = {}
     for text in grid.model:
-        name, equals, folder = text.partition("=")
-        if not equals:
-            raise UserError(f"--model {text}: write it as NAME=FOLDER.")
-        models[name] = [*models.get(name, []), folder]
+        name, _, folder = text.partition("=")
+        models.setdefault(name, []).append(folder)
     if len({len(folders) for folders in models.values()} - {1}) > 1:
-        raise UserError("models: each needs as many pretrained checkpoints as the others, or one.")
+        raise UserError("--model: each name needs as many checkpoints as the others, or one.")
     own, runs = grid.own.source, []
     for task, size in product([grid.own.name] if own else grid.tasks, grid.train_sizes):
         shared: dict[str, Any] = {"own": grid.own.model_dump(), "task": "" if own else task}
@@ -164,8 +151,9 @@ def expand(grid: GridSettings) -> list[RunSettings]:
             for values in _runs_of_system(grid, models, name, size)
         ]
         if not of_task:
-            hint = " Several tasks in one run need a system with head cln." * ("," in task)
-            raise UserError(f"task {task}: no runs; set --model NAME=FOLDER and systems.{hint}")
+            raise UserError(
+                f"task {task}: no runs; set --model NAME=FOLDER and systems, for several tasks with head cln."
+            )
         runs += of_task
     if not runs:
         raise UserError("no tasks: set --tasks, or --train_file for own rows, or name a --recipe.")
@@ -233,14 +221,13 @@ def _help(index: int, runs: Sequence[RunSettings], started: float, logs: Path) -
         os._exit(1)
 
     threading.Thread(target=follow, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started it ends it
     work(runs, started)
 
 
 def work(runs: Sequence[RunSettings], started: float) -> None:
     """Makes all runs that no other process makes; waits for the others, and takes over those that are killed."""
-    pending = [run for run in runs if not finished_record(run)]
-    with Progress(len(runs), "run", "grid", done=len(runs) - len(pending)) as progress:
+    pending = list(runs)
+    with Progress(len(runs), "run", "grid") as progress:
         while pending:
             for run in list(pending):
                 if attempt(run, started):
@@ -279,8 +266,7 @@ def _print_states(runs: Sequence[RunSettings]) -> Counter[str]:
         counts[note["kind"]] += 1
         unfinished.append(f"{note['kind']}: {run.folder}: {note['error']}".rstrip(": "))
     print(", ".join(f"{n} {state}" for state, n in counts.items()) + f", of {len(runs)} runs")
-    more = [f"... and {len(unfinished) - SHOWN} more"] * (len(unfinished) > SHOWN)
-    print("".join(f"{line}\n" for line in [*sorted(unfinished)[:SHOWN], *more]), end="")
+    print("".join(f"{line}\n" for line in sorted(unfinished)[:SHOWN]), end="")
     return counts
 
 

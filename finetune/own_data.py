@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,17 +35,12 @@ def load_own(own: OwnDataSettings) -> TaskData:
     files = {"train": own.train_file, "dev": own.dev_file, "test": own.test_file}
     splits = {split: read_table(Path(name)) for split, name in files.items() if name}
     splits, column, notes = splits or _hub_splits(own), own.label_column, list[str]()
-    groups = requested_columns(own.text_column) if own.text_column else TEXTS
+    groups: Sequence[Sequence[str]] = [own.text_column.split(",")] if own.text_column else TEXTS
     for split, rows in splits.items():
         groups = [find_columns(*rows[0], groups)]
         find_columns(*rows[0], [[column]], "label")
-        splits[split] = with_texts(rows, groups[0])
-        if empty := len(rows) - len(splits[split]):
-            notes.append(f"{count(empty, f'{split} row')} without a text left out")
-        broken = [where for where, row in rows if "\n" in "".join(map(str, row.values()))]
-        if broken and str(files[split]).endswith(".csv"):
-            what = f"{count(len(broken), f'{split} row')} with line breaks"
-            notes.append(f"{what}, the first up to {broken[0]}: texts, or torn quotes?")
+        splits[split], more = with_texts(rows, groups[0], f"{split} row")
+        notes += more
     fields = groups[0]
     kind = _label_type(own, [row.get(column) for rows in splits.values() for _, row in rows])
     labels = {
@@ -53,11 +49,13 @@ def load_own(own: OwnDataSettings) -> TaskData:
     }
     task = _task(own, fields, kind, labels)
     notes.append(_note(task))
-    examples = {split: list[Example]() for split in splits}
-    for split, rows in splits.items():
-        for number, ((where, row), label) in enumerate(zip(rows, labels[split], strict=True)):
-            key = f"{split}:{number}"
-            examples[split].append(example_of(task, fields, row, where, key, label))
+    examples = {
+        split: [
+            example_of(task, fields, row, where, f"{split}:{number}", label)
+            for number, ((where, row), label) in enumerate(zip(rows, labels[split], strict=True))
+        ]
+        for split, rows in splits.items()
+    }
     if "dev" not in examples:
         train = examples["train"]
         classes = [0.0 if task.is_regression else example.label for example in train]
@@ -68,12 +66,6 @@ def load_own(own: OwnDataSettings) -> TaskData:
         total = count(len(train), "training row")
         notes.append(f"dev is {len(dev)} of the {total} (dev_share {own.dev_share:g})")
     return TaskData(task, **examples, notes=notes)
-
-
-def requested_columns(text_column: str) -> Sequence[Sequence[str]]:
-    """Returns the columns that `--text_column` may mean: A,B for a pair, or A."""
-    names = [name.strip() for name in text_column.split(",")]
-    return [names, [text_column]] if len(names) == 2 else [[text_column]]
 
 
 def find_columns(
@@ -95,8 +87,11 @@ def find_columns(
     )
 
 
-def with_texts(rows: RawRows, fields: Sequence[str]) -> RawRows:
-    """Returns the rows that have a text in each of the columns.
+def with_texts(rows: RawRows, fields: Sequence[str], what: str) -> tuple[RawRows, list[str]]:
+    """Returns the rows that have a text in each of the columns, and notes on the others and on suspicious rows.
+
+    Args:
+        what: the noun for a row in notes.
 
     Raises:
         UserError: None has.
@@ -108,7 +103,14 @@ def with_texts(rows: RawRows, fields: Sequence[str]) -> RawRows:
     ]
     if not full:
         raise UserError(f"{rows[0][0]}: no row has a text.")
-    return full
+    notes = list[str]()
+    if empty := len(rows) - len(full):
+        notes.append(f"{count(empty, what)} without a text left out")
+    broken = [at for at, row in rows if ".csv:" in at and "\n" in "".join(map(str, row.values()))]
+    if broken:
+        breaks = f"{count(len(broken), what)} with line breaks, the first up to {broken[0]}"
+        notes.append(f"{breaks}: texts, or torn quotes?")
+    return full, notes
 
 
 def example_of(
@@ -125,41 +127,45 @@ def example_of(
     for column in fields:
         if isinstance(row[column], (dict, list, bytes)):
             raise UserError(f"{where}: column {column!r} is {row[column]!r}; it must be a text.")
-    names = (label,) if isinstance(label, str) else label if isinstance(label, tuple) else ()
+    names, marks = label if isinstance(label, tuple) else (), tuple[float, ...]()
     for name in names:
         if name not in task.labels:
             hint = did_you_mean(name, task.labels)
             raise UserError(f"{where}: label {name!r} is not in the training rows.{hint}")
-    marks: tuple[float, ...] = ()
-    if isinstance(label, tuple):
+    if task.multi_label:
         label, marks = 0.0, tuple(float(name in names) for name in task.labels)
     elif names:
-        label = task.labels.index(label)
+        label = task.labels.index(names[0])
     texts = tuple(str(row[column]) for column in fields)
     passage = passage_id(texts[0]) if task.passage == 0 else ""
     return Example(key, texts, label, labels=marks, passage=passage)
 
 
-def read_label(kind: LabelType, value: Any, where: str) -> Any:
-    """Returns the score, the name of the class, or the tuple of names that a cell holds; a list may be empty.
+def read_label(kind: LabelType, cell: Any, where: str) -> Any:
+    """Returns the score, or the tuple of names of classes, that a cell holds; a list may be empty.
 
     Raises:
         UserError: It holds none.
     """
-    if kind == "multi_label" and isinstance(value, list):
-        return tuple(read_label("class", name, where) for name in value)
-    is_text = value is not None and value == value and not isinstance(value, (dict, list, bytes))
-    text = str(value).strip() if is_text else ""
-    if not text or kind == "multi_label":
+    cells = cell if kind == "multi_label" and isinstance(cell, list) else [cell]
+    names = tuple(map(_name, cells))
+    if "" in names or (kind == "multi_label" and cells is not cell):
         what = "a list of labels" if kind == "multi_label" else "a label"
-        raise UserError(f"{where}: the label is {value!r}; it must be {what} (label_type {kind}).")
-    if kind == "class":  # 1.0 in a column of numbers is 1
-        return str(int(value)) if isinstance(value, float) and value.is_integer() else text
-    score = _number(value)
+        raise UserError(f"{where}: the label is {cell!r}; it must be {what} (label_type {kind}).")
+    if kind != "score":
+        return names
+    score = _number(cell)
     if score is None or not math.isfinite(score):
         hint = "Leave the row out, or set --label_type class if the labels are names."
-        raise UserError(f"{where}: label {value!r} is not a finite number. {hint}")
+        raise UserError(f"{where}: label {cell!r} is not a finite number. {hint}")
     return score
+
+
+def _name(cell: Any) -> str:
+    """Returns the name of a class, "" if the cell holds none; 1.0 in a column of numbers is 1."""
+    if isinstance(cell, float):
+        return str(int(cell)) if cell.is_integer() else str(cell) * (cell == cell)
+    return "" if cell is None or isinstance(cell, (dict, list, bytes)) else str(cell).strip()
 
 
 def _hub_splits(own: OwnDataSettings) -> dict[str, RawRows]:
@@ -168,16 +174,13 @@ def _hub_splits(own: OwnDataSettings) -> dict[str, RawRows]:
     loaded = load_hub(name, name=configuration or None)
     column, splits = own.label_column, dict[str, RawRows]()
     for split, names in HUB_SPLITS.items():
-        hub_split = next((name for name in names if len(loaded.get(name, []))), None)
-        if hub_split is None:
-            continue
-        rows, feature = list(loaded[hub_split]), loaded[hub_split].features.get(column)
-        if classes := getattr(getattr(feature, "feature", feature), "names", None):
-            rows = [row | {column: _named(row[column], classes)} for row in rows]
-        if split != "test" or any(row.get(column) not in (None, -1) for row in rows):
-            splits[split] = [
-                (f"{own.dataset}, {hub_split} row {n}", row) for n, row in enumerate(rows, 1)
-            ]
+        for hub_split in [name for name in names if len(loaded.get(name, []))][:1]:
+            rows, feature = list(loaded[hub_split]), loaded[hub_split].features.get(column)
+            if classes := getattr(getattr(feature, "feature", feature), "names", None):
+                rows = [row | {column: _named(row[column], classes)} for row in rows]
+            if split != "test" or any(row.get(column) not in (None, -1) for row in rows):
+                place = f"{own.dataset}, {hub_split} row"
+                splits[split] = [(f"{place} {n}", row) for n, row in enumerate(rows, 1)]
     if "train" not in splits:
         known = ", ".join(map(repr, loaded))
         raise UserError(f"dataset {own.dataset}: no rows in a split 'train'; there is {known}.")
@@ -207,18 +210,17 @@ def _task(
 ) -> Task:
     """Returns the task that rows with these labels of each split are."""
     train, everything = labels["train"], [label for split in labels.values() for label in split]
-    names = {name for label in train for name in (label if kind == "multi_label" else (label,))}
+    names = set(train) if kind == "score" else set(chain.from_iterable(train))
     if len(names) < 2:
         raise UserError(f"{own.source}: all labels are alike; a task needs two classes or scores.")
     if kind == "class" and len(set(everything)) == len(everything) > FEW:
         raise UserError(
-            f"{own.source}: each row has another label ({', '.join(sorted(names)[:3])}, ...), so nothing can be "
-            "learned. Is it an id or a text? Name the column of the label by --label_column, or set --label_type "
-            "score if its numbers are scores."
+            f"{own.source}: each row has another label ({', '.join(sorted(names)[:3])}, ...). Name the column of "
+            "classes by --label_column, or set --label_type score if these are scores."
         )
     classes = () if kind == "score" else tuple(sorted(names, key=_by_value))
-    extra = {"class": ("matthews", "f1") if len(classes) == 2 else ("matthews",)}
-    possible = (*OWN_METRICS[kind], *extra.get(kind, ()))
+    more = ["matthews", "f1"][: 2 if len(classes) == 2 else 1] if kind == "class" else []
+    possible = (*OWN_METRICS[kind], *more)
     if own.metric and own.metric not in possible:
         known = ", ".join(possible)
         raise UserError(f"--metric {own.metric}: labels of type {kind} have the metrics {known}.")
@@ -226,7 +228,7 @@ def _task(
         own.name,
         tuple(fields),
         classes,
-        tuple(dict.fromkeys(filter(None, (own.metric, *OWN_METRICS[kind])))),
+        tuple(dict.fromkeys((own.metric or OWN_METRICS[kind][0], *OWN_METRICS[kind]))),
         label_scale=1.0 if classes else max(map(abs, train)),
         multi_label=kind == "multi_label",
         passage=0 if len(fields) == 1 else None,

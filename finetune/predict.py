@@ -19,10 +19,10 @@ import numpy as np
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
-from finetune.own_data import example_of, find_columns, requested_columns, with_texts
+from finetune.own_data import example_of, find_columns, with_texts
 from finetune.tables import read_table
 from finetune.tasks import Task, task_of
-from multicls.console import count, print_summary
+from multicls.console import count, print_line, print_summary
 from multicls.errors import UserError, run_command
 from multicls.files import atomic_write, read_json
 from multicls.settings import Settings, parse
@@ -54,18 +54,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"--output {output}: pass another file, with the ending .csv.")
     index, description = find_task(options.model, options.task)
     task, rows = task_of(description), read_table(Path(options.rows))
-    columns = requested_columns(options.text_column) if options.text_column else [task.fields]
-    fields = find_columns(*rows[0], columns)
+    fields = options.text_column.split(",") if options.text_column else task.fields
     if len(fields) != len(task.fields):
         raise UserError(f"--text_column: the model reads {count(len(task.fields), 'text')} a row.")
-    full = with_texts(rows, fields)
+    full, notes = with_texts(rows, find_columns(*rows[0], [fields]), "row")
+    for note in notes:
+        print_line(f"note: {note}")
     examples = [example_of(task, fields, row, where, where) for where, row in full]
     answers = answers_of(task, predict(options.model, index, task, examples))
     write_rows(output, rows, answers.set_axis([where for where, _ in full]))
-    made: list[tuple[str, object]] = [("labelled", count(len(full), "row")), ("written", output)]
-    if empty := len(rows) - len(full):
-        made.insert(1, ("left empty", f"{count(empty, 'row')} without a text"))
-    print_summary(made)
+    print_summary([("labelled", count(len(full), "row")), ("written", output)])
     return 0
 
 
@@ -137,7 +135,7 @@ def answers_of(task: Task, outputs: Array) -> DataFrame:
 def write_rows(output: Path, rows: RawRows, answers: DataFrame) -> None:
     """Writes the rows as CSV, lists as JSON, with the answers by place, which are empty for rows without a text.
 
-    A column of the rows that has the name of an answer becomes NAME_before.
+    Columns of the rows with such names, of an earlier prediction, are replaced.
     """
     import pandas as pd
 
@@ -146,12 +144,7 @@ def write_rows(output: Path, rows: RawRows, answers: DataFrame) -> None:
         return json.dumps(cell, ensure_ascii=False, default=str) if is_json else cell
 
     index, cells = zip(*rows, strict=True)
-    table = pd.DataFrame(cells, index, dtype=object)
-    for name in answers.columns.intersection(table.columns):
-        free = f"{name}_before"
-        while free in table:
-            free += "_before"
-        table = table.rename(columns={name: free})
+    table = pd.DataFrame(cells, index, dtype=object).drop(columns=answers.columns, errors="ignore")
     with atomic_write(output) as file:
         table.join(answers).map(as_text).to_csv(file, index=False)
 

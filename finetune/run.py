@@ -12,7 +12,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
@@ -24,6 +24,7 @@ from finetune.benchmarks import read_task
 from finetune.heads import FITTED
 from finetune.heads.build import Checkpoint, build_model, find_checkpoint
 from finetune.own_data import load_own
+from finetune.predict import predict_command
 from finetune.results import Record, finished_record, write_run
 from finetune.settings import SHORTCUTS, OwnDataSettings, RunSettings
 from finetune.subsets import TaskRows, select_rows
@@ -47,14 +48,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     record = run_finetune(settings)
     if rank_and_world()[0] == 0:
-        _summarize(record, settings.output_dir)
+        model, tasks = Path(record["path"], "model"), record["tasks"]
+        command = f"python finetune/report.py {shlex.quote(settings.output_dir)}"
+        if model.is_dir():
+            command = predict_command(model, tasks[0]["description"], len(tasks) > 1) or command
+        print_summary([("run", record["path"])], command)
     if rank_and_world()[1] > 1 or settings.config:
         leave_deepspeed()
     return 0
 
 
 def run_finetune(settings: RunSettings) -> Record:
-    """Makes one run, from the rows to its record; a finished run is not repeated.
+    """Makes one run, from the rows to its record, which rank 0 returns; a finished run is not repeated.
 
     Raises:
         FolderInUse: Another process makes this run.
@@ -64,24 +69,19 @@ def run_finetune(settings: RunSettings) -> Record:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic matrix products
     if settings.config or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         prepare_deepspeed()
-    data, holdout = load_tasks(settings), settings.selection == "holdout"
+    is_first, holdout = rank_and_world()[0] == 0, settings.selection == "holdout"
+    data = load_tasks(settings)
     rows = [select_rows(part, settings.train_size, settings.subset, holdout) for part in data]
     checkpoint, identity = identify(settings, data)
-    with ExitStack() as stack:
-
-        def start() -> Record | None:
-            stack.enter_context(locked(settings.folder))
-            record = finished_record(settings, identity)
-            state = "already finished: " if record else ""
-            print_line(f"{state}{settings.system} in {settings.folder}")
-            for line in chain(*(part.report() for part in rows)):
+    with locked(settings.folder) if is_first else nullcontext():
+        record = on_rank_0(lambda: finished_record(settings, identity))
+        state = "already finished: " if record else ""
+        for line in (f"{state}{settings.folder}", *chain(*(part.report() for part in rows))):
+            if is_first:
                 print_line(line)
-            return record
-
-        record = on_rank_0(start) or _train(settings, rows, checkpoint, identity)
-    for entry in record["tasks"] if rank_and_world()[0] == 0 else []:
-        majority = {entry["metric"]: entry["baseline"]}
-        splits = {"dev": entry["scores"], **entry["tests"], "majority class": majority}
+        record = record or _train(settings, rows, checkpoint, identity)
+    for entry in record["tasks"] if is_first else []:
+        splits = {"dev": entry["scores"], **entry["tests"], "majority class": entry["baselines"]}
         for split, scores in splits.items():
             values = "  ".join(f"{name} {100 * value:.2f}" for name, value in scores.items())
             print_line(f"{record['system']} on {entry['task']}, {split}: {values}")
@@ -136,21 +136,9 @@ def _train(
         assert model is not None
         outputs, training = TaskTrainer(model, encoded, settings, identity).run()
     fields = {**identity, **training, "seconds": round(time.perf_counter() - began, 3)}
-    return on_rank_0(lambda: write_run(settings, rows, outputs, fields, model, tokenizer))
-
-
-def _summarize(record: Record, results: str) -> None:
-    """Prints what the run has made, and the next command."""
-    from finetune.predict import predict_command
-
-    model = Path(record["path"], "model")
-    made: list[tuple[str, object]] = [("run", record["path"])]
-    next_command = ""
-    if model.is_dir():
-        made.insert(0, ("model", model))
-        tasks = record["tasks"]
-        next_command = predict_command(model, tasks[0]["description"], len(tasks) > 1)
-    print_summary(made, next_command or f"python finetune/report.py {shlex.quote(results)}")
+    if rank_and_world()[0]:
+        return {}
+    return write_run(settings, rows, outputs, fields, model, tokenizer)
 
 
 if __name__ == "__main__":

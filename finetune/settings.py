@@ -16,6 +16,7 @@ from multicls.settings import RecipeOptions, Settings
 
 LAYER_WEIGHTS = r"^(dynamic|none|(mean|random)_(first6|last6|all))$"
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+TextColumn = Annotated[str, Field(pattern="^[^,]+(,[^,]+)?$")]
 # What a text means: a number, true or false, or the text.
 TrainerValue = Annotated[StrictBool | int | float | bool | Any, Field(union_mode="left_to_right")]
 # Settings of a system that change no number of a run, or are only paths.
@@ -26,29 +27,15 @@ NOT_COMPARED: dict[str, Any] = {
     **dict.fromkeys(("save_model", "predict_test"), True),
 }
 
-
-# TrainingArguments that no recipe may set: those that have no effect here, and those with a setting of our own.
-NO_EFFECT = """
-    use_cpu eval_strategy eval_delay eval_on_start logging_strategy logging_nan_inf_filter disable_tqdm
-    remove_unused_columns average_tokens_across_devices label_smoothing_factor data_seed auto_find_batch_size
-    dataloader_drop_last dataloader_num_workers
+# TrainingArguments that `trainer` may not set: other settings decide them, or they have no effect here.
+OWNED = set(
+    """
+    auto_find_batch_size average_tokens_across_devices bf16 data_seed dataloader_drop_last dataloader_num_workers
+    deepspeed disable_tqdm eval_delay eval_on_start eval_steps eval_strategy fp16 gradient_accumulation_steps
+    label_smoothing_factor learning_rate logging_nan_inf_filter logging_steps logging_strategy max_grad_norm max_steps
+    num_train_epochs output_dir per_device_train_batch_size remove_unused_columns save_strategy seed use_cpu
+    warmup_ratio warmup_steps weight_decay
     """.split()  # noqa: SIM905
-SAME = "learning_rate weight_decay max_grad_norm max_steps warmup_ratio seed output_dir".split()  # noqa: SIM905
-OWNED: dict[str, str] = (
-    dict.fromkeys(NO_EFFECT, "")
-    | dict(zip(SAME, SAME, strict=True))
-    | {
-        "warmup_steps": "warmup_ratio",
-        "num_train_epochs": "epochs",
-        "per_device_train_batch_size": "micro_batch_size",
-        "gradient_accumulation_steps": "batch_size",
-        "save_strategy": "checkpoint_minutes",
-        "deepspeed": "config",
-        "bf16": "precision",
-        "fp16": "precision",
-        "eval_steps": "eval_every",
-        "logging_steps": "eval_every",
-    }
 )
 
 
@@ -108,7 +95,7 @@ class OwnDataSettings(Settings):
     dev_file: str | None = Field(None, description="rows to evaluate on; default: dev_share")
     test_file: str | None = Field(None, description="rows scored at the end; they pick nothing")
     dataset: str | None = Field(None, description="a Hub data set instead: ID or ID:CONFIGURATION")
-    text_column: str | None = Field(None, description="the text's, or text1,text2 for pairs")
+    text_column: TextColumn | None = Field(None, description="text's, or text1,text2 for pairs")
     label_column: str = Field("label", description="column of the label")
     label_type: Literal["auto", "class", "multi_label", "score"] = Field(
         "auto", description="auto: score if labels are numbers that are not all whole, else class"
@@ -198,16 +185,19 @@ class RunSettings(SystemSettings, RecipeOptions):
             yield f"task {name}: no such task.{did_you_mean(name, TASKS)}"
         if len(set(names)) < len(names) or (len(names) > 1 and head != "cln"):
             yield f"task {self.task}: only --head cln trains several, each once"
-        if self.own.source and self.predict_test:
-            yield "--predict_test is for benchmarks; for your own rows set --test_file"
-        if self.own.source and self.data_dir:
-            yield "--data_dir is for benchmarks; leave it out for your own rows"
+        if self.own.source and (self.predict_test or self.data_dir):
+            yield "--data_dir and --predict_test are for benchmarks; for your own rows set --test_file"
         for name, field in OwnDataSettings.model_fields.items():
             if not self.own.source and getattr(self.own, name) != field.default:
                 yield f"--{name} is for your own rows: set --train_file or --dataset"
-        for name in sorted(self.trainer.keys() & OWNED.keys()):
-            ours = f"set --{OWNED[name]} instead" if OWNED[name] else "it has no effect here"
-            yield f"trainer.{name}: {ours}"
+        if self.trainer:
+            from transformers import TrainingArguments  # imports torch, so only where it is needed
+
+            known = TrainingArguments.__dataclass_fields__.keys() - OWNED
+            for name in sorted(self.trainer.keys() & OWNED):
+                yield f"trainer.{name}: another setting decides it, or it has no effect here"
+            for name in sorted(self.trainer.keys() - OWNED - known):
+                yield f"trainer.{name}: no such argument.{did_you_mean(name, known, listed=False)}"
         if not self.model and head != "tfidf":
             yield "--model: required, a folder, a Hub id or 'sample'"
         if head not in HEADS:

@@ -31,15 +31,15 @@ def read_table(path: Path, header: Sequence[str] = (), allow_short: bool = False
     Raises:
         UserError: The file or a row of it cannot be read; the message names the line or row.
     """
-    if path.suffix not in (".csv", ".tsv", ".jsonl", ".parquet"):
-        raise UserError(f"{path}: the name must end in .csv, .tsv, .jsonl or .parquet.")
     try:
         if path.suffix == ".parquet":
             rows = _parquet_rows(path)
         elif path.suffix == ".jsonl":
             rows = list(_json_rows(path))
-        else:
+        elif path.suffix in (".csv", ".tsv"):
             rows = list(_csv_rows(path, header, allow_short))
+        else:
+            raise UserError(f"{path}: the name must end in .csv, .tsv, .jsonl or .parquet.")
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or first_line(error)}.") from None
     if not rows:
@@ -80,7 +80,7 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Row]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line, object_pairs_hook=_object)
+            row = json.loads(line)
             if "\\u" in line:  # half a surrogate pair is JSON but no text
                 json.dumps(row, ensure_ascii=False).encode()
         except ValueError as error:
@@ -88,14 +88,6 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Row]]:
         if not isinstance(row, dict):
             raise UserError(f"{path}:{number}: not a JSON object.")
         yield f"{path}:{number}", row
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    row, keys = dict(pairs), [key for key, _ in pairs]
-    if len(row) < len(keys):
-        doubled = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {doubled!r} is there twice")
-    return row
 
 
 def _parquet_rows(path: Path) -> RawRows:

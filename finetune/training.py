@@ -52,7 +52,6 @@ class Best:
 
     score: float  # mean of the tasks' main metrics
     step: int
-    outputs: list[Tensor]  # of each task, (N, C) for the validation rows
     weights: dict[str, Tensor]  # on the CPU
 
 
@@ -165,13 +164,10 @@ class TaskTrainer(Trainer):
         AcceleratorState._reset_state(True)  # of an earlier run in this process
         train = [splits["train"] for splits in tasks]
         self.settings = settings.train
-        balanced = settings.train.class_weights == "balanced"
-        self.class_weights = [_class_weights(rows) if balanced else None for rows in train]
+        balanced, device = settings.train.class_weights == "balanced", find_device()[0]
+        self.class_weights = [_class_weights(r).to(device) if balanced else None for r in train]
         self.sampler = ChunkSampler(settings, [len(rows) for rows in train])
         arguments = training_arguments(settings, self.sampler, len(tasks))
-        if arguments.gradient_checkpointing and not model.encoder.supports_gradient_checkpointing:
-            kind = model.encoder.config.model_type
-            raise UserError(f"trainer.gradient_checkpointing: {kind} has none; leave it out.")
         self.task_model = model
         precision, batch_size = settings.train.precision, arguments.per_device_eval_batch_size
         self._predict = partial(predict_rows, model, precision=precision, batch_size=batch_size)
@@ -205,9 +201,8 @@ class TaskTrainer(Trainer):
     def _loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         """Returns the chunk's part of the loss, the mean over the counted rows of the step."""
         problem = problem_type_of(self.task_model.config.tasks[self._task])
-        weights = self.class_weights[self._task]
-        weights = None if weights is None else weights.to(labels.device)
-        return loss_sum(problem, outputs.logits.float(), labels, weights) / num_items_in_batch
+        logits, weights = outputs.logits.float(), self.class_weights[self._task]
+        return loss_sum(problem, logits, labels, weights) / num_items_in_batch
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Scores the rows of all tasks that pick; keeps the weights if the mean score is strictly better.
@@ -222,18 +217,17 @@ class TaskTrainer(Trainer):
                 f"the loss is not a finite number any more (seen at step {step}): nothing is written. Lower "
                 f"train.learning_rate (= {self.args.learning_rate:g}), or check the checkpoint's weights."
             )
-        metrics, scores, outputs = {"eval_train_loss": loss}, [], []
+        metrics, scores = {"eval_train_loss": loss}, []
         for number, splits in enumerate(self.splits):
             rows = next(iter(splits.values()))
-            outputs.append(self._predict(rows, number))
-            values = score_examples(rows.task, rows.examples, outputs[number])
+            values = score_examples(rows.task, rows.examples, self._predict(rows, number))
             scores.append(values[rows.task.metrics[0]])
             metrics |= {f"eval_{rows.task.name}_{name}": v for name, v in values.items()}
         metrics["eval_score"] = score = float(np.mean(scores))
         if self.best is None or score > self.best.score:
             state = self.task_model.state_dict()
             weights = {name: t.detach().to("cpu", copy=True) for name, t in state.items()}
-            self.best = Best(score, step, [torch.from_numpy(array) for array in outputs], weights)
+            self.best = Best(score, step, weights)
         self.log(metrics)
         self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         if self.is_world_process_zero():
@@ -263,8 +257,8 @@ class TaskTrainer(Trainer):
     def _newest_checkpoint(self) -> Path | None:
         """Returns the newest whole checkpoint of this run; removes all others."""
         found = sorted(Path(str(self.args.output_dir)).glob("checkpoint-*"), key=_step_of)
-        marked = [path for path in found if (path / RUN).exists()]
-        whole = [path for path in marked if read_json(path / RUN) == self.identity]
+        marks = [path / RUN for path in found if (path / RUN).exists()]
+        whole = [mark.parent for mark in marks if read_json(mark) == self.identity]
         for path in set(found) - set(whole[-1:]):
             shutil.rmtree(path)
         return whole[-1] if whole else None
@@ -279,24 +273,22 @@ class TaskTrainer(Trainer):
         with ExitStack() as stack:
             if newest:
                 self.best = Best(**torch.load(newest / BEST, weights_only=True))
-                done = _step_of(newest)
-                if shown:
-                    print_line(f"resuming from step {done} of {self.sampler.steps}")
+                done = _step_of(newest) * self.sampler.accumulation
                 if self.is_deepspeed_enabled:
                     from multicls.safe_unpickling import safe_unpickling
 
                     stack.enter_context(safe_unpickling(newest))
-            total, done = len(self.sampler), done * self.sampler.accumulation
-            progress = Progress(total, "batch", "fine-tuning", done=done, shown=shown)
-            self._progress = stack.enter_context(progress)
+                if shown:
+                    print_line(f"resuming from step {_step_of(newest)} of {self.sampler.steps}")
+            bar = Progress(len(self.sampler), "batch", "fine-tuning", done=done, shown=shown)
+            self._progress = stack.enter_context(bar)
             self.train(resume_from_checkpoint=str(newest) if newest else None)
         assert self.best is not None
         self.task_model.load_state_dict(self.best.weights)
-        outputs = []
-        for task, (picked, splits) in enumerate(zip(self.best.outputs, self.splits, strict=True)):
-            picks, *others = splits
-            predicted = {name: self._predict(splits[name], task) for name in others}
-            outputs.append({picks: picked.numpy()} | predicted)
+        outputs = [
+            {name: self._predict(rows, number) for name, rows in splits.items()}
+            for number, splits in enumerate(self.splits)
+        ]
         history = [
             {"step": e["step"], "loss": round(e["eval_train_loss"], 6), "score": e["eval_score"]}
             for e in self.state.log_history
@@ -375,7 +367,6 @@ def training_arguments(
     ours = train.model_dump(include={"learning_rate", "weight_decay", "max_grad_norm"})
     ours |= {
         "output_dir": str(settings.folder),
-        "num_train_epochs": train.epochs,
         "max_steps": sampler.steps,
         "seed": settings.seed,
         "per_device_train_batch_size": sampler.micro_batch_size,
@@ -385,18 +376,13 @@ def training_arguments(
         "use_cpu": not torch.cuda.is_available(),  # without it two ranks get losses of NaN there
         "eval_strategy": "steps",
         "eval_steps": sampler.eval_every,
-        "eval_delay": 0,
-        "eval_on_start": False,
-        "logging_strategy": "steps",
         "logging_steps": sampler.eval_every,
         "logging_nan_inf_filter": False,
         "save_strategy": "no",
         "disable_tqdm": True,
-        "remove_unused_columns": False,
-        "average_tokens_across_devices": True,
         "deepspeed": _deepspeed(settings.config, sampler, train.max_grad_norm, bf16),
     }
-    assert ours.keys() <= OWNED.keys(), "all of them are refused in settings.trainer"
+    assert ours.keys() <= OWNED, "all of them are refused in settings.trainer"
     try:
         arguments = TrainingArguments(**defaults | settings.trainer | ours)
     except (ValueError, TypeError, ImportError) as error:

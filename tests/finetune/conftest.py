@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.finetune.runs import finetune
+
+Tune = Callable[..., dict[str, Any]]
 
 NOUNS = ("bal", "del", "fil", "gol", "kul", "man")  # one token each in the tiny BERT's vocabulary
 GOOD, BAD = ("nar", "pel"), ("ros", "tun")
@@ -65,3 +72,9 @@ def tiny_multicls(tiny_bert: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def tune(tiny_bert: Path, glue: Path, tmp_path: Path) -> Tune:
+    """Makes a quick run of the tiny BERT on SST-2 with the settings passed, and returns its record."""
+    return partial(finetune, tiny_bert, glue, tmp_path)

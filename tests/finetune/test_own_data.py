@@ -111,12 +111,8 @@ def test_two_torn_quotes_are_noted(tmp_path: Path) -> None:
 
 
 def test_columns_of_other_names(tmp_path: Path) -> None:
-    rows = [{"body": "a", "title, short": "b", "kind": kind, "text": "no"} for kind in "xyx"]
-    for column, texts in (
-        ("body", ("a",)),
-        ("title, short", ("b",)),  # a column may have a comma in its name
-        ("body, text", ("a", "no")),
-    ):
+    rows = [{"body": "a", "kind": kind, "text": "no"} for kind in "xyx"]
+    for column, texts in (("body", ("a",)), ("body,text", ("a", "no"))):
         task, data = read(tmp_path, rows, None, "csv", text_column=column, label_column="kind")
         assert task.labels == ("x", "y") and data.dev[0].texts == texts
 
@@ -203,7 +199,6 @@ TWO = [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}]
         ([{"text": "a", "lable": "x"}], {}, "t.jsonl:1: no column 'label' for the label; "),
         ([{"body": "a", "label": "x"}], {}, "no column 'text' or 'text1' and 'text2' or"),
         (TWO, {"text_column": "texd"}, "'text', 'label'. Did you mean 'text'?"),
-        (TWO, {"text_column": "text,b,c"}, "no column 'text,b,c'"),
         ([{"text": "a", "Label": ""}], {}, "Did you mean 'Label'? Name it by --label_column"),
         ([{"where is it?": "a", "x": "x"}], {}, "(the first line of a table) are 'where"),
         (labelled(*range(11)), {"dev": labelled(12)}, "each row has another label (0, 1, 10, ...)"),
@@ -223,9 +218,12 @@ TWO = [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}]
         ),
         (TWO, {"dev": [{"txt": "a", "label": "x"}]}, "d.jsonl:1: no column 'text' for the text"),
         ([{"text": ["a"], "label": "x"}, TWO[1]], {}, "['a']; it must be a text"),
-        (labelled(["a", None], ["b"]), {}, "t.jsonl:1: the label is None; it must be a label"),
-        (labelled(["a", ""], ["b"]), {}, "t.jsonl:1: the label is ''"),
-        (labelled([["a"]], ["b"]), {}, "t.jsonl:1: the label is ['a']; it must be a label"),
+        (
+            labelled(["a", None], ["b"]),
+            {},
+            "t.jsonl:1: the label is ['a', None]; it must be a list",
+        ),
+        (labelled([["a"]], ["b"]), {}, "t.jsonl:1: the label is [['a']]; it must be a list"),
         ([{"text": " ", "label": "x"}], {}, "t.jsonl:1: no row has a text"),
     ],
 )
@@ -295,7 +293,6 @@ def test_tabs_without_quotes(tmp_path: Path) -> None:
         ("f.csv", b"text,text,label\na,b,x\n", "f.csv: column 'text' is there more than once"),
         ("g.jsonl", b'{"text": "a"}\n\n{"text": \n', "g.jsonl:3: not valid JSON"),
         ("h.jsonl", b'{"text": "\\ud83d"}', "h.jsonl:1: not valid JSON"),
-        ("h.jsonl", b'{"text": "a", "text": "b"}', "h.jsonl:1: .* the key 'text' is there twice"),
         ("i.jsonl", b'[{"text": "a"}]', "i.jsonl:1: not a JSON object"),
         ("k.csv", "text,label\na,x\n".encode("utf-16"), "k.csv:1: not UTF-8"),
         ("l.csv", b'text,label\n"a" b,x\n', "l.csv:2: cannot be read: ',' expected after"),

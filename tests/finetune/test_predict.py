@@ -51,10 +51,11 @@ def test_rows_are_labelled(
     three_classes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [{"id": f"0{n}", "text": text, "label": "x"} for n, text in enumerate(TEXTS)]
-    rows[3]["text"] = " "
+    rows[3]["text"], rows[4]["label"] = " ", "two\nlines"
     assert main([three_classes, write_rows(tmp_path / "new.csv", rows)]) == 0
     out = capsys.readouterr().out
-    assert "47 rows" in out and "1 row without a text" in out
+    assert "47 rows" in out and "note: 1 row without a text" in out
+    assert "note: 1 row with line breaks, the first up to" in out and "new.csv:7" in out
     answers = pd.read_csv(tmp_path / "new.predictions.csv", dtype=str, keep_default_na=False)
     assert answers["predicted_label"].tolist() == [*LABELS[:3], "", *LABELS[4:]]
     assert answers["id"].tolist() == [row["id"] for row in rows]
@@ -63,19 +64,24 @@ def test_rows_are_labelled(
 
 
 def test_cells_and_columns_of_the_rows_stay(tmp_path: Path) -> None:
-    """Predictions keep the labels of an earlier prediction, long numbers, dates, lists and letters."""
-    cells: dict[str, Any] = {"predicted_label": "ä", "n": 0.1234567890123456, "l": ["a", 1]}
+    """Predictions keep long numbers, dates, lists and letters, and replace earlier predictions."""
+    cells: dict[str, Any] = {
+        "predicted_label": "0",
+        "w": "ä",
+        "n": 0.1234567890123456,
+        "l": ["a", 1],
+    }
     answers = answers_of(TASKS["sst2"], np.array([[0.0, 1.0]], dtype=np.float32))
     rows: RawRows = [("1", cells | {"t": date(2026, 1, 2)}), ("2", {})]
     write_answers(tmp_path / "o.csv", rows, answers.set_axis(["1"]))
     table = pd.read_csv(tmp_path / "o.csv", dtype=str, keep_default_na=False)
     first, second = table.to_dict("records")
-    assert first.items() > {"predicted_label_before": "ä", "predicted_label": "1"}.items()
-    assert first.items() > {"n": "0.1234567890123456", "l": '["a", 1]', "t": "2026-01-02"}.items()
+    assert first["predicted_label"] == "1"
+    assert (
+        first.items()
+        > {"w": "ä", "n": "0.1234567890123456", "l": '["a", 1]', "t": "2026-01-02"}.items()
+    )
     assert not any(second.values())
-    again: RawRows = [("1", first)]  # a file of predictions labelled once more
-    write_answers(tmp_path / "o.csv", again, answers.set_axis(["1"]))
-    assert "predicted_label_before_before" in pd.read_csv(tmp_path / "o.csv")
 
 
 @pytest.mark.slow

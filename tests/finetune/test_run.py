@@ -19,14 +19,14 @@ from finetune import grid, submit
 from finetune.fitted import fit_classifier
 from finetune.metrics import score_predictions
 from finetune.results import load_predictions, load_results
-from finetune.run import _summarize, main
+from finetune.run import main
 from finetune.settings import RunSettings
 from finetune.tasks import TASKS
 from finetune.training import ChunkSampler
 from multicls.errors import UserError
 from multicls.files import REPOSITORY, FolderInUse, locked, read_json
 from multicls.settings import load_settings, to_yaml
-from tests.finetune.conftest import sentiment_rows, write_tsv
+from tests.finetune.conftest import Tune, sentiment_rows, write_tsv
 from tests.finetune.runs import fake_run, finetune, logits_of, settings_of
 
 QUICK: dict[str, Any] = {"train_size": 20, "train__max_steps": 6, "train__eval_every": 3}
@@ -36,8 +36,10 @@ def test_a_run_leaves_its_folder_and_is_not_repeated(
     tiny_multicls: Path, glue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = f"--model {tiny_multicls} --task sst2 --head multicls --data_dir {glue} --train_size 100 --epochs 8"
-    words = f"{flags} --max_length 24 --learning_rate 3e-3 --output_dir {tmp_path}".split()
+    words = f"{flags} --max_length 24 --learning_rate 3e-3".split()
+    words += ["--output_dir", str(tmp_path := tmp_path / "my results")]
     assert main(words) == 0
+    assert f"finetune/report.py '{tmp_path}'\n" in capsys.readouterr().out
     folder = tmp_path / f"{tiny_multicls.name}-multicls" / "sst2-100" / "p1-d1-s1"
     record = read_json(folder / "record.json")
     (task,) = record["tasks"]
@@ -58,20 +60,20 @@ def test_a_run_leaves_its_folder_and_is_not_repeated(
 
 
 def test_other_settings_weights_and_versions_are_refused(
-    tiny_bert: Path, tiny_multicls: Path, glue: Path, tmp_path: Path
+    tune: Tune, tiny_multicls: Path, glue: Path, tmp_path: Path
 ) -> None:
     named = QUICK | {"name": "mine"}
-    record = finetune(tiny_bert, glue, tmp_path, **named)
+    record = tune(**named)
     with pytest.raises(UserError, match=r"another run \(train.weight_decay 0.01, not 0.5\)"):
-        finetune(tiny_bert, glue, tmp_path, **named, train__weight_decay=0.5)
+        tune(**named, train__weight_decay=0.5)
     with pytest.raises(UserError, match=r"another run \(weights_sha256 \w+, not \w+\)"):
         finetune(tiny_multicls, glue, tmp_path, **named)
     with pytest.raises(UserError, match=r"another run \(trainer.optim None, not adafactor\)"):
-        finetune(tiny_bert, glue, tmp_path, **named, trainer={"optim": "adafactor"})
+        tune(**named, trainer={"optim": "adafactor"})
     path = Path(record["path"]) / "record.json"
     path.write_text(path.read_text().replace('"format": 1', '"format": 0'))
     with pytest.raises(UserError, match="another version"):
-        finetune(tiny_bert, glue, tmp_path, **named)
+        tune(**named)
 
 
 def test_other_own_rows_under_one_name_are_refused(tmp_path: Path) -> None:
@@ -104,18 +106,18 @@ def test_other_own_rows_under_one_name_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_run_that_somebody_is_at_is_left_alone(
-    tiny_bert: Path, glue: Path, tmp_path: Path
+    tune: Tune, tiny_bert: Path, glue: Path, tmp_path: Path
 ) -> None:
     with locked(settings_of(tiny_bert, glue, tmp_path, **QUICK).folder), pytest.raises(FolderInUse):
-        finetune(tiny_bert, glue, tmp_path, **QUICK)
-    assert finetune(tiny_bert, glue, tmp_path, **QUICK)["steps"] == 6
+        tune(**QUICK)
+    assert tune(**QUICK)["steps"] == 6
 
 
 def test_saving_a_finished_run_trains_it_again_with_the_same_numbers(
-    tiny_bert: Path, glue: Path, tmp_path: Path
+    tune: Tune, tiny_bert: Path, tmp_path: Path
 ) -> None:
-    logits = logits_of(finetune(tiny_bert, glue, tmp_path, **QUICK, task="stsb"))
-    second = finetune(tiny_bert, glue, tmp_path, **QUICK, task="stsb", save_model=True)
+    logits = logits_of(tune(**QUICK, task="stsb"))
+    second = tune(**QUICK, task="stsb", save_model=True)
     np.testing.assert_array_equal(logits_of(second), logits)
     card = (Path(second["path"]) / "model" / "README.md").read_text()
     for text in ("pipeline_tag: text-", "| spearman | dev |", "majority class", "95 % interval"):
@@ -152,11 +154,6 @@ def test_results_may_be_moved(glue: Path, tmp_path: Path) -> None:
     assert again == before | {"path": before["path"].replace("old/tfidf", "new/tfidf")}
 
 
-def test_the_next_command_is_quoted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    _summarize({"path": str(tmp_path), "tasks": []}, "my results")
-    assert "finetune/report.py 'my results'\n" in capsys.readouterr().out
-
-
 def test_several_tasks_with_cln(tiny_bert: Path, glue: Path, tmp_path: Path) -> None:
     record = finetune(
         tiny_bert, glue, tmp_path, head="cln", task="sst2,stsb", **QUICK, save_model=True
@@ -174,6 +171,7 @@ def test_several_tasks_with_cln(tiny_bert: Path, glue: Path, tmp_path: Path) -> 
         ({"task": "rt"}, "no such task. Did you mean 'rte'"),
         ({"head": "cl"}, "no such head. Did you mean 'cls'"),
         ({"task": ""}, "set either --task NAME"),
+        ({"model": ""}, "--model: required"),
         ({"head": "cls", "task": "rte,cola"}, "only --head cln trains several"),
         ({"head": "cln", "task": "rte,rte"}, "each once"),
         ({"head": "isobn", "train__micro_batch_size": 1}, "must be 2 or more"),
@@ -185,9 +183,12 @@ def test_several_tasks_with_cln(tiny_bert: Path, glue: Path, tmp_path: Path) -> 
         ({"train_size": "x"}, "valid integer"),
         ({"own__dev_file": "d.csv"}, "need a train_file"),
         ({"own__metric": "f1"}, "--metric is for your own rows: set --train_file"),
-        ({"own__train_file": "t.csv", "task": ""}, "--data_dir is for benchmarks"),
+        ({"own__text_column": "a,b,c"}, "text_column"),
+        ({"own__train_file": "t.csv", "task": ""}, "--data_dir and --predict_test are for bench"),
         ({"own": {"train_file": "t", "dev_file": "d", "dev_share": 0.3}}, "either a dev_file or a"),
         ({"train__epochs": 0}, "train.epochs"),
+        ({"trainer": {"fp16": True}}, "trainer.fp16: another setting decides it"),
+        ({"trainer": {"optm": "x"}}, "trainer.optm: no such argument. Did you mean 'optim'"),
         ({"train__epoch": 3}, "Did you mean 'train.epochs'"),
     ],
 )
@@ -195,9 +196,7 @@ def test_settings_that_do_not_go_together(
     values: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=message):
-        settings_of("m", tmp_path, tmp_path, **values)
-    with pytest.raises(UserError, match="--model: required"):
-        settings_of("", tmp_path, tmp_path)
+        settings_of(**{"model": "m", "data": tmp_path, "output": tmp_path} | values)
 
 
 @pytest.mark.parametrize(
@@ -285,14 +284,14 @@ def test_answers_of_record_and_multirc_are_nested() -> None:
 
 
 def test_a_run_killed_in_its_predictions_is_not_finished(
-    tiny_bert: Path, glue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tune: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(np, "savez_compressed", killed)
     with pytest.raises(KeyboardInterrupt):
-        finetune(tiny_bert, glue, tmp_path, **QUICK)
+        tune(**QUICK)
     assert not list(tmp_path.glob("*/*/*/record.json"))
 
 
