@@ -196,7 +196,7 @@ def test_settings_that_do_not_go_together(
     values: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=message):
-        settings_of(**{"model": "m", "data": tmp_path, "output": tmp_path} | values)
+        settings_of(values.pop("model", "m"), tmp_path, tmp_path, **values)
 
 
 @pytest.mark.parametrize(
