@@ -75,7 +75,7 @@ def averages(runs: pd.DataFrame) -> pd.DataFrame:
 
 def add_answers(report: Report, runs: pd.DataFrame, questions: Mapping[str, list[str]]) -> None:
     """Adds the table of questions: difference, interval, and p-value corrected for all of them."""
-    systems = {name: summarise(averages(group)) for name, group in runs.groupby("system")}
+    systems = {name: summarise(averages(group)).units for name, group in runs.groupby("system")}
     tests = [compare(systems[first], systems[second]) for first, second in questions.values()]
     corrected, rows = holm([test.p for test in tests]), []
     for question, test, p in zip(questions, tests, corrected, strict=True):

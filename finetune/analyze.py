@@ -1,6 +1,7 @@
 """Analyses runs with a saved model: how isotropic the embedding is, which layers count, where the facets disagree.
 
 python finetune/analyze.py results/k5-isobn/mrpc-full/p1-d1-s1
+python finetune/analyze.py results/k5-multicls/mrpc-full/p1-d1-s*
 
 Shape legend: N examples, D dimensions, C classes or rows of a classifier, K facets, M members of an ensemble.
 """
@@ -21,9 +22,9 @@ from pydantic_settings import CliPositionalArg
 
 from finetune.settings import RunSettings, flatten
 from finetune.tasks import Array
-from multicls.console import print_line, print_summary
+from multicls.console import print_summary
 from multicls.errors import UserError, run_command
-from multicls.files import read_json, write_json
+from multicls.files import write_json
 from multicls.settings import Settings, load_settings, parse
 
 if TYPE_CHECKING:
@@ -37,86 +38,72 @@ class AnalyzeOptions(Settings):
     """Options of the command."""
 
     runs: CliPositionalArg[list[str]] = Field(
-        min_length=1, description="folders of runs made with --save_model"
+        min_length=1, description="folder of a run with a model; more: the same with other seeds"
     )
-    output: str = Field("analysis", description="folder for analysis.json")
-    examples: int = Field(1000, ge=20, description="training rows to read, and dev rows")
+    examples: int = Field(1000, ge=20, description="dev rows to read")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
     options = parse(AnalyzeOptions, argv, prog="finetune/analyze.py", doc=__doc__)
-    runs = dict[str, dict[str, Any]]()
-    for name in options.runs:
-        label, numbers = analyze_run(Path(name).resolve(), options.examples)
-        if label in runs:
-            raise UserError(f"{name}: a run of this name, {label}, is passed twice.")
-        runs[label] = numbers
-        print_line(f"{label}: {name}")
-        print_summary((key, np.round(value, 3).tolist()) for key, value in flatten(numbers).items())
-    output = Path(options.output, "analysis.json")
-    write_json(output, runs)
+    folders = [Path(name) for name in options.runs]
+    numbers, output = analyze_run(folders, options.examples), folders[0] / "analysis.json"
+    write_json(output, numbers)
+    print_summary((key, np.round(value, 3).tolist()) for key, value in flatten(numbers).items())
     print_summary([("numbers", output)])
     return 0
 
 
-def analyze_run(folder: Path, examples: int) -> tuple[str, dict[str, Any]]:
-    """Returns the name of a run and its entry of analysis.json, from at most `examples` rows of each split.
+def analyze_run(folders: Sequence[Path], examples: int) -> dict[str, Any]:
+    """Returns the numbers of the run in the first folder, from at most `examples` dev rows of its first task.
 
-    The run's saved model is compared with the model that it started from, on rows of its first task.
+    Its saved model is compared with the model that it started from. More folders hold runs that differ in their seed
+    only, for the disagreement among seeds.
 
     Raises:
         UserError: There is no saved model.
     """
     from finetune.encoding import Encoded
     from finetune.heads.build import build_model, find_checkpoint, load_fine_tuned
-    from finetune.results import RECORD, load_predictions
+    from finetune.heads.pooling import MulticlsHead
+    from finetune.results import load_predictions
     from finetune.run import load_tasks
     from finetune.subsets import draw_rows
 
-    if not (folder / "model").is_dir() or not (folder / RECORD).exists():
-        raise UserError(f"{folder}: no run with a saved model; make one with run.py --save_model.")
-    record = read_json(folder / RECORD)
-    settings = load_settings(RunSettings, [folder / "settings.yaml"])
+    if not (folders[0] / "model").is_dir():
+        raise UserError(f"{folders[0]}: no run with a saved model; make one with --save_model.")
+    settings = load_settings(RunSettings, [folders[0] / "settings.yaml"])
     data, checkpoint = load_tasks(settings), find_checkpoint(settings.model)
     task, length = data[0].task, settings.max_length or data[0].task.max_length
     before, _ = build_model(settings, checkpoint, [part.task for part in data])
-    after, tokenizer = load_fine_tuned(str(folder / "model"))
-    drawn = [data[0].train[row] for row in draw_rows(len(data[0].train), examples, 1)]
-    train = Encoded(task, drawn, tokenizer, length)
-    states = {"before": read_states(before, train), "after": read_states(after, train)}
+    after, tokenizer = load_fine_tuned(str(folders[0] / "model"))
+    drawn = draw_rows(len(data[0].dev), examples, 1)
+    rows = Encoded(task, [data[0].dev[row] for row in drawn], tokenizer, length)
+    states = {"before": read_states(before, rows), "after": read_states(after, rows)}
     weight = after.get_parameter("classifiers.0.weight").detach().cpu().numpy()
     pooled = {name: arrays["pooled"] for name, arrays in states.items()}
-    numbers = {"rows": len(train), **isotropy_of(pooled, weight[:, : after.head.width])}  # no spans
-    if (layers := states["after"]["layers"]).size:  # HIRE; of the first choice
-        numbers["layers"] = layers[:: max(1, task.num_choices)].mean(axis=0).tolist()
+    numbers = {"rows": len(rows), **isotropy_of(pooled, weight[:, : after.head.width])}  # no spans
+    if "layers" in states["after"]:  # HIRE
+        numbers["layers"] = states["after"]["layers"].mean(axis=0).tolist()
     if states["after"]["facets"].shape[1] > 1:
-        cosines = {name: facet_similarity(arrays["facets"]) for name, arrays in states.items()}
-        means = {name: off_diagonal_mean(matrix) for name, matrix in cosines.items()}
-        numbers["facets, mean cosine"] = means
-        numbers["facets, cosines"] = {name: m.tolist() for name, m in cosines.items()}
-    one_class = not (task.is_regression or task.multi_label)
-    if one_class and states["after"]["facet_logits"].shape[1] > 1:  # heads of facets
-        rows = draw_rows(len(data[0].dev), examples, 1)
-        dev = Encoded(task, [data[0].dev[row] for row in rows], tokenizer, length)
-        logits = {"facets": read_states(after, dev)["facet_logits"].swapaxes(0, 1)}
-        alike = ("system", "train_size", "pretraining", "subset", "search", "data_sha256")
-        records = {p.parent: read_json(p) for p in sorted(folder.parent.glob(f"*/{RECORD}"))}
-        seeds = [p for p, other in records.items() if all(other[n] == record[n] for n in alike)]
-        if len(seeds) > 1:
-            members = [load_predictions(path, task.name)["dev"]["logits"][rows] for path in seeds]
-            logits["seeds"] = np.stack(members)
-        wrong = logits["facets"].mean(axis=0).argmax(axis=1) != dev.labels.numpy()
-        numbers["disagreement"] = disagreement(logits, wrong)
-    return f"{task.name}-{record['system']}-{folder.name}", numbers
+        cosines = {name: mean_cosine(arrays["facets"]) for name, arrays in states.items()}
+        numbers["facets, mean cosine"] = cosines
+        if isinstance(after.head, MulticlsHead) and not (task.is_regression or task.multi_label):
+            logits = {"facets": facet_logits(after, states["after"])}
+            if len(folders) > 1:
+                seeds = [load_predictions(folder, task.name)["dev"] for folder in folders]
+                logits["seeds"] = np.stack([seed["logits"][drawn] for seed in seeds])
+            wrong = logits["facets"].mean(axis=0).argmax(axis=1) != rows.labels.numpy()
+            numbers["disagreement"] = disagreement(logits, wrong)
+    return numbers
 
 
 def read_states(model: TaskModel, rows: Encoded) -> dict[str, Array]:
     """Returns the model's states for N rows (sequences of choice tasks), without dropout, in float32.
 
     Returns:
-        "pooled", what the classifier reads (N, E); "facets", their last hidden states (N, K, D); "layers", HIRE's
-        weights (N, layers + 1), or (N, 0); "facet_logits" (rows, K, C) of `facet_logits`, or (rows, 0).
+        "pooled", what the classifier reads (N, E); "facets", their last hidden states (N, K, D); "logits" (rows, C);
+        "layers", HIRE's weights (N, layers + 1), of this head only.
     """
     import torch
 
@@ -125,38 +112,38 @@ def read_states(model: TaskModel, rows: Encoded) -> dict[str, Array]:
     device, _ = find_device()
     model.eval().to(device)
     num_facets = getattr(model.encoder.config, "num_facets", 0)
-    parts: dict[str, list[torch.Tensor]] = defaultdict(list)
+    parts: dict[str, list[Array]] = defaultdict(list)
     with torch.inference_mode():
         for start in range(0, len(rows), 32):
-            batch = rows.batch(range(start, min(start + 32, len(rows))))
+            batch = rows.batch(range(len(rows))[start : start + 32])
             inputs = {name: tensor.to(device) for name, tensor in batch.items() if name != "labels"}
             output = model(**inputs, output_hidden_states=True)
-            pooled = output.features[:, : model.head.width]  # without the spans
-            facets = output.hidden_states[-1][:, 1 : 1 + num_facets]
-            parts["pooled"].append(pooled)
-            parts["facets"].append(facets)
-            parts["layers"].append(pooled[:, :0] if (w := output.layer_weights) is None else w)
-            parts["facet_logits"].append(facet_logits(model, facets, output.logits))
-    return {name: torch.cat(values).float().cpu().numpy() for name, values in parts.items()}
+            states = {
+                "pooled": output.features[:, : model.head.width],  # without the spans
+                "facets": output.hidden_states[-1][:, 1 : 1 + num_facets],
+                "logits": output.logits,
+                "layers": output.layer_weights,
+            }
+            for name, tensor in states.items():
+                parts[name] += [] if tensor is None else [tensor.float().cpu().numpy()]
+    return {name: np.concatenate(arrays) for name, arrays in parts.items() if arrays}
 
 
-def facet_logits(model: TaskModel, facets_NKD: Any, logits_NC: Any) -> Any:
-    """Returns the logits (N, K, C) that a model would have if all facets contributed what one does, W (K c_k) + b.
+def facet_logits(model: TaskModel, states: Mapping[str, Array]) -> Array:
+    """Returns the logits (K, N, C) that a model would have if all facets contributed what one does, W (K c_k) + b.
 
-    Their mean over the facets is the model's logits. The head `multicls` is a sum of contributions c_k; other heads
-    have no such logits: (N, 0).
+    The head `multicls` is a sum of contributions c_k, so the mean over the facets is the model's logits.
     """
-    from finetune.heads.pooling import MulticlsHead
+    import torch
 
-    if not isinstance(model.head, MulticlsHead) or facets_NKD.shape[1] < 2:
-        return logits_NC[:, :0]
-    parts_NKD = model.head.dense(facets_NKD, centred=model.head.centred) + model.head.bias
-    gaps_NKD = parts_NKD.shape[1] * parts_NKD - parts_NKD.sum(dim=1, keepdim=True)
-    weight_CD = model.get_parameter("classifiers.0.weight")[:, : model.head.width]
-    gaps_NKC = gaps_NKD @ weight_CD.T
-    if choices := model.config.tasks[0]["num_choices"]:  # a sequence each, with one output
-        gaps_NKC = gaps_NKC.squeeze(-1).unflatten(0, (-1, choices)).transpose(1, 2)
-    return logits_NC[:, None] + gaps_NKC
+    head: Any = model.cpu().head
+    with torch.inference_mode():
+        facets_NKD = torch.from_numpy(states["facets"])
+        parts_KND = (head.dense(facets_NKD, centred=head.centred) + head.bias).transpose(0, 1)
+        gaps_KND = len(parts_KND) * parts_KND - parts_KND.sum(dim=0)
+        gaps_KNC = gaps_KND @ model.get_parameter("classifiers.0.weight")[:, : head.width].T
+    logits = states["logits"]  # of a choice task (rows, choices), where gaps are (K, sequences, 1)
+    return logits + gaps_KNC.numpy().reshape(-1, *logits.shape)
 
 
 def disagreement(outputs: Mapping[str, Array], wrong_N: Array) -> dict[str, Any]:
@@ -177,7 +164,6 @@ def disagreement(outputs: Mapping[str, Array], wrong_N: Array) -> dict[str, Any]
     )
     most = variance.rank(ascending=False, method="first") <= np.ceil(UNCERTAIN * len(variance))
     numbers: dict[str, Any] = {
-        "rows": len(wrong_N),
         "members": {name: len(logits) for name, logits in outputs.items()},
         "error rate": float(wrong_N.mean()),
         "error rate of the most uncertain": {n: float(wrong_N[most[n]].mean()) for n in most},
@@ -203,26 +189,22 @@ def isotropy_of(pooled: Mapping[str, Array], weight_CD: Array) -> dict[str, Any]
         "before, batch norm": raw / np.maximum(raw.std(axis=0), 1e-8),
         "before, IsoBN": iso_bn(torch.from_numpy(raw)).numpy(),
     }
-    variance = {name: explained_variance(h) for name, h in {**pooled, **normed}.items()}
-    quantiles = {name: np.quantile(h.std(axis=0), (0, 0.5, 1)) for name, h in pooled.items()}
-    with np.errstate(invalid="ignore"):  # a constant dimension correlates with none
-        pearson = {n: np.abs(np.nan_to_num(np.corrcoef(h.T))) for n, h in pooled.items()}
-    shares = logit_variance(pooled["after"], weight_CD)
+    variances = {name: explained_variance(h)[:3] for name, h in {**pooled, **normed}.items()}
+    spreads = {name: np.quantile(h.std(axis=0), (0, 0.5, 1)) for name, h in pooled.items()}
+    pairs, shares = np.triu_indices(raw.shape[1], 1), logit_variance(pooled["after"], weight_CD)
+    pearson = {n: torch.corrcoef(torch.from_numpy(h.T)).nan_to_num() for n, h in pooled.items()}
     return {
-        "EV1, EV2, EV3": {name: values[:3].tolist() for name, values in variance.items()},
-        "std min, median, max": {name: values.tolist() for name, values in quantiles.items()},
-        "mean |Pearson|": {name: off_diagonal_mean(matrix) for name, matrix in pearson.items()},
+        "EV1, EV2, EV3": {name: values.tolist() for name, values in variances.items()},
+        "std min, median, max": {name: values.tolist() for name, values in spreads.items()},
+        "mean |Pearson|": {name: float(m[pairs].abs().mean()) for name, m in pearson.items()},
         "logit variance of top 1, 5, 30": [float(shares[:k].sum()) for k in (1, 5, 30)],
     }
 
 
 def explained_variance(embeddings_ND: Array) -> Array:
-    """Returns EV_1, EV_2, ... (Eq. 9), (min(N, D),): the share of the variance of the k largest components.
-
-    All are nan if the embeddings are all the same.
-    """
-    with np.errstate(invalid="ignore"):
-        return np.asarray(_components(embeddings_ND).explained_variance_ratio_.cumsum())
+    """Returns EV_1, EV_2, ... (Eq. 9), (min(N, D),): the share of the variance of the k largest components."""
+    variance = np.linalg.svd(embeddings_ND - embeddings_ND.mean(axis=0), compute_uv=False) ** 2
+    return np.asarray(variance.cumsum() / variance.sum())
 
 
 def logit_variance(embeddings_ND: Array, weight_CD: Array) -> Array:
@@ -232,27 +214,19 @@ def logit_variance(embeddings_ND: Array, weight_CD: Array) -> Array:
     over classes. The mean of the class weights does not affect predictions, so it is subtracted first.
     """
     weight = weight_CD - weight_CD.mean(axis=0) if len(weight_CD) > 1 else weight_CD
-    components = _components(embeddings_ND)
-    variance = components.explained_variance_ * (weight @ components.components_.T) ** 2
-    total = np.maximum(variance.sum(axis=1, keepdims=True), np.finfo(float).tiny)
-    return np.asarray((variance / total).mean(axis=0))
+    centred = embeddings_ND - embeddings_ND.mean(axis=0)
+    _, deviations, components = np.linalg.svd(centred, full_matrices=False)
+    variance = (deviations * (weight @ components.T)) ** 2
+    return np.asarray((variance / variance.sum(axis=1, keepdims=True)).mean(axis=0))
 
 
-def _components(embeddings_ND: Array) -> Any:
-    from sklearn.decomposition import PCA
-
-    return PCA(svd_solver="full").fit(np.asarray(embeddings_ND, dtype=np.float64))
-
-
-def facet_similarity(facets_NKD: Array) -> Array:
-    """Returns the mean cosine between each two facets of an example, (K, K)."""
-    unit = facets_NKD / np.linalg.norm(facets_NKD, axis=-1, keepdims=True)
-    return np.asarray(np.einsum("nid,njd->ij", unit, unit) / len(unit))
-
-
-def off_diagonal_mean(matrix: Array) -> float:
-    """Returns the mean of a square matrix without its diagonal."""
-    return float(matrix[~np.eye(len(matrix), dtype=bool)].mean())
+def mean_cosine(facets_NKD: Array) -> float:
+    """Returns the mean cosine between two facets of an example: of K unit vectors (|sum|^2 - K) / (K^2 - K)."""
+    unit, number = (
+        facets_NKD / np.linalg.norm(facets_NKD, axis=-1, keepdims=True),
+        facets_NKD.shape[1],
+    )
+    return float(((unit.sum(axis=1) ** 2).sum(axis=-1).mean() - number) / (number**2 - number))
 
 
 if __name__ == "__main__":

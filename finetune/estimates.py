@@ -36,7 +36,7 @@ class Estimate:
     error: float
     low: float
     high: float
-    units: pd.Series  # mean of each replicate, by its training subsets
+    units: pd.Series  # mean of each replicate, by its first and last training subset
     kind: str  # key of `UNITS`
 
 
@@ -46,9 +46,8 @@ def summarise(runs: pd.DataFrame) -> Estimate:
     if unit == "pretraining" and runs["weights_sha256"].nunique() == 1:
         kind = "subset"  # one checkpoint, numbered so that it pairs with several
     replicates = runs.groupby(unit)
-    units = (
-        replicates["score"].mean().set_axis(replicates["subset"].agg(lambda s: str(sorted(set(s)))))
-    )
+    subsets = pd.MultiIndex.from_frame(replicates["subset"].agg(["min", "max"]))
+    units = replicates["score"].mean().set_axis(subsets)
     mean, error = float(units.mean()), float(units.sem())
     half = error * float(stats.t.ppf(0.975, len(units) - 1)) if error > 1e-12 else math.nan
     return Estimate(mean, error, mean - half, mean + half, units, kind)
@@ -66,16 +65,16 @@ class Comparison:
     needed: float = math.nan  # replicates of each that would show it at 5 % with 80 % power
 
 
-def compare(a: Estimate, b: Estimate) -> Comparison:
-    """Compares two systems: paired where both have replicates with the same subsets of their own, else by Welch's test.
+def compare(first: pd.Series, second: pd.Series) -> Comparison:
+    """Compares the replicates of two systems (`Estimate.units`): paired where they have subsets of their own, the same.
 
-    `needed` is ((z + z_power) / d)^2 + z^2 / 2 with the difference d in standard deviations (Guenther, 1981).
+    Otherwise it is Welch's test. `needed` is ((z + z_power) / d)^2 + z^2 / 2 with the difference d in standard
+    deviations (Guenther, 1981).
     """
-    first, second = a.units, b.units
     shared = first.index.intersection(second.index)
     paired = first.index.is_unique and second.index.is_unique and len(shared) > 1
     if paired:
-        first, second = first[shared], second[shared]
+        first, second = first.reindex(shared), second.reindex(shared)
     difference = float(first.mean() - second.mean())
     spread = (first - second).std() if paired else math.hypot(first.std(), second.std())
     if not spread > 1e-12:  # one replicate, or constants: a t-test has no answer

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from scipy.special import log_expit, log_softmax, logsumexp, softmax
 
 from finetune import estimates
-from finetune.estimates import UNITS, summarise
+from finetune.estimates import UNITS
 from finetune.metrics import score_predictions
 from finetune.predict import predict_command
 from finetune.results import load_predictions, load_results, unfinished_runs
@@ -87,30 +87,22 @@ def _check_names(flag: str, names: Sequence[str], known: Iterable[str]) -> None:
 def make_groups(runs: pd.DataFrame, ensemble_size: int | None = None) -> pd.DataFrame:
     """Returns a row for each task, size and system, and for its ensembles.
 
-    Columns: those of the first run; `runs`; `estimate` of the score; `interval`, over replicates, or over the dev rows
-    of a single run; `ece` and `bins` of `calibration`, nan and None without one class a row.
+    Columns: those of the first run; `runs`; those of `Estimate`; `interval`, over replicates, or over the dev rows of a
+    single run; `ece` and `bins` of `calibration`, nan and None without one class a row.
     """
     runs = runs.assign(members=[[path] for path in runs["path"]])
     if ensemble_size:
         runs = pd.concat([runs, ensembles(runs, ensemble_size)], ignore_index=True)
     groups = []
     for _, group in runs.groupby(KEYS):
-        first, estimate = group.iloc[0].to_dict(), summarise(group)
-        task, dev = (
-            task_of(first["description"]),
-            [read_predictions(run)["dev"] for run in group.to_dict("records")],
-        )
-        across = (estimate.low, estimate.high)
-        interval = estimates.example_interval(task, dev[0]) if len(dev) == 1 else across
+        first, estimate = group.iloc[0].to_dict(), estimates.summarise(group)
+        task, interval = task_of(first["description"]), (estimate.low, estimate.high)
+        dev = [read_predictions(run)["dev"] for run in group.to_dict("records")]
+        if len(dev) == 1:
+            interval = estimates.example_interval(task, dev[0])
         ece, bins = (math.nan, None) if task.is_regression or task.multi_label else calibration(dev)
-        columns = {
-            "runs": group,
-            "estimate": estimate,
-            "interval": interval,
-            "ece": ece,
-            "bins": bins,
-        }
-        groups.append(first | columns)
+        columns = {"runs": group, "interval": interval, "ece": ece, "bins": bins}
+        groups.append(first | vars(estimate) | columns)
     return pd.DataFrame(groups)
 
 
@@ -190,7 +182,7 @@ def scores_table(groups: pd.DataFrame) -> pd.DataFrame:
     for group in groups.itertuples():
         size, column = group.train_size, f"{group.task} ({group.metric})"
         cells[size, BASELINE, column] = (group.baseline, math.nan)
-        cells[size, group.system, column] = (group.estimate.mean, group.estimate.error)
+        cells[size, group.system, column] = (group.mean, group.error)
     table = pd.Series(cells).unstack(sort=False)
     means = table.map(lambda cell: cell[0], na_action="ignore").mean(axis=1, skipna=False)
     table = table.map(lambda cell: percent(*cell), na_action="ignore").fillna("-")
@@ -201,58 +193,55 @@ def scores_table(groups: pd.DataFrame) -> pd.DataFrame:
 
 def comparisons_table(groups: pd.DataFrame) -> pd.DataFrame:
     """Returns a row for each pair of systems on one task and size."""
-    pairs = [
-        (a, b, estimates.compare(a.estimate, b.estimate))
-        for _, of_task in groups.groupby(KEYS[:2])
-        for a, b in itertools.combinations(of_task.itertuples(), 2)
-    ]
-    corrected, rows = estimates.holm([test.p for _, _, test in pairs]), []
-    for (a, b, test), p in zip(pairs, corrected, strict=True):
-        kind = f"paired, {UNITS[a.estimate.kind]}s" if test.paired else "Welch"
-        cells = {
-            "task": a.task,
-            "train size": a.train_size,
-            "system": f"{a.system} - {b.system}",
-            "difference": percent(test.difference, sign="+"),
-            INTERVAL: percent(test.low, test.high, sign="+", joined=" to "),
-            "p, corrected": f"{p:.3g}",
-            "test": kind + ", seeds only" * ("seed" in (a.estimate.kind, b.estimate.kind)),
-            "needed": f"{np.ceil(test.needed):.0f}",
-        }
-        rows.append(cells)
-    return pd.DataFrame(rows).replace("nan", "-")
+    rows = []
+    for (task, size), of_task in groups.groupby(["task", "train_size"]):
+        for a, b in itertools.combinations(of_task.itertuples(), 2):
+            test = estimates.compare(a.units, b.units)
+            kind = f"paired, {UNITS[a.kind]}s" if test.paired else "Welch"
+            cells = {
+                "task": task,
+                "train size": size,
+                "system": f"{a.system} - {b.system}",
+                "difference": percent(test.difference, sign="+"),
+                INTERVAL: percent(test.low, test.high, sign="+", joined=" to "),
+                "p, corrected": test.p,
+                "test": kind + ", seeds only" * ("seed" in (a.kind, b.kind)),
+                "needed": np.ceil(test.needed),
+            }
+            rows.append(cells)
+    table = pd.DataFrame(rows)
+    if rows:
+        table["p, corrected"] = [f"{p:.3g}" for p in estimates.holm(table["p, corrected"])]
+        table["needed"] = table["needed"].map("{:.0f}".format)
+    return table.replace("nan", "-")
 
 
 def results_table(groups: pd.DataFrame) -> pd.DataFrame:
     """Returns a row for each task, size and system."""
-    rows = []
-    for group in groups.itertuples():
-        estimate, held = group.estimate, group.validation_rows
-        units = count(len(estimate.units), UNITS[estimate.kind])
-        cells = {
-            "task": group.task,
-            "train size": group.train_size,
-            "system": group.system,
-            "scores": scores_text(group.runs, "scores"),
-            INTERVAL: percent(*group.interval, joined=" to "),
-            "baseline": percent(group.baseline),
-            "test rows": scores_text(group.runs, "tests"),
-            "ECE": percent(group.ece),
-            "replicates": units + " only" * (estimate.kind == "seed"),
-            "runs": str(len(group.runs)),
-            "training rows": f"{group.train_rows}" + f" + {held}" * bool(held),
-            "chosen": group.candidate or "-",
-            "seconds": f"{group.runs['seconds'].mean():.0f}",
-        }
-        rows.append(cells)
-    return pd.DataFrame(rows)
+    runs, units = groups["runs"], zip(groups["units"], groups["kind"], strict=True)
+    held_out = groups["validation_rows"].map(lambda number: f" + {number}" * bool(number))
+    columns = {
+        "scores": [scores_text(of_group, "scores") for of_group in runs],
+        INTERVAL: [percent(*interval, joined=" to ") for interval in groups["interval"]],
+        "baseline": groups["baseline"].map(percent),
+        "test rows": [scores_text(of_group, "tests") for of_group in runs],
+        "ECE": groups["ece"].map(percent),
+        "replicates": [
+            count(len(of), UNITS[kind]) + " only" * (kind == "seed") for of, kind in units
+        ],
+        "runs": runs.map(len),
+        "training rows": groups["train_rows"].astype(str) + held_out,
+        "chosen": groups["candidate"].replace("", "-"),
+        "seconds": [round(of_group["seconds"].mean()) for of_group in runs],
+    }
+    return groups[KEYS].assign(**columns).rename(columns={"train_size": "train size"})
 
 
 def scores_text(runs: pd.DataFrame, column: str) -> str:
     """Returns "metric mean ± standard error, ..." of a column of scores by metric; "-" if there are none."""
     values, texts = pd.json_normalize(runs[column].tolist(), sep=" ").set_index(runs.index), []
     for name in values:
-        estimate = summarise(runs.assign(score=values[name]).dropna(subset="score"))
+        estimate = estimates.summarise(runs.assign(score=values[name]).dropna(subset="score"))
         texts.append(f"{name} {percent(estimate.mean, estimate.error)}")
     return ", ".join(texts) or "-"
 
@@ -301,7 +290,7 @@ def draw_runs(groups: pd.DataFrame) -> str:
         scores = 100 * group.runs["score"]
         axis.plot(scores, [row] * len(scores), "o", color="black", fillstyle="none")
         axis.plot(100 * np.array(group.interval), [row + 0.25] * 2, "-", color="black", lw=1)
-        axis.plot([100 * group.estimate.mean], [row + 0.25], "|", color="black", ms=10, mew=2)
+        axis.plot([100 * group.mean], [row + 0.25], "|", color="black", ms=10, mew=2)
         axis.plot([100 * group.baseline], [row], "x", color="0.5")
     labels = groups["system"] + "\n" + groups["task"] + ", " + groups["train_size"]
     axis.set(yticks=range(len(groups)), xlabel="score, percent", ylim=(len(groups) - 0.5, -0.6))

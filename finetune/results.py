@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from finetune.tasks import Array, example_arrays
-from multicls.console import count
 from multicls.environment import environment_record
 from multicls.errors import UserError
 from multicls.files import atomic_write, read_json, write_json
@@ -144,14 +143,11 @@ def finished_record(
     """
     if (record := read_record(settings.folder)) is None:
         return None
-    if identity:
-        both = ({**run["settings"], **run} for run in (record, identity))
-        before, now = ({key: v for key, v in run.items() if v != {}} for run in both)
-        keys = {*record["settings"], *now} - {"settings"}
-        different = sorted(key for key in keys if before.get(key) != now.get(key))
-        if pairs := [f"{key} {before.get(key)}, not {now.get(key)}" for key in different]:
-            other = ", ".join(pairs)
-            raise UserError(f"{record['path']}: holds another run ({other}); set another --name.")
+    before, now = ({**run["settings"], **run} for run in (record, identity or record))
+    keys = sorted({*record["settings"], *now} - {"settings"})
+    different = [key for key in keys if before.get(key, {}) != now.get(key, {})]
+    if other := ", ".join(f"{key} {before.get(key)}, not {now.get(key)}" for key in different):
+        raise UserError(f"{record['path']}: holds another run ({other}); set another --name.")
     lacks_model = settings.save_model and not (settings.folder / "model").is_dir()
     lacks_test = settings.predict_test and not record["predict_test"]
     return None if lacks_model or lacks_test else record
@@ -208,11 +204,6 @@ def load_results(folder: Path) -> pd.DataFrame:
 def unfinished_runs(folder: Path) -> list[str]:
     """Returns a line on the runs without a record, but for heads that do not fit; none if there are none."""
     paths = sorted(p for p in folder.glob("*/*/p*-d*-s*") if not (p / RECORD).exists())
-    errors = {path: read_error(path) for path in paths}
-    lines = [
-        f"{path}: {error.get('error', 'not finished')}"
-        for path, error in errors.items()
-        if error.get("kind") != "incompatible"
-    ]
-    number = count(len(lines), "run")
-    return [f"{number} not finished, for instance {line}" for line in lines[:1]]
+    notes = [(p, {"kind": "", "error": "not finished"} | read_error(p)) for p in paths]
+    lines = [f"{path}: {note['error']}" for path, note in notes if note["kind"] != "incompatible"]
+    return [f"runs not finished: {len(lines)}, for instance {line}" for line in lines[:1]]

@@ -55,10 +55,10 @@ def coverage(experiments: int, seeds_as_units: bool = False) -> pd.Series:
             independent = {"pretraining": units, "subset": units, "weights_sha256": units}
             runs = [frame.assign(**independent) for frame in runs]
         a, b, same = map(summarise, runs)
-        difference = compare(a, b)
+        difference = compare(a.units, b.units)
         mean_covered = a.low <= 1.0 <= a.high
         covered = difference.low <= 1.0 <= difference.high
-        found.append((mean_covered, covered, compare(b, same).p < 0.05))
+        found.append((mean_covered, covered, compare(b.units, same.units).p < 0.05))
     return pd.DataFrame(found, columns=["mean", "difference", "false"]).mean()
 
 
@@ -78,44 +78,44 @@ def test_coverage_and_a_control_that_must_fail() -> None:
 def test_replicates_are_the_outermost_repetitions(shape: tuple[int, int, int], kind: str) -> None:
     runs = experiment(np.random.default_rng(1), 0.0, *shape)
     estimate = summarise(runs)
-    units = runs.groupby(kind)["score"].mean()
-    assert (estimate.kind, len(estimate.units)) == (kind, len(units))
-    assert estimate.mean == pytest.approx(units.mean())
+    means = runs.groupby(kind)["score"].mean()
+    assert (estimate.kind, list(estimate.units)) == (kind, list(means))
+    assert estimate.mean == pytest.approx(means.mean())
     interval = (estimate.low, estimate.high)
-    if len(units) > 1:
-        assert interval == pytest.approx(stats.ttest_1samp(units, 0).confidence_interval())
+    if len(means) > 1:
+        assert interval == pytest.approx(stats.ttest_1samp(means, 0).confidence_interval())
     else:
         assert np.isnan([estimate.error, *interval]).all()
+
+
+def units(runs: pd.DataFrame, **columns: Any) -> pd.Series:
+    return summarise(runs.assign(**columns)).units
 
 
 def test_systems_are_paired_by_replicates_with_their_own_subsets() -> None:
     draw = np.random.default_rng(2)
     a = experiment(draw)
     b = a.assign(score=a["score"] + 1 + 0.1 * draw.normal(size=len(a)))
-    paired = compare(summarise(b), summarise(a))
+    paired = compare(units(b), units(a))
     assert paired.paired and paired.p < 0.001 and paired.needed <= 3
-    shared = compare(summarise(b.assign(subset=1)), summarise(a.assign(subset=1)))
+    shared = compare(units(b, subset=1), units(a, subset=1))
     assert not shared.paired and shared.p > 0.05 and shared.needed > 4
     numbered = a.assign(weights_sha256="same")  # one checkpoint beside several
-    assert (
-        summarise(numbered).kind == "subset" and compare(summarise(numbered), summarise(b)).paired
-    )
-    subsets = summarise(a[a["pretraining"] == 1].assign(subset=a["subset"] % 2 + 1))
-    assert subsets.kind == "subset" and not compare(subsets, summarise(b)).paired, "other units"
-    alone = summarise(a[a["pretraining"] == 1].assign(subset=1, seed=1))
-    for other in (summarise(b), alone):  # one replicate, or no spread: no test
+    assert summarise(numbered).kind == "subset" and compare(units(numbered), units(b)).paired
+    first = a[a["pretraining"] == 1]
+    assert not compare(units(first, subset=first["subset"] % 2 + 1), units(b)).paired
+    alone = units(first, subset=1, seed=1)
+    for other in (units(b), alone):  # one replicate, or no spread: no test
         assert np.isnan([compare(alone, other).p, compare(alone, other).needed]).all()
-    one, other = summarise(a.assign(score=1.0)), summarise(a.assign(score=0.9))  # not 100 to 100
-    assert one.error == 0 and np.isnan([one.low, one.high, compare(one, other).p]).all()
-    assert compare(one, other).difference == pytest.approx(0.1)
+    one, other = summarise(a.assign(score=1.0)), units(a, score=0.9)  # not 100 to 100
+    assert one.error == 0 and np.isnan([one.low, one.high, compare(one.units, other).p]).all()
+    assert compare(one.units, other).difference == pytest.approx(0.1)
 
 
 def test_replicates_needed_for_a_difference_of_one_standard_deviation() -> None:
     """By the noncentral t distribution the paired test needs ten: 80 % power at 5 %."""
-    units = pd.DataFrame({"pretraining": range(50), "subset": range(50), "seed": 1})
-    scores = stats.zscore(np.random.default_rng(0).normal(size=50), ddof=1)
-    a, b = (units.assign(score=s, weights_sha256=range(50)) for s in (scores + 1, 0.0))
-    number = math.ceil(compare(summarise(a), summarise(b)).needed)
+    scores = pd.Series(stats.zscore(np.random.default_rng(0).normal(size=50), ddof=1))
+    number = math.ceil(compare(scores + 1, 0 * scores).needed)
     powers = [
         stats.nct.sf(stats.t.ppf(0.975, n - 1), n - 1, math.sqrt(n)) for n in (number - 1, number)
     ]

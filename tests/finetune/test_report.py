@@ -37,7 +37,7 @@ def test_tables_hold_the_numbers(results: Path) -> None:
     assert list(scores[:2]) == ["50.00", expected]
     row = report.tables["All results"].set_index("system").loc["a"]
     found = row[["replicates", "runs", "scores", "training rows"]]
-    assert list(found) == ["3 training subsets", "6", f"acc {expected}", "100"]
+    assert list(found) == ["3 training subsets", 6, f"acc {expected}", "100"]
     (line,) = report.tables["Comparisons"].to_dict("records")
     assert line["system"] == "a - b" and line["test"] == "paired, training subsets"
     assert float(line["difference"]) > 5 and int(line["needed"]) >= 2
@@ -88,7 +88,7 @@ def test_warnings(results: Path) -> None:
     assert different.startswith("rte: the runs read different data")
     assert optimistic.startswith("rte: dev picked the checkpoint")
     assert settings_differ == "a on rte, 100 rows: its runs differ in train.epochs."
-    assert unfinished.startswith("1 run not finished") and unfinished.endswith("broken")
+    assert unfinished.startswith("runs not finished: 1,") and unfinished.endswith("broken")
 
 
 def test_results_that_cannot_be_reported_are_named(results: Path) -> None:
@@ -97,7 +97,7 @@ def test_results_that_cannot_be_reported_are_named(results: Path) -> None:
     with pytest.raises(UserError, match=f"{lost} is missing"):
         build_report(results)
     write_error(results / "f" / "c" / "rte-100" / "p1-d8-s1", "failed", ValueError("broken"))
-    with pytest.raises(UserError, match="no finished run(.|\n)*1 run not finished.*broken"):
+    with pytest.raises(UserError, match="no finished run(.|\n)*not finished: 1.*broken"):
         build_report(results / "f")
 
 
