@@ -115,11 +115,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             except UserError:  # its inputs are gone: it stays finished
                 identity = {"settings": run.compared()}
             finished_record(run, identity)
-    started, spawn = time.time(), multiprocessing.get_context("spawn")
+        (run.folder / ERROR).unlink(missing_ok=True)  # it is tried again
+    spawn, logs = multiprocessing.get_context("spawn"), Path(grid.output_dir, "logs")
     for index in range(1, grid.jobs):
-        arguments = (index, runs, started, Path(grid.output_dir, "logs"))
-        spawn.Process(target=_help, args=arguments, daemon=True).start()  # it ends with this one
-    work(runs, started)
+        spawn.Process(target=_help, args=(index, runs, logs), daemon=True).start()
+    work(runs)
     states = _print_states(runs)
     if states["finished"]:
         models = _save_best(runs) if grid.save_best else []
@@ -205,7 +205,7 @@ def _runs_of_system(
             yield values | candidate | run
 
 
-def _help(index: int, runs: Sequence[RunSettings], started: float, logs: Path) -> None:
+def _help(index: int, runs: Sequence[RunSettings], logs: Path) -> None:
     """Works on the grid as a helper process, with its own GPU and log; ends with its parent, also a killed one."""
     logs.mkdir(parents=True, exist_ok=True)
     log = open(logs / f"{socket.gethostname()}-{os.getpid()}.log", "a", buffering=1)  # noqa: SIM115
@@ -221,26 +221,25 @@ def _help(index: int, runs: Sequence[RunSettings], started: float, logs: Path) -
         os._exit(1)
 
     threading.Thread(target=follow, daemon=True).start()
-    work(runs, started)
+    work(runs)
 
 
-def work(runs: Sequence[RunSettings], started: float) -> None:
+def work(runs: Sequence[RunSettings]) -> None:
     """Makes all runs that no other process makes; waits for the others, and takes over those that are killed."""
     pending = list(runs)
     with Progress(len(runs), "run", "grid") as progress:
         while pending:
             for run in list(pending):
-                if attempt(run, started):
+                if attempt(run):
                     pending.remove(run)
                     progress.update()
             if pending:
                 time.sleep(WAIT)
 
 
-def attempt(run: RunSettings, started: float) -> bool:
+def attempt(run: RunSettings) -> bool:
     """Makes a run, or writes the reason of its failure; returns False if another process makes it."""
-    note = run.folder / ERROR
-    if finished_record(run) or (note.exists() and note.stat().st_mtime > started):
+    if finished_record(run) or (run.folder / ERROR).exists():
         return True
     if lock_holder(run.folder):
         return False

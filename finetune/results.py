@@ -70,7 +70,7 @@ def write_run(
     if settings.save_model and model and tokenizer:
         from finetune.saving import model_card, save_model
 
-        save_model(model, tokenizer, folder / "model", model_card(settings, record, tasks))
+        save_model(model, tokenizer, folder / "model", model_card(record, tasks))
     with atomic_write(folder / PREDICTIONS, "wb") as file:
         arrays = {
             f"{part.task.name}/{split}/{name}": array

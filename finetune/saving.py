@@ -14,7 +14,6 @@ import multicls
 from finetune.estimates import example_interval
 from finetune.heads.modeling_task import MULTICLS, TaskModel
 from finetune.results import Predictions, Record
-from finetune.settings import RunSettings
 from finetune.subsets import TaskRows
 from multicls.build import quiet_transformers
 from multicls.cards import METHOD, PAPERS, TRANSFORMERS, cell, inherited_metadata, model_link
@@ -55,11 +54,9 @@ def save_model(
         (fresh / "README.md").write_text(card, encoding="utf-8")
 
 
-def model_card(
-    settings: RunSettings, record: Record, tasks: Sequence[tuple[TaskRows, Predictions]]
-) -> str:
+def model_card(record: Record, tasks: Sequence[tuple[TaskRows, Predictions]]) -> str:
     """Returns the card of a saved model as Markdown with the Hub's metadata."""
-    inherited, intervals, task = inherited_metadata(settings.model), list[str](), tasks[0][0].task
+    inherited, intervals, task = inherited_metadata(record["model"]), list[str](), tasks[0][0].task
     for part, predictions in tasks:
         low, high = example_interval(part.task, predictions["dev"])
         interval = f" (95 % interval {100 * low:.1f} to {100 * high:.1f})"
@@ -71,7 +68,8 @@ def model_card(
         "datasets": sorted({part.task.hub[0] for part, _ in tasks if part.task.hub}),
         **inherited,
     }
-    papers = [METHOD] * (METHOD in settings.head + settings.pooling) + [settings.head]
+    head = record["head"]
+    papers = [METHOD] * (METHOD in head + record["settings"]["pooling"]) + [head]
     card = ModelCard.from_template(
         ModelCardData(**{name: value for name, value in metadata.items() if value}),
         template_path=str(TEMPLATE),
@@ -80,7 +78,6 @@ def model_card(
         record=record,
         task=task,
         intervals=intervals,
-        settings=settings,
         license=inherited.get("license_name") or inherited.get("license"),
         transformers=TRANSFORMERS,
         citations=[PAPERS[name] for name in dict.fromkeys(papers) if name in PAPERS],

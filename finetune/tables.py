@@ -80,7 +80,7 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Row]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = json.loads(line, object_pairs_hook=_object)
             if "\\u" in line:  # half a surrogate pair is JSON but no text
                 json.dumps(row, ensure_ascii=False).encode()
         except ValueError as error:
@@ -88,6 +88,13 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Row]]:
         if not isinstance(row, dict):
             raise UserError(f"{path}:{number}: not a JSON object.")
         yield f"{path}:{number}", row
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        raise ValueError("a key is there twice")
+    return row
 
 
 def _parquet_rows(path: Path) -> RawRows:

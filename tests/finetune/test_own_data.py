@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -198,15 +196,13 @@ TWO = [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}]
     [
         ([{"text": "a", "lable": "x"}], {}, "t.jsonl:1: no column 'label' for the label; "),
         ([{"body": "a", "label": "x"}], {}, "no column 'text' or 'text1' and 'text2' or"),
-        (TWO, {"text_column": "texd"}, "'text', 'label'. Did you mean 'text'?"),
+        (TWO, {"text_column": "texd"}, "(the first line of a table) are 'text', 'label'. Did you"),
         ([{"text": "a", "Label": ""}], {}, "Did you mean 'Label'? Name it by --label_column"),
-        ([{"where is it?": "a", "x": "x"}], {}, "(the first line of a table) are 'where"),
         (labelled(*range(11)), {"dev": labelled(12)}, "each row has another label (0, 1, 10, ...)"),
         (labelled("x", "x"), {}, "t.jsonl: all labels are alike"),
         ([*TWO, {"text": "c", "label": ""}], {}, "t.jsonl:3: the label is ''; it must be a"),
         ([*TWO, {"text": "c"}], {}, "t.jsonl:3: the label is None"),
         (labelled(1.5, 2, "nan"), {}, "t.jsonl:3: label 'nan' is not a finite number"),
-        (labelled("nan", "0"), {}, "t.jsonl:1: label 'nan' is not a finite number"),
         (labelled(1, 2, "a"), {"label_type": "score"}, "label 'a' is not a finite number"),
         (labelled(["a"], ["b"]), {"label_type": "class"}, "label is ['a']; it must be a label"),
         (labelled("a|b", "b"), {"label_type": "multi_label"}, "'a|b'; it must be a list"),
@@ -235,15 +231,12 @@ def test_rows_that_do_not_fit_are_named(
     assert message in str(error.value)
 
 
-ROWS = [{"text": 'so; "good",\nit | is', "label": "yes"}, {"text": "bad", "label": "no"}]
+LONG = 'so; "good",\nit | is' + " word" * 40_000  # longer than Python's csv reads by default
+ROWS = [{"text": LONG, "label": "yes"}, {"text": "bad", "label": "no"}]
 
 
-def as_csv(separator: str, rows: list[dict[str, str]] = ROWS) -> str:
-    file = io.StringIO(newline="")
-    writer = csv.DictWriter(file, list(rows[0]), delimiter=separator)
-    writer.writeheader()
-    writer.writerows(rows)
-    return file.getvalue()
+def as_csv(separator: str) -> str:
+    return pd.DataFrame(ROWS).to_csv(sep=separator, index=False, lineterminator="\r\n")
 
 
 @pytest.mark.parametrize(
@@ -287,12 +280,12 @@ def test_tabs_without_quotes(tmp_path: Path) -> None:
         ("e.csv", b"\n\ntext,label\na,b\n", r"e.csv:3: more cells than the 0 columns"),
         ("c.tsv", b'text\tlabel\n"a\nb"\tc\n', "c.tsv:2: fewer cells.*name the file .csv"),
         ("f.tsv", b"text\tlabel\na\rb\tc\n", "f.tsv:2: fewer cells"),
-        ("d.csv", b'text,label\n"a', "d.csv:2: cannot be read: unexpected end of data"),
         ("d.csv", b'text,label\na,b\n"c,x\nd,x\ne,x\n', "d.csv:3: cannot be read: unexpected end"),
         ("e.csv", b"text,label\na,x\n\xe9,x\n", "e.csv:3: not UTF-8.*Save it as UTF-8"),
         ("f.csv", b"text,text,label\na,b,x\n", "f.csv: column 'text' is there more than once"),
         ("g.jsonl", b'{"text": "a"}\n\n{"text": \n', "g.jsonl:3: not valid JSON"),
         ("h.jsonl", b'{"text": "\\ud83d"}', "h.jsonl:1: not valid JSON"),
+        ("h.jsonl", b'{"text": "a", "text": "b"}', "h.jsonl:1: .* a key is there twice"),
         ("i.jsonl", b'[{"text": "a"}]', "i.jsonl:1: not a JSON object"),
         ("k.csv", "text,label\na,x\n".encode("utf-16"), "k.csv:1: not UTF-8"),
         ("l.csv", b'text,label\n"a" b,x\n', "l.csv:2: cannot be read: ',' expected after"),
@@ -313,9 +306,3 @@ def test_a_file_that_is_none(name: str, tmp_path: Path) -> None:
     (tmp_path / "folder.csv").mkdir()
     with pytest.raises(UserError, match=rf"{name}: (No such file|Is a directory)"):
         read_table(tmp_path / name)
-
-
-def test_very_long_cells(tmp_path: Path) -> None:
-    row: dict[str, Any] = {"text": "word " * 40_000, "label": "x"}
-    (tmp_path / "a.csv").write_text(as_csv(",", [row]))
-    assert read_table(tmp_path / "a.csv")[0][1] == row

@@ -128,25 +128,16 @@ def test_mistakes(arguments: list[str], message: str, three_classes: str, tmp_pa
         main([places.get(argument, argument) for argument in arguments])
 
 
-@pytest.mark.parametrize(
-    ("tasks", "words"),
-    [
-        (["sst2"], " ROWS.csv"),
-        (["sst5", "sts"], " ROWS.csv --task sts"),
-        (["copa"], ""),
-        (["wic"], ""),
-    ],
-)
-def test_commands_name_this_one_only_where_it_works(
-    tasks: list[str], words: str, tmp_path: Path
-) -> None:
-    descriptions = [TASKS[task].describe() for task in tasks]
-    config = {"model_type": "encoder-with-head", "tasks": descriptions}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    command = predict_command(tmp_path, descriptions[-1], len(tasks) > 1)
-    assert command == (words and f"python finetune/predict.py {tmp_path}{words}")
-    if words:
-        assert find_task(str(tmp_path), tasks[-1]) == (len(tasks) - 1, descriptions[-1])
-    if not words or len(tasks) > 1:
-        with pytest.raises(UserError, match="only run.py predicts it|fine-tuned on sst5, sts"):
-            find_task(str(tmp_path))
+def test_commands_name_this_one_only_where_it_works(tmp_path: Path) -> None:
+    joint = " ROWS.csv --task sts"
+    for tasks, words in (("sst2", " ROWS.csv"), ("sst5,sts", joint), ("copa", ""), ("wic", "")):
+        descriptions = [TASKS[task].describe() for task in tasks.split(",")]
+        (tmp_path / "config.json").write_text(json.dumps({"tasks": descriptions}))
+        command = predict_command(tmp_path, descriptions[-1], len(descriptions) > 1)
+        assert command == (words and f"python finetune/predict.py {tmp_path}{words}")
+        if words:
+            last = (len(descriptions) - 1, descriptions[-1])
+            assert find_task(str(tmp_path), descriptions[-1]["name"]) == last
+        if words in ("", joint):
+            with pytest.raises(UserError, match="only run.py predicts it|fine-tuned on sst5, sts"):
+                find_task(str(tmp_path))
