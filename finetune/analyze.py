@@ -63,8 +63,11 @@ def analyze_run(folders: Sequence[Path], examples: int) -> dict[str, Any]:
     Raises:
         UserError: There is no saved model.
     """
+    import torch
+
     from finetune.encoding import Encoded
     from finetune.heads.build import build_model, find_checkpoint, load_fine_tuned
+    from finetune.heads.isobn import IsotropicBatchNorm
     from finetune.heads.pooling import MulticlsHead
     from finetune.results import load_predictions
     from finetune.run import load_tasks
@@ -81,8 +84,17 @@ def analyze_run(folders: Sequence[Path], examples: int) -> dict[str, Any]:
     rows = Encoded(task, [data[0].dev[row] for row in drawn], tokenizer, length)
     states = {"before": read_states(before, rows), "after": read_states(after, rows)}
     weight = after.get_parameter("classifiers.0.weight").detach().cpu().numpy()
-    pooled = {name: arrays["pooled"] for name, arrays in states.items()}
-    numbers = {"rows": len(rows), **isotropy_of(pooled, weight[:, : after.head.width])}  # no spans
+    raw, pooled = states["before"]["pooled"], states["after"]["pooled"]
+    iso_bn = IsotropicBatchNorm(raw.shape[1], momentum=1.0, beta=1.0)  # over all rows at once
+    shares = logit_variance(pooled, weight[:, : after.head.width])  # without the spans
+    numbers: dict[str, Any] = {
+        "rows": len(rows),
+        "before": isotropy_of(raw),
+        "before, batch norm": isotropy_of(raw / np.maximum(raw.std(axis=0), 1e-8)),
+        "before, IsoBN": isotropy_of(iso_bn(torch.from_numpy(raw)).numpy()),
+        "after": isotropy_of(pooled),
+        "logit variance of top 1, 5, 30": [float(shares[:k].sum()) for k in (1, 5, 30)],
+    }
     if "layers" in states["after"]:  # HIRE
         numbers["layers"] = states["after"]["layers"].mean(axis=0).tolist()
     if states["after"]["facets"].shape[1] > 1:
@@ -174,30 +186,15 @@ def disagreement(outputs: Mapping[str, Array], wrong_N: Array) -> dict[str, Any]
     return numbers
 
 
-def isotropy_of(pooled: Mapping[str, Array], weight_CD: Array) -> dict[str, Any]:
-    """Returns IsoBN's numbers (arXiv:2005.02178) of embeddings (N, D) "before" and "after" fine-tuning.
-
-    `weight_CD` are the classifier's weights after it.
-    """
+def isotropy_of(embeddings_ND: Array) -> dict[str, Any]:
+    """Returns IsoBN's measures of isotropy (arXiv:2005.02178); a constant dimension correlates with none."""
     import torch
 
-    from finetune.heads.isobn import IsotropicBatchNorm
-
-    raw = pooled["before"]
-    iso_bn = IsotropicBatchNorm(raw.shape[1], momentum=1.0, beta=1.0)  # over all rows at once
-    normed = {
-        "before, batch norm": raw / np.maximum(raw.std(axis=0), 1e-8),
-        "before, IsoBN": iso_bn(torch.from_numpy(raw)).numpy(),
-    }
-    variances = {name: explained_variance(h)[:3] for name, h in {**pooled, **normed}.items()}
-    spreads = {name: np.quantile(h.std(axis=0), (0, 0.5, 1)) for name, h in pooled.items()}
-    pairs, shares = np.triu_indices(raw.shape[1], 1), logit_variance(pooled["after"], weight_CD)
-    pearson = {n: torch.corrcoef(torch.from_numpy(h.T)).nan_to_num() for n, h in pooled.items()}
+    correlation = torch.corrcoef(torch.from_numpy(embeddings_ND.T)).nan_to_num().abs().numpy()
     return {
-        "EV1, EV2, EV3": {name: values.tolist() for name, values in variances.items()},
-        "std min, median, max": {name: values.tolist() for name, values in spreads.items()},
-        "mean |Pearson|": {name: float(m[pairs].abs().mean()) for name, m in pearson.items()},
-        "logit variance of top 1, 5, 30": [float(shares[:k].sum()) for k in (1, 5, 30)],
+        "EV1, EV2, EV3": explained_variance(embeddings_ND)[:3].tolist(),
+        "std min, median, max": np.quantile(embeddings_ND.std(axis=0), (0, 0.5, 1)).tolist(),
+        "mean |Pearson|": float(correlation[np.triu_indices(len(correlation), 1)].mean()),
     }
 
 

@@ -115,9 +115,10 @@ def example_interval(task: Task, predictions: Mapping[str, Array]) -> tuple[floa
         sample = {name: array[rows] for name, array in predictions.items()}
         return next(iter(score_predictions(task, sample).values()))
 
-    sizes: dict[str, Any] = {"n_resamples": RESAMPLES, "vectorized": False, "rng": 0}
-    result = stats.bootstrap((np.arange(len(members)),), score, method="percentile", **sizes)
-    return float(result.confidence_interval.low), float(result.confidence_interval.high)
+    sampling: dict[str, Any] = {"n_resamples": RESAMPLES, "vectorized": False, "rng": 0}
+    result = stats.bootstrap((range(len(members)),), score, method="percentile", **sampling)
+    low, high = map(float, result.confidence_interval)
+    return low, high
 
 
 def choose_candidates(runs: pd.DataFrame) -> pd.DataFrame:
@@ -126,10 +127,7 @@ def choose_candidates(runs: pd.DataFrame) -> pd.DataFrame:
     It is the one with the best mean score on the rows that pick the checkpoint, among those with the most runs. Column
     `candidate` has the values of the settings that are searched.
     """
-    texts = [
-        ", ".join(f"{name.rpartition('.')[2]} {value}" for name, value in search.items())
-        for search in runs["search"]
-    ]
+    texts = [", ".join(f"{k} {v}" for k, v in search.items()) for search in runs["search"]]
     runs, keys = runs.assign(candidate=texts), ["task", "train_size", "system"]
     scores = runs.groupby([*keys, "candidate"])["selection_score"].agg(["count", "mean"])
     best = scores.sort_values(["count", "mean"]).groupby(level=keys).tail(1)

@@ -178,16 +178,15 @@ def calibration(runs: Sequence[Mapping[str, Array]]) -> tuple[float, pd.DataFram
 
 def scores_table(groups: pd.DataFrame) -> pd.DataFrame:
     """Returns a row for each system and size, a column for each task, and the average if there are several."""
-    cells = dict[tuple[str, str, str], tuple[float, float]]()
+    texts, means = dict[tuple[str, str, str], str](), dict[tuple[str, str, str], float]()
     for group in groups.itertuples():
-        size, column = group.train_size, f"{group.task} ({group.metric})"
-        cells[size, BASELINE, column] = (group.baseline, math.nan)
-        cells[size, group.system, column] = (group.mean, group.error)
-    table = pd.Series(cells).unstack(sort=False)
-    means = table.map(lambda cell: cell[0], na_action="ignore").mean(axis=1, skipna=False)
-    table = table.map(lambda cell: percent(*cell), na_action="ignore").fillna("-")
+        scores = {BASELINE: (group.baseline,), group.system: (group.mean, group.error)}
+        for system, score in scores.items():
+            key = (group.train_size, system, f"{group.task} ({group.metric})")
+            texts[key], means[key] = percent(*score), score[0]
+    table = pd.Series(texts).unstack(sort=False, fill_value="-")
     if table.shape[1] > 1:
-        table["average"] = means.map(percent)
+        table["average"] = pd.Series(means).unstack().mean(axis=1, skipna=False).map(percent)
     return table.rename_axis(["train size", "system"]).reset_index()
 
 
@@ -273,8 +272,8 @@ def best_commands(runs: pd.DataFrame) -> dict[str, str]:
     commands = {}
     for run in estimates.best_runs(runs):
         folder = Path(run["path"])
-        words = ["python", "finetune/run.py", "--recipe", str(folder / "settings.yaml")]
-        command = shlex.join([*words, "--output_dir", str(folder.parents[2]), "--save_model"])
+        words = ["--recipe", str(folder / "settings.yaml"), "--output_dir", str(folder.parents[2])]
+        command = f"python finetune/run.py {shlex.join(words)} --save_model"
         if (folder / "model").is_dir():
             command = predict_command(folder / "model", run["description"], run["head"] == "cln")
         if command:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from finetune.settings import RunSettings, flatten
 from finetune.tasks import Array, example_arrays
 from multicls.environment import environment_record
 from multicls.errors import UserError
@@ -25,12 +26,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from finetune.heads.modeling_task import TaskModel
-    from finetune.settings import RunSettings
     from finetune.subsets import TaskRows
 
 Record = dict[str, Any]
 Predictions = Mapping[str, Mapping[str, Array]]  # of a task by split; see `example_arrays`
-FORMAT = 1
+FORMAT = 2
 RECORD, SETTINGS, ERROR = "record.json", "settings.yaml", "error.json"
 PREDICTIONS = "predictions.npz"
 
@@ -72,12 +72,7 @@ def write_run(
 
         save_model(model, tokenizer, folder / "model", model_card(record, tasks))
     with atomic_write(folder / PREDICTIONS, "wb") as file:
-        arrays = {
-            f"{part.task.name}/{split}/{name}": array
-            for part, splits in tasks
-            for split, named in splits.items()
-            for name, array in named.items()
-        }
+        arrays = flatten({part.task.name: splits for part, splits in tasks})
         np.savez_compressed(file, allow_pickle=False, **arrays)
     with atomic_write(folder / SETTINGS) as file:
         file.write(to_yaml(settings))
@@ -174,7 +169,7 @@ def load_predictions(folder: Path, task: str) -> dict[str, dict[str, Array]]:
         raise UserError(f"{path} is missing; delete this folder and run it again.")
     with np.load(path, allow_pickle=False) as arrays:
         for key in arrays.files:
-            owner, split, name = key.split("/")
+            owner, split, name = key.rsplit(".", 2)
             if owner == task:
                 splits[split][name] = arrays[key]
     return splits

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from finetune.results import PREDICTIONS, RECORD, load_predictions
+from finetune.results import FORMAT, PREDICTIONS, RECORD, load_predictions
 from finetune.run import run_finetune
 from finetune.settings import RunSettings
 from finetune.tasks import TASKS, Example, example_arrays
@@ -72,7 +72,7 @@ def fake_run(
         "notes": [],
     }
     shared = {
-        "format": 1,
+        "format": FORMAT,
         "system": system,
         "head": "mean",
         "selection": "dev",
@@ -90,7 +90,7 @@ def fake_run(
     examples = [Example(f"dev:{n}", ("a",), float(label)) for n, label in enumerate(labels)]
     arrays = example_arrays(examples, outputs)
     splits = ("dev", *entry["tests"])
-    named = {f"{task}/{split}/{n}": array for split in splits for n, array in arrays.items()}
+    named = {f"{task}.{split}.{n}": array for split in splits for n, array in arrays.items()}
     folder = folder / system / f"{task}-{run['train_size']}" / name
     write_json(folder / RECORD, record)
     np.savez(folder / PREDICTIONS, allow_pickle=False, **named)

@@ -171,7 +171,7 @@ def test_the_candidate_with_the_best_picking_score_is_chosen() -> None:
         for score in scores
     ]
     chosen = choose_candidates(pd.DataFrame(rows))
-    assert list(chosen["candidate"]) == ["learning_rate 2e-05"] * 2
+    assert list(chosen["candidate"]) == ["train.learning_rate 2e-05"] * 2
 
 
 def test_the_best_run_is_best_on_the_rows_that_pick() -> None:
