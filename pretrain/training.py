@@ -74,6 +74,8 @@ class Trainer:
         with self.stop.listening(), progress, closing(self._load(start)) as loaded:
             if start in (0, steps) or _is_due(start, run.eval_every):  # it follows the checkpoint
                 self._validate(start)
+            elif self.engine.zero_optimization_stage() == 3:
+                self.evaluate()  # before DeepSpeed's trace is complete: in DeBERTa, layers return weights here
             progress.unpause()  # the estimate begins with the steps
             for step in range(start, steps):
                 done, last = step + 1, step + 1 == steps
@@ -173,14 +175,12 @@ class Trainer:
 
     def _leave(self, marker: str, state: dict[str, Any]) -> None:
         """Exports the newest checkpoint, and marks the run as stopped or done."""
-        folder, memory = self.checkpoints.folder.parent, peak_memory_gb(self.device.type)
+        folder = self.checkpoints.folder.parent
         self._export(state["step"])
         on_rank_0(lambda: write_json(folder / marker, state))
         reason = state.get("reason")
         ending = f"stopped by {reason}, the same command resumes" if reason else "done"
-        self.log.info(
-            f"{ending}: checkpoint at step {state['step']}, peak memory {memory:.1f} GB on rank 0"
-        )
+        self.log.info(f"{ending}: checkpoint at step {state['step']}")
 
     def _load(self, start: int) -> Generator[list[MicroBatch], None, None]:
         train = self.settings.train
