@@ -60,7 +60,9 @@ class Document(NamedTuple):
     lengths: np.ndarray  # (S,) tokens of each sentence
 
 
-def build_unit(unit: Unit, settings: BuildOptions, work: Path, tokenizer: Path) -> None:
+def build_unit(
+    unit: Unit, settings: BuildOptions, work: Path, tokenizer: Path, shard_tokens: int
+) -> None:
     """Builds a unit's folder `work / unit.key`, unless it exists.
 
     `tokenizer` is a tokenizer.json; another content has another name.
@@ -79,7 +81,7 @@ def build_unit(unit: Unit, settings: BuildOptions, work: Path, tokenizer: Path) 
         folder.mkdir()
         documents = _encode(_clean(unit, settings, drops), encoder, drops)
         try:
-            _write(folder, _join_short(documents, settings, drops))
+            _write(folder, _join_short(documents, settings, drops), shard_tokens)
         except Exception as error:
             error.add_note(f"in {unit}")
             raise
@@ -221,10 +223,10 @@ def _hash(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
-def _write(folder: Path, documents: Iterable[Document]) -> None:
-    """Writes the rows of a unit; holds the rows of `SHARD_TOKENS` tokens and a document."""
+def _write(folder: Path, documents: Iterable[Document], shard_tokens: int) -> None:
+    """Writes the rows of a unit; holds the rows of `shard_tokens` tokens and a document."""
     table = list[tuple[int, ...]]()
-    batches = _batched(documents, lambda document: len(document.tokens), SHARD_TOKENS)
+    batches = _batched(documents, lambda document: len(document.tokens), shard_tokens)
     for number, batch in enumerate(batches):
         rows = list(map(rows_of, batch))
         write_shard(folder / f"rows-{number}.arrow", list(chain.from_iterable(rows)))

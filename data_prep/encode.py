@@ -66,6 +66,7 @@ class TextEncoder:
 
     Args:
         tokenizer_json: The text of a tokenizer.json.
+        table_words: Words in the table, at most, before it is emptied.
 
     Attributes:
         word_by_word: True if the tokenizer is a BERT tokenizer as above.
@@ -77,11 +78,11 @@ class TextEncoder:
     _starts: np.ndarray
     _tokens: np.ndarray
 
-    def __init__(self, tokenizer_json: str) -> None:
+    def __init__(self, tokenizer_json: str, table_words: int = TABLE_WORDS) -> None:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes, not threads, share the work
         from tokenizers import Tokenizer
 
-        self.tokenizer = Tokenizer.from_str(tokenizer_json)
+        self.tokenizer, self._table_words = Tokenizer.from_str(tokenizer_json), table_words
         self.tokenizer.encode_special_tokens = True
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
@@ -108,7 +109,7 @@ class TextEncoder:
 
     def _look_up(self, words: list[str]) -> np.ndarray:
         """Returns the table entries of distinct words, (W,), and adds the new ones to the table."""
-        if len(self._entries) > TABLE_WORDS:
+        if len(self._entries) > self._table_words:
             self._clear_table()
         if new := [word for word in words if word not in self._entries]:
             tokens, lengths = self._tokenize(new)

@@ -48,10 +48,8 @@ def merge(
         entries[number] = unit.shards
     shards = [entry for number in range(len(units)) for entry in entries[number]]
     names = {shard["name"] for shard in shards}
-    for path in output.glob(
-        f"shard-{5 * '[0-9]'}*.arrow"
-    ):  # of a run with other input that was stopped
-        if path.name not in names:
+    for path in output.glob(f"shard-{5 * '[0-9]'}*.arrow"):
+        if path.name not in names:  # of a run with other input that was stopped
             path.unlink()
     return Merged(shards, frequency, drops)
 
@@ -77,7 +75,7 @@ def merge_unit(folder: Path, name: Path, copied: np.ndarray, vocabulary_size: in
             source = _without(source, documents, goes, drops)
         if not goes.all():
             target = name.with_name(f"{name.name}{f'-{number:03d}' if number else ''}.arrow")
-            _link(source, target)
+            link_shard(source, target)
             entry = _described(target, documents["rows"][~goes], frequency)
             shards.append({"name": target.name} | entry)
     return Merged(shards, frequency, drops)
@@ -112,7 +110,7 @@ def _described(path: Path, rows: np.ndarray, frequency: np.ndarray) -> dict[str,
     return {**sources.sum().to_dict(), **size, "sources": sources.T.to_dict()}
 
 
-def _link(source: Path, target: Path) -> None:
+def link_shard(source: Path, target: Path) -> None:
     """Links a file as `target`, or copies it if there are no links; `target` is whole at any time."""
     fresh = source.with_name(f"{target.name}.{os.getpid()}")
     fresh.unlink(missing_ok=True)

@@ -25,7 +25,7 @@ import numpy as np
 import pandas as pd
 from tokenizers import Tokenizer
 
-from data_prep.build import Unit, build_unit
+from data_prep.build import SHARD_TOKENS, Unit, build_unit
 from data_prep.encode import load_tokenizer_files
 from data_prep.merge import Merged, merge
 from data_prep.pool import open_pool, run_all
@@ -56,10 +56,13 @@ class Job(NamedTuple):
     made_from: dict[str, Any]  # of the manifest
 
 
-def prepare(options: BuildOptions) -> Corpus:
+def prepare(
+    options: BuildOptions, *, small_unit: int = SMALL_UNIT, shard_tokens: int = SHARD_TOKENS
+) -> Corpus:
     """Prepares the corpus in the folder `options.output` and opens it; continues a run that was stopped.
 
     The bytes depend on the input, the settings and the versions of packages, never on the workers or on interruptions.
+    Small files together are a unit of up to `small_unit` bytes; a shard ends after `shard_tokens` tokens.
 
     Raises:
         UserError: The input or the tokenizer is bad, the folder holds something else or another
@@ -68,7 +71,7 @@ def prepare(options: BuildOptions) -> Corpus:
     """
     output = Path(options.output).absolute()
     work, started = output / "work", time.monotonic()
-    job = _describe_job(options, output)
+    job = _describe_job(options, output, small_unit)
     with locked(output):
         if _is_finished(output, job.made_from):
             _remove_work(work)  # if a run was killed right after it wrote the manifest
@@ -81,9 +84,9 @@ def prepare(options: BuildOptions) -> Corpus:
             missing = [unit for unit in job.units if not (work / unit.key).exists()]
             workers = min(options.workers or len(os.sched_getaffinity(0)), len(missing))
             with open_pool(max(1, workers), options.scheduler) as pool:
-                calls = [(unit, options, work, tokenizer) for unit in missing]
-                done = len(job.units) - len(missing)
-                with Progress(len(job.units), "unit", "build", done=done) as progress:
+                calls = [(unit, options, work, tokenizer, shard_tokens) for unit in missing]
+                total, done = len(job.units), len(job.units) - len(missing)
+                with Progress(total, "unit", "build", done=done) as progress:
                     for _ in run_all(build_unit, calls, pool):
                         progress.update()
                 size = Tokenizer.from_file(str(tokenizer)).get_vocab_size(with_added_tokens=True)
@@ -104,7 +107,7 @@ def prepare(options: BuildOptions) -> Corpus:
     return Corpus.open(output)
 
 
-def _describe_job(options: BuildOptions, output: Path) -> Job:
+def _describe_job(options: BuildOptions, output: Path, small_unit: int) -> Job:
     """Lists the input and groups it into units; writes nothing."""
     inside = os.path.join(output, "")  # the output may lie in the input
     files, skipped = list_inputs(options)
@@ -119,7 +122,7 @@ def _describe_job(options: BuildOptions, output: Path) -> Job:
     settings["tokenizer"] = hashlib.sha256(tokenizer_files["tokenizer.json"]).hexdigest()
     packages = {name: metadata.version(name) for name in PACKAGES}
     identity = {"format_version": FORMAT_VERSION, "settings": settings, "packages": packages}
-    units, listing = group_units(files, identity), hashlib.sha256()
+    units, listing = group_units(files, identity, small_unit), hashlib.sha256()
     for file in files:
         listing.update(json.dumps(file[1:]).encode("utf-8"))
     size = sum(file.size for file in files)
@@ -130,18 +133,20 @@ def _describe_job(options: BuildOptions, output: Path) -> Job:
     return Job(units, skipped, tokenizer_files, identity | {"input": described})
 
 
-def group_units(files: Iterable[SourceFile], identity: dict[str, Any]) -> list[Unit]:
+def group_units(
+    files: Iterable[SourceFile], identity: dict[str, Any], small: int, large: int = LARGE_UNIT
+) -> list[Unit]:
     """Returns the units of the input, in its order; `identity` is all else that decides their bytes.
 
-    A unit is a file, small files together, or a share of a large file of lines. It depends on no
-    other input, except that a small file moves the groups after it.
+    A unit is a file, small files together (up to `small` bytes), or a share of `large` bytes of a file of lines.
+    It depends on no other input, except that a small file moves the groups after it.
     """
     prefix = json.dumps(identity, sort_keys=True)
     groups: list[list[SourceFile]] = []
     weight = 0
-    for file in chain.from_iterable(map(_shares, files)):
-        added = max(file.size or SMALL_UNIT, LEAST_WEIGHT)  # 0: not known
-        if not groups or weight + added > SMALL_UNIT:
+    for file in chain.from_iterable(_shares(file, large) for file in files):
+        added = max(file.size or small, LEAST_WEIGHT)  # 0: not known
+        if not groups or weight + added > small:
             groups.append([])
             weight = 0
         groups[-1].append(file)
@@ -151,15 +156,15 @@ def group_units(files: Iterable[SourceFile], identity: dict[str, Any]) -> list[U
     return list(map(Unit, keys, groups))
 
 
-def _shares(file: SourceFile) -> Iterator[SourceFile]:
+def _shares(file: SourceFile, large: int) -> Iterator[SourceFile]:
     """Yields a file, or the shares of a large one whose records are lines or rows."""
     has_rows = file.format in ("jsonl", "arrow")
     has_rows |= file.format == "text" and file.layout == "sentences"
-    if not has_rows or os.path.splitext(file.path)[1] in OPENERS or file.size <= LARGE_UNIT:
+    if not has_rows or os.path.splitext(file.path)[1] in OPENERS or file.size <= large:
         yield file
         return
-    for start in range(0, file.size, LARGE_UNIT):
-        stop = min(start + LARGE_UNIT, file.size)
+    for start in range(0, file.size, large):
+        stop = min(start + large, file.size)
         yield file._replace(start=start, stop=stop, size=stop - start)
 
 
@@ -200,21 +205,17 @@ def _finish(output: Path, job: Job, merged: Merged) -> None:
         with atomic_write(output / name, "wb") as file:
             file.write(data)
     written = {name: output / name for name in (FREQUENCY, DROPPED, *job.tokenizer_files)}
-    for leftover in [
-        path for name in (*written, MANIFEST) for path in output.glob(f".{name}.????????")
-    ]:
-        leftover.unlink()  # of a run that was killed
+    for path in chain(*(output.glob(f".{name}.????????") for name in (*written, MANIFEST))):
+        path.unlink()  # of a run that was killed
     counts = [entry.pop("sources").items() for entry in merged.shards]
-    table = pd.DataFrame([{"source": name, **found} for name, found in chain(*counts)])
-    sources = table.groupby("source").sum()
+    sources = pd.DataFrame([{"source": s, **n} for s, n in chain(*counts)]).groupby("source").sum()
     tokenizer = Tokenizer.from_file(str(output / "tokenizer.json"))
+    files = chain.from_iterable(unit.files for unit in job.units)
     manifest = {
         "format_version": FORMAT_VERSION,
         **sources.sum().to_dict(),
         "sources": sources.T.to_dict(),
-        "hub_datasets": {
-            file.source: file.hub for unit in job.units for file in unit.files if file.hub
-        },
+        "hub_datasets": {file.source: file.hub for file in files if file.hub},
         "dropped": drops,
         "skipped": dict(sorted(skipped.items())),
         "tokenizer": {

@@ -118,7 +118,7 @@ def pretrain(
     if converted:  # DeepSpeed's universal form holds no frozen weights
         model.load_state_dict(fp32_weights(checkpoint_path(checkpoints.folder, start)))
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
-    notes += [*length, *_notes(streams["validation"]), converted]
+    notes += [*length, *notes_on_machine(streams["validation"]), converted]
     notes.append(f"model: {size:.1f} M parameters, {precision}")
     weights, universal = settings.objective.in_use, bool(converted)
     engine = build_engine(deepspeed, model, completed, settings.train, weights, universal)
@@ -188,7 +188,7 @@ def identity(
     return values | {"manifest of the corpus": manifest.hexdigest()}
 
 
-def _notes(held_out: ExampleStream) -> list[str]:
+def notes_on_machine(held_out: ExampleStream) -> list[str]:
     """Returns lines on devices and data, and a warning if other programs keep the cores busy."""
     on_gpu, threads = torch.cuda.is_available(), torch.get_num_threads()
     device = torch.cuda.get_device_name() if on_gpu else f"CPU with {threads} thread(s)"

@@ -1,11 +1,10 @@
-"""The wheel and the sdist hold what they should, and the installed wheel loads exports and converts checkpoints."""
+"""The wheel holds what it should, and once installed it loads exports and converts checkpoints."""
 
 from __future__ import annotations
 
 import os
 import re
 import sys
-import tarfile
 import zipfile
 from pathlib import Path
 
@@ -21,12 +20,12 @@ from multicls.files import REPOSITORY
 from tests.multicls.test_parity import FIXTURE, RIGHT, base_of
 from tests.processes import completed
 
-BUILD = "import setuptools.build_meta as b; print(b.build_sdist('..')); print(b.build_wheel('..'))"
+BUILD = "import setuptools.build_meta as b; print(b.build_wheel('..'))"
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with a wheel and an sdist of the tracked files, built without network."""
+    """Folder with a wheel of the tracked files, built without network."""
     folder = tmp_path_factory.mktemp("packages")
     tree = folder / "tree"
     listing = completed(["git", "ls-files", "-z"], cwd=REPOSITORY)
@@ -40,27 +39,15 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def tracked(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-
-
-@pytest.mark.slow
-def test_the_sdist_holds_the_repository(built: Path) -> None:
-    (sdist,) = built.glob(f"multicls-{multicls.__version__}.tar.gz")
-    with tarfile.open(sdist) as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
-    wanted = tracked(built / "tree")
-    assert not {name for name in wanted - names if not re.search(r"\.egg-info/|^build/", name)}
-    assert not [name for name in names if re.search(r"__pycache__|^runs/|^\.venv/", name)]
-
-
 @pytest.mark.slow
 def test_the_wheel_holds_the_package_only(built: Path) -> None:
     (wheel,) = built.glob(f"multicls-{multicls.__version__}-py3-none-any.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
         metadata = archive.read(f"multicls-{multicls.__version__}.dist-info/METADATA").decode()
-    assert names == {name for name in tracked(built / "tree") if re.match(r"multicls/[^/]+$", name)}
+    tree = built / "tree"
+    files = {str(path.relative_to(tree)) for path in tree.glob("multicls/*") if path.is_file()}
+    assert names == files
     always = re.findall(r"^Requires-Dist: ([\w-]+)[^;\n]*$", metadata, re.MULTILINE)
     assert "transformers" in always and not set(always) & {"deepspeed", "datasets", "pandas"}
 

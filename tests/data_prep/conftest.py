@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,11 +46,12 @@ def sample_corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 
 def prepared(
-    tokenizer: Path, output: Path, *inputs: Path | str, workers: int = 1, **settings: Any
+    tokenizer: Path, output: Path, *inputs: Path | str, shard_tokens: int = 1 << 24, **settings: Any
 ) -> Corpus:
-    """Prepares a corpus of the inputs and opens it."""
-    settings |= {"input": list(map(str, inputs)), "tokenizer": str(tokenizer)}
-    return prepare(BuildOptions(output=str(output), workers=workers, **settings))
+    """Prepares a corpus of the inputs, of which two small files are a unit, and opens it."""
+    settings = {"workers": 1, "tokenizer": str(tokenizer), "output": str(output)} | settings
+    options = BuildOptions(input=list(map(str, inputs)), **settings)
+    return prepare(options, small_unit=9000, shard_tokens=shard_tokens)
 
 
 @pytest.fixture
@@ -87,6 +89,17 @@ def story(sentences: int, start: int = 0) -> str:
         + "."
         for s in range(sentences)
     )
+
+
+def large_input(folder: Path, files: int = 8) -> Path:
+    """Makes files of a unit each. Their first documents are the same, and they end with a hole of the file system."""
+    folder.mkdir()
+    for number in range(files):
+        rows = [story(2000), *(story(2000, 7 * i + number) for i in range(1, 12))]
+        lines = "".join(json.dumps({"text": row}) + "\n" for row in rows)
+        (folder / f"{number}.jsonl").write_text(lines)
+        os.truncate(folder / f"{number}.jsonl", 5 << 20)
+    return folder
 
 
 def same_files(one: Path, other: Path) -> None:

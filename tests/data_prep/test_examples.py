@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -156,11 +156,15 @@ def assert_plain_tfidf(stream: ExampleStream, example: TrainingExample) -> None:
         np.testing.assert_allclose(targets, expected, atol=1e-4)
 
 
-def test_document_frequency_counts_documents(sample_corpus: Corpus) -> None:
-    counts: Counter[int] = Counter()
-    for i in range(sample_corpus.num_rows):
-        counts.update(set(sample_corpus.row(i).tokens.tolist()))
-    assert sample_corpus.document_frequency.tolist() == [counts[i] for i in range(30522)]
+def frequency_of(corpus: Corpus) -> np.ndarray:
+    """The number of rows that contain each token."""
+    rows = [corpus.row(number).tokens for number in range(corpus.num_rows)]
+    size = corpus.vocabulary_size
+    return np.sum([np.bincount(np.unique(row), minlength=size) for row in rows], axis=0)
+
+
+def test_document_frequency_counts_rows(sample_corpus: Corpus) -> None:
+    assert (sample_corpus.document_frequency == frequency_of(sample_corpus)).all()
 
 
 def test_an_example_depends_on_nothing_but_its_number(stream: ExampleStream) -> None:
@@ -169,23 +173,20 @@ def test_an_example_depends_on_nothing_but_its_number(stream: ExampleStream) -> 
     together = stream.micro_batches([3, last, 7], size)
     assert together["input_ids"].shape == (3, 3 * size, 128)
     assert together["tfidf_labels"].shape == (3, 3 * size, 123)
-    for place, number in enumerate((3, last, 7)):
-        for name, array in stream.micro_batches([number], size).items():
-            np.testing.assert_array_equal(array[0], together[name][place])
-        for i, (epoch, index) in enumerate(together["example_ids"][place].tolist()):
+    for b, number in enumerate((3, last, 7)):
+        for i, (epoch, index) in enumerate(together["example_ids"][b].tolist()):
             assert epoch * stream.examples_per_epoch + index == number * size + i
-            example = stream.examples(epoch, [index])[0]
+            (example,) = stream.examples(epoch, [index])
             for name in ARRAYS:  # part-major
-                batch, array = together[name][place, i::size], getattr(example, name)
-                np.testing.assert_array_equal(batch, array)
+                np.testing.assert_array_equal(together[name][b, i::size], getattr(example, name))
     assert {epoch for epoch, _ in together["example_ids"][1].tolist()} == {0, 1}
     other = ExampleStream(stream.corpus, SAMPLE_IDS, seq_length=128, seed=4)
     assert (other.micro_batches([3], size)["input_ids"] != together["input_ids"][:1]).any()
 
 
-def rows_of(stream: ExampleStream, epoch: int = 0) -> set[int]:
+def rows_of(stream: ExampleStream) -> set[int]:
     """The rows that an epoch shows."""
-    return {example.row for example in stream.examples(epoch, range(stream.examples_per_epoch))}
+    return {example.row for example in stream.examples(0, range(stream.examples_per_epoch))}
 
 
 def test_epochs_cover_sentences_about_equally(stream: ExampleStream, epoch: Epoch) -> None:
@@ -200,14 +201,12 @@ def test_epochs_cover_sentences_about_equally(stream: ExampleStream, epoch: Epoc
     assert (counts == 1).mean() > 0.85 and (counts > 2).mean() < 0.001
     assert (counts.sum(axis=0) == 0).mean() < 0.005 and (counts.sum(axis=0) > 6).mean() < 0.02
     first, middle, last = (
-        np.mean([seen[:, int(place * (seen.shape[1] - 1))] > 0 for seen in coverage.values()])
-        for place in (0, 0.5, 1)
+        np.mean([seen[:, int(share * (seen.shape[1] - 1))] > 0 for seen in coverage.values()])
+        for share in (0, 0.5, 1)
     )
     assert min(first, last) > 0.8 and middle > 0.93
-    boundaries = [
-        {(e.row, part.first) for e in examples for part in e.parts} for examples in epochs
-    ]
-    assert len(boundaries[0] & boundaries[1]) < 0.6 * len(boundaries[0])  # about 0.5 +- 0.02
+    one, two = ({(e.row, p.first) for e in examples for p in e.parts} for examples in epochs[:2])
+    assert len(one & two) < 0.6 * len(one)  # about 0.5 +- 0.02
 
 
 def test_splits_share_no_document(sample_corpus: Corpus) -> None:
@@ -223,27 +222,25 @@ def test_all_rows_of_a_document_are_held_out_together_and_count_once(tmp_path: P
     # The second document takes three rows, in two shards.
     hashes = [5 << 60, 3 << 60, 3 << 60, 3 << 60, 9 << 60]
     corpus = corpus_of(tmp_path, hashes, text=[[9] * 30] * 5)
-    validation = ExampleStream(corpus, SPECIAL, seq_length=64, seed=0, split="validation")
+    part = fixed(validation_fraction=0.01)
+    validation = ExampleStream(corpus, SPECIAL, **part, split="validation")
     assert rows_of(validation) == {1, 2, 3} and validation.num_documents == 1
-    assert ExampleStream(corpus, SPECIAL, seq_length=64, seed=0).num_documents == 2
+    assert ExampleStream(corpus, SPECIAL, **part).num_documents == 2
 
 
-@pytest.mark.parametrize(("first_hash", "split"), [(1, "train"), (9 << 60, "validation")])
-def test_a_single_document_cannot_be_divided(
-    first_hash: int, split: Literal["train", "validation"], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("first_hash", [1, 9 << 60])
+def test_a_single_document_cannot_be_divided(first_hash: int, tmp_path: Path) -> None:
     corpus = corpus_of(tmp_path, [first_hash, first_hash], text=[[9] * 30] * 2)
     with pytest.raises(UserError, match="--documents blank_line"):
-        ExampleStream(corpus, SPECIAL, seq_length=64, seed=0, split=split)
-    whole = ExampleStream(corpus, SPECIAL, seq_length=64, seed=0, validation_fraction=0.0)
-    assert whole.num_documents == 1
+        for split in ("train", "validation"):
+            ExampleStream(corpus, SPECIAL, **fixed(validation_fraction=0.01, split=split))
+    assert ExampleStream(corpus, SPECIAL, **fixed()).num_documents == 1
 
 
 @pytest.mark.parametrize("facets", [(), (1,), (1, 2, 3, 4, 5)])
 def test_two_parts_and_other_facets(sample_corpus: Corpus, facets: tuple[int, ...]) -> None:
     special = SAMPLE_IDS._replace(facets=facets)
-    stream = ExampleStream(sample_corpus, special, seq_length=64, seed=0, num_parts=2)
-    batch = stream.micro_batches([0], 3)
+    batch = ExampleStream(sample_corpus, special, **fixed(num_parts=2)).micro_batches([0], 3)
     assert batch["input_ids"].shape == (1, 6, 64)
     assert batch["tfidf_labels"].shape == (1, 6, 64 - len(facets))
     assert (batch["input_ids"][..., : 1 + len(facets)] == [101, *facets]).all()
@@ -251,12 +248,12 @@ def test_two_parts_and_other_facets(sample_corpus: Corpus, facets: tuple[int, ..
 
 def corpus_of(folder: Path, hashes: list[int] | None = None, **sources: list[list[int]]) -> Corpus:
     """A corpus of sources of rows, each given by the lengths of its sentences; tokens are 20, 21, ..."""
-    generator, rows = np.random.default_rng(0), []
+    rng, rows = np.random.default_rng(0), []
     for source, documents in sources.items():
         for number, lengths in enumerate(documents):
-            tokens = generator.integers(20, 200, sum(lengths)).astype(np.uint16)
+            tokens = rng.integers(20, 200, sum(lengths)).astype(np.uint16)
             offsets = np.cumsum([0, *lengths]).astype(np.int32)
-            hashed = hashes[number] if hashes else int(generator.integers(1 << 62)) * 2
+            hashed = hashes[number] if hashes else int(rng.integers(1 << 62)) * 2
             name, counts = f"{source}{number}", occurrences(tokens)
             rows.append(ShardRow(source, name, "", hashed, tokens, offsets, counts))
     folder.mkdir(parents=True, exist_ok=True)
@@ -265,9 +262,8 @@ def corpus_of(folder: Path, hashes: list[int] | None = None, **sources: list[lis
         write_shard(folder / name, part)
         shards.append({"name": name, "rows": len(part)})
     np.save(folder / "document_frequency.npy", np.ones(200, np.int64))
-    documents_in_all = len({row.hash for row in rows})
     manifest = {"shards": shards, "tokenizer": {"vocabulary_size": 200, "fingerprint": ""}}
-    return Corpus(folder, manifest | {"documents": documents_in_all})
+    return Corpus(folder, manifest | {"documents": len({row.hash for row in rows})})
 
 
 SPECIAL = SpecialIds(cls=1, sep=2, pad=0, mask=3, facets=(4, 5))
@@ -307,9 +303,9 @@ def length_baseline(placed: np.ndarray, swapped: np.ndarray) -> tuple[float, flo
         max_iter=50, learning_rate=0.05, max_leaf_nodes=8, min_samples_leaf=50, early_stopping=False
     )
     folds = StratifiedKFold(5, shuffle=True, random_state=0)
-    found = cross_val_predict(trees, features, swapped, cv=folds, method="predict_proba")
-    correct = found.argmax(axis=1) == swapped
-    of_label = np.take_along_axis(found, swapped[:, None].astype(int), axis=1)
+    predicted = cross_val_predict(trees, features, swapped, cv=folds, method="predict_proba")
+    correct = predicted.argmax(axis=1) == swapped
+    of_label = np.take_along_axis(predicted, swapped[:, None].astype(int), axis=1)
     return correct.mean(), correct.std() / len(correct) ** 0.5, -np.log(of_label).mean()
 
 
@@ -326,8 +322,7 @@ def lengths_by_place(stream: ExampleStream) -> tuple[np.ndarray, np.ndarray]:
 def test_lengths_do_not_tell_the_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = np.random.default_rng(2)
     lengths = [generator.geometric(0.06, n).tolist() for n in generator.integers(3, 200, 600)]
-    corpus = corpus_of(tmp_path, text=lengths)
-    stream = ExampleStream(corpus, SPECIAL, seq_length=64, seed=1, validation_fraction=0.0)
+    stream = ExampleStream(corpus_of(tmp_path, text=lengths), SPECIAL, **fixed())
     placed, swapped = lengths_by_place(stream)
     accuracy, error, log_loss = length_baseline(placed, swapped)
     assert len(placed) > 8000 and abs(accuracy - 0.5) < 3 * error and log_loss > 0.6925
@@ -359,17 +354,16 @@ def test_source_weights(tmp_path: Path) -> None:
         assert first[row] == second[row] == 2 * len(plain.examples_of_row(row, 0))
     assert max(first) == 99 and sum(first[d] > 0 for d in range(60)) > 54
     ones = ExampleStream(corpus, SPECIAL, **fixed(), source_weights=dict.fromkeys(weights, 1))
-    for one, same in zip(plain.examples(0, range(50)), ones.examples(0, range(50)), strict=True):
-        assert (one.input_ids == same.input_ids).all()
+    one, other = (s.micro_batches(range(50), 1)["input_ids"] for s in (plain, ones))
+    assert (one == other).all()
 
 
 def test_bad_source_weights_are_refused_together(tmp_path: Path) -> None:
     corpus = corpus_of(tmp_path, wiki=[[20] * 60], books=[[20] * 120])
     weights = {"wikki": 1.0, "bouks": 1.0, "wiki": 2.0}
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match="'books'(.|\n)*'wiki'"):
         ExampleStream(corpus, SPECIAL, **fixed(), source_weights=weights)
-    assert len(caught.value.problems) == 2 and "Did you mean 'wiki'?" in caught.value.problems[1]
-    with pytest.raises(UserError, match=r"documents in the train split .* give no example"):
+    with pytest.raises(UserError, match="source_weights"):
         ExampleStream(corpus, SPECIAL, **fixed(), source_weights={"wiki": 0, "books": 0})
 
 
@@ -384,10 +378,10 @@ def test_single_parts_take_documents_of_one_sentence(tmp_path: Path) -> None:
 @given(st.integers(1, 3000), st.integers(0, 2**64 - 1))
 @settings(max_examples=40, deadline=None)
 def test_permutations_are_one_to_one(size: int, key: int) -> None:
-    found = [permuted(index, size, key) for index in range(size)]
-    assert sorted(found) == list(range(size))
+    order = [permuted(index, size, key) for index in range(size)]
+    assert sorted(order) == list(range(size))
     if size > 300:
-        assert abs(np.corrcoef(found, range(size))[0, 1]) < 0.3
+        assert abs(np.corrcoef(order, range(size))[0, 1]) < 0.3
 
 
 def test_generators_depend_on_every_number() -> None:
@@ -401,9 +395,7 @@ def test_generators_depend_on_every_number() -> None:
 def test_idf_is_over_rows_where_documents_take_several(tmp_path: Path) -> None:
     """Document frequencies count rows; an idf over documents would be negative for a token of most rows."""
     corpus = corpus_of(tmp_path, [3 << 60] * 5 + [9 << 60], text=[[40] * 9] * 6)
-    rows = [corpus.row(number).tokens for number in range(corpus.num_rows)]
-    frequency = np.sum([np.bincount(np.unique(row), minlength=200) for row in rows], axis=0)
-    np.save(tmp_path / "document_frequency.npy", frequency)
+    np.save(tmp_path / "document_frequency.npy", frequency_of(corpus))
     stream = ExampleStream(corpus, SPECIAL, **fixed(num_parts=1))
     assert_plain_tfidf(stream, stream.examples_of_row(0, epoch=0)[0])
 

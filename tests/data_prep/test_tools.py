@@ -29,7 +29,7 @@ MISTAKES = {
     "--documents page": "'blank_line'",
     "--short_documents keep": "'join'",
     "--max_workers 2": "--workers",
-    "--sample": "takes the place of --input",
+    "--sample": "--input",
     "--scheduler nowhere.json": "no such file",
     "--workers -1 --language german": "--language german",
 }
@@ -41,16 +41,16 @@ def test_mistakes_are_named(flags: str, tiny_tokenizer: Path, tmp_path: Path) ->
     words = ["--input", str(tmp_path / "in.txt"), "--tokenizer", str(tiny_tokenizer)]
     with pytest.raises(UserError) as error:
         run.main([*words, "--output", str(tmp_path / "out"), *flags.split()])
-    assert flags.split()[0] in str(error.value) and MISTAKES[flags] in str(error.value)
+    assert all(text in str(error.value) for text in (flags.split()[0], MISTAKES[flags]))
     assert not (tmp_path / "out").exists()
 
 
 def test_words_that_are_no_command(tmp_path: Path) -> None:
     done = completed([sys.executable, run.__file__, "biuld"])
     assert done.returncode == 2 and "Did you mean 'build'?" in done.stderr
-    with pytest.raises(UserError, match=r"input: required(.|\n)*tokenizer: required"):
+    with pytest.raises(UserError, match=r"input(.|\n)*tokenizer"):
         run.main(["--output", str(tmp_path / "out")])
-    with pytest.raises(UserError, match="Pass text with --input"):
+    with pytest.raises(UserError, match="--input"):
         run.main([str(tmp_path)])
 
 
@@ -61,9 +61,8 @@ def test_the_last_lines_the_manifest_and_the_samples(
     words = ["--input", f"tales={tmp_path / 'in.txt'}", "--output", str(tmp_path / "out")]
     words += ["--tokenizer", str(tiny_tokenizer), "--without", "headings", "--min_sentences", "4"]
     run.main([*words, "--language", "de", "--workers", "1"])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-1].startswith("next:") and "--recipe own_text" in lines[-1]
-    assert any(line.startswith("kept:") and "1 of 1 document" in line for line in lines)
+    printed = capsys.readouterr().out
+    assert "1 of 1 document" in printed and "--recipe own_text" in printed.splitlines()[-1]
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert str(tmp_path) not in json.dumps(manifest)
     chosen = manifest["made_from"]["settings"]
@@ -73,7 +72,6 @@ def test_the_last_lines_the_manifest_and_the_samples(
     ((_, *sample),) = samples["samples"]["sentences_without_letter"]
     assert sample == ["tales", "in.txt#0", "1, 2."] and samples["skipped"] == []
     run.main(["verify", str(tmp_path / "out")])
-    assert "whole, 1 document (1 row) in 1 shard\n" in capsys.readouterr().out
 
 
 def test_documents_of_one_sentence_are_for_masked_lm_alone(
@@ -84,8 +82,9 @@ def test_documents_of_one_sentence_are_for_masked_lm_alone(
     words += ["--tokenizer", str(tiny_tokenizer), "--documents", "blank_line", "--workers", "1"]
     run.main([*words, "--min_sentences", "1"])
     assert capsys.readouterr().out.endswith("--recipe own_text mlm_only --data.single_parts\n")
+    assert Corpus.open(tmp_path / "out").num_documents == 9
     run.main(["stats", str(tmp_path / "out")])
-    assert "no example: no document has three sentences" in capsys.readouterr().out
+    assert "no example" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
@@ -125,11 +124,9 @@ def test_stats_prints(mixed: Corpus, capsys: pytest.CaptureFixture[str]) -> None
     texts = [totals.format(**mixed.manifest), "b [red]", "left out: 5  lines_heading", "padding"]
     assert all(text in printed for text in texts)
     assert "\x1b" not in printed and "A Title (a: " in printed
-    with pytest.raises(UserError, match="too short for 5 facets"):
+    with pytest.raises(UserError, match="at least 16"):
         run.main(["stats", str(mixed.path), "--seq_length", "12"])
-    assert (
-        stats.visible("ordinary text, Ünïcödé, שלום\u202e") == "ordinary text, Ünïcödé, שלום\\u202e"
-    )
+    assert stats.visible("text, Ünïcödé, שלום\u202e") == "text, Ünïcödé, שלום\\u202e"
 
 
 def test_a_reader_that_goes_away_ends_a_command_quietly(mixed: Corpus) -> None:
@@ -166,10 +163,10 @@ def test_show_equals_training(sample_corpus: Corpus, capsys: pytest.CaptureFixtu
         assert text.count("swapped (label 1)") == (example.so_labels == 1).sum()
         for p in range(3):
             assert f"  + {128 - int(example.attention_mask[p].sum())} [PAD]" in text
-    with pytest.raises(UserError, match="no window 10000"):
-        stats.show(ShowOptions(**fixed, window=10_000))
-    with pytest.raises(UserError, match="no row 100000"):
-        stats.show(ShowOptions(**fixed | {"row": 100_000}))
+    count = len(stream.examples_of_row(5, 1))
+    for wrong in ({"window": count}, {"row": sample_corpus.num_rows}):
+        with pytest.raises(UserError, match=f"no {' '.join(wrong)} "):
+            stats.show(ShowOptions(**fixed | wrong))
 
 
 def test_special_tokens_have_the_names_of_the_tokenizer(

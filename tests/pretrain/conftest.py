@@ -100,8 +100,7 @@ def records(folder: Path, split: str) -> list[dict[str, Any]]:
 
 def losses(folder: Path, split: str) -> list[dict[str, float]]:
     """Returns the losses in the run's records of one split."""
-    found = records(folder, split)
-    return [{key: one[key] for key in one if key.startswith("loss/")} for one in found]
+    return [{k: v for k, v in r.items() if k.startswith("loss/")} for r in records(folder, split)]
 
 
 def weights(folder: Path) -> dict[str, bytes]:

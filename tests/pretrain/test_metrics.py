@@ -9,6 +9,7 @@ from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from multicls.files import read_jsonl
 from multicls.modeling_multicls import mcqt_loss, part_scores
 from pretrain.batches import MicroBatch
 from pretrain.engine import prepare_layers
-from pretrain.job import _notes
+from pretrain.job import notes_on_machine
 from pretrain.log import Log
 from pretrain.metrics import MetricSums, collapses, loss_terms, means, measure
 from pretrain.settings import ObjectiveSettings, TrainSettings
@@ -39,10 +40,9 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: None)
 
 
-def shares_of(batches: list[MicroBatch]) -> dict[str, Tensor]:
-    """Returns the normalizers of training: a micro-batch's share of the terms of the whole step."""
-    names, number = ("mlm", "tfidf", "so"), len(batches)
-    return {name: torch.tensor(sum(b.counts[name] for b in batches) / number) for name in names}
+def shares_of(batch: MicroBatch) -> dict[str, Tensor]:
+    """Returns the normalizers of a step of one micro-batch: its numbers of terms."""
+    return {name: torch.tensor(float(batch.counts[name])) for name in ("mlm", "tfidf", "so")}
 
 
 def terms_of(network: Any, batch: MicroBatch, normalizers: dict[str, Tensor]) -> Any:
@@ -52,11 +52,11 @@ def terms_of(network: Any, batch: MicroBatch, normalizers: dict[str, Tensor]) ->
 
 
 def metrics_of(network: MultiClsForPreTraining, *inputs: dict[str, Tensor]) -> dict[str, float]:
-    """Returns the metrics of some micro-batches as training gathers them."""
-    batches = [micro_batch_of(batch, network.config.num_parts) for batch in inputs]
+    """Returns the metrics of some steps, of a micro-batch each, as training gathers them."""
     sums = MetricSums()
-    for batch in batches:
-        sums.add(terms_of(network, batch, shares_of(batches)))
+    for tensors in inputs:
+        batch = micro_batch_of(tensors, network.config.num_parts)
+        sums.add(terms_of(network, batch, shares_of(batch)))
     return means(sums.totals(CPU))
 
 
@@ -114,7 +114,7 @@ def test_metrics_equal_a_plain_loop(facets: int, parts: int) -> None:
 def test_micro_batches_that_are_not_counted_add_nothing() -> None:
     network, batch = model(3), micro_batch_of(random_inputs(0, 3 * EXAMPLES, 3), 3)
     plain, padded = MetricSums(), MetricSums()
-    terms = terms_of(network, batch, shares_of([batch]))
+    terms = terms_of(network, batch, shares_of(batch))
     plain.add(terms)
     padded.add(terms)
     broken = {name: (value * math.nan, count) for name, (value, count) in terms.items()}
@@ -133,7 +133,7 @@ def test_groups_are_each_others_negatives_and_no_more() -> None:
     network, group = model(3), 2
     inputs = random_inputs(0, 3 * EXAMPLES, 3)
     batch, outputs = micro_batch_of(inputs, 3), network(**inputs, group_size=group)
-    right, count = measure(outputs, batch, shares_of([batch]), group)["acc/mcqt"]
+    right, count = measure(outputs, batch, shares_of(batch), group)["acc/mcqt"]
     parts = [part.split(group) for part in outputs.facet_embeddings.chunk(3)]
     scores = [part_scores(torch.cat(found), 3, 0.1) for found in zip(*parts, strict=True)]
     losses = torch.stack([mcqt_loss(one) for one in scores])
@@ -182,18 +182,13 @@ def test_what_a_resumed_run_does_again_is_dropped_first(tmp_path: Path) -> None:
 
 def test_wandb_follows_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each start is a run of the folder's group; TensorBoard's own steps are the axis, so none is dropped."""
-    calls: list[Any] = []
-
-    def init(**options: Any) -> Any:
-        calls.append(options)
-        return SimpleNamespace(finish=lambda: calls.append("finish"))
-
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    for step in (0, 4):
-        Log(tmp_path, True, step, wandb_project="mine").close()
-    Log(tmp_path, False, 0, wandb_project="mine").close()  # other ranks: nothing
+    wandb = Mock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    for step, writes in ((0, True), (4, True), (0, False)):  # the last one of another rank
+        Log(tmp_path, writes, step, wandb_project="mine").close()
     options = {"project": "mine", "group": tmp_path.name, "dir": str(tmp_path)}
-    assert calls == [options | {"sync_tensorboard": True}, "finish"] * 2
+    expected = [call.init(**options, sync_tensorboard=True), call.init().finish()] * 2
+    assert wandb.mock_calls == expected
 
 
 def test_the_warm_up_is_a_share_of_the_steps() -> None:
@@ -225,5 +220,5 @@ def test_a_busy_machine_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
     for load, warned in ((0.0, False), (99.0, True)):
         monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
-        notes: Any = _notes(SimpleNamespace(num_documents=1, examples_per_epoch=9))  # type: ignore[arg-type]
-        assert ("OMP_NUM_THREADS=1" in notes[-1]) == warned
+        stream: Any = SimpleNamespace(num_documents=1, examples_per_epoch=9)
+        assert ("OMP_NUM_THREADS=1" in notes_on_machine(stream)[-1]) == warned

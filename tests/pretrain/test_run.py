@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from transformers import AutoModelForPreTraining, AutoTokenizer, GPT2Config
+from transformers import AutoModelForPreTraining, AutoTokenizer
 
 import multicls.modeling_multicls  # noqa: F401  (registers the model)
 from multicls.files import read_json, write_json
@@ -88,8 +88,8 @@ def test_two_nodes_give_the_same_curve(
     assert first.returncode == second.returncode == 0, output
     assert "x 2 ranks x 1 accumulation" in output
     for split in ("train", "validation"):
-        for one, two in zip(losses(finished, split), losses(run, split), strict=True):
-            assert len(one) == 5 and two == pytest.approx(one, rel=1e-5)
+        for ours, theirs in zip(losses(run, split), losses(finished, split), strict=True):
+            assert len(theirs) == 5 and ours == pytest.approx(theirs, rel=1e-5)
 
 
 def test_another_seed_gives_another_curve(fork: Fork, finished: Path, tmp_path: Path) -> None:
@@ -106,9 +106,7 @@ def test_the_run_s_own_recipe_is_the_same_run(fork: Fork, tmp_path: Path) -> Non
     assert fork(folder, flags=("--recipe", str(folder / "settings.yaml"))) == [[0]], said(folder)
     assert "already finished at step" in said(folder)
     assert fork(folder, flags=("--steps", "99")) == [[2]] and "is now 99" in said(folder)
-    shutil.rmtree(
-        folder / "checkpoints"
-    )  # a finished run needs neither them nor the base checkpoint
+    shutil.rmtree(folder / "checkpoints")  # a finished run needs neither them nor the base
     assert fork(folder, flags=("--model", "gone")) == [[0]], said(folder)
 
 
@@ -123,20 +121,18 @@ def test_resume_refuses_another_run(fork: Fork, finished: Path, tmp_path: Path) 
     assert "gradient_predivide_factor was None and is now 2.0" in said(finished)
 
 
-@pytest.fixture(scope="module")
-def wrong(tiny_bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with models and DeepSpeed files that do not fit."""
-    folder = tmp_path_factory.mktemp("wrong")
-    GPT2Config(n_layer=1).save_pretrained(folder / "gpt2")
-    shutil.copytree(tiny_bert, folder / "swapped")
+@pytest.fixture
+def wrong(tiny_bert: Path, tmp_path: Path) -> Path:
+    """A folder with a model and a DeepSpeed file that do not fit."""
+    shutil.copytree(tiny_bert, tmp_path / "swapped")
     tokenizer = read_json(tiny_bert / "tokenizer.json")
     vocabulary = tokenizer["model"]["vocab"]
     first, second = [word for word in vocabulary if word.isalpha()][:2]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-    write_json(folder / "swapped" / "tokenizer.json", tokenizer)
-    write_json(folder / "zero0.json", {"zero_optimization": {"stage": 0}})
-    write_json(folder / "typo.json", {"zero_optimization": {"stage": 2, "reduce_bucket": 1}})
-    return folder
+    write_json(tmp_path / "swapped" / "tokenizer.json", tokenizer)
+    write_json(tmp_path / "zero0.json", {"zero_optimization": {"stage": 0}})
+    write_json(tmp_path / "typo.json", {"zero_optimization": {"stage": 2, "reduce_bucket": 1}})
+    return tmp_path
 
 
 @pytest.mark.parametrize(
@@ -144,13 +140,11 @@ def wrong(tiny_bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("--corpus nowhere", "nowhere"),
         ("--config ds_configs/zero22.json", "ds_configs/zero2"),
-        ("--config {}/zero0.json", "pretraining takes 1, 2 or 3"),
+        ("--config {}/zero0.json", "takes 1, 2 or 3"),
         ("--config {}/typo.json", "reduce_bucket"),
-        ("--recipe pretrain/recipes/tinny.yaml", "Did you mean 'tiny'?"),
         ("--model {}/nowhere", "nowhere: no such folder"),
-        ("--model {}/gpt2", "model_type 'gpt2'"),  # before its weights are looked for
-        ("--model {}/swapped", "another tokenizer wrote its tokens"),
-        ("--data.seq_length 65", "takes 64 at most"),
+        ("--model {}/swapped", "another tokenizer"),
+        ("--data.seq_length 65", "64 at most"),
     ],
 )
 def test_mistakes_are_answered_before_anything_is_written(

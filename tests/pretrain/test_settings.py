@@ -28,11 +28,6 @@ def read(*argv: str) -> PretrainSettings:
     return read_settings(argv)
 
 
-def flat(settings: PretrainSettings) -> dict[str, Any]:
-    groups = settings.model_dump(exclude={"run": True, "train": {"micro_batch_size"}}).items()
-    return {f"{group}.{name}": value for group, fields in groups for name, value in fields.items()}
-
-
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_loads(recipe: Path) -> None:
     settings = read("--recipe", str(recipe), *NEEDED, "--steps", "9")
@@ -58,31 +53,29 @@ PAPER = {
 }
 
 
-def test_base_is_the_paper_s_with_a_comment_on_every_field() -> None:
-    base = flat(read(*BASE))
-    assert {name: base[name] for name in PAPER} == PAPER
-    lines = (REPOSITORY / "pretrain" / "recipes" / "base.yaml").read_text().splitlines()
-    fields = [line for line in lines if re.match(r"  \w+:", line)]
-    assert all(re.search(r" #\s", line) for line in fields)
-    names = {line.split(":")[0].strip() for line in fields}
-    assert {name.rpartition(".")[2] for name in base} - names == {"corpus"}
-
-
-def test_a_flag_replaces_the_length_of_a_recipe() -> None:
-    train = read(*BASE, "--epochs", "0.5").train
-    assert (train.tokens, train.epochs, train.steps) == (0, 0.5, 0)
+def test_base_is_the_paper_s_but_for_flags() -> None:
+    for flags, changes in (
+        ((), {}),
+        (("--epochs", "0.5"), {"train.tokens": 0, "train.epochs": 0.5}),
+    ):
+        groups = read(*BASE, *flags).model_dump()
+        base = {
+            f"{group}.{name}": groups[group][name] for group in groups for name in groups[group]
+        }
+        expected = PAPER | changes
+        assert {name: base[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--run.log_every", "1.5"], "--run.log_every 1.5: must be a whole number of steps"),
+        (["--run.log_every", "1.5"], "--run.log_every 1.5"),
         (["--run.log_every", "0"], "--run.log_every 0"),
-        (["--global_batch_size", "64"], "no multiple of negatives_group = 10; set it to 60"),
-        (["--train.lerning_rate", "1"], "Did you mean '--train.learning_rate'?"),
+        (["--global_batch_size", "64"], "set it to 60"),
+        (["--train.lerning_rate", "1"], "'--train.learning_rate'?"),
         (["--data.source_weights", '{"wiki": -1}'], "source_weights"),
-        (["--data.single_parts"], "SO and MCQT need several parts"),
-        ([f"--objective.{name}=0" for name in ("mlm", "tfidf", "so", "mcqt")], "nothing to train"),
+        (["--data.single_parts"], "data.single_parts"),
+        ([f"--objective.{name}=0" for name in ("mlm", "tfidf", "so", "mcqt")], "objective"),
         (["--epochs", "1", "--steps", "9"], "set one of epochs, steps and tokens"),
         (["--steps", "0"], "set one of epochs, steps and tokens"),
     ],
@@ -143,8 +136,8 @@ GLOBAL, MICRO, LENGTH = "--global_batch_size", "--micro_batch_size", "--data.seq
         (2, [GLOBAL, "320"], (80, 2)),  # 80 x 3 x 128 tokens are within the limit
         (2, [GLOBAL, "320", LENGTH, "512"], (20, 8)),
         (1, [GLOBAL, "70", LENGTH, "512"], (10, 7)),
-        (4, [GLOBAL, "60"], "do not divide among 4 ranks; .* a multiple of 40"),
-        (2, [GLOBAL, "60", MICRO, "20"], "does not divide a rank's 30 examples .* one of 10, 30"),
+        (4, [GLOBAL, "60"], "4 ranks.* 40"),
+        (2, [GLOBAL, "60", MICRO, "20"], "30 examples .* 10, 30"),
     ],
 )
 def test_micro_batches_share_out_the_batch_within_the_token_limit(
@@ -204,12 +197,9 @@ def test_intervals_may_be_shares_of_the_run(tiny_corpus: Path) -> None:
     flags = ("--run.log_every=1e-12", "--run.eval_every=0.2", "--run.save_every=7")
     run = resolved(tiny_corpus, "--steps", "31", *flags)[0].run
     assert (run.log_every, run.eval_every, run.save_every) == (1, 7, 7)
-
-
-def test_too_many_passes_and_too_little_text(tiny_corpus: Path) -> None:
-    assert "after about 40 passes" in resolved(tiny_corpus, "--train.tokens=2e9")[1][1]
+    assert "40 passes" in resolved(tiny_corpus, "--train.tokens=2e9")[1][1]
     group = ("--train.negatives_group=3000", "--global_batch_size=3000")
-    with pytest.raises(UserError, match="too small: its .* training tokens give"):
+    with pytest.raises(UserError, match="too small"):
         resolved(tiny_corpus, "--steps", "7", *group)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gzip
-import json
 import os
 import shutil
 import signal
@@ -16,7 +14,7 @@ import numpy as np
 import pytest
 
 from multicls.files import REPOSITORY
-from tests.data_prep.conftest import same_files, story
+from tests.data_prep.conftest import large_input, same_files
 from tests.processes import completed
 from tests.slurm.conftest import Cluster, processes
 
@@ -27,15 +25,7 @@ OPTIONS = ("--nodes=2", "--ntasks=4", "--ntasks-per-node=2", "--time=00:10:00")
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files of which three are a unit, with copies across units."""
-    folder = tmp_path_factory.mktemp("text")
-    no_text = json.dumps({"other": os.urandom(2_200_000).hex()}) + "\n"
-    padding = gzip.compress(no_text.encode(), 1)
-    for number in range(12):
-        rows = [story(3000, 5 * i + number) for i in range(40)] + [story(50)]
-        data = "".join(json.dumps({"text": row}) + "\n" for row in rows)
-        (folder / f"{number:02d}.jsonl.gz").write_bytes(gzip.compress(data.encode(), 1) + padding)
-    return folder
+    return large_input(tmp_path_factory.mktemp("text") / "in", files=12)
 
 
 def submit(cluster: Cluster, folder: Path, words: list[str]) -> str:
@@ -76,9 +66,9 @@ def test_jobs_prepare_a_corpus(
         in_peace = kills == KILLS
         job = submit(cluster, tmp_path, arguments(text, tiny_tokenizer, output))
         while kills < KILLS and cluster.job(job)["JobState"] in ("PENDING", "RUNNING"):
-            if list(output.glob("work/*/drops.json")) and (found := workers()):
+            if list(output.glob("work/*/drops.json")) and (alive := workers()):
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(rng.choice(found)), signal.SIGKILL)
+                    os.kill(int(rng.choice(alive)), signal.SIGKILL)
                     kills += 1
             time.sleep(float(rng.uniform(0.1, 0.6)))
         state = cluster.wait(job)["JobState"]
@@ -97,4 +87,4 @@ def test_mistakes_end_the_job(cluster: Cluster, tiny_tokenizer: Path, tmp_path: 
     words = arguments(tmp_path / "nothing", tiny_tokenizer, tmp_path / "out")
     job = submit(cluster, tmp_path, words)
     assert cluster.wait(job)["ExitCode"] == "2:0"
-    assert "no such file or folder" in (tmp_path / f"data_prep-{job}.log").read_text()
+    assert str(tmp_path / "nothing") in (tmp_path / f"data_prep-{job}.log").read_text()
