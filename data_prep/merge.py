@@ -47,10 +47,9 @@ def merge(
         frequency += unit.frequency
         entries[number] = unit.shards
     shards = [entry for number in range(len(units)) for entry in entries[number]]
-    names = {shard["name"] for shard in shards}
-    for path in output.glob(f"shard-{5 * '[0-9]'}*.arrow"):
-        if path.name not in names:  # of a run with other input that was stopped
-            path.unlink()
+    written = {output / shard["name"] for shard in shards}
+    for path in set(output.glob(f"shard-{5 * '[0-9]'}*.arrow")) - written:
+        path.unlink()  # of a run with other input that was stopped
     return Merged(shards, frequency, drops)
 
 

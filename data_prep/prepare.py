@@ -172,8 +172,8 @@ def _is_finished(output: Path, made_from: dict[str, Any]) -> bool:
     """Returns whether the folder holds this corpus; raises an error if it holds something else."""
     if (output / MANIFEST).exists():
         both = Corpus.open(output).manifest["made_from"], made_from
-        found, wanted = (made["settings"] | {"input": made["input"]} for made in both)
-        if differing := [name for name, value in wanted.items() if found.get(name) != value]:
+        old, new = (made["settings"] | {"input": made["input"]} for made in both)
+        if differing := [name for name, value in new.items() if old.get(name) != value]:
             raise UserError(
                 f"{output}: holds a corpus of other settings or input ({', '.join(differing)}); set another --output."
             )

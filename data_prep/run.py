@@ -41,9 +41,8 @@ def build(options: BuildOptions) -> None:
     folder = Path(options.tokenizer)
     is_model = not folder.exists() or (folder / "config.json").exists()
     model = options.tokenizer if is_model else "CHECKPOINT"
-    recipe = "own_text" if tokens < OWN_TEXT else "base"
     command = ["python", "pretrain/run.py", "--model", model, "--corpus", options.output]
-    command += ["--recipe", recipe]
+    command += ["--recipe", "own_text" if tokens < OWN_TEXT else "base"]
     if corpus.manifest["sentences"] < 3 * documents:  # too few for three parts, on average
         command += ["mlm_only", "--data.single_parts"]
     made = [("corpus", f"{options.output} ({size})"), *last_lines(corpus)]
