@@ -39,7 +39,7 @@ def build(
         checkpoint: Hub id or folder of a model with any head.
         num_facets: K; this and the next three as in `MultiClsConfig`. A Multi-CLS model keeps its K and its layers.
         random_weights: use only the shape and the tokenizer of the checkpoint.
-        report: receives one line, with the parts that are kept and those that are new.
+        report: receives a line with the parts that are kept and those that are new, and one if padding changes facets.
 
     Raises:
         UserError: the checkpoint cannot be loaded, is no encoder, does not fit, or lacks weights of the encoder.
@@ -69,8 +69,8 @@ def build(
             text = _copy_weights(model, checkpoint)
         rows = max(len(tokenizer), config.vocab_size)
         model.resize_token_embeddings(rows, VOCABULARY_MULTIPLE, mean_resizing=False)
-        _try(model, tokenizer)
-    report(f"weights: {text}")
+        report(f"weights: {text}")
+        _try(model, tokenizer, report)
     return model, tokenizer
 
 
@@ -83,15 +83,18 @@ def _load_config(checkpoint: str) -> Any:
     if kind is None:
         raise ValueError("it holds no config.json; of a run, pass RUN/hf")
     config: Any = known[kind].from_pretrained(checkpoint) if kind in known else None
+    masked: Any = MODEL_FOR_MASKED_LM_MAPPING.get(type(config), None)
     reason = ""
     if config is None:
         reason = "is not one of transformers. Code in a checkpoint is never executed"
     elif config.is_encoder_decoder or getattr(config, "is_decoder", False):
         reason = "is a decoder or an encoder-decoder"
-    elif type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
+    elif masked is None:
         reason = "has no masked-LM class in transformers; decoders do not work"
-    elif getattr(config, "legacy", True) is False:  # of DeBERTa-v2
-        reason = "with legacy = false has an MLM head that reads the encoder's embeddings"
+    elif not config.tie_word_embeddings and len(masked._tied_weights_keys or {}) > 1:
+        reason = (
+            "with tie_word_embeddings = false has an MLM head with two biases, which cannot grow"
+        )
     if reason:
         raise ValueError(f"model_type '{kind}' {reason}. {WHAT_WORKS}")
     config.architectures = config.dtype = None  # of the weights there, not of the model here
@@ -142,12 +145,17 @@ def _copy_weights(model: MultiClsForPreTraining, checkpoint: str) -> str:
     return f"{kept}; new: {', '.join([*new, 'facets', 'TF-IDF head', 'order head'])}"
 
 
-def _try(model: MultiClsForPreTraining, tokenizer: Any) -> None:
+def _try(model: MultiClsForPreTraining, tokenizer: Any, report: Callable[[str], None]) -> None:
     """Makes a forward and a backward pass: an encoder is not listed but tried. One that does not work: ValueError."""
     kind, was_training = model.config.encoder.model_type, model.training
-    batch = tokenizer(["a"] * 6, return_tensors="pt")
+    fit: Any = {"padding": True, "truncation": True, "max_length": model.config.max_tokens}
+    batch, padded = (
+        tokenizer(["a"] * 5 + [last], **fit, return_tensors="pt") for last in ("a", "a " * 9)
+    )
     try:
-        model.eval()(**batch, labels=batch["input_ids"]).loss.backward()
+        out = model.eval()(**batch, labels=batch["input_ids"])
+        out.loss.backward()
+        facets = model(**padded).facet_embeddings[:5]
     except Exception as error:
         raise ValueError(f"model_type '{kind}' does not work: {first_line(error)}") from None
     weights = dict(model.multicls.named_parameters())
@@ -155,6 +163,8 @@ def _try(model: MultiClsForPreTraining, tokenizer: Any) -> None:
     model.train(was_training).zero_grad()
     if unused:
         raise ValueError(f"model_type '{kind}' passes by its layers; set facet_layers to []")
+    if not facets.allclose(out.facet_embeddings[:5], atol=1e-3):
+        report(f"model_type '{kind}' reads padding: facets depend on the longest text of a batch")
 
 
 @contextmanager

@@ -15,18 +15,15 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
-from multicls.build import load_problems, quiet_transformers
+from multicls.build import build, quiet_transformers
 from multicls.console import print_summary
 from multicls.embeddings import write_sentence_transformer
 from multicls.errors import UserError, first_line, run_command
 from multicls.files import atomic_folder
 from multicls.settings import Settings, parse
-from multicls.tokenization import load_tokenizer, with_facets
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from multicls.modeling_multicls import MultiClsForPreTraining
 
 IGNORED = re.compile(r"sent\.mf\.v_\d+\.|t2f\.|lm\.decoder\.|bert\.embeddings\.position_ids$")
 PREFIXES = {  # beginnings of names: theirs -> ours
@@ -59,8 +56,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.output.is_file() or (args.output.is_dir() and any(args.output.iterdir())):
         raise UserError(f"--output {args.output}: exists already; set a new or empty folder.")
     state = _read_checkpoint(args.checkpoint)
-    tokenizer = with_facets(load_tokenizer(args.base), args.num_facets)
-    model = _convert(state, args, vocab_size=len(tokenizer))
+    facets = args.model_dump(include={"num_facets", "facet_layers"})
+    model, tokenizer = build(args.base, random_weights=True, report=lambda _: None, **facets)
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    try:
+        weights = _renamed(state, args)
+        ties = model.all_tied_weights_keys
+        model.load_state_dict(weights | {name: weights[same] for name, same in ties.items()})
+    except (KeyError, RuntimeError, ValueError) as error:
+        raise UserError(
+            "the checkpoint does not fit --base, --num_facets and --facet_layers: "
+            f"{' '.join(str(error).split())}"
+        ) from None
     with atomic_folder(args.output) as folder, quiet_transformers():
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -83,43 +90,16 @@ def _read_checkpoint(path: Path) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state.items() if not IGNORED.match(name)}
 
 
-def _convert(
-    state: dict[str, Tensor], options: ConvertOptions, vocab_size: int
-) -> MultiClsForPreTraining:
-    """Builds a model from a state dict, which is emptied. Tensors that do not fit the options are a `UserError`."""
-    from transformers import AutoConfig
-
-    from multicls.modeling_multicls import MultiClsConfig, MultiClsForPreTraining
-
-    with load_problems(options.base):
-        encoder = AutoConfig.from_pretrained(options.base, trust_remote_code=False)
-    encoder.vocab_size = vocab_size
-    try:
-        types = state["bert.embeddings.token_type_embeddings.weight"]
-        encoder.type_vocab_size = len(types)  # theirs has a third
-        facets = options.model_dump(include={"num_facets", "facet_layers"})
-        model = MultiClsForPreTraining(MultiClsConfig(encoder=encoder, **facets))
-        weights = _renamed(state, options)
-        ties = model.all_tied_weights_keys
-        model.load_state_dict(weights | {name: weights[same] for name, same in ties.items()})
-    except (KeyError, RuntimeError, ValueError) as error:
-        raise UserError(
-            "the checkpoint does not fit --base, --num_facets and --facet_layers: "
-            f"{' '.join(str(error).split())}"
-        ) from None
-    return model
-
-
 def _renamed(state: dict[str, Tensor], options: ConvertOptions) -> dict[str, Tensor]:
     """Returns the weights by our names.
 
     The row of the task types that their fine-tuning uses is added to the token types: both are summed before the
-    LayerNorm, so this is exact.
+    LayerNorm, so this is exact. Their third token type is left out: no input has it.
     """
     import torch
 
-    task_types = state.pop("bert.embeddings.task_type_embeddings.weight")
-    state["bert.embeddings.token_type_embeddings.weight"] += task_types[0]
+    types, tasks = (f"bert.embeddings.{kind}_type_embeddings.weight" for kind in ("token", "task"))
+    state[types] = state[types][:2] + state.pop(tasks)[0]
     facets, renamed = range(options.num_facets), {}
     for level, layer in enumerate(options.facet_layers):
         names = [f"facet_lin_emb.{level}.{k}.weight" for k in facets]

@@ -21,7 +21,7 @@ from transformers import initialization as init
 from transformers.loss.loss_utils import ForSequenceClassificationLoss
 from transformers.modeling_outputs import (
     BaseModelOutput,
-    BaseModelOutputWithPooling,
+    BaseModelOutputWithPoolingAndCrossAttentions,
     MaskedLMOutput,
     ModelOutput,
     SequenceClassifierOutput,
@@ -33,7 +33,6 @@ from .configuration_multicls import AUTO_MAP, MultiClsConfig
 IGNORE_INDEX = -100  # label of positions without a target
 OBJECTIVES = ("mlm", "tfidf", "so", "mcqt")
 UNPADDING = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "modernbert")  # tested
-PRETRAINING_HEADS = [r"^mlm\.", r"^tfidf\.", r"^order\."]
 
 
 class FacetLinear(nn.Linear):
@@ -50,14 +49,8 @@ class FacetLinear(nn.Linear):
         return torch.einsum("bkd,ked->bke", hidden_BKD, weight_KDD)
 
 
-class FacetLayerNorm(nn.Module):
-    """One LayerNorm for each facet."""
-
-    def __init__(self, num_facets: int, hidden_size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(num_facets, hidden_size))
-        self.bias = nn.Parameter(torch.zeros(num_facets, hidden_size))
-        self.eps = eps
+class FacetLayerNorm(nn.LayerNorm):
+    """One LayerNorm for each facet; weight and bias are (K, D)."""
 
     def forward(self, hidden_BKD: Tensor) -> Tensor:
         """Normalises (B, K, D) over D, then scales and shifts with the facet's weights."""
@@ -72,7 +65,7 @@ class FacetHead(nn.Module):
         super().__init__()
         shape = config.num_embeddings_per_sequence, config.hidden_size
         self.dense = FacetLinear(*shape)
-        self.LayerNorm = FacetLayerNorm(*shape, eps=config.layer_norm_eps)
+        self.LayerNorm = FacetLayerNorm(shape, eps=config.layer_norm_eps)
 
     def forward(self, hidden_BSD: Tensor) -> Tensor:
         """Returns (B, S, D) from (B, S, D)."""
@@ -112,7 +105,7 @@ def insert_facets(layer: nn.Module, _args: Any, kwargs: Mapping[str, Any], outpu
 
 
 @dataclass
-class MultiClsModelOutput(BaseModelOutputWithPooling):
+class MultiClsModelOutput(BaseModelOutputWithPoolingAndCrossAttentions):
     """The encoder's output with `facet_embeddings` c_k, (B, S, D)."""
 
     facet_embeddings: Tensor | None = None
@@ -191,7 +184,7 @@ class MultiClsPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_attention_backend = True
-    _keys_to_ignore_on_load_unexpected = PRETRAINING_HEADS
+    _keys_to_ignore_on_load_unexpected = (r"^mlm\.", r"^tfidf\.", r"^order\.")
     # Losses are means: a Trainer divides them by its accumulation steps.
     accepts_loss_kwargs = False
 
@@ -263,13 +256,8 @@ class MultiClsModel(MultiClsPreTrainedModel):
         if self.takes_token_types and token_type_ids is not None:
             kwargs["token_type_ids"] = token_type_ids
         outputs = self._encode_unpadded(**kwargs) if unpad else self.encoder(**kwargs)
-        return MultiClsModelOutput(
-            last_hidden_state=outputs.last_hidden_state,
-            pooler_output=getattr(outputs, "pooler_output", None),
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            facet_embeddings=self.facet_head(self.facet_states(outputs.last_hidden_state)),
-        )
+        facets_BSD = self.facet_head(self.facet_states(outputs.last_hidden_state))
+        return MultiClsModelOutput(**outputs, facet_embeddings=facets_BSD)
 
     def _encode_unpadded(self, input_ids: Tensor, attention_mask: Tensor, **kwargs: Any) -> Any:
         """Encodes the T real tokens as one sequence, (1, T); the hidden states on the padding are 0."""

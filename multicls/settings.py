@@ -43,6 +43,7 @@ class RecipeOptions(Settings):
 
 
 AnySettings = TypeVar("AnySettings", bound=Settings)
+LIST = " --help lists all flags."
 Source = tuple[str, Mapping[str, Any]]  # the name of a recipe, or "" for flags, and its values
 
 
@@ -63,7 +64,7 @@ def parse(
         recipes: folder of the shipped recipes, in this repository.
 
     Raises:
-        UserError: lists the unknown flags; or each unknown key of a recipe, missing and wrong value.
+        UserError: lists each unknown flag, each unknown key of a recipe, each missing and each wrong value.
     """
     shipped = sorted(path.stem for path in (REPOSITORY / recipes).glob("*.yaml")) if recipes else []
     parser = _Parser(
@@ -72,7 +73,7 @@ def parse(
         description=doc,
         epilog=f"recipes: {', '.join(shipped)}" * bool(shipped),
         allow_abbrev=False,
-        formatter_class=_HelpFormatter,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     source: Any = CliSettingsSource(
         kind,  # type: ignore[arg-type]
@@ -88,7 +89,7 @@ def parse(
     except SettingsError as error:
         raise UserError(f"{first_line(error)}; a mapping takes NAME=VALUE.") from None
     sources = [*_read_recipes(flags.get("recipe", []), recipes), ("", flags)]
-    settings = _validate(kind, sources, shortcuts or {})
+    settings = _validate(kind, sources, shortcuts or {}, parser.unknown)
     if getattr(settings, "print_config", False):
         print(to_yaml(settings), end="")
         raise SystemExit(0)
@@ -113,26 +114,21 @@ def to_yaml(settings: BaseModel) -> str:
     return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
-        is_list = action.nargs == "+"  # the type is enough, such as list[str]
-        return str(action.metavar) if is_list else super()._format_args(action, default_metavar)
-
-
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are `UserError`s; that of an unknown flag names the nearest one."""
+    """A parser whose errors are `UserError`s; `unknown` lists the flags that it does not know, with the nearest."""
 
     def parse_flags(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:
-        """Parses the flags of a command; lists all unknown ones."""
+        """Parses the flags of a command that it knows."""
         flags = dict.fromkeys(word.partition("=")[0] for word in args if word.startswith("--"))
         known = self._option_string_actions
-        if unknown := [flag for flag in flags if flag not in known]:
-            hints = [_nearest(flag, known) or " --help lists all flags." for flag in unknown]
-            raise UserError(*map("{}: no such flag.{}".format, unknown, hints))
+        hints = {flag: _nearest(flag, known) for flag in flags if flag not in known}
+        self.unknown = [f"{flag}: no such flag.{hint or LIST}" for flag, hint in hints.items()]
+        if hints:  # their values are left over
+            return self.parse_known_args(args, namespace)[0]
         return self.parse_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message.removeprefix('argument ')}. --help lists all flags.")
+        raise UserError(*self.unknown, f"{message.removeprefix('argument ')}.{LIST}")
 
 
 def _add_flag(shortcuts: Mapping[str, str], parser: Any, *names: str, **options: Any) -> None:
@@ -173,24 +169,30 @@ def _read_recipes(names: Iterable[str], folder: str) -> Iterator[Source]:
 
 
 def _validate(
-    kind: type[AnySettings], sources: Sequence[Source], shortcuts: Mapping[str, str]
+    kind: type[AnySettings],
+    sources: Sequence[Source],
+    shortcuts: Mapping[str, str],
+    unknown: Iterable[str] = (),
 ) -> AnySettings:
-    """Returns the merged settings of all sources, the last of which wins."""
+    """Returns the merged settings of all sources, the last of which wins; `unknown` flags are mistakes, too."""
     known = _known(kind)
     merged = _nested({key: {} for key, is_group in known.items() if is_group})
     for _, values in sources:
         if any(_value(values, key) is not None for key in kind.alternatives):
             merged = _merge(merged, _nested(dict.fromkeys(kind.alternatives, 0)))
         merged = _merge(merged, values)
+    lines = list(unknown)
     try:
-        return kind.model_validate(merged)
+        settings = kind.model_validate(merged)
     except ValidationError as error:
         problems: dict[str, list[str]] = {}  # place -> reasons: one for each member of a union
         for detail in error.errors():
             where, why = _explain(detail, known, sources, shortcuts)
-            problems.setdefault(where, []).append(why.rstrip("."))
-        lines = [where + " or ".join(dict.fromkeys(why)) for where, why in problems.items()]
-        raise UserError(*(line + "." * (line[-1] != "?") for line in lines)) from None
+            problems.setdefault(where, []).append(why)
+        lines += [where + " or ".join(dict.fromkeys(why)) for where, why in problems.items()]
+    if lines:
+        raise UserError(*lines)
+    return settings
 
 
 def _known(kind: Any, prefix: str = "") -> dict[str, bool]:

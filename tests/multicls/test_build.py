@@ -124,6 +124,11 @@ REFUSED: list[tuple[Callable[[Path], Any], dict[str, Any], str]] = [
     ),
     (_config_of(hf.BartConfig()), {}, "'bart' is a decoder or an encoder-decoder"),
     (_own_code, {}, "'secret' is not one of transformers. Code in a checkpoint is never executed"),
+    (
+        lambda folder: save_encoder("roberta", folder, tie_word_embeddings=False),
+        RANDOM,
+        "'roberta' with tie_word_embeddings = false has an MLM head with two biases",
+    ),
     (_without_tokenizer, {}, "has no vocabulary"),
     (_without_mask, {}, "has no mask_token"),
     (_deeper, {}, "weights of the encoder"),

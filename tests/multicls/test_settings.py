@@ -112,11 +112,12 @@ def test_all_mistakes_at_once_with_their_sources(tmp_path: Path) -> None:
     assert len(found) == len(starts)
     assert problems("p", "--train.size", "aut")[0].endswith("'auto'. Did you mean 'auto'?")
     assert "for weights: " in problems("p", "--weights", "wiki")[0]
-    unknown = problems("p", "--foo=1", "--stpes=3")
-    assert unknown == [
+    unknown = problems("p", "--foo=1", "--stpes", "3", "--train.size", "y")
+    assert unknown[:2] == [
         "--foo: no such flag. --help lists all flags.",
         "--stpes: no such flag. Did you mean '--steps'?",
     ]
+    assert unknown[2].startswith("--train.size y: ") and len(unknown) == 3
 
 
 @pytest.mark.parametrize(
