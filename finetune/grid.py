@@ -261,7 +261,7 @@ def _print_states(runs: Sequence[RunSettings]) -> Counter[str]:
         if finished_record(run):
             counts["finished"] += 1
             continue
-        note = {"kind": "missing", "error": ""} | read_error(run.folder)
+        note = read_error(run.folder)
         counts[note["kind"]] += 1
         unfinished.append(f"{note['kind']}: {run.folder}: {note['error']}".rstrip(": "))
     print(", ".join(f"{n} {state}" for state, n in counts.items()) + f", of {len(runs)} runs")

@@ -154,8 +154,9 @@ def write_error(folder: Path, kind: str, error: BaseException) -> None:
 
 
 def read_error(folder: Path) -> dict[str, str]:
-    """Returns kind and text of a run's error, empty if it has none."""
-    return dict(read_json(folder / ERROR)) if (folder / ERROR).exists() else {}
+    """Returns kind and text of a run's error; of a run without one "missing" and an empty text."""
+    error = dict(read_json(folder / ERROR)) if (folder / ERROR).exists() else {}
+    return {"kind": "missing", "error": "", **error}
 
 
 def load_predictions(folder: Path, task: str) -> dict[str, dict[str, Array]]:
@@ -199,6 +200,10 @@ def load_results(folder: Path) -> pd.DataFrame:
 def unfinished_runs(folder: Path) -> list[str]:
     """Returns a line on the runs without a record, but for heads that do not fit; none if there are none."""
     paths = sorted(p for p in folder.glob("*/*/p*-d*-s*") if not (p / RECORD).exists())
-    notes = [(p, {"kind": "", "error": "not finished"} | read_error(p)) for p in paths]
-    lines = [f"{path}: {note['error']}" for path, note in notes if note["kind"] != "incompatible"]
+    notes = {path: read_error(path) for path in paths}
+    lines = [
+        f"{path}: {note['error'] or note['kind']}"
+        for path, note in notes.items()
+        if note["kind"] != "incompatible"
+    ]
     return [f"runs not finished: {len(lines)}, for instance {line}" for line in lines[:1]]

@@ -160,27 +160,21 @@ def test_other_scores_have_a_bootstrap_and_passages_stay_together() -> None:
     assert all(map(math.isnan, interval_of("qnli", right, ["one"] * 200)))
 
 
-COMMON = {"pretraining": 1, "subset": 1, "weights_sha256": "w", "system": "a", "train_size": "100"}
-
-
-def test_the_candidate_with_the_best_picking_score_is_chosen() -> None:
-    searched = {1e-5: (0.5, 0.6), 2e-5: (0.7, 0.6), 3e-5: (0.99,)}  # the last is unfinished
+def test_candidate_and_run_are_the_best_on_the_rows_that_pick() -> None:
+    """Of the system with the best mean, not the best run of all; not on the rows that give the score."""
+    common = {"task": "rte", "train_size": "100", "head": "mean"}
+    scores = {("a", 1e-5): (0.5, 0.6), ("a", 2e-5): (0.6, 0.7), ("a", 3e-5): (0.99,)}  # unfinished
+    scores |= {("b", 2e-5): (0.8, 0.1)}
     rows = [
-        COMMON | {"task": "rte", "search": {"train.learning_rate": rate}, "selection_score": score}
-        for rate, scores in searched.items()
-        for score in scores
+        common
+        | {"system": system, "search": {"train.learning_rate": rate}}
+        | {"selection_score": score, "score": 1 - score}
+        for (system, rate), of_runs in scores.items()
+        for score in of_runs
     ]
-    chosen = choose_candidates(pd.DataFrame(rows))
-    assert list(chosen["candidate"]) == ["train.learning_rate 2e-05"] * 2
-
-
-def test_the_best_run_is_best_on_the_rows_that_pick() -> None:
-    """Not on those that give the score."""
-    rows = [
-        COMMON
-        | {"task": "rte", "search": {}, "head": "mean", "seed": seed}
-        | {"selection_score": pick, "score": 1 - pick}
-        for seed, pick in ((1, 0.5), (2, 0.9), (3, 0.7))
-    ]
-    (best,) = best_runs(pd.DataFrame(rows))
-    assert best["seed"] == 2
+    runs = pd.DataFrame(rows)
+    assert set(choose_candidates(runs)["candidate"]) == {"train.learning_rate 2e-05"}
+    (best,) = best_runs(runs)
+    assert (best["system"], best["selection_score"]) == ("a", 0.7)
+    fitted = pd.concat([runs, runs.assign(system="c", head="probe", selection_score=1.0)])
+    assert best_runs(fitted) == [best], "a head that leaves no model"

@@ -91,14 +91,21 @@ def test_warnings(results: Path) -> None:
     assert unfinished.startswith("runs not finished: 1,") and unfinished.endswith("broken")
 
 
-def test_results_that_cannot_be_reported_are_named(results: Path) -> None:
+def test_mistakes_are_named(results: Path) -> None:
+    write_error(results / "f" / "c" / "rte-100" / "p1-d8-s1", "failed", ValueError("broken"))
     lost = results / "a" / "rte-100" / "p1-d2-s1" / "predictions.npz"
+    mistakes: dict[tuple[object, ...], str] = {
+        ("nowhere",): "no such folder",
+        (results, "--task", "cola"): "--task cola: no run of it",
+        (results, "--compare", "a", "bb"): "--compare bb: no run of it",
+        (results / "f",): "no finished run(.|\n)*not finished: 1.*broken",
+    }
+    for arguments, message in mistakes.items():
+        with pytest.raises(UserError, match=message):
+            main([*map(str, arguments)])
     lost.unlink()
     with pytest.raises(UserError, match=f"{lost} is missing"):
         build_report(results)
-    write_error(results / "f" / "c" / "rte-100" / "p1-d8-s1", "failed", ValueError("broken"))
-    with pytest.raises(UserError, match="no finished run(.|\n)*not finished: 1.*broken"):
-        build_report(results / "f")
 
 
 def test_the_command_is_that_of_the_best_run_of_each_task(results: Path) -> None:
@@ -137,19 +144,6 @@ def test_files(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "min-width: 640px" in page, "on a narrow screen figures scroll"
     assert page.count("data:image/svg+xml") == 2 and "<script" not in page and "http" not in page
     assert "<b>x" not in page and "\\<b\\>x\\|y" in markdown, "names from outside are text"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nowhere"], "no such folder"),
-        (["RESULTS", "--task", "cola"], "--task cola: no run of it"),
-        (["RESULTS", "--compare", "a", "bb"], "--compare bb: no run of it"),
-    ],
-)
-def test_mistakes(arguments: list[str], message: str, results: Path) -> None:
-    with pytest.raises(UserError, match=message):
-        main([str(results) if argument == "RESULTS" else argument for argument in arguments])
 
 
 def test_calibration_error_by_hand() -> None:
