@@ -13,10 +13,9 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, cycle, islice
@@ -37,7 +36,7 @@ from finetune.heads.modeling_task import IGNORE_INDEX, TaskModel, loss_sum, prob
 from finetune.metrics import score_examples
 from finetune.settings import OWNED, RunSettings
 from finetune.tasks import Array
-from multicls.console import print_line
+from multicls.console import Progress, print_line
 from multicls.distributed import on_rank_0, rank_and_world
 from multicls.errors import UserError, first_line
 from multicls.files import read_json, write_json
@@ -197,6 +196,7 @@ class TaskTrainer(Trainer):
         """Computes the gradients of a chunk, with its own seed for dropout."""
         torch.manual_seed(dropout_seed(self.args.seed, inputs.pop("chunk")))
         self._task = inputs["task"]
+        self._bar.update()
         return super().training_step(model, inputs, *args)
 
     def _loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
@@ -270,14 +270,18 @@ class TaskTrainer(Trainer):
         Returns:
             The outputs (N, C) of each task by split, without "train"; the record's fields on training.
         """
-        if newest := on_rank_0(self._newest_checkpoint):
-            self.best = Best(**torch.load(newest / BEST, weights_only=True))
-            if self.is_world_process_zero():
-                print_line(f"resuming from step {_step_of(newest)} of {self.sampler.steps}")
-            with safe_unpickling(newest) if self.is_deepspeed_enabled else nullcontext():
-                self.train(resume_from_checkpoint=str(newest))
-        else:
-            self.train()
+        bar = Progress(
+            len(self.sampler), "batch", "fine-tuning", shown=self.is_world_process_zero()
+        )
+        with bar as self._bar, ExitStack() as stack:
+            if newest := on_rank_0(self._newest_checkpoint):
+                self.best = Best(**torch.load(newest / BEST, weights_only=True))
+                self._bar.update(_step_of(newest) * self.sampler.accumulation)
+                if self.is_deepspeed_enabled:
+                    stack.enter_context(safe_unpickling(newest))
+                if self.is_world_process_zero():
+                    print_line(f"resuming from step {_step_of(newest)} of {self.sampler.steps}")
+            self.train(resume_from_checkpoint=str(newest) if newest else None)
         assert self.best is not None
         self.task_model.load_state_dict(self.best.weights)
         outputs = [
@@ -374,7 +378,7 @@ def training_arguments(
         "logging_steps": sampler.eval_every,
         "logging_nan_inf_filter": False,
         "save_strategy": "no",
-        "disable_tqdm": not sys.stderr.isatty(),
+        "disable_tqdm": True,
         "deepspeed": _deepspeed(settings.config, sampler, train.max_grad_norm, bf16),
     }
     assert ours.keys() <= OWNED, "all of them are refused in settings.trainer"
