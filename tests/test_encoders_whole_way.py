@@ -1,6 +1,7 @@
 """The whole way of other encoders than BERT: text, pretraining, a folder that stands alone, fine-tuning, prediction.
 
-With `MULTICLS_ENCODERS=all` in the environment it takes five encoders instead of two.
+With `MULTICLS_ENCODERS=all` in the environment it takes all families of tests/encoders.py instead of two, trains each
+with ZeRO 1 and 3 on two ranks as well, resumes them on one, and fine-tunes every head.
 """
 
 from __future__ import annotations
@@ -9,19 +10,21 @@ import csv
 import json
 import os
 import random
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
 from multicls.files import REPOSITORY, read_json, read_jsonl
-from tests.encoders import WORDS, save_encoder
+from tests.encoders import FAMILIES, WORDS, save_encoder
 from tests.processes import completed
 
 LABELS = [("bal", "yes"), ("gol", "no")]
-KINDS = ["modernbert", "xlm-roberta"]  # byte-level BPE, pieces of SentencePiece
-if os.environ.get("MULTICLS_ENCODERS") == "all":
-    KINDS += ["mpnet", "deberta-v2", "distilbert"]
+ALL = os.environ.get("MULTICLS_ENCODERS") == "all"
+KINDS = list(FAMILIES) if ALL else ["modernbert", "xlm-roberta"]  # BPE, pieces of SentencePiece
+HEADS = ["cls", "mean", "multicls", "isobn", "hire", "cln"]
+TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 PRETRAINING = (
     "--steps 6 --model.num_facets 2 --data.seq_length 40 --data.num_workers 0 --data.validation_fraction 0.2 "
     "--global_batch_size 4 --micro_batch_size 2 --train.negatives_group 2 --learning_rate 1e-3 --run.eval_examples 4"
@@ -71,6 +74,17 @@ def test_whole_way(kind: str, tmp_path: Path) -> None:
     run("data_prep/run.py", *corpus, "--tokenizer", start, "--workers", "1")
     model = ["--model", start, "--corpus", tmp_path / "corpus", "--output_dir", tmp_path / "run"]
     run("pretrain/run.py", "--config", "ds_configs/zero2.json", *model, *PRETRAINING.split())
+    for stage in (1, 3) if ALL else ():
+        folder = tmp_path / f"zero{stage}"
+        words = ["pretrain/run.py", "--config", f"ds_configs/zero{stage}.json", *model[:-1], folder]
+        words += [*PRETRAINING.split(), "--run.save_every", "3"]
+        run(*TWO_RANKS, *words)
+        end = [record for record in read_jsonl(folder / "metrics.jsonl") if record["step"] == 6]
+        shutil.rmtree(folder / "checkpoints" / "step_00000006")  # as if killed before it was saved
+        (folder / "DONE").unlink()
+        run(*words)
+        again = [record for record in read_jsonl(folder / "metrics.jsonl") if record["step"] == 6]
+        assert again[-1]["loss/total"] == pytest.approx(end[-1]["loss/total"], rel=1e-4)
     records = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     losses = [record["loss/mlm"] for record in records if record["split"] == "validation"]
     assert losses[-1] < losses[0]
@@ -86,3 +100,10 @@ def test_whole_way(kind: str, tmp_path: Path) -> None:
     labelled = tmp_path / "labelled.csv"
     run("finetune/predict.py", saved, tmp_path / "new.csv", "--output", labelled)
     assert len(list(csv.DictReader(labelled.open()))) == 20
+    if ALL:
+        rows = ["--train_file", tmp_path / "train.csv", "--output_dir", tmp_path / "heads"]
+        systems = json.dumps({head: {"head": head} for head in HEADS})
+        models = ["--model", f"m={exported}", "--systems", systems]
+        run("finetune/grid.py", *models, *rows, "--epochs", "1", "--max_length", "24")
+        finished = len(list((tmp_path / "heads").glob("*/*/*/record.json")))
+        assert finished == len(HEADS) - (kind == "eurobert")  # its RMSNorm has no bias for cln
