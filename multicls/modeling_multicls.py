@@ -33,6 +33,7 @@ from .configuration_multicls import AUTO_MAP, MultiClsConfig
 IGNORE_INDEX = -100  # label of positions without a target
 OBJECTIVES = ("mlm", "tfidf", "so", "mcqt")
 UNPADDING = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "modernbert")  # tested
+PRETRAINING_HEADS = [r"^mlm\.", r"^tfidf\.", r"^order\."]
 
 
 class FacetLinear(nn.Linear):
@@ -184,7 +185,7 @@ class MultiClsPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_attention_backend = True
-    _keys_to_ignore_on_load_unexpected = (r"^mlm\.", r"^tfidf\.", r"^order\.")
+    _keys_to_ignore_on_load_unexpected = PRETRAINING_HEADS
     # Losses are means: a Trainer divides them by its accumulation steps.
     accepts_loss_kwargs = False
 
