@@ -394,7 +394,7 @@ def test_generators_depend_on_every_number() -> None:
 
 def test_idf_is_over_rows_where_documents_take_several(tmp_path: Path) -> None:
     """Document frequencies count rows; an idf over documents would be negative for a token of most rows."""
-    corpus = corpus_of(tmp_path, [3 << 60] * 5 + [9 << 60], text=[[40] * 9] * 6)
+    corpus = corpus_of(tmp_path, [3 << 60] * 5 + [9 << 60], text=[[4] * 90] * 6)
     np.save(tmp_path / "document_frequency.npy", frequency_of(corpus))
     stream = ExampleStream(corpus, SPECIAL, **fixed(num_parts=1))
     assert_plain_tfidf(stream, stream.examples_of_row(0, epoch=0)[0])

@@ -265,14 +265,16 @@ def test_units_depend_on_nothing_else(tmp_path: Path) -> None:
     for number in range(12):
         (tmp_path / f"{number:02d}.txt").write_text("The cat sat. " * 100)
     (tmp_path / "large.jsonl").write_text(LINE * 4000)
+    noise = json.dumps({"text": os.urandom(40_000).hex()}).encode()
+    (tmp_path / "compressed.jsonl.gz").write_bytes(gzip.compress(noise))  # cannot be cut
     files, _ = listed(tmp_path)
 
     def keys(files: list[SourceFile], identity: int = 1) -> list[str]:
         return [unit.key for unit in group_units(files, {"a": identity}, **sizes)]
 
     made = group_units(files, {"a": 1}, **sizes)
-    assert [len(unit.files) for unit in made[:3]] == [4, 4, 4] and len(made) > 6
-    starts = [file.start for unit in made[3:] for file in unit.files]
+    assert [len(unit.files) for unit in made[:4]] == [4, 4, 4, 1] and len(made) > 7
+    starts = [file.start for unit in made[4:] for file in unit.files]
     assert starts == list(range(0, files[-1].size, 30_000))
     before = keys(files)
     assert len(set(before)) == len(before) and not set(keys(files, 2)) & set(before)

@@ -79,10 +79,11 @@ def test_the_marker_is_synced_last(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     def note(number: int) -> None:
         synced.append(Path(f"/proc/self/fd/{number}").readlink().name)
+        assert synced[-1] != "model_states.pt" or not list(tmp_path.glob("*/COMPLETE"))
 
     monkeypatch.setattr(os, "fsync", note)
     checkpoints(tmp_path).save(Engine(), 10)
-    marker = next(place for place, name in enumerate(synced) if "COMPLETE" in name)
+    marker = next(number for number, name in enumerate(synced) if "COMPLETE" in name)
     assert "model_states.pt" in synced[:marker]
 
 
