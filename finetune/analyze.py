@@ -66,9 +66,9 @@ def analyze_run(folders: Sequence[Path], examples: int) -> dict[str, Any]:
     import torch
 
     from finetune.encoding import Encoded
-    from finetune.heads.build import build_model, find_checkpoint, load_fine_tuned
+    from finetune.heads.build import build_model, load_fine_tuned
     from finetune.heads.isobn import IsotropicBatchNorm
-    from finetune.heads.pooling import MulticlsHead
+    from finetune.heads.modeling_task import MulticlsHead
     from finetune.results import load_predictions
     from finetune.run import load_tasks
     from finetune.subsets import draw_rows
@@ -76,9 +76,9 @@ def analyze_run(folders: Sequence[Path], examples: int) -> dict[str, Any]:
     if not (folders[0] / "model").is_dir():
         raise UserError(f"{folders[0]}: no run with a saved model; make one with --save_model.")
     settings = load_settings(RunSettings, [folders[0] / "settings.yaml"])
-    data, checkpoint = load_tasks(settings), find_checkpoint(settings.model)
+    data = load_tasks(settings)
     task, length = data[0].task, settings.max_length or data[0].task.max_length
-    before, _ = build_model(settings, checkpoint, [part.task for part in data])
+    before, _ = build_model(settings, [part.task for part in data])
     after, tokenizer = load_fine_tuned(str(folders[0] / "model"))
     drawn = draw_rows(len(data[0].dev), examples, 1)
     rows = Encoded(task, [data[0].dev[row] for row in drawn], tokenizer, length)
@@ -151,7 +151,7 @@ def facet_logits(model: TaskModel, states: Mapping[str, Array]) -> Array:
     head: Any = model.cpu().head
     with torch.inference_mode():
         facets_NKD = torch.from_numpy(states["facets"])
-        parts_KND = (head.dense(facets_NKD, centred=head.centred) + head.bias).transpose(0, 1)
+        parts_KND = head.contributions(facets_NKD).transpose(0, 1)
         gaps_KND = len(parts_KND) * parts_KND - parts_KND.sum(dim=0)
         gaps_KNC = gaps_KND @ model.get_parameter("classifiers.0.weight")[:, : head.width].T
     logits = states["logits"]  # of a choice task (rows, choices), where gaps are (K, sequences, 1)

@@ -16,8 +16,7 @@ from sklearn.preprocessing import MaxAbsScaler, StandardScaler
 from torch import nn
 
 from finetune.encoding import Encoded
-from finetune.heads.modeling_task import TaskModel
-from finetune.heads.pooling import ClsHead
+from finetune.heads.modeling_task import ClsHead, TaskModel
 from finetune.subsets import TaskRows
 from finetune.tasks import Array, Task
 from finetune.training import find_device, predict_rows

@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for run in runs:
         if (run.folder / RECORD).exists():  # of another run: refused before anything is trained
             try:
-                _, identity = identify(run, load_tasks(run))
+                identity = identify(run, load_tasks(run))
             except UserError:  # its inputs are gone: it stays finished
                 identity = {"settings": run.compared()}
             finished_record(run, identity)

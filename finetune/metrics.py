@@ -99,18 +99,14 @@ def majority_scores(
 ) -> dict[str, float]:
     """Returns the scores on dev of the majority-class baseline, which predicts the same for each row.
 
-    It is the most frequent class of train; a regression's mean; the first choice; the labels of more than half of the
-    rows.
+    It is the most frequent class of train; the labels of more than half of its rows; the first choice; any score.
     """
     if task.multi_label:
         output = np.mean([example.labels for example in train], axis=0) - 0.5
-    elif task.is_regression:
-        output = np.array([np.mean([example.label for example in train]) / task.label_scale])
-    elif task.num_choices:
-        output = np.eye(task.num_choices)[0]
+    elif task.num_choices or task.is_regression:
+        output = np.eye(max(1, task.num_choices))[0]
     else:
-        counts = np.bincount([int(example.label) for example in train], minlength=task.num_labels)
-        output = np.eye(task.num_labels)[counts.argmax()]
+        output = np.bincount([int(e.label) for e in train], minlength=task.num_labels)
     return score_examples(task, dev, np.tile(output, (len(dev), 1)))
 
 

@@ -22,7 +22,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/: its nam
 
 from finetune.benchmarks import read_task
 from finetune.heads import FITTED
-from finetune.heads.build import Checkpoint, build_model, find_checkpoint
+from finetune.heads.build import build_model, checkpoint_sha256
 from finetune.own_data import load_own
 from finetune.predict import predict_command
 from finetune.results import Record, finished_record, write_run
@@ -72,14 +72,14 @@ def run_finetune(settings: RunSettings) -> Record:
     is_first, holdout = rank_and_world()[0] == 0, settings.selection == "holdout"
     data = load_tasks(settings)
     rows = [select_rows(part, settings.train_size, settings.subset, holdout) for part in data]
-    checkpoint, identity = identify(settings, data)
+    identity = identify(settings, data)
     with locked(settings.folder) if is_first else nullcontext():
         record = on_rank_0(lambda: finished_record(settings, identity))
         state = "already finished: " if record else ""
         for line in (f"{state}{settings.folder}", *chain(*(part.report() for part in rows))):
             if is_first:
                 print_line(line)
-        record = record or _train(settings, rows, checkpoint, identity)
+        record = record or _train(settings, rows, identity)
     for entry in record["tasks"] if is_first else []:
         splits = {"dev": entry["scores"], **entry["tests"], "majority class": entry["baselines"]}
         for split, scores in splits.items():
@@ -99,30 +99,21 @@ def _load_task(name: str, data_dir: str | None, own: OwnDataSettings, with_test:
     return load_own(own) if own.source else read_task(TASKS[name], data_dir, with_test)
 
 
-def identify(
-    settings: RunSettings, data: Sequence[TaskData]
-) -> tuple[Checkpoint | None, dict[str, Any]]:
-    """Returns a run's checkpoint, and all that decides its numbers, for its record and its checkpoints."""
-    checkpoint = find_checkpoint(settings.model) if settings.model else None
-    return checkpoint, {
+def identify(settings: RunSettings, data: Sequence[TaskData]) -> dict[str, Any]:
+    """Returns all that decides a run's numbers, for its record and its checkpoints."""
+    return {
         "settings": settings.compared(),
-        "weights_sha256": checkpoint.sha256 if checkpoint else "",
+        "weights_sha256": checkpoint_sha256(settings.model) if settings.model else "",
         "data_sha256": "+".join(part.sha256 for part in data),
-        "tests_sha256": data[0].tests_sha256 if settings.own.source else "",
     }
 
 
-def _train(
-    settings: RunSettings,
-    rows: Sequence[TaskRows],
-    checkpoint: Checkpoint | None,
-    identity: dict[str, Any],
-) -> Record:
+def _train(settings: RunSettings, rows: Sequence[TaskRows], identity: dict[str, Any]) -> Record:
     from finetune.encoding import Encoded
 
     model, tokenizer, encoded, began = None, None, list[dict[str, Encoded]](), time.perf_counter()
-    if checkpoint:
-        model, tokenizer = build_model(settings, checkpoint, [part.task for part in rows])
+    if settings.model:
+        model, tokenizer = build_model(settings, [part.task for part in rows])
         for part in rows:
             length, splits = settings.max_length or part.task.max_length, part.splits.items()
             encoded.append({n: Encoded(part.task, e, tokenizer, length) for n, e in splits})

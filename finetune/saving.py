@@ -63,7 +63,7 @@ def model_card(record: Record, tasks: Sequence[tuple[TaskRows, Predictions]]) ->
         intervals.append("" if math.isnan(low) else interval)
     metadata = {
         "library_name": "transformers",
-        "pipeline_tag": "text-classification" if task.shape == "texts" else None,
+        "pipeline_tag": None if task.num_choices or task.num_spans else "text-classification",
         "tags": ["text-classification"],
         "datasets": sorted({part.task.hub[0] for part, _ in tasks if part.task.hub}),
         **inherited,

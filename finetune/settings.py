@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, StrictBool, field_validator, model_validator
 
-from finetune.heads import HEADS, NORMALISING, READ_BY, UNREAD
+from finetune.heads import HEADS, NORMALISING, READ_BY
 from finetune.tasks import TASKS
 from multicls.errors import did_you_mean
 from multicls.settings import RecipeOptions, Settings
@@ -132,7 +132,7 @@ class SystemSettings(Settings):
 
     head: str = Field("", description="; ".join(f"{name}: {text}" for name, text in HEADS.items()))
     pooling: Literal["cls", "multicls", "mean"] = Field(
-        "cls", description=f"the embedding that {', '.join(READ_BY['pooling'])} read"
+        "cls", description=f"the embedding that {', '.join(sorted(READ_BY['pooling']))} read"
     )
     isobn: IsoBnSettings = IsoBnSettings()
     hire: HireSettings = HireSettings()
@@ -249,7 +249,7 @@ SHORTCUTS = {
 
 def unread_settings(head: str) -> set[str]:
     """Returns the settings and groups of settings that a head does not read."""
-    return {name for name, heads in READ_BY.items() if head not in heads} | UNREAD.get(head, set())
+    return {name for name, heads in READ_BY.items() if head not in heads}
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

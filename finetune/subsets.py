@@ -42,10 +42,10 @@ def select_rows(data: TaskData, size: int | str, subset: int, holdout: bool) -> 
     rows = list(range(total)) if isinstance(size, str) else draw_rows(total, size, subset)
     held = set[int]()
     if holdout:
-        mixed = data.task.shape == "multi_answer" or data.task.is_regression
         drawn = [data.train[row] for row in rows]
-        units = [example.passage or example.group or example.id for example in drawn]
-        classes = [0 if mixed else example.label for example in drawn]
+        units = [example.passage or example.id for example in drawn]
+        no_class = data.task.is_regression or any(example.group for example in drawn)
+        classes = [0 if no_class else example.label for example in drawn]
         held = hold_out(rows, classes, units, HOLDOUT, subset)
     splits = {
         "train": [data.train[row] for row in rows if row not in held],
@@ -53,12 +53,7 @@ def select_rows(data: TaskData, size: int | str, subset: int, holdout: bool) -> 
         "dev": data.dev,
         "test": data.test,
     }
-    known = {label for row in splits["train"] for label in row.classes}
-    lost = {label for row in data.dev for label in row.classes} - known
     warnings = list[str]()
-    if lost and data.task.labels and not data.task.num_choices:
-        names = ", ".join(data.task.labels[label] for label in sorted(lost))
-        warnings.append(f"dev has labels that no training row has: {names}")
     if not isinstance(size, str) and size > total:
         warnings.append(f"--train_size {size}: there are {count(total, 'row')}, and all are taken.")
     return TaskRows(data, {name: part for name, part in splits.items() if part}, warnings)

@@ -20,22 +20,18 @@ OWN_METRICS: dict[LabelType, tuple[str, ...]] = {  # of a user's own rows
     "multi_label": ("micro_f1", "macro_f1", "exact_match"),
     "score": ("spearman", "pearson"),
 }
+OWN = ("name", "fields", "labels", "metrics", "label_scale", "multi_label")  # make an own task
 Parts = tuple[tuple[str, str], ...]  # of a split: file stem and short name
 
 
 @dataclass(frozen=True)
 class Task:
-    """One labelled task.
-
-    Shapes: "texts": one text or a pair; "choice": one sequence for each choice, softmax over them; "span": one or two
-    texts with two marked spans; "multi_answer": a pair for each answer, scored by question.
-    """
+    """One labelled task on a text or a pair, maybe with marked spans; or on choices, each of which is a sequence."""
 
     name: str
     fields: tuple[str, ...]  # the column of each text, as the Hub names it
     labels: tuple[str, ...]  # as submissions spell them, in the Hub's order; empty for regression
     metrics: tuple[str, ...]  # the first picks the checkpoint; "mean(..)" is the mean of the others
-    shape: Literal["texts", "choice", "span", "multi_answer"] = "texts"
     benchmark: Literal["glue", "superglue", "cs224n", "own"] = "own"
     folder: str = ""  # folder under `--data_dir`
     hub: tuple[str, str] | None = None  # id and configuration on the Hugging Face Hub
@@ -67,21 +63,17 @@ class Task:
         return 256 if self.benchmark == "superglue" else 128
 
     def describe(self, max_length: int | None = None) -> dict[str, Any]:
-        """Returns what a saved `TaskModel` has to know of the task, as JSON values."""
-        names = ("name", "num_labels", "num_choices", "num_spans", "is_regression", "multi_label")
-        return {name: getattr(self, name) for name in (*names, "label_scale")} | {
-            "labels": list(self.labels),
-            "max_length": max_length or self.max_length,
-            "text_columns": list(self.fields),
-            "metrics": list(self.metrics),
-        }
+        """Returns what a saved `TaskModel` has to know of the task."""
+        names = ("num_labels", "num_choices", "num_spans", "is_regression")
+        described = {name: getattr(self, name) for name in (*names, *OWN)}
+        return described | {"max_length": max_length or self.max_length}
 
 
 @dataclass(frozen=True)
 class Example:
     """One labelled example."""
 
-    id: str  # unique in its split: "FILE:NUMBER"; for a test row NUMBER is the benchmark's own index
+    id: str  # unique in its split: "FILE:NUMBER", NUMBER being the benchmark's own index if it has one
     texts: tuple[str, ...]  # in a choice task each sequence begins with them
     label: float  # class index or score; NaN if it is hidden; 0.0 if there may be several labels
     part: str = ""  # the part of dev or test
@@ -91,13 +83,6 @@ class Example:
     answer: str = ""  # what a submission names (ReCoRD's entity)
     labels: tuple[float, ...] = ()  # 1.0 or 0.0 for each class, if there may be several labels
     passage: str = ""  # identity of the text that examples share (`Task.passage`)
-
-    @property
-    def classes(self) -> list[int]:
-        """Indices of the classes: one, or any number in a multi-label task; none if hidden."""
-        if self.labels:
-            return [index for index, value in enumerate(self.labels) if value]
-        return [] if math.isnan(self.label) else [int(self.label)]
 
 
 @dataclass(frozen=True)
@@ -112,21 +97,13 @@ class TaskData:
 
     @cached_property
     def sha256(self) -> str:
-        """Hash (16 hex digits) of all that train and dev hold, except ids, which name files."""
-        return _sha256(self.task, (*self.train, *self.dev))
-
-    @cached_property
-    def tests_sha256(self) -> str:
-        """Hash (16 hex digits) of all that the test rows hold, except ids."""
-        return _sha256(self.task, self.test)
-
-
-def _sha256(task: Task, examples: Sequence[Example]) -> str:
-    digest = hashlib.sha256(json.dumps([task.labels, task.label_scale]).encode())
-    for example in examples:
-        values = [value for name, value in vars(example).items() if name != "id"]
-        digest.update(json.dumps(values).encode())
-    return digest.hexdigest()[:16]
+        """Hash (16 hex digits) of all labelled examples, except their ids, which name files."""
+        digest = hashlib.sha256(json.dumps([self.task.labels, self.task.label_scale]).encode())
+        for example in (*self.train, *self.dev, *self.test):
+            if not math.isnan(example.label):
+                values = [value for name, value in vars(example).items() if name != "id"]
+                digest.update(json.dumps(values).encode())
+        return digest.hexdigest()[:16]
 
 
 def example_arrays(examples: Sequence[Example], outputs: Array) -> dict[str, Array]:
@@ -148,16 +125,9 @@ def passage_id(text: str) -> str:
 
 def task_of(description: Mapping[str, Any]) -> Task:
     """Returns the task that `Task.describe` described: the one of the table, or a user's own."""
-    if description["name"] in TASKS:
-        return TASKS[description["name"]]
-    return Task(
-        description["name"],
-        tuple(description["text_columns"]),
-        tuple(description["labels"]),
-        tuple(description["metrics"]),
-        label_scale=description["label_scale"],
-        multi_label=description["multi_label"],
-    )
+    values = {name: description[name] for name in OWN}
+    own = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+    return TASKS.get(own["name"]) or Task(**own)
 
 
 def _glue(
@@ -185,7 +155,7 @@ ENTAILMENT = ("entailment", "not_entailment")
 NLI = ("entailment", "neutral", "contradiction")
 SENTENCE, SENTENCES, PREMISE = ("sentence",), ("sentence1", "sentence2"), ("premise", "hypothesis")
 ACC, CORRELATIONS = ("acc",), ("spearman", "pearson")
-SPANS: dict[str, Any] = {"shape": "span", "num_spans": 2, "passage": 0}
+SPANS: dict[str, Any] = {"num_spans": 2, "passage": 0}
 MNLI: dict[str, Any] = {  # the diagnostic AX is a part of the test set
     "file_columns": (*SENTENCES, "gold_label"),
     "dev": (("dev_matched", "m"), ("dev_mismatched", "mm")),
@@ -213,11 +183,11 @@ TASKS: dict[str, Task] = {task.name: task for task in (
     _super("boolq", ("passage", "question"), BOOLEAN, ACC, "BoolQ", 3245, passage=0),
     _super("cb", PREMISE, ("entailment", "contradiction", "neutral"), ("mean(acc,macro_f1)", "acc",
            "macro_f1"), "CB", 250),
-    _super("copa", ("premise", "question"), BINARY, ACC, "COPA", 500, shape="choice", num_choices=2),
+    _super("copa", ("premise", "question"), BINARY, ACC, "COPA", 500, num_choices=2),
     _super("multirc", ("passage", "question"), BINARY, ("mean(f1a,em)", "f1a", "em"), "MultiRC", 9693,
-           shape="multi_answer", passage=0),
+           passage=0),
     _super("record", ("passage", "query"), BINARY, ("mean(record_f1,record_em)", "record_f1",
-           "record_em"), "ReCoRD", 10000, shape="multi_answer", passage=0),
+           "record_em"), "ReCoRD", 10000, passage=0),
     _super("rte_superglue", PREMISE, ENTAILMENT, ACC, "RTE", 3000, configuration="rte"),
     _super("wic", SENTENCES, BOOLEAN, ACC, "WiC", 1400, **SPANS),
     _super("wsc", ("text",), ("False", "True"), ACC, "WSC", 146, configuration="wsc.fixed", **SPANS),

@@ -63,7 +63,7 @@ def build(
         if random_weights:
             model, text = MultiClsForPreTraining(config), "random"
         elif continued:
-            model, text = _load(MultiClsForPreTraining, checkpoint, config=config)[0], "all"
+            model, text = load_weights(MultiClsForPreTraining, checkpoint, config=config)[0], "all"
         else:
             model = MultiClsForPreTraining(config)
             text = _copy_weights(model, checkpoint)
@@ -110,7 +110,7 @@ def _check_facets(config: Any, facets: dict[str, Any], in_tokenizer: int) -> Non
         raise ValueError(f"its tokenizer inserts {in_tokenizer} facets, the model has {number}")
 
 
-def _load(kind: Any, checkpoint: str, may_lack: str = "", **options: Any) -> Any:
+def load_weights(kind: Any, checkpoint: str, may_lack: str = "", **options: Any) -> Any:
     """Returns a model in float32 and the names of its weights that the checkpoint lacks.
 
     Only those that match `may_lack` may be missing; the others, and other shapes, are a ValueError.
@@ -129,9 +129,9 @@ def _copy_weights(model: MultiClsForPreTraining, checkpoint: str) -> str:
     """Copies the checkpoint's encoder and MLM head into the model; returns which parts are kept and which new."""
     from transformers import AutoModel, AutoModelForMaskedLM
 
-    encoder, new_pooler = _load(AutoModel, checkpoint, r"pooler\..*")
+    encoder, new_pooler = load_weights(AutoModel, checkpoint, r"pooler\..*")
     model.multicls.encoder.load_state_dict(encoder.state_dict(), strict=False)
-    masked, missing = _load(AutoModelForMaskedLM, checkpoint, ".*")
+    masked, missing = load_weights(AutoModelForMaskedLM, checkpoint, ".*")
     inside = f"{masked.base_model_prefix}."
     state = masked.state_dict()
     head = {name for name in state.keys() - missing if not name.startswith(inside)}

@@ -17,10 +17,8 @@ HEADS = {
 FITTED = ("probe", "tfidf")  # by scikit-learn: they leave no model
 NORMALISING = ("isobn", "batchnorm")  # over the rows of a forward pass
 READ_BY = {  # settings, or groups of settings, that only some heads read
-    "pooling": ("isobn", "batchnorm", "cln", "probe"),
-    "isobn": ("isobn",),
-    "hire": ("hire",),
-    "cln": ("cln",),
+    **{name: {name} for name in ("isobn", "hire", "cln")},
+    "pooling": {"isobn", "batchnorm", "cln", "probe"},
+    **dict.fromkeys(("train", "trainer", "save_model", "config"), HEADS.keys() - FITTED),
+    **dict.fromkeys(("model", "max_length"), HEADS.keys() - {"tfidf"}),
 }
-_TRAINING = {"train", "trainer", "save_model", "config"}
-UNREAD = {"probe": _TRAINING, "tfidf": {*_TRAINING, "model", "max_length"}}

@@ -3,93 +3,113 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from multicls.errors import UserError, first_line
 from multicls.files import missing_folder, read_json, sha256_of
-from multicls.sample import sample_model
+from multicls.sample import SAMPLE, sample_model
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
     from finetune.heads.modeling_task import TaskModel
     from finetune.settings import RunSettings
     from finetune.tasks import Task
 
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
-PADDING = 1024  # most entries of a vocabulary that its tokenizer may lack
-TOKENIZERS = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")
+OTHERS = ("config.json", "tokenizer.json", "vocab.txt", "vocab.json", "*.model")
 DOWNLOADED = ("*.json", "*.txt", "*.model", "README.md")
-FINE_TUNED = "encoder-with-head"  # model type of what finetune/run.py saves
+PADDING = 1024  # most entries of a vocabulary that its tokenizer may lack
 
 
 class Incompatible(UserError):
     """A head does not work on a model: no failure, a grid leaves such runs out."""
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """The folder of an encoder."""
-
-    name: str  # as the user named it
-    folder: Path
-    config: dict[str, Any] = field(compare=False)  # its config.json
-    sha256: str  # 16 hex digits over weights, configuration and tokenizer
-
-
 @lru_cache(maxsize=16)
-def find_checkpoint(name: str) -> Checkpoint:
-    """Returns the model folder `name`, or the Hub's model of that id; a process reads it once.
+def find_checkpoint(name: str) -> Path:
+    """Returns the model folder `name`, or the Hub's model of that id.
 
     "sample" is the model that comes with a Python package (`multicls.sample`).
 
     Raises:
-        UserError: It does not exist, lacks config.json or a tokenizer, or is fine-tuned.
+        UserError: It does not exist, or is fine-tuned.
     """
-    folder = sample_model() if name == "sample" and not Path(name).exists() else Path(name)
+    folder = sample_model() if name == SAMPLE and not Path(name).exists() else Path(name)
+    if missing := missing_folder(name):
+        raise UserError(f"--model {name}: {missing}")
     if not folder.is_dir():
-        folder = _from_hub(name)
+        from huggingface_hub import snapshot_download
+
+        try:
+            for pattern in WEIGHTS:  # the second one only where there is none of the first
+                folder = Path(snapshot_download(name, allow_patterns=[*DOWNLOADED, pattern]))
+                if any(folder.glob(pattern)):
+                    break
+        except (
+            Exception
+        ) as error:  # huggingface_hub, its HTTP client and sockets raise their own kinds
+            reason = first_line(error).rstrip(".")
+            raise UserError(
+                f"--model {name}: no such folder, and the Hub did not deliver it: {reason}."
+            ) from None
     if not (folder / "config.json").exists():
-        inside = next((folder / sub for sub in ("hf", "model") if (folder / sub).is_dir()), None)
-        hint = f"did you mean {inside}?" if inside else "pass the exported model (RUN/hf)."
-        raise UserError(f"--model {name}: holds no config.json; {hint}")
-    _check_tokenizer_files(folder, f"--model {name}")
-    config = read_json(folder / "config.json")
-    if config.get("model_type") == FINE_TUNED:
+        raise UserError(f"--model {name}: holds no config.json; pass the exported model (RUN/hf).")
+    if read_json(folder / "config.json").get("model_type") == "encoder-with-head":
         raise UserError(f"--model {name}: is fine-tuned; pass the model that it was trained from.")
-    patterns = (*WEIGHTS, "config.json", *TOKENIZERS)
-    files = (path for pattern in patterns for path in sorted(folder.glob(pattern)))
+    return folder
+
+
+@lru_cache(maxsize=16)
+def checkpoint_sha256(name: str) -> str:
+    """Returns a hash (16 hex digits) of a checkpoint's weights, configuration and tokenizer."""
+    folder = find_checkpoint(name)
+    files = [path for pattern in (*WEIGHTS, *OTHERS) for path in sorted(folder.glob(pattern))]
     digests = "\n".join(f"{path.name}:{sha256_of(path)}" for path in files)
-    sha256 = hashlib.sha256(digests.encode()).hexdigest()[:16]
-    return Checkpoint(name, folder, config, sha256)
+    return hashlib.sha256(digests.encode()).hexdigest()[:16]
 
 
 def build_model(
-    settings: RunSettings, checkpoint: Checkpoint, tasks: Sequence[Task]
+    settings: RunSettings, tasks: Sequence[Task]
 ) -> tuple[TaskModel, PreTrainedTokenizerBase]:
-    """Returns the checkpoint's encoder with a head and a classifier for each task, and its tokenizer.
+    """Returns the encoder of `settings.model` with a head and a classifier for each task, in float32; its tokenizer.
 
     New weights are drawn from torch's generator, seeded by `settings.seed`. The head `probe` gets the plain embedding
-    of its pooling.
+    of its pooling. No code in the model's folder runs.
 
     Raises:
-        Incompatible: The head does not work on the checkpoint.
-        UserError: The checkpoint cannot be loaded, or has no positions for sequences as long as the tasks'.
+        Incompatible: The head does not work on the model.
+        UserError: Model or tokenizer cannot be loaded without code of their own, weights other than the pooler's are
+            missing, the tokenizer is not the model's, or there are no positions for sequences as long as the tasks'.
     """
     import torch
+    from transformers import AutoModel
 
     from finetune.heads.modeling_task import IncompatibleHead, TaskModel, TaskModelConfig
+    from multicls.build import load_problems, load_weights, quiet_transformers
+    from multicls.modeling_multicls import MultiClsConfig
 
     torch.manual_seed(settings.seed)
+    name, folder = settings.model, find_checkpoint(settings.model)
+    with load_problems(name), quiet_transformers():
+        encoder, _ = load_weights(AutoModel, str(folder), r"(.*\.)?pooler\..*")
+        tokenizer = load_tokenizer(folder, encoder.config.vocab_size)
+    sizes = encoder.config
+    if not isinstance(sizes, MultiClsConfig):
+        sizes = MultiClsConfig(encoder=sizes.to_dict(), num_facets=0)  # a copy: the encoder's stays
+    least = len(tokenizer([""], [""])["input_ids"][0]) + 2  # a token of each of two texts
+    most = min(sizes.max_tokens, tokenizer.model_max_length)
     longest = max(settings.max_length or task.max_length for task in tasks)
-    encoder, tokenizer = load_encoder(checkpoint, longest)
+    if not least <= longest <= most:
+        raise UserError(
+            f"--max_length {longest}: {name} takes sequences of {least} to {most} tokens."
+        )
     head = settings.pooling if settings.head == "probe" else settings.head
     config = TaskModelConfig(
-        encoder=checkpoint.config,
+        encoder=encoder.config,
         head=head,
         head_options=settings.model_dump().get(head, {}),
         pooling=settings.pooling,
@@ -99,45 +119,7 @@ def build_model(
     try:
         return TaskModel(config, encoder), tokenizer
     except IncompatibleHead as error:
-        raise Incompatible(f"--head {settings.head}: {checkpoint.name}: {error}") from None
-
-
-def load_encoder(
-    checkpoint: Checkpoint, max_length: int
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Returns the checkpoint's encoder in float32, without the heads of its pretraining, and its tokenizer.
-
-    No code in the folder runs. The tokenizer treats all text as text: "[SEP]" is split like any word.
-
-    Raises:
-        UserError: They cannot be loaded without code of their own, weights other than the pooler's are missing, the
-            tokenizer is not the model's, or the model has no `max_length` positions.
-    """
-    from transformers import AutoModel
-
-    import multicls.modeling_multicls  # noqa: F401 (registers the model type)
-    from multicls.build import load_problems, quiet_transformers
-    from multicls.configuration_multicls import OFFSET_POSITIONS
-
-    name, folder = checkpoint.name, checkpoint.folder
-    config = checkpoint.config.get("encoder") or checkpoint.config
-    with load_problems(name), quiet_transformers():
-        tokenizer = load_tokenizer(folder, f"--model {name}", config)
-        positions = int(config.get("max_position_embeddings", 512))
-        if config.get("model_type") in OFFSET_POSITIONS:
-            positions -= int(config.get("pad_token_id", 1)) + 1
-        positions = min(positions, tokenizer.model_max_length)
-        least = len(tokenizer([""], [""])["input_ids"][0]) + 2  # a token of each of two texts
-        if not least <= max_length <= positions:
-            raise UserError(
-                f"--max_length {max_length}: {name} takes sequences of {least} to {positions} tokens."
-            )
-        encoder, report = AutoModel.from_pretrained(
-            folder, dtype="float32", trust_remote_code=False, output_loading_info=True
-        )
-    if lost := sorted(key for key in report["missing_keys"] if "pooler." not in key):
-        raise UserError(f"--model {name}: weights are missing: {', '.join(lost[:3])}, ...")
-    return encoder, tokenizer
+        raise Incompatible(f"--head {settings.head}: {name}: {error}") from None
 
 
 def load_fine_tuned(folder: str) -> tuple[TaskModel, PreTrainedTokenizerBase]:
@@ -152,56 +134,23 @@ def load_fine_tuned(folder: str) -> tuple[TaskModel, PreTrainedTokenizerBase]:
 
     with load_problems(folder), quiet_transformers():
         model: TaskModel = TaskModel.from_pretrained(folder)
-        encoder = model.config.encoder
-        return model, load_tokenizer(Path(folder), folder, encoder.get("encoder") or encoder)
+        return model, load_tokenizer(folder, model.encoder.config.vocab_size)
 
 
-def load_tokenizer(folder: Path, name: str, config: Mapping[str, Any]) -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: str | Path, vocab_size: int) -> PreTrainedTokenizerBase:
     """Returns a folder's tokenizer, which treats all text as text: "[SEP]" is split like any word.
 
-    Args:
-        name: of the model in messages.
-        config: fields of its encoder's configuration.
-
     Raises:
-        UserError: It is missing, or not the model's.
+        ValueError: It is missing, or not that of a model with this vocabulary.
     """
     from transformers import AutoTokenizer
 
-    _check_tokenizer_files(folder, name)
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
         folder, split_special_tokens=True, trust_remote_code=False
     )
-    vocabulary = int(config.get("vocab_size", len(tokenizer)))
-    if not max(0.9 * vocabulary, vocabulary - PADDING) <= len(tokenizer) <= vocabulary:
-        raise UserError(
-            f"{name}: its tokenizer has {len(tokenizer):,} entries, the model's vocabulary {vocabulary:,}: it is not "
-            "this model's. Put the right tokenizer.json into the folder."
+    if not max(0.9 * vocab_size, vocab_size - PADDING) <= len(tokenizer) <= vocab_size:
+        raise ValueError(
+            f"its tokenizer has {len(tokenizer):,} entries, its vocabulary {vocab_size:,}. Save the model's own "
+            f"tokenizer there: AutoTokenizer.from_pretrained(BASE).save_pretrained({str(folder)!r})"
         )
     return tokenizer
-
-
-def _check_tokenizer_files(folder: Path, name: str) -> None:
-    if not any(any(folder.glob(pattern)) for pattern in TOKENIZERS):
-        raise UserError(
-            f"{name}: holds no tokenizer. Save the model's own beside its weights: "
-            f"AutoTokenizer.from_pretrained(BASE).save_pretrained({str(folder)!r})."
-        )
-
-
-def _from_hub(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    if missing := missing_folder(name):
-        raise UserError(f"--model {name}: {missing}")
-    try:
-        for pattern in WEIGHTS:  # the second one only where there is none of the first
-            folder = Path(snapshot_download(name, allow_patterns=[*DOWNLOADED, pattern]))
-            if any(folder.glob(pattern)):
-                break
-    except Exception as error:  # huggingface_hub, its HTTP client and sockets raise their own kinds
-        reason = first_line(error).rstrip(".")
-        raise UserError(
-            f"--model {name}: no such folder, and the Hub did not deliver it: {reason}."
-        ) from None
-    return folder

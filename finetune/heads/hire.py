@@ -5,13 +5,13 @@ Shape legend: N = l + 1 representations H_0 (embeddings) .. H_l of a sequence, R
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutput
 
 from .modeling_task import Head, TaskModelConfig, dropout_of
 
@@ -27,7 +27,7 @@ class HireHead(Head):
     (C is the first row of A), `fusion_layers` 0 (of M) to 3. Padding does not reach the GRUs.
     """
 
-    reads_all_layers = True
+    reads_layers = True
     dropout_before_classifier = False  # the paper's is in the encoder and the GRUs
     fixed_weights: Tensor
 
@@ -47,22 +47,15 @@ class HireHead(Head):
             self.fusion, width = _gru(4 * size, size, fusion_layers, dropout), 2 * size
         self.dense = nn.Linear(width, size)
 
-    def forward(self, states: BaseModelOutput, attention_mask: Tensor) -> Tensor:
-        """Returns the embedding, (B, D), from all hidden states; leaves S, (B, l + 1), in `layer_weights`."""
-        assert states.hidden_states is not None
-        hidden_NBLD = torch.stack(states.hidden_states)
-        lengths_B = attention_mask.sum(dim=1).cpu()
-        last_BLD = hidden_NBLD[-1]
-        complement_BLD = last_BLD
+    def forward(self, hidden: Tensor, mask: Tensor, layers: Sequence[Tensor]) -> Tensor:
+        """Returns the embedding, (B, D), from all layers; leaves S, (B, l + 1), in `layer_weights`."""
+        hidden_NBLD, lengths_B = torch.stack(list(layers)), mask.sum(dim=1).cpu()
+        R = A = hidden_NBLD[-1]
         if self.layers != "none":
             weights_BN = self.weigh(hidden_NBLD, lengths_B)
             self.layer_weights = weights_BN.detach()
-            weights_BN = weights_BN.to(hidden_NBLD.dtype)
-            complement_BLD = torch.einsum("bn,nbld->bld", weights_BN, hidden_NBLD)
-        fused_BLE = complement_BLD
-        if self.fuses:
-            parts = [last_BLD, complement_BLD, last_BLD + complement_BLD, last_BLD * complement_BLD]
-            fused_BLE = torch.cat(parts, dim=-1)
+            A = torch.einsum("bn,nbld->bld", weights_BN.to(hidden_NBLD.dtype), hidden_NBLD)
+        fused_BLE = torch.cat([R, A, R + A, R * A], dim=-1) if self.fuses else A
         if self.fusion is not None:
             packed, _ = self.fusion(_pack(fused_BLE, lengths_B))
             fused_BLE, _ = pad_packed_sequence(packed, batch_first=True)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutput
 
 from .modeling_task import PooledHead, TaskModelConfig
 
@@ -65,12 +63,7 @@ class IsotropicBatchNorm(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> IsotropicBatchNorm:
         """Converts the module as `nn.Module` does, but leaves the statistics in float32."""
-        before = dict(self.named_buffers(recurse=False))
-        super()._apply(fn, recurse)
-        for name, buffer in self.named_buffers(recurse=False):
-            if buffer.dtype != torch.float32:
-                setattr(self, name, before[name].to(buffer.device))
-        return self
+        return super()._apply(lambda statistic: fn(statistic).float(), recurse)
 
 
 class BatchNorm(nn.BatchNorm1d):
@@ -104,9 +97,9 @@ class NormHead(PooledHead):
         kind = BatchNorm if config.head == "batchnorm" else IsotropicBatchNorm
         self.norm = kind(self.width, **config.head_options)
 
-    def forward(self, states: BaseModelOutput, attention_mask: Tensor) -> Tensor:
-        """Returns the embedding, (B, E), from hidden states (B, L, D)."""
-        normalised: Tensor = self.norm(super().forward(states, attention_mask), self.counted)
+    def forward(self, hidden: Tensor, mask: Tensor, layers: Sequence[Tensor]) -> Tensor:
+        """Returns the normalised embedding, (B, E)."""
+        normalised: Tensor = self.norm(super().forward(hidden, mask, layers), self.counted)
         return normalised
 
 
@@ -120,23 +113,12 @@ def centred_over_ranks(h_BD: Tensor, counted: bool) -> tuple[Tensor, Tensor, Ten
 
 def sum_over_ranks(values: Tensor) -> Tensor:
     """Returns the sum over all ranks; in backward, their gradients add up, too."""
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    summed: Tensor = _AllReduce.apply(values) if several else values
-    return summed
-
-
-class _AllReduce(torch.autograd.Function):
-    """An all-reduce with a gradient: each rank's loss reads the sum."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:
-        values = values.clone()
-        dist.all_reduce(values)
+    if not (dist.is_available() and dist.is_initialized()):
         return values
+    from torch.distributed.nn.functional import all_reduce
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return _AllReduce.forward(ctx, gradients[0])
+    summed: Tensor = all_reduce(values)
+    return summed
 
 
 HEADS = {"isobn": NormHead, "batchnorm": NormHead}

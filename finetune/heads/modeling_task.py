@@ -7,6 +7,7 @@ outputs (or choices), S marked spans.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -21,7 +22,7 @@ from transformers import (
     PreTrainedModel,
     __version__,
 )
-from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 if int(__version__.split(".")[0]) < 5:
     raise ImportError(
@@ -31,12 +32,9 @@ if int(__version__.split(".")[0]) < 5:
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
 IGNORE_INDEX = -100  # label of a row that does not count
 MULTICLS = "multicls"  # model type of Multi-CLS checkpoints
-FILES = {  # files of heads that are not named like their head
-    **dict.fromkeys(("cls", "mean", "multicls", "multicls_sum"), "pooling"),
-    "batchnorm": "isobn",
-}
+ACTIVATIONS = {"electra": nn.GELU, "distilbert": nn.ReLU}  # as published; others have tanh
 # Fields of a config.json that do not belong to the encoder itself.
-NOT_OF_THE_ENCODER = ("auto_map", "architectures", "dtype", "transformers_version")
+NOT_OF_THE_ENCODER = ("_name_or_path", "auto_map", "architectures", "dtype", "transformers_version")
 
 
 class TaskModelConfig(PretrainedConfig):
@@ -47,7 +45,7 @@ class TaskModelConfig(PretrainedConfig):
     keys_to_ignore_at_inference: ClassVar = ["hidden_states", "features", "layer_weights"]
 
     encoder: Any = None  # its configuration, as an object or as a dictionary with `model_type`
-    head: str = "cls"  # name in the `HEADS` of a file of this folder
+    head: str = "cls"  # name in the `HEADS` of this file or of another one of this folder
     head_options: dict[str, Any] = field(default_factory=dict)  # that head's settings
     pooling: str = "cls"  # the head that a `PooledHead` is built on
     tasks: list[dict[str, Any]] = field(default_factory=list)  # by `finetune.tasks.Task.describe`
@@ -93,7 +91,7 @@ class Head(nn.Module):
     """
 
     width: int  # E, the size of the embedding
-    reads_all_layers = False  # it needs `states.hidden_states`
+    reads_layers = False  # it needs the `layers` of `forward`
     dropout_before_classifier = True  # the paper of the head has dropout there
     layer_weights: Tensor | None = None  # for analysis: of the last batch, (B, layers + 1)
     counted = True  # False for a batch that only keeps a rank busy
@@ -102,12 +100,81 @@ class Head(nn.Module):
         super().__init__()
         self.width = int(encoder.config.hidden_size)
 
-    def forward(self, states: BaseModelOutput, attention_mask: Tensor) -> Tensor:
-        """Returns the embedding, (B, E), from hidden states (B, L, D) and the mask (B, L)."""
+    def forward(self, hidden: Tensor, mask: Tensor, layers: Sequence[Tensor]) -> Tensor:
+        """Returns the embedding, (B, E).
+
+        Args:
+            hidden: last hidden states (B, L, D).
+            mask: (B, L), 1 up to the padding.
+            layers: the output of the embeddings and of each layer, (B, L, D) each, if `reads_layers`.
+        """
         raise NotImplementedError
 
     def select_task(self, task: int) -> None:
         """Prepares for a batch of that task; called before the encoder runs."""
+
+
+class ClsHead(Head):
+    """The published classifier of the encoder's type without its last layer: act(W_p h_[CLS] + b_p).
+
+    BERT takes W_p from pretraining. RoBERTa and ELECTRA were pretrained without a pooler: as in their own fine-tuning,
+    W_p is new and dropout stands before it, too. Other encoders do as RoBERTa; DistilBERT has ReLU and no such dropout.
+    On a Multi-CLS checkpoint the facets are not read.
+    """
+
+    def __init__(self, config: TaskModelConfig, encoder: PreTrainedModel) -> None:
+        super().__init__(config, encoder)
+        base = base_encoder(encoder)
+        kind = base.config.model_type
+        pooler = getattr(base, "pooler", None) if kind == "bert" else None
+        self.dense = pooler.dense if pooler is not None else nn.Linear(self.width, self.width)
+        drops = pooler is None and kind != "distilbert"
+        self.dropout = nn.Dropout(dropout_of(config) if drops else 0.0)
+        self.activation: nn.Module = ACTIVATIONS.get(kind, nn.Tanh)()
+
+    def forward(self, hidden: Tensor, mask: Tensor, layers: Sequence[Tensor]) -> Tensor:
+        """Returns the embedding, (B, D)."""
+        pooled: Tensor = self.activation(self.dense(self.dropout(hidden[:, 0])))
+        return pooled
+
+
+class MeanHead(Head):
+    """The mean over all unpadded positions: sum_t mask_t h_t / sum_t mask_t; special tokens count."""
+
+    def forward(self, hidden: Tensor, mask: Tensor, layers: Sequence[Tensor]) -> Tensor:
+        """Returns the embedding, (B, D)."""
+        return span_means(hidden, mask[:, None]).squeeze(1)
+
+
+class MulticlsHead(Head):
+    """The re-parameterised sum of the facets (Multi-CLS BERT, section 2.6).
+
+    Embedding = sum_k (W_O,k - mean_k' W_O,k') h_k + b_k: W_O,k from pretraining and trained on, b_k from 0; no GELU, no
+    LayerNorm. Centring keeps the facets from learning one and the same weight matrix. A single facet has nothing to be
+    centred on: W_O,1 h_1 + b_1. The ablation `multicls_sum` does not centre: nothing keeps the facets apart.
+    """
+
+    dense: nn.Module
+
+    def __init__(self, config: TaskModelConfig, encoder: PreTrainedModel) -> None:
+        super().__init__(config, encoder)
+        if not (count := getattr(encoder.config, "num_facets", 0)):
+            raise IncompatibleHead(
+                "it is a checkpoint without facets to pool. Use mean or cls, or pretrain it with pretrain/run.py first."
+            )
+        self.facet_slice: slice = encoder.config.facet_slice
+        self.centred = config.head != "multicls_sum" and count > 1
+        self.dense = encoder.get_submodule("facet_head.dense")
+        self.bias = nn.Parameter(torch.zeros(count, self.width))
+
+    def forward(self, hidden: Tensor, mask: Tensor, layers: Sequence[Tensor]) -> Tensor:
+        """Returns the embedding, (B, D)."""
+        return self.contributions(hidden[:, self.facet_slice]).sum(dim=1)
+
+    def contributions(self, facets_BKD: Tensor) -> Tensor:
+        """Returns what each facet adds to the embedding, (B, K, D)."""
+        parts_BKD: Tensor = self.dense(facets_BKD, centred=self.centred) + self.bias
+        return parts_BKD
 
 
 class PooledHead(Head):
@@ -118,18 +185,22 @@ class PooledHead(Head):
         self.pooling = find_head(config.pooling)(config, encoder)
         self.width = self.pooling.width
 
-    def forward(self, states: BaseModelOutput, attention_mask: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, mask: Tensor, layers: Sequence[Tensor]) -> Tensor:
         """Returns the embedding of the other head, (B, E)."""
-        pooled: Tensor = self.pooling(states, attention_mask)
+        pooled: Tensor = self.pooling(hidden, mask, layers)
         return pooled
 
 
+HEADS: dict[str, type[Head]] = {"cls": ClsHead, "mean": MeanHead}
+HEADS |= {"multicls": MulticlsHead, "multicls_sum": MulticlsHead}
+
+
 def find_head(name: str) -> type[Head]:
-    """Returns the class of a head from the `HEADS` of its file; a name that is no identifier is a ValueError."""
-    if not name.isidentifier():
-        raise ValueError(f"head {name!r}: not a name")
-    module = importlib.import_module(f".{FILES.get(name, name)}", __package__)
-    head: type[Head] = module.HEADS[name]
+    """Returns the class of a head, from `HEADS` of this file or of the file that holds it."""
+    if name in HEADS:
+        return HEADS[name]
+    file = "isobn" if name == "batchnorm" else name
+    head: type[Head] = importlib.import_module(f".{file}", __package__).HEADS[name]
     return head
 
 
@@ -202,14 +273,14 @@ class TaskModel(PreTrainedModel):
         self.head.counted = counted
         if getattr(base_encoder(self.encoder).config, "type_vocab_size", 0) > 1:
             kwargs["token_type_ids"] = token_type_ids
-        if self.head.reads_all_layers:
+        if self.head.reads_layers:
             kwargs["output_hidden_states"] = True
         kwargs["return_dict"] = True
         states = self.encoder(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
         hidden_BLD = states.last_hidden_state
         if attention_mask is None:
             attention_mask = torch.ones_like(hidden_BLD[..., 0], dtype=torch.long)
-        features = self.head(states, attention_mask)
+        features = self.head(hidden_BLD, attention_mask, states.hidden_states or ())
         if spans is not None:
             features = torch.cat([features, span_means(hidden_BLD, spans).flatten(1)], dim=-1)
         logits = self.classifiers[task](self.dropout(features))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,10 @@ from transformers import (
     RobertaConfig,
 )
 
+from finetune.heads.build import build_model
 from finetune.heads.modeling_task import TaskModel, TaskModelConfig
+from finetune.settings import RunSettings
+from finetune.tasks import TASKS
 from multicls.configuration_multicls import MultiClsConfig
 
 SIZES: dict[str, Any] = {
@@ -54,6 +58,12 @@ def make(encoder: PretrainedConfig | str, head: str, *tasks: dict[str, Any], **v
     config = ENCODERS[encoder] if isinstance(encoder, str) else encoder
     tasks = tasks or (about(),)
     return TaskModel(TaskModelConfig(encoder=config, head=head, tasks=list(tasks), **values)).eval()
+
+
+def load(folder: Path | str, head: str = "cls", task: str = "sst2", **values: Any) -> Any:
+    """Returns a checkpoint's encoder with a head for a task, and its tokenizer."""
+    values = {"model": str(folder), "head": head, "task": task, "max_length": 24} | values
+    return build_model(RunSettings(**values), [TASKS[task]])
 
 
 def batch(lengths: tuple[int, ...] = (12, 7, 12, 12)) -> dict[str, Tensor]:

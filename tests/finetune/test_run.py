@@ -97,7 +97,7 @@ def test_other_own_rows_under_one_name_are_refused(tmp_path: Path) -> None:
     assert main([*head, *run("one", "one")]) == 0
     for command, flags in ((main, head), (grid.main, grids)):
         for words, what in (
-            (run("one", "two"), "tests_sha256"),
+            (run("one", "two"), "data_sha256"),
             (run("two", "one"), "data_sha256"),
         ):
             with pytest.raises(UserError, match=f"holds another run .*{what}"):

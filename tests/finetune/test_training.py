@@ -17,11 +17,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from finetune.benchmarks import read_task
 from finetune.encoding import Encoded
-from finetune.heads.build import build_model, find_checkpoint, load_encoder
+from finetune.heads.build import build_model
 from finetune.predict import predict
 from finetune.tasks import TASKS, Example
 from finetune.training import Chunk, ChunkSampler, _class_weights, row_batches, task_batches
@@ -63,9 +63,7 @@ def plain_loop(folder: Path, glue: Path, **changes: float) -> np.ndarray[Any, An
 
     values = {"max_grad_norm": 0.5, "weight_decay": 1.0} | changes
     data = read_task(TASKS["sst2"], str(glue))
-    checkpoint = find_checkpoint(str(folder))
-    settings = settings_of(folder, glue, Path("x"))
-    start, tokenizer = build_model(settings, checkpoint, [TASKS["sst2"]])
+    start, tokenizer = build_model(settings_of(folder, glue, Path("x")), [TASKS["sst2"]])
     model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2).train()
     model.classifier.load_state_dict(start.classifiers[0].state_dict())
     named = list(model.named_parameters())
@@ -327,7 +325,7 @@ def test_normalisation_takes_the_rows_of_both_ranks_for_one_batch(launched: Path
 
 
 def test_balanced_weights_make_up_for_the_frequency_of_the_classes(tiny_bert: Path) -> None:
-    _, tokenizer = load_encoder(find_checkpoint(str(tiny_bert)), 24)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
     rows = [Example(str(n), ("bal",), float(n == 0)) for n in range(4)]
     weights = _class_weights(Encoded(TASKS["sst2"], rows, tokenizer, 24))
     assert weights.tolist() == pytest.approx([4 / (2 * 3), 4 / (2 * 1)])
