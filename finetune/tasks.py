@@ -63,10 +63,11 @@ class Task:
         return 256 if self.benchmark == "superglue" else 128
 
     def describe(self, max_length: int | None = None) -> dict[str, Any]:
-        """Returns what a saved `TaskModel` has to know of the task."""
+        """Returns what a saved `TaskModel` has to know of the task, as JSON values."""
         names = ("num_labels", "num_choices", "num_spans", "is_regression")
-        described = {name: getattr(self, name) for name in (*names, *OWN)}
-        return described | {"max_length": max_length or self.max_length}
+        known = {name: getattr(self, name) for name in (*names, *OWN)}
+        values = {name: list(v) if isinstance(v, tuple) else v for name, v in known.items()}
+        return values | {"max_length": max_length or self.max_length}
 
 
 @dataclass(frozen=True)
@@ -125,9 +126,9 @@ def passage_id(text: str) -> str:
 
 def task_of(description: Mapping[str, Any]) -> Task:
     """Returns the task that `Task.describe` described: the one of the table, or a user's own."""
-    values = {name: description[name] for name in OWN}
-    own = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
-    return TASKS.get(own["name"]) or Task(**own)
+    own = {name: description[name] for name in OWN}
+    lists: dict[str, Any] = {name: tuple(v) for name, v in own.items() if isinstance(v, list)}
+    return TASKS.get(own["name"]) or Task(**own | lists)
 
 
 def _glue(

@@ -14,6 +14,7 @@ from finetune.encoding import Encoded
 from finetune.heads.modeling_task import IGNORE_INDEX
 from finetune.tasks import TASKS, Example, Task
 from multicls.errors import UserError
+from tests.encoders import ANGLES, byte_level
 
 COPA, WIC, WSC, RTE = (TASKS[name] for name in ("copa", "wic", "wsc", "rte"))
 
@@ -34,26 +35,8 @@ def facets(bert: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def roberta() -> Any:
-    """Byte pairs and `<s> a </s></s> b </s>`, as RoBERTa has them."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
-    vocabulary = {token: n for n, token in enumerate([*special, *letters, "th", "Ġth"])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [("t", "h"), ("Ġ", "th")], unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(special)
-    tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
-    names = dict(zip(("bos", "pad", "eos", "unk", "mask"), special, strict=True))
-    names |= {"cls": "<s>", "sep": "</s>"}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        split_special_tokens=True,
-        model_input_names=["input_ids", "attention_mask"],
-        **{f"{name}_token": token for name, token in names.items()},
-    )
+    """Byte pairs and `<s> a </s></s> b </s>`, without token types."""
+    return byte_level(ANGLES, [], separators=2)
 
 
 def words_at(encoded: Encoded, row: int, tokenizer: Any) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from finetune.metrics import METRICS, majority_scores, score_examples, score_predictions
+from finetune.metrics import METRICS, majority_scores, score_examples
 from finetune.tasks import TASKS, Example, Task
 from multicls.errors import UserError
 
@@ -16,10 +16,13 @@ LABELS, PREDICTED = np.array([1, 1, 1, 0, 0]), np.array([1, 1, 0, 0, 1])  # tp 2
 
 
 def score(task: Task, labels: Any, outputs: Any, **columns: list[str]) -> dict[str, float]:
-    """Returns the scores of arrays, whose rows have no part, group or answer if none is given."""
-    empty = dict.fromkeys(("parts", "groups", "answers"), [""] * len(labels))
-    arrays = {name: np.array(values) for name, values in (empty | columns).items()}
-    return score_predictions(task, arrays | {"labels": labels, "logits": outputs})
+    """Returns the scores of rows with these labels, and parts, groups or answers if some are passed."""
+    rows = []
+    for n, label in enumerate(labels):
+        fields: Any = {name: values[n] for name, values in columns.items()}
+        fields |= {"labels": tuple(label)} if np.ndim(label) else {}
+        rows.append(Example("", (), 0.0 if np.ndim(label) else label, **fields))
+    return score_examples(task, rows, outputs)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +50,7 @@ def test_constant_predictions_score_zero(name: str) -> None:
 
 def test_parts_are_pooled_and_reported() -> None:
     labels, parts = np.array([0, 1, 2, 0]), ["m", "m", "m", "mm"]
-    found = score(TASKS["mnli"], labels, np.eye(3)[[0, 1, 0, 0]], parts=parts)
+    found = score(TASKS["mnli"], labels, np.eye(3)[[0, 1, 0, 0]], part=parts)
     assert found == pytest.approx({"acc": 3 / 4, "acc_m": 2 / 3, "acc_mm": 1.0})
     assert next(iter(found)) == "acc"
 
@@ -70,7 +73,7 @@ def test_multirc() -> None:
     groups = ["0:0", "0:0", "0:0", "0:1", "0:1", "1:0"]
     # tp 2, fp 1, fn 1; one question all right
     labels, predicted = np.array([1, 0, 1, 1, 0, 0]), [1, 0, 0, 1, 0, 1]
-    found = score(TASKS["multirc"], labels, logits(predicted, 2), groups=groups)
+    found = score(TASKS["multirc"], labels, logits(predicted, 2), group=groups)
     assert found == pytest.approx({"mean(f1a,em)": (2 / 3 + 1 / 3) / 2, "f1a": 2 / 3, "em": 1 / 3})
 
 
@@ -81,13 +84,13 @@ def test_record() -> None:
     margins = np.array([3.0, 1.0, 2.0, 0.0, 5.0, 1.0, 0.5])
     outputs = np.stack([np.zeros(7), margins], axis=1)
     # q1: "new york" for "new york city", F1 2 * 2 / (2 + 3); q2: "smith" is "A. Smith" by normalisation; q3: wrong
-    found = score(TASKS["record"], labels, outputs, groups=groups, answers=answers)
+    found = score(TASKS["record"], labels, outputs, group=groups, answer=answers)
     f1, em = (4 / 5 + 1 + 0) / 3, 1 / 3
     assert found == pytest.approx(
         {"mean(record_f1,record_em)": (f1 + em) / 2, "record_f1": f1, "record_em": em}
     )
     two = np.array([1, 1, 0, 1, 0, 0, 1])  # with two right entities the better one counts
-    assert score(TASKS["record"], two, outputs, groups=groups, answers=answers)[
+    assert score(TASKS["record"], two, outputs, group=groups, answer=answers)[
         "record_f1"
     ] == pytest.approx(2 / 3)
 
@@ -107,14 +110,6 @@ def test_outputs_of_choices_and_regressions(
     assert found == pytest.approx(expected)
 
 
-def test_score_examples_takes_all_from_the_rows() -> None:
-    rows = [Example(n, (), 1 - i, group="q", answer=n) for i, n in enumerate("xy")]
-    assert score_examples(TASKS["record"], rows, logits([1, 0], 2))["record_em"] == 1.0
-    rows = [Example(part, (), 1 - i, part=part) for i, part in enumerate(("m", "mm"))]
-    expected = {"acc": 0.5, "acc_m": 1.0, "acc_mm": 0.0}
-    assert score_examples(TASKS["mnli"], rows, logits([1, 2], 3)) == expected
-
-
 MULTI = Task(
     "own_m", ("text",), ("a", "b", "c"), ("micro_f1", "macro_f1", "exact_match"), multi_label=True
 )
@@ -126,8 +121,6 @@ def test_several_labels_a_row() -> None:
     # a: tp 2, fp 1; b: fn 1; c is neither labelled nor predicted and does not count for macro_f1
     expected = {"micro_f1": 4 / (4 + 1 + 1), "macro_f1": (4 / 5 + 0) / 2, "exact_match": 1 / 3}
     assert score(MULTI, labels, outputs) == pytest.approx(expected)
-    rows = [Example("", (), 0.0, labels=tuple(map(float, row))) for row in labels]
-    assert score_examples(MULTI, rows, outputs) == pytest.approx(expected)
     nothing = score(MULTI, np.zeros((2, 3)), -np.ones((2, 3)))
     assert nothing == {"micro_f1": 0.0, "macro_f1": 0.0, "exact_match": 1.0}
 
