@@ -19,7 +19,7 @@ from finetune.heads.build import build_model
 from finetune.heads.modeling_task import TaskModel, TaskModelConfig
 from finetune.settings import RunSettings
 from finetune.tasks import TASKS
-from multicls.configuration_multicls import MultiClsConfig
+from multicls.modeling_multicls import MultiClsConfig
 
 SIZES: dict[str, Any] = {
     "vocab_size": 60,
