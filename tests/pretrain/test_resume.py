@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from multicls.files import read_jsonl
+from tests.encoders import encoder_config
 from tests.pretrain.conftest import Fork, said, weights
 
 pytestmark = pytest.mark.launcher
@@ -175,6 +177,18 @@ def test_other_numbers_of_ranks(disturb: Fork, alone: Path, tmp_path: Path, stag
     assert examples(run) == examples(alone)
     assert not list((run / "checkpoints").glob("*universal*"))
     assert_same_losses_and_weights(run, alone)
+
+
+@pytest.mark.slow
+def test_deberta_under_zero_3(disturb: Fork, tiny_bert: Path, tmp_path: Path) -> None:
+    """In evaluation its dropout returns a weight itself, which DeepSpeed then counts among those of the layer."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
+    model = AutoModelForMaskedLM.from_config(encoder_config("deberta-v2", tokenizer))
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "start")
+    flags = ("--model", str(tmp_path / "start"), "--config", "ds_configs/zero3.json")
+    stop = {"accident": "SIGTERM", "step": 2}
+    assert disturb(tmp_path / "run", stop, {}, flags=flags) == [[0]] * 2, said(tmp_path / "run", 1)
 
 
 @pytest.mark.slow
