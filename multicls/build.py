@@ -158,10 +158,10 @@ def _try(model: MultiClsForPreTraining, tokenizer: Any, report: Callable[[str], 
         facets = model(**padded).facet_embeddings[:5]
     except Exception as error:
         raise ValueError(f"model_type '{kind}' does not work: {first_line(error)}") from None
-    weights = dict(model.multicls.named_parameters())
-    unused = [name for name, p in weights.items() if "facets.weight" in name and p.grad is None]
+    weights = model.multicls.named_parameters()
+    passed_by = any("facets.weight" in name and p.grad is None for name, p in weights)
     model.train(was_training).zero_grad()
-    if unused:
+    if passed_by:
         raise ValueError(f"model_type '{kind}' passes by its layers; set facet_layers to []")
     if not facets.allclose(out.facet_embeddings[:5], atol=1e-3):
         report(f"model_type '{kind}' reads padding: facets depend on the longest text of a batch")

@@ -17,13 +17,7 @@ HUB_ID = (
     r"(bert|roberta|distilbert|xlm-roberta|camembert)-(base|large)[\w-]*"
     r"|\w[\w.-]*/(?!checkpoint-\d)\w[\w.-]*"
 )
-INHERITED = (
-    "base_model",
-    "license",
-    "license_name",
-    "license_link",
-    "language",
-)  # fields of a card
+INHERITED = ("base_model", "license", "license_name", "license_link", "language")  # of a card
 PAPERS = {  # to cite for the method and for heads
     METHOD: "Chang et al., 2022: Multi-CLS BERT: An Efficient Alternative to Traditional Ensembling. "
     "[arXiv:2210.05043](https://arxiv.org/abs/2210.05043)",

@@ -111,11 +111,10 @@ def missing_folder(name: str) -> str:
     A name such as runs/bsae is no Hub id if runs/ is here and holds a folder of a similar name.
     """
     path = Path(name)
-    is_path = path.is_absolute() or name.startswith(".") or name.count("/") > 1
-    if path.is_dir() or not (is_path or "/" in name):
+    if path.is_dir() or "/" not in name:
         return ""
-    folders = [folder.name for folder in path.parent.glob("*/")]
-    near = did_you_mean(path.name, folders, listed=False)
+    near = did_you_mean(path.name, [folder.name for folder in path.parent.glob("*/")], listed=False)
+    is_path = path.is_absolute() or name.startswith(".") or name.count("/") > 1
     return f"no such folder.{near}" if is_path or near else ""
 
 

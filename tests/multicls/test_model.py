@@ -71,9 +71,8 @@ def test_pooling_of_a_single_embedding_is_not_centred() -> None:
     model = multicls.MultiClsForSequenceClassification(tiny(num_facets=1)).eval()
     model.classifier = torch.nn.Identity()
     ids = torch.randint(10, 97, (2, 12))
-    expected = (
-        model.multicls(ids).last_hidden_state[:, 1] @ model.multicls.facet_head.dense.weight.T
-    )
+    weight = model.multicls.facet_head.dense.weight
+    expected = model.multicls(ids).last_hidden_state[:, 1] @ weight.T
     torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-6)
 
 

@@ -78,10 +78,7 @@ def test_values_get_their_types() -> None:
     assert (job.weights, job.status) == ({"wiki.en": 2.0, "x": 0.5}, True)
     assert (job.train.steps, job.train.size, job.train.fancy) == (7, 3, True)
     assert job.train.learning_rate == 1e-3 and job.data == "none"
-    assert (
-        parsed("p", "--layers", "null").layers is None
-        and parsed("p", "--layers", "[]").layers == []
-    )
+    assert [parsed("p", "--layers", word).layers for word in ("null", "[]")] == [None, []]
 
 
 def test_defaults_then_recipes_then_flags(tmp_path: Path) -> None:
@@ -144,9 +141,8 @@ def test_recipes_that_are_no_mappings_of_groups(tmp_path: Path) -> None:
         path = recipe(tmp_path, text)
         assert problems("p", "--recipe", path)[0].startswith(f"--recipe {path}: ")
     wrong = recipe(tmp_path, "train: 5")
-    assert any(
-        f"{wrong}: train = 5" in line for line in problems("x", "--recipe", wrong, "--steps", "3")
-    )
+    found = problems("x", "--recipe", wrong, "--steps", "3")
+    assert any(f"{wrong}: train = 5" in line for line in found)
     assert parsed("x", "--recipe", recipe(tmp_path, "train:")).train.steps == 0, "an empty group"
 
 
@@ -183,9 +179,8 @@ def test_help_has_groups_defaults_and_examples(capsys: pytest.CaptureFixture[str
 
 
 COMMANDS = ["pretrain/run", "pretrain/export", "data_prep/run", "multicls/convert"]
-COMMANDS += [
-    f"finetune/{name}" for name in ["run", "grid", "report", "predict", "analyze", "submit"]
-]
+FINETUNING = ("run", "grid", "report", "predict", "analyze", "submit")
+COMMANDS += [f"finetune/{name}" for name in FINETUNING]
 QUICK = [*product(COMMANDS, [("--help", 0, ""), ("--no_such_flag", 2, "no such flag")])]
 QUICK += [("pretrain/run", ("--status --output_dir nowhere", 3, "not begun"))]
 IMPORTS = """
