@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         cases = preparations(options.folder, Path(place))
         samples = take_turns(cases, rounds=options.rounds, warmup=0)
         report.compare(f"{megabytes:.1f} MB of text", samples, "datasets.map, 1 process")
-        corpus = Corpus.open(Path(place) / "corpus_1")
+        corpus = Corpus(Path(place) / "corpus_1")
         stream = ExampleStream(corpus, SPECIAL, seq_length=128, seed=1)
         start_loader_server()
         rows = []

@@ -97,7 +97,7 @@ class Workload:
     def batches(self, count: int, rank: int = 0) -> list[MicroBatch]:
         """Returns the first micro-batches of a rank."""
         model, tokenizer = self.model()
-        corpus = Corpus.open(SAMPLE_CORPUS)
+        corpus = Corpus(SAMPLE_CORPUS)
         stream = build_streams(self.settings(), corpus, tokenizer, model.config.max_tokens)["train"]
         sizes = {"size": self.examples, "per_step": self.ranks, "workers": 0}
         steps = load_steps(stream, range(count), **sizes, rank=rank, ranks=self.ranks)

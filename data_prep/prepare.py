@@ -76,7 +76,7 @@ def prepare(
         if _is_finished(output, job.made_from):
             _remove_work(work)  # if a run was killed right after it wrote the manifest
             print_line(f"already finished: {output}")
-            return Corpus.open(output)
+            return Corpus(output)
         try:
             tokenizer = work / f"tokenizer-{job.made_from['settings']['tokenizer'][:12]}.json"
             with atomic_write(tokenizer, "wb") as file:
@@ -104,7 +104,7 @@ def prepare(
             if not (output / MANIFEST).exists() and not any(work.glob("*/rows-0.arrow")):
                 _remove_work(work)  # nothing to continue from
     print_line(f"done in {duration(time.monotonic() - started)}: {output}")
-    return Corpus.open(output)
+    return Corpus(output)
 
 
 def _describe_job(options: BuildOptions, output: Path, small_unit: int) -> Job:
@@ -171,7 +171,7 @@ def _shares(file: SourceFile, large: int) -> Iterator[SourceFile]:
 def _is_finished(output: Path, made_from: dict[str, Any]) -> bool:
     """Returns whether the folder holds this corpus; raises an error if it holds something else."""
     if (output / MANIFEST).exists():
-        both = Corpus.open(output).manifest["made_from"], made_from
+        both = Corpus(output).manifest["made_from"], made_from
         old, new = (made["settings"] | {"input": made["input"]} for made in both)
         if differing := [name for name, value in new.items() if old.get(name) != value]:
             raise UserError(

@@ -78,7 +78,7 @@ def fitting_length(table: pd.DataFrame) -> int:
 
 def stats(options: ExampleOptions) -> None:
     """Prints what a finished corpus holds, and what training sees of it."""
-    corpus = Corpus.open(options.corpus)
+    corpus = Corpus(options.corpus)
     tokenizer = Tokenizer.from_file(str(corpus.path / "tokenizer.json"))
     special = special_ids(corpus, tokenizer, options.num_facets)
     training = training_table(corpus, special, options.seq_length)
@@ -122,7 +122,7 @@ def visible(text: str) -> str:
 
 def show(options: ShowOptions) -> None:
     """Prints a row of a corpus and the training example that its window gives, with its masks."""
-    corpus = Corpus.open(options.corpus)
+    corpus = Corpus(options.corpus)
     row = corpus.row(options.row)
     tokenizer = Tokenizer.from_file(str(corpus.path / "tokenizer.json"))
     special = special_ids(corpus, tokenizer, options.num_facets)
@@ -150,7 +150,7 @@ def show(options: ShowOptions) -> None:
 
 def verify(options: CorpusOptions) -> None:
     """Compares every file of a corpus with the manifest's checksums."""
-    corpus = Corpus.open(options.corpus)
+    corpus = Corpus(options.corpus)
     corpus.verify()
     documents, rows = count(corpus.num_documents, "document"), count(corpus.num_rows, "row")
     print(f"{options.corpus}: whole, {documents} ({rows}) in {count(corpus.num_shards, 'shard')}")

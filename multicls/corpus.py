@@ -114,50 +114,43 @@ def _lists(lengths: np.ndarray, values: pa.Array) -> pa.ListArray:
 
 
 class Corpus:
-    """A finished corpus folder of `num_rows` rows in shards, which `shard(number)` returns. Opening it is cheap."""
+    """A finished corpus folder of `num_rows` rows in shards, which `shard(number)` returns. Opening it is cheap.
 
-    def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
-        self.path, self.manifest = path, manifest
-        self.num_shards = len(manifest["shards"])
-        self.num_documents: int = manifest["documents"]  # one that takes several rows counts once
-        self.vocabulary_size: int = manifest["tokenizer"]["vocabulary_size"]  # V, with added tokens
-        self.tokenizer_fingerprint: str = manifest["tokenizer"]["fingerprint"]
-        self._first_rows = [0, *accumulate(shard["rows"] for shard in manifest["shards"])]
-        self.num_rows = self._first_rows[-1]
-        names = [shard["name"] for shard in manifest["shards"]]
-        self.shard = cache(lambda number: Shard(path / names[number]))  # mapped on first use
+    Raises:
+        UserError: the manifest does not exist or is of another format, or a file is missing or has another size.
+    """
 
-    @classmethod
-    def open(cls, path: str | Path) -> Corpus:
-        """Opens a corpus folder and checks its manifest and the size of each file.
-
-        Raises:
-            UserError: the manifest does not exist or is of another format, or a file is missing or has another size.
-        """
-        path = Path(path)
+    def __init__(self, path: str | Path) -> None:
+        self.path = path = Path(path)
         if not (path / MANIFEST).is_file():
             raise UserError(
                 f"{path}: not a finished corpus (no {MANIFEST}); make it with `python data_prep/run.py`, or run that "
                 "again if it was interrupted."
             )
-        manifest = read_json(path / MANIFEST)
+        self.manifest = manifest = read_json(path / MANIFEST)
         version = manifest.get("format_version") if isinstance(manifest, dict) else None
         if version != FORMAT_VERSION:
             raise UserError(
                 f"{path}: corpus format {version}, but this program reads format {FORMAT_VERSION}; "
                 "remove the folder and prepare it again."
             )
-        corpus = cls(path, manifest)
         if problems := [
             f"{path / name}: missing, or not of {entry['bytes']} bytes as {MANIFEST} says; prepare the corpus again."
-            for name, entry in corpus.files.items()
+            for name, entry in self.files.items()
             if not (path / name).is_file() or (path / name).stat().st_size != entry["bytes"]
         ]:
             raise UserError(*problems)
-        return corpus
+        names = [shard["name"] for shard in manifest["shards"]]
+        self.num_shards = len(names)
+        self.num_documents: int = manifest["documents"]  # one that takes several rows counts once
+        self.vocabulary_size: int = manifest["tokenizer"]["vocabulary_size"]  # V, with added tokens
+        self.tokenizer_fingerprint: str = manifest["tokenizer"]["fingerprint"]
+        self._first_rows = [0, *accumulate(shard["rows"] for shard in manifest["shards"])]
+        self.num_rows = self._first_rows[-1]
+        self.shard = cache(lambda number: Shard(path / names[number]))  # mapped on first use
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Corpus.open, (self.path,)  # each worker process maps the files itself
+        return Corpus, (self.path,)  # each worker process maps the files itself
 
     def verify(self) -> None:
         """Reads each file and compares its SHA-256 with the manifest; a `UserError` names all that differ."""

@@ -67,7 +67,7 @@ def run_job(settings: PretrainSettings, ds_config: dict[str, Any], corpus: Path)
     with ExitStack() as stack:
         on_rank_0(lambda: stack.enter_context(locked(run_folder)))
         stack.enter_context(disk_errors_reported(run_folder))
-        pretrain(deepspeed, settings, ds_config, Corpus.open(corpus))
+        pretrain(deepspeed, settings, ds_config, Corpus(corpus))
     if dist.get_rank() == 0 and (run_folder / DONE).exists():
         curves = ("curves", f"tensorboard --logdir {run_folder / 'tb'}")
         print_summary([("model", run_folder / "hf"), curves], next_command(run_folder / "hf"))

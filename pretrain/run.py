@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"{settings.config}: zero_optimization.stage: pretraining takes 1, 2 or 3.")
     model, corpus = settings.model.checkpoint, settings.data.corpus
     if corpus != SAMPLE:
-        Corpus.open(corpus)
+        Corpus(corpus)
     if os.environ.get("RANK", "0") == "0":
         print_line(f"model: {SAMPLE_MODEL if model == SAMPLE else model}")
         print_line(f"corpus: {SAMPLE_TEXT if corpus == SAMPLE else corpus}")

@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = yaml.safe_load((run / "settings.yaml").read_text("utf-8"))
     base, corpus = settings["model"]["checkpoint"], settings["data"]["corpus"]
     base = str(sample_model()) if base == "sample" else base
-    corpus = Corpus.open(SAMPLE_CORPUS if corpus == "sample" else corpus)
+    corpus = Corpus(SAMPLE_CORPUS if corpus == "sample" else corpus)
     tokenizer = AutoTokenizer.from_pretrained(run / "hf")
     texts, documents = passages_of(corpus, settings["data"]["validation_fraction"], tokenizer)
     torch.manual_seed(settings["train"]["seed"])

@@ -88,7 +88,7 @@ def test_long_documents_take_several_rows_and_shards(corpus_of: Make, tmp_path: 
     documents = [story(30 + i % 17, i % 17) for i in range(60)]
     documents[3] = documents[40] = story(50, 20)
     documents[7] = story(12_000, 3)
-    whole = Corpus.open(corpus_of(documents).path.rename(tmp_path / "whole"))
+    whole = Corpus(corpus_of(documents).path.rename(tmp_path / "whole"))
     rows = [whole.row(i) for i in range(whole.num_rows)]
     long = [row for row in rows if row.hash == max(rows, key=lambda row: len(row.tokens)).hash]
     assert len(long) > 1 and all(len(row.tokens) <= MAX_TOKENS for row in rows)
@@ -183,7 +183,7 @@ def test_a_stopped_run_continues(
         assert not (texts / "out" / "work").exists()
         return
     with pytest.raises(UserError, match="not a finished corpus"):
-        Corpus.open(texts / "out")
+        Corpus(texts / "out")
     foreign = [texts / "out" / name for name in (".x", ".manifest.json.bak", "shard-notes.arrow")]
     for path in foreign:
         path.write_text("not ours")
@@ -371,7 +371,7 @@ def test_a_lost_scheduler_ends_the_command_and_loses_nothing(command: Any, tmp_p
     assert process.returncode == 1 and b"start the command again" in errors, errors
     assert b"Traceback" not in errors
     assert completed(words).returncode == 0
-    Corpus.open(tmp_path / "out").verify()
+    Corpus(tmp_path / "out").verify()
 
 
 # Short documents, and documents that fail.
@@ -387,7 +387,7 @@ def test_short_documents(
     path.write_text("\n".join(json.dumps({"text": text}) for text in rows))
     words = ["--input", str(path), "--tokenizer", str(tiny_tokenizer), "--workers=1"]
     run.main([*words, "--output", str(output), "--short_documents", policy])
-    printed, corpus = capsys.readouterr().out, Corpus.open(output)
+    printed, corpus = capsys.readouterr().out, Corpus(output)
     dropped = corpus.manifest["dropped"]
     if policy == "drop":
         assert corpus.num_documents == 1 and dropped == {"documents_too_short": 2002}
@@ -495,7 +495,7 @@ def test_a_full_disk_loses_nothing(
     with pytest.raises(UserError, match="the disk is full|are free there"):
         prepared(tiny_tokenizer, small_disk / "out", texts, workers=workers)
     with pytest.raises(UserError, match="not a finished corpus|no such corpus"):
-        Corpus.open(small_disk / "out")
+        Corpus(small_disk / "out")
     ballast.unlink()
     prepared(tiny_tokenizer, small_disk / "out", texts, workers=workers).verify()
     same_files(whole, small_disk / "out")
@@ -511,10 +511,10 @@ def test_damaged_corpora_are_found(corpus_of: Make) -> None:
         run.main(["verify", str(corpus.path)])
     shard.write_bytes(whole[:-1])
     with pytest.raises(UserError, match="prepare the corpus again"):
-        Corpus.open(corpus.path)
+        Corpus(corpus.path)
     shard.unlink()
     with pytest.raises(UserError, match=r"shard-00000.arrow: missing"):
-        Corpus.open(corpus.path)
+        Corpus(corpus.path)
 
 
 @pytest.mark.parametrize(("notes", "documents"), [(2, 1), (1, 0)])

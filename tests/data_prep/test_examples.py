@@ -17,8 +17,9 @@ from sklearn.model_selection import StratifiedKFold, cross_val_predict
 from data_prep import windows
 from data_prep.examples import ARRAYS, ExampleStream, SpecialIds, TrainingExample
 from data_prep.windows import generator, hashed, permuted
-from multicls.corpus import Corpus, ShardRow, occurrences, write_shard
+from multicls.corpus import FORMAT_VERSION, MANIFEST, Corpus, ShardRow, occurrences, write_shard
 from multicls.errors import UserError
+from multicls.files import write_json
 from tests.data_prep.conftest import SAMPLE_IDS
 
 Epoch = list[TrainingExample]
@@ -260,10 +261,17 @@ def corpus_of(folder: Path, hashes: list[int] | None = None, **sources: list[lis
     middle, shards = len(rows) // 2, []
     for name, part in (("a.arrow", rows[:middle]), ("b.arrow", rows[middle:])):
         write_shard(folder / name, part)
-        shards.append({"name": name, "rows": len(part)})
+        size = (folder / name).stat().st_size
+        shards.append({"name": name, "rows": len(part), "bytes": size})
     np.save(folder / "document_frequency.npy", np.ones(200, np.int64))
-    manifest = {"shards": shards, "tokenizer": {"vocabulary_size": 200, "fingerprint": ""}}
-    return Corpus(folder, manifest | {"documents": len({row.hash for row in rows})})
+    tokenizer = {"vocabulary_size": 200, "fingerprint": ""}
+    manifest = {
+        "format_version": FORMAT_VERSION,
+        "files": {},
+        "documents": len({row.hash for row in rows}),
+    }
+    write_json(folder / MANIFEST, manifest | {"shards": shards, "tokenizer": tokenizer})
+    return Corpus(folder)
 
 
 SPECIAL = SpecialIds(cls=1, sep=2, pad=0, mask=3, facets=(4, 5))

@@ -82,7 +82,7 @@ def test_documents_of_one_sentence_are_for_masked_lm_alone(
     words += ["--tokenizer", str(tiny_tokenizer), "--documents", "blank_line", "--workers", "1"]
     run.main([*words, "--min_sentences", "1"])
     assert capsys.readouterr().out.endswith("--recipe own_text mlm_only --data.single_parts\n")
-    assert Corpus.open(tmp_path / "out").num_documents == 9
+    assert Corpus(tmp_path / "out").num_documents == 9
     run.main(["stats", str(tmp_path / "out")])
     assert "no example" in capsys.readouterr().out
 

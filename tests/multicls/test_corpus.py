@@ -44,7 +44,7 @@ def write_corpus(folder: Path, version: int = FORMAT_VERSION, rows: list[ShardRo
 
 
 def test_rows_come_back_as_written(tmp_path: Path) -> None:
-    corpus = Corpus.open(write_corpus(tmp_path))
+    corpus = Corpus(write_corpus(tmp_path))
     assert corpus.num_rows == corpus.num_documents == 2
     for number, expected in enumerate(ROWS):
         found = corpus.row(number)
@@ -72,7 +72,7 @@ def test_a_corpus_of_an_older_format_is_refused(tmp_path: Path) -> None:
     folder = write_corpus(tmp_path, FORMAT_VERSION - 1)
     message = r"corpus format 4, but this program reads format 5; .*prepare it again"
     with pytest.raises(UserError, match=message):
-        Corpus.open(folder)
+        Corpus(folder)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +90,6 @@ def test_at_least_one_document_is_held_out(
     shares: list[float], fraction: float, held_out: list[float], tmp_path: Path
 ) -> None:
     rows = [ROWS[0]._replace(hash=int(share * 2**64)) for share in shares]
-    limit = Corpus.open(write_corpus(tmp_path, rows=rows)).validation_limit(fraction)
+    limit = Corpus(write_corpus(tmp_path, rows=rows)).validation_limit(fraction)
     found = held_out_share(np.array([row.hash for row in rows], np.uint64))
     assert found[found < limit].tolist() == held_out

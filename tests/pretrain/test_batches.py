@@ -21,7 +21,7 @@ from tests.processes import children
 @pytest.fixture(scope="module")
 def stream(tiny_corpus: Path) -> ExampleStream:
     special = SpecialIds(cls=12, sep=13, pad=0, mask=14, facets=(1, 2, 3))
-    return ExampleStream(Corpus.open(tiny_corpus), special, seq_length=32, seed=1)
+    return ExampleStream(Corpus(tiny_corpus), special, seq_length=32, seed=1)
 
 
 def load(stream: ExampleStream, size: int = 3, **options: int) -> list[MicroBatch]:

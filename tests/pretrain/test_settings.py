@@ -170,13 +170,13 @@ SMALL = ("--train.negatives_group=4", "--global_batch_size=12", "--data.seq_leng
 def resolved(corpus: Path, *flags: str) -> tuple[PretrainSettings, list[str]]:
     settings = read(*NEEDED, *SMALL, *flags)
     special, weights = SpecialIds(0, 0, 0, 0, (0,) * 5), settings.data.source_weights
-    opened = Corpus.open(corpus)
+    opened = Corpus(corpus)
     stream = ExampleStream(opened, special, seq_length=32, seed=0, source_weights=weights)
     return resolve_length(settings, stream)
 
 
 def test_epochs_and_tokens_agree(tiny_corpus: Path) -> None:
-    corpus = Corpus.open(tiny_corpus)
+    corpus = Corpus(tiny_corpus)
     by_epochs, notes = resolved(tiny_corpus, "--epochs", "3")
     (tokens,) = re.findall(r"over ([\d,]+) training tokens", notes[0])
     total = corpus.manifest["tokens"]
