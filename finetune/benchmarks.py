@@ -59,7 +59,7 @@ def read_split(task: Task, split: str, data_dir: str | None) -> tuple[list[Examp
             except KeyError as error:
                 known = ", ".join(map(repr, row))
                 raise UserError(f"{where}: no {error}; there is {known}.") from None
-            except (TypeError, ValueError, AttributeError) as error:
+            except (TypeError, ValueError, AttributeError, IndexError) as error:
                 raise UserError(f"{where}: not a row of {task.name}: {error}.") from None
     if not examples:
         raise UserError(f"task {task.name}: no row of {split} has a label.")

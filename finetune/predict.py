@@ -21,7 +21,7 @@ from pydantic_settings import CliPositionalArg
 
 from finetune.own_data import example_of, find_columns, with_texts
 from finetune.tables import read_table
-from finetune.tasks import Task, task_of
+from finetune.tasks import OWN, Task, task_of
 from multicls.console import count, print_line, print_summary
 from multicls.errors import UserError, run_command
 from multicls.files import atomic_write, read_json
@@ -96,6 +96,8 @@ def find_task(folder: str, name: str | None = None) -> tuple[int, dict[str, Any]
         known = ", ".join(names)
         raise UserError(f"--task {name or ''}: {folder} is fine-tuned on {known}; name one.")
     index = names.index(name) if name else 0
+    if not tasks[index].keys() >= {*OWN}:
+        raise UserError(f"{folder}: saved by another version; fine-tune it again.")
     if not predict_command(path, tasks[index], joint=False):
         raise UserError(
             f"task {names[index]} is more than texts (choices or marked words): only run.py predicts it."

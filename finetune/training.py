@@ -169,6 +169,9 @@ class TaskTrainer(Trainer):
         self.class_weights = [_class_weights(r).to(device) if balanced else None for r in train]
         self.sampler = ChunkSampler(settings, [len(rows) for rows in train])
         arguments = training_arguments(settings, self.sampler, len(tasks))
+        if arguments.gradient_checkpointing and not model.encoder.supports_gradient_checkpointing:
+            kind = model.encoder.config.model_type
+            raise UserError(f"trainer.gradient_checkpointing: {kind} has none; leave it out.")
         self.task_model = model
         precision, batch_size = settings.train.precision, arguments.per_device_eval_batch_size
         self._predict = partial(predict_rows, model, precision=precision, batch_size=batch_size)

@@ -167,6 +167,11 @@ COPA = {"premise": "P.", "question": "effect", "choice1": "x", "choice2": "y", "
             jsonl({"text": "Xa saw Yo. He left.", "target": WSC, "label": True}),
             "'She' is not in the text",
         ),
+        (
+            "wsc",
+            jsonl({"text": "Xa saw She.", "target": WSC | {"span1_index": 9}, "label": True}),
+            "not a row of wsc",
+        ),
         ("boolq", '{"passage": "a", "question": "b", "label": "yes"}', "none of false, true"),
         ("cb", '{"premise": "a", "hypothesis": "b", "label": true}', "label True is none of ent"),
     ],

@@ -16,6 +16,7 @@ from finetune.predict import write_rows as write_answers
 from finetune.tables import RawRows
 from finetune.tasks import TASKS
 from multicls.errors import UserError
+from multicls.files import write_json
 from tests.finetune.conftest import NOUNS
 from tests.finetune.runs import finetune
 
@@ -118,12 +119,15 @@ def test_scores_are_on_the_scale_of_the_labels() -> None:
         (["MODEL", "ROWS", "--output", "x.jsonl"], "with the ending .csv"),
         (["MODEL", "ROWS", "--task", "b"], "is fine-tuned on t"),
         (["FOLDER", "ROWS"], "not a fine-tuned model"),
+        (["OLD", "ROWS"], "saved by another version"),
     ],
 )
 def test_mistakes(arguments: list[str], message: str, three_classes: str, tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.csv", [{"text": "a", "id": 1}])
     other = write_rows(tmp_path / "other.csv", [{"body": "a"}])
     places = {"MODEL": three_classes, "ROWS": rows, "OTHER": other, "FOLDER": str(tmp_path)}
+    places["OLD"] = str(tmp_path / "old")
+    write_json(tmp_path / "old" / "config.json", {"tasks": [{"name": "t", "num_choices": 0}]})
     with pytest.raises(UserError, match=message):
         main([places.get(argument, argument) for argument in arguments])
 

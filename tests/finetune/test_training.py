@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertModel
 
 from finetune.benchmarks import read_task
 from finetune.encoding import Encoded
@@ -175,6 +175,14 @@ def test_what_cannot_be_trained_is_refused(
     with pytest.raises(UserError, match=message):
         tune(train__max_steps=4, **values)
     assert not list(tmp_path.glob("*/*/*/record.json"))
+
+
+def test_an_encoder_without_gradient_checkpointing_is_refused(
+    tune: Tune, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BertModel, "supports_gradient_checkpointing", False)
+    with pytest.raises(UserError, match="trainer.gradient_checkpointing: bert has none"):
+        tune(trainer={"gradient_checkpointing": True})
 
 
 def test_training_arguments_and_class_weights_are_used(
