@@ -228,24 +228,22 @@ def _write(folder: Path, documents: Iterable[Document], shard_tokens: int) -> No
     table = list[tuple[int, ...]]()
     batches = _batched(documents, lambda document: len(document.tokens), shard_tokens)
     for number, batch in enumerate(batches):
-        rows = list(map(rows_of, batch))
+        rows = [list(rows_of(document)) for document in batch]
         write_shard(folder / f"rows-{number}.arrow", list(chain.from_iterable(rows)))
         table += [(d.hash, number, len(r), d.characters) for d, r in zip(batch, rows, strict=True)]
     np.save(folder / "documents.npy", np.array(table, DOCUMENT))
 
 
-def rows_of(document: Document) -> list[ShardRow]:
-    """Returns the rows of a document: several of about equal length if it exceeds `MAX_TOKENS`."""
+def rows_of(document: Document) -> Iterator[ShardRow]:
+    """Yields the rows of a document: several of about equal length if it exceeds `MAX_TOKENS`."""
     raw, tokens, lengths = document.raw, document.tokens, document.lengths
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     count = -(-len(tokens) // (MAX_TOKENS - int(lengths.max()))) if len(tokens) > MAX_TOKENS else 1
     targets = len(tokens) * np.arange(1, count) / count
     cuts = [0, *(np.searchsorted(offsets[1:], targets) + 1).tolist(), len(lengths)]
-    rows = []
     for first, end in zip(cuts, cuts[1:], strict=False):
         bounds = offsets[first : end + 1]
         span = tokens[bounds[0] : bounds[-1]]
         bounds = (bounds - bounds[0]).astype(np.int32)
         counts = occurrences(span)
-        rows.append(ShardRow(raw.source, raw.id, raw.title, document.hash, span, bounds, counts))
-    return rows
+        yield ShardRow(raw.source, raw.id, raw.title, document.hash, span, bounds, counts)

@@ -63,9 +63,8 @@ _MARKER = re.compile(r"\W*(?:\d{1,3}[.)]\W*)?")  # not a sentence, but a mark be
 def split_paragraph(paragraph: str, language: str) -> Iterator[str]:
     """Yields the sentences of a paragraph in order; only white space is lost."""
     hidden = _hide(paragraph, language)
-    cuts = list(accumulate(map(len, sentencex.segment(language, hidden))))
-    if missed := [match.end() for match in _MISSED.finditer(paragraph)]:
-        cuts = sorted({*cuts, *missed})
+    missed = [match.end() for match in _MISSED.finditer(paragraph)]
+    cuts = sorted({*accumulate(map(len, sentencex.segment(language, hidden))), *missed})
     start = 0
     for cut in cuts[:-1]:
         if not paragraph[cut - 1].isspace() or hidden[cut - 2] != paragraph[cut - 2]:

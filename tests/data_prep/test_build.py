@@ -305,6 +305,16 @@ def test_kills_of_workers_and_of_the_command(command: Any, tmp_path: Path) -> No
     same_files(tmp_path / "whole", out)
 
 
+@pytest.mark.slow
+def test_a_worker_may_die_while_it_starts(command: Any, tmp_path: Path) -> None:
+    words = command(tmp_path / "out", large_input(tmp_path / "in", 8))
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    until(lambda: workers_of(process.pid))
+    os.kill(workers_of(process.pid)[0], signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == 0
+
+
 @pytest.mark.parametrize("name", ["", ".tokenizer-0123456789ab.json.x.tmp"])
 def test_continues_after_an_early_kill(name: str, corpus_of: Make, tmp_path: Path) -> None:
     """A run may be killed while it writes its first file, or while work/ is removed."""
