@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -31,7 +32,6 @@ from multicls.corpus import Corpus
 from multicls.errors import UserError, run_command
 from multicls.sample import sample_model
 from multicls.settings import Settings, parse
-from pretrain.batches import load_steps, start_loader_server
 
 EXAMPLES, SEQUENCES = 10, 30  # of a batch
 SPECIAL = SpecialIds(cls=101, sep=102, pad=0, mask=103, facets=(1, 2, 3, 4, 5))
@@ -90,6 +90,8 @@ def preparations(folder: str, place: Path) -> dict[str, Case]:
 
 def sequences_per_second(stream: ExampleStream, workers: int, seconds: float) -> float:
     """Returns the sequences a second that the loader delivers after its first batch."""
+    from pretrain.batches import load_steps
+
     batches = load_steps(stream, range(1 << 40), size=EXAMPLES, per_step=1, workers=workers)
     next(batches)
     start, count = time.perf_counter(), 0
@@ -102,6 +104,8 @@ def sequences_per_second(stream: ExampleStream, workers: int, seconds: float) ->
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and writes the report."""
     options = parse(Options, argv, prog="benchmarks/data_prep.py", doc=__doc__)
+    from pretrain.batches import start_loader_server  # torch, after --help
+
     megabytes = sum(file.stat().st_size for file in Path(options.folder).glob("*.txt")) / 1e6
     report = Report("Data preparation")
     with tempfile.TemporaryDirectory() as place:
@@ -113,10 +117,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         start_loader_server()
         rows = []
         for workers in (0, 1, 2):
-            speeds = [
-                sequences_per_second(stream, workers, options.seconds)
-                for _ in range(options.rounds)
-            ]
+            measure = partial(sequences_per_second, stream, workers, options.seconds)
+            speeds = [measure() for _ in range(options.rounds)]
             rows.append([workers, statistics.median(speeds), min(speeds), max(speeds)])
     columns = ["loader processes", "sequences/s (median)", "least", "most"]
     report.table("Loader, three-part examples of 128 tokens", columns, rows)

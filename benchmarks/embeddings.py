@@ -16,13 +16,8 @@ from typing import Any
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import numpy as np
-import pandas as pd
-import torch
 from pydantic import Field
-from scipy.stats import spearmanr
-from sentence_transformers import SentenceTransformer
 
-import multicls.modeling_multicls  # noqa: F401 (registers the model)
 from benchmarks.harness import Report
 from multicls.errors import run_command
 from multicls.sample import sample_model
@@ -38,9 +33,12 @@ class Options(Settings):
     models: list[str] = Field(["runs/sample/hf"], description="exported Multi-CLS models")
 
 
-@torch.inference_mode()
 def similarities(folder: str, pairs: list[list[str]]) -> np.ndarray:
     """Returns the cosine of each pair of sentences, (N,)."""
+    from sentence_transformers import SentenceTransformer
+
+    import multicls.modeling_multicls  # noqa: F401 (registers the model)
+
     model: Any = SentenceTransformer(folder, local_files_only=True)
     first, second = (model.encode(texts, convert_to_tensor=True) for texts in pairs)
     return np.asarray(model.similarity_pairwise(first, second).cpu())
@@ -49,8 +47,10 @@ def similarities(folder: str, pairs: list[list[str]]) -> np.ndarray:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and writes the report."""
     options = parse(Options, argv, prog="benchmarks/embeddings.py", doc=__doc__)
-    file = Path(options.data_dir) / "STS-B" / "dev.tsv"
-    frame = pd.read_csv(file, sep="\t", quoting=3)
+    import pandas as pd  # after --help
+    from scipy.stats import spearmanr
+
+    frame = pd.read_csv(Path(options.data_dir, "STS-B", "dev.tsv"), sep="\t", quoting=3)
     pairs = [frame["sentence1"].tolist(), frame["sentence2"].tolist()]
     gold = frame["score"].to_numpy()
     samples = np.random.default_rng(0).integers(len(gold), size=(SAMPLES, len(gold)))

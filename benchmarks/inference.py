@@ -18,17 +18,13 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import torch
 from pydantic import Field
-from transformers import BertConfig, BertForSequenceClassification
 
 from benchmarks.harness import Case, Report, take_turns
-from multicls import MultiClsConfig, MultiClsForSequenceClassification
 from multicls.errors import run_command
 from multicls.settings import Settings, parse
 
 PAPER = {"K=1": 0.2918, "K=5": 0.3119, "ensemble of 5": 1.4590}  # seconds
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class Options(Settings):
@@ -43,25 +39,29 @@ class Options(Settings):
 
 def make_system(name: str, options: Options) -> Case:
     """Returns a function that computes the probabilities (B, 2) of a batch of random tokens."""
+    import torch
+    from transformers import BertConfig, BertForSequenceClassification
+
+    from multicls import MultiClsConfig, MultiClsForSequenceClassification
+
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "num_attention_heads": options.hidden // 64,
-        "intermediate_size": 4 * options.hidden,
-    }
-    sizes |= {"hidden_size": options.hidden, "num_hidden_layers": options.layers}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    hidden = options.hidden
+    sizes: Any = {"hidden_size": hidden, "num_hidden_layers": options.layers}
+    sizes |= {"num_attention_heads": hidden // 64, "intermediate_size": 4 * hidden}
     encoder = BertConfig(**sizes)
     if name == "ensemble of 5":
         models: list[Any] = [BertForSequenceClassification(encoder) for _ in range(5)]
     else:
         config: Any = MultiClsConfig(encoder=encoder, num_facets=int(name[-1]))
         models = [MultiClsForSequenceClassification(config)]
-    dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
-    models = [model.eval().to(DEVICE, dtype) for model in models]
-    tokens = torch.randint(1000, 20000, (options.batch_size, options.length), device=DEVICE)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    models = [model.eval().to(device, dtype) for model in models]
+    tokens = torch.randint(1000, 20000, (options.batch_size, options.length), device=device)
     mask = torch.ones_like(tokens)
 
     @torch.inference_mode()
-    def predict() -> torch.Tensor:
+    def predict() -> Any:
         logits = [model(input_ids=tokens, attention_mask=mask).logits for model in models]
         return torch.stack(logits).float().softmax(-1).mean(0).cpu()  # waits for the device
 
@@ -70,9 +70,11 @@ def make_system(name: str, options: Options) -> Case:
 
 def peak_memory(name: str, options: Options) -> float:
     """Returns the peak memory of a system in GiB; call it in a process of its own."""
+    import torch
+
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     make_system(name, options)()
-    if DEVICE.type == "cuda":
+    if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20
 
@@ -80,10 +82,12 @@ def peak_memory(name: str, options: Options) -> float:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and writes the report."""
     options = parse(Options, argv, prog="benchmarks/inference.py", doc=__doc__)
+    import torch  # after --help
+
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         memory = {name: pool.apply(peak_memory, (name, options)) for name in PAPER}
     systems = {name: make_system(name, options) for name in PAPER}
-    device = "cpu" if DEVICE.type == "cpu" else torch.cuda.get_device_name()
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     report = Report("Inference with five facets, with one, and with an ensemble", device)
     shape = f"{options.batch_size} x {options.length} tokens, {options.layers} x {options.hidden}"
     report.compare(shape, take_turns(systems, rounds=options.rounds), "K=1")

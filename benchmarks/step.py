@@ -12,190 +12,47 @@ batches. On a GPU everything runs in bf16; the report then has tokens a second a
 
 from __future__ import annotations
 
-import itertools
-import os
-import shutil
 import sys
-import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import torch
 from pydantic import Field
-from torch import Tensor, nn
-from transformers import BertConfig, BertForMaskedLM
 
-from benchmarks.harness import Case, Report, take_turns
-from multicls.corpus import Corpus
-from multicls.deepspeed_config import complete_deepspeed_config, load_deepspeed_config
-from multicls.distributed import leave_deepspeed, prepare_deepspeed
 from multicls.errors import UserError, run_command
-from multicls.files import read_json, write_json
-from multicls.sample import SAMPLE_CORPUS, sample_model
-from multicls.settings import Settings, load_settings, parse
-from pretrain.batches import MicroBatch, load_steps
-from pretrain.engine import build_engine
-from pretrain.job import build_model, build_streams
-from pretrain.run import prepare_sample_corpus
-from pretrain.settings import PretrainSettings, batch_arithmetic, resolve_micro_batch
-from pretrain.training import Trainer, weighted_sum
+from multicls.settings import Settings, parse
 
 SMALL, BASE = (256, 4), (768, 12)  # hidden size and layers
-GROUP = 10  # examples that are each other's negatives
-BERT = "BertForMaskedLM, plain PyTorch"
-CUDA = torch.cuda.is_available()
-WAIT: Case = torch.cuda.synchronize if CUDA else lambda: None
 
 
 class Options(Settings):
     """Options of the benchmark."""
 
-    parts: list[Literal["small", "base", "ranks"]] = Field(
-        ["small"], description="what is measured"
-    )
+    parts: list[Literal["small", "base", "ranks"]] = Field(["small"], description="what to do")
     rounds: int = Field(10, ge=1, description="rounds of each comparison")
     examples: int = Field(10, ge=10, multiple_of=10, description="examples of a step and rank")
-
-
-@dataclass(frozen=True)
-class Workload:
-    """An encoder of random weights and its training on the sample corpus."""
-
-    shape: tuple[int, int]
-    examples: int = 10  # of a step and rank
-    precision: Any = "bf16" if CUDA else "fp32"
-    ranks: int = 1
-
-    def encoder(self) -> dict[str, Any]:
-        """Returns the fields of the encoder's configuration that make its size."""
-        hidden, layers = self.shape
-        sizes = {"hidden_size": hidden, "num_hidden_layers": layers}
-        return sizes | {"num_attention_heads": hidden // 64, "intermediate_size": 4 * hidden}
-
-    def settings(self, checkpoint: str = "sample") -> PretrainSettings:
-        """Returns the settings of the run."""
-        values: dict[str, Any] = {"model.checkpoint": checkpoint, "model.random_weights": True}
-        values |= {"data.corpus": "sample", "data.num_workers": 0, "train.steps": 1_000_000}
-        values |= {"train.precision": self.precision, "train.negatives_group": GROUP}
-        values["train.global_batch_size"] = self.examples * self.ranks
-        return resolve_micro_batch(load_settings(PretrainSettings, values=values), self.ranks)
-
-    def model(self) -> tuple[Any, Any]:
-        """Returns the model and its tokenizer."""
-        torch.manual_seed(0)
-        with tempfile.TemporaryDirectory() as folder:
-            weights = shutil.ignore_patterns("*.safetensors", "*.bin", "*.onnx")
-            shutil.copytree(sample_model(), folder, ignore=weights, dirs_exist_ok=True)
-            config = Path(folder) / "config.json"
-            write_json(config, read_json(config) | self.encoder())
-            return build_model(self.settings(folder).model, lambda line: None)
-
-    def batches(self, count: int, rank: int = 0) -> list[MicroBatch]:
-        """Returns the first micro-batches of a rank."""
-        model, tokenizer = self.model()
-        corpus = Corpus(SAMPLE_CORPUS)
-        stream = build_streams(self.settings(), corpus, tokenizer, model.config.max_tokens)["train"]
-        sizes = {"size": self.examples, "per_step": self.ranks, "workers": 0}
-        steps = load_steps(stream, range(count), **sizes, rank=rank, ranks=self.ranks)
-        return [batch for step in steps for batch in step]
-
-    def engine_step(self, batches: Sequence[MicroBatch]) -> Case:
-        """Returns a function that makes the next optimizer step with ZeRO-2, over and over `batches`."""
-        settings, file = self.settings(), load_deepspeed_config("ds_configs/zero2.json")
-        batch = batch_arithmetic(settings.train, self.ranks)
-        config = complete_deepspeed_config(file, precision=self.precision, **batch)
-        engine = build_engine(
-            prepare_deepspeed(), self.model()[0], config, settings.train, settings.objective.in_use
-        )
-        trainer = Trainer(engine, settings)
-        numbers, source = itertools.count(), itertools.cycle(batches)
-        return lambda: trainer.train_step([next(source)], next(numbers))
-
-    def bert_step(self, batches: Sequence[MicroBatch]) -> Case:
-        """Returns a step of BertForMaskedLM; in 16 bit, weights, gradients and moments are 16-bit as well."""
-        torch.manual_seed(0)
-        vocabulary = read_json(sample_model() / "config.json")["vocab_size"]
-        model: Any = BertForMaskedLM(BertConfig(vocab_size=vocabulary, **self.encoder()))
-        model.to("cuda" if CUDA else "cpu", torch.bfloat16 if CUDA else torch.float32).train()
-        names = ("input_ids", "attention_mask", "token_type_ids", "labels")
-        return plain_step(lambda x: model(**{name: x[name] for name in names}).loss, model, batches)
-
-
-def plain_step(
-    loss_of: Callable[[dict[str, Tensor]], Tensor], model: nn.Module, batches: Sequence[MicroBatch]
-) -> Case:
-    """Returns a function that makes the next step of a plain PyTorch loop, over and over `batches`."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=2e-5, weight_decay=0.02, fused=True)
-    source, device = itertools.cycle(batches), parameters[0].device
-
-    def step() -> None:
-        loss_of(next(source).to(device).inputs).backward()
-        nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def against_bert(report: Report, name: str, work: Workload, limit: float, rounds: int) -> None:
-    """Compares the engine's step with BertForMaskedLM."""
-    batches = work.batches(8)
-    cases = {BERT: work.bert_step(batches), "ours, ZeRO-2": work.engine_step(batches)}
-    samples = take_turns(cases, rounds=rounds, warmup=2, wait=WAIT)
-    what = f"Step of {name}, {work.precision}, {work.examples} examples"
-    report.compare(what, samples, BERT, {"ours, ZeRO-2": limit})
-    tokens = sum(batch.counts["tokens"] for batch in batches) / len(batches)
-    rows = [[case, tokens / min(seconds)] for case, seconds in samples.items()]
-    rows += [["peak GPU memory of both, GB", torch.cuda.max_memory_allocated() / 1e9]] * CUDA
-    report.table("Tokens a second, without padding", ["case", "value"], rows)
-
-
-def ranks(report: Report, rounds: int) -> None:
-    """Compares ZeRO-2 on two CPU ranks with DDP in the same two processes."""
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_on_rank, (rounds, folder), nprocs=2)
-        samples = read_json(Path(folder) / "samples.json")
-    report.compare("Step on 2 ranks, 4 x 256", samples, "DDP", {"ours, ZeRO-2": 1.08})
-
-
-def _on_rank(rank: int, rounds: int, folder: str) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "DS_ACCELERATOR": "cpu"}
-    store = f"file://{folder}/store"  # where the ranks meet
-    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-    work = Workload(SMALL, ranks=2)
-    batches, (model, _), weights = work.batches(4, rank), work.model(), work.settings().objective
-    model.freeze_unused(weights.in_use)
-    parallel = torch.nn.parallel.DistributedDataParallel(model)
-
-    def loss_of(inputs: dict[str, Tensor]) -> Tensor:
-        return weighted_sum(parallel(**inputs, group_size=GROUP).losses, weights.in_use)
-
-    cases = {"ours, ZeRO-2": work.engine_step(batches)}
-    cases["DDP"] = plain_step(loss_of, parallel, batches)
-    samples = take_turns(cases, rounds=rounds, wait=torch.distributed.barrier)
-    if rank == 0:
-        write_json(Path(folder) / "samples.json", samples)
-    leave_deepspeed()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures the parts and writes the report."""
     options = parse(Options, argv, prog="benchmarks/step.py", doc=__doc__)
-    if "ranks" in options.parts and CUDA:
+    import torch  # after --help
+
+    from benchmarks.harness import Report
+    from benchmarks.training_step import Workload, against_bert, compare_ranks
+    from pretrain.run import prepare_sample_corpus
+
+    cuda = torch.cuda.is_available()
+    if cuda and "ranks" in options.parts:
         raise UserError("--parts ranks: runs on the CPU; set CUDA_VISIBLE_DEVICES='' for it.")
     prepare_sample_corpus()
-    device = torch.cuda.get_device_name() if CUDA else "cpu"
-    report = Report("A training step", device)
+    report = Report("A training step", torch.cuda.get_device_name() if cuda else "cpu")
     models = {"small": ("4 layers x 256", SMALL, 0.45), "base": ("BERT-base", BASE, 0.85)}
     for part in options.parts:
         if part == "ranks":
-            ranks(report, options.rounds)
+            compare_ranks(report, Workload(SMALL, ranks=2), options.rounds)
         else:
             name, shape, limit = models[part]
             against_bert(report, name, Workload(shape, options.examples), limit, options.rounds)

@@ -13,21 +13,22 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[0] = str(REPOSITORY)
 
-import pandas as pd
 import yaml
 from pydantic import Field
 
 from benchmarks.harness import Report
-from finetune.estimates import compare, holm, summarise
 from finetune.results import load_results
 from multicls.errors import UserError, run_command
 from multicls.files import atomic_write
 from multicls.settings import Settings, parse
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 class Options(Settings):
@@ -75,6 +76,8 @@ def averages(runs: pd.DataFrame) -> pd.DataFrame:
 
 def add_answers(report: Report, runs: pd.DataFrame, questions: Mapping[str, list[str]]) -> None:
     """Adds the table of questions: difference, interval, and p-value corrected for all of them."""
+    from finetune.estimates import compare, holm, summarise
+
     systems = {name: summarise(averages(group)).units for name, group in runs.groupby("system")}
     tests = [compare(systems[first], systems[second]) for first, second in questions.values()]
     corrected, rows = holm([test.p for test in tests]), []

@@ -13,25 +13,24 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import numpy as np
-import torch
 import yaml
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
-from transformers import AutoModel, AutoTokenizer
 
-import multicls.modeling_multicls  # noqa: F401 (registers the model)
-from multicls.build import build
 from multicls.console import print_summary
 from multicls.corpus import Corpus, held_out_share
 from multicls.errors import UserError, run_command
 from multicls.files import read_jsonl
 from multicls.sample import SAMPLE_CORPUS, sample_model
 from multicls.settings import Settings, parse
+
+if TYPE_CHECKING:
+    import torch
 
 TOKENS = 40  # of a passage, at least; 64 are read
 PER_DOCUMENT = 20  # passages, so that no long document makes up the result
@@ -66,15 +65,17 @@ def passages_of(corpus: Corpus, fraction: float, tokenizer: Any) -> tuple[list[s
     return texts, np.array(documents)
 
 
-@torch.inference_mode()
 def embeddings_of(model: Any, tokenizer: Any, texts: Sequence[str]) -> dict[str, torch.Tensor]:
     """Returns the normalised embeddings (N, D) of the texts, by the way in which the model is read."""
+    import torch
+
     facets = getattr(model.eval().config, "num_facets", 0)
     rows: dict[str, list[torch.Tensor]] = {"[CLS]": [], "mean over tokens": []}
     for start in range(0, len(texts), 64):
         batch = list(texts[start : start + 64])
         inputs = tokenizer(batch, max_length=64, **TO_TENSORS)
-        outputs = model(**inputs)
+        with torch.inference_mode():
+            outputs = model(**inputs)
         mask = inputs["attention_mask"][..., None].clone()
         mask[:, 1 : 1 + facets] = 0
         rows["[CLS]"].append(outputs.last_hidden_state[:, 0])
@@ -137,6 +138,11 @@ def draw(path: Path, rows: Sequence[Sequence[Any]], losses: Sequence[dict[str, A
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, prints the table and draws the picture."""
     options = parse(Options, argv, prog="tools/first_look.py", doc=__doc__)
+    import torch  # after --help
+    from transformers import AutoModel, AutoTokenizer
+
+    from multicls.build import build
+
     run = Path(options.run)
     if not (run / "hf" / "config.json").exists():
         raise UserError(f"{run}: not a finished run; train it with pretrain/run.py first.")

@@ -46,15 +46,9 @@ settings or data; each problem is printed on a line of its own, and nothing was 
 
 def help_of(command: str) -> str:
     """Returns the help of a command, 100 columns wide."""
-    done = subprocess.run(
-        [sys.executable, *command.split(), "--help"],
-        cwd=REPOSITORY,
-        env=os.environ | {"COLUMNS": "100"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout.strip()
+    words = [sys.executable, *command.split(), "--help"]
+    wide = os.environ | {"COLUMNS": "100"}
+    return subprocess.check_output(words, cwd=REPOSITORY, env=wide, text=True).strip()
 
 
 def page() -> str:
