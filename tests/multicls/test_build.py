@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,29 +114,26 @@ def _config_of(config: Any) -> Callable[[Path], Any]:
     return lambda folder: (config.save_pretrained(folder), wordpiece().save_pretrained(folder))
 
 
+BERT = partial(save_encoder, "bert")
+UNTIED = partial(save_encoder, "roberta", tie_word_embeddings=False)
 RANDOM, SQUEEZE = {"random_weights": True}, SIZES | {"embedding_size": 32}
+ESM = SIZES | {"pad_token_id": 1, "vocab_size": 40}
 REFUSED: list[tuple[Callable[[Path], Any], dict[str, Any], str]] = [
     (_config_of(hf.GPT2Config()), {}, "'gpt2' has no masked-LM class .* BERT, RoBERTa, XLM-R"),
     (_config_of(hf.SqueezeBertConfig(**SQUEEZE)), RANDOM, "'squeezebert' passes by its layers"),
-    (
-        _config_of(hf.EsmConfig(**SIZES, pad_token_id=1, vocab_size=40)),
-        RANDOM,
-        "'esm' does not work",
-    ),
+    (_config_of(hf.EsmConfig(**ESM)), RANDOM, "'esm' does not work"),
     (_config_of(hf.BartConfig()), {}, "'bart' is a decoder or an encoder-decoder"),
     (_own_code, {}, "'secret' is not one of transformers. Code in a checkpoint is never executed"),
-    (
-        lambda folder: save_encoder("roberta", folder, tie_word_embeddings=False),
-        RANDOM,
-        "'roberta' with tie_word_embeddings = false has an MLM head with two biases",
-    ),
+    (UNTIED, RANDOM, "'roberta' with .* head with two biases"),
     (_without_tokenizer, {}, "has no vocabulary"),
     (_without_mask, {}, "has no mask_token"),
     (_deeper, {}, "weights of the encoder"),
-    (lambda folder: folder.rmdir(), {}, "no such folder"),
-    (lambda folder: None, {}, "holds no config.json; of a run, pass RUN/hf"),
-    (lambda folder: save_encoder("bert", folder), {"facet_layers": [2, 4]}, r"in 1\.\.3"),
-    (lambda folder: save_encoder("mpnet", folder), {"num_facets": 60}, r"in 0\.\.59"),
+    (Path.rmdir, {}, "no such folder"),
+    (Path.exists, {}, "holds no config.json; of a run, pass RUN/hf"),
+    (BERT, {"facet_layers": [2, 4]}, r"in 1\.\.3"),
+    (BERT, {"facet_layers": [2, 1]}, "no ascending"),
+    (BERT, {"facet_layers": [1], "num_facets": 0}, "no facets"),
+    (partial(save_encoder, "mpnet"), {"num_facets": 60}, r"in 0\.\.59"),
 ]
 
 

@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from multicls import files
 from multicls.errors import UserError
-
-HOLDER = """
-import sys, time
-from multicls.files import locked
-with locked(sys.argv[1]):
-    print("held", flush=True)
-    time.sleep(600)
-"""
 
 
 def test_atomic_write_keeps_the_old_file_when_the_block_fails(tmp_path: Path) -> None:
@@ -89,29 +79,6 @@ def test_folder_survives_a_kill_between_the_two_renames(tmp_path: Path) -> None:
     with files.atomic_folder(tmp_path / "model") as fresh:
         (fresh / "weights").touch()
     assert [path.name for path in tmp_path.rglob("*")] == ["model", "weights"]
-
-
-def test_a_second_process_names_the_holder_until_it_is_killed(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    command = [sys.executable, "-c", HOLDER, str(folder)]
-    with subprocess.Popen(
-        command, cwd=files.REPOSITORY, stdout=subprocess.PIPE, text=True
-    ) as holder:
-        assert holder.stdout is not None
-        holder.stdout.readline()
-        before = (folder / files.LOCK).read_bytes()
-        try:
-            message = rf"in use by process {holder.pid} on host \S+ since \d{{4}}-"
-            with pytest.raises(files.FolderInUse, match=message), files.locked(folder, patience=0):
-                pass
-            assert f"process {holder.pid} on host" in str(files.lock_holder(folder))
-            assert (folder / files.LOCK).read_bytes() == before
-        finally:
-            holder.kill()
-        holder.wait()
-        assert files.lock_holder(folder) is None
-        with files.locked(folder, patience=0):
-            assert str(os.getpid()) in (folder / files.LOCK).read_text()
 
 
 def test_a_free_folder_has_no_lock_file(tmp_path: Path) -> None:

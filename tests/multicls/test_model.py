@@ -93,20 +93,6 @@ def test_parameter_counts_of_the_paper(shape: dict[str, int], millions: float) -
     assert round((count + 17 * config.hidden_size) / 1e6, 1) == millions
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"facet_layers": [4]}, r"1\.\.3"),
-        ({"facet_layers": [2, 1]}, "ascending"),
-        ({"num_facets": 0, "facet_layers": [1]}, "no facets"),
-        ({"num_facets": 39}, "num_facets"),
-    ],
-)
-def test_settings_out_of_range(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        tiny(**changes)
-
-
 def attend_within_sequences(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
@@ -189,4 +175,3 @@ def test_only_the_heads_of_the_objectives_are_computed(objectives: tuple[str, ..
 def test_default_layers_stand_before_global_ones() -> None:
     encoder = encoder_config("modernbert", num_hidden_layers=22)
     assert MultiClsConfig(encoder=encoder).facet_layers == [6, 15]
-    assert MultiClsConfig(encoder=encoder, num_facets=0).facet_layers == []
