@@ -131,7 +131,8 @@ def draw(path: Path, rows: Sequence[Sequence[Any]], losses: Sequence[dict[str, A
     title = f"Find the next passage among {CANDIDATES}"
     right.set(xticks=place, ylabel="recall at 1, %", title=title)
     right.set_xticklabels([row[0] for row in rows])
-    right.legend(loc="lower right")
+    right.margins(y=0.2)
+    right.legend(loc="upper right", ncols=2)
     figure.savefig(path, dpi=110)
 
 
