@@ -1,37 +1,31 @@
-"""Runs of finetune/run.py in this process, and invented results folders."""
+"""Runs of finetune/run.py in this process, invented runs, and files of rows."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
-from finetune.results import FORMAT, PREDICTIONS, RECORD, load_predictions
+from finetune.results import load_predictions, write_run
 from finetune.run import run_finetune
 from finetune.settings import RunSettings
-from finetune.tasks import TASKS, Example, example_arrays
-from multicls.files import write_json
+from finetune.subsets import select_rows
+from finetune.tasks import TASKS, Example, TaskData
 from multicls.settings import load_settings
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def settings_of(model: Path | str, data: Path, output: Path, **values: Any) -> RunSettings:
-    """Returns quick settings; dots in names are written as __."""
-    quick = {
-        "model": str(model),
-        "task": "sst2",
-        "head": "cls",
-        "data_dir": str(data),
-        "output_dir": str(output),
-        "max_length": 24,
-        "train.learning_rate": 3e-3,
-    }
-    changes = {name.replace("__", "."): value for name, value in values.items()}
-    return load_settings(
-        RunSettings, values={k: v for k, v in (quick | changes).items() if v != ""}
-    )
+    """Returns quick settings; dots in names are written as __, and "" leaves one at its default."""
+    quick: dict[str, Any] = {"model": str(model), "task": "sst2", "head": "cls", "max_length": 24}
+    quick |= {"data_dir": str(data), "output_dir": str(output), "train.learning_rate": 3e-3}
+    quick |= {name.replace("__", "."): value for name, value in values.items()}
+    return load_settings(RunSettings, values={k: v for k, v in quick.items() if v != ""})
 
 
 def finetune(model: Path | str, data: Path, output: Path, **values: Any) -> dict[str, Any]:
@@ -46,51 +40,29 @@ def logits_of(record: dict[str, Any], split: str = "dev", task: int = 0) -> Arra
 
 
 def fake_run(
-    folder: Path, system: str, task: str = "rte", skill: float = 1.0, rows: int = 60, **values: Any
+    folder: Path, system: str, skill: float = 1.0, rows: int = 60, test: bool = False, **values: Any
 ) -> None:
-    """Writes a run whose logits are `skill` times the truth plus noise of its seeds; `values` are of its record."""
-    known = TASKS[task]
-    run: dict[str, Any] = {"pretraining": 1, "subset": 1, "seed": 1, "train_size": "100"} | values
-    numbers = [run["seed"], run["subset"], run["pretraining"], len(system), abs(int(99 * skill))]
-    noise = np.random.default_rng(numbers).normal(size=(rows, 2))
-    labels = np.arange(rows) % 2
-    outputs = 2 * skill * np.eye(2)[labels] + noise
-    score = float((outputs.argmax(axis=1) == labels).mean())
-    entry: dict[str, Any] = {
-        "task": task,
-        "metric": known.metrics[0],
-        "score": score,
-        "scores": {known.metrics[0]: score},
-        "baseline": 0.5,
-        "selection_score": score,
-        "tests": {},
-        "description": known.describe(),
-        "train_rows": 100,
-        "validation_rows": 0,
-        "dev_rows": rows,
-        "warnings": [],
-        "notes": [],
-    }
-    shared = {
-        "format": FORMAT,
-        "system": system,
-        "head": "mean",
-        "selection": "dev",
-        "search": {},
-        "weights_sha256": "w",
-        "data_sha256": "d",
-        "seconds": 1.0,
-        "device": "cpu",
-        "precision": "fp32",
-        "settings": {"train.epochs": 2},
-    }
-    entry |= {name: value for name, value in values.items() if name in entry}
-    record = shared | run | {"tasks": [entry]}
-    name = f"p{run['pretraining']}-d{run['subset']}-s{run['seed']}"
-    examples = [Example(f"dev:{n}", ("a",), float(label)) for n, label in enumerate(labels)]
-    arrays = example_arrays(examples, outputs)
-    splits = ("dev", *entry["tests"])
-    named = {f"{task}.{split}.{n}": array for split in splits for n, array in arrays.items()}
-    folder = folder / system / f"{task}-{run['train_size']}" / name
-    write_json(folder / RECORD, record)
-    np.savez(folder / PREDICTIONS, allow_pickle=False, **named)
+    """Writes a run on invented rows whose outputs are `skill` times the truth plus noise of its seeds."""
+    values = {"task": "rte", "train_size": 100, "name": system} | values
+    settings = settings_of("m", folder, folder, **values)
+    examples = [Example(f"train:{n}", ("a",), float(n % 2)) for n in range(200)]
+    data = TaskData(TASKS[settings.task], examples, examples[:rows], examples[:80] * test)
+    part = select_rows(data, settings.train_size, settings.subset, settings.selection == "holdout")
+    seeds = [settings.seed, settings.subset, settings.pretraining, len(system), int(99 * skill)]
+    noise, outputs = np.random.default_rng(seeds), {}
+    for split in part.splits.keys() - {"train"}:
+        truth = np.eye(2)[[int(example.label) for example in part.splits[split]]]
+        outputs[split] = 2 * skill * truth + noise.normal(size=truth.shape)
+    hashes = {"weights_sha256": "w", "data_sha256": data.sha256}
+    fields = {"settings": settings.compared(), "seconds": 1.0, **hashes}
+    write_run(settings, [part], [outputs], fields, None, None)
+
+
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> str:
+    """Writes rows as a table (.csv) or as lines of JSON, and returns the name of the file."""
+    rows = list(rows)
+    if path.suffix == ".csv":
+        pd.DataFrame(rows, dtype=object).to_csv(path, index=False)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -15,7 +14,7 @@ from finetune.analyze import main
 from finetune.results import load_predictions
 from multicls.errors import UserError
 from multicls.files import read_json
-from tests.finetune.runs import finetune
+from tests.finetune.runs import finetune, write_rows
 
 
 def embeddings(rows: int = 400, seed: int = 0) -> np.ndarray:
@@ -111,8 +110,7 @@ def test_runs_without_a_model_are_refused(tmp_path: Path) -> None:
 
 def test_rows_with_several_labels(tiny_bert: Path, tmp_path: Path) -> None:
     rows = [{"text": f"len bal {n}", "label": ["x", "y"][: n % 3]} for n in range(60)]
-    (tmp_path / "own.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    own = {"own__train_file": str(tmp_path / "own.jsonl"), "train__max_steps": 2}
-    settings = {"task": "", "data_dir": "", "save_model": True, **own}
-    run = finetune(tiny_bert, tmp_path, tmp_path / "r", **settings)["path"]
+    file = write_rows(tmp_path / "own.jsonl", rows)
+    own = {"task": "", "data_dir": "", "own__train_file": file, "train_size": "full"}
+    run = finetune(tiny_bert, tmp_path, tmp_path / "r", **QUICK | own)["path"]
     assert main([run]) == 0 and read_json(Path(run, "analysis.json"))["rows"] == 12

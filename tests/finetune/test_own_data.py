@@ -15,17 +15,9 @@ from finetune.settings import OwnDataSettings
 from finetune.tables import read_table
 from finetune.tasks import Example, Task, TaskData
 from multicls.errors import UserError
+from tests.finetune.runs import write_rows
 
 Rows = Sequence[dict[str, Any]]
-
-
-def write(path: Path, rows: Rows) -> str:
-    frame = pd.DataFrame(list(rows), dtype=object)
-    if path.suffix == ".csv":
-        frame.to_csv(path, index=False)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
 
 
 def labelled(*labels: Any) -> list[dict[str, Any]]:
@@ -35,11 +27,9 @@ def labelled(*labels: Any) -> list[dict[str, Any]]:
 def read(
     folder: Path, rows: Rows, dev: Rows | None = None, suffix: str = "jsonl", **own: Any
 ) -> tuple[Task, TaskData]:
-    files = {
-        "train_file": write(folder / f"t.{suffix}", rows),
-        "dev_file": write(folder / f"d.{suffix}", dev or rows),
-    }
-    data = load_own(OwnDataSettings(**files, **own))
+    own["train_file"] = write_rows(folder / f"t.{suffix}", rows)
+    own["dev_file"] = write_rows(folder / f"d.{suffix}", dev or rows)
+    data = load_own(OwnDataSettings(**own))
     return data.task, data
 
 
@@ -118,7 +108,7 @@ def test_columns_of_other_names(tmp_path: Path) -> None:
 def test_a_share_of_the_train_file_is_dev(tmp_path: Path) -> None:
     rows = labelled(*("abbb"[n % 4] for n in range(100)))
     rows[7] = rows[3]  # twice the same row
-    own = OwnDataSettings(train_file=write(tmp_path / "t.csv", rows), dev_share=0.3)
+    own = OwnDataSettings(train_file=write_rows(tmp_path / "t.csv", rows), dev_share=0.3)
     data = load_own(own)
     assert len(data.train) + len(data.dev) == 100 and 29 <= len(data.dev) <= 31
     assert abs(sum(row.label == 0 for row in data.dev) - 7.5) < 1.5, "classes in proportion"

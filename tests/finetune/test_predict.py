@@ -18,20 +18,11 @@ from finetune.tasks import TASKS
 from multicls.errors import UserError
 from multicls.files import write_json
 from tests.finetune.conftest import NOUNS
-from tests.finetune.runs import finetune
+from tests.finetune.runs import finetune, write_rows
 
 WORDS = {"fine": "nar", "poor": "ros", "same": "lol"}
 LABELS = [list(WORDS)[n % 3] for n in range(48)]
 TEXTS = [f"len {NOUNS[n % 6]} los {WORDS[LABELS[n]]}" for n in range(48)]
-
-
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
-    table = pd.DataFrame(rows)
-    if path.suffix == ".csv":
-        table.to_csv(path, index=False)
-    else:
-        table.to_json(path, orient="records", lines=True)
-    return str(path)
 
 
 def train(model: Path, folder: Path, rows: list[dict[str, Any]], **values: Any) -> str:
@@ -66,22 +57,14 @@ def test_rows_are_labelled(
 
 def test_cells_and_columns_of_the_rows_stay(tmp_path: Path) -> None:
     """Predictions keep long numbers, dates, lists and letters, and replace earlier predictions."""
-    cells: dict[str, Any] = {
-        "predicted_label": "0",
-        "w": "ä",
-        "n": 0.1234567890123456,
-        "l": ["a", 1],
-    }
+    cells = {"w": "ä", "n": 0.1234567890123456, "l": ["a", 1], "t": date(2026, 1, 2)}
     answers = answers_of(TASKS["sst2"], np.array([[0.0, 1.0]], dtype=np.float32))
-    rows: RawRows = [("1", cells | {"t": date(2026, 1, 2)}), ("2", {})]
+    rows: RawRows = [("1", {"predicted_label": "0"} | cells), ("2", {})]
     write_answers(tmp_path / "o.csv", rows, answers.set_axis(["1"]))
     table = pd.read_csv(tmp_path / "o.csv", dtype=str, keep_default_na=False)
     first, second = table.to_dict("records")
-    assert first["predicted_label"] == "1"
-    assert (
-        first.items()
-        > {"w": "ä", "n": "0.1234567890123456", "l": '["a", 1]', "t": "2026-01-02"}.items()
-    )
+    texts = {"w": "ä", "n": "0.1234567890123456", "l": '["a", 1]', "t": "2026-01-02"}
+    assert first.items() > {"predicted_label": "1", **texts}.items()
     assert not any(second.values())
 
 
@@ -90,13 +73,10 @@ def test_several_labels_a_row(tiny_bert: Path, tmp_path: Path) -> None:
     """A label with a comma in its name stays one label."""
     names, words = ["New York, NY", "b"], (("ros", "nar"), ("tun", "pel"))
     marks = [(n % 2, n // 2 % 2) for n in range(40)]
-    rows = [
-        {
-            "text": f"{NOUNS[n % 5]} {words[0][first]} {words[1][second]}",
-            "label": [name for name, on in zip(names, (first, second), strict=True) if on],
-        }
-        for n, (first, second) in enumerate(marks)
-    ]
+    rows = []
+    for n, (first, second) in enumerate(marks):
+        text = f"{NOUNS[n % 5]} {words[0][first]} {words[1][second]}"
+        rows.append({"text": text, "label": names[:1] * first + names[1:] * second})
     model = train(tiny_bert, tmp_path, rows, train__batch_size=4)
     assert main([model, write_rows(tmp_path / "n.jsonl", rows)]) == 0
     answers = pd.read_csv(tmp_path / "n.predictions.csv")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
@@ -18,10 +17,10 @@ from finetune.settings import OwnDataSettings
 from finetune.subsets import draw_rows, hold_out, select_rows
 from finetune.tasks import TASKS, Example, TaskData
 from multicls.errors import UserError
+from tests.finetune.runs import write_rows
 
-SKEWED = [
-    float(row % 10 == 0) + float(row % 50 == 0) for row in range(500)
-]  # 450, 40 and 10 rows of three classes
+# 450, 40 and 10 rows of three classes
+SKEWED = [float(row % 10 == 0) + float(row % 50 == 0) for row in range(500)]
 
 
 def sha256(values: Iterable[object]) -> str:
@@ -50,10 +49,8 @@ def test_smaller_samples_are_part_of_larger_ones_and_a_large_size_takes_all() ->
 def test_committed_hash_of_the_holdout() -> None:
     rows = draw_rows(500, 100, 1)
     labels = [SKEWED[row] for row in rows]
-    assert (
-        sha256(sorted(hold_out(rows, labels, rows, 0.2, 1)))
-        == "2a06517c57e3b243fb33012dc758f0d847d1d4aaf4991fc00b6f4b6a408a0ef1"
-    )
+    expected = "2a06517c57e3b243fb33012dc758f0d847d1d4aaf4991fc00b6f4b6a408a0ef1"
+    assert sha256(sorted(hold_out(rows, labels, rows, 0.2, 1))) == expected
 
 
 def test_holdout_keeps_classes_in_proportion_and_units_together() -> None:
@@ -97,17 +94,9 @@ def test_the_hash_covers_all_but_names_of_files() -> None:
         return TaskData(replace(TASKS["sst2"], labels=labels), list(rows), []).sha256
 
     row = Example("train:1", ("a", "b"), 1.0)
-    other: dict[str, Any] = {
-        "texts": ("a", "c"),
-        "label": 0.0,
-        "part": "m",
-        "choices": ("x",),
-        "spans": ((0, 0, 1),),
-        "group": "g",
-        "answer": "z",
-        "labels": (1.0,),
-        "passage": "p",
-    }
+    other: dict[str, Any] = {"part": "m", "group": "g", "answer": "z", "passage": "p"}
+    other |= {"texts": ("a", "c"), "label": 0.0, "labels": (1.0,)}
+    other |= {"choices": ("x",), "spans": ((0, 0, 1),)}
     hashes = {sha256(row), sha256(row, labels=("neg", "pos")), sha256(row, row)}
     hashes |= {sha256(replace(row, **{name: value})) for name, value in other.items()}
     assert len(hashes) == 3 + len(other) and set(vars(row)) == {*other, "id"}
@@ -116,8 +105,7 @@ def test_the_hash_covers_all_but_names_of_files() -> None:
 
 def test_several_labels_a_row_are_drawn_and_held_out(tmp_path: Path) -> None:
     rows = [{"text": f"{n}", "label": ["a", "b"][n % 2 : n % 3 + 1]} for n in range(40)]
-    (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    file = str(tmp_path / "own.jsonl")
+    file = write_rows(tmp_path / "own.jsonl", rows)
     data = load_own(OwnDataSettings(train_file=file, test_file=file))
     splits = select_rows(data, 20, 1, True).splits
     sizes = {"train": 16, "validation": 4, "dev": 8, "test": 40}
