@@ -11,12 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    BertConfig,
-    TextClassificationPipeline,
-)
+from transformers import AutoModelForSequenceClassification, BertConfig, TextClassificationPipeline
 
 from finetune.heads import FITTED, HEADS
 from finetune.heads.build import Incompatible, load_fine_tuned
@@ -29,6 +24,7 @@ from multicls.errors import UserError
 from multicls.modeling_multicls import MultiClsForSequenceClassification
 from multicls.settings import load_settings
 from tests.finetune.models import ENCODERS, SIZES, about, batch, load, make, parameters
+from tests.processes import completed
 
 TRAINED = [head for head in HEADS if head not in FITTED]
 
@@ -99,10 +95,9 @@ def test_heads_train_all_they_hold_and_padding_changes_nothing(
     assert [key for key, parameter in model.named_parameters() if parameter.grad is None] == []
     model.eval()
     alone = {key: value[1:2, :7] for key, value in whole.items()}
-    assert torch.allclose(model(**whole).logits[1], model(**alone).logits[0], atol=1e-5)
-    assert not torch.allclose(
-        model(**whole).logits[1], model(whole["input_ids"]).logits[1], atol=1e-5
-    ), "control"
+    logits, unmasked = model(**whole).logits[1], model(whole["input_ids"]).logits[1]
+    assert torch.allclose(logits, model(**alone).logits[0], atol=1e-5)
+    assert not torch.allclose(logits, unmasked, atol=1e-5), "control"
 
 
 def test_tasks_of_all_shapes() -> None:
@@ -202,7 +197,7 @@ def test_a_saved_model_says_what_it_was_trained_on(tiny_bert: Path) -> None:
 def test_pipelines_give_probabilities_or_the_score(
     task: dict[str, Any], problem_type: str, expected: Any, tiny_bert: Path, tmp_path: Path
 ) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
+    _, tokenizer = load(tiny_bert)
     encoder = BertConfig(**SIZES | {"vocab_size": len(tokenizer)})
     save_model(make(encoder, "cls", task), tokenizer, tmp_path / "saved")
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
@@ -210,9 +205,8 @@ def test_pipelines_give_probabilities_or_the_score(
     classify: Any = TextClassificationPipeline(model=model, tokenizer=tokenizer)
     found = {answer["label"]: answer["score"] for answer in classify(["len bal"], top_k=None)[0]}
     logits = model.eval()(**tokenizer("len bal", return_tensors="pt")).logits[0]
-    assert found == pytest.approx(
-        dict(zip(task["labels"] or ["score"], expected(logits).tolist(), strict=True))
-    )
+    names = task["labels"] or ["score"]
+    assert found == pytest.approx(dict(zip(names, expected(logits).tolist(), strict=True)))
 
 
 def test_the_loss_of_several_labels() -> None:
@@ -285,16 +279,12 @@ def test_saved_models_load_without_the_project(
             assert torch.equal(again(**inputs).logits, logits)
         assert again.config.id2label == {0: "0", 1: "1"} and (folder / "model.safetensors").exists()
         torch.save(inputs | {"logits": logits}, folder / "inputs.pt")
-        folders.append(str(folder))
+        folders.append(folder)
     (tmp_path / "load.py").write_text(LOAD, encoding="utf-8")
     environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
-    subprocess.run(
-        [sys.executable, "-I", str(tmp_path / "load.py"), *folders],
-        cwd=tmp_path,
-        env=environment,
-        check=True,
-        stdin=subprocess.DEVNULL,
-    )
+    words = [sys.executable, "-I", tmp_path / "load.py", *folders]
+    done = completed(words, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(("size", "millions"), [("base", 117.74), ("large", 349.82)])

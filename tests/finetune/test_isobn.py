@@ -18,10 +18,8 @@ FIXTURE = Path(__file__).parents[1] / "fixtures" / "isobn_a.safetensors"
 def rows(count: int, dim: int = 6, seed: int = 0) -> Tensor:
     """Correlated dimensions of very different spread, far from 0."""
     generator = torch.Generator().manual_seed(seed)
-    mixed = torch.randn(count, dim, generator=generator) @ torch.randn(
-        dim, dim, generator=generator
-    )
-    return mixed * torch.logspace(-2, 1, dim) + 1
+    drawn, mixing = (torch.randn(n, dim, generator=generator) for n in (count, dim))
+    return drawn @ mixing * torch.logspace(-2, 1, dim) + 1
 
 
 def test_equals_the_authors_code() -> None:
@@ -31,9 +29,8 @@ def test_equals_the_authors_code() -> None:
     norm = IsotropicBatchNorm(given["batches"].shape[-1], **options)
     for batch, expected in zip(given["batches"], given["train_out"], strict=True):
         torch.testing.assert_close(norm(batch), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(
-        norm.eval()(given["batches"][0]), given["eval_out"], rtol=1e-5, atol=1e-5
-    )
+    evaluated = norm.eval()(given["batches"][0])
+    torch.testing.assert_close(evaluated, given["eval_out"], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(norm.sigma, given["moving_std"])
     torch.testing.assert_close(norm.Sigma, given["moving_cov"])
 
@@ -51,9 +48,8 @@ def test_is_the_formula_written_out(beta: float) -> None:
         Sigma += 0.95 * (centred.T @ centred / 9 - Sigma)
     theta = torch.zeros(6).double()
     for i in range(6):
-        gamma = sum(
-            min(abs(float(Sigma[i, j] / (sigma[i] * sigma[j]))), 1.0) ** 2 for j in range(6)
-        )
+        correlations = [abs(float(Sigma[i, j] / (sigma[i] * sigma[j]))) for j in range(6)]
+        gamma = sum(min(correlation, 1.0) ** 2 for correlation in correlations)
         assert gamma > 1.2, "the rows are correlated"
         theta[i] = (sigma[i] * gamma + 0.1) ** -beta
     v = Sigma.diagonal()
@@ -127,36 +123,31 @@ def test_rows_that_do_not_count_move_nothing(kind: Any) -> None:
         assert torch.equal(buffer, before[name])
 
 
-def normalise_on_rank(rank: int, folder: Path) -> None:
-    """Saves what one of two ranks makes of unequal shares: 3 and 6 of 9 rows, then 1 and none of one row."""
-    isobn, batch = IsotropicBatchNorm(6), BatchNorm(6)
-    found = []
+def normalise(share: slice, counted: bool = True) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Returns what both norms make of a share of 9 rows, twice, and their statistics after one more row."""
+    norms, found = nn.ModuleList([IsotropicBatchNorm(6), BatchNorm(6)]), []
     for seed in (1, 2):
-        h = rows(9, seed=seed)[slice(0, 3) if rank == 0 else slice(3, 9)].requires_grad_()
-        normed = batch(h)
+        h = rows(9, seed=seed)[share].requires_grad_()
+        isotropic, normed = (norm(h) for norm in norms)
         (gradient,) = torch.autograd.grad(normed.square().sum() + normed.pow(3).sum(), h)
-        found += [isobn(h).detach(), normed.detach(), gradient]
-    for norm in (isobn, batch):
-        norm(rows(1), counted=rank == 0)
-    torch.save([found, isobn.state_dict(), batch.state_dict()], folder / f"isobn_{rank}.pt")
+        found += [isotropic.detach(), normed.detach(), gradient]
+    for norm in norms:
+        norm(rows(1), counted=counted)
+    return found, norms.state_dict()
+
+
+def normalise_on_rank(rank: int, folder: Path) -> None:
+    """Saves the results of one of two ranks with unequal shares: 3 and 6 of 9 rows, then 1 and none of one row."""
+    results = normalise(slice(0, 3) if rank == 0 else slice(3, 9), counted=rank == 0)
+    torch.save(results, folder / f"isobn_{rank}.pt")
 
 
 def assert_ranks_are_one_batch(folder: Path) -> None:
     """Compares what both ranks have saved with one rank that has all rows."""
-    (first, *states), (second, *others) = (
-        torch.load(folder / f"isobn_{rank}.pt") for rank in (0, 1)
-    )
-    isobn, batch = IsotropicBatchNorm(6), BatchNorm(6)
-    for index, seed in enumerate((1, 2)):
-        h = rows(9, seed=seed).requires_grad_()
-        normed = batch(h)
-        (gradient,) = torch.autograd.grad(normed.square().sum() + normed.pow(3).sum(), h)
-        for place, expected in enumerate((isobn(h), normed, gradient)):
-            got = torch.cat([first[3 * index + place], second[3 * index + place]])
-            torch.testing.assert_close(got, expected.detach(), rtol=1e-3, atol=1e-3)
-    for state, other, single in zip(
-        states, others, (isobn.state_dict(), batch.state_dict()), strict=True
-    ):
-        for name, value in single.items():
-            torch.testing.assert_close(state[name], value)
-            assert torch.equal(state[name], other[name])
+    (first, state), (second, other) = (torch.load(folder / f"isobn_{rank}.pt") for rank in (0, 1))
+    expected, single = normalise(slice(0, 9))
+    for *shares, whole in zip(first, second, expected, strict=True):
+        torch.testing.assert_close(torch.cat(shares), whole, rtol=1e-3, atol=1e-3)
+    for name, value in single.items():
+        torch.testing.assert_close(state[name], value)
+        assert torch.equal(state[name], other[name])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from finetune.benchmarks import read_task
 from finetune.encoding import Encoded
 from finetune.heads.build import build_model
 from finetune.predict import predict
+from finetune.run import run_finetune
+from finetune.subsets import draw_rows
 from finetune.tasks import TASKS, Example
 from finetune.training import Chunk, ChunkSampler, _class_weights, row_batches, task_batches
 from multicls.errors import UserError
@@ -31,7 +34,7 @@ from multicls.settings import to_yaml
 from tests.finetune.conftest import Tune
 from tests.finetune.runs import finetune, logits_of, settings_of
 from tests.finetune.test_isobn import assert_ranks_are_one_batch
-from tests.processes import free_ports, until
+from tests.processes import completed, free_ports, program, until
 
 PLAIN: dict[str, Any] = {
     "train__learning_rate": 1e-3,
@@ -48,8 +51,6 @@ PLAIN: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def still_bert(tiny_bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny BERT without dropout."""
-    import shutil
-
     folder = tmp_path_factory.mktemp("still") / "bert"
     shutil.copytree(tiny_bert, folder)
     off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -59,8 +60,6 @@ def still_bert(tiny_bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 def plain_loop(folder: Path, glue: Path, **changes: float) -> np.ndarray[Any, Any]:
     """Trains Hugging Face's classifier by a plain loop and returns its outputs for the dev rows."""
-    from finetune.subsets import draw_rows
-
     values = {"max_grad_norm": 0.5, "weight_decay": 1.0} | changes
     data = read_task(TASKS["sst2"], str(glue))
     start, tokenizer = build_model(settings_of(folder, glue, Path("x")), [TASKS["sst2"]])
@@ -196,9 +195,8 @@ def test_training_arguments_and_class_weights_are_used(
         assert np.abs(plain - other).max() > 1e-5
     calls = mock.Mock(wraps=torch.utils.checkpoint.checkpoint)
     monkeypatch.setattr("transformers.modeling_utils.checkpoint", calls)
-    same = finetune(
-        still_bert, glue, tmp_path / "c", **PLAIN, trainer={"gradient_checkpointing": "True"}
-    )
+    checkpointing = {"trainer": {"gradient_checkpointing": "True"}}
+    same = finetune(still_bert, glue, tmp_path / "c", **PLAIN, **checkpointing)
     assert calls.called
     np.testing.assert_allclose(plain, logits_of(same), atol=1e-5)
 
@@ -244,10 +242,8 @@ def test_a_killed_run_resumes_with_the_same_numbers(
         process.wait()
     assert not (folder / "record.json").exists()
     (folder / "checkpoint-55").mkdir(exist_ok=True)
-    done = subprocess.run(
-        command(tmp_path, settings), cwd=REPOSITORY, capture_output=True, text=True, check=True
-    )
-    assert "resuming from step" in done.stdout
+    done = completed(command(tmp_path, settings), cwd=REPOSITORY)
+    assert done.returncode == 0 and "resuming from step" in done.stdout, done.stderr
     record = read_json(folder / "record.json")
     assert record["history"] == expected["history"]
     assert record["best_step"] == expected["best_step"]
@@ -267,6 +263,7 @@ def test_a_checkpoint_of_other_settings_is_not_used(
     assert [entry["step"] for entry in record["history"]] == [5, 10]
 
 
+rank_cases = Path(__file__).with_name("rank_cases.py")  # which imports this module
 RANKS: dict[str, dict[str, Any]] = {
     "ddp": {},
     "accumulated": {"train__micro_batch_size": 1},
@@ -293,16 +290,9 @@ def case(name: str, model: str, glue: str, output: str, several: bool) -> Any:
 @pytest.fixture(scope="module")
 def launched(still_bert: Path, glue: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
-    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node", "2"]
-    torchrun.append(f"--master_port={free_ports(1)[0]}")
-    script = str(Path(__file__).with_name("rank_cases.py"))
-    done = subprocess.run(
-        [*torchrun, script, str(still_bert), str(glue), str(folder)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    torchrun = [program("torchrun"), "--nproc_per_node=2", f"--master_port={free_ports(1)[0]}"]
+    words = [*torchrun, rank_cases, still_bert, glue, folder]
+    done = completed(words, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
@@ -313,8 +303,6 @@ def launched(still_bert: Path, glue: Path, tmp_path_factory: pytest.TempPathFact
 def test_two_ranks_equal_one(
     name: str, launched: Path, still_bert: Path, glue: Path, tmp_path: Path
 ) -> None:
-    from finetune.run import run_finetune
-
     alone = run_finetune(case(name, str(still_bert), str(glue), str(tmp_path), several=False))
     together = read_json(next((launched / name).glob("*/*/*/record.json")))
     assert (alone["ranks"], together["ranks"]) == (1, 2)

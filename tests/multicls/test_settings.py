@@ -183,6 +183,7 @@ FINETUNING = ("run", "grid", "report", "predict", "analyze", "submit")
 COMMANDS += [f"finetune/{name}" for name in FINETUNING]
 QUICK = [*product(COMMANDS, [("--help", 0, ""), ("--no_such_flag", 2, "no such flag")])]
 QUICK += [("pretrain/run", ("--status --output_dir nowhere", 3, "not begun"))]
+QUICK += [("finetune/run", ("--model m --task rte --head x", 2, "no such head"))]
 IMPORTS = """
 import os, runpy, sys
 heavy = {"torch", "transformers", "deepspeed", "datasets", "pandas", "distributed"}
