@@ -119,9 +119,9 @@ def _cell(value: Any) -> str:
 
 def machine() -> str:
     """Returns processor, number of cores and memory."""
-    found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    match = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    processor = found[1].strip() if found else platform.machine()
+    processor = match[1].strip() if match else platform.machine()
     return f"{processor}, {os.cpu_count()} cores, {gib:.0f} GiB"
 
 

@@ -147,17 +147,17 @@ def _encode(
     """Yields the documents as tokens, encoding many sentences at a time."""
     for batch in _batched(documents, lambda document: len(document[1]), BATCH_SENTENCES):
         try:
-            tokens, lengths = encoder.encode([sentence for _, found in batch for sentence in found])
+            tokens, lengths = encoder.encode([text for _, texts in batch for text in texts])
         except Exception as error:  # of the tokenizer: find the document, which alone is dropped
             if len(batch) == 1:
                 _failed(error, *batch[0], drops)
             for document in batch if len(batch) > 1 else ():
                 yield from _encode([document], encoder, drops)
             continue
-        ends = np.cumsum([len(found) for _, found in batch])[:-1]
+        ends = np.cumsum([len(texts) for _, texts in batch])[:-1]
         spans = np.split(tokens, np.cumsum(lengths)[ends - 1])
-        for (raw, found), span, sizes in zip(batch, spans, np.split(lengths, ends), strict=True):
-            yield from _document(raw, found, span, sizes, drops)
+        for (raw, texts), span, sizes in zip(batch, spans, np.split(lengths, ends), strict=True):
+            yield from _document(raw, texts, span, sizes, drops)
 
 
 def _document(

@@ -43,10 +43,10 @@ def clean(raw: RawDocument, rules: frozenset[str], language: str, drops: DropLog
         lines = _with_holes(lines, raw.format, "holes" in rules)
         sentence_rules = [*SENTENCE_RULES, HOLE_RULE]
     for rule, reason, find in LINE_RULES if raw.format != "sentences" else ():
-        found = find(lines, raw.format == "wikipedia") if rule in rules else ()
-        for i in sorted(found):
+        dropped = find(lines, raw.format == "wikipedia") if rule in rules else ()
+        for i in sorted(dropped):
             drops.add(reason, raw, lines[i].text, len(lines[i].text))
-        lines = [line for i, line in enumerate(lines) if i not in found]
+        lines = [line for i, line in enumerate(lines) if i not in dropped]
     texts = [line.text.strip() for line in lines]
     if raw.format != "sentences":
         texts = [sentence for text in texts for sentence in split_paragraph(text, language)]
@@ -73,11 +73,11 @@ def lines_of(text: str, text_format: TextFormat) -> list[Line]:
     if text_format not in marks:
         return [Line(text) for text in texts]
     mark, heading = marks[text_format]
-    found = []
+    marked = []
     for line in texts:
         match = heading.fullmatch(line) if line[0] == mark else None
-        found.append(Line(match[2] or "", len(match[1])) if match else Line(line))
-    return [line for line in found if line.text.strip() or line.level]
+        marked.append(Line(match[2] or "", len(match[1])) if match else Line(line))
+    return [line for line in marked if line.text.strip() or line.level]
 
 
 # Text that was wrapped by hand.
@@ -232,7 +232,7 @@ def _end_matter(lines: list[Line], dotted: bool) -> set[int]:
     They last from a heading such as References to the next heading of the same or a higher level,
     or, where headings have no levels, to the next paragraph of prose.
     """
-    found = set()
+    numbers = set()
     inside: int | None = None  # level of the heading that began it, 0 if it has none
     for i, (text, level) in enumerate(lines):
         if inside is not None and (0 < level <= (inside or 6) or (not inside and is_prose(text))):
@@ -240,8 +240,8 @@ def _end_matter(lines: list[Line], dotted: bool) -> set[int]:
         if inside is None and len(text) <= HEADING_LENGTH and _END_MATTER.fullmatch(text.strip()):
             inside = level
         if inside is not None:
-            found.add(i)
-    return found
+            numbers.add(i)
+    return numbers
 
 
 def _headings(lines: list[Line], dotted: bool) -> set[int]:

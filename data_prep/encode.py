@@ -103,9 +103,9 @@ class TextEncoder:
         lengths = self._lengths[entries]
         ends = np.cumsum(lengths)
         # Place of each token in the table: the start of its word's entry plus its place in the word.
-        places = np.arange(ends[-1]) + np.repeat(self._starts[entries] - (ends - lengths), lengths)
+        index = np.arange(ends[-1]) + np.repeat(self._starts[entries] - (ends - lengths), lengths)
         bounds = np.concatenate([ends[entries == 0], ends[-1:]])  # entry 0 is the end of a sentence
-        return self._tokens[places], np.diff(bounds, prepend=0)
+        return self._tokens[index], np.diff(bounds, prepend=0)
 
     def _look_up(self, words: list[str]) -> np.ndarray:
         """Returns the table entries of distinct words, (W,), and adds the new ones to the table."""
@@ -122,8 +122,8 @@ class TextEncoder:
 
     def _tokenize(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Returns the ids of all texts, concatenated, and the number of each text."""
-        found = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        ids = [encoding.ids for encoding in found]
+        encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        ids = [encoding.ids for encoding in encodings]
         lengths = np.fromiter(map(len, ids), np.int64, count=len(ids))
         return np.fromiter(chain.from_iterable(ids), self.dtype, count=int(lengths.sum())), lengths
 

@@ -130,7 +130,7 @@ class ExampleStream:
         """
         flat = [number * size + i for number in numbers for i in range(size)]
         ids = [divmod(number, self.examples_per_epoch) for number in flat]
-        examples = [self._example(self._index.find(self.seed, *place)) for place in ids]
+        examples = [self._example(self._index.find(self.seed, *example_id)) for example_id in ids]
         batches = dict[str, np.ndarray]()
         for name in ARRAYS:
             stacked = np.stack([getattr(example, name) for example in examples])

@@ -63,20 +63,20 @@ def read_documents(file: SourceFile, settings: BuildOptions) -> Iterator[RawDocu
     except UserError:
         raise
     except Exception as error:
-        place = f"{file.start}-damaged"
-        yield _bad(file, place, "records_file_damaged", damage(file, error))
+        name = f"{file.start}-damaged"
+        yield _bad(file, name, "records_file_damaged", damage(file, error))
 
 
 def _document(
-    file: SourceFile, place: object, title: str, text: str, text_format: TextFormat
+    file: SourceFile, record: object, title: str, text: str, text_format: TextFormat
 ) -> RawDocument:
-    name = _utf8(f"{file.name}#{place}")
+    name = _utf8(f"{file.name}#{record}")
     return RawDocument(file.source, name, _utf8(title), _utf8(text), text_format)
 
 
-def _bad(file: SourceFile, place: object, reason: str, sample: str) -> RawDocument:
+def _bad(file: SourceFile, record: object, reason: str, sample: str) -> RawDocument:
     text = " ".join(sample[:SAMPLE].split())
-    return _document(file, place, "", text, "plain")._replace(dropped=reason)
+    return _document(file, record, "", text, "plain")._replace(dropped=reason)
 
 
 def _utf8(text: str) -> str:
@@ -164,16 +164,16 @@ def _wikiextractor(file: SourceFile, settings: BuildOptions) -> Iterator[RawDocu
         first = first if lines else offset
 
 
-def _article(file: SourceFile, place: object, title: str, text: str) -> RawDocument:
+def _article(file: SourceFile, record: object, title: str, text: str) -> RawDocument:
     """Returns an article of Wikipedia, without a first line that repeats the title."""
     first, _, rest = text.partition("\n")
-    return _document(file, place, title, rest if first.strip() == title else text, "wikipedia")
+    return _document(file, record, title, rest if first.strip() == title else text, "wikipedia")
 
 
 def _table(read: Rows, file: SourceFile, settings: BuildOptions) -> Iterator[RawDocument]:
     """Yields the rows of JSON lines, Parquet and data sets; the first one must have the text."""
     field, is_first = settings.text_field, not file.start
-    for place, row in read(file, field):
+    for number, row in read(file, field):
         if is_first and isinstance(row, dict):
             is_first = False
             if field not in row:
@@ -182,10 +182,10 @@ def _table(read: Rows, file: SourceFile, settings: BuildOptions) -> Iterator[Raw
         text = row.get(field) if isinstance(row, dict) else None
         if not isinstance(text, str):
             is_read = not isinstance(row, RawDocument)
-            yield _bad(file, place, "records_without_text", str(row)) if is_read else row
+            yield _bad(file, number, "records_without_text", str(row)) if is_read else row
             continue
         title, url = str(row.get("title") or ""), str(row.get("url") or "")
-        name = place if row.get("id") is None else row["id"]
+        name = number if row.get("id") is None else row["id"]
         if file.layout == "wikipedia" or (file.layout == "plain" and _WIKIPEDIA.match(url)):
             yield _article(file, name, title, text)
         else:
@@ -267,8 +267,8 @@ def _html(file: SourceFile, settings: BuildOptions) -> Iterator[RawDocument]:
         raise EOFError(TOO_LONG)
     # trafilatura takes a page without <html> in its first 50 characters for another thing.
     page = "<html>" + _PROLOG.sub("", data.decode("utf-8-sig", "replace"))
-    found: Any = trafilatura.bare_extraction(page, include_comments=False, with_metadata=True)
-    title, text = (found.title, found.text) if found else (None, None)
+    article: Any = trafilatura.bare_extraction(page, include_comments=False, with_metadata=True)
+    title, text = (article.title, article.text) if article else (None, None)
     yield _document(file, 0, title or stem(file.name), text or "", "paragraphs")
 
 

@@ -104,14 +104,14 @@ def list_inputs(settings: BuildOptions) -> tuple[list[SourceFile], list[Skipped]
         named = None if os.path.exists(word) else _NAMED.fullmatch(word)
         source, what = named.groups() if named else ("", word)
         try:
-            found = list(_list_input(source, what, settings))
+            entries = list(_list_input(source, what, settings))
         except UserError as error:
             problems += error.problems
             continue
-        reasons = [entry for entry in found if isinstance(entry, Skipped)]
+        reasons = [entry for entry in entries if isinstance(entry, Skipped)]
         skipped += reasons
-        files += [entry for entry in found if isinstance(entry, SourceFile)]
-        if len(reasons) == len(found):
+        files += [entry for entry in entries if isinstance(entry, SourceFile)]
+        if len(reasons) == len(entries):
             counts = Counter(reason for _, reason in reasons) or {"no file in this folder": 1}
             why = ", ".join(f"{number} x {reason}" for reason, number in counts.items())
             problems.append(f"--input {printable(what)}: nothing can be read: {why}.")
@@ -128,14 +128,14 @@ def _list_input(source: str, what: str, settings: BuildOptions) -> Iterable[Entr
     base = os.path.basename(what.rstrip("/") if is_url else os.path.realpath(what))
     source = source or printable(base if os.path.isdir(what) else stem(base))
     try:
-        found = sorted(_walk(source, what), key=lambda entry: entry.path)
+        entries = sorted(_walk(source, what), key=lambda entry: entry.path)
     except Exception as error:  # whatever the transports raise; ImportError names the package
         raise UserError(f"--input {printable(what)}: {first_line(error)}.") from None
     with ThreadPoolExecutor(32) as pool:  # remote files answer slowly
-        each = (pool.map if is_url else map)(partial(_inspect, settings), found)
+        each = (pool.map if is_url else map)(partial(_inspect, settings), entries)
         for i, entry in enumerate(each):  # in place: there may be a million
-            found[i] = entry
-    return found
+            entries[i] = entry
+    return entries
 
 
 def _walk(source: str, what: str) -> Iterator[Entry]:
@@ -145,12 +145,12 @@ def _walk(source: str, what: str) -> Iterator[Entry]:
     while folders:
         folder = folders.pop()
         try:  # not by fsspec's walk(), which passes over folders that cannot be read
-            found = system.ls(folder, detail=True)
+            listing = system.ls(folder, detail=True)
         except OSError as error:
             reason = error.strerror or "no such file or folder"
             yield Skipped(printable(folder), f"unreadable: {reason}")
             continue
-        for details in found:
+        for details in listing:
             path = details["name"].rstrip("/")
             name = os.path.relpath(path, root) if path != root else os.path.basename(root)
             if details["type"] != "directory":
@@ -225,13 +225,13 @@ def _inspect(settings: BuildOptions, file: Entry) -> Entry:
         return Skipped(path, "excluded")
     try:
         with open_bytes(file.path) as stream:
-            found = _format(stream.read(HEAD_BYTES), name, settings.format)
+            format_or_reason = _format(stream.read(HEAD_BYTES), name, settings.format)
     except Exception as error:
         reason = "" if "://" in file.path else getattr(error, "strerror", "")
-        found = f"unreadable: {reason}" if reason else damage(file, error)
-    if found not in FORMATS:
-        return Skipped(path, found)
-    return file._replace(format=found, layout=_layout(settings))
+        format_or_reason = f"unreadable: {reason}" if reason else damage(file, error)
+    if format_or_reason not in FORMATS:
+        return Skipped(path, format_or_reason)
+    return file._replace(format=format_or_reason, layout=_layout(settings))
 
 
 def _layout(settings: BuildOptions, known: Layout = "plain") -> Layout:
@@ -278,13 +278,13 @@ def _format(head: bytes, name: str, wanted: str) -> str:
     except UnicodeDecodeError as error:
         if text.count("\ufffd") > len(text) / 200:  # else single bad bytes
             return f"not UTF-8 at byte {error.start}; convert it (iconv -t utf-8)"
-    found = _guess(text, name) if is_free else wanted
-    if found == "html":
+    file_format = _guess(text, name) if is_free else wanted
+    if file_format == "html":
         try:
             import trafilatura  # noqa: F401
         except ImportError:
             return "HTML; `pip install trafilatura lxml_html_clean` extracts it, or --format text"
-    return found
+    return file_format
 
 
 def _guess(text: str, name: str) -> str:
@@ -295,8 +295,8 @@ def _guess(text: str, name: str) -> str:
         if re.match(r"\[|\{\s*\n", text):
             return "JSON over several lines; write an object a line (jq -c '.[]')"
         return "jsonl"
-    found = (what for beginning, what in _BEGINNINGS.items() if re.match(beginning, text))
-    return _SUFFIXES.get(suffix) or next(found, "text")
+    guesses = (what for beginning, what in _BEGINNINGS.items() if re.match(beginning, text))
+    return _SUFFIXES.get(suffix) or next(guesses, "text")
 
 
 def stem(name: str) -> str:

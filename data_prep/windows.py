@@ -116,9 +116,9 @@ class WindowIndex:
         pass_number, index = divmod(shown_before, size)
         key = hashed(seed, SHUFFLE_SOURCE, source, pass_number)
         index = self._starts[source] + permuted(index, size, key)
-        place = int(self._ends.searchsorted(index, side="right"))
-        first = int(self._ends[place - 1]) if place else 0
-        return Window(int(self._rows[place]), index - first, pass_number)
+        position = int(self._ends.searchsorted(index, side="right"))
+        first = int(self._ends[position - 1]) if position else 0
+        return Window(int(self._rows[position]), index - first, pass_number)
 
     def count(self, shard: Shard, row: int) -> int:
         """Returns the number of windows of row `row` of a shard, whatever its split."""

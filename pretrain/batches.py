@@ -141,16 +141,16 @@ def _unstack(numbers: list[int], arrays: dict[str, np.ndarray]) -> Iterator[Micr
     if torch.cuda.is_available():
         tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
     positions = tensors.pop("masked_positions").split(is_masked.sum(axis=1).tolist())
-    for place, number in enumerate(numbers):
-        inputs = {name: tensor[place] for name, tensor in tensors.items()}
-        inputs["masked_positions"] = positions[place]
-        tokens, sequences = int(lengths[place].sum()), lengths.shape[1]
+    for i, number in enumerate(numbers):
+        inputs = {name: tensor[i] for name, tensor in tensors.items()}
+        inputs["masked_positions"] = positions[i]
+        tokens, sequences = int(lengths[i].sum()), lengths.shape[1]
         counts = {
-            "mlm": len(positions[place]),
+            "mlm": len(positions[i]),
             "tfidf": tokens - facets * sequences,
-            "so": int(orders[place]),
-            "examples": len(example_ids[place]),
+            "so": int(orders[i]),
+            "examples": len(example_ids[i]),
             "sequences": sequences,
             "tokens": tokens,
         }
-        yield MicroBatch(number, example_ids[place], inputs, counts)
+        yield MicroBatch(number, example_ids[i], inputs, counts)

@@ -27,8 +27,8 @@ def write_card(folder: Path, run_folder: Path, config: Any, info: Mapping[str, A
     """
     settings = yaml.safe_load((run_folder / "settings.yaml").read_text(encoding="utf-8"))
     step, records = info["step"], read_jsonl(run_folder / "metrics.jsonl")
-    records = [one for one in records if one["step"] <= step]
-    validation = [one for one in records if one["split"] == "validation"]
+    records = [record for record in records if record["step"] <= step]
+    validation = [record for record in records if record["split"] == "validation"]
     corpus, metadata = info["corpus"], dict(info["metadata"])
     datasets = corpus["hub_datasets"] or {}
     languages = [*metadata.get("language", []), corpus["language"]]
@@ -57,7 +57,7 @@ def write_card(folder: Path, run_folder: Path, config: Any, info: Mapping[str, A
         cell=cell,
         settings=settings,
         step=step,
-        tokens=sum(one.get("data/tokens", 0) for one in records),
+        tokens=sum(record.get("data/tokens", 0) for record in records),
         env=read_json(run_folder / "env.json"),
         precision=(enabled or ["fp32"])[0],
         details=yaml.safe_dump(shown, sort_keys=False, allow_unicode=True),

@@ -221,5 +221,5 @@ def _describe_run(folder: Path, recipe: str, completed: dict[str, Any]) -> None:
         file.write(recipe)
     write_json(folder / "ds_config.json", completed)
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
-    about = {"command": shlex.join(sys.argv), "world_size": dist.get_world_size(), "device": name}
-    write_json(folder / "env.json", environment_record() | about)
+    record = {"command": shlex.join(sys.argv), "world_size": dist.get_world_size(), "device": name}
+    write_json(folder / "env.json", environment_record() | record)

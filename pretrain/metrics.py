@@ -89,8 +89,8 @@ def measure(
         terms["acc/so"] = right.sum(), counts["so"]
     if "mcqt" in outputs.losses:
         scores = torch.cat([scores for scores in outputs.mcqt_scores if scores is not None])
-        places = torch.arange(len(scores), device=scores.device)
-        answers = places % (group_size or counts["examples"])
+        rows = torch.arange(len(scores), device=scores.device)
+        answers = rows % (group_size or counts["examples"])
         terms["acc/mcqt"] = (scores.argmax(dim=-1) == answers).sum(), float(len(scores))
         terms |= _facet_terms(outputs.facet_embeddings)
     if "tfidf" in outputs.losses:

@@ -45,16 +45,16 @@ class NonFiniteGuard:
         if self._engine.was_step_applied():
             return True
         wrong = [
-            {name: loss.item() for name, loss in found.items() if not loss.isfinite()}
-            for found in losses
+            {name: loss.item() for name, loss in values.items() if not loss.isfinite()}
+            for values in losses
         ]
         ranks = torch.tensor(float(any(wrong)), device=self._engine.device)
         dist.all_reduce(ranks)
         if not ranks and self._engine.fp16_enabled():
             return False
-        for batch, found in zip(batches, wrong, strict=True):
-            if found or not ranks:  # if all losses are finite, any example may be the cause
-                values = ", ".join(f"loss/{name} = {value}" for name, value in found.items())
+        for batch, named in zip(batches, wrong, strict=True):
+            if named or not ranks:  # if all losses are finite, any example may be the cause
+                values = ", ".join(f"loss/{name} = {value}" for name, value in named.items())
                 examples = " ".join("{}:{}".format(*pair) for pair in batch.example_ids.tolist())
                 where = f"step {step}, rank {dist.get_rank()}: {values or 'the losses are finite'}"
                 print_stderr(f"{where}; examples (epoch:index) {examples}")

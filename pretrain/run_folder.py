@@ -35,10 +35,10 @@ def check_whole(path: Path) -> None:
     if meta.get("format") != FORMAT:
         raise UserError(f"{path}: another version of the program wrote it; finish the run with it.")
     for name, size in meta["files"].items():
-        found = (path / name).stat().st_size if (path / name).exists() else 0
-        if found != size:
+        actual = (path / name).stat().st_size if (path / name).exists() else 0
+        if actual != size:
             raise UserError(
-                f"{path}: damaged: {name} has {found} bytes, not {size}. Put the file back, or remove the folder to "
+                f"{path}: damaged: {name} has {actual} bytes, not {size}. Put the file back, or remove the folder to "
                 "use the checkpoint before it."
             )
 
@@ -73,7 +73,7 @@ def status(run_folder: Path) -> tuple[str, bool]:
     holder = lock_holder(run_folder)
     steps = saved_steps(run_folder / "checkpoints")
     if not (holder or steps or (run_folder / "settings.yaml").exists()):
-        found = "holds no run" if run_folder.exists() else "does not exist"
-        return f"not begun: {run_folder} {found}", False
+        problem = "holds no run" if run_folder.exists() else "does not exist"
+        return f"not begun: {run_folder} {problem}", False
     saved = f"checkpoint at step {steps[-1]}" if steps else "no checkpoint yet"
     return f"{f'running ({holder})' if holder else 'unfinished'}, {saved}", False

@@ -143,8 +143,8 @@ class Trainer:
                 terms[-1] |= measure(outputs, batch, normalizers, train.negatives_group)
             self.engine.step()  # updates the weights at the last micro-batch, before that it only counts
         updated = self.guard.check_step(step, batches, losses)
-        for batch, found in zip(batches, terms, strict=True):
-            window.add(found, counted=updated)
+        for batch, values in zip(batches, terms, strict=True):
+            window.add(values, counted=updated)
             sizes = batch.counts["tokens"], batch.counts["sequences"]
             window.add({"data/tokens_per_sequence": sizes})
         return window

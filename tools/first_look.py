@@ -94,8 +94,8 @@ def hits_of(embeddings: torch.Tensor, documents: Array) -> Array:
     scores = (embeddings @ embeddings.T).numpy()
     generator, hits = np.random.default_rng(0), []
     for query in np.flatnonzero(documents[:-1] == documents[1:]):
-        others = np.delete(np.arange(len(documents)), [query, query + 1])
-        chosen = generator.choice(others, min(CANDIDATES - 1, len(others)), replace=False)
+        candidates = np.delete(np.arange(len(documents)), [query, query + 1])
+        chosen = generator.choice(candidates, min(CANDIDATES - 1, len(candidates)), replace=False)
         hits.append(scores[query, query + 1] > scores[query, chosen].max())
     return np.array(hits)
 
@@ -125,11 +125,11 @@ def draw(path: Path, rows: Sequence[Sequence[Any]], losses: Sequence[dict[str, A
         left.plot([record["step"] for record in losses], share, marker="o", label=label)
     left.set(xlabel="step", ylabel="% of the loss at step 0", title="Losses on held-out text")
     left.legend()
-    place = np.arange(len(rows))
-    right.bar(place - 0.2, [row[1] for row in rows], 0.4, label="before", color="#b0b0b0")
-    right.bar(place + 0.2, [row[2] for row in rows], 0.4, label="after", color="#2a78b5")
+    columns = np.arange(len(rows))
+    right.bar(columns - 0.2, [row[1] for row in rows], 0.4, label="before", color="#b0b0b0")
+    right.bar(columns + 0.2, [row[2] for row in rows], 0.4, label="after", color="#2a78b5")
     title = f"Find the next passage among {CANDIDATES}"
-    right.set(xticks=place, ylabel="recall at 1, %", title=title)
+    right.set(xticks=columns, ylabel="recall at 1, %", title=title)
     right.set_xticklabels([row[0] for row in rows])
     right.margins(y=0.2)
     right.legend(loc="upper right", ncols=2)
