@@ -31,7 +31,7 @@ from data_prep.merge import Merged, merge
 from data_prep.pool import open_pool, run_all
 from data_prep.settings import BuildOptions
 from data_prep.sources import OPENERS, Skipped, SourceFile, list_inputs
-from multicls.console import Progress, count, duration, print_line
+from multicls.console import Progress, count, print_line
 from multicls.corpus import FORMAT_VERSION, MANIFEST, Corpus, tokenizer_fingerprint
 from multicls.errors import UserError
 from multicls.files import LOCK, atomic_write, locked, sha256_of, write_json
@@ -103,7 +103,7 @@ def prepare(
         finally:
             if not (output / MANIFEST).exists() and not any(work.glob("*/rows-0.arrow")):
                 _remove_work(work)  # nothing to continue from
-    print_line(f"done in {duration(time.monotonic() - started)}: {output}")
+    print_line(f"done in {Progress.format_interval(time.monotonic() - started)}: {output}")
     return Corpus(output)
 
 

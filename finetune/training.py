@@ -37,11 +37,10 @@ from finetune.metrics import score_examples
 from finetune.settings import OWNED, RunSettings
 from finetune.tasks import Array
 from multicls.console import Progress, print_line
-from multicls.distributed import on_rank_0, rank_and_world
+from multicls.distributed import on_rank_0, rank_and_world, safe_unpickling
 from multicls.errors import UserError, first_line
 from multicls.files import read_json, write_json
 from multicls.optim import dropout_seed
-from multicls.safe_unpickling import safe_unpickling
 
 BEST = "best.pt"  # in a checkpoint: the best evaluation so far
 RUN = "run.json"  # in a checkpoint, written last: the identity of its run

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from multicls.modeling_multicls import MultiClsForPreTraining
 
-VOCABULARY_MULTIPLE = 64  # rows of the word embeddings, so that 16-bit matrix products are aligned
 WHAT_WORKS = "BERT, RoBERTa, XLM-R, CamemBERT, ModernBERT, DeBERTa, MPNet, DistilBERT, ELECTRA and others work"
 
 
@@ -57,9 +56,8 @@ def build(
             _check_facets(config, facets, len(facet_ids(tokenizer)))
             config.update(objective)
         else:
-            has_types = getattr(config, "type_vocab_size", 0) > 1
-            tokenizer = with_facets(tokenizer, num_facets, has_types)
             config = MultiClsConfig(encoder=config, **facets, **objective)
+            tokenizer = with_facets(tokenizer, num_facets, config.has_token_types)
         if random_weights:
             model, text = MultiClsForPreTraining(config), "random"
         elif continued:
@@ -68,7 +66,8 @@ def build(
             model = MultiClsForPreTraining(config)
             text = _copy_weights(model, checkpoint)
         rows = max(len(tokenizer), config.vocab_size)
-        model.resize_token_embeddings(rows, VOCABULARY_MULTIPLE, mean_resizing=False)
+        # A multiple of 64 rows, so that 16-bit matrix products are aligned.
+        model.resize_token_embeddings(rows, 64, mean_resizing=False)
         report(f"weights: {text}")
         _try(model, tokenizer, report)
     return model, tokenizer

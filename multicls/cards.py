@@ -1,4 +1,4 @@
-"""Model cards: the README.md of a saved model, with the metadata that the Hub reads. Imports no torch."""
+"""Files beside a saved model: its card with the metadata that the Hub reads, and sentence-transformers' settings."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from multicls.files import write_json
 from multicls.sample import SAMPLE, SAMPLE_MODEL_ID, sample_model
 
 CARD = "README.md"
@@ -27,6 +28,23 @@ PAPERS = {  # to cite for the method and for heads
     "[arXiv:1911.01940](https://arxiv.org/abs/1911.01940)",
     "cln": "Abrams: Improving minBERT with Conditional Layer Normalization. Report of the course CS224N, Stanford.",
 }
+# The model pools itself (`MultiClsModel.embed_sentences`), so the folder needs no pooling module.
+SENTENCE_TRANSFORMER: dict[str, Any] = {
+    "modules.json": [
+        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
+    ],
+    "sentence_bert_config.json": {
+        "modality_config": {"text": {"method": "embed_sentences", "method_output_name": None}},
+        "module_output_name": "sentence_embedding",
+        "processor_kwargs": {"split_special_tokens": True},  # a literal "[SEP]" in a text is text
+    },
+}
+
+
+def write_sentence_transformer(folder: Path) -> None:
+    """Writes the files with which `SentenceTransformer(folder, trust_remote_code=True)` loads a model folder."""
+    for name, content in SENTENCE_TRANSFORMER.items():
+        write_json(folder / name, content)
 
 
 def inherited_metadata(checkpoint: str) -> dict[str, Any]:

@@ -50,6 +50,7 @@ class MultiClsConfig(PreTrainedConfig):
     num_hidden_layers = property(lambda self: self.encoder.num_hidden_layers)
     vocab_size = property(lambda self: self.encoder.vocab_size)
     pad_token_id = property(lambda self: getattr(self.encoder, "pad_token_id", None))
+    has_token_types = property(lambda self: getattr(self.encoder, "type_vocab_size", 0) > 1)
     tie_word_embeddings = property(lambda self: getattr(self.encoder, "tie_word_embeddings", True))
     # Sizes: facet positions 1..K; S, embeddings of a sequence, is 1 ([CLS] itself) if K is 0; P, parts of an example.
     facet_slice = property(lambda self: slice(1, 1 + self.num_facets))

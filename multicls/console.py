@@ -28,14 +28,6 @@ def print_summary(made: Iterable[tuple[str, object]], next_command: str = "") ->
         print(f"{name + ':':{width}} {value}", flush=True)
 
 
-def duration(seconds: float) -> str:
-    """Returns seconds as text, for instance `45s`, `12m30s` or `3h12m`."""
-    minutes, rest = divmod(round(max(seconds, 0)), 60)
-    if minutes < 60:
-        return f"{minutes}m{rest:02}s" if minutes else f"{rest}s"
-    return f"{minutes // 60}h{minutes % 60:02}m"
-
-
 def count(number: int, noun: str) -> str:
     """Returns a number with its noun, for instance `1 document` or `2,000 documents`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -16,8 +16,8 @@ from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
 from multicls.build import build, quiet_transformers
+from multicls.cards import write_sentence_transformer
 from multicls.console import print_summary
-from multicls.embeddings import write_sentence_transformer
 from multicls.errors import UserError, first_line, run_command
 from multicls.files import atomic_folder
 from multicls.settings import Settings, parse

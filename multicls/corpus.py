@@ -82,8 +82,7 @@ class Shard:
 
 def occurrences(tokens: np.ndarray) -> np.ndarray:
     """Returns how often each token of a row occurs in it, (N,) uint16; the row has at most `MAX_TOKENS` tokens."""
-    counts: np.ndarray = np.bincount(tokens)[tokens].astype(np.uint16)
-    return counts
+    return np.bincount(tokens)[tokens].astype(np.uint16)
 
 
 def write_shard(path: str | Path, rows: Sequence[ShardRow]) -> None:
@@ -194,8 +193,7 @@ class Corpus:
     @cached_property
     def document_frequency(self) -> np.ndarray:
         """(V,) int64: number of rows that contain each token."""
-        frequency: np.ndarray = np.load(self.path / "document_frequency.npy", allow_pickle=False)
-        return frequency
+        return np.load(self.path / "document_frequency.npy", allow_pickle=False)
 
 
 def held_out_share(hashes: np.ndarray) -> np.ndarray:
@@ -204,8 +202,7 @@ def held_out_share(hashes: np.ndarray) -> np.ndarray:
     A document is held out for validation if its number is below `Corpus.validation_limit`. A larger fraction therefore
     holds out the same documents and more.
     """
-    share: np.ndarray = (hashes >> np.uint64(11)) * 2.0**-53
-    return share
+    return (hashes >> np.uint64(11)) * 2.0**-53
 
 
 def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:

@@ -1,16 +1,19 @@
-"""Prepares DeepSpeed under any launcher: `deepspeed`, `torchrun`, `srun` or plain `python`."""
+"""DeepSpeed under any launcher (`deepspeed`, `torchrun`, `srun`, plain `python`), and safe loading of its files."""
 
 from __future__ import annotations
 
 import os
+import pickle
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from multicls.errors import UserError
+from multicls.errors import UserError, first_line
 
 Value = TypeVar("Value")
 LONGEST_WORK = timedelta(days=1)  # of rank 0 in `on_rank_0`; other collectives wait for 10 minutes
@@ -100,3 +103,28 @@ def leave_deepspeed() -> None:
     dist.destroy_process_group()
     _patient_group = None
     time.sleep(0.2)  # a gloo thread that is still busy when Python ends aborts the process
+
+
+@contextmanager
+def safe_unpickling(path: Path) -> Iterator[None]:
+    """Makes DeepSpeed read the files of a checkpoint with `weights_only=True`; the folder may be somebody else's.
+
+    From then on torch loads all files of this process so. Checked with deepspeed 0.19.8.
+
+    Raises:
+        UserError: the files hold other objects than DeepSpeed writes.
+    """
+    import torch
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # DeepSpeed passes weights_only=False
+    known = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+    try:
+        with torch.serialization.safe_globals(known):
+            yield
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"{path}: holds other objects than DeepSpeed writes; it was not loaded: {first_line(error)}"
+        ) from None

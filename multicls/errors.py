@@ -39,8 +39,7 @@ def first_line(error: BaseException) -> str:
 
 def print_stderr(line: str) -> None:
     """Writes a line to stderr in one call: ranks share stderr, and `print` may write the newline apart."""
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
+    print(f"{line}\n", end="", file=sys.stderr, flush=True)
 
 
 def run_command(

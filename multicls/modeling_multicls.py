@@ -7,7 +7,6 @@ M labelled positions, V vocabulary, C classes.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +32,6 @@ from .configuration_multicls import AUTO_MAP, MultiClsConfig
 IGNORE_INDEX = -100  # label of positions without a target
 OBJECTIVES = ("mlm", "tfidf", "so", "mcqt")
 UNPADDING = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "modernbert")  # tested
-PRETRAINING_HEADS = [r"^mlm\.", r"^tfidf\.", r"^order\."]
 
 
 class FacetLinear(nn.Linear):
@@ -181,11 +179,12 @@ class MultiClsPreTrainedModel(PreTrainedModel):
     config_class = MultiClsConfig
     config: MultiClsConfig
     base_model_prefix = "multicls"
-    supports_gradient_checkpointing = True
+    supports_gradient_checkpointing: Any = property(
+        lambda self: self.base_model.encoder.supports_gradient_checkpointing
+    )
     _supports_sdpa = True
     _supports_flash_attn = True
-    _supports_attention_backend = True
-    _keys_to_ignore_on_load_unexpected = PRETRAINING_HEADS
+    _keys_to_ignore_on_load_unexpected = [r"^mlm\.", r"^tfidf\.", r"^order\."]  # noqa: RUF012
     # Losses are means: a Trainer divides them by its accumulation steps.
     accepts_loss_kwargs = False
 
@@ -204,10 +203,6 @@ class MultiClsModel(MultiClsPreTrainedModel):
             layer.add_module("facets", FacetLinear(config.num_facets, config.hidden_size))
             layer.register_forward_hook(insert_facets, with_kwargs=True)
         self.facet_head = FacetHead(config)
-        self.supports_gradient_checkpointing = self.encoder.supports_gradient_checkpointing
-        known = inspect.signature(self.encoder.forward).parameters
-        has_types = getattr(config.encoder, "type_vocab_size", 0) > 1
-        self.takes_token_types = has_types and "token_type_ids" in known
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -254,7 +249,7 @@ class MultiClsModel(MultiClsPreTrainedModel):
         if input_ids is not None and input_ids.shape[1] <= self.config.num_facets:
             raise ValueError(f"{input_ids.shape[1]} tokens have no room for [CLS] and the facets")
         kwargs |= {"input_ids": input_ids, "attention_mask": attention_mask, "return_dict": True}
-        if self.takes_token_types and token_type_ids is not None:
+        if self.config.has_token_types and token_type_ids is not None:
             kwargs["token_type_ids"] = token_type_ids
         outputs = self._encode_unpadded(**kwargs) if unpad else self.encoder(**kwargs)
         facets_BSD = self.facet_head(self.facet_states(outputs.last_hidden_state))
@@ -299,7 +294,6 @@ class MaskedLMHead(nn.Module):
             self.lm = AutoModelForMaskedLM.from_config(config, dtype=torch.get_default_dtype())
         setattr(self.lm, self.lm.base_model_prefix, GivenStates())
         self.lm.to_empty(device=device)  # `post_init` of the model around it draws the weights
-        self.lm.supports_gradient_checkpointing = False
         self.lm._tied_weights_keys = self.lm.all_tied_weights_keys = {}
 
     def tied_weights(self) -> dict[str, str]:
@@ -323,7 +317,6 @@ class MultiClsForMaskedLM(MultiClsPreTrainedModel):
     def __init__(self, config: MultiClsConfig) -> None:
         super().__init__(config)
         self.multicls = MultiClsModel(config)
-        self.supports_gradient_checkpointing = self.multicls.supports_gradient_checkpointing
         self.mlm = MaskedLMHead(config.encoder)
         self._tied_weights_keys = self.mlm.tied_weights()
         self.post_init()
@@ -509,7 +502,6 @@ class MultiClsForSequenceClassification(MultiClsPreTrainedModel):
         super().__init__(config)
         self.num_labels = int(config.num_labels or 2)
         self.multicls = MultiClsModel(config)
-        self.supports_gradient_checkpointing = self.multicls.supports_gradient_checkpointing
         shape = config.num_embeddings_per_sequence, config.hidden_size
         self.facet_bias = nn.Parameter(torch.zeros(shape))
         self.dropout = nn.Dropout(config.classifier_dropout)

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multicls.distributed import safe_unpickling
 from multicls.errors import UserError
 from multicls.modeling_multicls import UNPADDING, encoder_layers
 from multicls.optim import parameter_groups
-from multicls.safe_unpickling import safe_unpickling
 from pretrain.settings import TrainSettings
 
 

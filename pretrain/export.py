@@ -18,9 +18,8 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
-from multicls.cards import inherited_metadata
+from multicls.cards import inherited_metadata, write_sentence_transformer
 from multicls.console import print_summary
-from multicls.embeddings import write_sentence_transformer
 from multicls.errors import UserError, run_command
 from multicls.files import atomic_folder, lock_holder, read_json, write_json
 from multicls.settings import Settings, parse

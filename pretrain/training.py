@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data_prep.examples import ExampleStream
-from multicls.console import Progress, duration
+from multicls.console import Progress
 from multicls.distributed import on_rank_0
 from multicls.environment import peak_memory_gb
 from multicls.files import write_json
@@ -236,7 +236,7 @@ class Trainer:
         }
         if self.engine.fp16_enabled():
             values["optim/loss_scale"] = float(self.engine.optimizer.loss_scaler.cur_scale)
-        left = duration(values["speed/seconds_per_step"] * (train.steps - done))
+        left = Progress.format_interval(values["speed/seconds_per_step"] * (train.steps - done))
         self.log.record(done, "train", values, note=f"  eta {left}")
 
 

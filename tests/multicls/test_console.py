@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from multicls.console import Progress, count, duration, print_line, print_summary
+from multicls.console import Progress, count, print_line, print_summary
 
 
 def test_numbers_in_words() -> None:
-    assert [duration(s) for s in (0, 59.6, 754, 11_520)] == ["0s", "1m00s", "12m34s", "3h12m"]
     counts = ["0 documents", "1 document", "2,000 documents"]
     assert [count(n, "document") for n in (0, 1, 2000)] == counts
 

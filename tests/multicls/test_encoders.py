@@ -80,7 +80,7 @@ def test_inserted_layers_change_the_facets_and_what_reads_them(folders: Folders,
     model, tokenizer = built(folders[kind], num_facets=3, facet_layers=[2])
     inputs = batch(tokenizer)
     real = inputs["attention_mask"].bool()
-    types = {} if model.multicls.takes_token_types else {"token_type_ids": None}
+    types = {} if model.config.has_token_types else {"token_type_ids": None}
     encoder_inputs = {name: value for name, value in inputs.items() if name not in types}
     plain = copy.deepcopy(model.multicls.encoder)
     for layer in encoder_layers(plain):

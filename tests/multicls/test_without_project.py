@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from multicls.build import build
-from multicls.embeddings import write_sentence_transformer
+from multicls.cards import write_sentence_transformer
 from tests.encoders import save_encoder
 from tests.multicls import without_project
 from tests.processes import completed

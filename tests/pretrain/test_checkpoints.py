@@ -117,6 +117,7 @@ def test_only_known_classes_are_loaded(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(UserError, match=r"bad\.pt"):
         load_engine(Engine(), tmp_path, "bad.pt")
     assert not Path("touched").exists()
+    monkeypatch.delenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD")
     torch.load("bad.pt", weights_only=False)
     assert Path("touched").exists()  # control
 
