@@ -7,6 +7,7 @@ M labelled positions, V vocabulary, C classes.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,6 @@ from transformers.modeling_outputs import (
     BaseModelOutput,
     BaseModelOutputWithPoolingAndCrossAttentions,
     MaskedLMOutput,
-    ModelOutput,
     SequenceClassifierOutput,
 )
 from transformers.utils import can_return_tuple
@@ -55,20 +55,6 @@ class FacetLayerNorm(nn.LayerNorm):
         """Normalises (B, K, D) over D, then scales and shifts with the facet's weights."""
         normed = F.layer_norm(hidden_BKD, hidden_BKD.shape[-1:], eps=self.eps)
         return normed * self.weight + self.bias
-
-
-class FacetHead(nn.Module):
-    """Facet embeddings c_k = LayerNorm(GELU(W_{O,k} h_k)) from the last hidden states of the facets."""
-
-    def __init__(self, config: MultiClsConfig) -> None:
-        super().__init__()
-        shape = config.num_embeddings_per_sequence, config.hidden_size
-        self.dense = FacetLinear(*shape)
-        self.LayerNorm = FacetLayerNorm(shape, eps=config.layer_norm_eps)
-
-    def forward(self, hidden_BSD: Tensor) -> Tensor:
-        """Returns (B, S, D) from (B, S, D)."""
-        return self.LayerNorm(F.gelu(self.dense(hidden_BSD)))
 
 
 def encoder_layers(encoder: PreTrainedModel) -> list[nn.Module]:
@@ -111,19 +97,16 @@ class MultiClsModelOutput(BaseModelOutputWithPoolingAndCrossAttentions):
 
 
 @dataclass
-class MultiClsForPreTrainingOutput(ModelOutput):
-    """Output of `MultiClsForPreTraining`. The fields of objectives that are not computed are None."""
+class MultiClsForPreTrainingOutput(MultiClsModelOutput, MaskedLMOutput):
+    """Output of `MultiClsForPreTraining`. The fields of objectives that are not computed are None.
 
-    loss: Tensor | None = None  # sum of `losses`
+    `loss` is the sum of `losses`. `logits` are masked LM's, (M, V) in row-major order; without labels (B, L, V).
+    """
+
     losses: dict[str, Tensor] | None = None  # scalars by objective
-    last_hidden_state: Tensor | None = None  # (B, L, D)
-    facet_embeddings: Tensor | None = None  # (B, S, D)
     mcqt_scores: tuple[Tensor, Tensor | None] | None = None  # of `part_scores`
     so_logits: Tensor | None = None  # (B, 2); class 1 is "swapped"
     tfidf: Tensor | None = None  # (B, L - K), [CLS] and the text
-    mlm_logits: Tensor | None = None  # (M, V) in row-major order; without labels (B, L, V)
-    hidden_states: tuple[Tensor, ...] | None = None
-    attentions: tuple[Tensor, ...] | None = None
 
 
 def mcqt_scores(queries_nSD: Tensor, candidates_mSD: Tensor, best_pair_weight: float) -> Tensor:
@@ -202,7 +185,11 @@ class MultiClsModel(MultiClsPreTrainedModel):
         for layer in [layers[number - 1] for number in config.facet_layers or []]:
             layer.add_module("facets", FacetLinear(config.num_facets, config.hidden_size))
             layer.register_forward_hook(insert_facets, with_kwargs=True)
-        self.facet_head = FacetHead(config)
+        shape = config.num_embeddings_per_sequence, config.hidden_size
+        # Facet embeddings c_k = LayerNorm(GELU(W_{O,k} h_k)), (B, S, D), from the last hidden states of the facets.
+        dense, norm = FacetLinear(*shape), FacetLayerNorm(shape, eps=config.layer_norm_eps)
+        head = OrderedDict(dense=dense, gelu=nn.GELU(), LayerNorm=norm)
+        self.facet_head: Any = nn.Sequential(head)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -346,34 +333,6 @@ class MultiClsForMaskedLM(MultiClsPreTrainedModel):
         return MaskedLMOutput(loss, logits_BLV, outputs.hidden_states, outputs.attentions)
 
 
-class TfidfHead(nn.Module):
-    """Predicts the scaled TF-IDF of a token: dense, GELU, LayerNorm, Linear(D, 1)."""
-
-    def __init__(self, config: MultiClsConfig) -> None:
-        super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
-        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.decoder = nn.Linear(config.hidden_size, 1)
-
-    def forward(self, hidden_BLD: Tensor) -> Tensor:
-        """Returns (B, L) from (B, L, D)."""
-        return self.decoder(self.LayerNorm(F.gelu(self.dense(hidden_BLD)))).squeeze(-1)
-
-
-class OrderHead(nn.Module):
-    """Predicts whether the two segments of a sequence are swapped: W2 (L_SO concat_k(h_k))."""
-
-    def __init__(self, config: MultiClsConfig) -> None:
-        super().__init__()
-        width = config.num_embeddings_per_sequence * config.hidden_size
-        self.transform = nn.Linear(width, config.hidden_size)
-        self.classifier = nn.Linear(config.hidden_size, 2)
-
-    def forward(self, hidden_BSD: Tensor) -> Tensor:
-        """Returns (B, 2) from (B, S, D); class 1 is "swapped"."""
-        return self.classifier(self.transform(hidden_BSD.flatten(1)))
-
-
 class MultiClsForPreTraining(MultiClsForMaskedLM):
     """The encoder with facets and the heads of its four objectives: MLM, TF-IDF, sentence order (SO) and MCQT.
 
@@ -382,8 +341,17 @@ class MultiClsForPreTraining(MultiClsForMaskedLM):
 
     def __init__(self, config: MultiClsConfig) -> None:
         super().__init__(config)
-        self.tfidf = TfidfHead(config)
-        self.order = OrderHead(config)
+        size = config.hidden_size
+        # The scaled TF-IDF of a token, (B, L, 1) from (B, L, D).
+        dense, norm = nn.Linear(size, size), nn.LayerNorm(size, eps=config.layer_norm_eps)
+        decoder = nn.Linear(size, 1)
+        tfidf = OrderedDict(dense=dense, gelu=nn.GELU(), LayerNorm=norm, decoder=decoder)
+        self.tfidf = nn.Sequential(tfidf)
+        # Whether the two segments of a sequence are swapped: W2 (L_SO concat_k(h_k)), (B, 2) from (B, S, D).
+        transform = nn.Linear(config.num_embeddings_per_sequence * size, size)
+        classifier = nn.Linear(size, 2)
+        order = OrderedDict(flatten=nn.Flatten(), transform=transform, classifier=classifier)
+        self.order = nn.Sequential(order)
         self.post_init()
 
     def freeze_unused(self, objectives: Collection[str]) -> None:
@@ -436,10 +404,10 @@ class MultiClsForPreTraining(MultiClsForMaskedLM):
             scores = part_scores(facets_BSD, parts, self.config.mcqt_lambda, group_size)
             heads["mcqt_scores"], losses["mcqt"] = scores, mcqt_loss(scores, group_size)
         if "mlm" in asked:
-            heads["mlm_logits"], targets = self._masked_lm(hidden_BLD, labels, masked_positions)
-            losses["mlm"] = _cross_entropy(heads["mlm_logits"], targets, count("mlm"))
+            heads["logits"], targets = self._masked_lm(hidden_BLD, labels, masked_positions)
+            losses["mlm"] = _cross_entropy(heads["logits"], targets, count("mlm"))
         if "tfidf" in asked:
-            heads["tfidf"] = self.tfidf(self._without_facets(hidden_BLD))
+            heads["tfidf"] = self.tfidf(self._without_facets(hidden_BLD)).squeeze(-1)
             mask = heads["tfidf"].new_ones(hidden_BLD.shape[:2])
             real = self._without_facets(mask if attention_mask is None else attention_mask)
             if tfidf_labels is not None:
@@ -449,15 +417,8 @@ class MultiClsForPreTraining(MultiClsForMaskedLM):
             heads["so_logits"] = self.order(self.multicls.facet_states(hidden_BLD))
             losses["so"] = _cross_entropy(heads["so_logits"], so_labels, count("so"))
         found = {name: loss for name, loss in losses.items() if loss is not None}
-        return MultiClsForPreTrainingOutput(
-            loss=torch.stack(list(found.values())).sum() if found else None,
-            losses=found,
-            last_hidden_state=hidden_BLD,
-            facet_embeddings=facets_BSD,
-            hidden_states=encoded.hidden_states,
-            attentions=encoded.attentions,
-            **heads,
-        )
+        loss = torch.stack(list(found.values())).sum() if found else None
+        return MultiClsForPreTrainingOutput(loss=loss, losses=found, **encoded, **heads)
 
     def _masked_lm(
         self, hidden_BLD: Tensor, labels: Tensor | None, positions: Tensor | None
@@ -532,8 +493,7 @@ class MultiClsForSequenceClassification(MultiClsPreTrainedModel):
         loss = None
         if labels is not None:
             loss = ForSequenceClassificationLoss(labels, _fp32(logits_BC), self.config)
-        found = outputs.hidden_states, outputs.attentions
-        return SequenceClassifierOutput(loss, logits_BC, *found)
+        return SequenceClassifierOutput(loss, logits_BC, outputs.hidden_states, outputs.attentions)
 
 
 # The auto classes find the models, and their code is saved with each; a folder's leaves an installed project alone.

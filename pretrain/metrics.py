@@ -83,7 +83,7 @@ def measure(
     inputs, counts, terms = batch.inputs, batch.counts, dict[str, Any]()
     if "mlm" in outputs.losses:
         masked = inputs["labels"].flatten().index_select(0, inputs["masked_positions"])
-        terms["acc/mlm"] = (outputs.mlm_logits.argmax(dim=-1) == masked).sum(), counts["mlm"]
+        terms["acc/mlm"] = (outputs.logits.argmax(dim=-1) == masked).sum(), counts["mlm"]
     if "so" in outputs.losses:  # no prediction equals the label -100
         right = outputs.so_logits.argmax(dim=-1) == inputs["so_labels"]
         terms["acc/so"] = right.sum(), counts["so"]

@@ -64,15 +64,15 @@ def test_without_facets_it_is_the_encoder(folders: Folders, kind: str) -> None:
     assert torch.equal(out.last_hidden_state, last)
     size = expected.logits.shape[-1]
     assert model.config.vocab_size % 64 == 0 and model.config.vocab_size >= size
-    torch.testing.assert_close(out.mlm_logits[..., :size], expected.logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(out.logits[..., :size], expected.logits, rtol=1e-4, atol=1e-5)
     picked = expected.logits[[1, 4], [2, 1]]
-    torch.testing.assert_close(labelled.mlm_logits[:, :size], picked, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(labelled.logits[:, :size], picked, rtol=1e-4, atol=1e-5)
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     assert tied == (kind != "eurobert")
     with torch.no_grad():  # the control
         model.get_output_embeddings().weight += 0.01
         model.get_output_embeddings().weight[:] = model.get_input_embeddings().weight.flip(0)
-        assert (model(**inputs).mlm_logits[..., :size] - expected.logits).abs().max() > 1e-2
+        assert (model(**inputs).logits[..., :size] - expected.logits).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -139,11 +139,11 @@ def test_copies_and_saved_folders_are_the_same(folders: Folders, kind: str, tmp_
         loaded: Any = MultiClsForPreTraining.from_pretrained(tmp_path, output_loading_info=True)
         again, report = loaded
         assert not any(report.values()), report
-        assert torch.equal(again.eval()(**inputs).mlm_logits, expected.mlm_logits)
+        assert torch.equal(again.eval()(**inputs).logits, expected.logits)
         tied = again.get_output_embeddings().weight is again.get_input_embeddings().weight
         assert tied == (kind != "eurobert")
         masked = AutoModelForMaskedLM.from_pretrained(tmp_path).eval()
-        assert torch.equal(masked(**inputs).logits, expected.mlm_logits)
+        assert torch.equal(masked(**inputs).logits, expected.logits)
         half = MultiClsModel.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
         similar = torch.nn.functional.cosine_similarity(
             half(**inputs).facet_embeddings.float(), expected.facet_embeddings, dim=-1

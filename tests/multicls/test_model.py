@@ -27,12 +27,12 @@ def test_a_batch_that_is_not_part_major_has_the_other_objectives() -> None:
     ids = torch.randint(10, 97, (4, 20))
     out = model(ids, output_hidden_states=True, output_attentions=True)
     assert out.loss is None and out.losses == {} and out.mcqt_scores is None
-    assert out.mlm_logits.shape == (4, 20, 97) and len(out.hidden_states) == 4
+    assert out.logits.shape == (4, 20, 97) and len(out.hidden_states) == 4
     labels = torch.full_like(ids, -100)
     labels[1, 7] = labels[3, 5] = 11
     labelled = model(ids, labels=labels)
     assert set(labelled.losses) == {"mlm"} and labelled.loss == labelled.losses["mlm"]
-    torch.testing.assert_close(labelled.mlm_logits, out.mlm_logits[[1, 3], [7, 5]])
+    torch.testing.assert_close(labelled.logits, out.logits[[1, 3], [7, 5]])
     assert set(model(ids[:3], labels=labels[:3]).losses) == {"mcqt", "mlm"}
     with pytest.raises(ValueError, match="3 parts"):  # MCQT is asked for
         model(ids, group_size=2)

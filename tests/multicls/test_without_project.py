@@ -37,7 +37,7 @@ def export(kind: str, folder: Path) -> None:
         outputs = model.eval()(**inputs)
     pairs = zip(outputs.last_hidden_state, real.bool(), strict=True)
     expected = {"mean": torch.stack([rows[kept].mean(dim=0) for rows, kept in pairs])}
-    expected |= {"facets": outputs.facet_embeddings, "mlm_logits": outputs.mlm_logits}
+    expected |= {"facets": outputs.facet_embeddings, "logits": outputs.logits}
     save_file(expected, folder / "expected.safetensors")
 
 

@@ -68,7 +68,7 @@ def plain_loop(network: Any, batches: list[dict[str, Tensor]]) -> dict[str, floa
     squares, freedom = [0.0] * max(facets, 1), 0
     for batch in batches:
         outputs = network(**batch)
-        logits = iter(outputs.mlm_logits)
+        logits = iter(outputs.logits)
         embeddings = outputs.facet_embeddings.double()
         for row in range(len(batch["input_ids"])):
             length = int(batch["attention_mask"][row].sum())
