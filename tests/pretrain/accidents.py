@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import multiprocessing.util
 import os
 import resource
 import signal
@@ -48,19 +47,18 @@ DEADLINE = 120.0  # seconds of an idle machine that a launch may take
 GONE = 15.0  # such seconds after an accident in which every process of the run must end
 RAISED = {error.__name__: error for error in (RuntimeError, MemoryError, torch.OutOfMemoryError)}
 Checkpoints, Trainer = pretrain.checkpoints.Checkpoints, pretrain.training.Trainer
-BEFORE_THE_LOOP = {
+PLACES = {
+    "": (Trainer, "train_step"),
     "the meeting": (pretrain.job, "prepare_deepspeed"),
     "the set-up": (pretrain.job, "build_engine"),
-    "a rename": (Path, "rename"),  # of a folder: an export
-    "the end": (pretrain.training, "write_json"),
-}
-IN_THE_LOOP = {
     "a step": (pretrain.training, "loss_terms"),  # after the first forward pass
     "an evaluation": (Trainer, "evaluate"),
     "a save": (Checkpoints, "save"),
     "a file": (torch, "save"),
     "the marker": (pretrain.checkpoints, "atomic_write"),
     "an export": (pretrain.training, "write_model"),
+    "a rename": (Path, "rename"),  # of a folder: an export
+    "the end": (pretrain.training, "write_json"),
 }
 
 
@@ -101,18 +99,18 @@ def happen(what: str) -> None:
 
 
 def arrange(accident: str, step: int, output: Path) -> None:
-    """Prepares the accident: at the beginning of `step`, or where the run is next in its place."""
+    """Prepares the accident: where the run next comes to its place, once `step` has begun if that is in the loop."""
     what, _, place = accident.partition(" in ")
+    has_begun = not step or place in ("the meeting", "the set-up")
+
+    def begin(trainer: Any, batches: Any, number: int, *args: Any, **kwargs: Any) -> None:
+        nonlocal has_begun
+        has_begun = has_begun or number == step
 
     def now(*args: Any, **kwargs: Any) -> None:
-        output.with_suffix(".crashed").touch()
-        happen(what)
-
-    def at_step(trainer: Any, batches: Any, number: int, *args: Any, **kwargs: Any) -> None:
-        if number == step and place:
-            before(*IN_THE_LOOP[place], now)
-        elif number == step:
-            now()
+        if has_begun:
+            output.with_suffix(".crashed").touch()
+            happen(what)
 
     if what == "note the engine's weights":  # as they are when the last checkpoint is saved
         before(Checkpoints, "save", lambda checkpoints, engine, *_: _note_weights(engine))
@@ -120,10 +118,9 @@ def arrange(accident: str, step: int, output: Path) -> None:
         what = "killed"
         signal.signal(signal.SIGPROF, now)
         signal.setitimer(signal.ITIMER_PROF, float(accident.split()[2]))
-    elif place in BEFORE_THE_LOOP:
-        before(*BEFORE_THE_LOOP[place], now)
     elif what:
-        before(Trainer, "train_step", at_step)
+        before(*PLACES[place], now)
+        before(Trainer, "train_step", begin)
 
 
 def _note_weights(engine: Any) -> None:
@@ -157,61 +154,49 @@ def be_rank(launch: dict[str, Any], rank: int, output: Path) -> None:
     run_command(pretrain.run.main, launch["arguments"])
 
 
-def start(launch: dict[str, Any], rank: int, port: int, output: Path) -> int:
-    """Forks one rank; returns its process id, which is also that of its session."""
-    child = os.fork()
-    if child:
-        return child
+def be_fork(launch: dict[str, Any], rank: int, port: int, output: Path) -> None:
+    """Runs one rank in a session of its own, as a launcher would start it."""
     os.setsid()
     with open(output, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
     os.environ |= {"WORLD_SIZE": str(launch.get("ranks", 1)), "MASTER_PORT": str(port)}
-    code = 1
-    try:
-        be_rank(launch, rank, output)
-    except SystemExit as leaving:
-        code = int(leaving.code or 0)
-    except BaseException as error:
-        print(f"{type(error).__name__}: {error}", flush=True)
-    multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # as the interpreter does at its end
-    os._exit(code)
+    be_rank(launch, rank, output)
 
 
-def wait(ranks: list[int], crashed: Path, terminate: bool) -> list[int | None]:
-    """Returns the ranks' exit codes; None for one that is not gone in time with all processes of its session.
-
-    Args:
-        ranks: Their process ids. What is left of them in the end is killed.
-        crashed: A file that an injected crash writes.
-        terminate: Send SIGTERM to the others when a rank has ended, as launchers do.
-    """
-    codes: dict[int, int] = {}
+def run(launch: dict[str, Any], output: Path) -> list[int | None]:
+    """Returns the exit codes of a launch's ranks; None for one that is not gone in time with all its session."""
+    (port,), fork = free_ports(1), multiprocessing.get_context("fork")
+    ranks = [
+        fork.Process(target=be_fork, args=(launch, rank, port, output))
+        for rank in range(launch.get("ranks", 1))
+    ]
+    for rank in ranks:
+        rank.start()
     launched, since_crash, since_end = IdleClock(), IdleClock(), IdleClock()
+    has_launcher, pids = launch.get("launcher", False), [rank.pid for rank in ranks]
     while True:
-        for rank in set(ranks) - codes.keys():
-            found, state = os.waitpid(rank, os.WNOHANG)
-            if found:
-                codes[rank] = os.waitstatus_to_exitcode(state)
-        left = set(ranks) - codes.keys()
+        left = [rank for rank in ranks if rank.is_alive()]
+        processes = {number: one for number, one in sessions().items() if one in pids}
         launched.tick()
-        since_crash.tick(crashed.exists())
-        since_end.tick(bool(codes))
-        if terminate and since_end.seconds > 2:  # the others have begun to wait
-            terminate = False
+        since_crash.tick(output.with_suffix(".crashed").exists())
+        since_end.tick(len(left) < len(ranks))
+        if has_launcher and since_end.seconds > 2:  # the others have begun to wait
+            has_launcher = False
             for rank in left:
-                os.kill(rank, signal.SIGTERM)
-        late = launched.seconds > DEADLINE or since_crash.seconds > GONE
-        processes = {number: one for number, one in sessions().items() if one in ranks}
-        if late or not (left or processes):
+                rank.terminate()
+        is_late = launched.seconds > DEADLINE or since_crash.seconds > GONE
+        if is_late or not (left or processes):
             break
         time.sleep(0.02)
     for number in processes:
         os.kill(number, signal.SIGKILL)
-    for rank in left:
-        os.waitpid(rank, 0)
-    return [None if rank in left or rank in processes.values() else codes[rank] for rank in ranks]
+    for rank in ranks:
+        rank.kill()
+        rank.join()
+    stuck = [*left, *(rank for rank in ranks if rank.pid in processes.values())]
+    return [None if rank in stuck else rank.exitcode for rank in ranks]
 
 
 def main() -> None:
@@ -219,10 +204,7 @@ def main() -> None:
     for line in sys.stdin:
         request, codes = json.loads(line), []
         for number, launch in enumerate(request["launches"]):
-            (port,) = free_ports(1)
-            output = Path(request["folder"]) / f"launch_{number}.txt"
-            ranks = [start(launch, rank, port, output) for rank in range(launch.get("ranks", 1))]
-            codes.append(wait(ranks, output.with_suffix(".crashed"), launch.get("launcher", False)))
+            codes.append(run(launch, Path(request["folder"]) / f"launch_{number}.txt"))
         print(json.dumps(codes), flush=True)
 
 

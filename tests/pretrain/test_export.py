@@ -9,19 +9,23 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
+from huggingface_hub import ModelCard
+from huggingface_hub.utils import validate_repo_id
 from safetensors.torch import load_file
 from transformers import AutoModelForPreTraining
 
 from multicls.errors import UserError
-from multicls.files import locked, read_json, write_json
+from multicls.files import append_jsonl, locked, read_json, write_json
 from pretrain import export
+from pretrain.card import TAGS
 from pretrain.run_folder import checkpoint_path
-from tests.pretrain.conftest import Fork, said
-from tests.pretrain.tools import checked_card
+from tests.pretrain.conftest import Fork, records, said
 from tests.processes import completed
 
 pytestmark = pytest.mark.launcher
@@ -45,6 +49,18 @@ def export_to(folder: Path, run: Path, *flags: str) -> Path:
 
 def step_of(folder: Path) -> int:
     return int(read_json(folder / "export.json")["step"])
+
+
+def card_of(folder: Path) -> tuple[dict[str, Any], str]:
+    """Returns metadata and body of a folder's card, whose metadata the Hub can read."""
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    _, block, body = text.split("---\n", 2)
+    metadata = yaml.safe_load(block)
+    assert ModelCard(text, ignore_metadata_errors=False).data.to_dict() == metadata
+    assert text.startswith("---\n") and all(metadata.values()), "no field is empty"
+    for repository in [*metadata.get("datasets", []), metadata.get("base_model", "a/b")]:
+        validate_repo_id(repository)
+    return metadata, body
 
 
 def assert_same_files(folder: Path, other: Path) -> None:
@@ -89,7 +105,7 @@ def test_a_checkpoint_gives_what_the_run_exports(
 
 @pytest.mark.slow
 def test_the_cards_snippets_run_where_the_folder_lies(stopped: Path, tmp_path: Path) -> None:
-    _, text = checked_card((stopped / "hf" / "README.md").read_text(encoding="utf-8"))
+    _, text = card_of(stopped / "hf")
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     assert len(blocks) == 4 and str(stopped) not in text
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -102,15 +118,68 @@ def test_the_cards_snippets_run_where_the_folder_lies(stopped: Path, tmp_path: P
 
 def test_a_stop_exports_and_a_step_can_be_chosen(stopped: Path, tmp_path: Path) -> None:
     assert step_of(stopped / "hf") == 3
-    assert "3 of 4 planned optimizer steps" in (stopped / "hf" / "README.md").read_text()
     with locked(stopped):  # as a training process does
         assert_same_files(export_to(tmp_path / "model", stopped), stopped / "hf")
         with pytest.raises(UserError, match="the training writes this folder"):
             export.main([str(stopped), "--output", str(stopped / "hf")])
     export_to(tmp_path / "model", stopped, "--step", "2")  # replaces the other one
     assert step_of(tmp_path / "model") == 2
-    card = (tmp_path / "model" / "README.md").read_text()
-    assert "2 of 4 planned optimizer steps" in card and "after step 0" in card
+    _, text = card_of(tmp_path / "model")
+    assert "2 of 4 planned optimizer steps" in text and "after step 0" in text
+
+
+BASE = {"base_model": "google-bert/bert-base-uncased", "license": "other", "license_name": "mine"}
+CORPUS = {
+    "documents": 40,
+    "sentences": 1200,
+    "tokens": 7500,
+    "language": "de",
+    "sources": {"wiki|pedia": {"documents": 30, "tokens": 5000}},
+    "hub_datasets": {"wiki|pedia": "wikimedia/wikipedia"},
+}
+
+
+def test_a_card_has_metadata_data_settings_and_results_and_no_path(
+    stopped: Path, tmp_path: Path
+) -> None:
+    run, info = tmp_path / "run", read_json(stopped / "model" / "export.json")
+    shutil.copytree(stopped, run)
+    info |= {"metadata": BASE | {"language": ["en"]}, "corpus": info["corpus"] | CORPUS}
+    write_json(run / "model" / "export.json", info)
+    write_json(run / "ds_config.json", {"bf16": {"enabled": True}})
+    settings = (run / "settings.yaml").read_text().replace("weights: true", "weights: false")
+    (run / "settings.yaml").write_text(settings)
+    for step, loss in ((3, 2.0), (4, 1.0)):
+        append_jsonl(run / "metrics.jsonl", {"step": step, "split": "validation", "loss/mlm": loss})
+    data, text = card_of(export_to(tmp_path / "model", run))
+    fixed = {"library_name": "transformers", "pipeline_tag": "feature-extraction", "tags": TAGS}
+    found = {"language": ["en", "de"], "datasets": ["wikimedia/wikipedia"]}
+    assert data == BASE | fixed | found
+    before = records(run, "validation")[0]["loss/mlm"]
+    tokens = sum(record["data/tokens"] for record in records(run, "train"))
+    for expected in (
+        "40 documents, 1,200 sentences, 7,500 tokens",
+        "| wiki\\|pedia | 30 | 5,000 | wikimedia/wikipedia |",
+        "3 of 4 planned optimizer steps of 6 examples",
+        " in bf16; ",
+        f"torch {torch.__version__}",
+        f"| loss/mlm | {before:.3f} | 2.000 |",
+        "`acc/mcqt` 0.167",  # among 3 + 3 passages
+        f"{tokens:,.0f} tokens",
+        "mine, the license of the base model",
+    ):
+        assert expected in text, expected
+    details = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
+    assert details["train"]["steps"] == 4 and "run" not in details
+    assert str(tmp_path.parent) not in text
+
+
+def test_a_card_without_base_model_and_validation(stopped: Path, tmp_path: Path) -> None:
+    shutil.copytree(stopped, tmp_path / "run")
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    data, text = card_of(export_to(tmp_path / "model", tmp_path / "run"))
+    assert not {"base_model", "license"} & data.keys()
+    assert "started from random weights" in text and "Not validated yet." in text
 
 
 def damage(run: Path) -> None:

@@ -1,13 +1,10 @@
-"""A tiny model, micro-batches as the loader builds them, from tensors, and model cards."""
+"""A tiny model, and micro-batches as the loader builds them, from tensors."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-import yaml
-from huggingface_hub import ModelCard
-from huggingface_hub.utils import validate_repo_id
 from torch import Tensor
 from transformers import BertConfig
 
@@ -87,15 +84,3 @@ def random_inputs(seed: int, rows: int, facets: int, length: int = 16) -> dict[s
         "tfidf_labels": 10 * torch.rand(rows, length - facets, generator=random) * text,
         "so_labels": torch.where(torch.rand(rows, generator=random) < 0.3, -100, orders),
     }
-
-
-def checked_card(text: str) -> tuple[dict[str, Any], str]:
-    """Returns metadata and body of a model card whose metadata the Hub can read."""
-    assert text.startswith("---\n"), "the metadata are the first lines of the file"
-    _, block, body = text.split("---\n", 2)
-    metadata = yaml.safe_load(block)
-    assert ModelCard(text, ignore_metadata_errors=False).data.to_dict() == metadata
-    assert all(metadata.values()), "no field is empty"
-    for repository in [*metadata.get("datasets", []), metadata.get("base_model", "a/b")]:
-        validate_repo_id(repository)
-    return metadata, body
