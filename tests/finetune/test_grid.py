@@ -30,6 +30,7 @@ from multicls.errors import UserError
 from multicls.files import REPOSITORY, lock_holder
 from multicls.settings import load_settings
 from tests.finetune.conftest import NOUNS
+from tests.finetune.runs import write_rows
 from tests.processes import children, until
 
 GRID: dict[str, Any] = {
@@ -58,27 +59,20 @@ def test_runs_in_the_order_of_the_axes(tmp_path: Path) -> None:
     assert runs[0].folder == Path("results/bert-cls/rte-100/p1-d1-s1")
 
 
+THREE = ["k5=A", "k5=B", "one=C"]
+A_AND_B = [("A", 1, 1), ("A", 1, 2), ("B", 2, 3), ("B", 2, 4)]
+ONE_EACH = [("A", 1, 1), ("B", 2, 1), ("C", 1, 1)]
+C = [("C", 1, 1), ("C", 1, 2), ("C", 2, 3), ("C", 2, 4)]
+
+
 @pytest.mark.parametrize(
     ("model", "changes", "expected"),
     [
         (["a=A"], {"subsets": 3}, [("A", 1, 1), ("A", 1, 2), ("A", 1, 3)]),
         (["a=A", "a=B"], {}, [("A", 1, 1), ("B", 2, 2)]),
-        (
-            ["k5=A", "k5=B", "one=C"],
-            {"subsets": 2},
-            [("A", 1, 1), ("A", 1, 2), ("B", 2, 3), ("B", 2, 4)]
-            + [("C", 1, 1), ("C", 1, 2), ("C", 2, 3), ("C", 2, 4)],
-        ),
-        (
-            ["k5=A", "k5=B", "one=C"],
-            {"share_subsets": True},
-            [("A", 1, 1), ("B", 2, 1), ("C", 1, 1)],
-        ),
-        (
-            ["k5=A", "k5=B", "one=C"],
-            {"train_sizes": ["full"], "subsets": 2},
-            [("A", 1, 1), ("B", 2, 1), ("C", 1, 1)],
-        ),
+        (THREE, {"subsets": 2}, [*A_AND_B, *C]),
+        (THREE, {"share_subsets": True}, ONE_EACH),
+        (THREE, {"train_sizes": ["full"], "subsets": 2}, ONE_EACH),
     ],
 )
 def test_replicates_have_their_own_subsets(
@@ -138,11 +132,7 @@ def start(folder: Path, model: Path, glue: Path | None, *more: str, **changes: A
 
 
 def test_states_and_exit_codes(
-    tiny_bert: Path,
-    glue: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tiny_bert: Path, glue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Heads that do not fit are no failure; missing data is, and a run that is left out, too."""
     flags = start(tmp_path, tiny_bert, glue, systems=["cls", "multicls"])
@@ -162,8 +152,8 @@ def test_states_and_exit_codes(
     assert main(start(tmp_path, tiny_bert, glue, **same)) == 0
     assert sorted(load_results(tmp_path / "results")["train_size"]) == ["16", "16", "5000"]
     capsys.readouterr()
-    monkeypatch.setattr(grid, "work", lambda *_: None)  # as if its processes were killed
-    assert main(start(tmp_path, tiny_bert, glue, seeds=[1, 7])) == 1
+    with mock.patch.object(grid, "work"):  # as if its processes were killed
+        assert main(start(tmp_path, tiny_bert, glue, seeds=[1, 7])) == 1
     assert "1 finished, 1 missing, of 2 runs\nmissing: " in capsys.readouterr().out
 
 
@@ -174,9 +164,8 @@ def test_processes_share_the_cores_that_they_may_use(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(6)))
-    monkeypatch.setattr(grid, "expand", mock.Mock(side_effect=UserError))
     with pytest.raises(UserError):
-        main(start(tmp_path, tmp_path, tmp_path, "--jobs", "2"))
+        main(start(tmp_path, tmp_path, tmp_path, "--jobs", "2", tasks=["no task"]))
     assert os.environ["OMP_NUM_THREADS"] == "3"
 
 
@@ -204,9 +193,9 @@ def test_own_rows_with_a_test_file_and_the_best_model(
 ) -> None:
     own = []
     for name, count in (("train", 40), ("test", 20)):
-        rows = [f"len {('ros', 'nar')[n % 2]} {NOUNS[n % 5]} {n},{n % 2}" for n in range(count)]
-        (tmp_path / f"{name}.csv").write_text("\n".join(["text,label", *rows, ""]))
-        own += [f"--{name}_file", str(tmp_path / f"{name}.csv")]
+        texts = [f"len {('ros', 'nar')[n % 2]} {NOUNS[n % 5]} {n}" for n in range(count)]
+        rows = [{"text": text, "label": n % 2} for n, text in enumerate(texts)]
+        own += [f"--{name}_file", write_rows(tmp_path / f"{name}.csv", rows)]
     changes = {"systems": ["mean", "tfidf"], "tasks": [], "train_sizes": [20], "subsets": 2}
     settings = GRID["settings"] | {"selection": "holdout"}
     flags = start(tmp_path, tiny_bert, None, **changes, seeds=[1], settings=settings)
