@@ -42,7 +42,7 @@ def make_system(name: str, options: Options) -> Case:
     import torch
     from transformers import BertConfig, BertForSequenceClassification
 
-    from multicls import MultiClsConfig, MultiClsForSequenceClassification
+    from multicls.modeling_multicls import MultiClsConfig, MultiClsForSequenceClassification
 
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -219,7 +219,7 @@ def _finish(output: Path, job: Job, merged: Merged) -> None:
         "dropped": drops,
         "skipped": dict(sorted(skipped.items())),
         "tokenizer": {
-            "fingerprint": tokenizer_fingerprint(tokenizer),
+            "fingerprint": tokenizer_fingerprint(tokenizer.to_str()),
             "vocabulary_size": size,
             "dtype": "uint16" if size <= 1 << 16 else "uint32",
         },

@@ -8,8 +8,6 @@ from collections.abc import Iterable
 
 from tqdm import tqdm
 
-LINE_EVERY = 10.0  # seconds between two bars where there is no terminal
-
 
 def print_line(text: str) -> None:
     """Prints the text after the time of day, at once and above a progress bar."""
@@ -34,11 +32,9 @@ def count(number: int, noun: str) -> str:
 
 
 class Progress(tqdm):
-    """A bar of tqdm, drawn every 10 seconds where there is no terminal.
+    """A bar of tqdm, drawn every 10 seconds where there is no terminal. `done`, of `total`, was done before.
 
-    Args:
-        done: amount of `total` that was done before.
-        shown: False on all ranks but one.
+    `shown` is False on all ranks but one.
     """
 
     def __init__(
@@ -46,5 +42,5 @@ class Progress(tqdm):
     ) -> None:
         on_terminal = sys.stderr.isatty()
         options = {"desc": description, "unit": f" {unit}", "initial": done, "disable": not shown}
-        every = 0.1 if on_terminal else LINE_EVERY
+        every = 0.1 if on_terminal else 10.0
         super().__init__(total=total, leave=not on_terminal, mininterval=every, **options)

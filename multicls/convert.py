@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
@@ -21,9 +21,6 @@ from multicls.console import print_summary
 from multicls.errors import UserError, first_line, run_command
 from multicls.files import atomic_folder
 from multicls.settings import Settings, parse
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 IGNORED = re.compile(r"sent\.mf\.v_\d+\.|t2f\.|lm\.decoder\.|bert\.embeddings\.position_ids$")
 PREFIXES = {  # beginnings of names: theirs -> ours
@@ -76,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print_summary([("model", args.output)], next_command)
 
 
-def _read_checkpoint(path: Path) -> dict[str, Tensor]:
+def _read_checkpoint(path: Path) -> dict[str, Any]:
     """Loads the state dict of a `model.pt`; unpickles only tensors and plain containers. A wrong file: `UserError`."""
     import torch
 
@@ -90,7 +87,7 @@ def _read_checkpoint(path: Path) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state.items() if not IGNORED.match(name)}
 
 
-def _renamed(state: dict[str, Tensor], options: ConvertOptions) -> dict[str, Tensor]:
+def _renamed(state: dict[str, Any], options: ConvertOptions) -> dict[str, Any]:
     """Returns the weights by our names.
 
     The row of the task types that their fine-tuning uses is added to the token types: both are summed before the

@@ -15,16 +15,13 @@ from collections.abc import Sequence
 from functools import cache, cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from multicls.errors import UserError
 from multicls.files import atomic_write, read_json, sha256_of
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 5
@@ -133,20 +130,21 @@ class Corpus:
                 f"{path}: corpus format {version}, but this program reads format {FORMAT_VERSION}; "
                 "remove the folder and prepare it again."
             )
+        shards = {shard["name"]: shard for shard in manifest["shards"]}
+        self.files: dict[str, dict[str, Any]] = shards | manifest["files"]  # all but the manifest
         if problems := [
             f"{path / name}: missing, or not of {entry['bytes']} bytes as {MANIFEST} says; prepare the corpus again."
             for name, entry in self.files.items()
             if not (path / name).is_file() or (path / name).stat().st_size != entry["bytes"]
         ]:
             raise UserError(*problems)
-        names = [shard["name"] for shard in manifest["shards"]]
-        self.num_shards = len(names)
+        self.num_shards = len(shards)
         self.num_documents: int = manifest["documents"]  # one that takes several rows counts once
         self.vocabulary_size: int = manifest["tokenizer"]["vocabulary_size"]  # V, with added tokens
         self.tokenizer_fingerprint: str = manifest["tokenizer"]["fingerprint"]
-        self._first_rows = [0, *accumulate(shard["rows"] for shard in manifest["shards"])]
+        self._first_rows = [0, *accumulate(shard["rows"] for shard in shards.values())]
         self.num_rows = self._first_rows[-1]
-        self.shard = cache(lambda number: Shard(path / names[number]))  # mapped on first use
+        self.shard = cache(lambda number: Shard(path / list(shards)[number]))  # mapped on first use
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Corpus, (self.path,)  # each worker process maps the files itself
@@ -159,11 +157,6 @@ class Corpus:
             if sha256_of(self.path / name) != entry["sha256"]
         ]:
             raise UserError(*problems)
-
-    @property
-    def files(self) -> dict[str, dict[str, Any]]:
-        """Size and SHA-256 of all files but the manifest, by name."""
-        return {shard["name"]: shard for shard in self.manifest["shards"]} | self.manifest["files"]
 
     def locate(self, number: int) -> tuple[Shard, int]:
         """Returns the shard that holds row `number` of the corpus, and the row's index in it, or a `UserError`."""
@@ -205,12 +198,12 @@ def held_out_share(hashes: np.ndarray) -> np.ndarray:
     return (hashes >> np.uint64(11)) * 2.0**-53
 
 
-def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
+def tokenizer_fingerprint(tokenizer_json: str) -> str:
     """Returns the SHA-256 of the parts that decide the token ids of a text: normalizer, pre-tokenizer and model.
 
     Added special tokens and the post-processor do not affect corpus text and are left out. A tokenizer therefore keeps
     its fingerprint when facet tokens are added.
     """
-    parts = json.loads(tokenizer.to_str())
+    parts = json.loads(tokenizer_json)
     deciding = {name: parts[name] for name in ("normalizer", "pre_tokenizer", "model")}
     return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode("utf-8")).hexdigest()

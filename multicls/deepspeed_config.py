@@ -100,10 +100,9 @@ def complete_deepspeed_config(
 
 
 def check_with_deepspeed(config: Mapping[str, Any], where: str) -> None:
-    """Lets DeepSpeed check a completed configuration. Call it after `prepare_deepspeed` and before anything is written.
+    """Raises UserError if DeepSpeed refuses a completed configuration.
 
-    Raises:
-        UserError: DeepSpeed refuses the configuration.
+    Call it after `prepare_deepspeed` and before anything is written.
     """
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError, DtypeEnum
 

@@ -42,17 +42,15 @@ def print_stderr(line: str) -> None:
     print(f"{line}\n", end="", file=sys.stderr, flush=True)
 
 
-def run_command(
-    main: Callable[[Sequence[str] | None], int | None], argv: Sequence[str] | None = None
-) -> None:
-    """Runs `main(argv)` and ends the process with the project's exit codes.
+def run_command(main: Callable[[Sequence[str] | None], int | None]) -> None:
+    """Runs `main(None)`, which reads sys.argv, and ends the process with the project's exit codes.
 
     0: done; 2: bad settings or data (`UserError`); 130: interrupted; 1: losses that are not finite
     (`FloatingPointError`), or a crash, with a traceback. The process ends without its exit handlers: they would wait
     for child processes and other ranks, and a thread of gloo that is still busy then aborts a run that went well.
     """
     try:
-        code = main(argv) or 0
+        code = main(None) or 0
         print(end="", flush=True)
     except SystemExit:  # of --help
         _kill_children()

@@ -101,11 +101,7 @@ def load_settings(
     recipes: Iterable[str | Path] = (),
     values: Mapping[str, Any] | None = None,
 ) -> AnySettings:
-    """Returns settings of recipes (paths) and of values by dotted key, which win.
-
-    Raises:
-        UserError: as `parse`.
-    """
+    """Returns settings of recipes (paths) and of values by dotted key, which win. Errors are those of `parse`."""
     return _validate(kind, [*_read_recipes(map(str, recipes), ""), ("", _nested(values or {}))], {})
 
 
@@ -132,10 +128,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _add_flag(shortcuts: Mapping[str, str], parser: Any, *names: str, **options: Any) -> None:
-    """Adds a flag for pydantic-settings, and its short name.
-
-    A boolean needs no value, a list takes several words, and a group has no flag.
-    """
+    """Adds a flag and its short name. A boolean needs no value, a list takes several words, a group has no flag."""
     short = [f"--{shortcuts[options['dest']]}"] if options.get("dest") in shortcuts else []
     if options.get("metavar") == "bool":
         options |= {"nargs": "?", "const": "true", "metavar": "true|false"}

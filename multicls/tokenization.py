@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from multicls.errors import UserError, first_line
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 # Roles of special tokens, and the one that stands in where a tokenizer has no such token.
 ROLES = {"cls_token": "bos_token", "sep_token": "eos_token", "pad_token": "", "mask_token": ""}
 
 
 def load_tokenizer(checkpoint: str) -> Any:
-    """Loads the fast tokenizer of a checkpoint, into which transformers converts sentencepiece models.
-
-    Raises:
-        UserError: there is none, or none that is fast.
-    """
+    """Loads the fast tokenizer of a checkpoint, or raises UserError; transformers converts sentencepiece models."""
     from transformers import AutoTokenizer
 
     problem = ""
@@ -47,10 +40,8 @@ def facet_tokens(vocabulary: dict[str, int], num_facets: int) -> list[str]:
     return [f"[C{k}]" for k in range(1, num_facets + 1)]
 
 
-def with_facets(
-    tokenizer: Any, num_facets: int, token_types: bool = True
-) -> PreTrainedTokenizerFast:
-    """Returns a copy of `tokenizer` that inserts the facets, and numbers token types if the encoder takes them.
+def with_facets(tokenizer: Any, num_facets: int, token_types: bool = True) -> Any:
+    """Returns a fast copy of `tokenizer` that inserts the facets, and numbers token types if the encoder takes them.
 
     A pair of texts keeps the separators of the tokenizer: one, or `</s></s>` as in RoBERTa. A literal "[MASK]" in a
     text becomes the special token, unless `split_special_tokens=True`, which unigram models such as XLM-R's ignore.
@@ -94,6 +85,6 @@ def with_facets(
     )
 
 
-def facet_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def facet_ids(tokenizer: Any) -> tuple[int, ...]:
     """Returns the K ids that the tokenizer inserts between [CLS] and the text, in order."""
     return tuple(tokenizer("")["input_ids"][1:-1])

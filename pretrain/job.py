@@ -149,7 +149,7 @@ def build_streams(
     data, model = settings.data, settings.model.checkpoint
     if max_tokens and data.seq_length > max_tokens:
         raise UserError(f"data.seq_length = {data.seq_length}: {model} takes {max_tokens} at most.")
-    theirs = tokenizer_fingerprint(tokenizer.backend_tokenizer)
+    theirs = tokenizer_fingerprint(tokenizer.backend_tokenizer.to_str())
     if theirs != corpus.tokenizer_fingerprint:
         raise UserError(
             f"data.corpus = {data.corpus}: another tokenizer wrote its tokens (fingerprint "

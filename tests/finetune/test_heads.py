@@ -146,7 +146,7 @@ def test_heads_keep_the_checkpoints_weights(
     head: str, ours: str, from_checkpoint: str, tiny_multicls: Path
 ) -> None:
     """Building draws new weights for what is new only, from torch's generator."""
-    from multicls import MultiClsModel
+    from multicls.modeling_multicls import MultiClsModel
 
     trained = MultiClsModel.from_pretrained(tiny_multicls).state_dict()
     models = [load(tiny_multicls, head, seed=seed)[0].state_dict() for seed in (1, 1, 2)]

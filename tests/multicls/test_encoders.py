@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
-from multicls import MultiClsForPreTraining, MultiClsModel
 from multicls.build import build
-from multicls.modeling_multicls import IGNORE_INDEX, encoder_layers
+from multicls.modeling_multicls import MultiClsForPreTraining, MultiClsModel, encoder_layers
 from tests.encoders import FAMILIES, TEXTS, save_encoder
 
 KINDS = list(FAMILIES)
@@ -57,7 +56,7 @@ def test_without_facets_it_is_the_encoder(folders: Folders, kind: str) -> None:
     with torch.no_grad():
         expected = theirs(**inputs, output_hidden_states=True)
         out = model(**(types | inputs), output_hidden_states=True)
-        labels = torch.full_like(inputs["input_ids"], IGNORE_INDEX)
+        labels = torch.full_like(inputs["input_ids"], -100)
         labels[1, 2] = labels[4, 1] = 7
         labelled = model(**(types | inputs), labels=labels, objectives=["mlm"])
     last = AutoModel.from_pretrained(folders[kind]).eval()(**inputs).last_hidden_state

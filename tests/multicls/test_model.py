@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import AttentionInterface, BertConfig
 
 import multicls
-from multicls import MultiClsConfig, MultiClsForPreTraining, MultiClsModel
-from multicls.modeling_multicls import OBJECTIVES, UNPADDING
+from multicls.configuration_multicls import MultiClsConfig
+from multicls.modeling_multicls import OBJECTIVES, UNPADDING, MultiClsForPreTraining, MultiClsModel
 from tests.encoders import encoder_config
 from tests.pretrain.tools import random_inputs, tiny
 
@@ -68,7 +68,7 @@ def test_sentence_embeddings(facets: int) -> None:
 
 
 def test_pooling_of_a_single_embedding_is_not_centred() -> None:
-    model = multicls.MultiClsForSequenceClassification(tiny(num_facets=1)).eval()
+    model = multicls.modeling_multicls.MultiClsForSequenceClassification(tiny(num_facets=1)).eval()
     model.classifier = torch.nn.Identity()
     ids = torch.randint(10, 97, (2, 12))
     weight = model.multicls.facet_head.dense.weight
@@ -86,7 +86,7 @@ def test_parameter_counts_of_the_paper(shape: dict[str, int], millions: float) -
     """The published counts include the authors' task-type table (17 x D), which is folded into the token types here."""
     config = MultiClsConfig(encoder=BertConfig(**shape))  # type: ignore[arg-type]
     with torch.device("meta"):
-        model = multicls.MultiClsForSequenceClassification(config)
+        model = multicls.modeling_multicls.MultiClsForSequenceClassification(config)
     assert config.facet_layers == ([4, 8] if config.num_hidden_layers == 12 else [8, 16])
     count = sum(p.numel() for p in model.parameters())
     assert count / 1e6 == pytest.approx(millions, abs=0.06)

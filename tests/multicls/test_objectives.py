@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from multicls import MultiClsForPreTraining
-from multicls.modeling_multicls import mcqt_loss, mcqt_scores, part_scores
+from multicls.modeling_multicls import MultiClsForPreTraining, mcqt_loss, mcqt_scores, part_scores
 from tests.multicls.test_model import batch
 from tests.pretrain.tools import tiny
 

@@ -12,10 +12,9 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import BertConfig, BertTokenizer
 
-from multicls import MultiClsForPreTraining, MultiClsForSequenceClassification
 from multicls.convert import main
 from multicls.errors import UserError
-from multicls.modeling_multicls import encoder_layers
+from multicls.modeling_multicls import MultiClsForPreTraining, MultiClsForSequenceClassification
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "parity_a.safetensors"
 RIGHT = "--num_facets 3 --facet_layers 1 3"
@@ -111,7 +110,7 @@ def test_pooled_embedding(tensors: dict[str, Tensor], converted: Path) -> None:
 def test_inserted_layers_matter(tensors: dict[str, Tensor], converted: Path) -> None:
     """The control: with the two levels exchanged the hidden states differ."""
     model = MultiClsForPreTraining.from_pretrained(converted).eval()
-    layers: Any = encoder_layers(model.multicls.encoder)
+    layers: Any = model.multicls.encoder.encoder.layer
     layers[0].facets, layers[2].facets = layers[2].facets, layers[0].facets
     with torch.no_grad():
         out = model.multicls(tensors["input_ids"], attention_mask=tensors["attention_mask"])

@@ -151,7 +151,7 @@ def be_rank(launch: dict[str, Any], rank: int, output: Path) -> None:
     accident = launch.get("accident", "")
     if accident.startswith("note") or rank == launch.get("on", 0):  # all ranks note
         arrange(accident, launch.get("step", 0), output)
-    run_command(pretrain.run.main, launch["arguments"])
+    run_command(lambda _: pretrain.run.main(launch["arguments"]))
 
 
 def be_fork(launch: dict[str, Any], rank: int, port: int, output: Path) -> None:

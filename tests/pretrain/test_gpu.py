@@ -13,8 +13,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from multicls import MultiClsForPreTraining
 from multicls.distributed import leave_deepspeed, prepare_deepspeed
+from multicls.modeling_multicls import MultiClsForPreTraining
 from pretrain.metrics import MetricSums, means
 from tests.pretrain.conftest import Launch
 from tests.pretrain.test_ds_configs import assert_losses, assert_skipped, plain_pytorch

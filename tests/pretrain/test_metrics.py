@@ -15,9 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from multicls import MultiClsForPreTraining
 from multicls.files import read_jsonl
-from multicls.modeling_multicls import mcqt_loss, part_scores
+from multicls.modeling_multicls import MultiClsForPreTraining, mcqt_loss, part_scores
 from pretrain.batches import MicroBatch
 from pretrain.engine import prepare_layers
 from pretrain.job import notes_on_machine

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import BertConfig
 
-from multicls import MultiClsConfig, MultiClsForPreTraining
+from multicls.modeling_multicls import MultiClsConfig, MultiClsForPreTraining
 from pretrain.batches import MicroBatch
 from tests.encoders import encoder_config
 
