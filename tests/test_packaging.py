@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 import zipfile
 from pathlib import Path
@@ -19,23 +20,17 @@ from multicls.build import build
 from multicls.files import REPOSITORY
 from tests.multicls.test_parity import FIXTURE, RIGHT, base_of
 from tests.processes import completed
+from tests.test_pages import NOT_COPIED
 
 BUILD = "import setuptools.build_meta as b; print(b.build_wheel('..'))"
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with a wheel of the tracked files, built without network."""
+    """Folder with a copy of the repository, `tree`, and a wheel of it, built without network."""
     folder = tmp_path_factory.mktemp("packages")
-    tree = folder / "tree"
-    listing = completed(["git", "ls-files", "-z"], cwd=REPOSITORY)
-    if listing.returncode:
-        pytest.skip("needs the git repository: what is not tracked must not be in a package")
-    for name in filter(None, listing.stdout.split("\0")):
-        if (REPOSITORY / name).is_file():
-            (tree / name).parent.mkdir(parents=True, exist_ok=True)
-            (tree / name).write_bytes((REPOSITORY / name).read_bytes())
-    assert completed([sys.executable, "-c", BUILD], cwd=tree).returncode == 0
+    shutil.copytree(REPOSITORY, folder / "tree", ignore=shutil.ignore_patterns(*NOT_COPIED))
+    assert completed([sys.executable, "-c", BUILD], cwd=folder / "tree").returncode == 0
     return folder
 
 

@@ -1,26 +1,18 @@
-"""Lines with a clock, numbers in words, and progress as a bar on a terminal or as lines elsewhere."""
+"""Numbers in words, and lines with a clock above a bar of progress."""
 
 from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
-from multicls.console import Progress, count, print_line, print_summary
+from multicls.console import Progress, count, print_line
 
 
 def test_numbers_in_words() -> None:
     counts = ["0 documents", "1 document", "2,000 documents"]
     assert [count(n, "document") for n in (0, 1, 2000)] == counts
-
-
-def test_lines_have_the_time_and_summaries_are_aligned(capsys: pytest.CaptureFixture[str]) -> None:
-    print_line("fresh run")
-    assert re.fullmatch(r"\d\d:\d\d:\d\d fresh run\n", capsys.readouterr().out)
-    print_summary([("model", Path("a/b")), ("best score", 3)], "python x.py")
-    assert capsys.readouterr().out == "model:      a/b\nbest score: 3\nnext:       python x.py\n"
 
 
 @pytest.mark.parametrize("on_terminal", [True, False])

@@ -25,7 +25,6 @@ from tests.pretrain.tools import tiny_model
 from tests.pretrain.two_ranks import BATCH, CASES, FILES, GROUP, STEPS, Case, micro_batch, settings
 from tests.processes import completed, program
 
-OBJECTIVES = ("mlm", "tfidf", "so", "mcqt")
 SLOW = [name for name in CASES if name not in FILES]
 LAUNCHES: list[Any] = [(name, 2) for name in FILES]
 LAUNCHES += [pytest.param(name, 2, marks=pytest.mark.slow) for name in SLOW]
@@ -61,8 +60,8 @@ def plain_pytorch(size: int, **shape: Any) -> list[dict[str, float]]:
 
     Groups are compared one by one, whatever the micro-batches of `size` examples.
     """
-    network, train = tiny_model(**shape), settings().train
-    network.freeze_unused(OBJECTIVES)
+    network, train, weights = tiny_model(**shape), settings().train, settings().objective.in_use
+    network.freeze_unused(weights)
     named = [(name, p) for name, p in network.named_parameters() if p.requires_grad]
     plain = {name for name, _ in named if "LayerNorm" in name or name.endswith("bias")}
     decays = {0.0: plain, 0.02: {name for name, _ in named} - plain}
@@ -74,7 +73,7 @@ def plain_pytorch(size: int, **shape: Any) -> list[dict[str, float]]:
     steps = []
     for step in range(STEPS):
         batches = [micro_batch(step * BATCH // size + slot, size) for slot in range(BATCH // size)]
-        sums, embedded = dict.fromkeys(OBJECTIVES[:3], torch.zeros(())), []
+        sums, embedded = dict.fromkeys(("mlm", "tfidf", "so"), torch.zeros(())), []
         for batch in batches:
             torch.manual_seed(dropout_seed(train.seed, batch.number))
             outputs = network(**batch.inputs, normalizers=dict.fromkeys(sums, 1.0))
@@ -87,7 +86,7 @@ def plain_pytorch(size: int, **shape: Any) -> list[dict[str, float]]:
         }
         for group in optimizer.param_groups:
             group["lr"] = lr_at(step, train)
-        torch.stack(list(losses.values())).sum().backward()
+        torch.stack([weights[name] * loss for name, loss in losses.items()]).sum().backward()
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -22,8 +22,7 @@ from pretrain.engine import prepare_layers
 from pretrain.job import notes_on_machine
 from pretrain.log import Log
 from pretrain.metrics import MetricSums, collapses, loss_terms, means, measure
-from pretrain.settings import ObjectiveSettings, TrainSettings
-from pretrain.training import lr_at, weighted_sum
+from pretrain.settings import TrainSettings
 from tests.pretrain.tools import micro_batch_of, random_inputs, tiny_model
 
 EXAMPLES = 4
@@ -188,18 +187,6 @@ def test_wandb_follows_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     options = {"project": "mine", "group": tmp_path.name, "dir": str(tmp_path)}
     expected = [call.init(**options, sync_tensorboard=True), call.init().finish()] * 2
     assert wandb.mock_calls == expected
-
-
-def test_the_warm_up_is_a_share_of_the_steps() -> None:
-    train = TrainSettings(steps=100, learning_rate=1.0, warmup_ratio=0.1)
-    rates = [lr_at(step, train) for step in (0, 9, 10, 100)]
-    assert rates == pytest.approx([1 / 11, 10 / 11, 1, 0])
-
-
-def test_each_loss_counts_by_its_weight() -> None:
-    objective = ObjectiveSettings(mlm=0.5, tfidf=0, so=2, mcqt=0)
-    losses = {"mlm": torch.tensor(4.0), "so": torch.tensor(3.0)}
-    assert weighted_sum(losses, objective.in_use) == 0.5 * 4 + 2 * 3
 
 
 def test_compiled_layers_change_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:

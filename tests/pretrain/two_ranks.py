@@ -46,10 +46,9 @@ CASES = {
 def settings(**changes: Any) -> PretrainSettings:
     train: dict[str, Any] = {"steps": 10, "global_batch_size": BATCH, "negatives_group": GROUP}
     train |= {"learning_rate": 0.01, "micro_batch_size": GROUP, "precision": "fp32"}
-    values = {"model": {"checkpoint": "m"}, "data": {"corpus": "c"}}
-    return PretrainSettings.model_validate(
-        values | {"train": train | {"skip_nonfinite": 1} | changes}
-    )
+    train |= {"skip_nonfinite": 1} | changes
+    values = {"model": {"checkpoint": "m"}, "data": {"corpus": "c"}, "objective": {"so": 2}}
+    return PretrainSettings.model_validate(values | {"train": train})
 
 
 def micro_batch(number: int, size: int = GROUP) -> MicroBatch:
