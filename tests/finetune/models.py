@@ -7,13 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    BertConfig,
-    DistilBertConfig,
-    ElectraConfig,
-    PretrainedConfig,
-    RobertaConfig,
-)
+from transformers import BertConfig, DistilBertConfig, ElectraConfig, RobertaConfig
+from transformers import PreTrainedConfig as Config
 
 from finetune.heads.build import build_model
 from finetune.heads.modeling_task import TaskModel, TaskModelConfig
@@ -30,18 +25,11 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 40,
     "initializer_range": 0.2,  # so that what one token says is heard by others
 }
-DISTIL: dict[str, Any] = {
-    "vocab_size": 60,
-    "dim": 16,
-    "n_layers": 2,
-    "n_heads": 2,
-    "hidden_dim": 32,
-}
-ENCODERS: dict[str, PretrainedConfig] = {
+ENCODERS: dict[str, Config] = {
     "bert": BertConfig(**SIZES),
     "roberta": RobertaConfig(**SIZES, type_vocab_size=1),
     "electra": ElectraConfig(**SIZES, embedding_size=8),
-    "distilbert": DistilBertConfig(**DISTIL, initializer_range=0.2),
+    "distilbert": DistilBertConfig(**SIZES, hidden_dim=32),
     "multicls": MultiClsConfig(encoder=BertConfig(**SIZES), num_facets=3, facet_layers=[1]),
 }
 
@@ -52,7 +40,7 @@ def about(labels: str = "xy", **values: Any) -> dict[str, Any]:
     return plain | {"labels": list(labels), "is_regression": not labels} | values
 
 
-def make(encoder: PretrainedConfig | str, head: str, *tasks: dict[str, Any], **values: Any) -> Any:
+def make(encoder: Config | str, head: str, *tasks: dict[str, Any], **values: Any) -> Any:
     """Returns a model with random weights, always the same ones, in evaluation mode."""
     torch.manual_seed(0)
     config = ENCODERS[encoder] if isinstance(encoder, str) else encoder

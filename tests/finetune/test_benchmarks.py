@@ -9,6 +9,7 @@ from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pandas as pd
 import pytest
@@ -132,12 +133,10 @@ def test_forms_of_files(task: str, content: str, expected: Any, tmp_path: Path) 
 
 
 def test_qqp_leaves_out_short_rows_and_says_so(tmp_path: Path) -> None:
-    header = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n"
+    table = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n"
+    table += "1\t2\t3\ta\tb\t1\n4\t5\ttorn\n6\t7\t8\tc\td\t0\n"
     for name in ("train", "dev"):
-        put(
-            tmp_path / "QQP" / f"{name}.tsv",
-            header + "1\t2\t3\ta\tb\t1\n4\t5\ttorn\n6\t7\t8\tc\td\t0\n",
-        )
+        put(tmp_path / "QQP" / f"{name}.tsv", table)
     data = read_task(TASKS["qqp"], str(tmp_path))
     assert [row.texts for row in data.dev] == [("a", "b"), ("c", "d")]
     assert data.notes == [f"{name}: 1 row without a label left out" for name in ("train", "dev")]
@@ -146,6 +145,7 @@ def test_qqp_leaves_out_short_rows_and_says_so(tmp_path: Path) -> None:
 RTE = '{"sentence1": "a", "sentence2": "b", "label": %s}'
 WIC = {"sentence1": "a b", "sentence2": "b b", "start1": 2, "end1": 3, "start2": 2, "end2": 3}
 WSC = {"span1_text": "Xa", "span1_index": 0, "span2_text": "She", "span2_index": 3}
+HE = {"text": "Xa saw Yo. He left.", "target": WSC, "label": True}
 COPA = {"premise": "P.", "question": "effect", "choice1": "x", "choice2": "y", "label": 1}
 
 
@@ -162,16 +162,8 @@ COPA = {"premise": "P.", "question": "effect", "choice1": "x", "choice2": "y", "
         ("rte", RTE % -1, "label -1"),
         ("copa", jsonl({"premise": "a", "question": "cause", "label": 0}), "1: no 'choice1'"),
         ("multirc", '{"idx": 0, "passage": {"text": "a", "questions": "b"}}', "not a row of"),
-        (
-            "wsc",
-            jsonl({"text": "Xa saw Yo. He left.", "target": WSC, "label": True}),
-            "'She' is not in the text",
-        ),
-        (
-            "wsc",
-            jsonl({"text": "Xa saw She.", "target": WSC | {"span1_index": 9}, "label": True}),
-            "not a row of wsc",
-        ),
+        ("wsc", json.dumps(HE), "'She' is not in the text"),
+        ("wsc", json.dumps(HE | {"target": WSC | {"span1_index": 99}}), "not a row of wsc"),
         ("boolq", '{"passage": "a", "question": "b", "label": "yes"}', "none of false, true"),
         ("cb", '{"premise": "a", "hypothesis": "b", "label": true}', "label True is none of ent"),
     ],
@@ -195,19 +187,13 @@ def test_missing_files_and_tasks_without_test_rows(tmp_path: Path) -> None:
 
 
 def test_the_hub_without_network_names_data_dir(monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    def offline(*args: object, **options: object) -> None:
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr(datasets, "load_dataset", offline)
+    offline = mock.Mock(side_effect=ConnectionError("no network"))
+    monkeypatch.setattr("datasets.load_dataset", offline)
     with pytest.raises(UserError, match="no network.*--data_dir.*RTE/"):
         read_task(TASKS["rte"], None)
 
 
 def test_the_hub_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
     requests = []
 
     def load(repository: str, split: str, **options: str) -> list[dict[str, object]]:
@@ -215,15 +201,11 @@ def test_the_hub_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         label = -1 if "test" in split else 1
         return [{"premise": split, "hypothesis": "b", "label": label, "idx": 7}]
 
-    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr("datasets.load_dataset", load)
     data = read_task(TASKS["mnli"], None, with_test=True)
-    parts = [
-        f"{split}_{part}" for split in ("validation", "test") for part in ("matched", "mismatched")
-    ]
-    assert requests == [
-        *(("nyu-mll/glue", split, {"name": "mnli"}) for split in ("train", *parts)),
-        ("nyu-mll/glue", "test", {"name": "ax"}),
-    ]
+    parts = ["train", "validation_matched", "validation_mismatched", "test_matched"]
+    expected = [("nyu-mll/glue", part, {"name": "mnli"}) for part in (*parts, "test_mismatched")]
+    assert requests == [*expected, ("nyu-mll/glue", "test", {"name": "ax"})]
     found = [(row.texts[0], row.label, row.part) for row in data.dev]
     assert found == [("validation_matched", 1, "m"), ("validation_mismatched", 1, "mm")]
     assert [row.id for row in data.test] == ["test_matched:7", "test_mismatched:7", "AX/AX:7"]
@@ -257,8 +239,8 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any], list[Example]]] = {  # of
         {"passage": MET, "query": "@placeholder left.", "entities": ["Xa", "Yo"]}
         | {"answers": ["Yo"], "idx": {"passage": 0, "query": 3}},
         [
-            example(f"0:3:{name}", (MET, f"{name} left."), label, group="0:3", answer=name)
-            for label, name in enumerate(("Xa", "Yo"))
+            example("0:3:Xa", (MET, "Xa left."), 0, group="0:3", answer="Xa"),
+            example("0:3:Yo", (MET, "Yo left."), 1, group="0:3", answer="Yo"),
         ],
     ),
     "wsc": (
@@ -283,10 +265,8 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any], list[Example]]] = {  # of
 def test_hub_and_file_give_the_same_rows(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import datasets
-
     official, hub, expected = FORMS[name]
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: [hub])
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: [hub])
     assert read(name, tmp_path, jsonl(official), "train") == expected
     assert read_split(TASKS[name], "train", None)[0] == expected
 
