@@ -1,20 +1,20 @@
 """Builds a Multi-CLS model for pretraining from a checkpoint of any encoder of transformers."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import transformers
+from safetensors import SafetensorError
+from transformers import PreTrainedTokenizerFast
+from transformers.utils import logging
 
 from multicls.errors import UserError, first_line
 from multicls.files import missing_folder
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
-    from multicls.modeling_multicls import MultiClsForPreTraining
+from multicls.modeling_multicls import MultiClsConfig, MultiClsForPreTraining
+from multicls.tokenization import facet_ids, load_tokenizer, with_facets
 
 WHAT_WORKS = "BERT, RoBERTa, XLM-R, CamemBERT, ModernBERT, DeBERTa, MPNet, DistilBERT, ELECTRA and others work"
 
@@ -43,9 +43,6 @@ def build(
     Raises:
         UserError: the checkpoint cannot be loaded, is no encoder, does not fit, or lacks weights of the encoder.
     """
-    from multicls.modeling_multicls import MultiClsConfig, MultiClsForPreTraining
-    from multicls.tokenization import facet_ids, load_tokenizer, with_facets
-
     if missing := missing_folder(checkpoint):
         raise UserError(f"model {checkpoint}: {missing}")
     facets: dict[str, Any] = {"num_facets": num_facets, "facet_layers": facet_layers}
@@ -75,14 +72,12 @@ def build(
 
 def _load_config(checkpoint: str) -> Any:
     """Returns the configuration of an encoder's checkpoint, or a ValueError: why it is none, and what works."""
-    from transformers import CONFIG_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, PreTrainedConfig
-
-    known: Any = CONFIG_MAPPING
-    kind = PreTrainedConfig.get_config_dict(checkpoint)[0].get("model_type")
+    known: Any = transformers.CONFIG_MAPPING
+    kind = transformers.PreTrainedConfig.get_config_dict(checkpoint)[0].get("model_type")
     if kind is None:
         raise ValueError("it holds no config.json; of a run, pass RUN/hf")
     config: Any = known[kind].from_pretrained(checkpoint) if kind in known else None
-    masked: Any = MODEL_FOR_MASKED_LM_MAPPING.get(type(config), None)
+    masked: Any = transformers.MODEL_FOR_MASKED_LM_MAPPING.get(type(config), None)
     reason = ""
     if config is None:
         reason = "is not one of transformers. Code in a checkpoint is never executed"
@@ -126,11 +121,9 @@ def load_weights(kind: Any, checkpoint: str, may_lack: str = "", **options: Any)
 
 def _copy_weights(model: MultiClsForPreTraining, checkpoint: str) -> str:
     """Copies the checkpoint's encoder and MLM head into the model; returns which parts are kept and which new."""
-    from transformers import AutoModel, AutoModelForMaskedLM
-
-    encoder, new_pooler = load_weights(AutoModel, checkpoint, r"pooler\..*")
+    encoder, new_pooler = load_weights(transformers.AutoModel, checkpoint, r"pooler\..*")
     model.multicls.encoder.load_state_dict(encoder.state_dict(), strict=False)
-    masked, missing = load_weights(AutoModelForMaskedLM, checkpoint, ".*")
+    masked, missing = load_weights(transformers.AutoModelForMaskedLM, checkpoint, ".*")
     inside = f"{masked.base_model_prefix}."
     state = masked.state_dict()
     head = {name for name in state.keys() - missing if not name.startswith(inside)}
@@ -169,8 +162,6 @@ def _try(model: MultiClsForPreTraining, tokenizer: Any, report: Callable[[str], 
 @contextmanager
 def load_problems(checkpoint: str) -> Iterator[None]:
     """Turns errors of loading a checkpoint into a `UserError` that names it."""
-    from safetensors import SafetensorError
-
     try:
         yield
     except (OSError, ValueError, RuntimeError, TypeError, SafetensorError) as error:
@@ -180,8 +171,6 @@ def load_problems(checkpoint: str) -> Iterator[None]:
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Silences transformers' load report and progress bars; our own lines report the same."""
-    from transformers.utils import logging
-
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

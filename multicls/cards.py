@@ -1,7 +1,5 @@
 """Files beside a saved model: its card with the metadata that the Hub reads, and sentence-transformers' settings."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Configuration of Multi-CLS models (arXiv:2210.05043). Saved models carry this file: it imports only transformers."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from transformers import AutoConfig, BertConfig, PreTrainedConfig, __version__

@@ -1,7 +1,5 @@
 """Lines that a person reads while a command works: clock, progress, summary, numbers in words."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterable

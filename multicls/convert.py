@@ -5,8 +5,6 @@ python -m multicls.convert model.pt --base bert-base-uncased --num_facets 5 --fa
 The sizes and the tokenizer are those of the BERT that they started from.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +13,6 @@ from typing import Any
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
-from multicls.build import build, quiet_transformers
 from multicls.cards import write_sentence_transformer
 from multicls.console import print_summary
 from multicls.errors import UserError, first_line, run_command
@@ -52,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse(ConvertOptions, argv, prog="python -m multicls.convert", doc=__doc__)
     if args.output.is_file() or (args.output.is_dir() and any(args.output.iterdir())):
         raise UserError(f"--output {args.output}: exists already; set a new or empty folder.")
+    from multicls.build import build, quiet_transformers  # imports torch
+
     state = _read_checkpoint(args.checkpoint)
     facets = args.model_dump(include={"num_facets", "facet_layers"})
     model, tokenizer = build(args.base, random_weights=True, report=lambda _: None, **facets)
@@ -60,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         weights = _renamed(state, args)
         ties = model.all_tied_weights_keys
         model.load_state_dict(weights | {name: weights[same] for name, same in ties.items()})
-    except (KeyError, RuntimeError, ValueError) as error:
+    except (KeyError, RuntimeError) as error:
         raise UserError(
             "the checkpoint does not fit --base, --num_facets and --facet_layers: "
             f"{' '.join(str(error).split())}"
@@ -109,9 +108,7 @@ def _renamed(state: dict[str, Any], options: ConvertOptions) -> dict[str, Any]:
     for name in list(state):
         if prefix := next((prefix for prefix in PREFIXES if name.startswith(prefix)), ""):
             renamed[PREFIXES[prefix] + name.removeprefix(prefix)] = state.pop(name)
-    if state:
-        raise ValueError(f"no place for the tensors {', '.join(sorted(state)[:5])}")
-    return renamed
+    return renamed | state  # torch refuses what is left by name
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@ tokenizer; docs/data.md describes the columns. A shard row holds one document; a
 tokens takes several consecutive rows. Code counts rows, people count documents.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -3,8 +3,6 @@
 DeepSpeed ignores an unknown top-level key, so the names are checked here; it checks the rest itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -77,10 +75,7 @@ def complete_deepspeed_config(
 
     With bf16 and ZeRO 2 or 3, gradients are accumulated in fp32 unless the JSON sets `data_types.grad_accum_dtype`.
     With ZeRO 1 DeepSpeed 0.19.8 cannot read the weights from such a checkpoint; with an offloaded optimizer it keeps
-    the NaN of a skipped step in its fp32 sums.
-
-    Args:
-        micro_batch_size: Examples in one micro-batch of one rank, which accumulates `accumulation` of them in a step.
+    the NaN of a skipped step in its fp32 sums. A rank has `micro_batch_size` examples in each of `accumulation` passes.
     """
     completed = {
         "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW offloads, too; nothing is compiled
@@ -100,10 +95,7 @@ def complete_deepspeed_config(
 
 
 def check_with_deepspeed(config: Mapping[str, Any], where: str) -> None:
-    """Raises UserError if DeepSpeed refuses a completed configuration.
-
-    Call it after `prepare_deepspeed` and before anything is written.
-    """
+    """Raises UserError if DeepSpeed refuses a completed configuration; call it after `prepare_deepspeed`."""
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError, DtypeEnum
 
     try:

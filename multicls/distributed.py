@@ -1,7 +1,5 @@
 """DeepSpeed under any launcher (`deepspeed`, `torchrun`, `srun`, plain `python`), and safe loading of its files."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import time

@@ -1,7 +1,5 @@
 """The software and the memory that a run used. Imports torch only on a GPU."""
 
-from __future__ import annotations
-
 import platform
 import resource
 import subprocess

@@ -1,7 +1,5 @@
 """Errors that a user can put right, and how a command reports them."""
 
-from __future__ import annotations
-
 import difflib
 import multiprocessing
 import os

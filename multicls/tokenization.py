@@ -1,7 +1,5 @@
 """Facet tokens in a Hugging Face tokenizer, whose post-processor makes `[CLS] [C1]..[CK] a [SEP] b [SEP]`."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
