@@ -141,9 +141,8 @@ def _try(model: MultiClsForPreTraining, tokenizer: Any, report: Callable[[str], 
     """Makes a forward and a backward pass: an encoder is not listed but tried. One that does not work: ValueError."""
     kind, was_training = model.config.encoder.model_type, model.training
     fit: Any = {"padding": True, "truncation": True, "max_length": model.config.max_tokens}
-    batch, padded = (
-        tokenizer(["a"] * 5 + [last], **fit, return_tensors="pt") for last in ("a", "a " * 9)
-    )
+    batch = tokenizer(["a"] * 6, **fit, return_tensors="pt")
+    padded = tokenizer(["a"] * 5 + ["a " * 9], **fit, return_tensors="pt")
     try:
         out = model.eval()(**batch, labels=batch["input_ids"])
         out.loss.backward()

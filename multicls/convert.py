@@ -87,13 +87,11 @@ def _read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def _renamed(state: dict[str, Any], options: ConvertOptions) -> dict[str, Any]:
-    """Returns the weights by our names.
-
-    The row of the task types that their fine-tuning uses is added to the token types: both are summed before the
-    LayerNorm, so this is exact. Their third token type is left out: no input has it.
-    """
+    """Returns the weights by our names."""
     import torch
 
+    # The row of the task types that their fine-tuning uses is added to the token types: both are summed before the
+    # LayerNorm, so this is exact. Their third token type is left out: no input has it.
     types, tasks = (f"bert.embeddings.{kind}_type_embeddings.weight" for kind in ("token", "task"))
     state[types] = state[types][:2] + state.pop(tasks)[0]
     facets, renamed = range(options.num_facets), {}

@@ -69,8 +69,7 @@ class Shard:
         first, last = self.row_starts[number], self.row_starts[number + 1]
         offsets = self.sentence_starts[first : last + 1]
         span = slice(offsets[0], offsets[-1])
-        columns = ("source", "id", "title")
-        source, name, title = (str(self.batch.column(column)[number]) for column in columns)
+        source, name, title = (str(self.batch[key][number]) for key in ("source", "id", "title"))
         arrays = self.tokens[span], offsets - offsets[0], self.counts[span]
         return ShardRow(source, name, title, int(self.hashes[number]), *arrays)
 
@@ -84,6 +83,7 @@ def write_shard(path: str | Path, rows: Sequence[ShardRow]) -> None:
     """Writes rows, at least one, as one shard, atomically; the same rows give the same bytes."""
     sentences = np.array([len(row.offsets) - 1 for row in rows])
     lengths = np.concatenate([np.diff(row.offsets) for row in rows])
+    tokens = pa.array(np.concatenate([row.tokens for row in rows]))
     num_tokens = np.array([len(row.tokens) for row in rows], np.uint32)
     columns = {
         "source": pa.array([row.source for row in rows], pa.string()).dictionary_encode(),
@@ -91,9 +91,7 @@ def write_shard(path: str | Path, rows: Sequence[ShardRow]) -> None:
         "title": pa.array([row.title for row in rows], pa.string()),
         "hash": pa.array([row.hash for row in rows], pa.uint64()),
         "num_tokens": pa.array(num_tokens),
-        "tokens": _lists(
-            sentences, _lists(lengths, pa.array(np.concatenate([row.tokens for row in rows])))
-        ),
+        "tokens": _lists(sentences, _lists(lengths, tokens)),
         "counts": _lists(num_tokens, pa.array(np.concatenate([row.counts for row in rows]))),
     }
     batch = pa.record_batch(columns)

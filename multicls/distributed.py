@@ -96,10 +96,8 @@ def leave_deepspeed() -> None:
     """Leaves the process group, all ranks together; call it once at the end of a run that went well."""
     import torch.distributed as dist
 
-    global _patient_group
     dist.barrier()
     dist.destroy_process_group()
-    _patient_group = None
     time.sleep(0.2)  # a gloo thread that is still busy when Python ends aborts the process
 
 

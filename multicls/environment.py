@@ -18,11 +18,10 @@ def environment_record() -> dict[str, Any]:
     The commit ends in "-dirty" if files have changed since; it is None outside a git repository.
     """
     versions = {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
-    describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"]
-    command = ["git", "-C", str(REPOSITORY), *describe]
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"]
     commit = None
     with suppress(OSError):  # git is not installed
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
         commit = done.stdout.strip() or None
     return {"versions": versions, "git_commit": commit}
 

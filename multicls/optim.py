@@ -36,9 +36,7 @@ def dropout_seed(seed: int, number: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def choose_precision(
-    requested: Literal["auto", "fp32", "bf16", "fp16"], device: torch.device
-) -> Precision:
+def choose_precision(requested: Precision | Literal["auto"], device: torch.device) -> Precision:
     """Returns the precision to train in; fp16 on a CPU is a `UserError`.
 
     "auto" means bf16 on a GPU with native bf16, fp16 on any other GPU (which would emulate bf16), fp32 on a CPU.
