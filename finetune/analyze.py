@@ -219,11 +219,9 @@ def logit_variance(embeddings_ND: Array, weight_CD: Array) -> Array:
 
 def mean_cosine(facets_NKD: Array) -> float:
     """Returns the mean cosine between two facets of an example: of K unit vectors (|sum|^2 - K) / (K^2 - K)."""
-    unit, number = (
-        facets_NKD / np.linalg.norm(facets_NKD, axis=-1, keepdims=True),
-        facets_NKD.shape[1],
-    )
-    return float(((unit.sum(axis=1) ** 2).sum(axis=-1).mean() - number) / (number**2 - number))
+    unit_NKD = facets_NKD / np.linalg.norm(facets_NKD, axis=-1, keepdims=True)
+    number = facets_NKD.shape[1]
+    return float(((unit_NKD.sum(axis=1) ** 2).sum(axis=-1).mean() - number) / (number**2 - number))
 
 
 if __name__ == "__main__":

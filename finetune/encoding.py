@@ -16,9 +16,7 @@ from finetune.heads.modeling_task import IGNORE_INDEX
 from finetune.tasks import Example, Task
 from multicls.errors import UserError
 
-CHUNK = (
-    1000  # rows in a call of the tokenizer, which needs about 100 bytes for each of their tokens
-)
+CHUNK = 1000  # rows in a call of the tokenizer: it needs about 100 bytes for each of their tokens
 
 
 class Encoded:

@@ -25,14 +25,7 @@ from pydantic import Field, PositiveInt, field_validator
 
 from finetune.heads import FITTED
 from finetune.heads.build import Incompatible
-from finetune.results import (
-    ERROR,
-    RECORD,
-    finished_record,
-    load_results,
-    read_error,
-    write_error,
-)
+from finetune.results import ERROR, RECORD, finished_record, load_results, run_state, write_error
 from finetune.run import identify, load_tasks, run_finetune
 from finetune.settings import (
     OwnDataSettings,
@@ -258,14 +251,12 @@ def _print_states(runs: Sequence[RunSettings]) -> Counter[str]:
     """Prints the number of runs by state, and unfinished runs with the reason; returns the numbers."""
     counts, unfinished = Counter({"finished": 0}), []
     for run in runs:
-        if finished_record(run):
-            counts["finished"] += 1
-            continue
-        note = read_error(run.folder)
-        counts[note["kind"]] += 1
-        unfinished.append(f"{note['kind']}: {run.folder}: {note['error']}".rstrip(": "))
+        state, reason = run_state(run.folder)
+        counts[state] += 1
+        if state != "finished":
+            unfinished.append(f"{state}: {run.folder}: {reason}\n")
     print(", ".join(f"{n} {state}" for state, n in counts.items()) + f", of {len(runs)} runs")
-    print("".join(f"{line}\n" for line in sorted(unfinished)[:SHOWN]), end="")
+    print("".join(sorted(unfinished)[:SHOWN]), end="")
     return counts
 
 

@@ -20,8 +20,8 @@ from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
 from finetune.own_data import example_of, find_columns, with_texts
-from finetune.tables import read_table
-from finetune.tasks import OWN, Task, task_of
+from finetune.tables import RawRows, read_table
+from finetune.tasks import OWN, Array, Example, Task, task_of
 from multicls.console import count, print_line, print_summary
 from multicls.errors import UserError, run_command
 from multicls.files import atomic_write, read_json
@@ -29,9 +29,6 @@ from multicls.settings import Settings, parse
 
 if TYPE_CHECKING:
     from pandas import DataFrame
-
-    from finetune.tables import RawRows
-    from finetune.tasks import Array, Example
 
 
 class PredictOptions(Settings):

@@ -259,7 +259,6 @@ def find_warnings(runs: pd.DataFrame) -> list[str]:
             warnings.append(f"{task}: the runs read different data; their scores do not compare.")
         if (of_task["selection"] == "dev").any():
             warnings.append(f"{task}: dev picked the checkpoint and gave the score: optimistic.")
-        warnings += [f"{task}: {note}" for note in dict.fromkeys(of_task["warnings"].sum())]
     for (task, size, system), group in runs.groupby(KEYS):
         values = pd.DataFrame(group["settings"].tolist()).astype(str).nunique()
         if names := ", ".join(values.index[values > 1]):

@@ -108,8 +108,7 @@ def _task_entry(rows: TaskRows, predictions: Predictions, max_length: int | None
         "train_rows": len(train),
         "validation_rows": len(validation),
         "dev_rows": len(rows.data.dev),
-        "notes": rows.data.notes,
-        "warnings": rows.warnings,
+        "notes": rows.notes,
     }
 
 
@@ -153,10 +152,12 @@ def write_error(folder: Path, kind: str, error: BaseException) -> None:
     write_json(folder / ERROR, {"kind": kind, "error": f"{type(error).__name__}: {error}"})
 
 
-def read_error(folder: Path) -> dict[str, str]:
-    """Returns kind and text of a run's error; of a run without one "missing" and an empty text."""
-    error = dict(read_json(folder / ERROR)) if (folder / ERROR).exists() else {}
-    return {"kind": "missing", "error": "", **error}
+def run_state(folder: Path) -> tuple[str, str]:
+    """Returns the state of a run, "finished", "incompatible", "failed" or "missing", and the reason."""
+    if not (folder / ERROR).exists():
+        return "finished" if (folder / RECORD).exists() else "missing", ""
+    error = read_json(folder / ERROR)
+    return error["kind"], error["error"]
 
 
 def load_predictions(folder: Path, task: str) -> dict[str, dict[str, Array]]:
@@ -198,12 +199,10 @@ def load_results(folder: Path) -> pd.DataFrame:
 
 
 def unfinished_runs(folder: Path) -> list[str]:
-    """Returns a line on the runs without a record, but for heads that do not fit; none if there are none."""
-    paths = sorted(p for p in folder.glob("*/*/p*-d*-s*") if not (p / RECORD).exists())
-    notes = {path: read_error(path) for path in paths}
+    """Returns a line on the runs that are missing or failed; none if there are none."""
+    states = {path: run_state(path) for path in sorted(folder.glob("*/*/p*-d*-s*"))}
+    done = ("finished", "incompatible")
     lines = [
-        f"{path}: {note['error'] or note['kind']}"
-        for path, note in notes.items()
-        if note["kind"] != "incompatible"
+        f"{path}: {why or state}" for path, (state, why) in states.items() if state not in done
     ]
     return [f"runs not finished: {len(lines)}, for instance {line}" for line in lines[:1]]

@@ -19,7 +19,7 @@ class TaskRows:
 
     data: TaskData
     splits: dict[str, list[Example]]  # "train", then the one that picks the checkpoint, then others
-    warnings: list[str]  # what is probably a mistake
+    notes: list[str]  # what a reader of the result has to know
 
     @property
     def task(self) -> Task:
@@ -27,10 +27,9 @@ class TaskRows:
         return self.data.task
 
     def report(self) -> list[str]:
-        """Returns lines for the log: the numbers of rows, notes and warnings."""
+        """Returns lines for the log: the numbers of rows, and notes."""
         counts = ", ".join(count(len(rows), f"{name} row") for name, rows in self.splits.items())
-        notes = [f"note: {note}" for note in self.data.notes]
-        return [f"{self.task.name}: {counts}", *notes, *(f"warning: {w}" for w in self.warnings)]
+        return [f"{self.task.name}: {counts}", *(f"note: {note}" for note in self.notes)]
 
 
 def select_rows(data: TaskData, size: int | str, subset: int, holdout: bool) -> TaskRows:
@@ -53,10 +52,10 @@ def select_rows(data: TaskData, size: int | str, subset: int, holdout: bool) -> 
         "dev": data.dev,
         "test": data.test,
     }
-    warnings = list[str]()
+    notes = list(data.notes)
     if not isinstance(size, str) and size > total:
-        warnings.append(f"--train_size {size}: there are {count(total, 'row')}, and all are taken.")
-    return TaskRows(data, {name: part for name, part in splits.items() if part}, warnings)
+        notes.append(f"--train_size {size}: there are {count(total, 'row')}, and all are taken")
+    return TaskRows(data, {name: part for name, part in splits.items() if part}, notes)
 
 
 def draw_rows(num_rows: int, size: int, seed: int) -> list[int]:

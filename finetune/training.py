@@ -16,7 +16,6 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain, cycle, islice
 from operator import itemgetter
@@ -42,17 +41,8 @@ from multicls.errors import UserError, first_line
 from multicls.files import read_json, write_json
 from multicls.optim import dropout_seed
 
-BEST = "best.pt"  # in a checkpoint: the best evaluation so far
+BEST = "best.pt"  # in a checkpoint: the weights of the best evaluation so far
 RUN = "run.json"  # in a checkpoint, written last: the identity of its run
-
-
-@dataclass
-class Best:
-    """The best evaluation of a run."""
-
-    score: float  # mean of the tasks' main metrics
-    step: int
-    weights: dict[str, Tensor]  # on the CPU
 
 
 class Chunk(NamedTuple):
@@ -152,7 +142,7 @@ class TaskTrainer(Trainer):
         UserError: A training argument, the DeepSpeed JSON or class weights do not fit.
     """
 
-    best: Best | None
+    best_weights: dict[str, Tensor]  # on the CPU; `state` has their score and step
 
     def __init__(
         self,
@@ -167,7 +157,7 @@ class TaskTrainer(Trainer):
         balanced, device = settings.train.class_weights == "balanced", find_device()[0]
         self.class_weights = [_class_weights(r).to(device) if balanced else None for r in train]
         self.sampler = ChunkSampler(settings, [len(rows) for rows in train])
-        arguments = training_arguments(settings, self.sampler, len(tasks))
+        arguments = training_arguments(settings, self.sampler)
         if arguments.gradient_checkpointing and not model.encoder.supports_gradient_checkpointing:
             kind = model.encoder.config.model_type
             raise UserError(f"trainer.gradient_checkpointing: {kind} has none; leave it out.")
@@ -176,7 +166,7 @@ class TaskTrainer(Trainer):
         self._predict = partial(predict_rows, model, precision=precision, batch_size=batch_size)
         self.splits = [dict(list(splits.items())[1:]) for splits in tasks]  # the first picks
         self.identity = {**identity, "ranks": self.sampler.world_size}
-        self.best, self._task, self._saved = None, 0, time.monotonic()  # task of the batch
+        self._task, self._saved = 0, time.monotonic()  # task of the batch
         super().__init__(
             model,
             arguments,
@@ -227,16 +217,16 @@ class TaskTrainer(Trainer):
             scores.append(values[rows.task.metrics[0]])
             metrics |= {f"eval_{rows.task.name}_{name}": v for name, v in values.items()}
         metrics["eval_score"] = score = float(np.mean(scores))
-        if self.best is None or score > self.best.score:
-            state = self.task_model.state_dict()
-            weights = {name: t.detach().to("cpu", copy=True) for name, t in state.items()}
-            self.best = Best(score, step, weights)
+        if self.state.best_metric is None or score > self.state.best_metric:
+            self.state.best_metric, self.state.best_global_step = score, step
+            weights = self.task_model.state_dict().items()
+            self.best_weights = {name: t.detach().to("cpu", copy=True) for name, t in weights}
         self.log(metrics)
         self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         if self.is_world_process_zero():
             print_line(f"step {step}/{steps}  loss {loss:.4f}  score {100 * score:.2f}")
         now = on_rank_0(time.monotonic)
-        if step - self.best.step >= self.settings.patience:
+        if step - (self.state.best_global_step or 0) >= self.settings.patience:
             self.control.should_training_stop = True
         elif step < steps and now - self._saved >= 60 * self.settings.checkpoint_minutes:
             self.control.should_save, self._saved = True, now
@@ -253,7 +243,7 @@ class TaskTrainer(Trainer):
             dist.barrier()
         if self.args.should_save:
             folder = Path(str(self.args.output_dir), f"checkpoint-{self.state.global_step}")
-            torch.save(vars(self.best), folder / BEST)
+            torch.save(self.best_weights, folder / BEST)
             write_json(folder / RUN, self.identity)
             self._newest_checkpoint()
 
@@ -277,15 +267,14 @@ class TaskTrainer(Trainer):
         )
         with bar as self._bar, ExitStack() as stack:
             if newest := on_rank_0(self._newest_checkpoint):
-                self.best = Best(**torch.load(newest / BEST, weights_only=True))
+                self.best_weights = torch.load(newest / BEST, weights_only=True)
                 self._bar.update(_step_of(newest) * self.sampler.accumulation)
                 if self.is_deepspeed_enabled:
                     stack.enter_context(safe_unpickling(newest))
                 if self.is_world_process_zero():
                     print_line(f"resuming from step {_step_of(newest)} of {self.sampler.steps}")
             self.train(resume_from_checkpoint=str(newest) if newest else None)
-        assert self.best is not None
-        self.task_model.load_state_dict(self.best.weights)
+        self.task_model.load_state_dict(self.best_weights)
         outputs = [
             {name: self._predict(rows, number) for name, rows in splits.items()}
             for number, splits in enumerate(self.splits)
@@ -297,7 +286,7 @@ class TaskTrainer(Trainer):
         ]
         return outputs, {
             "history": history,
-            "best_step": self.best.step,
+            "best_step": self.state.best_global_step,
             "steps": self.state.global_step,
             "ranks": self.sampler.world_size,
             "batch_size": self.sampler.batch_size,
@@ -354,16 +343,14 @@ def predict_rows(
     return np.asarray(table.cpu().numpy(), dtype=np.float32)
 
 
-def training_arguments(
-    settings: RunSettings, sampler: ChunkSampler, num_tasks: int
-) -> TrainingArguments:
+def training_arguments(settings: RunSettings, sampler: ChunkSampler) -> TrainingArguments:
     """Returns the training arguments, ours and those of `settings.trainer`; a wrong one is a `UserError`."""
     train = settings.train
     bf16 = find_device(train.precision)[1]
     defaults: dict[str, Any] = {
         "per_device_eval_batch_size": 64,
         "report_to": "tensorboard",
-        "ddp_find_unused_parameters": num_tasks > 1,
+        "ddp_find_unused_parameters": len(settings.task_names) > 1,
     }
     ours = train.model_dump(include={"learning_rate", "weight_decay", "max_grad_norm"})
     ours |= {

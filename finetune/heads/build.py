@@ -49,9 +49,7 @@ def find_checkpoint(name: str) -> Path:
                 folder = Path(snapshot_download(name, allow_patterns=[*DOWNLOADED, pattern]))
                 if any(folder.glob(pattern)):
                     break
-        except (
-            Exception
-        ) as error:  # huggingface_hub, its HTTP client and sockets raise their own kinds
+        except Exception as error:  # huggingface_hub, HTTP clients and sockets raise their own
             reason = first_line(error).rstrip(".")
             raise UserError(
                 f"--model {name}: no such folder, and the Hub did not deliver it: {reason}."
