@@ -77,11 +77,11 @@ def analyze_run(folders: Sequence[Path], examples: int) -> dict[str, Any]:
         raise UserError(f"{folders[0]}: no run with a saved model; make one with --save_model.")
     settings = load_settings(RunSettings, [folders[0] / "settings.yaml"])
     data = load_tasks(settings)
-    task, length = data[0].task, settings.max_length or data[0].task.max_length
+    task = data[0].task
     before, _ = build_model(settings, [part.task for part in data])
     after, tokenizer = load_fine_tuned(str(folders[0] / "model"))
     drawn = draw_rows(len(data[0].dev), examples, 1)
-    rows = Encoded(task, [data[0].dev[row] for row in drawn], tokenizer, length)
+    rows = Encoded(task, [data[0].dev[row] for row in drawn], tokenizer)
     states = {"before": read_states(before, rows), "after": read_states(after, rows)}
     weight = after.get_parameter("classifiers.0.weight").detach().cpu().numpy()
     raw, pooled = states["before"]["pooled"], states["after"]["pooled"]
@@ -171,9 +171,8 @@ def disagreement(outputs: Mapping[str, Array], wrong_N: Array) -> dict[str, Any]
     import pandas as pd
     from scipy.special import softmax
 
-    variance = pd.DataFrame(
-        {name: softmax(o, axis=-1).var(axis=0).sum(axis=-1) for name, o in outputs.items()}
-    )
+    sums = {name: softmax(o, axis=-1).var(axis=0).sum(axis=-1) for name, o in outputs.items()}
+    variance = pd.DataFrame(sums)
     most = variance.rank(ascending=False, method="first") <= np.ceil(UNCERTAIN * len(variance))
     numbers: dict[str, Any] = {
         "members": {name: len(logits) for name, logits in outputs.items()},

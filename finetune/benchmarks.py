@@ -82,9 +82,7 @@ def _file_rows(task: Task, stem: str, data_dir: Path, hidden: bool) -> RawRows:
 
 def _hub_rows(task: Task, stem: str) -> RawRows:
     if task.hub is None:
-        raise UserError(
-            f"task {task.name} is not on the Hub: set --data_dir, a folder of its files."
-        )
+        raise UserError(f"task {task.name} is not on the Hub: set --data_dir, its files' folder.")
     name, configuration = task.hub
     split = re.sub("^(dev|val)", "validation", stem)
     if stem == "AX/AX":
@@ -192,10 +190,7 @@ def _wsc(row: Row) -> Iterator[Row]:
 
 
 def _mention(text: str, words: str, index: int) -> tuple[int, int]:
-    """Returns the characters of the mention `words` that begins in the `index`-th word between blanks.
-
-    A few indices of the official files are off by one: the nearest occurrence counts.
-    """
+    """Returns begin and end of the mention `words` nearest to word `index`: a few official indices are off by one."""
     starts = [match.start() for match in re.finditer(r"\S+", text)]
     pattern = r"\s+".join(map(re.escape, words.split()))
     matches = re.finditer(rf"(?<!\w){pattern}(?!\w)", text, re.IGNORECASE)

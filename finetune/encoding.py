@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from finetune.heads.modeling_task import IGNORE_INDEX
 from finetune.tasks import Example, Task
@@ -22,7 +22,7 @@ CHUNK = 1000  # rows in a call of the tokenizer: it needs about 100 bytes for ea
 class Encoded:
     """Tokenized rows with their targets; batches are padded to their own longest sequence.
 
-    If a row is longer than `max_length`, its longest text loses tokens at its end, so that a passage gives way to a
+    If a row is longer than the task's `max_length`, its longest text loses tokens at its end: a passage gives way to a
     question. Rows with choices or spans are not cut.
 
     Attributes:
@@ -35,13 +35,7 @@ class Encoded:
         UserError: A row with choices or spans is longer than `max_length`.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        examples: Sequence[Example],
-        tokenizer: PreTrainedTokenizerBase,
-        max_length: int,
-    ) -> None:
+    def __init__(self, task: Task, examples: Sequence[Example], tokenizer: Tokenizer) -> None:
         self.task, self.examples, self.spans = task, examples, list[Tensor]()
         self.features = defaultdict[str, list[Tensor]](list)
         self.padding = {
@@ -51,7 +45,7 @@ class Encoded:
         }
         options = {
             "truncation": not (task.num_choices or task.num_spans),
-            "max_length": max_length,
+            "max_length": task.max_length,
             "return_offsets_mapping": task.num_spans > 0,
         }
         for start in range(0, len(examples), CHUNK):
@@ -64,11 +58,9 @@ class Encoded:
                 self.features[name] += [torch.tensor(s, dtype=torch.int32) for s in found[name]]
         self.sequences_per_row = max(1, task.num_choices)
         lengths = list(map(len, self.features["input_ids"]))
-        if (longest := max(lengths)) > max_length:
-            raise UserError(
-                f"task {task.name}: a row with its choices or marked words has {longest} tokens: raise --max_length "
-                f"(= {max_length})."
-            )
+        if (longest := max(lengths)) > task.max_length:
+            what = f"task {task.name}: a row with choices or marked words has {longest} tokens"
+            raise UserError(f"{what}: raise --max_length (= {task.max_length}).")
         self.lengths = lengths[:: self.sequences_per_row]
         self.labels = _targets(task, examples)
 
@@ -115,9 +107,7 @@ def _span_masks(found: Any, row: int, example: Example) -> Tensor:
     )
 
 
-def _with_choices(
-    found: Any, examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase
-) -> dict[str, list[list[int]]]:
+def _with_choices(found: Any, examples: Sequence[Example], tokenizer: Tokenizer) -> dict[str, Any]:
     """Returns the features of each choice: those of its row, and what the tokenizer appends for a further text."""
     choices = [(row, text) for row, example in enumerate(examples) for text in example.choices]
     alone = len(tokenizer("")["input_ids"])

@@ -22,6 +22,7 @@ from finetune.metrics import predictions_of, score_predictions
 from finetune.tasks import Array, Task
 
 RESAMPLES = 1000  # of the bootstrap over examples
+KEYS = ["task", "train_size", "system"]  # of a group of runs
 UNITS = {"pretraining": "pretrained checkpoint", "subset": "training subset", "seed": "seed"}
 
 
@@ -128,15 +129,15 @@ def choose_candidates(runs: pd.DataFrame) -> pd.DataFrame:
     `candidate` has the values of the settings that are searched.
     """
     texts = [", ".join(f"{k} {v}" for k, v in search.items()) for search in runs["search"]]
-    runs, keys = runs.assign(candidate=texts), ["task", "train_size", "system"]
-    scores = runs.groupby([*keys, "candidate"])["selection_score"].agg(["count", "mean"])
-    best = scores.sort_values(["count", "mean"]).groupby(level=keys).tail(1)
+    runs = runs.assign(candidate=texts)
+    scores = runs.groupby([*KEYS, "candidate"])["selection_score"].agg(["count", "mean"])
+    best = scores.sort_values(["count", "mean"]).groupby(level=KEYS).tail(1)
     return runs.merge(best.index.to_frame(index=False))
 
 
 def best_runs(runs: pd.DataFrame) -> list[dict[str, Any]]:
     """Returns for each task the best run of the best system that leaves a model, by the rows that pick it."""
     runs = choose_candidates(runs[~runs["head"].isin(FITTED)])
-    systems = runs.groupby(["task", "train_size", "system"])["selection_score"]
+    systems = runs.groupby(KEYS)["selection_score"]
     ranked = runs.assign(mean=systems.transform("mean")).sort_values(["mean", "selection_score"])
     return ranked.groupby("task").tail(1).sort_values("task").to_dict("records")

@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 from scipy.special import log_softmax
+from sklearn.base import clone
+from sklearn.compose import ColumnTransformer
 from sklearn.dummy import DummyClassifier
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression, RidgeCV
 from sklearn.model_selection import GridSearchCV, StratifiedKFold
-from sklearn.pipeline import make_pipeline, make_union
+from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import MaxAbsScaler, StandardScaler
 from torch import nn
 
@@ -50,10 +52,11 @@ def fit_head(
     if task.multi_label or (model is None and (task.num_choices or task.num_spans)):
         what = "has several labels a row" if task.multi_label else "is more than a text or two"
         raise UserError(f"--head: task {task.name} {what}; use another head.")
-    inputs: list[Any] = (
-        [embed(model, r) for r in encoded[0].values()] if model else [*splits.values()]
-    )
-    scaled: Any = StandardScaler() if model else make_pipeline(_tfidf(task), MaxAbsScaler())
+    if model:
+        scaled, inputs = StandardScaler(), [embed(model, part) for part in encoded[0].values()]
+    else:
+        scaled = make_pipeline(_tfidf(task), MaxAbsScaler())
+        inputs = [np.array([e.texts for e in part], dtype=object) for part in splits.values()]
     train, *others = [scaled.fit_transform(inputs[0]), *map(scaled.transform, inputs[1:])]
     labels = np.array([example.label for example in splits["train"]])
     if task.is_regression:
@@ -87,17 +90,11 @@ def embed(model: TaskModel, rows: Encoded) -> Array:
     return features.reshape(len(rows) * rows.sequences_per_row, -1)
 
 
-def _tfidf(task: Task) -> Any:
-    """Returns the TF-IDF of each text of an example."""
-
-    def of_text(index: int) -> TfidfVectorizer:
-        return TfidfVectorizer(
-            preprocessor=lambda example: example.texts[index].lower(),
-            ngram_range=(1, 2),
-            sublinear_tf=True,
-        )
-
-    return make_union(*map(of_text, range(len(task.fields))))
+def _tfidf(task: Task) -> ColumnTransformer:
+    """Returns the TF-IDF of each text of a row."""
+    vectorizer = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True)
+    columns = [(name, clone(vectorizer), place) for place, name in enumerate(task.fields)]
+    return ColumnTransformer(columns, sparse_threshold=1.0)
 
 
 def fit_classifier(features: Any, labels: Array, seed: int) -> Any:

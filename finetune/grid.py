@@ -98,9 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     runs = expand(grid)
     if grid.save_best and any(run.selection == "dev" for run in runs):
-        raise UserError(
-            "--save_best picks by the validation split, so that the score stays honest: set --selection holdout."
-        )
+        raise UserError("--save_best picks by the validation split: set --selection holdout.")
     for run in runs:
         if (run.folder / RECORD).exists():  # of another run: refused before anything is trained
             try:
@@ -144,28 +142,21 @@ def expand(grid: GridSettings) -> list[RunSettings]:
             for values in _runs_of_system(grid, models, name, size)
         ]
         if not of_task:
-            raise UserError(
-                f"task {task}: no runs; set --model NAME=FOLDER and systems, for several tasks with head cln."
-            )
+            hint = "set --model NAME=FOLDER and systems, for several tasks with head cln."
+            raise UserError(f"task {task}: no runs; {hint}")
         runs += of_task
     if not runs:
         raise UserError("no tasks: set --tasks, or --train_file for own rows, or name a --recipe.")
     path, number = Counter(run.folder for run in runs).most_common(1)[0]
     if number > 1:
-        raise UserError(
-            f"{path}: {number} runs have this folder; name models and systems differently."
-        )
+        raise UserError(f"{path}: {number} runs have this folder; no value or name comes twice.")
     return runs
 
 
 def _runs_of_system(
     grid: GridSettings, models: dict[str, list[str]], name: str, size: int | str
 ) -> Iterator[dict[str, Any]]:
-    """Yields the settings of a system's runs on a task.
-
-    Replicate r takes the r-th folder of a model and the subsets (r-1) * D + 1 .. r * D. A model with one folder is the
-    same in all replicates.
-    """
+    """Yields a system's runs. Replicate r has a model's r-th (or only) folder and subsets (r-1) * D + 1 .. r * D."""
     system = grid.systems[name]
     unread = unread_settings(system.head or grid.settings.head)
     values, search = (

@@ -22,10 +22,7 @@ from multicls.errors import UserError
 
 
 def _f1(labels: Array, predictions: Array, average: str) -> float:
-    """Returns the F1 of class 1 ("binary"), of all labels together ("micro"), or the mean over classes ("macro").
-
-    A class that is neither labelled nor predicted does not count; without any class that counts the F1 is 0.
-    """
+    """Returns an F1, 0 if no class counts; a class that is neither labelled nor predicted does not."""
     value = float(f1_score(labels, predictions, average=average, zero_division=math.nan))
     return value if math.isfinite(value) else 0.0
 
@@ -67,11 +64,6 @@ def choose_answers(outputs: Array, groups: Sequence[str]) -> dict[str, int]:
     return dict(margins.groupby(groups, sort=False).idxmax())
 
 
-def score_examples(task: Task, examples: Sequence[Example], outputs: Array) -> dict[str, float]:
-    """Returns `score_predictions` of the outputs (N, C) for these examples."""
-    return score_predictions(task, example_arrays(examples, outputs))
-
-
 def score_predictions(task: Task, predictions: Mapping[str, Array]) -> dict[str, float]:
     """Returns all metrics of the task, the main one first.
 
@@ -83,9 +75,9 @@ def score_predictions(task: Task, predictions: Mapping[str, Array]) -> dict[str,
     """
     outputs, parts = predictions["logits"], predictions["parts"]
     if broken := int((~np.isfinite(outputs)).any(axis=1).sum()):
+        what = f"the model's outputs for {broken} of {len(outputs)} rows are not finite numbers"
         raise UserError(
-            f"task {task.name}: the model's outputs for {broken} of {len(outputs)} rows are not finite numbers (NaN or "
-            "infinity), so they have no score. Lower train.learning_rate, or check the checkpoint's weights."
+            f"task {task.name}: {what}. Lower train.learning_rate, or check the checkpoint's weights."
         )
     values = _values(task, predictions)
     for part in sorted(set(parts.tolist()) - {""}):
@@ -107,7 +99,7 @@ def majority_scores(
         output = np.eye(max(1, task.num_choices))[0]
     else:
         output = np.bincount([int(e.label) for e in train], minlength=task.num_labels)
-    return score_examples(task, dev, np.tile(output, (len(dev), 1)))
+    return score_predictions(task, example_arrays(dev, np.tile(output, (len(dev), 1))))
 
 
 def _values(task: Task, predictions: Mapping[str, Array]) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from multicls.errors import UserError, did_you_mean
 if TYPE_CHECKING:
     from finetune.settings import OwnDataSettings
 
+Names = Sequence[str]
 TEXTS = (("text",), ("text1", "text2"), ("sentence1", "sentence2"))
 FEW = 10  # rows, each of which may have a label of its own
 HUB_SPLITS = {"train": ("train",), "dev": ("validation", "dev", "valid"), "test": ("test",)}
@@ -35,7 +36,7 @@ def load_own(own: OwnDataSettings) -> TaskData:
     files = {"train": own.train_file, "dev": own.dev_file, "test": own.test_file}
     splits = {split: read_table(Path(name)) for split, name in files.items() if name}
     splits, column, notes = splits or _hub_splits(own), own.label_column, list[str]()
-    groups: Sequence[Sequence[str]] = [own.text_column.split(",")] if own.text_column else TEXTS
+    groups: Sequence[Names] = [own.text_column.split(",")] if own.text_column else TEXTS
     for split, rows in splits.items():
         groups = [find_columns(*rows[0], groups)]
         find_columns(*rows[0], [[column]], "label")
@@ -68,9 +69,7 @@ def load_own(own: OwnDataSettings) -> TaskData:
     return TaskData(task, **examples, notes=notes)
 
 
-def find_columns(
-    where: str, row: Row, groups: Sequence[Sequence[str]], what: str = "text"
-) -> Sequence[str]:
+def find_columns(where: str, row: Row, groups: Sequence[Names], what: str = "text") -> Names:
     """Returns the first of the groups of columns that the row at `where` has.
 
     Raises:
@@ -205,9 +204,7 @@ def _label_type(own: OwnDataSettings, cells: Sequence[Any]) -> LabelType:
     return "class" if all_whole or len(numbers) < len(cells) else "score"
 
 
-def _task(
-    own: OwnDataSettings, fields: Sequence[str], kind: LabelType, labels: Mapping[str, list[Any]]
-) -> Task:
+def _task(own: OwnDataSettings, fields: Names, kind: LabelType, labels: dict[str, Any]) -> Task:
     """Returns the task that rows with these labels of each split are."""
     train, everything = labels["train"], [label for split in labels.values() for label in split]
     names = set(train) if kind == "score" else set(chain.from_iterable(train))

@@ -84,10 +84,7 @@ def find_task(folder: str, name: str | None = None) -> tuple[int, dict[str, Any]
     path = Path(folder) / "config.json"
     tasks = (read_json(path) if path.exists() else {}).get("tasks")
     if not tasks:
-        raise UserError(
-            f"{folder}: not a fine-tuned model. Pass a folder that `python finetune/run.py ... --save_model` has saved "
-            "(RESULTS/SYSTEM/TASK-SIZE/RUN/model)."
-        )
+        raise UserError(f"{folder}: not a fine-tuned model; pass RUN/model, made by --save_model.")
     names = [description["name"] for description in tasks]
     if name not in names and (name or len(names) > 1):
         known = ", ".join(names)
@@ -96,9 +93,8 @@ def find_task(folder: str, name: str | None = None) -> tuple[int, dict[str, Any]
     if not tasks[index].keys() >= {*OWN}:
         raise UserError(f"{folder}: saved by another version; fine-tune it again.")
     if not predict_command(path, tasks[index], joint=False):
-        raise UserError(
-            f"task {names[index]} is more than texts (choices or marked words): only run.py predicts it."
-        )
+        what = f"task {names[index]} has choices or marked words"
+        raise UserError(f"{what}: only run.py predicts it.")
     return index, tasks[index]
 
 
@@ -109,8 +105,7 @@ def predict(folder: str, index: int, task: Task, examples: Sequence[Example]) ->
     from finetune.training import predict_rows
 
     model, tokenizer = load_fine_tuned(folder)
-    rows = Encoded(task, examples, tokenizer, model.config.tasks[index]["max_length"])
-    return predict_rows(model, rows, index)
+    return predict_rows(model, Encoded(task, examples, tokenizer), index)
 
 
 def answers_of(task: Task, outputs: Array) -> DataFrame:

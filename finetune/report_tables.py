@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from scipy.special import log_expit, log_softmax, logsumexp, softmax
 
 from finetune import estimates
-from finetune.estimates import UNITS
+from finetune.estimates import KEYS, UNITS
 from finetune.metrics import score_predictions
 from finetune.predict import predict_command
 from finetune.results import load_predictions, load_results, unfinished_runs
@@ -29,7 +29,6 @@ from multicls.errors import UserError, did_you_mean
 BASELINE = "majority-class baseline"
 INTERVAL = "95 % interval"
 PANELS = 12  # reliability diagrams on a page
-KEYS = ["task", "train_size", "system"]  # of a row of a table
 BINS = np.linspace(0, 1, 16)  # edges of 15, as Guo et al. (2017); a bin holds its upper end
 
 

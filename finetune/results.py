@@ -63,7 +63,7 @@ def write_run(
         "system": settings.system,
         "train_size": str(settings.train_size),
         "subset": 1 if all_rows else settings.subset,  # all subsets of all rows are the same
-        "tasks": [_task_entry(*task, settings.max_length) for task in tasks],
+        "tasks": [_task_entry(*task) for task in tasks],
         **environment_record(),
         **fields,
     }
@@ -83,7 +83,7 @@ def write_run(
     return record
 
 
-def _task_entry(rows: TaskRows, predictions: Predictions, max_length: int | None) -> dict[str, Any]:
+def _task_entry(rows: TaskRows, predictions: Predictions) -> dict[str, Any]:
     """Returns what one task was and how it was scored. All scores are fractions of 1."""
     from finetune.metrics import majority_scores, score_predictions
 
@@ -104,7 +104,7 @@ def _task_entry(rows: TaskRows, predictions: Predictions, max_length: int | None
         "baselines": majority,
         "selection_score": scores.pop("validation", dev)[metric],
         "tests": scores,
-        "description": task.describe(max_length),
+        "description": task.describe(),
         "train_rows": len(train),
         "validation_rows": len(validation),
         "dev_rows": len(rows.data.dev),
@@ -126,9 +126,7 @@ def read_record(folder: Path) -> Record | None:
     return record | {"path": str(folder)}  # results may have been moved
 
 
-def finished_record(
-    settings: RunSettings, identity: Mapping[str, Any] | None = None
-) -> Record | None:
+def finished_record(settings: RunSettings, identity: Record | None = None) -> Record | None:
     """Returns the record of a run whose folder holds all that the run is to save, else None.
 
     Raises:

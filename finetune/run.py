@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
@@ -90,13 +91,16 @@ def run_finetune(settings: RunSettings) -> Record:
 
 def load_tasks(settings: RunSettings) -> list[TaskData]:
     """Returns all examples of the tasks of a run, or of the user's own rows; a process reads them once."""
-    data_dir, own, with_test = settings.data_dir, settings.own, settings.predict_test
-    return [_load_task(name, data_dir, own, with_test) for name in settings.task_names or [""]]
+    where = (settings.own, settings.data_dir, settings.predict_test, settings.max_length)
+    return [_load_task(name, *where) for name in settings.task_names or [""]]
 
 
 @lru_cache(maxsize=8)
-def _load_task(name: str, data_dir: str | None, own: OwnDataSettings, with_test: bool) -> TaskData:
-    return load_own(own) if own.source else read_task(TASKS[name], data_dir, with_test)
+def _load_task(
+    name: str, own: OwnDataSettings, data_dir: str | None, with_test: bool, max_length: int | None
+) -> TaskData:
+    data = load_own(own) if own.source else read_task(TASKS[name], data_dir, with_test)
+    return replace(data, task=replace(data.task, max_length=max_length or data.task.max_length))
 
 
 def identify(settings: RunSettings, data: Sequence[TaskData]) -> dict[str, Any]:
@@ -115,8 +119,8 @@ def _train(settings: RunSettings, rows: Sequence[TaskRows], identity: dict[str, 
     if settings.model:
         model, tokenizer = build_model(settings, [part.task for part in rows])
         for part in rows:
-            length, splits = settings.max_length or part.task.max_length, part.splits.items()
-            encoded.append({n: Encoded(part.task, e, tokenizer, length) for n, e in splits})
+            splits = part.splits.items()
+            encoded.append({name: Encoded(part.task, e, tokenizer) for name, e in splits})
     if settings.head in FITTED:
         from finetune.fitted import fit_head
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 import multicls
 from finetune.estimates import example_interval
@@ -25,9 +25,7 @@ HEADS_FOLDER, MULTICLS_FOLDER = Path(__file__).parent / "heads", Path(multicls._
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 
 
-def save_model(
-    model: TaskModel, tokenizer: PreTrainedTokenizerBase, folder: Path, card: str = ""
-) -> None:
+def save_model(model: TaskModel, tokenizer: Tokenizer, folder: Path, card: str = "") -> None:
     """Saves model, tokenizer, README.md and the code of all heads; replaces the folder as a whole.
 
     `AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True)` loads the model without this

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, StrictBool, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, StrictBool, model_validator
 
 from finetune.heads import HEADS, NORMALISING, READ_BY
 from finetune.tasks import TASKS
@@ -17,6 +17,8 @@ from multicls.settings import RecipeOptions, Settings
 LAYER_WEIGHTS = r"^(dynamic|none|(mean|random)_(first6|last6|all))$"
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 TextColumn = Annotated[str, Field(pattern="^[^,]+(,[^,]+)?$")]
+THOUSANDS = BeforeValidator(lambda value: re.sub("(?i)k$", "000", str(value)))  # 1k is 1000
+TrainSize = Annotated[PositiveInt | Literal["full"], THOUSANDS]
 # What a text means: a number, true or false, or the text.
 TrainerValue = Annotated[StrictBool | int | float | bool | Any, Field(union_mode="left_to_right")]
 # Settings of a system that change no number of a run, or are only paths.
@@ -114,18 +116,6 @@ class OwnDataSettings(Settings):
         """The name of the task in tables and folders."""
         return safe_name(self.task_name or Path((self.source or "").split(":")[0]).stem)
 
-    @model_validator(mode="after")
-    def _rows_from_one_place(self) -> OwnDataSettings:
-        if self.train_file and self.dataset:
-            raise ValueError("set either a train_file or a dataset")
-        if (self.dev_file or self.test_file) and not self.train_file:
-            raise ValueError("dev_file and test_file need a train_file")
-        if self.dev_file and self.dev_share != OwnDataSettings.model_fields["dev_share"].default:
-            raise ValueError("set either a dev_file or a dev_share")
-        if self.source and self.name in TASKS:
-            raise ValueError(f"{self.name} is a task of the benchmarks: set another task_name")
-        return self
-
 
 class SystemSettings(Settings):
     """The settings that make a system: what is trained and how. A grid shares them among its runs."""
@@ -158,17 +148,11 @@ class RunSettings(SystemSettings, RecipeOptions):
     task: str = Field("", description=f"one, or several with commas for cln: {', '.join(TASKS)}")
     own: OwnDataSettings = OwnDataSettings()
     data_dir: str | None = Field(None, description="folder of official files; default: the Hub")
-    train_size: PositiveInt | Literal["full"] = Field("full", description="100, 1k, ... or full")
+    train_size: TrainSize = Field("full", description="100, 1k, ... or full")
     subset: int = Field(1, ge=0, description="number (seed) of the training subset")
     seed: int = Field(1, ge=0, description="of new weights, the order of the rows and dropout")
     output_dir: str = Field("results", description="results folder; a run has a folder in it")
     search: dict[str, Any] = Field({}, description="values that a grid tries: part of the folder")
-
-    @field_validator("train_size", mode="before")
-    @classmethod
-    def _thousands(cls, value: object) -> object:
-        """Reads `1k` as 1000."""
-        return re.sub("(?i)k$", "000", value) if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _fit_together(self) -> RunSettings:
@@ -178,18 +162,26 @@ class RunSettings(SystemSettings, RecipeOptions):
 
     def _problems(self) -> Iterator[str]:
         """Yields what is missing, unknown, or not read by the head."""
-        names, head = self.task_names, self.head
-        if bool(names) == bool(self.own.source):
+        names, head, own = self.task_names, self.head, self.own
+        if bool(names) == bool(own.source):
             yield "set either --task NAME, or your own rows by --train_file or --dataset"
         for name in set(names) - set(TASKS):
             yield f"task {name}: no such task.{did_you_mean(name, TASKS)}"
         if len(set(names)) < len(names) or (len(names) > 1 and head != "cln"):
             yield f"task {self.task}: only --head cln trains several, each once"
-        if self.own.source and (self.predict_test or self.data_dir):
+        if own.source and (self.predict_test or self.data_dir):
             yield "--data_dir and --predict_test are for benchmarks; for your own rows set --test_file"
-        for name, field in OwnDataSettings.model_fields.items():
-            if not self.own.source and getattr(self.own, name) != field.default:
-                yield f"--{name} is for your own rows: set --train_file or --dataset"
+        if own.source and own.name in TASKS:
+            yield f"{own.name} is a task of the benchmarks: set another task_name"
+        if own.train_file and own.dataset:
+            yield "set either a train_file or a dataset"
+        if (own.dev_file or own.test_file) and not own.train_file:
+            yield "dev_file and test_file need a train_file"
+        changed = own.model_dump(exclude_defaults=True)
+        if {"dev_file", "dev_share"} <= changed.keys():
+            yield "set either a dev_file or a dev_share"
+        for name in changed if not own.source else ():
+            yield f"--{name} is for your own rows: set --train_file or --dataset"
         if self.trainer:
             from transformers import TrainingArguments  # imports torch, so only where it is needed
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -20,7 +20,8 @@ OWN_METRICS: dict[LabelType, tuple[str, ...]] = {  # of a user's own rows
     "multi_label": ("micro_f1", "macro_f1", "exact_match"),
     "score": ("spearman", "pearson"),
 }
-OWN = ("name", "fields", "labels", "metrics", "label_scale", "multi_label")  # make an own task
+# The fields that make an own task.
+OWN = ("name", "fields", "labels", "metrics", "label_scale", "multi_label", "max_length")
 Parts = tuple[tuple[str, str], ...]  # of a split: file stem and short name
 
 
@@ -46,6 +47,7 @@ class Task:
     num_spans: int = 0
     multi_label: bool = False  # a row has any number of the labels: one sigmoid for each
     passage: int | None = None  # the text that many rows share; they stay together in hold-outs
+    max_length: int = 128  # in tokens, facets included
 
     @property
     def is_regression(self) -> bool:
@@ -57,17 +59,11 @@ class Task:
         """Outputs of the classifier for a sequence: 1 for regression and for choices."""
         return 1 if self.num_choices else max(1, len(self.labels))
 
-    @property
-    def max_length(self) -> int:
-        """The paper's sequence length in tokens, facets included."""
-        return 256 if self.benchmark == "superglue" else 128
-
-    def describe(self, max_length: int | None = None) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Returns what a saved `TaskModel` has to know of the task, as JSON values."""
         names = ("num_labels", "num_choices", "num_spans", "is_regression")
         known = {name: getattr(self, name) for name in (*names, *OWN)}
-        values = {name: list(v) if isinstance(v, tuple) else v for name, v in known.items()}
-        return values | {"max_length": max_length or self.max_length}
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in known.items()}
 
 
 @dataclass(frozen=True)
@@ -128,27 +124,21 @@ def task_of(description: Mapping[str, Any]) -> Task:
     """Returns the task that `Task.describe` described: the one of the table, or a user's own."""
     own = {name: description[name] for name in OWN}
     lists: dict[str, Any] = {name: tuple(v) for name, v in own.items() if isinstance(v, list)}
-    return TASKS.get(own["name"]) or Task(**own | lists)
+    task = TASKS.get(own["name"]) or Task(**own | lists)
+    return replace(task, max_length=own["max_length"])
 
 
-def _glue(
-    name: str,
-    fields: tuple[str, ...],
-    labels: tuple[str, ...],
-    metrics: tuple[str, ...],
-    folder: str,
-    test_rows: int,
-    **options: Any,
-) -> Task:
-    """Returns a task of GLUE, or with other options of SuperGLUE."""
+def _glue(name: str, *shape: Any, **options: Any) -> Task:
+    """Returns a task of GLUE; `shape` has fields, labels, metrics, folder and the number of test rows."""
+    *fields, folder, test_rows = shape
     common: dict[str, Any] = {"benchmark": "glue", "hub": ("nyu-mll/glue", name)}
     common |= {"folder": folder, "test": (("test", "", folder, test_rows),)}
-    return Task(name, fields, labels, metrics, **common | options)
+    return Task(name, *fields, **common | options)
 
 
 def _super(name: str, *args: Any, **options: Any) -> Task:
-    hub = ("aps/super_glue", options.pop("configuration", name))
-    return _glue(name, *args, benchmark="superglue", hub=hub, dev=(("val", ""),), **options)
+    options |= {"hub": ("aps/super_glue", options.pop("configuration", name)), "max_length": 256}
+    return _glue(name, *args, benchmark="superglue", dev=(("val", ""),), **options)
 
 
 BINARY, BOOLEAN = ("0", "1"), ("false", "true")

@@ -32,9 +32,9 @@ from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from finetune.encoding import Encoded
 from finetune.heads.modeling_task import IGNORE_INDEX, TaskModel, loss_sum, problem_type_of
-from finetune.metrics import score_examples
+from finetune.metrics import score_predictions
 from finetune.settings import OWNED, RunSettings
-from finetune.tasks import Array
+from finetune.tasks import Array, example_arrays
 from multicls.console import Progress, print_line
 from multicls.distributed import on_rank_0, rank_and_world, safe_unpickling
 from multicls.errors import UserError, first_line
@@ -135,7 +135,6 @@ class TaskTrainer(Trainer):
     Args:
         model: made by `finetune.heads.build.build_model`.
         tasks: for each task of the model its rows by split: "train", the one that picks the weights, and others.
-        settings: of the run.
         identity: all that decides the numbers of the run, as JSON; marks its checkpoints.
 
     Raises:
@@ -213,7 +212,8 @@ class TaskTrainer(Trainer):
         metrics, scores = {"eval_train_loss": loss}, []
         for number, splits in enumerate(self.splits):
             rows = next(iter(splits.values()))
-            values = score_examples(rows.task, rows.examples, self._predict(rows, number))
+            predictions = example_arrays(rows.examples, self._predict(rows, number))
+            values = score_predictions(rows.task, predictions)
             scores.append(values[rows.task.metrics[0]])
             metrics |= {f"eval_{rows.task.name}_{name}": v for name, v in values.items()}
         metrics["eval_score"] = score = float(np.mean(scores))
@@ -262,16 +262,15 @@ class TaskTrainer(Trainer):
         Returns:
             The outputs (N, C) of each task by split, without "train"; the record's fields on training.
         """
-        bar = Progress(
-            len(self.sampler), "batch", "fine-tuning", shown=self.is_world_process_zero()
-        )
+        shown = self.is_world_process_zero()
+        bar = Progress(len(self.sampler), "batch", "fine-tuning", shown=shown)
         with bar as self._bar, ExitStack() as stack:
             if newest := on_rank_0(self._newest_checkpoint):
                 self.best_weights = torch.load(newest / BEST, weights_only=True)
                 self._bar.update(_step_of(newest) * self.sampler.accumulation)
                 if self.is_deepspeed_enabled:
                     stack.enter_context(safe_unpickling(newest))
-                if self.is_world_process_zero():
+                if shown:
                     print_line(f"resuming from step {_step_of(newest)} of {self.sampler.steps}")
             self.train(resume_from_checkpoint=str(newest) if newest else None)
         self.task_model.load_state_dict(self.best_weights)
@@ -368,7 +367,7 @@ def training_arguments(settings: RunSettings, sampler: ChunkSampler) -> Training
         "logging_nan_inf_filter": False,
         "save_strategy": "no",
         "disable_tqdm": True,
-        "deepspeed": _deepspeed(settings.config, sampler, train.max_grad_norm, bf16),
+        "deepspeed": _deepspeed(settings, sampler, bf16),
     }
     assert ours.keys() <= OWNED, "all of them are refused in settings.trainer"
     try:
@@ -379,11 +378,9 @@ def training_arguments(settings: RunSettings, sampler: ChunkSampler) -> Training
     return arguments
 
 
-def _deepspeed(
-    path: str | None, sampler: ChunkSampler, max_grad_norm: float, bf16: bool
-) -> dict[str, Any] | None:
+def _deepspeed(settings: RunSettings, sampler: ChunkSampler, bf16: bool) -> dict[str, Any] | None:
     """Returns the completed DeepSpeed JSON; ZeRO stage 3 is refused."""
-    if not path:
+    if not (path := settings.config):
         return None
     from multicls.deepspeed_config import complete_deepspeed_config, load_deepspeed_config
 
@@ -395,7 +392,7 @@ def _deepspeed(
         micro_batch_size=sampler.micro_batch_size,
         accumulation=sampler.accumulation,
         world_size=sampler.world_size,
-        max_grad_norm=max_grad_norm,
+        max_grad_norm=settings.train.max_grad_norm,
         precision="bf16" if bf16 else "fp32",
     )
 

@@ -13,7 +13,7 @@ from multicls.files import missing_folder, read_json, sha256_of
 from multicls.sample import SAMPLE, sample_model
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
     from finetune.heads.modeling_task import TaskModel
     from finetune.settings import RunSettings
@@ -70,9 +70,7 @@ def checkpoint_sha256(name: str) -> str:
     return hashlib.sha256(digests.encode()).hexdigest()[:16]
 
 
-def build_model(
-    settings: RunSettings, tasks: Sequence[Task]
-) -> tuple[TaskModel, PreTrainedTokenizerBase]:
+def build_model(settings: RunSettings, tasks: Sequence[Task]) -> tuple[TaskModel, Tokenizer]:
     """Returns the encoder of `settings.model` with a head and a classifier for each task, in float32; its tokenizer.
 
     New weights are drawn from torch's generator, seeded by `settings.seed`. The head `probe` gets the plain embedding
@@ -100,18 +98,16 @@ def build_model(
         sizes = MultiClsConfig(encoder=sizes.to_dict(), num_facets=0)  # a copy: the encoder's stays
     least = len(tokenizer([""], [""])["input_ids"][0]) + 2  # a token of each of two texts
     most = min(sizes.max_tokens, tokenizer.model_max_length)
-    longest = max(settings.max_length or task.max_length for task in tasks)
+    longest = max(task.max_length for task in tasks)
     if not least <= longest <= most:
-        raise UserError(
-            f"--max_length {longest}: {name} takes sequences of {least} to {most} tokens."
-        )
+        raise UserError(f"--max_length {longest}: {name} reads {least} to {most} tokens.")
     head = settings.pooling if settings.head == "probe" else settings.head
     config = TaskModelConfig(
         encoder=encoder.config,
         head=head,
         head_options=settings.model_dump().get(head, {}),
         pooling=settings.pooling,
-        tasks=[task.describe(settings.max_length) for task in tasks],
+        tasks=[task.describe() for task in tasks],
         dropout=settings.train.dropout,
     )
     try:
@@ -120,7 +116,7 @@ def build_model(
         raise Incompatible(f"--head {settings.head}: {name}: {error}") from None
 
 
-def load_fine_tuned(folder: str) -> tuple[TaskModel, PreTrainedTokenizerBase]:
+def load_fine_tuned(folder: str) -> tuple[TaskModel, Tokenizer]:
     """Returns model and tokenizer that `finetune/run.py --save_model` has saved.
 
     Raises:
@@ -135,7 +131,7 @@ def load_fine_tuned(folder: str) -> tuple[TaskModel, PreTrainedTokenizerBase]:
         return model, load_tokenizer(folder, model.encoder.config.vocab_size)
 
 
-def load_tokenizer(folder: str | Path, vocab_size: int) -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: str | Path, vocab_size: int) -> Tokenizer:
     """Returns a folder's tokenizer, which treats all text as text: "[SEP]" is split like any word.
 
     Raises:
@@ -143,9 +139,8 @@ def load_tokenizer(folder: str | Path, vocab_size: int) -> PreTrainedTokenizerBa
     """
     from transformers import AutoTokenizer
 
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-        folder, split_special_tokens=True, trust_remote_code=False
-    )
+    options = {"split_special_tokens": True, "trust_remote_code": False}
+    tokenizer: Tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     if not max(0.9 * vocab_size, vocab_size - PADDING) <= len(tokenizer) <= vocab_size:
         raise ValueError(
             f"its tokenizer has {len(tokenizer):,} entries, its vocabulary {vocab_size:,}. Save the model's own "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,9 @@ def make(encoder: Config | str, head: str, *tasks: dict[str, Any], **values: Any
 def load(folder: Path | str, head: str = "cls", task: str = "sst2", **values: Any) -> Any:
     """Returns a checkpoint's encoder with a head for a task, and its tokenizer."""
     values = {"model": str(folder), "head": head, "task": task, "max_length": 24} | values
-    return build_model(RunSettings(**values), [TASKS[task]])
+    settings = RunSettings(**values)
+    length = settings.max_length or 128
+    return build_model(settings, [replace(TASKS[task], max_length=length)])
 
 
 def batch(lengths: tuple[int, ...] = (12, 7, 12, 12)) -> dict[str, Tensor]:

@@ -91,7 +91,7 @@ def test_positions_of_roberta_begin_after_the_padding(tmp_path: Path) -> None:
     folder = save_encoder("roberta", tmp_path, max_position_embeddings=40)
     encoder = load(folder, max_length=38)[0].encoder
     assert encoder.config._attn_implementation == "sdpa", "else padding would be read"
-    with pytest.raises(UserError, match="--max_length 39: .* of 6 to 38 tokens"):
+    with pytest.raises(UserError, match="--max_length 39: .* reads 6 to 38 tokens"):
         load(folder, max_length=39)
 
 

@@ -39,6 +39,10 @@ def roberta() -> Any:
     return byte_level(ANGLES, [], separators=2)
 
 
+def encode(task: Task, rows: list[Example], tokenizer: Any, max_length: int) -> Encoded:
+    return Encoded(replace(task, max_length=max_length), rows, tokenizer)
+
+
 def words_at(encoded: Encoded, row: int, tokenizer: Any) -> list[str]:
     """Returns the words that the masks point to."""
     batch = encoded.batch([row])
@@ -49,7 +53,7 @@ def test_pairs_are_what_the_tokenizer_makes_of_them(bert: Any) -> None:
     firsts, seconds = ["bal del fil", "bal"], ["gol", "kul man bal del"]
     rows = [Example(f"{n}", (firsts[n], seconds[n]), n) for n in range(2)]
     for length, lengths in ((32, [7, 8]), (7, [7, 7])):
-        encoded = Encoded(RTE, rows, bert, length)
+        encoded = encode(RTE, rows, bert, length)
         batch = encoded.batch([0, 1])
         options = {"truncation": True, "max_length": length, "return_tensors": "pt"}
         for name, expected in bert(firsts, seconds, padding=True, **options).items():
@@ -59,10 +63,10 @@ def test_pairs_are_what_the_tokenizer_makes_of_them(bert: Any) -> None:
 
 def test_targets(bert: Any) -> None:
     rows = [Example("a", ("bal", "del"), label) for label in (float("nan"), 2.5)]
-    assert Encoded(RTE, rows[:1], bert, 8).labels.tolist() == [IGNORE_INDEX]
-    assert Encoded(TASKS["stsb"], rows[1:], bert, 8).labels.tolist() == [0.5]
+    assert encode(RTE, rows[:1], bert, 8).labels.tolist() == [IGNORE_INDEX]
+    assert encode(TASKS["stsb"], rows[1:], bert, 8).labels.tolist() == [0.5]
     task = Task("own", ("text1", "text2"), ("a", "b"), ("micro_f1",), multi_label=True)
-    labels = Encoded(task, [replace(rows[0], labels=(1.0, 0.0)), rows[0]], bert, 8).labels
+    labels = encode(task, [replace(rows[0], labels=(1.0, 0.0)), rows[0]], bert, 8).labels
     assert labels[0].tolist() == [1.0, 0.0] and labels[1].isnan().all()
 
 
@@ -82,7 +86,7 @@ def test_choices_are_three_segments(
         Example("a", ("bal del", "fil gol"), 1, choices=("kul man", "man")),
         Example("b", ("bal", "fil"), 0, choices=("gol", "del kul")),
     ]
-    encoded = Encoded(COPA, rows, tokenizer, 64)
+    encoded = encode(COPA, rows, tokenizer, 64)
     batch = encoded.batch([1, 0])
     assert len(batch["input_ids"]) == 4 and batch["labels"].tolist() == [0, 1]
     for row, choice in ((2, "kul man"), (3, "man")):
@@ -101,7 +105,7 @@ def test_spans_of_doubled_and_split_words(name: str, request: pytest.FixtureRequ
     first, second = "bal xyz7 bal xyz7 del", "the xyz7. xyz7"
     row = Example("a", (first, second), 1, spans=((0, 13, 17), (1, 4, 8)))
     other = Example("b", ("gol", "the"), 0, spans=((0, 0, 3), (1, 0, 3)))
-    encoded = Encoded(WIC, [row, other], tokenizer, 64)
+    encoded = encode(WIC, [row, other], tokenizer, 64)
     found = [words_at(encoded, row, tokenizer) for row in (0, 1)]
     assert found == [["xyz7", "xyz7"], ["gol", "the"]]
     both = encoded.batch([1, 0])
@@ -121,9 +125,9 @@ def test_spans_of_doubled_and_split_words(name: str, request: pytest.FixtureRequ
     ],
 )
 def test_rows_with_choices_or_spans_are_not_cut(task: Task, row: Example, bert: Any) -> None:
-    assert max(map(len, Encoded(task, [row], bert, 23).features["input_ids"])) in (21, 23)
+    assert max(map(len, encode(task, [row], bert, 23).features["input_ids"])) in (21, 23)
     with pytest.raises(UserError, match=r"has 2[13] tokens: raise --max_length \(= 20\)"):
-        Encoded(task, [row], bert, 20)
+        encode(task, [row], bert, 20)
 
 
 @pytest.mark.parametrize("name", ["wic", "wsc"])
@@ -134,7 +138,7 @@ def test_every_official_span_decodes_to_its_words(name: str, multicls_data: Path
     task = TASKS[name]
     data = read_task(task, str(multicls_data / "superglue"))
     rows = [*(data.train or []), *data.dev]
-    encoded = Encoded(task, rows, tokenizer, task.max_length)
+    encoded = Encoded(task, rows, tokenizer)
     tokens = tokenizer.backend_tokenizer.encode
     inside_a_piece = []
     for number, row in enumerate(rows):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -180,7 +181,7 @@ def test_facets_are_needed(
 def test_a_saved_model_says_what_it_was_trained_on(tiny_bert: Path) -> None:
     (description,) = load(tiny_bert, task="stsb")[0].config.tasks
     assert description.items() > {"name": "stsb", "label_scale": 5.0, "max_length": 24}.items()
-    assert task_of(description) == TASKS["stsb"]
+    assert task_of(description) == replace(TASKS["stsb"], max_length=24)
     mine = Task("x", ("mail", "reply"), ("a", "b"), ("acc",))
     assert mine.describe()["fields"] == ["mail", "reply"]
     assert task_of(mine.describe()).describe() == mine.describe()

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from finetune.metrics import METRICS, majority_scores, score_examples
-from finetune.tasks import TASKS, Example, Task
+from finetune.metrics import METRICS, majority_scores, score_predictions
+from finetune.tasks import TASKS, Example, Task, example_arrays
 from multicls.errors import UserError
 
 LABELS, PREDICTED = np.array([1, 1, 1, 0, 0]), np.array([1, 1, 0, 0, 1])  # tp 2, fn 1, tn 1, fp 1
@@ -22,7 +22,7 @@ def score(task: Task, labels: Any, outputs: Any, **columns: list[str]) -> dict[s
         fields: Any = {name: values[n] for name, values in columns.items()}
         fields |= {"labels": tuple(label)} if np.ndim(label) else {}
         rows.append(Example("", (), 0.0 if np.ndim(label) else label, **fields))
-    return score_examples(task, rows, outputs)
+    return score_predictions(task, example_arrays(rows, outputs))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -37,6 +38,7 @@ from tests.finetune.runs import finetune, logits_of, settings_of
 from tests.finetune.test_isobn import assert_ranks_are_one_batch
 from tests.processes import completed, free_ports, program, until
 
+SST2 = replace(TASKS["sst2"], max_length=24)
 PLAIN: dict[str, Any] = {
     "train__learning_rate": 1e-3,
     "train__warmup_ratio": 0.0,
@@ -64,7 +66,7 @@ def plain_loop(folder: Path, glue: Path, **changes: float) -> np.ndarray[Any, An
     """Trains Hugging Face's classifier by a plain loop and returns its outputs for the dev rows."""
     values = {"max_grad_norm": 0.5, "weight_decay": 1.0} | changes
     data = read_task(TASKS["sst2"], str(glue))
-    start, tokenizer = build_model(settings_of(folder, glue, Path("x"), seed=3), [TASKS["sst2"]])
+    start, tokenizer = build_model(settings_of(folder, glue, Path("x"), seed=3), [SST2])
     model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2).train()
     model.classifier.load_state_dict(start.classifiers[0].state_dict())
     named = list(model.named_parameters())
@@ -316,7 +318,7 @@ def test_normalisation_takes_the_rows_of_both_ranks_for_one_batch(launched: Path
 def test_balanced_weights_make_up_for_the_frequency_of_the_classes(tiny_bert: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
     rows = [Example(str(n), ("bal",), float(n == 0)) for n in range(4)]
-    weights = _class_weights(Encoded(TASKS["sst2"], rows, tokenizer, 24))
+    weights = _class_weights(Encoded(TASKS["sst2"], rows, tokenizer))
     assert weights.tolist() == pytest.approx([4 / (2 * 3), 4 / (2 * 1)])
 
 
