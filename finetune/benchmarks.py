@@ -30,7 +30,7 @@ def read_task(task: Task, data_dir: str | None, with_test: bool = False) -> Task
     """
     if with_test and not task.test:
         raise UserError(f"--predict_test: task {task.name} has no test rows to submit.")
-    splits, notes = dict[str, list[Example]](), list[str]()
+    splits, notes = dict[str, Any](), list[str]()
     for name in ("train", "dev", "test")[: 2 + with_test]:
         splits[name], left_out = read_split(task, name, data_dir)
         if left_out:

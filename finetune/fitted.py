@@ -19,8 +19,7 @@ from torch import nn
 
 from finetune.encoding import Encoded
 from finetune.heads.modeling_task import ClsHead, TaskModel
-from finetune.subsets import TaskRows
-from finetune.tasks import Array, Task
+from finetune.tasks import Array, Task, TaskData
 from finetune.training import find_device, predict_rows
 from multicls.errors import UserError
 
@@ -32,7 +31,7 @@ LOWEST = 1e-12  # probability of a class, so that its logarithm is a number
 
 
 def fit_head(
-    rows: TaskRows, model: TaskModel | None, encoded: Sequence[Mapping[str, Encoded]], seed: int
+    rows: TaskData, model: TaskModel | None, encoded: Sequence[Mapping[str, Encoded]], seed: int
 ) -> tuple[list[dict[str, Array]], dict[str, str]]:
     """Fits a regression on the model's embeddings, or without a model on TF-IDF of words and pairs of words.
 

@@ -50,7 +50,7 @@ def load_own(own: OwnDataSettings) -> TaskData:
     }
     task = _task(own, fields, kind, labels)
     notes.append(_note(task))
-    examples = {
+    examples: dict[str, Any] = {
         split: [
             example_of(task, fields, row, where, f"{split}:{number}", label)
             for number, ((where, row), label) in enumerate(zip(rows, labels[split], strict=True))

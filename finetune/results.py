@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from finetune.settings import RunSettings, flatten
-from finetune.tasks import Array, example_arrays
+from finetune.tasks import Array, TaskData, example_arrays
 from multicls.environment import environment_record
 from multicls.errors import UserError
 from multicls.files import atomic_write, read_json, write_json
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from finetune.heads.modeling_task import TaskModel
-    from finetune.subsets import TaskRows
 
 Record = dict[str, Any]
 Predictions = Mapping[str, Mapping[str, Array]]  # of a task by split; see `example_arrays`
@@ -37,7 +36,7 @@ PREDICTIONS = "predictions.npz"
 
 def write_run(
     settings: RunSettings,
-    rows: Sequence[TaskRows],
+    rows: Sequence[TaskData],
     outputs: Sequence[Mapping[str, Array]],
     fields: Mapping[str, Any],
     model: TaskModel | None,
@@ -55,14 +54,14 @@ def write_run(
         for part, of in zip(rows, outputs, strict=True)
     ]
     names = {"head", "model", "selection", "pretraining", "seed", "search", "predict_test"}
-    all_rows = all(len(part.splits["train"]) == len(part.data.train) for part in rows)
     record = {
         **settings.model_dump(mode="json", include=names),
         "format": FORMAT,
         "path": str(folder),
         "system": settings.system,
         "train_size": str(settings.train_size),
-        "subset": 1 if all_rows else settings.subset,  # all subsets of all rows are the same
+        # All subsets of all rows are the same.
+        "subset": settings.subset if any(part.is_subset for part in rows) else 1,
         "tasks": [_task_entry(*task) for task in tasks],
         **environment_record(),
         **fields,
@@ -83,17 +82,17 @@ def write_run(
     return record
 
 
-def _task_entry(rows: TaskRows, predictions: Predictions) -> dict[str, Any]:
+def _task_entry(rows: TaskData, predictions: Predictions) -> dict[str, Any]:
     """Returns what one task was and how it was scored. All scores are fractions of 1."""
     from finetune.metrics import majority_scores, score_predictions
 
-    task, train, validation = rows.task, rows.splits["train"], rows.splits.get("validation", [])
+    task = rows.task
     scores = {
         split: score_predictions(task, arrays)
         for split, arrays in predictions.items()
         if not np.isnan(arrays["labels"]).any()
     }
-    majority = majority_scores(task, [*train, *validation], rows.data.dev)
+    majority = majority_scores(task, [*rows.train, *rows.validation], rows.dev)
     metric, dev = task.metrics[0], scores.pop("dev")
     return {
         "task": task.name,
@@ -105,9 +104,9 @@ def _task_entry(rows: TaskRows, predictions: Predictions) -> dict[str, Any]:
         "selection_score": scores.pop("validation", dev)[metric],
         "tests": scores,
         "description": task.describe(),
-        "train_rows": len(train),
-        "validation_rows": len(validation),
-        "dev_rows": len(rows.data.dev),
+        "train_rows": len(rows.train),
+        "validation_rows": len(rows.validation),
+        "dev_rows": len(rows.dev),
         "notes": rows.notes,
     }
 

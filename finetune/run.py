@@ -28,7 +28,7 @@ from finetune.own_data import load_own
 from finetune.predict import predict_command
 from finetune.results import Record, finished_record, write_run
 from finetune.settings import SHORTCUTS, OwnDataSettings, RunSettings
-from finetune.subsets import TaskRows, select_rows
+from finetune.subsets import select_rows
 from finetune.tasks import TASKS, TaskData
 from multicls.console import print_line, print_summary
 from multicls.distributed import leave_deepspeed, on_rank_0, prepare_deepspeed, rank_and_world
@@ -112,7 +112,7 @@ def identify(settings: RunSettings, data: Sequence[TaskData]) -> dict[str, Any]:
     }
 
 
-def _train(settings: RunSettings, rows: Sequence[TaskRows], identity: dict[str, Any]) -> Record:
+def _train(settings: RunSettings, rows: Sequence[TaskData], identity: dict[str, Any]) -> Record:
     from finetune.encoding import Encoded
 
     model, tokenizer, encoded, began = None, None, list[dict[str, Encoded]](), time.perf_counter()

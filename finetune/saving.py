@@ -14,7 +14,7 @@ import multicls
 from finetune.estimates import example_interval
 from finetune.heads.modeling_task import MULTICLS, TaskModel
 from finetune.results import Predictions, Record
-from finetune.subsets import TaskRows
+from finetune.tasks import TaskData
 from multicls.build import quiet_transformers
 from multicls.cards import METHOD, PAPERS, TRANSFORMERS, cell, inherited_metadata, model_link
 from multicls.files import atomic_folder
@@ -52,7 +52,7 @@ def save_model(model: TaskModel, tokenizer: Tokenizer, folder: Path, card: str =
         (fresh / "README.md").write_text(card, encoding="utf-8")
 
 
-def model_card(record: Record, tasks: Sequence[tuple[TaskRows, Predictions]]) -> str:
+def model_card(record: Record, tasks: Sequence[tuple[TaskData, Predictions]]) -> str:
     """Returns the card of a saved model as Markdown with the Hub's metadata."""
     inherited, intervals, task = inherited_metadata(record["model"]), list[str](), tasks[0][0].task
     for part, predictions in tasks:

@@ -4,35 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
-from finetune.tasks import Example, Task, TaskData
+from finetune.tasks import TaskData
 from multicls.console import count
 from multicls.errors import UserError
 
 HOLDOUT = 0.2  # share of the subset in the validation split
 
 
-@dataclass(frozen=True)
-class TaskRows:
-    """The examples of one task in one run."""
-
-    data: TaskData
-    splits: dict[str, list[Example]]  # "train", then the one that picks the checkpoint, then others
-    notes: list[str]  # what a reader of the result has to know
-
-    @property
-    def task(self) -> Task:
-        """The task."""
-        return self.data.task
-
-    def report(self) -> list[str]:
-        """Returns lines for the log: the numbers of rows, and notes."""
-        counts = ", ".join(count(len(rows), f"{name} row") for name, rows in self.splits.items())
-        return [f"{self.task.name}: {counts}", *(f"note: {note}" for note in self.notes)]
-
-
-def select_rows(data: TaskData, size: int | str, subset: int, holdout: bool) -> TaskRows:
+def select_rows(data: TaskData, size: int | str, subset: int, holdout: bool) -> TaskData:
     """Draws a training subset of `size` rows ("full": all), and a validation split of it if `holdout` is set.
 
     Rows of a passage (or question) stay on one side, classes in proportion.
@@ -46,16 +27,13 @@ def select_rows(data: TaskData, size: int | str, subset: int, holdout: bool) -> 
         no_class = data.task.is_regression or any(example.group for example in drawn)
         classes = [0 if no_class else example.label for example in drawn]
         held = hold_out(rows, classes, units, HOLDOUT, subset)
-    splits = {
-        "train": [data.train[row] for row in rows if row not in held],
-        "validation": [data.train[row] for row in rows if row in held],
-        "dev": data.dev,
-        "test": data.test,
-    }
+    train = [data.train[row] for row in rows if row not in held]
+    validation = [data.train[row] for row in rows if row in held]
     notes = list(data.notes)
     if not isinstance(size, str) and size > total:
         notes.append(f"--train_size {size}: there are {count(total, 'row')}, and all are taken")
-    return TaskRows(data, {name: part for name, part in splits.items() if part}, notes)
+    is_subset = len(train) < total
+    return replace(data, train=train, validation=validation, notes=notes, is_subset=is_subset)
 
 
 def draw_rows(num_rows: int, size: int, seed: int) -> list[int]:

@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from multicls.console import count
+
 Array = np.ndarray[Any, np.dtype[Any]]
 
 LabelType = Literal["class", "multi_label", "score"]
@@ -84,13 +86,26 @@ class Example:
 
 @dataclass(frozen=True)
 class TaskData:
-    """The examples of a task."""
+    """The examples of a task, or those that a run takes."""
 
     task: Task
     train: list[Example]
     dev: list[Example]  # to evaluate on
     test: list[Example] = field(default_factory=list)  # to score or predict at the end
+    validation: list[Example] = field(default_factory=list)  # held out of train
+    is_subset: bool = False  # train lacks rows of the task
     notes: list[str] = field(default_factory=list)  # what a reader of every result has to know
+
+    @property
+    def splits(self) -> dict[str, list[Example]]:
+        """The splits that have rows: "train", then the one that picks the checkpoint, then others."""
+        names = ("train", "validation", "dev", "test")
+        return {name: getattr(self, name) for name in names if getattr(self, name)}
+
+    def report(self) -> list[str]:
+        """Returns lines for the log: the numbers of rows, and notes."""
+        counts = ", ".join(count(len(rows), f"{name} row") for name, rows in self.splits.items())
+        return [f"{self.task.name}: {counts}", *(f"note: {note}" for note in self.notes)]
 
     @cached_property
     def sha256(self) -> str:

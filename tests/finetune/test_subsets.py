@@ -71,11 +71,12 @@ def test_holdout_keeps_classes_in_proportion_and_units_together() -> None:
 def test_no_held_out_row_shares_its_passage_with_train(
     name: str, size: int | str, multicls_data: Path
 ) -> None:
-    rows = select_rows(read_task(TASKS[name], str(multicls_data)), size, 1, True)
+    data = read_task(TASKS[name], str(multicls_data))
+    rows = select_rows(data, size, 1, True)
     train, validation = rows.splits["train"], rows.splits["validation"]
     learnt = {row.texts[0] for row in train}
     assert not [row for row in validation if row.texts[0] in learnt]
-    total, drawn = len(rows.data.train), len(train) + len(validation)
+    total, drawn = len(data.train), len(train) + len(validation)
     assert drawn == (total if size == "full" else min(300, total))
     assert size == "full" or 0.08 < len(validation) / drawn < 0.35
 
