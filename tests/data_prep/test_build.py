@@ -14,6 +14,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from string import ascii_lowercase as LETTERS
 from typing import Any
 
 import numpy as np
@@ -24,15 +25,7 @@ from data_prep.merge import link_shard
 from multicls.corpus import MAX_TOKENS, Corpus
 from multicls.errors import UserError
 from multicls.files import REPOSITORY, locked
-from tests.data_prep.conftest import (
-    WORDS,
-    large_input,
-    prepared,
-    same_files,
-    squeezed,
-    story,
-    text_of,
-)
+from tests.data_prep.conftest import large_input, prepared, same_files, squeezed, story, text_of
 from tests.processes import children, completed, program, sessions, until
 
 Make = Callable[..., Corpus]  # of the fixture corpus_of
@@ -62,7 +55,7 @@ def test_blank_lines_between_documents(corpus_of: Make) -> None:
 def test_rows_with_common_sentences_lose_none(corpus_of: Make) -> None:
     """40 books of 714 rows, each of which shares sentences with all others."""
     rows = [
-        f"{WORDS[i % 23]} sat on {WORDS[(i * b) % 23]} mat {b} {i}" * (i % 14 > 0)
+        f"{LETTERS[i % 23]} sat on {LETTERS[(i * b) % 23]} mat {b} {i}" * (i % 14 > 0)
         or f"the cat ran {i % 5} times ."
         for b in range(40)
         for i in range(714)
@@ -358,9 +351,8 @@ def test_a_unit_that_kills_three_workers_is_named(command: Any, tmp_path: Path) 
         file.write(json.dumps({"text": f"DEADLY {story(9)}"}) + "\n")
     done = completed(command(tmp_path / "out", folder))
     assert done.returncode == 2, done.stderr
-    assert (
-        f"{folder}/1.jsonl: killed three workers" in done.stderr.splitlines()[-1]
-    )  # after the bar
+    last = done.stderr.splitlines()[-1]  # after the bar
+    assert f"{folder}/1.jsonl: killed three workers" in last
 
 
 @pytest.mark.slow

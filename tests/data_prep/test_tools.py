@@ -19,6 +19,13 @@ from multicls.files import write_json
 from tests.data_prep.conftest import SAMPLE_IDS, SPECIAL_IDS, prepared, story
 from tests.processes import completed
 
+
+def build(tokenizer: Path, folder: Path, *flags: str, source: str = "") -> None:
+    """Prepares in.txt of a folder by the command."""
+    words = ["--input", f"{source}{folder / 'in.txt'}", "--output", str(folder / "out")]
+    run.main([*words, "--tokenizer", str(tokenizer), *flags])
+
+
 # flags beside --output OUT --tokenizer TOKENIZER --input IN: what the message names besides the first two
 MISTAKES = {
     "--workers -1": "",
@@ -38,9 +45,8 @@ MISTAKES = {
 @pytest.mark.parametrize("flags", MISTAKES)
 def test_mistakes_are_named(flags: str, tiny_tokenizer: Path, tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text(story(9))
-    words = ["--input", str(tmp_path / "in.txt"), "--tokenizer", str(tiny_tokenizer)]
     with pytest.raises(UserError) as error:
-        run.main([*words, "--output", str(tmp_path / "out"), *flags.split()])
+        build(tiny_tokenizer, tmp_path, *flags.split())
     assert all(text in str(error.value) for text in (flags.split()[0], MISTAKES[flags]))
     assert not (tmp_path / "out").exists()
 
@@ -58,9 +64,8 @@ def test_the_last_lines_the_manifest_and_the_samples(
     tiny_tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "in.txt").write_text(f"{story(4)}\n\nA Title\n\n{story(5, 3)}\n\n1, 2.")
-    words = ["--input", f"tales={tmp_path / 'in.txt'}", "--output", str(tmp_path / "out")]
-    words += ["--tokenizer", str(tiny_tokenizer), "--without", "headings", "--min_sentences", "4"]
-    run.main([*words, "--language", "de", "--workers", "1"])
+    flags = "--without headings --min_sentences 4 --language de --workers 1"
+    build(tiny_tokenizer, tmp_path, *flags.split(), source="tales=")
     printed = capsys.readouterr().out
     assert "1 of 1 document" in printed and "--recipe own_text" in printed.splitlines()[-1]
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
@@ -78,9 +83,8 @@ def test_documents_of_one_sentence_are_for_masked_lm_alone(
     tiny_tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "in.txt").write_text("\n\n".join(story(1, i) for i in range(9)))
-    words = ["--input", str(tmp_path / "in.txt"), "--output", str(tmp_path / "out")]
-    words += ["--tokenizer", str(tiny_tokenizer), "--documents", "blank_line", "--workers", "1"]
-    run.main([*words, "--min_sentences", "1"])
+    flags = "--documents blank_line --min_sentences 1 --workers 1"
+    build(tiny_tokenizer, tmp_path, *flags.split())
     assert capsys.readouterr().out.endswith("--recipe own_text mlm_only --data.single_parts\n")
     assert Corpus(tmp_path / "out").num_documents == 9
     run.main(["stats", str(tmp_path / "out")])

@@ -18,20 +18,16 @@ NOUNS = ("bal", "del", "fil", "gol", "kul", "man")  # one token each in the tiny
 GOOD, BAD = ("nar", "pel"), ("ros", "tun")
 
 
-def write_tsv(path: Path, header: str | None, rows: list[str]) -> None:
+def write_tsv(path: Path, header: str, rows: list[str]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        "".join(f"{row}\n" for row in ([header] if header else []) + rows), encoding="utf-8"
-    )
+    path.write_text("\n".join([header, *rows, ""]), encoding="utf-8")
 
 
 def sentiment_rows(count: int, seed: int) -> list[str]:
-    draw = random.Random(seed)
-    labels = [draw.randrange(2) for _ in range(count)]
-    return [
-        f"len {draw.choice(NOUNS)} los {draw.choice((BAD, GOOD)[label])}\t{label}"
-        for label in labels
-    ]
+    draw, rows = random.Random(seed), []
+    for label in [draw.randrange(2) for _ in range(count)]:
+        rows.append(f"len {draw.choice(NOUNS)} los {draw.choice((BAD, GOOD)[label])}\t{label}")
+    return rows
 
 
 def similarity_rows(count: int, seed: int) -> list[str]:
@@ -40,9 +36,8 @@ def similarity_rows(count: int, seed: int) -> list[str]:
     for index in range(count):
         good, noun = draw.randrange(2), draw.choice(NOUNS)
         score = 4.0 * good + draw.uniform(0, 1)
-        rows.append(
-            f"{index}\tg\tf\ty\t0\tn\tn\tlen {noun} los\tthe {noun} los {draw.choice((BAD, GOOD)[good])}\t{score:.3f}"
-        )
+        texts = f"len {noun} los\tthe {noun} los {draw.choice((BAD, GOOD)[good])}"
+        rows.append(f"{index}\tg\tf\ty\t0\tn\tn\t{texts}\t{score:.3f}")
     return rows
 
 

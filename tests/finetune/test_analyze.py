@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -65,19 +65,14 @@ def test_disagreement_by_hand() -> None:
 QUICK: dict[str, Any] = {"train_size": 40, "train__max_steps": 6, "save_model": True}
 
 
+@patch.object(analyze, "disagreement", wraps=analyze.disagreement)
 def test_facets_isotropy_and_disagreement_with_seeds(
-    tiny_multicls: Path,
-    glue: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    spy: Mock, tiny_multicls: Path, glue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = []
     for seed in (1, 2):
         settings = QUICK | {"head": "multicls", "seed": seed}
         runs.append(Path(finetune(tiny_multicls, glue, tmp_path, **settings)["path"]))
-    spy = Mock(wraps=analyze.disagreement)
-    monkeypatch.setattr(analyze, "disagreement", spy)
     assert main([*map(str, runs), "--examples", "30"]) == 0
     numbers = read_json(runs[0] / "analysis.json")
     assert numbers["rows"] == 30

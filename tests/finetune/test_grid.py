@@ -86,14 +86,9 @@ def test_replicates_have_their_own_subsets(
 def test_heads_read_only_their_own_settings(tmp_path: Path) -> None:
     """The probe takes no part in a search of learning rates, the bag of words no model, joint tasks only cln."""
     search = {"train.learning_rate": [1e-5, 1e-3], "isobn.beta": [0.25, 0.5]}
-    runs = runs_of(
-        tmp_path,
-        systems=["cls", "cln", "probe", "tfidf", "isobn"],
-        tasks=["sst5", "sst5,sts"],
-        search=search,
-        seeds=[1],
-        model=["a=A", "b=B"],
-    )
+    axes = {"tasks": ["sst5", "sst5,sts"], "seeds": [1], "model": ["a=A", "b=B"]}
+    systems = ["cls", "cln", "probe", "tfidf", "isobn"]
+    runs = runs_of(tmp_path, systems=systems, search=search, **axes)
     counts = Counter((run.task, run.head) for run in runs)
     joint = counts.pop(("sst5,sts", "cln"))
     expected = {"cls": 4, "cln": 4, "probe": 2, "tfidf": 1, "isobn": 8}

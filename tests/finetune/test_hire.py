@@ -108,15 +108,9 @@ def test_dropout_is_in_the_grus_not_before_the_classifier() -> None:
 
 def test_parameters_of_roberta_large() -> None:
     """437 M in the paper's Table 1, from 355 M."""
-    encoder = RobertaConfig(
-        vocab_size=50265,
-        hidden_size=1024,
-        num_hidden_layers=24,
-        num_attention_heads=16,
-        intermediate_size=4096,
-        max_position_embeddings=514,
-        type_vocab_size=1,
-    )
+    large: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 4096}
+    large |= {"num_hidden_layers": 24, "num_attention_heads": 16, "max_position_embeddings": 514}
+    encoder = RobertaConfig(**large, vocab_size=50265, type_vocab_size=1)
     with torch.device("meta"):
         count = parameters(make(encoder, "hire"))
     assert count == pytest.approx(437e6, rel=0.01) and count == 438_252_547
