@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,39 +74,28 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 64,
     "max_position_embeddings": 64,
 }
+ONE_TYPE = SIZES | {"type_vocab_size": 1}
+LOCAL = SIZES | {"local_attention": 16, "max_position_embeddings": 512}
 DISTILBERT = {"dim": 32, "n_layers": 3, "n_heads": 2, "hidden_dim": 64}
 DISENTANGLED = {"relative_attention": True, "position_buckets": 8, "pos_att_type": ["p2c", "c2p"]}
+DEBERTA = SIZES | DISENTANGLED | {"position_biased_input": False, "share_att_key": True}
+MPNET = ("<s>", "<pad>", "</s>", "[UNK]", "<mask>")
 FAMILIES: dict[str, tuple[dict[str, Any], Callable[[], Any]]] = {
     "bert": (SIZES, wordpiece),
-    "roberta": (SIZES | {"type_vocab_size": 1}, lambda: byte_level(ANGLES, [], 2)),
-    "xlm-roberta": (
-        SIZES | {"type_vocab_size": 1},
-        lambda: unigram(hf.XLMRobertaTokenizer, ANGLES),
-    ),
-    "camembert": (SIZES | {"type_vocab_size": 1}, lambda: unigram(hf.CamembertTokenizer, ANGLES)),
-    "modernbert": (
-        SIZES | {"local_attention": 16, "max_position_embeddings": 512},
-        lambda: byte_level(BRACKETS, UNUSED, 1),
-    ),
-    "deberta-v2": (
-        SIZES | DISENTANGLED | {"position_biased_input": False, "share_att_key": True},
-        lambda: unigram(hf.DebertaV2Tokenizer, BRACKETS),
-    ),
-    "mpnet": (
-        SIZES,
-        lambda: wordpiece(hf.MPNetTokenizer, ("<s>", "<pad>", "</s>", "[UNK]", "<mask>")),
-    ),
+    "roberta": (ONE_TYPE, partial(byte_level, ANGLES, [], 2)),
+    "xlm-roberta": (ONE_TYPE, partial(unigram, hf.XLMRobertaTokenizer, ANGLES)),
+    "camembert": (ONE_TYPE, partial(unigram, hf.CamembertTokenizer, ANGLES)),
+    "modernbert": (LOCAL, partial(byte_level, BRACKETS, UNUSED, 1)),
+    "deberta-v2": (DEBERTA, partial(unigram, hf.DebertaV2Tokenizer, BRACKETS)),
+    "mpnet": (SIZES, partial(wordpiece, hf.MPNetTokenizer, MPNET)),
     "distilbert": (
         DISTILBERT | {"max_position_embeddings": 64},
-        lambda: wordpiece(model_input_names=["input_ids", "attention_mask"]),
+        partial(wordpiece, model_input_names=["input_ids", "attention_mask"]),
     ),
     "electra": (SIZES | {"embedding_size": 16}, wordpiece),
     "convbert": (SIZES | {"embedding_size": 32}, wordpiece),
     "nomic_bert": (SIZES, wordpiece),
-    "eurobert": (
-        SIZES | {"num_key_value_heads": 2},
-        lambda: byte_level(BRACKETS, [], 1),
-    ),  # not tied
+    "eurobert": (SIZES | {"num_key_value_heads": 2}, partial(byte_level, BRACKETS, [], 1)),
 }
 
 

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from multicls.files import read_jsonl
 from multicls.modeling_multicls import MultiClsForPreTraining, mcqt_loss, part_scores
 from pretrain.batches import MicroBatch
 from pretrain.engine import prepare_layers
@@ -120,13 +119,6 @@ def test_micro_batches_that_are_not_counted_add_nothing() -> None:
     assert padded.totals(CPU) == plain.totals(CPU)
 
 
-def test_objectives_of_weight_0_report_nothing() -> None:
-    batch = micro_batch_of(random_inputs(0, 3 * EXAMPLES, 3), 3)
-    outputs = model(3)(**batch.inputs, objectives=("so",))
-    terms = loss_terms(outputs.losses, batch, {}) | measure(outputs, batch, {})
-    assert terms.keys() == {"loss/so", "acc/so"}
-
-
 def test_groups_are_each_others_negatives_and_no_more() -> None:
     network, group = model(3), 2
     inputs = random_inputs(0, 3 * EXAMPLES, 3)
@@ -159,23 +151,6 @@ def test_targets_that_are_all_the_same_have_no_r2() -> None:
     inputs = random_inputs(0, 3 * EXAMPLES, 2)
     inputs["tfidf_labels"] = torch.full_like(inputs["tfidf_labels"], 3.3)
     assert "r2/tfidf" not in metrics_of(model(2), inputs)
-
-
-def test_what_a_resumed_run_does_again_is_dropped_first(tmp_path: Path) -> None:
-    def records() -> list[tuple[int, str]]:
-        return [(one["step"], one["split"]) for one in read_jsonl(tmp_path / "metrics.jsonl")]
-
-    log = Log(tmp_path, writes=True, resumed_step=0)
-    for step in (0, 2, 4):
-        log.record(step, "train", {"loss/total": 1.0, "optim/grad_norm": math.inf})
-        log.record(step, "validation", {})
-    log.close()
-    Log(tmp_path, writes=False, resumed_step=0).record(9, "train", {})  # another rank
-    assert len(records()) == 6 and "Infinity" not in (tmp_path / "metrics.jsonl").read_text()
-    Log(tmp_path, writes=True, resumed_step=2).close()
-    assert records() == [(0, "train"), (0, "validation"), (2, "train")]
-    Log(tmp_path, writes=True, resumed_step=0).close()  # killed before its first checkpoint
-    assert records() == []
 
 
 def test_wandb_follows_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

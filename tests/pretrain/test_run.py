@@ -161,6 +161,8 @@ def test_weights_that_no_loss_reaches_stay(fork: Fork, tmp_path: Path, tiny_bert
     flags = ("--recipe", "mlm_only", "--model.random_weights", "false", "--steps", "4")
     assert fork(run, flags=flags) == [[0]], said(run)
     assert "--head mean" in said(run) and "multicls " not in said(run)
+    names = {name for name in records(run, "train")[0] if name.startswith(("loss/", "acc/"))}
+    assert names == {"loss/total", "loss/mlm", "acc/mlm"}
     trained = AutoModelForPreTraining.from_pretrained(run / "hf").state_dict()
     start = AutoModelForPreTraining.from_pretrained(tiny_bert).state_dict()
     pooler, moved = "pooler.dense.weight", "encoder.layer.0.output.dense.weight"
