@@ -1,8 +1,9 @@
-"""Fixtures of all tests: no network, the folder of real data, a tiny BERT."""
+"""Fixtures of all tests: no network, the folder of real data, a tiny BERT and corpus."""
 
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import sys
@@ -94,3 +95,29 @@ def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
         config: Any = encoder_config("bert", tokenizer)
         BertForPreTraining(config).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_corpus(tiny_bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus with something to learn: 400 documents of six invented sentences.
+
+    The words tell the topic, and the first word whether a sentence opens or closes.
+    """
+    from data_prep.run import main
+    from tests.encoders import WORDS
+
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "text").mkdir()
+    opening, closing, *words = WORDS
+    topics = [words[start : start + 10] for start in range(0, 200, 10)]
+    rng = random.Random(0)
+    for number in range(400):
+        topic = rng.choice(topics)
+        sentences = [
+            " ".join([first, *rng.choices(topic, k=9)]) for first in [opening, closing] * 3
+        ]
+        text = " ".join(f"{sentence.capitalize()}." for sentence in sentences)
+        (folder / "text" / f"{number:03d}.txt").write_text(text, encoding="utf-8")
+    source = ["--input", str(folder / "text"), "--tokenizer", str(tiny_bert)]
+    main([*source, "--output", str(folder / "shards")])
+    return folder / "shards"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import random
 import shutil
 import sys
 from pathlib import Path
@@ -17,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from multicls.files import REPOSITORY, read_json, read_jsonl
-from tests.encoders import FAMILIES, WORDS, save_encoder
+from tests.encoders import FAMILIES, save_encoder
+from tests.finetune.conftest import sentiment_rows, write_tsv
 from tests.processes import completed
 
-LABELS = [("bal", "yes"), ("gol", "no")]
 ALL = os.environ.get("MULTICLS_ENCODERS") == "all"
 KINDS = list(FAMILIES) if ALL else ["modernbert", "xlm-roberta"]  # BPE, pieces of SentencePiece
 HEADS = ["cls", "mean", "multicls", "isobn", "hire", "cln"]
@@ -45,32 +44,11 @@ def run(*words: object) -> None:
     assert ran.returncode == 0, f"{words}\n{ran.stdout}\n{ran.stderr}"
 
 
-def write_texts(path: Path) -> None:
-    """Writes 24 documents of 24 sentences each, as JSON lines."""
-    rng = random.Random(0)
-    with path.open("w") as file:
-        for _ in range(24):
-            words = [rng.sample(WORDS, rng.randint(4, 9)) for _ in range(24)]
-            text = " ".join(" ".join(sentence).capitalize() + "." for sentence in words)
-            file.write(json.dumps({"text": text}) + "\n")
-
-
-def write_rows(path: Path, count: int, seed: int) -> None:
-    """Writes rows whose label is the first word's."""
-    rng = random.Random(seed)
-    rows = [
-        (" ".join([first, *rng.sample(WORDS, 4)]), label) for first, label in LABELS * (count // 2)
-    ]
-    with path.open("w", newline="") as file:
-        csv.writer(file).writerows([("text", "label"), *rows])
-
-
 @pytest.mark.walk
 @pytest.mark.parametrize("kind", KINDS)
-def test_whole_way(kind: str, tmp_path: Path) -> None:
+def test_whole_way(kind: str, tiny_corpus: Path, tmp_path: Path) -> None:
     start = save_encoder(kind, tmp_path / "start")
-    write_texts(tmp_path / "texts.jsonl")
-    corpus = ["--input", tmp_path / "texts.jsonl", "--output", tmp_path / "corpus"]
+    corpus = ["--input", tiny_corpus.parent / "text", "--output", tmp_path / "corpus"]
     run("data_prep/run.py", *corpus, "--tokenizer", start, "--workers", "1")
     model = ["--model", start, "--corpus", tmp_path / "corpus", "--output_dir", tmp_path / "run"]
     run("pretrain/run.py", "--config", "ds_configs/zero2.json", *model, *PRETRAINING.split())
@@ -92,16 +70,16 @@ def test_whole_way(kind: str, tmp_path: Path) -> None:
     assert read_json(exported / "config.json")["encoder"]["model_type"] == kind
     run("-I", "-c", ALONE, exported)
 
-    write_rows(tmp_path / "train.csv", 120, seed=0)
-    write_rows(tmp_path / "new.csv", 20, seed=1)
-    rows = ["--train_file", tmp_path / "train.csv", "--output_dir", tmp_path / "results"]
+    write_tsv(tmp_path / "train.tsv", "text\tlabel", sentiment_rows(120, seed=0))
+    write_tsv(tmp_path / "new.tsv", "text\tlabel", sentiment_rows(20, seed=1))
+    rows = ["--train_file", tmp_path / "train.tsv", "--output_dir", tmp_path / "results"]
     run("finetune/run.py", "--model", exported, *rows, *FINE_TUNING.split())
     (saved,) = (tmp_path / "results").glob("*/*/*/model")
     labelled = tmp_path / "labelled.csv"
-    run("finetune/predict.py", saved, tmp_path / "new.csv", "--output", labelled)
+    run("finetune/predict.py", saved, tmp_path / "new.tsv", "--output", labelled)
     assert len(list(csv.DictReader(labelled.open()))) == 20
     if ALL:
-        rows = ["--train_file", tmp_path / "train.csv", "--output_dir", tmp_path / "heads"]
+        rows = ["--train_file", tmp_path / "train.tsv", "--output_dir", tmp_path / "heads"]
         systems = json.dumps({head: {"head": head} for head in HEADS})
         models = ["--model", f"m={exported}", "--systems", systems]
         run("finetune/grid.py", *models, *rows, "--epochs", "1", "--max_length", "24")

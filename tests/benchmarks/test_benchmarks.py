@@ -16,7 +16,6 @@ from benchmarks.harness import Report, ratio, take_turns, verdict
 from data_prep.run import main as prepare
 from multicls.distributed import leave_deepspeed
 from multicls.files import REPOSITORY
-from tests.pretrain.conftest import tiny_corpus  # noqa: F401  (a fixture)
 from tools.first_look import hits_of, interval
 
 
@@ -78,11 +77,7 @@ def test_systems_of_the_inference_benchmark(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_step_measures(
-    tiny_corpus: Path,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_step_measures(tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The smallest comparison with BertForMaskedLM: both cases run, and the report has their ratio."""
     source = ["--input", str(tiny_corpus.parent / "text"), "--tokenizer", "sample"]
     prepare([*source, "--output", str(tmp_path / "corpus")])

@@ -1,10 +1,9 @@
-"""A tiny corpus and ways to launch pretrain/run.py on it."""
+"""Ways to launch pretrain/run.py on the tiny corpus, and what a run leaves."""
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -14,36 +13,10 @@ from typing import Any
 import pytest
 
 from multicls.files import REPOSITORY, read_jsonl
-from tests.encoders import WORDS
 from tests.processes import completed, program
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 Fork = Callable[..., list[list[int | None]]]
-
-
-@pytest.fixture(scope="session")
-def tiny_corpus(tiny_bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A corpus with something to learn: 400 documents of six invented sentences.
-
-    The words tell the topic, and the first word whether a sentence opens or closes.
-    """
-    from data_prep.run import main
-
-    folder = tmp_path_factory.mktemp("corpus")
-    (folder / "text").mkdir()
-    opening, closing, *words = WORDS
-    topics = [words[start : start + 10] for start in range(0, 200, 10)]
-    rng = random.Random(0)
-    for number in range(400):
-        topic = rng.choice(topics)
-        sentences = [
-            " ".join([first, *rng.choices(topic, k=9)]) for first in [opening, closing] * 3
-        ]
-        text = " ".join(f"{sentence.capitalize()}." for sentence in sentences)
-        (folder / "text" / f"{number:03d}.txt").write_text(text, encoding="utf-8")
-    source = ["--input", str(folder / "text"), "--tokenizer", str(tiny_bert)]
-    main([*source, "--output", str(folder / "shards")])
-    return folder / "shards"
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ import pytest
 from multicls.files import REPOSITORY
 from tests.data_prep.conftest import tiny_tokenizer  # noqa: F401  (a fixture)
 from tests.finetune.conftest import glue  # noqa: F401  (a fixture)
-from tests.pretrain.conftest import tiny_corpus, tiny_run  # noqa: F401  (fixtures)
+from tests.pretrain.conftest import tiny_run  # noqa: F401  (a fixture)
 from tests.processes import completed, free_ports, until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
