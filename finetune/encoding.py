@@ -26,7 +26,6 @@ class Encoded:
     question. Rows with choices or spans are not cut.
 
     Attributes:
-        task, examples: what was encoded.
         lengths: number of tokens of each row; of its first choice if it has several.
         labels: (N,) class indices (-100: hidden), or scores divided by the task's scale; (N, C) 0.0 and 1.0 if a row
             has several labels.

@@ -55,10 +55,8 @@ def hold_out(
     """Returns the rows of about `share` of the units, at least one and not all, with classes in proportion.
 
     Args:
-        rows: the rows to choose from.
         classes: class of each row; if all are equal, no class is kept in proportion.
         units: unit of each row. Rows of one unit (a passage) stay together; the unit has the class of its first row.
-        share: share of the units to hold out.
         seed: seed of the ranking, or a name, which no seed equals.
 
     Raises:
