@@ -26,7 +26,7 @@ HEADS = ["cls", "mean", "multicls", "isobn", "hire", "cln"]
 TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 PRETRAINING = (
     "--steps 6 --model.num_facets 2 --data.seq_length 40 --data.num_workers 0 --data.validation_fraction 0.2 "
-    "--global_batch_size 4 --micro_batch_size 2 --train.negatives_group 2 --learning_rate 1e-3 --run.eval_examples 4"
+    "--global_batch_size 4 --micro_batch_size 2 --train.negatives_group 2 --learning_rate 3e-3 --run.eval_examples 20"
 )
 FINE_TUNING = "--head multicls --epochs 2 --batch_size 8 --max_length 24 --save_model"
 ALONE = """
