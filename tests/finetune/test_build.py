@@ -38,10 +38,8 @@ def malicious(folder: Path, target: Path, marker: Path, model_type: str) -> Path
 def test_code_in_a_model_folder_never_runs(
     model_type: str, tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
-    )
-    marker = tmp_path / "executed"
+    cache, marker = tmp_path / "modules", tmp_path / "executed"
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(cache))
     folder = malicious(tiny_bert, tmp_path / "evil", marker, model_type)
     if model_type == "bert":  # transformers has its own
         load(folder)
@@ -56,10 +54,8 @@ def test_code_in_a_model_folder_never_runs(
 def test_text_does_not_inject_special_tokens(tiny_bert: Path, tiny_multicls: Path) -> None:
     for folder, facets in ((tiny_bert, 0), (tiny_multicls, 2)):
         _, tokenizer = load(folder)
-        ids = tokenizer("len [MASK] bal [SEP]", "del [unused0]", truncation=True, max_length=32)[
-            "input_ids"
-        ]
-        tokens = tokenizer.convert_ids_to_tokens(ids)
+        batch = tokenizer("len [MASK] bal [SEP]", "del [unused0]", truncation=True, max_length=32)
+        tokens = tokenizer.convert_ids_to_tokens(batch["input_ids"])
         assert tokens.count("[SEP]") == 2 and tokens.count("[CLS]") == 1 and "[MASK]" not in tokens
         assert sum(token.startswith("[unused") for token in tokens) == facets
         assert tokens[0] == "[CLS]" and tokens[1 + facets : 3 + facets] == ["len", "["]

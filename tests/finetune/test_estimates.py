@@ -28,12 +28,10 @@ from finetune.tasks import TASKS, Example, example_arrays
 @cache
 def design(p: int, d: int, s: int) -> pd.DataFrame:
     """The runs of an experiment: p checkpoints with d training subsets each, s seeds."""
-    runs = pd.MultiIndex.from_product(
-        [range(1, p + 1), range(d), range(s)], names=["pretraining", "subset", "seed"]
-    ).to_frame(index=False)
-    return runs.assign(
-        subset=runs["subset"] + d * runs["pretraining"], weights_sha256=runs["pretraining"]
-    )
+    runs = pd.DataFrame(np.ndindex(p, d, s), columns=["pretraining", "subset", "seed"])
+    runs["weights_sha256"] = runs["pretraining"] = runs["pretraining"] + 1
+    runs["subset"] += d * runs["pretraining"]
+    return runs
 
 
 def experiment(
@@ -116,9 +114,8 @@ def test_replicates_needed_for_a_difference_of_one_standard_deviation() -> None:
     """By the noncentral t distribution the paired test needs ten: 80 % power at 5 %."""
     scores = pd.Series(stats.zscore(np.random.default_rng(0).normal(size=50), ddof=1))
     number = math.ceil(compare(scores + 1, 0 * scores).needed)
-    powers = [
-        stats.nct.sf(stats.t.ppf(0.975, n - 1), n - 1, math.sqrt(n)) for n in (number - 1, number)
-    ]
+    n = np.array([number - 1, number])
+    powers = stats.nct.sf(stats.t.ppf(0.975, n - 1), n - 1, np.sqrt(n))
     assert number == 10 and powers[0] < 0.8 <= powers[1]
 
 
@@ -137,10 +134,7 @@ def interval_of(task: str, right: Sequence[bool], passages: Sequence[str] | None
     labels = np.arange(len(right)) % 2
     outputs = np.eye(2)[np.where(right, labels, 1 - labels)]
     passages = passages or [""] * len(right)
-    examples = [
-        Example(f"{n}", ("a",), float(label), passage=passage)
-        for n, (label, passage) in enumerate(zip(labels, passages, strict=True))
-    ]
+    examples = [Example(f"{n}", ("a",), n % 2, passage=unit) for n, unit in enumerate(passages)]
     return example_interval(TASKS[task], example_arrays(examples, outputs))
 
 
@@ -165,13 +159,10 @@ def test_candidate_and_run_are_the_best_on_the_rows_that_pick() -> None:
     common = {"task": "rte", "train_size": "100", "head": "mean"}
     scores = {("a", 1e-5): (0.5, 0.6), ("a", 2e-5): (0.6, 0.7), ("a", 3e-5): (0.99,)}  # unfinished
     scores |= {("b", 2e-5): (0.8, 0.1)}
-    rows = [
-        common
-        | {"system": system, "search": {"train.learning_rate": rate}}
-        | {"selection_score": score, "score": 1 - score}
-        for (system, rate), of_runs in scores.items()
-        for score in of_runs
-    ]
+    rows = []
+    for (system, rate), of_runs in scores.items():
+        run = common | {"system": system, "search": {"train.learning_rate": rate}}
+        rows += [run | {"selection_score": score, "score": 1 - score} for score in of_runs]
     runs = pd.DataFrame(rows)
     assert set(choose_candidates(runs)["candidate"]) == {"train.learning_rate 2e-05"}
     (best,) = best_runs(runs)

@@ -64,9 +64,8 @@ def test_cb_is_the_mean_of_accuracy_and_macro_f1() -> None:
     # F1: class 0 tp 2 fp 1 fn 1: 2/3; class 1 tp 2 fp 1 fn 0: 4/5; class 2 never found: 0
     macro, acc = (2 / 3 + 4 / 5 + 0) / 3, 4 / 6
     found = score(TASKS["cb"], labels, logits(predicted, 3))
-    assert found == pytest.approx(
-        {"mean(acc,macro_f1)": (acc + macro) / 2, "acc": acc, "macro_f1": macro}
-    )
+    expected = {"mean(acc,macro_f1)": (acc + macro) / 2, "acc": acc, "macro_f1": macro}
+    assert found == pytest.approx(expected)
 
 
 def test_multirc() -> None:
@@ -86,13 +85,11 @@ def test_record() -> None:
     # q1: "new york" for "new york city", F1 2 * 2 / (2 + 3); q2: "smith" is "A. Smith" by normalisation; q3: wrong
     found = score(TASKS["record"], labels, outputs, group=groups, answer=answers)
     f1, em = (4 / 5 + 1 + 0) / 3, 1 / 3
-    assert found == pytest.approx(
-        {"mean(record_f1,record_em)": (f1 + em) / 2, "record_f1": f1, "record_em": em}
-    )
+    expected = {"mean(record_f1,record_em)": (f1 + em) / 2, "record_f1": f1, "record_em": em}
+    assert found == pytest.approx(expected)
     two = np.array([1, 1, 0, 1, 0, 0, 1])  # with two right entities the better one counts
-    assert score(TASKS["record"], two, outputs, group=groups, answer=answers)[
-        "record_f1"
-    ] == pytest.approx(2 / 3)
+    found = score(TASKS["record"], two, outputs, group=groups, answer=answers)
+    assert found["record_f1"] == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize(
@@ -110,9 +107,8 @@ def test_outputs_of_choices_and_regressions(
     assert found == pytest.approx(expected)
 
 
-MULTI = Task(
-    "own_m", ("text",), ("a", "b", "c"), ("micro_f1", "macro_f1", "exact_match"), multi_label=True
-)
+NAMES = ("micro_f1", "macro_f1", "exact_match")
+MULTI = Task("own_m", ("text",), ("a", "b", "c"), NAMES, multi_label=True)
 
 
 def test_several_labels_a_row() -> None:
@@ -128,9 +124,7 @@ def test_several_labels_a_row() -> None:
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 def test_outputs_that_are_not_finite_have_no_score(broken: float) -> None:
     outputs = np.array([[broken, 0.0], [1.0, 0.0]])
-    with pytest.raises(
-        UserError, match="task rte: the model's outputs for 1 of 2 rows are not finite numbers"
-    ):
+    with pytest.raises(UserError, match="task rte: .* for 1 of 2 rows are not finite numbers"):
         score(TASKS["rte"], np.array([0, 1]), outputs)
 
 
@@ -150,6 +144,5 @@ def test_majority(task: str, train: Any, dev: Any, metric: str, expected: float)
 
 def test_majority_of_several_labels() -> None:
     several = [Example("", (), 0.0, labels=labels) for labels in ((1.0, 0.0, 1.0), (1.0, 0.0, 0.0))]
-    assert majority_scores(MULTI, several, several)["exact_match"] == 0.5, (
-        "label a alone, in more than half"
-    )
+    scores = majority_scores(MULTI, several, several)
+    assert scores["exact_match"] == 0.5, "label a alone, in more than half"

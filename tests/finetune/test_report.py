@@ -155,9 +155,8 @@ def test_calibration_error_by_hand() -> None:
     """One run has two bins, 3 of 4 right at 0.75 and 0 of 2 right at 0.9; the second run has all right."""
     confidence = np.array([0.75] * 4 + [0.9] * 2)
     logits = np.log(np.stack([confidence, 1 - confidence], axis=1))
-    runs = [
-        {"logits": logits, "labels": np.array(labels)} for labels in ([0, 0, 0, 1, 1, 1], [0] * 6)
-    ]
+    labels = np.array([[0, 0, 0, 1, 1, 1], [0] * 6])
+    runs = [{"logits": logits, "labels": of_run} for of_run in labels]
     error, bins = calibration(runs[:1])
     assert error == pytest.approx((4 * 0.0 + 2 * 0.9) / 6)
     assert list(bins["right"]) == [0.75, 0.0] and list(bins["share"]) == [4 / 6, 2 / 6]
