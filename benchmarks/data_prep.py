@@ -8,8 +8,6 @@ cleans nor finds duplicates nor counts document frequencies. The loader delivers
 sequences of 128 tokens from the corpus that was made.
 """
 
-from __future__ import annotations
-
 import shutil
 import statistics
 import subprocess

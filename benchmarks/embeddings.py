@@ -6,8 +6,6 @@ The first row is all-MiniLM-L6-v2, from which the demo starts. The embedding is 
 compared by cosine. The error is the standard deviation over 1,000 bootstrap samples.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ them. A ratio gets a verdict only if two estimates of it agree: the ratio of the
 least, and the median of the ratios over rounds.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import re

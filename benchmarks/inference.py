@@ -7,8 +7,6 @@ probabilities of its members, which run one by one. Memory is the peak of a proc
 libraries take, weights included; on a GPU it is the allocator's peak.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import resource
 import sys

@@ -10,8 +10,6 @@ with the logits of the full vocabulary, in a plain loop with fused AdamW. DDP's 
 batches. On a GPU everything runs in bf16; the report then has tokens a second and the peak of the memory.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The steps that benchmarks/step.py compares: ours, BertForMaskedLM's and DDP's, on the sample corpus."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil

@@ -8,8 +8,6 @@ settings, and on nothing else:
     drops.json        what was dropped
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Cleans the text of a document and returns the sentences to keep. What each rule drops is counted."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Callable

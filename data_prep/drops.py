@@ -1,7 +1,5 @@
 """Counts everything that is left out, by source and reason, keeps samples, and reports it."""
 
-from __future__ import annotations
-
 import heapq
 import json
 from collections import Counter, defaultdict

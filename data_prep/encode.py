@@ -1,7 +1,5 @@
 """Encodes sentences as token ids, exactly as the tokenizer does, but tokenizes each distinct word only once."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ as sequences and masks some of them. Shapes: P parts of an example (3; 2 without
 for masked-LM alone), L sequence length, K facets, N tokens of an example's text, S its sentences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 

@@ -1,7 +1,5 @@
 """Merges built units into a corpus: drops copies of documents, links or rewrites the shards."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from concurrent.futures import Executor

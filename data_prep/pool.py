@@ -1,7 +1,5 @@
 """Runs functions in this process, on a local Dask cluster, or on any Dask cluster that runs already."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence

@@ -4,8 +4,6 @@ OUTPUT/work/KEY/    a built unit; KEY changes with its files, their dates and th
 OUTPUT/...          the corpus; manifest.json comes last, then work/ is removed
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Reads documents from an input file or a share of one, one at a time."""
 
-from __future__ import annotations
-
 import html
 import json
 import os

@@ -7,8 +7,6 @@ python data_prep/run.py show DIR 123
 python data_prep/run.py verify DIR
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """Splits paragraphs into sentences."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from itertools import accumulate

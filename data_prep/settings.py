@@ -1,7 +1,5 @@
 """Settings of data preparation. Imports nothing heavy, so that help and errors are printed at once."""
 
-from __future__ import annotations
-
 from typing import Any, Literal, get_args
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator

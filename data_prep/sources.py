@@ -1,7 +1,5 @@
 """Lists what `--input` names: files and folders, also by fsspec URL, and data sets of the Hub."""
 
-from __future__ import annotations
-
 import bz2
 import codecs
 import gzip

@@ -4,8 +4,6 @@ Counts come from the manifest. The rest is measured on a sample: on all rows of 
 every n-th row of a large one, which is a fair share of all sources and files.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -4,8 +4,6 @@ What is no text (templates, tables, formulas) is taken out of the parser's tree 
 sentence would miss it, the mark `HOLE` stays, and the rule `holes` drops that sentence.
 """
 
-from __future__ import annotations
-
 import re
 
 import mwparserfromhell

@@ -9,8 +9,6 @@ from the front, and the lengths of two segments would tell their order.
 Every draw is a function of (seed, pass, row, window), so no example depends on another.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Reads the rows of the benchmarks' tasks, from official files or the Hub."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Turns rows into token ids: one sequence a row or a choice; spans become masks over tokens."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ subset; with one subset, too, it is a seed, which shows nothing about other rows
 first: runs that share a checkpoint or a subset are no independent evidence.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The heads that scikit-learn fits: `probe` on a frozen embedding, and `tfidf`, a bag of words without a model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ python finetune/grid.py --recipe quick --model k5=RUN/hf --model bert=bert-base-
 python finetune/grid.py --recipe own --model k5=RUN/hf --train_file tickets.csv --test_file test.csv --save_best
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import shlex

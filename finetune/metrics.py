@@ -1,7 +1,5 @@
 """The metrics of the benchmarks and of own rows, by scikit-learn and scipy, all as fractions of 1."""
 
-from __future__ import annotations
-
 import math
 import operator
 import re

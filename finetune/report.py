@@ -5,8 +5,6 @@ python finetune/report.py results --compare k5-multicls k5-mean --task rte cola
 python finetune/report.py results --ensembles 5 --output report
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The content of a report: groups of runs, tables, figures, warnings and commands. Scores are fractions of 1."""
 
-from __future__ import annotations
-
 import base64
 import io
 import itertools

@@ -5,8 +5,6 @@ python finetune/run.py --model runs/sample/hf --train_file tickets.csv --head me
 deepspeed --num_gpus 2 finetune/run.py --config ds_configs/zero2.json --model sample --task rte --head cls
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """Saves a fine-tuned model in a folder that loads without this project, with its model card."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 python finetune/submit.py results --benchmark glue --system k5-multicls --output glue.zip
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import zipfile

@@ -1,7 +1,5 @@
 """Draws the rows of a run by SHA-256: the same training subset and validation split on every machine, for ever."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Reads tables of rows: CSV, TSV, JSON lines or Parquet. A row that could be misread is refused."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

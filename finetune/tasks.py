@@ -1,7 +1,5 @@
 """The table of tasks: what each is, where its rows are and how it is scored; and their examples."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

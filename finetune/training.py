@@ -8,8 +8,6 @@ One epoch of Trainer is the whole run. The sampler knows the ranks, so accelerat
 skip batches that are shorter than others, and count repeated rows.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The model card (README.md) of a pretrained model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 COMPLETE is written last, when all files are on the disk: a checkpoint is whole, or it does not count.
 """
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Mapping

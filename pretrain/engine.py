@@ -3,8 +3,6 @@
 Checked with deepspeed 0.19.8. Code that a newer version may break is here and nowhere else.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Collection, Iterator

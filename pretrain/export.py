@@ -4,8 +4,6 @@ python pretrain/export.py runs/base --output exports/base
 python pretrain/export.py runs/base --step 20000 --output exports/base_at_20000
 """
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """One pretraining job on one rank: set up, train, export."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

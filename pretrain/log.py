@@ -1,7 +1,5 @@
 """Writes the output of a run: console, metrics.jsonl, TensorBoard, Weights & Biases. Rank 0 writes."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ Each step adds its losses to sums on the device. Accuracies and facet statistics
 logged. Nothing is read back from the device before `MetricSums.totals`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

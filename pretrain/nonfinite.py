@@ -1,7 +1,5 @@
 """Steps whose losses or gradients are not finite: no update, a named cause, and an end after too many."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -8,8 +8,6 @@ deepspeed pretrain/run.py --config ds_configs/zero2.json
 python pretrain/run.py --recipe base --corpus CORPUS --model.num_facets 3 --print_config
 """
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

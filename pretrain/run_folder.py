@@ -1,7 +1,5 @@
 """The layout of a run folder: its markers, its checkpoints and its progress. Imports no torch."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Leaving before the end: a signal or the time limit asks, all ranks agree, finish their step, save and leave."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """The training loop: optimizer steps, records, checkpoints and validations of one run on one rank."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Generator, Mapping

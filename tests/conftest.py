@@ -1,7 +1,5 @@
 """Fixtures of all tests: no network, the folder of real data, a tiny BERT and corpus."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

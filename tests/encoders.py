@@ -3,8 +3,6 @@
 `save_encoder("mpnet", folder)` writes a folder as a user would start from: `AutoModelForMaskedLM` and tokenizer.
 """
 
-from __future__ import annotations
-
 import string
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Commands run to their end, waiting for what happens instead of for a time, free ports, and living processes."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

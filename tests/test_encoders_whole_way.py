@@ -4,8 +4,6 @@ With `MULTICLS_ENCODERS=all` in the environment it takes all families of tests/e
 with ZeRO 1 and 3 on two ranks as well, resumes them on one, and fine-tunes every head.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -1,7 +1,5 @@
 """The wheel holds what it should, and once installed it loads exports and converts checkpoints."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

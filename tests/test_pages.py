@@ -5,8 +5,6 @@ title is a file to write, a diff is a change to make. `<!-- not run: reason -->`
 commands on other pages, the flags are checked.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -3,8 +3,6 @@
 python tools/settings_page.py
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The heads: ways to read a label off an encoder. A new head is one file here and one line in this table."""
 
-from __future__ import annotations
-
 HEADS = {
     "cls": "linear layer on the pooled [CLS], as the encoder's published classifier",
     "mean": "linear layer on the mean of the last hidden states",

@@ -3,14 +3,12 @@
 y = (x - mu) / sqrt(var + eps) * (gamma + gamma_t) + (beta + beta_t), gamma_t and beta_t one row a task (Eq. 4).
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .modeling_task import IncompatibleHead, PooledHead, TaskModelConfig
+from .modeling_task import IncompatibleHead, PooledHead, TaskModelConfig, base_encoder
 
 
 class ConditionalLayerNorm(nn.LayerNorm):
@@ -44,7 +42,7 @@ class ClnHead(PooledHead):
             encoder.requires_grad_(False)
         super().__init__(config, encoder)
         norms = list[ConditionalLayerNorm]()
-        for parent in list(encoder.modules()):
+        for parent in list(base_encoder(encoder).modules()):  # without the head of the facets
             for name, child in parent.named_children():
                 if isinstance(child, nn.LayerNorm):
                     norms.append(ConditionalLayerNorm(child, len(config.tasks)))

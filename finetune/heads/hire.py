@@ -3,8 +3,6 @@
 Shape legend: N = l + 1 representations H_0 (embeddings) .. H_l of a sequence, R = H_l.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Imports only torch and transformers. Shape legend: B sequences, L tokens, D hidd
 outputs (or choices), S marked spans.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field

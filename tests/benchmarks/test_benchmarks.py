@@ -1,7 +1,5 @@
 """The harness on invented samples; each script starts, and two measure as little as they can."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Small corpora for the tests of data preparation."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

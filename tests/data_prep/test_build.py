@@ -1,7 +1,5 @@
 """Preparing a corpus folder: formats, determinism, interruptions, short documents, bad input."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import json

@@ -1,7 +1,5 @@
 """Layout, headings and what else is left out."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 

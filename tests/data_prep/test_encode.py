@@ -1,7 +1,5 @@
 """Word by word or not: the ids are those of the Hugging Face tokenizer."""
 
-from __future__ import annotations
-
 import json
 import random
 

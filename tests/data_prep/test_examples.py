@@ -1,7 +1,5 @@
 """Three-part examples on the embedded Wikipedia sample."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Listing, dividing and reading the input: every path and record is read or counted with its reason."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import json

@@ -1,7 +1,5 @@
 """Sentence boundaries, against cases marked by hand."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The command line, `stats` and `show`: numbers against plain loops, and messages for mistakes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

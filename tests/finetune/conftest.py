@@ -1,7 +1,5 @@
 """Tasks in the official layout, of words that the tiny BERT knows, and a tiny Multi-CLS checkpoint."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from functools import partial

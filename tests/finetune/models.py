@@ -1,7 +1,5 @@
 """Tiny models with random weights, for the tests of heads."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The runs of `test_two_ranks_equal_one` on two ranks, all in one launch."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs of finetune/run.py in this process, invented runs, and files of rows."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

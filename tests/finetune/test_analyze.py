@@ -1,7 +1,5 @@
 """Isotropy, facets and layers of fine-tuned models: numbers against worked ones, and the command."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch

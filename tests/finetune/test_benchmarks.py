@@ -1,7 +1,5 @@
 """The official files, the hub's rows, and files that are not quite official."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

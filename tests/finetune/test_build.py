@@ -1,7 +1,5 @@
 """Models that bring code, lack weights, or are of another kind; texts that look like special tokens."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

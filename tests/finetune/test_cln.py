@@ -1,7 +1,5 @@
 """CLN: an exact start, tasks that do not touch each other, and what learns in each mode."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

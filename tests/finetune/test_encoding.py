@@ -1,7 +1,5 @@
 """Token ids and span masks: special tokens where they belong, words found again, nothing lost in silence."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Estimates and tests: coverage in simulated experiments, nested replicates, Holm, intervals of one run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import cache

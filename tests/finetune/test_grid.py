@@ -1,7 +1,5 @@
 """Grids: the runs and their order, states and exit codes, several processes in one folder, kills."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

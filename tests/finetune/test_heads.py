@@ -1,7 +1,5 @@
 """One model class for all heads: what it computes, what it says no to, and that it loads without this project."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """HIRE against a loop over layers and examples, its ablations, and the published number of parameters."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

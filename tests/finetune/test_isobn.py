@@ -1,7 +1,5 @@
 """IsoBN against numbers of the authors' public code (tests/fixtures/isobn_a), and where statistics go wrong easily."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

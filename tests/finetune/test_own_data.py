@@ -1,7 +1,5 @@
 """A user's own labels: which task they are, which rows become dev, and what is wrong with them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

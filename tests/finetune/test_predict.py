@@ -1,7 +1,5 @@
 """New rows are labelled as the saved model was trained to, whatever file they come in."""
 
-from __future__ import annotations
-
 import json
 from datetime import date
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The report: numbers in its tables, what it warns of, its commands, its files; calibration and ensembles."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """One run, from rows to its folder: records, refusals, messages, locks, saved models and cards; submissions."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """The rows drawn are the same for ever: these hashes may never change."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Iterable

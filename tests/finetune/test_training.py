@@ -1,7 +1,5 @@
 """Training: equal to a plain loop, to other ranks and micro-batches, and to itself after a kill."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

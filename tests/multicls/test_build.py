@@ -1,7 +1,5 @@
 """Starting from a checkpoint: nothing of it is lost, what is new is named, what does not fit is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A model inherits from its checkpoint only what a card or configuration states, and never a path."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

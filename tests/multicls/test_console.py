@@ -1,7 +1,5 @@
 """Numbers in words, and lines with a clock above a bar of progress."""
 
-from __future__ import annotations
-
 import re
 import sys
 

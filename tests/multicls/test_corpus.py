@@ -1,7 +1,5 @@
 """The shard format: columns, views of rows, and the refusal of other formats."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

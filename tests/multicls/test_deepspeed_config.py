@@ -1,7 +1,5 @@
 """The DeepSpeed JSON: what our settings own, what is refused, and what DeepSpeed itself checks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

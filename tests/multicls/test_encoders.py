@@ -1,7 +1,5 @@
 """Facets on many encoders: the encoder stays what it was, facets change what they should, and nothing else."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

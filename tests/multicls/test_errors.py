@@ -1,7 +1,5 @@
 """How a command ends: its exit code, its last words, and no child process that keeps it."""
 
-from __future__ import annotations
-
 import re
 import sys
 

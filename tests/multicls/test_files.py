@@ -1,7 +1,5 @@
 """Atomic files and folders, JSON lines, and the lock that keeps a folder to one process."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The model on a tiny BERT: facets, parameter counts, baselines as settings, packed sequences."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Every objective against definitions written out position by position, in float64: values and gradients."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

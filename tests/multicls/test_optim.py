@@ -1,7 +1,5 @@
 """Parameter groups, precision and seeds of both stages, and the record of the software."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The converter and the model against numbers computed by the authors' public code (tests/fixtures/parity_a)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

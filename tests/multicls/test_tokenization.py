@@ -1,7 +1,5 @@
 """Facets in tokenizers of many kinds: other names, other models, sentencepiece files, nothing unused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """An exported folder in the tools of Hugging Face, without this project: the checks of `without_project.py`."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -4,8 +4,6 @@ Each function whose name begins with `check_` is one check. The process prints a
 traceback, or null. `expected.safetensors` in a folder holds the outputs of this project.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys

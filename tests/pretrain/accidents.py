@@ -13,8 +13,6 @@ which examples every step took.
 With two arguments, OUTPUT and one launch, this process is a rank of that launch; a launcher starts it.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

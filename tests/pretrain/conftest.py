@@ -1,7 +1,5 @@
 """Ways to launch pretrain/run.py on the tiny corpus, and what a run leaves."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

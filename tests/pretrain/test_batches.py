@@ -1,7 +1,5 @@
 """Micro-batches on their way to the training loop."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from contextlib import closing

@@ -1,7 +1,5 @@
 """Checkpoints on one rank without an engine: what is whole, what is refused, what is kept; status and lock."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -3,8 +3,6 @@
 What still lives after 15 seconds of an idle machine shows as None; see accidents.py.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """Every DeepSpeed file on two ranks: the losses of plain PyTorch, and no update from what is not finite."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re

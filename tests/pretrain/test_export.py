@@ -1,7 +1,5 @@
 """Any checkpoint becomes a model: without a GPU, without a process group, and bit for bit what the run exports."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

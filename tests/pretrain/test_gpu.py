@@ -1,7 +1,5 @@
 """Tests that need a GPU: precisions and ZeRO stages, export, and no waits of the host."""
 
-from __future__ import annotations
-
 import os
 import traceback
 import warnings

@@ -1,7 +1,5 @@
 """Where there is something to learn, every objective learns it, on documents it has never seen."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

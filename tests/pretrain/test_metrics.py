@@ -1,7 +1,5 @@
 """Metrics against plain loops, what the log keeps and passes on, and parts of the loop that need no launch."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys

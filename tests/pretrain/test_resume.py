@@ -1,7 +1,5 @@
 """A run that is killed, signalled, moved to other numbers of ranks or out of disk ends as one left alone."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """pretrain/run.py as users launch it: ranks, resume, export, and mistakes answered before anything is written."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

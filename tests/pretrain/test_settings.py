@@ -1,7 +1,5 @@
 """Settings, recipes and flags of pretrain/run.py, and the length of a run."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A tiny model, and micro-batches as the loader builds them, from tensors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Makes a few optimizer steps in each named case, all in one launch of test_ds_configs.py."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

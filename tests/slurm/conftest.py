@@ -1,7 +1,5 @@
 """A real SLURM on this machine: munge, slurmctld and two slurmd (nodes n1 and n2), all on loopback."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -4,8 +4,6 @@
 "wait" saves and leaves with 0 when SIGUSR1 comes. "alone" fails on rank 1 only, with 2; the others wait for it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

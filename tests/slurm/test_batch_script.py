@@ -1,7 +1,5 @@
 """slurm/pretrain.sbatch in a real SLURM, with a stand-in for the training: ranks, logs, exit codes, requeueing."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """slurm/data_prep.sbatch in a real SLURM of two nodes, with workers killed and undisturbed."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

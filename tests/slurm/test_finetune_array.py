@@ -1,7 +1,5 @@
 """slurm/finetune_array.sbatch in a real SLURM: elements of an array share a grid of real runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

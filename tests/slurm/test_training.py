@@ -1,7 +1,5 @@
 """Pretraining itself on two nodes of a real SLURM: a disturbed run ends like one left in peace."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path
