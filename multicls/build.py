@@ -110,10 +110,10 @@ def load_weights(kind: Any, checkpoint: str, may_lack: str = "", **options: Any)
     Only those that match `may_lack` may be missing; the others, and other shapes, are a ValueError.
     """
     options |= {"dtype": "float32", "trust_remote_code": False, "output_loading_info": True}
-    model, found = kind.from_pretrained(checkpoint, **options)
-    missing = set(map(str, found["missing_keys"]))
+    model, keys = kind.from_pretrained(checkpoint, **options)
+    missing = set(map(str, keys["missing_keys"]))
     lost = {name for name in missing if not re.fullmatch(may_lack, name)}
-    if lost := lost | set(map(str, found["mismatched_keys"])):
+    if lost := lost | set(map(str, keys["mismatched_keys"])):
         names = ", ".join(sorted(lost)[:3])
         raise ValueError(f"weights of the encoder are missing or have another shape: {names} ...")
     return model, missing

@@ -42,8 +42,8 @@ def load_deepspeed_config(path: str | Path) -> dict[str, Any]:
     Raises:
         UserError: The file does not exist, is no JSON object, or sets keys that are unknown or belong to our settings.
     """
-    found = next((p for p in (Path(path), REPOSITORY / path) if p.is_file()), path)
-    config = read_json(found)
+    file = next((p for p in (Path(path), REPOSITORY / path) if p.is_file()), path)
+    config = read_json(file)
     if not isinstance(config, dict):
         raise UserError(f"{path}: a DeepSpeed JSON is an object, {{...}}.")
     config.pop("//", None)

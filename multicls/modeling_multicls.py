@@ -81,9 +81,9 @@ def insert_facets(layer: nn.Module, _args: Any, kwargs: Mapping[str, Any], outpu
         cls, given, text = hidden_BLD.split([1, count, hidden_BLD.shape[1] - 1 - count], dim=1)
         inserted = torch.cat([cls, facets(given), text], dim=1)
     else:
-        places = (starts[:-1, None] + torch.arange(1, 1 + count, device=starts.device)).flatten()
-        given = hidden_BLD[0].index_select(0, places).unflatten(0, (-1, count))
-        inserted = hidden_BLD.index_copy(1, places, facets(given).flatten(0, 1)[None])
+        positions = (starts[:-1, None] + torch.arange(1, 1 + count, device=starts.device)).flatten()
+        given = hidden_BLD[0].index_select(0, positions).unflatten(0, (-1, count))
+        inserted = hidden_BLD.index_copy(1, positions, facets(given).flatten(0, 1)[None])
     return (inserted, *output[1:]) if isinstance(output, tuple) else inserted
 
 
@@ -390,28 +390,28 @@ class MultiClsForPreTraining(MultiClsForMaskedLM):
         kwargs["return_dict"] = True
         encoded = self.multicls(input_ids, attention_mask, token_type_ids, **kwargs)
         hidden_BLD, facets_BSD = encoded.last_hidden_state, encoded.facet_embeddings
-        asked, parts = OBJECTIVES if objectives is None else objectives, self.config.num_parts
+        wanted, parts = OBJECTIVES if objectives is None else objectives, self.config.num_parts
         count, heads = (normalizers or {}).get, dict[str, Any]()
         losses: dict[str, Tensor | None] = {}
-        if "mcqt" in asked and (objectives or group_size or len(facets_BSD) % parts == 0):
+        if "mcqt" in wanted and (objectives or group_size or len(facets_BSD) % parts == 0):
             scores = part_scores(facets_BSD, parts, self.config.mcqt_lambda, group_size)
             heads["mcqt_scores"], losses["mcqt"] = scores, mcqt_loss(scores, group_size)
-        if "mlm" in asked:
+        if "mlm" in wanted:
             heads["logits"], targets = self._masked_lm(hidden_BLD, labels, masked_positions)
             losses["mlm"] = _cross_entropy(heads["logits"], targets, count("mlm"))
-        if "tfidf" in asked:
+        if "tfidf" in wanted:
             heads["tfidf"] = self.tfidf(self._without_facets(hidden_BLD)).squeeze(-1)
             mask = heads["tfidf"].new_ones(hidden_BLD.shape[:2])
             real = self._without_facets(mask if attention_mask is None else attention_mask)
             if tfidf_labels is not None:
                 errors = (_fp32(heads["tfidf"]) - tfidf_labels).square() * real
                 losses["tfidf"] = errors.sum() / count("tfidf", real.sum().clamp(min=1))
-        if "so" in asked:
+        if "so" in wanted:
             heads["so_logits"] = self.order(self.multicls.facet_states(hidden_BLD))
             losses["so"] = _cross_entropy(heads["so_logits"], so_labels, count("so"))
-        found = {name: loss for name, loss in losses.items() if loss is not None}
-        loss = torch.stack(list(found.values())).sum() if found else None
-        return MultiClsForPreTrainingOutput(loss=loss, losses=found, **encoded, **heads)
+        computed = {name: loss for name, loss in losses.items() if loss is not None}
+        loss = torch.stack(list(computed.values())).sum() if computed else None
+        return MultiClsForPreTrainingOutput(loss=loss, losses=computed, **encoded, **heads)
 
     def _masked_lm(
         self, hidden_BLD: Tensor, labels: Tensor | None, positions: Tensor | None

@@ -29,10 +29,10 @@ def sample_model() -> Path:
 def _find(package: str, module: str, pattern: str) -> Path:
     """Returns the first file of a package that matches the pattern, or a `UserError`."""
     spec = importlib.util.find_spec(module)
-    found = sorted(Path(spec.origin).parent.glob(pattern)) if spec and spec.origin else []
-    if not found:
+    paths = sorted(Path(spec.origin).parent.glob(pattern)) if spec and spec.origin else []
+    if not paths:
         raise UserError(
             f"the embedded sample needs the package {package}, which is not installed or does not contain it: "
             "run `make setup` or `pip install '.[sample]'`, or set your own data and model."
         )
-    return found[0]
+    return paths[0]

@@ -229,9 +229,9 @@ def _explain(
     detail: Any, known: Mapping[str, bool], sources: Sequence[Source], shortcuts: Mapping[str, str]
 ) -> tuple[str, str]:
     """Returns where a wrong value stands and why it is wrong, from one of pydantic's errors."""
-    place = [str(part) for part in detail["loc"]]  # ends with members of unions and lists
-    keys = [".".join(place[:n]) for n in range(1, len(place) + 1)]
-    key = next((key for key in keys if known.get(key) is False), ".".join(place))
+    path = [str(part) for part in detail["loc"]]  # ends with members of unions and lists
+    keys = [".".join(path[:n]) for n in range(1, len(path) + 1)]
+    key = next((key for key in keys if known.get(key) is False), ".".join(path))
     absent = (Mapping, type(None)) if known.get(key) else type(None)  # sources share a group
     given = [name for name, values in sources if not isinstance(_value(values, key), absent)]
     flag, source = f"--{shortcuts.get(key, key)}", given[-1] if given else ""
