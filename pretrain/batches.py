@@ -4,22 +4,21 @@ Micro-batch number `step * per_step + slot` holds the same examples for any numb
 decide which rank computes it. Slot s belongs to rank s modulo the number of ranks.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal
 import threading
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from multiprocessing import connection, forkserver
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader
 
 from data_prep.examples import IGNORE_INDEX, ExampleStream
 from multicls.errors import print_stderr
@@ -45,7 +44,7 @@ class MicroBatch:
     inputs: dict[str, Tensor]
     counts: dict[str, int]
 
-    def to(self, device: torch.device) -> MicroBatch:
+    def to(self, device: torch.device) -> Self:
         """Returns the micro-batch with its inputs on `device`; the copy from pinned memory does not wait."""
         inputs = {name: t.to(device, non_blocking=True) for name, t in self.inputs.items()}
         return replace(self, inputs=inputs)
@@ -78,15 +77,15 @@ def load_steps(
 
     Args:
         size: Examples of a micro-batch.
-        per_step: Micro-batches of a step, over all ranks.
+        per_step: Micro-batches of a step, over all ranks: a multiple of their number.
     """
-    slots = range(rank, per_step, ranks)
-    numbers = (step * per_step + slot for step in steps for slot in slots)
-    loader = DataLoader(
-        _MicroBatches(stream, size),
-        batch_size=None,
-        sampler=BatchSampler(numbers, max(1, EXAMPLES_TOGETHER // size), drop_last=False),
-        collate_fn=_unchanged,
+    numbers = range(steps.start * per_step + rank, steps.stop * per_step, ranks)
+    calls = BatchSampler(numbers, max(1, EXAMPLES_TOGETHER // size), drop_last=False)
+    # A call's arrays go through a pipe in one piece; tensors would take a shared-memory file and a connection each.
+    loader: DataLoader[Any] = DataLoader(
+        range(numbers.stop),  # type: ignore[arg-type] # its item b is b: `collate_fn` gets the numbers
+        batch_sampler=calls,
+        collate_fn=partial(stream.micro_batches, size=size),
         num_workers=workers,
         worker_init_fn=outlive_signals,
         multiprocessing_context="forkserver" if workers else None,
@@ -94,10 +93,10 @@ def load_steps(
     loaded, finished = iter(loader), threading.Event()
     if workers:
         threading.Thread(target=_end_with_loaders, args=(finished,), daemon=True).start()
-    batches = (batch for built in loaded for batch in _unstack(*built))
+    batches = (batch for call in zip(calls, loaded, strict=True) for batch in _unstack(*call))
     try:
         for _ in steps:
-            yield list(islice(batches, len(slots)))
+            yield list(islice(batches, per_step // ranks))
     finally:
         finished.set()
 
@@ -108,24 +107,6 @@ def _end_with_loaders(finished: threading.Event) -> None:
     if not finished.is_set():
         print_stderr("error: a DataLoader worker was killed; a frequent cause is too little memory")
         os._exit(1)
-
-
-def _unchanged(built: Any) -> Any:
-    return built
-
-
-@dataclass(frozen=True)
-class _MicroBatches(Dataset[tuple[list[int], dict[str, np.ndarray]]]):
-    """Builds several micro-batches, by their numbers, in one call.
-
-    Arrays go through a pipe in one piece; each tensor would take a shared-memory file and a connection of its own.
-    """
-
-    stream: ExampleStream
-    size: int
-
-    def __getitem__(self, numbers: list[int]) -> tuple[list[int], dict[str, np.ndarray]]:
-        return numbers, self.stream.micro_batches(numbers, self.size)
 
 
 def _unstack(numbers: list[int], arrays: dict[str, np.ndarray]) -> Iterator[MicroBatch]:

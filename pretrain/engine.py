@@ -7,6 +7,7 @@ import argparse
 import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -127,10 +128,5 @@ def fp32_weights(checkpoint: Path) -> dict[str, Tensor]:
 @contextmanager
 def _reading(checkpoint: Path) -> Iterator[None]:
     """Lets DeepSpeed read a checkpoint without running code in it and without printing."""
-    with (
-        safe_unpickling(checkpoint),
-        open(os.devnull, "w") as nowhere,
-        redirect_stdout(nowhere),
-        redirect_stderr(nowhere),
-    ):
+    with safe_unpickling(checkpoint), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
         yield

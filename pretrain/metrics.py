@@ -67,16 +67,13 @@ def loss_terms(
 
 @torch.no_grad()
 def measure(
-    outputs: Any,
-    batch: MicroBatch,
-    normalizers: Mapping[str, Tensor],
-    group_size: int | None = None,
+    outputs: Any, batch: MicroBatch, normalizers: Mapping[str, Tensor], group_size: int
 ) -> Terms:
     """Returns accuracies, moments of the TF-IDF targets and facet statistics of a micro-batch, on the device.
 
     Args:
         outputs: Output of the pretraining model; objectives without a loss in it are left out.
-        group_size: n, the examples that are each other's negatives; None: all of them.
+        group_size: n, the examples that are each other's negatives.
     """
     inputs, counts, terms = batch.inputs, batch.counts, dict[str, Any]()
     if "mlm" in outputs.losses:
@@ -88,8 +85,8 @@ def measure(
     if "mcqt" in outputs.losses:
         scores = torch.cat([scores for scores in outputs.mcqt_scores if scores is not None])
         rows = torch.arange(len(scores), device=scores.device)
-        answers = rows % (group_size or counts["examples"])
-        terms["acc/mcqt"] = (scores.argmax(dim=-1) == answers).sum(), float(len(scores))
+        right = scores.argmax(dim=-1) == rows % group_size
+        terms["acc/mcqt"] = right.sum(), float(len(scores))
         terms |= _facet_terms(outputs.facet_embeddings)
     if "tfidf" in outputs.losses:
         targets, error = inputs["tfidf_labels"].float(), outputs.losses["tfidf"]  # 0 on padding

@@ -1,10 +1,8 @@
 """Settings of a pretraining run and what follows from them. Defaults: the paper's for BERT-base (arXiv:2210.05043)."""
 
-from __future__ import annotations
-
 import math
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, PositiveInt, field_validator, model_validator
 
@@ -65,7 +63,7 @@ class ObjectiveSettings(Settings):
         return {name: weight for name, weight in self.model_dump().items() if weight}
 
     @model_validator(mode="after")
-    def _something_to_learn(self) -> ObjectiveSettings:
+    def _something_to_learn(self) -> Self:
         if not self.in_use:
             raise ValueError("all weights are 0; there is nothing to train")
         return self
@@ -96,7 +94,7 @@ class TrainSettings(Settings):
     skip_nonfinite: int = Field(0, ge=0, description="steps with NaN or inf that are skipped")
 
     @model_validator(mode="after")
-    def _fits_together(self) -> TrainSettings:
+    def _fits_together(self) -> Self:
         if sum(map(bool, (self.tokens, self.epochs, self.steps))) != 1:
             raise ValueError("set one of epochs, steps and tokens, the length of the run")
         group = self.negatives_group
@@ -156,7 +154,7 @@ class PretrainSettings(RecipeOptions):
     run: RunSettings = RunSettings()
 
     @model_validator(mode="after")
-    def _parts_for_the_objectives(self) -> PretrainSettings:
+    def _parts_for_the_objectives(self) -> Self:
         if self.data.single_parts and (self.objective.so or self.objective.mcqt):
             raise ValueError(
                 "data.single_parts: SO and MCQT need several parts; set them to 0, as the recipe mlm_only does"
@@ -170,7 +168,7 @@ class PretrainSettings(RecipeOptions):
             return 1
         return 3 if self.model.hard_negatives else 2
 
-    def with_values(self, **groups: dict[str, Any]) -> PretrainSettings:
+    def with_values(self, **groups: dict[str, Any]) -> Self:
         """Returns the settings with some values replaced: `with_values(train={"steps": 3})`."""
         changed = {name: getattr(self, name).model_copy(update=groups[name]) for name in groups}
         return self.model_copy(update=changed)
@@ -215,7 +213,7 @@ def batch_arithmetic(train: TrainSettings, world_size: int) -> dict[str, Any]:
 
 
 def resolve_length(
-    settings: PretrainSettings, stream: ExampleStream
+    settings: PretrainSettings, stream: "ExampleStream"
 ) -> tuple[PretrainSettings, list[str]]:
     """Returns the settings with steps and intervals as numbers of steps, and lines for the log.
 

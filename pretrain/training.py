@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,10 +66,13 @@ class Trainer:
 
     def run(self, start: int) -> None:
         """Trains from step `start` to the end, or until asked to leave; exports, and marks the run folder."""
-        run, steps = self.settings.run, self.settings.train.steps
+        run, train, steps = self.settings.run, self.settings.train, self.settings.train.steps
+        size, workers = int(train.micro_batch_size), self.settings.data.num_workers
+        sizes = {"size": size, "per_step": train.global_batch_size // size, "workers": workers}
+        batches = load_steps(self.streams["train"], range(start, steps), **sizes, **self.ranks)
         progress = Progress(steps, "steps", "pretraining", done=start, shown=self.rank == 0)
         window = MetricSums()
-        with self.stop.listening(), progress, closing(self._load(start)) as loaded:
+        with self.stop.listening(), progress, closing(batches):
             if start in (0, steps) or _is_due(start, run.eval_every):  # it follows the checkpoint
                 self._validate(start)
             elif self.engine.zero_optimization_stage() == 3:
@@ -82,9 +85,9 @@ class Trainer:
                 validates = last or _is_due(done, run.eval_every)
                 records = saves or validates or _is_due(done, run.log_every)
                 begun = time.perf_counter()
-                batches = next(loaded)
+                loaded = next(batches)
                 waited = time.perf_counter() - begun
-                self.train_step(batches, step, window, measured=records)
+                self.train_step(loaded, step, window, measured=records)
                 seconds = time.perf_counter() - begun
                 window.add({"speed/data_wait": (waited, seconds)})
                 window.add({"speed/seconds_per_step": (seconds, 1.0)})
@@ -163,7 +166,8 @@ class Trainer:
             normalizers = {name: torch.tensor(max(batch.counts[name], 1.0)) for name in NORMALIZED}
             outputs = self._forward(batch, normalizers)
             terms = loss_terms(outputs.losses, batch, normalizers)
-            sums.add(terms | measure(outputs, batch, normalizers), counted=batch.number < count)
+            terms |= measure(outputs, batch, normalizers, size)
+            sums.add(terms, counted=batch.number < count)
         self.engine.train()
         return self._with_total(means(sums.totals(self.device)))
 
@@ -179,13 +183,6 @@ class Trainer:
         reason = state.get("reason")
         ending = f"stopped by {reason}, the same command resumes" if reason else "done"
         self.log.info(f"{ending}: checkpoint at step {state['step']}")
-
-    def _load(self, start: int) -> Generator[list[MicroBatch], None, None]:
-        train = self.settings.train
-        size, stream = int(train.micro_batch_size), self.streams["train"]
-        sizes = {"size": size, "per_step": train.global_batch_size // size}
-        workers = self.settings.data.num_workers
-        return load_steps(stream, range(start, train.steps), workers=workers, **sizes, **self.ranks)
 
     def _forward(self, batch: MicroBatch, normalizers: dict[str, Tensor]) -> Any:
         return self.engine(

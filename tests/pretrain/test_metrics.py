@@ -43,7 +43,7 @@ def shares_of(batch: MicroBatch) -> dict[str, Tensor]:
 def terms_of(network: Any, batch: MicroBatch, normalizers: dict[str, Tensor]) -> Any:
     outputs = network(**batch.inputs, normalizers=normalizers)
     losses = loss_terms(outputs.losses, batch, normalizers)
-    return losses | measure(outputs, batch, normalizers)
+    return losses | measure(outputs, batch, normalizers, batch.counts["examples"])
 
 
 def metrics_of(network: MultiClsForPreTraining, *inputs: dict[str, Tensor]) -> dict[str, float]:
