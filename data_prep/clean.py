@@ -35,11 +35,10 @@ def clean(raw: RawDocument, rules: frozenset[str], language: str, drops: DropLog
         if removed:
             drops.add("characters_control", raw, " ".join(removed), 0, len(removed))
     lines = lines_of(text, raw.format)
-    is_wiki = raw.format in ("wikitext", "wikipedia")
-    sentence_rules = SENTENCE_RULES
-    if is_wiki:
+    if raw.format in ("wikitext", "wikipedia"):
         lines = _with_holes(lines, raw.format, "holes" in rules)
-        sentence_rules = [*SENTENCE_RULES, HOLE_RULE]
+    else:
+        rules -= {"holes"}
     for rule, reason, find in LINE_RULES if raw.format != "sentences" else ():
         dropped = find(lines, raw.format == "wikipedia") if rule in rules else ()
         for i in sorted(dropped):
@@ -48,7 +47,7 @@ def clean(raw: RawDocument, rules: frozenset[str], language: str, drops: DropLog
     texts = [line.text.strip() for line in lines]
     if raw.format != "sentences":
         texts = [sentence for text in texts for sentence in split_paragraph(text, language)]
-    for rule, reason, is_bad in sentence_rules:
+    for rule, reason, is_bad in SENTENCE_RULES:
         if rule in rules and (bad := list(filter(is_bad, texts))):
             for sentence in bad:
                 drops.add(reason, raw, sentence, len(sentence))
@@ -225,11 +224,7 @@ def is_heading(paragraph: str, dotted: bool = False) -> bool:
 
 
 def _end_matter(lines: list[Line], dotted: bool) -> set[int]:
-    """Finds the lines of end matter.
-
-    They last from a heading such as References to the next heading of the same or a higher level,
-    or, where headings have no levels, to the next paragraph of prose.
-    """
+    """Finds end matter: from a heading such as References to the next of its level, or, without levels, to prose."""
     numbers = set()
     inside: int | None = None  # level of the heading that began it, 0 if it has none
     for i, (text, level) in enumerate(lines):
@@ -253,8 +248,6 @@ LINE_RULES = [
 
 # Rules for sentences: function(sentence) -> whether to drop it.
 
-SentenceRule = tuple[str, str, Callable[[str], bool]]
-
 
 def _has_no_letter(sentence: str) -> bool:
     return not any(map(str.isalpha, sentence))
@@ -264,9 +257,9 @@ def _has_hole(sentence: str) -> bool:
     return HOLE in sentence or "formula_" in sentence or "codice_" in sentence  # of WikiExtractor
 
 
-SENTENCE_RULES: list[SentenceRule] = [
+SENTENCE_RULES: list[tuple[str, str, Callable[[str], bool]]] = [
     ("sentences_without_letter", "sentences_without_letter", _has_no_letter),
     ("long_sentences", "sentences_too_long", lambda s: len(s) > LONGEST_SENTENCE),
     ("replacement_characters", "sentences_not_utf8", lambda s: BAD_CHARACTER in s),
+    ("holes", "sentences_with_holes", _has_hole),
 ]
-HOLE_RULE: SentenceRule = ("holes", "sentences_with_holes", _has_hole)

@@ -70,12 +70,6 @@ class TextEncoder:
         word_by_word: True if the tokenizer is a BERT tokenizer as above.
     """
 
-    # The table: entry e of `_entries` is the `_lengths[e]` tokens from `_starts[e]` on in `_tokens`.
-    _entries: dict[str, int]
-    _lengths: np.ndarray
-    _starts: np.ndarray
-    _tokens: np.ndarray
-
     def __init__(self, tokenizer_json: str, table_words: int = TABLE_WORDS) -> None:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes, not threads, share the work
         from tokenizers import Tokenizer
@@ -88,6 +82,13 @@ class TextEncoder:
         self.dtype = np.dtype(np.uint16 if size <= 1 << 16 else np.uint32)
         self.word_by_word = _is_word_by_word(json.loads(tokenizer_json))
         self._clear_table()
+
+    def _clear_table(self) -> None:
+        # The table: entry e of `_entries` is the `_lengths[e]` tokens from `_starts[e]` on in `_tokens`.
+        self._entries = {_END: 0, "": 1}
+        self._lengths: np.ndarray = np.zeros(2, np.int64)
+        self._starts: np.ndarray = np.zeros(2, np.int64)
+        self._tokens: np.ndarray = np.zeros(0, self.dtype)
 
     def encode(self, sentences: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Returns the tokens of all sentences, concatenated, (N,), and the number of each sentence, (S,) int64."""
@@ -124,12 +125,6 @@ class TextEncoder:
         ids = [encoding.ids for encoding in encodings]
         lengths = np.fromiter(map(len, ids), np.int64, count=len(ids))
         return np.fromiter(chain.from_iterable(ids), self.dtype, count=int(lengths.sum())), lengths
-
-    def _clear_table(self) -> None:
-        self._entries = {_END: 0, "": 1}
-        self._lengths = np.zeros(2, np.int64)
-        self._starts = np.zeros(2, np.int64)
-        self._tokens = np.zeros(0, self.dtype)
 
 
 def _is_word_by_word(parts: dict[str, Any]) -> bool:

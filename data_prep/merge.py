@@ -15,8 +15,6 @@ from data_prep.pool import run_all
 from multicls.corpus import Shard, write_shard
 from multicls.files import read_json, sha256_of
 
-COUNT_FIELDS = ["documents", "rows", "sentences", "tokens"]
-
 
 class Merged(NamedTuple):
     """The shards, counts and drops that a unit, or all units together, add to the corpus."""
@@ -91,17 +89,14 @@ def _without(path: Path, documents: np.ndarray, goes: np.ndarray, drops: DropLog
 
 
 def _described(path: Path, rows: np.ndarray, frequency: np.ndarray) -> dict[str, Any]:
-    """Returns the manifest's entry of a shard, and its counts by source.
-
-    Adds its rows to `frequency`, (V,). `rows`, (D,), has the number of rows of each document.
-    """
+    """Returns the manifest's entry of a shard whose documents have `rows`, (D,); adds these to `frequency`, (V,)."""
     shard = Shard(path)
     # Each of the n occurrences in a row adds 1 / n.
     sums = np.bincount(shard.tokens, weights=1.0 / shard.counts, minlength=len(frequency))
     frequency += np.rint(sums).astype(np.int32)
     ends = np.isin(np.arange(len(shard.hashes)), np.cumsum(rows) - 1)
-    columns = [ends, np.ones_like(ends), np.diff(shard.row_starts), shard.num_tokens]
-    table = pd.DataFrame(np.transpose(columns), columns=COUNT_FIELDS).astype(np.int64)
+    counts = {"documents": ends, "rows": 1, "sentences": np.diff(shard.row_starts)}
+    table = pd.DataFrame(counts | {"tokens": shard.num_tokens}).astype(np.int64)
     sources = table.groupby(np.array(shard.source_names)[shard.source_codes]).sum()
     size = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
     return {**sources.sum().to_dict(), **size, "sources": sources.T.to_dict()}
