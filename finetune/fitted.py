@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from scipy.special import log_softmax
 from sklearn.base import clone
 from sklearn.compose import ColumnTransformer
 from sklearn.dummy import DummyClassifier
@@ -16,10 +15,10 @@ from sklearn.preprocessing import MaxAbsScaler, StandardScaler
 from torch import nn
 
 from finetune.encoding import Encoded
+from finetune.heads.build import Incompatible
 from finetune.heads.modeling_task import ClsHead, TaskModel
 from finetune.tasks import Array, Task, TaskData
 from finetune.training import find_device, predict_rows
-from multicls.errors import UserError
 
 STRENGTHS = np.logspace(-4, 2, 13)  # C of the logistic regression
 ALPHAS = np.logspace(-1, 5, 13)  # of the ridge regression
@@ -33,8 +32,6 @@ def fit_head(
 ) -> tuple[list[dict[str, Array]], dict[str, str]]:
     """Fits a regression on the model's embeddings, or without a model on TF-IDF of words and pairs of words.
 
-    In a choice task a row is a choice, right or wrong.
-
     Args:
         encoded: of the one task its splits, "train" first; empty without a model.
 
@@ -43,12 +40,12 @@ def fit_head(
         the record on the device.
 
     Raises:
-        UserError: The task has several labels a row, or without a model more than plain texts.
+        Incompatible: The task has several labels or choices a row, or without a model marked words.
     """
     task, splits = rows.task, rows.splits
-    if task.multi_label or (model is None and (task.num_choices or task.num_spans)):
+    if task.multi_label or task.num_choices or (task.num_spans and model is None):
         what = "has several labels a row" if task.multi_label else "is more than a text or two"
-        raise UserError(f"--head: task {task.name} {what}; use another head.")
+        raise Incompatible(f"--head: task {task.name} {what}; use another head.")
     if model:
         scaled, inputs = StandardScaler(), [embed(model, part) for part in encoded[0].values()]
     else:
@@ -60,15 +57,8 @@ def fit_head(
         regression = RidgeCV(ALPHAS).fit(train, labels / task.label_scale)
         outputs = [regression.predict(features)[:, None] for features in others]
     else:
-        labels = labels.astype(int)
-        if task.num_choices:
-            labels = (np.arange(task.num_choices) == labels[:, None]).astype(int).ravel()
-        classifier = fit_classifier(train, labels, seed)
-        classes = max(2, task.num_labels)
-        outputs = [_log_probabilities(classifier, features, classes) for features in others]
-        if task.num_choices:
-            margins = [(output @ [-1, 1]).reshape(-1, task.num_choices) for output in outputs]
-            outputs = [log_softmax(margin, axis=1) for margin in margins]
+        classifier = fit_classifier(train, labels.astype(int), seed)
+        outputs = [_log_probabilities(classifier, features, task.num_labels) for features in others]
     device, bf16 = find_device()
     arrays = [output.astype(np.float32) for output in outputs]
     named = dict(zip(list(splits)[1:], arrays, strict=True))
@@ -76,15 +66,14 @@ def fit_head(
 
 
 def embed(model: TaskModel, rows: Encoded) -> Array:
-    """Returns what the model's classifier reads of each row, (N, F), or of each choice, (N * C, F).
+    """Returns what the model's classifier reads of each row, (N, F).
 
     For the head `cls` it is the last hidden state of [CLS] without pooler: BERT's was pretrained for next sentences
     only, that of many distilled models not at all, and RoBERTa and ELECTRA have none.
     """
     if isinstance(model.head, ClsHead):
         model.head.dense = model.head.activation = nn.Identity()
-    features = predict_rows(model, rows, 0, output="features")
-    return features.reshape(len(rows) * rows.sequences_per_row, -1)
+    return predict_rows(model, rows, 0, output="features")
 
 
 def _tfidf(task: Task) -> ColumnTransformer:

@@ -26,7 +26,7 @@ PADDING = 1024  # most entries of a vocabulary that its tokenizer may lack
 
 
 class Incompatible(UserError):
-    """A head does not work on a model: no failure, a grid leaves such runs out."""
+    """A head does not work on a model or task: no failure, a grid leaves such runs out."""
 
 
 @lru_cache(maxsize=16)

@@ -13,12 +13,13 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from finetune import grid, submit
-from finetune.fitted import fit_classifier
+from finetune.fitted import fit_classifier, fit_head
+from finetune.heads.build import Incompatible
 from finetune.metrics import score_predictions
 from finetune.results import load_predictions, load_results
 from finetune.run import main
 from finetune.settings import RunSettings
-from finetune.tasks import TASKS, Example, example_arrays
+from finetune.tasks import TASKS, Example, TaskData, example_arrays
 from finetune.training import ChunkSampler
 from multicls.errors import UserError
 from multicls.files import FolderInUse, locked, read_json
@@ -127,6 +128,14 @@ def test_fitted_heads_learn_beside_a_class_of_one_row_and_from_one_class(labels:
     features = np.eye(3)[labels]
     classifier = fit_classifier(features, np.array(labels), 1)
     assert classifier.predict(features)[:20].tolist() == labels[:20]
+
+
+def test_fitted_heads_refuse_choices_and_several_labels_a_row() -> None:
+    """A grid leaves such runs out."""
+    several = replace(TASKS["sst2"], multi_label=True)
+    for task, what in ((TASKS["copa"], "more than a text"), (several, "several labels a row")):
+        with pytest.raises(Incompatible, match=f"{what}.*; use another head"):
+            fit_head(TaskData(task, [], []), None, [], 1)
 
 
 def test_several_tasks_with_cln(tiny_bert: Path, glue: Path, tmp_path: Path) -> None:
