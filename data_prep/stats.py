@@ -131,11 +131,10 @@ def show(options: ShowOptions) -> None:
         have = f"row {options.row} has no window {options.window}; it has {len(examples)}, from 0"
         raise UserError(f"{corpus.path}: {have}.")
     example = examples[options.window]
-    which = f"as in epoch {options.epoch} with seed {options.seed}:"
     lines = [
         f"row {options.row}: {row.title!r} ({row.source}: {row.id})",
         f"{len(row.offsets) - 1} sentences, {len(row.tokens)} tokens",
-        f"window {options.window} of {len(examples)}, {which}\n",
+        f"window {options.window} of {len(examples)}, as in epoch {options.epoch} with seed {seed}:\n",
     ]
     for sentence in range(example.parts[0].first, example.parts[-1].end):
         tokens = row.tokens[row.offsets[sentence] : row.offsets[sentence + 1]].tolist()

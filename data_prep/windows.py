@@ -78,19 +78,16 @@ class WindowIndex:
             windows = self._count(shard.num_tokens, np.diff(shard.row_starts)) * in_split
             tokens = np.where(windows > 0, shard.num_tokens, 0)
             begins = np.append(shard.hashes[0] != last_hash, np.diff(shard.hashes) != 0) & in_split
-            columns.append(
-                (np.array(known, np.uint16)[shard.source_codes], windows, tokens, begins)
-            )
+            sources = np.array(known, np.uint16)[shard.source_codes]
+            columns.append((sources, windows, tokens, begins))
             last_hash = shard.hashes[-1]
         source, windows, tokens, begins = map(np.concatenate, zip(*columns, strict=True))
         # The windows stand in the order of sources, and within a source in that of rows.
         self._rows = np.argsort(source, kind="stable").astype(np.uint32)
         self._ends = np.cumsum(windows[self._rows])
-        if unknown := set(source_weights) - set(names):
-            hints = ((name, did_you_mean(name, names)) for name in sorted(unknown))
-            raise UserError(
-                *(f"source_weights: the corpus has no source {n!r}.{h}" for n, h in hints)
-            )
+        if unknown := sorted(set(source_weights) - set(names)):
+            start = "source_weights: the corpus has no source"
+            raise UserError(*(f"{start} {name!r}.{did_you_mean(name, names)}" for name in unknown))
         weights = np.array([source_weights.get(name, 1.0) for name in names])
         sizes = np.bincount(source, windows, minlength=len(names)).astype(np.int64)
         shown = np.rint(weights * sizes).astype(np.int64)  # in an epoch

@@ -13,7 +13,6 @@ from multicls.files import read_json, read_jsonl
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 TAGS = ["multicls", "continued-pretraining", "fill-mask", "sentence-similarity"]
 TAGS += ["sentence-transformers"]
-Record = Mapping[str, Any]
 
 
 def write_card(folder: Path, run_folder: Path, config: Any, info: Mapping[str, Any]) -> None:
@@ -67,7 +66,7 @@ def write_card(folder: Path, run_folder: Path, config: Any, info: Mapping[str, A
     card.save(folder / CARD)
 
 
-def _results(validation: Sequence[Record]) -> list[tuple[str, str, str]]:
+def _results(validation: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
     """Returns rows (metric, before training, now) of the validations."""
     if not validation:
         return []

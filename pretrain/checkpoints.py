@@ -16,7 +16,7 @@ from multicls.distributed import on_rank_0
 from multicls.errors import UserError
 from multicls.files import atomic_write, read_json, write_json
 from pretrain.engine import convert_to_universal, load_engine, save_engine
-from pretrain.run_folder import COMPLETE, FORMAT, META, checkpoint_path, newest_step, saved_steps
+from pretrain.run_folder import COMPLETE, FORMAT, META, checkpoint_path, saved_steps
 
 UNIVERSAL = "universal"  # a checkpoint converted for another number of ranks; removed when loaded
 
@@ -37,25 +37,18 @@ class Checkpoints:
     keep: int
     milestone_every: int | None = None
 
-    def newest(self) -> int:
-        """Returns the step of the newest checkpoint, 0 if there has been none. Rank 0 calls it.
-
-        Raises:
-            UserError: The checkpoint is damaged, or belongs to other settings or data.
-        """
-        newest = newest_step(self.folder)
-        if newest:
-            path = checkpoint_path(self.folder, newest)
-            saved, ours = read_json(path / META)["identity"], self.identity
-            problems = [
-                f"{path}: {key} was {saved.get(key)!r} and is now {ours.get(key)!r}; continue with the old value, or "
-                "set another --output_dir for a new run."
-                for key in sorted(saved.keys() | ours.keys())
-                if saved.get(key) != ours.get(key)
-            ]
-            if problems:
-                raise UserError(*problems)
-        return newest
+    def check_identity(self, step: int) -> None:
+        """Raises UserError if the checkpoint of `step` belongs to other settings or data. Rank 0 calls it."""
+        path = checkpoint_path(self.folder, step)
+        saved, ours = read_json(path / META)["identity"], self.identity
+        problems = [
+            f"{path}: {key} was {saved.get(key)!r} and is now {ours.get(key)!r}; continue with the old value, or "
+            "set another --output_dir for a new run."
+            for key in sorted(saved.keys() | ours.keys())
+            if saved.get(key) != ours.get(key)
+        ]
+        if problems:
+            raise UserError(*problems)
 
     def convert_if_needed(self, step: int) -> str:
         """Makes the checkpoint of `step` loadable by this number of ranks. Rank 0 calls it.

@@ -37,12 +37,10 @@ def build_engine(
     """
     model.freeze_unused(objectives)  # or weight decay would change them
     checkpoint = ds_config.get("checkpoint", {}) | {"load_universal": universal}
-    optimizer = torch.optim.AdamW(
-        parameter_groups(model, train.weight_decay), lr=train.learning_rate, fused=True
-    )
-    engine = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=ds_config | {"checkpoint": checkpoint}
-    )[0]
+    config = ds_config | {"checkpoint": checkpoint}
+    groups = parameter_groups(model, train.weight_decay)
+    optimizer = torch.optim.AdamW(groups, lr=train.learning_rate, fused=True)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
     if hasattr(engine.optimizer, "check_overflow"):
         # A third of a step's operator calls; where a gradient is not finite, the norm, checked next, is not either.
         engine.optimizer.check_overflow = lambda *_, **__: None

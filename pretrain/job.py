@@ -97,7 +97,8 @@ def pretrain(
     numbers = identity(settings, completed, corpus.path)  # its length is in steps, however set
     kept = run.keep_checkpoints, run.milestone_every
     checkpoints = Checkpoints(run_folder / "checkpoints", numbers, *kept)
-    on_rank_0(checkpoints.newest)
+    if start:
+        on_rank_0(lambda: checkpoints.check_identity(start))
     prepare_layers(model, settings.train)
     if finished:
         if is_first:
