@@ -11,13 +11,16 @@ from safetensors.torch import save_file
 
 from multicls.build import build
 from multicls.cards import write_sentence_transformer
-from tests.encoders import save_encoder
+from tests.encoders import FAMILIES, save_encoder
 from tests.multicls import without_project
 from tests.processes import completed
 
 pytestmark = pytest.mark.slow
 CHECKS = [name for name in vars(without_project) if name.startswith("check_")]
-KINDS = ("bert", "modernbert")
+KINDS = list(FAMILIES) if os.environ.get("MULTICLS_ENCODERS") == "all" else ["bert", "modernbert"]
+# Padding changes what ConvBERT computes; the tiny vocabulary of DeBERTa holds [MASK] as a word of its own.
+KNOWN = {("convbert", "check_trainer"), ("deberta-v2", "check_sentence_transformers")}
+CASES = [(kind, check) for kind in KINDS for check in CHECKS if (kind, check) not in KNOWN]
 Results = dict[tuple[str, str], str | None]
 
 
@@ -53,7 +56,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return {(kind, check): problem for kind, check, problem in map(json.loads, lines)}
 
 
-@pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "check"), CASES)
 def test_tools_of_hugging_face(results: Results, kind: str, check: str) -> None:
     assert results[kind, check] is None, results[kind, check]

@@ -64,8 +64,9 @@ def check_pipelines(folder: Path) -> None:
     features = hf.pipeline("feature-extraction", str(folder), **TRUST)(TEXTS[0])
     tokens = tokenizer_of(folder)(TEXTS[0])["input_ids"]
     assert np.shape(features) == (1, len(tokens), 32)
-    best = hf.pipeline("fill-mask", str(folder), **TRUST)("bal [MASK] fil", top_k=2)
-    assert len(best) == 2 and 0 < best[0]["score"] < 1 and "[MASK]" not in best[0]["sequence"]
+    mask = tokenizer_of(folder).mask_token
+    best = hf.pipeline("fill-mask", str(folder), **TRUST)(f"bal {mask} fil", top_k=2)
+    assert len(best) == 2 and 0 < best[0]["score"] < 1 and mask not in best[0]["sequence"]
     scores = hf.pipeline("text-classification", str(folder), **TRUST)(TEXTS)
     assert len(scores) == 3 and {row["label"] for row in scores} <= {"LABEL_0", "LABEL_1"}
 
@@ -76,7 +77,8 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def trainer_of(folder: Path, output: str, **options: Any) -> Any:
-    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    rates = ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "attention_dropout")
+    still = dict.fromkeys(rates, 0.0)
     model = hf.AutoModelForSequenceClassification.from_pretrained(
         folder, classifier_dropout=0.0, encoder=still, **TRUST
     )
@@ -107,7 +109,7 @@ def check_trainer(folder: Path) -> None:
     parts = trainer_of(folder, "parts", **sizes)
     parts.train()
     ours, theirs = parts.model.classifier.weight, whole.model.classifier.weight
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def check_onnx(folder: Path) -> None:
@@ -142,6 +144,7 @@ def check_onnx(folder: Path) -> None:
 
 def check_compile(folder: Path) -> None:
     model, inputs = load(hf.AutoModel, folder), batch(folder)
+    torch.compiler.reset()  # it counts what it has compiled for other folders
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         found, expected = compiled(**inputs), model(**inputs)
@@ -158,8 +161,7 @@ def check_sentence_transformers(folder: Path) -> None:
     torch.testing.assert_close(found, expected["mean"], rtol=1e-4, atol=1e-5)
     ids = model.tokenizer("bal [MASK]")["input_ids"]
     assert model.tokenizer.mask_token_id not in ids  # all text is text
-    similarity = model.similarity(found, found)
-    torch.testing.assert_close(similarity.diagonal(), torch.ones(3))
+    torch.testing.assert_close(model.similarity(found, found).diagonal(), torch.ones(3))
 
 
 def main(folders: list[str]) -> None:
