@@ -6,8 +6,6 @@ python finetune/analyze.py results/k5-multicls/mrpc-full/p1-d1-s*
 Shape legend: N examples, D dimensions, C classes or rows of a classifier, K facets, M members of an ensemble.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -110,7 +108,7 @@ def analyze_run(folders: Sequence[Path], examples: int) -> dict[str, Any]:
     return numbers
 
 
-def read_states(model: TaskModel, rows: Encoded) -> dict[str, Array]:
+def read_states(model: "TaskModel", rows: "Encoded") -> dict[str, Array]:
     """Returns the model's states for N rows (sequences of choice tasks), without dropout, in float32.
 
     Returns:
@@ -141,7 +139,7 @@ def read_states(model: TaskModel, rows: Encoded) -> dict[str, Array]:
     return {name: np.concatenate(arrays) for name, arrays in parts.items() if arrays}
 
 
-def facet_logits(model: TaskModel, states: Mapping[str, Array]) -> Array:
+def facet_logits(model: "TaskModel", states: Mapping[str, Array]) -> Array:
     """Returns the logits (K, N, C) that a model would have if all facets contributed what one does, W (K c_k) + b.
 
     The head `multicls` is a sum of contributions c_k, so the mean over the facets is the model's logits.

@@ -1,21 +1,17 @@
 """Reads a user's own labelled rows, from files or a Hub data set, and finds out what task they are."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from finetune.settings import OwnDataSettings
 from finetune.subsets import hold_out
 from finetune.tables import RawRows, Row, load_hub, read_table
 from finetune.tasks import OWN_METRICS, Example, LabelType, Task, TaskData, passage_id
 from multicls.console import count
 from multicls.errors import UserError, did_you_mean
-
-if TYPE_CHECKING:
-    from finetune.settings import OwnDataSettings
 
 Names = Sequence[str]
 TEXTS = (("text",), ("text1", "text2"), ("sentence1", "sentence2"))

@@ -4,8 +4,6 @@ python finetune/predict.py results/k5-mean/tickets-full/p1-d1-s1/model new.csv
 python finetune/predict.py MODEL new.jsonl --text_column body --output labelled.csv
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys
@@ -93,8 +91,9 @@ def find_task(folder: str, name: str | None = None) -> tuple[int, dict[str, Any]
     if not tasks[index].keys() >= {*OWN}:
         raise UserError(f"{folder}: saved by another version; fine-tune it again.")
     if not predict_command(path, tasks[index], joint=False):
-        what = f"task {names[index]} has choices or marked words"
-        raise UserError(f"{what}: only run.py predicts it.")
+        raise UserError(
+            f"task {names[index]} has choices or marked words: only run.py predicts it."
+        )
     return index, tasks[index]
 
 
@@ -108,7 +107,7 @@ def predict(folder: str, index: int, task: Task, examples: Sequence[Example]) ->
     return predict_rows(model, Encoded(task, examples, tokenizer), index)
 
 
-def answers_of(task: Task, outputs: Array) -> DataFrame:
+def answers_of(task: Task, outputs: Array) -> "DataFrame":
     """Returns the new columns: `predicted_label` and a probability `p_LABEL` of each label, or `predicted_score`."""
     import pandas as pd
     from scipy.special import expit, softmax
@@ -126,7 +125,7 @@ def answers_of(task: Task, outputs: Array) -> DataFrame:
     return answers
 
 
-def write_rows(output: Path, rows: RawRows, answers: DataFrame) -> None:
+def write_rows(output: Path, rows: RawRows, answers: "DataFrame") -> None:
     """Writes the rows as CSV, lists as JSON, with the answers by place, which are empty for rows without a text.
 
     Columns of the rows with such names, of an earlier prediction, are replaced.

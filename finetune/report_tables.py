@@ -303,8 +303,7 @@ def draw_calibration(groups: pd.DataFrame) -> str:
         panel.plot([0, 1], [0, 1], "--", color="0.5", lw=0.8)
         panel.bar([bin.mid for bin in bins.index], bins["share"], 1 / 15, color="0.85")
         panel.plot(bins["confidence"], bins["right"], "o-", color="black", ms=3, lw=1)
-        title = f"{group.system}, {group.task}\nECE {percent(group.ece)} %"
-        panel.set_title(title, fontsize=7)
+        panel.set_title(f"{group.system}, {group.task}\nECE {percent(group.ece)} %", fontsize=7)
     return _svg(figure) if rows else ""
 
 

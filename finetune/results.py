@@ -4,8 +4,6 @@ RESULTS/SYSTEM/TASK-SIZE/p1-d1-s1/ holds record.json, settings.yaml (the recipe 
 (TensorBoard) and, if asked for, model/; while a run is not finished also checkpoint-N/, and error.json if it failed.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -39,8 +37,8 @@ def write_run(
     rows: Sequence[TaskData],
     outputs: Sequence[Mapping[str, Array]],
     fields: Mapping[str, Any],
-    model: TaskModel | None,
-    tokenizer: PreTrainedTokenizerBase | None,
+    model: "TaskModel | None",
+    tokenizer: "PreTrainedTokenizerBase | None",
 ) -> Record:
     """Scores a run and writes its folder: its model, if it is to be saved, its predictions and recipe, its record last.
 
@@ -174,7 +172,7 @@ def load_predictions(folder: Path, task: str) -> dict[str, dict[str, Array]]:
     return splits
 
 
-def load_results(folder: Path) -> pd.DataFrame:
+def load_results(folder: Path) -> "pd.DataFrame":
     """Returns all finished runs: a row for each run and task, with the columns of the record.
 
     Of runs that differ in the number of a subset of all rows only the first counts.

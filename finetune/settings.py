@@ -1,11 +1,9 @@
 """The settings of one fine-tuning run. Imports no torch, so that a mistake is answered at once."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, StrictBool, model_validator
 
@@ -155,7 +153,7 @@ class RunSettings(SystemSettings, RecipeOptions):
     search: dict[str, Any] = Field({}, description="values that a grid tries: part of the folder")
 
     @model_validator(mode="after")
-    def _fit_together(self) -> RunSettings:
+    def _fit_together(self) -> Self:
         if problems := list(self._problems()):
             raise ValueError("; ".join(problems))
         return self
