@@ -1,7 +1,5 @@
 """`isobn`: isotropic batch normalisation (Zhou et al., AAAI 2021), right before the classifier; and `batchnorm`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch
@@ -61,7 +59,7 @@ class IsotropicBatchNorm(nn.Module):
         total, scaled = variances_D.sum(), (variances_D * theta_D.square()).sum()
         return torch.where(total > 0, theta_D * (total / scaled.clamp(min=tiny)).sqrt(), 1.0)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> IsotropicBatchNorm:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "IsotropicBatchNorm":
         """Converts the module as `nn.Module` does, but leaves the statistics in float32."""
         return super()._apply(lambda statistic: fn(statistic).float(), recurse)
 
