@@ -6,18 +6,17 @@ It runs the product's own commands, which skip what is finished: the same comman
 go to STUDY/study.md; STUDY/results/report.md has scores, calibration and costs. docs/study.md shows both.
 """
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[0] = str(REPOSITORY)
 
+import pandas as pd
 import yaml
 from pydantic import Field
 
@@ -26,9 +25,6 @@ from finetune.results import load_results
 from multicls.errors import UserError, run_command
 from multicls.files import atomic_write
 from multicls.settings import Settings, parse
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 class Options(Settings):

@@ -81,8 +81,7 @@ class DropLog:
 
     def to_json(self) -> dict[str, Any]:
         """Returns all that it holds as JSON values, sorted by their keys."""
-        record: dict[str, Any] = json.loads(json.dumps(vars(self), sort_keys=True))
-        return record
+        return json.loads(json.dumps(vars(self), sort_keys=True))
 
     def totals(self, *sources: str) -> tuple[Counter[str], Counter[str]]:
         """Returns `counts` and `characters` by reason, over some sources or over all."""

@@ -61,8 +61,7 @@ def read_documents(file: SourceFile, settings: BuildOptions) -> Iterator[RawDocu
     except UserError:
         raise
     except Exception as error:
-        name = f"{file.start}-damaged"
-        yield _bad(file, name, "records_file_damaged", damage(file, error))
+        yield _bad(file, f"{file.start}-damaged", "records_file_damaged", damage(file, error))
 
 
 def _document(

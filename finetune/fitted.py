@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from sklearn.base import clone
 from sklearn.compose import ColumnTransformer
 from sklearn.dummy import DummyClassifier
 from sklearn.feature_extraction.text import TfidfVectorizer
@@ -17,7 +16,7 @@ from torch import nn
 from finetune.encoding import Encoded
 from finetune.heads.build import Incompatible
 from finetune.heads.modeling_task import ClsHead, TaskModel
-from finetune.tasks import Array, Task, TaskData
+from finetune.tasks import Array, TaskData
 from finetune.training import find_device, predict_rows
 
 STRENGTHS = np.logspace(-4, 2, 13)  # C of the logistic regression
@@ -49,7 +48,9 @@ def fit_head(
     if model:
         scaled, inputs = StandardScaler(), [embed(model, part) for part in encoded[0].values()]
     else:
-        scaled = make_pipeline(_tfidf(task), MaxAbsScaler())
+        vectorizer = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True)  # of each text of a row
+        columns = [(name, vectorizer, number) for number, name in enumerate(task.fields)]
+        scaled = make_pipeline(ColumnTransformer(columns, sparse_threshold=1.0), MaxAbsScaler())
         inputs = [np.array([e.texts for e in part], dtype=object) for part in splits.values()]
     train, *others = [scaled.fit_transform(inputs[0]), *map(scaled.transform, inputs[1:])]
     labels = np.array([example.label for example in splits["train"]])
@@ -74,13 +75,6 @@ def embed(model: TaskModel, rows: Encoded) -> Array:
     if isinstance(model.head, ClsHead):
         model.head.dense = model.head.activation = nn.Identity()
     return predict_rows(model, rows, 0, output="features")
-
-
-def _tfidf(task: Task) -> ColumnTransformer:
-    """Returns the TF-IDF of each text of a row."""
-    vectorizer = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True)
-    columns = [(name, clone(vectorizer), place) for place, name in enumerate(task.fields)]
-    return ColumnTransformer(columns, sparse_threshold=1.0)
 
 
 def fit_classifier(features: Any, labels: Array, seed: int) -> Any:

@@ -58,8 +58,7 @@ def choose_answers(outputs: Array, groups: Sequence[str]) -> dict[str, int]:
 
     In ReCoRD it is the entity chosen for a query.
     """
-    margins = pd.Series(outputs[:, 1] - outputs[:, 0])
-    return dict(margins.groupby(groups, sort=False).idxmax())
+    return dict(pd.Series(outputs[:, 1] - outputs[:, 0]).groupby(groups, sort=False).idxmax())
 
 
 def score_predictions(task: Task, predictions: Mapping[str, Array]) -> dict[str, float]:

@@ -35,9 +35,7 @@ class PredictOptions(Settings):
     model: CliPositionalArg[str] = Field(description="a model that run.py --save_model has saved")
     rows: CliPositionalArg[str] = Field(description="rows: CSV, TSV, JSON lines or Parquet")
     output: str | None = Field(None, description="a CSV file; default: ROWS.predictions.csv")
-    text_column: str | None = Field(
-        None, description="text or text1,text2; default: as in training"
-    )
+    text_column: str | None = Field(None, description="text or text1,text2; default: training's")
     task: str | None = Field(None, description="which task, if the model was fine-tuned on several")
 
 

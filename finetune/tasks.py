@@ -137,8 +137,7 @@ def task_of(description: Mapping[str, Any]) -> Task:
     """Returns the task that `Task.describe` described: the one of the table, or a user's own."""
     own = {name: description[name] for name in OWN}
     lists: dict[str, Any] = {name: tuple(v) for name, v in own.items() if isinstance(v, list)}
-    task = TASKS.get(own["name"]) or Task(**own | lists)
-    return replace(task, max_length=own["max_length"])
+    return replace(TASKS.get(own["name"]) or Task(**own | lists), max_length=own["max_length"])
 
 
 def _glue(name: str, *shape: Any, **options: Any) -> Task:

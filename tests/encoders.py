@@ -107,8 +107,7 @@ def encoder_config(kind: str, tokenizer: Any = None, **changes: Any) -> hf.PreTr
         ids |= {"cls_token_id": cls, "bos_token_id": cls, "sep_token_id": sep, "eos_token_id": sep}
     elif tokenizer.bos_token_id is not None:
         ids |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    fields = {"vocab_size": len(tokenizer)} | fields | ids | changes
-    return hf.AutoConfig.for_model(kind, **fields)
+    return hf.AutoConfig.for_model(kind, **{"vocab_size": len(tokenizer)} | fields | ids | changes)
 
 
 def save_encoder(kind: str, folder: Path, seed: int = 0, **changes: Any) -> Path:

@@ -8,12 +8,10 @@ passage of its document, among 49 others drawn from all held-out documents. Embe
 those of a bootstrap over documents. The picture, RUN/first_look.png, also has the losses on held-out text.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
@@ -29,13 +27,9 @@ from multicls.files import read_jsonl
 from multicls.sample import SAMPLE_CORPUS, sample_model
 from multicls.settings import Settings, parse
 
-if TYPE_CHECKING:
-    import torch
-
 TOKENS = 40  # of a passage, at least; 64 are read
 PER_DOCUMENT = 20  # passages, so that no long document makes up the result
 CANDIDATES = 50
-TO_TENSORS: dict[str, Any] = {"padding": True, "truncation": True, "return_tensors": "pt"}
 LOSSES = {"mlm": "MLM", "tfidf": "TF-IDF", "mcqt": "MCQT"}
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -65,15 +59,15 @@ def passages_of(corpus: Corpus, fraction: float, tokenizer: Any) -> tuple[list[s
     return texts, np.array(documents)
 
 
-def embeddings_of(model: Any, tokenizer: Any, texts: Sequence[str]) -> dict[str, torch.Tensor]:
+def embeddings_of(model: Any, tokenizer: Any, texts: Sequence[str]) -> dict[str, Array]:
     """Returns the normalised embeddings (N, D) of the texts, by the way in which the model is read."""
     import torch
 
     facets = getattr(model.eval().config, "num_facets", 0)
-    rows: dict[str, list[torch.Tensor]] = {"[CLS]": [], "mean over tokens": []}
+    rows: dict[str, list[Any]] = {"[CLS]": [], "mean over tokens": []}
     for start in range(0, len(texts), 64):
         batch = list(texts[start : start + 64])
-        inputs = tokenizer(batch, max_length=64, **TO_TENSORS)
+        inputs = tokenizer(batch, max_length=64, padding=True, truncation=True, return_tensors="pt")
         with torch.inference_mode():
             outputs = model(**inputs)
         mask = inputs["attention_mask"][..., None].clone()
@@ -84,14 +78,14 @@ def embeddings_of(model: Any, tokenizer: Any, texts: Sequence[str]) -> dict[str,
         if facets:
             rows.setdefault("facets", []).append(outputs.facet_embeddings.sum(1))
     return {
-        name: torch.nn.functional.normalize(torch.cat(parts), dim=-1)
+        name: torch.nn.functional.normalize(torch.cat(parts), dim=-1).numpy()
         for name, parts in rows.items()
     }
 
 
-def hits_of(embeddings: torch.Tensor, documents: Array) -> Array:
+def hits_of(embeddings: Array, documents: Array) -> Array:
     """Returns for each query whether the next passage is nearer than all other candidates, (Q,)."""
-    scores = (embeddings @ embeddings.T).numpy()
+    scores = embeddings @ embeddings.T
     generator, hits = np.random.default_rng(0), []
     for query in np.flatnonzero(documents[:-1] == documents[1:]):
         candidates = np.delete(np.arange(len(documents)), [query, query + 1])

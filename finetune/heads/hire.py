@@ -57,8 +57,7 @@ class HireHead(Head):
         if self.fusion is not None:
             packed, _ = self.fusion(_pack(fused_BLE, lengths_B))
             fused_BLE, _ = pad_packed_sequence(packed, batch_first=True)
-        pooled: Tensor = torch.tanh(self.dense(fused_BLE[:, 0]))
-        return pooled
+        return torch.tanh(self.dense(fused_BLE[:, 0]))
 
     def weigh(self, hidden_NBLD: Tensor, lengths_B: Tensor) -> Tensor:
         """Returns S, (B, N). All layers of all sequences go through the GRU as one batch of N * B."""

@@ -97,8 +97,7 @@ class NormHead(PooledHead):
 
     def forward(self, hidden: Tensor, mask: Tensor, layers: Sequence[Tensor]) -> Tensor:
         """Returns the normalised embedding, (B, E)."""
-        normalised: Tensor = self.norm(super().forward(hidden, mask, layers), self.counted)
-        return normalised
+        return self.norm(super().forward(hidden, mask, layers), self.counted)
 
 
 def centred_over_ranks(h_BD: Tensor, counted: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -115,8 +114,7 @@ def sum_over_ranks(values: Tensor) -> Tensor:
         return values
     from torch.distributed.nn.functional import all_reduce
 
-    summed: Tensor = all_reduce(values)
-    return summed
+    return all_reduce(values)
 
 
 HEADS = {"isobn": NormHead, "batchnorm": NormHead}

@@ -132,8 +132,7 @@ class ClsHead(Head):
 
     def forward(self, hidden: Tensor, mask: Tensor, layers: Sequence[Tensor]) -> Tensor:
         """Returns the embedding, (B, D)."""
-        pooled: Tensor = self.activation(self.dense(self.dropout(hidden[:, 0])))
-        return pooled
+        return self.activation(self.dense(self.dropout(hidden[:, 0])))
 
 
 class MeanHead(Head):
@@ -171,8 +170,7 @@ class MulticlsHead(Head):
 
     def contributions(self, facets_BKD: Tensor) -> Tensor:
         """Returns what each facet adds to the embedding, (B, K, D)."""
-        parts_BKD: Tensor = self.dense(facets_BKD, centred=self.centred) + self.bias
-        return parts_BKD
+        return self.dense(facets_BKD, centred=self.centred) + self.bias
 
 
 class PooledHead(Head):
@@ -185,8 +183,7 @@ class PooledHead(Head):
 
     def forward(self, hidden: Tensor, mask: Tensor, layers: Sequence[Tensor]) -> Tensor:
         """Returns the embedding of the other head, (B, E)."""
-        pooled: Tensor = self.pooling(hidden, mask, layers)
-        return pooled
+        return self.pooling(hidden, mask, layers)
 
 
 HEADS: dict[str, type[Head]] = {"cls": ClsHead, "mean": MeanHead}
@@ -198,14 +195,12 @@ def find_head(name: str) -> type[Head]:
     if name in HEADS:
         return HEADS[name]
     file = "isobn" if name == "batchnorm" else name
-    head: type[Head] = importlib.import_module(f".{file}", __package__).HEADS[name]
-    return head
+    return importlib.import_module(f".{file}", __package__).HEADS[name]
 
 
-def base_encoder(encoder: PreTrainedModel) -> PreTrainedModel:
+def base_encoder(encoder: Any) -> PreTrainedModel:
     """Returns the encoder inside a Multi-CLS model, else the encoder itself."""
-    inner: Any = encoder.encoder if encoder.config.model_type == MULTICLS else encoder
-    return inner
+    return encoder.encoder if encoder.config.model_type == MULTICLS else encoder
 
 
 class TaskModel(PreTrainedModel):

@@ -50,7 +50,7 @@ def test_first_look_finds_next_passages() -> None:
     far = np.array([0.0, 2.0, 4.0, 0.5, 2.5, 4.5, 1.0, 3.0])
 
     def hits(angles: np.ndarray) -> list[bool]:
-        points = torch.from_numpy(np.stack([np.cos(angles), np.sin(angles)], axis=1))
+        points = np.stack([np.cos(angles), np.sin(angles)], axis=1)
         return [bool(hit) for hit in hits_of(points, documents)]
 
     assert hits(near) == [True, False, True, True, False], "the third passage is the furthest"

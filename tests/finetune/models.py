@@ -51,8 +51,7 @@ def load(folder: Path | str, head: str = "cls", task: str = "sst2", **values: An
     """Returns a checkpoint's encoder with a head for a task, and its tokenizer."""
     values = {"model": str(folder), "head": head, "task": task, "max_length": 24} | values
     settings = RunSettings(**values)
-    length = settings.max_length or 128
-    return build_model(settings, [replace(TASKS[task], max_length=length)])
+    return build_model(settings, [replace(TASKS[task], max_length=settings.max_length or 128)])
 
 
 def batch(lengths: tuple[int, ...] = (12, 7, 12, 12)) -> dict[str, Tensor]:

@@ -36,8 +36,7 @@ def training_step(model: Any, task: int, labels: list[float], learning_rate: flo
 
 
 def logits(model: Any, task: int = 0) -> Tensor:
-    found: Tensor = model(**INPUTS, task=task).logits
-    return found
+    return model(**INPUTS, task=task).logits
 
 
 @pytest.mark.parametrize("encoder", ["bert", "roberta", "multicls"])

@@ -19,8 +19,7 @@ Folders = dict[str, Path]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    parent = tmp_path_factory.mktemp("encoders")
-    return {kind: save_encoder(kind, parent / kind) for kind in KINDS}
+    return {kind: save_encoder(kind, tmp_path_factory.mktemp("encoders") / kind) for kind in KINDS}
 
 
 def built(folder: Path, **settings: Any) -> tuple[Any, Any]:

@@ -152,8 +152,7 @@ def test_shipped_recipes_by_name() -> None:
         objective: dict[str, Any] = Field({})
 
     def some(*names: str) -> Some:
-        argv = ["--recipe", *names]
-        return parse(Some, argv, prog="x.py", recipes="pretrain/recipes")
+        return parse(Some, ["--recipe", *names], prog="x.py", recipes="pretrain/recipes")
 
     assert some("k1").model["num_facets"] == 1
     with pytest.raises(UserError, match=r"Did you mean 'lambda0\d?'\?"):

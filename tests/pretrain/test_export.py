@@ -151,8 +151,7 @@ def test_a_card_has_metadata_data_settings_and_results_and_no_path(
         append_jsonl(run / "metrics.jsonl", {"step": step, "split": "validation", "loss/mlm": loss})
     data, text = card_of(export_to(tmp_path / "model", run))
     fixed = {"library_name": "transformers", "pipeline_tag": "feature-extraction", "tags": TAGS}
-    found = {"language": ["en", "de"], "datasets": ["wikimedia/wikipedia"]}
-    assert data == BASE | fixed | found
+    assert data == BASE | fixed | {"language": ["en", "de"], "datasets": ["wikimedia/wikipedia"]}
     before = records(run, "validation")[0]["loss/mlm"]
     tokens = sum(record["data/tokens"] for record in records(run, "train"))
     for expected in (

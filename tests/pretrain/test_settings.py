@@ -92,8 +92,7 @@ def identity_of(folder: Path, *flags: str, **ds_config: Any) -> dict[str, Any]:
     settings = read("--model", "m", "--corpus", str(folder), "--steps", "9", *flags)
     given = {"zero_optimization": {"stage": 2}} | ds_config
     batch = batch_arithmetic(settings.train, 1)
-    completed = complete_deepspeed_config(given, precision="fp32", **batch)
-    return identity(settings, completed, folder)
+    return identity(settings, complete_deepspeed_config(given, precision="fp32", **batch), folder)
 
 
 def test_identity_is_what_decides_numbers(tiny_corpus: Path) -> None:

@@ -73,8 +73,7 @@ def make_trainer(deepspeed: Any, case: Case) -> Trainer:
     if case.file == "zero3":  # nothing so small would be shared out
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     model = tiny_model(**case.model)
-    engine = build_engine(deepspeed, model, config, train, chosen.objective.in_use)
-    return Trainer(engine, chosen)
+    return Trainer(build_engine(deepspeed, model, config, train, chosen.objective.in_use), chosen)
 
 
 def run(deepspeed: Any, case: Case) -> dict[str, Any]:
