@@ -4,6 +4,7 @@ RESULTS/SYSTEM/TASK-SIZE/p1-d1-s1/ holds record.json, settings.yaml (the recipe 
 (TensorBoard) and, if asked for, model/; while a run is not finished also checkpoint-N/, and error.json if it failed.
 """
 
+import math
 import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -12,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from finetune.heads.build import save_fine_tuned
 from finetune.settings import RunSettings, flatten
 from finetune.tasks import Array, TaskData, example_arrays
+from multicls.cards import METHOD, PAPERS, TRANSFORMERS, cell, inherited_metadata, model_link
 from multicls.environment import environment_record
 from multicls.errors import UserError
 from multicls.files import atomic_write, read_json, write_json
@@ -65,9 +68,7 @@ def write_run(
         **fields,
     }
     if settings.save_model and model and tokenizer:
-        from finetune.saving import model_card, save_model
-
-        save_model(model, tokenizer, folder / "model", model_card(record, tasks))
+        save_fine_tuned(model, tokenizer, folder / "model", _model_card(record, tasks))
     with atomic_write(folder / PREDICTIONS, "wb") as file:
         arrays = flatten({part.task.name: splits for part, splits in tasks})
         np.savez_compressed(file, allow_pickle=False, **arrays)
@@ -107,6 +108,41 @@ def _task_entry(rows: TaskData, predictions: Predictions) -> dict[str, Any]:
         "dev_rows": len(rows.dev),
         "notes": rows.notes,
     }
+
+
+def _model_card(record: Record, tasks: Sequence[tuple[TaskData, Predictions]]) -> str:
+    """Returns the card of a saved model as Markdown with the Hub's metadata."""
+    from huggingface_hub import ModelCard, ModelCardData
+
+    from finetune.estimates import example_interval
+
+    inherited, intervals, task = inherited_metadata(record["model"]), list[str](), tasks[0][0].task
+    for part, predictions in tasks:
+        low, high = example_interval(part.task, predictions["dev"])
+        interval = f" (95 % interval {100 * low:.1f} to {100 * high:.1f})"
+        intervals.append("" if math.isnan(low) else interval)
+    metadata = {
+        "library_name": "transformers",
+        "pipeline_tag": None if task.num_choices or task.num_spans else "text-classification",
+        "tags": ["text-classification"],
+        "datasets": sorted({part.task.hub[0] for part, _ in tasks if part.task.hub}),
+        **inherited,
+    }
+    head = record["head"]
+    papers = [METHOD] * (METHOD in head + record["settings"]["pooling"]) + [head]
+    card = ModelCard.from_template(
+        ModelCardData(**{name: value for name, value in metadata.items() if value}),
+        template_path=str(Path(__file__).with_name("card.md.jinja")),
+        cell=cell,
+        start=model_link(inherited),
+        record=record,
+        task=task,
+        intervals=intervals,
+        license=inherited.get("license_name") or inherited.get("license"),
+        transformers=TRANSFORMERS,
+        citations=[PAPERS[name] for name in dict.fromkeys(papers) if name in PAPERS],
+    )
+    return str(card)
 
 
 def read_record(folder: Path) -> Record | None:

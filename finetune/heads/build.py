@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from multicls.errors import UserError, first_line
-from multicls.files import missing_folder, read_json, sha256_of
+from multicls.files import REPOSITORY, atomic_folder, missing_folder, read_json, sha256_of
 from multicls.sample import SAMPLE, sample_model
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 OTHERS = ("config.json", "tokenizer.json", "vocab.txt", "vocab.json", "*.model")
 DOWNLOADED = ("*.json", "*.txt", "*.model", "README.md")
+ENTRY = "task_model"  # a saved folder's first module, which imports all others
+NOT_A_HEAD = ("__init__", "build", "modeling_task")
 PADDING = 1024  # most entries of a vocabulary that its tokenizer may lack
 
 
@@ -90,7 +93,7 @@ def build_model(settings: RunSettings, tasks: Sequence[Task]) -> tuple[TaskModel
 
     torch.manual_seed(settings.seed)
     name, folder = settings.model, find_checkpoint(settings.model)
-    with load_problems(name), quiet_transformers():
+    with load_problems(str(folder)), quiet_transformers():
         encoder, _ = load_weights(AutoModel, str(folder), r"(.*\.)?pooler\..*")
         tokenizer = load_tokenizer(folder, encoder.config.vocab_size)
     sizes = encoder.config
@@ -129,6 +132,38 @@ def load_fine_tuned(folder: str) -> tuple[TaskModel, Tokenizer]:
     with load_problems(folder), quiet_transformers():
         model: TaskModel = TaskModel.from_pretrained(folder)
         return model, load_tokenizer(folder, model.encoder.config.vocab_size)
+
+
+def save_fine_tuned(model: TaskModel, tokenizer: Tokenizer, folder: Path, card: str = "") -> None:
+    """Saves model, tokenizer, README.md and the code of all heads; replaces the folder as a whole.
+
+    `AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True)` loads the model without this
+    project.
+    """
+    from finetune.heads.modeling_task import MULTICLS
+    from multicls.build import quiet_transformers
+
+    model.config.auto_map = {
+        "AutoConfig": f"{ENTRY}.TaskModelConfig",
+        "AutoModelForSequenceClassification": f"{ENTRY}.TaskModel",
+    }
+    here = Path(__file__).parent
+    files = sorted(file for file in here.glob("*.py") if file.stem not in NOT_A_HEAD)
+    entry = '"""Loads this model; written when it was saved."""\n\n'
+    entry += "from .modeling_task import TaskModel, TaskModelConfig\n"
+    entry += "".join(f"from .{file.stem} import HEADS as {file.stem}_heads\n" for file in files)
+    files.append(here / "modeling_task.py")
+    if model.config.encoder["model_type"] == MULTICLS:
+        entry += "from .modeling_multicls import MultiClsModel\n"  # it registers itself
+        names = ("configuration_multicls.py", "modeling_multicls.py")
+        files += [REPOSITORY / "multicls" / name for name in names]
+    with atomic_folder(folder) as fresh, quiet_transformers():
+        model.save_pretrained(fresh)
+        tokenizer.save_pretrained(fresh)
+        for file in files:
+            shutil.copy(file, fresh)
+        (fresh / f"{ENTRY}.py").write_text(entry, encoding="utf-8")
+        (fresh / "README.md").write_text(card, encoding="utf-8")
 
 
 def load_tokenizer(folder: str | Path, vocab_size: int) -> Tokenizer:

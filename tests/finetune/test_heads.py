@@ -13,8 +13,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, BertConfig, TextClassificationPipeline
 
 from finetune.heads import FITTED, HEADS
-from finetune.heads.build import Incompatible, load_fine_tuned
-from finetune.saving import save_model
+from finetune.heads.build import Incompatible, load_fine_tuned, save_fine_tuned
 from finetune.settings import RunSettings
 from finetune.tasks import TASKS, Task, task_of
 from multicls.build import build
@@ -198,7 +197,7 @@ def test_pipelines_give_probabilities_or_the_score(
 ) -> None:
     _, tokenizer = load(tiny_bert)
     encoder = BertConfig(**SIZES | {"vocab_size": len(tokenizer)})
-    save_model(make(encoder, "cls", task), tokenizer, tmp_path / "saved")
+    save_fine_tuned(make(encoder, "cls", task), tokenizer, tmp_path / "saved")
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
     assert model.config.problem_type == problem_type
     classify: Any = TextClassificationPipeline(model=model, tokenizer=tokenizer)
@@ -245,7 +244,7 @@ assert not {name.partition(".")[0] for name in sys.modules} & {"finetune", "mult
 
 def test_a_saved_model_without_its_tokenizer_is_refused(tiny_bert: Path, tmp_path: Path) -> None:
     model, tokenizer = load(tiny_bert)
-    save_model(model, tokenizer, tmp_path / "saved")
+    save_fine_tuned(model, tokenizer, tmp_path / "saved")
     assert len(load_fine_tuned(str(tmp_path / "saved"))[1]) == len(tokenizer)
     (tmp_path / "saved" / "tokenizer.json").unlink()
     with pytest.raises(UserError, match="saved: .*its tokenizer"):
@@ -273,7 +272,7 @@ def test_saved_models_load_without_the_project(
         model.train()(**inputs)  # so that there are statistics
         with torch.no_grad():
             logits = model.eval()(**inputs).logits
-            save_model(model, tokenizer, folder)
+            save_fine_tuned(model, tokenizer, folder)
             again = load_fine_tuned(str(folder))[0].eval()
             assert torch.equal(again(**inputs).logits, logits)
         assert again.config.id2label == {0: "0", 1: "1"} and (folder / "model.safetensors").exists()
