@@ -184,21 +184,20 @@ def disagreement(outputs: Mapping[str, Array], wrong_N: Array) -> dict[str, Any]
 
 
 def isotropy_of(embeddings_ND: Array) -> dict[str, Any]:
-    """Returns IsoBN's measures of isotropy (arXiv:2005.02178); a constant dimension correlates with none."""
-    import torch
+    """Returns IsoBN's measures of isotropy (arXiv:2005.02178); a constant dimension correlates with none.
 
+    EV_k (Eq. 9) is the share of the variance of the k largest principal components.
+    """
+    import torch
+    from sklearn.decomposition import PCA
+
+    shares = PCA(svd_solver="full").fit(embeddings_ND).explained_variance_ratio_
     correlation = torch.corrcoef(torch.from_numpy(embeddings_ND.T)).nan_to_num().abs().numpy()
     return {
-        "EV1, EV2, EV3": explained_variance(embeddings_ND)[:3].tolist(),
+        "EV1, EV2, EV3": shares[:3].cumsum().tolist(),
         "std min, median, max": np.quantile(embeddings_ND.std(axis=0), (0, 0.5, 1)).tolist(),
         "mean |Pearson|": float(correlation[np.triu_indices(len(correlation), 1)].mean()),
     }
-
-
-def explained_variance(embeddings_ND: Array) -> Array:
-    """Returns EV_1, EV_2, ... (Eq. 9), (min(N, D),): the share of the variance of the k largest components."""
-    variance = np.linalg.svd(embeddings_ND - embeddings_ND.mean(axis=0), compute_uv=False) ** 2
-    return np.asarray(variance.cumsum() / variance.sum())
 
 
 def logit_variance(embeddings_ND: Array, weight_CD: Array) -> Array:
@@ -207,10 +206,11 @@ def logit_variance(embeddings_ND: Array, weight_CD: Array) -> Array:
     Var_i = w_i (W^T v_i)^2 with the i-th eigenvalue and eigenvector of the embeddings' covariance; shares are averaged
     over classes. The mean of the class weights does not affect predictions, so it is subtracted first.
     """
+    from sklearn.decomposition import PCA
+
     weight = weight_CD - weight_CD.mean(axis=0) if len(weight_CD) > 1 else weight_CD
-    centred = embeddings_ND - embeddings_ND.mean(axis=0)
-    _, deviations, components = np.linalg.svd(centred, full_matrices=False)
-    variance = (deviations * (weight @ components.T)) ** 2
+    pca = PCA(svd_solver="full").fit(embeddings_ND)
+    variance = pca.explained_variance_ * (weight @ pca.components_.T) ** 2
     return np.asarray((variance / variance.sum(axis=1, keepdims=True)).mean(axis=0))
 
 

@@ -17,7 +17,7 @@ from finetune.encoding import Encoded
 from finetune.heads.build import Incompatible
 from finetune.heads.modeling_task import ClsHead, TaskModel
 from finetune.tasks import Array, TaskData
-from finetune.training import find_device, predict_rows
+from finetune.training import predict_rows
 
 STRENGTHS = np.logspace(-4, 2, 13)  # C of the logistic regression
 ALPHAS = np.logspace(-1, 5, 13)  # of the ridge regression
@@ -28,15 +28,14 @@ LOWEST = 1e-12  # probability of a class, so that its logarithm is a number
 
 def fit_head(
     rows: TaskData, model: TaskModel | None, encoded: Sequence[Mapping[str, Encoded]], seed: int
-) -> tuple[list[dict[str, Array]], dict[str, str]]:
+) -> list[dict[str, Array]]:
     """Fits a regression on the model's embeddings, or without a model on TF-IDF of words and pairs of words.
 
     Args:
         encoded: of the one task its splits, "train" first; empty without a model.
 
     Returns:
-        The outputs (N, C) of the one task by split, without "train": log-probabilities or scores; and the fields of
-        the record on the device.
+        The outputs (N, C) of the one task by split, without "train": log-probabilities or scores.
 
     Raises:
         Incompatible: The task has several labels or choices a row, or without a model marked words.
@@ -60,10 +59,8 @@ def fit_head(
     else:
         classifier = fit_classifier(train, labels.astype(int), seed)
         outputs = [_log_probabilities(classifier, features, task.num_labels) for features in others]
-    device, bf16 = find_device()
     arrays = [output.astype(np.float32) for output in outputs]
-    named = dict(zip(list(splits)[1:], arrays, strict=True))
-    return [named], {"device": device.type, "precision": "bf16" if bf16 else "fp32"}
+    return [dict(zip(list(splits)[1:], arrays, strict=True))]
 
 
 def embed(model: TaskModel, rows: Encoded) -> Array:

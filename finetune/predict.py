@@ -19,7 +19,7 @@ from pydantic_settings import CliPositionalArg
 
 from finetune.own_data import example_of, find_columns, with_texts
 from finetune.tables import RawRows, read_table
-from finetune.tasks import OWN, Array, Example, Task, task_of
+from finetune.tasks import Array, Example, Task, task_of
 from multicls.console import count, print_line, print_summary
 from multicls.errors import UserError, run_command
 from multicls.files import atomic_write, read_json
@@ -45,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     output = Path(options.output or Path(options.rows).with_suffix(".predictions.csv"))
     if output.suffix != ".csv" or output.resolve() == Path(options.rows).resolve():
         raise UserError(f"--output {output}: pass another file, with the ending .csv.")
-    index, description = find_task(options.model, options.task)
-    task, rows = task_of(description), read_table(Path(options.rows))
+    index, task = find_task(options.model, options.task)
+    rows = read_table(Path(options.rows))
     fields = options.text_column.split(",") if options.text_column else task.fields
     if len(fields) != len(task.fields):
         raise UserError(f"--text_column: the model reads {count(len(task.fields), 'text')} a row.")
@@ -71,8 +71,8 @@ def predict_command(model: Path, description: Mapping[str, Any], joint: bool) ->
     return f"python finetune/predict.py {shlex.quote(str(model))} ROWS.csv{task}"
 
 
-def find_task(folder: str, name: str | None = None) -> tuple[int, dict[str, Any]]:
-    """Returns number and description of the task that the saved model in `folder` was fine-tuned on.
+def find_task(folder: str, name: str | None = None) -> tuple[int, Task]:
+    """Returns the number and the task that the saved model in `folder` was fine-tuned on.
 
     Raises:
         UserError: The folder is not a fine-tuned model, or its task is not one of plain texts.
@@ -86,13 +86,13 @@ def find_task(folder: str, name: str | None = None) -> tuple[int, dict[str, Any]
         known = ", ".join(names)
         raise UserError(f"--task {name or ''}: {folder} is fine-tuned on {known}; name one.")
     index = names.index(name) if name else 0
-    if not tasks[index].keys() >= {*OWN}:
-        raise UserError(f"{folder}: saved by another version; fine-tune it again.")
+    try:
+        task = task_of(tasks[index])
+    except TypeError:
+        raise UserError(f"{folder}: saved by another version; fine-tune it again.") from None
     if not predict_command(path, tasks[index], joint=False):
-        raise UserError(
-            f"task {names[index]} has choices or marked words: only run.py predicts it."
-        )
-    return index, tasks[index]
+        raise UserError(f"task {task.name} has choices or marked words: only run.py predicts it.")
+    return index, task
 
 
 def predict(folder: str, index: int, task: Task, examples: Sequence[Example]) -> Array:

@@ -112,8 +112,10 @@ def identify(settings: RunSettings, data: Sequence[TaskData]) -> dict[str, Any]:
 
 def _train(settings: RunSettings, rows: Sequence[TaskData], identity: dict[str, Any]) -> Record:
     from finetune.encoding import Encoded
+    from finetune.training import TaskTrainer, find_device
 
-    model, tokenizer, encoded, began = None, None, list[dict[str, Encoded]](), time.perf_counter()
+    model, tokenizer, fields, began = None, None, dict(identity), time.perf_counter()
+    encoded = list[dict[str, Encoded]]()
     if settings.model:
         model, tokenizer = build_model(settings, [part.task for part in rows])
         for part in rows:
@@ -122,13 +124,14 @@ def _train(settings: RunSettings, rows: Sequence[TaskData], identity: dict[str, 
     if settings.head in FITTED:
         from finetune.fitted import fit_head
 
-        outputs, training = fit_head(rows[0], model, encoded, settings.seed)
+        outputs = fit_head(rows[0], model, encoded, settings.seed)
     else:
-        from finetune.training import TaskTrainer
-
         assert model is not None
         outputs, training = TaskTrainer(model, encoded, settings, identity).run()
-    fields = {**identity, **training, "seconds": round(time.perf_counter() - began, 3)}
+        fields |= training
+    device, bf16 = find_device(settings.train.precision)
+    fields |= {"device": device.type, "precision": "bf16" if bf16 else "fp32"}
+    fields["seconds"] = round(time.perf_counter() - began, 3)
     if rank_and_world()[0]:
         return {}
     return write_run(settings, rows, outputs, fields, model, tokenizer)

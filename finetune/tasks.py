@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -20,8 +20,8 @@ OWN_METRICS: dict[LabelType, tuple[str, ...]] = {  # of a user's own rows
     "multi_label": ("micro_f1", "macro_f1", "exact_match"),
     "score": ("spearman", "pearson"),
 }
-# The fields that make an own task.
-OWN = ("name", "fields", "labels", "metrics", "label_scale", "multi_label", "max_length")
+# The fields of a task on where its rows are; records and saved models do not keep them.
+SOURCE = ("benchmark", "folder", "hub", "file_columns", "header", "train", "dev", "test", "passage")
 Parts = tuple[tuple[str, str], ...]  # of a split: file stem and short name
 
 
@@ -60,9 +60,9 @@ class Task:
         return 1 if self.num_choices else max(1, len(self.labels))
 
     def describe(self) -> dict[str, Any]:
-        """Returns what a saved `TaskModel` has to know of the task, as JSON values."""
-        names = ("num_labels", "num_choices", "num_spans", "is_regression")
-        known = {name: getattr(self, name) for name in (*names, *OWN)}
+        """Returns what records and saved models have to know of the task, as JSON values."""
+        known = {name: value for name, value in vars(self).items() if name not in SOURCE}
+        known |= {"num_labels": self.num_labels, "is_regression": self.is_regression}
         return {name: list(v) if isinstance(v, tuple) else v for name, v in known.items()}
 
 
@@ -134,10 +134,10 @@ def passage_id(text: str) -> str:
 
 
 def task_of(description: Mapping[str, Any]) -> Task:
-    """Returns the task that `Task.describe` described: the one of the table, or a user's own."""
-    own = {name: description[name] for name in OWN}
-    lists: dict[str, Any] = {name: tuple(v) for name, v in own.items() if isinstance(v, list)}
-    return replace(TASKS.get(own["name"]) or Task(**own | lists), max_length=own["max_length"])
+    """Returns the task that `Task.describe` described, without where its rows are."""
+    known = {name: description[name] for name in Task.__dataclass_fields__ if name in description}
+    values: Any = {name: tuple(v) if isinstance(v, list) else v for name, v in known.items()}
+    return Task(**values)
 
 
 def _glue(name: str, *shape: Any, **options: Any) -> Task:

@@ -176,10 +176,7 @@ class TaskTrainer(Trainer):
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Returns the rank's own chunks, which accelerate must not shard again."""
         dataset: Any = self.train_dataset
-        pin = torch.cuda.is_available()
-        return DataLoader(
-            dataset, batch_sampler=self.sampler, collate_fn=itemgetter(0), pin_memory=pin
-        )
+        return DataLoader(dataset, batch_sampler=self.sampler, collate_fn=itemgetter(0))
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any) -> Tensor:
         """Computes the gradients of a chunk, with its own seed for dropout."""
@@ -287,8 +284,6 @@ class TaskTrainer(Trainer):
             "steps": self.state.global_step,
             "ranks": self.sampler.world_size,
             "batch_size": self.sampler.batch_size,
-            "device": self.args.device.type,
-            "precision": "bf16" if self.args.bf16 else "fp32",
         }
 
 

@@ -118,8 +118,8 @@ def test_commands_name_this_one_only_where_it_works(tmp_path: Path) -> None:
         command = predict_command(tmp_path, descriptions[-1], len(descriptions) > 1)
         assert command == (words and f"python finetune/predict.py {tmp_path}{words}")
         if words:
-            last = (len(descriptions) - 1, descriptions[-1])
-            assert find_task(str(tmp_path), descriptions[-1]["name"]) == last
+            number, task = find_task(str(tmp_path), descriptions[-1]["name"])
+            assert (number, task.describe()) == (len(descriptions) - 1, descriptions[-1])
         if words in ("", joint):
             with pytest.raises(UserError, match="only run.py predicts it|fine-tuned on sst5, sts"):
                 find_task(str(tmp_path))
