@@ -19,7 +19,7 @@ from multicls.tokenization import load_tokenizer
 CONFIG = "tokenizer_config.json"
 TABLE_WORDS = 1 << 19  # words in the table before it is emptied: about 100 MB a process
 _MARKS = r"([!-/:-@\[-`{-~\n])"  # ASCII punctuation, each always a word of its own, and the end of a sentence
-_END = "\n"
+_END, _STOP = "\n", "."
 
 
 def load_tokenizer_files(name: str) -> dict[str, bytes]:
@@ -110,14 +110,24 @@ class TextEncoder:
         """Returns the table entries of distinct words, (W,), and adds the new ones to the table."""
         if len(self._entries) > self._table_words:
             self._clear_table()
-        if new := [word for word in words if word not in self._entries]:
-            tokens, lengths = self._tokenize(new)
-            starts = len(self._tokens) + np.cumsum(lengths) - lengths
-            self._entries.update(zip(new, count(len(self._entries))))
-            self._lengths = np.concatenate([self._lengths, lengths])
-            self._starts = np.concatenate([self._starts, starts])
-            self._tokens = np.concatenate([self._tokens, tokens])
-        return np.array([self._entries[word] for word in words], np.int64)
+        for group in ([_STOP], words):  # `_tokenize_words` takes the full stop alone
+            if new := [word for word in group if word not in self._entries]:
+                tokens, lengths = self._tokenize_words(new)
+                starts = len(self._tokens) + np.cumsum(lengths) - lengths
+                self._entries.update(zip(new, count(len(self._entries))))
+                self._lengths = np.concatenate([self._lengths, lengths])
+                self._starts = np.concatenate([self._starts, starts])
+                self._tokens = np.concatenate([self._tokens, tokens])
+        return np.fromiter(map(self._entries.__getitem__, words), np.int64, count=len(words))
+
+    def _tokenize_words(self, words: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns what `_tokenize` returns, in half the time: many words are one text, with full stops between."""
+        texts = [f" {_STOP} ".join([*words[i : i + 1000], ""]) for i in range(0, len(words), 1000)]
+        tokens, _ = self._tokenize(texts)
+        ends = np.flatnonzero(tokens == tokens[-1])
+        if len(ends) != len(words):  # a stop is a word, or an unknown token like others
+            return self._tokenize(words)
+        return np.delete(tokens, ends), np.diff(ends, prepend=-1) - 1
 
     def _tokenize(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Returns the ids of all texts, concatenated, and the number of each text."""
