@@ -124,17 +124,18 @@ class ExampleStream:
 
         The arrays of `TrainingExample` have the micro-batches on the first axis and, part-major,
         n = size examples on the second: sequence p * n + i is part p of example i. Besides them
-        there is `example_ids` (-, n, 2) int64: epoch and index.
+        there is `windows` (-, n, 3) int64: the fields of each example's `Window`.
         """
         flat = [number * size + i for number in numbers for i in range(size)]
-        ids = [divmod(number, self.examples_per_epoch) for number in flat]
-        examples = [self._example(self._index.find(self.seed, *example_id)) for example_id in ids]
+        numbered = [divmod(number, self.examples_per_epoch) for number in flat]
+        windows = [self._index.find(self.seed, epoch, index) for epoch, index in numbered]
+        examples = list(map(self._example, windows))
         batches = dict[str, np.ndarray]()
         for name in ARRAYS:
             stacked = np.stack([getattr(example, name) for example in examples])
             by_batch = stacked.reshape(len(numbers), size, *stacked.shape[1:]).swapaxes(1, 2)
             batches[name] = by_batch.reshape(len(numbers), -1, *stacked.shape[2:])
-        return batches | {"example_ids": np.array(ids, np.int64).reshape(len(numbers), size, 2)}
+        return batches | {"windows": np.array(windows, np.int64).reshape(len(numbers), size, 3)}
 
     def examples(self, epoch: int, indices: Sequence[int]) -> list[TrainingExample]:
         """Returns examples of an epoch; an index is 0 to `examples_per_epoch` - 1."""

@@ -95,6 +95,6 @@ class ShowOptions(ExampleOptions):
     row: CliPositionalArg[int] = Field(
         description="a row from 0: a document, or a part of a very long one"
     )
-    seed: int = Field(0, description="seed of the training run")
+    seed: int = Field(1, description="seed of the training run")
     epoch: int = Field(0, ge=0, description="pass over the corpus, from 0")
     window: int = Field(0, ge=0, description="number of the window in the row, from 0")

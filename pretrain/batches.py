@@ -33,14 +33,14 @@ class MicroBatch:
 
     Attributes:
         number: Its number in the run.
-        example_ids: (n, 2) int64, epoch and index of each example.
+        windows: (n, 3) int64, the fields of each example's `data_prep.windows.Window`.
         inputs: Tensors that the model takes; integers as int64.
         counts: Numbers of terms of the losses "mlm", "tfidf" and "so", and of "examples", "sequences" and unpadded
             "tokens". Known without reading the device.
     """
 
     number: int
-    example_ids: np.ndarray
+    windows: np.ndarray
     inputs: dict[str, Tensor]
     counts: dict[str, int]
 
@@ -111,7 +111,7 @@ def _end_with_loaders(finished: threading.Event) -> None:
 
 def _unstack(numbers: list[int], arrays: dict[str, np.ndarray]) -> Iterator[MicroBatch]:
     """Yields the micro-batches of one call, in pinned memory where there is a GPU."""
-    example_ids = arrays.pop("example_ids")
+    windows = arrays.pop("windows")
     is_masked = arrays["labels"].reshape(len(numbers), -1) != IGNORE_INDEX
     arrays["masked_positions"] = is_masked.nonzero()[1]
     orders = (arrays["so_labels"] != IGNORE_INDEX).sum(axis=1)
@@ -130,8 +130,8 @@ def _unstack(numbers: list[int], arrays: dict[str, np.ndarray]) -> Iterator[Micr
             "mlm": len(positions[i]),
             "tfidf": tokens - facets * sequences,
             "so": int(orders[i]),
-            "examples": len(example_ids[i]),
+            "examples": len(windows[i]),
             "sequences": sequences,
             "tokens": tokens,
         }
-        yield MicroBatch(number, example_ids[i], inputs, counts)
+        yield MicroBatch(number, windows[i], inputs, counts)

@@ -53,9 +53,9 @@ class NonFiniteGuard:
         for batch, named in zip(batches, wrong, strict=True):
             if named or not ranks:  # if all losses are finite, any example may be the cause
                 values = ", ".join(f"loss/{name} = {value}" for name, value in named.items())
-                examples = " ".join("{}:{}".format(*pair) for pair in batch.example_ids.tolist())
+                examples = " ".join("{}:{}:{}".format(*window) for window in batch.windows.tolist())
                 where = f"step {step}, rank {dist.get_rank()}: {values or 'the losses are finite'}"
-                print_stderr(f"{where}; examples (epoch:index) {examples}")
+                print_stderr(f"{where}; examples (row:window:epoch) {examples}")
         what = "gradients are not finite"
         if ranks:
             what = f"a loss is not finite on {int(ranks)} rank(s)"

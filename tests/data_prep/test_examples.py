@@ -164,12 +164,14 @@ def test_an_example_depends_on_nothing_but_its_number(stream: ExampleStream) -> 
     assert together["input_ids"].shape == (3, 3 * size, 128)
     assert together["tfidf_labels"].shape == (3, 3 * size, 123)
     for b, number in enumerate((3, last, 7)):
-        for i, (epoch, index) in enumerate(together["example_ids"][b].tolist()):
-            assert epoch * stream.examples_per_epoch + index == number * size + i
-            (example,) = stream.examples(epoch, [index])
+        for i, (row, window, epoch) in enumerate(together["windows"][b].tolist()):
+            place = divmod(number * size + i, stream.examples_per_epoch)
+            (example,) = stream.examples(place[0], [place[1]])
+            shown = stream.examples_of_row(row, epoch)[window]
             for name in ARRAYS:  # part-major
                 np.testing.assert_array_equal(together[name][b, i::size], getattr(example, name))
-    assert {epoch for epoch, _ in together["example_ids"][1].tolist()} == {0, 1}
+                np.testing.assert_array_equal(getattr(shown, name), getattr(example, name))
+    assert {epoch for _, _, epoch in together["windows"][1].tolist()} == {0, 1}
     other = ExampleStream(stream.corpus, SAMPLE_IDS, seq_length=128, seed=4)
     assert (other.micro_batches([3], size)["input_ids"] != together["input_ids"][:1]).any()
 

@@ -139,7 +139,7 @@ def be_rank(launch: dict[str, Any], rank: int, output: Path) -> None:
     """Runs one rank of a launch and leaves the process."""
 
     def note_examples(trainer: Any, batches: list[Any], step: int, *_: Any, **__: Any) -> None:
-        examples = {str(batch.number): batch.example_ids.tolist() for batch in batches}
+        examples = {str(batch.number): batch.windows.tolist() for batch in batches}
         record = {"launch": output.stem, "step": step, "examples": examples}
         append_jsonl(output.with_name("examples.jsonl"), record)
 

@@ -30,7 +30,7 @@ def load(stream: ExampleStream, size: int = 3, **options: int) -> list[MicroBatc
 
 def assert_same(batches: list[MicroBatch], expected: list[MicroBatch]) -> None:
     for a, b in zip(batches, expected, strict=True):
-        assert a.example_ids.tolist() == b.example_ids.tolist()
+        assert a.windows.tolist() == b.windows.tolist()
         assert (a.number, a.counts, a.inputs.keys()) == (b.number, b.counts, b.inputs.keys())
         assert all(torch.equal(tensor, b.inputs[name]) for name, tensor in a.inputs.items())
 
@@ -40,7 +40,7 @@ def test_workers_and_ranks_agree(stream: ExampleStream) -> None:
     assert [batch.number for batch in wanted] == list(range(12, 132))
     for batch in wanted[::17]:
         arrays = stream.micro_batches([batch.number], 3)
-        assert batch.example_ids.tolist() == arrays["example_ids"][0].tolist()
+        assert batch.windows.tolist() == arrays["windows"][0].tolist()
         assert batch.inputs["labels"].tolist() == arrays["labels"][0].tolist()
     assert_same(load(stream, workers=2), wanted)
     ranks = [load(stream, rank=rank, ranks=2) for rank in range(2)]
@@ -53,7 +53,7 @@ def test_a_larger_micro_batch_holds_the_same_groups(stream: ExampleStream) -> No
     small, large = load(stream), load(stream, size=6)
     for number, batch in enumerate(large):
         pair = small[2 * number : 2 * number + 2]
-        assert batch.example_ids.tolist() == [*chain(*(b.example_ids.tolist() for b in pair))]
+        assert batch.windows.tolist() == [*chain(*(b.windows.tolist() for b in pair))]
         for name in ("input_ids", "labels", "so_labels"):
             parts = zip(*(b.inputs[name].chunk(3) for b in pair), strict=True)
             assert torch.equal(batch.inputs[name], torch.cat([*chain(*parts)]))

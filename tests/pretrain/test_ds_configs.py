@@ -130,8 +130,10 @@ def test_steps_are_those_of_plain_pytorch(launched: Launched, name: str, ranks: 
 def test_what_is_not_finite_is_named(launched: Launched) -> None:
     """Slot 1 of step 3 is the first of rank 1; micro-batch 13 has the examples 39 to 41."""
     stderr = launched("zero2", 2)["stderr"]
-    lines = re.findall(r"step 3, rank 1: loss/tfidf = inf; examples \(epoch:index\) (.*)", stderr)
-    assert lines == ["0:39 0:40 0:41"] * 4 and "step 3, rank 0" not in stderr
+    lines = re.findall(
+        r"step 3, rank 1: loss/tfidf = inf; examples \(row:window:epoch\) (.*)", stderr
+    )
+    assert lines == ["39:0:0 40:0:0 41:0:0"] * 4 and "step 3, rank 0" not in stderr
 
 
 @pytest.mark.launcher
@@ -162,7 +164,9 @@ def test_an_overflow_of_fp16_is_not_counted_but_a_broken_loss_is(
     good, bad = torch.tensor(2.0), torch.tensor(float("nan"))
     assert not guard.check_step(0, batches, [{"mlm": good}]) and guard.skipped == 0
     assert not guard.check_step(1, batches, [{"mlm": bad, "so": good}]) and guard.skipped == 1
-    assert "loss/mlm = nan; examples (epoch:index) 0:6 0:7 0:8" in capsys.readouterr().err
+    assert (
+        "loss/mlm = nan; examples (row:window:epoch) 6:0:0 7:0:0 8:0:0" in capsys.readouterr().err
+    )
     with pytest.raises(FloatingPointError, match="step 2: a loss is not finite on 1 rank"):
         guard.check_step(2, batches, [{"mlm": bad}])
 

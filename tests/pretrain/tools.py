@@ -45,7 +45,7 @@ def tiny_model(
 
 
 def micro_batch_of(
-    inputs: dict[str, Tensor], parts: int, number: int = 0, example_ids: Tensor | None = None
+    inputs: dict[str, Tensor], parts: int, number: int = 0, windows: Tensor | None = None
 ) -> MicroBatch:
     """Returns a micro-batch with the counts of its inputs."""
     sequences, length = inputs["input_ids"].shape
@@ -60,9 +60,9 @@ def micro_batch_of(
         "sequences": sequences,
         "tokens": int(lengths.sum()),
     }
-    if example_ids is None:
-        example_ids = torch.zeros(sequences // parts, 2, dtype=torch.long)
-    return MicroBatch(number, example_ids.numpy(), inputs | {"masked_positions": masked}, counts)
+    if windows is None:
+        windows = torch.zeros(sequences // parts, 3, dtype=torch.long)
+    return MicroBatch(number, windows.numpy(), inputs | {"masked_positions": masked}, counts)
 
 
 def random_inputs(seed: int, rows: int, facets: int, length: int = 16) -> dict[str, Tensor]:
