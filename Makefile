@@ -1,4 +1,4 @@
-# make demo      sets up, then runs the whole pipeline on the embedded sample
+# make demo      sets up, then prepares the sample, pretrains on it, and shows what changed
 # make test      sets up, then runs the quick tests
 # make test-all  sets up, then runs all tests but the walks
 # make test-walks  sets up, then runs the longest: the commands of all pages, and two nodes under SLURM

@@ -32,8 +32,8 @@ file or the name of a shipped one) overrides defaults, a later recipe overrides 
 all. `--print_config` prints the result as a recipe.
 
 Exit codes: 0: done (now or before), or stopped by a signal after a save. 1: a crash, or work that failed. 2: wrong
-settings or data; each problem is printed on a line of its own, and nothing was written. 3: an unfinished run, for
-`pretrain/run.py --status`. 130: interrupted.
+settings or data (nothing was written), or a full disk; each problem is printed on a line of its own. 3: an unfinished
+run, for `pretrain/run.py --status`. 130: interrupted.
 
 ## DeepSpeed's JSON
 
