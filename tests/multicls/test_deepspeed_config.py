@@ -73,6 +73,7 @@ BAD = {
     '{"bf16": 1,}': "not valid JSON",
     "[]": "is an object",
     '{"bf16": "auto"}': "bf16 = auto: must be an object",
+    '{"optimizer": "auto", "scheduler": null}': "set train.learning_rate and train.warmup_ratio",
     '{"data_types": null}': "data_types = None: must be an object",
     '{"zero_optimization": {"stage": 2, "overlap_com": true}}': "overlap_com",
     '{"zero_optimization": {"stage": 4}}': "stage",
