@@ -36,7 +36,7 @@ def build(
 
     Args:
         checkpoint: Hub id or folder of a model with any head.
-        num_facets: K; this and the next three as in `MultiClsConfig`. A Multi-CLS model keeps its K and its layers.
+        num_facets: K. It and the next three are those of `MultiClsConfig`. A Multi-CLS checkpoint keeps K and layers.
         random_weights: use only the shape and the tokenizer of the checkpoint.
         report: receives a line with the parts that are kept and those that are new, and one if padding changes facets.
 
@@ -71,7 +71,7 @@ def build(
 
 
 def _load_config(checkpoint: str) -> Any:
-    """Returns the configuration of an encoder's checkpoint, or a ValueError: why it is none, and what works."""
+    """Returns the configuration of an encoder's checkpoint. Raises ValueError with the reason and what works."""
     known: Any = transformers.CONFIG_MAPPING
     kind = transformers.PreTrainedConfig.get_config_dict(checkpoint)[0].get("model_type")
     if kind is None:
@@ -105,9 +105,9 @@ def _check_facets(config: Any, facets: dict[str, Any], in_tokenizer: int) -> Non
 
 
 def load_weights(kind: Any, checkpoint: str, may_lack: str = "", **options: Any) -> Any:
-    """Returns a model in float32 and the names of its weights that the checkpoint lacks.
+    """Returns a model of `kind`, a class or auto class, in float32, and the names of weights that the checkpoint lacks.
 
-    Only those that match `may_lack` may be missing; the others, and other shapes, are a ValueError.
+    `options` go to `from_pretrained`. Raises ValueError for other shapes, and missing names not matched by `may_lack`.
     """
     options |= {"dtype": "float32", "trust_remote_code": False, "output_loading_info": True}
     model, keys = kind.from_pretrained(checkpoint, **options)
@@ -138,7 +138,7 @@ def _copy_weights(model: MultiClsForPreTraining, checkpoint: str) -> str:
 
 
 def _try(model: MultiClsForPreTraining, tokenizer: Any, report: Callable[[str], None]) -> None:
-    """Makes a forward and a backward pass: an encoder is not listed but tried. One that does not work: ValueError."""
+    """Makes a forward and a backward pass. Raises ValueError if the encoder does not work."""
     kind, was_training = model.config.encoder.model_type, model.training
     fit: Any = {"padding": True, "truncation": True, "max_length": model.config.max_tokens}
     batch = tokenizer(["a"] * 6, **fit, return_tensors="pt")

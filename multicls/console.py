@@ -30,7 +30,7 @@ def count(number: int, noun: str) -> str:
 
 
 class Progress(tqdm):
-    """A bar of tqdm, drawn every 10 seconds where there is no terminal. `done`, of `total`, was done before.
+    """A tqdm bar; without a terminal it is drawn every 10 seconds. `done` of `total` units were finished before.
 
     `shown` is False on all ranks but one.
     """

@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _read_checkpoint(path: Path) -> dict[str, Any]:
-    """Loads the state dict of a `model.pt`; unpickles only tensors and plain containers. A wrong file: `UserError`."""
+    """Loads the state dict of a `model.pt`; unpickles only tensors and plain containers. Raises UserError."""
     import torch
 
     try:

@@ -100,7 +100,7 @@ def write_shard(path: str | Path, rows: Sequence[ShardRow]) -> None:
 
 
 def _lists(lengths: np.ndarray, values: pa.Array) -> pa.ListArray:
-    """Returns the values in lists of the given lengths."""
+    """Returns the values as lists of these lengths."""
     starts = np.cumsum(np.pad(lengths, (1, 0)), dtype=np.int32)
     return pa.ListArray.from_arrays(pa.array(starts), values)
 
@@ -155,14 +155,14 @@ class Corpus:
             raise UserError(*problems)
 
     def locate(self, number: int) -> tuple[Shard, int]:
-        """Returns the shard that holds row `number` of the corpus, and the row's index in it, or a `UserError`."""
+        """Returns the shard that holds row `number` of the corpus, and the row's index in it. Raises UserError."""
         if not 0 <= number < self.num_rows:
             raise UserError(f"{self.path}: no row {number}; the last row is {self.num_rows - 1}.")
         shard = bisect_right(self._first_rows, number) - 1
         return self.shard(shard), number - self._first_rows[shard]
 
     def row(self, number: int) -> ShardRow:
-        """Returns row `number` of the corpus, counted from 0, or a `UserError`."""
+        """Returns row `number` of the corpus, counted from 0. Raises UserError."""
         shard, row = self.locate(number)
         return shard.row(row)
 

@@ -105,7 +105,7 @@ def leave_deepspeed() -> None:
 def safe_unpickling(path: Path) -> Iterator[None]:
     """Makes DeepSpeed read the files of a checkpoint with `weights_only=True`; the folder may be somebody else's.
 
-    From then on torch loads all files of this process so. Objects that DeepSpeed 0.19.8 does not write: `UserError`.
+    From then on torch loads all files of the process this way. Raises UserError for objects DeepSpeed does not write.
     """
     import torch
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler

@@ -56,10 +56,10 @@ class FacetLayerNorm(nn.LayerNorm):
 
 
 def encoder_layers(encoder: PreTrainedModel) -> list[nn.Module]:
-    """Returns the members of the encoder's one list of `num_hidden_layers` modules of one class, or a ValueError."""
+    """Returns the encoder's one list of `num_hidden_layers` layers of one class. Raises ValueError if there is none."""
     depth, kind = encoder.config.num_hidden_layers, encoder.config.model_type
     lists = [list(module) for module in encoder.modules() if isinstance(module, nn.ModuleList)]
-    lists = [some for some in lists if len(some) == depth and len(set(map(type, some))) == 1]
+    lists = [layers for layers in lists if len(layers) == depth and len({*map(type, layers)}) == 1]
     if len(lists) != 1:
         raise ValueError(
             f"model_type '{kind}' has no list of {depth} layers of its own (found {len(lists)} such lists), so no "
@@ -74,16 +74,16 @@ def insert_facets(layer: nn.Module, _args: Any, kwargs: Mapping[str, Any], outpu
     A forward hook. [CLS] and text stay the output of the plain layer, (B, L, D) or a tuple that begins with it.
     Sequences that are packed into one, (1, T, D), begin at `cu_seq_lens_q`.
     """
-    facets: Any = layer.facets
+    linear: Any = layer.facets
     hidden_BLD = output[0] if isinstance(output, tuple) else output
-    count, starts = facets.out_features // facets.in_features, kwargs.get("cu_seq_lens_q")
+    count, starts = linear.out_features // linear.in_features, kwargs.get("cu_seq_lens_q")
     if starts is None:
-        cls, given, text = hidden_BLD.split([1, count, hidden_BLD.shape[1] - 1 - count], dim=1)
-        inserted = torch.cat([cls, facets(given), text], dim=1)
+        cls, facets_BKD, text = hidden_BLD.split([1, count, hidden_BLD.shape[1] - 1 - count], 1)
+        inserted = torch.cat([cls, linear(facets_BKD), text], dim=1)
     else:
         positions = (starts[:-1, None] + torch.arange(1, 1 + count, device=starts.device)).flatten()
-        given = hidden_BLD[0].index_select(0, positions).unflatten(0, (-1, count))
-        inserted = hidden_BLD.index_copy(1, positions, facets(given).flatten(0, 1)[None])
+        facets_BKD = hidden_BLD[0].index_select(0, positions).unflatten(0, (-1, count))
+        inserted = hidden_BLD.index_copy(1, positions, linear(facets_BKD).flatten(0, 1)[None])
     return (inserted, *output[1:]) if isinstance(output, tuple) else inserted
 
 
@@ -372,7 +372,7 @@ class MultiClsForPreTraining(MultiClsForMaskedLM):
         objectives: Collection[str] | None = None,
         **kwargs: Any,
     ) -> MultiClsForPreTrainingOutput:
-        """Computes the heads of the objectives, and the losses of those whose labels are given.
+        """Computes the heads of the objectives, and the losses of those whose labels are passed.
 
         MCQT needs no labels but a part-major batch: all first parts, then all second parts, ... If B does not divide
         into parts and groups, MCQT is left out; with `objectives` or `group_size` set, this is a ValueError.
@@ -382,7 +382,7 @@ class MultiClsForPreTraining(MultiClsForMaskedLM):
             labels: (B, L) masked-LM targets, -100 elsewhere; the MLM head is computed where they are, only.
             tfidf_labels: (B, L - K) targets in 0..10, without the facet positions; padding does not count.
             so_labels: (B,) 1 = the segments are swapped, 0 = in order, -100 = the part has one segment.
-            masked_positions: (M,) ascending, of the labels in the flattened batch; without it the host waits.
+            masked_positions: (M,) ascending label indices in the flattened batch; None: the host waits for the device.
             group_size: n, the examples that are each other's negatives in MCQT; None: all examples are one group.
             normalizers: Divisors of the summed "mlm", "tfidf" and "so" losses; None: their numbers of terms here.
             objectives: Those of `OBJECTIVES` to compute; None: all.

@@ -1,4 +1,4 @@
-"""Learning rate, weight decay, dropout seeds and precision: the same in pretraining and fine-tuning."""
+"""Learning rate, weight decay and precision of pretraining, and the dropout seeds of both stages."""
 
 import hashlib
 from typing import Any, Literal
@@ -27,7 +27,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         if parameter.requires_grad:
             decays = parameter.ndim >= 2 and "bias" not in name and "norm" not in name.lower()
             groups[weight_decay if decays else 0.0].append(parameter)
-    return [{"params": some, "weight_decay": decay} for decay, some in groups.items() if some]
+    return [{"params": params, "weight_decay": decay} for decay, params in groups.items() if params]
 
 
 def dropout_seed(seed: int, number: int) -> int:

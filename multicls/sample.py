@@ -25,7 +25,7 @@ def sample_model() -> Path:
 
 
 def _find(package: str, module: str, pattern: str) -> Path:
-    """Returns the first file of a package that matches the pattern, or a `UserError`."""
+    """Returns the first file of a package that matches the pattern. Raises UserError if there is none."""
     spec = importlib.util.find_spec(module)
     paths = sorted(Path(spec.origin).parent.glob(pattern)) if spec and spec.origin else []
     if not paths:

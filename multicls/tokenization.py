@@ -5,7 +5,7 @@ from typing import Any
 
 from multicls.errors import UserError, first_line
 
-# Roles of special tokens, and the one that stands in where a tokenizer has no such token.
+# Role of a special token -> the role that replaces it if a tokenizer has no such token.
 ROLES = {"cls_token": "bos_token", "sep_token": "eos_token", "pad_token": "", "mask_token": ""}
 
 

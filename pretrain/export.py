@@ -89,7 +89,7 @@ def describe_model(
 
 
 def restore_model(folder: Path) -> tuple[Any, Any]:
-    """Returns the model of a `RUN/model` folder, without its weights, and its tokenizer, or a `UserError`."""
+    """Returns the model of a `RUN/model` folder without weights, and its tokenizer. Raises UserError if incomplete."""
     from transformers import AutoConfig, AutoModelForPreTraining, AutoTokenizer
 
     import multicls.modeling_multicls  # noqa: F401 (registers the model)

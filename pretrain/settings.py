@@ -25,7 +25,7 @@ class ModelSettings(Settings):
     random_weights: bool = Field(False, description="use only the checkpoint's shape and tokenizer")
     num_facets: int = Field(5, ge=0, description="K, the extra CLS tokens; 0: [CLS] alone")
     facet_layers: list[int] | None = Field(
-        None, description="layers followed by inserted linears; null: the model's default; []: none"
+        None, description="linear layers follow these layers; null: the model's default; []: none"
     )
     mcqt_lambda: float = Field(0.1, ge=0, le=1, description="weight of the best facet pair in MCQT")
     hard_negatives: bool = Field(True, description="three-part examples; false: two parts")
@@ -41,12 +41,12 @@ class DataSettings(Settings):
     )
     mlm_probability: float = Field(0.15, gt=0, lt=1, description="share of text tokens to predict")
     source_weights: dict[str, Annotated[float, Field(ge=0)]] = Field(
-        {}, description="how often an epoch shows a source: '{\"books\": 2}'; others 1, 0: never"
+        {}, description="how often an epoch shows a source: '{\"books\": 2}'; 0: never; unset: 1"
     )
     validation_fraction: float = Field(
         0.01, gt=0, lt=1, description="share of documents held out; at least one"
     )
-    num_workers: int = Field(1, ge=0, description="loader processes of a rank; change no number")
+    num_workers: int = Field(1, ge=0, description="loader processes a rank; they change no number")
 
 
 class ObjectiveSettings(Settings):
@@ -78,20 +78,20 @@ class TrainSettings(Settings):
     steps: int = Field(0, ge=0, description="length of the run in optimizer steps")
     global_batch_size: PositiveInt = Field(10, description="examples of a step, over all ranks")
     micro_batch_size: PositiveInt | Literal["auto"] = Field(
-        "auto", description="examples of a forward pass; auto: the largest with 32,768 tokens"
+        "auto", description="examples of a forward pass; auto: largest with at most 32,768 tokens"
     )
     negatives_group: PositiveInt = Field(10, description="examples that are each other's negatives")
     learning_rate: float = Field(2e-5, gt=0, description="peak learning rate")
-    warmup_ratio: float = Field(0.001, ge=0, lt=1, description="share of steps with rising rate")
+    warmup_ratio: float = Field(0.001, ge=0, lt=1, description="linear warm-up, share of the steps")
     weight_decay: float = Field(0.02, ge=0, description="decoupled; none on biases and LayerNorms")
     max_grad_norm: float = Field(1.0, gt=0, description="largest global gradient norm")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto", description="auto: bf16 where the GPU has it, fp16 on other GPUs, fp32 on CPU"
     )
-    activation_checkpointing: bool = Field(False, description="less memory; layers computed twice")
+    activation_checkpointing: bool = Field(False, description="recompute layers to save memory")
     compile: bool = Field(False, description="torch.compile of the encoder's layers")
-    unpad: bool = Field(False, description="leaves the padding out of the encoder; GPU only")
-    skip_nonfinite: int = Field(0, ge=0, description="steps with NaN or inf that are skipped")
+    unpad: bool = Field(False, description="leave the padding out of the encoder; GPU only")
+    skip_nonfinite: int = Field(0, ge=0, description="steps with NaN or inf that may be skipped")
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -120,15 +120,15 @@ Interval = Annotated[float, Field(gt=0), AfterValidator(_whole_or_share)]
 class RunSettings(Settings):
     """Output of a run: where, what and how often. Intervals are numbers of steps, or shares of the run below 1."""
 
-    output_dir: str = Field("", description="the run folder; default: runs/ and the last recipe")
+    output_dir: str = Field("", description="run folder; default: runs/NAME of the last recipe")
     log_every: Interval = Field(50, description="interval of records of metrics")
     eval_every: Interval = Field(2000, description="interval of validations")
     eval_examples: PositiveInt = Field(500, description="validation examples, always the same")
     save_every: Interval = Field(10000, description="interval of checkpoints")
     keep_checkpoints: PositiveInt = Field(2, description="number of newest checkpoints to keep")
-    milestone_every: PositiveInt | None = Field(None, description="these steps' checkpoints stay")
-    time_limit: float | None = Field(None, gt=0, description="minutes until it saves and leaves")
-    wandb_project: str | None = Field(None, description="reports to Weights & Biases, too")
+    milestone_every: PositiveInt | None = Field(None, description="interval of checkpoints to keep")
+    time_limit: float | None = Field(None, gt=0, description="save and exit after these minutes")
+    wandb_project: str | None = Field(None, description="Weights & Biases project to report to")
 
     @field_validator("wandb_project")
     @classmethod

@@ -1,4 +1,4 @@
-"""Leaving before the end: a signal or the time limit asks, all ranks agree, finish their step, save and leave."""
+"""Stops a run before its end: after a signal or the time limit, all ranks finish the step, save and exit."""
 
 import os
 import signal

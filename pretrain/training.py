@@ -65,7 +65,7 @@ class Trainer:
         self.weights = self.settings.objective.in_use
 
     def run(self, start: int) -> None:
-        """Trains from step `start` to the end, or until asked to leave; exports, and marks the run folder."""
+        """Trains from step `start` to the end, or until a stop request; exports, and marks the run folder."""
         run, train, steps = self.settings.run, self.settings.train, self.settings.train.steps
         size, workers = int(train.micro_batch_size), self.settings.data.num_workers
         sizes = {"size": size, "per_step": train.global_batch_size // size, "workers": workers}

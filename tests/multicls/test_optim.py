@@ -1,4 +1,4 @@
-"""Parameter groups, precision and seeds of both stages, and the record of the software."""
+"""Schedule, parameter groups and precision of pretraining, dropout seeds of both stages, the software's record."""
 
 from pathlib import Path
 from types import SimpleNamespace
