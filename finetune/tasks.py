@@ -1,14 +1,16 @@
-"""The table of tasks: what each is, where its rows are and how it is scored; and their examples."""
+"""Tasks, those of tasks.yaml and a user's own: what each is, where its rows are, its scores; and their examples."""
 
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import yaml
 
 from multicls.console import count
 
@@ -134,70 +136,23 @@ def passage_id(text: str) -> str:
 
 
 def task_of(description: Mapping[str, Any]) -> Task:
-    """Returns the task that `Task.describe` described, without where its rows are."""
+    """Returns the task with the fields of an entry of tasks.yaml, or of what `Task.describe` returned."""
     known = {name: description[name] for name in Task.__dataclass_fields__ if name in description}
-    values: Any = {name: tuple(v) if isinstance(v, list) else v for name, v in known.items()}
-    return Task(**values)
+    return Task(**{name: _as_tuple(value) for name, value in known.items()})
 
 
-def _glue(name: str, *shape: Any, **options: Any) -> Task:
-    """Returns a task of GLUE; `shape` has fields, labels, metrics, folder and the number of test rows."""
-    *fields, folder, test_rows = shape
-    common: dict[str, Any] = {"benchmark": "glue", "hub": ("nyu-mll/glue", name)}
-    common |= {"folder": folder, "test": (("test", "", folder, test_rows),)}
-    return Task(name, *fields, **common | options)
+def _as_tuple(value: Any) -> Any:
+    """Returns a list, with the lists in it, as tuples, and other values as they are."""
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
 
-def _super(name: str, *args: Any, **options: Any) -> Task:
-    options |= {"hub": ("aps/super_glue", options.pop("configuration", name)), "max_length": 256}
-    return _glue(name, *args, benchmark="superglue", dev=(("val", ""),), **options)
+def _read_tasks() -> Iterator[Task]:
+    """Yields the tasks of tasks.yaml."""
+    benchmarks = yaml.safe_load(Path(__file__).with_name("tasks.yaml").read_text(encoding="utf-8"))
+    for benchmark, tasks in benchmarks.items():
+        common = tasks.pop("common", {}) | {"benchmark": benchmark}
+        for name, fields in tasks.items():
+            yield task_of(common | fields | {"name": name})
 
 
-BINARY, BOOLEAN = ("0", "1"), ("false", "true")
-ENTAILMENT = ("entailment", "not_entailment")
-NLI = ("entailment", "neutral", "contradiction")
-SENTENCE, SENTENCES, PREMISE = ("sentence",), ("sentence1", "sentence2"), ("premise", "hypothesis")
-ACC, CORRELATIONS = ("acc",), ("spearman", "pearson")
-SPANS: dict[str, Any] = {"num_spans": 2, "passage": 0}
-MNLI: dict[str, Any] = {  # the diagnostic AX is a part of the test set
-    "file_columns": (*SENTENCES, "gold_label"),
-    "dev": (("dev_matched", "m"), ("dev_mismatched", "mm")),
-    "test": (
-        ("test_matched", "m", "MNLI-m", 9796),
-        ("test_mismatched", "mm", "MNLI-mm", 9847),
-        ("AX/AX", "ax", "AX", 1104),
-    ),
-}
-_cs224n = partial(Task, benchmark="cs224n", folder=".")
-TASKS: dict[str, Task] = {task.name: task for task in (
-    _glue("cola", SENTENCE, BINARY, ("matthews", "acc"), "CoLA", 1063, header=("source", "label",
-          "author_mark", "sentence")),
-    _glue("sst2", SENTENCE, BINARY, ACC, "SST-2", 1821),
-    _glue("mrpc", SENTENCES, BINARY, ("f1", "acc"), "MRPC", 1725, file_columns=("#1 String", "#2 String",
-          "Quality")),
-    _glue("stsb", SENTENCES, (), CORRELATIONS, "STS-B", 1379, file_columns=(*SENTENCES, "score"),
-          label_scale=5.0),
-    _glue("qqp", ("question1", "question2"), BINARY, ("f1", "acc"), "QQP", 390965,
-          file_columns=("question1", "question2", "is_duplicate")),
-    _glue("mnli", PREMISE, NLI, ACC, "MNLI", 0, passage=0, **MNLI),
-    _glue("qnli", ("question", "sentence"), ENTAILMENT, ACC, "QNLI", 5463, passage=0),
-    _glue("rte", SENTENCES, ENTAILMENT, ACC, "RTE", 3000),
-    _glue("wnli", SENTENCES, BINARY, ACC, "WNLI", 146, passage=0),
-    _super("boolq", ("passage", "question"), BOOLEAN, ACC, "BoolQ", 3245, passage=0),
-    _super("cb", PREMISE, ("entailment", "contradiction", "neutral"), ("mean(acc,macro_f1)", "acc",
-           "macro_f1"), "CB", 250),
-    _super("copa", ("premise", "question"), BINARY, ACC, "COPA", 500, num_choices=2),
-    _super("multirc", ("passage", "question"), BINARY, ("mean(f1a,em)", "f1a", "em"), "MultiRC", 9693,
-           passage=0),
-    _super("record", ("passage", "query"), BINARY, ("mean(record_f1,record_em)", "record_f1",
-           "record_em"), "ReCoRD", 10000, passage=0),
-    _super("rte_superglue", PREMISE, ENTAILMENT, ACC, "RTE", 3000, configuration="rte"),
-    _super("wic", SENTENCES, BOOLEAN, ACC, "WiC", 1400, **SPANS),
-    _super("wsc", ("text",), ("False", "True"), ACC, "WSC", 146, configuration="wsc.fixed", **SPANS),
-    _cs224n("sst5", SENTENCE, ("0", "1", "2", "3", "4"), ACC, file_columns=("sentence", "sentiment"),
-            train=(("ids-sst-train", ""),), dev=(("ids-sst-dev", ""),)),
-    _cs224n("quora", SENTENCES, ("0.0", "1.0"), ("acc", "f1"), file_columns=(*SENTENCES, "is_duplicate"),
-            train=(("quora-train", ""),), dev=(("quora-dev", ""),)),
-    _cs224n("sts", SENTENCES, (), ("pearson", "spearman"), file_columns=(*SENTENCES, "similarity"),
-            train=(("sts-train", ""),), dev=(("sts-dev", ""),), label_scale=5.0),
-)}  # fmt: skip
+TASKS: dict[str, Task] = {task.name: task for task in _read_tasks()}
