@@ -7,7 +7,6 @@ Shape legend: N examples, D dimensions, C classes or rows of a classifier, K fac
 """
 
 import sys
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,16 +92,17 @@ def analyze_run(folders: Sequence[Path], examples: int) -> dict[str, Any]:
         "after": isotropy_of(pooled),
         "logit variance of top 1, 5, 30": [float(shares[:k].sum()) for k in (1, 5, 30)],
     }
-    if "layers" in states["after"]:  # HIRE
+    if states["after"]["layers"].size:
         numbers["layers"] = states["after"]["layers"].mean(axis=0).tolist()
     if states["after"]["facets"].shape[1] > 1:
         cosines = {name: mean_cosine(arrays["facets"]) for name, arrays in states.items()}
         numbers["facets, mean cosine"] = cosines
         if isinstance(after.head, MulticlsHead) and not (task.is_regression or task.multi_label):
-            logits = {"facets": facet_logits(after, states["after"])}
+            runs = [load_predictions(folder, task.name)["dev"] for folder in folders]
+            seeds = np.stack([run["logits"][drawn] for run in runs])
+            logits = {"facets": facet_logits(after, states["after"]["facets"], seeds[0])}
             if len(folders) > 1:
-                seeds = [load_predictions(folder, task.name)["dev"] for folder in folders]
-                logits["seeds"] = np.stack([seed["logits"][drawn] for seed in seeds])
+                logits["seeds"] = seeds
             wrong = logits["facets"].mean(axis=0).argmax(axis=1) != rows.labels.numpy()
             numbers["disagreement"] = disagreement(logits, wrong)
     return numbers
@@ -112,47 +112,40 @@ def read_states(model: "TaskModel", rows: "Encoded") -> dict[str, Array]:
     """Returns the model's states for N rows (sequences of choice tasks), without dropout, in float32.
 
     Returns:
-        "pooled", what the classifier reads (N, E); "facets", their last hidden states (N, K, D); "logits" (rows, C);
-        "layers", HIRE's weights (N, layers + 1), of this head only.
+        "pooled", what the classifier reads (N, E), without the means over spans; "facets", their last hidden states
+        (N, K, D); "layers", the weights (N, layers + 1) of the head HIRE, of others (N, 0).
     """
     import torch
 
-    from finetune.training import find_device
+    from finetune.training import predict_rows
 
-    device, _ = find_device()
-    model.eval().to(device)
-    num_facets = getattr(model.encoder.config, "num_facets", 0)
-    parts: dict[str, list[Array]] = defaultdict(list)
-    with torch.inference_mode():
-        for start in range(0, len(rows), 32):
-            batch = rows.batch(range(len(rows))[start : start + 32])
-            inputs = {name: tensor.to(device) for name, tensor in batch.items() if name != "labels"}
-            output = model(**inputs, output_hidden_states=True)
-            states = {
-                "pooled": output.features[:, : model.head.width],  # without the spans
-                "facets": output.hidden_states[-1][:, 1 : 1 + num_facets],
-                "logits": output.logits,
-                "layers": output.layer_weights,
-            }
-            for name, tensor in states.items():
-                parts[name] += [] if tensor is None else [tensor.float().cpu().numpy()]
-    return {name: np.concatenate(arrays) for name, arrays in parts.items() if arrays}
+    width, size = model.head.width, model.encoder.config.hidden_size
+    number = getattr(model.encoder.config, "num_facets", 0)
+
+    def read(output: Any) -> torch.Tensor:
+        facets = output.hidden_states[-1][:, 1 : 1 + number].flatten(1)
+        layers = output.features[:, :0] if output.layer_weights is None else output.layer_weights
+        return torch.cat([output.features[:, :width], facets, layers], dim=1)
+
+    table = predict_rows(model, rows, 0, "fp32", 32, read, output_hidden_states=True)
+    table = table.reshape(len(rows) * rows.sequences_per_row, -1)
+    pooled, facets, layers = np.split(table, [width, width + number * size], axis=1)
+    return {"pooled": pooled, "facets": facets.reshape(len(table), number, size), "layers": layers}
 
 
-def facet_logits(model: "TaskModel", states: Mapping[str, Array]) -> Array:
+def facet_logits(model: "TaskModel", facets_NKD: Array, logits: Array) -> Array:
     """Returns the logits (K, N, C) that a model would have if all facets contributed what one does, W (K c_k) + b.
 
-    The head `multicls` is a sum of contributions c_k, so the mean over the facets is the model's logits.
+    The head `multicls` is a sum of contributions c_k, so the mean over the facets is the model's `logits` (N, C).
     """
     import torch
 
     head: Any = model.cpu().head
     with torch.inference_mode():
-        facets_NKD = torch.from_numpy(states["facets"])
-        parts_KND = head.contributions(facets_NKD).transpose(0, 1)
+        parts_KND = head.contributions(torch.from_numpy(facets_NKD)).transpose(0, 1)
         gaps_KND = len(parts_KND) * parts_KND - parts_KND.sum(dim=0)
         gaps_KNC = gaps_KND @ model.get_parameter("classifiers.0.weight")[:, : head.width].T
-    logits = states["logits"]  # of a choice task (rows, choices), where gaps are (K, sequences, 1)
+    # Of a choice task logits are (rows, choices), and gaps (K, sequences, 1).
     return logits + gaps_KNC.numpy().reshape(-1, *logits.shape)
 
 

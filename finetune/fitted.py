@@ -1,6 +1,7 @@
 """The heads that scikit-learn fits: `probe` on a frozen embedding, and `tfidf`, a bag of words without a model."""
 
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -71,7 +72,7 @@ def embed(model: TaskModel, rows: Encoded) -> Array:
     """
     if isinstance(model.head, ClsHead):
         model.head.dense = model.head.activation = nn.Identity()
-    return predict_rows(model, rows, 0, output="features")
+    return predict_rows(model, rows, 0, read=itemgetter("features"))
 
 
 def fit_classifier(features: Any, labels: Array, seed: int) -> Any:

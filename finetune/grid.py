@@ -238,14 +238,14 @@ def attempt(run: RunSettings) -> bool:
 
 def _print_states(runs: Sequence[RunSettings]) -> Counter[str]:
     """Prints the number of runs by state, and unfinished runs with the reason; returns the numbers."""
-    counts, unfinished = Counter({"finished": 0}), []
-    for run in runs:
-        state, reason = run_state(run.folder)
-        counts[state] += 1
-        if state != "finished":
-            unfinished.append(f"{state}: {run.folder}: {reason}\n")
+    states = [(*run_state(run.folder), run.folder) for run in runs]
+    counts = Counter({"finished": 0})
+    counts.update(state for state, *_ in states)
     print(", ".join(f"{n} {state}" for state, n in counts.items()) + f", of {len(runs)} runs")
-    print("".join(sorted(unfinished)[:SHOWN]), end="")
+    lines = sorted(
+        f"{state}: {path}: {why}\n" for state, why, path in states if state != "finished"
+    )
+    print("".join(lines[:SHOWN]), end="")
     return counts
 
 

@@ -18,32 +18,28 @@ from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from finetune.tasks import Array, Example, Task, example_arrays
 from multicls.errors import UserError
 
-
-def _f1(labels: Array, predictions: Array, average: str) -> float:
-    """Returns an F1, 0 if no class counts; a class that is neither labelled nor predicted does not."""
-    value = float(f1_score(labels, predictions, average=average, zero_division=math.nan))
-    return value if math.isfinite(value) else 0.0
-
-
-def _correlation(labels: Array, predictions: Array, kind: Callable[[Array, Array], Any]) -> float:
-    """Returns a correlation; 0 if it is undefined (constant predictions), as Matthews' is."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about constant input, for which the value is 0
-        value = float(kind(labels, predictions)[0]) if len(labels) > 1 else 0.0
-    return value if math.isfinite(value) else 0.0
-
-
-METRICS: dict[str, Callable[[Array, Array], float]] = {  # of labels and predictions
+METRICS: dict[str, Callable[[Array, Array], Any]] = {  # of labels and predictions; see `metric`
     "acc": accuracy_score,
     "exact_match": accuracy_score,
-    "f1": partial(_f1, average="binary"),
-    "f1a": partial(_f1, average="binary"),  # MultiRC: over all answers of all questions
-    "macro_f1": partial(_f1, average="macro"),
-    "micro_f1": partial(_f1, average="micro"),
+    "f1": partial(f1_score, average="binary", zero_division=math.nan),
+    "f1a": partial(f1_score, average="binary", zero_division=math.nan),  # MultiRC: of all answers
+    "macro_f1": partial(f1_score, average="macro", zero_division=math.nan),
+    "micro_f1": partial(f1_score, average="micro", zero_division=math.nan),
     "matthews": matthews_corrcoef,
-    "pearson": partial(_correlation, kind=pearsonr),
-    "spearman": partial(_correlation, kind=spearmanr),
+    "pearson": lambda x, y: pearsonr(x, y).statistic if len(x) > 1 else math.nan,
+    "spearman": lambda x, y: spearmanr(x, y).statistic,
 }
+
+
+def metric(name: str, labels: Array, predictions: Array) -> float:
+    """Returns a metric of `METRICS`; 0 where it is undefined, as for constant predictions or one row.
+
+    A class that is neither labelled nor predicted does not count for an F1.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about constants
+        value = float(METRICS[name](labels, predictions))
+    return value if math.isfinite(value) else 0.0
 
 
 def predictions_of(task: Task, outputs: Array) -> Array:
@@ -104,7 +100,7 @@ def _values(task: Task, predictions: Mapping[str, Array]) -> dict[str, float]:
     values: dict[str, float] = {}
     for name in task.metrics:
         if name in METRICS:
-            values[name] = float(METRICS[name](labels, predicted))
+            values[name] = metric(name, labels, predicted)
         elif name == "em":  # MultiRC: questions with all answers right
             right = pd.Series(labels == predicted).groupby(predictions["groups"])
             values[name] = float(right.all().mean())

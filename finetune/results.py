@@ -4,7 +4,6 @@ RESULTS/SYSTEM/TASK-SIZE/p1-d1-s1/ holds record.json, settings.yaml (the recipe 
 (TensorBoard) and, if asked for, model/; while a run is not finished also checkpoint-N/, and error.json if it failed.
 """
 
-import math
 import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -116,28 +115,23 @@ def _model_card(record: Record, tasks: Sequence[tuple[TaskData, Predictions]]) -
 
     from finetune.estimates import example_interval
 
-    inherited, intervals, task = inherited_metadata(record["model"]), list[str](), tasks[0][0].task
-    for part, predictions in tasks:
-        low, high = example_interval(part.task, predictions["dev"])
-        interval = f" (95 % interval {100 * low:.1f} to {100 * high:.1f})"
-        intervals.append("" if math.isnan(low) else interval)
-    metadata = {
-        "library_name": "transformers",
-        "pipeline_tag": None if task.num_choices or task.num_spans else "text-classification",
-        "tags": ["text-classification"],
-        "datasets": sorted({part.task.hub[0] for part, _ in tasks if part.task.hub}),
+    inherited, task, head = inherited_metadata(record["model"]), tasks[0][0].task, record["head"]
+    data = ModelCardData(
+        library_name="transformers",
+        pipeline_tag=None if task.num_choices or task.num_spans else "text-classification",
+        tags=["text-classification"],
+        datasets=sorted({part.task.hub[0] for part, _ in tasks if part.task.hub}) or None,
         **inherited,
-    }
-    head = record["head"]
+    )
     papers = [METHOD] * (METHOD in head + record["settings"]["pooling"]) + [head]
     card = ModelCard.from_template(
-        ModelCardData(**{name: value for name, value in metadata.items() if value}),
+        data,
         template_path=str(Path(__file__).with_name("card.md.jinja")),
         cell=cell,
         start=model_link(inherited),
         record=record,
         task=task,
-        intervals=intervals,
+        intervals=[example_interval(part.task, splits["dev"]) for part, splits in tasks],
         license=inherited.get("license_name") or inherited.get("license"),
         transformers=TRANSFORMERS,
         citations=[PAPERS[name] for name in dict.fromkeys(papers) if name in PAPERS],

@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain, cycle, islice
@@ -307,11 +307,12 @@ def predict_rows(
     task: int,
     precision: str = "auto",
     batch_size: int = 64,
-    output: str = "logits",
+    read: Callable[[Any], Tensor] = itemgetter("logits"),
+    **options: bool,
 ) -> Array:
-    """Returns an output of the model for all rows, in their order, (N, C), on all ranks, each of which computes a part.
+    """Returns what `read` takes from the model's output for each row, (N, M), in their order, on all ranks.
 
-    A batch holds rows of like length, for less padding.
+    Each rank computes a part. A batch holds rows of like length, for less padding. `options` are the model's.
     """
     (device, bf16), was_training = find_device(precision), model.training
     model.eval().to(device)
@@ -325,7 +326,7 @@ def predict_rows(
         batch = rows.batch(batch_rows)
         inputs = {name: tensor.to(device) for name, tensor in batch.items() if name != "labels"}
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
-            found = model(**inputs, task=task)[output].float()
+            found = read(model(**inputs, task=task, **options)).float()
         outputs.append(found.reshape(len(batch_rows), -1))
     table = torch.full((len(rows), outputs[0].shape[1]), -math.inf, device=device)
     table[torch.tensor(list(chain.from_iterable(mine)), device=device)] = torch.cat(outputs)
