@@ -31,13 +31,14 @@ def load_tokenizer_files(name: str) -> dict[str, bytes]:
     Raises:
         UserError: There is no such tokenizer, or it is not a fast one.
     """
-    from huggingface_hub import snapshot_download
     from tokenizers import Tokenizer
 
     path = sample_model() if name == SAMPLE else Path(name)
     with TemporaryDirectory() as converted:
         try:
             if not path.exists():
+                from huggingface_hub import snapshot_download
+
                 path = Path(snapshot_download(name, allow_patterns=["tokenizer.json", CONFIG]))
             main = path / "tokenizer.json" if path.is_dir() else path
             if path.is_dir() and not main.exists():  # a model of sentencepiece, say

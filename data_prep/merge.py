@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pandas as pd
 
 from data_prep.build import Unit
 from data_prep.drops import DropLog
@@ -52,7 +51,9 @@ def merge(
 def find_copies(folders: list[Path]) -> list[np.ndarray]:
     """Returns for each unit, (D,) bool, which documents have the text of an earlier document."""
     columns = [np.load(folder / "documents.npy")["hash"] for folder in folders]
-    copied = pd.Series(np.concatenate(columns)).duplicated().to_numpy()
+    hashes = np.concatenate(columns)
+    copied = np.ones(len(hashes), bool)
+    copied[np.unique(hashes, return_index=True)[1]] = False
     return np.split(copied, np.cumsum(list(map(len, columns)))[:-1])
 
 
@@ -95,11 +96,15 @@ def _described(path: Path, rows: np.ndarray, frequency: np.ndarray) -> dict[str,
     sums = np.bincount(shard.tokens, weights=1.0 / shard.counts, minlength=len(frequency))
     frequency += np.rint(sums).astype(np.int32)
     ends = np.isin(np.arange(len(shard.hashes)), np.cumsum(rows) - 1)
-    counts = {"documents": ends, "rows": 1, "sentences": np.diff(shard.row_starts)}
-    table = pd.DataFrame(counts | {"tokens": shard.num_tokens}).astype(np.int64)
-    sources = table.groupby(np.array(shard.source_names)[shard.source_codes]).sum()
+    columns = {"documents": ends, "rows": np.ones_like(ends)}
+    columns |= {"sentences": np.diff(shard.row_starts), "tokens": shard.num_tokens}
+    sources = {}
+    for code, name in enumerate(shard.source_names):
+        inside = shard.source_codes == code
+        sources[name] = {key: int(column[inside].sum()) for key, column in columns.items()}
+    counts = {key: sum(source[key] for source in sources.values()) for key in columns}
     size = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-    return {**sources.sum().to_dict(), **size, "sources": sources.T.to_dict()}
+    return {**counts, **size, "sources": sources}
 
 
 def link_shard(source: Path, target: Path) -> None:

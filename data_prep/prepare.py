@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from importlib import metadata
@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pandas as pd
 from tokenizers import Tokenizer
 
 from data_prep.build import SHARD_TOKENS, Unit, build_unit
@@ -80,6 +79,8 @@ def prepare(
             with atomic_write(tokenizer, "wb") as file:
                 file.write(job.tokenizer_files["tokenizer.json"])
             missing = [unit for unit in job.units if not (work / unit.key).exists()]
+            # The largest first: then the workers end together.
+            missing.sort(key=lambda unit: -sum(file.size for file in unit.files))
             workers = min(options.workers or len(os.sched_getaffinity(0)), len(missing))
             with open_pool(max(1, workers), options.scheduler) as pool:
                 calls = [(unit, options, work, tokenizer, shard_tokens) for unit in missing]
@@ -205,14 +206,15 @@ def _finish(output: Path, job: Job, merged: Merged) -> None:
     written = {name: output / name for name in (FREQUENCY, DROPPED, *job.tokenizer_files)}
     for path in chain(*(output.glob(f".{name}.????????") for name in (*written, MANIFEST))):
         path.unlink()  # of a run that was killed
-    counts = [entry.pop("sources").items() for entry in merged.shards]
-    sources = pd.DataFrame([{"source": s, **n} for s, n in chain(*counts)]).groupby("source").sum()
+    sources: dict[str, Counter[str]] = defaultdict(Counter)
+    for name, counts in chain(*(entry.pop("sources").items() for entry in merged.shards)):
+        sources[name].update(counts)
     tokenizer = Tokenizer.from_file(str(output / "tokenizer.json"))
     files = chain.from_iterable(unit.files for unit in job.units)
     manifest = {
         "format_version": FORMAT_VERSION,
-        **sources.sum().to_dict(),
-        "sources": sources.T.to_dict(),
+        **sum(sources.values(), Counter[str]()),
+        "sources": dict(sorted(sources.items())),
         "hub_datasets": {file.source: file.hub for file in files if file.hub},
         "dropped": drops,
         "skipped": dict(sorted(skipped.items())),
