@@ -1,11 +1,13 @@
 """Runs functions in this process, on a local Dask cluster, or on any Dask cluster that runs already."""
 
 import logging
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, Future, wait
 from contextlib import contextmanager
 from itertools import islice
+from multiprocessing import forkserver
 from typing import Any
 
 from multicls.errors import UserError, first_line, print_stderr
@@ -13,7 +15,9 @@ from multicls.errors import UserError, first_line, print_stderr
 DEATHS = 3  # of workers, after which a call has failed
 RETRIES = 2  # of a call that raises an error: a network file system may fail once
 SUBMITTED = 256  # calls that the scheduler holds at a time: more cost memory, and no gain
+PRELOADED = ["__main__", "data_prep.build", "data_prep.merge", "distributed"]
 DASK = {
+    "distributed.worker.multiprocessing-method": "forkserver",
     "distributed.scheduler.allowed-failures": DEATHS - 1,
     "distributed.admin.low-level-log-length": 10,  # of messages, which hold the calls
     # Ctrl-C is for the command, which then ends its workers.
@@ -26,6 +30,12 @@ LOCAL = {
     "silence_logs": logging.CRITICAL,
 }
 LOGGERS = ("distributed", "distributed.client", "tornado.application", "asyncio")
+
+
+def start_fork_server() -> None:
+    """Starts the process from which Dask forks its workers: it imports what they need, while the input is listed."""
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    forkserver.ensure_running()
 
 
 @contextmanager
