@@ -59,24 +59,24 @@ class Options(Settings):
     seconds: float = Field(3.0, gt=0, description="seconds of each measurement of the loader")
 
 
-def preparations(folder: str, place: Path) -> dict[str, Case]:
-    """Returns functions that prepare the text in a fresh folder; ours with one worker leaves its corpus in `place`."""
+def preparations(text: str, folder: Path) -> dict[str, Case]:
+    """Returns functions that prepare the text in a fresh folder; ours with one worker leaves its corpus in `folder`."""
     tokenizer = str(sample_model())
 
     def run(*command: str) -> None:
         done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
         if done.returncode:
-            raise UserError(f"{folder}: {done.stderr.strip()[-2000:]}")
+            raise UserError(f"{text}: {done.stderr.strip()[-2000:]}")
 
     def ours(workers: int) -> None:
-        output = place / f"corpus_{workers}"
+        output = folder / f"corpus_{workers}"
         shutil.rmtree(output, ignore_errors=True)
-        flags = ["--input", folder, "--tokenizer", tokenizer, "--output", str(output)]
+        flags = ["--input", text, "--tokenizer", tokenizer, "--output", str(output)]
         run(str(REPOSITORY / "data_prep/run.py"), *flags, "--workers", str(workers))
 
     def baseline(processes: int) -> None:
-        with tempfile.TemporaryDirectory(dir=place) as output:
-            run("-c", BASELINE, folder, tokenizer, output, str(processes))
+        with tempfile.TemporaryDirectory(dir=folder) as output:
+            run("-c", BASELINE, text, tokenizer, output, str(processes))
 
     return {
         "datasets.map, 1 process": lambda: baseline(1),
@@ -106,11 +106,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     megabytes = sum(file.stat().st_size for file in Path(options.folder).glob("*.txt")) / 1e6
     report = Report("Data preparation")
-    with tempfile.TemporaryDirectory() as place:
-        cases = preparations(options.folder, Path(place))
+    with tempfile.TemporaryDirectory() as folder:
+        cases = preparations(options.folder, Path(folder))
         samples = take_turns(cases, rounds=options.rounds, warmup=0)
         report.compare(f"{megabytes:.1f} MB of text", samples, "datasets.map, 1 process")
-        corpus = Corpus(Path(place) / "corpus_1")
+        corpus = Corpus(Path(folder) / "corpus_1")
         stream = ExampleStream(corpus, SPECIAL, seq_length=128, seed=1)
         start_loader_server()
         rows = []

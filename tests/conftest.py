@@ -99,7 +99,7 @@ def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_corpus(tiny_bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A corpus with something to learn: 400 documents of six invented sentences.
 
-    The words tell the topic, and the first word whether a sentence opens or closes.
+    The words determine the topic, and the first word determines whether a sentence opens or closes.
     """
     from data_prep.run import main
     from tests.encoders import WORDS

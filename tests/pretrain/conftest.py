@@ -59,7 +59,7 @@ def fork(tiny_run: list[str]) -> Iterator[Fork]:
         server.kill()
 
 
-def said(folder: Path, launch: int = 0) -> str:
+def logs(folder: Path, launch: int = 0) -> str:
     """Returns what the ranks of a `fork` launch printed, errors included."""
     return (folder.parent / f"launch_{launch}.txt").read_text()
 

@@ -17,7 +17,7 @@ from multicls.errors import UserError
 from multicls.files import lock_holder, locked, read_json, write_json
 from pretrain.checkpoints import Checkpoints, load_engine
 from pretrain.run_folder import newest_step, saved_steps, status
-from tests.pretrain.conftest import Fork, said
+from tests.pretrain.conftest import Fork, logs
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -141,11 +141,11 @@ def test_second_launches_are_refused_and_kills_leave_no_lock(fork: Fork, tmp_pat
         before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
         assert fork(run, {"ranks": 2}) == [[2, 2]]
         holder = rf"in use by process {os.getpid()} on host \S+ since \d{{4}}-"
-        assert re.search(holder, said(run))
+        assert re.search(holder, logs(run))
         assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
     launches = [{"accident": "killed in a step", "step": 5}, {}]
-    assert fork(run, *launches, flags=("--data.num_workers", "2")) == [[-9], [0]], said(run, 1)
-    assert "resuming from step 4" in said(run, 1)
+    assert fork(run, *launches, flags=("--data.num_workers", "2")) == [[-9], [0]], logs(run, 1)
+    assert "resuming from step 4" in logs(run, 1)
     assert lock_holder(run) is None and not (run / ".lock").exists()
 
 

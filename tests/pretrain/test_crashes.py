@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.pretrain import accidents
-from tests.pretrain.conftest import Fork, said
+from tests.pretrain.conftest import Fork, logs
 from tests.processes import completed, free_ports, program
 
 pytestmark = pytest.mark.launcher
@@ -51,8 +51,8 @@ def test_an_accident_ends_every_process(
 ) -> None:
     """A lone rank has a loader process."""
     launch, flags = place | {"accident": crash, "step": 1}, FLAGS + LOADER * (place == ALONE)
-    assert fork(tmp_path / "run", launch, flags=flags) == [codes], said(tmp_path / "run")
-    assert reason in said(tmp_path / "run")
+    assert fork(tmp_path / "run", launch, flags=flags) == [codes], logs(tmp_path / "run")
+    assert reason in logs(tmp_path / "run")
 
 
 DEEPSPEED = ("deepspeed --num_gpus=2", "killed in a step")

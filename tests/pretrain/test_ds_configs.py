@@ -18,7 +18,7 @@ from multicls.modeling_multicls import mcqt_loss, part_scores
 from multicls.optim import dropout_seed
 from pretrain.nonfinite import NonFiniteGuard, mask_nonfinite
 from pretrain.training import lr_at
-from tests.pretrain.conftest import Fork, said
+from tests.pretrain.conftest import Fork, logs
 from tests.pretrain.tools import tiny_model
 from tests.pretrain.two_ranks import BATCH, CASES, FILES, GROUP, STEPS, Case, micro_batch, settings
 from tests.processes import completed, program
@@ -145,8 +145,8 @@ def test_nonfinite_runs_end_with_code_1(fork: Fork, tiny_bert: Path, tmp_path: P
     run, flags = tmp_path / "run", ["--model", str(tmp_path / "broken")]
     flags += ["--model.random_weights=false", "--train.skip_nonfinite", "1"]
     assert fork(run, flags=tuple(flags)) == [[1]]
-    assert "step 0: a loss is not finite on 1 rank(s); no update, 0 more may follow" in said(run)
-    assert "error: step 1: a loss is not finite" in said(run) and "Traceback" not in said(run)
+    assert "step 0: a loss is not finite on 1 rank(s); no update, 0 more may follow" in logs(run)
+    assert "error: step 1: a loss is not finite" in logs(run) and "Traceback" not in logs(run)
     assert not (run / "DONE").exists()
     assert "NaN" not in (run / "metrics.jsonl").read_text()  # it is no JSON
 

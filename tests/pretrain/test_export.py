@@ -23,7 +23,7 @@ from multicls.files import append_jsonl, locked, read_json, write_json
 from pretrain import export
 from pretrain.card import TAGS
 from pretrain.run_folder import checkpoint_path
-from tests.pretrain.conftest import Fork, records, said
+from tests.pretrain.conftest import Fork, logs, records
 from tests.processes import completed
 
 pytestmark = pytest.mark.launcher
@@ -36,7 +36,7 @@ def stopped(fork: Fork, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stopped") / "run"
     assert fork(folder, {"accident": "killed in a step", "step": 2}, flags=MILESTONES) == [[-9]]
     assert step_of(folder / "hf") == 2
-    assert fork(folder, {"accident": "SIGTERM", "step": 2}, flags=MILESTONES) == [[0]], said(folder)
+    assert fork(folder, {"accident": "SIGTERM", "step": 2}, flags=MILESTONES) == [[0]], logs(folder)
     return folder
 
 
@@ -87,7 +87,7 @@ def test_a_checkpoint_gives_what_the_run_exports(
     write_json(tmp_path / "ds.json", config)
     flags += ("--config", str(tmp_path / "ds.json"), "--train.precision", precision, "--steps", "2")
     launch = {"ranks": ranks, "accident": "note the engine's weights"}
-    assert fork(run, launch, flags=flags) == [[0] * ranks], said(run)
+    assert fork(run, launch, flags=flags) == [[0] * ranks], logs(run)
     before = dist.is_initialized()  # by another file's test in this process
     assert_same_files(export_to(tmp_path / "model", run), run / "hf")
     assert dist.is_initialized() == before, "an export needs no process group"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pretrain.conftest import Fork, records, said
+from tests.pretrain.conftest import Fork, logs, records
 
 pytestmark = [pytest.mark.launcher, pytest.mark.slow]
 LEARNT = [("mcqt", 0.9), ("mlm", 0.9), ("tfidf", 0.5), ("so", 0.8)]
@@ -18,6 +18,6 @@ def test_every_loss_falls(fork: Fork, tmp_path: Path, objective: str, fraction: 
         flags += [f"--objective.{other}", "0"]
     for name in ("log_every", "eval_every", "save_every"):
         flags += [f"--run.{name}", "150"]
-    assert fork(tmp_path / "run", flags=tuple(flags)) == [[0]], said(tmp_path / "run")
+    assert fork(tmp_path / "run", flags=tuple(flags)) == [[0]], logs(tmp_path / "run")
     first, last = records(tmp_path / "run", "validation")
-    assert last[f"loss/{objective}"] < fraction * first[f"loss/{objective}"], said(tmp_path / "run")
+    assert last[f"loss/{objective}"] < fraction * first[f"loss/{objective}"], logs(tmp_path / "run")

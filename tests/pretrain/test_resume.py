@@ -15,7 +15,7 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from multicls.files import read_jsonl
 from tests.encoders import encoder_config
-from tests.pretrain.conftest import Fork, said, weights
+from tests.pretrain.conftest import Fork, logs, weights
 
 pytestmark = pytest.mark.launcher
 VARYING = ("speed/", "memory/")
@@ -92,7 +92,7 @@ def test_killed_again_and_again(disturb: Fork, alone: Path, tmp_path: Path) -> N
     assert disturb(folder, *launches) == [[-9]] * 7 + [[0]]
     begins = [*["fresh run"] * 2, *["resuming from step 4"] * 3, *["resuming from step 8"] * 3]
     for number, begin in enumerate(begins):
-        assert begin in said(folder, number), number
+        assert begin in logs(folder, number), number
     assert_same_to_the_bit(folder, alone)
     assert metrics(folder, "train") == metrics(alone, "train")
     assert {path.name for path in folder.iterdir()} == {path.name for path in alone.iterdir()}
@@ -109,10 +109,10 @@ def test_signals_save_and_leave_at_once(disturb: Fork, alone: Path, tmp_path: Pa
     stops = [{"accident": name, "step": step} for name, step in signals.items()]
     assert disturb(folder, *stops, {}) == [[0]] * 4
     for number, step in enumerate((1, 4, 5)):
-        assert f"{stops[number]['accident']}: saving after this step" in said(folder, number)
-        assert f"the same command resumes: checkpoint at step {step}" in said(folder, number)
-    assert "step 4  validation" not in said(folder, 1) and "step 4  validation" in said(folder, 2)
-    assert "resuming from step 5" in said(folder, 3) and not (folder / "STOPPED").exists()
+        assert f"{stops[number]['accident']}: saving after this step" in logs(folder, number)
+        assert f"the same command resumes: checkpoint at step {step}" in logs(folder, number)
+    assert "step 4  validation" not in logs(folder, 1) and "step 4  validation" in logs(folder, 2)
+    assert "resuming from step 5" in logs(folder, 3) and not (folder / "STOPPED").exists()
     assert_same_to_the_bit(folder, alone)
 
 
@@ -121,7 +121,7 @@ def test_signals_save_and_leave_at_once(disturb: Fork, alone: Path, tmp_path: Pa
 def test_a_signal_to_all_processes_saves(disturb: Fork, tmp_path: Path, name: str) -> None:
     """SLURM signals all processes of a job, a terminal those of the foreground: loaders live on until the save."""
     launch, flags = {"accident": f"all get {name}", "step": 3}, ("--data.num_workers", "2")
-    assert disturb(tmp_path / "run", launch, flags=flags) == [[0]], said(tmp_path / "run")
+    assert disturb(tmp_path / "run", launch, flags=flags) == [[0]], logs(tmp_path / "run")
     assert json.loads((tmp_path / "run" / "STOPPED").read_text()) == {"step": 4, "reason": name}
 
 
@@ -133,8 +133,8 @@ def test_needs_only_its_folder(disturb: Fork, alone: Path, tiny_bert: Path, tmp_
     flags = ("--model", str(base), "--model.random_weights=false")
     assert disturb(folder, {"accident": "SIGTERM", "step": 2}, flags=flags) == [[0]]
     shutil.rmtree(base)
-    assert disturb(folder, {}, flags=flags) == [[0]], said(folder)
-    assert "resuming from step 3" in said(folder)
+    assert disturb(folder, {}, flags=flags) == [[0]], logs(folder)
+    assert "resuming from step 3" in logs(folder)
     assert weights(folder).keys() == weights(alone).keys()
 
 
@@ -169,9 +169,9 @@ def test_other_numbers_of_ranks(disturb: Fork, alone: Path, tmp_path: Path, stag
         {"accident": "SIGUSR1", "step": 5, "ranks": 4},
         {},
     ]
-    assert disturb(run, *launches, flags=flags) == [[0, 0], [0] * 4, [0]], said(run, 2)
-    assert "checkpoint of 2 rank(s) converted for 4" in said(run, 1)
-    assert "checkpoint of 4 rank(s) converted for 1" in said(run, 2)
+    assert disturb(run, *launches, flags=flags) == [[0, 0], [0] * 4, [0]], logs(run, 2)
+    assert "checkpoint of 2 rank(s) converted for 4" in logs(run, 1)
+    assert "checkpoint of 4 rank(s) converted for 1" in logs(run, 2)
     assert examples(run) == examples(alone)
     assert not list((run / "checkpoints").glob("*universal*"))
     assert_same_losses_and_weights(run, alone)
@@ -186,7 +186,7 @@ def test_deberta_under_zero_3(disturb: Fork, tiny_bert: Path, tmp_path: Path) ->
         part.save_pretrained(tmp_path / "start")
     flags = ("--model", str(tmp_path / "start"), "--config", "ds_configs/zero3.json")
     stop = {"accident": "SIGTERM", "step": 2}
-    assert disturb(tmp_path / "run", stop, {}, flags=flags) == [[0]] * 2, said(tmp_path / "run", 1)
+    assert disturb(tmp_path / "run", stop, {}, flags=flags) == [[0]] * 2, logs(tmp_path / "run", 1)
 
 
 @pytest.mark.slow
@@ -194,10 +194,10 @@ def test_a_full_disk_loses_nothing(disturb: Fork, alone: Path, tmp_path: Path) -
     """One line, older checkpoints whole; with room the same command ends as the undisturbed run."""
     folder = tmp_path / "run"
     launches = [{"accident": "full disk in a save", "step": 7}, {}]
-    assert disturb(folder, *launches) == [[2], [0]], said(folder)
-    (line,) = [line for line in said(folder).splitlines() if line.startswith("error: ")]
-    assert "File too large" in line and "make room" in line and "Traceback" not in said(folder)
-    assert "resuming from step 4" in said(folder, 1)
+    assert disturb(folder, *launches) == [[2], [0]], logs(folder)
+    (line,) = [line for line in logs(folder).splitlines() if line.startswith("error: ")]
+    assert "File too large" in line and "make room" in line and "Traceback" not in logs(folder)
+    assert "resuming from step 4" in logs(folder, 1)
     assert_same_to_the_bit(folder, alone)
 
 
@@ -211,4 +211,4 @@ def test_lost_checkpoints_are_no_reason_to_start_again(disturb: Fork, tmp_path: 
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 7, "split": "train"}\n')
     assert disturb(tmp_path / "run", {}) == [[2]]
-    assert "reports step 7, but holds no checkpoint" in said(tmp_path / "run", 0)
+    assert "reports step 7, but holds no checkpoint" in logs(tmp_path / "run", 0)

@@ -15,7 +15,7 @@ from transformers import AutoModelForPreTraining, AutoTokenizer
 
 import multicls.modeling_multicls  # noqa: F401  (registers the model)
 from multicls.files import read_json, write_json
-from tests.pretrain.conftest import Fork, Launch, losses, records, said
+from tests.pretrain.conftest import Fork, Launch, logs, losses, records
 from tests.processes import free_ports
 
 pytestmark = pytest.mark.launcher
@@ -56,7 +56,7 @@ def test_finished_run_is_left_alone(fork: Fork, finished: Path) -> None:
         return {path: path.stat().st_mtime_ns for path in finished.rglob("*") if path.is_file()}
 
     before = times()
-    assert fork(finished) == [[0]] and "already finished at step 8" in said(finished)
+    assert fork(finished) == [[0]] and "already finished at step 8" in logs(finished)
     assert times() == before
 
 
@@ -92,7 +92,7 @@ def test_two_nodes_give_the_same_curve(
 
 def test_another_seed_gives_another_curve(fork: Fork, finished: Path, tmp_path: Path) -> None:
     """The control of the comparisons above."""
-    assert fork(tmp_path / "run", flags=("--seed", "2")) == [[0]], said(tmp_path / "run")
+    assert fork(tmp_path / "run", flags=("--seed", "2")) == [[0]], logs(tmp_path / "run")
     ours, theirs = (losses(folder, "train")[0] for folder in (tmp_path / "run", finished))
     assert ours["loss/mlm"] != pytest.approx(theirs["loss/mlm"], rel=1e-4)
 
@@ -100,23 +100,23 @@ def test_another_seed_gives_another_curve(fork: Fork, finished: Path, tmp_path: 
 def test_the_run_s_own_recipe_is_the_same_run(fork: Fork, tmp_path: Path) -> None:
     """It states the length in steps, however it was set."""
     folder = tmp_path / "run"
-    assert fork(folder, flags=("--epochs", "0.01")) == [[0]], said(folder)
-    assert fork(folder, flags=("--recipe", str(folder / "settings.yaml"))) == [[0]], said(folder)
-    assert "already finished at step" in said(folder)
-    assert fork(folder, flags=("--steps", "99")) == [[2]] and "is now 99" in said(folder)
+    assert fork(folder, flags=("--epochs", "0.01")) == [[0]], logs(folder)
+    assert fork(folder, flags=("--recipe", str(folder / "settings.yaml"))) == [[0]], logs(folder)
+    assert "already finished at step" in logs(folder)
+    assert fork(folder, flags=("--steps", "99")) == [[2]] and "is now 99" in logs(folder)
     shutil.rmtree(folder / "checkpoints")  # a finished run needs neither them nor the base
-    assert fork(folder, flags=("--model", "gone")) == [[0]], said(folder)
+    assert fork(folder, flags=("--model", "gone")) == [[0]], logs(folder)
 
 
 def test_resume_refuses_another_run(fork: Fork, finished: Path, tmp_path: Path) -> None:
     config = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 1000}}
     write_json(tmp_path / "same.json", config)
     write_json(tmp_path / "other.json", config | {"gradient_predivide_factor": 2.0})
-    assert fork(finished, flags=("--config", str(tmp_path / "same.json"))) == [[0]], said(finished)
+    assert fork(finished, flags=("--config", str(tmp_path / "same.json"))) == [[0]], logs(finished)
     flags = ("--config", str(tmp_path / "other.json"), "--model.num_facets", "2")
     assert fork(finished, flags=flags) == [[2]]
-    assert "model.num_facets was 3 and is now 2" in said(finished)
-    assert "gradient_predivide_factor was None and is now 2.0" in said(finished)
+    assert "model.num_facets was 3 and is now 2" in logs(finished)
+    assert "gradient_predivide_factor was None and is now 2.0" in logs(finished)
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def test_mistakes_are_answered_before_anything_is_written(
     fork: Fork, wrong: Path, tmp_path: Path, flags: str, message: str
 ) -> None:
     assert fork(tmp_path / "run", flags=tuple(flags.format(wrong).split())) == [[2]]
-    assert message in said(tmp_path / "run") and "Traceback" not in said(tmp_path / "run")
+    assert message in logs(tmp_path / "run") and "Traceback" not in logs(tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -157,8 +157,8 @@ def test_weights_that_no_loss_reaches_stay(fork: Fork, tmp_path: Path, tiny_bert
     """And a model without facets is recommended a head that it has."""
     run = tmp_path / "run"
     flags = ("--recipe", "mlm_only", "--model.random_weights", "false", "--steps", "4")
-    assert fork(run, flags=flags) == [[0]], said(run)
-    assert "--head mean" in said(run) and "multicls " not in said(run)
+    assert fork(run, flags=flags) == [[0]], logs(run)
+    assert "--head mean" in logs(run) and "multicls " not in logs(run)
     names = {name for name in records(run, "train")[0] if name.startswith(("loss/", "acc/"))}
     assert names == {"loss/total", "loss/mlm", "acc/mlm"}
     trained = AutoModelForPreTraining.from_pretrained(run / "hf").state_dict()

@@ -77,11 +77,11 @@ class Cluster:
         return self.run("sbatch", "--parsable", *options, f"slurm/{script}", *arguments, cwd=cwd)
 
     def job(self, job: str) -> dict[str, str]:
-        """Returns what SLURM says of a job: JobState, ExitCode, Restarts, Reason ..."""
+        """Returns SLURM's record of a job: JobState, ExitCode, Restarts, Reason ..."""
         return dict(re.findall(r"(\w+)=(\S*)", self.run("scontrol", "show", "job", job)))
 
     def wait(self, job: str) -> dict[str, str]:
-        """Returns what SLURM says of a job when it has ended."""
+        """Returns SLURM's record of a job when it has ended."""
         ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
         until(lambda: self.job(job)["JobState"] in ended, lambda: str(self.job(job)))
         return self.job(job)
@@ -94,7 +94,7 @@ class Cluster:
             self.daemons[name] = subprocess.Popen(command, **options)
 
     def start_node(self, name: str) -> None:
-        """Starts the slurmd of n1 or n2. As its jobs do, its own processes tell the name of the node."""
+        """Starts the slurmd of n1 or n2; its processes carry the node's name."""
         conf = str(self.folder / "slurm.conf")
         self.start(name, "slurmd", "-D", "-N", name, "-f", conf, SLURMD_NODENAME=name)
 

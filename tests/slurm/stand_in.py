@@ -1,4 +1,4 @@
-"""Stands in for pretrain/run.py where a test is about the batch script: starts at once, and fails as it is told.
+"""Stands in for pretrain/run.py where a test is about the batch script: starts at once, and fails as --codes sets.
 
 `--codes 1+,0!`: the exit code of each start, the last one for all later ones; "+" saves, "!" finishes.
 "wait" saves and leaves with 0 when SIGUSR1 comes. "alone" fails on rank 1 only, with 2; the others wait for it.
