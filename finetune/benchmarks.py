@@ -103,8 +103,8 @@ def _example(task: Task, key: str, row: Row, part: str, label: float) -> Example
     if not all(isinstance(text, str) for text in (*texts, *choices)):
         raise ValueError(f"{' and '.join(task.fields)} must be text")
     passage = "" if task.passage is None else passage_id(texts[task.passage])
-    spans, group, answer = row.get("spans", ()), row.get("group", ""), row.get("answer", "")
-    return Example(key, texts, label, part, choices, spans, group, answer, passage=passage)
+    shape = {name: row[name] for name in ("spans", "group", "answer") if name in row}
+    return Example(key, texts, label, part, choices, passage=passage, **shape)
 
 
 def _label(task: Task, value: Any) -> float:

@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
@@ -21,18 +21,11 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/: its nam
 
 from pydantic import Field, PositiveInt, field_validator
 
-from finetune.heads import FITTED
+from finetune.heads import FITTED, unread_settings
 from finetune.heads.build import Incompatible
 from finetune.results import ERROR, RECORD, finished_record, load_results, run_state, write_error
 from finetune.run import identify, load_tasks, run_finetune
-from finetune.settings import (
-    OwnDataSettings,
-    RunSettings,
-    SystemSettings,
-    TrainSettings,
-    flatten,
-    unread_settings,
-)
+from finetune.settings import OwnDataSettings, RunSettings, SystemSettings, TrainSettings, flatten
 from multicls.console import Progress, print_line, print_summary
 from multicls.errors import UserError, did_you_mean, first_line, run_command
 from multicls.files import FolderInUse, lock_holder
@@ -123,10 +116,9 @@ def expand(grid: GridSettings) -> list[RunSettings]:
     Raises:
         UserError: Names are unknown or not unique, settings are wrong or do not go together.
     """
-    models: dict[str, list[str]] = {}
-    for text in grid.model:
-        name, _, folder = text.partition("=")
-        models.setdefault(name, []).append(folder)
+    models = defaultdict[str, list[str]](list)
+    for name, folder in (text.split("=", 1) for text in grid.model):
+        models[name].append(folder)
     if len({len(folders) for folders in models.values()} - {1}) > 1:
         raise UserError("--model: each name needs as many checkpoints as the others, or one.")
     own, runs = grid.own.source, []

@@ -56,8 +56,8 @@ def load_own(own: OwnDataSettings) -> TaskData:
     if "dev" not in examples:
         train = examples["train"]
         classes = [0.0 if task.is_regression else example.label for example in train]
-        texts = [example.texts for example in train]
-        dev = hold_out(range(len(train)), classes, texts, own.dev_share, "dev")
+        units = ((label, example.texts) for label, example in zip(classes, train, strict=True))
+        dev = hold_out(dict(enumerate(units)), own.dev_share, "dev")
         examples["train"] = [example for row, example in enumerate(train) if row not in dev]
         examples["dev"] = [train[row] for row in sorted(dev)]
         total = count(len(train), "training row")

@@ -114,13 +114,13 @@ def _train(settings: RunSettings, rows: Sequence[TaskData], identity: dict[str, 
     from finetune.encoding import Encoded
     from finetune.training import TaskTrainer, find_device
 
-    model, tokenizer, fields, began = None, None, dict(identity), time.perf_counter()
-    encoded = list[dict[str, Encoded]]()
-    if settings.model:
-        model, tokenizer = build_model(settings, [part.task for part in rows])
-        for part in rows:
-            splits = part.splits.items()
-            encoded.append({name: Encoded(part.task, e, tokenizer) for name, e in splits})
+    fields, began, tasks = dict(identity), time.perf_counter(), [part.task for part in rows]
+    model, tokenizer = build_model(settings, tasks) if settings.model else (None, None)
+    encoded = [
+        {name: Encoded(part.task, split, tokenizer) for name, split in part.splits.items()}
+        for part in rows
+        if tokenizer
+    ]
     if settings.head in FITTED:
         from finetune.fitted import fit_head
 

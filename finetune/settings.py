@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, StrictBool, model_validator
 
-from finetune.heads import HEADS, NORMALISING, READ_BY
+from finetune.heads import HEADS, NORMALISING, READ_BY, unread_settings
 from finetune.tasks import TASKS
 from multicls.errors import did_you_mean
 from multicls.settings import RecipeOptions, Settings
@@ -235,11 +235,6 @@ SHORTCUTS = {
     for group, kind in (("train", TrainSettings), ("own", OwnDataSettings))
     for name in kind.model_fields
 }
-
-
-def unread_settings(head: str) -> set[str]:
-    """Returns the settings and groups of settings that a head does not read."""
-    return {name for name, heads in READ_BY.items() if head not in heads}
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -6,6 +6,7 @@ python finetune/submit.py results --benchmark glue --system k5-multicls --output
 import json
 import sys
 import zipfile
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -83,11 +84,10 @@ def _lines(task: Task, answers: Mapping[str, Any]) -> list[str]:
         return ["index\tprediction", *(f"{index}\t{value}" for index, value in answers.items())]
     if task.name != "multirc":
         return [json.dumps({"idx": int(key), "label": value}) for key, value in answers.items()]
-    passages: dict[int, dict[int, list[Any]]] = {}
+    passages = defaultdict[int, dict[int, list[Any]]](lambda: defaultdict(list))
     for key, value in answers.items():
         number, question, answer = map(int, key.split(":"))
-        marks = passages.setdefault(number, {}).setdefault(question, [])
-        marks.append({"idx": answer, "label": value})
+        passages[number][question].append({"idx": answer, "label": value})
     lines = []
     for number, questions in passages.items():
         nested = [{"idx": question, "answers": marks} for question, marks in questions.items()]

@@ -1,7 +1,7 @@
 """Draws the rows of a run by SHA-256: the same training subset and validation split on every machine, for ever."""
 
 import hashlib
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
 
 from finetune.tasks import TaskData
@@ -20,11 +20,10 @@ def select_rows(data: TaskData, size: int | str, subset: int, holdout: bool) -> 
     rows = list(range(total)) if isinstance(size, str) else draw_rows(total, size, subset)
     held = set[int]()
     if holdout:
-        drawn = [data.train[row] for row in rows]
-        units = [example.passage or example.id for example in drawn]
-        no_class = data.task.is_regression or any(example.group for example in drawn)
-        classes = [0 if no_class else example.label for example in drawn]
-        held = hold_out(rows, classes, units, HOLDOUT, subset)
+        drawn = {row: data.train[row] for row in rows}
+        no_class = data.task.is_regression or any(example.group for example in drawn.values())
+        table = {row: (0 if no_class else e.label, e.passage or e.id) for row, e in drawn.items()}
+        held = hold_out(table, HOLDOUT, subset)
     train = [data.train[row] for row in rows if row not in held]
     validation = [data.train[row] for row in rows if row in held]
     notes = list(data.notes)
@@ -44,29 +43,25 @@ def draw_rows(num_rows: int, size: int, seed: int) -> list[int]:
 
 
 def hold_out(
-    rows: Sequence[int],
-    classes: Sequence[Hashable],
-    units: Sequence[Hashable],
-    share: float,
-    seed: int | str,
+    rows: Mapping[int, tuple[Hashable, Hashable]], share: float, seed: int | str
 ) -> set[int]:
     """Returns the rows of about `share` of the units, at least one and not all, with classes in proportion.
 
     Args:
-        classes: class of each row; if all are equal, no class is kept in proportion.
-        units: unit of each row. Rows of one unit (a passage) stay together; the unit has the class of its first row.
+        rows: class and unit of each row. If all classes are equal, none is kept in proportion. Rows of one unit (a
+            passage) stay together; the unit has the class of its first row.
         seed: seed of the ranking, or a name, which no seed equals.
 
     Raises:
         UserError: There is one unit only.
     """
-    if len(set(units)) < 2:
+    if len({unit for _, unit in rows.values()}) < 2:
         raise UserError(
             f"{count(len(rows), 'training row')} of one text or passage cannot be divided; add rows."
         )
     import pandas as pd  # here, because commands that only check their flags read this module
 
-    table = pd.DataFrame({"class": classes, "unit": units}, index=rows)
+    table = pd.DataFrame(list(rows.values()), index=list(rows), columns=["class", "unit"])
     first = table.drop_duplicates("unit")
     first = first.loc[_ranked(first.index, f"holdout:{seed}")]
     of_class = first.groupby("class")["unit"]

@@ -62,10 +62,9 @@ class Task:
         return 1 if self.num_choices else max(1, len(self.labels))
 
     def describe(self) -> dict[str, Any]:
-        """Returns what records and saved models have to know of the task, as JSON values."""
+        """Returns what records and saved models have to know of the task."""
         known = {name: value for name, value in vars(self).items() if name not in SOURCE}
-        known |= {"num_labels": self.num_labels, "is_regression": self.is_regression}
-        return {name: list(v) if isinstance(v, tuple) else v for name, v in known.items()}
+        return known | {"num_labels": self.num_labels, "is_regression": self.is_regression}
 
 
 @dataclass(frozen=True)

@@ -244,12 +244,12 @@ class TaskTrainer(Trainer):
 
     def _newest_checkpoint(self) -> Path | None:
         """Returns the newest whole checkpoint of this run; removes all others."""
-        found = sorted(Path(str(self.args.output_dir)).glob("checkpoint-*"), key=_step_of)
-        marks = [path / RUN for path in found if (path / RUN).exists()]
-        whole = [mark.parent for mark in marks if read_json(mark) == self.identity]
-        for path in set(found) - set(whole[-1:]):
+        folder = Path(str(self.args.output_dir))
+        marks = [m for m in folder.glob(f"checkpoint-*/{RUN}") if read_json(m) == self.identity]
+        newest = max((mark.parent for mark in marks), key=_step_of, default=None)
+        for path in set(folder.glob("checkpoint-*")) - {newest}:
             shutil.rmtree(path)
-        return whole[-1] if whole else None
+        return newest
 
     def run(self) -> tuple[list[dict[str, Array]], dict[str, Any]]:
         """Trains, from the newest whole checkpoint if there is one; leaves the model with the best weights.

@@ -20,3 +20,8 @@ READ_BY = {  # settings, or groups of settings, that only some heads read
     **dict.fromkeys(("train", "trainer", "save_model", "config"), HEADS.keys() - FITTED),
     **dict.fromkeys(("model", "max_length"), HEADS.keys() - {"tfidf"}),
 }
+
+
+def unread_settings(head: str) -> set[str]:
+    """Returns the settings and groups of settings that a head does not read."""
+    return {name for name, heads in READ_BY.items() if head not in heads}

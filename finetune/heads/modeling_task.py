@@ -11,20 +11,14 @@ from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForSequenceClassification,
-    PretrainedConfig,
-    PreTrainedModel,
-    __version__,
-)
+from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-if int(__version__.split(".")[0]) < 5:
+if int(transformers.__version__.split(".")[0]) < 5:
     raise ImportError(
-        f"this model needs transformers 5, this is transformers {__version__}: pip install 'transformers>=5.17,<6'"
+        f"this model needs transformers 5, not {transformers.__version__}: pip install 'transformers>=5.17,<6'"
     )
 
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
@@ -222,8 +216,7 @@ class TaskModel(PreTrainedModel):
         self.encoder = encoder or AutoModel.from_config(AutoConfig.for_model(**config.encoder))
         self.head = find_head(config.head)(config, self.encoder)
         base: Any = base_encoder(self.encoder)
-        if getattr(base, "pooler", None) is not None:
-            base.pooler = None
+        base.pooler = None
         if getattr(self.encoder, "facet_head", None) is not None:
             self.encoder.facet_head = nn.Identity()
         hidden_size = int(self.encoder.config.hidden_size)
@@ -330,4 +323,4 @@ def dropout_of(config: TaskModelConfig) -> float:
 
 
 AutoConfig.register(TaskModelConfig.model_type, TaskModelConfig, exist_ok=True)
-AutoModelForSequenceClassification.register(TaskModelConfig, TaskModel, exist_ok=True)
+transformers.AutoModelForSequenceClassification.register(TaskModelConfig, TaskModel, exist_ok=True)

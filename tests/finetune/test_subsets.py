@@ -46,22 +46,22 @@ def test_smaller_samples_are_part_of_larger_ones_and_a_large_size_takes_all() ->
 
 def test_committed_hash_of_the_holdout() -> None:
     rows = draw_rows(500, 100, 1)
-    labels = [SKEWED[row] for row in rows]
+    table = {row: (SKEWED[row], row) for row in rows}
     expected = "2a06517c57e3b243fb33012dc758f0d847d1d4aaf4991fc00b6f4b6a408a0ef1"
-    assert sha256(sorted(hold_out(rows, labels, rows, 0.2, 1))) == expected
+    assert sha256(sorted(hold_out(table, 0.2, 1))) == expected
 
 
 def test_holdout_keeps_classes_in_proportion_and_units_together() -> None:
-    rows = list(range(500))
-    held = hold_out(rows, SKEWED, rows, 0.2, 1)
+    rows = set(range(500))
+    held = hold_out({row: (SKEWED[row], row) for row in rows}, 0.2, 1)
     assert Counter(SKEWED[row] for row in held) == {0.0: 90, 1.0: 8, 2.0: 2}
-    questions = [row // 7 for row in rows]
-    grouped = hold_out(rows, [0] * 500, questions, 0.2, 1)
-    assert {row // 7 for row in grouped}.isdisjoint(row // 7 for row in set(rows) - grouped)
+    grouped = hold_out({row: (0, row // 7) for row in rows}, 0.2, 1)
+    assert {row // 7 for row in grouped}.isdisjoint(row // 7 for row in rows - grouped)
     assert len({row // 7 for row in grouped}) == round(0.2 * 72)
-    assert [len(hold_out([4, 9], [0, 1], [4, 9], share, 1)) for share in (0.01, 0.99)] == [1, 1]
+    two: dict[int, tuple[int, int]] = {4: (0, 4), 9: (1, 9)}
+    assert [len(hold_out(two, share, 1)) for share in (0.01, 0.99)] == [1, 1]
     with pytest.raises(UserError, match="2 training rows of one text or passage cannot be divided"):
-        hold_out([4, 9], [0, 1], ["a", "a"], 0.2, 1)
+        hold_out({4: (0, "a"), 9: (1, "a")}, 0.2, 1)
 
 
 @pytest.mark.parametrize("size", [300, "full"])
