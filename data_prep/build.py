@@ -193,7 +193,9 @@ def _join_short(
             known.add(document.hash)
             group = groups.setdefault(document.raw.source, [])
             group.append(document)
-            if sum(len(member.tokens) for member in group) >= JOINED_TOKENS:
+            tokens = sum(len(member.tokens) for member in group)
+            sentences = sum(len(member.lengths) for member in group)
+            if tokens >= JOINED_TOKENS and sentences >= settings.min_sentences:
                 yield from _joined(groups.pop(document.raw.source), settings.min_sentences, drops)
     for group in groups.values():
         yield from _joined(group, settings.min_sentences, drops)

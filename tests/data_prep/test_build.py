@@ -511,8 +511,10 @@ def test_damaged_corpora_are_found(corpus_of: Make) -> None:
         Corpus(corpus.path)
 
 
-@pytest.mark.parametrize(("notes", "documents"), [(2, 1), (1, 0)])
-def test_joined_documents_are_long_enough(notes: int, documents: int, corpus_of: Make) -> None:
-    texts = [f"The cat {i} sat on mat {i}. It ran {i} times." for i in range(notes)]
+@pytest.mark.parametrize(("notes", "words", "documents"), [(2, 0, 1), (1, 0, 0), (2, 300, 1)])
+def test_joined_documents_are_long_enough(
+    notes: int, words: int, documents: int, corpus_of: Make
+) -> None:
+    texts = [f"The cat {i} sat on mat{' a' * words} {i}. It ran {i} times." for i in range(notes)]
     corpus = corpus_of([*texts, story(9)], min_sentences=4, short_documents="join")
     assert corpus.num_documents == documents + 1
