@@ -511,7 +511,7 @@ def test_damaged_corpora_are_found(corpus_of: Make) -> None:
         Corpus(corpus.path)
 
 
-@pytest.mark.parametrize(("notes", "words", "documents"), [(2, 0, 1), (1, 0, 0), (2, 300, 1)])
+@pytest.mark.parametrize(("notes", "words", "documents"), [(2, 0, 1), (1, 0, 0), (2, 400, 1)])
 def test_joined_documents_are_long_enough(
     notes: int, words: int, documents: int, corpus_of: Make
 ) -> None:
