@@ -116,7 +116,8 @@ def unwrap(lines: list[str]) -> list[str]:
             paragraphs[-1] += f"\n{text}"
         else:
             paragraphs.append(text)
-    return [_BROKEN_WORD.sub("", text).replace("\n", " ") for text in paragraphs]
+    mended = (_BROKEN_WORD.sub("", text) if "-\n" in text else text for text in paragraphs)
+    return [text.replace("\n", " ") for text in mended]
 
 
 def _begins_paragraph(last: str, line: str) -> bool:
