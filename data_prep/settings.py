@@ -87,14 +87,13 @@ class ExampleOptions(CorpusOptions):
 
     seq_length: PositiveInt = Field(128, description="tokens of a sequence")
     num_facets: int = Field(5, ge=0, description="extra CLS tokens of a sequence")
+    num_parts: int = Field(3, ge=1, le=3, description="of an example; 1: data.single_parts")
 
 
 class ShowOptions(ExampleOptions):
     """Prints a row and a training example of it, exactly as the model sees it."""
 
-    row: CliPositionalArg[int] = Field(
-        description="a row from 0: a document, or a part of a very long one"
-    )
+    row: CliPositionalArg[int] = Field(description="row, from 0: a document, or part of a long one")
     seed: int = Field(1, description="seed of the training run")
     epoch: int = Field(0, ge=0, description="pass over the corpus, from 0")
     window: int = Field(0, ge=0, description="number of the window in the row, from 0")

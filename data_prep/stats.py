@@ -42,23 +42,28 @@ def document_lengths(corpus: Corpus) -> np.ndarray:
     return np.add.reduceat(np.concatenate(columns, axis=1), begins, axis=1)
 
 
-def sampled_examples(corpus: Corpus, special: SpecialIds, seq_length: int) -> list[TrainingExample]:
+def sampled_examples(
+    corpus: Corpus, special: SpecialIds, seq_length: int, num_parts: int = 3
+) -> list[TrainingExample]:
     """Builds the first epoch's examples of sampled rows, as training does."""
     rows = sample_rows(corpus)
-    if not any(len(corpus.row(row).offsets) > 3 for row in rows):
+    options: dict[str, Any] = {"seed": 0, "validation_fraction": 0.0, "num_parts": num_parts}
+    if not any(len(corpus.row(row).offsets) > num_parts for row in rows):
         return []
-    stream = ExampleStream(corpus, special, seq_length=seq_length, seed=0, validation_fraction=0.0)
+    stream = ExampleStream(corpus, special, seq_length=seq_length, **options)
     return [example for row in rows for example in stream.examples_of_row(row, epoch=0)]
 
 
-def training_table(corpus: Corpus, special: SpecialIds, seq_length: int) -> pd.DataFrame:
+def training_table(
+    corpus: Corpus, special: SpecialIds, seq_length: int, num_parts: int = 3
+) -> pd.DataFrame:
     """Returns what training sees at `seq_length` and at other lengths: a row of shares for each.
 
-    It is empty if no document has three sentences.
+    It is empty if no document has a sentence for each part.
     """
     table = dict[int, dict[str, Any]]()
     for length in sorted({seq_length, *(n for n in LENGTHS if n >= len(special.facets) + 16)}):
-        if examples := sampled_examples(corpus, special, length):
+        if examples := sampled_examples(corpus, special, length, num_parts):
             cut = np.mean([example.cut_tokens for example in examples])
             table[length] = {
                 "padding": 1 - np.mean([example.attention_mask for example in examples]),
@@ -79,7 +84,7 @@ def stats(options: ExampleOptions) -> None:
     corpus = Corpus(options.corpus)
     tokenizer = Tokenizer.from_file(str(corpus.path / "tokenizer.json"))
     special = special_ids(corpus, tokenizer, options.num_facets)
-    training = training_table(corpus, special, options.seq_length)
+    training = training_table(corpus, special, options.seq_length, options.num_parts)
     (sentences, tokens), rows = document_lengths(corpus), sample_rows(corpus)
     lengths = {
         "sentences a document": sentences,
@@ -87,13 +92,8 @@ def stats(options: ExampleOptions) -> None:
         "tokens a sentence": np.concatenate([np.diff(corpus.row(row).offsets) for row in rows]),
     }
     manifest, drops = corpus.manifest, DropLog(read_json(corpus.path / "dropped.json"))
-    print_summary(
-        [
-            ("corpus", visible(str(corpus.path))),
-            ("holds", ", ".join(count(manifest[f"{unit}s"], unit) for unit in UNITS)),
-            ("kept", drops.kept()),
-        ]
-    )
+    holds = ", ".join(count(manifest[f"{unit}s"], unit) for unit in UNITS)
+    print_summary([("corpus", visible(options.corpus)), ("holds", holds), ("kept", drops.kept())])
     sources = pd.DataFrame(manifest["sources"]).T.rename(index=visible)
     print(f"\n{sources.map('{:,}'.format).to_string()}\n")
     table = {name: pd.Series(values).describe(PERCENTILES) for name, values in lengths.items()}
@@ -103,7 +103,7 @@ def stats(options: ExampleOptions) -> None:
         for _, source, document, text in drops.samples[reason][:3]:
             print(f"      {visible(f'{text} ({source}: {document})')[:110]}")
     if training.empty:
-        print("\nno example: no document has three sentences")
+        print(f"\nno example: no document has {options.num_parts} sentences; see --num_parts")
         return
     print(f"\n{training.to_string(float_format='{:.1%}'.format)}\n")
     hint = f"--data.seq_length {fitting_length(training)}"
@@ -124,8 +124,9 @@ def show(options: ShowOptions) -> None:
     row = corpus.row(options.row)
     tokenizer = Tokenizer.from_file(str(corpus.path / "tokenizer.json"))
     special = special_ids(corpus, tokenizer, options.num_facets)
-    length, seed = options.seq_length, options.seed
-    stream = ExampleStream(corpus, special, seq_length=length, seed=seed, validation_fraction=0.0)
+    seed = options.seed
+    settings: Any = {"seq_length": options.seq_length, "seed": seed, "num_parts": options.num_parts}
+    stream = ExampleStream(corpus, special, validation_fraction=0, **settings)
     examples = stream.examples_of_row(options.row, options.epoch)
     if options.window >= len(examples):
         have = f"row {options.row} has no window {options.window}; it has {len(examples)}, from 0"

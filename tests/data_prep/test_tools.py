@@ -85,8 +85,9 @@ def test_documents_of_one_sentence_are_for_masked_lm_alone(
     build(tiny_tokenizer, tmp_path, *flags.split())
     assert capsys.readouterr().out.endswith("--recipe own_text mlm_only --data.single_parts\n")
     assert Corpus(tmp_path / "out").num_documents == 9
-    run.main(["stats", str(tmp_path / "out")])
-    assert "no example" in capsys.readouterr().out
+    for words, shown in ([], "no example"), (["--num_parts", "1"], "length that fits"):
+        run.main(["stats", str(tmp_path / "out"), *words])
+        assert shown in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
