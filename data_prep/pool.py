@@ -20,6 +20,8 @@ DASK = {
     "distributed.worker.multiprocessing-method": "forkserver",
     "distributed.scheduler.allowed-failures": DEATHS - 1,
     "distributed.admin.low-level-log-length": 10,  # of messages, which hold the calls
+    "distributed.admin.tick.interval": "1s",  # not 50 times a second
+    "distributed.worker.profile.enabled": False,  # nor samples of what a worker does
     # Ctrl-C is for the command, which then ends its workers.
     "distributed.worker.preload": ["import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"],
 }
