@@ -15,6 +15,7 @@ from multicls.errors import UserError, first_line, print_stderr
 DEATHS = 3  # of workers, after which a call has failed
 RETRIES = 2  # of a call that raises an error: a network file system may fail once
 SUBMITTED = 256  # calls that the scheduler holds at a time: more cost memory, and no gain
+# Modules that the workers need: Dask forks them from one process that has imported these.
 PRELOADED = ["__main__", "data_prep.build", "data_prep.merge", "distributed"]
 DASK = {
     "distributed.worker.multiprocessing-method": "forkserver",
@@ -34,12 +35,6 @@ LOCAL = {
 LOGGERS = ("distributed", "distributed.client", "tornado.application", "asyncio")
 
 
-def start_fork_server() -> None:
-    """Starts the process from which Dask forks its workers: it imports what they need, while the input is listed."""
-    multiprocessing.set_forkserver_preload(PRELOADED)
-    forkserver.ensure_running()
-
-
 @contextmanager
 def open_pool(workers: int, scheduler: str | None) -> Iterator[Executor | None]:
     """Opens an executor of Dask: processes of this machine, or a cluster that runs already.
@@ -52,6 +47,9 @@ def open_pool(workers: int, scheduler: str | None) -> Iterator[Executor | None]:
     if workers == 1 and scheduler is None:
         yield None
         return
+    if scheduler is None:  # started now, it imports beside this process
+        multiprocessing.set_forkserver_preload(PRELOADED)
+        forkserver.ensure_running()
     import dask
     from distributed import Client
 

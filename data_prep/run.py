@@ -16,7 +16,6 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from data_prep.pool import start_fork_server
 from data_prep.settings import BuildOptions, CorpusOptions, ExampleOptions, ShowOptions
 from multicls.console import count, print_line, print_summary
 from multicls.errors import UserError, did_you_mean, run_command
@@ -27,8 +26,6 @@ OWN_TEXT = 100_000_000  # tokens; for fewer, the recipe own_text fits better tha
 
 def build(options: BuildOptions) -> None:
     """Prepares a corpus folder, or continues a run that was stopped."""
-    if options.workers != 1 and options.scheduler is None:
-        start_fork_server()
     from data_prep.drops import last_lines
     from data_prep.prepare import prepare
 
