@@ -23,7 +23,7 @@ TrainerValue = Annotated[StrictBool | int | float | bool | Any, Field(union_mode
 NOT_COMPARED: dict[str, Any] = {
     "own": {"train_file", "dev_file", "test_file", "dataset"},
     "train": {"micro_batch_size", "checkpoint_minutes"},
-    "trainer": {"per_device_eval_batch_size", "gradient_checkpointing"},
+    "trainer": {"per_device_eval_batch_size", "gradient_checkpointing", "activation_checkpointing"},
     **dict.fromkeys(("save_model", "predict_test"), True),
 }
 

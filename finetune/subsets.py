@@ -56,9 +56,8 @@ def hold_out(
         UserError: There is one unit only.
     """
     if len({unit for _, unit in rows.values()}) < 2:
-        raise UserError(
-            f"{count(len(rows), 'training row')} of one text or passage cannot be divided; add rows."
-        )
+        what = count(len(rows), "training row")
+        raise UserError(f"{what} of one text or passage cannot be divided; add rows.")
     import pandas as pd  # here, because commands that only check their flags read this module
 
     table = pd.DataFrame(list(rows.values()), index=list(rows), columns=["class", "unit"])

@@ -24,6 +24,7 @@ OWN_METRICS: dict[LabelType, tuple[str, ...]] = {  # of a user's own rows
 }
 # The fields of a task on where its rows are; records and saved models do not keep them.
 SOURCE = ("benchmark", "folder", "hub", "file_columns", "header", "train", "dev", "test", "passage")
+DERIVED = ("num_labels", "is_regression")  # which they keep as well
 Parts = tuple[tuple[str, str], ...]  # of a split: file stem and short name
 
 
@@ -64,7 +65,7 @@ class Task:
     def describe(self) -> dict[str, Any]:
         """Returns what records and saved models have to know of the task."""
         known = {name: value for name, value in vars(self).items() if name not in SOURCE}
-        return known | {"num_labels": self.num_labels, "is_regression": self.is_regression}
+        return known | {name: getattr(self, name) for name in DERIVED}
 
 
 @dataclass(frozen=True)
@@ -135,9 +136,9 @@ def passage_id(text: str) -> str:
 
 
 def task_of(description: Mapping[str, Any]) -> Task:
-    """Returns the task with the fields of an entry of tasks.yaml, or of what `Task.describe` returned."""
-    known = {name: description[name] for name in Task.__dataclass_fields__ if name in description}
-    return Task(**{name: _as_tuple(value) for name, value in known.items()})
+    """Returns the task of an entry of tasks.yaml, or of `Task.describe`; an unknown or missing field is a TypeError."""
+    fields = {name: _as_tuple(v) for name, v in description.items() if name not in DERIVED}
+    return Task(**fields)
 
 
 def _as_tuple(value: Any) -> Any:
