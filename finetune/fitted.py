@@ -19,6 +19,7 @@ from finetune.heads.build import Incompatible
 from finetune.heads.modeling_task import ClsHead, TaskModel
 from finetune.tasks import Array, TaskData
 from finetune.training import predict_rows
+from multicls.errors import UserError, first_line
 
 STRENGTHS = np.logspace(-4, 2, 13)  # C of the logistic regression
 ALPHAS = np.logspace(-1, 5, 13)  # of the ridge regression
@@ -52,16 +53,19 @@ def fit_head(
         columns = [(name, vectorizer, number) for number, name in enumerate(task.fields)]
         scaled = make_pipeline(ColumnTransformer(columns, sparse_threshold=1.0), MaxAbsScaler())
         inputs = [np.array([e.texts for e in part], dtype=object) for part in splits.values()]
-    train, *others = [scaled.fit_transform(inputs[0]), *map(scaled.transform, inputs[1:])]
+    try:
+        train = scaled.fit_transform(inputs[0])
+    except ValueError as error:  # "empty vocabulary"
+        raise UserError(f"--head tfidf: the training texts: {first_line(error)}.") from None
+    others = list(map(scaled.transform, inputs[1:]))
     labels = np.array([example.label for example in splits["train"]])
     if task.is_regression:
         regression = RidgeCV(ALPHAS).fit(train, labels / task.label_scale)
-        outputs = [regression.predict(features)[:, None] for features in others]
+        outputs = [regression.predict(features)[:, None].astype(np.float32) for features in others]
     else:
         classifier = fit_classifier(train, labels.astype(int), seed)
         outputs = [_log_probabilities(classifier, features, task.num_labels) for features in others]
-    arrays = [output.astype(np.float32) for output in outputs]
-    return [dict(zip(list(splits)[1:], arrays, strict=True))]
+    return [dict(zip(list(splits)[1:], outputs, strict=True))]
 
 
 def embed(model: TaskModel, rows: Encoded) -> Array:
@@ -98,4 +102,4 @@ def _log_probabilities(classifier: Any, features: Any, classes: int) -> Array:
     probabilities = np.full((features.shape[0], classes), LOWEST)
     known = classifier.predict_proba(features)
     probabilities[:, classifier.classes_] = np.maximum(known, LOWEST)
-    return np.log(probabilities)
+    return np.log(probabilities).astype(np.float32)

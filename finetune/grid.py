@@ -234,10 +234,8 @@ def _print_states(runs: Sequence[RunSettings]) -> Counter[str]:
     counts = Counter({"finished": 0})
     counts.update(state for state, *_ in states)
     print(", ".join(f"{n} {state}" for state, n in counts.items()) + f", of {len(runs)} runs")
-    lines = sorted(
-        f"{state}: {path}: {why}\n" for state, why, path in states if state != "finished"
-    )
-    print("".join(lines[:SHOWN]), end="")
+    lines = [f"{state}: {path}: {why}\n" for state, why, path in states if state != "finished"]
+    print("".join(sorted(lines)[:SHOWN]), end="")
     return counts
 
 

@@ -69,9 +69,7 @@ def score_predictions(task: Task, predictions: Mapping[str, Array]) -> dict[str,
     outputs, parts = predictions["logits"], predictions["parts"]
     if broken := int((~np.isfinite(outputs)).any(axis=1).sum()):
         what = f"the model's outputs for {broken} of {len(outputs)} rows are not finite numbers"
-        raise UserError(
-            f"task {task.name}: {what}. Lower train.learning_rate, or check the checkpoint's weights."
-        )
+        raise UserError(f"task {task.name}: {what}. Lower train.learning_rate; check the weights.")
     values = _values(task, predictions)
     for part in sorted(set(parts.tolist()) - {""}):
         rows = {name: array[parts == part] for name, array in predictions.items()}
@@ -104,10 +102,8 @@ def _values(task: Task, predictions: Mapping[str, Array]) -> dict[str, float]:
         elif name == "em":  # MultiRC: questions with all answers right
             right = pd.Series(labels == predicted).groupby(predictions["groups"])
             values[name] = float(right.all().mean())
-        elif name == "record_f1":
-            values[name] = _record(predictions, _token_f1)
-        elif name == "record_em":
-            values[name] = _record(predictions, operator.eq)
+        elif name.startswith("record_"):
+            values[name] = _record(predictions, _token_f1 if "f1" in name else operator.eq)
     mean = sum(values.values()) / len(values)
     return {name: mean if name.startswith("mean(") else values[name] for name in task.metrics}
 

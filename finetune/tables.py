@@ -5,6 +5,7 @@ import io
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from multicls.errors import UserError, first_line
 
 Row = Mapping[str, Any]
 RawRows = list[tuple[str, Row]]  # place ("FILE:LINE" or "FILE, row N") and cells by column
-MORE = "\0"  # key of the cells that a row has beyond its header
 csv.field_size_limit(1 << 30)  # characters of a cell; the default is too few for a document
 
 
@@ -54,21 +54,24 @@ def _csv_rows(path: Path, header: Sequence[str], allow_short: bool) -> Iterator[
         separator = max(",;\t|", key=lambda s: len(next(csv.reader([first], delimiter=s), [])))
         quoting, hint = csv.QUOTE_MINIMAL, ""
     options: Any = {"delimiter": separator, "quoting": quoting, "strict": True}
-    reader = csv.DictReader(lines, header or None, MORE, **options)
+    reader, begin = csv.reader(lines, **options), 1  # line on which the next row begins
     try:
-        names = list(reader.fieldnames or [])
+        names = list(header) or next(reader, [])
+        begin = reader.line_num + 1
         if doubled := sorted({name for name in names if name and names.count(name) > 1}):
             raise UserError(f"{path}: column {doubled[0]!r} is there more than once.")
-        for row in reader:
-            where = f"{path}:{reader.line_num}"
-            if MORE in row or (None in row.values() and not allow_short):
+        for cells in reader:
+            where, more = f"{path}:{reader.line_num}", len(cells) - len(names)
+            begin = reader.line_num + 1
+            if not cells and len(names) > 1:  # an empty line; of one column it is an empty cell
+                continue
+            if more > 0 or (more < 0 and cells and not allow_short):
                 raise UserError(
-                    f"{where}: {'more' if MORE in row else 'fewer'} cells than the {len(names)} columns "
+                    f"{where}: {'more' if more > 0 else 'fewer'} cells than the {len(names)} columns "
                     f"{', '.join(names)} (separator {separator!r}).{hint}"
                 )
-            yield where, row
+            yield where, dict(zip_longest(names, cells))
     except csv.Error as error:
-        begin = reader.line_num + 1  # of the row: a torn quote is noticed later
         raise UserError(f"{path}:{begin}: cannot be read: {error}.") from None
 
 

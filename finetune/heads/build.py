@@ -54,9 +54,7 @@ def find_checkpoint(name: str) -> Path:
                     break
         except Exception as error:  # huggingface_hub, HTTP clients and sockets raise their own
             reason = first_line(error).rstrip(".")
-            raise UserError(
-                f"--model {name}: no such folder, and the Hub did not deliver it: {reason}."
-            ) from None
+            raise UserError(f"--model {name}: no such folder, nor on the Hub: {reason}.") from None
     if not (folder / "config.json").exists():
         raise UserError(f"--model {name}: holds no config.json; pass the exported model (RUN/hf).")
     if read_json(folder / "config.json").get("model_type") == "encoder-with-head":

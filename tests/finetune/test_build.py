@@ -97,10 +97,10 @@ def test_a_hub_id(tiny_bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("no-one/no-bert", "no-one/no-bert: no such folder, and the Hub did not"),
+        ("no-one/no-bert", "no-one/no-bert: no such folder, nor on the Hub"),
         ("demo/hff", r"^--model demo/hff: no such folder\. Did you mean 'hf'\?$"),
         ("demo", "^--model demo: holds no config.json; pass the exported model"),
-        ("demo/some-bert", "no such folder, and the Hub did not deliver it"),  # like a Hub id
+        ("demo/some-bert", "no such folder, nor on the Hub"),  # like a Hub id
     ],
 )
 def test_a_misspelt_folder(

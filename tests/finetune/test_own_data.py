@@ -84,6 +84,8 @@ def test_rows_without_a_text_are_left_out_and_counted(tmp_path: Path) -> None:
     empty = [{"text": text, "label": "x"} for text in ("", " ", None)]
     _, data = read(tmp_path, [*labelled("x", "y", 0), *empty], labelled("x"))
     assert len(data.train) == 3 and "3 train rows without a text left out" in data.notes
+    (tmp_path / "t.csv").write_text("text\na\n\nb\n")  # the empty line is an empty cell
+    assert [row["text"] for _, row in read_table(tmp_path / "t.csv")] == ["a", None, "b"]
 
 
 def test_two_torn_quotes_are_noted(tmp_path: Path) -> None:
