@@ -7,7 +7,7 @@ python finetune/predict.py MODEL new.jsonl --text_column body --output labelled.
 import json
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,15 +60,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def predict_command(model: Path, description: Mapping[str, Any], joint: bool) -> str:
-    """Returns the command that labels rows with a saved model, of several tasks if `joint`.
+def predict_command(model: Path, description: Any, joint: bool, rows: str = "ROWS.csv") -> str:
+    """Returns the command that labels `rows` with a saved model, of several tasks if `joint`.
 
     It is "" if the task is not one of plain texts.
     """
     if description["num_choices"] or description["num_spans"]:
         return ""
     task = f" --task {description['name']}" * joint
-    return f"python finetune/predict.py {shlex.quote(str(model))} ROWS.csv{task}"
+    return f"python finetune/predict.py {shlex.join([str(model), rows])}{task}"
 
 
 def find_task(folder: str, name: str | None = None) -> tuple[int, Task]:

@@ -47,10 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     record = run_finetune(settings)
     if rank_and_world()[0] == 0:
-        model, tasks = Path(record["path"], "model"), record["tasks"]
+        model, (first, *others) = Path(record["path"], "model"), record["tasks"]
         command = f"python finetune/report.py {shlex.quote(settings.output_dir)}"
         if model.is_dir():
-            command = predict_command(model, tasks[0]["description"], len(tasks) > 1) or command
+            rows = settings.own.test_file or settings.own.train_file or "ROWS.csv"
+            command = predict_command(model, first["description"], bool(others), rows) or command
         print_summary([("run", record["path"])], command)
     if rank_and_world()[1] > 1 or settings.config:
         leave_deepspeed()
