@@ -224,7 +224,7 @@ def _hash(data: bytes) -> int:
 
 
 def _write(folder: Path, documents: Iterable[Document], shard_tokens: int) -> None:
-    """Writes the rows of a unit; holds the rows of `shard_tokens` tokens and a document."""
+    """Writes the rows of a unit; keeps at most `shard_tokens` tokens and one document in memory."""
     table = list[tuple[int, ...]]()
     batches = _batched(documents, lambda document: len(document.tokens), shard_tokens)
     for number, batch in enumerate(batches):

@@ -86,7 +86,7 @@ _BROKEN_WORD = re.compile(r"(?<=\w-)\n(?=\w)|(?<=--)\n(?=\w)")
 
 
 def unwrap(lines: list[str]) -> list[str]:
-    """Returns the paragraphs of a text given by its lines, without the blank ones.
+    """Returns the paragraphs of a text, without blank lines.
 
     Text wrapped at W columns has a break where the next word would pass W. So each break implies
     that W is at least the line's length and at most that with the next line's first word. A break

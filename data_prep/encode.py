@@ -92,7 +92,7 @@ class TextEncoder:
         self._tokens: np.ndarray = np.zeros(0, self.dtype)
 
     def encode(self, sentences: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the tokens of all sentences, concatenated, (N,), and the number of each sentence, (S,) int64."""
+        """Returns the tokens of all sentences, concatenated, (N,), and each sentence's number of tokens, (S,) int64."""
         if not sentences or not self.word_by_word:
             return self._tokenize(sentences)
         # To the tokenizer, a line end in a sentence is a space.
@@ -131,7 +131,7 @@ class TextEncoder:
         return np.delete(tokens, ends), np.diff(ends, prepend=-1) - 1
 
     def _tokenize(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the ids of all texts, concatenated, and the number of each text."""
+        """Returns the tokens of all texts, concatenated, and each text's number of tokens."""
         encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         ids = [encoding.ids for encoding in encodings]
         lengths = np.fromiter(map(len, ids), np.int64, count=len(ids))

@@ -222,10 +222,10 @@ class ExampleStream:
             count = max(round(self.mlm_probability * (end - begin)), 1)
             chosen.append(begin + order[begin:end].argpartition(count - 1)[:count])
         positions = np.concatenate(chosen)
-        kind, other = rng.random((2, len(positions)))
+        kind, draw = rng.random((2, len(positions)))
         originals = inputs[positions]
         labels[positions] = originals
-        replacement = self._ordinary_ids[(other * len(self._ordinary_ids)).astype(np.int64)]
+        replacement = self._ordinary_ids[(draw * len(self._ordinary_ids)).astype(np.int64)]
         hidden = np.where(kind < 0.8, self.special.mask, replacement)
         inputs[positions] = np.where(kind < 0.9, hidden, originals)
         return inputs, labels

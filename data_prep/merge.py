@@ -28,7 +28,7 @@ def merge(
 ) -> Merged:
     """Writes the shards of all units, built in `output / "work"`, into `output`.
 
-    With `drop_copies` a document goes that has the sentences of an earlier one.
+    With `drop_copies`, a document with the sentences of an earlier one is dropped.
     """
     folders = [output / "work" / unit.key for unit in units]
     calls = [

@@ -28,7 +28,7 @@ LANGUAGES = (
 )
 INPUT_HELP = (
     "[NAME=]WHAT: files, folders (also compressed, or fsspec URLs), wikipedia[:DATE.LANGUAGE], "
-    "bookcorpus, bookcorpusopen, or OWNER/DATASET[:CONFIG[:SPLIT]] of the Hub; NAME: of the source"
+    "bookcorpus, bookcorpusopen, or OWNER/DATASET[:CONFIG[:SPLIT]] of the Hub; NAME names the source"
 )
 
 
@@ -38,26 +38,30 @@ class BuildOptions(Settings):
     input: list[str] = Field(min_length=1, description=INPUT_HELP)
     include: list[str] = Field([], description="read only these files of a folder, like *.txt")
     exclude: list[str] = Field([], description="leave out these files of a folder")
-    format: Format = Field("auto", description="wikipedia: articles, with a paragraph a line")
+    format: Format = Field("auto", description="wikipedia: an article a row, a paragraph a line")
     documents: Literal["file", "blank_line", "sentences"] = Field(
-        "file", description="plain text: a file or a block is a document; or lines are sentences"
+        "file", description="plain text: a document is a file or block, or each line is a sentence"
     )
     text_field: str = Field("text", description="field of JSON lines, Parquet and data sets")
     tokenizer: str = Field(description="folder or Hub id of a tokenizer, or the word sample")
-    min_sentences: PositiveInt = Field(MIN_SENTENCES, description="fewer are short; masked-LM: 1")
-    short_documents: Literal["drop", "join"] = Field("drop", description="join: in input order")
+    min_sentences: PositiveInt = Field(
+        MIN_SENTENCES, description="least number of sentences of a document; 1 for masked-LM alone"
+    )
+    short_documents: Literal["drop", "join"] = Field(
+        "drop", description="drop short documents, or join them in the order of the input"
+    )
     language: str = Field(
         "en",
         pattern=f"^({LANGUAGES.replace(' ', '|')})$",
-        description="whose rules split sentences; for a language without, take a related one",
+        description="language whose rules split sentences; or a related one if yours is missing",
     )
     without: list[Rule] = Field([], description=f"cleaning rules to leave out: {', '.join(RULES)}")
 
     # These do not change the corpus.
     output: str = Field(exclude=True, description="corpus folder: new, empty, or of a stopped run")
-    sample: bool = Field(False, exclude=True, description="the embedded text and tokenizer")
+    sample: bool = Field(False, exclude=True, description="prepare the sample with its tokenizer")
     workers: NonNegativeInt = Field(0, exclude=True, description="processes; 0: one for each core")
-    scheduler: str | None = Field(None, exclude=True, description="of Dask: its file or address")
+    scheduler: str | None = Field(None, exclude=True, description="Dask cluster's file or address")
 
     @property
     def rules(self) -> frozenset[str]:
@@ -87,7 +91,7 @@ class ExampleOptions(CorpusOptions):
 
     seq_length: PositiveInt = Field(128, description="tokens of a sequence")
     num_facets: int = Field(5, ge=0, description="extra CLS tokens of a sequence")
-    num_parts: int = Field(3, ge=1, le=3, description="of an example; 1: data.single_parts")
+    num_parts: int = Field(3, ge=1, le=3, description="parts of an example; 1: single_parts")
 
 
 class ShowOptions(ExampleOptions):

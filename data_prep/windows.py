@@ -157,7 +157,7 @@ def draw_mirrored(uniform: float) -> bool:
 
 
 def _start_offset(number: int, count: int, tokens: int, phase: float, anchor: float) -> int:
-    """Returns the approximate start of a window of a row as it is read; `tokens`: fill backwards."""
+    """Returns a window's approximate start as a token offset in reading order. `tokens` means: fill backwards."""
     is_last = number == count - 1
     if count == 1:  # it is both the first and the last one; take either
         is_last = anchor < ANCHORED / 2

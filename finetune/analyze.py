@@ -35,7 +35,7 @@ class AnalyzeOptions(Settings):
     """Options of the command."""
 
     runs: CliPositionalArg[list[str]] = Field(
-        min_length=1, description="folder of a run with a model; more: the same with other seeds"
+        min_length=1, description="run folder with a model; further ones differ in the seed only"
     )
     examples: int = Field(1000, ge=20, description="dev rows to read")
 

@@ -48,11 +48,11 @@ class Encoded:
         for start in range(0, len(examples), CHUNK):
             rows = examples[start : start + CHUNK]
             texts = [list(column) for column in zip(*(row.texts for row in rows), strict=True)]
-            found = tokenizer(*texts, **options, verbose=False)
-            self.spans += [_span_masks(found, n, row) for n, row in enumerate(rows) if row.spans]
-            found = _with_choices(found, rows, tokenizer) if task.num_choices else found
-            for name in self.padding.keys() & found.keys():
-                self.features[name] += [torch.tensor(s, dtype=torch.int32) for s in found[name]]
+            inputs = tokenizer(*texts, **options, verbose=False)
+            self.spans += [_span_masks(inputs, n, row) for n, row in enumerate(rows) if row.spans]
+            inputs = _with_choices(inputs, rows, tokenizer) if task.num_choices else inputs
+            for name in self.padding.keys() & inputs.keys():
+                self.features[name] += [torch.tensor(s, dtype=torch.int32) for s in inputs[name]]
         self.sequences_per_row = max(1, task.num_choices)
         lengths = list(map(len, self.features["input_ids"]))
         if (longest := max(lengths)) > task.max_length:
@@ -93,23 +93,23 @@ def _targets(task: Task, examples: Sequence[Example]) -> Tensor:
     return torch.where(labels.isnan(), IGNORE_INDEX, labels).long()
 
 
-def _span_masks(found: Any, row: int, example: Example) -> Tensor:
+def _span_masks(inputs: Any, row: int, example: Example) -> Tensor:
     """Returns which tokens of a row share a character with each span, (S, L)."""
-    places = list(zip(found.sequence_ids(row), found["offset_mapping"][row], strict=True))
+    tokens = list(zip(inputs.sequence_ids(row), inputs["offset_mapping"][row], strict=True))
     return torch.tensor(
         [
-            [text == number and first < end and last > start for text, (first, last) in places]
+            [text == number and first < end and last > start for text, (first, last) in tokens]
             for number, start, end in example.spans
         ]
     )
 
 
-def _with_choices(found: Any, examples: Sequence[Example], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Returns the features of each choice: those of its row, and what the tokenizer appends for a further text."""
+def _with_choices(inputs: Any, examples: Sequence[Example], tokenizer: Tokenizer) -> dict[str, Any]:
+    """Returns the features of each choice: those of its row, followed by the tokens of the choice and its separator."""
     choices = [(row, text) for row, example in enumerate(examples) for text in example.choices]
     alone = len(tokenizer("")["input_ids"])
     pairs = tokenizer([""] * len(choices), [text for _, text in choices])
     return {
         name: [rows[row] + pairs[name][n][alone:] for n, (row, _) in enumerate(choices)]
-        for name, rows in found.items()
+        for name, rows in inputs.items()
     }

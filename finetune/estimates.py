@@ -54,7 +54,7 @@ def summarise(runs: pd.DataFrame) -> Estimate:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The difference of two systems, A - B. Too few replicates: the others are nan."""
+    """The difference of two systems, A - B. With too few replicates, all fields but difference and paired are NaN."""
 
     difference: float
     paired: bool
@@ -65,7 +65,7 @@ class Comparison:
 
 
 def compare(first: pd.Series, second: pd.Series) -> Comparison:
-    """Compares the replicates of two systems (`Estimate.units`): paired where they have subsets of their own, the same.
+    """Compares two systems' replicates (`Estimate.units`); paired where both have the same subsets of their own.
 
     Otherwise it is Welch's test. `needed` is ((z + z_power) / d)^2 + z^2 / 2 with the difference d in standard
     deviations (Guenther, 1981).

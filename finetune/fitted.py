@@ -57,14 +57,14 @@ def fit_head(
         train = scaled.fit_transform(inputs[0])
     except ValueError as error:  # "empty vocabulary"
         raise UserError(f"--head tfidf: the training texts: {first_line(error)}.") from None
-    others = list(map(scaled.transform, inputs[1:]))
+    unseen = list(map(scaled.transform, inputs[1:]))
     labels = np.array([example.label for example in splits["train"]])
     if task.is_regression:
         regression = RidgeCV(ALPHAS).fit(train, labels / task.label_scale)
-        outputs = [regression.predict(features)[:, None].astype(np.float32) for features in others]
+        outputs = [regression.predict(features)[:, None].astype(np.float32) for features in unseen]
     else:
         classifier = fit_classifier(train, labels.astype(int), seed)
-        outputs = [_log_probabilities(classifier, features, task.num_labels) for features in others]
+        outputs = [_log_probabilities(classifier, features, task.num_labels) for features in unseen]
     return [dict(zip(list(splits)[1:], outputs, strict=True))]
 
 

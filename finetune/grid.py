@@ -46,9 +46,9 @@ class GridSystem(SystemSettings):
 class GridSettings(RecipeOptions):
     """A grid: what is compared, on what, how often."""
 
-    model: list[NamedModel] = Field([], description="NAME=FOLDER; a name again: a replicate")
+    model: list[NamedModel] = Field([], description="NAME=FOLDER; one for each checkpoint of NAME")
     systems: dict[str, GridSystem] = Field({}, description="name -> settings; or a list of heads")
-    tasks: list[str] = Field([], description="several with commas are one run, for head cln")
+    tasks: list[str] = Field([], description="names; joined by commas they are one run of cln")
     train_sizes: list[int | str] = Field(["full"], min_length=1, description="100, 1k, full, ...")
     subsets: PositiveInt = Field(1, description="training subsets of each replicate")
     share_subsets: bool = Field(False, description="all replicates take the same subsets")
@@ -56,10 +56,10 @@ class GridSettings(RecipeOptions):
     search: dict[str, Values] = Field({}, description="dotted setting -> values to choose from")
     settings: SystemSettings = Field(SystemSettings(), description="settings of all runs")
     own: OwnDataSettings = Field(OwnDataSettings(), exclude=True, description="your own rows")
-    data_dir: str | None = Field(None, exclude=True, description="official files; default: the Hub")
+    data_dir: str | None = Field(None, exclude=True, description="folder of tasks; null: the Hub")
     output_dir: str = Field("results", exclude=True, description="results folder")
     jobs: PositiveInt = Field(1, exclude=True, description="processes side by side")
-    save_best: bool = Field(False, exclude=True, description="save the best model, by holdout")
+    save_best: bool = Field(False, exclude=True, description="save the best model, by validation")
 
     @field_validator("systems", mode="before")
     @classmethod
@@ -121,9 +121,9 @@ def expand(grid: GridSettings) -> list[RunSettings]:
         models[name].append(folder)
     if len({len(folders) for folders in models.values()} - {1}) > 1:
         raise UserError("--model: each name needs as many checkpoints as the others, or one.")
-    own, runs = grid.own.source, []
-    for task, size in product([grid.own.name] if own else grid.tasks, grid.train_sizes):
-        shared: dict[str, Any] = {"own": grid.own.model_dump(), "task": "" if own else task}
+    source, runs = grid.own.source, []
+    for task, size in product([grid.own.name] if source else grid.tasks, grid.train_sizes):
+        shared: dict[str, Any] = {"own": grid.own.model_dump(), "task": "" if source else task}
         shared |= {"train_size": size, "output_dir": grid.output_dir, "data_dir": grid.data_dir}
         of_task = [
             load_settings(RunSettings, values=shared | values)

@@ -174,8 +174,8 @@ def _hub_splits(own: OwnDataSettings) -> dict[str, RawRows]:
             if classes := getattr(getattr(feature, "feature", feature), "names", None):
                 rows = [row | {column: _named(row[column], classes)} for row in rows]
             if split != "test" or any(row.get(column) not in (None, -1) for row in rows):
-                place = f"{own.dataset}, {hub_split} row"
-                splits[split] = [(f"{place} {n}", row) for n, row in enumerate(rows, 1)]
+                where = f"{own.dataset}, {hub_split} row"
+                splits[split] = [(f"{where} {n}", row) for n, row in enumerate(rows, 1)]
     if "train" not in splits:
         known = ", ".join(map(repr, loaded))
         raise UserError(f"dataset {own.dataset}: no rows in a split 'train'; there is {known}.")

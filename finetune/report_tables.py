@@ -133,7 +133,7 @@ def read_predictions(run: Mapping[Any, Any]) -> dict[str, dict[str, Array]]:
 def average(members: Sequence[Mapping[str, Mapping[str, Array]]]) -> dict[str, dict[str, Array]]:
     """Returns averaged predictions, by split and name, of the splits that all members share.
 
-    Scores are averaged, probabilities too; the latter are returned as logits.
+    Logits are (N, C). Scores are averaged, probabilities too; the latter are returned as logits.
 
     Raises:
         UserError: The members were evaluated on different rows.
@@ -141,7 +141,7 @@ def average(members: Sequence[Mapping[str, Mapping[str, Array]]]) -> dict[str, d
     averaged = {}
     for split in set.intersection(*map(set, members)):
         first = members[0][split]
-        if not all(np.array_equal(first["ids"], other[split]["ids"]) for other in members):
+        if not all(np.array_equal(first["ids"], member[split]["ids"]) for member in members):
             raise UserError("the members of an ensemble were evaluated on different examples.")
         outputs = np.stack([member[split]["logits"] for member in members]).astype(np.float64)
         if first["labels"].ndim > 1:

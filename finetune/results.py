@@ -1,7 +1,7 @@
 """A results folder: one folder for each run, whose record.json is written last.
 
 RESULTS/SYSTEM/TASK-SIZE/p1-d1-s1/ holds record.json, settings.yaml (the recipe of the run), predictions.npz, runs/
-(TensorBoard) and, if asked for, model/; while a run is not finished also checkpoint-N/, and error.json if it failed.
+(TensorBoard) and, with --save_model, model/; until a run is finished also checkpoint-N/, and error.json if it failed.
 """
 
 import shutil
@@ -165,8 +165,8 @@ def finished_record(settings: RunSettings, identity: Record | None = None) -> Re
     before, now = ({**run["settings"], **run} for run in (record, identity or record))
     keys = sorted({*record["settings"], *now} - {"settings"})
     different = [key for key in keys if before.get(key, {}) != now.get(key, {})]
-    if other := ", ".join(f"{key} {before.get(key)}, not {now.get(key)}" for key in different):
-        raise UserError(f"{record['path']}: holds another run ({other}); set another --name.")
+    if changes := ", ".join(f"{key} {before.get(key)}, not {now.get(key)}" for key in different):
+        raise UserError(f"{record['path']}: holds another run ({changes}); set another --name.")
     lacks_model = settings.save_model and not (settings.folder / "model").is_dir()
     lacks_test = settings.predict_test and not record["predict_test"]
     return None if lacks_model or lacks_test else record

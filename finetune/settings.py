@@ -1,4 +1,4 @@
-"""The settings of one fine-tuning run. Imports no torch, so that a mistake is answered at once."""
+"""The settings of one fine-tuning run. Imports no torch, so that errors are reported at once."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 TextColumn = Annotated[str, Field(pattern="^[^,]+(,[^,]+)?$")]
 THOUSANDS = BeforeValidator(lambda value: re.sub("(?i)k$", "000", str(value)))  # 1k is 1000
 TrainSize = Annotated[PositiveInt | Literal["full"], THOUSANDS]
-# What a text means: a number, true or false, or the text.
+# A value of --trainer: a number, true or false, or text.
 TrainerValue = Annotated[StrictBool | int | float | bool | Any, Field(union_mode="left_to_right")]
 # Settings of a system that change no number of a run, or are only paths.
 NOT_COMPARED: dict[str, Any] = {
@@ -42,22 +42,22 @@ OWNED = set(
 class TrainSettings(Settings):
     """Optimisation. The defaults are those of the paper where it names them; None is chosen from the data."""
 
-    learning_rate: PositiveFloat = Field(2e-5, description="peak; the paper tries 1 to 7e-5")
+    learning_rate: PositiveFloat = Field(2e-5, description="peak; the paper tries 1e-5 to 7e-5")
     epochs: PositiveInt = Field(20, description="passes over the training rows")
     max_steps: PositiveInt | None = Field(None, description="at most this many steps")
-    batch_size: PositiveInt | None = Field(None, description="per step; 4, 8, 16 by train_size")
-    micro_batch_size: PositiveInt | None = Field(None, description="of a forward pass on a rank")
+    batch_size: PositiveInt | None = Field(None, description="rows a step; 4, 8, 16 by train_size")
+    micro_batch_size: PositiveInt | None = Field(None, description="rows a forward pass on a rank")
     class_weights: Literal["none", "balanced"] = Field(
-        "none", description="balanced: rare ones count more"
+        "none", description="balanced: rare classes get the same total weight"
     )
-    checkpoint_minutes: PositiveFloat = Field(5.0, description="between resumable checkpoints")
-    eval_every: PositiveInt | None = Field(None, description="steps; two epochs, at most 500")
-    patience: PositiveInt = Field(10_000, description="stop after steps without a better score")
+    checkpoint_minutes: PositiveFloat = Field(5.0, description="minutes between checkpoints")
+    eval_every: PositiveInt | None = Field(None, description="steps; default: 2 epochs, max. 500")
+    patience: PositiveInt = Field(10_000, description="stop after N steps without a better score")
     warmup_ratio: Fraction = Field(0.1, description="share of the steps with a rising rate")
     # The paper names none for fine-tuning; 0.01 is that of the protocol it follows (Mosbach et al., 2021).
-    weight_decay: float = Field(0.01, ge=0.0, description="not on biases and LayerNorms")
+    weight_decay: float = Field(0.01, ge=0.0, description="decoupled; not on biases and LayerNorms")
     max_grad_norm: PositiveFloat = Field(1.0, description="largest norm of the gradient")
-    dropout: Fraction | None = Field(None, description="before the classifier; the checkpoint's")
+    dropout: Fraction | None = Field(None, description="before the classifier; null: checkpoint's")
     precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto: bf16 on GPU")
 
 
@@ -72,8 +72,8 @@ class IsoBnSettings(Settings):
 class HireSettings(Settings):
     """Head `hire`, with its ablations."""
 
-    layers: str = Field("dynamic", pattern=LAYER_WEIGHTS, description="or none, mean_all, ...")
-    fusion: bool = Field(True, description="fuse with the last layer; without it A is read")
+    layers: str = Field("dynamic", pattern=LAYER_WEIGHTS, description="weights: none, mean_all ...")
+    fusion: bool = Field(True, description="fuse the weighted sum with the last layer")
     fusion_layers: int = Field(2, ge=0, le=3, description="GRU layers of the fusion")
 
 
@@ -95,13 +95,13 @@ class OwnDataSettings(Settings):
     dev_file: str | None = Field(None, description="rows to evaluate on; default: dev_share")
     test_file: str | None = Field(None, description="rows scored at the end; they pick nothing")
     dataset: str | None = Field(None, description="a Hub data set instead: ID or ID:CONFIGURATION")
-    text_column: TextColumn | None = Field(None, description="text's, or text1,text2 for pairs")
+    text_column: TextColumn | None = Field(None, description="column, or COLUMN1,COLUMN2 for pairs")
     label_column: str = Field("label", description="column of the label")
     label_type: Literal["auto", "class", "multi_label", "score"] = Field(
-        "auto", description="auto: score if labels are numbers that are not all whole, else class"
+        "auto", description="auto: lists: multi_label; numbers not all whole: score; else class"
     )
-    metric: str | None = Field(None, description="reported first, picks the checkpoint")
-    dev_share: float = Field(0.2, gt=0.0, lt=1.0, description="of train_file without a dev_file")
+    metric: str | None = Field(None, description="main metric, which picks the checkpoint")
+    dev_share: float = Field(0.2, gt=0.0, lt=1.0, description="share of train_file taken as dev")
     task_name: str | None = Field(None, description="name in tables; default: the file's")
 
     @property
@@ -126,10 +126,9 @@ class SystemSettings(Settings):
     hire: HireSettings = HireSettings()
     cln: ClnSettings = ClnSettings()
     selection: Literal["dev", "holdout"] = Field(
-        "dev",
-        description="split that picks the checkpoint: dev (the papers), or one of the training rows",
+        "dev", description="dev, or a validation split of the training rows, picks the checkpoint"
     )
-    max_length: PositiveInt | None = Field(None, description="in tokens; 128, SuperGLUE 256")
+    max_length: PositiveInt | None = Field(None, description="most tokens; 128, in SuperGLUE 256")
     train: TrainSettings = TrainSettings()
     trainer: dict[str, TrainerValue] = Field({}, description="TrainingArguments, as NAME=VALUE")
     config: str | None = Field(None, description="DeepSpeed JSON, such as ds_configs/zero2.json")
@@ -148,7 +147,7 @@ class RunSettings(SystemSettings, RecipeOptions):
     data_dir: str | None = Field(None, description="folder of official files; default: the Hub")
     train_size: TrainSize = Field("full", description="100, 1k, ... or full")
     subset: int = Field(1, ge=0, description="number (seed) of the training subset")
-    seed: int = Field(1, ge=0, description="of new weights, the order of the rows and dropout")
+    seed: int = Field(1, ge=0, description="seed of new weights, row order and dropout")
     output_dir: str = Field("results", description="results folder; a run has a folder in it")
     search: dict[str, Any] = Field({}, description="values that a grid tries: part of the folder")
 

@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def submission_files(task: Task, predictions: Mapping[str, Any]) -> dict[str, str]:
-    """Returns name and content of the files of one task; refuses rows that are missing or there twice."""
+    """Returns name and content of the files of one task. Raises UserError for missing or repeated rows."""
     from finetune.metrics import choose_answers, predictions_of
 
     columns = {n: predictions[n].tolist() for n in ("ids", "parts", "groups", "answers")}

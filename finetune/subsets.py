@@ -64,9 +64,9 @@ def hold_out(
     first = table.drop_duplicates("unit")
     first = first.loc[_ranked(first.index, f"holdout:{seed}")]
     of_class = first.groupby("class")["unit"]
-    places = (of_class.cumcount() + 0.5) / of_class.transform("size")
-    number = min(max(1, round(share * len(places))), len(places) - 1)
-    chosen = first["unit"][places.sort_values(kind="stable").index[:number]]
+    ranks = (of_class.cumcount() + 0.5) / of_class.transform("size")
+    number = min(max(1, round(share * len(ranks))), len(ranks) - 1)
+    chosen = first["unit"][ranks.sort_values(kind="stable").index[:number]]
     return set(table.index[table["unit"].isin(chosen)])
 
 

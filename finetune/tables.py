@@ -94,7 +94,7 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Row]]:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     row = dict(pairs)
     if len(row) < len(pairs):
-        raise ValueError("a key is there twice")
+        raise ValueError("a key occurs twice")
     return row
 
 

@@ -84,9 +84,9 @@ class ChunkSampler(Sampler[list[Chunk]]):
             cuts = [len(rows) * chunk // self.chunks for chunk in range(self.chunks + 1)]
             for index in range(self.rank, self.chunks, self.world_size):
                 # All ranks must run the model equally often: without a row of its own a chunk repeats one.
-                own = rows[cuts[index] : cuts[index + 1]]
+                share = rows[cuts[index] : cuts[index + 1]]
                 number = step * self.chunks + index
-                yield [Chunk(number, task, own or [rows[index % len(rows)]], bool(own))]
+                yield [Chunk(number, task, share or [rows[index % len(rows)]], bool(share))]
 
 
 def row_batches(num_rows: int, batch_size: int, seed: int) -> Iterator[list[int]]:
@@ -109,8 +109,8 @@ def task_batches(
     order: Iterator[int] = cycle(range(len(sizes)))
     if sampling == "size_balanced":
         turns = [t for t, size in enumerate(sizes) for _ in range(math.ceil(size / batch_size))]
-        places = chain.from_iterable(row_batches(len(turns), len(turns), seed))
-        order = (turns[place] for place in places)
+        positions = chain.from_iterable(row_batches(len(turns), len(turns), seed))
+        order = (turns[position] for position in positions)
     yield from ((task, next(streams[task])) for task in order)
 
 
@@ -326,8 +326,8 @@ def predict_rows(
         batch = rows.batch(batch_rows)
         inputs = {name: tensor.to(device) for name, tensor in batch.items() if name != "labels"}
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
-            found = read(model(**inputs, task=task, **options)).float()
-        outputs.append(found.reshape(len(batch_rows), -1))
+            values = read(model(**inputs, task=task, **options)).float()
+        outputs.append(values.reshape(len(batch_rows), -1))
     table = torch.full((len(rows), outputs[0].shape[1]), -math.inf, device=device)
     table[torch.tensor(list(chain.from_iterable(mine)), device=device)] = torch.cat(outputs)
     if world_size > 1:

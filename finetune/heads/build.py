@@ -1,4 +1,4 @@
-"""Finds a Hugging Face model, checks that it can be trusted and fits, and builds a head on it."""
+"""Loads a Hugging Face model, checks that it fits the tasks, and builds a head on it."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class ConditionalLayerNorm(nn.LayerNorm):
 
 
 class ClnHead(PooledHead):
-    """Its pooling, on an encoder whose LayerNorms (the embeddings' too) are conditional.
+    """The embedding of `config.pooling`, on an encoder whose LayerNorms (also that of the embeddings) are conditional.
 
     With `train` "last_linear" the checkpoint's weights are frozen; gamma_t, beta_t, the classifiers and the new weights
     of the pooling learn.

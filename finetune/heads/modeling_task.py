@@ -252,7 +252,7 @@ class TaskModel(PreTrainedModel):
             **kwargs: for the encoder.
 
         Returns:
-            `loss`, the mean over rows (and classes, in a multi-label task), if labels are given; `logits`
+            `loss`, the mean over rows (and classes, in a multi-label task), if labels are passed; `logits`
             (B, num_labels), or (B, C) in a choice task; and what `TaskModelOutput` names.
         """
         self.head.select_task(task)

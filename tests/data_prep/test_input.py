@@ -405,10 +405,10 @@ def test_data_sets_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """Rows of a data set are read; a stand-in gives the Hub's answer."""
     rows = [{"text": story(3, n), "title": f"T{n}"} for n in range(10)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    load, asked = datasets.load_dataset, []
+    load, requests = datasets.load_dataset, []
 
     def load_dataset(name: str, config: str, split: str, revision: str) -> Any:
-        asked.append((name, config, split, revision))
+        requests.append((name, config, split, revision))
         if name == "owner/none":
             raise FileNotFoundError("no such data set\nlong advice")
         path, cache = str(tmp_path / "rows.jsonl"), str(tmp_path / "cache")
@@ -418,7 +418,7 @@ def test_data_sets_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     files, _ = listed("wikipedia:20231101.de")
     expected = ("wikipedia", "wikimedia/wikipedia", "wikipedia")
     assert {(file.source, file.hub, file.layout) for file in files} == {expected}
-    assert asked == [("wikimedia/wikipedia", "20231101.de", "train", None)]
+    assert requests == [("wikimedia/wikipedia", "20231101.de", "train", None)]
     assert [document.title for document in read_all("wikipedia")] == [f"T{n}" for n in range(10)]
     assert all(file.layout == "sentences" for file in listed("bookcorpus")[0])
     with pytest.raises(UserError, match=r"owner/none: .*be loaded \(no such data set\)"):

@@ -15,7 +15,7 @@ from tests.finetune.models import load
 
 
 def changed(folder: Path, target: Path, **config: object) -> Path:
-    """A copy of a model folder with another configuration."""
+    """Returns a copy of a model folder with another configuration."""
     shutil.copytree(folder, target)
     old = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (target / "config.json").write_text(json.dumps(old | config), encoding="utf-8")

@@ -42,7 +42,7 @@ def experiment(
 
 
 def coverage(experiments: int, seeds_as_units: bool = False) -> pd.Series:
-    """Shares of simulated experiments: the mean covered, the difference covered, a difference wrongly found."""
+    """Returns shares of simulated experiments: the mean covered, the difference covered, a difference wrongly found."""
     draw, found = np.random.default_rng(0), []
     for _ in range(experiments):
         runs = [experiment(draw, mean) for mean in (1.0, 0.0, 0.0)]
@@ -128,7 +128,7 @@ def test_holm_is_monotone_and_never_below_the_single_test(p_values: list[float])
 
 
 def interval_of(task: str, right: Sequence[bool], passages: Sequence[str] | None = None) -> Any:
-    """The interval of a run whose answers are right or wrong as said, on labels 0, 1, 0, ..."""
+    """Returns the interval of a run whose answers are right or wrong as in `right`, on labels 0, 1, 0, ..."""
     labels = np.arange(len(right)) % 2
     outputs = np.eye(2)[np.where(right, labels, 1 - labels)]
     passages = passages or [""] * len(right)

@@ -262,7 +262,7 @@ def test_kills_lose_no_run_and_change_no_number(
 
 
 def at_work(command: subprocess.Popen[bytes], folder: Path) -> bool:
-    """Whether a process is at a run, or the command has ended."""
+    """Returns True if a process works on a run or the command has ended."""
     locks = folder.rglob(".lock")
     return command.poll() is not None or any(lock_holder(path.parent) for path in locks)
 

@@ -1,4 +1,4 @@
-"""One model class for all heads: what it computes, what it says no to, and that it loads without this project."""
+"""One model class for all heads: what it computes, what it refuses, and that it loads without this project."""
 
 import os
 import subprocess

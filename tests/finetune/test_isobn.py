@@ -14,7 +14,7 @@ FIXTURE = Path(__file__).parents[1] / "fixtures" / "isobn_a.safetensors"
 
 
 def rows(count: int, dim: int = 6, seed: int = 0) -> Tensor:
-    """Correlated dimensions of very different spread, far from 0."""
+    """Returns correlated dimensions of very different spread, far from 0."""
     generator = torch.Generator().manual_seed(seed)
     drawn, mixing = (torch.randn(n, dim, generator=generator) for n in (count, dim))
     return drawn @ mixing * torch.logspace(-2, 1, dim) + 1

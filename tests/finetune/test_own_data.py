@@ -275,7 +275,7 @@ def test_tabs_without_quotes(tmp_path: Path) -> None:
         ("f.csv", b"text,text,label\na,b,x\n", "f.csv: column 'text' is there more than once"),
         ("g.jsonl", b'{"text": "a"}\n\n{"text": \n', "g.jsonl:3: not valid JSON"),
         ("h.jsonl", b'{"text": "\\ud83d"}', "h.jsonl:1: not valid JSON"),
-        ("h.jsonl", b'{"text": "a", "text": "b"}', "h.jsonl:1: .* a key is there twice"),
+        ("h.jsonl", b'{"text": "a", "text": "b"}', "h.jsonl:1: .* a key occurs twice"),
         ("i.jsonl", b'[{"text": "a"}]', "i.jsonl:1: not a JSON object"),
         ("k.csv", "text,label\na,x\n".encode("utf-16"), "k.csv:1: not UTF-8"),
         ("l.csv", b'text,label\n"a" b,x\n', "l.csv:2: cannot be read: ',' expected after"),
