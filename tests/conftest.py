@@ -111,10 +111,8 @@ def tiny_corpus(tiny_bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     rng = random.Random(0)
     for number in range(400):
         topic = rng.choice(topics)
-        sentences = [
-            " ".join([first, *rng.choices(topic, k=9)]) for first in [opening, closing] * 3
-        ]
-        text = " ".join(f"{sentence.capitalize()}." for sentence in sentences)
+        lines = [" ".join([first, *rng.choices(topic, k=9)]) for first in [opening, closing] * 3]
+        text = " ".join(f"{line.capitalize()}." for line in lines)
         (folder / "text" / f"{number:03d}.txt").write_text(text, encoding="utf-8")
     source = ["--input", str(folder / "text"), "--tokenizer", str(tiny_bert)]
     main([*source, "--output", str(folder / "shards")])

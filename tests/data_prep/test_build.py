@@ -418,9 +418,7 @@ def test_a_document_that_fails_costs_itself_only(
     assert sample[2].startswith("in.jsonl#") and "out of range" in sample[3]
 
 
-def test_an_error_of_a_unit_names_its_file(
-    corpus_of: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_of_a_unit_name_its_file(corpus_of: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "write_shard", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError) as caught:
         corpus_of([story(9)])

@@ -33,9 +33,7 @@ def epoch(stream: ExampleStream) -> Epoch:
     return stream.examples(0, range(stream.examples_per_epoch))
 
 
-def test_parts_are_consecutive_whole_sentences_with_little_padding(
-    stream: ExampleStream, epoch: Epoch
-) -> None:
+def test_parts_are_whole_sentences_with_little_padding(stream: ExampleStream, epoch: Epoch) -> None:
     cut = 0
     for example in epoch:
         document = stream.corpus.row(example.row)

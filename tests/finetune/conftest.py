@@ -59,9 +59,7 @@ def tiny_multicls(tiny_bert: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     from multicls.build import build
 
     folder = tmp_path_factory.mktemp("multicls")
-    model, tokenizer = build(
-        str(tiny_bert), num_facets=2, facet_layers=[1], report=lambda line: None
-    )
+    model, tokenizer = build(str(tiny_bert), num_facets=2, facet_layers=[1], report=lambda _: None)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

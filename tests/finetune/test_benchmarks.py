@@ -73,9 +73,7 @@ def test_quora_leaves_out_two_rows(multicls_data: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "column", "positive"), [("MRPC", "Quality", "1"), ("RTE", "label", "not_entailment")]
 )
-def test_labels_are_those_of_the_files(
-    name: str, column: str, positive: str, multicls_data: Path
-) -> None:
+def test_labels_are_the_files(name: str, column: str, positive: str, multicls_data: Path) -> None:
     path = multicls_data / "glue" / name / "dev.tsv"
     table = pd.read_csv(path, sep="\t", quoting=csv.QUOTE_NONE, dtype=str, encoding="utf-8-sig")
     dev = read_task(TASKS[name.lower()], str(multicls_data / "glue")).dev
@@ -166,9 +164,7 @@ COPA = {"premise": "P.", "question": "effect", "choice1": "x", "choice2": "y", "
         ("cb", '{"premise": "a", "hypothesis": "b", "label": true}', "label True is none of ent"),
     ],
 )
-def test_rows_that_do_not_parse_are_named(
-    task: str, content: str, message: str, tmp_path: Path
-) -> None:
+def test_torn_rows_are_named(task: str, content: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
         read(task, tmp_path, content)
 
@@ -260,9 +256,7 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any], list[Example]]] = {  # of
 
 
 @pytest.mark.parametrize("name", sorted(FORMS))
-def test_hub_and_file_give_the_same_rows(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub_and_file_are_alike(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     official, hub, expected = FORMS[name]
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: [hub])
     assert read(name, tmp_path, jsonl(official), "train") == expected

@@ -76,9 +76,7 @@ def test_targets(bert: Any) -> None:
         ("roberta", "<s>bal del</s></s>fil gol</s></s>{}</s>"),
     ],
 )
-def test_choices_are_three_segments(
-    name: str, expected: str, request: pytest.FixtureRequest
-) -> None:
+def test_choices_are_segments(name: str, expected: str, request: pytest.FixtureRequest) -> None:
     tokenizer = request.getfixturevalue(name)
     rows = [
         Example("a", ("bal del", "fil gol"), 1, choices=("kul man", "man")),

@@ -150,9 +150,7 @@ def test_states_and_exit_codes(
     assert "1 finished, 1 missing, of 2 runs\nmissing: " in capsys.readouterr().out
 
 
-def test_processes_share_the_cores_that_they_may_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_share_the_cores_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of 2 processes takes 3 threads in an allocation of 6 of 64 cores."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
@@ -224,9 +222,7 @@ def outputs(folder: Path) -> Any:
 
 
 @pytest.mark.slow
-def test_kills_lose_no_run_and_change_no_number(
-    tiny_bert: Path, glue: Path, tmp_path: Path
-) -> None:
+def test_kills_lose_no_run_and_alter_no_number(tiny_bert: Path, glue: Path, tmp_path: Path) -> None:
     """A helper and a command are killed in turn, at random moments; then two commands share the rest."""
     draw, many = random.Random(KILLS), KILLS > 9
     train = {"max_steps": 200 if many else 30, "eval_every": 10, "checkpoint_minutes": 1e-3}

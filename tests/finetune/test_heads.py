@@ -82,9 +82,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "head", "pooling"), CASES)
-def test_heads_train_all_they_hold_and_padding_changes_nothing(
-    name: str, head: str, pooling: str
-) -> None:
+def test_heads_train_all_they_hold_and_ignore_padding(name: str, head: str, pooling: str) -> None:
     model = make(name, head, pooling=pooling).train()
     whole = batch()
     model(**whole, labels=torch.tensor([0, 1, 1, 0])).loss.backward()

@@ -176,9 +176,7 @@ def test_several_tasks_with_cln(tiny_bert: Path, glue: Path, tmp_path: Path) -> 
         ({"train__epoch": 3}, "Did you mean 'train.epochs'"),
     ],
 )
-def test_settings_that_do_not_go_together(
-    values: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_settings_that_do_not_fit(values: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
         settings_of(values.pop("model", "m"), tmp_path, tmp_path, **values)
 
@@ -192,9 +190,7 @@ def test_settings_that_do_not_go_together(
         ("full", 67349, 16, 84200, 500),
     ],
 )
-def test_settings_of_the_paper_by_train_size(
-    size: Any, rows: int, batch: int, steps: int, every: int
-) -> None:
+def test_settings_of_the_paper(size: Any, rows: int, batch: int, steps: int, every: int) -> None:
     sampler = ChunkSampler(settings_of("m", Path("x"), Path("x"), train_size=size), [rows])
     assert (sampler.batch_size, sampler.steps, sampler.eval_every) == (batch, steps, every)
 

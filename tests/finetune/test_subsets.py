@@ -66,9 +66,7 @@ def test_holdout_keeps_classes_in_proportion_and_units_together() -> None:
 
 @pytest.mark.parametrize("size", [300, "full"])
 @pytest.mark.parametrize("name", ["multirc", "wsc", "wnli", "wic", "record"])
-def test_no_held_out_row_shares_its_passage_with_train(
-    name: str, size: int | str, multicls_data: Path
-) -> None:
+def test_no_held_out_passage_is_in_train(name: str, size: int | str, multicls_data: Path) -> None:
     data = read_task(TASKS[name], str(multicls_data))
     rows = select_rows(data, size, 1, True)
     train, validation = rows.splits["train"], rows.splits["validation"]

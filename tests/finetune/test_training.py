@@ -320,15 +320,11 @@ def test_balanced_weights_make_up_for_the_frequency_of_the_classes(tiny_bert: Pa
     assert weights.tolist() == pytest.approx([4 / (2 * 3), 4 / (2 * 1)])
 
 
-def test_each_micro_batch_has_a_dropout_of_its_own(
-    tune: Tune, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_micro_batch_has_its_own_dropout(tune: Tune, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four steps of the same rows in two micro-batches, at a rate of 0: only dropout changes the loss."""
     seeds = mock.Mock(wraps=dropout_seed)
     monkeypatch.setattr("finetune.training.dropout_seed", seeds)
     train = {"max_steps": 4, "eval_every": 1, "learning_rate": 1e-30, "micro_batch_size": 2}
-    record = tune(
-        **{f"train__{name}": value for name, value in train.items()}, train_size=4, seed=3
-    )
+    record = tune(**{f"train__{key}": value for key, value in train.items()}, train_size=4, seed=3)
     assert seeds.call_args_list == [mock.call(3, number) for number in range(8)]
     assert np.ptp([entry["loss"] for entry in record["history"]]) > 1e-4

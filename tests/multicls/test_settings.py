@@ -183,7 +183,7 @@ COMMANDS += [f"finetune/{name}" for name in FINETUNING]
 QUICK = [*product(COMMANDS, [("--help", 0, ""), ("--no_such_flag", 2, "no such flag")])]
 QUICK += [("pretrain/run", ("--status --output_dir nowhere", 3, "not begun"))]
 QUICK += [("finetune/run", ("--model m --task rte --head x", 2, "no such head"))]
-IMPORTS = """
+CODE = """
 import os, runpy, sys
 heavy = {"torch", "transformers", "deepspeed", "datasets", "pandas", "distributed"}
 end = os._exit
@@ -197,8 +197,6 @@ except SystemExit as left: os._exit(left.code or 0)
 @pytest.mark.parametrize(("command", "answer"), QUICK)
 def test_quick_answers_import_no_framework(command: str, answer: tuple[str, int, str]) -> None:
     words, code, text = answer
-    done = completed(
-        [sys.executable, "-c", IMPORTS, f"{command}.py", *words.split()], cwd=REPOSITORY
-    )
+    done = completed([sys.executable, "-c", CODE, f"{command}.py", *words.split()], cwd=REPOSITORY)
     assert done.stdout.endswith("heavy set()\n") and done.returncode == code, done.stderr
     assert text in done.stdout + done.stderr

@@ -137,9 +137,7 @@ CORPUS = {
 }
 
 
-def test_a_card_has_metadata_data_settings_and_results_and_no_path(
-    stopped: Path, tmp_path: Path
-) -> None:
+def test_a_card_has_metadata_data_settings_results_no_path(stopped: Path, tmp_path: Path) -> None:
     run, info = tmp_path / "run", read_json(stopped / "model" / "export.json")
     shutil.copytree(stopped, run)
     info |= {"metadata": BASE | {"language": ["en"]}, "corpus": info["corpus"] | CORPUS}
