@@ -77,6 +77,7 @@ def test_one_shared_layer_works_without_inserted_layers(tmp_path: Path) -> None:
     model, tokenizer = quietly(tmp_path, num_facets=3, facet_layers=[])
     out = model(**tokenizer(["bal del", "gol", "fil"], return_tensors="pt", padding=True))
     assert out.facet_embeddings.shape == (3, 3, 32)
+    assert {p.grad for p in model.parameters()} == {None}, "the trial leaves no gradient"
 
 
 def _without_tokenizer(folder: Path) -> None:

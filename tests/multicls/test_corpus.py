@@ -77,7 +77,7 @@ def test_a_corpus_of_an_older_format_is_refused(tmp_path: Path) -> None:
     ("shares", "fraction", "held_out"),
     [
         ([0.5, 0.25, 0.75], 0.3, [0.25]),
-        ([0.5, 0.25, 0.75], 0.01, [0.25]),
+        ([0.5, 0.25, 0.75], 0.25, [0.25]),  # a limit holds out what is below it
         ([0.5, 0.25, 0.25, 0.75], 0.01, [0.25, 0.25]),
         ([0.5, 0.25], 0.0, []),
         ([0.5, 0.5], 0.01, []),

@@ -28,8 +28,9 @@ def test_a_batch_that_is_not_part_major_has_the_other_objectives() -> None:
     assert out.logits.shape == (4, 20, 97) and len(out.hidden_states) == 4
     labels = torch.full_like(ids, -100)
     labels[1, 7] = labels[3, 5] = 11
-    labelled = model(ids, labels=labels)
-    assert set(labelled.losses) == {"mlm"} and labelled.loss == labelled.losses["mlm"]
+    labelled, nothing = (model(ids, labels=some) for some in (labels, 0 * ids - 100))
+    assert {*labelled.losses} == {"mlm"} and labelled.loss == labelled.losses["mlm"]
+    assert nothing.loss == 0, "not 0 / 0"
     torch.testing.assert_close(labelled.logits, out.logits[[1, 3], [7, 5]])
     assert set(model(ids[:3], labels=labels[:3]).losses) == {"mcqt", "mlm"}
     with pytest.raises(ValueError, match="3 parts"):  # MCQT is asked for
@@ -62,7 +63,8 @@ def test_sentence_embeddings(facets: int) -> None:
         [out.last_hidden_state[0, kept].mean(0), out.last_hidden_state[1, kept[:-3]].mean(0)]
     )
     model.config.return_dict = False  # as somebody's config.json may say
-    torch.testing.assert_close(model.embed_sentences(ids, mask), expected)
+    twice = [model.embed_sentences(ids, mask) for _ in range(2)]  # which keep the mask as it is
+    torch.testing.assert_close(twice, [expected] * 2)
 
 
 def test_pooling_of_a_single_embedding_is_not_centred() -> None:
