@@ -493,9 +493,10 @@ def test_a_full_disk_loses_nothing(
     same_files(whole, small_disk / "out")
 
 
-def test_damaged_corpora_are_found(corpus_of: Make) -> None:
+@pytest.mark.parametrize("name", ["shard-00000.arrow", "document_frequency.npy"])
+def test_damaged_corpora_are_found(name: str, corpus_of: Make) -> None:
     corpus = corpus_of(story(9))
-    shard = corpus.path / "shard-00000.arrow"
+    shard = corpus.path / name
     whole = bytearray(shard.read_bytes())
     whole[len(whole) // 2] ^= 1
     shard.write_bytes(whole)
@@ -505,14 +506,23 @@ def test_damaged_corpora_are_found(corpus_of: Make) -> None:
     with pytest.raises(UserError, match="prepare the corpus again"):
         Corpus(corpus.path)
     shard.unlink()
-    with pytest.raises(UserError, match=r"shard-00000.arrow: missing"):
+    with pytest.raises(UserError, match=f"{name}: missing"):
         Corpus(corpus.path)
 
 
-@pytest.mark.parametrize(("notes", "words", "documents"), [(2, 0, 1), (1, 0, 0), (2, 400, 1)])
-def test_joined_documents_are_long_enough(
-    notes: int, words: int, documents: int, corpus_of: Make
+JOINED = [("01", 0, 1), ("0", 0, 0), ("00", 0, 1), ("01", 400, 1), ("01 23 02", 0, 3)]
+
+
+@pytest.mark.parametrize(("notes", "words", "documents"), JOINED)
+def test_joined_documents_are_long_enough_and_known_by_all_their_notes(
+    notes: str, words: int, documents: int, tiny_tokenizer: Path, tmp_path: Path
 ) -> None:
-    texts = [f"The cat {i} sat on mat{' a' * words} {i}. It ran {i} times." for i in range(notes)]
-    corpus = corpus_of([*texts, story(9)], min_sentences=4, short_documents="join")
+    """Two files are a unit, so the third one may begin with a note of the first."""
+    paths = [tmp_path / f"{numbers}.jsonl" for numbers in notes.split()]
+    for path in paths:
+        texts = [f"The cat {i} sat on mat{' a' * words} {i}. It ran {i} times." for i in path.stem]
+        path.write_text("\n".join(json.dumps({"text": text}) for text in [*texts, story(9)]))
+    options: dict[str, Any] = {"min_sentences": 4, "short_documents": "join"}
+    options["without"] = ["duplicate_documents"] * (notes == "00")
+    corpus = prepared(tiny_tokenizer, tmp_path / "out", *paths, **options)
     assert corpus.num_documents == documents + 1

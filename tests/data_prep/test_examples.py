@@ -399,3 +399,5 @@ def test_parts_take_sentences_up_to_their_whole_budget() -> None:
     boundaries = np.arange(0, 101, 10)
     assert windows.fill_parts(boundaries, 0, 3, 30, []) == [0, 3, 6, 9]
     assert windows.fill_parts(boundaries, 0, 3, 29, []) == [0, 2, 4, 6]
+    uneven = np.array([0, 10, 12, 42, 72, 102, 132])  # from 10 on the first part would hold 2
+    assert windows.fill_parts(uneven, 5, 3, 30, []) == [2, 3, 4, 5]

@@ -291,14 +291,14 @@ HOLE = LONGEST_RECORD + (2 << 20)
 
 
 def test_one_text_has_one_format_in_every_container(tmp_path: Path) -> None:
-    row = {"id": "7", "url": URL, "title": "Cat", "text": f"Cat\n\n{ARTICLE}"}
-    extract = f'<doc id="7" url="{URL}" title="Cat">\nCat\n\n{ARTICLE}\n</doc>\n'
+    row = {"id": "7", "url": URL, "title": "C & t", "text": f"C & t\n\n{ARTICLE}"}
+    extract = f'<doc id="7" url="{URL}" title="C &amp; t">\nC & t\n\n{ARTICLE}\n</doc>\n'
     (tmp_path / "wiki_00").write_text(extract)
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     pq.write_table(pa.table({name: [value] for name, value in row.items()}), tmp_path / "x.parquet")
     datasets.Dataset.from_list([row]).save_to_disk(tmp_path / "saved")
     bare = tmp_path / "bare.jsonl"
-    bare.write_text(json.dumps({"text": row["text"], "title": "Cat"}) + "\n")
+    bare.write_text(json.dumps({"text": row["text"], "title": "C & t"}) + "\n")
     names = ("wiki_00", "rows.jsonl", "x.parquet", "saved")
     articles = [document for name in names for document in read_all(tmp_path / name)]
     articles += read_all(bare, format="wikipedia")
@@ -386,7 +386,7 @@ def test_html(tmp_path: Path) -> None:
 
 
 def test_data_sets_on_disk(tmp_path: Path) -> None:
-    rows = [{"body": story(3, n), "id": f"n{n}"} for n in range(40)]
+    rows = [{"body": story(3, n), "id": 39 - n} for n in range(40)]
     data = datasets.Dataset.from_list(rows)
     data.save_to_disk(tmp_path / "saved")
     splits = datasets.DatasetDict(b=data.select(range(20, 40)), a=data.select(range(20)))
@@ -396,7 +396,7 @@ def test_data_sets_on_disk(tmp_path: Path) -> None:
         assert len(group_units(files, {}, 1, 300)) > 3 and files[0].source == name
         documents = read_all(tmp_path / name, text_field="body", large=300)
         assert [d.text for d in documents] == [row["body"] for row in rows]
-        assert [d.id.split("#")[1] for d in documents] == [f"n{n}" for n in range(40)]
+        assert [d.id.split("#")[1] for d in documents] == [f"{39 - n}" for n in range(40)]
     with pytest.raises(UserError, match="--text_field. Known: body, id"):
         read_all(tmp_path / "saved")
 

@@ -61,19 +61,22 @@ def test_words_that_are_no_command(tmp_path: Path) -> None:
 def test_the_last_lines_the_manifest_and_the_samples(
     tiny_tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "in.txt").write_text(f"{story(4)}\n\nA Title\n\n{story(5, 3)}\n\n1, 2.")
+    long = f"A{'-a' * 4600}."  # 9202 tokens
+    (tmp_path / "in.txt").write_text(f"{story(4)}\n\nTitle\n\n{story(5, 3)}\n\n1, 2.\n\n{long}")
     flags = "--without headings --min_sentences 4 --language de --workers 1"
     build(tiny_tokenizer, tmp_path, *flags.split(), source="tales=")
     printed = capsys.readouterr().out
     assert "1 of 1 document" in printed and "--recipe own_text" in printed.splitlines()[-1]
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert str(tmp_path) not in json.dumps(manifest)
-    chosen = manifest["made_from"]["settings"]
-    assert chosen["without"] == ["headings"] and chosen["language"] == "de"
-    assert manifest["dropped"] == {"sentences_without_letter": 1} and manifest["sentences"] == 10
+    chosen, packages = (manifest["made_from"][name] for name in ("settings", "packages"))
+    assert chosen["without"] == ["headings"] and chosen["language"] == "de" and "numpy" in packages
+    dropped = {"sentences_without_letter": 1, "sentences_too_long": 1}
+    assert manifest["dropped"] == dropped and manifest["sentences"] == 10
     samples = json.loads((tmp_path / "out" / "dropped.json").read_text())
     ((_, *sample),) = samples["samples"]["sentences_without_letter"]
     assert sample == ["tales", "in.txt#0", "1, 2."] and samples["skipped"] == []
+    assert samples["characters"]["tales"]["sentences_too_long"] == 9202
     run.main(["verify", str(tmp_path / "out")])
 
 
@@ -141,11 +144,12 @@ def test_a_reader_that_goes_away_ends_a_command_quietly(mixed: Corpus) -> None:
 def test_stats_recommends_a_length_with_little_padding(
     corpus_of: Callable[..., Corpus], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    corpus = corpus_of([story(5 + i % 4, i) for i in range(200)], min_sentences=3)
-    assert corpus.num_rows == 92  # the others are copies
+    corpus = corpus_of([story(3, i) for i in range(200)], min_sentences=3)
+    assert corpus.num_rows == 23  # the others are copies
     table = stats.training_table(corpus, SPECIAL_IDS, 100)
     length = stats.fitting_length(table)
     assert length < 64 and table["padding"][length] == table["padding"].min()
+    assert stats.fitting_length(0 * table) == table.index.max(), "the longest without much padding"
     run.main(["stats", str(corpus.path)])
     printed = capsys.readouterr().out
     assert f"--data.seq_length {length}" in printed and "--short_documents join" in printed
