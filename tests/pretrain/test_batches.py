@@ -12,7 +12,9 @@ import torch
 from data_prep.examples import ExampleStream, SpecialIds
 from multicls.corpus import Corpus
 from pretrain.batches import MicroBatch, load_steps
-from tests.pretrain.tools import micro_batch_of
+from pretrain.training import Trainer
+from tests.pretrain.tools import micro_batch_of, tiny_model
+from tests.pretrain.two_ranks import settings
 from tests.processes import children
 
 
@@ -79,3 +81,18 @@ def test_loaders_are_no_forks_of_the_rank(stream: ExampleStream) -> None:
         next(steps)
         loaders = {process.pid for process in multiprocessing.active_children()}
         assert loaders and not loaders & set(children(os.getpid()))
+
+
+def test_a_validation_counts_each_group_once_and_leaves_the_dropout_on(
+    stream: ExampleStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three groups on one rank, and on two: the second one makes a pass too many."""
+    model, sums = tiny_model(3, vocab_size=400), list[torch.Tensor]()
+    monkeypatch.setattr(torch.distributed, "all_reduce", sums.append)
+    chosen = settings().with_values(run={"eval_examples": 9})
+    for rank, ranks in ((0, 1), (0, 2), (1, 2)):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda ranks=ranks: ranks)
+        Trainer(model, chosen, {"validation": stream}).evaluate()
+        assert model.training
+    torch.testing.assert_close(sums[1] + sums[2], sums[0])

@@ -88,6 +88,8 @@ def test_a_checkpoint_gives_what_the_run_exports(
     flags += ("--config", str(tmp_path / "ds.json"), "--train.precision", precision, "--steps", "2")
     launch = {"ranks": ranks, "accident": "note the engine's weights"}
     assert fork(run, launch, flags=flags) == [[0] * ranks], logs(run)
+    speed, time = "speed/sequences_per_second", "speed/seconds_per_step"
+    assert [r[speed] * r[time] for r in records(run, "train")] == pytest.approx([18, 18])
     before = dist.is_initialized()  # by another file's test in this process
     assert_same_files(export_to(tmp_path / "model", run), run / "hf")
     assert dist.is_initialized() == before, "an export needs no process group"

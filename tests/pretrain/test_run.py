@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import shutil
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -100,7 +101,9 @@ def test_another_seed_gives_another_curve(fork: Fork, finished: Path, tmp_path: 
 def test_the_run_s_own_recipe_is_the_same_run(fork: Fork, tmp_path: Path) -> None:
     """It states the length in steps, however it was set."""
     folder = tmp_path / "run"
-    assert fork(folder, flags=("--epochs", "0.01")) == [[0]], logs(folder)
+    flags = ("--epochs", "0.01", "--data.source_weights", "text=2")
+    assert fork(folder, flags=flags) == [[0]], logs(folder)
+    assert re.search(r"(\d+) documents held out, \1 examples", logs(folder)), "not twice"
     assert fork(folder, flags=("--recipe", str(folder / "settings.yaml"))) == [[0]], logs(folder)
     assert "already finished at step" in logs(folder)
     assert fork(folder, flags=("--steps", "99")) == [[2]] and "is now 99" in logs(folder)
@@ -108,13 +111,16 @@ def test_the_run_s_own_recipe_is_the_same_run(fork: Fork, tmp_path: Path) -> Non
     assert fork(folder, flags=("--model", "gone")) == [[0]], logs(folder)
 
 
-def test_resume_refuses_another_run(fork: Fork, finished: Path, tmp_path: Path) -> None:
+def test_others_are_refused(fork: Fork, finished: Path, tmp_path: Path, tiny_corpus: Path) -> None:
     config = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 1000}}
     write_json(tmp_path / "same.json", config)
     write_json(tmp_path / "other.json", config | {"gradient_predivide_factor": 2.0})
     assert fork(finished, flags=("--config", str(tmp_path / "same.json"))) == [[0]], logs(finished)
+    corpus = shutil.copytree(tiny_corpus, tmp_path / "corpus")
+    write_json(corpus / "manifest.json", read_json(corpus / "manifest.json") | {"made": "again"})
     flags = ("--config", str(tmp_path / "other.json"), "--model.num_facets", "2")
-    assert fork(finished, flags=flags) == [[2]]
+    assert fork(finished, flags=(*flags, "--corpus", str(corpus))) == [[2]]
+    assert "manifest of the corpus was" in logs(finished)
     assert "model.num_facets was 3 and is now 2" in logs(finished)
     assert "gradient_predivide_factor was None and is now 2.0" in logs(finished)
 
