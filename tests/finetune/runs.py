@@ -51,7 +51,7 @@ def fake_run(
     for split in part.splits.keys() - {"train"}:
         truth = np.eye(2)[[int(example.label) for example in part.splits[split]]]
         outputs[split] = 2 * skill * truth + noise.normal(size=truth.shape)
-    hashes = {"weights_sha256": "w", "data_sha256": data.sha256}
+    hashes = {"weights_sha256": f"{settings.pretraining}", "data_sha256": data.sha256}
     fields = {"settings": settings.compared(), "seconds": 1.0, **hashes}
     write_run(settings, [part], [outputs], fields, None, None)
 

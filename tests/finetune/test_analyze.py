@@ -73,8 +73,7 @@ def test_facets_isotropy_and_disagreement_with_seeds(
         runs.append(Path(finetune(tiny_multicls, glue, tmp_path, **settings)["path"]))
     assert main([*map(str, runs), "--examples", "30"]) == 0
     numbers = read_json(runs[0] / "analysis.json")
-    assert numbers["rows"] == 30
-    assert numbers["before"].keys() == numbers["after"].keys()
+    assert numbers["rows"] == 30 and numbers["before"].keys() == numbers["after"].keys()
     assert numbers["before, IsoBN"]["EV1, EV2, EV3"][0] < numbers["before"]["EV1, EV2, EV3"][0]
     printed = dict(line.split(":", 1) for line in capsys.readouterr().out.splitlines())
     error_rate = numbers["disagreement"]["error rate"]

@@ -264,10 +264,10 @@ def test_hub_and_file_are_alike(name: str, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_mention_whose_index_is_off_is_found_nearby(tmp_path: Path) -> None:
-    target = {"span1_text": "it", "span1_index": 4, "span2_text": "bit", "span2_index": 0}
-    row = {"text": "bit it, or use it : fine", "target": target, "label": False}
+    target = {"span1_text": "it", "span1_index": 3, "span2_text": "bit", "span2_index": 0}
+    row = {"text": "bit it, use it : fine", "target": target, "label": False}
     (example,) = read("wsc", tmp_path, jsonl(row))
-    assert example.spans == ((0, 15, 17), (0, 0, 3)), "a word of its own, not a part of 'bit'"
+    assert example.spans == ((0, 12, 14), (0, 0, 3)), "a word of its own, not a part of 'bit'"
 
 
 def test_test_rows_have_a_header_and_their_own_index(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_record() -> None:
     answers = ["New York", "The New York City", "Bob", "A. Smith", "smith", "Xa", "Yo Zu"]
     labels = np.array([0, 1, 0, 1, 0, 0, 1])
     margins = np.array([3.0, 1.0, 2.0, 0.0, 5.0, 1.0, 0.5])
-    outputs = np.stack([np.zeros(7), margins], axis=1)
+    outputs = np.stack([-2 * margins, -margins], axis=1)
     # q1: "new york" for "new york city", F1 2 * 2 / (2 + 3); q2: "smith" is "A. Smith" by normalisation; q3: wrong
     found = score(TASKS["record"], labels, outputs, group=groups, answer=answers)
     f1, em = (4 / 5 + 1 + 0) / 3, 1 / 3

@@ -82,7 +82,8 @@ def test_several_labels_a_row(tmp_path: Path) -> None:
 
 def test_rows_without_a_text_are_left_out_and_counted(tmp_path: Path) -> None:
     empty = [{"text": text, "label": "x"} for text in ("", " ", None)]
-    _, data = read(tmp_path, [*labelled("x", "y", 0), *empty], labelled("x"))
+    rows, pairs = [*labelled("x", "y", 0), *empty], {"text_column": "text,label"}
+    _, data = read(tmp_path, rows, labelled("x"), **pairs)
     assert len(data.train) == 3 and "3 train rows without a text left out" in data.notes
     (tmp_path / "t.csv").write_text("text\na\n\nb\n")  # the empty line is an empty cell
     assert [row["text"] for _, row in read_table(tmp_path / "t.csv")] == ["a", None, "b"]
@@ -113,8 +114,7 @@ def test_a_share_of_the_train_file_is_dev(tmp_path: Path) -> None:
     assert len(data.train) + len(data.dev) == 100 and 29 <= len(data.dev) <= 31
     assert abs(sum(row.label == 0 for row in data.dev) - 7.5) < 1.5, "classes in proportion"
     assert not {row.texts for row in data.train} & {row.texts for row in data.dev}
-    assert data == load_own(own)
-    assert "of the 100 training rows" in data.notes[-1]
+    assert data == load_own(own) and "of the 100 training rows" in data.notes[-1]
 
 
 def test_one_row_a_class_is_enough_if_dev_has_the_same_classes(tmp_path: Path) -> None:

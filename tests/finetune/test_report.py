@@ -10,8 +10,8 @@ from scipy.special import expit, softmax
 
 from finetune import run
 from finetune.report import main
-from finetune.report_tables import average, build_report, calibration
-from finetune.results import load_predictions, write_error
+from finetune.report_tables import average, build_report, calibration, ensembles
+from finetune.results import load_predictions, load_results, write_error
 from multicls.errors import UserError
 from tests.finetune.runs import fake_run, finetune
 
@@ -82,14 +82,21 @@ def test_ensembles_have_their_own_scores_on_test_rows_too(tmp_path: Path) -> Non
         build_report(tmp_path, ensemble_size=4)
 
 
+def test_checkpoints_that_share_subsets_all_count_and_are_not_mixed(tmp_path: Path) -> None:
+    for checkpoint, seed in ((1, 1), (1, 2), (2, 1), (2, 2)):
+        fake_run(tmp_path, "a", pretraining=checkpoint, seed=seed)
+    runs = load_results(tmp_path)
+    assert len(runs) == 4 and list(ensembles(runs, 2)["pretraining"]) == [1, 2]
+
+
 def test_warnings(results: Path) -> None:
-    fake_run(results, "a", subset=9, rows=50, train__epochs=3)
+    fake_run(results, "a", subset=9, rows=50, train__epochs=3, selection="holdout")
     for kind in ("failed", "incompatible"):
         write_error(results / kind / "rte-100" / "p1-d8-s1", kind, ValueError("broken"))
     different, optimistic, settings_differ, unfinished = build_report(results).warnings
     assert different.startswith("rte: the runs read different data")
     assert optimistic.startswith("rte: dev picked the checkpoint")
-    assert settings_differ == "a on rte, 100 rows: its runs differ in train.epochs."
+    assert settings_differ == "a on rte, 100 rows: its runs differ in selection, train.epochs."
     assert unfinished.startswith("runs not finished: 1,") and unfinished.endswith("broken")
 
 

@@ -22,7 +22,7 @@ from finetune.settings import RunSettings
 from finetune.tasks import TASKS, Example, TaskData, example_arrays
 from finetune.training import ChunkSampler
 from multicls.errors import UserError
-from multicls.files import FolderInUse, locked, read_json
+from multicls.files import FolderInUse, locked, read_json, write_json
 from multicls.settings import load_settings, to_yaml
 from tests.finetune.conftest import Tune, sentiment_rows, write_tsv
 from tests.finetune.runs import fake_run, finetune, settings_of, write_rows
@@ -53,8 +53,7 @@ def test_a_run_leaves_its_folder_and_is_not_repeated(
     assert load_results(tmp_path)["score"].tolist() == [task["score"]]
     for again in (words, ["--recipe", str(folder / "settings.yaml")]):
         capsys.readouterr()
-        assert main(again) == 0
-        assert "already finished" in capsys.readouterr().out
+        assert main(again) == 0 and "already finished" in capsys.readouterr().out
 
 
 def test_other_settings_weights_and_versions_and_a_run_in_the_making_are_refused(
@@ -224,6 +223,8 @@ def test_submissions(
     with pytest.raises(UserError, match="SST-2: 4 different predictions instead of 1821"):
         submit.submission_files(TASKS["sst2"], predictions)
     monkeypatch.setattr(submit, "TASKS", {"sst2": small})
+    record["tasks"][0]["selection_score"] = -1.0  # of another run, whose answers are not taken
+    write_json(Path(record["path"]).with_name("p1-d1-s9") / "record.json", record | {"seed": 9})
     output = tmp_path / "glue.zip"
     flags = ["--benchmark", "glue", "--system", record["system"], "--output", str(output)]
     assert submit.main([str(tmp_path / "r"), *flags]) == 0

@@ -82,8 +82,7 @@ def test_classes_stay_in_proportion_where_rows_share_nothing(multicls_data: Path
     validation = rows.splits["validation"]
     drawn = [*rows.splits["train"], *validation]
     share = sum(row.label for row in drawn) / len(drawn)
-    assert len(validation) == 20
-    assert abs(sum(row.label for row in validation) - 20 * share) <= 1
+    assert len(validation) == 20 and abs(sum(row.label for row in validation) - 20 * share) <= 1
 
 
 def test_the_hash_covers_all_but_names_of_files() -> None:
