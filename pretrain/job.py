@@ -90,6 +90,7 @@ def pretrain(
         model, tokenizer = build_model(settings.model, notes.append)
     streams = build_streams(settings, corpus, tokenizer, model.config.max_tokens)
     settings, length = resolve_length(settings, streams["train"])
+    prepare_layers(model, settings.train)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     precision = choose_precision(settings.train.precision, device)
     completed = complete_deepspeed_config(ds_config, precision=precision, **batch)
@@ -99,7 +100,6 @@ def pretrain(
     checkpoints = Checkpoints(run_folder / "checkpoints", numbers, *kept)
     if start:
         on_rank_0(lambda: checkpoints.check_identity(start))
-    prepare_layers(model, settings.train)
     if finished:
         if is_first:
             print(f"already finished at step {read_json(run_folder / DONE)['step']}")
