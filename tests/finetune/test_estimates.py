@@ -153,7 +153,7 @@ def test_other_scores_have_a_bootstrap_and_passages_stay_together() -> None:
 
 
 def test_candidate_and_run_are_the_best_on_the_rows_that_pick() -> None:
-    """Of the system with the best mean, not the best run of all; not on the rows that give the score."""
+    """The best system has the best mean; its best run is taken, by the rows that pick and not by the score."""
     common = {"task": "rte", "train_size": "100", "head": "mean"}
     scores = {("a", 1e-5): (0.5, 0.6), ("a", 2e-5): (0.6, 0.7), ("a", 3e-5): (0.99,)}  # unfinished
     scores |= {("b", 2e-5): (0.8, 0.1)}

@@ -132,7 +132,7 @@ def test_the_command_is_that_of_the_best_run_of_each_task(results: Path) -> None
 def test_the_command_works_as_printed_after_results_have_moved(
     tiny_bert: Path, glue: Path, tmp_path: Path
 ) -> None:
-    """Also where another run has taken the folder since."""
+    """The command also works where another run has taken the folder since."""
     finetune(tiny_bert, glue, tmp_path / "old", train_size=20, train__max_steps=2)
     moved = (tmp_path / "old").rename(tmp_path / "my results")
     finetune(tiny_bert, glue, tmp_path / "old", train_size=20, train__max_steps=3)

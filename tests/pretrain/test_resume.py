@@ -178,7 +178,7 @@ def test_other_numbers_of_ranks(disturb: Fork, alone: Path, tmp_path: Path, stag
 
 @pytest.mark.slow
 def test_deberta_under_zero_3(disturb: Fork, tiny_bert: Path, tmp_path: Path) -> None:
-    """In evaluation its dropout returns a weight itself, which DeepSpeed then counts among those of the layer."""
+    """DeBERTa's dropout in evaluation returns a weight itself, which DeepSpeed then counts among those of the layer."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
     model = AutoModelForMaskedLM.from_config(encoder_config("deberta-v2", tokenizer))
     for part in (model, tokenizer):
