@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from finetune.tables import RawRows, Row, load_hub, read_table
 from finetune.tasks import Example, Task, TaskData, passage_id
 from multicls.console import count
 from multicls.errors import UserError
+from multicls.tables import RawRows, Row, load_hub, read_table
 
 SUFFIXES = {"superglue": (".jsonl",), "cs224n": (".csv",), "glue": (".tsv", ".jsonl")}
 QUESTIONS = {"cause": "What was the cause of this?", "effect": "What happened as a result?"}  # COPA

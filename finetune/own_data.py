@@ -2,20 +2,27 @@
 
 import math
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from finetune.settings import OwnDataSettings
 from finetune.subsets import hold_out
-from finetune.tables import RawRows, Row, load_hub, read_table
-from finetune.tasks import OWN_METRICS, Example, LabelType, Task, TaskData, passage_id
+from finetune.tasks import OWN_METRICS, Example, Task, TaskData, passage_id
 from multicls.console import count
 from multicls.errors import UserError, did_you_mean
+from multicls.labels import (
+    TEXTS,
+    LabelType,
+    Names,
+    class_names,
+    find_columns,
+    label_type,
+    read_label,
+    texts_of,
+    with_texts,
+)
+from multicls.tables import RawRows, Row, load_hub, read_table
 
-Names = Sequence[str]
-TEXTS = (("text",), ("text1", "text2"), ("sentence1", "sentence2"))
-FEW = 10  # rows, each of which may have a label of its own
 HUB_SPLITS = {"train": ("train",), "dev": ("validation", "dev", "valid"), "test": ("test",)}
 
 
@@ -39,7 +46,8 @@ def load_own(own: OwnDataSettings) -> TaskData:
         splits[split], more = with_texts(rows, groups[0], f"{split} row")
         notes += more
     fields = groups[0]
-    kind = _label_type(own, [row.get(column) for rows in splits.values() for _, row in rows])
+    cells = [row.get(column) for rows in splits.values() for _, row in rows]
+    kind = label_type(cells) if own.label_type == "auto" else own.label_type
     labels = {
         split: [read_label(kind, row.get(column), where) for where, row in rows]
         for split, rows in splits.items()
@@ -65,49 +73,6 @@ def load_own(own: OwnDataSettings) -> TaskData:
     return TaskData(task, **examples, notes=notes)
 
 
-def find_columns(where: str, row: Row, groups: Sequence[Names], what: str = "text") -> Names:
-    """Returns the first of the groups of columns that the row at `where` has.
-
-    Raises:
-        UserError: It has none of them.
-    """
-    for names in groups:
-        if set(names) <= set(row):
-            return names
-    columns = " or ".join(" and ".join(map(repr, names)) for names in groups)
-    missing = next(name for name in groups[0] if name not in row)
-    raise UserError(
-        f"{where}: no column {columns} for the {what}; the columns (the first line of a table) are "
-        f"{', '.join(map(repr, row))}.{did_you_mean(missing, row, listed=False)} Name it by --{what}_column."
-    )
-
-
-def with_texts(rows: RawRows, fields: Sequence[str], what: str) -> tuple[RawRows, list[str]]:
-    """Returns the rows that have a text in each of the columns, and notes on the others and on suspicious rows.
-
-    Args:
-        what: the noun for a row in notes.
-
-    Raises:
-        UserError: None has.
-    """
-    full = [
-        (where, row)
-        for where, row in rows
-        if all(row.get(name) is not None and str(row[name]).strip() for name in fields)
-    ]
-    if not full:
-        raise UserError(f"{rows[0][0]}: no row has a text.")
-    notes = list[str]()
-    if empty := len(rows) - len(full):
-        notes.append(f"{count(empty, what)} without a text left out")
-    broken = [at for at, row in rows if ".csv:" in at and "\n" in "".join(map(str, row.values()))]
-    if broken:
-        breaks = f"{count(len(broken), what)} with line breaks, the first up to {broken[0]}"
-        notes.append(f"{breaks}: texts, or torn quotes?")
-    return full, notes
-
-
 def example_of(
     task: Task, fields: Sequence[str], row: Row, where: str, key: str, label: Any = math.nan
 ) -> Example:
@@ -119,9 +84,7 @@ def example_of(
     Raises:
         UserError: A cell is no text, or the task has no such label.
     """
-    for column in fields:
-        if isinstance(row[column], (dict, list, bytes)):
-            raise UserError(f"{where}: column {column!r} is {row[column]!r}; it must be a text.")
+    texts = texts_of(row, fields, where)
     names, marks = label if isinstance(label, tuple) else (), tuple[float, ...]()
     for name in names:
         if name not in task.labels:
@@ -131,36 +94,8 @@ def example_of(
         label, marks = 0.0, tuple(float(name in names) for name in task.labels)
     elif names:
         label = task.labels.index(names[0])
-    texts = tuple(str(row[column]) for column in fields)
     passage = passage_id(texts[0]) if task.passage == 0 else ""
     return Example(key, texts, label, labels=marks, passage=passage)
-
-
-def read_label(kind: LabelType, cell: Any, where: str) -> Any:
-    """Returns the score, or the tuple of names of classes, that a cell holds; a list may be empty.
-
-    Raises:
-        UserError: It holds none.
-    """
-    cells = cell if kind == "multi_label" and isinstance(cell, list) else [cell]
-    names = tuple(map(_name, cells))
-    if "" in names or (kind == "multi_label" and cells is not cell):
-        what = "a list of labels" if kind == "multi_label" else "a label"
-        raise UserError(f"{where}: the label is {cell!r}; it must be {what} (label_type {kind}).")
-    if kind != "score":
-        return names
-    score = _number(cell)
-    if score is None or not math.isfinite(score):
-        hint = "Leave the row out, or set --label_type class if the labels are names."
-        raise UserError(f"{where}: label {cell!r} is not a finite number. {hint}")
-    return score
-
-
-def _name(cell: Any) -> str:
-    """Returns the name of a class, "" if the cell holds none; 1.0 in a column of numbers is 1."""
-    if isinstance(cell, float):
-        return str(int(cell)) if cell.is_integer() else str(cell) * (cell == cell)
-    return "" if cell is None or isinstance(cell, (dict, list, bytes)) else str(cell).strip()
 
 
 def _hub_splits(own: OwnDataSettings) -> dict[str, RawRows]:
@@ -189,29 +124,11 @@ def _named(label: Any, names: Sequence[str]) -> Any:
     return None if label is None or label < 0 else names[label]
 
 
-def _label_type(own: OwnDataSettings, cells: Sequence[Any]) -> LabelType:
-    """Returns how to read the labels: "auto" takes lists as several labels, and fractions as scores."""
-    if own.label_type != "auto":
-        return own.label_type
-    if any(isinstance(cell, list) for cell in cells):
-        return "multi_label"
-    numbers = [number for cell in cells if (number := _number(cell)) is not None]
-    all_whole = all(number.is_integer() for number in numbers)
-    return "class" if all_whole or len(numbers) < len(cells) else "score"
-
-
 def _task(own: OwnDataSettings, fields: Names, kind: LabelType, labels: dict[str, Any]) -> Task:
     """Returns the task that rows with these labels of each split are."""
-    train, everything = labels["train"], [label for split in labels.values() for label in split]
-    names = set(train) if kind == "score" else set(chain.from_iterable(train))
-    if len(names) < 2:
-        raise UserError(f"{own.source}: all labels are alike; a task needs two classes or scores.")
-    if kind == "class" and len(set(everything)) == len(everything) > FEW:
-        raise UserError(
-            f"{own.source}: each row has another label ({', '.join(sorted(names)[:3])}, ...). Name the column of "
-            "classes by --label_column, or set --label_type score if these are scores."
-        )
-    classes = () if kind == "score" else tuple(sorted(names, key=_by_value))
+    train = labels["train"]
+    others = [label for split, column in labels.items() if split != "train" for label in column]
+    classes = class_names(str(own.source), kind, train, others)
     more = ["matthews", "f1"][: 2 if len(classes) == 2 else 1] if kind == "class" else []
     possible = (*OWN_METRICS[kind], *more)
     if own.metric and own.metric not in possible:
@@ -237,17 +154,3 @@ def _note(task: Task) -> str:
     if all(label.isdecimal() for label in task.labels):
         note += " (whole numbers are classes; --label_type score makes them scores)"
     return note + (f"; f1 is that of {task.labels[1]!r}" if "f1" in task.metrics else "")
-
-
-def _by_value(name: str) -> tuple[float, str]:
-    """Returns the key that sorts classes: numbers by their value, then names."""
-    number = _number(name)
-    return number if number is not None and math.isfinite(number) else math.inf, name
-
-
-def _number(value: Any) -> float | None:
-    """Returns what `float` reads, also infinity and NaN."""
-    try:
-        return None if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        return None

@@ -18,12 +18,12 @@ from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
 from finetune.own_data import example_of, find_columns, with_texts
-from finetune.tables import RawRows, read_table
 from finetune.tasks import Array, Example, Task, task_of
 from multicls.console import count, print_line, print_summary
 from multicls.errors import UserError, run_command
 from multicls.files import atomic_write, read_json
 from multicls.settings import Settings, parse
+from multicls.tables import RawRows, read_table
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -13,10 +13,9 @@ import numpy as np
 import yaml
 
 from multicls.console import count
+from multicls.labels import LabelType
 
 Array = np.ndarray[Any, np.dtype[Any]]
-
-LabelType = Literal["class", "multi_label", "score"]
 OWN_METRICS: dict[LabelType, tuple[str, ...]] = {  # of a user's own rows
     "class": ("acc", "macro_f1"),
     "multi_label": ("micro_f1", "macro_f1", "exact_match"),

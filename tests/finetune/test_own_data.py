@@ -10,9 +10,9 @@ import pytest
 
 from finetune.own_data import load_own
 from finetune.settings import OwnDataSettings
-from finetune.tables import read_table
 from finetune.tasks import Example, Task, TaskData
 from multicls.errors import UserError
+from multicls.tables import read_table
 from tests.finetune.runs import write_rows
 
 Rows = Sequence[dict[str, Any]]

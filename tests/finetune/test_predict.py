@@ -11,10 +11,10 @@ import pytest
 
 from finetune.predict import answers_of, find_task, main, predict_command
 from finetune.predict import write_rows as write_answers
-from finetune.tables import RawRows
 from finetune.tasks import TASKS
 from multicls.errors import UserError
 from multicls.files import write_json
+from multicls.tables import RawRows
 from tests.finetune.conftest import NOUNS
 from tests.finetune.runs import finetune, write_rows
 

@@ -1,0 +1,185 @@
+"""Labelled rows of a user: their columns of texts, their labels, and what the labels are."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal
+
+from multicls.console import count
+from multicls.errors import UserError, did_you_mean
+from multicls.tables import RawRows, Row, read_table
+
+Names = Sequence[str]
+LabelType = Literal["class", "multi_label", "score"]
+TEXTS = (("text",), ("text1", "text2"), ("sentence1", "sentence2"))
+FEW = 10  # rows, each of which may have a label of its own
+
+
+@dataclass(frozen=True)
+class LabelledRows:
+    """The rows of a file with their labels.
+
+    Attributes:
+        texts: (N,) tuples of a text for each column.
+        kind: What a label is.
+        labels: (N,) tuples of names of classes, or scores.
+        classes: Names of the classes, sorted; () for scores.
+        notes: Lines on rows that were left out or look wrong.
+    """
+
+    texts: list[tuple[str, ...]]
+    kind: LabelType
+    labels: list[Any]
+    classes: tuple[str, ...]
+    notes: list[str]
+
+
+def read_labelled(path: str | Path, text_column: str | None, label_column: str) -> LabelledRows:
+    """Reads labelled rows with the columns and checks of fine-tuning's own rows.
+
+    Args:
+        text_column: A column, or two with a comma between them; None: `text`, or a pair of usual names.
+
+    Raises:
+        UserError: The file, a column or a label is missing or cannot be read, or all labels are alike.
+    """
+    rows = read_table(Path(path))
+    groups = [text_column.split(",")] if text_column else TEXTS
+    fields = find_columns(*rows[0], groups)
+    find_columns(*rows[0], [[label_column]], "label")
+    rows, notes = with_texts(rows, fields, "row")
+    kind = label_type(row.get(label_column) for _, row in rows)
+    labels = [read_label(kind, row.get(label_column), where) for where, row in rows]
+    texts = [texts_of(row, fields, where) for where, row in rows]
+    return LabelledRows(texts, kind, labels, class_names(str(path), kind, labels), notes)
+
+
+def find_columns(where: str, row: Row, groups: Sequence[Names], what: str = "text") -> Names:
+    """Returns the first of the groups of columns that the row at `where` has.
+
+    Raises:
+        UserError: It has none of them.
+    """
+    for names in groups:
+        if set(names) <= set(row):
+            return names
+    columns = " or ".join(" and ".join(map(repr, names)) for names in groups)
+    missing = next(name for name in groups[0] if name not in row)
+    raise UserError(
+        f"{where}: no column {columns} for the {what}; the columns (the first line of a table) are "
+        f"{', '.join(map(repr, row))}.{did_you_mean(missing, row, listed=False)} Name it by --{what}_column."
+    )
+
+
+def with_texts(rows: RawRows, fields: Sequence[str], what: str) -> tuple[RawRows, list[str]]:
+    """Returns the rows that have a text in each of the columns, and notes on the others and on suspicious rows.
+
+    Args:
+        what: the noun for a row in notes.
+
+    Raises:
+        UserError: None has.
+    """
+    full = [
+        (where, row)
+        for where, row in rows
+        if all(row.get(name) is not None and str(row[name]).strip() for name in fields)
+    ]
+    if not full:
+        raise UserError(f"{rows[0][0]}: no row has a text.")
+    notes = list[str]()
+    if empty := len(rows) - len(full):
+        notes.append(f"{count(empty, what)} without a text left out")
+    broken = [at for at, row in rows if ".csv:" in at and "\n" in "".join(map(str, row.values()))]
+    if broken:
+        breaks = f"{count(len(broken), what)} with line breaks, the first up to {broken[0]}"
+        notes.append(f"{breaks}: texts, or torn quotes?")
+    return full, notes
+
+
+def texts_of(row: Row, fields: Sequence[str], where: str) -> tuple[str, ...]:
+    """Returns the texts in the columns `fields` of the row at `where`; a UserError if a cell is no text."""
+    for column in fields:
+        if isinstance(row[column], (dict, list, bytes)):
+            raise UserError(f"{where}: column {column!r} is {row[column]!r}; it must be a text.")
+    return tuple(str(row[column]) for column in fields)
+
+
+def label_type(cells: Iterable[Any]) -> LabelType:
+    """Returns the type of labels in cells: lists are several labels, numbers not all whole are scores."""
+    cells = list(cells)
+    if any(isinstance(cell, list) for cell in cells):
+        return "multi_label"
+    numbers = [number for cell in cells if (number := _number(cell)) is not None]
+    all_whole = all(number.is_integer() for number in numbers)
+    return "class" if all_whole or len(numbers) < len(cells) else "score"
+
+
+def read_label(kind: LabelType, cell: Any, where: str) -> Any:
+    """Returns the score, or the tuple of names of classes, that a cell holds; a list may be empty.
+
+    Raises:
+        UserError: It holds none.
+    """
+    cells = cell if kind == "multi_label" and isinstance(cell, list) else [cell]
+    names = tuple(map(_name, cells))
+    if "" in names or (kind == "multi_label" and cells is not cell):
+        what = "a list of labels" if kind == "multi_label" else "a label"
+        raise UserError(f"{where}: the label is {cell!r}; it must be {what} (label_type {kind}).")
+    if kind != "score":
+        return names
+    score = _number(cell)
+    if score is None or not math.isfinite(score):
+        hint = "Leave the row out, or set --label_type class if the labels are names."
+        raise UserError(f"{where}: label {cell!r} is not a finite number. {hint}")
+    return score
+
+
+def class_names(
+    source: str, kind: LabelType, labels: Sequence[Any], others: Sequence[Any] = ()
+) -> tuple[str, ...]:
+    """Returns the names of the classes in the labels of `read_label`, sorted; () for scores.
+
+    Args:
+        others: Labels of the other splits.
+
+    Raises:
+        UserError: All labels are alike, or each row has a class of its own.
+    """
+    names = set(labels) if kind == "score" else set(chain.from_iterable(labels))
+    if len(names) < 2:
+        raise UserError(f"{source}: all labels are alike; a task needs two classes or scores.")
+    if kind == "score":
+        return ()
+    everything = [*labels, *others]
+    if kind == "class" and len(set(everything)) == len(everything) > FEW:
+        raise UserError(
+            f"{source}: each row has another label ({', '.join(sorted(names)[:3])}, ...). Name the column of "
+            "classes by --label_column, or set --label_type score if these are scores."
+        )
+    return tuple(sorted(names, key=_by_value))
+
+
+def _name(cell: Any) -> str:
+    """Returns the name of a class, "" if the cell holds none; 1.0 in a column of numbers is 1."""
+    if isinstance(cell, float):
+        if math.isnan(cell):
+            return ""
+        return str(int(cell)) if cell.is_integer() else str(cell)
+    return "" if cell is None or isinstance(cell, (dict, list, bytes)) else str(cell).strip()
+
+
+def _by_value(name: str) -> tuple[float, str]:
+    """Returns the key that sorts classes: numbers by their value, then names."""
+    number = _number(name)
+    return number if number is not None and math.isfinite(number) else math.inf, name
+
+
+def _number(value: Any) -> float | None:
+    """Returns what `float` reads, also infinity and NaN."""
+    try:
+        return None if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        return None
