@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Record = dict[str, Any]
 Predictions = Mapping[str, Mapping[str, Array]]  # of a task by split; see `example_arrays`
-FORMAT = 2
+FORMAT = 3
 RECORD, SETTINGS, ERROR = "record.json", "settings.yaml", "error.json"
 PREDICTIONS = "predictions.npz"
 
@@ -90,7 +90,8 @@ def _task_entry(rows: TaskData, predictions: Predictions) -> dict[str, Any]:
         for split, arrays in predictions.items()
         if not np.isnan(arrays["labels"]).any()
     }
-    majority = majority_scores(task, [*rows.train, *rows.validation], rows.dev)
+    train = [*rows.train, *rows.validation]
+    majority = majority_scores(task, train, rows.dev)
     metric, dev = task.metrics[0], scores.pop("dev")
     return {
         "task": task.name,
@@ -101,10 +102,14 @@ def _task_entry(rows: TaskData, predictions: Predictions) -> dict[str, Any]:
         "baselines": majority,
         "selection_score": scores.pop("validation", dev)[metric],
         "tests": scores,
+        "test_baselines": {
+            split: majority_scores(task, train, rows.splits[split]) for split in scores
+        },
         "description": task.describe(),
         "train_rows": len(rows.train),
         "validation_rows": len(rows.validation),
         "dev_rows": len(rows.dev),
+        "rows": {split: len(examples) for split, examples in rows.splits.items()},
         "notes": rows.notes,
     }
 
@@ -162,14 +167,36 @@ def finished_record(settings: RunSettings, identity: Record | None = None) -> Re
     """
     if (record := read_record(settings.folder)) is None:
         return None
-    before, now = ({**run["settings"], **run} for run in (record, identity or record))
-    keys = sorted({*record["settings"], *now} - {"settings"})
-    different = [key for key in keys if before.get(key, {}) != now.get(key, {})]
-    if changes := ", ".join(f"{key} {before.get(key)}, not {now.get(key)}" for key in different):
-        raise UserError(f"{record['path']}: holds another run ({changes}); set another --name.")
+    if identity is not None and (changes := differences(record, identity)):
+        raise UserError(
+            f"{record['path']}: holds another run ({in_words(changes)}); set another --name or --output_dir."
+        )
     lacks_model = settings.save_model and not (settings.folder / "model").is_dir()
     lacks_test = settings.predict_test and not record["predict_test"]
     return None if lacks_model or lacks_test else record
+
+
+def differences(before: Record, now: Record) -> dict[str, tuple[Any, Any]]:
+    """Returns both values of what differs between two identities of runs, by name; `before` may have more fields."""
+    changed = {
+        key: (before.get(key), value)
+        for key, value in now.items()
+        if key != "settings" and before.get(key) != value
+    }
+    old, new = before["settings"], now["settings"]
+    keys = [key for key in sorted({*old, *new}) if old.get(key, {}) != new.get(key, {})]
+    return changed | {key: (old.get(key), new.get(key)) for key in keys}
+
+
+def in_words(changes: Mapping[str, tuple[Any, Any]]) -> str:
+    """Returns what differs between two runs; hashes are replaced by what they are of."""
+    of_hashes = {
+        "data_sha256": "other rows: the tables or the way they are read have changed",
+        "weights_sha256": "other weights, configuration or tokenizer in the model's folder",
+    }
+    return ", ".join(
+        of_hashes.get(key, f"{key} {before}, not {now}") for key, (before, now) in changes.items()
+    )
 
 
 def write_error(folder: Path, kind: str, error: BaseException) -> None:

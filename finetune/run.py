@@ -28,7 +28,7 @@ from finetune.results import Record, finished_record, write_run
 from finetune.settings import SHORTCUTS, OwnDataSettings, RunSettings
 from finetune.subsets import select_rows
 from finetune.tasks import TASKS, TaskData
-from multicls.console import print_line, print_summary
+from multicls.console import count, print_line, print_summary
 from multicls.distributed import leave_deepspeed, on_rank_0, prepare_deepspeed, rank_and_world
 from multicls.errors import run_command
 from multicls.files import locked
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         model, (first, *others) = Path(record["path"], "model"), record["tasks"]
         command = f"python finetune/report.py {shlex.quote(settings.output_dir)}"
         if model.is_dir():
-            rows = settings.own.test_file or settings.own.train_file or "ROWS.csv"
+            rows = settings.own.test_file or "ROWS.csv"
             command = predict_command(model, first["description"], bool(others), rows) or command
         print_summary([("run", record["path"])], command)
     if rank_and_world()[1] > 1 or settings.config:
@@ -80,12 +80,25 @@ def run_finetune(settings: RunSettings) -> Record:
             if is_first:
                 print_line(line)
         record = record or _train(settings, rows, identity)
-    for entry in record["tasks"] if is_first else []:
-        splits = {"dev": entry["scores"], **entry["tests"], "majority class": entry["baselines"]}
+    if is_first:
+        _print_scores(record)
+    return record
+
+
+def _print_scores(record: Record) -> None:
+    """Prints the scores of each split, with the number of its rows, and of the majority class."""
+    optimistic = record["selection"] == "dev" and record["head"] not in FITTED
+    for entry in record["tasks"]:
+        dev = f"dev, {count(entry['dev_rows'], 'row')}"
+        dev += ", which also picked the checkpoint: optimistic" * optimistic
+        splits = {dev: entry["scores"], "majority class on dev": entry["baselines"]}
+        splits |= {
+            f"{split}, {count(entry['rows'][split], 'row')}": scores
+            for split, scores in entry["tests"].items()
+        }
         for split, scores in splits.items():
             values = "  ".join(f"{name} {100 * value:.2f}" for name, value in scores.items())
             print_line(f"{record['system']} on {entry['task']}, {split}: {values}")
-    return record
 
 
 def load_tasks(settings: RunSettings) -> list[TaskData]:
@@ -114,6 +127,7 @@ def identify(settings: RunSettings, data: Sequence[TaskData]) -> dict[str, Any]:
 def _train(settings: RunSettings, rows: Sequence[TaskData], identity: dict[str, Any]) -> Record:
     from finetune.encoding import Encoded
     from finetune.training import TaskTrainer, find_device
+    from multicls.optim import choose_precision
 
     fields, began, tasks = dict(identity), time.perf_counter(), [part.task for part in rows]
     model, tokenizer = build_model(settings, tasks) if settings.model else (None, None)
@@ -130,9 +144,10 @@ def _train(settings: RunSettings, rows: Sequence[TaskData], identity: dict[str, 
         assert model is not None
         outputs, training = TaskTrainer(model, encoded, settings, identity).run()
         fields |= training
-    device, bf16 = find_device(settings.train.precision)
-    fields |= {"device": device.type, "precision": "bf16" if bf16 else "fp32"}
-    fields["seconds"] = round(time.perf_counter() - began, 3)
+    device = find_device()
+    precision = choose_precision(settings.train.precision, device)
+    fields |= {"device": device.type, "precision": precision}
+    fields.setdefault("seconds", round(time.perf_counter() - began, 3))
     if rank_and_world()[0]:
         return {}
     return write_run(settings, rows, outputs, fields, model, tokenizer)

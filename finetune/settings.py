@@ -27,16 +27,16 @@ NOT_COMPARED: dict[str, Any] = {
     **dict.fromkeys(("save_model", "predict_test"), True),
 }
 
-# TrainingArguments that `trainer` may not set: other settings decide them, or they have no effect here.
-OWNED = set(
+# TrainingArguments that `trainer` may set. Of the others, settings of ours decide, or they have no effect here.
+TRAINER_ARGUMENTS = set(
     """
-    auto_find_batch_size average_tokens_across_devices bf16 data_seed dataloader_drop_last dataloader_num_workers
-    deepspeed disable_tqdm eval_delay eval_on_start eval_steps eval_strategy fp16 gradient_accumulation_steps
-    label_smoothing_factor learning_rate logging_nan_inf_filter logging_steps logging_strategy max_grad_norm max_steps
-    num_train_epochs output_dir per_device_train_batch_size remove_unused_columns save_strategy seed use_cpu
-    warmup_ratio warmup_steps weight_decay
+    activation_checkpointing adam_beta1 adam_beta2 adam_epsilon ddp_backend ddp_bucket_cap_mb
+    ddp_find_unused_parameters ddp_static_graph ddp_timeout full_determinism gradient_checkpointing lr_scheduler_kwargs
+    lr_scheduler_type optim optim_args per_device_eval_batch_size report_to run_name tf32 torch_compile
+    torch_compile_backend torch_compile_mode torch_empty_cache_steps
     """.split()  # noqa: SIM905
 )
+NEED_A_METRIC = ("reduce_lr_on_plateau", "greedy")  # learning rate schedules
 
 
 class TrainSettings(Settings):
@@ -45,20 +45,24 @@ class TrainSettings(Settings):
     learning_rate: PositiveFloat = Field(2e-5, description="peak; the paper tries 1e-5 to 7e-5")
     epochs: PositiveInt = Field(20, description="passes over the training rows")
     max_steps: PositiveInt | None = Field(None, description="at most this many steps")
-    batch_size: PositiveInt | None = Field(None, description="rows a step; 4, 8, 16 by train_size")
+    batch_size: PositiveInt | None = Field(
+        None, description="rows a step; 4, 8, 16 by their number"
+    )
     micro_batch_size: PositiveInt | None = Field(None, description="rows a forward pass on a rank")
     class_weights: Literal["none", "balanced"] = Field(
         "none", description="balanced: rare classes get the same total weight"
     )
     checkpoint_minutes: PositiveFloat = Field(5.0, description="minutes between checkpoints")
     eval_every: PositiveInt | None = Field(None, description="steps; default: 2 epochs, max. 500")
-    patience: PositiveInt = Field(10_000, description="stop after N steps without a better score")
+    patience: PositiveInt = Field(10_000, description="stop after N steps that are no better")
     warmup_ratio: Fraction = Field(0.1, description="share of the steps with a rising rate")
     # The paper names none for fine-tuning; 0.01 is that of the protocol it follows (Mosbach et al., 2021).
     weight_decay: float = Field(0.01, ge=0.0, description="decoupled; not on biases and LayerNorms")
     max_grad_norm: PositiveFloat = Field(1.0, description="largest norm of the gradient")
     dropout: Fraction | None = Field(None, description="before the classifier; null: checkpoint's")
-    precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto: bf16 on GPU")
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        "auto", description="auto: bf16 on a GPU that has it, fp16 on others, fp32 on a CPU"
+    )
 
 
 class IsoBnSettings(Settings):
@@ -83,8 +87,8 @@ class ClnSettings(Settings):
     train: Literal["full", "last_linear"] = Field(
         "full", description="last_linear: only the classifiers and what CLN adds"
     )
-    sampling: Literal["size_balanced", "round_robin"] = Field(
-        "size_balanced", description="tasks drawn in proportion to their rows, or in turn"
+    sampling: Literal["proportional", "round_robin"] = Field(
+        "proportional", description="tasks drawn in proportion to their rows, or in turn"
     )
 
 
@@ -179,14 +183,16 @@ class RunSettings(SystemSettings, RecipeOptions):
             yield "set either a dev_file or a dev_share"
         for name in changed if not own.source else ():
             yield f"--{name} is for your own rows: set --train_file or --dataset"
-        if self.trainer:
-            from transformers import TrainingArguments  # imports torch, so only where it is needed
-
-            known = TrainingArguments.__dataclass_fields__.keys() - OWNED
-            for name in sorted(self.trainer.keys() & OWNED):
-                yield f"trainer.{name}: another setting decides it, or it has no effect here"
-            for name in sorted(self.trainer.keys() - OWNED - known):
-                yield f"trainer.{name}: no such argument.{did_you_mean(name, known, listed=False)}"
+        for name in sorted(self.trainer.keys() - TRAINER_ARGUMENTS):
+            yield f"trainer.{name}: not one to set here.{did_you_mean(name, TRAINER_ARGUMENTS)}"
+        if (schedule := self.trainer.get("lr_scheduler_type")) in NEED_A_METRIC:
+            yield f"trainer.lr_scheduler_type: {schedule} does not work here; set linear or cosine"
+        if (
+            head == "hire"
+            and not self.hire.fusion
+            and "fusion_layers" in self.hire.model_fields_set
+        ):
+            yield "hire.fusion_layers: without hire.fusion nothing reads it; leave it out"
         if not self.model and head != "tfidf":
             yield "--model: required, a folder, a Hub id or 'sample'"
         if head not in HEADS:

@@ -18,7 +18,7 @@ from functools import partial
 from itertools import chain, cycle, islice
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -26,20 +26,23 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
-from transformers import PrinterCallback, Trainer, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from finetune.encoding import Encoded
+from finetune.heads import NORMALISING
 from finetune.heads.modeling_task import IGNORE_INDEX, TaskModel, loss_sum, problem_type_of
 from finetune.metrics import score_predictions
-from finetune.settings import OWNED, RunSettings
+from finetune.results import differences, in_words
+from finetune.settings import TRAINER_ARGUMENTS, RunSettings
 from finetune.tasks import Array, example_arrays
 from multicls.console import Progress, print_line
+from multicls.deepspeed_config import Precision
 from multicls.distributed import on_rank_0, rank_and_world, safe_unpickling
 from multicls.errors import UserError, first_line
 from multicls.files import read_json, write_json
-from multicls.optim import dropout_seed
+from multicls.optim import choose_precision, dropout_seed
 
-BEST = "best.pt"  # in a checkpoint: the weights of the best evaluation so far
+BEST = "best.pt"  # in a checkpoint: the best evaluation so far, and the seconds of training
 RUN = "run.json"  # in a checkpoint, written last: the identity of its run
 
 
@@ -63,9 +66,8 @@ class ChunkSampler(Sampler[list[Chunk]]):
     """
 
     def __init__(self, settings: RunSettings, sizes: Sequence[int]) -> None:
-        train, size = settings.train, settings.train_size
-        of_the_paper = 16 if isinstance(size, str) or size > 3000 else 8 if size > 300 else 4
-        self.batch_size = train.batch_size or of_the_paper
+        train = settings.train
+        self.batch_size = train.batch_size or _batch_size(settings, max(sizes))
         epoch = sum(math.ceil(rows / self.batch_size) for rows in sizes)
         self.steps = min(train.epochs * epoch, train.max_steps or train.epochs * epoch)
         self.eval_every = min(train.eval_every or min(500, 2 * epoch), self.steps)
@@ -89,6 +91,18 @@ class ChunkSampler(Sampler[list[Chunk]]):
                 yield [Chunk(number, task, share or [rows[index % len(rows)]], bool(share))]
 
 
+def _batch_size(settings: RunSettings, rows: int) -> int:
+    """Returns the default batch size for the largest task's training rows, as in Multi-CLS BERT.
+
+    Heads that normalise over the batch take 32, as the paper of IsoBN: of 4 rows its statistics are noise.
+    """
+    if settings.head in NORMALISING:
+        return 32
+    if rows > 3000 or (settings.task_names and settings.train_size == "full"):
+        return 16
+    return 8 if rows > 300 else 4
+
+
 def row_batches(num_rows: int, batch_size: int, seed: int) -> Iterator[list[int]]:
     """Yields batches of row indices for ever; each epoch is a new permutation, its last batch may be smaller."""
     generator = torch.Generator().manual_seed(seed)
@@ -102,12 +116,12 @@ def task_batches(
 ) -> Iterator[tuple[int, list[int]]]:
     """Yields batches (task, rows) for ever, each of one task, from the training rows of each task.
 
-    With `sampling` "round_robin" the tasks take turns. With "size_balanced" an epoch holds every batch of every task
+    With `sampling` "round_robin" the tasks take turns. With "proportional" an epoch holds every batch of every task
     once, in a random order, so a task comes in proportion to its rows.
     """
     streams = [row_batches(size, batch_size, seed + task) for task, size in enumerate(sizes)]
     order: Iterator[int] = cycle(range(len(sizes)))
-    if sampling == "size_balanced":
+    if sampling == "proportional":
         turns = [t for t, size in enumerate(sizes) for _ in range(math.ceil(size / batch_size))]
         positions = chain.from_iterable(row_batches(len(turns), len(turns), seed))
         order = (turns[position] for position in positions)
@@ -127,6 +141,14 @@ class _Batches(Dataset[dict[str, Any]]):
         return batch | {"task": chunk.task, "chunk": chunk.number, "counted": chunk.counted}
 
 
+class _LogBeforeEvaluation(TrainerCallback):
+    """Makes Trainer log the loss at each evaluation, also at a last step that is no multiple of `logging_steps`."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Asks for the log; Trainer's own callback has decided by now whether it evaluates."""
+        control.should_log = control.should_log or control.should_evaluate
+
+
 class TaskTrainer(Trainer):
     """Trains a `TaskModel` on one task or several, and keeps the best evaluation in memory.
 
@@ -134,12 +156,14 @@ class TaskTrainer(Trainer):
         model: made by `finetune.heads.build.build_model`.
         tasks: for each task of the model its rows by split: "train", the one that picks the weights, and others.
         identity: all that decides the numbers of the run, as JSON; marks its checkpoints.
+        folder: folder of the checkpoints and curves; default: the run's.
+        picks: False: no rows pick the weights, the last ones count.
 
     Raises:
         UserError: A training argument, the DeepSpeed JSON or class weights do not fit.
     """
 
-    best_weights: dict[str, Tensor]  # on the CPU; `state` has their score and step
+    best: dict[str, Any]  # the best evaluation: score, loss, step, and weights on the CPU
 
     def __init__(
         self,
@@ -147,14 +171,17 @@ class TaskTrainer(Trainer):
         tasks: Sequence[Mapping[str, Encoded]],
         settings: RunSettings,
         identity: Mapping[str, Any],
+        folder: Path | None = None,
+        picks: bool = True,
     ) -> None:
         AcceleratorState._reset_state(True)  # of an earlier run in this process
         train = [splits["train"] for splits in tasks]
         self.settings = settings.train
-        balanced, device = settings.train.class_weights == "balanced", find_device()[0]
+        self._checkpoint_seconds = 60 * settings.train.checkpoint_minutes
+        balanced, device = settings.train.class_weights == "balanced", find_device()
         self.class_weights = [_class_weights(r).to(device) if balanced else None for r in train]
         self.sampler = ChunkSampler(settings, [len(rows) for rows in train])
-        arguments = training_arguments(settings, self.sampler)
+        arguments = training_arguments(settings, self.sampler, folder or settings.folder)
         if arguments.gradient_checkpointing and not model.encoder.supports_gradient_checkpointing:
             kind = model.encoder.config.model_type
             raise UserError(f"trainer.gradient_checkpointing: {kind} has none; leave it out.")
@@ -163,7 +190,9 @@ class TaskTrainer(Trainer):
         self._predict = partial(predict_rows, model, precision=precision, batch_size=batch_size)
         self.splits = [dict(list(splits.items())[1:]) for splits in tasks]  # the first picks
         self.identity = {**identity, "ranks": self.sampler.world_size}
+        self.picks, self.best = picks, {}
         self._task, self._saved = 0, time.monotonic()  # task of the batch
+        self._began, self._seconds_before = time.monotonic(), 0.0  # of the run, before it resumed
         super().__init__(
             model,
             arguments,
@@ -172,6 +201,7 @@ class TaskTrainer(Trainer):
             compute_loss_func=self._loss,
         )
         self.remove_callback(PrinterCallback)
+        self.add_callback(_LogBeforeEvaluation)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Returns the rank's own chunks, which accelerate must not shard again."""
@@ -185,6 +215,11 @@ class TaskTrainer(Trainer):
         self._bar.update()
         return super().training_step(model, inputs, *args)
 
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Moves a chunk to the device; scores stay float32, which Trainer rounds to DeepSpeed's type."""
+        prepared = super()._prepare_inputs(inputs)
+        return prepared | {"labels": inputs["labels"].to(self.args.device)}
+
     def _loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         """Returns the chunk's part of the loss, the mean over the counted rows of the step."""
         problem = problem_type_of(self.task_model.config.tasks[self._task])
@@ -192,40 +227,69 @@ class TaskTrainer(Trainer):
         return loss_sum(problem, logits, labels, weights) / num_items_in_batch
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Scores the rows of all tasks that pick; keeps the weights if the mean score is strictly better.
+        """Scores the rows that pick, keeps the weights if they are better, and decides whether to stop or to save.
 
         Raises:
             UserError: The loss is not finite.
         """
-        step, steps = self.state.global_step, self.state.max_steps
-        loss = next(entry["loss"] for entry in reversed(self.state.log_history) if "loss" in entry)
-        if not math.isfinite(loss):
-            raise UserError(
-                f"the loss is not a finite number any more (seen at step {step}): nothing is written. Lower "
-                f"train.learning_rate (= {self.args.learning_rate:g}), or check the checkpoint's weights."
-            )
-        metrics, scores = {"eval_train_loss": loss}, []
-        for number, splits in enumerate(self.splits):
-            rows = next(iter(splits.values()))
-            predictions = example_arrays(rows.examples, self._predict(rows, number))
-            values = score_predictions(rows.task, predictions)
-            scores.append(values[rows.task.metrics[0]])
-            metrics |= {f"eval_{rows.task.name}_{name}": v for name, v in values.items()}
-        metrics["eval_score"] = score = float(np.mean(scores))
-        if self.state.best_metric is None or score > self.state.best_metric:
-            self.state.best_metric, self.state.best_global_step = score, step
-            weights = self.task_model.state_dict().items()
-            self.best_weights = {name: t.detach().to("cpu", copy=True) for name, t in weights}
+        loss = self._checked_loss()
+        metrics = {"eval_train_loss": loss}
+        if self.picks:
+            metrics |= self._score()
+        self._keep_best(metrics)
         self.log(metrics)
         self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         if self.is_world_process_zero():
-            print_line(f"step {step}/{steps}  loss {loss:.4f}  score {100 * score:.2f}")
-        now = on_rank_0(time.monotonic)
-        if step - (self.state.best_global_step or 0) >= self.settings.patience:
-            self.control.should_training_stop = True
-        elif step < steps and now - self._saved >= 60 * self.settings.checkpoint_minutes:
-            self.control.should_save, self._saved = True, now
+            score = f"  score {100 * metrics['eval_score']:.2f}" if self.picks else ""
+            where = f"step {self.state.global_step}/{self.state.max_steps}"
+            print_line(f"{where}  loss {loss:.4f}{score}")
+        self._stop_or_save()
         return metrics
+
+    def _checked_loss(self) -> float:
+        """Returns the mean loss since the evaluation before; one that is not finite is a `UserError`."""
+        loss = next(entry["loss"] for entry in reversed(self.state.log_history) if "loss" in entry)
+        if not math.isfinite(loss):
+            raise UserError(
+                f"the loss is not a finite number any more (seen at step {self.state.global_step}): nothing is "
+                f"written. Lower train.learning_rate (= {self.args.learning_rate:g}), or check the weights."
+            )
+        return float(loss)
+
+    def _score(self) -> dict[str, float]:
+        """Returns the metrics on the rows of all tasks that pick: `eval_score` and `eval_loss` are means over tasks."""
+        metrics, scores, losses = dict[str, float](), [], []
+        for number, splits in enumerate(self.splits):
+            rows = next(iter(splits.values()))
+            outputs = self._predict(rows, number)
+            values = score_predictions(rows.task, example_arrays(rows.examples, outputs))
+            scores.append(values[rows.task.metrics[0]])
+            metrics |= {f"eval_{rows.task.name}_{name}": v for name, v in values.items()}
+            problem = problem_type_of(self.task_model.config.tasks[number])
+            loss = loss_sum(problem, torch.from_numpy(outputs), rows.labels)
+            losses.append(float(loss) / len(rows))
+        return metrics | {"eval_score": float(np.mean(scores)), "eval_loss": float(np.mean(losses))}
+
+    def _keep_best(self, metrics: Mapping[str, float]) -> None:
+        """Copies the weights if no evaluation before was better; without rows that pick, the last one is the best.
+
+        Of equal scores the one with the lower loss on these rows is better: few rows have many ties.
+        """
+        score, loss = metrics.get("eval_score", math.nan), metrics.get("eval_loss", math.nan)
+        before = (self.best["score"], -self.best["loss"]) if self.best else None
+        if self.picks and before is not None and (score, -loss) <= before:
+            return
+        named = self.task_model.state_dict().items()
+        weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in named}
+        step = self.state.global_step
+        self.best = {"score": score, "loss": loss, "step": step, "weights": weights}
+
+    def _stop_or_save(self) -> None:
+        step, now = self.state.global_step, on_rank_0(time.monotonic)
+        if step - self.best["step"] >= self.settings.patience:
+            self.control.should_training_stop = True
+        elif step < self.state.max_steps and now - self._saved >= self._checkpoint_seconds:
+            self.control.should_save, self._saved = True, now
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Returns 0: counting takes time at each step, and nothing reads it."""
@@ -233,22 +297,50 @@ class TaskTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Saves Trainer's checkpoint and the best evaluation; marks it as whole, then removes older ones."""
+        output = Path(str(self.args.output_dir))
+        folder = output / f"checkpoint-{self.state.global_step}"
+        if self.args.should_save and folder.exists():  # of another run, or torn
+            shutil.rmtree(folder)
+        if dist.is_initialized():
+            dist.barrier()
         super()._save_checkpoint(model, trial)
         if dist.is_initialized():
             dist.barrier()
         if self.args.should_save:
-            folder = Path(str(self.args.output_dir), f"checkpoint-{self.state.global_step}")
-            torch.save(self.best_weights, folder / BEST)
+            torch.save(self.best | {"seconds": self._seconds()}, folder / BEST)
             write_json(folder / RUN, self.identity)
-            self._newest_checkpoint()
+            for path in set(output.glob("checkpoint-*")) - {folder}:
+                shutil.rmtree(path)
+
+    def _seconds(self) -> float:
+        """Returns the seconds of training so far, those before a restart included."""
+        return self._seconds_before + time.monotonic() - self._began
 
     def _newest_checkpoint(self) -> Path | None:
-        """Returns the newest whole checkpoint of this run; removes all others."""
-        folder = Path(str(self.args.output_dir))
-        marks = [m for m in folder.glob(f"checkpoint-*/{RUN}") if read_json(m) == self.identity]
-        newest = max((mark.parent for mark in marks), key=_step_of, default=None)
-        for path in set(folder.glob("checkpoint-*")) - {newest}:
-            shutil.rmtree(path)
+        """Returns the newest whole checkpoint of this run, which another number of ranks may have written.
+
+        Checkpoints of other settings are named, and stay until this run has a checkpoint of its own.
+
+        Raises:
+            UserError: DeepSpeed's checkpoint is of another number of ranks, which it cannot read.
+        """
+        mine, ranks = list[Path](), self.identity["ranks"]
+        for mark in Path(str(self.args.output_dir)).glob(f"checkpoint-*/{RUN}"):
+            changes = differences(read_json(mark), self.identity)
+            if changes.keys() <= {"ranks"}:
+                mine.append(mark.parent)
+            else:
+                print_line(
+                    f"note: {mark.parent} is not resumed, it is of another run ({in_words(changes)})"
+                )
+        newest = max(mine, key=_step_of, default=None)
+        if newest and (before := read_json(newest / RUN)["ranks"]) != ranks:
+            if self.is_deepspeed_enabled:
+                raise UserError(
+                    f"{newest}: written by {before} ranks, not {ranks}, which DeepSpeed cannot read. Start {before} "
+                    "ranks, or delete that folder to begin again."
+                )
+            print_line(f"note: {newest} was written by {before} ranks; dropout now differs")
         return newest
 
     def run(self) -> tuple[list[dict[str, Array]], dict[str, Any]]:
@@ -261,27 +353,31 @@ class TaskTrainer(Trainer):
         bar = Progress(len(self.sampler), "batch", "fine-tuning", shown=shown)
         with bar as self._bar, ExitStack() as stack:
             if newest := on_rank_0(self._newest_checkpoint):
-                self.best_weights = torch.load(newest / BEST, weights_only=True)
+                self.best = torch.load(newest / BEST, weights_only=True)
+                self._seconds_before = self.best.pop("seconds")
                 self._bar.update(_step_of(newest) * self.sampler.accumulation)
                 if self.is_deepspeed_enabled:
                     stack.enter_context(safe_unpickling(newest))
                 if shown:
                     print_line(f"resuming from step {_step_of(newest)} of {self.sampler.steps}")
             self.train(resume_from_checkpoint=str(newest) if newest else None)
-        self.task_model.load_state_dict(self.best_weights)
+        self.task_model.load_state_dict(self.best["weights"])
         outputs = [
             {name: self._predict(rows, number) for name, rows in splits.items()}
             for number, splits in enumerate(self.splits)
         ]
+        names = {"step": "step", "loss": "eval_train_loss", "score": "eval_score"}
+        names |= {"selection_loss": "eval_loss"}
         history = [
-            {"step": e["step"], "loss": round(e["eval_train_loss"], 6), "score": e["eval_score"]}
-            for e in self.state.log_history
-            if "eval_score" in e
+            {name: entry[key] for name, key in names.items() if key in entry}
+            for entry in self.state.log_history
+            if "eval_train_loss" in entry
         ]
         return outputs, {
             "history": history,
-            "best_step": self.state.best_global_step,
+            "best_step": self.best["step"],
             "steps": self.state.global_step,
+            "seconds": round(self._seconds(), 3),
             "ranks": self.sampler.world_size,
             "batch_size": self.sampler.batch_size,
         }
@@ -291,13 +387,12 @@ def _step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
-def find_device(precision: str = "auto") -> tuple[torch.device, bool]:
-    """Returns the GPU or else the CPU, and True for bf16 arithmetic: "auto" is bf16 on a GPU that has it."""
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns of its guess
-        return torch.device("cpu"), precision == "bf16"
-    native = torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.device("cuda"), precision == "bf16" or (precision == "auto" and native)
+def find_device() -> torch.device:
+    """Returns the GPU, or else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns of its guess
+    return torch.device("cpu")
 
 
 @torch.no_grad()
@@ -305,7 +400,7 @@ def predict_rows(
     model: nn.Module,
     rows: Encoded,
     task: int,
-    precision: str = "auto",
+    precision: Precision | Literal["auto"] = "auto",
     batch_size: int = 64,
     read: Callable[[Any], Tensor] = itemgetter("logits"),
     **options: bool,
@@ -314,9 +409,10 @@ def predict_rows(
 
     Each rank computes a part. A batch holds rows of like length, for less padding. `options` are the model's.
     """
-    (device, bf16), was_training = find_device(precision), model.training
+    device, was_training = find_device(), model.training
     model.eval().to(device)
-    autocast = bf16 and next(model.parameters()).dtype == torch.float32
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(choose_precision(precision, device))
+    autocast = dtype is not None and next(model.parameters()).dtype == torch.float32
     rank, world_size = rank_and_world()
     by_length = sorted(range(len(rows)), key=rows.lengths.__getitem__)
     batches = [by_length[start : start + batch_size] for start in range(0, len(rows), batch_size)]
@@ -325,7 +421,7 @@ def predict_rows(
     for batch_rows in mine:
         batch = rows.batch(batch_rows)
         inputs = {name: tensor.to(device) for name, tensor in batch.items() if name != "labels"}
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
+        with torch.autocast(device.type, dtype=dtype, enabled=autocast):
             values = read(model(**inputs, task=task, **options)).float()
         outputs.append(values.reshape(len(batch_rows), -1))
     table = torch.full((len(rows), outputs[0].shape[1]), -math.inf, device=device)
@@ -336,10 +432,12 @@ def predict_rows(
     return np.asarray(table.cpu().numpy(), dtype=np.float32)
 
 
-def training_arguments(settings: RunSettings, sampler: ChunkSampler) -> TrainingArguments:
+def training_arguments(
+    settings: RunSettings, sampler: ChunkSampler, folder: Path
+) -> TrainingArguments:
     """Returns the training arguments, ours and those of `settings.trainer`; a wrong one is a `UserError`."""
     train = settings.train
-    bf16 = find_device(train.precision)[1]
+    precision = choose_precision(train.precision, find_device())
     defaults: dict[str, Any] = {
         "per_device_eval_batch_size": 64,
         "report_to": "tensorboard",
@@ -347,13 +445,14 @@ def training_arguments(settings: RunSettings, sampler: ChunkSampler) -> Training
     }
     ours = train.model_dump(include={"learning_rate", "weight_decay", "max_grad_norm"})
     ours |= {
-        "output_dir": str(settings.folder),
+        "output_dir": str(folder),
         "max_steps": sampler.steps,
         "seed": settings.seed,
         "per_device_train_batch_size": sampler.micro_batch_size,
         "gradient_accumulation_steps": sampler.accumulation,
         "warmup_steps": round(train.warmup_ratio * sampler.steps),
-        "bf16": bf16,
+        "bf16": precision == "bf16",
+        "fp16": precision == "fp16",
         "use_cpu": not torch.cuda.is_available(),  # without it two ranks get losses of NaN there
         "eval_strategy": "steps",
         "eval_steps": sampler.eval_every,
@@ -361,9 +460,9 @@ def training_arguments(settings: RunSettings, sampler: ChunkSampler) -> Training
         "logging_nan_inf_filter": False,
         "save_strategy": "no",
         "disable_tqdm": True,
-        "deepspeed": _deepspeed(settings, sampler, bf16),
+        "deepspeed": _deepspeed(settings, sampler, precision),
     }
-    assert ours.keys() <= OWNED, "all of them are refused in settings.trainer"
+    assert not ours.keys() & TRAINER_ARGUMENTS, "all of them are refused in settings.trainer"
     try:
         arguments = TrainingArguments(**defaults | settings.trainer | ours)
     except (ValueError, TypeError, ImportError) as error:
@@ -372,7 +471,9 @@ def training_arguments(settings: RunSettings, sampler: ChunkSampler) -> Training
     return arguments
 
 
-def _deepspeed(settings: RunSettings, sampler: ChunkSampler, bf16: bool) -> dict[str, Any] | None:
+def _deepspeed(
+    settings: RunSettings, sampler: ChunkSampler, precision: Precision
+) -> dict[str, Any] | None:
     """Returns the completed DeepSpeed JSON; ZeRO stage 3 is refused."""
     if not (path := settings.config):
         return None
@@ -387,7 +488,7 @@ def _deepspeed(settings: RunSettings, sampler: ChunkSampler, bf16: bool) -> dict
         accumulation=sampler.accumulation,
         world_size=sampler.world_size,
         max_grad_norm=settings.train.max_grad_norm,
-        precision="bf16" if bf16 else "fp32",
+        precision=precision,
     )
 
 

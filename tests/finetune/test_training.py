@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -26,7 +27,14 @@ from finetune.predict import predict
 from finetune.run import run_finetune
 from finetune.subsets import draw_rows
 from finetune.tasks import TASKS, Example
-from finetune.training import Chunk, ChunkSampler, _class_weights, row_batches, task_batches
+from finetune.training import (
+    Chunk,
+    ChunkSampler,
+    TaskTrainer,
+    _class_weights,
+    row_batches,
+    task_batches,
+)
 from multicls.errors import UserError
 from multicls.files import REPOSITORY, read_json, write_json
 from multicls.optim import dropout_seed
@@ -114,7 +122,7 @@ def test_ranks_share_the_steps_of_one_rank(size: int, batch: int, world: int, mi
         assert len(chunks) == len(sampler) == 5 * sampler.accumulation
         for chunk in chunks:
             steps[chunk.number // sampler.chunks].append(chunk)
-    for here, (task, rows) in zip(steps, task_batches([size, 3], batch, 1, "size_balanced")):  # noqa: B905
+    for here, (task, rows) in zip(steps, task_batches([size, 3], batch, 1, "proportional")):  # noqa: B905
         here.sort()
         assert [row for chunk in here if chunk.counted for row in chunk.rows] == rows
         assert {chunk.task for chunk in here} == {task} and all(chunk.rows for chunk in here)
@@ -123,7 +131,7 @@ def test_ranks_share_the_steps_of_one_rank(size: int, batch: int, world: int, mi
 
 
 def test_epochs_hold_every_row_of_every_task_once_and_round_robin_takes_turns() -> None:
-    batches = task_batches([10, 30, 5], 4, 1, "size_balanced")
+    batches = task_batches([10, 30, 5], 4, 1, "proportional")
     epoch = [next(batches) for _ in range(3 + 8 + 2)]
     for task, size in enumerate((10, 30, 5)):
         seen = sorted(row for own, rows in epoch for row in rows if own == task)
@@ -134,9 +142,42 @@ def test_epochs_hold_every_row_of_every_task_once_and_round_robin_takes_turns() 
 
 
 def test_best_evaluation_wins_and_patience_stops(tune: Tune) -> None:
-    options = {"train__eval_every": 1, "train__patience": 3, "train__learning_rate": 1e-9}
+    options = {"train__eval_every": 1, "train__patience": 3, "train__learning_rate": 1e-30}
     record = tune(**options)
     assert (record["best_step"], record["steps"], len(record["history"])) == (1, 4, 4)
+
+
+def test_of_equal_scores_the_lower_loss_wins_and_the_last_step_has_a_loss_of_its_own(
+    tune: Tune,
+) -> None:
+    """Evaluated after 15, 30 and 40 steps; the scores are made equal."""
+    with mock.patch("finetune.training.score_predictions", return_value={"acc": 0.5}):
+        record = tune(train__max_steps=40, train__eval_every=15)
+    steps, losses, scores, picking = (
+        [entry[name] for entry in record["history"]]
+        for name in ("step", "loss", "score", "selection_loss")
+    )
+    assert steps == [15, 30, 40] and scores == [0.5] * 3 and len(set(losses)) == 3
+    assert record["best_step"] == steps[int(np.argmin(picking))] > 15
+
+
+def test_scores_stay_float32_under_deepspeed(tune: Tune) -> None:
+    """Trainer rounds all floating inputs to DeepSpeed's bf16: 0.76 becomes 0.7617."""
+    seen = list[torch.Tensor]()
+
+    def rounded(self: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+        return inputs | {"labels": inputs["labels"].bfloat16()}
+
+    def loss(problem: str, logits: torch.Tensor, labels: torch.Tensor, *rest: Any) -> torch.Tensor:
+        seen.append(labels)
+        return logits.sum()
+
+    patches = {"transformers.Trainer._prepare_inputs": rounded, "finetune.training.loss_sum": loss}
+    with ExitStack() as stack:
+        for name, function in patches.items():
+            stack.enter_context(mock.patch(name, function))
+        tune(task="stsb", train__max_steps=1)
+    assert {labels.dtype for labels in seen} == {torch.float32}
 
 
 def test_holdout_reports_the_best_weights_not_the_last(tune: Tune, glue: Path) -> None:
@@ -144,7 +185,8 @@ def test_holdout_reports_the_best_weights_not_the_last(tune: Tune, glue: Path) -
     record = tune(**common, save_model=True)
     scores = {entry["step"]: entry["score"] for entry in record["history"]}
     assert record["tasks"][0]["selection_score"] == max(scores.values())
-    assert record["best_step"] == min(s for s, v in scores.items() if v == max(scores.values()))
+    ranked = {e["step"]: (e["score"], -e["selection_loss"]) for e in record["history"]}
+    assert record["best_step"] == max(ranked, key=lambda step: ranked[step])
     assert (record["tasks"][0]["train_rows"], record["tasks"][0]["validation_rows"]) == (32, 8)
     dev = read_task(TASKS["sst2"], str(glue)).dev
     again = predict(str(Path(record["path"]) / "model"), 0, TASKS["sst2"], dev)
@@ -244,16 +286,38 @@ def test_a_killed_run_resumes_with_the_same_numbers(
 
 
 def test_a_checkpoint_of_other_settings_is_not_used(
-    tune: Tune, tiny_bert: Path, glue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tune: Tune,
+    tiny_bert: Path,
+    glue: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """It is named, and stays until the run has one of its own; that of other ranks is resumed."""
     folder = settings_of(tiny_bert, glue, tmp_path, **LONG).folder
     with monkeypatch.context() as patch:  # killed while it writes its predictions
         patch.setattr(np, "savez_compressed", mock.Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             tune(**LONG | {"train__max_steps": 50})
-    assert newest(folder) == 45 and not (folder / "record.json").exists()
-    record = tune(**LONG | {"train__max_steps": 10})
-    assert [entry["step"] for entry in record["history"]] == [5, 10]
+        assert newest(folder) == 45 and not (folder / "record.json").exists()
+        for error in (UserError("model"), KeyboardInterrupt()):
+            patch.setattr(TaskTrainer, "train", mock.Mock(side_effect=error))
+            with pytest.raises(type(error)):
+                tune(**LONG | {"train__max_steps": 10})
+        assert newest(folder) == 45, "kept: nothing better is there yet"
+    assert "it is of another run (train.max_steps 50, not 10)" in capsys.readouterr().out
+    mark = folder / "checkpoint-45" / "run.json"
+    write_json(mark, read_json(mark) | {"ranks": 2})
+    trainer = mock.Mock(spec=TaskTrainer, is_deepspeed_enabled=True)
+    trainer.identity, trainer.args = read_json(mark) | {"ranks": 1}, mock.Mock(output_dir=folder)
+    with pytest.raises(UserError, match="checkpoint-45: written by 2 ranks, not 1"):
+        TaskTrainer._newest_checkpoint(trainer)
+    best = torch.load(folder / "checkpoint-45" / "best.pt", weights_only=True)
+    torch.save(best | {"seconds": 1000.0}, folder / "checkpoint-45" / "best.pt")
+    record = tune(**LONG | {"train__max_steps": 50})
+    assert "resuming from step 45 of 50" in capsys.readouterr().out
+    assert [entry["step"] for entry in record["history"]] == list(range(5, 51, 5))
+    assert 1000 < record["seconds"] < 1100, "those before it resumed count"
 
 
 rank_cases = Path(__file__).with_name("rank_cases.py")  # which imports this module
