@@ -216,6 +216,15 @@ class MultiClsModel(MultiClsPreTrainedModel):
         sums_BD = torch.einsum("bl,bld->bd", kept_BL.to(hidden_BLD.dtype), hidden_BLD)
         return sums_BD / kept_BL.sum(dim=1, keepdim=True)
 
+    def embed_facets(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Returns the facet embeddings alone, (B, S, D), as sentence-transformers' MultiVectorEncoder reads them."""
+        return self(input_ids, attention_mask, token_type_ids, return_dict=True).facet_embeddings
+
     @can_return_tuple
     def forward(
         self,
@@ -259,6 +268,27 @@ class MultiClsModel(MultiClsPreTrainedModel):
         hidden = packed_TD.new_zeros(rows * length, packed_TD.shape[1])
         hidden_BLD = hidden.index_copy(0, real, packed_TD).unflatten(0, (rows, length))
         return BaseModelOutput(last_hidden_state=hidden_BLD)
+
+
+class FacetVectors(nn.Module):
+    """The module of a MultiVectorEncoder after the model: none of the K vectors of a text is padding.
+
+    It stands in this file because `save_pretrained` copies only the file of the model's class.
+    """
+
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Replaces the attention mask of the tokens by one of the vectors, (B, S)."""
+        vectors_BSD = features["token_embeddings"]
+        features["attention_mask"] = vectors_BSD.new_ones(vectors_BSD.shape[:2], dtype=torch.bool)
+        return features
+
+    @classmethod
+    def load(cls, *_: Any, **__: Any) -> "FacetVectors":
+        """Returns the module, which has no weights and no settings."""
+        return cls()
+
+    def save(self, *_: Any, **__: Any) -> None:
+        """Writes nothing."""
 
 
 class GivenStates(nn.Module):

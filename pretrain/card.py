@@ -20,7 +20,8 @@ def write_card(folder: Path, run_folder: Path, config: Any, info: Mapping[str, A
 
     Args:
         config: Configuration of the model.
-        info: The export's `step`, the `metadata` of its base model and facts about its `corpus`.
+        info: The export's `step`, its `encoder` (sentence-transformers' class of model), the `metadata` of its base
+            model and facts about its `corpus`.
     """
     settings = yaml.safe_load((run_folder / "settings.yaml").read_text(encoding="utf-8"))
     step, records = info["step"], read_jsonl(run_folder / "metrics.jsonl")
@@ -54,6 +55,7 @@ def write_card(folder: Path, run_folder: Path, config: Any, info: Mapping[str, A
         cell=cell,
         settings=settings,
         step=step,
+        encoder=info["encoder"],
         tokens=sum(record.get("data/tokens", 0) for record in records),
         env=read_json(run_folder / "env.json"),
         precision=(enabled or ["fp32"])[0],

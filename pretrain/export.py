@@ -2,6 +2,7 @@
 
 python pretrain/export.py runs/base --output exports/base
 python pretrain/export.py runs/base --step 20000 --output exports/base_at_20000
+python pretrain/export.py runs/base --multi_vector exports/base_vectors
 """
 
 import shlex
@@ -16,7 +17,11 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
-from multicls.cards import inherited_metadata, write_sentence_transformer
+from multicls.cards import (
+    inherited_metadata,
+    write_multi_vector_encoder,
+    write_sentence_transformer,
+)
 from multicls.console import print_summary
 from multicls.errors import UserError, run_command
 from multicls.files import atomic_folder, lock_holder, read_json, write_json
@@ -34,13 +39,22 @@ class ExportOptions(Settings):
 
     run: CliPositionalArg[Path] = Field(description="run folder of pretrain/run.py, in any state")
     step: int | None = Field(None, description="step of the checkpoint; default: the newest one")
-    output: Path = Field(description="new folder, or an earlier export to replace")
+    output: Path | None = Field(None, description="new folder, or an earlier export to replace")
+    multi_vector: Path | None = Field(
+        None, description="the same for sentence_transformers.MultiVectorEncoder: K vectors a text"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exports a checkpoint. Returns the exit code."""
     options = parse(ExportOptions, argv, prog="pretrain/export.py", doc=__doc__)
-    run_folder, output = options.run, options.output
+    run_folder, flags = (
+        options.run,
+        {"output": options.output, "multi_vector": options.multi_vector},
+    )
+    targets = {flag: folder for flag, folder in flags.items() if folder}
+    if options.output == options.multi_vector:  # both are None, too
+        raise UserError("set --output, --multi_vector, or both, each to a folder of its own.")
     if not (run_folder / "settings.yaml").exists():
         raise UserError(f"{run_folder}: is not a run folder of pretrain/run.py.")
     steps = saved_steps(run_folder / "checkpoints")
@@ -48,14 +62,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     if step not in steps:
         known = f"has checkpoints of steps {', '.join(map(str, steps))}"
         raise UserError(f"{run_folder}: {known if steps else 'has no checkpoint to export yet'}.")
-    if output.resolve() == (run_folder / "hf").resolve() and lock_holder(run_folder):
-        raise UserError(f"--output {output}: the training writes this folder; set another one.")
-    names = {path.name for path in output.iterdir()} if output.is_dir() else set()
-    if output.is_file() or (names and not names >= {EXPORT_INFO, WEIGHTS}):
-        raise UserError(f"--output {output}: exists and is no export; set a new folder.")
-    write_model(run_folder, step, output)
-    print_summary([("model", f"{output} (step {step} of {run_folder})")], next_command(output))
+    for flag, folder in targets.items():
+        check_target(f"--{flag} {folder}", folder, run_folder)
+    for flag, folder in targets.items():
+        write_model(run_folder, step, folder, multi_vector=flag == "multi_vector")
+    lines = [("model", f"{folder} (step {step} of {run_folder})") for folder in targets.values()]
+    print_summary(lines, next_command(next(iter(targets.values()))))
     return 0
+
+
+def check_target(flag: str, folder: Path, run_folder: Path) -> None:
+    """Raises UserError if an export may not replace `folder`; `flag` is what the user wrote."""
+    if folder.resolve() == (run_folder / "hf").resolve() and lock_holder(run_folder):
+        raise UserError(f"{flag}: the training writes this folder; set another one.")
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if folder.is_file() or (names and not names >= {EXPORT_INFO, WEIGHTS}):
+        raise UserError(f"{flag}: exists and is no export; set a new folder.")
 
 
 def next_command(folder: Path) -> str:
@@ -105,8 +127,10 @@ def restore_model(folder: Path) -> tuple[Any, Any]:
     return model, AutoTokenizer.from_pretrained(folder, **options)
 
 
-def write_model(run_folder: Path, step: int, output: Path) -> None:
+def write_model(run_folder: Path, step: int, output: Path, *, multi_vector: bool = False) -> None:
     """Writes the checkpoint of `step` as a Hugging Face folder; replaces an earlier one when the new one is whole.
+
+    sentence-transformers reads it as a SentenceTransformer, or as a MultiVectorEncoder if `multi_vector` is True.
 
     Raises:
         UserError: The checkpoint was deleted meanwhile, as a running training does, or the run has no `RUN/model`.
@@ -122,9 +146,12 @@ def write_model(run_folder: Path, step: int, output: Path) -> None:
     except FileNotFoundError:
         raise UserError(f"{checkpoint}: was deleted meanwhile; export a newer one.") from None
     info = read_json(run_folder / "model" / EXPORT_INFO) | {"step": step}
+    info["encoder"] = "MultiVectorEncoder" if multi_vector else "SentenceTransformer"
     with atomic_folder(output) as fresh, quiet_transformers():
         shutil.copytree(run_folder / "model", fresh, dirs_exist_ok=True)
         model.save_pretrained(fresh)
+        if multi_vector:
+            write_multi_vector_encoder(fresh)
         write_json(fresh / EXPORT_INFO, info)
         write_card(fresh, run_folder, model.config, info)
 

@@ -16,7 +16,9 @@ import yaml
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import validate_repo_id
 from safetensors.torch import load_file
-from transformers import AutoModelForPreTraining
+from sentence_transformers import MultiVectorEncoder
+from torch.nn.functional import normalize
+from transformers import AutoModel, AutoModelForPreTraining, AutoTokenizer
 
 from multicls.errors import UserError
 from multicls.files import append_jsonl, locked, read_json, write_json
@@ -128,6 +130,24 @@ def test_a_stop_exports_and_a_step_can_be_chosen(stopped: Path, tmp_path: Path) 
     assert "2 of 4 planned optimizer steps" in text and "after step 0" in text
 
 
+def test_both_folders_of_sentence_transformers(stopped: Path, tmp_path: Path) -> None:
+    """The folder of `--multi_vector` gives the facets of the other one, also when it was saved and loaded again."""
+    words = ["--output", str(tmp_path / "plain"), "--multi_vector", str(tmp_path / "vectors")]
+    assert export.main([str(stopped), *words]) == 0
+    texts = ["bal del fil", "gol"]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "plain")
+    plain = AutoModel.from_pretrained(tmp_path / "plain").eval()
+    with torch.inference_mode():
+        facets = plain(**tokenizer(texts, padding=True, return_tensors="pt")).facet_embeddings
+    for folder in (tmp_path / "vectors", tmp_path / "saved"):
+        model: Any = MultiVectorEncoder(str(folder), device="cpu", trust_remote_code=True)
+        found = torch.stack(model.encode(texts))
+        torch.testing.assert_close(found, normalize(facets, dim=-1), rtol=1e-4, atol=1e-5)
+        model.save_pretrained(str(tmp_path / "saved"))
+    assert "import MultiVectorEncoder" in card_of(tmp_path / "vectors")[1]
+    assert "import SentenceTransformer" in card_of(tmp_path / "plain")[1]
+
+
 BASE = {"base_model": "google-bert/bert-base-uncased", "license": "other", "license_name": "mine"}
 CORPUS = {
     "documents": 40,
@@ -192,6 +212,8 @@ def damage(run: Path) -> None:
         (lambda run: shutil.rmtree(run / "checkpoints"), [], "no checkpoint"),
         (lambda run: None, ["--step", "0"], "steps 2, 3"),
         (lambda run: None, ["--output", "run"], "--output run"),
+        (lambda run: None, ["--multi_vector", "run"], "--multi_vector run: exists and is no"),
+        (lambda run: None, ["--multi_vector", "out"], "each to a folder of its own"),
         (lambda run: (run / "settings.yaml").unlink(), [], "run: is not a run folder"),
     ],
 )
