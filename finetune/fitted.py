@@ -1,105 +1,249 @@
-"""The heads that scikit-learn fits: `probe` on a frozen embedding, and `tfidf`, a bag of words without a model."""
+"""Linear models by scikit-learn: the head `probe` on a frozen embedding, `tfidf`, and the start `--init probe`."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
+import torch
 from sklearn.compose import ColumnTransformer
 from sklearn.dummy import DummyClassifier
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression, RidgeCV
-from sklearn.model_selection import GridSearchCV, StratifiedKFold
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import MaxAbsScaler, StandardScaler
-from torch import nn
+from sklearn.model_selection import GridSearchCV, StratifiedGroupKFold
+from sklearn.pipeline import Pipeline
+from sklearn.preprocessing import StandardScaler
 
 from finetune.encoding import Encoded
 from finetune.heads.build import Incompatible
-from finetune.heads.modeling_task import ClsHead, TaskModel
-from finetune.tasks import Array, TaskData
+from finetune.heads.modeling_task import TaskModel
+from finetune.tasks import Array, Example, Task, TaskData
 from finetune.training import predict_rows
 from multicls.errors import UserError, first_line
 
-STRENGTHS = np.logspace(-4, 2, 13)  # C of the logistic regression
+STRENGTHS = np.logspace(-4, 2, 13)  # C of the logistic regression on standardised features
+WORD_STRENGTHS = np.logspace(-1, 3, 9)  # C of the one on TF-IDF
 ALPHAS = np.logspace(-1, 5, 13)  # of the ridge regression
 FOLDS = 5
 TUNING_ROWS = 10_000  # most rows that choose C: more take hours and hardly change it
-LOWEST = 1e-12  # probability of a class, so that its logarithm is a number
+UNSEEN = 30.0  # logits of a class that no training row has are lower by this
+
+Layer = tuple[Array, Array]  # weight (C, F) and bias (C,)
 
 
-def fit_head(
-    rows: TaskData, model: TaskModel | None, encoded: Sequence[Mapping[str, Encoded]], seed: int
+def fit_probe(
+    rows: TaskData, model: TaskModel, encoded: Mapping[str, Encoded], seed: int
 ) -> list[dict[str, Array]]:
-    """Fits a regression on the model's embeddings, or without a model on TF-IDF of words and pairs of words.
+    """Fits the classifier of a frozen model, which becomes a linear layer of it.
+
+    All labels are used: a layer fitted on the training rows scores the validation split, and one fitted on both scores
+    the other splits, and stays in the model.
+
+    Returns:
+        The outputs (N, C) of the one task by split, without "train".
+
+    Raises:
+        Incompatible: The task has several choices a row.
+    """
+    task, outputs = rows.task, dict[str, Array]()
+    if task.num_choices:
+        raise Incompatible(
+            f"--head: task {task.name} is more than a text or two; use another head."
+        )
+    features = {split: embed(model, part) for split, part in encoded.items()}
+    examples, inputs = rows.train, features["train"]
+    if rows.validation:
+        layer = fit_layer(task, inputs, examples, seed)
+        outputs["validation"] = apply_layer(layer, features["validation"])
+        examples = [*examples, *rows.validation]
+        inputs = np.concatenate([inputs, features["validation"]])
+    layer = fit_layer(task, inputs, examples, seed)
+    set_layer(model, 0, layer)
+    for split in features.keys() - outputs.keys() - {"train"}:
+        outputs[split] = apply_layer(layer, features[split])
+    return [outputs]
+
+
+def start_from_probe(model: TaskModel, encoded: Sequence[Mapping[str, Encoded]], seed: int) -> None:
+    """Sets the classifier of each task to a probe of its training rows (LP-FT, arXiv:2202.10054).
+
+    Raises:
+        Incompatible: A task has several choices a row.
+    """
+    for number, splits in enumerate(encoded):
+        train = splits["train"]
+        if train.task.num_choices:
+            raise Incompatible(f"--init probe: task {train.task.name} has choices; leave it out.")
+        features = embed(model, train, number)
+        set_layer(model, number, fit_layer(train.task, features, train.examples, seed))
+
+
+def embed(model: TaskModel, rows: Encoded, task: int = 0) -> Array:
+    """Returns what the model's classifier reads of each row, (N, F)."""
+    return predict_rows(model, rows, task, read=itemgetter("features"))
+
+
+def fit_layer(task: Task, features: Array, examples: Sequence[Example], seed: int) -> Layer:
+    """Returns a linear layer whose outputs are a regression's: logits, or scores divided by the task's scale.
+
+    The features (N, F) are standardised first, and the layer includes that: W' = W / sigma, b' = b - W' mean.
+    """
+    scaler = StandardScaler().fit(features.astype(np.float64))
+    scaled, units = scaler.transform(features.astype(np.float64)), units_of(examples)
+    if task.is_regression:
+        targets = np.array([example.label for example in examples]) / task.label_scale
+        regression = RidgeCV(ALPHAS).fit(scaled, targets)
+        weight, bias = regression.coef_[None], np.array([regression.intercept_])
+    elif task.multi_label:
+        marks = np.array([example.labels for example in examples], dtype=int)
+        fitted = [fit_classifier(scaled, column, seed, units) for column in marks.T]
+        binary = [as_layer(classifier, 2, features.shape[1]) for classifier in fitted]
+        weight = np.stack([layer[0][1] - layer[0][0] for layer in binary])
+        bias = np.array([layer[1][1] - layer[1][0] for layer in binary])
+    else:
+        labels = np.array([example.label for example in examples], dtype=int)
+        classifier = fit_classifier(scaled, labels, seed, units)
+        weight, bias = as_layer(classifier, task.num_labels, features.shape[1])
+    weight = weight / scaler.scale_
+    return weight, bias - weight @ scaler.mean_
+
+
+def as_layer(classifier: Any, classes: int, width: int) -> Layer:
+    """Returns a fitted classifier as weight and bias of all classes; those that no training row has are unlikely."""
+    weight, bias = np.zeros((classes, width)), np.zeros(classes)
+    seen = classifier.classes_
+    if hasattr(classifier, "coef_"):
+        coefficients, intercepts = classifier.coef_, classifier.intercept_
+        if len(seen) == 2:  # one row, the log-odds of the second class
+            coefficients = np.concatenate([-coefficients, coefficients]) / 2
+            intercepts = np.concatenate([-intercepts, intercepts]) / 2
+        weight[seen], bias[seen] = coefficients, intercepts
+    unseen = np.setdiff1d(np.arange(classes), seen)
+    weight[unseen], bias[unseen] = weight[seen].mean(axis=0), bias[seen].mean() - UNSEEN
+    return weight, bias
+
+
+def apply_layer(layer: Layer, features: Array) -> Array:
+    """Returns the outputs (N, C) of a layer for features (N, F)."""
+    weight, bias = layer
+    return np.asarray(features @ weight.T + bias, dtype=np.float32)
+
+
+def set_layer(model: TaskModel, task: int, layer: Layer) -> None:
+    """Makes the layer the classifier of one of the model's tasks."""
+    weight, bias = (torch.from_numpy(array).float() for array in layer)
+    with torch.no_grad():
+        model.get_parameter(f"classifiers.{task}.weight").copy_(weight)
+        model.get_parameter(f"classifiers.{task}.bias").copy_(bias)
+
+
+def units_of(examples: Sequence[Example]) -> Array:
+    """Returns the number of each row's unit: rows of one passage are not to be in two folds."""
+    names = [example.passage or example.id for example in examples]
+    return np.unique(names, return_inverse=True)[1]
+
+
+def log_likelihood(classifier: Any, features: Any, labels: Array) -> float:
+    """Returns the mean log-probability of the labels; classes that the classifier has not seen do not count."""
+    known = np.isin(labels, classifier.classes_)
+    if not known.any():
+        return 0.0
+    columns = np.searchsorted(classifier.classes_, labels[known])
+    chosen = classifier.predict_proba(features)[known, columns]
+    return float(np.log(np.maximum(chosen, 1e-12)).mean())
+
+
+def fit_classifier(
+    features: Any, labels: Array, seed: int, units: Array, words: Pipeline | None = None
+) -> Any:
+    """Returns a logistic regression, whose C cross-validation picks by the likelihood.
+
+    If all labels (N,) are alike, it always predicts that one. Rows of one unit are in one fold. A class of one row is
+    no hindrance: where the others have not seen it, it does not count.
 
     Args:
-        encoded: of the one task its splits, "train" first; empty without a model.
+        features: (N, F), or texts (N, fields) for `words`.
+        words: a pipeline that ends with the classifier; its n-grams are picked, too.
+    """
+    if len(np.unique(labels)) == 1:
+        return DummyClassifier().fit(features, labels)
+    estimator = words or Pipeline([("classifier", LogisticRegression(max_iter=2000))])
+    options: dict[str, Any] = {"classifier__C": WORD_STRENGTHS if words else STRENGTHS}
+    if words:
+        names = [name for name, *_ in words.named_steps["words"].transformers]
+        options = [  # type: ignore[assignment]
+            options | {f"words__{name}__ngram_range": [(1, most)] for name in names}
+            for most in (1, 2)
+        ]
+    tuning = np.random.default_rng(seed).permutation(len(labels))[:TUNING_ROWS]
+    folds = min(FOLDS, len(np.unique(units[tuning])), int(np.bincount(labels[tuning]).max()))
+    if folds > 1:
+        splitter = StratifiedGroupKFold(folds, shuffle=True, random_state=seed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about classes that are not in all folds
+            pairs = list(splitter.split(tuning, labels[tuning], units[tuning]))
+        splits = [
+            (train, test)
+            for train, test in pairs
+            if len(test) and len(np.unique(labels[tuning][train])) > 1
+        ]
+        search = GridSearchCV(estimator, options, scoring=log_likelihood, cv=splits, refit=False)
+        if splits:
+            estimator.set_params(**search.fit(features[tuning], labels[tuning]).best_params_)
+    estimator.fit(features, labels)
+    return estimator if words else estimator.named_steps["classifier"]
+
+
+def fit_words(rows: TaskData, seed: int) -> list[dict[str, Array]]:
+    """Fits a regression on TF-IDF of words, or of words and pairs of words, whichever cross-validation picks.
 
     Returns:
         The outputs (N, C) of the one task by split, without "train": log-probabilities or scores.
 
     Raises:
-        Incompatible: The task has several labels or choices a row, or without a model marked words.
+        Incompatible: The task has several labels or choices a row, or marked words.
     """
-    task, splits = rows.task, rows.splits
-    if task.multi_label or task.num_choices or (task.num_spans and model is None):
+    task, outputs = rows.task, dict[str, Array]()
+    if task.multi_label or task.num_choices or task.num_spans:
         what = "has several labels a row" if task.multi_label else "is more than a text or two"
         raise Incompatible(f"--head: task {task.name} {what}; use another head.")
-    if model:
-        scaled, inputs = StandardScaler(), [embed(model, part) for part in encoded[0].values()]
-    else:
-        vectorizer = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True)  # of each text of a row
-        columns = [(name, vectorizer, number) for number, name in enumerate(task.fields)]
-        scaled = make_pipeline(ColumnTransformer(columns, sparse_threshold=1.0), MaxAbsScaler())
-        inputs = [np.array([e.texts for e in part], dtype=object) for part in splits.values()]
+    texts = {split: _texts(part) for split, part in rows.splits.items()}
     try:
-        train = scaled.fit_transform(inputs[0])
+        fitted = _fit_words(task, rows.train, seed)
+        if rows.validation:
+            outputs["validation"] = _word_outputs(task, fitted, texts["validation"])
+            fitted = _fit_words(task, [*rows.train, *rows.validation], seed)
     except ValueError as error:  # "empty vocabulary"
         raise UserError(f"--head tfidf: the training texts: {first_line(error)}.") from None
-    unseen = list(map(scaled.transform, inputs[1:]))
-    labels = np.array([example.label for example in splits["train"]])
+    for split in texts.keys() - outputs.keys() - {"train"}:
+        outputs[split] = _word_outputs(task, fitted, texts[split])
+    return [outputs]
+
+
+def _texts(examples: Sequence[Example]) -> Array:
+    return np.array([example.texts for example in examples], dtype=object)
+
+
+def _fit_words(task: Task, examples: Sequence[Example], seed: int) -> Any:
+    columns = [
+        (f"text{number}", TfidfVectorizer(sublinear_tf=True), number)
+        for number in range(len(task.fields))
+    ]
+    words = ("words", ColumnTransformer(columns, sparse_threshold=1.0))
+    labels = np.array([example.label for example in examples])
     if task.is_regression:
-        regression = RidgeCV(ALPHAS).fit(train, labels / task.label_scale)
-        outputs = [regression.predict(features)[:, None].astype(np.float32) for features in unseen]
-    else:
-        classifier = fit_classifier(train, labels.astype(int), seed)
-        outputs = [_log_probabilities(classifier, features, task.num_labels) for features in unseen]
-    return [dict(zip(list(splits)[1:], outputs, strict=True))]
+        ridge = Pipeline([words, ("regression", RidgeCV(ALPHAS))])
+        return ridge.fit(_texts(examples), labels / task.label_scale)
+    pipeline = Pipeline([words, ("classifier", LogisticRegression(max_iter=2000))])
+    return fit_classifier(_texts(examples), labels.astype(int), seed, units_of(examples), pipeline)
 
 
-def embed(model: TaskModel, rows: Encoded) -> Array:
-    """Returns what the model's classifier reads of each row, (N, F).
-
-    For the head `cls` it is the last hidden state of [CLS] without pooler: BERT's was pretrained for next sentences
-    only, that of many distilled models not at all, and RoBERTa and ELECTRA have none.
-    """
-    if isinstance(model.head, ClsHead):
-        model.head.dense = model.head.activation = nn.Identity()
-    return predict_rows(model, rows, 0, read=itemgetter("features"))
-
-
-def fit_classifier(features: Any, labels: Array, seed: int) -> Any:
-    """Returns a logistic regression on features (N, F), whose C cross-validation picks if each class has two rows.
-
-    If all labels (N,) are alike, it always predicts that one.
-    """
-    if len(seen := np.unique(labels)) == 1:
-        return DummyClassifier().fit(features, labels)
-    classifier = LogisticRegression(max_iter=2000)
-    tuning = np.random.default_rng(seed).permutation(len(labels))[:TUNING_ROWS]
-    fewest = np.bincount(labels[tuning], minlength=seen[-1] + 1)[seen].min()
-    if fewest > 1:
-        folds = StratifiedKFold(min(FOLDS, fewest), shuffle=True, random_state=seed)
-        options: dict[str, Any] = {"scoring": "neg_log_loss", "cv": folds, "refit": False}
-        search = GridSearchCV(classifier, {"C": STRENGTHS}, **options)
-        classifier.set_params(**search.fit(features[tuning], labels[tuning]).best_params_)
-    return classifier.fit(features, labels)
-
-
-def _log_probabilities(classifier: Any, features: Any, classes: int) -> Array:
-    """Returns the log-probabilities of the classes (N, C); those that no training row has are the least likely."""
-    probabilities = np.full((features.shape[0], classes), LOWEST)
-    known = classifier.predict_proba(features)
-    probabilities[:, classifier.classes_] = np.maximum(known, LOWEST)
-    return np.log(probabilities).astype(np.float32)
+def _word_outputs(task: Task, fitted: Any, texts: Array) -> Array:
+    """Returns the outputs (N, C): scores, or log-probabilities; unseen classes are the least likely."""
+    if task.is_regression:
+        return np.asarray(fitted.predict(texts)[:, None], dtype=np.float32)
+    outputs = np.full((len(texts), task.num_labels), -UNSEEN)
+    known = np.log(np.maximum(fitted.predict_proba(texts), np.exp(-UNSEEN)))
+    outputs[:, fitted.classes_] = known
+    return outputs.astype(np.float32)

@@ -4,6 +4,8 @@ python finetune/grid.py --recipe quick --model k5=RUN/hf --model bert=bert-base-
 python finetune/grid.py --recipe own --model k5=RUN/hf --train_file tickets.csv --test_file test.csv --save_best
 """
 
+import json
+import math
 import multiprocessing
 import os
 import shlex
@@ -13,6 +15,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,12 +24,12 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/: its nam
 
 from pydantic import Field, PositiveInt, field_validator
 
-from finetune.heads import FITTED, unread_settings
+from finetune.heads import FITTED, WITHOUT_MODEL, unread_settings
 from finetune.heads.build import Incompatible
 from finetune.results import ERROR, RECORD, finished_record, load_results, run_state, write_error
 from finetune.run import identify, load_tasks, run_finetune
 from finetune.settings import OwnDataSettings, RunSettings, SystemSettings, TrainSettings, flatten
-from multicls.console import Progress, print_line, print_summary
+from multicls.console import Progress, count, print_line, print_summary
 from multicls.errors import UserError, did_you_mean, first_line, run_command
 from multicls.files import FolderInUse, lock_holder
 from multicls.settings import RecipeOptions, load_settings, parse
@@ -47,7 +50,9 @@ class GridSettings(RecipeOptions):
     """A grid: what is compared, on what, how often."""
 
     model: list[NamedModel] = Field([], description="NAME=FOLDER; one for each checkpoint of NAME")
-    systems: dict[str, GridSystem] = Field({}, description="name -> settings; or a list of heads")
+    systems: dict[str, GridSystem] | list[str] = Field(
+        {}, description="heads; or name -> settings, as NAME=JSON"
+    )
     tasks: list[str] = Field([], description="names; joined by commas they are one run of cln")
     train_sizes: list[int | str] = Field(["full"], min_length=1, description="100, 1k, full, ...")
     subsets: PositiveInt = Field(1, description="training subsets of each replicate")
@@ -59,12 +64,33 @@ class GridSettings(RecipeOptions):
     data_dir: str | None = Field(None, exclude=True, description="folder of tasks; null: the Hub")
     output_dir: str = Field("results", exclude=True, description="results folder")
     jobs: PositiveInt = Field(1, exclude=True, description="processes side by side")
-    save_best: bool = Field(False, exclude=True, description="save the best model, by validation")
+    save_best: bool = Field(
+        False, exclude=True, description="refit the best system, by validation, on all labels"
+    )
 
     @field_validator("systems", mode="before")
     @classmethod
     def _heads_are_systems(cls, value: object) -> object:
-        return {str(n): {"head": n} for n in value} if isinstance(value, list) else value
+        if isinstance(value, str):
+            value = value.replace(",", " ").split()
+        if isinstance(value, list):
+            return {str(name): {"head": name} for name in value}
+        if isinstance(value, dict):
+            return {name: _read_json(system) for name, system in value.items()}
+        return value
+
+    @property
+    def named_systems(self) -> dict[str, GridSystem]:
+        """The systems by name."""
+        assert isinstance(self.systems, dict), "the validator has made it one"
+        return self.systems
+
+
+def _read_json(value: object) -> object:
+    """Returns what a text such as '{"head": "probe"}' holds; other values, also text that is no JSON, as they are."""
+    with suppress(TypeError, ValueError):
+        return json.loads(value)  # type: ignore[arg-type]
+    return value
 
 
 SHORTCUTS = (
@@ -90,24 +116,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs = expand(grid)
     if grid.save_best and any(run.selection == "dev" for run in runs):
         raise UserError("--save_best picks by the validation split: set --selection holdout.")
+    began = time.time()
+    runs = without_repeats(runs)
     for run in runs:
-        if (run.folder / RECORD).exists():  # of another run: refused before anything is trained
-            try:
-                identity = identify(run, load_tasks(run))
-            except UserError:  # its inputs are gone: it stays finished
-                identity = {"settings": run.compared()}
-            finished_record(run, identity)
-        (run.folder / ERROR).unlink(missing_ok=True)  # it is tried again
+        _refuse_another_run(run)
     spawn, logs = multiprocessing.get_context("spawn"), Path(grid.output_dir, "logs")
     for index in range(1, grid.jobs):
-        spawn.Process(target=_help, args=(index, runs, logs), daemon=True).start()
-    work(runs)
-    states = _print_states(runs)
+        spawn.Process(target=_help, args=(index, runs, logs, began), daemon=True).start()
+    try:
+        work(runs, began, waits="SLURM_ARRAY_TASK_ID" not in os.environ)
+        states = _print_states(runs)
+        complete = not states["at work"]
+        models = _save_best(runs) if grid.save_best and complete and states["finished"] else []
+    except KeyboardInterrupt:
+        print_line("stopped by SIGINT; the same command resumes: finished runs stay finished")
+        raise
     if states["finished"]:
-        models = _save_best(runs) if grid.save_best else []
         next_command = f"python finetune/report.py {shlex.quote(grid.output_dir)}"
         print_summary([("results", grid.output_dir), *models], next_command)
-    return int(bool(states["failed"] or states["missing"] or not states["finished"]))
+    nothing = complete and not states["finished"]
+    return int(bool(states["failed"] or states["missing"] or nothing))
+
+
+def _refuse_another_run(run: RunSettings) -> None:
+    """Refuses a folder that holds a finished run of other settings, weights or rows, before anything is trained.
+
+    Raises:
+        UserError: It does, or the files of own rows cannot be read. A benchmark's files may be gone.
+    """
+    try:
+        data = load_tasks(run) if run.own.source or (run.folder / RECORD).exists() else []
+        identity = identify(run, data)
+    except UserError:
+        if run.own.source:
+            load_tasks(run)  # whose message counts; another one is of this run's model
+        identity = {"settings": run.compared()}
+    finished_record(run, identity if (run.folder / RECORD).exists() else None)
 
 
 def expand(grid: GridSettings) -> list[RunSettings]:
@@ -127,7 +171,7 @@ def expand(grid: GridSettings) -> list[RunSettings]:
         shared |= {"train_size": size, "output_dir": grid.output_dir, "data_dir": grid.data_dir}
         of_task = [
             load_settings(RunSettings, values=shared | values)
-            for name, system in grid.systems.items()
+            for name, system in grid.named_systems.items()
             if "," not in task or (system.head or grid.settings.head) == "cln"
             for values in _runs_of_system(grid, models, name, size)
         ]
@@ -147,7 +191,7 @@ def _runs_of_system(
     grid: GridSettings, models: dict[str, list[str]], name: str, size: int | str
 ) -> Iterator[dict[str, Any]]:
     """Yields a system's runs. Replicate r has a model's r-th (or only) folder and subsets (r-1) * D + 1 .. r * D."""
-    system = grid.systems[name]
+    system = grid.named_systems[name]
     unread = unread_settings(system.head or grid.settings.head)
     values, search = (
         {key: v for key, v in flatten(group).items() if key.partition(".")[0] not in unread}
@@ -167,53 +211,91 @@ def _runs_of_system(
         for r, d, *picked, seed in product(
             range(number), range(subsets), *search.values(), grid.seeds
         ):
+            first = r * subsets if own_subsets else 0  # subsets of the replicates before
             candidate = dict(zip(search, picked, strict=True))
             run = {
                 "name": f"{model}-{name}".lstrip("-"),
                 "model": folders[r % len(folders)],
                 "pretraining": r + 1,
-                "subset": own_subsets * r * subsets + d + 1,
+                "subset": first + d + 1,
                 "seed": seed,
                 "search": candidate,
             }
             yield values | candidate | run
 
 
-def _help(index: int, runs: Sequence[RunSettings], logs: Path) -> None:
+def without_repeats(runs: Sequence[RunSettings]) -> list[RunSettings]:
+    """Returns the runs without those that differ from another one only in the number of a subset of all rows."""
+    kept, seen = list[RunSettings](), set[str]()
+    for run in runs:
+        key = run.model_dump_json(exclude={"subset", "pretraining", "train_size"})
+        if run.subset > 1 and run.selection == "dev" and key in seen:
+            with suppress(UserError):  # data are missing: the run will say so
+                rows = max(len(part.train) for part in load_tasks(run))
+                if isinstance(run.train_size, int) and run.train_size >= rows:
+                    continue
+        seen.add(key)
+        kept.append(run)
+    if len(kept) < len(runs):
+        left_out = count(len(runs) - len(kept), "run")
+        print_line(
+            f"note: {left_out} left out: a subset as large as all rows is the same each time"
+        )
+    return kept
+
+
+def _help(index: int, runs: Sequence[RunSettings], logs: Path, began: float) -> None:
     """Works on the grid as a helper process, with its own GPU and log; ends with its parent, also a killed one."""
     logs.mkdir(parents=True, exist_ok=True)
     log = open(logs / f"{socket.gethostname()}-{os.getpid()}.log", "a", buffering=1)  # noqa: SIM115
     sys.stdout = sys.stderr = log
     import torch
 
-    if (count := torch.cuda.device_count()) > 1:
-        names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
-        os.environ["CUDA_VISIBLE_DEVICES"] = names[index % count]
+    if (gpus := torch.cuda.device_count()) > 1:
+        names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = names[index % gpus]
 
     def follow() -> None:
         multiprocessing.parent_process().join()  # type: ignore[union-attr]
         os._exit(1)
 
     threading.Thread(target=follow, daemon=True).start()
-    work(runs)
+    work(runs, began, waits=False)
 
 
-def work(runs: Sequence[RunSettings]) -> None:
-    """Makes all runs that no other process makes; waits for the others, and takes over those that are killed."""
-    pending = list(runs)
+def work(runs: Sequence[RunSettings], began: float, waits: bool) -> None:
+    """Makes all runs that no other process makes, the longest first.
+
+    If it `waits`, it stays until the others have made theirs, and takes over those that are killed. Elements of a job
+    array leave instead, since each keeps a GPU; the same command fills up what is missing.
+    """
+    pending = sorted(runs, key=_work_of, reverse=True)
     with Progress(len(runs), "run", "grid") as progress:
         while pending:
             for run in list(pending):
-                if attempt(run):
+                if attempt(run, began):
                     pending.remove(run)
                     progress.update()
+            if not waits:
+                break
             if pending:
                 time.sleep(WAIT)
 
 
-def attempt(run: RunSettings) -> bool:
-    """Makes a run, or writes the reason of its failure; returns False if another process makes it."""
-    if finished_record(run) or (run.folder / ERROR).exists():
+def _work_of(run: RunSettings) -> float:
+    """Returns about how much work a run is: its training rows times its epochs."""
+    rows: float = run.train_size if isinstance(run.train_size, int) else math.inf
+    with suppress(UserError):  # data are missing: the run will say so
+        rows = min(rows, sum(len(part.train) for part in load_tasks(run)))
+    return rows if run.head in FITTED else rows * run.train.epochs
+
+
+def attempt(run: RunSettings, began: float) -> bool:
+    """Makes a run, or writes the reason of its failure; returns False if another process makes it.
+
+    A run that failed before the command `began` is tried again, and an incompatible one if its settings have changed.
+    """
+    if finished_record(run) or is_settled(run, began):
         return True
     if lock_holder(run.folder):
         return False
@@ -224,13 +306,30 @@ def attempt(run: RunSettings) -> bool:
     except Exception as error:  # whatever it is, the other runs continue
         kind = "incompatible" if isinstance(error, Incompatible) else "failed"
         print_line(f"{kind}: {run.folder}: {type(error).__name__}: {first_line(error)}")
-        write_error(run.folder, kind, error)
+        write_error(run, kind, error)
     return True
+
+
+def is_settled(run: RunSettings, began: float) -> bool:
+    """Returns True if a run has failed since `began`, or is incompatible."""
+    path = run.folder / ERROR
+    with suppress(FileNotFoundError):  # another process has made the run by now
+        if path.stat().st_mtime >= began:
+            return True
+        error = json.loads(path.read_text(encoding="utf-8"))
+        return error["kind"] == "incompatible" and error.get("settings") == run.compared()
+    return False
 
 
 def _print_states(runs: Sequence[RunSettings]) -> Counter[str]:
     """Prints the number of runs by state, and unfinished runs with the reason; returns the numbers."""
     states = [(*run_state(run.folder), run.folder) for run in runs]
+    states = [
+        ("at work", f"by {holder}", path)
+        if state == "missing" and (holder := lock_holder(path))
+        else (state, why, path)
+        for state, why, path in states
+    ]
     counts = Counter({"finished": 0})
     counts.update(state for state, *_ in states)
     print(", ".join(f"{n} {state}" for state, n in counts.items()) + f", of {len(runs)} runs")
@@ -240,17 +339,18 @@ def _print_states(runs: Sequence[RunSettings]) -> Counter[str]:
 
 
 def _save_best(runs: Sequence[RunSettings]) -> list[tuple[str, Path]]:
-    """Saves the model of the best run of the best system on each task, by the validation split; returns where."""
+    """Refits the best system on each task, by the validation split, on all labels; returns where the models are."""
     from finetune.estimates import best_runs
+    from finetune.refit import refit
 
-    by_folder, models = {str(run.folder): run for run in runs}, []
-    if any(run.head in FITTED for run in runs):
-        print_line(f"--save_best: heads {', '.join(FITTED)} leave no model, so they take no part")
+    folders = {str(run.folder) for run in runs}
+    if any(run.head in WITHOUT_MODEL for run in runs):
+        print_line(f"--save_best: {', '.join(WITHOUT_MODEL)} leaves no model, so it takes no part")
     records = load_results(Path(runs[0].output_dir))
-    for best in best_runs(records[records["path"].isin(by_folder)]):
-        run_finetune(by_folder[best["path"]].model_copy(update={"save_model": True}))
-        models.append((f"best model of {best['task']}", Path(best["path"], "model")))
-    return models
+    return [
+        (f"model of {best['task']}, from all labels", refit(Path(best["path"])))
+        for best in best_runs(records[records["path"].isin(folders)])
+    ]
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def write_run(
         **fields,
     }
     if settings.save_model and model and tokenizer:
-        save_fine_tuned(model, tokenizer, folder / "model", _model_card(record, tasks))
+        save_fine_tuned(model, tokenizer, folder / "model", model_card(record, tasks))
     with atomic_write(folder / PREDICTIONS, "wb") as file:
         arrays = flatten({part.task.name: splits for part, splits in tasks})
         np.savez_compressed(file, allow_pickle=False, **arrays)
@@ -114,8 +114,16 @@ def _task_entry(rows: TaskData, predictions: Predictions) -> dict[str, Any]:
     }
 
 
-def _model_card(record: Record, tasks: Sequence[tuple[TaskData, Predictions]]) -> str:
-    """Returns the card of a saved model as Markdown with the Hub's metadata."""
+def model_card(
+    record: Record,
+    tasks: Sequence[tuple[TaskData, Predictions]],
+    refit: Mapping[str, Any] | None = None,
+) -> str:
+    """Returns the card of a saved model as Markdown with the Hub's metadata.
+
+    Args:
+        refit: of a model that was trained once more on all labels, its `training_rows` and `tests` by task.
+    """
     from huggingface_hub import ModelCard, ModelCardData
 
     from finetune.estimates import example_interval
@@ -135,6 +143,7 @@ def _model_card(record: Record, tasks: Sequence[tuple[TaskData, Predictions]]) -
         cell=cell,
         start=model_link(inherited),
         record=record,
+        refit=refit,
         task=task,
         intervals=[example_interval(part.task, splits["dev"]) for part, splits in tasks],
         license=inherited.get("license_name") or inherited.get("license"),
@@ -199,9 +208,10 @@ def in_words(changes: Mapping[str, tuple[Any, Any]]) -> str:
     )
 
 
-def write_error(folder: Path, kind: str, error: BaseException) -> None:
+def write_error(run: RunSettings, kind: str, error: BaseException) -> None:
     """Writes why a run is not finished; its `kind` is "incompatible" (by design) or "failed"."""
-    write_json(folder / ERROR, {"kind": kind, "error": f"{type(error).__name__}: {error}"})
+    reason = f"{type(error).__name__}: {error}"
+    write_json(run.folder / ERROR, {"kind": kind, "error": reason, "settings": run.compared()})
 
 
 def run_state(folder: Path) -> tuple[str, str]:

@@ -126,6 +126,7 @@ def identify(settings: RunSettings, data: Sequence[TaskData]) -> dict[str, Any]:
 
 def _train(settings: RunSettings, rows: Sequence[TaskData], identity: dict[str, Any]) -> Record:
     from finetune.encoding import Encoded
+    from finetune.fitted import fit_probe, fit_words, start_from_probe
     from finetune.training import TaskTrainer, find_device
     from multicls.optim import choose_precision
 
@@ -136,12 +137,13 @@ def _train(settings: RunSettings, rows: Sequence[TaskData], identity: dict[str, 
         for part in rows
         if tokenizer
     ]
-    if settings.head in FITTED:
-        from finetune.fitted import fit_head
-
-        outputs = fit_head(rows[0], model, encoded, settings.seed)
+    if model is None:
+        outputs = fit_words(rows[0], settings.seed)
+    elif settings.head in FITTED:
+        outputs = fit_probe(rows[0], model, encoded[0], settings.seed)
     else:
-        assert model is not None
+        if settings.train.init == "probe":
+            start_from_probe(model, encoded, settings.seed)
         outputs, training = TaskTrainer(model, encoded, settings, identity).run()
         fields |= training
     device = find_device()

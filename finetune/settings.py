@@ -49,6 +49,9 @@ class TrainSettings(Settings):
         None, description="rows a step; 4, 8, 16 by their number"
     )
     micro_batch_size: PositiveInt | None = Field(None, description="rows a forward pass on a rank")
+    init: Literal["random", "probe"] = Field(
+        "random", description="probe: the classifier starts as a probe of the training rows"
+    )
     class_weights: Literal["none", "balanced"] = Field(
         "none", description="balanced: rare classes get the same total weight"
     )
@@ -123,7 +126,7 @@ class SystemSettings(Settings):
     """The settings that make a system: what is trained and how. A grid shares them among its runs."""
 
     head: str = Field("", description="; ".join(f"{name}: {text}" for name, text in HEADS.items()))
-    pooling: Literal["cls", "multicls", "mean"] = Field(
+    pooling: Literal["cls", "multicls", "mean", "facets"] = Field(
         "cls", description=f"the embedding that {', '.join(sorted(READ_BY['pooling']))} read"
     )
     isobn: IsoBnSettings = IsoBnSettings()

@@ -5,20 +5,22 @@ HEADS = {
     "mean": "linear layer on the mean of the last hidden states",
     "multicls": "linear layer on the re-parameterised sum of the facets, on Multi-CLS checkpoints",
     "multicls_sum": "linear layer on the plain sum of the facets (ablation of multicls)",
+    "facets": "linear layer on the facet embeddings side by side, on Multi-CLS checkpoints",
     "isobn": "isotropic batch normalisation of the pooled embedding",
     "batchnorm": "batch normalisation of the pooled embedding (baseline of isobn)",
     "hire": "HIRE: all layers read by GRUs, and fused",
     "cln": "conditional layer normalisation: one encoder for several tasks",
-    "probe": "logistic or ridge regression on the frozen embedding, by scikit-learn",
+    "probe": "linear layer on the frozen embedding, by logistic or ridge regression",
     "tfidf": "bag of words: TF-IDF and logistic or ridge regression, without a model",
 }
-FITTED = ("probe", "tfidf")  # by scikit-learn: they leave no model
+FITTED = ("probe", "tfidf")  # by scikit-learn, without training
+WITHOUT_MODEL = ("tfidf",)  # nothing to save
 NORMALISING = ("isobn", "batchnorm")  # over the rows of a forward pass
 READ_BY = {  # settings, or groups of settings, that only some heads read
     **{name: {name} for name in ("isobn", "hire", "cln")},
     "pooling": {"isobn", "batchnorm", "cln", "probe"},
-    **dict.fromkeys(("train", "trainer", "save_model", "config"), HEADS.keys() - FITTED),
-    **dict.fromkeys(("model", "max_length"), HEADS.keys() - {"tfidf"}),
+    **dict.fromkeys(("train", "trainer", "config"), HEADS.keys() - FITTED),
+    **dict.fromkeys(("model", "max_length", "save_model"), HEADS.keys() - WITHOUT_MODEL),
 }
 
 

@@ -102,7 +102,9 @@ def build_model(settings: RunSettings, tasks: Sequence[Task]) -> tuple[TaskModel
     longest = max(task.max_length for task in tasks)
     if not least <= longest <= most:
         raise UserError(f"--max_length {longest}: {name} reads {least} to {most} tokens.")
-    head = settings.pooling if settings.head == "probe" else settings.head
+    head = settings.head
+    if head == "probe":
+        head = "first" if settings.pooling == "cls" else settings.pooling
     config = TaskModelConfig(
         encoder=encoder.config,
         head=head,

@@ -149,10 +149,7 @@ class MulticlsHead(Head):
 
     def __init__(self, config: TaskModelConfig, encoder: PreTrainedModel) -> None:
         super().__init__(config, encoder)
-        if not (count := getattr(encoder.config, "num_facets", 0)):
-            raise IncompatibleHead(
-                "it is a checkpoint without facets to pool. Use mean or cls, or pretrain it with pretrain/run.py first."
-            )
+        count = number_of_facets(encoder)
         self.facet_slice: slice = encoder.config.facet_slice
         self.centred = config.head != "multicls_sum" and count > 1
         self.dense = encoder.get_submodule("facet_head.dense")
@@ -165,6 +162,41 @@ class MulticlsHead(Head):
     def contributions(self, facets_BKD: Tensor) -> Tensor:
         """Returns what each facet adds to the embedding, (B, K, D)."""
         return self.dense(facets_BKD, centred=self.centred) + self.bias
+
+
+class FirstHead(Head):
+    """The last hidden state of [CLS] without pooler, for probes.
+
+    BERT's pooler was pretrained for next sentences only, that of many distilled models not at all, and RoBERTa and
+    ELECTRA have none.
+    """
+
+    def forward(self, hidden: Tensor, mask: Tensor, layers: Sequence[Tensor]) -> Tensor:
+        """Returns the embedding, (B, D)."""
+        return hidden[:, 0]
+
+
+class FacetsHead(Head):
+    """The facet embeddings of pretraining, c_k = LayerNorm(GELU(W_O,k h_k)), side by side."""
+
+    def __init__(self, config: TaskModelConfig, encoder: PreTrainedModel) -> None:
+        super().__init__(config, encoder)
+        self.width *= number_of_facets(encoder)
+        self.facet_slice: slice = encoder.config.facet_slice
+        self.facet_head = encoder.get_submodule("facet_head")
+
+    def forward(self, hidden: Tensor, mask: Tensor, layers: Sequence[Tensor]) -> Tensor:
+        """Returns the embedding, (B, K * D)."""
+        return self.facet_head(hidden[:, self.facet_slice]).flatten(1)
+
+
+def number_of_facets(encoder: PreTrainedModel) -> int:
+    """Returns K; without facets it raises `IncompatibleHead`."""
+    if not (count := getattr(encoder.config, "num_facets", 0)):
+        raise IncompatibleHead(
+            "it is a checkpoint without facets to pool. Use mean or cls, or pretrain it with pretrain/run.py first."
+        )
+    return int(count)
 
 
 class PooledHead(Head):
@@ -182,6 +214,7 @@ class PooledHead(Head):
 
 HEADS: dict[str, type[Head]] = {"cls": ClsHead, "mean": MeanHead}
 HEADS |= {"multicls": MulticlsHead, "multicls_sum": MulticlsHead}
+HEADS |= {"facets": FacetsHead, "first": FirstHead}
 
 
 def find_head(name: str) -> type[Head]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from finetune.results import load_predictions, write_run
+from finetune.results import load_predictions, write_error, write_run
 from finetune.run import run_finetune
 from finetune.settings import RunSettings
 from finetune.subsets import select_rows
@@ -54,6 +54,12 @@ def fake_run(
     hashes = {"weights_sha256": f"{settings.pretraining}", "data_sha256": data.sha256}
     fields = {"settings": settings.compared(), "seconds": 1.0, **hashes}
     write_run(settings, [part], [outputs], fields, None, None)
+
+
+def fake_error(folder: Path, system: str, kind: str) -> None:
+    """Leaves a run on RTE that has failed or is incompatible."""
+    values: dict[str, Any] = {"task": "rte", "train_size": 100, "subset": 8, "name": system}
+    write_error(settings_of("m", folder, folder, **values), kind, ValueError("broken"))
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> str:

@@ -165,5 +165,5 @@ def test_candidate_and_run_are_the_best_on_the_rows_that_pick() -> None:
     assert set(choose_candidates(runs)["candidate"]) == {"train.learning_rate 2e-05"}
     (best,) = best_runs(runs)
     assert (best["system"], best["selection_score"]) == ("a", 0.7)
-    fitted = pd.concat([runs, runs.assign(system="c", head="probe", selection_score=1.0)])
+    fitted = pd.concat([runs, runs.assign(system="c", head="tfidf", selection_score=1.0)])
     assert best_runs(fitted) == [best], "a head that leaves no model"

@@ -20,13 +20,14 @@ import yaml
 
 from finetune import grid
 from finetune.grid import GridSettings, expand, main
+from finetune.refit import main as refit_main
 from finetune.report_tables import build_report
 from finetune.results import load_predictions, load_results
 from finetune.run import _load_task as load_tasks_cache
 from finetune.settings import RunSettings
 from multicls.errors import UserError
-from multicls.files import REPOSITORY, lock_holder
-from multicls.settings import load_settings
+from multicls.files import REPOSITORY, lock_holder, locked, read_json
+from multicls.settings import load_settings, parse
 from tests.finetune.conftest import NOUNS
 from tests.finetune.runs import write_rows
 from tests.processes import children, until
@@ -141,8 +142,10 @@ def test_states_and_exit_codes(
     out = capsys.readouterr().out
     assert "2 finished, 2 failed" in out and "failed: " in out and "RTE/train.tsv" in out
     assert main(start(tmp_path, tiny_bert, glue, systems=["multicls"])) == 1, "nothing finished"
-    same = {"train_sizes": [5000], "subsets": 2, "seeds": [1]}  # all rows, twice
+    capsys.readouterr()
+    same = {"train_sizes": [5000], "subsets": 3, "seeds": [1]}  # all rows, three times
     assert main(start(tmp_path, tiny_bert, glue, **same)) == 0
+    assert "note: 2 runs left out: a subset as large as all rows" in capsys.readouterr().out
     assert sorted(load_results(tmp_path / "results")["train_size"]) == ["16", "16", "5000"]
     capsys.readouterr()
     with mock.patch.object(grid, "work"):  # as if its processes were killed
@@ -179,24 +182,129 @@ def test_a_finished_run_of_other_settings_is_refused_also_when_its_data_are_gone
         main(start(tmp_path, tiny_bert, data, "--max_steps", "3", **changes))
 
 
-def test_own_rows_with_a_test_file_and_the_best_model(
-    tiny_bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def write_own(folder: Path) -> list[str]:
+    """Writes own rows that words decide; returns the flags."""
     own = []
     for name, count in (("train", 40), ("test", 20)):
         texts = [f"len {('ros', 'nar')[n % 2]} {NOUNS[n % 5]} {n}" for n in range(count)]
         rows = [{"text": text, "label": n % 2} for n, text in enumerate(texts)]
-        own += [f"--{name}_file", write_rows(tmp_path / f"{name}.csv", rows)]
-    changes = {"systems": ["mean", "tfidf"], "tasks": [], "train_sizes": [20], "subsets": 2}
+        own += [f"--{name}_file", write_rows(folder / f"{name}.csv", rows)]
+    return own
+
+
+def test_failed_runs_are_tried_again_and_incompatible_ones_are_not(
+    tiny_bert: Path, glue: Path, tmp_path: Path
+) -> None:
+    """Their errors stay until the run is tried: another element of an array reads them, too."""
+    flags = start(tmp_path, tiny_bert, glue, systems=["cls", "multicls"], seeds=[1])
+    with mock.patch("finetune.training.TaskTrainer.run", side_effect=UserError("out of memory")):
+        assert main(flags) == 1
+    errors = {path.parents[2].name: path for path in tmp_path.rglob("error.json")}
+    assert sorted(errors) == ["bert-cls", "bert-multicls"]
+    os.utime(errors["bert-cls"], (1, 1))  # failed long ago
+    with mock.patch.object(grid, "run_finetune", side_effect=KeyboardInterrupt) as tried:
+        with pytest.raises(KeyboardInterrupt):
+            main(flags)
+        assert [call.args[0].system for call in tried.call_args_list] == ["bert-cls"]
+    assert all(path.exists() for path in errors.values())
+    assert main(flags) == 0 and not errors["bert-cls"].exists()
+
+
+def test_elements_of_an_array_leave_when_nothing_is_left_to_start(
+    tiny_bert: Path,
+    glue: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The longest run is started first; one that another process makes is no failure."""
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
+    held, order = runs_of(tmp_path, model=[f"bert={tiny_bert}"], train_sizes=[16], seeds=[1]), []
+    flags = start(tmp_path, tiny_bert, glue, train_sizes=[16, 40], seeds=[1])
+    folder = tmp_path / "results" / held[0].folder.relative_to("results")
+    make = grid.run_finetune
+    monkeypatch.setattr(grid, "run_finetune", lambda run: order.append(run) or make(run))
+    with locked(folder):
+        assert main(flags) == 0
+    assert [run.train_size for run in order] == [40]
+    assert "1 finished, 1 at work, of 2 runs" in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "results")
+    assert main(flags) == 0 and [run.train_size for run in order] == [40, 40, 16]
+
+
+def test_mistakes_in_own_rows_are_refused_also_over_a_finished_folder(tmp_path: Path) -> None:
+    flags = ["--systems", "tfidf", "--output_dir", str(tmp_path / "results"), *write_own(tmp_path)]
+    assert main(flags) == 0
+    load_tasks_cache.cache_clear()  # as in a new process
+    (tmp_path / "train.csv").write_text("text,label\na,x\nb,y\n")
+    with pytest.raises(UserError, match="label '0' is not in the training rows"):
+        main(flags)
+    (tmp_path / "train.csv").unlink()
+    with pytest.raises(UserError, match=r"train.csv: No such file"):
+        main(flags)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["probe", "tfidf"], ["probe,tfidf"], ['["probe", "tfidf"]'], ['{"probe": {"head": "probe"}}']],
+)
+def test_systems_as_the_help_says(words: list[str]) -> None:
+    flags = ["--tasks", "rte", "--model", "m=M", "--pooling", "mean", "--systems", *words]
+    settings = parse(GridSettings, flags, prog="grid.py", shortcuts=grid.SHORTCUTS)
+    runs = expand(settings)
+    assert [run.head for run in runs] == ["probe", "tfidf"][: len(runs)]
+    assert (runs[0].pooling, runs[0].system) == ("mean", "m-probe")
+    one = parse(GridSettings, ["--systems", 'a={"head": "probe"}'], prog="grid.py")
+    assert one.named_systems["a"].head == "probe"
+
+
+def test_ctrl_c_has_a_line(
+    tiny_bert: Path, glue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (
+        mock.patch.object(grid, "work", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        main(start(tmp_path, tiny_bert, glue))
+    assert "stopped by SIGINT; the same command resumes" in capsys.readouterr().out
+
+
+def test_own_rows_with_a_test_file_and_the_best_model(
+    tiny_bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A command and an element of an array refit the best system at the same time."""
+    own = write_own(tmp_path)
+    systems = {"mean": {"head": "mean"}, "tfidf": {"head": "tfidf"}}
+    systems |= {"probe": {"head": "probe", "pooling": "mean"}}
+    changes = {"systems": systems, "tasks": [], "train_sizes": [20], "subsets": 2}
     settings = GRID["settings"] | {"selection": "holdout"}
     flags = start(tmp_path, tiny_bert, None, **changes, seeds=[1], settings=settings)
-    assert main([*flags, *own, "--save_best"]) == 0
+    assert main([*flags, *own]) == 0
     runs = load_results(tmp_path / "results")
-    assert sorted(runs["system"].value_counts().items()) == [("bert-mean", 2), ("tfidf", 2)]
+    assert set(runs["system"].value_counts().items()) == {
+        ("bert-mean", 2),
+        ("bert-probe", 2),
+        ("tfidf", 2),
+    }
     assert all(set(tests) == {"test"} for tests in runs["tests"])
-    assert len(list(tmp_path.rglob("model/model.safetensors"))) == 1
-    out = capsys.readouterr().out
-    assert "best model of train: " in out and "tfidf leave no model" in out
+    before = records(tmp_path)
+    capsys.readouterr()
+    commands = [begin([*flags, *own, "--save_best"], SLURM_ARRAY_TASK_ID=n) for n in ("", "1")]
+    assert [command.wait() for command in commands] == [0, 0], "they wait for each other"
+    assert records(tmp_path) == before, "scored runs stay as they were"
+    folder = tmp_path / "results" / "best" / "train"
+    seen = read_json(folder / "refit.json")
+    assert seen["training_rows"] == {"train": 40} and seen["tests"]["train"]["acc"] >= 0
+    assert [path.parents[1] for path in tmp_path.rglob("model.safetensors")] == [folder]
+    assert "learned from all labels: train 40 rows" in (folder / "model" / "README.md").read_text()
+    probe = runs[runs["system"] == "bert-probe"].iloc[0]["path"]
+    mean = runs[runs["system"] == "bert-mean"].iloc[0]["path"]
+    for path in (probe, mean):
+        assert refit_main([path]) == 0
+        assert read_json(folder / "refit.json")["run"] == Path(path).name
+    scale = 40 / read_json(Path(mean) / "record.json")["tasks"][0]["train_rows"]
+    best_step = read_json(Path(mean) / "record.json")["best_step"]
+    assert read_json(folder / "refit.json")["steps"] == round(scale * best_step)
     with pytest.raises(UserError, match="set --selection holdout"):
         main([*start(tmp_path, tiny_bert, None, **changes), *own, "--save_best"])
 
@@ -204,9 +312,10 @@ def test_own_rows_with_a_test_file_and_the_best_model(
 KILLS = int(os.environ.get("MULTICLS_KILLS", "2"))  # more take minutes
 
 
-def begin(flags: list[str]) -> subprocess.Popen[bytes]:
+def begin(flags: list[str], **variables: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, str(REPOSITORY / "finetune" / "grid.py"), *flags]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    set_variables = {name: value for name, value in variables.items() if value}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | set_variables
     return subprocess.Popen(command, cwd=REPOSITORY, env=environment, start_new_session=True)
 
 

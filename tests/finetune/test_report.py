@@ -11,9 +11,9 @@ from scipy.special import expit, softmax
 from finetune import run
 from finetune.report import main
 from finetune.report_tables import average, build_report, calibration, ensembles
-from finetune.results import load_predictions, load_results, write_error
+from finetune.results import load_predictions, load_results
 from multicls.errors import UserError
-from tests.finetune.runs import fake_run, finetune
+from tests.finetune.runs import fake_error, fake_run, finetune
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_checkpoints_that_share_subsets_all_count_and_are_not_mixed(tmp_path: Pa
 def test_warnings(results: Path) -> None:
     fake_run(results, "a", subset=9, rows=50, train__epochs=3, selection="holdout")
     for kind in ("failed", "incompatible"):
-        write_error(results / kind / "rte-100" / "p1-d8-s1", kind, ValueError("broken"))
+        fake_error(results, kind, kind)
     different, optimistic, settings_differ, unfinished = build_report(results).warnings
     assert different.startswith("rte: the runs read different data")
     assert optimistic.startswith("rte: dev picked the checkpoint")
@@ -101,7 +101,7 @@ def test_warnings(results: Path) -> None:
 
 
 def test_mistakes_are_named(results: Path) -> None:
-    write_error(results / "f" / "c" / "rte-100" / "p1-d8-s1", "failed", ValueError("broken"))
+    fake_error(results / "f", "c", "failed")
     lost = results / "a" / "rte-100" / "p1-d2-s1" / "predictions.npz"
     mistakes: dict[tuple[object, ...], str] = {
         ("nowhere",): "no such folder",

@@ -10,12 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy.special import softmax
+from sklearn.preprocessing import StandardScaler
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from finetune import grid, submit
-from finetune.fitted import fit_classifier, fit_head
+from finetune.benchmarks import read_task
+from finetune.fitted import apply_layer, fit_classifier, fit_layer, fit_words
 from finetune.heads.build import Incompatible
 from finetune.metrics import score_predictions
+from finetune.predict import predict
 from finetune.results import load_predictions, load_results
 from finetune.run import main
 from finetune.settings import OwnDataSettings, RunSettings
@@ -25,7 +29,7 @@ from multicls.errors import UserError
 from multicls.files import FolderInUse, locked, read_json, write_json
 from multicls.settings import load_settings, to_yaml
 from tests.finetune.conftest import Tune, sentiment_rows, write_tsv
-from tests.finetune.runs import fake_run, finetune, settings_of, write_rows
+from tests.finetune.runs import fake_run, finetune, logits_of, settings_of, write_rows
 
 QUICK: dict[str, Any] = {"train_size": 20, "train__max_steps": 6, "train__eval_every": 3}
 
@@ -112,9 +116,13 @@ def test_the_card_of_a_saved_model(tune: Tune, tiny_bert: Path, tmp_path: Path) 
 def test_fitted_heads(tiny_multicls: Path, glue: Path, tmp_path: Path) -> None:
     """`probe` on each pooling, `tfidf` without a model; words decide the label, so both must find it."""
     fitted: dict[str, Any] = {"train__learning_rate": "", "train_size": 60, "selection": "holdout"}
-    for pooling in ("cls", "mean", "multicls"):
-        record = finetune(tiny_multicls, glue, tmp_path, head="probe", pooling=pooling, **fitted)
+    for pooling in ("cls", "mean", "multicls", "facets"):
+        values = fitted | {"head": "probe", "pooling": pooling, "save_model": True}
+        record = finetune(tiny_multicls, glue, tmp_path, **values)
         assert record["tasks"][0]["score"] > 0.9 and "history" not in record
+        model, dev = str(Path(record["path"]) / "model"), read_task(TASKS["sst2"], str(glue)).dev
+        again = predict(model, 0, replace(TASKS["sst2"], max_length=24), dev)
+        np.testing.assert_allclose(again, logits_of(record), rtol=1e-3, err_msg=pooling)
     model_free: dict[str, Any] = fitted | {"head": "tfidf", "max_length": ""}
     assert finetune("", glue, tmp_path, **model_free)["tasks"][0]["score"] > 0.9
     scores = finetune("", glue, tmp_path, **model_free | {"task": "stsb"})
@@ -123,10 +131,61 @@ def test_fitted_heads(tiny_multicls: Path, glue: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("labels", [[0, 1] * 10 + [2], [1] * 21])
 def test_fitted_heads_learn_beside_a_class_of_one_row_and_from_one_class(labels: list[int]) -> None:
-    """There is no cross-validation then."""
-    features = np.eye(3)[labels]
-    classifier = fit_classifier(features, np.array(labels), 1)
+    """C is chosen also beside a class of one row."""
+    features = np.eye(3)[labels] + np.random.default_rng(0).normal(0, 0.3, (21, 3))
+    classifier = fit_classifier(features, np.array(labels), 1, np.arange(21))
     assert classifier.predict(features)[:20].tolist() == labels[:20]
+    assert len(set(labels)) == 1 or classifier.C != 1.0
+
+
+def test_a_probe_is_a_linear_layer() -> None:
+    """Folded standardisation and coefficients give scikit-learn's numbers; an unseen class is unlikely."""
+    draw = np.random.default_rng(0)
+    features = draw.normal(3, [0.1, 1, 10, 1e-3], (60, 4))
+    four = replace(TASKS["sst2"], labels=tuple("abcd"))
+    for classes in (2, 3):
+        labels = (features[:, 1] > 3).astype(int) + (features[:, 2] > 9) * (classes - 2)
+        rows = [Example(f"{n}", ("",), float(label)) for n, label in enumerate(labels)]
+        outputs = apply_layer(fit_layer(four, features, rows, 1), features)
+        scaled = StandardScaler().fit_transform(features)
+        reference = fit_classifier(scaled, labels, 1, np.arange(60)).predict_proba(scaled)
+        found = softmax(outputs.astype(float), axis=1)
+        np.testing.assert_allclose(found[:, :classes], reference, atol=1e-5)
+        assert found[:, classes:].max() < 1e-9
+    scores = replace(TASKS["stsb"], label_scale=2.0)
+    rows = [Example(f"{n}", ("",), float(2 * row[1] - row[2])) for n, row in enumerate(features)]
+    outputs = apply_layer(fit_layer(scores, features, rows, 1), features)[:, 0]
+    np.testing.assert_allclose(2 * outputs, [row.label for row in rows], atol=0.2)
+    several = replace(TASKS["sst2"], labels=("a", "b"), multi_label=True)
+    marks = [(float(row[1] > 3), float(row[2] > 3)) for row in features]
+    rows = [Example(f"{n}", ("",), 0.0, labels=mark) for n, mark in enumerate(marks)]
+    outputs = apply_layer(fit_layer(several, features, rows, 1), features)
+    assert ((outputs > 0) == (np.array(marks) > 0)).mean() > 0.95
+
+
+def test_fine_tuning_starts_from_a_probe(tiny_bert: Path, glue: Path, tmp_path: Path) -> None:
+    """At a rate of almost 0 the model is the probe; every head takes it, and classes of several tasks."""
+    still = {"train__learning_rate": 1e-30, "train__max_steps": 1, "train_size": 60}
+    record = finetune(tiny_bert, glue, tmp_path, head="mean", train__init="probe", **still)
+    probe = {"head": "probe", "pooling": "mean", "train__learning_rate": "", "train_size": 60}
+    np.testing.assert_allclose(
+        logits_of(record), logits_of(finetune(tiny_bert, glue, tmp_path, **probe)), atol=1e-4
+    )
+    for head, task in (("hire", "sst2"), ("cln", "sst2,stsb")):
+        values = still | {"head": head, "task": task, "train__init": "probe"}
+        assert finetune(tiny_bert, glue, tmp_path, **values)["tasks"][0]["score"] > 0.6
+
+
+def test_the_bag_of_words_chooses_its_n_grams_and_learns_from_all_labels() -> None:
+    """Order decides the first task, so pairs of words are needed; the validation rows alone have class 2."""
+    orders = [("a good bad", 0.0), ("a bad good", 1.0)]
+    rows = [Example(f"{n}", (f"{text} {n}",), label) for n in range(20) for text, label in orders]
+    three = replace(TASKS["sst2"], labels=tuple("abc"))
+    held = [Example(f"v{n}", ("rare words",), 2.0) for n in range(4)]
+    data = TaskData(three, rows, [*rows[:4], *held], validation=[*rows[:2], *held])
+    (outputs,) = fit_words(data, 1)
+    assert outputs["dev"].argmax(axis=1).tolist() == [0, 1, 0, 1, 2, 2, 2, 2]
+    assert outputs["validation"].argmax(axis=1).max() < 2, "they have not been seen there"
 
 
 def test_fitted_heads_refuse_choices_and_several_labels_a_row() -> None:
@@ -134,7 +193,7 @@ def test_fitted_heads_refuse_choices_and_several_labels_a_row() -> None:
     several = replace(TASKS["sst2"], multi_label=True)
     for task, what in ((TASKS["copa"], "more than a text"), (several, "several labels a row")):
         with pytest.raises(Incompatible, match=f"{what}.*; use another head"):
-            fit_head(TaskData(task, [], []), None, [], 1)
+            fit_words(TaskData(task, [], []), 1)
 
 
 def test_several_tasks_with_cln(tiny_bert: Path, glue: Path, tmp_path: Path) -> None:

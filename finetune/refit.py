@@ -1,0 +1,150 @@
+"""Trains the system of a finished run once more, on all labels, for a model to use; the run stays as it was.
+
+python finetune/refit.py results/k5-mean/tickets-150/p1-d1-s1
+
+A run that is scored leaves labels out: to pick a checkpoint, for dev, and beyond its subset. The model goes to
+RESULTS/best/TASK/model, and refit.json beside it says what it has seen. No row picks its weights: it trains for the
+run's best step, times the ratio of the numbers of rows.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/: its names hide packages
+
+from pydantic import Field
+from pydantic_settings import CliPositionalArg
+
+from finetune.heads import FITTED, WITHOUT_MODEL
+from finetune.heads.build import build_model, save_fine_tuned
+from finetune.predict import predict_command
+from finetune.results import (
+    FORMAT,
+    SETTINGS,
+    Record,
+    differences,
+    in_words,
+    load_predictions,
+    model_card,
+    read_record,
+)
+from finetune.run import identify, load_tasks
+from finetune.settings import RunSettings
+from finetune.subsets import select_rows
+from finetune.tasks import TaskData, example_arrays
+from multicls.console import count, print_line, print_summary
+from multicls.errors import UserError, run_command
+from multicls.files import locked, read_json, write_json
+from multicls.settings import Settings, load_settings, parse
+
+REFIT = "refit.json"
+
+
+class RefitOptions(Settings):
+    """Options of the command."""
+
+    run: CliPositionalArg[str] = Field(description="folder of a finished run")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns the exit code."""
+    options = parse(RefitOptions, argv, prog="finetune/refit.py", doc=__doc__)
+    model = refit(Path(options.run))
+    record = read_record(Path(options.run)) or {}
+    (first, *others) = record["tasks"]
+    command = predict_command(model, first["description"], bool(others))
+    print_summary([("model", model)], command)
+    return 0
+
+
+def refit(run: Path) -> Path:
+    """Returns the folder of the model of a run's system, trained on all labels; makes it if it is not there.
+
+    Processes that make the same model wait for each other.
+
+    Raises:
+        UserError: The run is not finished, leaves no model, or its rows or model have changed since.
+    """
+    record = read_record(run)
+    if record is None:
+        raise UserError(
+            f"{run}: not a finished run; pass a folder RESULTS/SYSTEM/TASK-SIZE/p1-d1-s1."
+        )
+    if record["head"] in WITHOUT_MODEL:
+        raise UserError(f"{run}: the head {record['head']} leaves no model.")
+    settings = load_settings(RunSettings, [run / SETTINGS])
+    data = load_tasks(settings)
+    if changes := differences(record, identify(settings, data)):
+        raise UserError(f"{run}: cannot be refitted ({in_words(changes)}).")
+    rows = [all_labels(part, settings) for part in data]
+    folder = run.parents[2] / "best" / "+".join(entry["task"] for entry in record["tasks"])
+    source = {"system": record["system"], "run": run.name, "size": record["train_size"]}
+    source |= {"format": FORMAT, "settings": record["settings"], "search": record["search"]}
+    with locked(folder, patience=-1):  # for as long as it takes
+        done = read_json(folder / REFIT) if (folder / REFIT).exists() else {}
+        if any(done.get(name) != value for name, value in source.items()):
+            made = _train(settings, record, rows, folder)
+            write_json(folder / REFIT, source | made)
+        return folder / "model"
+
+
+def all_labels(data: TaskData, settings: RunSettings) -> TaskData:
+    """Returns all labelled rows as training rows: of own rows also dev, if there is a test file.
+
+    Of a benchmark's task it is the run's subset, which stands for all the labels that there are.
+    """
+    if not settings.own.source:
+        drawn = select_rows(data, settings.train_size, settings.subset, holdout=False)
+        return replace(drawn, dev=[], test=[])
+    train = [*data.train, *(data.dev if data.test else [])]
+    return replace(data, train=train, dev=[])
+
+
+def _train(settings: RunSettings, record: Record, rows: Sequence[TaskData], folder: Path) -> Record:
+    """Trains and saves the model; returns what it has seen and its scores on test rows."""
+    from finetune.encoding import Encoded
+    from finetune.fitted import fit_probe, start_from_probe
+    from finetune.metrics import score_predictions
+    from finetune.training import TaskTrainer
+
+    model, tokenizer = build_model(settings, [part.task for part in rows])
+    seen = {part.task.name: len(part.train) for part in rows}
+    for name, number in seen.items():
+        print_line(f"{record['system']} once more on all labels of {name}: {count(number, 'row')}")
+    encoded = [
+        {name: Encoded(part.task, split, tokenizer) for name, split in part.splits.items()}
+        for part in rows
+    ]
+    made: Record = {"training_rows": seen}
+    if settings.head in FITTED:
+        outputs = fit_probe(rows[0], model, encoded[0], settings.seed)
+    else:
+        before = sum(entry["train_rows"] for entry in record["tasks"])
+        made["steps"] = max(1, round(record["best_step"] * sum(seen.values()) / before))
+        values = {"max_steps": made["steps"], "epochs": made["steps"]}
+        train = settings.train.model_copy(update=values | {"batch_size": record["batch_size"]})
+        if train.init == "probe":
+            start_from_probe(model, encoded, settings.seed)
+        longer = settings.model_copy(update={"train": train})
+        identity = {"settings": longer.compared(), "training_rows": seen}
+        outputs, _ = TaskTrainer(model, encoded, longer, identity, folder, picks=False).run()
+    tests: dict[str, Any] = {
+        part.task.name: score_predictions(part.task, example_arrays(part.test, of_task["test"]))
+        for part, of_task in zip(rows, outputs, strict=True)
+        if part.test
+    }
+    for name, scores in tests.items():
+        text = "  ".join(f"{metric} {100 * value:.2f}" for metric, value in scores.items())
+        print_line(f"{record['system']}, from all labels, on {name}, test: {text}")
+    made["tests"] = tests
+    run = Path(record["path"])
+    parts = [(part, load_predictions(run, part.task.name)) for part in rows]
+    save_fine_tuned(model, tokenizer, folder / "model", model_card(record, parts, made))
+    return made
+
+
+if __name__ == "__main__":
+    run_command(main)
