@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -12,6 +13,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from finetune.heads.modeling_task import IGNORE_INDEX
 from finetune.tasks import Example, Task
+from multicls.console import count
 from multicls.errors import UserError
 
 CHUNK = 1000  # rows in a call of the tokenizer: it needs about 100 bytes for each of their tokens
@@ -25,6 +27,7 @@ class Encoded:
 
     Attributes:
         lengths: number of tokens of each row; of its first choice if it has several.
+        whole_lengths: the same before rows were cut.
         labels: (N,) class indices (-100: hidden), or scores divided by the task's scale; (N, C) 0.0 and 1.0 if a row
             has several labels.
 
@@ -59,10 +62,34 @@ class Encoded:
             what = f"task {task.name}: a row with choices or marked words has {longest} tokens"
             raise UserError(f"{what}: raise --max_length (= {task.max_length}).")
         self.lengths = lengths[:: self.sequences_per_row]
+        self.whole_lengths = self._whole_lengths(tokenizer)
         self.labels = _targets(task, examples)
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    def _whole_lengths(self, tokenizer: Tokenizer) -> list[int]:
+        lengths, limit = list(self.lengths), self.task.max_length
+        full = [row for row, length in enumerate(lengths) if length == limit]
+        for start in range(0, len(full), CHUNK):  # only these may have been cut
+            rows = full[start : start + CHUNK]
+            texts = zip(*(self.examples[row].texts for row in rows), strict=True)
+            if not self.task.num_choices:
+                inputs = tokenizer(*map(list, texts), verbose=False)["input_ids"]
+                for row, tokens in zip(rows, inputs, strict=True):
+                    lengths[row] = len(tokens)
+        return lengths
+
+    def note_on_cuts(self, what: str) -> list[str]:
+        """Returns a note if rows, named by the noun `what`, were longer than `max_length`; else none."""
+        limit, lengths = self.task.max_length, self.whole_lengths
+        if not (cut := sum(length > limit for length in lengths)):
+            return []
+        enough = int(np.quantile(lengths, 0.95, method="higher"))
+        return [
+            f"{cut} of {count(len(lengths), what)} are longer than {limit} tokens and lose their end; 95 % fit into "
+            f"{max(enough, limit)} (--max_length)"
+        ]
 
     def batch(self, rows: Sequence[int]) -> dict[str, Tensor]:
         """Returns the inputs and labels of B rows, by their indices.

@@ -1,12 +1,14 @@
 """Reads a user's own labelled rows, from files or a Hub data set, and finds out what task they are."""
 
 import math
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from finetune.settings import OwnDataSettings
-from finetune.subsets import hold_out
+from finetune.subsets import hold_out, missing_classes, strata
 from finetune.tasks import OWN_METRICS, Example, Task, TaskData, passage_id
 from multicls.console import count
 from multicls.errors import UserError, did_you_mean
@@ -24,53 +26,107 @@ from multicls.labels import (
 from multicls.tables import RawRows, Row, load_hub, read_table
 
 HUB_SPLITS = {"train": ("train",), "dev": ("validation", "dev", "valid"), "test": ("test",)}
+SHOWN = 10  # labels in a note
+LARGEST_UNIT = 0.5  # share of the rows that equal texts may join; above it, they are common phrases
+
+Splits = dict[str, RawRows]
 
 
 def load_own(own: OwnDataSettings) -> TaskData:
     """Reads the rows and finds out what task they are.
 
     Rows with an empty text are left out and counted. Without dev rows, `dev_share` of the training rows become dev:
-    by class, always the same ones, equal texts together.
+    by class, always the same ones. Rows that share a text or a group stay on one side.
 
     Raises:
         UserError: A file, column or value is missing, dev or test hold a label that train lacks, or the metric does
             not fit the labels.
     """
-    files = {"train": own.train_file, "dev": own.dev_file, "test": own.test_file}
-    splits = {split: read_table(Path(name)) for split, name in files.items() if name}
-    splits, column, notes = splits or _hub_splits(own), own.label_column, list[str]()
-    groups: Sequence[Names] = [own.text_column.split(",")] if own.text_column else TEXTS
-    for split, rows in splits.items():
-        groups = [find_columns(*rows[0], groups)]
-        find_columns(*rows[0], [[column]], "label")
-        splits[split], more = with_texts(rows, groups[0], f"{split} row")
-        notes += more
-    fields = groups[0]
-    cells = [row.get(column) for rows in splits.values() for _, row in rows]
+    splits, fields, notes = _read_splits(own)
+    cells = [row.get(own.label_column) for rows in splits.values() for _, row in rows]
     kind = label_type(cells) if own.label_type == "auto" else own.label_type
     labels = {
-        split: [read_label(kind, row.get(column), where) for where, row in rows]
+        split: [read_label(kind, row.get(own.label_column), where) for where, row in rows]
         for split, rows in splits.items()
     }
     task = _task(own, fields, kind, labels)
-    notes.append(_note(task))
-    examples: dict[str, Any] = {
+    examples = {
         split: [
             example_of(task, fields, row, where, f"{split}:{number}", label)
             for number, ((where, row), label) in enumerate(zip(rows, labels[split], strict=True))
         ]
         for split, rows in splits.items()
     }
+    groups = [
+        str(row[own.group_column]) if own.group_column else ""
+        for rows in splits.values()
+        for _, row in rows
+    ]
+    examples, more = _with_units(task, examples, groups)
+    notes += [_note(task), *more, *leak_notes(examples)]
     if "dev" not in examples:
-        train = examples["train"]
-        classes = [0.0 if task.is_regression else example.label for example in train]
-        units = ((label, example.texts) for label, example in zip(classes, train, strict=True))
-        dev = hold_out(dict(enumerate(units)), own.dev_share, "dev")
-        examples["train"] = [example for row, example in enumerate(train) if row not in dev]
-        examples["dev"] = [train[row] for row in sorted(dev)]
-        total = count(len(train), "training row")
-        notes.append(f"dev is {len(dev)} of the {total} (dev_share {own.dev_share:g})")
-    return TaskData(task, **examples, notes=notes)
+        examples, more = _without_dev(task, examples, own.dev_share)
+        notes += more
+    notes += missing_classes(task, examples["train"], examples["dev"], "dev")
+    test = examples.get("test", [])
+    return TaskData(task, examples["train"], examples["dev"], test, notes=notes)
+
+
+def _read_splits(own: OwnDataSettings) -> tuple[Splits, Names, list[str]]:
+    """Returns the labelled rows with a text by split, the columns of the texts, and notes."""
+    files = {"train": own.train_file, "dev": own.dev_file, "test": own.test_file}
+    splits = {split: read_table(Path(name)) for split, name in files.items() if name}
+    splits, notes = splits or _hub_splits(own), list[str]()
+    groups: Sequence[Names] = [own.text_column.split(",")] if own.text_column else TEXTS
+    kept: Splits = {}
+    for split, rows in splits.items():
+        groups = [find_columns(*rows[0], groups)]
+        find_columns(*rows[0], [[own.label_column]], "label")
+        if own.group_column:
+            find_columns(*rows[0], [[own.group_column]], "group")
+        rows, more = with_texts(rows, groups[0], f"{split} row")
+        notes += more
+        labelled = [(where, row) for where, row in rows if not _is_empty(row.get(own.label_column))]
+        if own.unlabelled == "drop" and len(labelled) < len(rows):
+            notes.append(
+                f"{count(len(rows) - len(labelled), f'{split} row')} without a label left out"
+            )
+            rows = labelled
+        if not rows:
+            raise UserError(f"{split} rows: none has a label.")
+        kept[split] = [(where, _with_labels(own, row, where)) for where, row in rows]
+    return kept, groups[0], notes
+
+
+def _is_empty(cell: Any) -> bool:
+    """Returns True if a cell holds nothing; an empty list is a row without any of the labels."""
+    if isinstance(cell, str):
+        return not cell.strip()
+    return cell is None or (isinstance(cell, float) and math.isnan(cell))
+
+
+def _with_labels(own: OwnDataSettings, row: Row, where: str) -> Row:
+    """Returns the row with its label cell divided at `label_separator`.
+
+    Raises:
+        UserError: The cell is a list that was written as text, and no separator is set.
+    """
+    cell = row.get(own.label_column)
+    if not isinstance(cell, str) or _is_empty(cell):
+        return row
+    bare = cell.strip()
+    is_list = bare.startswith("[") and bare.endswith("]")
+    if own.label_separator:
+        if is_list:
+            bare = bare[1:-1]
+        names = [name.strip().strip("'\"") for name in bare.split(own.label_separator)]
+        return {**row, own.label_column: [name for name in names if name]}
+    if is_list and any(quote in bare for quote in "'\""):
+        raise UserError(
+            f"{where}: the label is {cell!r}, a list as text. Set --label_separator ',' to divide it, or save lists in "
+            "JSON lines or Parquet."
+        )
+    return row
 
 
 def example_of(
@@ -94,8 +150,103 @@ def example_of(
         label, marks = 0.0, tuple(float(name in names) for name in task.labels)
     elif names:
         label = task.labels.index(names[0])
-    passage = passage_id(texts[0]) if task.passage == 0 else ""
-    return Example(key, texts, label, labels=marks, passage=passage)
+    return Example(key, texts, label, labels=marks, place=where)
+
+
+def _with_units(
+    task: Task, examples: Mapping[str, list[Example]], groups: Sequence[str]
+) -> tuple[dict[str, list[Example]], list[str]]:
+    """Returns the examples with the unit of each as its passage: rows that share a group or a text are one unit.
+
+    A column whose texts join more than half of the rows is left out of this, with a note: it holds common phrases.
+
+    Args:
+        groups: the group of each row, of all splits in their order; "" without groups.
+    """
+    rows, notes = [row for split in examples.values() for row in split], list[str]()
+    keys = [[("group", name)] if name else [] for name in groups]
+    columns = list(range(len(task.fields)))
+    least = 0 if groups[0] else 1  # columns that always count
+    while True:
+        texts = [[(column, same(row.texts[column])) for column in columns] for row in rows]
+        units = connected([[*own, *of_row] for own, of_row in zip(keys, texts, strict=True)])
+        sizes = Counter(units)
+        largest = max(sizes.values())
+        if largest <= max(2, LARGEST_UNIT * len(rows)) or len(columns) == least:
+            break
+        column = min(columns, key=lambda c: len({same(row.texts[c]) for row in rows}))
+        columns.remove(column)
+        notes.append(
+            f"equal texts in {task.fields[column]!r} join {largest} of {len(rows)} rows: they may stand on both sides "
+            "of a split"
+        )
+    passages = [passage_id(rows[unit].id) if sizes[unit] > 1 else "" for unit in units]
+    named = iter(passages)
+    divided = {
+        split: [replace(row, passage=next(named)) for row in of_split]
+        for split, of_split in examples.items()
+    }
+    return divided, notes
+
+
+def connected(keys: Sequence[Sequence[Any]]) -> list[int]:
+    """Returns the unit of each row, the index of its first row: rows that share a key are connected, also by others."""
+    parent, owner = list(range(len(keys))), dict[Any, int]()
+
+    def root(row: int) -> int:
+        while parent[row] != row:
+            parent[row] = parent[parent[row]]
+            row = parent[row]
+        return row
+
+    for row, of_row in enumerate(keys):
+        for key in of_row:
+            first, second = sorted((root(row), root(owner.setdefault(key, row))))
+            parent[second] = first
+    return [root(row) for row in range(len(keys))]
+
+
+def same(text: str) -> str:
+    """Returns what equal texts share, whatever their case and blanks."""
+    return " ".join(text.split()).casefold()
+
+
+def leak_notes(examples: Mapping[str, Sequence[Example]]) -> list[str]:
+    """Returns notes on rows of dev and test that stand in train, and on texts with two labels."""
+    notes, train = list[str](), defaultdict[tuple[str, ...], list[Example]](list)
+    for row in examples["train"]:
+        train[tuple(map(same, row.texts))].append(row)
+    for split in ("dev", "test"):
+        found = [row for row in examples.get(split, ()) if tuple(map(same, row.texts)) in train]
+        if found:
+            total = count(len(examples[split]), f"{split} row")
+            first = train[tuple(map(same, found[0].texts))][0].place
+            notes.append(
+                f"{len(found)} of the {total} stand in train, too (the first: {found[0].place}, also {first}): "
+                "scores on them are too high"
+            )
+    several = [
+        {(row.label, row.labels): row.place for row in rows}
+        for rows in train.values()
+        if len({(row.label, row.labels) for row in rows}) > 1
+    ]
+    if several:
+        places = " and ".join(list(several[0].values())[:2])
+        what = count(len(several), "text")
+        notes.append(f"{what} of train with two labels or more, the first: {places}")
+    return notes
+
+
+def _without_dev(
+    task: Task, examples: Mapping[str, list[Example]], share: float
+) -> tuple[dict[str, list[Example]], list[str]]:
+    """Returns the examples with a share of train as dev, and a note."""
+    train = examples["train"]
+    units = [row.passage or row.id for row in train]
+    dev = hold_out(dict(enumerate(zip(strata(task, train), units, strict=True))), share, "dev")
+    note = f"dev is {len(dev)} of the {count(len(train), 'training row')} (dev_share {share:g})"
+    rest = [row for number, row in enumerate(train) if number not in dev]
+    return {**examples, "train": rest, "dev": [train[row] for row in sorted(dev)]}, [note]
 
 
 def _hub_splits(own: OwnDataSettings) -> dict[str, RawRows]:
@@ -141,7 +292,6 @@ def _task(own: OwnDataSettings, fields: Names, kind: LabelType, labels: dict[str
         tuple(dict.fromkeys((own.metric or OWN_METRICS[kind][0], *OWN_METRICS[kind]))),
         label_scale=1.0 if classes else max(map(abs, train)),
         multi_label=kind == "multi_label",
-        passage=0 if len(fields) == 1 else None,
     )
 
 
@@ -150,7 +300,8 @@ def _note(task: Task) -> str:
     if task.is_regression:
         return f"labels are scores: a regression, trained on label/{task.label_scale:g}"
     what = "labels, any number a row" if task.multi_label else "classes"
-    note = f"{len(task.labels)} {what}: {', '.join(task.labels)}"
+    more = f", ... ({len(task.labels) - SHOWN} more)" if len(task.labels) > SHOWN else ""
+    note = f"{len(task.labels):,} {what}: {', '.join(task.labels[:SHOWN])}{more}"
     if all(label.isdecimal() for label in task.labels):
         note += " (whole numbers are classes; --label_type score makes them scores)"
     return note + (f"; f1 is that of {task.labels[1]!r}" if "f1" in task.metrics else "")

@@ -102,7 +102,10 @@ def predict(folder: str, index: int, task: Task, examples: Sequence[Example]) ->
     from finetune.training import predict_rows
 
     model, tokenizer = load_fine_tuned(folder)
-    return predict_rows(model, Encoded(task, examples, tokenizer), index)
+    rows = Encoded(task, examples, tokenizer)
+    for note in rows.note_on_cuts("row"):
+        print_line(f"note: {note}")
+    return predict_rows(model, rows, index)
 
 
 def answers_of(task: Task, outputs: Array) -> "DataFrame":

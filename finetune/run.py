@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,8 @@ from multicls.distributed import leave_deepspeed, on_rank_0, prepare_deepspeed, 
 from multicls.errors import run_command
 from multicls.files import locked
 from multicls.settings import parse
+
+_printed = set[str]()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,14 +76,24 @@ def run_finetune(settings: RunSettings) -> Record:
     identity = identify(settings, data)
     with locked(settings.folder) if is_first else nullcontext():
         record = on_rank_0(lambda: finished_record(settings, identity))
-        state = "already finished: " if record else ""
-        for line in (f"{state}{settings.folder}", *chain(*(part.report() for part in rows))):
-            if is_first:
-                print_line(line)
+        if is_first:
+            print_line(f"{'already finished: ' if record else ''}{settings.folder}")
+            for part in rows:
+                print_line(part.counts())
+                _print_notes(part.notes)
         record = record or _train(settings, rows, identity)
     if is_first:
         _print_scores(record)
     return record
+
+
+def _print_notes(notes: Sequence[str]) -> None:
+    """Prints notes that this process has not printed yet: a grid has many runs on the same rows."""
+    if rank_and_world()[0] == 0:
+        for note in notes:
+            if note not in _printed:
+                print_line(f"note: {note}")
+        _printed.update(notes)
 
 
 def _print_scores(record: Record) -> None:
@@ -137,6 +148,10 @@ def _train(settings: RunSettings, rows: Sequence[TaskData], identity: dict[str, 
         for part in rows
         if tokenizer
     ]
+    for part, splits in zip(rows, encoded, strict=False):  # none is encoded without a model
+        cuts = [note for name, of in splits.items() for note in of.note_on_cuts(f"{name} row")]
+        part.notes.extend(cuts)
+        _print_notes(cuts)
     if model is None:
         outputs = fit_words(rows[0], settings.seed)
     elif settings.head in FITTED:

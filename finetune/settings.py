@@ -104,6 +104,13 @@ class OwnDataSettings(Settings):
     dataset: str | None = Field(None, description="a Hub data set instead: ID or ID:CONFIGURATION")
     text_column: TextColumn | None = Field(None, description="column, or COLUMN1,COLUMN2 for pairs")
     label_column: str = Field("label", description="column of the label")
+    label_separator: str | None = Field(None, description="divides several labels in a cell: ';'")
+    group_column: str | None = Field(
+        None, description="rows of one customer, thread, ... stay on one side of each split"
+    )
+    unlabelled: Literal["refuse", "drop"] = Field(
+        "refuse", description="rows without a label: drop leaves them out and counts them"
+    )
     label_type: Literal["auto", "class", "multi_label", "score"] = Field(
         "auto", description="auto: lists: multi_label; numbers not all whole: score; else class"
     )

@@ -1,36 +1,77 @@
 """Draws the rows of a run by SHA-256: the same training subset and validation split on every machine, for ever."""
 
 import hashlib
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from finetune.tasks import TaskData
+from finetune.tasks import Example, Task, TaskData
 from multicls.console import count
 from multicls.errors import UserError
 
 HOLDOUT = 0.2  # share of the subset in the validation split
+SHOWN = 10  # classes in a note
 
 
 def select_rows(data: TaskData, size: int | str, subset: int, holdout: bool) -> TaskData:
     """Draws a training subset of `size` rows ("full": all), and a validation split of it if `holdout` is set.
 
-    Rows of a passage (or question) stay on one side, classes in proportion.
+    Rows of a passage (or question, or group of own rows) stay on one side, classes in proportion.
     """
     total = len(data.train)
     rows = list(range(total)) if isinstance(size, str) else draw_rows(total, size, subset)
     held = set[int]()
     if holdout:
-        drawn = {row: data.train[row] for row in rows}
-        no_class = data.task.is_regression or any(example.group for example in drawn.values())
-        table = {row: (0 if no_class else e.label, e.passage or e.id) for row, e in drawn.items()}
-        held = hold_out(table, HOLDOUT, subset)
+        drawn = [data.train[row] for row in rows]
+        units = [example.passage or example.id for example in drawn]
+        classes = strata(data.task, drawn)
+        held = hold_out(
+            dict(zip(rows, zip(classes, units, strict=True), strict=True)), HOLDOUT, subset
+        )
     train = [data.train[row] for row in rows if row not in held]
     validation = [data.train[row] for row in rows if row in held]
     notes = list(data.notes)
     if not isinstance(size, str) and size > total:
         notes.append(f"--train_size {size}: there are {count(total, 'row')}, and all are taken")
+    notes += missing_classes(data.task, train, validation, "validation") if holdout else []
     is_subset = len(train) < total
     return replace(data, train=train, validation=validation, notes=notes, is_subset=is_subset)
+
+
+def strata(task: Task, rows: Sequence[Example]) -> list[Hashable]:
+    """Returns what is kept in proportion for each row: its class, or of several labels the rarest.
+
+    Rows of scores, or that are judged in groups, are all alike.
+    """
+    if task.is_regression or any(row.group for row in rows):
+        return [0] * len(rows)
+    if not task.multi_label:
+        return [row.label for row in rows]
+    totals = [sum(column) for column in zip(*(row.labels for row in rows), strict=True)]
+    return [
+        min((n for n, mark in enumerate(row.labels) if mark), key=totals.__getitem__, default=-1)
+        for row in rows
+    ]
+
+
+def missing_classes(
+    task: Task, train: Sequence[Example], others: Sequence[Example], what: str
+) -> list[str]:
+    """Returns notes on the classes that the training rows or the `others`, a split named `what`, lack."""
+    if task.is_regression or task.num_choices:
+        return []
+    notes = list[str]()
+    for name, rows in (("train", train), (what, others)):
+        if task.multi_label:
+            present = {n for row in rows for n, mark in enumerate(row.labels) if mark}
+        else:
+            present = {int(row.label) for row in rows}
+        lacks = [label for n, label in enumerate(task.labels) if n not in present]
+        if lacks:
+            more = f", ... ({len(lacks) - SHOWN} more)" if len(lacks) > SHOWN else ""
+            notes.append(
+                f"{name} has no row of {len(lacks)} of {len(task.labels)} classes: {', '.join(lacks[:SHOWN])}{more}"
+            )
+    return notes
 
 
 def draw_rows(num_rows: int, size: int, seed: int) -> list[int]:
@@ -46,6 +87,9 @@ def hold_out(
     rows: Mapping[int, tuple[Hashable, Hashable]], share: float, seed: int | str
 ) -> set[int]:
     """Returns the rows of about `share` of the units, at least one and not all, with classes in proportion.
+
+    Each class of two units or more is on both sides, as far as the number of units allows: the largest classes first.
+    The last unit of a class is held only if all classes have one unit.
 
     Args:
         rows: class and unit of each row. If all classes are equal, none is kept in proportion. Rows of one unit (a
@@ -64,9 +108,15 @@ def hold_out(
     first = table.drop_duplicates("unit")
     first = first.loc[_ranked(first.index, f"holdout:{seed}")]
     of_class = first.groupby("class")["unit"]
-    ranks = (of_class.cumcount() + 0.5) / of_class.transform("size")
-    number = min(max(1, round(share * len(ranks))), len(ranks) - 1)
-    chosen = first["unit"][ranks.sort_values(kind="stable").index[:number]]
+    position, size = of_class.cumcount(), of_class.transform("size")
+    number = min(max(1, round(share * len(first))), len(first) - 1)
+    first = first.assign(rank=(position + 0.5) / size, size=size, is_first=position == 0)
+    can_go = first[position < size - 1]
+    if can_go.empty:
+        can_go = first
+    one_each = can_go[can_go["is_first"]].sort_values("size", ascending=False, kind="stable")
+    rest = can_go[~can_go["is_first"]].sort_values("rank", kind="stable")
+    chosen = pd.concat([one_each, rest])["unit"][:number]
     return set(table.index[table["unit"].isin(chosen)])
 
 

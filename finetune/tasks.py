@@ -80,7 +80,8 @@ class Example:
     group: str = ""  # examples judged together: a MultiRC question, a ReCoRD query
     answer: str = ""  # what a submission names (ReCoRD's entity)
     labels: tuple[float, ...] = ()  # 1.0 or 0.0 for each class, if there may be several labels
-    passage: str = ""  # identity of the text that examples share (`Task.passage`)
+    passage: str = ""  # identity of the text (`Task.passage`) or group that examples share
+    place: str = ""  # "FILE:LINE" of own rows
 
 
 @dataclass(frozen=True)
@@ -101,18 +102,18 @@ class TaskData:
         names = ("train", "validation", "dev", "test")
         return {name: getattr(self, name) for name in names if getattr(self, name)}
 
-    def report(self) -> list[str]:
-        """Returns lines for the log: the numbers of rows, and notes."""
+    def counts(self) -> str:
+        """Returns a line for the log: the numbers of rows."""
         counts = ", ".join(count(len(rows), f"{name} row") for name, rows in self.splits.items())
-        return [f"{self.task.name}: {counts}", *(f"note: {note}" for note in self.notes)]
+        return f"{self.task.name}: {counts}"
 
     @cached_property
     def sha256(self) -> str:
-        """Hash (16 hex digits) of all labelled examples, except their ids, which name files."""
+        """Hash (16 hex digits) of all labelled examples, except their ids and places, which name files."""
         digest = hashlib.sha256(json.dumps([self.task.labels, self.task.label_scale]).encode())
         for example in (*self.train, *self.dev, *self.test):
             if not math.isnan(example.label):
-                values = [value for name, value in vars(example).items() if name != "id"]
+                values = [v for name, v in vars(example).items() if name not in ("id", "place")]
                 digest.update(json.dumps(values).encode())
         return digest.hexdigest()[:16]
 

@@ -149,3 +149,15 @@ def test_every_official_span_decodes_to_its_words(name: str, multicls_data: Path
             before = 6 + text + sum(len(tokens(part, add_special_tokens=False)) for part in texts)
             assert mask.nonzero()[0] == before, "the right one of several"
     assert set(inside_a_piece) <= {"doesn"}  # of "doesn't", whose first token is marked for 'does'
+
+
+def test_rows_that_lose_their_end_are_counted(tiny_bert: Path) -> None:
+    """Of 20 rows of 3 to 22 words, and two special tokens, 14 are cut to 10."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
+    rows = [Example(f"{n}", (" ".join(["bal"] * (n + 3)),), 0.0) for n in range(20)]
+    encoded = Encoded(replace(TASKS["sst2"], max_length=10), rows, tokenizer)
+    assert max(encoded.lengths) == 10 and encoded.whole_lengths == list(range(5, 25))
+    (note,) = encoded.note_on_cuts("train row")
+    assert note.startswith("14 of 20 train rows are longer than 10 tokens and lose their end; ")
+    assert "95 % fit into 24 (--max_length)" in note
+    assert not Encoded(replace(TASKS["sst2"], max_length=24), rows, tokenizer).note_on_cuts("row")

@@ -10,7 +10,8 @@ import pytest
 
 from finetune.own_data import load_own
 from finetune.settings import OwnDataSettings
-from finetune.tasks import Example, Task, TaskData
+from finetune.subsets import select_rows
+from finetune.tasks import Task, TaskData
 from multicls.errors import UserError
 from multicls.tables import read_table
 from tests.finetune.runs import write_rows
@@ -36,9 +37,10 @@ def test_classes(tmp_path: Path) -> None:
     task, data = read(tmp_path, rows, rows[:1], "csv")
     assert (task.name, task.labels, task.benchmark) == ("t", ("no", "yes"), "own")
     assert (task.metrics, task.fields) == (("acc", "macro_f1"), ("text",))
-    found = [(row.id, row.texts, row.label) for row in data.train]
-    assert found == [("train:0", ("so, good",), 1), ("train:1", ("bad",), 0)]
-    assert [row.id for row in data.dev] == ["dev:0"] and data.notes == ["2 classes: no, yes"]
+    found = [(row.place, row.texts, row.label) for row in data.train]
+    file = str(tmp_path / "t.csv")
+    assert found == [(f"{file}:2", ("so, good",), 1), (f"{file}:3", ("bad",), 0)]
+    assert [row.id for row in data.dev] == ["dev:0"] and data.notes[0] == "2 classes: no, yes"
 
 
 def test_pairs_and_scores(tmp_path: Path) -> None:
@@ -47,7 +49,7 @@ def test_pairs_and_scores(tmp_path: Path) -> None:
     task, data = read(tmp_path, rows, rows[1:])
     assert (task.is_regression, task.label_scale) == (True, 8.0)
     assert task.metrics == ("spearman", "pearson")
-    assert data.dev == [Example("dev:0", ("a", "b"), 2.5)]
+    assert [(row.id, row.texts, row.label) for row in data.dev] == [("dev:0", ("a", "b"), 2.5)]
     assert "a regression, trained on label/8" in data.notes[0]
 
 
@@ -117,6 +119,85 @@ def test_a_share_of_the_train_file_is_dev(tmp_path: Path) -> None:
     assert data == load_own(own) and "of the 100 training rows" in data.notes[-1]
 
 
+def sides(data: TaskData, what: Any) -> list[set[Any]]:
+    """Returns what the rows of train, validation and dev hold, of a holdout of all rows."""
+    rows = select_rows(data, "full", 1, holdout=True)
+    return [{what(row) for row in side} for side in (rows.train, rows.validation, rows.dev)]
+
+
+@pytest.mark.parametrize("shared", ["pair", "question", "answer"])
+def test_rows_that_share_a_text_stay_on_one_side(shared: str, tmp_path: Path) -> None:
+    """25 pairs four times each; 25 questions with four answers each; "yes" and "no" join no questions."""
+    rows = []
+    for n in range(100):
+        pair = f"Question {n % 25}?", f"answer {n if shared == 'question' else n % 25}"
+        if shared == "answer":
+            pair = f"question  {n % 25}?".upper() if n % 2 else pair[0], ("yes", "no")[n // 25 % 2]
+        rows.append({"text1": pair[0], "text2": pair[1], "label": "xy"[n % 2]})
+    data = load_own(OwnDataSettings(train_file=write_rows(tmp_path / "t.csv", rows)))
+    for column in range(1 if shared == "answer" else 2):
+        train, validation, dev = sides(
+            data, lambda row, c=column: row.texts[c].casefold().split()[-1]
+        )
+        assert validation and dev and not train & validation and not (train | validation) & dev
+    note = "equal texts in 'text2' join 100 of 100 rows: they may stand on both sides of a split"
+    assert (note in data.notes) == (shared == "answer")
+
+
+def test_rows_of_a_group_stay_on_one_side(tmp_path: Path) -> None:
+    rows = [{"text": f"row {n}", "label": "xy"[n % 2], "customer": n % 20} for n in range(100)]
+    file = write_rows(tmp_path / "t.csv", rows)
+    data = load_own(OwnDataSettings(train_file=file, group_column="customer"))
+    train, validation, dev = sides(data, lambda row: int(row.texts[0].split()[1]) % 20)
+    assert validation and dev and not train & validation and not (train | validation) & dev
+    with pytest.raises(UserError, match="no column 'custmer' for the group; .*Did you mean 'cust"):
+        load_own(OwnDataSettings(train_file=file, group_column="custmer"))
+
+
+def test_rows_of_test_that_stand_in_train_are_counted_and_named(tmp_path: Path) -> None:
+    rows = [{"text": f"Text {n}", "label": "xy"[n % 2]} for n in range(50)]
+    more = [*rows, {"text": "text  7 ", "label": "x"}, {"text": "new", "label": "x"}]
+    files = {
+        "train": rows + [{"text": "Text 3", "label": "x"}],
+        "test": more[40:],
+        "dev": rows[5:6],
+    }
+    paths = {f"{name}_file": write_rows(tmp_path / f"{name}.csv", r) for name, r in files.items()}
+    notes = load_own(OwnDataSettings(**paths)).notes
+    train, test = paths["train_file"], paths["test_file"]
+    first = f"(the first: {test}:2, also {train}:42): scores on them are too high"
+    assert f"11 of the 12 test rows stand in train, too {first}" in notes
+    assert any(note.startswith("1 of the 1 dev row stand in train") for note in notes)
+    assert f"1 text of train with two labels or more, the first: {train}:5 and {train}:52" in notes
+
+
+def test_labels_in_one_cell_and_rows_without_a_label(tmp_path: Path) -> None:
+    cells = ["a; b", "b", " ", "a", "['a', 'b']"]
+    file = write_rows(tmp_path / "t.csv", labelled(*cells))
+    with pytest.raises(
+        UserError, match=r"t.csv:6: the label is .*, a list as text. Set --label_sep"
+    ):
+        load_own(OwnDataSettings(train_file=file, dev_file=file))
+    with pytest.raises(UserError, match=r"t.csv:4: the label is"):
+        load_own(OwnDataSettings(train_file=file, dev_file=file, label_separator=","))
+    own = OwnDataSettings(
+        train_file=file, dev_file=file, label_separator=";", unlabelled="drop", label_type="auto"
+    )
+    data = load_own(own)
+    assert "1 train row without a label left out" in data.notes and len(data.train) == 4
+    commas = write_rows(tmp_path / "c.csv", labelled("a,b", "b", "['a', 'b']"))
+    data = load_own(OwnDataSettings(train_file=commas, dev_file=commas, label_separator=","))
+    assert [row.labels for row in data.train] == [(1.0, 1.0), (0.0, 1.0), (1.0, 1.0)]
+
+
+def test_notes_on_many_labels_are_short(tmp_path: Path) -> None:
+    names = [f"label{n}" for n in range(1000)]
+    file = write_rows(tmp_path / "t.csv", labelled(*names, *names))
+    data = load_own(OwnDataSettings(train_file=file))
+    assert sum(map(len, data.notes)) < 1500 and "1,000 classes: label0" in data.notes[0]
+    assert "(990 more)" in data.notes[0]
+
+
 def test_one_row_a_class_is_enough_if_dev_has_the_same_classes(tmp_path: Path) -> None:
     task, data = read(tmp_path, labelled(*"abcdefghijkl"), labelled("b", "l", "b"))
     assert len(task.labels) == 12 and [row.label for row in data.dev] == [1, 11, 1]
@@ -141,7 +222,7 @@ def test_a_data_set_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert data.task.labels == ("neg", "pos") and data.task.name == "mine"
     assert ([row.label for row in data.train], [row.label for row in data.dev]) == ([1, 0, 1], [0])
     assert [row.label for row in data.test] == [1]
-    assert data.notes == ["2 classes: neg, pos; f1 is that of 'pos'"]
+    assert data.notes[0] == "2 classes: neg, pos; f1 is that of 'pos'"
 
 
 @pytest.mark.parametrize("hidden", [None, -1])

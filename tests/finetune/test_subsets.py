@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from finetune.benchmarks import read_task
 from finetune.own_data import load_own
@@ -95,8 +97,8 @@ def test_the_hash_covers_all_but_names_of_files() -> None:
     other |= {"choices": ("x",), "spans": ((0, 0, 1),)}
     hashes = {sha256(row), sha256(row, labels=("neg", "pos")), sha256(row, row)}
     hashes |= {sha256(replace(row, **{name: value})) for name, value in other.items()}
-    assert len(hashes) == 3 + len(other) and set(vars(row)) == {*other, "id"}
-    assert sha256(replace(row, id="validation:1")) == sha256(row)
+    assert len(hashes) == 3 + len(other) and set(vars(row)) == {*other, "id", "place"}
+    assert sha256(replace(row, id="validation:1", place="b.csv:7")) == sha256(row)
 
 
 def test_several_labels_a_row_are_drawn_and_held_out(tmp_path: Path) -> None:
@@ -107,3 +109,33 @@ def test_several_labels_a_row_are_drawn_and_held_out(tmp_path: Path) -> None:
     sizes = {"train": 16, "validation": 4, "dev": 8, "test": 40}
     assert {name: len(rows) for name, rows in splits.items()} == sizes
     assert "there are 32 rows, and all are taken" in select_rows(data, 33, 1, False).notes[-1]
+
+
+@given(
+    st.lists(st.integers(0, 5), min_size=2, max_size=60), st.floats(0.05, 0.9), st.integers(0, 3)
+)
+def test_every_class_of_two_units_is_on_both_sides_where_that_is_possible(
+    classes: list[int], share: float, seed: int
+) -> None:
+    held = hold_out(dict(enumerate(zip(classes, range(len(classes)), strict=True))), share, seed)
+    sizes, taken = Counter(classes), Counter(classes[row] for row in held)
+    assert 1 <= len(held) < len(classes)
+    if max(sizes.values()) > 1:
+        assert all(taken[name] < size for name, size in sizes.items()), "all stay in train"
+    several = [name for name, size in sizes.items() if size > 1]
+    assert sum(taken[name] > 0 for name in several) >= min(len(several), len(held))
+
+
+def test_classes_that_a_side_lacks_are_named(tmp_path: Path) -> None:
+    """198 rows of one class and two of another: dev has one of the two. A class of one row is named."""
+    labels = ["neg"] * 197 + ["pos", "once", "pos"]
+    rows = [{"text": f"{n}", "label": label} for n, label in enumerate(labels)]
+    data = load_own(OwnDataSettings(train_file=write_rows(tmp_path / "own.jsonl", rows)))
+    names = [data.task.labels[int(row.label)] for row in data.dev]
+    assert Counter(names) == {"neg": 39, "pos": 1}
+    assert "dev has no row of 1 of 3 classes: once" in data.notes
+    notes = select_rows(data, 50, 1, True).notes
+    assert any(note.startswith("validation has no row of ") for note in notes)
+    rare = [{"text": f"{n}", "label": ["a", *["b"] * (n < 2)]} for n in range(40)]
+    several = load_own(OwnDataSettings(train_file=write_rows(tmp_path / "m.jsonl", rare)))
+    assert sum(row.labels[1] for row in several.dev) == 1, "by the rarest label"
