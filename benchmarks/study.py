@@ -21,6 +21,7 @@ import yaml
 from pydantic import Field
 
 from benchmarks.harness import Report
+from finetune.estimates import Comparison, choose_candidates
 from finetune.results import load_results
 from multicls.errors import UserError, run_command
 from multicls.files import atomic_write
@@ -63,24 +64,24 @@ def pretrain(plan: Mapping[str, Any], options: Options) -> list[str]:
     return models
 
 
-def averages(runs: pd.DataFrame) -> pd.DataFrame:
-    """Returns the average score over the tasks of each run of one system."""
-    keys = ["pretraining", "subset", "seed", "weights_sha256"]
-    complete = runs.groupby(keys)["task"].transform("count") == runs["task"].nunique()
-    return runs[complete].groupby(keys, as_index=False)["score"].mean()
-
-
 def add_answers(report: Report, runs: pd.DataFrame, questions: Mapping[str, list[str]]) -> None:
-    """Adds the table of questions: difference, interval, and p-value corrected for all of them."""
-    from finetune.estimates import compare, holm, summarise
+    """Adds the table of questions for each size: difference, interval, and p-value corrected for all of them."""
+    from finetune.estimates import averages, compare, holm, summarise
+    from finetune.report_tables import make_groups
 
-    systems = {name: summarise(averages(group)).units for name, group in runs.groupby("system")}
-    tests = [compare(systems[first], systems[second]) for first, second in questions.values()]
+    means = averages(pd.concat(list(make_groups(runs)["runs"])))
+    keys, tests = list[tuple[str, str]](), list[Comparison]()
+    for size, of_size in means.groupby("train_size"):
+        systems = {name: summarise(group) for name, group in of_size.groupby("system")}
+        for question, (first, second) in questions.items():
+            keys.append((str(size), question))
+            tests.append(compare(systems[first], systems[second]))
     corrected, rows = holm([test.p for test in tests]), []
-    for question, test, p in zip(questions, tests, corrected, strict=True):
-        low, high, difference = (100 * value for value in (test.low, test.high, test.difference))
-        rows.append([question, f"{difference:+.2f}", f"{low:+.2f} to {high:+.2f}", f"{p:.3f}"])
-    report.table("Answers", ["question", "difference", "95 % interval", "corrected p"], rows)
+    for key, test, p in zip(keys, tests, corrected, strict=True):
+        low, high, difference = (100 * value for value in (*test.interval(), test.difference))
+        rows.append([*key, f"{difference:+.2f}", f"{low:+.2f} to {high:+.2f}", f"{p:.3f}"])
+    columns = ["train size", "question", "difference", "95 % interval", "corrected p"]
+    report.table("Answers", columns, rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = [*models, *data, "--output_dir", results, "--jobs", options.jobs]
     run("finetune/grid.py", "--recipe", recipe, *flags)
     run("finetune/report.py", results)
-    runs, report = load_results(results), Report("The study")
+    runs, report = choose_candidates(load_results(results)), Report("The study")
     add_answers(report, runs, plan["questions"])
     report.write(output)
     return 0

@@ -1,89 +1,233 @@
-"""Estimates and tests over replicates, by scipy.
+"""Estimates and tests over replicates and evaluated rows.
 
 A replicate is a pretrained checkpoint with its own training subsets and seeds. With one checkpoint it is a training
 subset; with one subset, too, it is a seed, which shows nothing about other rows. What is inside a replicate is averaged
 first: runs that share a checkpoint or a subset are no independent evidence.
+
+All replicates are scored on the same rows of dev or test, so their spread does not show what other rows would give.
+The variance of a mean has two parts, each estimated on its own: that of the replicates, and that of the rows, by a
+jackknife over the rows (`row_effects`), of which the part counts that the replicates share. An interval is the root of
+the squares of both intervals (as in Zou's MOVER), since few replicates need a wider one than the many rows.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy import stats
+from scipy import optimize, special, stats
 
 from finetune.heads import WITHOUT_MODEL
-from finetune.metrics import predictions_of, score_predictions
+from finetune.metrics import predictions_of, row_values, score_predictions
 from finetune.tasks import Array, Task
 
-RESAMPLES = 1000  # of the bootstrap over examples
+GROUPS = 50  # of the jackknife: that many times rows are left out
 KEYS = ["task", "train_size", "system"]  # of a group of runs
 UNITS = {"pretraining": "pretrained checkpoint", "subset": "training subset", "seed": "seed"}
+CORRELATIONS = ("matthews", "pearson", "spearman")
+SUREST = 1 - 1e-10  # quantile of the smallest p-value that is told apart
+NOTHING = 1e-12  # a smaller standard error is rounding
+
+
+@dataclass(frozen=True)
+class Uncertainty:
+    """The standard errors of a mean by its replicates and by the rows, with the degrees of freedom of each."""
+
+    replicates: float
+    freedom: float
+    rows: float = 0.0
+    rows_freedom: float = 1.0
+
+    def half_width(self, quantile: float) -> float:
+        """Returns half the width of the interval that leaves 1 - quantile on either side."""
+        of_replicates = self.replicates * float(special.stdtrit(self.freedom, quantile))
+        return math.hypot(
+            of_replicates, self.rows * float(special.stdtrit(self.rows_freedom, quantile))
+        )
+
+    def p_value(self, difference: float) -> float:
+        """Returns the p-value of a difference: 1 minus the level of the widest interval without 0."""
+
+        def beyond(quantile: float) -> float:
+            return self.half_width(quantile) - abs(difference)
+
+        if beyond(SUREST) < 0:
+            return 2 * (1 - SUREST)
+        return float(2 * (1 - optimize.brentq(beyond, 0.5, SUREST)))
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The mean of a system's replicates, with its standard error and 95 % interval.
+    """The mean of a system's replicates, with its standard error over them and its 95 % interval.
 
-    Both are nan with one replicate. Equal replicates have no interval: they do not show the spread.
+    The interval is for new replicates and new rows. It and the error are nan with one replicate. Equal replicates have
+    no interval: they do not show the spread.
     """
 
     mean: float
     error: float
     low: float
     high: float
-    units: pd.Series  # mean of each replicate, by its first and last training subset
+    units: (
+        pd.Series
+    )  # mean of each replicate, by its weights and its first and last training subset
+    rows: Array  # effects of the rows (G, R) of each replicate; see `row_effects`
     kind: str  # key of `UNITS`
 
 
 def summarise(runs: pd.DataFrame) -> Estimate:
-    """Returns the estimate of one system from its runs (columns score, pretraining, subset, seed, weights_sha256)."""
-    kind = unit = next((name for name in UNITS if runs[name].nunique() > 1), "seed")
-    if unit == "pretraining" and runs["weights_sha256"].nunique() == 1:
-        kind = "subset"  # one checkpoint, numbered so that it pairs with several
+    """Returns the estimate of one system from its runs.
+
+    Their columns are score, pretraining, subset, seed, weights_sha256 and maybe `effects`, by `row_effects`.
+    """
+    unit = next((name for name in UNITS if runs[name].nunique() > 1), "seed")
+    is_one_checkpoint = unit == "pretraining" and runs["weights_sha256"].nunique() == 1
     replicates = runs.groupby(unit)
-    subsets = pd.MultiIndex.from_frame(replicates["subset"].agg(["min", "max"]))
-    units = replicates["score"].mean().set_axis(subsets)
+    weights = replicates["weights_sha256"].agg(lambda hashes: hashes.iloc[0])
+    subsets = replicates["subset"].agg(["min", "max"])
+    index = pd.MultiIndex.from_arrays([weights, subsets["min"], subsets["max"]])
+    units = replicates["score"].mean().set_axis(index)
+    rows = np.zeros((0, len(units)))
+    if "effects" in runs and len({len(effects) for effects in runs["effects"]}) == 1:
+        rows = np.stack([np.mean(list(of_unit["effects"]), axis=0) for _, of_unit in replicates], 1)
     mean, error = float(units.mean()), float(units.sem())
-    half = error * float(stats.t.ppf(0.975, len(units) - 1)) if error > 1e-12 else math.nan
-    return Estimate(mean, error, mean - half, mean + half, units, kind)
+    half = math.nan
+    if error > NOTHING:
+        half = _uncertainty(error, len(units) - 1, shared_variance(rows), rows).half_width(0.975)
+    # One checkpoint may be numbered so that it pairs with several.
+    kind = "subset" if is_one_checkpoint else unit
+    return Estimate(mean, error, mean - half, mean + half, units, rows, kind)
+
+
+def shared_variance(rows: Array) -> float:
+    """Returns the variance by the rows that R replicates share: the mean covariance of two of them.
+
+    What the rows do to one replicate alone is in the spread of the replicates already.
+    """
+    replicates = rows.shape[1]
+    if not rows.size or replicates == 1:
+        return float(np.square(rows).sum())
+    between = np.square(rows.sum(axis=1)).sum() - np.square(rows).sum()
+    return max(0.0, float(between)) / (replicates * (replicates - 1))
+
+
+def row_effects(task: Task, predictions: Mapping[str, Array]) -> Array:
+    """Returns how one run's main score depends on the rows: (G,), whose squares sum to its variance.
+
+    It is a jackknife: the score without each of up to 50 groups of units (passages, or rows). The same rows have the
+    same groups in each run, so that the product of two runs' effects is their covariance.
+    """
+    values, units = row_values(task, predictions)
+    number = len(np.unique(units))
+    if number < 2:
+        return np.zeros(0)
+    order = np.random.default_rng(0).permutation(number)
+    groups = (order % min(GROUPS, number))[np.unique(units, return_inverse=True)[1]]
+    count = groups.max() + 1
+    if values is not None:  # the score is their mean
+        sums, sizes = np.bincount(groups, values), np.bincount(groups)
+        scores = (values.sum() - sums) / (len(values) - sizes)
+    else:
+        scores = np.empty(count)
+        for group in range(count):
+            rest = {name: array[groups != group] for name, array in predictions.items()}
+            scores[group] = next(iter(score_predictions(task, rest).values()))
+    return np.asarray((scores - scores.mean()) * math.sqrt((count - 1) / count))
+
+
+def _uncertainty(error: float, freedom: float, of_rows: float, rows: Array) -> Uncertainty:
+    return Uncertainty(error, freedom, math.sqrt(max(0.0, of_rows)), max(1, len(rows) - 1))
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The difference of two systems, A - B. With too few replicates, all fields but difference and paired are NaN."""
+    """The difference of two systems, A - B, for new replicates and new rows.
+
+    With too few replicates the numbers but `difference` are NaN.
+    """
 
     difference: float
     paired: bool
-    low: float = math.nan  # 95 % interval
-    high: float = math.nan
-    p: float = math.nan  # t-test over replicates
-    needed: float = math.nan  # replicates of each that would show it at 5 % with 80 % power
+    uncertainty: Uncertainty | None = None
+
+    def interval(self, tests: int = 1) -> tuple[float, float]:
+        """Returns the 95 % interval, or one of several that hold together with 95 % (Bonferroni)."""
+        if self.uncertainty is None:
+            return math.nan, math.nan
+        half = self.uncertainty.half_width(1 - 0.025 / max(1, tests))
+        return self.difference - half, self.difference + half
+
+    @property
+    def p(self) -> float:
+        """The p-value of no difference."""
+        return self.uncertainty.p_value(self.difference) if self.uncertainty else math.nan
+
+    @property
+    def detectable(self) -> float:
+        """The smallest true difference that such an experiment finds at 5 % in 80 % of cases."""
+        if self.uncertainty is None:
+            return math.nan
+        return self.uncertainty.half_width(0.975) + self.uncertainty.half_width(0.8)
 
 
-def compare(first: pd.Series, second: pd.Series) -> Comparison:
-    """Compares two systems' replicates (`Estimate.units`); paired where both have the same subsets of their own.
+def compare(first: Estimate, second: Estimate) -> Comparison:
+    """Compares two systems, paired where their replicates have the same checkpoints or training subsets.
 
-    Otherwise it is Welch's test. `needed` is ((z + z_power) / d)^2 + z^2 / 2 with the difference d in standard
-    deviations (Guenther, 1981).
+    Otherwise the variances of the replicates add up, as in Welch's test.
     """
-    shared = first.index.intersection(second.index)
-    paired = first.index.is_unique and second.index.is_unique and len(shared) > 1
-    if paired:
-        first, second = first.reindex(shared), second.reindex(shared)
-    difference = float(first.mean() - second.mean())
-    spread = (first - second).std() if paired else math.hypot(first.std(), second.std())
-    if not spread > 1e-12:  # one replicate, or constants: a t-test has no answer
-        return Comparison(difference, paired)
-    test = stats.ttest_rel if paired else partial(stats.ttest_ind, equal_var=False)
-    result = test(first, second)
-    z, power = stats.norm.ppf([0.975, 0.8])
-    needed = ((z + power) * spread / difference) ** 2 + z**2 / 2 if difference else math.inf
-    low, high = result.confidence_interval()
-    return Comparison(difference, paired, low, high, result.pvalue, needed)
+    same_rows = len(first.rows) == len(second.rows)
+    if places := _pairs(first.units.index, second.units.index):
+        here, there = map(list, zip(*places, strict=True))
+        gaps = first.units.to_numpy()[here] - second.units.to_numpy()[there]
+        variance, freedom = float(gaps.var(ddof=1)) / len(gaps), float(len(gaps) - 1)
+        of_rows = shared_variance(first.rows[:, here] - second.rows[:, there]) if same_rows else 0.0
+        difference = float(gaps.mean())
+    else:
+        variances = [estimate.error**2 for estimate in (first, second)]
+        sizes = [len(estimate.units) - 1 for estimate in (first, second)]
+        variance, difference = sum(variances), first.mean - second.mean
+        if variance > NOTHING**2:
+            freedom = variance**2 / sum(v**2 / n for v, n in zip(variances, sizes, strict=True))
+        of_rows = shared_variance(first.rows) + shared_variance(second.rows)
+        if same_rows:
+            of_rows -= 2 * float(first.rows.mean(axis=1) @ second.rows.mean(axis=1))
+    if not variance > NOTHING**2:  # one replicate, or constants: a t-test has no answer
+        return Comparison(difference, bool(places))
+    uncertainty = _uncertainty(math.sqrt(variance), freedom, of_rows, first.rows)
+    return Comparison(difference, bool(places), uncertainty)
+
+
+def _pairs(first: pd.MultiIndex, second: pd.MultiIndex) -> list[tuple[int, int]]:
+    """Returns the positions of replicates with the same checkpoint and subsets, or else with the same subsets."""
+    for levels in ([0, 1, 2], [1, 2]):
+        keys = [
+            [tuple(key[level] for level in levels) for key in index] for index in (first, second)
+        ]
+        shared = [key for key in keys[0] if key in keys[1]]
+        if all(len(set(of)) == len(of) for of in keys) and len(shared) > 1:
+            return [(keys[0].index(key), keys[1].index(key)) for key in shared]
+    return []
+
+
+def averages(runs: pd.DataFrame) -> pd.DataFrame:
+    """Returns a run for the average over the tasks, of each system and size that has them all.
+
+    Runs go together that have the same checkpoint, subset and seed; the rows of different tasks are independent.
+    """
+    keys = ["train_size", "system", "pretraining", "subset", "seed", "weights_sha256"]
+    tasks = sorted(runs["task"].unique())
+    means = list[dict[str, Any]]()
+    for key, of_run in runs.groupby(keys):
+        if sorted(of_run["task"]) != tasks:
+            continue
+        run = dict(zip(keys, key, strict=True)) | {"score": of_run["score"].mean()}
+        if "effects" in runs:
+            effects = list(of_run.sort_values("task")["effects"])
+            run["effects"] = np.concatenate(effects) / len(tasks)
+        means.append(run)
+    return pd.DataFrame(means)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -96,28 +240,30 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def example_interval(task: Task, predictions: Mapping[str, Array]) -> tuple[float, float]:
     """Returns the 95 % interval of one run's main score over the choice of the examples of a split.
 
-    Accuracy of independent examples has Wilson's interval. Other scores have the percentiles of a bootstrap of
-    passages; (nan, nan) with fewer than two of them.
+    Accuracy of independent examples has Wilson's interval, other scores one by the jackknife over passages. Where that
+    has no width, a share of 0 or 1 has Wilson's interval for as many passages; (nan, nan) for others.
     """
-    passages = predictions["passages"]
-    units = np.where(passages != "", passages, predictions["ids"])
-    members = list(pd.Series(units).groupby(units).indices.values())
-    if task.metrics[0] == "acc" and len(members) == len(units):
+    _, units = row_values(task, predictions)
+    number = len(np.unique(units))
+    main = task.metrics[0]
+    if main == "acc" and number == len(units):
         right = predictions_of(task, predictions["logits"]) == predictions["labels"]
-        interval = stats.binomtest(int(right.sum()), len(right)).proportion_ci(method="wilson")
-        return float(interval.low), float(interval.high)
-    if len(members) < 2:
+        return _wilson(int(right.sum()), len(right))
+    score = next(iter(score_predictions(task, predictions).values()))
+    error = float(np.linalg.norm(row_effects(task, predictions)))
+    if number < 2:
         return math.nan, math.nan
+    if error < NOTHING:
+        is_share = main not in CORRELATIONS and score in (0.0, 1.0)
+        return _wilson(int(score) * number, number) if is_share else (math.nan, math.nan)
+    half = error * float(stats.t.ppf(0.975, min(GROUPS, number) - 1))
+    floor = -1.0 if main in CORRELATIONS else 0.0
+    return max(floor, score - half), min(1.0, score + half)
 
-    def score(drawn: Array) -> float:
-        rows = np.concatenate([members[unit] for unit in drawn])
-        sample = {name: array[rows] for name, array in predictions.items()}
-        return next(iter(score_predictions(task, sample).values()))
 
-    sampling: dict[str, Any] = {"n_resamples": RESAMPLES, "vectorized": False, "rng": 0}
-    result = stats.bootstrap((range(len(members)),), score, method="percentile", **sampling)
-    low, high = map(float, result.confidence_interval)
-    return low, high
+def _wilson(right: int, number: int) -> tuple[float, float]:
+    interval = stats.binomtest(right, number).proportion_ci(method="wilson")
+    return float(interval.low), float(interval.high)
 
 
 def choose_candidates(runs: pd.DataFrame) -> pd.DataFrame:

@@ -49,6 +49,23 @@ def predictions_of(task: Task, outputs: Array) -> Array:
     return outputs[:, 0] if task.is_regression else outputs.argmax(axis=1)
 
 
+def names_of(task: Task, values: Array) -> list[str | None]:
+    """Returns labels or predictions as people read them: names, several with commas, or scores; None if hidden."""
+    names = list[str | None]()
+    for value in values:
+        if task.multi_label:
+            names.append(
+                ", ".join(n for n, mark in zip(task.labels, value, strict=True) if mark == 1)
+            )
+        elif math.isnan(value):
+            names.append(None)
+        elif task.is_regression:
+            names.append(f"{value:g}")
+        else:
+            names.append(str(int(value)) if task.num_choices else task.labels[int(value)])
+    return names
+
+
 def choose_answers(outputs: Array, groups: Sequence[str]) -> dict[str, int]:
     """Returns the row of each group whose class 1 is the most likely by the outputs (N, 2).
 
@@ -103,13 +120,32 @@ def _values(task: Task, predictions: Mapping[str, Array]) -> dict[str, float]:
             right = pd.Series(labels == predicted).groupby(predictions["groups"])
             values[name] = float(right.all().mean())
         elif name.startswith("record_"):
-            values[name] = _record(predictions, _token_f1 if "f1" in name else operator.eq)
+            of_queries = _record(predictions, _token_f1 if "f1" in name else operator.eq)
+            values[name] = float(of_queries.mean())
     mean = sum(values.values()) / len(values)
     return {name: mean if name.startswith("mean(") else values[name] for name in task.metrics}
 
 
-def _record(predictions: Mapping[str, Array], match: Callable[[str, str], float]) -> float:
-    """Returns ReCoRD's score: the mean over queries of the chosen entity's best match with a right one."""
+def row_values(task: Task, predictions: Mapping[str, Array]) -> tuple[Array | None, Array]:
+    """Returns values whose mean is the main score, None if it is no such mean, and the unit (passage) of each.
+
+    A value is of a row, or in ReCoRD of a query.
+    """
+    passages, main = predictions["passages"], task.metrics[0]
+    units = np.where(passages != "", passages, predictions["ids"])
+    if main in ("acc", "exact_match"):
+        right = predictions_of(task, predictions["logits"]) == predictions["labels"]
+        return right.reshape(len(units), -1).all(axis=1).astype(float), units
+    matches = {"record_f1": _token_f1, "record_em": operator.eq}
+    if main.startswith("mean(") and set(task.metrics[1:]) <= matches.keys():
+        values = [_record(predictions, matches[name]) for name in task.metrics[1:]]
+        of_query = pd.Series(units).groupby(predictions["groups"], sort=False).first()
+        return np.mean(values, axis=0), of_query.to_numpy()
+    return None, units
+
+
+def _record(predictions: Mapping[str, Array], match: Callable[[str, str], float]) -> Array:
+    """Returns ReCoRD's score of each query: the chosen entity's best match with a right one."""
     groups, answers = predictions["groups"].tolist(), predictions["answers"].tolist()
     right: dict[str, list[str]] = {group: [] for group in groups}
     for row in np.flatnonzero(predictions["labels"] == 1):
@@ -118,7 +154,7 @@ def _record(predictions: Mapping[str, Array], match: Callable[[str, str], float]
     for group, chosen_row in choose_answers(predictions["logits"], groups).items():
         chosen = _normalised(answers[chosen_row])
         matches.append(max((match(chosen, gold) for gold in right[group]), default=0.0))
-    return float(np.mean(matches))
+    return np.array(matches, dtype=float)
 
 
 def _normalised(answer: str) -> str:

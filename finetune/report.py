@@ -2,12 +2,13 @@
 
 python finetune/report.py results
 python finetune/report.py results --compare k5-multicls k5-mean --task rte cola
-python finetune/report.py results --ensembles 5 --output report
+python finetune/report.py results --split dev --ensembles 5 --errors 50 --output report
 """
 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/: its names hide packages
 
@@ -21,13 +22,17 @@ from multicls.files import atomic_write
 from multicls.settings import Settings, parse
 
 NOTES = {
-    "Scores": "Mean ± standard error over replicates, in percent.",
-    "Comparisons": "Difference in points. p: t-test over replicates, paired where both systems have the same training "
-    "subsets, corrected by Holm's method over all tests shown. Needed: about how many replicates of each system would "
-    "show this difference (5 %, 80 % power). Choose tasks and systems (--task, --compare) before you look.",
-    "All results": "A replicate is averaged over its seeds first. The interval is Student's t over the replicates; of "
-    "a single run it is over the dev rows (Wilson for accuracy, else bootstrap). Baseline: the majority class, "
-    "or its mean score. Test rows are scored once, at the end of a run. ECE: calibration error of classes, 15 bins.",
+    "Scores": "Mean ± standard error over replicates, in percent, best first.",
+    "Comparisons": "Difference in points. Intervals and p are for new replicates and new rows; pairs have the same "
+    "checkpoints or training subsets. p is corrected by Holm's method over all tests shown (of averages and of single "
+    'tasks apart), the interval "corrected" by Bonferroni\'s. Detectable: the smallest true difference that such an '
+    "experiment finds in 80 % of cases. Choose tasks and systems (--task, --compare) before you look.",
+    "All results": "A replicate is averaged over its seeds first. The interval is for new replicates and new rows; of "
+    "a single run only for new rows. Baseline: the majority class, or its mean score. Test rows are scored once, at "
+    "the end of a run. ECE: calibration error of classes, 15 bins. Median: of the runs. Of MRPC and QQP the score is "
+    "F1, of STS-B Spearman's correlation, of MNLI the accuracy of both parts together; GLUE's own average differs.",
+    "Errors": "The most confident errors of its first run: many are wrong labels. --errors N lists more.",
+    "Confusions": "How often a label was taken for another.",
 }
 
 
@@ -39,21 +44,32 @@ class ReportOptions(Settings):
     compare: list[str] = Field([], description="test these systems only, by name")
     task: list[str] = Field([], description="report these tasks only")
     ensembles: int | None = Field(None, ge=2, description="add ensembles of this number of seeds")
+    split: Literal["dev", "test"] | None = Field(
+        None, description="rows of scores, tests and figures; default: test where there are some"
+    )
+    errors: int = Field(20, ge=0, description="most confident errors to list, of the best system")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
     options = parse(ReportOptions, argv, prog="finetune/report.py", doc=__doc__)
+    import pandas as pd
     from jinja2 import Environment, FileSystemLoader  # after --help
 
     from finetune.report_tables import build_report
 
     folder, output = Path(options.results), Path(options.output or options.results)
-    report = build_report(folder, options.task, options.compare, options.ensembles)
-    for name, table in report.tables.items():
-        if name != "All results":
-            print(f"\n{name}\n{table.to_string(index=False)}")
+    names = options.task, options.compare, options.ensembles
+    report = build_report(folder, *names, options.split, options.errors)
+    print("\n".join(report.verdicts))
+    for name in ("Scores", "Comparisons"):
+        if name in report.tables:
+            print(f"\n{name}\n{report.tables[name].to_string(index=False)}")
     print("".join(f"warning: {warning}\n" for warning in report.warnings))
+    errors = [table.assign(of=name) for name, table in report.tables.items() if "Errors" in name]
+    if errors:
+        with atomic_write(output / "errors.csv") as file:
+            pd.concat(errors).to_csv(file, index=False)
     for name in ("report.md", "report.html"):
         escape = name.endswith(".html")
         templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=escape)
@@ -61,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             template = templates.get_template(f"{name}.jinja")
             file.write(template.render(report=report, notes=NOTES, cell=cell))
     made = [("tables", output / "report.md"), ("page", output / "report.html")]
+    made += [("errors", output / "errors.csv")] if errors else []
     print_summary(made, next(iter(report.commands.values()), ""))
     return 0
 

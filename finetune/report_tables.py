@@ -13,20 +13,24 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from scipy.special import log_expit, log_softmax, logsumexp, softmax
+from scipy.special import expit, log_expit, log_softmax, logsumexp, softmax
 
 from finetune import estimates
 from finetune.estimates import KEYS, UNITS
-from finetune.metrics import score_predictions
+from finetune.heads import FITTED
+from finetune.metrics import names_of, predictions_of, score_predictions
 from finetune.predict import predict_command
 from finetune.results import load_predictions, load_results, unfinished_runs
-from finetune.tasks import Array, task_of
+from finetune.tasks import TASKS, Array, Task, task_of
 from multicls.console import count
 from multicls.errors import UserError, did_you_mean
 
 BASELINE = "majority-class baseline"
 INTERVAL = "95 % interval"
+AVERAGE = "average of the tasks"
+NOTES = 20  # most notes on rows
 PANELS = 12  # reliability diagrams on a page
+FEWEST = 100  # rows for one
 BINS = np.linspace(0, 1, 16)  # edges of 15, as Guo et al. (2017); a bin holds its upper end
 
 
@@ -34,10 +38,12 @@ BINS = np.linspace(0, 1, 16)  # edges of 15, as Guo et al. (2017); a bin holds i
 class Report:
     """The content of a report."""
 
+    verdicts: list[str]  # who won, in words
     groups: pd.DataFrame  # of `make_groups`
     tables: dict[str, pd.DataFrame]  # of text
     figures: dict[str, str]  # SVG in base64
     warnings: list[str]
+    notes: list[str]  # on the rows
     commands: dict[str, str]  # by what each is for
 
 
@@ -46,34 +52,55 @@ def build_report(
     tasks: Sequence[str] = (),
     systems: Sequence[str] = (),
     ensemble_size: int | None = None,
+    split: str | None = None,
+    errors: int = 20,
 ) -> Report:
     """Returns the report of a results folder, on these tasks (default: all), with tests of these systems.
 
+    Args:
+        split: "dev" or "test", whose rows give scores, tests and figures; None: test rows where a task has them.
+        errors: most confident errors of the best system to list.
+
     Raises:
-        UserError: There is no run, none of a task or system that is named, or one without predictions.
+        UserError: There is no run, none of a task, system or split that is named, or one without predictions.
     """
     runs = load_results(folder)
     _check_names("--task", tasks, runs["task"])
     runs = estimates.choose_candidates(runs[runs["task"].isin(tasks or runs["task"])])
-    groups = make_groups(runs, ensemble_size)
+    groups = make_groups(runs, ensemble_size, split)
     _check_names("--compare", systems, groups["system"])
     tested = groups[groups["system"].isin(systems or groups["system"])]
+    comparisons = compare_systems(tested)
     tables = {
         "Scores": scores_table(groups),
-        "Comparisons": comparisons_table(tested),
+        "Comparisons": comparisons_table(comparisons),
         "All results": results_table(groups),
+        **error_tables(groups, errors),
     }
     figures = {
         "All runs (o), mean and 95 % interval (|), baseline (x)": draw_runs(groups),
         "Accuracy by confidence; grey: share of the examples": draw_calibration(groups),
     }
     return Report(
+        verdicts(groups, comparisons),
         groups,
         {name: table for name, table in tables.items() if len(table)},
         {title: image for title, image in figures.items() if image},
-        find_warnings(runs) + unfinished_runs(folder),
+        find_warnings(runs, groups) + unfinished_runs(folder),
+        notes_on_rows(runs),
         best_commands(runs),
     )
+
+
+def notes_on_rows(runs: pd.DataFrame) -> list[str]:
+    """Returns the notes of all runs on their rows, each once."""
+    notes = [
+        f"{task}: {note}"
+        for task, of_task in runs.groupby("task")
+        for of_run in of_task["notes"]
+        for note in of_run
+    ]
+    return list(dict.fromkeys(notes))[:NOTES]
 
 
 def _check_names(flag: str, names: Sequence[str], known: Iterable[str]) -> None:
@@ -81,26 +108,80 @@ def _check_names(flag: str, names: Sequence[str], known: Iterable[str]) -> None:
         raise UserError(f"{flag} {name}: no run of it.{did_you_mean(name, set(known))}")
 
 
-def make_groups(runs: pd.DataFrame, ensemble_size: int | None = None) -> pd.DataFrame:
-    """Returns a row for each task, size and system, and for its ensembles.
+def make_groups(
+    runs: pd.DataFrame, ensemble_size: int | None = None, split: str | None = None
+) -> pd.DataFrame:
+    """Returns a row for each task, size and system, and for its ensembles; the best mean score first within a size.
 
-    Columns: those of the first run; `runs`; those of `Estimate`; `interval`, over replicates, or over the dev rows of a
-    single run; `ece` and `bins` of `calibration`, nan and None without one class a row.
+    Columns: those of the first run; `runs`; those of `Estimate`; `split` and `evaluated`, its number of rows;
+    `interval`, over replicates and rows, or over the rows of a single run; `ece`, an `Estimate` or None, and `bins` of
+    `calibration`.
     """
     runs = runs.assign(members=[[path] for path in runs["path"]])
     if ensemble_size:
         runs = pd.concat([runs, ensembles(runs, ensemble_size)], ignore_index=True)
+    runs = on_split(runs, split)
+    predictions = [read_predictions(run)[run["split"]] for run in runs.to_dict("records")]
+    tasks = [task_of(description) for description in runs["description"]]
+    pairs = list(zip(tasks, predictions, strict=True))
+    runs["effects"] = pd.Series([estimates.row_effects(*pair) for pair in pairs], runs.index)
+    runs["errors"] = pd.Series([_calibration_error(*pair) for pair in pairs], runs.index)
+    by_path = dict(zip(runs.index, pairs, strict=True))
     groups = []
-    for _, group in runs.groupby(KEYS):
+    for _, group in runs.groupby(estimates.KEYS):
         first, estimate = group.iloc[0].to_dict(), estimates.summarise(group)
-        task, interval = task_of(first["description"]), (estimate.low, estimate.high)
-        dev = [read_predictions(run)["dev"] for run in group.to_dict("records")]
-        if len(dev) == 1:
-            interval = estimates.example_interval(task, dev[0])
-        ece, bins = (math.nan, None) if task.is_regression or task.multi_label else calibration(dev)
-        columns = {"runs": group, "interval": interval, "ece": ece, "bins": bins}
+        task, of_group = by_path[group.index[0]][0], [by_path[row][1] for row in group.index]
+        interval = (estimate.low, estimate.high)
+        if len(group) == 1:
+            interval = estimates.example_interval(task, of_group[0])
+        is_classes = not (task.is_regression or task.multi_label)
+        ece = estimates.summarise(group.drop(columns="effects").assign(score=group["errors"]))
+        columns = {
+            "runs": group,
+            "estimate": estimate,
+            "interval": interval,
+            "baseline": group["baseline"].mean(),
+            "ece": ece if is_classes else None,
+            "bins": calibration(of_group)[1] if is_classes else None,
+            "evaluated": len(of_group[0]["labels"]),
+        }
         groups.append(first | vars(estimate) | columns)
-    return pd.DataFrame(groups)
+    order = {"by": ["task", "train_size", "mean"], "ascending": [True, True, False]}
+    return pd.DataFrame(groups).sort_values(**order, ignore_index=True)
+
+
+def _calibration_error(task: Task, predictions: Mapping[str, Array]) -> float:
+    if task.is_regression or task.multi_label:
+        return math.nan
+    return calibration([predictions])[0]
+
+
+def on_split(runs: pd.DataFrame, split: str | None) -> pd.DataFrame:
+    """Returns the runs with scores and baseline of a split; None: of test where all runs of the task have it.
+
+    Columns `score`, `scores` and `baseline` become those of that split, `split` names it, and `other` has the scores
+    of the other one.
+
+    Raises:
+        UserError: A task has no such rows.
+    """
+    chosen = list[dict[str, Any]]()
+    for task, of_task in runs.groupby("task"):
+        has_test = all("test" in tests for tests in of_task["tests"])
+        if split == "test" and not has_test:
+            raise UserError(
+                f"--split test: not all runs of {task} have labelled test rows; leave it out."
+            )
+        for run in of_task.to_dict("records"):
+            if has_test and split != "dev":
+                scores = run["tests"]["test"]
+                baseline = run["test_baselines"]["test"][run["metric"]]
+                values = {"split": "test", "scores": scores, "score": scores[run["metric"]]}
+                run |= values | {"baseline": baseline, "other": {"dev": run["scores"]}}
+            else:
+                run |= {"split": "dev", "other": run["tests"]}
+            chosen.append(run)
+    return pd.DataFrame(chosen)
 
 
 def ensembles(runs: pd.DataFrame, size: int) -> pd.DataFrame:
@@ -174,56 +255,141 @@ def calibration(runs: Sequence[Mapping[str, Array]]) -> tuple[float, pd.DataFram
 
 
 def scores_table(groups: pd.DataFrame) -> pd.DataFrame:
-    """Returns a row for each system and size, a column for each task, and the average if there are several."""
+    """Returns a row for each system and size, the best first, a column for each task, and the average of several."""
     texts, means = dict[tuple[str, str, str], str](), dict[tuple[str, str, str], float]()
     for group in groups.itertuples():
         scores = {BASELINE: (group.baseline,), group.system: (group.mean, group.error)}
         for system, score in scores.items():
-            key = (group.train_size, system, f"{group.task} ({group.metric})")
+            key = (group.train_size, system, f"{group.task} ({group.metric}, {rows_of(group)})")
             texts[key], means[key] = percent(*score), score[0]
-    table = pd.Series(texts).unstack(sort=False, fill_value="-")
+    table, numbers = (
+        pd.Series(texts).unstack(sort=False, fill_value="-"),
+        pd.Series(means).unstack(),
+    )
+    average = numbers.mean(axis=1, skipna=False)
     if table.shape[1] > 1:
-        table["average"] = pd.Series(means).unstack().mean(axis=1, skipna=False).map(percent)
-    return table.rename_axis(["train size", "system"]).reset_index()
+        errors = {
+            (size, system): estimates.summarise(of_system).error
+            for (size, system), of_system in _averages(groups).groupby(["train_size", "system"])
+        }
+        table["average"] = [percent(average[key], errors.get(key, math.nan)) for key in table.index]
+    table = table.rename_axis(["train size", "system"]).reset_index()
+    rank = numbers.mean(axis=1).rename_axis(["train size", "system"]).rename("rank").reset_index()
+    ordered = table.merge(rank).sort_values(["train size", "rank"], ascending=[True, False])
+    return ordered.drop(columns="rank").reset_index(drop=True)
 
 
-def comparisons_table(groups: pd.DataFrame) -> pd.DataFrame:
-    """Returns a row for each pair of systems on one task and size."""
+def _averages(groups: pd.DataFrame) -> pd.DataFrame:
+    return estimates.averages(pd.concat(list(groups["runs"])))
+
+
+def rows_of(group: Any) -> str:
+    """Returns the number of rows that a group was evaluated on, such as "1,200 test rows"."""
+    return count(group.evaluated, f"{group.split} row")
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The comparison of two systems on a task, or on the average of all, at one size."""
+
+    task: str
+    size: str
+    names: tuple[str, str]  # A and B of A - B
+    kind: str  # of test
+    test: estimates.Comparison
+
+
+def compare_systems(groups: pd.DataFrame) -> list[Compared]:
+    """Returns the comparison of each pair of systems on each task and size, and on the average of several tasks."""
+    compared = [
+        _compared(str(task), str(size), (a.system, a.estimate), (b.system, b.estimate))
+        for (task, size), of_task in groups.groupby(["task", "train_size"])
+        for a, b in itertools.combinations(of_task.itertuples(), 2)
+    ]
+    if groups["task"].nunique() < 2 or not len(means := _averages(groups)):
+        return compared
+    for size, of_size in means.groupby("train_size"):
+        summaries = [(str(n), estimates.summarise(of)) for n, of in of_size.groupby("system")]
+        summaries.sort(key=lambda pair: -pair[1].mean)
+        pairs = itertools.combinations(summaries, 2)
+        compared += [_compared(AVERAGE, str(size), *pair) for pair in pairs]
+    return compared
+
+
+def _compared(task: str, size: str, *systems: tuple[str, estimates.Estimate]) -> Compared:
+    (first, a), (second, b) = systems
+    test = estimates.compare(a, b)
+    kind = f"paired, {UNITS[a.kind]}s" if test.paired else "Welch"
+    kind += ", seeds only" if "seed" in (a.kind, b.kind) else ""
+    return Compared(task, size, (first, second), kind, test)
+
+
+def comparisons_table(compared: Sequence[Compared]) -> pd.DataFrame:
+    """Returns a row for each comparison; averages and single tasks are corrected apart."""
     rows = []
-    for (task, size), of_task in groups.groupby(["task", "train_size"]):
-        for a, b in itertools.combinations(of_task.itertuples(), 2):
-            test = estimates.compare(a.units, b.units)
-            kind = f"paired, {UNITS[a.kind]}s" if test.paired else "Welch"
+    for is_average in (True, False):
+        family = [pair for pair in compared if (pair.task == AVERAGE) == is_average]
+        corrected = estimates.holm([pair.test.p for pair in family])
+        number = sum(not math.isnan(pair.test.p) for pair in family)
+        for pair, p in zip(family, corrected, strict=True):
             cells = {
-                "task": task,
-                "train size": size,
-                "system": f"{a.system} - {b.system}",
-                "difference": percent(test.difference, sign="+"),
-                INTERVAL: percent(test.low, test.high, sign="+", joined=" to "),
-                "p, corrected": test.p,
-                "test": kind + ", seeds only" * ("seed" in (a.kind, b.kind)),
-                "needed": np.ceil(test.needed),
+                "task": pair.task,
+                "train size": pair.size,
+                "system": " - ".join(pair.names),
+                "difference": percent(pair.test.difference, sign="+"),
+                INTERVAL: percent(*pair.test.interval(), sign="+", joined=" to "),
+                "corrected": percent(*pair.test.interval(number), sign="+", joined=" to "),
+                "p, corrected": f"{p:.3g}",
+                "test": pair.kind,
+                "detectable": percent(pair.test.detectable),
             }
             rows.append(cells)
-    table = pd.DataFrame(rows)
-    if rows:
-        table["p, corrected"] = [f"{p:.3g}" for p in estimates.holm(table["p, corrected"])]
-        table["needed"] = table["needed"].map("{:.0f}".format)
-    return table.replace("nan", "-")
+    return pd.DataFrame(rows).replace("nan", "-")
+
+
+def verdicts(groups: pd.DataFrame, compared: Sequence[Compared]) -> list[str]:
+    """Returns a sentence for each task and size: who is first, by how much, and whether that is more than chance."""
+    sentences = []
+    for (task, size), of_task in groups.groupby(["task", "train_size"]):
+        first = of_task.iloc[0]
+        lead = f"{task}, {size} rows: {first['system']} is first with {percent(first['mean'])} % "
+        lead += f"{first['metric']} on {rows_of(first)}"
+        if len(of_task) == 1:
+            sentences.append(f"{lead}; the majority class has {percent(first['baseline'])} %.")
+            continue
+        second = of_task.iloc[1]["system"]
+        family = [pair for pair in compared if pair.task == task]
+        corrected = estimates.holm([pair.test.p for pair in family])
+        p = next(
+            (
+                value
+                for pair, value in zip(family, corrected, strict=True)
+                if (pair.size, pair.names) == (size, (first["system"], second))
+            ),
+            math.nan,
+        )
+        gap = percent(first["mean"] - of_task.iloc[1]["mean"])
+        chance = "that is more than chance" if p < 0.05 else "that may be chance"
+        if math.isnan(p):
+            chance = "whether that is chance, these runs cannot tell"
+        sentences.append(f"{lead}, {gap} points above {second}; {chance}.")
+    return sentences
 
 
 def results_table(groups: pd.DataFrame) -> pd.DataFrame:
     """Returns a row for each task, size and system."""
     runs, units = groups["runs"], zip(groups["units"], groups["kind"], strict=True)
-    held_out = groups["validation_rows"].map(lambda number: f" + {number}" * bool(number))
+    held_out = groups["validation_rows"].map(lambda number: f" + {number}" if number else "")
     columns = {
+        "evaluated on": [rows_of(group) for group in groups.itertuples()],
         "scores": [scores_text(of_group, "scores") for of_group in runs],
         INTERVAL: [percent(*interval, joined=" to ") for interval in groups["interval"]],
         "baseline": groups["baseline"].map(percent),
-        "test rows": [scores_text(of_group, "tests") for of_group in runs],
-        "ECE": groups["ece"].map(percent),
+        "median": [percent(of_group["score"].median()) for of_group in runs],
+        "other rows": [scores_text(of_group, "other") for of_group in runs],
+        "ECE": [percent(ece.mean, ece.error) if ece else "-" for ece in groups["ece"]],
         "replicates": [
-            count(len(of), UNITS[kind]) + " only" * (kind == "seed") for of, kind in units
+            count(len(of), UNITS[kind]) + (" only" if kind == "seed" else "") for of, kind in units
         ],
         "runs": runs.map(len),
         "training rows": groups["train_rows"].astype(str) + held_out,
@@ -231,6 +397,52 @@ def results_table(groups: pd.DataFrame) -> pd.DataFrame:
         "seconds": [round(of_group["seconds"].mean()) for of_group in runs],
     }
     return groups[KEYS].assign(**columns).rename(columns={"train_size": "train size"})
+
+
+def error_tables(groups: pd.DataFrame, number: int) -> dict[str, pd.DataFrame]:
+    """Returns tables of the best system of each task: its most confident errors, and which classes it confuses.
+
+    They are of the system's first run. Tasks of scores have none.
+    """
+    tables = dict[str, pd.DataFrame]()
+    for name, of_task in groups.groupby("task"):
+        best = of_task.sort_values("mean").iloc[-1]
+        task = task_of(best["description"])
+        if task.is_regression or not number:
+            continue
+        predictions = read_predictions(best)[best["split"]]
+        errors = list_errors(task, predictions)
+        title = f"{best['system']} on {name}, {count(best['evaluated'], best['split'] + ' row')}"
+        tables[f"Errors of {title}: {len(errors)}"] = errors.head(number)
+        if not task.multi_label:
+            pairs = errors.groupby(["label", "predicted"]).size().rename("errors").reset_index()
+            tables[f"Confusions of {title}"] = pairs.sort_values(
+                "errors", ascending=False, kind="stable"
+            ).head(number)
+    return tables
+
+
+def list_errors(task: Task, predictions: Mapping[str, Array]) -> pd.DataFrame:
+    """Returns the errors among predictions, those with the largest probability first: they show wrong labels, too.
+
+    Columns: text, label, predicted, probability (of several labels the most wrong one's), row.
+    """
+    outputs, labels = predictions["logits"].astype(np.float64), predictions["labels"]
+    predicted = predictions_of(task, outputs)
+    if task.multi_label:
+        wrong, probabilities = (predicted != labels).any(axis=1), expit(outputs)
+        confidence = np.where(predicted != labels, np.abs(probabilities - 0.5) + 0.5, 0).max(axis=1)
+    else:
+        wrong, confidence = predicted != labels, softmax(outputs, axis=1).max(axis=1)
+    places = np.where(predictions["places"] == "", predictions["ids"], predictions["places"])
+    columns = {
+        "text": [text.replace("\n", " | ") for text in predictions["texts"]],
+        "label": names_of(task, labels),
+        "predicted": names_of(task, predicted),
+        "probability": np.round(confidence, 3),
+        "row": places,
+    }
+    return pd.DataFrame(columns)[wrong].sort_values("probability", ascending=False, kind="stable")
 
 
 def scores_text(runs: pd.DataFrame, column: str) -> str:
@@ -248,19 +460,31 @@ def percent(*values: float, sign: str = "", joined: str = " ± ") -> str:
     return joined.join(numbers) or "-"
 
 
-def find_warnings(runs: pd.DataFrame) -> list[str]:
+def find_warnings(runs: pd.DataFrame, groups: pd.DataFrame) -> list[str]:
     """Returns warnings that change how the tables are to be read."""
     warnings = []
     for task, of_task in runs.groupby("task"):
         if of_task["data_sha256"].nunique() > 1:
             warnings.append(f"{task}: the runs read different data; their scores do not compare.")
-        if (of_task["selection"] == "dev").any():
+        on_dev = (groups.loc[groups["task"] == task, "split"] == "dev").all()
+        if on_dev and ((of_task["selection"] == "dev") & ~of_task["head"].isin(FITTED)).any():
             warnings.append(f"{task}: dev picked the checkpoint and gave the score: optimistic.")
+        if names := ", ".join(_mixed(of_task)):
+            warnings.append(f"{task}: the runs differ in {names}, which may change scores.")
     for (task, size, system), group in runs.groupby(KEYS):
         values = pd.DataFrame(group["settings"].tolist()).astype(str).nunique()
         if names := ", ".join(values.index[values > 1]):
             warnings.append(f"{system} on {task}, {size} rows: its runs differ in {names}.")
     return warnings
+
+
+def _mixed(runs: pd.DataFrame) -> list[str]:
+    """Returns the machines and versions in which runs differ, with their values."""
+    columns = runs.reindex(columns=["device", "precision", "ranks", "git_commit"])
+    versions = pd.DataFrame(runs["versions"].tolist(), index=runs.index)
+    table = pd.concat([columns, versions], axis=1)
+    values = {name: sorted(set(table[name].dropna().astype(str))) for name in table}
+    return [f"{name} ({', '.join(of)})" for name, of in values.items() if len(of) > 1]
 
 
 def best_commands(runs: pd.DataFrame) -> dict[str, str]:
@@ -270,8 +494,12 @@ def best_commands(runs: pd.DataFrame) -> dict[str, str]:
         folder = Path(run["path"])
         words = ["--recipe", str(folder / "settings.yaml"), "--output_dir", str(folder.parents[2])]
         command = f"python finetune/run.py {shlex.join(words)} --save_model"
-        if (folder / "model").is_dir():
-            command = predict_command(folder / "model", run["description"], run["head"] == "cln")
+        refitted = folder.parents[2] / "best" / str(run["task"]) / "model"
+        saved = next((path for path in (refitted, folder / "model") if path.is_dir()), None)
+        if saved:
+            command = predict_command(saved, run["description"], run["head"] == "cln")
+        elif run["task"] not in TASKS:
+            command = f"python finetune/refit.py {shlex.quote(str(folder))}"
         if command:
             commands[f"{run['task']}, the best model ({run['system']})"] = command
     return commands
@@ -295,7 +523,8 @@ def draw_runs(groups: pd.DataFrame) -> str:
 
 def draw_calibration(groups: pd.DataFrame) -> str:
     """Draws the accuracy by confidence of the first classifiers; returns SVG in base64, "" without classifiers."""
-    drawn = groups[groups["bins"].notna()].head(PANELS)
+    enough = groups["bins"].notna() & (groups["evaluated"] >= FEWEST)  # of fewer rows it is noise
+    drawn = groups[enough].head(PANELS)
     rows = math.ceil(len(drawn) / 3)
     figure = Figure(figsize=(7, 2.5 * rows), layout="constrained")
     for number, group in enumerate(drawn.itertuples(), 1):
@@ -303,7 +532,8 @@ def draw_calibration(groups: pd.DataFrame) -> str:
         panel.plot([0, 1], [0, 1], "--", color="0.5", lw=0.8)
         panel.bar([bin.mid for bin in bins.index], bins["share"], 1 / 15, color="0.85")
         panel.plot(bins["confidence"], bins["right"], "o-", color="black", ms=3, lw=1)
-        panel.set_title(f"{group.system}, {group.task}\nECE {percent(group.ece)} %", fontsize=7)
+        title = f"{group.system}, {group.task}\nECE {percent(group.ece.mean)} %"
+        panel.set_title(title, fontsize=7)
     return _svg(figure) if rows else ""
 
 

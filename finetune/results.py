@@ -1,11 +1,11 @@
 """A results folder: one folder for each run, whose record.json is written last.
 
-RESULTS/SYSTEM/TASK-SIZE/p1-d1-s1/ holds record.json, settings.yaml (the recipe of the run), predictions.npz, runs/
-(TensorBoard) and, with --save_model, model/; until a run is finished also checkpoint-N/, and error.json if it failed.
+RESULTS/SYSTEM/TASK-SIZE/p1-d1-s1/ holds record.json, settings.yaml (the recipe of the run), predictions.parquet,
+runs/ (TensorBoard) and, with --save_model, model/; until a run is finished also checkpoint-N/, and error.json if it
+failed.
 """
 
 import shutil
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from finetune.heads.build import save_fine_tuned
-from finetune.settings import RunSettings, flatten
-from finetune.tasks import Array, TaskData, example_arrays
+from finetune.settings import RunSettings
+from finetune.tasks import TEXT_FIELDS, Array, TaskData, example_arrays
 from multicls.cards import METHOD, PAPERS, TRANSFORMERS, cell, inherited_metadata, model_link
 from multicls.environment import environment_record
 from multicls.errors import UserError
@@ -31,7 +31,7 @@ Record = dict[str, Any]
 Predictions = Mapping[str, Mapping[str, Array]]  # of a task by split; see `example_arrays`
 FORMAT = 3
 RECORD, SETTINGS, ERROR = "record.json", "settings.yaml", "error.json"
-PREDICTIONS = "predictions.npz"
+PREDICTIONS = "predictions.parquet"
 
 
 def write_run(
@@ -68,9 +68,7 @@ def write_run(
     }
     if settings.save_model and model and tokenizer:
         save_fine_tuned(model, tokenizer, folder / "model", model_card(record, tasks))
-    with atomic_write(folder / PREDICTIONS, "wb") as file:
-        arrays = flatten({part.task.name: splits for part, splits in tasks})
-        np.savez_compressed(file, allow_pickle=False, **arrays)
+    write_predictions(folder / PREDICTIONS, tasks)
     with atomic_write(folder / SETTINGS) as file:
         file.write(to_yaml(settings))
     write_json(folder / RECORD, record)
@@ -222,20 +220,52 @@ def run_state(folder: Path) -> tuple[str, str]:
     return error["kind"], error["error"]
 
 
+def write_predictions(path: Path, tasks: Sequence[tuple[TaskData, Predictions]]) -> None:
+    """Writes a row for each evaluated example, for people and `load_predictions`.
+
+    Columns: task, split, where the row stands and its text, label and predicted (names, or scores), target and outputs
+    (numbers of a list), and the other fields of `example_arrays`.
+    """
+    import pandas as pd
+
+    from finetune.metrics import names_of, predictions_of
+
+    tables = list[pd.DataFrame]()
+    for part, splits in tasks:
+        for split, arrays in splits.items():
+            columns: dict[str, Any] = {name: arrays[f"{name}s"] for name in ("text", *TEXT_FIELDS)}
+            predicted = predictions_of(part.task, arrays["logits"]) * part.task.label_scale
+            targets = arrays["labels"].reshape(len(predicted), -1)
+            columns |= {
+                "label": names_of(part.task, arrays["labels"]),
+                "predicted": names_of(part.task, predicted),
+                "target": list(targets),
+                "outputs": list(arrays["logits"]),
+                "several": part.task.multi_label,
+            }
+            tables.append(pd.DataFrame({"task": part.task.name, "split": split} | columns))
+    with atomic_write(path, "wb") as file:
+        pd.concat(tables).to_parquet(file, index=False, compression="zstd")
+
+
 def load_predictions(folder: Path, task: str) -> dict[str, dict[str, Array]]:
     """Returns the predictions of a run for a task, by split ("dev", "validation", "test", ...) and name.
 
     Raises:
         UserError: The file is missing.
     """
-    path, splits = folder / PREDICTIONS, defaultdict[str, dict[str, Array]](dict)
+    import pandas as pd
+
+    path, splits = folder / PREDICTIONS, dict[str, dict[str, Array]]()
     if not path.exists():
         raise UserError(f"{path} is missing; delete this folder and run it again.")
-    with np.load(path, allow_pickle=False) as arrays:
-        for key in arrays.files:
-            owner, split, name = key.rsplit(".", 2)
-            if owner == task:
-                splits[split][name] = arrays[key]
+    table = pd.read_parquet(path, filters=[("task", "==", task)])
+    for split, rows in table.groupby("split", sort=False):
+        arrays = {f"{name}s": rows[name].to_numpy(dtype=object) for name in (*TEXT_FIELDS, "text")}
+        arrays["logits"] = np.stack(list(rows["outputs"])).astype(np.float32)
+        targets = np.stack(list(rows["target"])).astype(float)
+        arrays["labels"] = targets if rows["several"].any() else targets[:, 0]
+        splits[str(split)] = arrays
     return splits
 
 

@@ -23,6 +23,7 @@ OWN_METRICS: dict[LabelType, tuple[str, ...]] = {  # of a user's own rows
 }
 # The fields of a task on where its rows are; records and saved models do not keep them.
 SOURCE = ("benchmark", "folder", "hub", "file_columns", "header", "train", "dev", "test", "passage")
+TEXT_FIELDS = ("id", "place", "part", "group", "answer", "passage")  # of an example's predictions
 DERIVED = ("num_labels", "is_regression")  # which they keep as well
 Parts = tuple[tuple[str, str], ...]  # of a split: file stem and short name
 
@@ -121,12 +122,15 @@ class TaskData:
 def example_arrays(examples: Sequence[Example], outputs: Array) -> dict[str, Array]:
     """Returns what scores need, by name.
 
-    `logits` (N, C); `labels` (N,), NaN if hidden, or (N, C); `ids`, `parts`, `groups`, `answers`, `passages` (N,).
+    `logits` (N, C); `labels` (N,), NaN if hidden, or (N, C); `ids`, `places`, `parts`, `groups`, `answers`, `passages`
+    (N,); `texts` (N,), the texts of each row with line feeds between them.
     """
     labels = np.array([example.labels or example.label for example in examples], dtype=float)
     arrays = {"logits": outputs, "labels": labels}
-    for name in ("id", "part", "group", "answer", "passage"):
-        arrays[f"{name}s"] = np.array([getattr(example, name) for example in examples], dtype=str)
+    for name in TEXT_FIELDS:
+        values = [getattr(example, name) for example in examples]
+        arrays[f"{name}s"] = np.array(values, dtype=object)
+    arrays["texts"] = np.array(["\n".join(example.texts) for example in examples], dtype=object)
     return arrays
 
 

@@ -12,7 +12,9 @@ from finetune import run
 from finetune.report import main
 from finetune.report_tables import average, build_report, calibration, ensembles
 from finetune.results import load_predictions, load_results
+from finetune.tasks import TASKS
 from multicls.errors import UserError
+from multicls.files import read_json, write_json
 from tests.finetune.runs import fake_error, fake_run, finetune
 
 
@@ -30,15 +32,84 @@ def test_tables_hold_the_numbers(results: Path) -> None:
     report = build_report(results)
     subsets = 100 * report.groups["runs"][0].groupby("subset")["score"].mean()
     expected = f"{subsets.mean():.2f} ± {subsets.std() / np.sqrt(3):.2f}"
-    scores = report.tables["Scores"].set_index("system")["rte (acc)"]
-    assert list(scores.index) == ["majority-class baseline", "a", "b"]
-    assert list(scores[:2]) == ["50.00", expected]
+    scores = report.tables["Scores"].set_index("system")["rte (acc, 60 dev rows)"]
+    assert list(scores.index) == ["a", "b", "majority-class baseline"], "best first"
+    assert list(scores[::2]) == [expected, "50.00"]
     row = report.tables["All results"].set_index("system").loc["a"]
     found = row[["replicates", "runs", "scores", "training rows"]]
     assert list(found) == ["3 training subsets", 6, f"acc {expected}", "100"]
     (line,) = report.tables["Comparisons"].to_dict("records")
     assert line["system"] == "a - b" and line["test"] == "paired, training subsets"
-    assert float(line["difference"]) > 5 and int(line["needed"]) >= 2
+    assert float(line["difference"]) > 5 and float(line["detectable"]) > 1
+    winner = "rte, 100 rows: a is first with "
+    assert report.verdicts[0].startswith(winner) and "acc on 60 dev rows, " in report.verdicts[0]
+    assert report.verdicts[0].endswith("points above b; that is more than chance.")
+
+
+def test_the_baseline_of_a_group_is_the_mean_of_its_runs(results: Path) -> None:
+    """The majority class of a subset may be another one."""
+    for number, path in enumerate(sorted(results.glob("a/*/*/record.json"))):
+        record = read_json(path)
+        record["tasks"][0]["baseline"] = 0.47 + 0.02 * number
+        write_json(path, record)
+    assert build_report(results).groups["baseline"][0] == pytest.approx(0.52)
+
+
+def test_test_rows_give_the_numbers_where_there_are_some(tmp_path: Path) -> None:
+    """On dev `b` is ahead; test, which has more rows, decides; --split dev goes back."""
+    for subset in (1, 2, 3):
+        for system in "ab":
+            fake_run(tmp_path, system, subset=subset, test=True, rows=20)
+    for path in tmp_path.glob("*/*/*/record.json"):
+        record, is_a = read_json(path), path.parts[-4] == "a"
+        (entry,) = record["tasks"]
+        entry["score"] = entry["scores"]["acc"] = 0.2 if is_a else 0.9
+        write_json(path, record)
+    for split, order in ((None, "80 test rows"), ("dev", "20 dev rows")):
+        report = build_report(tmp_path, split=split)
+        assert f"rte (acc, {order})" in report.tables["Scores"]
+        assert set(report.groups["evaluated"]) == {int(order.split()[0])}
+    dev, test = build_report(tmp_path, split="dev"), build_report(tmp_path)
+    assert dev.groups["system"][0] == "b" and dev.verdicts[0].startswith(
+        "rte, 100 rows: b is first"
+    )
+    tests = [run["tests"]["test"]["acc"] for run in test.groups["runs"][0].to_dict("records")]
+    assert test.groups["mean"][0] == pytest.approx(np.mean(tests))
+    assert "dev acc 20.00 ± 0.00" in set(test.tables["All results"]["other rows"])
+    fake_run(tmp_path, "c")
+    with pytest.raises(
+        UserError, match="--split test: not all runs of rte have labelled test rows"
+    ):
+        build_report(tmp_path, split="test")
+
+
+def test_errors_and_confusions_of_the_best_system(results: Path) -> None:
+    report = build_report(results, errors=3)
+    (errors,) = (table for name, table in report.tables.items() if name.startswith("Errors of a"))
+    run = load_predictions(Path(report.groups["path"][0]), "rte")["dev"]
+    probabilities = softmax(run["logits"].astype(float), axis=1)
+    wrong = probabilities.argmax(axis=1) != run["labels"]
+    most = np.sort(probabilities.max(axis=1)[wrong])[::-1][:3]
+    np.testing.assert_allclose(errors["probability"], most, atol=1e-3)
+    assert set(errors["label"]) <= set(TASKS["rte"].labels) and (errors["text"] == "a").all()
+    assert errors["row"].str.startswith("train:").all() and len(errors) == 3
+    (confusions,) = (table for name, table in report.tables.items() if name.startswith("Confu"))
+    assert confusions["errors"].sum() == wrong.sum()
+
+
+def test_runs_of_several_devices_and_versions_are_named(results: Path) -> None:
+    path = next(results.glob("b/*/*/record.json"))
+    record = read_json(path)
+    versions = record["versions"] | {"torch": "2.4.0"}
+    write_json(path, record | {"ranks": 2, "versions": versions})
+    other = next(results.glob("a/*/*/record.json"))
+    write_json(other, read_json(other) | {"ranks": 1})
+    (warning,) = (line for line in build_report(results).warnings if "the runs differ in" in line)
+    assert "ranks (1, 2), torch (" in warning.replace("1.0, 2.0", "1, 2") and "2.4.0" in warning
+    assert any("optimistic" in line for line in build_report(results).warnings)
+    for path in results.glob("*/*/*/record.json"):
+        write_json(path, read_json(path) | {"head": "probe"})
+    assert not any("optimistic" in line for line in build_report(results).warnings), "it picks none"
 
 
 def test_averages_are_of_all_tasks_shown(tmp_path: Path) -> None:
@@ -48,7 +119,8 @@ def test_averages_are_of_all_tasks_shown(tmp_path: Path) -> None:
     mean = report.groups.groupby("system")["score"].mean()["a"]
     scores = report.tables["Scores"].set_index("system")["average"]
     expected = {"majority-class baseline": "50.00", "a": f"{100 * mean:.2f}", "b": "-"}
-    assert scores.to_dict() == expected
+    found = {name: text.partition(" ±")[0] for name, text in scores.items()}
+    assert found == expected
     assert "average" not in build_report(tmp_path, ["sst2"]).tables["Scores"]
 
 
@@ -59,7 +131,8 @@ def test_holm_is_over_all_tests_shown(results: Path) -> None:
     more = build_report(results)
     (chosen,) = build_report(results, systems=["a", "b"]).tables["Comparisons"]["p, corrected"]
     assert chosen == alone != more.tables["Comparisons"]["p, corrected"][0]
-    assert more.tables["All results"]["training rows"].iloc[-1] == "80 + 20", "of a holdout"
+    rows = more.tables["All results"].set_index("system")["training rows"]
+    assert rows["c"] == "80 + 20", "of a holdout"
 
 
 def test_ensembles_have_their_own_scores_on_test_rows_too(tmp_path: Path) -> None:
@@ -68,16 +141,20 @@ def test_ensembles_have_their_own_scores_on_test_rows_too(tmp_path: Path) -> Non
         fake_run(tmp_path, "a", skill=0.6, seed=seed, test=True)
     report = build_report(tmp_path, ensemble_size=3)
     folders = sorted((tmp_path / "a" / "rte-100").iterdir())
-    single, ensemble = report.groups.to_dict("records")
-    assert (single["system"], ensemble["system"]) == ("a", "a x3")
+    report = build_report(tmp_path, ensemble_size=3, split="dev")
+    by_system = {group["system"]: group for group in report.groups.to_dict("records")}
+    assert set(by_system) == {"a", "a x3"}
+    ensemble = by_system["a x3"]
     for split, score in (("test", ensemble["tests"]["test"]["acc"]), ("dev", ensemble["score"])):
         runs = [load_predictions(folder, "rte")[split] for folder in folders]
         mean = np.mean([softmax(run["logits"], axis=1) for run in runs], axis=0)
         assert score == (mean.argmax(axis=1) == runs[0]["labels"]).mean()
         assert score != (runs[0]["logits"].argmax(axis=1) == runs[0]["labels"]).mean()
-    assert ensemble["ece"] == pytest.approx(calibration([runs[0] | {"logits": np.log(mean)}])[0])
-    texts = report.tables["All results"]["test rows"]
-    assert texts[1] == f"test acc {100 * ensemble['tests']['test']['acc']:.2f}"
+    assert ensemble["ece"].mean == pytest.approx(
+        calibration([runs[0] | {"logits": np.log(mean)}])[0]
+    )
+    texts = report.tables["All results"].set_index("system")["other rows"]
+    assert texts["a x3"] == f"test acc {100 * ensemble['tests']['test']['acc']:.2f}"
     with pytest.raises(UserError, match="no system has 4 seeds"):
         build_report(tmp_path, ensemble_size=4)
 
@@ -102,7 +179,7 @@ def test_warnings(results: Path) -> None:
 
 def test_mistakes_are_named(results: Path) -> None:
     fake_error(results / "f", "c", "failed")
-    lost = results / "a" / "rte-100" / "p1-d2-s1" / "predictions.npz"
+    lost = results / "a" / "rte-100" / "p1-d2-s1" / "predictions.parquet"
     mistakes: dict[tuple[object, ...], str] = {
         ("nowhere",): "no such folder",
         (results, "--task", "cola"): "--task cola: no run of it",
@@ -142,6 +219,7 @@ def test_the_command_works_as_printed_after_results_have_moved(
 
 
 def test_files(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fake_run(results, "a", task="sst2", rows=120)  # enough for a reliability diagram
     for record in results.glob("b/*/*/record.json"):
         record.write_text(record.read_text().replace('"system": "b"', '"system": "<b>x|y"'))
     assert main([str(results)]) == 0
@@ -151,7 +229,8 @@ def test_files(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = (results / "report.html").read_text()
     for text in ("Scores", "majority-class baseline", "Holm"):
         assert text in markdown and text in page
-    assert "min-width: 640px" in page, "on a narrow screen figures scroll"
+    assert "max-width: 700px" in page and 'data-label="difference"' in page, "a narrow screen"
+    assert (results / "errors.csv").read_text().startswith("text,label,predicted,probability,row")
     assert page.count("data:image/svg+xml") == 2 and "<script" not in page and "http" not in page
     assert "<b>x" not in page and "\\<b\\>x\\|y" in markdown, "names from outside are text"
 

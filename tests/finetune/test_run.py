@@ -50,7 +50,7 @@ def test_a_run_leaves_its_folder_and_is_not_repeated(
     assert [entry["step"] for entry in record["history"]] == [50, 100, 150, 200]
     arrays = load_predictions(folder, "sst2")["dev"]
     assert score_predictions(TASKS["sst2"], arrays) == pytest.approx(task["scores"])
-    files = {"record.json", "settings.yaml", "predictions.npz", "runs", ".lock"}
+    files = {"record.json", "settings.yaml", "predictions.parquet", "runs", ".lock"}
     assert {path.name for path in folder.iterdir()} <= files
     events = EventAccumulator(str(next((folder / "runs").iterdir()))).Reload()
     assert {"eval/score", "eval/sst2_acc", "train/loss"} <= set(events.Tags()["scalars"])

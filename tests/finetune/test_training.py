@@ -296,7 +296,9 @@ def test_a_checkpoint_of_other_settings_is_not_used(
     """It is named, and stays until the run has one of its own; that of other ranks is resumed."""
     folder = settings_of(tiny_bert, glue, tmp_path, **LONG).folder
     with monkeypatch.context() as patch:  # killed while it writes its predictions
-        patch.setattr(np, "savez_compressed", mock.Mock(side_effect=KeyboardInterrupt))
+        patch.setattr(
+            "finetune.results.write_predictions", mock.Mock(side_effect=KeyboardInterrupt)
+        )
         with pytest.raises(KeyboardInterrupt):
             tune(**LONG | {"train__max_steps": 50})
         assert newest(folder) == 45 and not (folder / "record.json").exists()
