@@ -66,7 +66,7 @@ def analyze_run(folders: Sequence[Path], examples: int) -> dict[str, Any]:
     from finetune.heads.build import build_model, load_fine_tuned
     from finetune.heads.isobn import IsotropicBatchNorm
     from finetune.heads.modeling_task import MulticlsHead
-    from finetune.results import load_predictions
+    from finetune.results import load_predictions, read_record
     from finetune.run import load_tasks
     from finetune.subsets import draw_rows
 
@@ -98,8 +98,10 @@ def analyze_run(folders: Sequence[Path], examples: int) -> dict[str, Any]:
         cosines = {name: mean_cosine(arrays["facets"]) for name, arrays in states.items()}
         numbers["facets, mean cosine"] = cosines
         if isinstance(after.head, MulticlsHead) and not (task.is_regression or task.multi_label):
-            runs = [load_predictions(folder, task.name)["dev"] for folder in folders]
-            seeds = np.stack([run["logits"][drawn] for run in runs])
+            entries = [(read_record(folder) or {})["tasks"][0] for folder in folders]
+            runs = [load_predictions(folder, task.name)["dev"]["logits"] for folder in folders]
+            scales = [entry["temperature"] or 1.0 for entry in entries]  # as in the saved models
+            seeds = np.stack([run[drawn] / t for run, t in zip(runs, scales, strict=True)])
             logits = {"facets": facet_logits(after, states["after"]["facets"], seeds[0])}
             if len(folders) > 1:
                 logits["seeds"] = seeds

@@ -54,7 +54,9 @@ class GridSettings(RecipeOptions):
         {}, description="heads; or name -> settings, as NAME=JSON"
     )
     tasks: list[str] = Field([], description="names; joined by commas they are one run of cln")
-    train_sizes: list[int | str] = Field(["full"], min_length=1, description="100, 1k, full, ...")
+    train_sizes: list[int | str] = Field(
+        ["full"], min_length=1, description="100, 1k, 8-shot, full, ..."
+    )
     subsets: PositiveInt = Field(1, description="training subsets of each replicate")
     share_subsets: bool = Field(False, description="all replicates take the same subsets")
     seeds: list[int] = Field([1], min_length=1, description="fine-tuning seeds")

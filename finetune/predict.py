@@ -29,12 +29,17 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 
+ENDINGS = (".csv", ".jsonl", ".parquet")
+
+
 class PredictOptions(Settings):
     """Options of the command."""
 
     model: CliPositionalArg[str] = Field(description="a model that run.py --save_model has saved")
     rows: CliPositionalArg[str] = Field(description="rows: CSV, TSV, JSON lines or Parquet")
-    output: str | None = Field(None, description="a CSV file; default: ROWS.predictions.csv")
+    output: str | None = Field(
+        None, description="CSV, JSON lines or Parquet; default: ROWS.predictions.csv"
+    )
     text_column: str | None = Field(None, description="text or text1,text2; default: training's")
     task: str | None = Field(None, description="which task, if the model was fine-tuned on several")
 
@@ -43,8 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
     options = parse(PredictOptions, argv, prog="finetune/predict.py", doc=__doc__)
     output = Path(options.output or Path(options.rows).with_suffix(".predictions.csv"))
-    if output.suffix != ".csv" or output.resolve() == Path(options.rows).resolve():
-        raise UserError(f"--output {output}: pass another file, with the ending .csv.")
+    if output.suffix not in ENDINGS or output.resolve() == Path(options.rows).resolve():
+        raise UserError(
+            f"--output {output}: pass another file, which ends in {', '.join(ENDINGS)}."
+        )
     index, task = find_task(options.model, options.task)
     rows = read_table(Path(options.rows))
     fields = options.text_column.split(",") if options.text_column else task.fields
@@ -54,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for note in notes:
         print_line(f"note: {note}")
     examples = [example_of(task, fields, row, where, where) for where, row in full]
-    answers = answers_of(task, predict(options.model, index, task, examples))
+    thresholds = read_json(Path(options.model) / "config.json").get("thresholds") or [[]]
+    answers = answers_of(task, predict(options.model, index, task, examples), thresholds[index])
     write_rows(output, rows, answers.set_axis([where for where, _ in full]))
     print_summary([("labelled", count(len(full), "row")), ("written", output)])
     return 0
@@ -108,8 +116,11 @@ def predict(folder: str, index: int, task: Task, examples: Sequence[Example]) ->
     return predict_rows(model, rows, index)
 
 
-def answers_of(task: Task, outputs: Array) -> "DataFrame":
-    """Returns the new columns: `predicted_label` and a probability `p_LABEL` of each label, or `predicted_score`."""
+def answers_of(task: Task, outputs: Array, thresholds: Sequence[float] = ()) -> "DataFrame":
+    """Returns the new columns: `predicted_label` and a probability `p_LABEL` of each label, or `predicted_score`.
+
+    Of several labels a row has those whose probability reaches their threshold, 0.5 if there are none.
+    """
     import pandas as pd
     from scipy.special import expit, softmax
 
@@ -121,13 +132,16 @@ def answers_of(task: Task, outputs: Array) -> "DataFrame":
     probabilities = expit(outputs) if task.multi_label else softmax(outputs, axis=1)
     answers = pd.DataFrame(probabilities.round(6), columns=[f"p_{name}" for name in task.labels])
     labels = np.array(task.labels, dtype=object)
-    chosen = [labels[row == 1].tolist() for row in predicted] if task.multi_label else []
+    chosen = list[list[str]]()
+    if task.multi_label:
+        reached = probabilities >= np.array(thresholds or [0.5])
+        chosen = [labels[row].tolist() for row in reached]
     answers.insert(0, "predicted_label", chosen or labels[predicted])
     return answers
 
 
 def write_rows(output: Path, rows: RawRows, answers: "DataFrame") -> None:
-    """Writes the rows as CSV, lists as JSON, with the answers by place, which are empty for rows without a text.
+    """Writes the rows with the answers by place, which are empty for rows without a text; in CSV, lists are JSON.
 
     Columns of the rows with such names, of an earlier prediction, are replaced.
     """
@@ -139,8 +153,18 @@ def write_rows(output: Path, rows: RawRows, answers: "DataFrame") -> None:
 
     index, cells = zip(*rows, strict=True)
     table = pd.DataFrame(cells, index, dtype=object).drop(columns=answers.columns, errors="ignore")
-    with atomic_write(output) as file:
-        table.join(answers).map(as_text).to_csv(file, index=False)
+    table = table.join(answers)
+    with atomic_write(output, "wb") as file:
+        if output.suffix == ".csv":
+            table.map(as_text).to_csv(file, index=False)
+        elif output.suffix == ".jsonl":
+            for row in table.astype(object).where(table.notna(), None).to_dict("records"):
+                file.write(json.dumps(row, ensure_ascii=False, default=str).encode() + b"\n")
+        else:
+            table = table.map(as_text).infer_objects()
+            mixed = [name for name in table if not pd.api.types.is_numeric_dtype(table[name])]
+            table[mixed] = table[mixed].map(str, na_action="ignore")  # a column has one type
+            table.to_parquet(file, index=False)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from finetune.results import (
     load_predictions,
     model_card,
     read_record,
+    use_calibration,
 )
 from finetune.run import identify, load_tasks
 from finetune.settings import RunSettings
@@ -140,6 +141,7 @@ def _train(settings: RunSettings, record: Record, rows: Sequence[TaskData], fold
         text = "  ".join(f"{metric} {100 * value:.2f}" for metric, value in scores.items())
         print_line(f"{record['system']}, from all labels, on {name}, test: {text}")
     made["tests"] = tests
+    use_calibration(model, record)
     run = Path(record["path"])
     parts = [(part, load_predictions(run, part.task.name)) for part in rows]
     save_fine_tuned(model, tokenizer, folder / "model", model_card(record, parts, made))

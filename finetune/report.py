@@ -29,8 +29,9 @@ NOTES = {
     "experiment finds in 80 % of cases. Choose tasks and systems (--task, --compare) before you look.",
     "All results": "A replicate is averaged over its seeds first. The interval is for new replicates and new rows; of "
     "a single run only for new rows. Baseline: the majority class, or its mean score. Test rows are scored once, at "
-    "the end of a run. ECE: calibration error of classes, 15 bins. Median: of the runs. Of MRPC and QQP the score is "
-    "F1, of STS-B Spearman's correlation, of MNLI the accuracy of both parts together; GLUE's own average differs.",
+    "the end of a run. ECE: calibration error of classes, 15 bins; calibrated: after the temperature that is fitted on "
+    "the validation split. Median: of the runs. Of MRPC and QQP the score is F1, of STS-B Spearman's correlation, of "
+    "MNLI the accuracy of both parts together; GLUE's own average differs.",
     "Errors": "The most confident errors of its first run: many are wrong labels. --errors N lists more.",
     "Confusions": "How often a label was taken for another.",
 }

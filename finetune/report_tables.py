@@ -126,6 +126,11 @@ def make_groups(
     pairs = list(zip(tasks, predictions, strict=True))
     runs["effects"] = pd.Series([estimates.row_effects(*pair) for pair in pairs], runs.index)
     runs["errors"] = pd.Series([_calibration_error(*pair) for pair in pairs], runs.index)
+    temperatures = pd.to_numeric(runs["temperature"])  # nan without a validation split
+    runs["calibrated"] = [
+        math.nan if math.isnan(temperature) else _calibration_error(*pair, temperature)
+        for pair, temperature in zip(pairs, temperatures, strict=True)
+    ]
     by_path = dict(zip(runs.index, pairs, strict=True))
     groups = []
     for _, group in runs.groupby(estimates.KEYS):
@@ -150,10 +155,12 @@ def make_groups(
     return pd.DataFrame(groups).sort_values(**order, ignore_index=True)
 
 
-def _calibration_error(task: Task, predictions: Mapping[str, Array]) -> float:
+def _calibration_error(
+    task: Task, predictions: Mapping[str, Array], temperature: float = 1.0
+) -> float:
     if task.is_regression or task.multi_label:
         return math.nan
-    return calibration([predictions])[0]
+    return calibration([{**predictions, "logits": predictions["logits"] / temperature}])[0]
 
 
 def on_split(runs: pd.DataFrame, split: str | None) -> pd.DataFrame:
@@ -198,7 +205,7 @@ def ensembles(runs: pd.DataFrame, size: int) -> pd.DataFrame:
             predictions, task = read_predictions(run), task_of(run["description"])
             scored = {s: predictions[s] for s in ("dev", *run["tests"]) if s in predictions}
             scores = {split: score_predictions(task, arrays) for split, arrays in scored.items()}
-            run["score"] = scores["dev"][run["metric"]]
+            run |= {"score": scores["dev"][run["metric"]], "temperature": None}
             run |= {"system": f"{run['system']} x{size}", "seconds": members["seconds"].sum()}
             rows.append(run | {"scores": scores.pop("dev"), "tests": scores})
     if not rows:
@@ -388,6 +395,7 @@ def results_table(groups: pd.DataFrame) -> pd.DataFrame:
         "median": [percent(of_group["score"].median()) for of_group in runs],
         "other rows": [scores_text(of_group, "other") for of_group in runs],
         "ECE": [percent(ece.mean, ece.error) if ece else "-" for ece in groups["ece"]],
+        "ECE, calibrated": [percent(of_group["calibrated"].mean()) for of_group in runs],
         "replicates": [
             count(len(of), UNITS[kind]) + (" only" if kind == "seed" else "") for of, kind in units
         ],

@@ -62,11 +62,12 @@ def write_run(
         "train_size": str(settings.train_size),
         # All subsets of all rows are the same.
         "subset": settings.subset if any(part.is_subset for part in rows) else 1,
-        "tasks": [_task_entry(*task) for task in tasks],
+        "tasks": [_task_entry(*task) | calibrate(*task) for task in tasks],
         **environment_record(),
         **fields,
     }
     if settings.save_model and model and tokenizer:
+        use_calibration(model, record)
         save_fine_tuned(model, tokenizer, folder / "model", model_card(record, tasks))
     write_predictions(folder / PREDICTIONS, tasks)
     with atomic_write(folder / SETTINGS) as file:
@@ -76,6 +77,29 @@ def write_run(
     for path in folder.glob("checkpoint-*"):
         shutil.rmtree(path, ignore_errors=True)
     return record
+
+
+def calibrate(rows: TaskData, predictions: Predictions) -> Record:
+    """Returns `temperature` and `thresholds` of a task, fitted on its validation split; none without one."""
+    from finetune.calibration import fit_temperature, fit_thresholds
+
+    if not rows.validation:
+        return {"temperature": None, "thresholds": []}
+    arrays = predictions["validation"]
+    temperature = fit_temperature(rows.task, arrays["logits"], arrays["labels"])
+    thresholds = list[float]()
+    if rows.task.multi_label:
+        thresholds = fit_thresholds(arrays["logits"] / temperature, arrays["labels"])
+    return {"temperature": temperature, "thresholds": thresholds}
+
+
+def use_calibration(model: "TaskModel", record: Record) -> None:
+    """Gives a model, before it is saved, the temperature and the thresholds of a run."""
+    from finetune.calibration import scale_classifier
+
+    for number, entry in enumerate(record["tasks"]):
+        scale_classifier(model, number, entry["temperature"] or 1.0)
+    model.config.thresholds = [entry["thresholds"] for entry in record["tasks"]]
 
 
 def _task_entry(rows: TaskData, predictions: Predictions) -> dict[str, Any]:

@@ -16,7 +16,8 @@ LAYER_WEIGHTS = r"^(dynamic|none|(mean|random)_(first6|last6|all))$"
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 TextColumn = Annotated[str, Field(pattern="^[^,]+(,[^,]+)?$")]
 THOUSANDS = BeforeValidator(lambda value: re.sub("(?i)k$", "000", str(value)))  # 1k is 1000
-TrainSize = Annotated[PositiveInt | Literal["full"], THOUSANDS]
+Shots = Annotated[str, Field(pattern=r"^[1-9]\d*-shot$")]  # rows of each class
+TrainSize = Annotated[PositiveInt | Literal["full"] | Shots, THOUSANDS]
 # A value of --trainer: a number, true or false, or text.
 TrainerValue = Annotated[StrictBool | int | float | bool | Any, Field(union_mode="left_to_right")]
 # Settings of a system that change no number of a run, or are only paths.
@@ -159,7 +160,7 @@ class RunSettings(SystemSettings, RecipeOptions):
     task: str = Field("", description=f"one, or several with commas for cln: {', '.join(TASKS)}")
     own: OwnDataSettings = OwnDataSettings()
     data_dir: str | None = Field(None, description="folder of official files; default: the Hub")
-    train_size: TrainSize = Field("full", description="100, 1k, ... or full")
+    train_size: TrainSize = Field("full", description="100, 1k, 8-shot (8 rows a class), full, ...")
     subset: int = Field(1, ge=0, description="number (seed) of the training subset")
     seed: int = Field(1, ge=0, description="seed of new weights, row order and dropout")
     output_dir: str = Field("results", description="results folder; a run has a folder in it")

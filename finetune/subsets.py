@@ -1,6 +1,7 @@
 """Draws the rows of a run by SHA-256: the same training subset and validation split on every machine, for ever."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -15,10 +16,17 @@ SHOWN = 10  # classes in a note
 def select_rows(data: TaskData, size: int | str, subset: int, holdout: bool) -> TaskData:
     """Draws a training subset of `size` rows ("full": all), and a validation split of it if `holdout` is set.
 
+    "8-shot" is 8 rows of each class, or fewer of a class that has no more.
+
     Rows of a passage (or question, or group of own rows) stay on one side, classes in proportion.
     """
     total = len(data.train)
-    rows = list(range(total)) if isinstance(size, str) else draw_rows(total, size, subset)
+    if isinstance(size, int):
+        rows = draw_rows(total, size, subset)
+    elif size == "full":
+        rows = list(range(total))
+    else:
+        rows = draw_shots(data, int(size.removesuffix("-shot")), subset)
     held = set[int]()
     if holdout:
         drawn = [data.train[row] for row in rows]
@@ -35,6 +43,26 @@ def select_rows(data: TaskData, size: int | str, subset: int, holdout: bool) -> 
     notes += missing_classes(data.task, train, validation, "validation") if holdout else []
     is_subset = len(train) < total
     return replace(data, train=train, validation=validation, notes=notes, is_subset=is_subset)
+
+
+def draw_shots(data: TaskData, shots: int, seed: int) -> list[int]:
+    """Draws that many rows of each class (of several labels a row: by its rarest); returns their indices, ascending.
+
+    Raises:
+        UserError: The task has no classes.
+    """
+    task = data.task
+    if task.is_regression or task.num_choices or any(row.group for row in data.train):
+        raise UserError(
+            f"--train_size {shots}-shot: task {task.name} has no classes; set a number."
+        )
+    taken, drawn = Counter[Hashable](), list[int]()
+    classes = strata(task, data.train)
+    for row in _ranked(range(len(classes)), f"{seed}"):
+        if taken[classes[row]] < shots:
+            taken[classes[row]] += 1
+            drawn.append(row)
+    return sorted(drawn)
 
 
 def strata(task: Task, rows: Sequence[Example]) -> list[Hashable]:

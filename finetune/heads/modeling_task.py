@@ -42,6 +42,9 @@ class TaskModelConfig(PretrainedConfig):
     pooling: str = "cls"  # the head that a `PooledHead` is built on
     tasks: list[dict[str, Any]] = field(default_factory=list)  # by `finetune.tasks.Task.describe`
     dropout: float | None = None  # before the classifier; None: the encoder's own
+    thresholds: list[list[float]] = field(
+        default_factory=list
+    )  # of each of several labels, by task
 
     def __post_init__(self, **kwargs: Any) -> None:
         encoder = self.encoder or {}

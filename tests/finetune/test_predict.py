@@ -1,6 +1,7 @@
 """New rows are labelled as the saved model was trained to, whatever file they come in."""
 
 import json
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,20 @@ def test_cells_and_columns_of_the_rows_stay(tmp_path: Path) -> None:
     first, second = table.to_dict("records")
     texts = {"w": "ä", "n": "0.1234567890123456", "l": '["a", 1]', "t": "2026-01-02"}
     assert first.items() > {"predicted_label": "1", **texts}.items() and not any(second.values())
+    write_answers(tmp_path / "o.jsonl", rows, answers.set_axis(["1"]))
+    first, second = map(json.loads, (tmp_path / "o.jsonl").read_text().splitlines())
+    assert first.items() > {"predicted_label": "1", **cells, "t": "2026-01-02"}.items()
+    assert set(second.values()) == {None}
+    write_answers(tmp_path / "o.parquet", rows, answers.set_axis(["1"]))
+    parquet = pd.read_parquet(tmp_path / "o.parquet")
+    assert parquet.iloc[0].to_dict().items() > {"w": "ä", "n": cells["n"], "l": '["a", 1]'}.items()
+
+
+def test_several_labels_have_their_thresholds() -> None:
+    several = replace(TASKS["sst2"], labels=("a", "b"), multi_label=True)
+    outputs = np.log(np.array([[0.4, 0.4]]) / 0.6).astype(np.float32)
+    for thresholds, expected in (([0.3, 0.5], ["a"]), ([], [])):
+        assert answers_of(several, outputs, thresholds)["predicted_label"][0] == expected
 
 
 @pytest.mark.slow
@@ -92,8 +107,8 @@ def test_scores_are_on_the_scale_of_the_labels() -> None:
         (["MODEL", "ROWS", "--text_column", "texd"], "no column 'texd' .*Did you mean 'text'"),
         (["MODEL", "ROWS", "--text_column", "text,id"], "the model reads 1 text a row"),
         (["MODEL", "OTHER"], "no column 'text' for the text"),
-        (["MODEL", "ROWS", "--output", "ROWS"], "pass another file, with the ending"),
-        (["MODEL", "ROWS", "--output", "x.jsonl"], "with the ending .csv"),
+        (["MODEL", "ROWS", "--output", "ROWS"], "pass another file, which ends in"),
+        (["MODEL", "ROWS", "--output", "x.txt"], "which ends in .csv, .jsonl, .parquet"),
         (["MODEL", "ROWS", "--task", "b"], "is fine-tuned on t"),
         (["FOLDER", "ROWS"], "not a fine-tuned model"),
         (["OLD", "ROWS"], "saved by another version"),

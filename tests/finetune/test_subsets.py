@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from finetune.benchmarks import read_task
 from finetune.own_data import load_own
-from finetune.settings import OwnDataSettings
+from finetune.settings import OwnDataSettings, RunSettings
 from finetune.subsets import draw_rows, hold_out, select_rows
 from finetune.tasks import TASKS, Example, TaskData
 from multicls.errors import UserError
@@ -109,6 +109,23 @@ def test_several_labels_a_row_are_drawn_and_held_out(tmp_path: Path) -> None:
     sizes = {"train": 16, "validation": 4, "dev": 8, "test": 40}
     assert {name: len(rows) for name, rows in splits.items()} == sizes
     assert "there are 32 rows, and all are taken" in select_rows(data, 33, 1, False).notes[-1]
+
+
+def test_shots_are_rows_of_each_class() -> None:
+    """Of a class with fewer rows all; 8 shots are part of 16; scores have none."""
+    rows = [Example(f"{n}", (f"{n}",), float(SKEWED[n])) for n in range(500)]
+    data = TaskData(replace(TASKS["sst2"], labels=("a", "b", "c")), rows, [])
+    drawn = {k: select_rows(data, f"{k}-shot", 1, False) for k in (8, 16)}
+    counts = {k: Counter(row.label for row in part.train) for k, part in drawn.items()}
+    assert counts[8] == {0.0: 8, 1.0: 8, 2.0: 8} and counts[16][2.0] == min(16, SKEWED.count(2.0))
+    assert {row.id for row in drawn[8].train} < {row.id for row in drawn[16].train}
+    assert drawn[8].is_subset and select_rows(data, "8-shot", 2, False) != drawn[8]
+    with pytest.raises(UserError, match="8-shot: task stsb has no classes"):
+        select_rows(replace(data, task=TASKS["stsb"]), "8-shot", 1, False)
+    settings = RunSettings(model="m", head="cls", task="rte", train_size="8-shot")
+    assert settings.folder.parent.name == "rte-8-shot"
+    with pytest.raises(ValueError, match="train_size"):
+        RunSettings(model="m", head="cls", task="rte", train_size="0-shot")
 
 
 @given(

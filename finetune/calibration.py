@@ -1,0 +1,69 @@
+"""Calibrates a model's probabilities on its validation split: one temperature, and thresholds for several labels.
+
+A temperature T (Guo et al., 2017) divides the outputs. It is folded into the classifier, W / T and b / T, so that
+whatever loads the model has the calibrated probabilities; the most likely class stays the same.
+"""
+
+from typing import Any
+
+import numpy as np
+from scipy.optimize import minimize_scalar
+from scipy.special import expit, log_expit, log_softmax
+from sklearn.metrics import f1_score
+
+from finetune.tasks import Array, Task
+
+FEWEST = 10  # validation rows for a temperature
+FEWEST_POSITIVE = 5  # validation rows with a label for its threshold
+SPREAD = 0.5  # standard deviation of the prior of log T: few rows without an error ask for T = 0
+
+
+def fit_temperature(task: Task, outputs: Array, labels: Array) -> float:
+    """Returns the T that makes the labels the most likely; 1.0 for scores, and for fewer than 10 rows.
+
+    Args:
+        outputs: (N, C).
+        labels: (N,) class indices, or (N, C) zeros and ones.
+    """
+    if task.is_regression or len(labels) < FEWEST:
+        return 1.0
+
+    def cost(log_t: float) -> float:
+        scaled = outputs.astype(np.float64) / np.exp(log_t)
+        if task.multi_label:
+            likelihood = log_expit(np.where(labels == 1, scaled, -scaled)).sum()
+        else:
+            likelihood = log_softmax(scaled, axis=1)[
+                np.arange(len(labels)), labels.astype(int)
+            ].sum()
+        return float(0.5 * (log_t / SPREAD) ** 2 - likelihood)
+
+    return float(np.exp(minimize_scalar(cost, bounds=(-3, 3), method="bounded").x))
+
+
+def fit_thresholds(outputs: Array, labels: Array) -> list[float]:
+    """Returns for each label the probability from which on it is given: the one with the best F1.
+
+    Labels with fewer than 5 rows have 0.5.
+
+    Args:
+        outputs: (N, C), after the temperature.
+        labels: (N, C) zeros and ones.
+    """
+    thresholds = []
+    for column, marks in zip(expit(outputs.astype(np.float64)).T, labels.T, strict=True):
+        best = 0.5
+        if marks.sum() >= FEWEST_POSITIVE:
+            cuts = np.unique(np.append(column, 0.5))
+            middles = [0.5, *((cuts[1:] + cuts[:-1]) / 2)]
+            scores = [f1_score(marks, column >= cut, zero_division=0.0) for cut in middles]
+            best = float(middles[int(np.argmax(scores))])
+        thresholds.append(round(best, 4))
+    return thresholds
+
+
+def scale_classifier(model: Any, task: int, temperature: float) -> None:
+    """Divides the classifier of one of a `TaskModel`'s tasks by the temperature."""
+    for name in ("weight", "bias"):
+        parameter = model.get_parameter(f"classifiers.{task}.{name}")
+        parameter.data = parameter.data / temperature

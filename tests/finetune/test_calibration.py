@@ -1,0 +1,66 @@
+"""Calibration: a known temperature is found, is in the saved model and in the report, thresholds suit rare labels."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.special import expit
+
+from finetune.calibration import fit_temperature, fit_thresholds
+from finetune.predict import predict
+from finetune.report_tables import build_report, calibration
+from finetune.results import load_predictions
+from finetune.tasks import TASKS
+from multicls.files import read_json
+from tests.finetune.runs import finetune
+
+
+def test_a_known_temperature_is_found() -> None:
+    """Labels are drawn from the outputs divided by 3; few rows without an error do not ask for 0."""
+    draw = np.random.default_rng(0)
+    outputs = draw.normal(size=(3000, 2)) * 6
+    labels = (draw.random(3000) < expit((outputs[:, 1] - outputs[:, 0]) / 3)).astype(float)
+    assert fit_temperature(TASKS["rte"], outputs, labels) == pytest.approx(3, rel=0.1)
+    several = replace(TASKS["rte"], multi_label=True)
+    marks = (draw.random(outputs.shape) < expit(outputs / 3)).astype(float)
+    assert fit_temperature(several, outputs, marks) == pytest.approx(3, rel=0.1)
+    right = outputs[:20].argmax(axis=1)
+    assert 0.3 < fit_temperature(TASKS["rte"], outputs[:20], right) < 1
+    assert fit_temperature(TASKS["rte"], outputs[:9], labels[:9]) == 1.0
+    assert fit_temperature(TASKS["stsb"], outputs[:, :1], labels) == 1.0
+
+
+def test_thresholds_of_rare_labels_are_lower() -> None:
+    """A label whose rows have probabilities about 0.3 is given from below that on; one of 4 rows keeps 0.5."""
+    draw = np.random.default_rng(1)
+    labels = np.zeros((200, 2))
+    labels[:20, 0] = labels[:4, 1] = 1
+    probabilities = np.clip(0.1 + 0.2 * labels + draw.normal(0, 0.03, labels.shape), 0.01, 0.9)
+    first, second = fit_thresholds(np.log(probabilities / (1 - probabilities)), labels)
+    assert 0.15 < first < 0.27 and second == 0.5
+
+
+@pytest.mark.parametrize("head", ["mean", "probe"])
+def test_the_temperature_of_a_run(head: str, tiny_bert: Path, glue: Path, tmp_path: Path) -> None:
+    """It is fitted on the validation split, is in the saved classifier, and is in the report."""
+    values: dict[str, Any] = {"train_size": 100, "selection": "holdout", "save_model": True}
+    values |= {"pooling": "mean", "train__learning_rate": ""} if head == "probe" else {}
+    record = finetune(tiny_bert, glue, tmp_path, head=head, **values)
+    splits = load_predictions(Path(record["path"]), "sst2")
+    (entry,) = record["tasks"]
+    held = splits["validation"]
+    temperature = fit_temperature(TASKS["sst2"], held["logits"], held["labels"])
+    assert entry["temperature"] == pytest.approx(temperature) and temperature != 1
+    from finetune.benchmarks import read_task
+
+    dev, task = read_task(TASKS["sst2"], str(glue)).dev, replace(TASKS["sst2"], max_length=24)
+    found = predict(str(Path(record["path"]) / "model"), 0, task, dev)
+    scaled = splits["dev"]["logits"] / temperature
+    np.testing.assert_allclose(found, scaled, rtol=1e-3, atol=1e-4)
+    after = calibration([splits["dev"] | {"logits": scaled}])[0]
+    (row,) = build_report(tmp_path).tables["All results"].to_dict("records")
+    assert row["ECE, calibrated"] == f"{100 * after:.2f}"
+    assert read_json(Path(record["path"]) / "model" / "config.json")["thresholds"] == [[]]
+    assert "calibrated by one temperature" in (Path(record["path"]) / "model/README.md").read_text()
