@@ -24,7 +24,7 @@ from pretrain.batches import MicroBatch, load_steps
 from pretrain.engine import build_engine
 from pretrain.job import build_model, build_streams
 from pretrain.settings import PretrainSettings, batch_arithmetic, resolve_micro_batch
-from pretrain.training import Trainer, weighted_sum
+from pretrain.training import train_step, weighted_sum
 
 GROUP = 10  # examples that are each other's negatives
 BERT = "BertForMaskedLM, plain PyTorch"
@@ -82,9 +82,8 @@ class Workload:
         engine = build_engine(
             prepare_deepspeed(), self.model()[0], config, settings.train, settings.objective.in_use
         )
-        trainer = Trainer(engine, settings)
         numbers, source = itertools.count(), itertools.cycle(batches)
-        return lambda: trainer.train_step([next(source)], next(numbers))
+        return lambda: train_step(engine, settings, [next(source)], next(numbers))
 
     def bert_step(self, batches: Sequence[MicroBatch]) -> Case:
         """Returns a step of BertForMaskedLM; in 16 bit, weights, gradients and moments are 16-bit as well."""

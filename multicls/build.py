@@ -66,7 +66,7 @@ def build(
         # A multiple of 64 rows, so that 16-bit matrix products are aligned.
         model.resize_token_embeddings(rows, 64, mean_resizing=False)
         report(f"weights: {text}")
-        _try(model, tokenizer, report)
+        _check_encoder_works(model, tokenizer, report)
     return model, tokenizer
 
 
@@ -137,7 +137,9 @@ def _copy_weights(model: MultiClsForPreTraining, checkpoint: str) -> str:
     return f"{kept}; new: {', '.join([*new, 'facets', 'TF-IDF head', 'order head'])}"
 
 
-def _try(model: MultiClsForPreTraining, tokenizer: Any, report: Callable[[str], None]) -> None:
+def _check_encoder_works(
+    model: MultiClsForPreTraining, tokenizer: Any, report: Callable[[str], None]
+) -> None:
     """Makes a forward and a backward pass. Raises ValueError if the encoder does not work."""
     kind, was_training = model.config.encoder.model_type, model.training
     fit: Any = {"padding": True, "truncation": True, "max_length": model.config.max_tokens}

@@ -14,7 +14,14 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForPreTraining,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers import initialization as init
 from transformers.loss.loss_utils import ForSequenceClassificationLoss
 from transformers.modeling_outputs import (
@@ -25,7 +32,7 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils import can_return_tuple
 
-from .configuration_multicls import AUTO_MAP, MultiClsConfig
+from .configuration_multicls import MultiClsConfig
 
 IGNORE_INDEX = -100  # label of positions without a target
 OBJECTIVES = ("mlm", "tfidf", "so", "mcqt")
@@ -519,11 +526,19 @@ class MultiClsForSequenceClassification(MultiClsPreTrainedModel):
         return SequenceClassifierOutput(loss, logits_BC, outputs.hidden_states, outputs.attentions)
 
 
-# The auto classes find the models, and their code is saved with each; a folder's leaves an installed project alone.
-for _name, _reference in AUTO_MAP.items():
-    _ours, _kind = globals()[_reference.split(".")[1]], MultiClsConfig.model_type
-    _known = __package__ != "multicls" and _kind in transformers.CONFIG_MAPPING
-    if _name != "AutoConfig" or not _known:
-        _key = _kind if _ours is MultiClsConfig else MultiClsConfig
-        getattr(transformers, _name).register(_key, _ours, exist_ok=True)
-    _ours.register_for_auto_class(_name)
+# A saved folder has a copy of this module. Its configuration class does not replace that of an installed project.
+if __package__ == "multicls" or MultiClsConfig.model_type not in transformers.CONFIG_MAPPING:
+    transformers.AutoConfig.register(MultiClsConfig.model_type, MultiClsConfig, exist_ok=True)
+AutoModel.register(MultiClsConfig, MultiClsModel, exist_ok=True)
+AutoModelForMaskedLM.register(MultiClsConfig, MultiClsForMaskedLM, exist_ok=True)
+AutoModelForPreTraining.register(MultiClsConfig, MultiClsForPreTraining, exist_ok=True)
+AutoModelForSequenceClassification.register(
+    MultiClsConfig, MultiClsForSequenceClassification, exist_ok=True
+)
+
+# The code is saved with each model.
+MultiClsConfig.register_for_auto_class("AutoConfig")
+MultiClsModel.register_for_auto_class("AutoModel")
+MultiClsForMaskedLM.register_for_auto_class("AutoModelForMaskedLM")
+MultiClsForPreTraining.register_for_auto_class("AutoModelForPreTraining")
+MultiClsForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")

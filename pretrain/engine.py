@@ -5,14 +5,13 @@ Checked with deepspeed 0.19.8. Code that a newer version may break is here and n
 
 import argparse
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from multicls.distributed import safe_unpickling
@@ -41,32 +40,7 @@ def build_engine(
     config = ds_config | {"checkpoint": checkpoint}
     groups = parameter_groups(model, train.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=train.learning_rate, fused=True)
-    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
-    if engine.zero_optimization_stage() < 3:
-        _shorten_step(engine.optimizer)
-    return engine
-
-
-def _shorten_step(optimizer: Any) -> None:
-    """Leaves out operator calls for each parameter, and waits for the device, that change nothing in ZeRO 1 and 2."""
-
-    def grad_norm(gradients: Iterable[Tensor], *_: Any) -> Tensor:
-        norms = torch._foreach_norm(list(gradients), 2, torch.float64)
-        total = torch.stack(norms).square().sum().float()
-        dist.all_reduce(total, group=optimizer.dp_process_group)
-        return total.sqrt()
-
-    def unscale_and_clip(gradients: Iterable[Tensor], norm: Tensor) -> None:
-        clip = ((norm / optimizer.loss_scale + 1e-6) / optimizer.clip_grad).clamp(min=1.0)
-        for gradient in gradients:
-            gradient.mul_(1.0 / (clip * optimizer.loss_scale))
-
-    # Where a gradient is not finite, the norm is not either, and DeepSpeed checks it once more.
-    optimizer.check_overflow = lambda *_, **__: None
-    optimizer.get_grad_norm_direct = grad_norm
-    optimizer.unscale_and_clip_grads = unscale_and_clip
-    # The weights are views of the flat tensors that a step updates.
-    optimizer._update_model_bit16_weights = lambda group: None
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
 def prepare_layers(model: Any, train: TrainSettings) -> None:

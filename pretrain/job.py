@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,68 +66,117 @@ def run_job(settings: PretrainSettings, ds_config: dict[str, Any], corpus: Path)
     with ExitStack() as stack:
         on_rank_0(lambda: stack.enter_context(locked(run_folder)))
         stack.enter_context(disk_errors_reported(run_folder))
-        pretrain(deepspeed, settings, ds_config, Corpus(corpus))
+        job = prepare(settings, ds_config, Corpus(corpus))
+        if job.is_finished:
+            if dist.get_rank() == 0:
+                print(f"already finished at step {read_json(run_folder / DONE)['step']}")
+        else:
+            start(deepspeed, job)
     if dist.get_rank() == 0 and (run_folder / DONE).exists():
         curves = ("curves", f"tensorboard --logdir {run_folder / 'tb'}")
         print_summary([("model", run_folder / "hf"), curves], next_command(run_folder / "hf"))
     leave_deepspeed()
 
 
-def pretrain(
-    deepspeed: Any, settings: PretrainSettings, ds_config: dict[str, Any], corpus: Corpus
-) -> None:
-    """Sets up and trains, within a process group. Arguments and errors are those of `run_job`."""
+@dataclass(frozen=True)
+class Job:
+    """A pretraining run that is ready to start on this rank.
+
+    Attributes:
+        settings: With micro-batch size, steps and intervals as numbers.
+        completed: The DeepSpeed JSON with the values of the settings.
+        streams: Streams of examples by split, "train" and "validation".
+        start_step: Step of the checkpoint to resume from; 0: a new run.
+        is_finished: True if the run has ended before; there is nothing to start.
+        notes: Lines for the log.
+        stop: Its time limit counts from the preparation on.
+    """
+
+    settings: PretrainSettings
+    completed: dict[str, Any]
+    corpus: Corpus
+    model: Any
+    tokenizer: Any
+    streams: dict[str, ExampleStream]
+    checkpoints: Checkpoints
+    start_step: int
+    is_finished: bool
+    notes: list[str]
+    stop: StopRequest
+
+    @property
+    def run_folder(self) -> Path:
+        """The folder of the run."""
+        return Path(self.settings.run.output_dir)
+
+
+def prepare(settings: PretrainSettings, ds_config: dict[str, Any], corpus: Corpus) -> Job:
+    """Builds or restores all parts of a run and checks them; writes nothing. Needs the process group.
+
+    Arguments and errors are those of `run_job`.
+    """
     torch.set_float32_matmul_precision("high")  # TF32 for fp32, on GPUs that have it
-    run, is_first = settings.run, dist.get_rank() == 0
-    run_folder, stop = Path(run.output_dir), StopRequest(run.time_limit)
-    batch = batch_arithmetic(settings.train, dist.get_world_size())
-    start = on_rank_0(lambda: newest_step(run_folder / "checkpoints"))
-    finished = on_rank_0((run_folder / DONE).exists)
-    notes = [f"resuming from step {start}" if start else "fresh run"]
+    run_folder, stop = Path(settings.run.output_dir), StopRequest(settings.run.time_limit)
+    start_step = on_rank_0(lambda: newest_step(run_folder / "checkpoints"))
+    is_finished = on_rank_0((run_folder / DONE).exists)
+    notes = [f"resuming from step {start_step}" if start_step else "fresh run"]
     torch.manual_seed(settings.train.seed)
-    if start or finished:
+    if start_step or is_finished:
         model, tokenizer = restore_model(run_folder / "model")
     else:
         model, tokenizer = build_model(settings.model, notes.append)
     streams = build_streams(settings, corpus, tokenizer, model.config.max_tokens)
     settings, length = resolve_length(settings, streams["train"])
     prepare_layers(model, settings.train)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    precision = choose_precision(settings.train.precision, device)
+    precision = choose_precision(
+        settings.train.precision, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    )
+    batch = batch_arithmetic(settings.train, dist.get_world_size())
     completed = complete_deepspeed_config(ds_config, precision=precision, **batch)
     check_with_deepspeed(completed, settings.config)
     numbers = identity(settings, completed, corpus.path)  # its length is in steps, however set
-    kept = run.keep_checkpoints, run.milestone_every
+    kept = settings.run.keep_checkpoints, settings.run.milestone_every
     checkpoints = Checkpoints(run_folder / "checkpoints", numbers, *kept)
-    if start:
-        on_rank_0(lambda: checkpoints.check_identity(start))
-    if finished:
-        if is_first:
-            print(f"already finished at step {read_json(run_folder / DONE)['step']}")
-        return
-
-    def describe() -> None:
-        if not start:
-            _check_not_lost(run_folder, settings.run.save_every)
-            source = "" if settings.model.random_weights else settings.model.checkpoint
-            describe_model(model, tokenizer, run_folder, source, corpus.manifest)
-        _describe_run(run_folder, to_yaml(settings), completed)
-
-    on_rank_0(describe)
-    converted = on_rank_0(lambda: checkpoints.convert_if_needed(start)) if start else ""
-    if converted:  # DeepSpeed's universal form holds no frozen weights
-        model.load_state_dict(fp32_weights(checkpoint_path(checkpoints.folder, start)))
+    if start_step:
+        on_rank_0(lambda: checkpoints.check_identity(start_step))
+    held_out = streams["validation"]
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
-    notes += [*length, *notes_on_machine(streams["validation"]), converted]
-    notes.append(f"model: {size:.1f} M parameters, {precision}")
+    notes += [*length, *describe_machine()]
+    notes += [
+        f"data: {held_out.num_documents:,} documents held out, {held_out.examples_per_epoch:,} examples",
+        f"model: {size:.1f} M parameters, {precision}",
+    ]
+    return Job(
+        settings=settings,
+        completed=completed,
+        corpus=corpus,
+        model=model,
+        tokenizer=tokenizer,
+        streams=streams,
+        checkpoints=checkpoints,
+        start_step=start_step,
+        is_finished=is_finished,
+        notes=notes,
+        stop=stop,
+    )
+
+
+def start(deepspeed: Any, job: Job) -> None:
+    """Describes the run in its folder, loads its checkpoint if there is one, and trains."""
+    settings, step, checkpoints = job.settings, job.start_step, job.checkpoints
+    on_rank_0(lambda: _describe(job))
+    converted = on_rank_0(lambda: checkpoints.convert_if_needed(step)) if step else ""
+    if converted and dist.get_rank() == 0:
+        # DeepSpeed's universal form holds no frozen weights; DeepSpeed sends those of rank 0 to all ranks.
+        job.model.load_state_dict(fp32_weights(checkpoint_path(checkpoints.folder, step)))
     weights, universal = settings.objective.in_use, bool(converted)
-    engine = build_engine(deepspeed, model, completed, settings.train, weights, universal)
-    if start:
-        checkpoints.load(engine, start)
-    log = Log(run_folder, is_first, start, run.wandb_project)
-    for note in filter(None, notes):
+    engine = build_engine(deepspeed, job.model, job.completed, settings.train, weights, universal)
+    if step:
+        checkpoints.load(engine, step)
+    log = Log(job.run_folder, dist.get_rank() == 0, step, settings.run.wandb_project)
+    for note in filter(None, [*job.notes, converted]):
         log.info(note)
-    Trainer(engine, settings, streams, checkpoints, log, stop).run(start)
+    Trainer(engine, settings, job.streams, checkpoints, log, job.stop).run(step)
     log.close()
 
 
@@ -187,14 +237,11 @@ def identity(
     return values | {"manifest of the corpus": manifest.hexdigest()}
 
 
-def notes_on_machine(held_out: ExampleStream) -> list[str]:
-    """Returns lines on devices and data, and a warning if other programs keep the cores busy."""
+def describe_machine() -> list[str]:
+    """Returns a line on the devices, and a warning if other programs keep the cores busy."""
     on_gpu, threads = torch.cuda.is_available(), torch.get_num_threads()
     device = torch.cuda.get_device_name() if on_gpu else f"CPU with {threads} thread(s)"
-    notes = [
-        f"device: {device} x {dist.get_world_size()} rank(s)",
-        f"data: {held_out.num_documents:,} documents held out, {held_out.examples_per_epoch:,} examples",
-    ]
+    notes = [f"device: {device} x {dist.get_world_size()} rank(s)"]
     taken, cores, load = threads * ranks_here(), len(os.sched_getaffinity(0)), os.getloadavg()[0]
     if threads > 1 and not on_gpu and load + taken > cores + 1:
         notes.append(
@@ -202,6 +249,16 @@ def notes_on_machine(held_out: ExampleStream) -> list[str]:
             "machine OMP_NUM_THREADS=1 is often several times as fast."
         )
     return notes
+
+
+def _describe(job: Job) -> None:
+    """Writes the model of a new run, and what a run is made of, to the run folder."""
+    settings = job.settings
+    if not job.start_step:
+        _check_not_lost(job.run_folder, settings.run.save_every)
+        source = "" if settings.model.random_weights else settings.model.checkpoint
+        describe_model(job.model, job.tokenizer, job.run_folder, source, job.corpus.manifest)
+    _describe_run(job.run_folder, to_yaml(settings), job.completed)
 
 
 def _check_not_lost(run_folder: Path, save_every: float) -> None:

@@ -23,7 +23,7 @@ class StopRequest:
     def __init__(self, time_limit: float | None = None) -> None:
         self._deadline = None if time_limit is None else time.monotonic() + 60 * time_limit
         self._code = 0
-        self._requests: Tensor | None = None
+        self._counts: Tensor | None = None
         self._copied: torch.cuda.Event | None = None
 
     @contextmanager
@@ -36,28 +36,28 @@ class StopRequest:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def requests(self) -> list[float]:
-        """Returns this rank's requests, one number for each of `REASONS`; the ranks sum them in each step."""
+    def votes(self) -> list[float]:
+        """Returns this rank's votes to leave, one number for each of `REASONS`; the ranks sum them in each step."""
         if self._deadline is not None and time.monotonic() > self._deadline:
             self._code = self._code or TIME_LIMIT
         return [float(code == self._code) for code in REASONS]
 
-    def note(self, requests: Tensor) -> None:
-        """Takes the sums of all ranks' `requests`, without waiting for the device."""
-        self._requests = requests
-        if requests.is_cuda:
-            self._requests = torch.empty(requests.shape, dtype=requests.dtype, pin_memory=True)
-            self._requests.copy_(requests, non_blocking=True)
+    def take_result(self, counts: Tensor) -> None:
+        """Takes the sums of all ranks' `votes`, without waiting for the device."""
+        self._counts = counts
+        if counts.is_cuda:
+            self._counts = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+            self._counts.copy_(counts, non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record()
 
-    def agreed(self) -> str:
-        """Returns the reason to leave now, or ""; all ranks get the same answer, that of the last `note`."""
+    def reason(self) -> str:
+        """Returns the reason to leave now, or ""; all ranks get the same answer, that of the last `take_result`."""
         if self._copied is not None:
             self._copied.synchronize()  # the step after it has ended, so this does not wait
-        if self._requests is None:
+        if self._counts is None:
             return ""
-        counts = self._requests.numpy()
+        counts = self._counts.numpy()
         reasons = zip(REASONS.values(), counts, strict=True)
         return next((reason for reason, count in reasons if count), "")
 

@@ -44,13 +44,13 @@ from tests.processes import IdleClock, free_ports, sessions
 DEADLINE = 120.0  # seconds of an idle machine that a launch may take
 GONE = 15.0  # such seconds after an accident in which every process of the run must end
 RAISED = {error.__name__: error for error in (RuntimeError, MemoryError, torch.OutOfMemoryError)}
-Checkpoints, Trainer = pretrain.checkpoints.Checkpoints, pretrain.training.Trainer
+Checkpoints = pretrain.checkpoints.Checkpoints
 PLACES = {
-    "": (Trainer, "train_step"),
+    "": (pretrain.training, "train_step"),
     "the meeting": (pretrain.job, "prepare_deepspeed"),
     "the set-up": (pretrain.job, "build_engine"),
     "a step": (pretrain.training, "loss_terms"),  # after the first forward pass
-    "an evaluation": (Trainer, "evaluate"),
+    "an evaluation": (pretrain.training, "evaluate"),
     "a save": (Checkpoints, "save"),
     "a file": (torch, "save"),
     "the marker": (pretrain.checkpoints, "atomic_write"),
@@ -101,7 +101,7 @@ def arrange(accident: str, step: int, output: Path) -> None:
     what, _, place = accident.partition(" in ")
     has_begun = not step or place in ("the meeting", "the set-up")
 
-    def begin(trainer: Any, batches: Any, number: int, *args: Any, **kwargs: Any) -> None:
+    def begin(_engine: Any, _settings: Any, _batches: Any, number: int, **_: Any) -> None:
         nonlocal has_begun
         has_begun = has_begun or number == step
 
@@ -118,7 +118,7 @@ def arrange(accident: str, step: int, output: Path) -> None:
         signal.setitimer(signal.ITIMER_PROF, float(accident.split()[2]))
     elif what:
         before(*PLACES[place], now)
-        before(Trainer, "train_step", begin)
+        before(pretrain.training, "train_step", begin)
 
 
 def _note_weights(engine: Any) -> None:
@@ -138,12 +138,14 @@ def _note_weights(engine: Any) -> None:
 def be_rank(launch: dict[str, Any], rank: int, output: Path) -> None:
     """Runs one rank of a launch and leaves the process."""
 
-    def note_examples(trainer: Any, batches: list[Any], step: int, *_: Any, **__: Any) -> None:
+    def note_examples(
+        _engine: Any, _settings: Any, batches: list[Any], step: int, **_: Any
+    ) -> None:
         examples = {str(batch.number): batch.windows.tolist() for batch in batches}
         record = {"launch": output.stem, "step": step, "examples": examples}
         append_jsonl(output.with_name("examples.jsonl"), record)
 
-    before(Trainer, "train_step", note_examples)
+    before(pretrain.training, "train_step", note_examples)
     del sys.modules["__main__"].__file__  # or loader processes would import this file again
     os.environ["NOTES"] = str(output.parent)
     accident = launch.get("accident", "")

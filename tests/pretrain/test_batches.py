@@ -12,7 +12,7 @@ import torch
 from data_prep.examples import ExampleStream, SpecialIds
 from multicls.corpus import Corpus
 from pretrain.batches import MicroBatch, load_steps
-from pretrain.training import Trainer
+from pretrain.training import evaluate
 from tests.pretrain.tools import micro_batch_of, tiny_model
 from tests.pretrain.two_ranks import settings
 from tests.processes import children
@@ -93,6 +93,6 @@ def test_a_validation_counts_each_group_once_and_leaves_the_dropout_on(
     for rank, ranks in ((0, 1), (0, 2), (1, 2)):
         monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
         monkeypatch.setattr(torch.distributed, "get_world_size", lambda ranks=ranks: ranks)
-        Trainer(model, chosen, {"validation": stream}).evaluate()
+        evaluate(model, chosen, stream)
         assert model.training
     torch.testing.assert_close(sums[1] + sums[2], sums[0])

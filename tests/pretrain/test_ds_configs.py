@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from multicls.files import REPOSITORY, read_json
 from multicls.modeling_multicls import mcqt_loss, part_scores
 from multicls.optim import dropout_seed
-from pretrain.engine import _shorten_step
 from pretrain.nonfinite import NonFiniteGuard, mask_nonfinite
 from pretrain.training import lr_at
 from tests.pretrain.conftest import Fork, logs
@@ -170,14 +169,6 @@ def test_an_overflow_of_fp16_is_not_counted_but_a_broken_loss_is(
     with pytest.raises(FloatingPointError, match="step 2: gradients are not finite"):
         guard.check_step(2, batches, [{"mlm": good}])
     assert "the losses are finite; examples (row:window:epoch) 6:0:0" in capsys.readouterr().err
-
-
-def test_gradients_are_clipped_by_their_norm_without_the_scale_of_fp16() -> None:
-    optimizer = SimpleNamespace(loss_scale=4.0, clip_grad=1.0)
-    _shorten_step(optimizer)
-    gradients = [torch.tensor([24.0, 32.0])]
-    optimizer.unscale_and_clip_grads(gradients, torch.tensor(40.0))
-    torch.testing.assert_close(gradients, [torch.tensor([0.6, 0.8])])
 
 
 @pytest.mark.parametrize("value", ["inf", "nan"])

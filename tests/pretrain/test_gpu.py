@@ -14,9 +14,11 @@ import torch
 from multicls.distributed import leave_deepspeed, prepare_deepspeed
 from multicls.modeling_multicls import MultiClsForPreTraining
 from pretrain.metrics import MetricSums, means
+from pretrain.nonfinite import NonFiniteGuard
+from pretrain.training import train_step
 from tests.pretrain.conftest import Launch
 from tests.pretrain.test_ds_configs import assert_losses, assert_skipped, plain_pytorch
-from tests.pretrain.two_ranks import GROUP, Case, make_trainer, micro_batch, run
+from tests.pretrain.two_ranks import GROUP, Case, make_engine, micro_batch, run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,15 +48,16 @@ def test_steps_are_those_of_pytorch_on_cpu(deepspeed: Any, stage: int, precision
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_fp16_updates_once_the_loss_scale_fits(deepspeed: Any, stage: int) -> None:
-    trainer = make_trainer(deepspeed, Case(f"zero{stage}", {"precision": "fp16"}, STILL))
+    engine, chosen = make_engine(deepspeed, Case(f"zero{stage}", {"precision": "fp16"}, STILL))
+    guard, batches = NonFiniteGuard(engine, 1), [micro_batch(number) for number in range(4)]
     losses, updates = [], []
     for _ in range(40):  # the same step again and again: the loss scale falls, then the losses do
-        sums = trainer.train_step([micro_batch(number) for number in range(4)], 0)
-        losses.append(means(sums.totals(trainer.device)))
-        updates.append(trainer.engine.was_step_applied())
+        sums = train_step(engine, chosen, batches, 0, guard=guard)
+        losses.append(means(sums.totals(torch.device(engine.device))))
+        updates.append(engine.was_step_applied())
     expected = plain_pytorch(GROUP, **STILL)[0]
     assert {name: losses[0][name] for name in expected} == pytest.approx(expected, rel=0.01)
-    assert sum(updates) >= 10 and updates[-1] and trainer.guard.skipped == 0
+    assert sum(updates) >= 10 and updates[-1] and guard.skipped == 0
     assert losses[-1]["loss/mlm"] < losses[0]["loss/mlm"] - 0.05
 
 
@@ -86,9 +89,11 @@ def our_waits(action: Callable[[], object]) -> list[str]:
 
 
 def test_no_wait_of_ours_in_a_step_that_does_not_log(deepspeed: Any) -> None:
-    trainer, window = make_trainer(deepspeed, Case("zero2", {"precision": "bf16"})), MetricSums()
+    engine, chosen = make_engine(deepspeed, Case("zero2", {"precision": "bf16"}))
     for step in range(2):
-        trainer.train_step([micro_batch(4 * step + slot) for slot in range(4)], step)
+        train_step(engine, chosen, [micro_batch(4 * step + slot) for slot in range(4)], step)
     batches = [micro_batch(number) for number in range(8, 12)]
-    assert not our_waits(lambda: trainer.train_step(batches, 2, window))
-    assert our_waits(lambda: window.totals(trainer.device)), "control: reading the sums waits"
+    sums = MetricSums()
+    assert not our_waits(lambda: train_step(engine, chosen, batches, 2, sums=sums))
+    device = torch.device(engine.device)
+    assert our_waits(lambda: sums.totals(device)), "control: reading the sums waits"

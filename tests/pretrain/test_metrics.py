@@ -5,7 +5,6 @@ import os
 import sys
 from functools import partialmethod
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, call
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from multicls.modeling_multicls import MultiClsForPreTraining, mcqt_loss, part_scores
 from pretrain.batches import MicroBatch
 from pretrain.engine import prepare_layers
-from pretrain.job import notes_on_machine
+from pretrain.job import describe_machine
 from pretrain.log import Log
 from pretrain.metrics import MetricSums, collapses, loss_terms, means, measure
 from pretrain.settings import TrainSettings
@@ -179,5 +178,4 @@ def test_a_busy_machine_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
     for load, warned in ((0.0, False), (99.0, True)):
         monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
-        stream: Any = SimpleNamespace(num_documents=1, examples_per_epoch=9)
-        assert ("OMP_NUM_THREADS=1" in notes_on_machine(stream)[-1]) == warned
+        assert ("OMP_NUM_THREADS=1" in describe_machine()[-1]) == warned

@@ -198,6 +198,6 @@ def test_the_time_limit_is_in_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.monotonic", lambda: now)
     stop = StopRequest(time_limit=2)
     now += 119
-    assert not any(stop.requests())
+    assert not any(stop.votes())
     now += 2
-    assert any(stop.requests())
+    assert any(stop.votes())

@@ -14,9 +14,10 @@ from multicls.deepspeed_config import complete_deepspeed_config, load_deepspeed_
 from multicls.distributed import leave_deepspeed, prepare_deepspeed
 from pretrain.batches import MicroBatch
 from pretrain.engine import build_engine
-from pretrain.metrics import MetricSums, means
+from pretrain.metrics import means
+from pretrain.nonfinite import NonFiniteGuard
 from pretrain.settings import PretrainSettings, batch_arithmetic
-from pretrain.training import Trainer
+from pretrain.training import train_step
 from tests.pretrain.tools import micro_batch_of, random_inputs, tiny_model
 
 STEPS, GROUP, BATCH = 3, 3, 12  # BATCH examples a step, in groups of GROUP
@@ -63,7 +64,8 @@ def micro_batch(number: int, size: int = GROUP) -> MicroBatch:
     return micro_batch_of(inputs, 3, number, windows)
 
 
-def make_trainer(deepspeed: Any, case: Case) -> Trainer:
+def make_engine(deepspeed: Any, case: Case) -> tuple[Any, PretrainSettings]:
+    """Returns the engine of a case and its settings."""
     chosen = settings(**case.changes)
     train, precision = chosen.train, case.changes.get("precision", "fp32")
     batch = batch_arithmetic(train, torch.distributed.get_world_size())
@@ -72,27 +74,29 @@ def make_trainer(deepspeed: Any, case: Case) -> Trainer:
     if case.file == "zero3":  # nothing so small would be shared out
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     model = tiny_model(**case.model)
-    return Trainer(build_engine(deepspeed, model, config, train, chosen.objective.in_use), chosen)
+    return build_engine(deepspeed, model, config, train, chosen.objective.in_use), chosen
 
 
 def run(deepspeed: Any, case: Case) -> dict[str, Any]:
     """Makes three steps; one whose loss is infinite on the last rank; a good one; and one more that is broken."""
-    trainer = make_trainer(deepspeed, case)
-    engine, size = trainer.engine, int(trainer.settings.train.micro_batch_size)
+    engine, chosen = make_engine(deepspeed, case)
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    size, device = int(chosen.train.micro_batch_size), torch.device(engine.device)
+    guard = NonFiniteGuard(engine, chosen.train.skip_nonfinite)
 
     def step(number: int, broken: bool = False) -> dict[str, float]:
-        slots = range(trainer.rank, BATCH // size, trainer.world_size)
+        slots = range(rank, BATCH // size, ranks)
         batches = [micro_batch(number * BATCH // size + slot, size) for slot in slots]
-        if broken and trainer.rank == trainer.world_size - 1:
+        if broken and rank == ranks - 1:
             # The squared error is infinite, but its gradient would be finite.
             batches[0].inputs["tfidf_labels"][0, 0] = 1e30
-        trainer.train_step(batches, number, sums := MetricSums(), measured=number % 2 == 0)
-        return means(sums.totals(trainer.device))
+        sums = train_step(engine, chosen, batches, number, guard=guard, measured=number % 2 == 0)
+        return means(sums.totals(device))
 
     @torch.no_grad()
     def loss() -> float:
         engine.eval()
-        value = float(engine(**micro_batch(99).to(trainer.device).inputs).loss)
+        value = float(engine(**micro_batch(99).to(device).inputs).loss)
         engine.train()
         return value
 
