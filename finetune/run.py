@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/: its names hide packages
 
-from finetune.benchmarks import read_task
+from finetune.benchmark_tasks import read_task
 from finetune.heads import FITTED
 from finetune.heads.build import build_model, checkpoint_sha256
 from finetune.own_data import load_own

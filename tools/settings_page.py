@@ -20,7 +20,10 @@ COMMANDS = (
     "data_prep/run.py",
     *(f"data_prep/run.py {command}" for command in ("show", "stats", "verify")),
     *(f"pretrain/{name}.py" for name in ("run", "export")),
-    *(f"finetune/{name}.py" for name in ("run", "grid", "report", "predict", "analyze", "submit")),
+    *(
+        f"finetune/{name}.py"
+        for name in ("run", "grid", "report", "refit", "predict", "export", "analyze", "submit")
+    ),
     "multicls/convert.py",
 )
 INTRODUCTION = """# Settings and commands

@@ -3,17 +3,21 @@
 import re
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks import inference, training_step
+from benchmarks import inference, study, training_step
 from benchmarks.harness import Report, ratio, take_turns, verdict
 from data_prep.run import main as prepare
+from finetune.estimates import choose_candidates
+from finetune.results import load_results
 from multicls.distributed import leave_deepspeed
 from multicls.files import REPOSITORY
+from tests.finetune.runs import fake_run
 from tools.first_look import hits_of, interval
 
 
@@ -57,6 +61,20 @@ def test_first_look_finds_next_passages() -> None:
     assert not any(hits(far))
     low, high = interval(np.array(hits(far)), np.array(hits(near)), documents)
     assert 0.0 < low < 0.6 < high <= 1.0
+
+
+def test_the_study_answers_for_each_size(tmp_path: Path) -> None:
+    """Two sizes and a search: each size has its own answers, of the candidate that each system chooses."""
+    for size, subset, (system, skill) in product((100, 150), (1, 2, 3), (("a", 1.5), ("b", 0.1))):
+        for task, rate in product(("rte", "sst2"), (1e-5, 2e-5)):
+            values = {"train_size": size, "subset": subset, "task": task, "rows": 40}
+            search = {"train.learning_rate": rate}
+            fake_run(tmp_path, system, skill, **values, search=search, train__learning_rate=rate)
+    report = Report("The study")
+    study.add_answers(report, choose_candidates(load_results(tmp_path)), {"a above b?": ["a", "b"]})
+    rows = [line for line in report.text.splitlines() if "a above b?" in line]
+    assert [row.split(" | ")[0] for row in rows] == ["| 100", "| 150"]
+    assert all(float(row.split(" | ")[2]) > 10 and "nan" not in row for row in rows), rows
 
 
 @pytest.mark.parametrize("script", ("step", "data_prep", "inference", "embeddings", "study"))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from scipy.special import expit
 
+from finetune.benchmark_tasks import read_task
 from finetune.calibration import fit_temperature, fit_thresholds
 from finetune.predict import predict
 from finetune.report_tables import build_report, calibration
@@ -53,8 +54,6 @@ def test_the_temperature_of_a_run(head: str, tiny_bert: Path, glue: Path, tmp_pa
     held = splits["validation"]
     temperature = fit_temperature(TASKS["sst2"], held["logits"], held["labels"])
     assert entry["temperature"] == pytest.approx(temperature) and temperature != 1
-    from finetune.benchmarks import read_task
-
     dev, task = read_task(TASKS["sst2"], str(glue)).dev, replace(TASKS["sst2"], max_length=24)
     found = predict(str(Path(record["path"]) / "model"), 0, task, dev)
     scaled = splits["dev"]["logits"] / temperature

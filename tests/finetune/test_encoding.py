@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from finetune.benchmarks import read_task
+from finetune.benchmark_tasks import read_task
 from finetune.encoding import Encoded
 from finetune.heads.modeling_task import IGNORE_INDEX
 from finetune.tasks import TASKS, Example, Task

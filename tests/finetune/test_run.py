@@ -15,7 +15,7 @@ from sklearn.preprocessing import StandardScaler
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from finetune import grid, submit
-from finetune.benchmarks import read_task
+from finetune.benchmark_tasks import read_task
 from finetune.fitted import apply_layer, fit_classifier, fit_layer, fit_words
 from finetune.heads.build import Incompatible
 from finetune.metrics import score_predictions

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune.benchmarks import read_task
+from finetune.benchmark_tasks import read_task
 from finetune.own_data import load_own
 from finetune.settings import OwnDataSettings, RunSettings
 from finetune.subsets import draw_rows, hold_out, select_rows

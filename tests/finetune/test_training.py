@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertModel
 
-from finetune.benchmarks import read_task
+from finetune.benchmark_tasks import read_task
 from finetune.encoding import Encoded
 from finetune.heads.build import build_model
 from finetune.predict import predict

@@ -12,7 +12,7 @@ from unittest import mock
 import pandas as pd
 import pytest
 
-from finetune.benchmarks import read_split, read_task
+from finetune.benchmark_tasks import read_split, read_task
 from finetune.tasks import TASKS, Example, passage_id
 from multicls.errors import UserError
 
