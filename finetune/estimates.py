@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 from scipy import optimize, special, stats
 
-from finetune.heads import WITHOUT_MODEL
+from finetune.heads import HEADS, WITHOUT_MODEL
 from finetune.metrics import predictions_of, row_values, score_predictions
 from finetune.tasks import Array, Task
 
@@ -281,7 +281,7 @@ def choose_candidates(runs: pd.DataFrame) -> pd.DataFrame:
 
 def best_runs(runs: pd.DataFrame) -> list[dict[str, Any]]:
     """Returns for each task the best run of the best system that leaves a model, by the rows that pick it."""
-    runs = choose_candidates(runs[~runs["head"].isin(WITHOUT_MODEL)])
+    runs = choose_candidates(runs[runs["head"].isin(HEADS.keys() - WITHOUT_MODEL)])
     systems = runs.groupby(KEYS)["selection_score"]
     ranked = runs.assign(mean=systems.transform("mean")).sort_values(["mean", "selection_score"])
     return ranked.groupby("task").tail(1).sort_values("task").to_dict("records")

@@ -23,7 +23,7 @@ from finetune.training import predict_rows
 from multicls.errors import UserError, first_line
 
 STRENGTHS = np.logspace(-4, 2, 13)  # C of the logistic regression on standardised features
-WORD_STRENGTHS = np.logspace(-1, 3, 9)  # C of the one on TF-IDF
+WORD_STRENGTHS = np.logspace(0, 3, 4)  # C of the one on TF-IDF
 ALPHAS = np.logspace(-1, 5, 13)  # of the ridge regression
 FOLDS = 5
 TUNING_ROWS = 10_000  # most rows that choose C: more take hours and hardly change it
