@@ -58,7 +58,7 @@ class Shard:
             self.counts: np.ndarray = self.batch.column("counts").values.to_numpy()
             self.source_names: list[str] = self.batch.column("source").dictionary.to_pylist()
             self.source_codes: np.ndarray = self.batch.column("source").indices.to_numpy()
-        except (pa.ArrowException, OSError, KeyError) as error:
+        except (pa.ArrowException, FileNotFoundError, KeyError) as error:
             raise UserError(f"{path}: not a readable shard ({error}); prepare it again.") from None
         self.row_starts: np.ndarray = outer.offsets.to_numpy()
         self.sentence_starts: np.ndarray = outer.values.offsets.to_numpy()

@@ -25,6 +25,7 @@ OWNED: Mapping[str, str] = {  # key of the JSON -> setting that owns its value
     "torch_autocast": "train.precision",
     "compile": "train.compile",
 }
+SAFETIES = ("bf16.check_grad_overflow", "zero_optimization.compute_grad_norm")  # never false
 KEYS = OWNED.keys() | set(
     """
     activation_checkpointing aio bf16 checkpoint comms_logger communication_data_type data_types disable_allgather
@@ -56,6 +57,12 @@ def load_deepspeed_config(path: str | Path) -> dict[str, Any]:
         for key, value in (config | enabled).items()
         if key in OWNED and (key in OBJECTS or value not in (None, "auto"))
     ]
+    for name in SAFETIES:
+        group, key = name.split(".")
+        if config.get(group, {}).get(key) is False:
+            problems.append(
+                f"{path}: {name} = false: a loss that is not finite would ruin the weights; leave it out."
+            )
     for key in config.keys() - KEYS:
         problems.append(f"{path}: {key}: no such key.{did_you_mean(key, KEYS, listed=False)}")
     if problems:
@@ -74,6 +81,9 @@ def complete_deepspeed_config(
 ) -> dict[str, Any]:
     """Returns a copy of a DeepSpeed JSON with the values of our settings.
 
+    DeepSpeed's throughput timer is off: it waits for the device twice in each micro-batch. A rank alone overlaps no
+    communication, which would wait once more.
+
     With bf16 and ZeRO 2 or 3, gradients are accumulated in fp32 unless the JSON sets `data_types.grad_accum_dtype`.
     With ZeRO 1 DeepSpeed 0.19.8 cannot read the weights from such a checkpoint; with an offloaded optimizer it keeps
     the NaN of a skipped step in its fp32 sums. A rank has `micro_batch_size` examples in each of `accumulation` passes.
@@ -81,6 +91,7 @@ def complete_deepspeed_config(
     completed = {
         "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW offloads, too; nothing is compiled
         "steps_per_print": 1_000_000_000,  # the training loop reports
+        "timers": {"throughput": {"enabled": False}},
         **deepcopy(dict(config)),
         "train_batch_size": micro_batch_size * accumulation * world_size,
         "train_micro_batch_size_per_gpu": micro_batch_size,
@@ -90,13 +101,18 @@ def complete_deepspeed_config(
     for name in ("bf16", "fp16"):
         completed[name] = completed.get(name, {}) | {"enabled": precision == name}
     zero = completed.get("zero_optimization", {})
+    if zero and world_size == 1:
+        zero["overlap_comm"] = False
     if precision == "bf16" and zero.get("stage", 0) >= 2 and "offload_optimizer" not in zero:
         completed.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
     return completed
 
 
 def check_with_deepspeed(config: Mapping[str, Any], where: str) -> None:
-    """Raises UserError if DeepSpeed refuses a completed configuration; call it after `prepare_deepspeed`."""
+    """Raises UserError if DeepSpeed refuses a completed configuration, or cannot read its checkpoints.
+
+    Call it after `prepare_deepspeed`.
+    """
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError, DtypeEnum
 
     try:
@@ -104,3 +120,9 @@ def check_with_deepspeed(config: Mapping[str, Any], where: str) -> None:
         DtypeEnum(checked.grad_accum_dtype or "fp32")
     except (AssertionError, ValueError, KeyError, TypeError, DeepSpeedConfigError) as error:
         raise UserError(f"{where}: DeepSpeed refuses it: {' '.join(str(error).split())}") from None
+    sums = config.get("data_types", {}).get("grad_accum_dtype")
+    if checked.zero_config.stage == 1 and checked.bfloat16_config.enabled and sums == "fp32":
+        raise UserError(
+            f"{where}: data_types.grad_accum_dtype = fp32: with ZeRO 1 and bf16 no checkpoint could be exported; "
+            "leave it out, or set zero_optimization.stage to 2."
+        )

@@ -14,8 +14,15 @@ from typing import Any, TypeVar
 from multicls.errors import UserError, first_line
 
 Value = TypeVar("Value")
-LONGEST_WORK = timedelta(days=1)  # of rank 0 in `on_rank_0`; other collectives wait for 10 minutes
+LONGEST_WORK = timedelta(hours=1)  # of rank 0 in `on_rank_0`; other collectives wait for 10 minutes
 _patient_group: Any = None  # all ranks, with that limit
+
+
+def uses_cuda() -> bool:
+    """Returns True if the run computes on GPUs: there are some, and DS_ACCELERATOR does not ask for the CPU."""
+    import torch
+
+    return torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
 
 
 def prepare_deepspeed() -> ModuleType:
@@ -32,7 +39,7 @@ def prepare_deepspeed() -> ModuleType:
     import torch
     import torch.distributed as dist
 
-    on_cuda = torch.cuda.is_available()
+    on_cuda = uses_cuda()
     if not on_cuda:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed guesses, and warns of it
     import deepspeed
@@ -52,7 +59,7 @@ def prepare_deepspeed() -> ModuleType:
         # DeepSpeed's device is LOCAL_RANK, too. A launcher may show each process its own GPU alone.
         os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    elif "OMP_NUM_THREADS" not in os.environ:
+    if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() // ranks_here()))
     deepspeed.init_distributed(dist_backend="nccl" if on_cuda else "gloo", verbose=False)
     global _patient_group
@@ -74,7 +81,10 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def on_rank_0(function: Callable[[], Value]) -> Value:
-    """Returns rank 0's result of `function` on all ranks, which wait for it; all of them raise its `UserError`."""
+    """Returns rank 0's result of `function` on all ranks, which wait for it.
+
+    If it fails there, all ranks raise its `UserError`; of another exception they raise its text as a RuntimeError.
+    """
     import torch.distributed as dist
 
     rank, world_size = rank_and_world()
@@ -86,8 +96,12 @@ def on_rank_0(function: Callable[[], Value]) -> Value:
             outcome[0] = function()
         except UserError as error:
             outcome[0] = error
+        except Exception as error:
+            failed = RuntimeError(f"rank 0 failed: {type(error).__name__}: {first_line(error)}")
+            dist.broadcast_object_list([failed], group=_patient_group)
+            raise
     dist.broadcast_object_list(outcome, group=_patient_group)
-    if isinstance(outcome[0], UserError):
+    if isinstance(outcome[0], UserError | RuntimeError):
         raise outcome[0]
     return outcome[0]
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader
 
 from data_prep.examples import IGNORE_INDEX, ExampleStream
+from multicls.distributed import uses_cuda
 from multicls.errors import print_stderr
 from pretrain.stopping import SIGNALS, outlive_signals
 
@@ -119,7 +120,7 @@ def _unstack(numbers: list[int], arrays: dict[str, np.ndarray]) -> Iterator[Micr
     facets = arrays["input_ids"].shape[2] - arrays["tfidf_labels"].shape[2]
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     tensors = {name: t if t.is_floating_point() else t.long() for name, t in tensors.items()}
-    if torch.cuda.is_available():
+    if uses_cuda():
         tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
     positions = tensors.pop("masked_positions").split(is_masked.sum(axis=1).tolist())
     for i, number in enumerate(numbers):

@@ -90,8 +90,9 @@ def load_engine(engine: Any, folder: Path, tag: str) -> None:
         # In stage 3 DeepSpeed gives all groups the weight decay of the first, and one shared counter of steps.
         for group, values in zip(engine.optimizer.param_groups, ours, strict=True):
             group.update(values)
-        for moments in engine.optimizer.optimizer.state.values():
-            moments["step"] = moments["step"].clone()
+        # It also leaves the steps on the CPU, where the fused AdamW of a GPU cannot read them.
+        for parameter, moments in engine.optimizer.optimizer.state.items():
+            moments["step"] = moments["step"].to(parameter.device, copy=True)
 
 
 def convert_to_universal(source: Path, target: Path) -> None:

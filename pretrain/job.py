@@ -18,8 +18,18 @@ from data_prep.examples import ExampleStream, SpecialIds
 from multicls.build import build
 from multicls.console import print_summary
 from multicls.corpus import MANIFEST, Corpus, tokenizer_fingerprint
-from multicls.deepspeed_config import check_with_deepspeed, complete_deepspeed_config
-from multicls.distributed import leave_deepspeed, on_rank_0, prepare_deepspeed, ranks_here
+from multicls.deepspeed_config import (
+    Precision,
+    check_with_deepspeed,
+    complete_deepspeed_config,
+)
+from multicls.distributed import (
+    leave_deepspeed,
+    on_rank_0,
+    prepare_deepspeed,
+    ranks_here,
+    uses_cuda,
+)
 from multicls.environment import environment_record
 from multicls.errors import UserError
 from multicls.files import atomic_write, locked, read_json, read_jsonl, write_json
@@ -45,7 +55,10 @@ NOT_PART_OF_IDENTITY = {
 }
 DEEPSPEED_IDENTITY = ["data_types", "communication_data_type", "bf16", "fp16"]
 DEEPSPEED_IDENTITY += ["prescale_gradients", "gradient_predivide_factor"]
-ZERO_IDENTITY = ("stage", "offload_optimizer", "offload_param")
+# Keys of zero_optimization that change speed and memory only. Any other may also change what a checkpoint's files mean.
+HARMLESS = {"overlap_comm", "reduce_bucket_size", "allgather_bucket_size", "allgather_partitions"}
+HARMLESS |= {"reduce_scatter", "stage3_prefetch_bucket_size", "stage3_max_live_parameters"}
+HARMLESS |= {"stage3_max_reuse_distance", "log_trace_cache_warnings"}
 
 
 def run_job(settings: PretrainSettings, ds_config: dict[str, Any], corpus: Path) -> None:
@@ -129,23 +142,28 @@ def prepare(settings: PretrainSettings, ds_config: dict[str, Any], corpus: Corpu
     settings, length = resolve_length(settings, streams["train"])
     prepare_layers(model, settings.train)
     precision = choose_precision(
-        settings.train.precision, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        settings.train.precision, torch.device("cuda" if uses_cuda() else "cpu")
     )
     batch = batch_arithmetic(settings.train, dist.get_world_size())
     completed = complete_deepspeed_config(ds_config, precision=precision, **batch)
     check_with_deepspeed(completed, settings.config)
-    numbers = identity(settings, completed, corpus.path)  # its length is in steps, however set
+    numbers = identity(settings, ds_config, precision, corpus.path)  # the length is in steps
     kept = settings.run.keep_checkpoints, settings.run.milestone_every
     checkpoints = Checkpoints(run_folder / "checkpoints", numbers, *kept)
     if start_step:
         on_rank_0(lambda: checkpoints.check_identity(start_step))
-    held_out = streams["validation"]
+    held_out, group = streams["validation"], settings.train.negatives_group
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     notes += [*length, *describe_machine()]
     notes += [
         f"data: {held_out.num_documents:,} documents held out, {held_out.examples_per_epoch:,} examples",
         f"model: {size:.1f} M parameters, {precision}",
     ]
+    if held_out.examples_per_epoch < group:
+        notes.append(
+            f"warning: only {held_out.examples_per_epoch} examples are held out, so MCQT is validated among them, not "
+            f"among {group} (train.negatives_group). Set a larger --data.validation_fraction."
+        )
     return Job(
         settings=settings,
         completed=completed,
@@ -225,21 +243,31 @@ def build_streams(
 
 
 def identity(
-    settings: PretrainSettings, completed: Mapping[str, Any], corpus: Path
+    settings: PretrainSettings, ds_config: Mapping[str, Any], precision: Precision, corpus: Path
 ) -> dict[str, Any]:
-    """Returns what a checkpoint must agree on to be resumed: everything that decides the numbers, by name."""
+    """Returns what a checkpoint must agree on to be resumed: everything that decides the numbers, by name.
+
+    Args:
+        ds_config: DeepSpeed JSON as loaded. What completes it follows from the settings.
+        precision: The one that "auto" means here.
+    """
     groups = settings.model_dump(mode="json", exclude={"run": True, **NOT_PART_OF_IDENTITY})
     values = {f"{group}.{name}": groups[group][name] for group in groups for name in groups[group]}
-    zero = completed["zero_optimization"]
-    values |= {f"DeepSpeed's {name}": completed.get(name) for name in DEEPSPEED_IDENTITY}
-    values |= {f"DeepSpeed's zero_optimization.{name}": zero.get(name) for name in ZERO_IDENTITY}
+    values["train.precision"] = precision
+    for name in DEEPSPEED_IDENTITY:
+        value = ds_config.get(name)
+        if name in ("bf16", "fp16"):  # their "enabled" is the precision
+            value = {key: v for key, v in (value or {}).items() if key != "enabled"} or None
+        values[f"DeepSpeed's {name}"] = value
+    zero = ds_config["zero_optimization"].items()
+    values |= {f"DeepSpeed's zero_optimization.{key}": v for key, v in zero if key not in HARMLESS}
     manifest = hashlib.sha256((corpus / MANIFEST).read_bytes())
     return values | {"manifest of the corpus": manifest.hexdigest()}
 
 
 def describe_machine() -> list[str]:
     """Returns a line on the devices, and a warning if other programs keep the cores busy."""
-    on_gpu, threads = torch.cuda.is_available(), torch.get_num_threads()
+    on_gpu, threads = uses_cuda(), torch.get_num_threads()
     device = torch.cuda.get_device_name() if on_gpu else f"CPU with {threads} thread(s)"
     notes = [f"device: {device} x {dist.get_world_size()} rank(s)"]
     taken, cores, load = threads * ranks_here(), len(os.sched_getaffinity(0)), os.getloadavg()[0]
@@ -276,6 +304,6 @@ def _describe_run(folder: Path, recipe: str, completed: dict[str, Any]) -> None:
     with atomic_write(folder / "settings.yaml") as file:
         file.write(recipe)
     write_json(folder / "ds_config.json", completed)
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+    name = torch.cuda.get_device_name() if uses_cuda() else platform.machine()
     record = {"command": shlex.join(sys.argv), "world_size": dist.get_world_size(), "device": name}
     write_json(folder / "env.json", environment_record() | record)

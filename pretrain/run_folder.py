@@ -8,11 +8,11 @@ from pathlib import Path
 from multicls.errors import UserError
 from multicls.files import lock_holder, read_json
 
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 DONE = "DONE"  # the run has finished; written last
 STOPPED = "STOPPED"  # the run has saved and left before its end; removed when it starts again
 COMPLETE = "COMPLETE"  # written last in a checkpoint
-FORMAT = 5  # of a checkpoint
+FORMAT = 6  # of a checkpoint
 META = "meta.json"  # in a checkpoint: its step, ranks, identity, and the size of each file
 
 
@@ -51,12 +51,12 @@ def newest_step(folder: Path) -> int:
 
 @contextmanager
 def disk_errors_reported(run_folder: Path) -> Iterator[None]:
-    """Turns errors of a full or broken disk into a `UserError`."""
+    """Turns errors of a full disk into a `UserError`. Others may pass, as those of a shared disk do: no `UserError`."""
     try:
         yield
     except (OSError, RuntimeError) as error:
         cause = error if isinstance(error, OSError) else error.__context__  # torch wraps it
-        if not isinstance(cause, OSError) or cause.errno not in DISK_ERRORS:
+        if not isinstance(cause, OSError) or cause.errno not in DISK_FULL:
             raise
         raise UserError(
             f"{run_folder}: cannot be written: {cause.strerror}. Its complete checkpoints are whole: make room, then "

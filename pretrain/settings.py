@@ -239,6 +239,13 @@ def resolve_length(
         )
     if tokens < FEW_TOKENS:
         notes.append(f"warning: {tokens:,} training tokens are too few to improve a model")
+    tokens_a_group = train.negatives_group * settings.num_parts * settings.data.seq_length
+    if tokens_a_group > MICRO_BATCH_TOKENS:
+        notes.append(
+            f"warning: a forward pass has at least {tokens_a_group:,} tokens, because train.negatives_group = "
+            f"{train.negatives_group} examples stay together. If the memory is too small, lower it, or set "
+            "--train.activation_checkpointing."
+        )
     every = settings.run.model_dump(include={"log_every", "eval_every", "save_every"})
     every = {name: max(1, math.ceil(n * steps - 1e-9)) if n < 1 else n for name, n in every.items()}
     in_steps = {"steps": steps, "tokens": 0.0, "epochs": 0.0}

@@ -78,7 +78,7 @@ def train_step(
     losses, terms = [], []
     for batch in batches:
         torch.manual_seed(dropout_seed(train.seed, batch.number))
-        outputs = _forward(engine, settings, batch, normalizers)
+        outputs = _forward(engine, settings, batch, normalizers, train.negatives_group)
         engine.backward(mask_nonfinite(weighted_sum(outputs.losses, settings.objective.in_use)))
         losses.append({name: loss.detach() for name, loss in outputs.losses.items()})
         terms.append(loss_terms(losses[-1], batch, normalizers))
@@ -111,7 +111,8 @@ def exchange_counts_and_votes(
 @torch.no_grad()
 def evaluate(engine: Any, settings: PretrainSettings, stream: ExampleStream) -> dict[str, float]:
     """Returns metrics over the first examples of the validation stream, the same for all steps and numbers of ranks."""
-    size, ranks, device = settings.train.negatives_group, dist.get_world_size(), engine.device
+    ranks, device = dist.get_world_size(), torch.device(engine.device)
+    size = max(1, min(settings.train.negatives_group, stream.examples_per_epoch))  # none twice
     examples = min(settings.run.eval_examples, stream.examples_per_epoch)
     count = max(1, examples // size)  # one group a pass: independent of micro-batches
     padded = math.ceil(count / ranks) * ranks  # all ranks pass as often
@@ -120,14 +121,14 @@ def evaluate(engine: Any, settings: PretrainSettings, stream: ExampleStream) -> 
     engine.eval()
     sums = MetricSums()
     for batch in batches:
-        batch = batch.to(torch.device(device))
+        batch = batch.to(device)
         normalizers = {name: torch.tensor(max(batch.counts[name], 1.0)) for name in NORMALIZED}
-        outputs = _forward(engine, settings, batch, normalizers)
+        outputs = _forward(engine, settings, batch, normalizers, size)
         terms = loss_terms(outputs.losses, batch, normalizers)
         terms |= measure(outputs, batch, normalizers, size)
         sums.add(terms, counted=batch.number < count)
     engine.train()
-    return with_total(means(sums.totals(torch.device(device))), settings.objective.in_use)
+    return with_total(means(sums.totals(device)), settings.objective.in_use)
 
 
 def with_total(values: dict[str, float], weights: Mapping[str, float]) -> dict[str, float]:
@@ -139,12 +140,16 @@ def with_total(values: dict[str, float], weights: Mapping[str, float]) -> dict[s
 
 
 def _forward(
-    engine: Any, settings: PretrainSettings, batch: MicroBatch, normalizers: Mapping[str, Tensor]
+    engine: Any,
+    settings: PretrainSettings,
+    batch: MicroBatch,
+    normalizers: Mapping[str, Tensor],
+    group_size: int,
 ) -> Any:
     return engine(
         **batch.inputs,
         normalizers=normalizers,
-        group_size=settings.train.negatives_group,
+        group_size=group_size,
         objectives=tuple(settings.objective.in_use),
         unpad=settings.train.unpad,
     )
@@ -167,7 +172,7 @@ class Trainer:
     stop: StopRequest
 
     def run(self, start: int) -> None:
-        """Trains from step `start` to the end, or until a stop request; exports, and marks the run folder."""
+        """Trains from step `start` to the end and exports, or until a stop request; marks the run folder."""
         run, train, steps = self.settings.run, self.settings.train, self.settings.train.steps
         size, workers = int(train.micro_batch_size), self.settings.data.num_workers
         sizes = {"size": size, "per_step": train.global_batch_size // size, "workers": workers}
@@ -225,11 +230,11 @@ class Trainer:
         on_rank_0(lambda: write_model(folder, step, folder / "hf"))
 
     def _leave(self, marker: str, state: dict[str, Any]) -> None:
-        """Exports the newest checkpoint, and marks the run as stopped or done."""
-        folder = self.checkpoints.folder.parent
-        self._export(state["step"])
+        """Marks the run as stopped, or exports its last checkpoint and marks it as done."""
+        folder, reason = self.checkpoints.folder.parent, state.get("reason")
+        if not reason:  # a stop has little time, and pretrain/export.py makes the same at any time
+            self._export(state["step"])
         on_rank_0(lambda: write_json(folder / marker, state))
-        reason = state.get("reason")
         ending = f"stopped by {reason}, the same command resumes" if reason else "done"
         self.log.info(f"{ending}: checkpoint at step {state['step']}")
 

@@ -41,6 +41,8 @@ def test_shipped_files_serve_every_precision(path: Path, precision: str) -> None
     stage, *offload = path.stem.removeprefix("zero").split("_")
     assert theirs.zero_config.stage == int(stage)
     assert (theirs.zero_config.offload_optimizer is not None) == (offload == ["offload"])
+    assert not theirs.timers_config.enabled and not theirs.zero_config.overlap_comm
+    assert complete(load_deepspeed_config(path))["zero_optimization"]["overlap_comm"]
 
 
 def test_auto_and_missing_values_become_ours() -> None:
@@ -80,6 +82,9 @@ BAD = {
     '{"zero_optimization": {"offload_optimizer": {"devcie": "cpu"}}}': "devcie",
     '{"bf16": {"enable": true}}': "enable",
     '{"data_types": {"grad_accum_dtype": "fp23"}}': "fp23",
+    '{"bf16": {"check_grad_overflow": false}}': "a loss that is not finite would ruin the weights",
+    '{"zero_optimization": {"compute_grad_norm": false}}': "compute_grad_norm = false: a loss",
+    '{"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}}': "with ZeRO 1",
 }
 
 

@@ -1,27 +1,47 @@
 import os
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
+from multicls import distributed
 from multicls.distributed import prepare_deepspeed
+from multicls.errors import UserError
 from multicls.files import REPOSITORY
 from tests.processes import completed, free_ports, program
 
 
 @pytest.mark.parametrize(
-    ("local_rank", "visible", "chosen"), [("3", 1, 0), ("3", 4, 3), ("0", 1, 0), ("5", 4, 1)]
+    ("local_rank", "visible", "expected"),
+    [
+        ("3", 1, [0, "nccl"]),
+        ("3", 4, [3, "nccl"]),
+        ("0", 1, [0, "nccl"]),
+        ("5", 4, [1, "nccl"]),
+        ("5", 0, ["gloo"]),  # DS_ACCELERATOR=cpu, whatever there is
+    ],
 )
 def test_device_where_a_process_sees_its_own_gpu_alone(
-    monkeypatch: pytest.MonkeyPatch, local_rank: str, visible: int, chosen: int
+    monkeypatch: pytest.MonkeyPatch, local_rank: str, visible: int, expected: list[int | str]
 ) -> None:
-    """Ranks see one GPU each under `srun --gpus-per-task=1`. DeepSpeed, too, takes its device from LOCAL_RANK."""
+    """Ranks see one GPU each under `srun --gpus-per-task=1`. DeepSpeed, too, takes its device from LOCAL_RANK.
+
+    The ranks of a node share its threads.
+    """
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     import deepspeed
     import deepspeed.ops
     import torch
 
-    devices: list[int | str] = []
+    devices, threads = list[int | str](), list[int]()
+    if visible:
+        monkeypatch.delenv("DS_ACCELERATOR")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 12)
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     monkeypatch.setattr(torch.cuda, "set_device", devices.append)
@@ -30,7 +50,26 @@ def test_device_where_a_process_sees_its_own_gpu_alone(
         deepspeed, "init_distributed", lambda **settings: devices.append(settings["dist_backend"])
     )
     prepare_deepspeed()
-    assert devices == [chosen, "nccl"] and os.environ["LOCAL_RANK"] == str(chosen)
+    assert devices == expected and threads == [3]
+    assert os.environ["LOCAL_RANK"] == str(expected[0] if visible else local_rank)
+
+
+def test_all_ranks_learn_why_rank_0_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise those of other nodes would wait for it."""
+    sent: list[Any] = []
+
+    def broadcast(values: list[Any], group: Any) -> None:
+        if sent:
+            values[:] = sent.pop()
+        else:
+            sent.append(list(values))
+
+    monkeypatch.setattr("torch.distributed.broadcast_object_list", broadcast)
+    for error, other in ((KeyError("x"), RuntimeError), (UserError("no"), UserError)):
+        for rank, raised in ((0, type(error)), (1, other)):
+            monkeypatch.setattr(distributed, "rank_and_world", lambda rank=rank: (rank, 2))
+            with pytest.raises(raised):
+                distributed.on_rank_0(mock.Mock(side_effect=error))
 
 
 PATIENT = """

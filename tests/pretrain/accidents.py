@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])
-os.environ["DS_ACCELERATOR"] = "cpu"
+os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}  # ranks share no GPU
 
 # All that a run imports, early or late, so that no fork has to.
 import deepspeed  # noqa: F401

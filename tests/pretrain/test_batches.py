@@ -11,6 +11,7 @@ import torch
 
 from data_prep.examples import ExampleStream, SpecialIds
 from multicls.corpus import Corpus
+from pretrain import training
 from pretrain.batches import MicroBatch, load_steps
 from pretrain.training import evaluate
 from tests.pretrain.tools import micro_batch_of, tiny_model
@@ -81,6 +82,26 @@ def test_loaders_are_no_forks_of_the_rank(stream: ExampleStream) -> None:
         next(steps)
         loaders = {process.pid for process in multiprocessing.active_children()}
         assert loaders and not loaders & set(children(os.getpid()))
+
+
+def test_a_small_validation_split_repeats_no_example(
+    stream: ExampleStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy of an example would be its own negative."""
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda table: None)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    seen, size = list[MicroBatch](), stream.examples_per_epoch
+
+    def note(losses: object, batch: MicroBatch, normalizers: object) -> dict[str, float]:
+        seen.append(batch)
+        return {}
+
+    monkeypatch.setattr(training, "loss_terms", note)
+    chosen = settings(negatives_group=2 * size, global_batch_size=2 * size, micro_batch_size="auto")
+    training.evaluate(tiny_model(3, vocab_size=400), chosen, stream)
+    (batch,) = seen
+    assert len({tuple(window) for window in batch.windows.tolist()}) == len(batch.windows) == size
 
 
 def test_a_validation_counts_each_group_once_and_leaves_the_dropout_on(

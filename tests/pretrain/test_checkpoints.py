@@ -1,5 +1,6 @@
 """Checkpoints on one rank without an engine: what is whole, what is refused, what is kept; status and lock."""
 
+import errno
 import os
 import re
 import shutil
@@ -13,10 +14,11 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
+from multicls.corpus import Shard
 from multicls.errors import UserError
 from multicls.files import lock_holder, locked, read_json, write_json
 from pretrain.checkpoints import Checkpoints, load_engine
-from pretrain.run_folder import newest_step, saved_steps, status
+from pretrain.run_folder import disk_errors_reported, newest_step, saved_steps, status
 from tests.pretrain.conftest import Fork, logs
 
 
@@ -71,6 +73,31 @@ def test_the_marker_is_synced_last(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     checkpoints(tmp_path).save(Engine(), 10)
     marker = next(number for number, name in enumerate(synced) if "COMPLETE" in name)
     assert "model_states.pt" in synced[:marker]
+
+
+def test_adams_steps_of_other_ranks_move_to_the_device_of_their_parameters(tmp_path: Path) -> None:
+    """DeepSpeed reads a universal checkpoint to the CPU; a device that has no numbers stands in for the GPU."""
+    engine: Any = Engine()
+    engine.load_checkpoint = lambda folder, tag: (tag, None)
+    engine.load_universal_checkpoint = lambda: True
+    parameters, step = (
+        [torch.nn.Parameter(torch.empty(2, device="meta")) for _ in "ab"],
+        torch.ones(()),
+    )
+    states = {parameter: {"step": step} for parameter in parameters}  # one counter for both
+    engine.optimizer.optimizer = SimpleNamespace(state=states)
+    load_engine(engine, tmp_path, "universal")
+    first, second = (moments["step"] for moments in states.values())
+    assert first.device == second.device == torch.device("meta") and first is not second
+
+
+def test_only_a_full_disk_is_the_users_mistake(tmp_path: Path) -> None:
+    """An error of a shared disk may pass, so it does not end with code 2, which nobody starts again."""
+    for number, error in ((errno.ENOSPC, UserError), (errno.EIO, OSError), (errno.EROFS, OSError)):
+        with pytest.raises(error), disk_errors_reported(tmp_path):
+            raise OSError(number, os.strerror(number))
+    with pytest.raises(OSError, match="is a directory"):
+        Shard(tmp_path)
 
 
 def truncate(file: Path) -> None:

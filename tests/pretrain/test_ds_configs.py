@@ -40,7 +40,12 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
         command = [program("torchrun"), "--standalone", f"--nproc_per_node={ranks}"]
         command += [str(Path(__file__).with_name("two_ranks.py")), str(folder / "results.json")]
         extensions = {"TORCH_EXTENSIONS_DIR": str(folder / "extensions")}
-        no_compiler = {"PATH": "", "CC": "none", "CXX": "none"} | extensions
+        no_compiler = {
+            "PATH": "",
+            "CC": "none",
+            "CXX": "none",
+            "CUDA_VISIBLE_DEVICES": "",
+        } | extensions
         names = [name for name in CASES if (name in SLOW) == is_slow]
         ran = completed([*command, *names], env=os.environ | no_compiler | {"OMP_NUM_THREADS": "1"})
         assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -118,14 +118,16 @@ def test_the_cards_snippets_run_where_the_folder_lies(stopped: Path, tmp_path: P
     assert "torch.Size([2, 3, 32])" in done.stdout and "tensor([[" in done.stdout
 
 
-def test_a_stop_exports_and_a_step_can_be_chosen(stopped: Path, tmp_path: Path) -> None:
-    assert step_of(stopped / "hf") == 3
+def test_a_stop_leaves_no_time_to_export_and_a_step_can_be_chosen(
+    stopped: Path, tmp_path: Path
+) -> None:
+    assert step_of(stopped / "hf") == 2, "that of the milestone"
     with locked(stopped):  # as a training process does
-        assert_same_files(export_to(tmp_path / "model", stopped), stopped / "hf")
+        assert step_of(export_to(tmp_path / "model", stopped)) == 3
         with pytest.raises(UserError, match="the training writes this folder"):
             export.main([str(stopped), "--output", str(stopped / "hf")])
     export_to(tmp_path / "model", stopped, "--step", "2")  # replaces the other one
-    assert step_of(tmp_path / "model") == 2
+    assert_same_files(tmp_path / "model", stopped / "hf")
     _, text = card_of(tmp_path / "model")
     assert "2 of 4 planned optimizer steps" in text and "after step 0" in text
 

@@ -9,7 +9,6 @@ import pytest
 
 from data_prep.examples import ExampleStream, SpecialIds
 from multicls.corpus import Corpus
-from multicls.deepspeed_config import complete_deepspeed_config
 from multicls.errors import UserError
 from multicls.files import REPOSITORY
 from pretrain.job import identity
@@ -88,11 +87,12 @@ def test_nothing_set_means_the_sample_on_any_ranks(monkeypatch: pytest.MonkeyPat
         read("--corpus", "c", "--steps", "9")
 
 
-def identity_of(folder: Path, *flags: str, **ds_config: Any) -> dict[str, Any]:
+def identity_of(
+    folder: Path, *flags: str, precision: Any = "fp32", **ds_config: Any
+) -> dict[str, Any]:
     settings = read("--model", "m", "--corpus", str(folder), "--steps", "9", *flags)
     given = {"zero_optimization": {"stage": 2}} | ds_config
-    batch = batch_arithmetic(settings.train, 1)
-    return identity(settings, complete_deepspeed_config(given, precision="fp32", **batch), folder)
+    return identity(settings, given, precision, folder)
 
 
 def test_identity_is_what_decides_numbers(tiny_corpus: Path) -> None:
@@ -107,12 +107,17 @@ def test_identity_is_what_decides_numbers(tiny_corpus: Path) -> None:
         "train.seed": (["--seed", "2"], {}),
         "DeepSpeed's zero_optimization.stage": ([], {"zero_optimization": {"stage": 1}}),
         "DeepSpeed's prescale_gradients": ([], {"prescale_gradients": True}),
-        "DeepSpeed's fp16": ([], {"fp16": {"initial_scale_power": 9}}),
+        "DeepSpeed's fp16": ([], {"fp16": {"initial_scale_power": 9, "enabled": "auto"}}),
+        "train.precision": ([], {"precision": "bf16"}),
+        "DeepSpeed's zero_optimization.round_robin_gradients": (
+            [],
+            {"zero_optimization": {"stage": 2, "round_robin_gradients": True}},
+        ),
     }
     for key, (flags, ds_config) in others.items():
         other = identity_of(tiny_corpus, *flags, **ds_config)
         assert json.loads(json.dumps(other)) == other
-        assert {name for name in plain if plain[name] != other[name]} == {key}
+        assert {k for k in plain | other if plain.get(k) != other.get(k)} == {key}
 
 
 GLOBAL, MICRO, LENGTH = "--global_batch_size", "--micro_batch_size", "--data.seq_length"
@@ -188,6 +193,8 @@ def test_intervals_may_be_shares_of_the_run(tiny_corpus: Path) -> None:
     run = resolved(tiny_corpus, "--steps", "31", *flags)[0].run
     assert (run.log_every, run.eval_every, run.save_every) == (1, 7, 7)
     assert "40 passes" in resolved(tiny_corpus, "--train.tokens=2e9")[1][1]
+    long = resolved(tiny_corpus, "--steps", "7", "--data.seq_length=4096")[1]
+    assert "at least 49,152 tokens, because train.negatives_group = 4" in long[-1]
     group = ("--train.negatives_group=3000", "--global_batch_size=3000")
     with pytest.raises(UserError, match="too small"):
         resolved(tiny_corpus, "--steps", "7", *group)
