@@ -70,7 +70,7 @@ class Workload:
         model, tokenizer = self.model()
         corpus = Corpus(SAMPLE_CORPUS)
         stream = build_streams(self.settings(), corpus, tokenizer, model.config.max_tokens)["train"]
-        sizes = {"size": self.examples, "per_step": self.ranks, "workers": 0}
+        sizes: Any = {"size": self.examples, "per_step": self.ranks, "workers": 0}
         steps = load_steps(stream, range(count), **sizes, rank=rank, ranks=self.ranks)
         return [batch for step in steps for batch in step]
 

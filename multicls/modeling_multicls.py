@@ -15,6 +15,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from transformers import (
+    AttentionInterface,
     AutoModel,
     AutoModelForMaskedLM,
     AutoModelForPreTraining,
@@ -36,6 +37,7 @@ from .configuration_multicls import MultiClsConfig
 
 IGNORE_INDEX = -100  # label of positions without a target
 OBJECTIVES = ("mlm", "tfidf", "so", "mcqt")
+PACKED_ATTENTION = ("varlen", "flash_attention_2")  # implementations that read packed sequences
 UNPADDING = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "modernbert")  # tested
 
 
@@ -92,6 +94,34 @@ def insert_facets(layer: nn.Module, _args: Any, kwargs: Mapping[str, Any], outpu
         facets_BKD = hidden_BLD[0].index_select(0, positions).unflatten(0, (-1, count))
         inserted = hidden_BLD.index_copy(1, positions, linear(facets_BKD).flatten(0, 1)[None])
     return (inserted, *output[1:]) if isinstance(output, tuple) else inserted
+
+
+def varlen_attention(
+    module: nn.Module,
+    query_1HTD: Tensor,
+    key_1HTD: Tensor,
+    value_1HTD: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attends within packed sequences, which begin at `cu_seq_lens_q`, with torch's flash attention: (1, T, H, D).
+
+    An attention function of transformers. It needs a GPU and 16 bits, and has no dropout of the attention's weights.
+    `sliding_window` is w: a token sees the w - 1 tokens before it and as many after it.
+    """
+    from torch.nn.attention import varlen  # in torch 2.10 and newer
+
+    starts, length = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
+    query, key, value = (s[0].transpose(0, 1) for s in (query_1HTD, key_1HTD, value_1HTD))
+    reach = -1 if sliding_window is None else sliding_window - 1
+    options: Any = {"scale": scaling, "window_size": (reach, reach)}
+    attended: Any = varlen.varlen_attn(query, key, value, starts, starts, length, length, **options)
+    return attended[None], None
+
+
+AttentionInterface.register("varlen", varlen_attention)
 
 
 @dataclass
@@ -239,33 +269,48 @@ class MultiClsModel(MultiClsPreTrainedModel):
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         unpad: bool = False,
+        real_positions: Tensor | None = None,
+        sequence_starts: Tensor | None = None,
         **kwargs: Any,
     ) -> MultiClsModelOutput:
         """Encodes (B, L) token ids. Further arguments are the encoder's.
 
         The attention mask is (B, L): one of four dimensions would replace the local attention of encoders such as
-        ModernBERT. Token types are left out where the encoder has none. `unpad` computes the real tokens alone, with
-        flash attention. A ValueError names an encoder or attention without it, or sequences without room for facets.
+        ModernBERT. Token types are left out where the encoder has none. `unpad` computes the T real tokens alone, with
+        packed attention: `real_positions` (T,) are theirs in the flattened batch, and sequence i begins at the i-th of
+        `sequence_starts` (B + 1,) int32; without them the host waits for the device. A ValueError names an encoder or
+        attention without it, or sequences without room for facets.
         """
         if input_ids is not None and input_ids.shape[1] <= self.config.num_facets:
             raise ValueError(f"{input_ids.shape[1]} tokens have no room for [CLS] and the facets")
         kwargs |= {"input_ids": input_ids, "attention_mask": attention_mask, "return_dict": True}
         if self.config.has_token_types and token_type_ids is not None:
             kwargs["token_type_ids"] = token_type_ids
+        if unpad:
+            kwargs |= {"real": real_positions, "starts": sequence_starts}
         outputs = self._encode_unpadded(**kwargs) if unpad else self.encoder(**kwargs)
         facets_BSD = self.facet_head(self.facet_states(outputs.last_hidden_state))
         return MultiClsModelOutput(**outputs, facet_embeddings=facets_BSD)
 
-    def _encode_unpadded(self, input_ids: Tensor, attention_mask: Tensor, **kwargs: Any) -> Any:
+    def _encode_unpadded(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        real: Tensor | None,
+        starts: Tensor | None,
+        **kwargs: Any,
+    ) -> Any:
         """Encodes the T real tokens as one sequence, (1, T); the hidden states on the padding are 0."""
         kind, attention = self.encoder.config.model_type, self.config._attn_implementation
-        if kind not in UNPADDING or "flash" not in str(attention):
+        if kind not in UNPADDING or attention not in PACKED_ATTENTION:
             raise ValueError(
-                f"unpad: needs attn_implementation='flash_attention_2', which runs on a GPU, and one of the encoders "
-                f"{', '.join(UNPADDING)}; this is {kind} with '{attention}'"
+                f"unpad: needs attn_implementation='varlen' or 'flash_attention_2', which run on a GPU, and one of the "
+                f"encoders {', '.join(UNPADDING)}; this is {kind} with '{attention}'"
             )
-        (rows, length), real = input_ids.shape, attention_mask.flatten().nonzero().squeeze(1)
-        starts = F.pad(attention_mask.sum(dim=1).cumsum(0), (1, 0)).to(torch.int32)
+        rows, length = input_ids.shape
+        if real is None or starts is None:
+            real = attention_mask.flatten().nonzero().squeeze(1)
+            starts = F.pad(attention_mask.sum(dim=1).cumsum(0), (1, 0)).to(torch.int32)
         kwargs |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
         kwargs |= {"max_length_q": length, "max_length_k": length}
         kwargs["position_ids"] = (real % length)[None] + self.config.position_offset

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from multiprocessing import connection, forkserver
 from typing import Any, Self
 
@@ -73,12 +73,14 @@ def load_steps(
     workers: int,
     rank: int = 0,
     ranks: int = 1,
+    unpad: bool = False,
 ) -> Generator[list[MicroBatch], None, None]:
     """Yields this rank's micro-batches of each step, prefetched by worker processes.
 
     Args:
         size: Examples of a micro-batch.
         per_step: Micro-batches of a step, over all ranks: a multiple of their number.
+        unpad: True adds `real_positions` and `sequence_starts` of `MultiClsModel` to the inputs.
     """
     numbers = range(steps.start * per_step + rank, steps.stop * per_step, ranks)
     calls = BatchSampler(numbers, max(1, EXAMPLES_TOGETHER // size), drop_last=False)
@@ -94,7 +96,9 @@ def load_steps(
     loaded, finished = iter(loader), threading.Event()
     if workers:
         threading.Thread(target=_end_with_loaders, args=(finished,), daemon=True).start()
-    batches = (batch for call in zip(calls, loaded, strict=True) for batch in _unstack(*call))
+    batches = (
+        batch for call in zip(calls, loaded, strict=True) for batch in _unstack(*call, unpad)
+    )
     try:
         for _ in steps:
             yield list(islice(batches, per_step // ranks))
@@ -110,22 +114,55 @@ def _end_with_loaders(finished: threading.Event) -> None:
         os._exit(1)
 
 
-def _unstack(numbers: list[int], arrays: dict[str, np.ndarray]) -> Iterator[MicroBatch]:
+def prefetch_to(
+    device: torch.device, steps: Iterator[list[MicroBatch]]
+) -> Iterator[list[MicroBatch]]:
+    """Yields the steps with their inputs on `device`; a GPU copies those of a step while the step before it runs."""
+    if device.type != "cuda":
+        yield from steps
+        return
+    copies, ready = torch.cuda.Stream(device), list[MicroBatch]()
+    for step in chain(steps, [[]]):
+        with torch.cuda.stream(copies):
+            ahead = [batch.to(device) for batch in step]
+        if ready:
+            yield ready
+        current = torch.cuda.current_stream(device)
+        current.wait_stream(copies)
+        for tensor in chain.from_iterable(batch.inputs.values() for batch in ahead):
+            tensor.record_stream(current)  # its memory is free again when the step has ended
+        ready = ahead
+
+
+def _unstack(
+    numbers: list[int], arrays: dict[str, np.ndarray], unpad: bool
+) -> Iterator[MicroBatch]:
     """Yields the micro-batches of one call, in pinned memory where there is a GPU."""
     windows = arrays.pop("windows")
     is_masked = arrays["labels"].reshape(len(numbers), -1) != IGNORE_INDEX
     arrays["masked_positions"] = is_masked.nonzero()[1]
+    if unpad:
+        is_real = arrays["attention_mask"].reshape(len(numbers), -1).astype(bool)
+        arrays["real_positions"] = is_real.nonzero()[1]
     orders = (arrays["so_labels"] != IGNORE_INDEX).sum(axis=1)
     lengths = arrays["attention_mask"].sum(axis=2, dtype=np.int64)  # (micro-batches, sequences)
+    starts = np.pad(lengths.cumsum(axis=1), ((0, 0), (1, 0))).astype(np.int32)
     facets = arrays["input_ids"].shape[2] - arrays["tfidf_labels"].shape[2]
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     tensors = {name: t if t.is_floating_point() else t.long() for name, t in tensors.items()}
     if uses_cuda():
         tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
     positions = tensors.pop("masked_positions").split(is_masked.sum(axis=1).tolist())
+    if unpad:
+        real = tensors.pop("real_positions").split(lengths.sum(axis=1).tolist())
+        sequence_starts = torch.from_numpy(starts)
+        if uses_cuda():
+            sequence_starts = sequence_starts.pin_memory()
     for i, number in enumerate(numbers):
         inputs = {name: tensor[i] for name, tensor in tensors.items()}
         inputs["masked_positions"] = positions[i]
+        if unpad:
+            inputs |= {"real_positions": real[i], "sequence_starts": sequence_starts[i]}
         tokens, sequences = int(lengths[i].sum()), lengths.shape[1]
         counts = {
             "mlm": len(positions[i]),

@@ -7,14 +7,18 @@ import argparse
 import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AttentionMaskInterface
+from transformers.masking_utils import eager_mask, sdpa_mask
 
-from multicls.distributed import safe_unpickling
+from multicls.deepspeed_config import Precision
+from multicls.distributed import safe_unpickling, uses_cuda
 from multicls.errors import UserError
 from multicls.modeling_multicls import UNPADDING, encoder_layers
 from multicls.optim import parameter_groups
@@ -43,21 +47,54 @@ def build_engine(
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
-def prepare_layers(model: Any, train: TrainSettings) -> None:
-    """Applies the settings that change how layers compute; one that does not work here is a `UserError`."""
-    kind = model.config.encoder.model_type
+def prepare_layers(model: Any, train: TrainSettings, precision: Precision) -> list[str]:
+    """Applies the settings that change how layers compute; returns lines for the log.
+
+    Raises:
+        UserError: A setting does not work with this encoder, device or precision.
+    """
+    kind, encoder, notes = model.config.encoder.model_type, model.multicls.encoder, list[str]()
+    fast = uses_cuda() and precision != "fp32"
     if train.activation_checkpointing:
         if not model.supports_gradient_checkpointing:
             raise UserError(f"train.activation_checkpointing: {kind} has none; leave it out.")
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if train.unpad:
-        if kind not in UNPADDING or not torch.cuda.is_available():
+        if kind not in UNPADDING or not fast:
             known = ", ".join(UNPADDING)
-            raise UserError(f"train.unpad: flash attention needs a GPU, and one of {known}.")
-        model.set_attn_implementation("flash_attention_2")
-    if train.compile:
-        for layer in encoder_layers(model.multicls.encoder):  # the names of the weights stay
+            raise UserError(
+                f"train.unpad: needs a GPU, bf16 or fp16, and one of {known}; this is {kind} in {precision}."
+            )
+        attention = "flash_attention_2" if find_spec("flash_attn") else "varlen"
+        model.set_attn_implementation(attention)
+        rates = ("attention_probs_dropout_prob", "attention_dropout")
+        rate = max(getattr(encoder.config, name, 0.0) or 0.0 for name in rates)
+        if rate and attention == "varlen":
+            notes.append(
+                f"warning: train.unpad: torch's attention of packed sequences has no dropout, so the encoder's rate "
+                f"of {rate:g} there is not applied. The package flash-attn has it."
+            )
+    if uses_cuda():
+        keep_mask_on_device()
+    if train.compile is True or (train.compile == "auto" and fast and not train.unpad):
+        for layer in encoder_layers(encoder):  # the names of the weights stay
             layer.compile(dynamic=False)
+        notes.append("the encoder's layers are compiled; the first steps take a minute or more")
+    return notes
+
+
+def keep_mask_on_device() -> None:
+    """Makes transformers pass the padding mask to attention without reading it on the host in each forward pass.
+
+    It leaves the mask out if a batch has no padding. To find out, the host would wait for the device.
+    """
+
+    for name, function in {"sdpa": sdpa_mask, "eager": eager_mask}.items():  # MPNet's is eager
+
+        def mask(*args: Any, function: Any = function, **kwargs: Any) -> Any:
+            return function(*args, **(kwargs | {"allow_is_bidirectional_skip": False}))
+
+        AttentionMaskInterface.register(name, mask)
 
 
 def save_engine(engine: Any, folder: Path, tag: str) -> None:

@@ -140,10 +140,10 @@ def prepare(settings: PretrainSettings, ds_config: dict[str, Any], corpus: Corpu
         model, tokenizer = build_model(settings.model, notes.append)
     streams = build_streams(settings, corpus, tokenizer, model.config.max_tokens)
     settings, length = resolve_length(settings, streams["train"])
-    prepare_layers(model, settings.train)
     precision = choose_precision(
         settings.train.precision, torch.device("cuda" if uses_cuda() else "cpu")
     )
+    length += prepare_layers(model, settings.train, precision)
     batch = batch_arithmetic(settings.train, dist.get_world_size())
     completed = complete_deepspeed_config(ds_config, precision=precision, **batch)
     check_with_deepspeed(completed, settings.config)

@@ -89,14 +89,20 @@ class TrainSettings(Settings):
         "auto", description="auto: bf16 where the GPU has it, fp16 on other GPUs, fp32 on CPU"
     )
     activation_checkpointing: bool = Field(False, description="recompute layers to save memory")
-    compile: bool = Field(False, description="torch.compile of the encoder's layers")
-    unpad: bool = Field(False, description="leave the padding out of the encoder; GPU only")
+    compile: bool | Literal["auto"] = Field(
+        "auto", description="torch.compile of the encoder's layers; auto: in 16 bits on a GPU"
+    )
+    unpad: bool = Field(
+        False, description="leave the padding out of the encoder, in 16 bits on a GPU, uncompiled"
+    )
     skip_nonfinite: int = Field(0, ge=0, description="steps with NaN or inf that may be skipped")
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if sum(map(bool, (self.tokens, self.epochs, self.steps))) != 1:
             raise ValueError("set one of epochs, steps and tokens, the length of the run")
+        if self.unpad and self.compile is True:
+            raise ValueError("unpad and compile exclude each other: each length would compile anew")
         group = self.negatives_group
         for name in ("global_batch_size", "micro_batch_size"):
             size = getattr(self, name)

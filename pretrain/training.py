@@ -17,7 +17,7 @@ from multicls.distributed import on_rank_0
 from multicls.environment import peak_memory_gb
 from multicls.files import write_json
 from multicls.optim import dropout_seed, linear_lr
-from pretrain.batches import MicroBatch, load_steps
+from pretrain.batches import MicroBatch, load_steps, prefetch_to
 from pretrain.checkpoints import Checkpoints
 from pretrain.export import write_model
 from pretrain.log import Log
@@ -117,7 +117,8 @@ def evaluate(engine: Any, settings: PretrainSettings, stream: ExampleStream) -> 
     count = max(1, examples // size)  # one group a pass: independent of micro-batches
     padded = math.ceil(count / ranks) * ranks  # all ranks pass as often
     sizes = {"size": size, "per_step": padded, "workers": 0, "ranks": ranks}
-    (batches,) = load_steps(stream, range(1), rank=dist.get_rank(), **sizes)
+    options: dict[str, Any] = sizes | {"rank": dist.get_rank(), "unpad": settings.train.unpad}
+    (batches,) = load_steps(stream, range(1), **options)
     engine.eval()
     sums = MetricSums()
     for batch in batches:
@@ -175,9 +176,12 @@ class Trainer:
         """Trains from step `start` to the end and exports, or until a stop request; marks the run folder."""
         run, train, steps = self.settings.run, self.settings.train, self.settings.train.steps
         size, workers = int(train.micro_batch_size), self.settings.data.num_workers
-        sizes = {"size": size, "per_step": train.global_batch_size // size, "workers": workers}
+        sizes: Any = {"size": size, "per_step": train.global_batch_size // size, "workers": workers}
         ranks = {"rank": dist.get_rank(), "ranks": dist.get_world_size()}
-        batches = load_steps(self.streams["train"], range(start, steps), **sizes, **ranks)
+        batches = load_steps(
+            self.streams["train"], range(start, steps), **sizes, **ranks, unpad=train.unpad
+        )
+        on_device = prefetch_to(torch.device(self.engine.device), batches)
         progress = Progress(steps, "steps", "pretraining", done=start, shown=ranks["rank"] == 0)
         guard, sums = NonFiniteGuard(self.engine, train.skip_nonfinite), MetricSums()
         with self.stop.listening(), progress, closing(batches):
@@ -194,7 +198,7 @@ class Trainer:
                 validation_due = is_last or _is_due(done, run.eval_every)
                 record_due = save_due or validation_due or _is_due(done, run.log_every)
                 begun = time.perf_counter()
-                loaded = next(batches)
+                loaded = next(on_device)
                 waited = time.perf_counter() - begun
                 train_step(
                     self.engine,

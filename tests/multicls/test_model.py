@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, BertConfig
+from transformers import BertConfig
 
 import multicls
 from multicls.configuration_multicls import MultiClsConfig
@@ -94,25 +94,32 @@ def test_parameter_counts_of_the_paper(shape: dict[str, int], millions: float) -
 
 
 def attend_within_sequences(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
-) -> tuple[Tensor, None]:
-    """Stands in for flash attention: attends within each of the packed sequences."""
-    ends = kwargs["cu_seq_lens_q"].tolist()
-    window = kwargs.get("sliding_window")
+    query_THD: Tensor,
+    key_THD: Tensor,
+    value_THD: Tensor,
+    starts: Tensor,
+    *_: Any,
+    scale: float | None,
+    window_size: tuple[int, int],
+) -> Tensor:
+    """Stands in for torch's flash attention on a GPU: attends within each of the packed sequences."""
     attend, parts = torch.nn.functional.scaled_dot_product_attention, []
+    ends = starts.tolist()
     for start, end in zip(ends, ends[1:], strict=False):
-        queries, keys, values = (states[:, :, start:end] for states in (query, key, value))
+        query, key, value = (
+            states[start:end].transpose(0, 1) for states in (query_THD, key_THD, value_THD)
+        )
         places = torch.arange(end - start)
-        near = None if window is None else (places[:, None] - places).abs() < window
-        parts.append(attend(queries, keys, values, attn_mask=near))
-    return torch.cat(parts, dim=2).transpose(1, 2), None
-
-
-AttentionInterface.register("flash_stand_in", attend_within_sequences)
+        reach = window_size[0] if window_size[0] >= 0 else end
+        near = (places[:, None] - places).abs() <= reach
+        parts.append(attend(query, key, value, attn_mask=near, scale=scale).transpose(0, 1))
+    return torch.cat(parts)
 
 
 @pytest.mark.parametrize("kind", UNPADDING)
-def test_leaving_out_the_padding_changes_nothing(kind: str) -> None:
+def test_leaving_out_the_padding_changes_nothing(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Losses and gradients of the packed tokens are those of the padded batch; with a wrong mask they are not."""
     torch.manual_seed(0)
     config = MultiClsConfig(encoder=encoder_config(kind), num_facets=3)
@@ -132,10 +139,10 @@ def test_leaving_out_the_padding_changes_nothing(kind: str) -> None:
         return out.losses, {name: p.grad.clone() for name, p in named if p.grad is not None}
 
     expected, gradients = losses_and_gradients()
-    with pytest.raises(ValueError, match=f"flash_attention_2', which runs on a GPU.* is {kind}"):
+    with pytest.raises(ValueError, match=f"'flash_attention_2', which run on a GPU.* is {kind}"):
         model(**inputs, unpad=True)
-    for part in (model, *(m for m in model.modules() if hasattr(m, "config"))):
-        part.config._attn_implementation_internal = "flash_stand_in"
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", attend_within_sequences)
+    model.set_attn_implementation("varlen")
     found, packed_gradients = losses_and_gradients(unpad=True)
     assert found.keys() == set(OBJECTIVES)
     for name, loss in expected.items():
@@ -143,6 +150,9 @@ def test_leaving_out_the_padding_changes_nothing(kind: str) -> None:
     for name, gradient in gradients.items():
         if not name.endswith("key.bias"):  # whose true gradient is 0
             assert (packed_gradients[name] - gradient).norm() <= 1e-3 * gradient.norm() + 1e-7, name
+    starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    boundaries = {"real_positions": mask.flatten().nonzero()[:, 0], "sequence_starts": starts}
+    assert losses_and_gradients(unpad=True, **boundaries)[0] == found
     shorter = mask.clone()
     shorter[1, 12] = 0  # the control
     wrong, _ = losses_and_gradients(unpad=True, attention_mask=shorter)

@@ -5,6 +5,7 @@ import os
 from contextlib import closing
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ def stream(tiny_corpus: Path) -> ExampleStream:
     return ExampleStream(Corpus(tiny_corpus), special, seq_length=32, seed=1)
 
 
-def load(stream: ExampleStream, size: int = 3, **options: int) -> list[MicroBatch]:
+def load(stream: ExampleStream, size: int = 3, **options: Any) -> list[MicroBatch]:
     """Returns micro-batches of 30 steps of 12 examples, more than a loader builds in one call."""
     options = {"per_step": 12 // size, "workers": 0} | options
     return list(chain.from_iterable(load_steps(stream, range(3, 33), size=size, **options)))
@@ -82,6 +83,15 @@ def test_loaders_are_no_forks_of_the_rank(stream: ExampleStream) -> None:
         next(steps)
         loaders = {process.pid for process in multiprocessing.active_children()}
         assert loaders and not loaders & set(children(os.getpid()))
+
+
+def test_the_loader_knows_where_real_tokens_are(stream: ExampleStream) -> None:
+    """So that unpadding need not ask the device."""
+    for batch in load(stream, unpad=True)[:3]:
+        mask, starts = batch.inputs["attention_mask"], batch.inputs["sequence_starts"]
+        assert torch.equal(batch.inputs["real_positions"], mask.flatten().nonzero()[:, 0])
+        assert torch.equal(starts.diff(), mask.sum(dim=1)) and starts[0] == 0
+        assert starts.dtype == torch.int32
 
 
 def test_a_small_validation_split_repeats_no_example(

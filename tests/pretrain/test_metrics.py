@@ -168,7 +168,7 @@ def test_compiled_layers_change_no_loss(monkeypatch: pytest.MonkeyPatch) -> None
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     plain, compiled, inputs = model(2), model(2), random_inputs(0, 3 * EXAMPLES, 2)
-    prepare_layers(compiled, TrainSettings(steps=1, compile=True))
+    prepare_layers(compiled, TrainSettings(steps=1, compile=True), "fp32")
     torch.testing.assert_close(compiled(**inputs).loss, plain(**inputs).loss, rtol=1e-5, atol=0)
     assert torch._dynamo.utils.counters["stats"]["calls_captured"] > 0
 

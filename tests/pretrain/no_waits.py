@@ -1,0 +1,155 @@
+"""Counts the waits of the host for a device that this machine does not have; test_no_waits.py runs it.
+
+DeepSpeed's engine runs on the CPU with a `synchronize` that counts. The model and a step run on fake tensors of a
+registered device "gpu": an operator on two devices, or a read of a value, raises.
+"""
+
+import json
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from transformers import AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from multicls.distributed import prepare_deepspeed
+from pretrain.batches import MicroBatch
+from pretrain.engine import prepare_layers
+from pretrain.training import train_step
+from tests.pretrain.tools import tiny_model
+from tests.pretrain.two_ranks import Case, make_engine, micro_batch, settings
+
+BATCHES = [micro_batch(0), micro_batch(1)]
+KINDS = ("bert", "roberta", "modernbert", "mpnet", "distilbert", "electra")
+
+
+class CountReads(TorchDispatchMode):
+    """Counts the operators that copy one number to the host, by the innermost function of a package."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.places[place()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def place() -> str:
+    """Returns the innermost function that is neither torch's nor this file's."""
+    frame: Any = sys._getframe(1)
+    while "/torch/" in frame.f_code.co_filename or frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}"
+
+
+def engine_waits(deepspeed: Any, file: str) -> dict[str, dict[str, int]]:
+    """Returns the places that synchronize the device, and that read a number, in a step of four micro-batches."""
+    engine, chosen = make_engine(deepspeed, Case(file))
+    accelerator, calls = type(deepspeed.accelerator.get_accelerator()), Counter[str]()
+
+    def synchronize(*_: Any) -> None:
+        calls[place()] += 1
+
+    with patch.multiple(
+        accelerator, synchronize=synchronize, resolves_data_dependency=lambda self: False
+    ):
+        for step in range(3):  # the last one counts
+            batches = [micro_batch(4 * step + slot) for slot in range(4)]
+            calls.clear()
+            with CountReads() as reads:
+                train_step(engine, chosen, batches, step)
+    return {"synchronize": dict(calls), "reads": dict(reads.places)}
+
+
+class StubEngine:
+    """The model with the interface of DeepSpeed's engine, without an optimizer."""
+
+    optimizer = SimpleNamespace(param_groups=[{}])
+
+    def __init__(self, model: Any, device: torch.device) -> None:
+        self.model, self.device = model, device
+
+    def __call__(self, **inputs: Any) -> Any:
+        return self.model(**inputs)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> None:
+        pass
+
+    def was_step_applied(self) -> bool:
+        return True
+
+
+def on_fake_gpu(kind: str) -> str:
+    """Makes a step in bf16, with metrics, on a fake GPU; returns "" or the error."""
+    model, chosen, batches = (
+        tiny_model(encoder=kind).bfloat16().train(),
+        settings(),
+        list[MicroBatch](),
+    )
+    with patch("pretrain.engine.uses_cuda", return_value=True):
+        prepare_layers(model, chosen.train.model_copy(update={"compile": False}), "bf16")
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        for batch in BATCHES:
+            fakes = {name: mode.from_tensor(tensor) for name, tensor in batch.inputs.items()}
+            batches.append(replace(batch, inputs=fakes))
+        device = torch.device("gpu:0")
+        for module in model.modules():
+            groups: list[Any] = [module._parameters, module._buffers]
+            for tensors in groups:
+                for name, tensor in tensors.items():
+                    if tensor is not None:
+                        fake: Any = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+                        is_weight = tensors is module._parameters
+                        tensors[name] = torch.nn.Parameter(fake) if is_weight else fake
+        model.tie_weights()
+        try:
+            sums = train_step(
+                StubEngine(model, device),
+                chosen,
+                batches,
+                0,
+                measured=True,
+            )
+        except (DataDependentOutputException, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}"[:200]
+    tensors = [value for value in sums._sums.values() if isinstance(value, torch.Tensor)]
+    assert len(tensors) > 8 and {value.device for value in tensors} == {device}
+    dtypes = {p.grad.dtype for p in model.parameters() if p.grad is not None}
+    assert dtypes == {torch.bfloat16}
+    return ""
+
+
+def main() -> None:
+    deepspeed, results = prepare_deepspeed(), dict[str, Any]()
+    _setup_privateuseone_for_python_backend("gpu")
+    # Of fake tensors transformers believes that they are traced, and does not read their mask.
+    with (
+        patch("torch.distributed.all_reduce"),
+        patch("transformers.masking_utils.is_tracing", return_value=False),
+    ):
+        with patch("pretrain.engine.keep_mask_on_device"):
+            results["control"] = on_fake_gpu("bert")
+        results["fake"] = {kind: on_fake_gpu(kind) for kind in KINDS}
+    AttentionMaskInterface.register("sdpa", sdpa_mask)
+    # After the fake ones: a backward pass counts the devices once.
+    results |= {file: engine_waits(deepspeed, file) for file in ("zero1", "zero2")}
+    print(json.dumps(results), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""The host waits for no device in a micro-batch, and all tensors of a step are on one device."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.processes import completed
+
+
+@pytest.mark.launcher
+def test_the_host_waits_only_where_the_page_says() -> None:
+    script = Path(__file__).with_name("no_waits.py")
+    done = completed([sys.executable, script], env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout.splitlines()[-1])
+    for name in ("zero1", "zero2"):
+        # DeepSpeed's check of the gradients' norm, once an optimizer step. The mask is read on CPUs only.
+        reads = results[name]["reads"]
+        assert reads.pop("masking_utils.py:_ignore_bidirectional_mask_sdpa") == 4
+        assert results[name]["synchronize"] == {} and set(reads) == {
+            "utils.py:is_invalid_grad_norm"
+        }
+    assert len(results["fake"]) == 6 and set(results["fake"].values()) == {""}
+    assert "DataDependentOutput" in results["control"], "transformers' own mask is read on the host"
