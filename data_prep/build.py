@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from data_prep.clean import clean
-from data_prep.drops import READ, DropLog
+from data_prep.drops import REASONS, DropLog
 from data_prep.encode import TextEncoder
 from data_prep.read import RawDocument, read_documents
 from data_prep.settings import BuildOptions
@@ -29,9 +29,13 @@ from multicls.files import write_json
 
 BATCH_SENTENCES = 1 << 15  # encoded at a time
 SHARD_TOKENS = 1 << 24  # of a file of rows
-LONGEST_SENTENCE = MAX_TOKENS // 8  # tokens; each row of a long document then has enough sentences
+MOST_TOKENS = MAX_TOKENS // 8  # tokens; each row of a long document then has enough sentences
 JOINED_TOKENS = 3 * 128  # of short documents joined: three parts at the default length
-DOCUMENT = np.dtype([("hash", "u8"), ("file", "u4"), ("rows", "u4"), ("characters", "u8")])
+_FIELDS = [("hash", "u8"), ("file", "u4"), ("rows", "u4"), ("characters", "u8")]
+DOCUMENT = np.dtype([*_FIELDS, ("members", "u4")])
+
+# A panic of a Rust library is a BaseException, too, and must cost its document only.
+FATAL = (KeyboardInterrupt, SystemExit, MemoryError, GeneratorExit)
 
 Item = TypeVar("Item")
 
@@ -56,6 +60,7 @@ class Document(NamedTuple):
     characters: int
     tokens: np.ndarray  # (N,)
     lengths: np.ndarray  # (S,) tokens of each sentence
+    members: int = 1  # number of documents of the input that were joined to it
 
 
 def build_unit(
@@ -103,13 +108,21 @@ def _clean(
     """Yields each document with sentences, without its text, and the sentences."""
     for file in unit.files:
         for raw in read_documents(file, settings):
-            drops.counts[raw.source][READ] += not raw.dropped.startswith("pages_")  # no documents
             if raw.dropped:
-                drops.add(raw.dropped, raw, raw.text or raw.title, 0)
+                kind = REASONS[raw.dropped]
+                lost = raw.lost if kind.is_loss else 0
+                drops.documents[raw.source] += kind.unit == "documents"
+                drops.text[raw.source] += lost
+                drops.add(raw.dropped, raw, raw.text or raw.title, lost)
                 continue
+            drops.documents[raw.source] += 1
+            counted = drops.text[raw.source]
             try:
                 sentences = clean(raw, settings.rules, settings.language, drops)
-            except Exception as error:  # of a library: costs this document only
+            except FATAL:
+                raise
+            except BaseException as error:  # of a library: costs this document only
+                drops.text[raw.source] = counted + len(raw.text)
                 _failed(error, raw, [raw.text], drops)
                 continue
             if sentences:
@@ -119,9 +132,9 @@ def _clean(
                 drops.add(reason, raw, raw.text.strip() or raw.title, 0)
 
 
-def _failed(error: Exception, raw: RawDocument, texts: list[str], drops: DropLog) -> None:
-    reason = f"documents_failed_{type(error).__name__}"
-    drops.add(reason, raw, str(error), sum(map(len, texts)))
+def _failed(error: BaseException, raw: RawDocument, texts: list[str], drops: DropLog) -> None:
+    message = f"{type(error).__name__}: {error}"
+    drops.add("documents_failed", raw, message, sum(map(len, texts)))
 
 
 def _batched(
@@ -146,7 +159,11 @@ def _encode(
     for batch in _batched(documents, lambda document: len(document[1]), BATCH_SENTENCES):
         try:
             tokens, lengths = encoder.encode([text for _, texts in batch for text in texts])
-        except Exception as error:  # of the tokenizer: find the document, which alone is dropped
+        except FATAL:
+            raise
+        except (
+            BaseException
+        ) as error:  # of the tokenizer: find the document, which alone is dropped
             if len(batch) == 1:
                 _failed(error, *batch[0], drops)
             for document in batch if len(batch) > 1 else ():
@@ -155,16 +172,16 @@ def _encode(
         ends = np.cumsum([len(texts) for _, texts in batch])[:-1]
         spans = np.split(tokens, np.cumsum(lengths)[ends - 1])
         for (raw, texts), span, sizes in zip(batch, spans, np.split(lengths, ends), strict=True):
-            yield from _document(raw, texts, span, sizes, drops)
+            yield from _encoded(raw, texts, span, sizes, drops)
 
 
-def _document(
+def _encoded(
     raw: RawDocument, sentences: list[str], tokens: np.ndarray, lengths: np.ndarray, drops: DropLog
 ) -> Iterator[Document]:
     """Yields a document without the sentences that have no token or too many, if any is left."""
-    kept = (lengths > 0) & (lengths <= LONGEST_SENTENCE)
+    kept = (lengths > 0) & (lengths <= MOST_TOKENS)
     for i in np.flatnonzero(~kept):
-        reason = "sentences_too_long" if lengths[i] else "sentences_without_tokens"
+        reason = "sentences_of_too_many_tokens" if lengths[i] else "sentences_without_tokens"
         drops.add(reason, raw, sentences[i], len(sentences[i]))
     if not kept.all():
         sentences = [sentence for sentence, keep in zip(sentences, kept, strict=True) if keep]
@@ -196,22 +213,21 @@ def _join_short(
             tokens = sum(len(member.tokens) for member in group)
             sentences = sum(len(member.lengths) for member in group)
             if tokens >= JOINED_TOKENS and sentences >= settings.min_sentences:
-                yield from _joined(groups.pop(document.raw.source), settings.min_sentences, drops)
+                yield from _join(groups.pop(document.raw.source), settings.min_sentences, drops)
     for group in groups.values():
-        yield from _joined(group, settings.min_sentences, drops)
+        yield from _join(group, settings.min_sentences, drops)
 
 
-def _joined(group: list[Document], min_sentences: int, drops: DropLog) -> Iterator[Document]:
+def _join(group: list[Document], min_sentences: int, drops: DropLog) -> Iterator[Document]:
     """Yields a group as one document; drops it if it is still short."""
     lengths = np.concatenate([document.lengths for document in group])
     if len(lengths) < min_sentences:
         _drop("documents_too_short", group, drops)
         return
-    drops.add("joined_documents", group[0].raw, group[0].raw.title, 0, len(group))
     hashes = b"".join(document.hash.to_bytes(8, "little") for document in group)
     tokens = np.concatenate([document.tokens for document in group])
     characters = sum(document.characters for document in group)
-    yield Document(group[0].raw, _hash(hashes), characters, tokens, lengths)
+    yield Document(group[0].raw, _hash(hashes), characters, tokens, lengths, len(group))
 
 
 def _drop(reason: str, documents: Iterable[Document], drops: DropLog) -> None:
@@ -230,7 +246,10 @@ def _write(folder: Path, documents: Iterable[Document], shard_tokens: int) -> No
     for number, batch in enumerate(batches):
         rows = [list(rows_of(document)) for document in batch]
         write_shard(folder / f"rows-{number}.arrow", list(chain.from_iterable(rows)))
-        table += [(d.hash, number, len(r), d.characters) for d, r in zip(batch, rows, strict=True)]
+        table += [
+            (document.hash, number, len(parts), document.characters, document.members)
+            for document, parts in zip(batch, rows, strict=True)
+        ]
     np.save(folder / "documents.npy", np.array(table, DOCUMENT))
 
 

@@ -2,13 +2,14 @@
 
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from data_prep.drops import READ, DropLog
+from data_prep.drops import DropLog
 from data_prep.read import RawDocument, TextFormat
 from data_prep.sentences import QUOTES, split_paragraph
 from data_prep.wikitext import HOLE, plain_text
@@ -29,18 +30,23 @@ class Line(NamedTuple):
 def clean(raw: RawDocument, rules: frozenset[str], language: str, drops: DropLog) -> list[str]:
     """Returns the sentences of a document that the rules (of `settings.RULES`) keep."""
     text = plain_text(raw.text) if raw.format == "wikitext" else raw.text
-    drops.characters[raw.source][READ] += len(text)
+    drops.text[raw.source] += len(text)
+    if "\f" in text:
+        text = _without_page_lines(text, raw, drops) if "markup" in rules else text
+        text = text.replace("\f", "\n")
     if "unicode" in rules:
         text, removed = _plain_characters(text)
         if removed:
             drops.add("characters_control", raw, " ".join(removed), 0, len(removed))
+    if "markup" in rules and raw.format == "markdown":
+        text = _without_markup(text, raw, drops)
     lines = lines_of(text, raw.format)
     if raw.format in ("wikitext", "wikipedia"):
         lines = _with_holes(lines, raw.format, "holes" in rules)
     else:
         rules -= {"holes"}
-    for rule, reason, find in LINE_RULES if raw.format != "sentences" else ():
-        dropped = find(lines, raw.format == "wikipedia") if rule in rules else ()
+    for rule, reason, find in LINE_RULES if raw.format not in ("sentences", "lines") else ():
+        dropped = find(lines, raw.format) if rule in rules else ()
         for i in sorted(dropped):
             drops.add(reason, raw, lines[i].text, len(lines[i].text))
         lines = [line for i, line in enumerate(lines) if i not in dropped]
@@ -65,8 +71,10 @@ _QUOTES_OPEN = tuple(QUOTES + "‘'")
 def lines_of(text: str, text_format: TextFormat) -> list[Line]:
     """Returns the paragraphs of a document, with the levels of headings where markup marks them."""
     lines = text.split("\n")
-    texts = unwrap(lines) if text_format == "plain" else [line for line in lines if line.strip()]
+    is_wrapped = text_format in ("plain", "markdown")
+    texts = unwrap(lines) if is_wrapped else [line for line in lines if line.strip()]
     marks = {"wikitext": ("=", _WIKI_HEADING), "plain": ("#", _MARKDOWN_HEADING)}
+    marks["markdown"] = marks["plain"]
     if text_format not in marks:
         return [Line(text) for text in texts]
     mark, heading = marks[text_format]
@@ -81,6 +89,10 @@ def lines_of(text: str, text_format: TextFormat) -> list[Line]:
 
 WIDTHS = np.arange(50, 161)  # columns at which text is taken to be wrapped
 LEAST_SHARE = 0.25  # of the line breaks that the width explains; in other text it is about 0.1
+CAPITAL_SHARE = 0.15  # of the words; German has 0.3, English 0.05
+FEWEST_RECORDS = 8  # lines; fewer may be one wrapped sentence
+_LINE_ENDS_SENTENCE = (r"[.!?…][\"”’')\]]*\s+\S", r"[.!?…:;][\"”’')\]]*\s*$")
+_HYPHENATED = re.compile(r"(\w+)-\n([a-zß-öø-ÿ]\w*)")
 _ITEM = re.compile(r"\s*(?:[-*•+–]|\d{1,3}[.)]|\(?[a-z]\))\s")
 _BROKEN_WORD = re.compile(r"(?<=\w-)\n(?=\w)|(?<=--)\n(?=\w)")
 
@@ -100,11 +112,13 @@ def unwrap(lines: list[str]) -> list[str]:
         return filled
     length = np.array([len(line) for line, _ in breaks])
     longest = length + [len(following.split()[0]) for _, following in breaks]
-    votes = np.array([-1 if following.lstrip()[0].isupper() else 1 for _, following in breaks])
+    capital = -0.25 if _has_capital_nouns(lines) else -1.0
+    votes = np.array([capital if b.lstrip()[0].isupper() else 1.0 for _, b in breaks])
     explains = (length[:, None] <= WIDTHS) & (longest[:, None] >= WIDTHS)  # (breaks, widths)
     totals = votes @ explains
     best = int(totals.argmax())
-    if totals[best] <= 0 or explains[:, best].mean() < LEAST_SHARE:
+    is_wrapped = totals[best] > 0 and explains[:, best].mean() >= LEAST_SHARE
+    if not is_wrapped or _are_records(filled):
         return filled
     paragraphs: list[str] = []
     for last, line in pairwise(["", *lines]):
@@ -116,8 +130,38 @@ def unwrap(lines: list[str]) -> list[str]:
             paragraphs[-1] += f"\n{text}"
         else:
             paragraphs.append(text)
-    mended = (_BROKEN_WORD.sub("", text) if "-\n" in text else text for text in paragraphs)
-    return [text.replace("\n", " ") for text in mended]
+    if any("-\n" in text for text in paragraphs):
+        words = set(re.findall(r"\w+", "\n".join(lines)))
+        paragraphs = [_mended(text, words) if "-\n" in text else text for text in paragraphs]
+    return [text.replace("\n", " ") for text in paragraphs]
+
+
+def _mended(text: str, words: set[str]) -> str:
+    """Returns a paragraph with its broken words joined; without the hyphen if `words` has the whole word."""
+
+    def whole(match: re.Match[str]) -> str:
+        joined = match[1] + match[2]
+        return joined if joined in words else f"{match[1]}-{match[2]}"
+
+    return _BROKEN_WORD.sub("", _HYPHENATED.sub(whole, text))
+
+
+def _has_capital_nouns(lines: list[str]) -> bool:
+    """Returns whether many words inside lines begin with a capital, as in German."""
+    inner = [word for line in lines for word in line.split()[1:] if word[0].isalpha()]
+    return sum(word[0].isupper() for word in inner) > CAPITAL_SHARE * len(inner)
+
+
+def _are_records(lines: list[str]) -> bool:
+    """Returns whether each line is a record, as in logs: no sentence ends inside one.
+
+    Of wrapped prose, some lines have the end of a sentence inside, and some but not most end with one.
+    """
+    if len(lines) < FEWEST_RECORDS:
+        return False
+    ends = np.array([[bool(re.search(p, line)) for p in _LINE_ENDS_SENTENCE] for line in lines])
+    inside, at_end = ends.mean(axis=0)
+    return bool(inside < 0.05 and not 0.05 <= at_end <= 0.8)
 
 
 def _begins_paragraph(last: str, line: str) -> bool:
@@ -146,10 +190,66 @@ def _with_holes(lines: list[Line], text_format: TextFormat, wanted: bool) -> lis
     return result
 
 
+# Markup, and lines that repeat on each page.
+
+_BLOCKS = re.compile(  # front matter, code, comments, rows of tables, targets of links
+    r"\A---\n.*?\n---\n|^[ >]*(?P<fence>```+|~~~+).*?(?:^[ >]*(?P=fence)[`~]*[ \t]*$|\Z)|<!--.*?-->"
+    r"|^[ \t]*\|.*\|[ \t]*$|^ {0,3}\[[^\]\n]+\]:[ \t]*\S.*?$",
+    re.MULTILINE | re.DOTALL,
+)
+_IMAGE = re.compile(r"!\[[^\]]*\](?:\([^()\s]*(?:\([^()]*\)[^()]*)*[^()]*\)|\[[^\]]*\])")
+_LINK = re.compile(r"\[([^\[\]]+)\](?:\((?:[^()]|\([^()]*\))*\)|\[[^\]\n]*\])")
+_EMPHASIS = re.compile(r"(?<![\w*`])(\*\*|__|`+|\*)(?=\S)([^*`\n]+?)(?<=\S)\1(?![\w*`])")
+_MARKUP_TAG = re.compile(r"</?[a-zA-Z][^<>\n]*>")
+
+
+def _without_markup(text: str, raw: RawDocument, drops: DropLog) -> str:
+    """Returns Markdown's text without code, tables and the targets of links."""
+
+    def drop(match: re.Match[str]) -> str:
+        lines = match[0].strip("\n").count("\n") + 1
+        drops.add("lines_markup", raw, match[0], len(match[0]), lines)
+        return ""
+
+    text = _BLOCKS.sub(drop, text)
+    for pattern, target in ((_IMAGE, ""), (_LINK, r"\1"), (_EMPHASIS, r"\2"), (_MARKUP_TAG, "")):
+        before, (text, number) = len(text), pattern.subn(target, text)
+        if number:
+            drops.add("characters_of_markup", raw, pattern.pattern, before - len(text), number)
+    return text
+
+
+def _without_page_lines(text: str, raw: RawDocument, drops: DropLog) -> str:
+    """Returns a text of pages, divided by form feeds, without headers and footers.
+
+    These are the two first or last lines of a page that occur on at least half of the pages, whatever their numbers.
+    """
+    pages = [page.split("\n") for page in text.split("\f")]
+    places = [[i for i, line in enumerate(page) if line.strip()] for page in pages]
+    edges = [{*filled[:2], *filled[-2:]} for filled in places]
+    repeated = Counter(
+        key
+        for page, places in zip(pages, edges, strict=True)
+        for key in {re.sub(r"\d+", "0", page[i].strip()) for i in places}
+    )
+    least = max(3, sum(map(bool, edges)) / 2)
+    for page, numbers in zip(pages, edges, strict=True):
+        for i in numbers:
+            if repeated[re.sub(r"\d+", "0", page[i].strip())] >= least:
+                drops.add("lines_of_pages", raw, page[i], len(page[i]))
+                page[i] = ""
+    joined = pages[0]
+    for page in pages[1:]:  # a paragraph may go on on the next page
+        joined = "\n".join(joined).rstrip("\n").split("\n")
+        joined += "\n".join(page).lstrip("\n").split("\n")
+    return "\n".join(joined)
+
+
 # The rule for the text.
 
 # Line ends, spaces, and control characters, but not the zero-width joiners of Persian and Indian scripts.
 _LINE_ENDS = "\r\u2028\u2029"
+_LIGATURE = re.compile("[\ufb00-\ufb06]")  # ff, fi, fl, ffi ... of PDF
 _SPECIAL = re.compile(
     f"[{_LINE_ENDS}\t\x0b\x0c\x1c-\x1f\x85\xa0\u1680\u2000-\u200a\u202f\u205f\u3000"
     "\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\xad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\ufeff]"
@@ -166,30 +266,38 @@ def _plain_characters(text: str) -> tuple[str, list[str]]:
         removed.append(f"U+{ord(match[0]):04X}")
         return ""
 
-    text = text if text.isascii() else unicodedata.normalize("NFC", text)
+    if not text.isascii():
+        text = _LIGATURE.sub(lambda match: unicodedata.normalize("NFKC", match[0]), text)
+        text = unicodedata.normalize("NFC", text)
     return _SPECIAL.sub(plain, text.replace("\r\n", "\n")), removed
 
 
-# Rules for lines: function(lines, dotted) -> the indices of those to drop; dotted: see is_heading.
+# Rules for lines: function(lines, text_format) -> the indices of those to drop.
 
 _NUMBERS = "one|two|three|four|five|six|seven|eight|nine|ten|first|second|third|fourth|fifth|last"
 _CHAPTER = re.compile(
     r"(?i:(?:chapter|book|part|volume|section|canto|letter|act|scene|stave|kapitel|chapitre"
     rf"|cap[ií]tulo|capitolo|глава)\s+(?:[ivxlc]+|\d+|{_NUMBERS})\b.{{0,80}})|[IVXLC]+\.?"
 )
+_WIKIPEDIA_WORDS = "notes|sources|publications|anmerkungen|quellen"  # prose in other texts
 _END_MATTER_WORDS = (
-    "see also|references|notes|footnotes|endnotes|external links|further reading|bibliography"
-    "|bibliographies|citations|sources|web ?links|(?:works|literature) cited"
-    "|(?:cited|reference) (?:texts|works|literature)|publications|filmography|discography"
+    "see also|references|footnotes|endnotes|external links|further reading|bibliography"
+    "|bibliographies|citations|web ?links|(?:works|literature) cited"
+    "|(?:cited|reference) (?:texts|works|literature)|filmography|discography"
     "|(?:selected|annotated|general|primary|secondary|additional|other|partial|etymological) "
     "(?:bibliography|works|publications|sources|references|readings?|filmography|discography)"
-    "|literatur|weblinks|einzelnachweise|siehe auch|anmerkungen|quellen|voir aussi|références"
+    "|literatur|weblinks|einzelnachweise|siehe auch|voir aussi|références"
     "|liens externes|bibliographie|notes et références|véase también|referencias|enlaces externos"
     "|bibliografía|collegamenti esterni|bibliografia|altri progetti|voci correlate"
 )
-_END_MATTER = re.compile(
-    rf"(?i)(?:{_END_MATTER_WORDS})(?:(?:,? and |, | & |/)(?:{_END_MATTER_WORDS}))*\.?"
-)
+
+
+def _headings_of(words: str) -> re.Pattern[str]:
+    return re.compile(rf"(?i)(?:{words})(?:(?:,? and |, | & |/)(?:{words}))*\.?")
+
+
+_END_MATTER = _headings_of(_END_MATTER_WORDS)
+_WIKIPEDIA_END_MATTER = _headings_of(f"{_WIKIPEDIA_WORDS}|{_END_MATTER_WORDS}")
 _CITATION = re.compile(
     r"\bISBN\b|\bISSN\b|\bdoi\b|\bOCLC\b|\b[pP]{1,2}\.\s?\d|\bRetrieved\b|\((?:[Ee]ds?|[Tt]rans)\.\)"
     r"|\b[Vv]ol\.\s?\d|https?://|\((?:[A-Z]\w+ )?\d{4}[a-z]?\)[.,:]|\bPress\b|\^ "
@@ -224,22 +332,58 @@ def is_heading(paragraph: str, dotted: bool = False) -> bool:
     return _CHAPTER.fullmatch(text) is not None
 
 
-def _end_matter(lines: list[Line], dotted: bool) -> set[int]:
-    """Finds end matter: from a heading such as References to the next of its level, or, without levels, to prose."""
+def _end_matter(lines: list[Line], text_format: TextFormat) -> set[int]:
+    """Finds end matter: from a heading such as References to the next of its level or to prose.
+
+    In wikitext, prose below a heading with a level belongs to it.
+    """
+    is_wiki = text_format in ("wikitext", "wikipedia")
+    pattern = _WIKIPEDIA_END_MATTER if is_wiki else _END_MATTER
     numbers = set()
     inside: int | None = None  # level of the heading that began it, 0 if it has none
     for i, (text, level) in enumerate(lines):
-        if inside is not None and (0 < level <= (inside or 6) or (not inside and is_prose(text))):
+        if inside is not None and (
+            0 < level <= (inside or 6) or ((not inside or not is_wiki) and is_prose(text))
+        ):
             inside = None
-        if inside is None and len(text) <= HEADING_LENGTH and _END_MATTER.fullmatch(text.strip()):
+        if inside is None and len(text) <= HEADING_LENGTH and pattern.fullmatch(text.strip()):
             inside = level
         if inside is not None:
             numbers.add(i)
     return numbers
 
 
-def _headings(lines: list[Line], dotted: bool) -> set[int]:
-    return {i for i, (text, level) in enumerate(lines) if level or is_heading(text, dotted)}
+def _headings(lines: list[Line], text_format: TextFormat) -> set[int]:
+    dotted = text_format == "wikipedia"
+    found = {i for i, (text, level) in enumerate(lines) if level or is_heading(text, dotted)}
+    if text_format not in ("plain", "markdown"):
+        return found
+    return {i for i in found if lines[i].level or not _is_sentence(lines, i)}
+
+
+_MARKS_AFTER_END = re.compile(r"(?:\s*(?:\[\d{1,3}\]|[¹²³⁰-⁹*†‡]))+$")
+_EMOJI = "\u2600-\u27bf\ufe0f\u200d\U0001f000-\U0001faff"
+_ENDS_WITH_EMOJI = re.compile(rf"[{_EMOJI}]$|\s[:;]-?[)(DP]$")
+
+
+def _is_sentence(lines: list[Line], i: int) -> bool:
+    """Returns whether a line without final punctuation is a sentence nevertheless.
+
+    So are: a line that ends with an emoji; one with a full stop before a footnote's mark; one of five words or more
+    that ends with a bracket; and one of eight words or more between two others as long.
+    """
+    text = lines[i].text.strip()
+    if _CHAPTER.fullmatch(text):
+        return False
+    bare = _MARKS_AFTER_END.sub("", text)
+    words = len(text.split())
+    if (bare != text and bare[-1:] in ".!?…") or _ENDS_WITH_EMOJI.search(text):
+        return words >= 3
+    if text[-1:] == ")" and words >= 5:
+        return True
+    if words < 8 or not 0 < i < len(lines) - 1:
+        return False
+    return all(8 <= len(lines[k].text.split()) <= 2 * words for k in (i - 1, i + 1))
 
 
 LINE_RULES = [

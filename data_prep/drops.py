@@ -3,7 +3,7 @@
 import heapq
 import json
 from collections import Counter, defaultdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -16,17 +16,45 @@ SAMPLES = 8  # of everything that is dropped, by reason
 SAMPLE_LENGTH = 200
 WARNING_SHARE = 0.2  # of the characters or documents of a source
 REPORTED_SHARE = 0.001  # reasons that take less are left to `stats`
-READ = "read"  # the reason under which all that was read is counted
-REMEDIES = {  # how to keep what was dropped for a reason
-    "documents_too_short": "--short_documents join joins them; --min_sentences takes shorter ones",
-    "lines_heading": "--without headings",
-    "lines_end_matter": "--without end_matter",
-    "sentences_with_holes": "--without holes",
-    "sentences_without_letter": "--without sentences_without_letter",
-    "sentences_too_long": "--without long_sentences",
-    "sentences_not_utf8": "convert the file to UTF-8 (iconv)",
-    "documents_duplicate": "--without duplicate_documents",
-    "records_without_text": "--text_field names the field with the text",
+
+
+class Reason(NamedTuple):
+    """What a reason counts, and how to keep what it drops."""
+
+    unit: str  # documents, if each count is a whole document
+    remedy: str = ""
+    is_loss: bool = True
+
+
+REASONS = {
+    "documents_too_short": Reason(
+        "documents", "--short_documents join joins them; --min_sentences takes shorter ones"
+    ),
+    "documents_duplicate": Reason("documents", "--without duplicate_documents"),
+    "documents_empty": Reason("documents"),
+    "documents_without_sentences": Reason("documents"),
+    "documents_failed": Reason("documents"),
+    "records_without_text": Reason("documents", "--text_field names the field with the text"),
+    "records_not_json": Reason("documents"),
+    "records_not_xml": Reason("documents"),
+    "records_not_a_row": Reason("documents", "give each row as many cells as the header has"),
+    "records_doc_not_closed": Reason("documents"),
+    "records_file_damaged": Reason("documents", "get the file again; what could be read is kept"),
+    "lines_heading": Reason("lines", "--without headings"),
+    "lines_end_matter": Reason("lines", "--without end_matter"),
+    "lines_markup": Reason("lines", "--without markup"),
+    "characters_of_markup": Reason("characters", "--without markup"),
+    "lines_of_pages": Reason("lines", "--without markup"),
+    "sentences_with_holes": Reason("sentences", "--without holes"),
+    "sentences_without_letter": Reason("sentences", "--without sentences_without_letter"),
+    "sentences_without_tokens": Reason("sentences"),
+    "sentences_too_long": Reason("sentences", "--without long_sentences"),
+    "sentences_of_too_many_tokens": Reason("sentences", "end sentences with full stops"),
+    "sentences_not_utf8": Reason("sentences", "convert the file to UTF-8 (iconv -f ENCODING)"),
+    "characters_control": Reason("characters", is_loss=False),
+    "pages_redirects": Reason("pages", is_loss=False),
+    "pages_not_articles": Reason("pages", is_loss=False),
+    "joined_documents": Reason("joined", is_loss=False),
 }
 
 Sample = tuple[int, str, str, str]  # hash, source, document and text
@@ -41,24 +69,25 @@ class DropLog:
         record: JSON values of a log, as `to_json` returns them.
 
     Attributes:
-        counts: By source and reason, how often something was dropped; READ: documents, bad records included.
-        characters: By source and reason, the characters dropped; READ: all.
+        counts: By source and reason, how often something was dropped.
+        characters: By source and reason, the characters dropped.
+        documents: By source, the documents read, bad records included.
+        text: By source, the characters read, and an estimate of those that could not be read.
         samples: By reason, ascending.
     """
 
     def __init__(self, record: dict[str, Any] | None = None) -> None:
         self.counts: dict[str, Counter[str]] = defaultdict(Counter)
         self.characters: dict[str, Counter[str]] = defaultdict(Counter)
+        self.documents: Counter[str] = Counter()
+        self.text: Counter[str] = Counter()
         self.samples: dict[str, list[Sample]] = {}
         self.merge(record or {})
 
     def add(
         self, reason: str, raw: RawDocument | ShardRow, text: str, characters: int, count: int = 1
     ) -> None:
-        """Counts `count` drops of a document that lose `characters` of it; `text` shows one.
-
-        A reason to drop whole documents begins with "documents_" or "records_".
-        """
+        """Counts `count` drops of a document that lose `characters` of it; `text` shows one."""
         self.counts[raw.source][reason] += count
         self.characters[raw.source][reason] += characters
         sample = raw.source, raw.id, text[:SAMPLE_LENGTH]
@@ -70,6 +99,8 @@ class DropLog:
         for name in ("counts", "characters"):
             for source, values in record.get(name, {}).items():
                 getattr(self, name)[source].update(values)
+        self.documents.update(record.get("documents", {}))
+        self.text.update(record.get("text", {}))
         for reason, entries in record.get("samples", {}).items():
             for entry in entries:
                 self._keep(reason, tuple(entry))
@@ -91,35 +122,38 @@ class DropLog:
 
     def by_reason(self) -> dict[str, int]:
         """Returns how often something was dropped, by reason, over all sources."""
-        return {reason: n for reason, n in sorted(self.totals()[0].items()) if reason != READ}
+        return dict(sorted(self.totals()[0].items()))
 
     def kept(self) -> str:
         """Returns, in words, the number of documents and the share of the text that are kept."""
         numbers, characters = self.totals()
         whole = sum(number for reason, number in numbers.items() if _is_whole(reason))
-        share = 2 - characters.total() / max(characters[READ], 1)  # READ is in the total, too
-        return f"{numbers[READ] - whole:,} of {count(numbers[READ], 'document')}, {share:.1%} of the text"
+        given = self.documents.total()
+        share = 1 - characters.total() / max(self.text.total(), 1)
+        return f"{given - whole:,} of {count(given, 'document')}, {share:.1%} of the text"
 
     def report(self) -> list[tuple[str, str]]:
         """Returns a line for each reason, and a warning where one takes over a fifth of a source."""
         lines = list[tuple[str, str]]()
         for source in ("", *sorted(self.counts)):  # first all sources together
             numbers, characters = self.totals(source) if source else self.totals()
-            reasons = sorted(numbers.keys() - {READ})
-            for reason in sorted(reasons, key=characters.__getitem__, reverse=True):
-                documents = numbers[reason] / max(numbers[READ], 1) * _is_whole(reason)
-                share = characters[reason] / max(characters[READ], 1)
+            given = self.documents[source] if source else self.documents.total()
+            text_given = self.text[source] if source else self.text.total()
+            for reason in sorted(sorted(numbers), key=characters.__getitem__, reverse=True):
+                documents = numbers[reason] / max(given, 1) if _is_whole(reason) else 0.0
+                share = characters[reason] / max(text_given, 1)
                 if max(documents, share) > (WARNING_SHARE if source else REPORTED_SHARE):
                     text = f"{documents:.1%} of the documents, {share:.1%} of the text: "
                     text += f"{numbers[reason]:,} {reason}."
-                    text += f" To keep them: {REMEDIES[reason]}." if reason in REMEDIES else ""
+                    remedy = REASONS[reason].remedy
+                    text += f" To keep them: {remedy}." if remedy else ""
                     lines.append(("warning", f"{source}: {text}") if source else ("left out", text))
         return lines
 
 
 def _is_whole(reason: str) -> bool:
     """Returns whether a reason drops whole documents."""
-    return reason.startswith(("documents_", "records_"))
+    return REASONS[reason].unit == "documents"
 
 
 def last_lines(corpus: Corpus) -> list[tuple[str, str]]:
@@ -129,6 +163,8 @@ def last_lines(corpus: Corpus) -> list[tuple[str, str]]:
     if joined := corpus.manifest["dropped"].get("joined_documents"):
         note = "MCQT and sentence order teach less across documents; masked-LM and TF-IDF do not"
         lines.append(("joined", f"{joined:,} short documents to others. {note}."))
-    if skipped := sum(corpus.manifest["skipped"].values()):
-        lines.append(("skipped", count(skipped, "file")))
+    if skipped := corpus.manifest["skipped"]:
+        reasons = sorted(skipped.items(), key=lambda item: -item[1])
+        listed = ", ".join(f"{number:,} x {reason}" for reason, number in reasons[:5])
+        lines.append(("skipped", f"{count(sum(skipped.values()), 'file')}: {listed}"))
     return [*lines, ("samples", f"{corpus.path}/dropped.json")]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 
 from data_prep.build import Unit
 from data_prep.drops import DropLog
@@ -50,11 +51,23 @@ def merge(
 
 def find_copies(folders: list[Path]) -> list[np.ndarray]:
     """Returns for each unit, (D,) bool, which documents have the text of an earlier document."""
-    columns = [np.load(folder / "documents.npy")["hash"] for folder in folders]
-    hashes = np.concatenate(columns)
-    copied = np.ones(len(hashes), bool)
-    copied[np.unique(hashes, return_index=True)[1]] = False
-    return np.split(copied, np.cumsum(list(map(len, columns)))[:-1])
+    sizes = [len(np.load(folder / "documents.npy", mmap_mode="r")) for folder in folders]
+    hashes, end = np.empty(sum(sizes), np.uint64), 0
+    for folder, size in zip(folders, sizes, strict=True):  # one table in memory at a time
+        hashes[end : end + size] = np.load(folder / "documents.npy")["hash"]
+        end += size
+    return np.split(_repeated(hashes), np.cumsum(sizes)[:-1])
+
+
+def _repeated(hashes: np.ndarray) -> np.ndarray:
+    """Returns which of the hashes, (D,), occurred before, (D,) bool; sorts a range of them at a time."""
+    repeated = np.zeros(len(hashes), bool)
+    parts = max(1, len(hashes) >> 22)
+    bounds = [(part << 64) // parts for part in range(parts)]
+    for low, end in zip(bounds, [*bounds[1:], 1 << 64], strict=True):
+        inside = np.flatnonzero((hashes >= np.uint64(low)) & (hashes <= np.uint64(end - 1)))
+        repeated[inside] = pd.Series(hashes[inside]).duplicated().to_numpy()
+    return repeated
 
 
 def merge_unit(folder: Path, name: Path, copied: np.ndarray, vocabulary_size: int) -> Merged:
@@ -73,6 +86,7 @@ def merge_unit(folder: Path, name: Path, copied: np.ndarray, vocabulary_size: in
             target = name.with_name(f"{name.name}{f'-{number:03d}' if number else ''}.arrow")
             link_shard(source, target)
             entry = _described(target, documents["rows"][~goes], frequency)
+            _count_joined(Shard(target), documents[~goes], drops)
             shards.append({"name": target.name} | entry)
     return Merged(shards, frequency, drops)
 
@@ -80,13 +94,21 @@ def merge_unit(folder: Path, name: Path, copied: np.ndarray, vocabulary_size: in
 def _without(path: Path, documents: np.ndarray, goes: np.ndarray, drops: DropLog) -> Path:
     """Writes a file of the rows of the documents that stay, if there are any; counts the others."""
     shard, ends = Shard(path), np.cumsum(documents["rows"])
-    for last, characters in zip(ends[goes] - 1, documents["characters"][goes], strict=True):
-        row = shard.row(int(last))
-        drops.add("documents_duplicate", row, row.title, int(characters))
+    for last, document in zip(ends[goes] - 1, documents[goes], strict=True):
+        row, count = shard.row(int(last)), int(document["members"])
+        drops.add("documents_duplicate", row, row.title, int(document["characters"]), count)
     path = path.with_name(f"kept-{path.name}")
     if kept := np.flatnonzero(np.repeat(~goes, documents["rows"])).tolist():
         write_shard(path, list(map(shard.row, kept)))
     return path
+
+
+def _count_joined(shard: Shard, documents: np.ndarray, drops: DropLog) -> None:
+    """Counts the documents of the input that the kept documents of a shard were joined from."""
+    ends = np.cumsum(documents["rows"]) - 1
+    for i in np.flatnonzero(documents["members"] > 1):
+        row = shard.row(int(ends[i]))
+        drops.add("joined_documents", row, row.title, 0, int(documents["members"][i]))
 
 
 def _described(path: Path, rows: np.ndarray, frequency: np.ndarray) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from multicls.errors import UserError, first_line, print_stderr
 
 DEATHS = 3  # of workers, after which a call has failed
 RETRIES = 2  # of a call that raises an error: a network file system may fail once
-SUBMITTED = 256  # calls that the scheduler holds at a time: more cost memory, and no gain
+SUBMITTED = 256  # calls that the scheduler holds at a time, or two for each worker if that is more
 # Modules that the workers need: Dask forks them from one process that has imported these.
 PRELOADED = ["__main__", "data_prep.build", "data_prep.merge", "distributed"]
 DASK = {
@@ -87,12 +87,13 @@ def run_all(
     if pool is None:
         yield from ((number, function(*values)) for number, values in enumerate(arguments))
         return
-    from distributed import KilledWorker
+    from distributed import KilledWorker, get_client
     from distributed.comm import CommClosedError
 
     running, waiting = dict[Future[Any], int](), enumerate(arguments)
     try:
-        for number, values in islice(waiting, SUBMITTED):
+        workers = sum(get_client().nthreads().values())
+        for number, values in islice(waiting, max(SUBMITTED, 2 * workers)):
             running[pool.submit(function, *values)] = number
         while running:
             future = wait(running, return_when=FIRST_COMPLETED).done.pop()

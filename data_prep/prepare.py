@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import xxhash
 from tokenizers import Tokenizer
 
 from data_prep.build import SHARD_TOKENS, Unit, build_unit
@@ -35,7 +36,7 @@ from multicls.files import LOCK, atomic_write, locked, sha256_of, write_json
 
 DROPPED = "dropped.json"  # samples of what was dropped, by reason, and all paths that were skipped
 FREQUENCY = "document_frequency.npy"
-SMALL_UNIT = 8 << 20  # bytes of small files together: progress is seen, and all workers have some
+SMALL_UNIT = 12 << 20  # bytes of small files together: progress is seen, and all workers have some
 LARGE_UNIT = 64 << 20  # bytes of a share of a file of lines
 LEAST_WEIGHT = 1 << 12  # bytes that take as long to read as a file takes to open
 PACKAGES = ("mwparserfromhell", "numpy", "pyarrow", "sentencex", "tokenizers")
@@ -114,8 +115,10 @@ def _describe_job(options: BuildOptions, output: Path, small_unit: int) -> Job:
     skipped = [entry for entry in skipped if not os.path.abspath(entry.path).startswith(inside)]
     if not files:
         raise UserError(f"{output}: all of the input lies in it; pass a new or empty --output.")
-    for path, reason in skipped[:20]:  # DROPPED lists all
+    for path, reason in skipped[:20]:
         print_line(f"skipped: {path}: {reason}")
+    if len(skipped) > 20:
+        print_line(f"skipped: {len(skipped) - 20:,} more; {DROPPED} lists all")
     tokenizer_files = load_tokenizer_files(options.tokenizer)
     settings = options.model_dump(exclude=NOT_IN_KEY)
     settings["tokenizer"] = hashlib.sha256(tokenizer_files["tokenizer.json"]).hexdigest()
@@ -126,9 +129,10 @@ def _describe_job(options: BuildOptions, output: Path, small_unit: int) -> Job:
         listing.update(json.dumps(file[1:]).encode("utf-8"))
     size = sum(file.size for file in files)
     described = {"files": len(files), "bytes": size, "sha256": listing.hexdigest()}
-    print_line(
-        f"input: {count(len(files), 'file')}, {size / 1e6:,.1f} MB in {count(len(units), 'unit')}"
-    )
+    formats = Counter(file.format for file in files).most_common()
+    listed = ", ".join(f"{number:,} {name}" for name, number in formats)
+    shape = f"{count(len(files), 'file')} ({listed}), {size / 1e6:,.1f} MB"
+    print_line(f"input: {shape} in {count(len(units), 'unit')}")
     return Job(units, skipped, tokenizer_files, identity | {"input": described})
 
 
@@ -138,19 +142,25 @@ def group_units(
     """Returns the units of the input, in its order; `identity` is all else that decides their bytes.
 
     A unit is a file, small files together (up to `small` bytes), or a share of `large` bytes of a file of lines.
-    It depends on no other input, except that a small file moves the groups after it.
+    It depends on no other input, except that a small file moves the groups near it: a group also ends before a file
+    whose name has a small hash, so groups of other input begin at the same files.
     """
+    shares = list(chain.from_iterable(_shares(file, large) for file in files))
+    alike = Counter(file[1:] for file in set(shares))
     prefix = json.dumps(identity, sort_keys=True)
     groups: list[list[SourceFile]] = []
     weight = 0
-    for file in chain.from_iterable(_shares(file, large) for file in files):
+    for file in shares:
         added = max(file.size or small, LEAST_WEIGHT)  # 0: not known
-        if not groups or weight + added > small:
+        begins = xxhash.xxh3_64_intdigest(file.name.encode()) < added / small * 2.0**64
+        if not groups or weight + added > small or begins:
             groups.append([])
             weight = 0
         groups[-1].append(file)
         weight += added
-    texts = (json.dumps([prefix, [file[1:] for file in group]]) for group in groups)
+    # Files of one name, size and date differ by their paths.
+    named = ([file if alike[file[1:]] > 1 else file[1:] for file in group] for group in groups)
+    texts = (json.dumps([prefix, files]) for files in named)
     keys = (hashlib.blake2b(text.encode("utf-8"), digest_size=12).hexdigest() for text in texts)
     return list(map(Unit, keys, groups))
 

@@ -1,10 +1,11 @@
 """Reads documents from an input file or a share of one, one at a time."""
 
+import csv
 import html
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import chain
@@ -12,12 +13,13 @@ from typing import Any, Literal, NamedTuple
 from xml.etree import ElementTree
 
 import pyarrow as pa
+import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 import xxhash
 
 from data_prep.settings import BuildOptions
-from data_prep.sources import Layout, SourceFile, damage, open_bytes, stem
-from multicls.errors import UserError, did_you_mean
+from data_prep.sources import Layout, SourceFile, damage, delimiter, open_bytes, stem, unread
+from multicls.errors import UserError
 
 LONGEST_RECORD = 1 << 26  # bytes of a line or a page; a longer line is cut
 TOO_LONG = "a page of more than 64 MB"
@@ -32,13 +34,14 @@ _WIKIPEDIA = re.compile(r"https?://[\w.-]*\bwikipedia\.org/")
 
 # The layouts of files; paragraphs: a paragraph a line; wikitext: MediaWiki markup.
 TextFormat = Layout | Literal["paragraphs", "wikitext"]
-Rows = Callable[[SourceFile, str], Iterable[tuple[int, Any]]]
+Rows = Callable[[SourceFile, Sequence[str]], Iterable[tuple[int, Any]]]
 
 
 class RawDocument(NamedTuple):
     """A document as it stands in the input.
 
-    `dropped` is the reason why a record cannot be read. Then the text is a sample of the record.
+    `dropped` is the reason why a record cannot be read. Then the text is a sample of the record,
+    and `lost` the number of its characters.
     """
 
     source: str
@@ -47,21 +50,31 @@ class RawDocument(NamedTuple):
     text: str
     format: TextFormat
     dropped: str = ""
+    lost: int = 0
 
 
 def read_documents(file: SourceFile, settings: BuildOptions) -> Iterator[RawDocument]:
     """Yields the documents of a file, in order; bad records with the reason to drop them.
 
     Raises:
-        UserError: The first row lacks the text field, or the file cannot be reached.
+        UserError: The file cannot be reached.
     """
-    documents = _READERS[file.format](file, settings)
+    documents = _to_the_damage(file, settings)
+    yield from _join_rows(documents) if file.layout == "sentences" else documents
+
+
+def _to_the_damage(file: SourceFile, settings: BuildOptions) -> Iterator[RawDocument]:
+    """Yields the documents of a file; what cannot be read of it is the last one."""
+    seen = 0
     try:
-        yield from _joined(documents) if file.layout == "sentences" else documents
+        for document in _READERS[file.format](file, settings):
+            seen += document.lost if document.dropped else len(document.text)
+            yield document
     except UserError:
         raise
     except Exception as error:
-        yield _bad(file, f"{file.start}-damaged", "records_file_damaged", damage(file, error))
+        bad = _bad(file, f"{file.start}-damaged", "records_file_damaged", damage(file, error))
+        yield bad._replace(lost=unread(file, seen))
 
 
 def _document(
@@ -73,7 +86,7 @@ def _document(
 
 def _bad(file: SourceFile, record: object, reason: str, sample: str) -> RawDocument:
     text = " ".join(sample[:SAMPLE].split())
-    return _document(file, record, "", text, "plain")._replace(dropped=reason)
+    return _document(file, record, "", text, "plain")._replace(dropped=reason, lost=len(sample))
 
 
 def _utf8(text: str) -> str:
@@ -103,24 +116,30 @@ def _text(file: SourceFile, settings: BuildOptions) -> Iterator[RawDocument]:
     """Yields documents of a plain text: a line each, or up to a blank line, or the whole file."""
     title, lines = stem(file.name), list[str]()
     first = size = count = 0
-    for offset, text in _lines(file):
-        blank = not text.strip()
-        ends = blank and settings.documents == "blank_line"
-        if lines and (ends or size > LONGEST_DOCUMENT * (1 if blank else 2)):
-            yield _document(file, first, title, "\n".join(lines), file.layout)
-            lines, size, count = [], 0, count + 1
-        if file.layout == "sentences":
-            yield _document(file, offset, title, text, file.layout)
-            count += 1
-        elif lines or not blank:
-            first = first if lines else offset
-            lines.append(text)
-            size += len(text) + 1
-    if lines or not count:
+    damaged: Exception | None = None
+    try:
+        for offset, text in _lines(file):
+            blank = not text.strip()
+            ends = blank and settings.documents == "blank_line"
+            if lines and (ends or size > LONGEST_DOCUMENT * (1 if blank else 2)):
+                yield _document(file, first, title, "\n".join(lines), file.layout)
+                lines, size, count = [], 0, count + 1
+            if file.layout == "sentences":
+                yield _document(file, offset, title, text, file.layout)
+                count += 1
+            elif lines or not blank:
+                first = first if lines else offset
+                lines.append(text)
+                size += len(text) + 1
+    except Exception as error:  # what was read before the damage is a document
+        damaged = error
+    if lines or not (count or damaged):
         yield _document(file, first, title, "\n".join(lines), file.layout)
+    if damaged:
+        raise damaged
 
 
-def _joined(rows: Iterable[RawDocument]) -> Iterator[RawDocument]:
+def _join_rows(rows: Iterable[RawDocument]) -> Iterator[RawDocument]:
     """Joins consecutive rows, one sentence each, to documents; an empty row ends a document.
 
     Where documents begin depends on the rows themselves. The same book in another place of the
@@ -153,7 +172,8 @@ def _wikiextractor(file: SourceFile, settings: BuildOptions) -> Iterator[RawDocu
             opened, lines, size = None, [], 0
         elif begins or size > 2 * LONGEST_DOCUMENT:
             if opened or any(map(str.strip, lines)):
-                yield _bad(file, first, "records_doc_not_closed", " ".join(lines[:3]))
+                bad = _bad(file, first, "records_doc_not_closed", " ".join(lines[:3]))
+                yield bad._replace(lost=size)
             opened, lines, size = _DOC.match(line) if begins else None, [], 0
         else:
             lines.append(line)
@@ -168,28 +188,43 @@ def _article(file: SourceFile, record: object, title: str, text: str) -> RawDocu
 
 
 def _table(read: Rows, file: SourceFile, settings: BuildOptions) -> Iterator[RawDocument]:
-    """Yields the rows of JSON lines, Parquet and data sets; the first one must have the text."""
-    field, is_first = settings.text_field, not file.start
-    for number, row in read(file, field):
-        if is_first and isinstance(row, dict):
-            is_first = False
-            if field not in row:
-                hint = did_you_mean(field, row)
-                raise UserError(f"{file}: no field {field!r}; set --text_field.{hint}")
-        text = row.get(field) if isinstance(row, dict) else None
-        if not isinstance(text, str):
-            is_read = not isinstance(row, RawDocument)
-            yield _bad(file, number, "records_without_text", str(row)) if is_read else row
+    """Yields the rows of JSON, tables, Parquet and data sets; several text fields are joined."""
+    fields = settings.text_field
+    for number, row in read(file, fields):
+        if isinstance(row, RawDocument):
+            yield row
             continue
+        values = [row.get(field) for field in fields] if isinstance(row, dict) else []
+        texts = [value for value in values if isinstance(value, str)]
+        if not texts:
+            bad = _bad(file, number, "records_without_text", str(row))
+            has_field = isinstance(row, dict) and any(field in row for field in fields)
+            yield bad._replace(lost=0) if has_field else bad
+            continue
+        text = "\n\n".join(filter(None, texts)) if len(fields) > 1 else texts[0]
         title, url = str(row.get("title") or ""), str(row.get("url") or "")
         name = number if row.get("id") is None else row["id"]
         if file.layout == "wikipedia" or (file.layout == "plain" and _WIKIPEDIA.match(url)):
             yield _article(file, name, title, text)
         else:
+            text = _without_tags(text) if file.layout in ("plain", "markdown", "lines") else text
             yield _document(file, name, title, text, file.layout)
 
 
-def _json_rows(file: SourceFile, field: str) -> Iterator[tuple[int, Any]]:
+_BLOCKS = "p|div|br|hr|li|ul|ol|h[1-6]|blockquote|table|tr|td|th|pre|section|article"
+_INLINE = "a|b|i|u|em|strong|span|code|img|sup|sub|font|small|tt"
+_TAG = re.compile(rf"(?i)<(?:/?({_BLOCKS})|/?(?:{_INLINE}))\b[^<>]*>")
+_ENTITY = re.compile(r"&(?:#\d+|#x[\da-fA-F]+|[a-zA-Z]{2,8});")
+
+
+def _without_tags(text: str) -> str:
+    """Returns the text of a fragment of HTML; other text stays as it is."""
+    if "<" in text:
+        text = _TAG.sub(lambda match: "\n\n" if match[1] else "", text)
+    return html.unescape(text) if "&" in text and _ENTITY.search(text) else text
+
+
+def _json_rows(file: SourceFile, fields: Sequence[str]) -> Iterator[tuple[int, Any]]:
     for offset, text in _lines(file):
         if text.strip():
             try:
@@ -198,24 +233,66 @@ def _json_rows(file: SourceFile, field: str) -> Iterator[tuple[int, Any]]:
                 yield offset, _bad(file, offset, "records_not_json", text)
 
 
-def _columns(field: str, names: list[str]) -> list[str]:
-    """Returns the columns to read; all, to be named in the error, if the text is missing."""
-    return [name for name in names if name in (field, "id", "title", "url") or field not in names]
+def _array_rows(file: SourceFile, fields: Sequence[str]) -> Iterator[tuple[int, Any]]:
+    """Yields the objects of a JSON array, or the single object of a file."""
+    values = _json_value(file)
+    yield from enumerate(values if isinstance(values, list) else [values])
 
 
-def _parquet_rows(file: SourceFile, field: str) -> Iterator[tuple[int, Any]]:
+def _json_value(file: SourceFile) -> Any:
+    with open_bytes(file.path) as stream:
+        data = stream.read(LONGEST_RECORD + 1)
+    if len(data) > LONGEST_RECORD:
+        raise EOFError("JSON of more than 64 MB; write an object a line (jq -c '.[]')")
+    return json.loads(data.decode("utf-8-sig", "replace"))
+
+
+def _csv_rows(file: SourceFile, fields: Sequence[str]) -> Iterator[tuple[int, Any]]:
+    """Yields the rows of a table; a quoted cell may have line breaks."""
+    with open_bytes(file.path) as stream:
+        header = stream.readline().decode("utf-8-sig", "replace")
+    mark = delimiter(header)
+    names = _columns(fields, next(csv.reader([header], delimiter=mark)))
+    bad: list[str] = []
+
+    def invalid(row: Any) -> str:
+        bad.append(row.text or "")
+        return "skip"
+
+    parse = pa_csv.ParseOptions(
+        delimiter=mark, newlines_in_values=True, invalid_row_handler=invalid
+    )
+    convert = pa_csv.ConvertOptions(
+        include_columns=names,
+        column_types=dict.fromkeys(names, pa.string()),
+        strings_can_be_null=False,
+    )
+    read = pa_csv.ReadOptions(use_threads=False, block_size=1 << 24)
+    with open_bytes(file.path) as stream:
+        batches = pa_csv.open_csv(stream, read, parse, convert)
+        yield from enumerate(row for batch in batches for row in batch.to_pylist())
+    for number, text in enumerate(bad):
+        yield number, _bad(file, f"{number}-of-other-length", "records_not_a_row", text)
+
+
+def _columns(fields: Sequence[str], names: list[str]) -> list[str]:
+    """Returns the columns to read."""
+    return [name for name in names if name in (*fields, "id", "title", "url")]
+
+
+def _parquet_rows(file: SourceFile, fields: Sequence[str]) -> Iterator[tuple[int, Any]]:
     with open_bytes(file.path) as raw, closing(pq.ParquetFile(raw)) as table:
-        columns = _columns(field, table.schema_arrow.names)
+        columns = _columns(fields, table.schema_arrow.names)
         batches = table.iter_batches(ROWS, columns=columns)
         yield from enumerate(row for batch in batches for row in batch.to_pylist())
 
 
-def _arrow_rows(file: SourceFile, field: str) -> Iterator[tuple[int, Any]]:
+def _arrow_rows(file: SourceFile, fields: Sequence[str]) -> Iterator[tuple[int, Any]]:
     """Yields the rows of a file of a data set; a share in bytes has its part of the rows."""
     table = pa.ipc.open_stream(pa.memory_map(file.path)).read_all()
     size = os.path.getsize(file.path)
     first, end = (len(table) * offset // size for offset in (file.start, file.stop or size))
-    batches = table.select(_columns(field, table.column_names))[first:end].to_batches(ROWS)
+    batches = table.select(_columns(fields, table.column_names))[first:end].to_batches(ROWS)
     yield from enumerate((row for batch in batches for row in batch.to_pylist()), first)
 
 
@@ -226,7 +303,7 @@ def _mediawiki(file: SourceFile, settings: BuildOptions) -> Iterator[RawDocument
             page = ElementTree.fromstring(data)
         except ElementTree.ParseError:
             sample = data[6 : SAMPLE + 6].decode("utf-8", "replace")
-            yield _bad(file, number, "records_not_xml", sample)
+            yield _bad(file, number, "records_not_xml", sample)._replace(lost=len(data))
             continue
         title = page.findtext("{*}title") or ""
         name = page.findtext("{*}id") or number
@@ -235,7 +312,10 @@ def _mediawiki(file: SourceFile, settings: BuildOptions) -> Iterator[RawDocument
         elif page.find("{*}redirect") is not None:
             yield _bad(file, name, "pages_redirects", title)
         else:
-            text = page.findtext("{*}revision/{*}text") or ""
+            # A dump with history has several revisions; the last one wins among equal dates.
+            revisions = page.findall("{*}revision")[::-1]
+            newest = max(revisions, key=lambda r: r.findtext("{*}timestamp") or "", default=page)
+            text = newest.findtext("{*}text") or ""
             yield _document(file, name, title, text, "wikitext")
 
 
@@ -269,12 +349,33 @@ def _html(file: SourceFile, settings: BuildOptions) -> Iterator[RawDocument]:
     yield _document(file, 0, title or stem(file.name), text or "", "paragraphs")
 
 
+def _notebook(file: SourceFile, settings: BuildOptions) -> Iterator[RawDocument]:
+    """Yields the Markdown cells of a Jupyter notebook as one document."""
+    cells = _json_value(file)["cells"]
+    texts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
+    yield _document(file, 0, stem(file.name), "\n\n".join(texts), file.layout)
+
+
+_CUE = re.compile(r"\d+|[\d:,.]+ --> .*")
+
+
+def _subtitles(file: SourceFile, settings: BuildOptions) -> Iterator[RawDocument]:
+    """Yields what is spoken in a file of subtitles as one paragraph: sentences go on in the next cue."""
+    lines = (line.strip() for _, line in _lines(file))
+    spoken = " ".join(line for line in lines if line and not _CUE.fullmatch(line))
+    yield _document(file, 0, stem(file.name), _TAG.sub("", spoken), "paragraphs")
+
+
 _READERS: dict[str, Callable[[SourceFile, BuildOptions], Iterator[RawDocument]]] = {
     "text": _text,
     "wikiextractor": _wikiextractor,
     "jsonl": partial(_table, _json_rows),
     "parquet": partial(_table, _parquet_rows),
     "arrow": partial(_table, _arrow_rows),
+    "json": partial(_table, _array_rows),
+    "csv": partial(_table, _csv_rows),
+    "ipynb": _notebook,
+    "srt": _subtitles,
     "mediawiki": _mediawiki,
     "html": _html,
 }

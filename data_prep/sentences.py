@@ -58,8 +58,27 @@ _GOES_ON = re.compile(
 _MARKER = re.compile(r"\W*(?:\d{1,3}[.)]\W*)?")  # not a sentence, but a mark before one: 12.
 
 
+LONG_PARAGRAPH = 20_000  # characters
+_WIDE_STOP = re.compile(r"[。！？][”’」』）]*")
+
+
 def split_paragraph(paragraph: str, language: str) -> Iterator[str]:
-    """Yields the sentences of a paragraph in order; only white space is lost."""
+    """Yields the sentences of a paragraph in order; only white space is lost.
+
+    sentencex takes quadratic time where there are no spaces, so long paragraphs are cut at full stops first.
+    """
+    if len(paragraph) <= LONG_PARAGRAPH:
+        yield from _split(paragraph, language)
+        return
+    start = 0
+    for match in _WIDE_STOP.finditer(paragraph):
+        if match.end() - start >= LONG_PARAGRAPH:
+            yield from _split(paragraph[start : match.end()], language)
+            start = match.end()
+    yield from _split(paragraph[start:], language)
+
+
+def _split(paragraph: str, language: str) -> Iterator[str]:
     hidden = _hide(paragraph, language)
     missed = [match.end() for match in _MISSED.finditer(paragraph)]
     cuts = sorted({*accumulate(map(len, sentencex.segment(language, hidden))), *missed})

@@ -10,6 +10,7 @@ from multicls.settings import Settings
 MIN_SENTENCES = 6  # a document needs two sentences for each of three parts
 Rule = Literal[  # of cleaning; docs/data.md explains each
     "unicode",
+    "markup",
     "end_matter",
     "headings",
     "holes",
@@ -20,7 +21,18 @@ Rule = Literal[  # of cleaning; docs/data.md explains each
 ]
 RULES: tuple[Rule, ...] = get_args(Rule)
 Format = Literal[
-    "auto", "text", "jsonl", "parquet", "wikiextractor", "wikipedia", "mediawiki", "html"
+    "auto",
+    "text",
+    "jsonl",
+    "json",
+    "csv",
+    "parquet",
+    "ipynb",
+    "srt",
+    "wikiextractor",
+    "wikipedia",
+    "mediawiki",
+    "html",
 ]
 # Languages for which sentencex 1.0 has rules; of any other word it would make English.
 LANGUAGES = (
@@ -42,7 +54,13 @@ class BuildOptions(Settings):
     documents: Literal["file", "blank_line", "sentences"] = Field(
         "file", description="plain text: a document is a file or block, or each line is a sentence"
     )
-    text_field: str = Field("text", description="field of JSON lines, Parquet and data sets")
+    layout: Literal["auto", "lines"] = Field(
+        "auto",
+        description="lines: each line is a message or a record of its own; none is a heading",
+    )
+    text_field: list[str] = Field(
+        ["text"], min_length=1, description="field of rows with the text; several are joined"
+    )
     tokenizer: str = Field(description="folder or Hub id of a tokenizer, or the word sample")
     min_sentences: PositiveInt = Field(
         MIN_SENTENCES, description="least number of sentences of a document; 1 for masked-LM alone"

@@ -2,8 +2,10 @@
 
 import bz2
 import codecs
+import csv
 import gzip
 import io
+import json
 import lzma
 import os
 import re
@@ -14,13 +16,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, get_args
+from typing import IO, Any, Literal, NamedTuple
 
 import fsspec
 import pyarrow as pa
+import pyarrow.parquet as pq
 
-from data_prep.settings import BuildOptions, Format
+from data_prep.settings import BuildOptions
 from multicls.errors import UserError, did_you_mean, first_line
 
 OPENERS: dict[str, Callable[[Any], Any]] = {
@@ -29,23 +33,25 @@ OPENERS: dict[str, Callable[[Any], Any]] = {
     ".xz": lzma.open,
     ".zst": lambda raw: io.BufferedReader(pa.CompressedInputStream(raw, "zstd")),
 }
-FORMATS = set(get_args(Format))
 HEAD_BYTES = 1 << 16
 LOCAL = fsspec.filesystem("file")
 _NAMED = re.compile(r"([^/=]+)=(.+)", re.DOTALL)
-_TABLE = "a table; write JSON lines (pandas.DataFrame.to_json), or --format text"
-_SUFFIXES = {".csv": _TABLE, ".tsv": _TABLE, ".html": "html", ".htm": "html", ".xhtml": "html"}
-_BEGINNINGS = {  # of texts: format, or the reason to skip the file
-    r"(?s)(?=<).{0,2000}<mediawiki": "mediawiki",
-    r"<doc id=": "wikiextractor",
-    r"(?i)<(?:!doctype\s+html|html|head|body)\b": "html",
-    r"<\?xml|<(?:rss|feed|TEI)\b": "XML that is not MediaWiki",
-    r'\{[ \t]*"[^"\n]*"[ \t]*:': "jsonl",
+_SUFFIXES = {".csv": "csv", ".tsv": "csv", ".ipynb": "ipynb", ".srt": "srt", ".json": "json"}
+_SUFFIXES |= {".html": "html", ".htm": "html", ".xhtml": "html"}
+_MARKDOWN = (".md", ".markdown")
+_PROSE = ("", ".txt", ".text", ".asc", *_MARKDOWN)  # suffixes of text; others are code or markup
+_BEGINNINGS = {  # of texts: format, and the reason to skip the file
+    r"(?s)(?=<).{0,2000}<mediawiki": ("mediawiki", ""),
+    r"<doc id=": ("wikiextractor", ""),
+    r"(?i)<(?:!doctype\s+html|html|head|body)\b": ("html", ""),
+    r"<\?xml|<(?:rss|feed|TEI)\b": ("", "XML that is not MediaWiki"),
+    r'\{[ \t]*"[^"\n]*"[ \t]*:': ("jsonl", ""),
 }
 
-# What the lines or rows of a file are. plain: text with blank lines between paragraphs; wikipedia:
-# an article with a paragraph a line; sentences: a sentence each.
-Layout = Literal["plain", "wikipedia", "sentences"]
+# What the lines or rows of a file are. plain: text with blank lines between paragraphs; markdown:
+# such text with markup; lines: a message a line; wikipedia: an article with a paragraph a line;
+# sentences: a sentence each.
+Layout = Literal["plain", "markdown", "lines", "wikipedia", "sentences"]
 LAYOUTS: dict[str, Layout] = {
     "wikimedia/wikipedia": "wikipedia",
     "bookcorpus/bookcorpus": "sentences",
@@ -67,7 +73,7 @@ class SourceFile(NamedTuple):
     path: str  # absolute local path or URL
     source: str  # name of the input that it belongs to
     name: str  # of the file below its input
-    format: str  # text, jsonl, parquet, wikiextractor, mediawiki, html or arrow
+    format: str  # of `settings.Format`, or arrow
     size: int  # bytes on disk, 0 if not known
     version: str  # changes with the content: modification time or entity tag
     layout: Layout = "plain"
@@ -203,6 +209,9 @@ def _list_data_set(
         ) from None
     base = os.path.basename(os.path.realpath(what) if is_folder else hub)
     splits = [data[key] for key in sorted(data)] if isinstance(data, dict) else [data]
+    if reason := missing_fields(settings, splits[0].column_names):
+        yield Skipped(printable(what), reason)
+        return
     for path in [entry["filename"] for part in splits for entry in part.cache_files]:
         name = "/".join([base, *Path(path).parts[-2:]])  # in the cache, the folder is the commit
         status, layout = os.stat(path), _layout(settings, LAYOUTS.get(hub, "plain"))
@@ -223,19 +232,82 @@ def _inspect(settings: BuildOptions, file: Entry) -> Entry:
         return Skipped(path, "excluded")
     try:
         with open_bytes(file.path) as stream:
-            format_or_reason = _format(stream.read(HEAD_BYTES), name, settings.format)
+            head = _head(stream)
+            file_format, reason = _format(head, name, settings.format)
+            names = [] if reason else _field_names(stream, head, file_format, name)
     except Exception as error:
         reason = "" if "://" in file.path else getattr(error, "strerror", "")
-        format_or_reason = f"unreadable: {reason}" if reason else damage(file, error)
-    if format_or_reason not in FORMATS:
-        return Skipped(path, format_or_reason)
-    return file._replace(format=format_or_reason, layout=_layout(settings))
+        return Skipped(path, f"unreadable: {reason}" if reason else damage(file, error))
+    if reason or (reason := missing_fields(settings, names)):
+        return Skipped(path, reason)
+    is_markdown = file_format == "ipynb" or _suffix(name) in _MARKDOWN
+    known: Layout = "markdown" if is_markdown and settings.format == "auto" else "plain"
+    return file._replace(format=file_format, layout=_layout(settings, known))
+
+
+def _head(stream: Any) -> bytes:
+    """Returns the first bytes of a file; of a damaged one, those that can be read, if there are any."""
+    head = b""
+    try:
+        while len(head) < HEAD_BYTES and (chunk := stream.read(min(512, HEAD_BYTES - len(head)))):
+            head += chunk
+    except Exception:
+        if not head:
+            raise
+    return head
+
+
+def _field_names(stream: Any, head: bytes, file_format: str, name: str) -> list[str]:
+    """Returns the fields of the first records of a file; none if it has no fields, or none can be read.
+
+    All complete records of the first 64 KB count: a header or a bad record costs itself only.
+    """
+    try:
+        if file_format == "parquet":
+            stream.seek(0)
+            return list(pq.read_schema(stream).names)
+        text = head.decode("utf-8-sig", "replace")
+        if file_format == "csv":
+            return next(csv.reader(io.StringIO(text), delimiter=delimiter(text)))
+        if file_format == "json":
+            rows = [json.JSONDecoder().raw_decode(text.lstrip().lstrip("[").lstrip())[0]]
+        elif file_format == "jsonl":
+            lines = text.split("\n") if len(head) < HEAD_BYTES else text.split("\n")[:-1]
+            rows = list(chain.from_iterable(map(_parsed, lines)))
+        else:
+            return []
+        return list(dict.fromkeys(chain.from_iterable(row for row in rows if type(row) is dict)))
+    except (ValueError, RecursionError, StopIteration, csv.Error, OSError, pa.ArrowException):
+        return []
+
+
+def _parsed(line: str) -> list[Any]:
+    try:
+        return [json.loads(line)]
+    except (ValueError, RecursionError):
+        return []
+
+
+def delimiter(text: str) -> str:
+    """Returns the character that divides the columns of a table, from its first line."""
+    return max(",;\t|", key=text.partition("\n")[0].count)
+
+
+def missing_fields(settings: BuildOptions, names: list[str]) -> str:
+    """Returns the reason to skip a file whose records have `names`; "" if they have a text field."""
+    fields = settings.text_field
+    if not names or any(field in names for field in fields):
+        return ""
+    hint = did_you_mean(fields[0], dict.fromkeys(names))
+    return f"no field {' or '.join(map(repr, fields))}; set --text_field.{hint}".rstrip(".")
 
 
 def _layout(settings: BuildOptions, known: Layout = "plain") -> Layout:
     """Returns the layout that the settings name, or else the known one."""
     if settings.documents == "sentences":
         return "sentences"
+    if settings.layout == "lines":
+        return "lines"
     return "wikipedia" if settings.format == "wikipedia" else known
 
 
@@ -254,47 +326,79 @@ def damage(file: SourceFile, error: Exception) -> str:
 def open_bytes(path: str) -> Iterator[IO[bytes]]:
     """Opens a local path or an fsspec URL; decompresses by its suffix."""
     decompress = OPENERS.get(os.path.splitext(path)[1], nullcontext)
-    with (
-        fsspec.open(path, "rb") if "://" in path else open(path, "rb", 1 << 18) as raw,
-        decompress(raw) as stream,
-    ):
+    with open_raw(path) as raw, decompress(raw) as stream:
         yield stream
 
 
-def _format(head: bytes, name: str, wanted: str) -> str:
-    """Returns the format of a file from its first bytes, or the reason to skip it."""
+def open_raw(path: str) -> Any:
+    """Opens a local path or an fsspec URL, and decompresses nothing."""
+    return fsspec.open(path, "rb") if "://" in path else open(path, "rb", 1 << 18)
+
+
+def unread(file: SourceFile, seen: int) -> int:
+    """Estimates the number of characters of a damaged file that come after the `seen` ones.
+
+    What is left of a compressed file is taken to hold as much text a byte as what could be read.
+    """
+    given = 0
+    with open_raw(file.path) as raw:
+        try:
+            with OPENERS.get(os.path.splitext(file.path)[1], nullcontext)(raw) as stream:
+                while chunk := stream.read(1 << 20):
+                    given += len(chunk)
+        except Exception:
+            position = raw.tell()
+            rest = max(file.size - position, 0)
+            return round(seen * rest / max(position, 1)) if seen else file.size
+    return max(given - seen, 0)
+
+
+def _format(head: bytes, name: str, wanted: str) -> tuple[str, str]:
+    """Returns the format of a file from its first bytes, and the reason to skip it, or ""."""
     is_free = wanted in ("auto", "wikipedia")
     if not head:
-        return "empty"
+        return "", "empty"
     if wanted == "parquet" or (is_free and head.startswith(b"PAR1")):
-        return "parquet"
-    if b"\0" in head or head.startswith(b"%PDF-"):
-        return "binary, or UTF-16 (iconv -f utf-16 -t utf-8 converts it)"
+        return "parquet", ""
+    if head.startswith(b"%PDF-"):
+        return "", "PDF; convert it (pdftotext -layout FILE.pdf, of poppler-utils)"
+    if b"\0" in head:
+        return "", "binary, or UTF-16 (iconv -f utf-16 -t utf-8 converts it)"
     text = head.decode("utf-8-sig", "replace").lstrip()
     try:
         codecs.getincrementaldecoder("utf-8-sig")().decode(head, len(head) < HEAD_BYTES)
     except UnicodeDecodeError as error:
         if text.count("\ufffd") > len(text) / 200:  # else single bad bytes
-            return f"not UTF-8 at byte {error.start}; convert it (iconv -t utf-8)"
-    file_format = _guess(text, name) if is_free else wanted
+            where = f"not UTF-8 at byte {error.start}; convert it "
+            return "", where + "(iconv -f cp1252 -t utf-8 FILE > NEW, if it is Western European)"
+    file_format, reason = _guess(text, name) if is_free else (wanted, "")
     if file_format == "html":
         try:
             import trafilatura  # noqa: F401
         except ImportError:
-            return "HTML; `pip install trafilatura lxml_html_clean` extracts it, or --format text"
-    return file_format
+            reason = "HTML; `pip install trafilatura lxml_html_clean` extracts it, or --format text"
+    return file_format, reason
 
 
-def _guess(text: str, name: str) -> str:
-    """Returns the format by the suffix, or else by the first characters of a text."""
-    base, suffix = os.path.splitext(name.lower())
-    suffix = os.path.splitext(base)[1] if suffix in OPENERS else suffix
+def _guess(text: str, name: str) -> tuple[str, str]:
+    """Returns the format by the suffix, or else by the first characters of a text, and the reason to skip it."""
+    suffix = _suffix(name)
     if suffix in (".json", ".jsonl", ".ndjson"):
-        if re.match(r"\[|\{\s*\n", text):
-            return "JSON over several lines; write an object a line (jq -c '.[]')"
-        return "jsonl"
-    guesses = (what for beginning, what in _BEGINNINGS.items() if re.match(beginning, text))
-    return _SUFFIXES.get(suffix) or next(guesses, "text")
+        return ("json" if re.match(r"\[|\{\s*\n", text) else "jsonl"), ""
+    if suffix in _SUFFIXES:
+        return _SUFFIXES[suffix], ""
+    for beginning, (file_format, reason) in _BEGINNINGS.items():
+        if re.match(beginning, text):
+            return file_format, reason
+    if suffix in _PROSE or not re.fullmatch(r"\.[a-z]\w{0,9}", suffix):
+        return "text", ""
+    return "", f"{suffix}: not known as prose (code or markup); --format text reads it as text"
+
+
+def _suffix(name: str) -> str:
+    """Returns the suffix of a file, in small letters, without that of compression."""
+    base, suffix = os.path.splitext(name.lower())
+    return os.path.splitext(base)[1] if suffix in OPENERS else suffix
 
 
 def stem(name: str) -> str:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_prep.clean import clean, is_heading, lines_of
-from data_prep.drops import READ, SAMPLES, DropLog
+from data_prep.drops import SAMPLES, DropLog
 from data_prep.read import RawDocument
 from data_prep.settings import RULES
 from data_prep.wikitext import HOLE, plain_text
@@ -200,20 +200,20 @@ def test_samples_and_counts_do_not_depend_on_the_order() -> None:
     raws = [RawDocument(f"s{i % 2}", str(i), "", "", "plain") for i in range(100)]
     whole, merged, part = DropLog(), DropLog(), DropLog()
     for raw in raws:
-        whole.add("x", raw, "text", 4)
+        whole.add("lines_heading", raw, "text", 4)
     for raw in reversed(raws):
-        (merged if int(raw.id) % 3 else part).add("x", raw, "text", 4)
+        (merged if int(raw.id) % 3 else part).add("lines_heading", raw, "text", 4)
     merged.merge(part.to_json())
-    assert merged.to_json() == whole.to_json() and whole.by_reason() == {"x": 100}
-    ids = [int(document) for _, _, document, _ in whole.samples["x"]]
+    assert merged.to_json() == whole.to_json() and whole.by_reason() == {"lines_heading": 100}
+    ids = [int(document) for _, _, document, _ in whole.samples["lines_heading"]]
     assert len(set(ids)) == SAMPLES and max(ids) > 20  # not the first ones
 
 
 def test_shares_remedies_and_warnings() -> None:
     drops = DropLog()
     raw = RawDocument("notes", "a#0", "", "", "plain")
-    drops.counts["notes"][READ], drops.counts["wiki"][READ] = 10, 1000
-    drops.characters["notes"][READ], drops.characters["wiki"][READ] = 1000, 9000
+    drops.documents.update(notes=10, wiki=1000)
+    drops.text.update(notes=1000, wiki=9000)
     for _ in range(3):
         drops.add("documents_too_short", raw, "short", 20)
     drops.add("lines_heading", raw, "Title", 300)
@@ -256,7 +256,7 @@ def test_any_text_is_cleaned(text: str) -> None:
     for text_format in ("plain", "wikipedia", "wikitext", "sentences"):
         kept, drops = cleaned(text, text_format=text_format)
         assert all(sentence.strip() for sentence in kept)
-        assert sum(map(len, kept)) <= drops.characters["s"][READ] + 200
+        assert sum(map(len, kept)) <= drops.text["s"] + 200
 
 
 MARKUP = {
@@ -285,3 +285,100 @@ MARKUP = {
 @pytest.mark.parametrize("markup", MARKUP)
 def test_markup(markup: str) -> None:
     assert plain_text(markup).strip("\n") == MARKUP[markup].strip("\n")
+
+
+KAFKA = (
+    "Als Gregor Samsa eines Morgens aus unruhigen Träumen erwachte, fand er sich in seinem Bett zu einem ungeheueren "
+    "Ungeziefer verwandelt. Er lag auf seinem panzerartig harten Rücken und sah, wenn er den Kopf ein wenig hob, "
+    "seinen gewölbten, braunen, von bogenförmigen Versteifungen geteilten Bauch, auf dessen Höhe sich die Bettdecke, "
+    "zum gänzlichen Niedergleiten bereit, kaum noch erhalten konnte. Seine vielen, im Vergleich zu seinem sonstigen "
+    "Umfang kläglich dünnen Beine flimmerten ihm hilflos vor den Augen."
+)
+LOG = [
+    f"2024-05-02 12:00:{i:02},{i * 37 % 1000:03} info [main] com.example.foo - request {i % 10} took {i % 9} ms"
+    for i in range(11)
+]
+TICKETS = [
+    f"my printer number {i:02} shows error {i * 7 % 90 + 10} when i {verb} it again"
+    for i, verb in enumerate(["press", "start", "touch"] * 7)
+]
+MARKDOWN = """---
+title: x
+---
+# Cats
+
+See [the **long** page](https://a.b/c_(d)) and `run()` it. ![](a.png)
+
+```python
+print("It is code.")
+```
+
+| a | b |
+|---|---|
+| It is | a table. |
+
+[ref]: https://a.b
+It ends here.
+"""
+# text: the sentences that are kept, or their number
+TEXTS = {
+    "notes of minutes": (
+        "It was late.\n\nNotes\n\nWe met at noon. All agreed.",
+        ["It was late.", "We met at noon.", "All agreed."],
+    ),
+    "prose below a marked heading": (
+        f"It is.\n\n## References\n\nLane, A Way.\n\n{LONG_PROSE}",
+        ["It is.", *split(LONG_PROSE)],
+    ),
+    "emoji": ("Thanks for the quick help 😀", 1),
+    "footnote": ("Berlin is the capital of Germany.[6]\n\nThe town has 300 people.¹", 2),
+    "bracket": ("He lived in Rome (Italy)", 1),
+    "long lines without stops": ("\n".join(["we all went to the shop and then home"] * 5), 3),
+    "log": ("\n".join(line + "." for line in LOG), [line + "." for line in LOG]),
+    "German": (textwrap.fill(KAFKA, 72), 3),
+    "ligatures": ("It was e\ufb03cient.", ["It was efficient."]),
+    "broken words": (
+        textwrap.fill(PROSE[2], 70)
+        + "\nand all these bene-\nfits and a well-\nknown one, the benefits, were his. "
+        + LONG_PROSE,
+        [
+            *split(PROSE[2])[:1],
+            f"{split(PROSE[2])[1]} and all these benefits and a well-known one, the benefits, were his.",
+            *split(LONG_PROSE),
+        ],
+    ),
+    "pages": (
+        "\f".join(
+            f"The Title. {i}\n\nIt is a {word}.\n\nA {word} ran.\n\nHe saw a {word}.\n\nPage {i} of it."
+            for i, word in enumerate(["cat", "dog", "cow"])
+        ),
+        [
+            text.format(word)
+            for word in ["cat", "dog", "cow"]
+            for text in ("It is a {}.", "A {} ran.", "He saw a {}.")
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_text_as_people_have_it(kind: str) -> None:
+    text, expected = TEXTS[kind]
+    kept = cleaned(text)[0]
+    assert kept == expected if isinstance(expected, list) else len(kept) == expected, kept
+
+
+def test_lines_of_equal_length_and_messages_stay_lines() -> None:
+    assert paragraphs("\n".join(TICKETS), "plain") == TICKETS
+    chat = ["MARY: By train", "JOHN: Ok", "MARY: See you then."]
+    assert cleaned("\n".join(chat), text_format="lines")[0] == chat
+
+
+def test_markdown_is_read_without_its_markup() -> None:
+    kept, drops = cleaned(MARKDOWN, text_format="markdown")
+    assert kept == ["See the long page and run() it.", "It ends here."]
+    assert drops.by_reason() | {"characters_of_markup": 0} == {
+        "characters_of_markup": 0,
+        "lines_heading": 1,
+        "lines_markup": 10,
+    }

@@ -25,7 +25,7 @@ from data_prep.read import FEWEST_ROWS, LONGEST_RECORD, MOST_ROWS, RawDocument, 
 from data_prep.settings import BuildOptions, Format
 from data_prep.sources import HEAD_BYTES, Skipped, SourceFile, list_inputs
 from multicls.errors import UserError
-from tests.data_prep.conftest import story
+from tests.data_prep.conftest import prepared, story
 
 FORMATS = set(get_args(Format))
 PAGE = "<page><title>Cat</title><ns>0</ns><id>1</id><revision><text>A cat.</text></revision></page>"
@@ -57,7 +57,7 @@ HOSTILE: dict[str, tuple[bytes | str, str, list[str], int]] = {
     "wide.txt": ("The cat sat.".encode("utf-16"), "binary, or UTF-16", [], 0),
     "nul.txt": (b"The cat\0sat.", "binary", [], 0),
     "image.png": (PNG, "binary", [], 0),
-    "paper.pdf": (b"%PDF-1.4\n1 0 obj\nendobj\n", "binary", [], 0),
+    "paper.pdf": (b"%PDF-1.4\n1 0 obj\nendobj\n", "PDF; convert it", [], 0),
     "packed.zip": (b"PK\x03\x04\x14\0\0\0", "binary", [], 0),
     "empty.txt": (b"", "empty", [], 0),
     "good.txt.gz": (gzip.compress(b"The cat sat."), "text", [], 1),
@@ -68,7 +68,8 @@ HOSTILE: dict[str, tuple[bytes | str, str, list[str], int]] = {
     "no.txt.bz2": (b"The cat sat.", "damaged: ", [], 0),
     "no.txt.xz": (b"The cat sat.", "damaged: ", [], 0),
     "no.txt.zst": (b"The cat sat.", "damaged: ", [], 0),
-    "torn.txt.gz": (gzip.compress(b"The cat sat.")[:-9], "damaged: ", [], 0),
+    "torn.txt.gz": (gzip.compress(os.urandom(9000).hex(" ", 40).encode().replace(b" ", b".\n"))[:-9],
+     "text", ["records_file_damaged"], 1),
     "torn.jsonl.gz": (gzip.compress(b"".join(b'{"text": "%d"}\n' % (i * i) for i in range(20_000)))[:-5000], "jsonl",
      ["records_file_damaged"], -1),
     "flipped.jsonl.gz": (gzip.compress(LINE.encode() * 9000)[:-8] + bytes(8), "jsonl", ["records_file_damaged"], 9000),
@@ -82,8 +83,8 @@ HOSTILE: dict[str, tuple[bytes | str, str, list[str], int]] = {
     "surrogate.jsonl": (LINE + '{"text": "\\udc00"}\n', "jsonl", [], 2),
     "latin.jsonl": (LINE.encode() * 3000 + b'{"text": "\xe9"}\n', "jsonl", [], 3001),
     "latin only.jsonl": (b'{"text": "\xe9"}\n' * 9, "not UTF-8 at byte 10", [], 0),
-    "array.json": ('[{"text": "a"}]', "JSON over several lines", [], 0),
-    "pretty.json": ('{\n "text": "a"\n}', "JSON over several lines", [], 0),
+    "array.json": ('[{"text": "a"}, 7]', "json", ["records_without_text"], 1),
+    "pretty.json": ('{\n "text": "a"\n}', "json", [], 1),
     "wiki_00": ('<doc id="1" url="" title="A">\nA\n\nThe cat.\n</doc>\n', "wikiextractor", [], 1),
     "wiki_01": ('<doc id="1" title="A">\nLost\n<doc id="2" title="B">\nThe cat.\n</doc>\nLost\n<doc id="3">\nLost.',
      "wikiextractor", ["records_doc_not_closed"] * 3, 1),
@@ -96,8 +97,15 @@ HOSTILE: dict[str, tuple[bytes | str, str, list[str], int]] = {
     "readme.md": ('<h1 align="center">Cat</h1>\n\nThe cat sat.', "text", [], 1),
     "page.html": (HTML, "html", [], 1),
     "fragment.html": ("<div class='a'><p>The cat sat.</p></div>", "html", [], 1),
-    "rows.csv": ("text,label\nThe cat.,1\n", "a table", [], 0),
-    "rows.tsv.gz": (gzip.compress(b"text\tlabel\n"), "a table", [], 0),
+    "rows.csv": ('text,label\n"The ""cat"".\n\nIt ran.",1\na,1,2\n', "csv", ["records_not_a_row"], 1),
+    "rows.jsonl": ('{"name": "a header"}\n' + LINE, "jsonl", ["records_without_text"], 1),
+    "other.jsonl": ('{"body": "a"}\n', "no field 'text'; set --text_field. Known: body", [], 0),
+    "book.ipynb": ('{\n "cells": [{"cell_type": "markdown", "source": ["A cat.\\n"]}, {"cell_type": "code"}]}',
+     "ipynb", [], 1),
+    "film.srt": ("1\n00:01 --> 00:02\n<i>The cat\nran.</i>\n", "srt", [], 1),
+    "thesis.tex": ("\\begin{document}", ".tex: not known as prose", [], 0),
+    "app.log": ("INFO started", ".log: not known as prose", [], 0),
+    "rows.tsv.gz": (gzip.compress(b"text\tlabel\n"), "csv", [], 0),
     "good.parquet": (parquet(text=["a", "b"]), "parquet", [], 2),
     "null.parquet": (parquet(text=["a", None]), "parquet", ["records_without_text"], 1),
     "torn.parquet": (parquet(text=["a", "b"])[:-9], "parquet", ["records_file_damaged"], 0),
@@ -271,15 +279,42 @@ def test_units_depend_on_nothing_else(tmp_path: Path) -> None:
         return [unit.key for unit in group_units(files, {"a": identity}, **sizes)]
 
     made = group_units(files, {"a": 1}, **sizes)
-    assert [len(unit.files) for unit in made[:4]] == [4, 4, 4, 1] and len(made) > 7
-    starts = [file.start for unit in made[4:] for file in unit.files]
+    small = [unit for unit in made if unit.files[-1].size < 2000]
+    assert sum(len(unit.files) for unit in small) == 12 and max(len(u.files) for u in small) <= 4
+    starts = [file.start for unit in made[len(small) + 1 :] for file in unit.files]
     assert starts == list(range(0, files[-1].size, 30_000))
     before = keys(files)
     assert len(set(before)) == len(before) and not set(keys(files, 2)) & set(before)
     assert keys([*files, files[0]])[:-1] == before[:-1]
     os.utime(tmp_path / "05.txt", ns=(1, 1))
     after = keys(listed(tmp_path)[0])
-    assert [number for number in range(len(before)) if before[number] != after[number]] == [1]
+    changed = [number for number in range(len(before)) if before[number] != after[number]]
+    assert [[file.name for file in made[n].files].count("05.txt") for n in changed] == [1]
+
+
+def test_a_small_file_that_comes_changes_few_units() -> None:
+    notes = [SourceFile(f"/n/{i}", "n", f"{i}.txt", "text", 900, "1") for i in range(3000)]
+    books = [SourceFile(f"/b/{i}", "b", f"b{i}", "text", 50_000, "1") for i in range(90)]
+    new = SourceFile("/n/a", "n", "a.txt", "text", 900, "1")
+    before, after = (
+        group_units(files, {}, 200_000) for files in (notes + books, [new, *notes, *books])
+    )
+    assert len({unit.key for unit in after} - {unit.key for unit in before}) <= 3 < len(before) / 10
+
+
+def test_files_of_one_name_size_and_date_are_both_read(
+    tiny_tokenizer: Path, tmp_path: Path
+) -> None:
+    for month, start in (("jan", 0), ("feb", 1)):
+        (tmp_path / month).mkdir()
+        path = tmp_path / month / "data.txt"
+        path.write_text(story(40, start).ljust(3000))
+        os.utime(path, ns=(1, 1))
+    corpus = prepared(tiny_tokenizer, tmp_path / "out", tmp_path / "jan", tmp_path / "feb")
+    assert corpus.num_documents == 2 and corpus.manifest["dropped"] == {}
+    same = [f"s={tmp_path / month}" for month in ("jan", "feb")]
+    corpus = prepared(tiny_tokenizer, tmp_path / "out2", *same)
+    assert corpus.num_documents == 2 and corpus.manifest["dropped"] == {}
 
 
 # Containers and text formats.
@@ -392,13 +427,13 @@ def test_data_sets_on_disk(tmp_path: Path) -> None:
     splits = datasets.DatasetDict(b=data.select(range(20, 40)), a=data.select(range(20)))
     splits.save_to_disk(tmp_path / "splits")
     for name in ("saved", "splits"):
-        files, _ = listed(tmp_path / name)
+        files, _ = listed(tmp_path / name, text_field=["body"])
         assert len(group_units(files, {}, 1, 300)) > 3 and files[0].source == name
-        documents = read_all(tmp_path / name, text_field="body", large=300)
+        documents = read_all(tmp_path / name, text_field=["body"], large=300)
         assert [d.text for d in documents] == [row["body"] for row in rows]
         assert [d.id.split("#")[1] for d in documents] == [f"{39 - n}" for n in range(40)]
     with pytest.raises(UserError, match="--text_field. Known: body, id"):
-        read_all(tmp_path / "saved")
+        listed(tmp_path / "saved")
 
 
 def test_data_sets_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

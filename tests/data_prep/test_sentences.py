@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.sentences import split_paragraph
+from data_prep.sentences import LONG_PARAGRAPH, split_paragraph
 
 
 def read_cases(name: str) -> list[str]:
@@ -45,3 +45,12 @@ def test_nothing_is_lost_but_white_space(text: str) -> None:
     found = list(split_paragraph(text, "en"))
     assert "".join("".join(found).split()) == "".join(text.split())
     assert all(sentence == sentence.strip() != "" for sentence in found)
+
+
+def test_long_paragraphs_without_spaces_are_cut_at_full_stops_first() -> None:
+    """The splitter would take hours for a novel in one paragraph; its sentences are the same."""
+    sentences = [f"{'猫' * (i % 17 + 1)}在垫子上{'。' if i % 3 else '！'}" for i in range(4000)]
+    text = "".join(sentences)
+    assert len(text) > 2 * LONG_PARAGRAPH
+    assert list(split_paragraph(text, "en")) == sentences
+    assert "".join(split_paragraph("字" * 50_000, "en")) == "字" * 50_000

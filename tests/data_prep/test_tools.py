@@ -71,12 +71,12 @@ def test_the_last_lines_the_manifest_and_the_samples(
     assert str(tmp_path) not in json.dumps(manifest)
     chosen, packages = (manifest["made_from"][name] for name in ("settings", "packages"))
     assert chosen["without"] == ["headings"] and chosen["language"] == "de" and "numpy" in packages
-    dropped = {"sentences_without_letter": 1, "sentences_too_long": 1}
+    dropped = {"sentences_without_letter": 1, "sentences_of_too_many_tokens": 1}
     assert manifest["dropped"] == dropped and manifest["sentences"] == 10
     samples = json.loads((tmp_path / "out" / "dropped.json").read_text())
     ((_, *sample),) = samples["samples"]["sentences_without_letter"]
     assert sample == ["tales", "in.txt#0", "1, 2."] and samples["skipped"] == []
-    assert samples["characters"]["tales"]["sentences_too_long"] == 9202
+    assert samples["characters"]["tales"]["sentences_of_too_many_tokens"] == 9202
     run.main(["verify", str(tmp_path / "out")])
 
 
