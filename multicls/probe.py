@@ -1,0 +1,237 @@
+"""Measures frozen embeddings on labelled rows: a linear model on few rows, over many draws of these rows.
+
+It costs one forward pass over the rows, and linear algebra. Two embeddings are compared draw by draw and row by row, so
+that it sees differences of one or two points where fine-tuning on a few subsets sees none below ten.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from multicls.errors import UserError
+from multicls.labels import LabelType
+
+Array = np.ndarray[Any, np.dtype[Any]]
+TRAIN_ROWS = 100
+DRAWS = 20
+MEASURES: dict[LabelType, str] = {
+    "class": "accuracy",
+    "score": "R2",
+    "multi_label": "label ranking average precision",
+}
+BATCH = 32  # texts of a forward pass
+SCALES = np.logspace(-2, 2, 9)  # of the ridge penalty, in numbers of features
+
+
+def views_of(outputs: Any, attention_mask: Any, num_facets: int) -> dict[str, Any]:
+    """Returns the embeddings of a batch by name, from a model's output.
+
+    Returns:
+        `mean`: (B, D), over the tokens of the text, [CLS] and [SEP], without facets; `cls`: (B, D), the last hidden
+        state of [CLS]; with facets also `facets`: (B, K * D), all concatenated, and `sum`: (B, D).
+    """
+    mask = attention_mask[..., None].clone()
+    mask[:, 1 : 1 + num_facets] = 0
+    hidden = outputs.last_hidden_state.float()
+    views = {"mean": (hidden * mask).sum(1) / mask.sum(1), "cls": hidden[:, 0]}
+    if num_facets:
+        facets = outputs.facet_embeddings.float()
+        views |= {"facets": facets.flatten(1), "sum": facets.sum(1)}
+    return views
+
+
+def embed(
+    encode: Callable[..., Any],
+    tokenizer: Any,
+    texts: Sequence[str | tuple[str, ...]],
+    *,
+    max_length: int,
+    num_facets: int = 0,
+    device: Any = "cpu",
+    rank: int = 0,
+    ranks: int = 1,
+) -> dict[str, Array]:
+    """Returns the embeddings of texts, or of pairs of texts, by name, (N, F), in evaluation mode. See `views_of`.
+
+    A batch holds the same texts, and so gives the same numbers, for any number of ranks. All ranks must call it: each
+    embeds every `ranks`-th batch, and all make the same number of passes, as ZeRO-3 needs.
+
+    Args:
+        encode: Called with the inputs of a batch: a model, or a DeepSpeed engine's forward.
+    """
+    import torch
+
+    pairs = [text if isinstance(text, tuple) else (text,) for text in texts]
+    order = sorted(range(len(pairs)), key=lambda row: -sum(map(len, pairs[row])))
+    batches = [order[start : start + BATCH] for start in range(0, len(order), BATCH)]
+    found: dict[str, Any] = {}
+    for first in range(0, len(batches), ranks):
+        is_mine = first + rank < len(batches)
+        rows = batches[first + rank if is_mine else first]
+        columns = [list(column) for column in zip(*(pairs[row] for row in rows), strict=True)]
+        options = {"max_length": max_length, "truncation": True, "padding": True}
+        inputs = tokenizer(*columns, **options, return_tensors="pt").to(device)
+        with torch.no_grad():
+            views = views_of(encode(**inputs), inputs["attention_mask"], num_facets)
+        for name, values in views.items():
+            if name not in found:
+                found[name] = torch.zeros(len(pairs), values.shape[1], device=device)
+            if is_mine:
+                found[name][rows] = values
+    if ranks > 1:
+        for table in found.values():
+            torch.distributed.all_reduce(table)  # each row has one rank's values, and zeros
+    return {name: table.cpu().numpy() for name, table in found.items()}
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The rows that each draw fits and scores, the same for all embeddings that are compared.
+
+    Attributes:
+        kind: What a label is.
+        targets: (N,) class indices or scores, or (N, C) of 0 and 1.
+        train: A draw's training rows; all others are scored.
+    """
+
+    kind: LabelType
+    targets: Array
+    train: tuple[Array, ...]
+
+    @property
+    def train_rows(self) -> int:
+        """Training rows of a draw."""
+        return len(self.train[0])
+
+
+def targets_of(kind: LabelType, labels: Sequence[Any], classes: Sequence[str]) -> Array:
+    """Returns the labels of `multicls.labels.read_label` as the targets of `Draws`."""
+    if kind == "score":
+        return np.array(labels, dtype=float)
+    if kind == "class":
+        number = {name: index for index, name in enumerate(classes)}
+        return np.array([number[name] for (name,) in labels])
+    return np.array([[float(name in names) for name in classes] for names in labels])
+
+
+def draw_rows(
+    kind: LabelType,
+    targets: Array,
+    train_rows: int = TRAIN_ROWS,
+    draws: int = DRAWS,
+    shots: int | None = None,
+) -> Draws:
+    """Draws training rows at random, the same ones each time.
+
+    Args:
+        train_rows: Rows of a draw. Half of the rows are drawn where there are fewer than twice as many.
+        shots: Rows of each class instead; all but one of a class that has no more.
+
+    Raises:
+        UserError: There are fewer than 20 rows or two rows a class, or `shots` is set and labels are no classes.
+    """
+    total = len(targets)
+    classes = targets.shape[1] if kind == "multi_label" else len(np.unique(targets))
+    least = max(20, 2 * classes if kind != "score" else 0)
+    if total < least:
+        what = f"{classes} classes need" if least > 20 else "a probe needs"
+        raise UserError(f"{total} labelled rows: {what} {least} or more, better some hundred.")
+    if shots and kind != "class":
+        raise UserError(f"shots: labels are of type {kind}; only classes have shots.")
+    chosen: list[Array] = []
+    seed = 0
+    while len(chosen) < draws:
+        order, seed = np.random.default_rng([seed, 7]).permutation(total), seed + 1
+        rows = order[: min(train_rows, total // 2)]
+        if shots:
+            of_class = [order[targets[order] == number] for number in np.unique(targets)]
+            rows = np.concatenate([part[: max(1, min(shots, len(part) - 1))] for part in of_class])
+        if kind != "class" or len(np.unique(targets[rows])) > 1:
+            chosen.append(np.sort(rows))
+    return Draws(kind, targets, tuple(chosen))
+
+
+def fit_probe(kind: LabelType, features: Array, targets: Array) -> Any:
+    """Fits the linear model of all probes: standardised features and a ridge penalty that leave-one-out picks.
+
+    Returns:
+        A scikit-learn pipeline of `StandardScaler` and `RidgeClassifierCV`, or `RidgeCV` for scores and several labels.
+    """
+    from sklearn.linear_model import RidgeClassifierCV, RidgeCV
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    ridge = RidgeClassifierCV if kind == "class" else RidgeCV
+    model = make_pipeline(StandardScaler(), ridge(SCALES * features.shape[1]))
+    return model.fit(features, targets)
+
+
+def probe(features: Array, draws: Draws) -> Array:
+    """Returns how well each draw's linear model does on each row, (J, N); NaN on the draw's training rows.
+
+    A row's value is 1 or 0 for a class; 1 - squared error / variance for a score, whose mean is R2; and for several
+    labels the row's label ranking average precision. The mean of a draw's values is its score.
+    """
+    from sklearn.metrics import label_ranking_average_precision_score
+
+    values = np.full((len(draws.train), len(features)), np.nan)
+    targets = draws.targets
+    for number, train in enumerate(draws.train):
+        rest = np.setdiff1d(np.arange(len(features)), train)
+        model = fit_probe(draws.kind, features[train], targets[train])
+        predicted = model.predict(features[rest])
+        if draws.kind == "class":
+            values[number, rest] = predicted == targets[rest]
+        elif draws.kind == "score":
+            error = np.square(predicted - targets[rest])
+            values[number, rest] = 1 - error / targets.var()
+        else:
+            pairs = zip(targets[rest], predicted, strict=True)
+            values[number, rest] = [
+                label_ranking_average_precision_score(t[None], p[None]) for t, p in pairs
+            ]
+    return values
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A mean, or the difference of two, with its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def interval(values: Array, reference: Array | None = None) -> Difference:
+    """Returns the mean of `probe`'s values, or of their difference to a reference, with its 95 % interval.
+
+    The interval is for new training rows and new scored rows of the same kind. Draws of one set of N rows overlap, so
+    their spread alone is far too small (Nadeau and Bengio, 2003). A value is taken as the sum of a part of its draw, a
+    part of its row and a rest. The variance of the rows' means, divided by N, is what other rows to score would change;
+    the variance of the draws' part, times 1 / J + n / (N - n), what other training rows would: J draws of n rows of N
+    share rows. tests/multicls/test_probe.py measures the coverage.
+    """
+    from scipy import stats
+
+    change = values if reference is None else values - reference
+    scored = ~np.isnan(change)
+    draws, rows = change.shape
+    train = float((~scored).sum(axis=1).mean())
+    of_rows = np.nanmean(change[:, scored.any(axis=0)], axis=0)
+    of_draws = np.nanmean(change, axis=1)
+    rest = change[:, scored.any(axis=0)] - of_rows - of_draws[:, None] + of_draws.mean()
+    noise = np.nanvar(rest) + of_rows.var() * train / rows  # of a draw's mean, times its rows
+    variance = of_rows.var(ddof=1) / len(of_rows)
+    variance += max(0.0, of_draws.var(ddof=1) - noise / (rows - train)) * (
+        1 / draws + train / (rows - train)
+    )
+    mean = float(of_draws.mean())
+    half = float(stats.t.ppf(0.975, draws - 1)) * float(np.sqrt(variance))
+    return Difference(mean, mean - half, mean + half)
+
+
+def probe_views(views: Mapping[str, Array], draws: Draws) -> dict[str, Array]:
+    """Returns `probe`'s values (J, N) of each embedding by name."""
+    return {name: probe(features, draws) for name, features in views.items()}

@@ -1,0 +1,93 @@
+"""The probe: its scores, what it refuses, and the coverage of its intervals by simulation."""
+
+import numpy as np
+import pytest
+from scipy import stats
+from sklearn.linear_model import RidgeClassifierCV
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+from multicls.errors import UserError
+from multicls.probe import SCALES, draw_rows, interval, probe, targets_of
+
+ROWS, TRAIN, DRAWS = 200, 40, 10
+CENTRES = np.random.default_rng(0).normal(size=(3, 8)) * 0.8
+
+
+def sample(generator, rows):
+    """Returns labels and two noisy embeddings of rows, the second of which is worse."""
+    labels = generator.integers(3, size=rows)
+    hidden = CENTRES[labels] + generator.normal(size=(rows, 8))
+    second = np.tanh(hidden[:, ::-1]) + 0.8 * generator.normal(size=(rows, 8))
+    return labels, hidden + 0.3 * generator.normal(size=(rows, 8)), second
+
+
+def test_scores_are_those_of_a_plain_ridge_classifier():
+    labels, features, _ = sample(np.random.default_rng(1), 60)
+    draws = draw_rows("class", labels, 20, 3)
+    values = probe(features, draws)
+    for train, row in zip(draws.train, values, strict=True):
+        rest = np.setdiff1d(np.arange(60), train)
+        plain = make_pipeline(StandardScaler(), RidgeClassifierCV(SCALES * 8))
+        plain.fit(features[train], labels[train])
+        assert np.isnan(row[train]).all()
+        assert row[rest].mean() == plain.score(features[rest], labels[rest])
+
+
+def test_scores_and_several_labels():
+    generator = np.random.default_rng(2)
+    features = generator.normal(size=(200, 5))
+    score = features @ np.arange(5.0)
+    assert np.nanmean(probe(features, draw_rows("score", score, 50, 3))) > 0.95
+    assert (
+        np.nanmean(probe(generator.normal(size=(200, 5)), draw_rows("score", score, 50, 3))) < 0.1
+    )
+    marks = (features[:, :3] > 0).astype(float)
+    marks[~marks.any(axis=1), 0] = 1.0
+    good = np.nanmean(probe(features, draw_rows("multi_label", marks, 50, 3)))
+    bad = np.nanmean(probe(generator.normal(size=(200, 5)), draw_rows("multi_label", marks, 50, 3)))
+    assert good > 0.9 > bad
+    assert targets_of("multi_label", [("b",), ("a", "b")], ("a", "b")).tolist() == [[0, 1], [1, 1]]
+
+
+def test_draws():
+    labels = np.repeat([0, 1, 2], [50, 9, 1])
+    draws = draw_rows("class", labels, shots=8, draws=4)
+    assert [np.bincount(labels[train]).tolist() for train in draws.train] == [[8, 8, 1]] * 4
+    again = draw_rows("class", labels, shots=8, draws=4)
+    assert all(np.array_equal(a, b) for a, b in zip(draws.train, again.train, strict=True))
+    assert draw_rows("class", labels, 100).train_rows == 30  # half of the rows
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets", "shots", "message"),
+    [
+        ("class", np.arange(12) % 2, None, "12 labelled rows: a probe needs 20 or more"),
+        ("class", np.arange(60) % 40, None, "60 labelled rows: 40 classes need 80 or more"),
+        ("score", np.arange(60.0), 8, "labels are of type score; only classes have shots"),
+    ],
+)
+def test_refused(kind, targets, shots, message):
+    with pytest.raises(UserError, match=message):
+        draw_rows(kind, targets, shots=shots)
+
+
+@pytest.mark.slow
+def test_intervals_cover_the_truth_and_the_naive_one_does_not():
+    """2,000 simulated probes were run once (docs/results.md); here 60 show the order of it."""
+    generator = np.random.default_rng(3)
+    labels, first, second = sample(generator, 5_000)
+    large = draw_rows("class", labels, TRAIN, 100)
+    truth = interval(probe(first, large), probe(second, large)).mean
+    covered, naively, probes = 0, 0, 60
+    for _ in range(probes):
+        labels, first, second = sample(generator, ROWS)
+        draws = draw_rows("class", labels, TRAIN, DRAWS)
+        values, reference = probe(first, draws), probe(second, draws)
+        estimate = interval(values, reference)
+        covered += estimate.low <= truth <= estimate.high
+        change = np.nanmean(values - reference, axis=1)
+        half = stats.t.ppf(0.975, DRAWS - 1) * change.std(ddof=1) / DRAWS**0.5
+        naively += abs(change.mean() - truth) <= half
+    assert 0.88 <= covered / probes <= 1.0
+    assert naively / probes < 0.7
