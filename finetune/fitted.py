@@ -13,7 +13,6 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression, RidgeCV
 from sklearn.model_selection import GridSearchCV, StratifiedGroupKFold
 from sklearn.pipeline import Pipeline
-from sklearn.preprocessing import StandardScaler
 
 from finetune.encoding import Encoded
 from finetune.heads.build import Incompatible
@@ -27,6 +26,7 @@ WORD_STRENGTHS = np.logspace(0, 3, 4)  # C of the one on TF-IDF
 ALPHAS = np.logspace(-1, 5, 13)  # of the ridge regression
 FOLDS = 5
 TUNING_ROWS = 10_000  # most rows that choose C: more take hours and hardly change it
+DEAD = 1e-4  # a feature whose spread is a smaller part of the largest one is none
 UNSEEN = 30.0  # logits of a class that no training row has are lower by this
 
 Layer = tuple[Array, Array]  # weight (C, F) and bias (C,)
@@ -87,10 +87,13 @@ def embed(model: TaskModel, rows: Encoded, task: int = 0) -> Array:
 def fit_layer(task: Task, features: Array, examples: Sequence[Example], seed: int) -> Layer:
     """Returns a linear layer whose outputs are a regression's: logits, or scores divided by the task's scale.
 
-    The features (N, F) are standardised first, and the layer includes that: W' = W / sigma, b' = b - W' mean.
+    The features (N, F) are standardised first, and the layer includes that: W' = W / sigma, b' = b - W' mean. Features
+    that hardly vary get weight 0: MiniLM has some of about 1e-30, whose weights would be 1e30, and which no gradient
+    could be clipped beside.
     """
-    scaler = StandardScaler().fit(features.astype(np.float64))
-    scaled, units = scaler.transform(features.astype(np.float64)), units_of(examples)
+    mean, spread = features.mean(axis=0, dtype=np.float64), features.std(axis=0, dtype=np.float64)
+    scale = np.where(spread > DEAD * spread.max(), spread, np.inf)
+    scaled, units = (features - mean) / scale, units_of(examples)
     if task.is_regression:
         targets = np.array([example.label for example in examples]) / task.label_scale
         regression = RidgeCV(ALPHAS).fit(scaled, targets)
@@ -105,8 +108,8 @@ def fit_layer(task: Task, features: Array, examples: Sequence[Example], seed: in
         labels = np.array([example.label for example in examples], dtype=int)
         classifier = fit_classifier(scaled, labels, seed, units)
         weight, bias = as_layer(classifier, task.num_labels, features.shape[1])
-    weight = weight / scaler.scale_
-    return weight, bias - weight @ scaler.mean_
+    weight = weight / scale
+    return weight, bias - weight @ mean
 
 
 def as_layer(classifier: Any, classes: int, width: int) -> Layer:

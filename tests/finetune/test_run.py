@@ -142,7 +142,7 @@ def test_fitted_heads_learn_beside_a_class_of_one_row_and_from_one_class(labels:
 def test_a_probe_is_a_linear_layer() -> None:
     """Folded standardisation and coefficients give scikit-learn's numbers; an unseen class is unlikely."""
     draw = np.random.default_rng(0)
-    features = draw.normal(3, [0.1, 1, 10, 1e-3], (60, 4))
+    features = draw.normal(3, [0.1, 1, 10, 0.01], (60, 4))
     four = replace(TASKS["sst2"], labels=tuple("abcd"))
     for classes in (2, 3):
         labels = (features[:, 1] > 3).astype(int) + (features[:, 2] > 9) * (classes - 2)
@@ -153,6 +153,10 @@ def test_a_probe_is_a_linear_layer() -> None:
         found = softmax(outputs.astype(float), axis=1)
         np.testing.assert_allclose(found[:, :classes], reference, atol=1e-5)
         assert found[:, classes:].max() < 1e-9
+    dead = np.concatenate([features, draw.normal(0, 1e-30, (60, 1)), np.ones((60, 1))], axis=1)
+    weight, bias = fit_layer(four, dead, rows, 1)
+    assert not weight[:, 4:].any(), "a dimension that is almost 0 has no weight of 1e30"
+    np.testing.assert_allclose(apply_layer((weight, bias), dead), outputs, atol=1e-4)
     scores = replace(TASKS["stsb"], label_scale=2.0)
     rows = [Example(f"{n}", ("",), float(2 * row[1] - row[2])) for n, row in enumerate(features)]
     outputs = apply_layer(fit_layer(scores, features, rows, 1), features)[:, 0]
@@ -172,6 +176,9 @@ def test_fine_tuning_starts_from_a_probe(tiny_bert: Path, glue: Path, tmp_path: 
     np.testing.assert_allclose(
         logits_of(record), logits_of(finetune(tiny_bert, glue, tmp_path, **probe)), atol=1e-4
     )
+    moving = still | {"train__learning_rate": 1e-3, "train__max_steps": 20, "name": "moving"}
+    moved = finetune(tiny_bert, glue, tmp_path, head="mean", train__init="probe", **moving)
+    assert np.abs(logits_of(moved) - logits_of(record)).max() > 0.1, "all weights are trained"
     for head, task in (("hire", "sst2"), ("cln", "sst2,stsb")):
         values = still | {"head": head, "task": task, "train__init": "probe"}
         assert finetune(tiny_bert, glue, tmp_path, **values)["tasks"][0]["score"] > 0.6
