@@ -1,9 +1,12 @@
-"""Sentence embeddings without fine-tuning: Spearman correlation with the scores of STS-B's dev set.
+"""Sentence embeddings without fine-tuning: similarity of sentences (STS-B) and retrieval, with intervals.
 
-OMP_NUM_THREADS=2 python benchmarks/embeddings.py --data_dir glue --models runs/sample/hf
+OMP_NUM_THREADS=2 python benchmarks/embeddings.py --data_dir glue --retrieval retrieval --models runs/sample/hf
 
-The first row is all-MiniLM-L6-v2, from which the demo starts. The embedding is the mean over the tokens without facets,
-compared by cosine. The error is the standard deviation over 1,000 bootstrap samples.
+The first model is all-MiniLM-L6-v2, from which the demo starts. `mean` (over the tokens without facets) and `sum` (of
+the facets) are compared by cosine; "Eq. 2" is the score of MCQT, and MaxSim that of sentence-transformers'
+MultiVectorEncoder. A collection is a folder of RETRIEVAL with docs.jsonl.gz, queries.jsonl ({"id", "text"}) and
+qrels.tsv (query, document, grade). BM25 needs no model. Errors of STS-B are standard deviations over 1,000 bootstrap
+samples.
 """
 
 import sys
@@ -14,52 +17,152 @@ from typing import Any
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from benchmarks.harness import Report
-from multicls.errors import run_command
+from benchmarks.peers import Array, embed_texts
+from multicls.errors import UserError, run_command
+from multicls.files import read_jsonl
 from multicls.sample import sample_model
 from multicls.settings import Settings, parse
 
 SAMPLES = 1000
+UNTOUCHED = "all-MiniLM-L6-v2"
+TOP = 10  # documents that nDCG looks at
+Z = 1.96  # standard errors of a 95 % interval over queries
 
 
 class Options(Settings):
     """Options of the benchmark."""
 
-    data_dir: str = Field(description="folder with STS-B in GLUE's layout")
+    data_dir: Path | None = Field(None, description="folder with STS-B in GLUE's layout")
+    retrieval: Path | None = Field(None, description="folder with a folder for each collection")
     models: list[str] = Field(["runs/sample/hf"], description="exported Multi-CLS models")
+    max_length: PositiveInt = Field(256, description="tokens of a text")
 
 
-def similarities(folder: str, pairs: list[list[str]]) -> np.ndarray:
-    """Returns the cosine of each pair of sentences, (N,)."""
-    from sentence_transformers import SentenceTransformer
+def score_pairs(queries: dict[str, Array], documents: dict[str, Array], weight: float) -> Any:
+    """Returns the scores (Q, N) of all queries and documents, by the way in which their embeddings are compared.
 
-    import multicls.modeling_multicls  # noqa: F401 (registers the model)
+    Args:
+        weight: lambda of Eq. 2.
+    """
+    import torch
+    from torch.nn.functional import normalize
 
-    model: Any = SentenceTransformer(folder, local_files_only=True)
-    first, second = (model.encode(texts, convert_to_tensor=True) for texts in pairs)
-    return np.asarray(model.similarity_pairwise(first, second).cpu())
+    from multicls.modeling_multicls import mcqt_scores
+
+    found: dict[str, torch.Tensor] = {}
+    for view in ("mean", "sum"):
+        if view in documents:
+            units = [normalize(torch.tensor(x[view]), dim=-1) for x in (queries, documents)]
+            found[view] = units[0] @ units[1].T
+    if "facets" in documents:
+        shape = (-1, documents["mean"].shape[1])
+        first, second = (
+            torch.tensor(x["facets"]).unflatten(1, shape) for x in (queries, documents)
+        )
+        parts = first.split(16)  # queries at a time
+        found["Eq. 2"] = torch.cat([mcqt_scores(part, second, weight) for part in parts])
+        unit = normalize(second, dim=-1)
+        pairs = (torch.einsum("qsd,ntd->qnst", normalize(part, dim=-1), unit) for part in parts)
+        found["MaxSim"] = torch.cat([part.amax(dim=3).sum(dim=2) for part in pairs])
+    return {name: scores.numpy() for name, scores in found.items()}
+
+
+def bm25(queries: Sequence[str], documents: Sequence[str]) -> Array:
+    """Returns the scores (Q, N) of BM25 without stemming."""
+    import bm25s
+
+    index = bm25s.BM25()
+    index.index(bm25s.tokenize(list(documents), show_progress=False), show_progress=False)
+    words = bm25s.tokenize(list(queries), return_ids=False, show_progress=False)
+    return np.stack([index.get_scores(query) for query in words])
+
+
+def read_collection(folder: Path) -> tuple[list[str], list[str], Array]:
+    """Returns the texts of queries and documents, and the grades (Q, N); only queries with a relevant document."""
+    from benchmarks.peer_training import read_lines
+
+    documents, queries = read_lines(folder / "docs.jsonl.gz"), read_jsonl(folder / "queries.jsonl")
+    row, column = ({d["id"]: n for n, d in enumerate(part)} for part in (queries, documents))
+    grades = np.zeros((len(row), len(column)))
+    for line in (folder / "qrels.tsv").read_text("utf-8").splitlines():
+        query, document, grade = line.split("\t")[:3]
+        if query in row and document in column:
+            grades[row[query], column[document]] = max(0.0, float(grade))
+    kept = np.flatnonzero(grades.any(axis=1))
+    texts = [document["text"] for document in documents]
+    return [queries[number]["text"] for number in kept], texts, grades[kept]
+
+
+def ndcg(scores: Array, grades: Array) -> Array:
+    """Returns nDCG@10 of each query, (Q,)."""
+    from sklearn.metrics import ndcg_score
+
+    rows = zip(grades[:, None], scores[:, None], strict=True)
+    return np.array([ndcg_score(grade, score, k=TOP) for grade, score in rows])
+
+
+def add_retrieval(report: Report, folder: Path, models: dict[str, str], length: int) -> None:
+    """Adds nDCG@10 of each collection, and the difference to the untouched model's mean over the same queries."""
+    from transformers import AutoConfig
+
+    collections = {path.parent.name: path.parent for path in sorted(folder.glob("*/qrels.tsv"))}
+    found: dict[str, dict[str, Array]] = {}
+    for name, path in collections.items():
+        queries, documents, grades = read_collection(path)
+        results = found.setdefault(name, {"BM25": ndcg(bm25(queries, documents), grades)})
+        for model, source in models.items():
+            weight = getattr(AutoConfig.from_pretrained(source), "mcqt_lambda", 0.0)
+            asked, given = (embed_texts(source, texts, length) for texts in (queries, documents))
+            for how, scores in score_pairs(asked, given, weight).items():
+                results[f"{model}, {how}"] = ndcg(scores, grades)
+    rows = []
+    for system in next(iter(found.values())):
+        cells = []
+        for results in found.values():
+            change = results[system] - results[f"{UNTOUCHED}, mean"]
+            half = Z * change.std(ddof=1) / len(change) ** 0.5
+            shown = f"{100 * change.mean():+.1f} ± {100 * half:.1f}"
+            cells.append(f"{100 * results[system].mean():.1f} ({shown})")
+        rows.append([system, *cells])
+    what = "nDCG@10 x 100 (difference to the first model's mean, 95 % interval over queries)"
+    report.table(what, ["", *found], rows)
+
+
+def add_similarity(report: Report, folder: Path, models: dict[str, str], length: int) -> None:
+    """Adds the Spearman correlation of cosines with the scores of STS-B's dev set."""
+    import pandas as pd
+    from scipy.stats import spearmanr
+
+    frame = pd.read_csv(folder / "STS-B" / "dev.tsv", sep="\t", quoting=3)
+    gold = frame["score"].to_numpy()
+    samples = np.random.default_rng(0).integers(len(gold), size=(SAMPLES, len(gold)))
+    rows = []
+    for model, source in models.items():
+        columns = (frame[name].tolist() for name in ("sentence1", "sentence2"))
+        first, second = (embed_texts(source, texts, length) for texts in columns)
+        for view in [view for view in ("mean", "sum") if view in first]:
+            norms = (np.linalg.norm(side[view], axis=1) for side in (first, second))
+            values = (first[view] * second[view]).sum(axis=1) / np.prod(list(norms), axis=0)
+            error = np.std([spearmanr(values[sample], gold[sample])[0] for sample in samples])
+            score = f"{100 * spearmanr(values, gold)[0]:.1f} ± {100 * error:.1f}"
+            rows.append([f"{model}, {view}", score])
+    report.table(f"STS-B, Spearman x 100, {len(gold)} pairs", ["", "Spearman"], rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and writes the report."""
     options = parse(Options, argv, prog="benchmarks/embeddings.py", doc=__doc__)
-    import pandas as pd  # after --help
-    from scipy.stats import spearmanr
-
-    frame = pd.read_csv(Path(options.data_dir, "STS-B", "dev.tsv"), sep="\t", quoting=3)
-    pairs = [frame["sentence1"].tolist(), frame["sentence2"].tolist()]
-    gold = frame["score"].to_numpy()
-    samples = np.random.default_rng(0).integers(len(gold), size=(SAMPLES, len(gold)))
-    rows = []
-    for name in ["all-MiniLM-L6-v2", *options.models]:
-        folder = str(sample_model()) if name == "all-MiniLM-L6-v2" else name
-        values = similarities(folder, pairs)
-        error = np.std([spearmanr(values[sample], gold[sample])[0] for sample in samples])
-        rows.append([name, f"{100 * spearmanr(values, gold)[0]:.1f} ± {100 * error:.1f}"])
-    report = Report("Sentence embeddings on STS-B")
-    report.table(f"Spearman x 100, {len(gold)} pairs", ["model", "Spearman"], rows)
+    if not options.data_dir and not options.retrieval:
+        raise UserError("set --data_dir, --retrieval, or both: there is nothing to measure.")
+    models = {UNTOUCHED: str(sample_model())} | {name: name for name in options.models}
+    report = Report("Sentence embeddings")
+    if options.data_dir:
+        add_similarity(report, options.data_dir, models, options.max_length)
+    if options.retrieval:
+        add_retrieval(report, options.retrieval, models, options.max_length)
     report.write()
     return 0
 

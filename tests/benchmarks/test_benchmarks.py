@@ -1,5 +1,7 @@
 """The harness on invented samples; each script starts, and two measure as little as they can."""
 
+import gzip
+import json
 import re
 import subprocess
 import sys
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import inference, study, training_step
+from benchmarks import embeddings, inference, study, training_step
 from benchmarks.harness import Report, ratio, take_turns, verdict
 from data_prep.run import main as prepare
 from finetune.estimates import choose_candidates
@@ -77,7 +79,42 @@ def test_the_study_answers_for_each_size(tmp_path: Path) -> None:
     assert all(float(row.split(" | ")[2]) > 10 and "nan" not in row for row in rows), rows
 
 
-@pytest.mark.parametrize("script", ("step", "data_prep", "inference", "embeddings", "study"))
+def test_retrieval_of_a_collection(tmp_path: Path) -> None:
+    """Two documents are relevant; the query without one is left out."""
+    texts = {"a": "wings and heat", "b": "a slipstream of air", "c": "heat of a wing", "d": ""}
+    lines = [json.dumps({"id": name, "text": text}) + "\n" for name, text in texts.items()]
+    with gzip.open(tmp_path / "docs.jsonl.gz", "wt") as file:
+        file.writelines(lines)
+    queries = [{"id": "1", "text": "nothing"}, {"id": "2", "text": "slipstream"}]
+    (tmp_path / "queries.jsonl").write_text("\n".join(map(json.dumps, queries)))
+    (tmp_path / "qrels.tsv").write_text("2\tb\t1\n2\tc\t3\n2\ta\t0\n1\ta\t0\n")
+    asked, documents, grades = embeddings.read_collection(tmp_path)
+    assert (asked, documents) == (["slipstream"], list(texts.values()))
+    assert grades.tolist() == [[0.0, 1.0, 3.0, 0.0]]
+    assert int(embeddings.bm25(asked, documents).argmax()) == 1
+    ideal = 3 + 1 / np.log2(3)
+    assert embeddings.ndcg(np.array([[0.0, 2.0, 3.0, 1.0]]), grades)[0] == pytest.approx(1.0)
+    found = embeddings.ndcg(np.array([[3.0, 2.0, 1.0, 0.0]]), grades)[0]
+    assert found == pytest.approx((1 / np.log2(3) + 3 / np.log2(4)) / ideal)
+
+
+def test_ways_to_compare_embeddings() -> None:
+    """Scores of 20 queries and 3 documents by hand, at more queries than one pass takes."""
+    generator = np.random.default_rng(0)
+    sides = [generator.standard_normal((rows, 2, 4)).astype("f4") for rows in (20, 3)]
+    views = [{"mean": x[:, 0], "sum": x.sum(1), "facets": x.reshape(len(x), 8)} for x in sides]
+    found = embeddings.score_pairs(views[0], views[1], 0.1)
+    first, second = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in sides)
+    pairs = np.einsum("qsd,ntd->qnst", first, second)
+    np.testing.assert_allclose(found["mean"], pairs[..., 0, 0], atol=1e-6)
+    np.testing.assert_allclose(found["MaxSim"], pairs.max(-1).sum(-1), atol=1e-6)
+    best = 0.1 * pairs.max((-1, -2)) + 0.9 * found["sum"]
+    np.testing.assert_allclose(found["Eq. 2"], best, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "script", ("step", "data_prep", "inference", "embeddings", "study", "peers")
+)
 def test_each_script_names_a_wrong_flag_without_torch(script: str) -> None:
     words = [sys.executable, "-X", "importtime", f"benchmarks/{script}.py", "--no_such_flag"]
     done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, check=False)

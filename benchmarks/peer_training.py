@@ -1,0 +1,193 @@
+"""The arms of benchmarks/peers.py: each continues a model on the same documents and writes a Hugging Face folder.
+
+`mlm` does what transformers' example run_mlm.py does. `tsdae` and `simcse` are sentence-transformers' losses in its own
+trainer, as in its examples of unsupervised learning. `own_text` and `own_text_mlm` are this project's commands.
+"""
+
+import gzip
+import json
+import random
+import resource
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForMaskedLM, AutoTokenizer, set_seed
+
+from benchmarks.study import run
+from data_prep.sentences import split_paragraph
+from multicls.build import quiet_transformers
+from multicls.corpus import MANIFEST
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Settings of a peer: `length` in tokens, `warmup` as a share of the steps. The rate then falls to 0 linearly."""
+
+    learning_rate: float
+    batch_size: int
+    length: int
+    warmup: float
+
+
+PEERS = {
+    # Trainer's defaults, which run_mlm.py keeps, on 128 tokens.
+    "mlm": Recipe(learning_rate=5e-5, batch_size=8, length=128, warmup=0.0),
+    # sentence-transformers' train_tsdae_from_file.py and train_simcse_from_file.py.
+    "tsdae": Recipe(learning_rate=3e-5, batch_size=8, length=75, warmup=0.1),
+    "simcse": Recipe(learning_rate=5e-5, batch_size=128, length=32, warmup=0.1),
+}
+OWN = {"own_text": ["own_text"], "own_text_mlm": ["own_text", "mlm_only"]}  # arm -> recipes
+DELETED = 0.6  # share of a text's words that TSDAE deletes
+
+
+def cpu_clock() -> float:
+    """Returns the CPU seconds of this process and of its finished children."""
+    usage = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(used.ru_utime + used.ru_stime for used in usage)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Reads compressed JSON lines."""
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+@lru_cache(maxsize=2)
+def passages(documents: Path, model: str, length: int) -> list[str]:
+    """Cuts documents into passages of as many whole sentences as `length` tokens hold, at least one."""
+    tokenizer, found = AutoTokenizer.from_pretrained(model), list[str]()
+    for row in read_lines(documents):
+        filled = length
+        for sentence in chain.from_iterable(
+            split_paragraph(line, "en") for line in row["text"].split("\n")
+        ):
+            tokens = len(tokenizer(sentence, add_special_tokens=False, verbose=False)["input_ids"])
+            if filled + tokens <= length - 2:  # [CLS] and [SEP]
+                found[-1] += f" {sentence.strip()}"
+            elif tokens:
+                found.append(sentence.strip())
+                filled = 0
+            filled += tokens
+    return found
+
+
+@lru_cache(maxsize=2)
+def blocks(documents: Path, model: str, length: int) -> list[dict[str, list[int]]]:
+    """Joins the tokens of all documents and cuts them into inputs of `length` tokens, as run_mlm.py does."""
+    texts = [row["text"] for row in read_lines(documents)]
+    tokens = AutoTokenizer.from_pretrained(model)(texts, verbose=False)["input_ids"]
+    joined = list(chain.from_iterable(tokens))
+    starts = range(0, len(joined) - length + 1, length)
+    return [{"input_ids": joined[start : start + length]} for start in starts]
+
+
+def prepare_corpus(documents: Path, corpus: Path, model: str, flags: Mapping[str, str]) -> None:
+    """Prepares the corpus of our arms with data_prep/run.py, once."""
+    if not (corpus / MANIFEST).exists():
+        words = [f"--{name}={value}" for name, value in flags.items()]
+        source = ["--input", documents, "--tokenizer", model, "--workers", 1]
+        run("data_prep/run.py", *source, *words, "--output", corpus)
+
+
+def train_own(
+    arm: str,
+    model: str,
+    corpus: Path,
+    steps: int,
+    seed: int,
+    folder: Path,
+    flags: Mapping[str, str],
+) -> float:
+    """Trains one of our arms with pretrain/run.py, whose run folder is `folder`; returns the CPU seconds."""
+    start = cpu_clock()
+    shutil.rmtree(folder, ignore_errors=True)  # of a stopped run, whose CPU time is not known
+    values = {"model": model, "corpus": corpus, "steps": steps, "train.seed": seed, **flags}
+    words = [f"--{name}={value}" for name, value in values.items()]
+    run("pretrain/run.py", "--recipe", *OWN[arm], *words, f"--output_dir={folder}")
+    shutil.rmtree(folder / "checkpoints")
+    return cpu_clock() - start
+
+
+def train_peer(
+    arm: str, model: str, documents: Path, steps: int, seed: int, folder: Path, recipe: Recipe
+) -> float:
+    """Trains a peer on the CPU and writes `folder`/hf; returns the CPU seconds, without those that cut the text."""
+    import sentence_transformers  # noqa: F401 (its import is no training time)
+
+    texts: Any = (blocks if arm == "mlm" else passages)(documents, model, recipe.length)
+    start = cpu_clock()
+    options: dict[str, Any] = {
+        "output_dir": str(folder / "trainer"),
+        "max_steps": steps,
+        "per_device_train_batch_size": recipe.batch_size,
+        "learning_rate": recipe.learning_rate,
+        "warmup_steps": round(recipe.warmup * steps),
+        "seed": seed,
+        "use_cpu": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "disable_tqdm": True,
+    }
+    set_seed(seed)
+    with quiet_transformers():
+        if arm == "mlm":
+            trained = train_mlm(model, texts, options)
+        else:
+            trained = train_sentence_encoder(arm, model, texts, recipe.length, options)
+        trained.save_pretrained(folder / "hf")
+        AutoTokenizer.from_pretrained(model).save_pretrained(folder / "hf")
+    return cpu_clock() - start
+
+
+def train_mlm(path: str, inputs: Any, options: Mapping[str, Any]) -> Any:
+    """Returns the model after masked LM with transformers' Trainer and collator; a missing head starts at random."""
+    from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
+
+    model = AutoModelForMaskedLM.from_pretrained(path)
+    collator = DataCollatorForLanguageModeling(AutoTokenizer.from_pretrained(path))
+    arguments = TrainingArguments(**options)
+    Trainer(model=model, args=arguments, train_dataset=inputs, data_collator=collator).train()
+    return model
+
+
+def train_sentence_encoder(
+    arm: str, path: str, texts: Sequence[str], length: int, options: Mapping[str, Any]
+) -> Any:
+    """Returns the encoder after TSDAE (embedding: [CLS]) or SimCSE (embedding: mean) by sentence-transformers."""
+    import sentence_transformers as st
+    from datasets import Dataset
+    from sentence_transformers.sentence_transformer import losses, modules
+
+    encoder = modules.Transformer(path, max_seq_length=length)
+    size, mode = encoder.get_embedding_dimension(), "cls" if arm == "tsdae" else "mean"
+    model = st.SentenceTransformer(modules=[encoder, modules.Pooling(size, mode)], device="cpu")
+    loss: Any
+    if arm == "tsdae":
+        generator = random.Random(options["seed"])
+        data = Dataset.from_dict({"text": list(texts)})
+        data.set_transform(
+            lambda batch: {"noisy": [without_words(t, generator) for t in batch["text"]], **batch},
+            columns=["text"],
+            output_all_columns=True,
+        )
+        loss = losses.DenoisingAutoEncoderLoss(model, tie_encoder_decoder=True)
+    else:  # each text is its own positive: only dropout differs
+        data = Dataset.from_dict({"anchor": list(texts), "positive": list(texts)})
+        loss = losses.MultipleNegativesRankingLoss(model)
+    arguments = st.SentenceTransformerTrainingArguments(**options)
+    st.SentenceTransformerTrainer(
+        model=model, args=arguments, train_dataset=data, loss=loss
+    ).train()
+    return model.transformers_model
+
+
+def without_words(text: str, generator: random.Random) -> str:
+    """Returns the text without most of its words, at least one kept: the noise of TSDAE."""
+    words = text.split()
+    return " ".join([word for word in words if generator.random() > DELETED] or words[:1])

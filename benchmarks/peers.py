@@ -1,0 +1,364 @@
+"""Compares continued pretraining with what one would pick instead: the same text, CPU time and probe for all.
+
+python benchmarks/peers.py --data domains --cpu_seconds 600 --seeds 1 2 3
+
+DATA holds a folder for each domain with docs.jsonl.gz ({"text"}) and rows.jsonl.gz ({"text", "label"}). Each arm
+continues the model on the documents with one thread. A linear model on frozen embeddings of the rows then compares it
+with the untouched model, draw by draw (multicls/probe.py). Two short trials of an arm choose the number of steps that
+fills the CPU time. The peers' settings are those of their documentation (benchmarks/peer_training.py). Finished runs
+are kept: the same command resumes. Tables go to OUTPUT/peers.md, all numbers to OUTPUT/peers.json.
+"""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import numpy as np
+from pydantic import Field, PositiveInt
+
+from multicls.errors import UserError, run_command
+from multicls.files import atomic_write, read_json, write_json
+from multicls.probe import Difference, Draws, draw_rows, interval, probe
+from multicls.sample import SAMPLE, sample_model
+from multicls.settings import Settings, parse
+
+Peer = Literal["mlm", "tsdae", "simcse"]
+Arm = Literal["untouched", "tfidf", Peer, "own_text_mlm", "own_text"]
+UNTRAINED = ("untouched", "tfidf")
+REFERENCE = ("untouched", "mean")
+TRIALS = (2, 10)  # steps
+NO_VALIDATION = {
+    "run.eval_every": "1000000",
+    "run.save_every": "1000000",
+    "run.eval_examples": "10",
+}
+RECORD = "record.json"
+Array = np.ndarray[Any, np.dtype[Any]]
+Results = dict[tuple[str, str], Array]  # (arm, view) -> the probe's values (seeds, draws, rows)
+
+
+class Options(Settings):
+    """Options of the comparison."""
+
+    data: Path = Field(description="folder with a folder for each domain")
+    output: Path = Field(Path("runs/peers"), description="folder of the results")
+    model: str = Field(SAMPLE, description="folder or Hub id of the encoder that all continue")
+    arms: list[Arm] = Field(list(get_args(Arm)), description="what to compare")
+    seeds: list[int] = Field([1], min_length=1, description="seeds of the training")
+    cpu_seconds: float = Field(600, gt=0, description="CPU time of a training run")
+    steps: PositiveInt | None = Field(None, description="steps of a run instead, for a first try")
+    learning_rate: dict[Peer, float] = Field({}, description="PEER=RATE")
+    batch_size: dict[Peer, int] = Field({}, description="PEER=TEXTS")
+    length: dict[Peer, int] = Field({}, description="PEER=TOKENS of an input")
+    prepare: dict[str, str] = Field(
+        {"min_sentences": "3"}, description="flags of data_prep/run.py for our arms, NAME=VALUE"
+    )
+    pretrain: dict[str, str] = Field(
+        NO_VALIDATION, description="flags of pretrain/run.py for our arms, NAME=VALUE"
+    )
+    train_rows: list[PositiveInt] = Field([32, 100, 300], description="labelled rows of a draw")
+    draws: int = Field(20, ge=2, description="draws of labelled rows")
+    rows: PositiveInt = Field(2000, description="labelled rows of a domain, at most")
+    max_length: PositiveInt = Field(128, description="tokens of a row")
+    finetune: bool = Field(False, description="fine-tune mean and multicls on 100 rows, too")
+
+
+@dataclass(frozen=True)
+class Domain:
+    """A domain: its documents, the folder of its results and its labelled rows; `draws` by size of the training set."""
+
+    name: str
+    documents: Path
+    folder: Path
+    rows: list[dict[str, Any]]
+    draws: dict[int, Draws]
+
+    @property
+    def texts(self) -> list[str]:
+        """The texts of the rows."""
+        return [row["text"] for row in self.rows]
+
+
+def read_domain(source: Path, options: Options) -> Domain:
+    """Reads a domain and draws its rows, the same ones for all arms."""
+    from benchmarks.peer_training import read_lines
+
+    rows = read_lines(source / "rows.jsonl.gz")
+    rows = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))[: options.rows]]
+    _, targets = np.unique([str(row["label"]) for row in rows], return_inverse=True)
+    draws = {n: draw_rows("class", targets, n, options.draws) for n in options.train_rows}
+    folder = options.output / source.name
+    return Domain(source.name, source / "docs.jsonl.gz", folder, rows, draws)
+
+
+def check_settings(options: Options) -> None:
+    """Keeps what decides the numbers in OUTPUT/settings.json. Raises UserError if the folder was made otherwise."""
+    path = options.output / "settings.json"
+    unchecked = {"data", "output", "arms", "seeds", "finetune"}
+    settings = options.model_dump(mode="json", exclude=unchecked)
+    old = read_json(path) if path.exists() else settings
+    if different := [name for name in settings if settings[name] != old.get(name)]:
+        raise UserError(
+            f"{options.output}: was made with another {', '.join(different)}; pass another --output."
+        )
+    write_json(path, settings)
+
+
+def train(arm: Any, domain: Domain, options: Options, steps: int, seed: int, folder: Path) -> float:
+    """Trains an arm and writes its model to `folder`/hf; returns the CPU seconds, without preparing the text."""
+    from benchmarks import peer_training as arms
+
+    if arm in arms.OWN:
+        corpus = domain.folder / "corpus"
+        arms.prepare_corpus(domain.documents, corpus, options.model, options.prepare)
+        return arms.train_own(arm, options.model, corpus, steps, seed, folder, options.pretrain)
+    names = ("learning_rate", "batch_size", "length")
+    changed = {name: getattr(options, name)[arm] for name in names if arm in getattr(options, name)}
+    recipe = replace(arms.PEERS[arm], **changed)
+    return arms.train_peer(arm, options.model, domain.documents, steps, seed, folder, recipe)
+
+
+def steps_that_fit(arm: str, domain: Domain, options: Options) -> int:
+    """Returns the number of steps that take the CPU time, from the difference of two trials."""
+    if options.steps:
+        return options.steps
+    path, trial = domain.folder / f"{arm}-speed.json", domain.folder / f"{arm}-trial"
+    if not path.exists():
+        used = [train(arm, domain, options, steps, 0, trial) for steps in TRIALS]
+        shutil.rmtree(trial)
+        step = (used[1] - used[0]) / (TRIALS[1] - TRIALS[0])
+        write_json(path, {"start": max(0.0, used[0] - TRIALS[0] * step), "step": step})
+    speed = read_json(path)
+    return max(1, int((options.cpu_seconds - speed["start"]) / speed["step"]))
+
+
+def embed_texts(model: str, texts: Sequence[str], max_length: int) -> dict[str, Array]:
+    """Returns the frozen embeddings of texts by view, (N, F), from a model folder."""
+    from transformers import AutoModel, AutoTokenizer
+
+    import multicls.modeling_multicls  # noqa: F401 (registers the model)
+    from multicls.build import quiet_transformers
+    from multicls.probe import embed
+
+    with quiet_transformers():
+        tokenizer, encoder = (kind.from_pretrained(model) for kind in (AutoTokenizer, AutoModel))
+    facets = getattr(encoder.eval().config, "num_facets", 0)
+    return embed(encoder, tokenizer, texts, max_length=max_length, num_facets=facets)
+
+
+def bag_of_words(texts: Sequence[str], draws: Draws) -> Array:
+    """Returns what `probe` does, (J, N), for a ridge classifier on TF-IDF of words and pairs of words."""
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.linear_model import RidgeClassifierCV
+
+    values = np.full((len(draws.train), len(texts)), np.nan)
+    for number, rows in enumerate(draws.train):
+        vectorizer = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True)
+        features = vectorizer.fit_transform([texts[row] for row in rows]).toarray()
+        model = RidgeClassifierCV(np.logspace(-2, 2, 9)).fit(features, draws.targets[rows])
+        values[number] = model.predict(vectorizer.transform(texts).toarray()) == draws.targets
+        values[number, rows] = np.nan
+    return values
+
+
+def run_arm(arm: str, domain: Domain, options: Options, seed: int) -> None:
+    """Trains an arm with a seed and probes it, unless that was done; the record is written last."""
+    folder, model = domain.folder / f"{arm}-{seed}", options.model
+    if (folder / RECORD).exists():
+        return
+    print(f"{domain.name}: {arm}, seed {seed}", flush=True)
+    steps, seconds = 0, 0.0
+    if arm not in UNTRAINED:
+        steps = steps_that_fit(arm, domain, options)
+        seconds = train(arm, domain, options, steps, seed, folder)
+        model = str(folder / "hf")
+    views = {}
+    if arm != "tfidf":
+        views = embed_texts(model, domain.texts, options.max_length)
+    values: dict[str, Any] = {}
+    for size, draws in domain.draws.items():
+        values |= {f"{size}/{view}": probe(rows, draws) for view, rows in views.items()}
+        if arm == "tfidf":
+            values[f"{size}/words"] = bag_of_words(domain.texts, draws)
+    folder.mkdir(parents=True, exist_ok=True)
+    np.savez_compressed(folder / "values.npz", **values)
+    write_json(folder / RECORD, {"steps": steps, "cpu_seconds": seconds})
+
+
+def compare(values: Array, reference: Array) -> Difference:
+    """Returns the mean difference over the seeds of training, with its 95 % interval.
+
+    Both are the probe's values (seeds, draws, rows), on the same draws and rows. To the variance of `interval` comes
+    that of each side's seeds over their number; the degrees of freedom are Welch and Satterthwaite's.
+    """
+    from scipy import stats
+
+    found = interval(values.mean(axis=0), reference.mean(axis=0))
+    freedom = values.shape[1] - 1
+    parts = [(((found.high - found.mean) / stats.t.ppf(0.975, freedom)) ** 2, freedom)]
+    for side in (values, reference):
+        if len(side) > 1:
+            variance = np.nanmean(side, axis=(1, 2)).var(ddof=1) / len(side)
+            parts.append((float(variance), len(side) - 1))
+    total = sum(variance for variance, _ in parts)
+    if not total:
+        return found
+    freedom = total**2 / sum(variance**2 / free for variance, free in parts)
+    half = float(stats.t.ppf(0.975, freedom) * np.sqrt(total))
+    return Difference(found.mean, found.mean - half, found.mean + half)
+
+
+def average(changes: Sequence[Difference]) -> Difference:
+    """Returns the mean of independent differences, with its interval."""
+    mean = float(np.mean([change.mean for change in changes]))
+    half = float(np.linalg.norm([change.high - change.mean for change in changes])) / len(changes)
+    return Difference(mean, mean - half, mean + half)
+
+
+def shown(change: Difference) -> str:
+    """Returns a difference in points with its interval."""
+    return f"{100 * change.mean:+.1f} ({100 * change.low:+.1f} to {100 * change.high:+.1f})"
+
+
+def folders_of(arm: str, domain: Domain, options: Options) -> list[Path]:
+    """Returns the folders of an arm's seeds; what is not trained has one."""
+    seeds = options.seeds[:1] if arm in UNTRAINED else options.seeds
+    return [domain.folder / f"{arm}-{seed}" for seed in seeds]
+
+
+def load(domain: Domain, options: Options) -> dict[int, Results]:
+    """Returns the values of all arms and views of a domain, by the number of training rows."""
+    results: dict[int, Results] = {size: {} for size in options.train_rows}
+    for arm in options.arms:
+        tables = [np.load(path / "values.npz") for path in folders_of(arm, domain, options)]
+        for name in tables[0].files:
+            size, view = name.split("/")
+            results[int(size)][arm, view] = np.stack([table[name] for table in tables])
+    return results
+
+
+def questions(results: Results) -> dict[str, tuple[Any, Any]]:
+    """Returns the comparisons that matter, each of two (arm, view); the best are chosen on these very rows."""
+
+    def best(arms: Sequence[str], views: Sequence[str]) -> tuple[str, str] | None:
+        keys = [key for key in results if key[0] in arms and key[1] in views]
+        return max(keys, key=lambda key: float(np.nanmean(results[key])), default=None)
+
+    ours = best(["own_text"], ["facets", "mean"])
+    asked = {
+        "own_text - untouched mean": (ours, REFERENCE),
+        "own_text - best peer": (ours, best(get_args(Peer), ["mean", "cls"])),
+        "facets - mean of own_text": (("own_text", "facets"), ("own_text", "mean")),
+    }
+    return {name: pair for name, pair in asked.items() if set(pair) <= results.keys()}
+
+
+def add_domain(report: Any, domain: Domain, options: Options) -> dict[str, Any]:
+    """Adds a domain's table; returns its numbers."""
+    by_size, rows, numbers = load(domain, options), [], {}
+    for arm, view in by_size[options.train_rows[0]]:
+        folders = folders_of(arm, domain, options)
+        records = [read_json(folder / RECORD) for folder in folders]
+        cost = {name: np.mean([r[name] for r in records]) for name in ("steps", "cpu_seconds")}
+        cells, found = [], dict[str, Any]()
+        for size, results in by_size.items():
+            score = float(np.nanmean(results[arm, view]))
+            change = compare(results[arm, view], results[REFERENCE])
+            cells.append(f"{100 * score:.1f}, {shown(change)}")
+            found[str(size)] = {"score": score, "change": asdict(change)}
+        rows.append([arm, view, *cells, *(f"{value:,.0f}" for value in cost.values())])
+        numbers[f"{arm}/{view}"] = found | {name: float(value) for name, value in cost.items()}
+    columns = ["arm", "view", *(f"{size} rows" for size in by_size), "steps", "CPU seconds"]
+    what = "accuracy, and its difference to the untouched mean with the 95 % interval, in points"
+    report.table(f"{domain.name}: {what}", columns, rows)
+    return numbers
+
+
+def add_comparisons(report: Any, domains: Sequence[Domain], options: Options) -> dict[str, Any]:
+    """Adds the comparisons of each domain and their mean over domains; returns them."""
+    numbers: dict[str, dict[str, Difference]] = {}
+    loaded = {domain.name: load(domain, options) for domain in domains}
+    for size in options.train_rows:
+        for domain, by_size in loaded.items():
+            for name, (first, second) in questions(by_size[size]).items():
+                change = compare(by_size[size][first], by_size[size][second])
+                numbers.setdefault(f"{name}, {size} rows", {})[domain] = change
+    for changes in numbers.values():
+        changes["mean of domains"] = average(list(changes.values()))
+    rows = [[name, *map(shown, changes.values())] for name, changes in numbers.items()]
+    report.table("Comparisons, in points", ["", *loaded, "mean of domains"], rows)
+    return {
+        name: {domain: asdict(change) for domain, change in changes.items()}
+        for name, changes in numbers.items()
+    }
+
+
+def add_fine_tuning(report: Any, domain: Domain, options: Options) -> None:
+    """Fine-tunes all models on 100 rows of a domain by finetune/grid.py, and adds the table of its systems."""
+    from benchmarks.study import run
+    from finetune.estimates import compare as compare_systems
+    from finetune.estimates import summarise
+    from finetune.results import load_results
+
+    folder, half = domain.folder / "finetune", len(domain.rows) // 2
+    train_rows, known = domain.rows[half:], {row["label"] for row in domain.rows[half:]}
+    splits = {"train": train_rows, "dev": [r for r in domain.rows[:half] if r["label"] in known]}
+    flags = ["--recipe", "benchmarks/peers.yaml", f"--max_length={options.max_length}"]
+    flags += ["--model", f"untouched={options.model}"]
+    for split, rows in splits.items():
+        with atomic_write(folder / f"{split}.jsonl") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+        flags += [f"--{split}_file", str(folder / f"{split}.jsonl")]
+    for arm in [arm for arm in options.arms if arm not in UNTRAINED]:
+        for path in folders_of(arm, domain, options):
+            flags += ["--model", f"{arm}={path / 'hf'}"]
+    run("finetune/grid.py", *flags, "--output_dir", folder / "results")
+    systems = load_results(folder / "results").groupby("system")
+    found = {str(name): summarise(runs) for name, runs in systems}
+    ours = found["own_text-multicls"]
+    cells: list[list[str]] = []
+    for name, system in found.items():
+        difference = compare_systems(ours.units, system.units)
+        change = Difference(difference.difference, difference.low, difference.high)
+        cells.append([name, f"{100 * system.mean:.1f}", shown(change)])
+    columns = ["system", "accuracy", "own_text-multicls minus it (95 % interval)"]
+    report.table(f"{domain.name}: fine-tuned on 100 rows, ten subsets", columns, cells)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs or resumes the comparison and writes its tables."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+    options = parse(Options, argv, prog="benchmarks/peers.py", doc=__doc__)
+    sources = sorted(path.parent for path in options.data.glob("*/rows.jsonl.gz"))
+    if not sources:
+        raise UserError(f"--data {options.data}: no folder in it holds a rows.jsonl.gz.")
+    from benchmarks.harness import Report
+
+    check_settings(options)
+    if options.model == SAMPLE:
+        options = options.model_copy(update={"model": str(sample_model())})
+    domains = [read_domain(source, options) for source in sources]
+    for seed in options.seeds:
+        for domain in domains:
+            for arm in options.arms:
+                if seed == options.seeds[0] or arm not in UNTRAINED:
+                    run_arm(arm, domain, options, seed)
+    report = Report("Continued pretraining and its peers")
+    numbers = {domain.name: add_domain(report, domain, options) for domain in domains}
+    numbers["comparisons"] = add_comparisons(report, domains, options)
+    for domain in domains if options.finetune else []:
+        add_fine_tuning(report, domain, options)
+    write_json(options.output / "peers.json", numbers)
+    report.write(options.output)
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

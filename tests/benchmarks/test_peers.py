@@ -1,0 +1,113 @@
+"""The comparison with peers, as small as it can be, and its arithmetic."""
+
+import gzip
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModel, AutoTokenizer
+
+from benchmarks import peer_training, peers
+from multicls.errors import UserError
+from multicls.files import read_json
+from multicls.probe import interval
+from tests.encoders import WORDS
+
+SMALL = ["--steps", "2", "--train_rows", "12", "--draws", "3", "--max_length", "16"]
+SMALL += ["--length", "mlm=32", "tsdae=32", "--batch_size", "simcse=8"]
+
+
+@pytest.fixture(scope="module")
+def domains(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one domain: three topics, each with words of its own."""
+    folder = tmp_path_factory.mktemp("domains")
+    rng = random.Random(0)
+    rows = []
+    for number in range(60):
+        words = WORDS[number % 3 :: 3]
+        sentences = [" ".join(rng.choices(words, k=8)).capitalize() for _ in range(6)]
+        rows.append({"text": ". ".join(sentences) + ".", "label": f"topic {number % 3}"})
+    (folder / "topics").mkdir()
+    for name, kept in (("docs", rows), ("rows", rows[:36])):
+        with gzip.open(folder / "topics" / f"{name}.jsonl.gz", "wt") as file:
+            file.writelines(json.dumps(row) + "\n" for row in kept)
+    return folder
+
+
+def run(domains: Path, output: Path, model: Path, *arms: str, more: tuple[str, ...] = ()) -> None:
+    words = ["--data", str(domains), "--output", str(output), "--model", str(model), *SMALL, *more]
+    assert peers.main([*words, "--arms", "untouched", *arms]) == 0
+
+
+def query(folder: Path) -> torch.Tensor:
+    weight: torch.Tensor = (
+        AutoModel.from_pretrained(folder).encoder.layer[0].attention.self.query.weight
+    )
+    return weight
+
+
+def test_peers_train_resume_and_refuse(domains: Path, tmp_path: Path, tiny_bert: Path) -> None:
+    run(domains, tmp_path, tiny_bert, "tfidf", "mlm", "tsdae", "simcse", more=("--seeds", "1", "2"))
+    numbers = read_json(tmp_path / "peers.json")["topics"]
+    assert numbers["tfidf/words"]["12"]["score"] > 0.9, "the words tell the topics apart"
+    assert numbers["untouched/mean"]["12"]["change"]["mean"] == 0.0
+    for peer in ("mlm", "tsdae", "simcse"):
+        assert numbers[f"{peer}/mean"]["steps"] == 2 and numbers[f"{peer}/mean"]["cpu_seconds"] > 0
+        trained = [query(tmp_path / f"topics/{peer}-{seed}/hf") for seed in (1, 2)]
+        assert 0 < float((trained[0] - query(tiny_bert)).abs().max()) < 0.1
+        assert not torch.equal(*trained), "the seed decides nothing"
+    records = {path: path.stat().st_mtime_ns for path in tmp_path.glob("topics/*/record.json")}
+    assert len(records) == 2 + 3 * 2
+    next(iter(records)).unlink()  # as if it had been stopped
+    run(domains, tmp_path, tiny_bert, "tfidf", "mlm", "tsdae", "simcse", more=("--seeds", "1", "2"))
+    changed = [path for path, time in records.items() if path.stat().st_mtime_ns != time]
+    assert changed == [next(iter(records))]
+    with pytest.raises(UserError, match="made with another draws"):
+        run(domains, tmp_path, tiny_bert, more=("--draws", "4"))
+
+
+@pytest.mark.slow
+def test_our_arms_train_by_the_commands(domains: Path, tmp_path: Path, tiny_bert: Path) -> None:
+    flags = ("--pretrain", "data.seq_length=32", "run.eval_examples=10", "data.num_workers=0")
+    run(domains, tmp_path, tiny_bert, "own_text", more=flags)
+    comparisons = read_json(tmp_path / "peers.json")["comparisons"]
+    assert comparisons.keys() == {
+        "own_text - untouched mean, 12 rows",
+        "facets - mean of own_text, 12 rows",
+    }
+    assert not (tmp_path / "topics/own_text-1/checkpoints").exists()
+
+
+def test_texts_of_peers(domains: Path, tiny_bert: Path) -> None:
+    """Passages hold whole sentences up to their length, and all of the text; blocks have one length."""
+    documents = domains / "topics" / "docs.jsonl.gz"
+    text = " ".join(row["text"] for row in peer_training.read_lines(documents))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
+    long, short = (peer_training.passages(documents, str(tiny_bert), n) for n in (32, 4))
+    assert " ".join(long) == text and " ".join(short) == text
+    assert all(passage.endswith(".") for passage in short) and len(long) < len(short) / 2
+    assert max(len(tokenizer(passage)["input_ids"]) for passage in long) <= 32
+    blocks = peer_training.blocks(documents, str(tiny_bert), 32)
+    assert {len(block["input_ids"]) for block in blocks} == {32}
+    words = " ".join(WORDS[:100])
+    kept = peer_training.without_words(words, random.Random(0)).split()
+    assert 25 < len(kept) < 55 and peer_training.without_words("one", random.Random(1)) == "one"
+
+
+def test_the_spread_of_seeds_widens_the_interval() -> None:
+    rng = np.random.default_rng(0)
+    base = (rng.random((1, 8, 200)) < 0.5).astype(float)
+    base[:, :, :20] = np.nan
+    one = base + 0.1 * rng.standard_normal(base.shape)
+    plain, compared = interval(one[0], base[0]), peers.compare(one, base)
+    assert (compared.low, compared.high) == pytest.approx((plain.low, plain.high))
+    near, far = (one + size * np.arange(-1, 2)[:, None, None] for size in (1e-4, 0.1))
+    close, wide = peers.compare(near, base), peers.compare(far, base)
+    assert close.high - close.low == pytest.approx(plain.high - plain.low, rel=0.01)
+    assert wide.mean == pytest.approx(plain.mean)
+    error = 0.1 / 3**0.5  # of three seeds, one standard deviation apart
+    assert wide.high - wide.mean > 3 * error, "two degrees of freedom"
+    assert peers.average([compared, compared]).mean == pytest.approx(plain.mean)
