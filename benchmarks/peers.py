@@ -6,7 +6,8 @@ DATA holds a folder for each domain with docs.jsonl.gz ({"text"}) and rows.jsonl
 continues the model on the documents with one thread. A linear model on frozen embeddings of the rows then compares it
 with the untouched model, draw by draw (multicls/probe.py). Two short trials of an arm choose the number of steps that
 fills the CPU time. The peers' settings are those of their documentation (benchmarks/peer_training.py). Finished runs
-are kept: the same command resumes. Tables go to OUTPUT/peers.md, all numbers to OUTPUT/peers.json.
+are kept: the same command resumes. Tables go to OUTPUT/peers.md, all numbers to OUTPUT/peers.json, and those of
+`--finetune` to OUTPUT/DOMAIN/finetune/results/report.md.
 """
 
 import json
@@ -300,12 +301,9 @@ def add_comparisons(report: Any, domains: Sequence[Domain], options: Options) ->
     }
 
 
-def add_fine_tuning(report: Any, domain: Domain, options: Options) -> None:
-    """Fine-tunes all models on 100 rows of a domain by finetune/grid.py, and adds the table of its systems."""
+def fine_tune(domain: Domain, options: Options) -> None:
+    """Fine-tunes all models on 100 rows of a domain by finetune/grid.py, ten times; results/report.md compares them."""
     from benchmarks.study import run
-    from finetune.estimates import compare as compare_systems
-    from finetune.estimates import summarise
-    from finetune.results import load_results
 
     folder, half = domain.folder / "finetune", len(domain.rows) // 2
     train_rows, known = domain.rows[half:], {row["label"] for row in domain.rows[half:]}
@@ -320,16 +318,7 @@ def add_fine_tuning(report: Any, domain: Domain, options: Options) -> None:
         for path in folders_of(arm, domain, options):
             flags += ["--model", f"{arm}={path / 'hf'}"]
     run("finetune/grid.py", *flags, "--output_dir", folder / "results")
-    systems = load_results(folder / "results").groupby("system")
-    found = {str(name): summarise(runs) for name, runs in systems}
-    ours = found["own_text-multicls"]
-    cells: list[list[str]] = []
-    for name, system in found.items():
-        difference = compare_systems(ours.units, system.units)
-        change = Difference(difference.difference, difference.low, difference.high)
-        cells.append([name, f"{100 * system.mean:.1f}", shown(change)])
-    columns = ["system", "accuracy", "own_text-multicls minus it (95 % interval)"]
-    report.table(f"{domain.name}: fine-tuned on 100 rows, ten subsets", columns, cells)
+    run("finetune/report.py", folder / "results")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -353,10 +342,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = Report("Continued pretraining and its peers")
     numbers = {domain.name: add_domain(report, domain, options) for domain in domains}
     numbers["comparisons"] = add_comparisons(report, domains, options)
-    for domain in domains if options.finetune else []:
-        add_fine_tuning(report, domain, options)
     write_json(options.output / "peers.json", numbers)
     report.write(options.output)
+    for domain in domains if options.finetune else []:
+        fine_tune(domain, options)
     return 0
 
 
