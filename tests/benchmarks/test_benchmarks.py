@@ -7,6 +7,7 @@ import subprocess
 import sys
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,7 +70,12 @@ def test_the_study_answers_for_each_size(tmp_path: Path) -> None:
     """Two sizes and a search: each size has its own answers, of the candidate that each system chooses."""
     for size, subset, (system, skill) in product((100, 150), (1, 2, 3), (("a", 1.5), ("b", 0.1))):
         for task, rate in product(("rte", "sst2"), (1e-5, 2e-5)):
-            values = {"train_size": size, "subset": subset, "task": task, "rows": 40}
+            values: dict[str, Any] = {
+                "train_size": size,
+                "subset": subset,
+                "task": task,
+                "rows": 40,
+            }
             search = {"train.learning_rate": rate}
             fake_run(tmp_path, system, skill, **values, search=search, train__learning_rate=rate)
     report = Report("The study")
