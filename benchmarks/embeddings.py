@@ -114,6 +114,7 @@ def add_retrieval(report: Report, folder: Path, models: dict[str, str], length: 
         queries, documents, grades = read_collection(path)
         results = found.setdefault(name, {"BM25": ndcg(bm25(queries, documents), grades)})
         for model, source in models.items():
+            print(f"{name}: {model}", flush=True)  # minutes for some thousand documents
             weight = getattr(AutoConfig.from_pretrained(source), "mcqt_lambda", 0.0)
             asked, given = (embed_texts(source, texts, length) for texts in (queries, documents))
             for how, scores in score_pairs(asked, given, weight).items():
