@@ -148,7 +148,7 @@ def _mended(text: str, words: set[str]) -> str:
 
 def _has_capital_nouns(lines: list[str]) -> bool:
     """Returns whether many words inside lines begin with a capital, as in German."""
-    inner = [word for line in lines for word in line.split()[1:] if word[0].isalpha()]
+    inner = [word for line in lines[:200] for word in line.split()[1:] if word[0].isalpha()]
     return sum(word[0].isupper() for word in inner) > CAPITAL_SHARE * len(inner)
 
 

@@ -99,7 +99,7 @@ class ExampleStream:
         never = [*special.facets, special.cls, special.sep, special.pad, special.mask]
         self._ordinary_ids = np.setdiff1d(np.arange(corpus.vocabulary_size), never)
         frequency = np.maximum(corpus.document_frequency, 1)  # never seen counts as seen once
-        self._idf = np.log(corpus.num_rows / frequency)
+        self._idf = np.log(corpus.num_passages / frequency)
         self._index = WindowIndex(
             corpus,
             num_parts=num_parts,

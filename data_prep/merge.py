@@ -15,12 +15,14 @@ from data_prep.pool import run_all
 from multicls.corpus import Shard, write_shard
 from multicls.files import read_json, sha256_of
 
+PASSAGE = 1000  # tokens: document frequencies count passages, as most tokens occur in every book
+
 
 class Merged(NamedTuple):
     """The shards, counts and drops that a unit, or all units together, add to the corpus."""
 
     shards: list[dict[str, Any]]  # the manifest's entries, with their counts by source
-    frequency: np.ndarray  # (V,) number of rows that contain each token
+    frequency: np.ndarray  # (V,) number of passages that contain each token
     drops: DropLog
 
 
@@ -114,12 +116,11 @@ def _count_joined(shard: Shard, documents: np.ndarray, drops: DropLog) -> None:
 def _described(path: Path, rows: np.ndarray, frequency: np.ndarray) -> dict[str, Any]:
     """Returns the manifest's entry of a shard whose documents have `rows`, (D,); adds these to `frequency`, (V,)."""
     shard = Shard(path)
-    # Each of the n occurrences in a row adds 1 / n.
-    sums = np.bincount(shard.tokens, weights=1.0 / shard.counts, minlength=len(frequency))
-    frequency += np.rint(sums).astype(np.int32)
+    passages = _count_passages(shard, frequency)
     ends = np.isin(np.arange(len(shard.hashes)), np.cumsum(rows) - 1)
     columns = {"documents": ends, "rows": np.ones_like(ends)}
     columns |= {"sentences": np.diff(shard.row_starts), "tokens": shard.num_tokens}
+    columns["passages"] = passages
     sources = {}
     for code, name in enumerate(shard.source_names):
         inside = shard.source_codes == code
@@ -127,6 +128,26 @@ def _described(path: Path, rows: np.ndarray, frequency: np.ndarray) -> dict[str,
     counts = {key: sum(source[key] for source in sources.values()) for key in columns}
     size = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
     return {**counts, **size, "sources": sources}
+
+
+def _count_passages(shard: Shard, frequency: np.ndarray) -> np.ndarray:
+    """Adds to `frequency`, (V,), the passages that contain each token; returns the passages of each row, (R,).
+
+    A row of up to 1.5 x `PASSAGE` tokens is one passage; a longer one is divided into several of equal length.
+    """
+    numbers = np.maximum(np.rint(shard.num_tokens / PASSAGE), 1).astype(np.int64)
+    starts = shard.sentence_starts[shard.row_starts]
+    for row in np.flatnonzero(numbers > 1):
+        tokens = shard.tokens[starts[row] : starts[row + 1]]
+        cuts = len(tokens) * np.arange(1, numbers[row]) // numbers[row]
+        for passage in np.split(tokens, cuts):
+            frequency[np.unique(passage)] += 1
+    # Of a short row, each of the n occurrences of a token adds 1 / n.
+    is_short = np.repeat(numbers == 1, shard.num_tokens)
+    weights = 1.0 / shard.counts[is_short]
+    sums = np.bincount(shard.tokens[is_short], weights, minlength=len(frequency))
+    frequency += np.rint(sums).astype(np.int32)
+    return numbers
 
 
 def link_shard(source: Path, target: Path) -> None:

@@ -39,6 +39,7 @@ FREQUENCY = "document_frequency.npy"
 SMALL_UNIT = 12 << 20  # bytes of small files together: progress is seen, and all workers have some
 LARGE_UNIT = 64 << 20  # bytes of a share of a file of lines
 LEAST_WEIGHT = 1 << 12  # bytes that take as long to read as a file takes to open
+UNITS_VERSION = 2  # of the files of a unit
 PACKAGES = ("mwparserfromhell", "numpy", "pyarrow", "sentencex", "tokenizers")
 # A key holds the files themselves instead.
 NOT_IN_KEY = {"input", "include", "exclude", "tokenizer"}
@@ -123,7 +124,12 @@ def _describe_job(options: BuildOptions, output: Path, small_unit: int) -> Job:
     settings = options.model_dump(exclude=NOT_IN_KEY)
     settings["tokenizer"] = hashlib.sha256(tokenizer_files["tokenizer.json"]).hexdigest()
     packages = {name: metadata.version(name) for name in PACKAGES}
-    identity = {"format_version": FORMAT_VERSION, "settings": settings, "packages": packages}
+    identity = {
+        "format_version": FORMAT_VERSION,
+        "units": UNITS_VERSION,
+        "settings": settings,
+        "packages": packages,
+    }
     units, listing = group_units(files, identity, small_unit), hashlib.sha256()
     for file in files:
         listing.update(json.dumps(file[1:]).encode("utf-8"))

@@ -4,6 +4,7 @@ Counts come from the manifest. The rest is measured on a sample: on all rows of 
 every n-th row of a large one, which is a fair share of all sources and files.
 """
 
+import json
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from data_prep.examples import ExampleStream, SpecialIds, TrainingExample
 from data_prep.settings import CorpusOptions, ExampleOptions, ShowOptions
 from data_prep.windows import Part
 from multicls.console import count, print_summary
-from multicls.corpus import Corpus
+from multicls.corpus import Corpus, held_out_share
 from multicls.errors import UserError
 from multicls.files import read_json
 from multicls.tokenization import facet_tokens
@@ -24,6 +25,10 @@ SAMPLE_TOKENS = 500_000  # rows with about as many are measured for each length,
 PERCENTILES = [0.05, 0.25, 0.5, 0.75, 0.95]
 LENGTHS = (32, 48, 64, 96, 128, 192, 256, 384, 512)
 MOST_PADDING = 0.2
+MOST_CUT, LEAST_ORDER = 0.01, 0.5  # of the text, and of the parts, at a length that fits
+MOST_UNKNOWN, MOST_PIECES = 0.01, 2.0  # share of the tokens, and tokens a word
+LONG_SENTENCE = 40  # tokens; shorter ones recur by chance
+LEAK_TOKENS = 20_000_000  # of the rows whose sentences are compared
 UNITS = ("document", "row", "sentence", "token")
 
 
@@ -37,8 +42,7 @@ def document_lengths(corpus: Corpus) -> np.ndarray:
     """Returns the number of sentences and of tokens of each document, (2, D)."""
     shards = list(map(corpus.shard, range(corpus.num_shards)))
     columns = [np.stack([np.diff(s.row_starts), s.num_tokens]).astype(np.int64) for s in shards]
-    hashes = np.concatenate([shard.hashes for shard in shards])
-    begins = np.flatnonzero(np.append(True, np.diff(hashes) != 0))  # of rows of one document
+    begins = np.flatnonzero(np.concatenate([shard.begins for shard in shards]))
     return np.add.reduceat(np.concatenate(columns, axis=1), begins, axis=1)
 
 
@@ -64,19 +68,70 @@ def training_table(
     table = dict[int, dict[str, Any]]()
     for length in sorted({seq_length, *(n for n in LENGTHS if n >= len(special.facets) + 16)}):
         if examples := sampled_examples(corpus, special, length, num_parts):
-            cut = np.mean([example.cut_tokens for example in examples])
+            cut = sum(example.cut_tokens for example in examples)
+            shown = sum(_text_tokens(example, special) for example in examples)
             table[length] = {
                 "padding": 1 - np.mean([example.attention_mask for example in examples]),
                 "parts with an order": np.mean([example.so_labels >= 0 for example in examples]),
-                "tokens cut": cut / examples[0].input_ids.size,
+                "tokens cut": cut / (cut + shown),
             }
     return pd.DataFrame(table).T.rename_axis("seq_length")
 
 
-def fitting_length(table: pd.DataFrame) -> int:
-    """Returns the longest length with little padding, or else the one with the least."""
-    fitting = table.index[table["padding"] <= MOST_PADDING]
-    return int(fitting.max() if len(fitting) else table["padding"].idxmin())
+def _text_tokens(example: TrainingExample, special: SpecialIds) -> int:
+    """Returns the number of text tokens of an example."""
+    two = [part.cut < part.end for part in example.parts]
+    around = len(two) * (2 + len(special.facets)) + sum(two)  # [CLS], facets and each [SEP]
+    return int(example.attention_mask.sum()) - around
+
+
+def fitting_length(table: pd.DataFrame) -> int | None:
+    """Returns the length with least padding that cuts little text and keeps sentence order; None if none does."""
+    fits = (table["tokens cut"] <= MOST_CUT) & (table["parts with an order"] >= LEAST_ORDER)
+    return int(table["padding"][fits].idxmin()) if fits.any() else None
+
+
+def length_hint(table: pd.DataFrame, tokens_a_sentence: np.ndarray) -> str:
+    """Returns the length that fits, in words, or what is in its way."""
+    if length := fitting_length(table):
+        return f"--data.seq_length {length}"
+    cut, order = table["tokens cut"].min(), table["parts with an order"].max()
+    hint = f"none: at best {cut:.1%} of the text is cut and {order:.0%} of the parts have an order"
+    long = tokens_a_sentence[tokens_a_sentence > LENGTHS[-1]].sum() / tokens_a_sentence.sum()
+    if long > MOST_CUT:
+        hint += f"; sentences of over {LENGTHS[-1]} tokens hold {long:.1%} of the text: code, logs or tables?"
+    return hint
+
+
+def vocabulary_fit(corpus: Corpus, tokenizer: Tokenizer) -> list[tuple[str, str]]:
+    """Returns lines on how well the tokenizer fits: the share of [UNK] and of tokens a word, on sampled rows."""
+    tokens = np.concatenate([corpus.row(row).tokens for row in sample_rows(corpus)])
+    counts = np.bincount(tokens, minlength=corpus.vocabulary_size)
+    texts = [tokenizer.id_to_token(i) or "" for i in range(corpus.vocabulary_size)]
+    marks = ("\u0120", "\u2581")  # of byte-pair encoding and sentencepiece: before a word
+    is_wordpiece = any(text.startswith("##") for text in texts)
+    begins = [t[:2] != "##" if is_wordpiece else t.startswith(marks) for t in texts]
+    unknown = json.loads(tokenizer.to_str())["model"].get("unk_token")
+    share = counts[texts.index(unknown)] / len(tokens) if unknown in texts else 0.0
+    pieces = len(tokens) / max(counts[begins].sum(), 1)
+    lines = [("vocabulary", f"{share:.2%} of the tokens are unknown, {pieces:.2f} tokens a word")]
+    if share > MOST_UNKNOWN or pieces > MOST_PIECES:
+        remedy = "take a model and tokenizer of this language or domain, or train a tokenizer (docs/data.md)"
+        lines.append(("warning", f"the tokenizer hardly knows this text: {remedy}."))
+    return lines
+
+
+def held_out_copies(corpus: Corpus, fraction: float = 0.05) -> str:
+    """Returns, in words, the share of long held-out sentences that also stand in training."""
+    limit, training, held_out = corpus.validation_limit(fraction), set[bytes](), list[bytes]()
+    for row in map(corpus.row, sample_rows(corpus, LEAK_TOKENS)):
+        is_held_out = held_out_share(np.array([row.hash], np.uint64))[0] < limit
+        for first in np.flatnonzero(np.diff(row.offsets) >= LONG_SENTENCE):
+            sentence = row.tokens[row.offsets[first] : row.offsets[first + 1]].tobytes()
+            held_out.append(sentence) if is_held_out else training.add(sentence)
+    share = sum(sentence in training for sentence in held_out) / max(len(held_out), 1)
+    sentences = f"{len(held_out):,} held-out sentences of {LONG_SENTENCE} and more tokens"
+    return f"{share:.1%} of {sentences} also stand in training"
 
 
 def stats(options: ExampleOptions) -> None:
@@ -106,11 +161,12 @@ def stats(options: ExampleOptions) -> None:
         print(f"\nno example: no document has {options.num_parts} sentences; see --num_parts")
         return
     print(f"\n{training.to_string(float_format='{:.1%}'.format)}\n")
-    hint = f"--data.seq_length {fitting_length(training)}"
+    hint = length_hint(training, lengths["tokens a sentence"])
     padding = training["padding"][options.seq_length]
     if padding > MOST_PADDING and "joined_documents" not in manifest["dropped"]:
         hint += "; or join short documents (--short_documents join)"
-    print_summary([("length that fits", hint)])
+    more = [*vocabulary_fit(corpus, tokenizer), ("copies", held_out_copies(corpus))]
+    print_summary([("length that fits", hint), *more])
 
 
 def visible(text: str) -> str:

@@ -48,7 +48,7 @@ class Part(NamedTuple):
 
 
 class WindowIndex:
-    """Finds the window of each example of an epoch. It holds 12 bytes for each row of the corpus.
+    """Finds the window of each example of an epoch. It holds 8 bytes for each row of the split that has windows.
 
     A row of fewer than `num_parts` sentences has no window. `examples.ExampleStream` explains the
     arguments; `tokens_per_window` is W, and `per_epoch` the number of examples in an epoch.
@@ -70,34 +70,40 @@ class WindowIndex:
         self.num_parts, self.tokens_per_window = num_parts, tokens_per_window
         limit = corpus.validation_limit(validation_fraction)
         names: dict[str, int] = {}
-        columns = []  # source, windows, tokens, and 1 for the first row of a document
-        last_hash = None
+        rows: list[list[np.ndarray]] = []  # of each source: numbers of its rows with windows,
+        windows: list[list[np.ndarray]] = []  # and how many they have
+        tokens: list[int] = []
+        first_row = self.num_documents = 0
         for shard in map(corpus.shard, range(corpus.num_shards)):
-            known = [names.setdefault(name, len(names)) for name in shard.source_names]
             in_split = (held_out_share(shard.hashes) < limit) == validation
-            windows = self._count(shard.num_tokens, np.diff(shard.row_starts)) * in_split
-            tokens = np.where(windows > 0, shard.num_tokens, 0)
-            begins = np.append(shard.hashes[0] != last_hash, np.diff(shard.hashes) != 0) & in_split
-            sources = np.array(known, np.uint16)[shard.source_codes]
-            columns.append((sources, windows, tokens, begins))
-            last_hash = shard.hashes[-1]
-        source, windows, tokens, begins = map(np.concatenate, zip(*columns, strict=True))
+            counts = self._count(shard.num_tokens, np.diff(shard.row_starts)) * in_split
+            self.num_documents += int((shard.begins & in_split).sum())
+            for code, name in enumerate(shard.source_names):
+                source = names.setdefault(name, len(names))
+                if source == len(rows):
+                    rows, windows, tokens = [*rows, []], [*windows, []], [*tokens, 0]
+                inside = np.flatnonzero((counts > 0) & (shard.source_codes == code))
+                rows[source].append((inside + first_row).astype(np.uint32))
+                windows[source].append(counts[inside].astype(np.uint16))  # of at most MAX_TOKENS
+                tokens[source] += int(shard.num_tokens[inside].sum())
+            first_row += len(counts)
+        sizes = np.array([sum(int(part.sum()) for part in parts) for parts in windows], np.int64)
         # The windows stand in the order of sources, and within a source in that of rows.
-        self._rows = np.argsort(source, kind="stable").astype(np.uint32)
-        self._ends = np.cumsum(windows[self._rows])
+        self._rows = np.concatenate([part for parts in rows for part in parts])
+        rows.clear()
+        kind = np.uint32 if sizes.sum() < 1 << 32 else np.uint64  # 4 bytes less for each row
+        self._ends = np.cumsum(np.concatenate([p for parts in windows for p in parts]), dtype=kind)
         if unknown := sorted(set(source_weights) - set(names)):
             start = "source_weights: the corpus has no source"
             raise UserError(*(f"{start} {name!r}.{did_you_mean(name, names)}" for name in unknown))
         weights = np.array([source_weights.get(name, 1.0) for name in names])
-        sizes = np.bincount(source, windows, minlength=len(names)).astype(np.int64)
         shown = np.rint(weights * sizes).astype(np.int64)  # in an epoch
         self._sizes: list[int] = sizes.tolist()
         self._starts: list[int] = (np.cumsum(sizes) - sizes).tolist()
         self._shown: list[int] = shown.tolist()
         self._shown_ends: list[int] = np.cumsum(shown).tolist()
         self.per_epoch = self._shown_ends[-1]
-        self.num_documents = int(begins.sum())
-        self.num_tokens = round(float((weights[source] * tokens).sum()))
+        self.num_tokens = round(float((weights * tokens).sum()))
 
     def find(self, seed: int, epoch: int, index: int) -> Window:
         """Returns the window of example `index` of an epoch.
@@ -111,7 +117,8 @@ class WindowIndex:
         pass_number, index = divmod(shown_before, size)
         key = hashed(seed, SHUFFLE_SOURCE, source, pass_number)
         index = self._starts[source] + permuted(index, size, key)
-        position = int(self._ends.searchsorted(index, side="right"))
+        # Another type of number would be an array of that type, converted in each call.
+        position = int(self._ends.searchsorted(self._ends.dtype.type(index), side="right"))
         first = int(self._ends[position - 1]) if position else 0
         return Window(int(self._rows[position]), index - first, pass_number)
 

@@ -64,6 +64,14 @@ class Shard:
         self.sentence_starts: np.ndarray = outer.values.offsets.to_numpy()
         self.tokens: np.ndarray = outer.values.values.to_numpy()
 
+    @property
+    def begins(self) -> np.ndarray:
+        """(R,) bool: the rows that begin a document; a shard has all rows of a document."""
+        begins, ids = np.append(True, np.diff(self.hashes) != 0), self.batch["id"]
+        for row in np.flatnonzero(~begins).tolist():  # a part of a long document, or a copy
+            begins[row] = ids[row] != ids[row - 1]
+        return begins
+
     def row(self, number: int) -> ShardRow:
         """Returns row `number`."""
         first, last = self.row_starts[number], self.row_starts[number + 1]
@@ -140,6 +148,8 @@ class Corpus:
         self.tokenizer_fingerprint: str = manifest["tokenizer"]["fingerprint"]
         self._first_rows = [0, *accumulate(shard["rows"] for shard in shards.values())]
         self.num_rows = self._first_rows[-1]
+        # N of the inverse document frequency; older corpora count rows.
+        self.num_passages: int = manifest.get("passages", self.num_rows)
         self.shard = cache(lambda number: Shard(path / list(shards)[number]))  # mapped on first use
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -181,7 +191,7 @@ class Corpus:
 
     @cached_property
     def document_frequency(self) -> np.ndarray:
-        """(V,) int64: number of rows that contain each token."""
+        """(V,) int64: number of passages (`num_passages` in all) that contain each token."""
         return np.load(self.path / "document_frequency.npy", allow_pickle=False)
 
 

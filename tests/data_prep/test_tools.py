@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from data_prep import run, stats
@@ -141,18 +142,51 @@ def test_a_reader_that_goes_away_ends_a_command_quietly(mixed: Corpus) -> None:
     assert (done.stdout.count("\n"), done.stderr) == (1, "")
 
 
-def test_stats_recommends_a_length_with_little_padding(
+def test_stats_recommends_a_length_that_keeps_the_objectives_alive(
     corpus_of: Callable[..., Corpus], capsys: pytest.CaptureFixture[str]
 ) -> None:
     corpus = corpus_of([story(3, i) for i in range(200)], min_sentences=3)
     assert corpus.num_rows == 23  # the others are copies
     table = stats.training_table(corpus, SPECIAL_IDS, 100)
-    length = stats.fitting_length(table)
-    assert length < 64 and table["padding"][length] == table["padding"].min()
-    assert stats.fitting_length(0 * table) == table.index.max(), "the longest without much padding"
+    assert stats.fitting_length(table) is None  # a sentence a part has no order
+    table["parts with an order"] = 0.6
+    fits = table["tokens cut"] <= 0.01
+    assert stats.fitting_length(table) == table["padding"][fits].idxmin()
     run.main(["stats", str(corpus.path)])
     printed = capsys.readouterr().out
-    assert f"--data.seq_length {length}" in printed and "--short_documents join" in printed
+    assert (
+        "length that fits: none: at best" in printed and "0% of the parts have an order" in printed
+    )
+    hint = stats.length_hint(table.assign(**{"tokens cut": 0.1}), np.array([9, 9, 4000]))
+    assert "10.0% of the text is cut" in hint and "sentences of over 512 tokens hold 99.6%" in hint
+
+
+def test_cut_text_is_a_share_of_the_text(corpus_of: Callable[..., Corpus]) -> None:
+    corpus = corpus_of([" ".join(f"The {'cat ' * 99}{'dog ' * i}sat." for i in range(9))])
+    cut = stats.training_table(corpus, SPECIAL_IDS, 32)["tokens cut"]
+    budget, examples = 32 - 3 - 5, stats.sampled_examples(corpus, SPECIAL_IDS, 32)
+    expected = [e.cut_tokens for e in examples]
+    assert cut[32] == pytest.approx(
+        sum(expected) / (sum(expected) + 3 * budget * len(examples)), abs=0.02
+    )
+    assert 0.7 < cut[32] < 0.85
+
+
+def test_stats_counts_copies_unknown_tokens_and_leaks(
+    corpus_of: Callable[..., Corpus], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = " ".join(f"The {'cat ' * 50}{'dog ' * i}sat." for i in range(6))
+    corpus = corpus_of(
+        [text] * 4 + [f"Ж {story(6, 3)} {text}", story(9)], without=["duplicate_documents"]
+    )
+    assert stats.document_lengths(corpus).shape == (2, 6) == (2, corpus.num_documents)
+    run.main(["stats", str(corpus.path)])
+    printed = capsys.readouterr().out
+    assert "of the tokens are unknown" in printed and "held-out sentences of 40" in printed
+    share = float(printed.split("copies:")[1].split("%")[0])
+    assert share in (0.0, 100.0)
+    stream = ExampleStream(corpus, SPECIAL_IDS, seq_length=64, seed=0, validation_fraction=0)
+    assert stream.num_documents == 6
 
 
 def test_show_equals_training(sample_corpus: Corpus, capsys: pytest.CaptureFixture[str]) -> None:
