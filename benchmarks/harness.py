@@ -100,9 +100,9 @@ class Report:
         print(text, flush=True)
         self.text += text
 
-    def write(self, folder: Path = RESULTS) -> Path:
-        """Writes the Markdown; returns its path."""
-        path = folder / f"{Path(self.script).stem}.md"
+    def write(self, folder: Path = RESULTS, name: str = "") -> Path:
+        """Writes the Markdown, by default under the script's name; returns its path."""
+        path = folder / (name or f"{Path(self.script).stem}.md")
         with atomic_write(path) as file:
             file.write(self.text)
         print(f"written: {path}")

@@ -11,6 +11,9 @@ from multicls.files import REPOSITORY
 
 PACKAGES = ("torch", "transformers", "deepspeed", "tokenizers", "numpy", "scipy", "scikit-learn")
 
+PEAKS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12}
+PEAKS |= {"L40S": 362e12, "L4": 121e12, "A10": 125e12, "V100": 125e12, "T4": 65e12}
+
 
 def environment_record() -> dict[str, Any]:
     """Returns `versions` (Python and the packages that affect results) and `git_commit` of this repository.
@@ -33,3 +36,16 @@ def peak_memory_gb(device: str) -> float:
 
         return torch.cuda.max_memory_allocated() / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+
+def flops_per_token(parameters: int, layers: int, hidden: int, length: int) -> float:
+    """Returns the FLOPs of a training step for a token: 6 a weight, and those of attention over `length` tokens.
+
+    As in PaLM (arXiv:2204.02311, appendix B). Recomputation does not count.
+    """
+    return 6.0 * parameters + 12.0 * layers * hidden * length
+
+
+def peak_flops(device: str) -> float | None:
+    """Returns a GPU's peak FLOPs a second, dense and in 16 bits, as its vendor states it; None if it is not known."""
+    return next((peak for name, peak in PEAKS.items() if name in device), None)

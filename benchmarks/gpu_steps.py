@@ -1,0 +1,141 @@
+"""The steps that benchmarks/gpu.py measures, on random tokens."""
+
+import itertools
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForMaskedLM
+
+from benchmarks.harness import Case
+from multicls.deepspeed_config import complete_deepspeed_config, load_deepspeed_config
+from multicls.distributed import prepare_deepspeed
+from multicls.environment import flops_per_token, peak_flops
+from multicls.modeling_multicls import MultiClsConfig, MultiClsForPreTraining
+from pretrain.batches import MicroBatch
+from pretrain.engine import build_engine, prepare_layers
+from pretrain.settings import PretrainSettings, batch_arithmetic
+from pretrain.training import train_step
+
+FACETS, VOCABULARY = 5, 30_528
+CUDA = torch.cuda.is_available()
+PRECISION: Any = "bf16" if CUDA else "fp32"
+
+
+def measure(
+    shape: tuple[str, int, int],
+    length: int,
+    sequences: int,
+    *,
+    small: bool,
+    fill: float = 1.0,
+    **train: Any,
+) -> dict[str, Any]:
+    """Returns a row on steps of a shape (kind, hidden size, layers); too large a batch is a row, too."""
+    kind, hidden, layers = (shape[0], 64, 2) if small else shape
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "vocab_size": VOCABULARY}
+    sizes |= {"num_attention_heads": hidden // 64, "max_position_embeddings": max(length, 512)}
+    sizes |= {"pad_token_id": 0, "bos_token_id": 1, "cls_token_id": 1}  # ModernBERT's exceed it
+    sizes |= {"eos_token_id": 2, "sep_token_id": 2}
+    encoder = AutoConfig.for_model(kind, **sizes)
+    row: dict[str, Any] = {"length": length, "sequences": sequences, "fill": fill}
+    batch = random_batch(sequences, length, fill, bool(train.get("unpad")))
+    rounds = 3 if small else 8
+    try:
+        row["plain MLM, ms"] = 1000 * seconds(plain_step(encoder, batch), rounds)
+        step, parameters = engine_step(encoder, batch, sequences // 3, train)
+        time_of_step = seconds(step, rounds)
+    except torch.OutOfMemoryError:
+        return row | {"ours, ms": "out of memory"}
+    tokens = batch.counts["tokens"] / time_of_step
+    row |= {"ours, ms": 1000 * time_of_step, "tokens/s": tokens}
+    if CUDA:
+        work = flops_per_token(parameters, layers, hidden, length)
+        if peak := peak_flops(torch.cuda.get_device_name()):
+            row["MFU"] = tokens * work / peak
+        row["GB reserved"] = torch.cuda.max_memory_reserved() / 1e9
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    return row
+
+
+def seconds(step: Case, rounds: int) -> float:
+    """Returns the median seconds of a step after three that warm up."""
+    times = []
+    for number in range(rounds + 3):
+        begun = time.perf_counter()
+        step()
+        if CUDA:
+            torch.cuda.synchronize()
+        if number >= 3:
+            times.append(time.perf_counter() - begun)
+    return statistics.median(times)
+
+
+def engine_step(
+    encoder: Any, batch: MicroBatch, examples: int, train: dict[str, Any]
+) -> tuple[Case, int]:
+    """Returns a step of pretraining with ZeRO 1, and the number of the model's weights."""
+    values: dict[str, Any] = {"model": {"checkpoint": "random"}, "data": {"corpus": "random"}}
+    values["train"] = {"steps": 1_000_000, "negatives_group": 2 if examples < 10 else 10}
+    values["train"] |= {"global_batch_size": examples, "micro_batch_size": examples}
+    values["train"] |= {"compile": False, "precision": PRECISION} | train
+    settings = PretrainSettings.model_validate(values)
+    model = MultiClsForPreTraining(MultiClsConfig(encoder=encoder, num_facets=FACETS))
+    prepare_layers(model, settings.train, PRECISION)
+    arithmetic = batch_arithmetic(settings.train, 1)
+    file = load_deepspeed_config("ds_configs/zero1.json")
+    config = complete_deepspeed_config(file, precision=PRECISION, **arithmetic)
+    deepspeed, weights = prepare_deepspeed(), settings.objective.in_use
+    engine, numbers = (
+        build_engine(deepspeed, model, config, settings.train, weights),
+        itertools.count(),
+    )
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return lambda: train_step(engine, settings, [batch], next(numbers)), parameters
+
+
+def plain_step(encoder: Any, batch: MicroBatch) -> Case:
+    """Returns a step of the encoder's masked-LM model in a plain loop; in 16 bits all its state is 16-bit."""
+    device = torch.device("cuda" if CUDA else "cpu")
+    model: Any = AutoModelForMaskedLM.from_config(encoder).to(device).train()
+    if CUDA:
+        model.to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=True)
+    inputs = batch.to(device).inputs
+    inputs = {name: inputs[name] for name in ("input_ids", "attention_mask", "labels")}
+
+    def step() -> None:
+        model(**inputs).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def random_batch(sequences: int, length: int, fill: float, unpad: bool) -> MicroBatch:
+    """Returns a micro-batch of random tokens, of which 15 % are to predict."""
+    random = torch.Generator().manual_seed(0)
+    ids = torch.randint(1000, 20_000, (sequences, length), generator=random)
+    real = torch.arange(length).expand(sequences, length) < int(fill * length)
+    is_masked = (torch.rand(ids.shape, generator=random) < 0.15) & real
+    is_masked[:, : FACETS + 1] = False
+    masked, tokens = is_masked.flatten().nonzero()[:, 0], int(real.sum())
+    inputs = {
+        "input_ids": ids * real,
+        "attention_mask": real.long(),
+        "labels": torch.where(is_masked, ids, -100),
+        "tfidf_labels": torch.rand(sequences, length - FACETS, generator=random),
+        "so_labels": torch.randint(0, 2, (sequences,), generator=random),
+        "masked_positions": masked,
+    }
+    if unpad:
+        inputs["real_positions"] = real.flatten().nonzero()[:, 0]
+        starts = torch.nn.functional.pad(real.sum(dim=1).cumsum(0), (1, 0))
+        inputs["sequence_starts"] = starts.to(torch.int32)
+    counts = {"mlm": len(masked), "tfidf": tokens - FACETS * sequences, "so": sequences}
+    counts |= {"examples": sequences // 3, "sequences": sequences, "tokens": tokens}
+    return MicroBatch(0, np.zeros((sequences // 3, 3), np.int64), inputs, counts)
