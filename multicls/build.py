@@ -4,12 +4,14 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import transformers
 from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerFast
-from transformers.utils import logging
+from transformers.utils import cached_file, logging
+from transformers.utils.hub import extract_commit_hash
 
 from multicls.errors import UserError, first_line
 from multicls.files import missing_folder
@@ -27,6 +29,7 @@ def build(
     mcqt_lambda: float = 0.1,
     hard_negatives: bool = True,
     random_weights: bool = False,
+    revision: str | None = None,
     report: Callable[[str], None] = print,
 ) -> tuple[MultiClsForPreTraining, PreTrainedTokenizerFast]:
     """Builds a Multi-CLS model in float32, and its tokenizer, from the checkpoint of an encoder or a Multi-CLS model.
@@ -37,6 +40,7 @@ def build(
     Args:
         checkpoint: Hub id or folder of a model with any head.
         num_facets: K. It and the next three are those of `MultiClsConfig`. A Multi-CLS checkpoint keeps K and layers.
+        revision: branch, tag or commit of a Hub id.
         random_weights: use only the shape and the tokenizer of the checkpoint.
         report: receives a line with the parts that are kept and those that are new, and one if padding changes facets.
 
@@ -45,10 +49,16 @@ def build(
     """
     if missing := missing_folder(checkpoint):
         raise UserError(f"model {checkpoint}: {missing}")
+    if revision and Path(checkpoint).is_dir():
+        raise UserError(f"model.revision = {revision}: {checkpoint} is a folder, not a Hub id.")
     facets: dict[str, Any] = {"num_facets": num_facets, "facet_layers": facet_layers}
     objective: dict[str, Any] = {"mcqt_lambda": mcqt_lambda, "hard_negatives": hard_negatives}
     with load_problems(checkpoint), quiet_transformers():
-        config, tokenizer = _load_config(checkpoint), load_tokenizer(checkpoint)
+        config, tokenizer = (
+            _load_config(checkpoint, revision),
+            load_tokenizer(checkpoint, revision),
+        )
+        commit = config._commit_hash  # copies lose it
         if continued := isinstance(config, MultiClsConfig):
             _check_facets(config, facets, len(facet_ids(tokenizer)))
             config.update(objective)
@@ -58,25 +68,34 @@ def build(
         if random_weights:
             model, text = MultiClsForPreTraining(config), "random"
         elif continued:
-            model, text = load_weights(MultiClsForPreTraining, checkpoint, config=config)[0], "all"
+            model, text = (
+                load_weights(MultiClsForPreTraining, checkpoint, config=config, revision=revision)[
+                    0
+                ],
+                "all",
+            )
         else:
             model = MultiClsForPreTraining(config)
-            text = _copy_weights(model, checkpoint)
+            text = _copy_weights(model, checkpoint, revision)
         rows = max(len(tokenizer), config.vocab_size)
         # A multiple of 64 rows, so that 16-bit matrix products are aligned.
         model.resize_token_embeddings(rows, 64, mean_resizing=False)
+        model.config._commit_hash = commit
         report(f"weights: {text}")
         _check_encoder_works(model, tokenizer, report)
     return model, tokenizer
 
 
-def _load_config(checkpoint: str) -> Any:
+def _load_config(checkpoint: str, revision: str | None) -> Any:
     """Returns the configuration of an encoder's checkpoint. Raises ValueError with the reason and what works."""
     known: Any = transformers.CONFIG_MAPPING
-    kind = transformers.PreTrainedConfig.get_config_dict(checkpoint)[0].get("model_type")
+    get_fields = transformers.PreTrainedConfig.get_config_dict
+    kind = get_fields(checkpoint, revision=revision)[0].get("model_type")
     if kind is None:
         raise ValueError("it holds no config.json; of a run, pass RUN/hf")
-    config: Any = known[kind].from_pretrained(checkpoint) if kind in known else None
+    config: Any = (
+        known[kind].from_pretrained(checkpoint, revision=revision) if kind in known else None
+    )
     masked: Any = transformers.MODEL_FOR_MASKED_LM_MAPPING.get(type(config), None)
     reason = ""
     if config is None:
@@ -92,6 +111,8 @@ def _load_config(checkpoint: str) -> Any:
     if reason:
         raise ValueError(f"model_type '{kind}' {reason}. {WHAT_WORKS}")
     config.architectures = config.dtype = None  # of the weights there, not of the model here
+    file = cached_file(checkpoint, "config.json", revision=revision)
+    config._commit_hash = extract_commit_hash(file, None)  # of the Hub; None: a folder
     return config
 
 
@@ -119,11 +140,15 @@ def load_weights(kind: Any, checkpoint: str, may_lack: str = "", **options: Any)
     return model, missing
 
 
-def _copy_weights(model: MultiClsForPreTraining, checkpoint: str) -> str:
+def _copy_weights(model: MultiClsForPreTraining, checkpoint: str, revision: str | None) -> str:
     """Copies the checkpoint's encoder and MLM head into the model; returns which parts are kept and which new."""
-    encoder, new_pooler = load_weights(transformers.AutoModel, checkpoint, r"pooler\..*")
+    encoder, new_pooler = load_weights(
+        transformers.AutoModel, checkpoint, r"pooler\..*", revision=revision
+    )
     model.multicls.encoder.load_state_dict(encoder.state_dict(), strict=False)
-    masked, missing = load_weights(transformers.AutoModelForMaskedLM, checkpoint, ".*")
+    masked, missing = load_weights(
+        transformers.AutoModelForMaskedLM, checkpoint, ".*", revision=revision
+    )
     inside = f"{masked.base_model_prefix}."
     state = masked.state_dict()
     head = {name for name in state.keys() - missing if not name.startswith(inside)}

@@ -9,13 +9,14 @@ from multicls.errors import UserError, first_line
 ROLES = {"cls_token": "bos_token", "sep_token": "eos_token", "pad_token": "", "mask_token": ""}
 
 
-def load_tokenizer(checkpoint: str) -> Any:
+def load_tokenizer(checkpoint: str, revision: str | None = None) -> Any:
     """Loads the fast tokenizer of a checkpoint, or raises UserError; transformers converts sentencepiece models."""
     from transformers import AutoTokenizer
 
     problem = ""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
+        options: Any = {"revision": revision} if revision else {}
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False, **options)
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             problem = "is slow, and transformers cannot convert it to a fast one"
         elif len(tokenizer) <= len(tokenizer.all_special_tokens):  # made without files

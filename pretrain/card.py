@@ -40,6 +40,8 @@ def write_card(folder: Path, run_folder: Path, config: Any, info: Mapping[str, A
         datasets=sorted(set(datasets.values())) or None,
     )
     begin = "random weights" if is_random else model_link(metadata)
+    if info.get("base_commit"):
+        begin += f" (commit {info['base_commit'][:10]})"
     ds_config = read_json(run_folder / "ds_config.json")
     enabled = [name for name in ("bf16", "fp16") if ds_config.get(name, {}).get("enabled")]
     shown = {group: dict(fields) for group, fields in settings.items() if group != "run"}

@@ -43,7 +43,8 @@ def build_engine(
     checkpoint = ds_config.get("checkpoint", {}) | {"load_universal": universal}
     config = ds_config | {"checkpoint": checkpoint}
     groups = parameter_groups(model, train.weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr=train.learning_rate, fused=True)
+    options: Any = {"betas": (train.adam_beta1, train.adam_beta2), "eps": train.adam_epsilon}
+    optimizer = torch.optim.AdamW(groups, lr=train.learning_rate, fused=True, **options)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 

@@ -107,7 +107,9 @@ def describe_model(
         corpus = {key: manifest.get(key) for key in FACTS}
         corpus["language"] = manifest.get("made_from", {}).get("settings", {}).get("language")
         metadata = inherited_metadata(source) if source else {}
-        write_json(fresh / EXPORT_INFO, {"metadata": metadata, "corpus": corpus})
+        commit = getattr(model.config, "_commit_hash", None)  # of the Hub
+        info = {"metadata": metadata, "corpus": corpus, "base_commit": commit}
+        write_json(fresh / EXPORT_INFO, info)
 
 
 def restore_model(folder: Path) -> tuple[Any, Any]:

@@ -16,6 +16,8 @@ SHOWN = {  # of a record, on the console
     "optim/grad_norm": "gnorm {:.2f}",
     "speed/sequences_per_second": "{:.0f} seq/s",
     "speed/data_wait": "data wait {:.0%}",
+    "speed/tokens_per_second": "{:.0f} tokens/s",
+    "speed/mfu": "MFU {:.0%}",
     "memory/peak_gb": "mem {:.1f}G",
     "acc/mcqt": "acc mcqt {:.2f}",
     "acc/so": "acc so {:.2f}",

@@ -22,6 +22,7 @@ class ModelSettings(Settings):
     """The model and the checkpoint that it starts from."""
 
     checkpoint: str = Field(description="Hub id or folder of an encoder's checkpoint, or 'sample'")
+    revision: str | None = Field(None, description="branch, tag or commit of a Hub id")
     random_weights: bool = Field(False, description="use only the checkpoint's shape and tokenizer")
     num_facets: int = Field(5, ge=0, description="K, the extra CLS tokens; 0: [CLS] alone")
     facet_layers: list[int] | None = Field(
@@ -84,6 +85,9 @@ class TrainSettings(Settings):
     learning_rate: float = Field(2e-5, gt=0, description="peak learning rate")
     warmup_ratio: float = Field(0.001, ge=0, lt=1, description="linear warm-up, share of the steps")
     weight_decay: float = Field(0.02, ge=0, description="decoupled; none on biases and LayerNorms")
+    adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's decay of the mean")
+    adam_beta2: float = Field(0.999, ge=0, lt=1, description="AdamW's decay of the mean square")
+    adam_epsilon: float = Field(1e-8, gt=0, description="AdamW's smallest denominator")
     max_grad_norm: float = Field(1.0, gt=0, description="largest global gradient norm")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto", description="auto: bf16 where the GPU has it, fp16 on other GPUs, fp32 on CPU"

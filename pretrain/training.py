@@ -14,7 +14,7 @@ from torch import Tensor
 from data_prep.examples import ExampleStream
 from multicls.console import Progress
 from multicls.distributed import on_rank_0
-from multicls.environment import peak_memory_gb
+from multicls.environment import flops_per_token, peak_flops, peak_memory_gb
 from multicls.files import write_json
 from multicls.optim import dropout_seed, linear_lr
 from pretrain.batches import MicroBatch, load_steps, prefetch_to
@@ -263,6 +263,14 @@ class Trainer:
         }
         if self.engine.fp16_enabled():
             values["optim/loss_scale"] = float(self.engine.optimizer.loss_scaler.cur_scale)
+        if device.type == "cuda":
+            name, config = torch.cuda.get_device_name(), self.engine.module.config
+            values["memory/reserved_gb"] = torch.cuda.max_memory_reserved() / 1e9
+            weights = [getattr(p, "ds_numel", p.numel()) for p in self.engine.module.parameters()]
+            sizes = config.encoder.num_hidden_layers, config.hidden_size
+            work = flops_per_token(sum(weights), *sizes, self.settings.data.seq_length)
+            if peak := peak_flops(name):
+                values["speed/mfu"] = tokens / seconds / dist.get_world_size() * work / peak
         left = Progress.format_interval(values["speed/seconds_per_step"] * (train.steps - done))
         self.log.record(done, "train", values, note=f"  eta {left}")
 

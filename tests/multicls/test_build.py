@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers as hf
 
 from multicls.build import build
@@ -143,3 +144,22 @@ def test_what_does_not_fit_is_refused(
     write(tmp_path)
     with pytest.raises(UserError, match=f"{tmp_path}.*{message}"):
         quietly(tmp_path, **settings)
+
+
+def test_a_revision_of_the_hub_is_loaded_and_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache as huggingface_hub leaves it, with two commits; tests have no network."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    cache, commits = tmp_path / "models--a--tiny", {"main": "a" * 40, "v1": "b" * 40}
+    (cache / "refs").mkdir(parents=True)
+    for seed, (name, commit) in enumerate(commits.items()):
+        save_encoder("bert", cache / "snapshots" / commit, seed=seed)
+        (cache / "refs" / name).write_text(commit)
+    models = {name: build("a/tiny", revision=name, report=lambda line: None)[0] for name in commits}
+    hashes = {name: model.config._commit_hash for name, model in models.items()}
+    assert hashes == commits
+    main, v1 = (next(model.parameters()) for model in models.values())
+    assert not torch.equal(main, v1)
+    with pytest.raises(UserError, match="is a folder, not a Hub id"):
+        build(str(cache), revision="v1")

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from multicls import environment
-from multicls.environment import environment_record
+from multicls.environment import environment_record, flops_per_token, peak_flops
 from multicls.errors import UserError
 from multicls.optim import choose_precision, dropout_seed, linear_lr, parameter_groups
 
@@ -22,6 +22,15 @@ def test_learning_rate_rises_to_the_peak_and_falls() -> None:
     assert linear_lr(0, 10, 0, 2e-5) == 2e-5, "no warm-up: the first step has the peak"
     assert linear_lr(10, 10, 4, 5.0) == 0
     assert 0 < linear_lr(2, 3, 3, 1.0) < 1, "a run of warm-up only"
+
+
+def test_flops_of_a_token_and_the_peaks_of_cards() -> None:
+    """Ettin 150M: 295,000 tokens a second and H100 at 1,024 tokens are a third of its peak."""
+    work = flops_per_token(150_000_000, layers=22, hidden=768, length=1024)
+    assert work == 6 * 150e6 + 12 * 22 * 768 * 1024
+    peak = peak_flops("NVIDIA H100 80GB HBM3")
+    assert peak == 989e12 and peak_flops("NVIDIA H100 PCIe") == 756e12 and peak_flops("x") is None
+    assert 0.3 < 295_000 * work / peak < 0.35
 
 
 class Model(nn.Module):

@@ -105,7 +105,9 @@ def on_fake_gpu(kind: str) -> str:
         prepare_layers(model, chosen.train.model_copy(update={"compile": False}), "bf16")
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         for batch in BATCHES:
-            fakes = {name: mode.from_tensor(tensor) for name, tensor in batch.inputs.items()}
+            fakes: dict[str, torch.Tensor] = {
+                name: mode.from_tensor(tensor) for name, tensor in batch.inputs.items()
+            }
             batches.append(replace(batch, inputs=fakes))
         device = torch.device("gpu:0")
         for module in model.modules():

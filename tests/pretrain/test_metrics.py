@@ -5,6 +5,7 @@ import os
 import sys
 from functools import partialmethod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, call
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from multicls.modeling_multicls import MultiClsForPreTraining, mcqt_loss, part_scores
 from pretrain.batches import MicroBatch
-from pretrain.engine import prepare_layers
+from pretrain.engine import build_engine, prepare_layers
 from pretrain.job import describe_machine
 from pretrain.log import Log
 from pretrain.metrics import MetricSums, collapses, loss_terms, means, measure
@@ -171,6 +172,13 @@ def test_compiled_layers_change_no_loss(monkeypatch: pytest.MonkeyPatch) -> None
     prepare_layers(compiled, TrainSettings(steps=1, compile=True), "fp32")
     torch.testing.assert_close(compiled(**inputs).loss, plain(**inputs).loss, rtol=1e-5, atol=0)
     assert torch._dynamo.utils.counters["stats"]["calls_captured"] > 0
+
+
+def test_betas_and_epsilon_are_adamws() -> None:
+    deepspeed = SimpleNamespace(initialize=lambda **arguments: [arguments["optimizer"]])
+    train = TrainSettings(steps=1, adam_beta1=0.8, adam_beta2=0.98, adam_epsilon=1e-6)
+    for group in build_engine(deepspeed, tiny_model(), {}, train, ["mlm"]).param_groups:
+        assert group["betas"] == (0.8, 0.98) and group["eps"] == 1e-6
 
 
 def test_a_busy_machine_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
