@@ -49,15 +49,11 @@ def build(
     """
     if missing := missing_folder(checkpoint):
         raise UserError(f"model {checkpoint}: {missing}")
-    if revision and Path(checkpoint).is_dir():
-        raise UserError(f"model.revision = {revision}: {checkpoint} is a folder, not a Hub id.")
     facets: dict[str, Any] = {"num_facets": num_facets, "facet_layers": facet_layers}
     objective: dict[str, Any] = {"mcqt_lambda": mcqt_lambda, "hard_negatives": hard_negatives}
     with load_problems(checkpoint), quiet_transformers():
-        config, tokenizer = (
-            _load_config(checkpoint, revision),
-            load_tokenizer(checkpoint, revision),
-        )
+        config = _load_config(checkpoint, revision)
+        tokenizer = load_tokenizer(checkpoint, revision)
         commit = config._commit_hash  # copies lose it
         if continued := isinstance(config, MultiClsConfig):
             _check_facets(config, facets, len(facet_ids(tokenizer)))
@@ -88,6 +84,8 @@ def build(
 
 def _load_config(checkpoint: str, revision: str | None) -> Any:
     """Returns the configuration of an encoder's checkpoint. Raises ValueError with the reason and what works."""
+    if revision and Path(checkpoint).is_dir():
+        raise ValueError(f"model.revision = {revision}: this is a folder, not a Hub id")
     known: Any = transformers.CONFIG_MAPPING
     get_fields = transformers.PreTrainedConfig.get_config_dict
     kind = get_fields(checkpoint, revision=revision)[0].get("model_type")
