@@ -18,6 +18,7 @@ from multicls.files import missing_folder
 from multicls.modeling_multicls import MultiClsConfig, MultiClsForPreTraining
 from multicls.tokenization import facet_ids, load_tokenizer, with_facets
 
+NEW_MLM_HEAD = "MLM head (its loss begins near"
 WHAT_WORKS = "BERT, RoBERTa, XLM-R, CamemBERT, ModernBERT, DeBERTa, MPNet, DistilBERT, ELECTRA and others work"
 
 
@@ -155,7 +156,7 @@ def _copy_weights(model: MultiClsForPreTraining, checkpoint: str, revision: str 
         kept = "encoder, MLM head"
         model.mlm.lm.load_state_dict({name: state[name] for name in head}, strict=False)
     else:
-        new.append(f"MLM head (its loss begins near {math.log(model.config.vocab_size):.1f})")
+        new.append(f"{NEW_MLM_HEAD} {math.log(model.config.vocab_size):.1f})")
     model.tie_weights()
     return f"{kept}; new: {', '.join([*new, 'facets', 'TF-IDF head', 'order head'])}"
 

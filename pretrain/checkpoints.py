@@ -16,7 +16,7 @@ from multicls.distributed import on_rank_0
 from multicls.errors import UserError
 from multicls.files import atomic_write, read_json, write_json
 from pretrain.engine import convert_to_universal, load_engine, save_engine
-from pretrain.run_folder import COMPLETE, FORMAT, META, checkpoint_path, saved_steps
+from pretrain.run_folder import BEST, COMPLETE, FORMAT, META, checkpoint_path, saved_steps
 
 UNIVERSAL = "universal"  # a checkpoint converted for another number of ranks; removed when loaded
 
@@ -92,7 +92,9 @@ class Checkpoints:
         with atomic_write(path / COMPLETE):
             pass
         steps, every = saved_steps(self.folder), self.milestone_every
-        kept = {*steps[-self.keep :], *(step for step in steps if every and step % every == 0)}
+        best = self.folder.parent / BEST
+        kept = {read_json(best)["step"]} if best.exists() else set()
+        kept |= {*steps[-self.keep :], *(step for step in steps if every and step % every == 0)}
         paths = {checkpoint_path(self.folder, step) for step in kept}
         for old in set(self.folder.glob("step_*")) - paths:  # or left by killed processes
             (old / COMPLETE).unlink(missing_ok=True)  # first: half-deleted is never whole

@@ -80,10 +80,10 @@ def check_target(flag: str, folder: Path, run_folder: Path) -> None:
         raise UserError(f"{flag}: exists and is no export; set a new folder.")
 
 
-def next_command(folder: Path) -> str:
-    """Returns a command that fine-tunes an exported model, with a head that every model has."""
+def next_command(folder: Path, rows: str | None = None) -> str:
+    """Returns a command that fine-tunes an exported model on labelled rows, with a head that every model has."""
     command = ["python", "finetune/run.py", "--model", str(folder), "--head", "mean"]
-    return f"{shlex.join(command)} --train_file ROWS.csv"
+    return shlex.join([*command, "--train_file", rows or "ROWS.csv"])
 
 
 def describe_model(

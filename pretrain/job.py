@@ -1,11 +1,12 @@
 """One pretraining job on one rank: set up, train, export."""
 
 import hashlib
+import math
 import os
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from data_prep.examples import ExampleStream, SpecialIds
-from multicls.build import build
+from multicls.build import NEW_MLM_HEAD, build
 from multicls.console import print_summary
 from multicls.corpus import MANIFEST, Corpus, tokenizer_fingerprint
 from multicls.deepspeed_config import (
@@ -42,6 +43,7 @@ from pretrain.checkpoints import Checkpoints
 from pretrain.engine import build_engine, fp32_weights, prepare_layers
 from pretrain.export import describe_model, next_command, restore_model
 from pretrain.log import Log
+from pretrain.probing import TrainingProbe, build_probe
 from pretrain.run_folder import DONE, STOPPED, checkpoint_path, disk_errors_reported, newest_step
 from pretrain.settings import ModelSettings, PretrainSettings, batch_arithmetic, resolve_length
 from pretrain.stopping import StopRequest
@@ -87,7 +89,10 @@ def run_job(settings: PretrainSettings, ds_config: dict[str, Any], corpus: Path)
             start(deepspeed, job)
     if dist.get_rank() == 0 and (run_folder / DONE).exists():
         curves = ("curves", f"tensorboard --logdir {run_folder / 'tb'}")
-        print_summary([("model", run_folder / "hf"), curves], next_command(run_folder / "hf"))
+        changed = f"python tools/first_look.py {shlex.quote(str(run_folder))}"
+        made = [("model", run_folder / "hf"), curves]
+        command = next_command(run_folder / "hf", settings.probe.file)
+        print_summary([*made, ("next", command), ("what changed", changed)])
     leave_deepspeed()
 
 
@@ -102,6 +107,7 @@ class Job:
         start_step: Step of the checkpoint to resume from; 0: a new run.
         is_finished: True if the run has ended before; there is nothing to start.
         notes: Lines for the log.
+        probe: Shows at validations whether the run helps.
         stop: Its time limit counts from the preparation on.
     """
 
@@ -115,6 +121,7 @@ class Job:
     start_step: int
     is_finished: bool
     notes: list[str]
+    probe: TrainingProbe | None
     stop: StopRequest
 
     @property
@@ -164,6 +171,9 @@ def prepare(settings: PretrainSettings, ds_config: dict[str, Any], corpus: Corpu
             f"warning: only {held_out.examples_per_epoch} examples are held out, so MCQT is validated among them, not "
             f"among {group} (train.negatives_group). Set a larger --data.validation_fraction."
         )
+    probe = build_probe(settings, corpus, tokenizer, run_folder)
+    notes += probe.notes if probe else ["no held-out document has two passages to probe"]
+    notes += _notes_on_objectives(settings, notes)
     return Job(
         settings=settings,
         completed=completed,
@@ -175,8 +185,26 @@ def prepare(settings: PretrainSettings, ds_config: dict[str, Any], corpus: Corpu
         start_step=start_step,
         is_finished=is_finished,
         notes=notes,
+        probe=probe,
         stop=stop,
     )
+
+
+def _notes_on_objectives(settings: PretrainSettings, notes: Sequence[str]) -> list[str]:
+    """Returns a line with the weights of the loss and chance, and a warning if a new MLM head drowns the others."""
+    weights = settings.objective.in_use
+    terms = " + ".join(f"{weight:g} {name}" for name, weight in weights.items())
+    candidates = settings.train.negatives_group * (2 if settings.num_parts == 3 else 1)
+    directions = 2 if settings.num_parts == 3 else 1
+    chance = f"; chance of mcqt is {directions * math.log(candidates):.2f}" * ("mcqt" in weights)
+    lines = [f"loss = {terms}{chance}"]
+    is_new = any(NEW_MLM_HEAD in note for note in notes)
+    if is_new and weights.get("mlm", 0.0) > 0.1 * weights.get("mcqt", math.inf):
+        lines.append(
+            "warning: the checkpoint has no MLM head; the loss of a new one drowns MCQT, and the embeddings get worse. "
+            "Set --objective.mlm to a tenth of --objective.mcqt, or to 0."
+        )
+    return lines
 
 
 def start(deepspeed: Any, job: Job) -> None:
@@ -194,7 +222,7 @@ def start(deepspeed: Any, job: Job) -> None:
     log = Log(job.run_folder, dist.get_rank() == 0, step, settings.run.wandb_project)
     for note in filter(None, [*job.notes, converted]):
         log.info(note)
-    Trainer(engine, settings, job.streams, checkpoints, log, job.stop).run(step)
+    Trainer(engine, settings, job.streams, checkpoints, log, job.stop, job.probe).run(step)
     log.close()
 
 
@@ -251,7 +279,9 @@ def identity(
         ds_config: DeepSpeed JSON as loaded. What completes it follows from the settings.
         precision: The one that "auto" means here.
     """
-    groups = settings.model_dump(mode="json", exclude={"run": True, **NOT_PART_OF_IDENTITY})
+    groups = settings.model_dump(
+        mode="json", exclude={"run": True, "probe": True, **NOT_PART_OF_IDENTITY}
+    )
     values = {f"{group}.{name}": groups[group][name] for group in groups for name in groups[group]}
     values["train.precision"] = precision
     for name in DEEPSPEED_IDENTITY:

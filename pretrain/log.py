@@ -22,6 +22,7 @@ SHOWN = {  # of a record, on the console
     "acc/mcqt": "acc mcqt {:.2f}",
     "acc/so": "acc so {:.2f}",
     "facets/mean_cosine": "cos {:.2f}",
+    **{f"probe/{name}": f"probe {name} {{:.3f}}" for name in ("mean", "cls", "facets")},
 }
 
 

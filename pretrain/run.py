@@ -34,6 +34,9 @@ SHORTCUTS = {  # no flag begins like an option of the deepspeed launcher, which 
     "model.checkpoint": "model",
     "data.corpus": "corpus",
     "run.output_dir": "output_dir",
+    "probe.file": "probe_file",
+    "probe.text_column": "text_column",
+    "probe.label_column": "label_column",
 }
 COMMON = ("epochs", "steps", "global_batch_size", "micro_batch_size", "learning_rate", "seed")
 SHORTCUTS |= {f"train.{name}": name for name in COMMON}

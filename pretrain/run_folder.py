@@ -11,6 +11,7 @@ from multicls.files import lock_holder, read_json
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 DONE = "DONE"  # the run has finished; written last
 STOPPED = "STOPPED"  # the run has saved and left before its end; removed when it starts again
+BEST = "best.json"  # step and value of the best checkpoint, with `run.keep_best`
 COMPLETE = "COMPLETE"  # written last in a checkpoint
 FORMAT = 6  # of a checkpoint
 META = "meta.json"  # in a checkpoint: its step, ranks, identity, and the size of each file

@@ -137,6 +137,10 @@ class RunSettings(Settings):
     save_every: Interval = Field(10000, description="interval of checkpoints")
     keep_checkpoints: PositiveInt = Field(2, description="number of newest checkpoints to keep")
     milestone_every: PositiveInt | None = Field(None, description="interval of checkpoints to keep")
+    keep_best: Literal["probe"] | None = Field(
+        None,
+        description="probe: keep and export the checkpoint of the validation with the best probe",
+    )
     time_limit: float | None = Field(None, gt=0, description="save and exit after these minutes")
     wandb_project: str | None = Field(None, description="Weights & Biases project to report to")
 
@@ -146,6 +150,17 @@ class RunSettings(Settings):
         if project is not None and find_spec("wandb") is None:
             raise ValueError("the package wandb is not installed: pip install wandb")
         return project
+
+
+class ProbeSettings(Settings):
+    """Labelled rows that show at each validation whether the run helps. They change no weight."""
+
+    file: str | None = Field(
+        None,
+        description="CSV, TSV, JSON lines or Parquet; null: next-passage recall without labels",
+    )
+    text_column: str | None = Field(None, description="column, or COLUMN1,COLUMN2 for pairs")
+    label_column: str = Field("label", description="column of the label")
 
 
 class PretrainSettings(RecipeOptions):
@@ -162,6 +177,7 @@ class PretrainSettings(RecipeOptions):
     objective: ObjectiveSettings = ObjectiveSettings()
     train: TrainSettings
     run: RunSettings = RunSettings()
+    probe: ProbeSettings = ProbeSettings()
 
     @model_validator(mode="after")
     def _parts_for_the_objectives(self) -> Self:

@@ -15,7 +15,7 @@ from data_prep.examples import ExampleStream
 from multicls.console import Progress
 from multicls.distributed import on_rank_0
 from multicls.environment import flops_per_token, peak_flops, peak_memory_gb
-from multicls.files import write_json
+from multicls.files import read_json, write_json
 from multicls.optim import dropout_seed, linear_lr
 from pretrain.batches import MicroBatch, load_steps, prefetch_to
 from pretrain.checkpoints import Checkpoints
@@ -23,7 +23,8 @@ from pretrain.export import write_model
 from pretrain.log import Log
 from pretrain.metrics import MetricSums, collapses, loss_terms, means, measure
 from pretrain.nonfinite import NonFiniteGuard, mask_nonfinite
-from pretrain.run_folder import DONE, STOPPED
+from pretrain.probing import VIEWS, TrainingProbe
+from pretrain.run_folder import BEST, DONE, STOPPED, saved_steps
 from pretrain.settings import PretrainSettings, TrainSettings
 from pretrain.stopping import StopRequest
 
@@ -163,6 +164,7 @@ class Trainer:
     Attributes:
         settings: Settings of the run, with micro-batch size, steps and intervals as numbers.
         streams: Streams of examples by split, "train" and "validation".
+        probe: Is measured at each validation.
     """
 
     engine: Any
@@ -171,6 +173,7 @@ class Trainer:
     checkpoints: Checkpoints
     log: Log
     stop: StopRequest
+    probe: TrainingProbe | None = None
 
     def run(self, start: int) -> None:
         """Trains from step `start` to the end and exports, or until a stop request; marks the run folder."""
@@ -231,11 +234,17 @@ class Trainer:
 
     def _export(self, step: int) -> None:
         folder = self.checkpoints.folder.parent
+        if (folder / BEST).exists():
+            step = read_json(folder / BEST)["step"]
+            self.log.info(f"the best step by the probe, {step}, is exported")
         on_rank_0(lambda: write_model(folder, step, folder / "hf"))
 
     def _leave(self, marker: str, state: dict[str, Any]) -> None:
         """Marks the run as stopped, or exports its last checkpoint and marks it as done."""
         folder, reason = self.checkpoints.folder.parent, state.get("reason")
+        if self.probe and not reason and self.probe.scores:
+            for line in self.probe.summary():
+                self.log.info(line)
         if not reason:  # a stop has little time, and pretrain/export.py makes the same at any time
             self._export(state["step"])
         on_rank_0(lambda: write_json(folder / marker, state))
@@ -244,9 +253,25 @@ class Trainer:
 
     def _validate(self, done: int) -> None:
         values = evaluate(self.engine, self.settings, self.streams["validation"])
+        problems, is_best = collapses(values), False
+        if self.probe:
+            metrics, is_best = self.probe.measure(self.engine, done)
+            values |= metrics
+            problems += self.probe.warnings()
         self.log.record(done, "validation", values)
-        for problem in collapses(values):
+        for problem in problems:
             self.log.info(f"warning: {problem}")
+        if is_best and self.settings.run.keep_best:
+            self._keep(
+                done, max(values[f"probe/{name}"] for name in VIEWS if f"probe/{name}" in values)
+            )
+
+    def _keep(self, step: int, value: float) -> None:
+        """Saves the checkpoint of `step`, unless it is there, and marks it as the best."""
+        if on_rank_0(lambda: step not in saved_steps(self.checkpoints.folder)):
+            self.log.info(self.checkpoints.save(self.engine, step))
+        path = self.checkpoints.folder.parent / BEST
+        on_rank_0(lambda: write_json(path, {"step": step, "value": value}))
 
     def _record(self, done: int, sums: MetricSums) -> None:
         device, train = torch.device(self.engine.device), self.settings.train

@@ -1,15 +1,18 @@
-"""Shows what a pretraining run has changed: for each passage of held-out documents, find the passage that follows it.
+"""Shows what a pretraining run has changed, on held-out text and on labelled rows.
 
 python tools/first_look.py runs/sample
+python tools/first_look.py runs/mine --probe_file tickets.csv
 
 Each held-out document is cut into passages of whole sentences. A query is a passage; the right answer is the next
 passage of its document, among 49 others drawn from all held-out documents. Embeddings are compared by cosine: at
-[CLS], by the mean over the tokens, and at the facets, which are new and untrained before the pretraining. Intervals are
-those of a bootstrap over documents. The picture, RUN/first_look.png, also has the losses on held-out text.
+[CLS], by the mean over the tokens, and the sum of the facets, which are new and untrained before the pretraining.
+With labelled rows a linear model is fitted on 100 of them and scored on the others, in 20 draws
+(multicls/probe.py); all embeddings are compared with the mean of the original checkpoint. The picture,
+RUN/first_look.png, also has the losses on held-out text.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,88 +24,87 @@ from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
 from multicls.console import print_summary
-from multicls.corpus import Corpus, held_out_share
+from multicls.corpus import Corpus
 from multicls.errors import UserError, run_command
 from multicls.files import read_jsonl
+from multicls.labels import read_labelled
+from multicls.passages import (
+    CANDIDATES,
+    LENGTH,
+    TOKENS,
+    next_passage_hits,
+    passages_of,
+    recall_interval,
+)
+from multicls.probe import MEASURES, Array, draw_rows, embed, interval, probe, targets_of
 from multicls.sample import SAMPLE_CORPUS, sample_model
 from multicls.settings import Settings, parse
 
-TOKENS = 40  # of a passage, at least; 64 are read
-PER_DOCUMENT = 20  # passages, so that no long document makes up the result
-CANDIDATES = 50
 LOSSES = {"mlm": "MLM", "tfidf": "TF-IDF", "mcqt": "MCQT"}
-Array = np.ndarray[Any, np.dtype[Any]]
+NAMES = {"cls": "[CLS]", "mean": "mean over tokens", "sum": "facets"}
 
 
 class Options(Settings):
     """Options of the command."""
 
     run: CliPositionalArg[str] = Field(description="finished run folder of pretrain/run.py")
+    probe_file: str | None = Field(
+        None,
+        description="labelled rows: CSV, TSV, JSON lines or Parquet; default: those of the run",
+    )
+    text_column: str | None = Field(None, description="column, or COLUMN1,COLUMN2 for pairs")
+    label_column: str = Field("label", description="column of the label")
+    max_length: int = Field(128, ge=8, description="tokens of a labelled row that are read")
 
 
-def passages_of(corpus: Corpus, fraction: float, tokenizer: Any) -> tuple[list[str], Array]:
-    """Returns the passages of the held-out documents in order, and the number of each one's document, (N,)."""
-    texts: list[str] = []
-    documents: list[int] = []
-    limit = corpus.validation_limit(fraction)
-    for number in range(corpus.num_rows):
-        row = corpus.row(number)
-        if held_out_share(np.array([row.hash], np.uint64))[0] >= limit:
-            continue
-        passages, begin = [], 0
-        for end in row.offsets[1:].tolist():
-            if end - begin >= TOKENS:
-                passages.append(tokenizer.decode(row.tokens[begin:end].tolist()))
-                begin = end
-        texts += passages[:PER_DOCUMENT]
-        documents += [number] * len(passages[:PER_DOCUMENT])
-    return texts, np.array(documents)
+Embed = Callable[[list[Any], int], dict[str, Array]]
 
 
-def embeddings_of(model: Any, tokenizer: Any, texts: Sequence[str]) -> dict[str, Array]:
-    """Returns the normalised embeddings (N, D) of the texts, by the way in which the model is read."""
-    import torch
+def compare_passages(
+    before: Embed, after: Embed, corpus: Corpus, fraction: float, tokenizer: Any
+) -> Any:
+    """Prints next-passage recall before and after; returns its rows: name, before, after, and interval, in percent.
 
-    facets = getattr(model.eval().config, "num_facets", 0)
-    rows: dict[str, list[Any]] = {"[CLS]": [], "mean over tokens": []}
-    for start in range(0, len(texts), 64):
-        batch = list(texts[start : start + 64])
-        inputs = tokenizer(batch, max_length=64, padding=True, truncation=True, return_tensors="pt")
-        with torch.inference_mode():
-            outputs = model(**inputs)
-        mask = inputs["attention_mask"][..., None].clone()
-        mask[:, 1 : 1 + facets] = 0
-        rows["[CLS]"].append(outputs.last_hidden_state[:, 0])
-        mean = (outputs.last_hidden_state * mask).sum(1) / mask.sum(1)
-        rows["mean over tokens"].append(mean)
-        if facets:
-            rows.setdefault("facets", []).append(outputs.facet_embeddings.sum(1))
-    return {
-        name: torch.nn.functional.normalize(torch.cat(parts), dim=-1).numpy()
-        for name, parts in rows.items()
-    }
-
-
-def hits_of(embeddings: Array, documents: Array) -> Array:
-    """Returns for each query whether the next passage is nearer than all other candidates, (Q,)."""
-    scores = embeddings @ embeddings.T
-    generator, hits = np.random.default_rng(0), []
-    for query in np.flatnonzero(documents[:-1] == documents[1:]):
-        candidates = np.delete(np.arange(len(documents)), [query, query + 1])
-        chosen = generator.choice(candidates, min(CANDIDATES - 1, len(candidates)), replace=False)
-        hits.append(scores[query, query + 1] > scores[query, chosen].max())
-    return np.array(hits)
+    Raises:
+        UserError: No held-out document has two passages.
+    """
+    texts, documents = passages_of(corpus, fraction, tokenizer)
+    if not (documents[:-1] == documents[1:]).any():
+        raise UserError(f"{corpus.path}: no held-out document has two passages of {TOKENS} tokens.")
+    old, new = before(texts, LENGTH), after(texts, LENGTH)
+    rows: list[tuple[Any, ...]] = []
+    for name in [name for name in NAMES if name in new]:
+        hits = [next_passage_hits(views[name], documents) for views in (old, new)]
+        change = recall_interval(hits[1], hits[0], documents)
+        scores = [100 * float(values.mean()) for values in hits]
+        rows.append((NAMES[name], *scores, 100 * change.low, 100 * change.high))
+    held_out = len(np.unique(documents))
+    print(f"recall at 1 among {CANDIDATES}: {len(texts):,} passages, {held_out} held-out documents")
+    print(f"  {'embedding':24}{'before':>8}{'after':>8}   change, 95 % interval")
+    for name, was, now, low, high in rows:
+        print(f"  {name:24}{was:8.1f}{now:8.1f}   {now - was:+.1f} ({low:+.1f} to {high:+.1f})")
+    return rows
 
 
-def interval(before: Array, after: Array, documents: Array) -> tuple[float, float]:
-    """Returns the 95 % interval of the difference of two hit rates by a bootstrap over documents."""
-    queries = documents[:-1][documents[:-1] == documents[1:]]
-    groups = [np.flatnonzero(queries == number) for number in np.unique(queries)]
-    change, generator = after.astype(float) - before, np.random.default_rng(0)
-    draws = generator.integers(len(groups), size=(1000, len(groups)))
-    means = [change[np.concatenate([groups[i] for i in draw])].mean() for draw in draws]
-    low, high = np.quantile(means, (0.025, 0.975))
-    return float(low), float(high)
+def compare_labels(before: Embed, after: Embed, path: str, options: Options) -> None:
+    """Prints the probe on labelled rows, before and after, each against the mean before."""
+    table = read_labelled(path, options.text_column, options.label_column)
+    draws = draw_rows(table.kind, targets_of(table.kind, table.labels, table.classes))
+    old = before(table.texts, options.max_length)
+    new = after(table.texts, options.max_length)
+    reference = probe(old["mean"], draws)
+    title = f"{MEASURES[draws.kind]} of a linear model on {draws.train_rows} of {len(table.texts):,} labelled rows"
+    print(f"{title}, {len(draws.train)} draws")
+    print(f"  {'embedding':24}{'before':>8}{'after':>8}   after, against the mean before")
+    for name in [name for name in ("cls", "mean", "facets") if name in new]:
+        values = probe(new[name], draws)
+        was, now = np.nanmean(probe(old[name], draws)), np.nanmean(values)
+        change = interval(values, reference)
+        low, high = 100 * change.low, 100 * change.high
+        label = "facets, concatenated" if name == "facets" else NAMES[name]
+        print(
+            f"  {label:24}{100 * was:8.1f}{100 * now:8.1f}   {100 * change.mean:+.1f} ({low:+.1f} to {high:+.1f})"
+        )
 
 
 def draw(path: Path, rows: Sequence[Sequence[Any]], losses: Sequence[dict[str, Any]]) -> None:
@@ -148,26 +150,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     base = str(sample_model()) if base == "sample" else base
     corpus = Corpus(SAMPLE_CORPUS if corpus == "sample" else corpus)
     tokenizer = AutoTokenizer.from_pretrained(run / "hf")
-    texts, documents = passages_of(corpus, settings["data"]["validation_fraction"], tokenizer)
-    if not (documents[:-1] == documents[1:]).any():
-        raise UserError(f"{run}: no held-out document has two passages of {TOKENS} tokens.")
     torch.manual_seed(settings["train"]["seed"])
-    chosen = {name: settings["model"][name] for name in ("num_facets", "facet_layers")}
-    untrained = build(base, **chosen, report=lambda line: None)[0]
-    before = embeddings_of(untrained.multicls, tokenizer, texts)
-    plain = AutoTokenizer.from_pretrained(base)
-    before |= embeddings_of(AutoModel.from_pretrained(base), plain, texts)
-    after = embeddings_of(AutoModel.from_pretrained(run / "hf"), tokenizer, texts)
-    rows = []
-    for name in before:
-        old, new = hits_of(before[name], documents), hits_of(after[name], documents)
-        low, high = interval(old, new, documents)
-        rows.append((name, 100 * old.mean(), 100 * new.mean(), 100 * low, 100 * high))
-    held_out = len(np.unique(documents))
-    print(f"recall at 1 among {CANDIDATES}: {len(texts):,} passages, {held_out} held-out documents")
-    print(f"  {'embedding':24}{'before':>8}{'after':>8}   change, 95 % interval")
-    for name, old, new, low, high in rows:
-        print(f"  {name:24}{old:8.1f}{new:8.1f}   {new - old:+.1f} ({low:+.1f} to {high:+.1f})")
+    chosen = {
+        name: settings["model"][name] for name in ("num_facets", "facet_layers", "random_weights")
+    }
+    untrained = build(base, **chosen, report=lambda line: None)[0].multicls.eval()
+    plain = untrained  # of random weights nothing else is before the run
+    if not chosen["random_weights"]:
+        plain = AutoModel.from_pretrained(base).eval()
+    trained = AutoModel.from_pretrained(run / "hf").eval()
+    facets = {"num_facets": settings["model"]["num_facets"]}
+    base_tokenizer = tokenizer if plain is untrained else AutoTokenizer.from_pretrained(base)
+    base_facets = facets if plain is untrained else {}
+
+    def before(texts: list[Any], length: int) -> dict[str, Array]:
+        views = embed(untrained, tokenizer, texts, max_length=length, **facets)
+        return views | embed(plain, base_tokenizer, texts, max_length=length, **base_facets)
+
+    def after(texts: list[Any], length: int) -> dict[str, Array]:
+        return embed(trained, tokenizer, texts, max_length=length, **facets)
+
+    fraction = settings["data"]["validation_fraction"]
+    rows = compare_passages(before, after, corpus, fraction, tokenizer)
+    if path := options.probe_file or settings.get("probe", {}).get("file"):
+        compare_labels(before, after, path, options)
     records = [r for r in read_jsonl(run / "metrics.jsonl") if r["split"] == "validation"]
     draw(run / "first_look.png", rows, records)
     print_summary([("picture", run / "first_look.png")])

@@ -20,8 +20,8 @@ from finetune.estimates import choose_candidates
 from finetune.results import load_results
 from multicls.distributed import leave_deepspeed
 from multicls.files import REPOSITORY
+from multicls.passages import next_passage_hits, recall_interval
 from tests.finetune.runs import fake_run
-from tools.first_look import hits_of, interval
 
 
 def test_both_estimates_of_a_ratio_and_their_verdict() -> None:
@@ -58,12 +58,12 @@ def test_first_look_finds_next_passages() -> None:
 
     def hits(angles: np.ndarray) -> list[bool]:
         points = np.stack([np.cos(angles), np.sin(angles)], axis=1)
-        return [bool(hit) for hit in hits_of(points, documents)]
+        return [bool(hit) for hit in next_passage_hits(points, documents)]
 
     assert hits(near) == [True, False, True, True, False], "the third passage is the furthest"
     assert not any(hits(far))
-    low, high = interval(np.array(hits(far)), np.array(hits(near)), documents)
-    assert 0.0 < low < 0.6 < high <= 1.0
+    change = recall_interval(np.array(hits(near), float), np.array(hits(far), float), documents)
+    assert 0.0 < change.low < 0.6 < change.high <= 1.0 and change.mean == pytest.approx(0.6)
 
 
 def test_the_study_answers_for_each_size(tmp_path: Path) -> None:

@@ -1,0 +1,67 @@
+"""Next-passage recall: for a passage of a held-out document, is the passage that follows it the nearest of fifty?
+
+It needs no labels. A document counts as one unit in intervals, since its passages are alike.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from multicls.corpus import Corpus, held_out_share
+from multicls.probe import Array, Difference
+
+TOKENS = 40  # of a passage, at least; LENGTH are read
+LENGTH = 64
+PER_DOCUMENT = 20  # passages, so that no long document makes up the result
+CANDIDATES = 50
+
+
+def passages_of(
+    corpus: Corpus, fraction: float, tokenizer: Any, most: int | None = None
+) -> tuple[list[str], Array]:
+    """Returns the passages of the held-out documents in order, and the number of each one's document, (N,).
+
+    Args:
+        fraction: Share of the documents that is held out.
+        most: Number of passages after which no further document is read.
+    """
+    texts: list[str] = []
+    documents: list[int] = []
+    limit = corpus.validation_limit(fraction)
+    for number in range(corpus.num_rows):
+        row = corpus.row(number)
+        if held_out_share(np.array([row.hash], np.uint64))[0] >= limit:
+            continue
+        passages, begin = [], 0
+        for end in row.offsets[1:].tolist():
+            if end - begin >= TOKENS:
+                passages.append(tokenizer.decode(row.tokens[begin:end].tolist()))
+                begin = end
+        texts += passages[:PER_DOCUMENT]
+        documents += [number] * len(passages[:PER_DOCUMENT])
+        if most and len(texts) >= most:
+            break
+    return texts, np.array(documents)
+
+
+def next_passage_hits(embeddings: Array, documents: Array) -> Array:
+    """Returns for each query whether the next passage is nearer by cosine than all 49 others drawn, (Q,) of 0 and 1."""
+    unit = embeddings / np.maximum(np.linalg.norm(embeddings, axis=1, keepdims=True), 1e-9)
+    generator, hits = np.random.default_rng(0), []
+    number = min(CANDIDATES - 1, len(documents) - 2)
+    for query in np.flatnonzero(documents[:-1] == documents[1:]):
+        others = generator.choice(len(documents) - 2, number, replace=False)
+        others[others >= query] += 2  # neither the query nor the answer
+        hits.append(unit[query] @ unit[query + 1] > (unit[others] @ unit[query]).max())
+    return np.array(hits, dtype=float)
+
+
+def recall_interval(hits: Array, reference: Array, documents: Array) -> Difference:
+    """Returns the difference of two recalls with its 95 % interval, by a bootstrap over documents."""
+    queries = documents[:-1][documents[:-1] == documents[1:]]
+    groups = [np.flatnonzero(queries == number) for number in np.unique(queries)]
+    change, generator = hits - reference, np.random.default_rng(0)
+    draws = generator.integers(len(groups), size=(1000, len(groups)))
+    means = [change[np.concatenate([groups[i] for i in draw])].mean() for draw in draws]
+    low, high = np.quantile(means, (0.025, 0.975))
+    return Difference(float(change.mean()), float(low), float(high))

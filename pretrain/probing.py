@@ -1,0 +1,227 @@
+"""Shows during pretraining whether it helps: a probe of the embeddings on labelled rows, or next-passage recall.
+
+Each validation embeds the same rows and compares each embedding with the mean over tokens at step 0, which is what one
+has without pretraining. Without labels the rows are passages of held-out documents.
+"""
+
+import math
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from multicls.corpus import Corpus
+from multicls.distributed import on_rank_0
+from multicls.errors import UserError
+from multicls.files import atomic_write, read_json
+from multicls.labels import read_labelled
+from multicls.passages import next_passage_hits, passages_of, recall_interval
+from multicls.probe import (
+    DRAWS,
+    MEASURES,
+    Array,
+    Difference,
+    Draws,
+    draw_rows,
+    embed,
+    interval,
+    targets_of,
+)
+from multicls.probe import probe as probe_rows
+from pretrain.run_folder import BEST
+from pretrain.settings import PretrainSettings
+
+BASELINE = "probe.npz"  # in the run folder: the values of step 0
+SHARE = 0.03  # of the arithmetic of a run that the forward passes of all probes may take
+FEWEST_ROWS = 100  # taken in a short run, too
+VIEWS = ("mean", "cls", "facets")
+FALLS = 3  # validations in a row that are a warning
+ADVICE = (
+    "Use fewer --steps or a lower --learning_rate, set --objective.mlm and --objective.tfidf to 0.1 or 0 where the "
+    "checkpoint has no MLM head, or export an earlier step."
+)
+
+
+@dataclass(eq=False)
+class TrainingProbe:
+    """Probes the embeddings of a run on the same rows at each validation.
+
+    Attributes:
+        texts: The rows, each a text or a pair of texts.
+        draws: Labels and draws of the rows; None: the rows are passages of `documents`.
+        documents: (N,) number of each passage's document.
+        notes: Lines for the log.
+        best_step: Step of the best value so far; 0: none was better than step 0.
+    """
+
+    run_folder: Path
+    tokenizer: Any
+    max_length: int
+    texts: list[Any]
+    draws: Draws | None
+    documents: Array | None
+    notes: list[str]
+    source: str = ""
+    best_step: int = 0
+    best_value: float = -math.inf
+    seconds: float = 0.0
+    history: list[float] = field(default_factory=list)
+    first: dict[str, Array] = field(default_factory=dict)
+    last: dict[str, Difference] = field(default_factory=dict)
+    scores: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def what(self) -> str:
+        """What is measured, in words."""
+        if self.draws is None:
+            return "next-passage recall"
+        return f"probe ({MEASURES[self.draws.kind]} with {self.draws.train_rows} rows)"
+
+    def measure(self, engine: Any, step: int) -> tuple[dict[str, float], bool]:
+        """Returns the metrics at `step`, and whether they are the best so far. All ranks call it."""
+        begun = time.perf_counter()
+        config = engine.module.config
+        engine.eval()
+        views = embed(
+            lambda **inputs: engine(**inputs, objectives=()),
+            self.tokenizer,
+            self.texts,
+            max_length=self.max_length,
+            num_facets=config.num_facets,
+            device=torch.device(engine.device),
+            rank=dist.get_rank(),
+            ranks=dist.get_world_size(),
+        )
+        engine.train()
+        found: tuple[dict[str, float], bool] = on_rank_0(lambda: self._compare(views, step))
+        self.seconds += time.perf_counter() - begun
+        return found
+
+    def _compare(self, views: dict[str, Array], step: int) -> tuple[dict[str, float], bool]:
+        """Returns what `measure` does, on rank 0."""
+        values = {name: self._values(views[name]) for name in VIEWS if name in views}
+        path = self.run_folder / BASELINE
+        if step == 0:
+            with atomic_write(path, "wb") as file:
+                np.savez(file, **values)  # type: ignore[arg-type]
+        if not self.first:
+            if not path.exists():
+                raise UserError(
+                    f"{path}: missing; a probe compares with step 0. Resume without --probe_file."
+                )
+            with np.load(path, allow_pickle=False) as saved:
+                self.first = dict(saved)
+            if self.first["mean"].shape != values["mean"].shape:
+                raise UserError(
+                    f"{path}: of other rows than these; resume with the probe file that the run began with."
+                )
+            if step > 0:
+                self.best_value = max(float(np.nanmean(first)) for first in self.first.values())
+                if (self.run_folder / BEST).exists():
+                    best = read_json(self.run_folder / BEST)
+                    self.best_step, self.best_value = best["step"], best["value"]
+        metrics: dict[str, float] = {}
+        for name, measured in values.items():
+            score = float(np.nanmean(measured))
+            change = self._difference(measured, self.first["mean"])
+            self.scores[name] = float(np.nanmean(self.first[name])), score
+            self.last[name] = change
+            metrics[f"probe/{name}"] = score
+            metrics[f"probe/{name}_change"] = change.mean
+            metrics[f"probe/{name}_change_low"] = change.low
+            metrics[f"probe/{name}_change_high"] = change.high
+        value = max(metrics[f"probe/{name}"] for name in values)
+        self.history.append(value)
+        is_best = value > self.best_value
+        if is_best:
+            self.best_value, self.best_step = value, step
+        return metrics, is_best and step > 0
+
+    def _values(self, features: Array) -> Array:
+        features = np.nan_to_num(features)  # of weights that are not finite
+        if self.draws is not None:
+            return probe_rows(features, self.draws)
+        assert self.documents is not None
+        return next_passage_hits(features, self.documents)
+
+    def _difference(self, values: Array, reference: Array) -> Difference:
+        if self.draws is not None:
+            return interval(values, reference)
+        assert self.documents is not None
+        return recall_interval(values, reference, self.documents)
+
+    def warnings(self) -> list[str]:
+        """Returns warnings after a validation; none if the embeddings do not get worse."""
+        recent = self.history[-FALLS - 1 :]
+        if len(recent) > FALLS and all(a > b for a, b in zip(recent, recent[1:], strict=False)):
+            values = ", ".join(f"{100 * value:.1f}" for value in recent)
+            return [f"the {self.what} fell {FALLS} times in a row ({values}). {ADVICE}"]
+        return []
+
+    def summary(self) -> list[str]:
+        """Returns lines for the end of a run: before and after, and which embedding to take."""
+        lines = []
+        for name, (before, after) in self.scores.items():
+            change = self.last[name]
+            lines.append(
+                f"{self.what}, {name}: {100 * before:.1f} -> {100 * after:.1f}; against the mean at step 0 "
+                f"{100 * change.mean:+.1f} ({100 * change.low:+.1f} to {100 * change.high:+.1f})"
+            )
+        best = max(self.scores, key=lambda name: self.scores[name][1])
+        change = self.last[best]
+        lines.append(f"the best embedding is {best}; the best step was {self.best_step}")
+        if change.high < 0:
+            lines.append(f"warning: the run made the embeddings worse. {ADVICE}")
+        elif change.low <= 0:
+            lines.append("no gain is shown: the interval of the best embedding holds 0")
+        return lines
+
+
+def build_probe(
+    settings: PretrainSettings, corpus: Corpus, tokenizer: Any, run_folder: Path
+) -> TrainingProbe | None:
+    """Returns the probe of a run, or None where held-out documents have no two passages.
+
+    The number of rows follows from the arithmetic of the run: forward passes of the probes take at most 3 % of it, but
+    for 100 rows.
+
+    Args:
+        settings: With steps and intervals as numbers.
+
+    Raises:
+        UserError: The probe file cannot be read, or its rows do not make a probe.
+    """
+    train, run, length = settings.train, settings.run, settings.data.seq_length
+    validations = 1 + math.ceil(train.steps / run.eval_every)
+    sequences = 3 * train.steps * train.global_batch_size * settings.num_parts  # backward: twice
+    rows = max(FEWEST_ROWS, int(SHARE * sequences / validations))
+    common: dict[str, Any] = {"run_folder": run_folder, "tokenizer": tokenizer}
+    common["max_length"] = length
+    if settings.probe.file is None:
+        texts, documents = passages_of(corpus, settings.data.validation_fraction, tokenizer, rows)
+        texts, documents = texts[:rows], documents[:rows]
+        if not (documents[:-1] == documents[1:]).any():
+            return None
+        note = f"next-passage recall: {len(texts)} passages of held-out documents"
+        return TrainingProbe(**common, texts=texts, draws=None, documents=documents, notes=[note])
+    path = settings.probe.file
+    table = read_labelled(path, settings.probe.text_column, settings.probe.label_column)
+    targets = targets_of(table.kind, table.labels, table.classes)
+    draw_rows(table.kind, targets)  # refuses files of too few rows
+    classes = len(table.classes)
+    rows = max(rows, 2 * classes)
+    chosen = np.sort(np.random.default_rng(0).permutation(len(targets))[:rows])
+    draws = draw_rows(table.kind, targets[chosen], draws=min(DRAWS, max(5, train.steps // 20)))
+    note = (
+        f"probe: {len(chosen)} of {len(targets)} rows of {path}, cut to {length} tokens; {draws.train_rows} fit "
+        f"a linear model in each of {len(draws.train)} draws. Training reads no label, so rows may stand in the corpus."
+    )
+    notes = [*(f"{path}: {line}" for line in table.notes), note]
+    texts = [table.texts[row] for row in chosen]
+    return TrainingProbe(
+        **common, texts=texts, draws=draws, documents=None, notes=notes, source=path
+    )

@@ -1,0 +1,127 @@
+"""The probe of a run: the same on any ranks and ZeRO stages, resumed, the best step kept, files that are no probe."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multicls.errors import UserError
+from multicls.files import read_json
+from pretrain.probing import TrainingProbe
+from tests.pretrain.conftest import Fork, logs, records
+
+WORDS = ("river", "city", "music", "war", "church")
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Sixty labelled rows, whose first word is the label of half of them."""
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    generator = np.random.default_rng(0)
+    lines = []
+    for number in range(60):
+        label = WORDS[number % 2]
+        first = label if number % 3 else WORDS[int(generator.integers(5))]
+        text = " ".join([first, *generator.choice(WORDS, 6)])
+        lines.append(json.dumps({"body": text, "kind": label}))
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+def probes(folder: Path) -> list[dict[str, Any]]:
+    """Returns the values of the probe in the run's records."""
+    found = records(folder, "validation")
+    return [{k: v for k, v in line.items() if k.startswith("probe/")} for line in found]
+
+
+def test_the_same_on_any_ranks_and_stages(fork: Fork, rows: str, tmp_path: Path) -> None:
+    flags = ("--probe_file", rows, "--text_column", "body", "--label_column", "kind")
+    found = {}
+    cases = (("zero2", 1), ("zero2", 2), ("zero3", 2))
+    for stage, ranks in cases:
+        folder = tmp_path / f"{stage}_{ranks}" / "run"
+        folder.parent.mkdir()
+        more = (*flags, "--config", f"ds_configs/{stage}.json", "--run.keep_best", "probe")
+        assert fork(folder, {"ranks": ranks}, flags=more) == [[0] * ranks], logs(folder)
+        found[stage, ranks] = probes(folder)
+        printed = logs(folder)
+        assert "probe: 60 of 60 rows of" in printed and "the best embedding is" in printed
+        assert f"--train_file {rows}" in printed and "tools/first_look.py" in printed
+        best = [
+            max(line[f"probe/{view}"] for view in ("mean", "cls", "facets"))
+            for line in probes(folder)
+        ]
+        step = (0, 4, 8)[int(np.argmax(best))]
+        exported = read_json(folder / "hf" / "export.json")["step"]
+        assert exported == (step or 8)
+        assert (folder / "best.json").exists() == (step > 0)
+    first = found["zero2", 1]
+    assert len(first) == 3 and first[0]["probe/mean_change"] == 0.0
+    keys = {"probe/mean", "probe/cls", "probe/facets"}
+    assert keys <= first[0].keys() and "probe/facets_change_low" in first[0]
+    assert found["zero2", 2][0] == pytest.approx(first[0])  # before weights differ by rounding
+    assert found["zero3", 2][0] == pytest.approx(first[0])
+
+
+def test_without_labels_recall_of_passages(tmp_path: Path) -> None:
+    """A resumed run compares with step 0 of the run before it, and refuses other passages."""
+    documents = np.repeat(np.arange(20), 3)
+    generator = np.random.default_rng(0)
+    noise = {"mean": generator.normal(size=(60, 4)), "cls": generator.normal(size=(60, 4))}
+    topics = generator.normal(size=(20, 4))[documents]
+    better = {name: topics + 0.1 * values for name, values in noise.items()}
+
+    def probe(number: int = 60) -> TrainingProbe:
+        return TrainingProbe(tmp_path, None, 32, [], None, documents[:number], [])
+
+    metrics, is_best = probe()._compare(noise, 0)
+    assert metrics["probe/mean"] < 0.2 and metrics["probe/mean_change"] == 0.0 and not is_best
+    resumed = probe()
+    metrics, is_best = resumed._compare(better, 4)
+    assert is_best and resumed.best_step == 4
+    assert metrics["probe/mean"] > 0.3 < metrics["probe/mean_change_high"]
+    assert "next-passage recall, mean" in resumed.summary()[0]
+    worse = probe()
+    worse._compare({name: np.zeros((60, 4)) for name in noise}, 4)
+    assert worse.best_step == 0 and len(worse.summary()) == 4
+    with pytest.raises(UserError, match="of other rows than these"):
+        probe(30)._compare({name: values[:30] for name, values in noise.items()}, 8)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (['{"text": "a", "label": "x"}'] * 30, "all labels are alike"),
+        (
+            [json.dumps({"text": "a", "label": f"{n}"}) for n in range(30)],
+            "each row has another label",
+        ),
+        (
+            [json.dumps({"text": "a", "label": f"{n % 2}"}) for n in range(8)],
+            "a probe needs 20 or more",
+        ),
+        (['{"text": " ", "label": "x"}'] * 30, "no row has a text"),
+        (['{"body": "a", "label": "x"}'] * 30, "no column 'text'"),
+    ],
+)
+def test_files_that_are_no_probe(
+    lines: list[str], message: str, fork: Fork, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    folder = tmp_path / "run"
+    assert fork(folder, flags=("--probe_file", str(tmp_path / "rows.jsonl"))) == [[2]]
+    assert message in logs(folder) and "Traceback" not in logs(folder)
+    assert not (folder / "settings.yaml").exists()
+
+
+def test_three_falls_are_a_warning() -> None:
+    probe = TrainingProbe(Path(), None, 32, [], None, np.zeros(2), [])
+    probe.history = [0.5, 0.6, 0.5, 0.4]
+    assert probe.warnings() == []
+    probe.history.append(0.3)
+    (warning,) = probe.warnings()
+    assert (
+        "fell 3 times in a row (60.0, 50.0, 40.0, 30.0)" in warning and "learning_rate" in warning
+    )
