@@ -223,7 +223,12 @@ def test_elements_of_an_array_leave_when_nothing_is_left_to_start(
     flags = start(tmp_path, tiny_bert, glue, train_sizes=[16, 40], seeds=[1])
     folder = tmp_path / "results" / held[0].folder.relative_to("results")
     make = grid.run_finetune
-    monkeypatch.setattr(grid, "run_finetune", lambda run: order.append(run) or make(run))
+
+    def ordered(run: RunSettings) -> Any:
+        order.append(run)
+        return make(run)
+
+    monkeypatch.setattr(grid, "run_finetune", ordered)
     with locked(folder):
         assert main(flags) == 0
     assert [run.train_size for run in order] == [40]

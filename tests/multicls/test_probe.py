@@ -8,13 +8,14 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from multicls.errors import UserError
+from multicls.labels import LabelType
 from multicls.probe import SCALES, draw_rows, interval, probe, targets_of
 
 ROWS, TRAIN, DRAWS = 200, 40, 10
 CENTRES = np.random.default_rng(0).normal(size=(3, 8)) * 0.8
 
 
-def sample(generator, rows):
+def sample(generator: np.random.Generator, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns labels and two noisy embeddings of rows, the second of which is worse."""
     labels = generator.integers(3, size=rows)
     hidden = CENTRES[labels] + generator.normal(size=(rows, 8))
@@ -22,7 +23,7 @@ def sample(generator, rows):
     return labels, hidden + 0.3 * generator.normal(size=(rows, 8)), second
 
 
-def test_scores_are_those_of_a_plain_ridge_classifier():
+def test_scores_are_those_of_a_plain_ridge_classifier() -> None:
     labels, features, _ = sample(np.random.default_rng(1), 60)
     draws = draw_rows("class", labels, 20, 3)
     values = probe(features, draws)
@@ -34,7 +35,7 @@ def test_scores_are_those_of_a_plain_ridge_classifier():
         assert row[rest].mean() == plain.score(features[rest], labels[rest])
 
 
-def test_scores_and_several_labels():
+def test_scores_and_several_labels() -> None:
     generator = np.random.default_rng(2)
     features = generator.normal(size=(200, 5))
     score = features @ np.arange(5.0)
@@ -50,7 +51,7 @@ def test_scores_and_several_labels():
     assert targets_of("multi_label", [("b",), ("a", "b")], ("a", "b")).tolist() == [[0, 1], [1, 1]]
 
 
-def test_draws():
+def test_draws() -> None:
     labels = np.repeat([0, 1, 2], [50, 9, 1])
     draws = draw_rows("class", labels, shots=8, draws=4)
     assert [np.bincount(labels[train]).tolist() for train in draws.train] == [[8, 8, 1]] * 4
@@ -67,13 +68,13 @@ def test_draws():
         ("score", np.arange(60.0), 8, "labels are of type score; only classes have shots"),
     ],
 )
-def test_refused(kind, targets, shots, message):
+def test_refused(kind: LabelType, targets: np.ndarray, shots: int | None, message: str) -> None:
     with pytest.raises(UserError, match=message):
         draw_rows(kind, targets, shots=shots)
 
 
 @pytest.mark.slow
-def test_intervals_cover_the_truth_and_the_naive_one_does_not():
+def test_intervals_cover_the_truth_and_the_naive_one_does_not() -> None:
     """2,000 simulated probes were run once (docs/results.md); here 60 show the order of it."""
     generator = np.random.default_rng(3)
     labels, first, second = sample(generator, 5_000)
