@@ -178,6 +178,7 @@ def probe(features: Array, draws: Draws) -> Array:
 
     values = np.full((len(draws.train), len(features)), np.nan)
     targets = draws.targets
+    features = _without_constants(features)
     for number, train in enumerate(draws.train):
         rest = np.setdiff1d(np.arange(len(features)), train)
         model = fit_probe(draws.kind, features[train], targets[train])
@@ -193,6 +194,13 @@ def probe(features: Array, draws: Draws) -> Array:
                 label_ranking_average_precision_score(t[None], p[None]) for t, p in pairs
             ]
     return values
+
+
+def _without_constants(features: Array) -> Array:
+    """Returns the features without those that hardly vary: standardised, their rounding errors would be noise."""
+    spread = features.std(axis=0)
+    varies = spread > 1e-3 * np.median(spread)
+    return features[:, varies] if varies.any() else features[:, :1]  # all are constant
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,15 @@ def test_scores_and_several_labels() -> None:
     assert targets_of("multi_label", [("b",), ("a", "b")], ("a", "b")).tolist() == [[0, 1], [1, 1]]
 
 
+def test_a_feature_that_hardly_varies_is_left_out() -> None:
+    labels, features, _ = sample(np.random.default_rng(1), 60)
+    draws = draw_rows("class", labels, 20, 3)
+    noise = 5 + 1e-6 * np.random.default_rng(2).normal(size=(60, 4))
+    assert np.array_equal(
+        probe(np.hstack([features, noise]), draws), probe(features, draws), equal_nan=True
+    )
+
+
 def test_draws() -> None:
     labels = np.repeat([0, 1, 2], [50, 9, 1])
     draws = draw_rows("class", labels, shots=8, draws=4)
