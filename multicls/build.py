@@ -28,6 +28,7 @@ def build(
     num_facets: int = 5,
     facet_layers: list[int] | None = None,
     mcqt_lambda: float = 0.1,
+    mcqt_scale: float = 1.0,
     hard_negatives: bool = True,
     random_weights: bool = False,
     revision: str | None = None,
@@ -40,7 +41,7 @@ def build(
 
     Args:
         checkpoint: Hub id or folder of a model with any head.
-        num_facets: K. It and the next three are those of `MultiClsConfig`. A Multi-CLS checkpoint keeps K and layers.
+        num_facets: K. It and the next four are those of `MultiClsConfig`. A Multi-CLS checkpoint keeps K and layers.
         revision: branch, tag or commit of a Hub id.
         random_weights: use only the shape and the tokenizer of the checkpoint.
         report: receives a line with the parts that are kept and those that are new, and one if padding changes facets.
@@ -52,6 +53,7 @@ def build(
         raise UserError(f"model {checkpoint}: {missing}")
     facets: dict[str, Any] = {"num_facets": num_facets, "facet_layers": facet_layers}
     objective: dict[str, Any] = {"mcqt_lambda": mcqt_lambda, "hard_negatives": hard_negatives}
+    objective["mcqt_scale"] = mcqt_scale
     with load_problems(checkpoint), quiet_transformers():
         config = _load_config(checkpoint, revision)
         tokenizer = load_tokenizer(checkpoint, revision)

@@ -29,6 +29,7 @@ class MultiClsConfig(PreTrainedConfig):
         facet_layers: ascending numbers, from 1, of the layers with inserted linear layers (section 2.5). None: one
             third and two thirds of the depth, moved before a global layer if the encoder has local ones; []: none.
         mcqt_lambda: weight of the best facet pair, against the sum of facets, in the MCQT score (Eq. 2).
+        mcqt_scale: factor of the MCQT scores before the softmax, an inverse temperature; the paper has none.
         hard_negatives: three parts an example, the third a hard negative of the first (section 2.4); False: two.
     """
 
@@ -39,6 +40,7 @@ class MultiClsConfig(PreTrainedConfig):
     num_facets: int = 5
     facet_layers: list[int] | None = None
     mcqt_lambda: float = 0.1
+    mcqt_scale: float = 1.0
     hard_negatives: bool = True
     classifier_dropout: float = 0.1
     layer_norm_eps: float = 1e-12

@@ -183,12 +183,19 @@ def part_scores(
     return from_first, from_third
 
 
-def mcqt_loss(scores: tuple[Tensor, Tensor | None], group_size: int | None = None) -> Tensor:
-    """Returns the MCQT loss of `part_scores`: the sum of both directions' mean cross-entropies. Chance: 2 ln(2n)."""
+def mcqt_loss(
+    scores: tuple[Tensor, Tensor | None], group_size: int | None = None, scale: float = 1.0
+) -> Tensor:
+    """Returns the MCQT loss of `part_scores`: the sum of both directions' mean cross-entropies. Chance: 2 ln(2n).
+
+    `scale` multiplies the scores; the paper has 1.
+    """
     queries = len(scores[0])
     targets = torch.arange(queries, device=scores[0].device) % (group_size or queries)
     directions = [direction for direction in scores if direction is not None]
-    return F.cross_entropy(torch.cat(directions), targets.repeat(len(directions))) * len(directions)
+    return F.cross_entropy(scale * torch.cat(directions), targets.repeat(len(directions))) * len(
+        directions
+    )
 
 
 class MultiClsPreTrainedModel(PreTrainedModel):
@@ -476,8 +483,9 @@ class MultiClsForPreTraining(MultiClsForMaskedLM):
         count, heads = (normalizers or {}).get, dict[str, Any]()
         losses: dict[str, Tensor | None] = {}
         if "mcqt" in wanted and (objectives or group_size or len(facets_BSD) % parts == 0):
+            scale = self.config.mcqt_scale
             scores = part_scores(facets_BSD, parts, self.config.mcqt_lambda, group_size)
-            heads["mcqt_scores"], losses["mcqt"] = scores, mcqt_loss(scores, group_size)
+            heads["mcqt_scores"], losses["mcqt"] = scores, mcqt_loss(scores, group_size, scale)
         if "mlm" in wanted:
             heads["logits"], targets = self._masked_lm(hidden_BLD, labels, masked_positions)
             losses["mlm"] = _cross_entropy(heads["logits"], targets, count("mlm"))

@@ -20,14 +20,26 @@ def linear_lr(step: int, steps: int, warmup_steps: int, peak: float) -> float:
     return peak * ((steps - step) / max(1, steps - warmup_steps))
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Splits the trainable parameters into those with weight decay, and biases and LayerNorms without, if any."""
-    groups: dict[float, list[nn.Parameter]] = {weight_decay: [], 0.0: []}
+def parameter_groups(
+    model: nn.Module, weight_decay: float, head_lr_factor: float = 1.0
+) -> list[dict[str, Any]]:
+    """Splits the trainable parameters into those with weight decay, and biases and LayerNorms without, if any.
+
+    Args:
+        head_lr_factor: Factor of the learning rate of all weights outside the encoder, the "lr_factor" of a group.
+    """
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             decays = parameter.ndim >= 2 and "bias" not in name and "norm" not in name.lower()
-            groups[weight_decay if decays else 0.0].append(parameter)
-    return [{"params": params, "weight_decay": decay} for decay, params in groups.items() if params]
+            factor = 1.0 if ".encoder." in name else head_lr_factor
+            groups.setdefault((weight_decay if decays else 0.0, factor), []).append(parameter)
+    return [
+        {"params": params, "weight_decay": decay, "lr_factor": factor}
+        for (decay, factor), params in sorted(
+            groups.items(), key=lambda item: item[0], reverse=True
+        )
+    ]
 
 
 def dropout_seed(seed: int, number: int) -> int:

@@ -42,7 +42,7 @@ def build_engine(
     model.freeze_unused(objectives)  # or weight decay would change them
     checkpoint = ds_config.get("checkpoint", {}) | {"load_universal": universal}
     config = ds_config | {"checkpoint": checkpoint}
-    groups = parameter_groups(model, train.weight_decay)
+    groups = parameter_groups(model, train.weight_decay, train.head_lr_factor)
     options: Any = {"betas": (train.adam_beta1, train.adam_beta2), "eps": train.adam_epsilon}
     optimizer = torch.optim.AdamW(groups, lr=train.learning_rate, fused=True, **options)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]

@@ -29,6 +29,7 @@ class ModelSettings(Settings):
         None, description="linear layers follow these layers; null: the model's default; []: none"
     )
     mcqt_lambda: float = Field(0.1, ge=0, le=1, description="weight of the best facet pair in MCQT")
+    mcqt_scale: float = Field(1.0, gt=0, description="factor of MCQT's scores; the paper's: 1")
     hard_negatives: bool = Field(True, description="three-part examples; false: two parts")
 
 
@@ -83,6 +84,9 @@ class TrainSettings(Settings):
     )
     negatives_group: PositiveInt = Field(10, description="examples that are each other's negatives")
     learning_rate: float = Field(2e-5, gt=0, description="peak learning rate")
+    head_lr_factor: float = Field(
+        1.0, gt=0, description="factor of the learning rate of all weights outside the encoder"
+    )
     warmup_ratio: float = Field(0.001, ge=0, lt=1, description="linear warm-up, share of the steps")
     weight_decay: float = Field(0.02, ge=0, description="decoupled; none on biases and LayerNorms")
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's decay of the mean")

@@ -72,7 +72,7 @@ def train_step(
     train, sums = settings.train, MetricSums() if sums is None else sums
     guard = guard or NonFiniteGuard(engine, train.skip_nonfinite)
     for group in engine.optimizer.param_groups:
-        group["lr"] = lr_at(step, train)
+        group["lr"] = lr_at(step, train) * group.get("lr_factor", 1.0)
     device = torch.device(engine.device)
     batches = [batch.to(device) for batch in batches]
     normalizers = exchange_counts_and_votes(batches, stop or StopRequest(), device)

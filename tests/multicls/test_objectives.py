@@ -125,3 +125,10 @@ def test_losses_and_gradients_of_the_model(changes: dict[str, Any]) -> None:
             if one is not None:
                 message = f"gradient of {name} by {key}"
                 torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-11, msg=message)
+
+
+def test_the_scale_of_mcqt_multiplies_its_scores() -> None:
+    scores = torch.randn(4, 8), torch.randn(4, 8)
+    scaled = mcqt_loss((5 * scores[0], 5 * scores[1]))
+    assert torch.equal(mcqt_loss(scores, scale=5.0), scaled) and scaled != mcqt_loss(scores)
+    assert mcqt_loss((scores[0], None), scale=1e-6) == pytest.approx(math.log(8), abs=1e-4)

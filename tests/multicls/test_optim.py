@@ -54,6 +54,14 @@ def test_biases_and_norms_do_not_decay_even_as_tables() -> None:
     assert len(parameter_groups(nn.LayerNorm(3), 0.02)) == 1, "an empty group is left out"
 
 
+def test_weights_outside_the_encoder_have_a_learning_rate_of_their_own() -> None:
+    model = nn.ModuleDict({"multicls": nn.ModuleDict({"encoder": Model(), "facet_head": Model()})})
+    groups = parameter_groups(model, 0.02, 10.0)
+    factors = [(group["weight_decay"], group["lr_factor"], len(group["params"])) for group in groups]
+    assert factors == [(0.02, 10.0, 1), (0.02, 1.0, 1), (0.0, 10.0, 5), (0.0, 1.0, 5)]
+    assert {group["lr_factor"] for group in parameter_groups(model, 0.02)} == {1.0}
+
+
 def test_dropout_seeds_differ_and_repeat() -> None:
     assert dropout_seed(1, 0) == 2964727883954193085, "resumed runs depend on it"
     seeds = {dropout_seed(seed, number) for seed in range(20) for number in range(500)}
