@@ -173,7 +173,9 @@ class TrainingProbe:
             )
         best = max(self.scores, key=lambda name: self.scores[name][1])
         change = self.last[best]
-        lines.append(f"the best embedding is {best}; the best step was {self.best_step}")
+        lines.append(
+            f"the best embedding is {best}; the best step was {self.best_step}; measuring took {self.seconds:.0f} s"
+        )
         if change.high < 0:
             lines.append(f"warning: the run made the embeddings worse. {ADVICE}")
         elif change.low <= 0:
@@ -186,8 +188,8 @@ def build_probe(
 ) -> TrainingProbe | None:
     """Returns the probe of a run, or None where held-out documents have no two passages.
 
-    The number of rows follows from the arithmetic of the run: forward passes of the probes take at most 4.5 % of it, but
-    for 100 rows.
+    The number of rows follows from the arithmetic of the run: with more than 100 rows, the forward passes of all probes
+    take at most 4.5 % of it.
 
     Args:
         settings: With steps and intervals as numbers.
