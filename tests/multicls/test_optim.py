@@ -57,7 +57,9 @@ def test_biases_and_norms_do_not_decay_even_as_tables() -> None:
 def test_weights_outside_the_encoder_have_a_learning_rate_of_their_own() -> None:
     model = nn.ModuleDict({"multicls": nn.ModuleDict({"encoder": Model(), "facet_head": Model()})})
     groups = parameter_groups(model, 0.02, 10.0)
-    factors = [(group["weight_decay"], group["lr_factor"], len(group["params"])) for group in groups]
+    factors = [
+        (group["weight_decay"], group["lr_factor"], len(group["params"])) for group in groups
+    ]
     assert factors == [(0.02, 10.0, 1), (0.02, 1.0, 1), (0.0, 10.0, 5), (0.0, 1.0, 5)]
     assert {group["lr_factor"] for group in parameter_groups(model, 0.02)} == {1.0}
 
