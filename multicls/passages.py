@@ -57,10 +57,15 @@ def next_passage_hits(embeddings: Array, documents: Array) -> Array:
 
 
 def recall_interval(hits: Array, reference: Array, documents: Array) -> Difference:
-    """Returns the difference of two recalls with its 95 % interval, by a bootstrap over documents."""
+    """Returns the difference of two recalls with its 95 % interval, by a bootstrap over documents.
+
+    With fewer than five documents the interval is infinite: they say nothing about others.
+    """
     queries = documents[:-1][documents[:-1] == documents[1:]]
     groups = [np.flatnonzero(queries == number) for number in np.unique(queries)]
     change, generator = hits - reference, np.random.default_rng(0)
+    if len(groups) < 5:
+        return Difference(float(change.mean()), -np.inf, np.inf)
     draws = generator.integers(len(groups), size=(1000, len(groups)))
     means = [change[np.concatenate([groups[i] for i in draw])].mean() for draw in draws]
     low, high = np.quantile(means, (0.025, 0.975))

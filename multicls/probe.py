@@ -138,6 +138,8 @@ def draw_rows(
     if total < least:
         what = f"{classes} classes need" if least > 20 else "a probe needs"
         raise UserError(f"{total} labelled rows: {what} {least} or more, better some hundred.")
+    if len(np.unique(targets, axis=0)) < 2:
+        raise UserError(f"{total} labelled rows: all labels are alike.")
     if shots and kind != "class":
         raise UserError(f"shots: labels are of type {kind}; only classes have shots.")
     chosen: list[Array] = []

@@ -28,6 +28,7 @@ from multicls.files import atomic_folder, lock_holder, read_json, write_json
 from multicls.settings import Settings, parse
 from pretrain.card import write_card
 from pretrain.run_folder import check_whole, checkpoint_path, saved_steps
+from pretrain.settings import ProbeSettings
 
 EXPORT_INFO = "export.json"  # in RUN/model: facts for the card; in an export its step, too
 FACTS = ("documents", "sentences", "tokens", "sources", "hub_datasets")  # of a manifest: no paths
@@ -80,10 +81,14 @@ def check_target(flag: str, folder: Path, run_folder: Path) -> None:
         raise UserError(f"{flag}: exists and is no export; set a new folder.")
 
 
-def next_command(folder: Path, rows: str | None = None) -> str:
+def next_command(folder: Path, probe: ProbeSettings | None = None) -> str:
     """Returns a command that fine-tunes an exported model on labelled rows, with a head that every model has."""
     command = ["python", "finetune/run.py", "--model", str(folder), "--head", "mean"]
-    return shlex.join([*command, "--train_file", rows or "ROWS.csv"])
+    rows = probe or ProbeSettings()
+    command += ["--train_file", rows.file or "ROWS.csv"]
+    command += ["--text_column", rows.text_column] if rows.text_column else []
+    command += ["--label_column", rows.label_column] if rows.label_column != "label" else []
+    return shlex.join(command)
 
 
 def describe_model(

@@ -91,7 +91,7 @@ def run_job(settings: PretrainSettings, ds_config: dict[str, Any], corpus: Path)
         curves = ("curves", f"tensorboard --logdir {run_folder / 'tb'}")
         changed = f"python tools/first_look.py {shlex.quote(str(run_folder))}"
         made = [("model", run_folder / "hf"), curves]
-        command = next_command(run_folder / "hf", settings.probe.file)
+        command = next_command(run_folder / "hf", settings.probe)
         print_summary([*made, ("next", command), ("what changed", changed)])
     leave_deepspeed()
 
@@ -171,8 +171,16 @@ def prepare(settings: PretrainSettings, ds_config: dict[str, Any], corpus: Corpu
             f"warning: only {held_out.examples_per_epoch} examples are held out, so MCQT is validated among them, not "
             f"among {group} (train.negatives_group). Set a larger --data.validation_fraction."
         )
-    probe = build_probe(settings, corpus, tokenizer, run_folder)
-    notes += probe.notes if probe else ["no held-out document has two passages to probe"]
+    probe = None
+    if not is_finished:
+        probe = build_probe(settings, corpus, tokenizer, run_folder)
+        notes += probe.notes if probe else ["too few passages are held out to measure their recall"]
+    if probe and start_step and not probe.continues():
+        probe = None
+        notes.append(
+            "warning: the run began with other rows to probe, or with none, so that nothing can be compared: no probe. "
+            "Set --probe_file and --run.eval_every as at the start."
+        )
     notes += _notes_on_objectives(settings, notes)
     return Job(
         settings=settings,

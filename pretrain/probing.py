@@ -16,9 +16,8 @@ import torch.distributed as dist
 
 from multicls.corpus import Corpus
 from multicls.distributed import on_rank_0
-from multicls.errors import UserError
 from multicls.files import atomic_write, read_json
-from multicls.labels import read_labelled
+from multicls.labels import LabelType, read_labelled
 from multicls.passages import next_passage_hits, passages_of, recall_interval
 from multicls.probe import (
     DRAWS,
@@ -38,6 +37,7 @@ from pretrain.settings import PretrainSettings
 BASELINE = "probe.npz"  # in the run folder: the values of step 0
 SHARE = 0.045  # of the arithmetic of a run that the forward passes of all probes may take
 FEWEST_ROWS = 100  # taken in a short run, too
+FEWEST_PASSAGES = 20
 VIEWS = ("mean", "cls", "facets")
 FALLS = 3  # validations in a row that are a warning
 ADVICE = (
@@ -65,7 +65,7 @@ class TrainingProbe:
     draws: Draws | None
     documents: Array | None
     notes: list[str]
-    source: str = ""
+    unpad: bool = False
     best_step: int = 0
     best_value: float = -math.inf
     seconds: float = 0.0
@@ -81,13 +81,27 @@ class TrainingProbe:
             return "next-passage recall"
         return f"probe ({MEASURES[self.draws.kind]} with {self.draws.train_rows} rows)"
 
+    def continues(self) -> bool:
+        """True if step 0 of the run folder was measured on as many rows and draws."""
+        path = self.run_folder / BASELINE
+        if not path.exists():
+            return False
+        rows = (
+            (self.documents[:-1] == self.documents[1:]).sum() if self.documents is not None else 0
+        )
+        shape = (rows,) if self.draws is None else (len(self.draws.train), len(self.texts))
+        with np.load(path, allow_pickle=False) as saved:
+            return bool(saved["mean"].shape == shape)
+
     def measure(self, engine: Any, step: int) -> tuple[dict[str, float], bool]:
         """Returns the metrics at `step`, and whether they are the best so far. All ranks call it."""
         begun = time.perf_counter()
         config = engine.module.config
         engine.eval()
+        # Layers that are compiled for one length of the sequences would compile for each length of the rows.
+        torch.compiler.set_stance("force_eager")
         views = embed(
-            lambda **inputs: engine(**inputs, objectives=()),
+            lambda **inputs: engine(**inputs, objectives=(), unpad=self.unpad),
             self.tokenizer,
             self.texts,
             max_length=self.max_length,
@@ -96,6 +110,7 @@ class TrainingProbe:
             rank=dist.get_rank(),
             ranks=dist.get_world_size(),
         )
+        torch.compiler.set_stance("default")
         engine.train()
         found: tuple[dict[str, float], bool] = on_rank_0(lambda: self._compare(views, step))
         self.seconds += time.perf_counter() - begun
@@ -109,16 +124,8 @@ class TrainingProbe:
             with atomic_write(path, "wb") as file:
                 np.savez(file, **values)  # type: ignore[arg-type]
         if not self.first:
-            if not path.exists():
-                raise UserError(
-                    f"{path}: missing; a probe compares with step 0. Resume without --probe_file."
-                )
             with np.load(path, allow_pickle=False) as saved:
                 self.first = dict(saved)
-            if self.first["mean"].shape != values["mean"].shape:
-                raise UserError(
-                    f"{path}: of other rows than these; resume with the probe file that the run began with."
-                )
             if step > 0:
                 self.best_value = max(float(np.nanmean(first)) for first in self.first.values())
                 if (self.run_folder / BEST).exists():
@@ -142,7 +149,7 @@ class TrainingProbe:
         return metrics, is_best and step > 0
 
     def _values(self, features: Array) -> Array:
-        features = np.nan_to_num(features)  # of weights that are not finite
+        features = np.nan_to_num(features, posinf=0.0, neginf=0.0)  # of weights that are not finite
         if self.draws is not None:
             return probe_rows(features, self.draws)
         assert self.documents is not None
@@ -183,6 +190,15 @@ class TrainingProbe:
         return lines
 
 
+def choose_rows(kind: LabelType, targets: Array, most: int) -> Array:
+    """Returns the indices of at most `most` rows, at random but always the same, with two of each class at least."""
+    order = np.random.default_rng(0).permutation(len(targets))
+    chosen = set(order[:most].tolist())
+    for name in np.unique(targets) if kind == "class" else ():
+        chosen |= set(order[targets[order] == name][:2].tolist())
+    return np.array(sorted(chosen))
+
+
 def build_probe(
     settings: PretrainSettings, corpus: Corpus, tokenizer: Any, run_folder: Path
 ) -> TrainingProbe | None:
@@ -195,18 +211,18 @@ def build_probe(
         settings: With steps and intervals as numbers.
 
     Raises:
-        UserError: The probe file cannot be read, or its rows do not make a probe.
+        multicls.errors.UserError: The probe file cannot be read, or its rows do not make a probe.
     """
     train, run, length = settings.train, settings.run, settings.data.seq_length
     validations = 1 + math.ceil(train.steps / run.eval_every)
     sequences = 3 * train.steps * train.global_batch_size * settings.num_parts  # backward: twice
     rows = max(FEWEST_ROWS, int(SHARE * sequences / validations))
     common: dict[str, Any] = {"run_folder": run_folder, "tokenizer": tokenizer}
-    common["max_length"] = length
+    common |= {"max_length": length, "unpad": train.unpad}
     if settings.probe.file is None:
         texts, documents = passages_of(corpus, settings.data.validation_fraction, tokenizer, rows)
         texts, documents = texts[:rows], documents[:rows]
-        if not (documents[:-1] == documents[1:]).any():
+        if len(documents) < FEWEST_PASSAGES or not (documents[:-1] == documents[1:]).any():
             return None
         note = f"next-passage recall: {len(texts)} passages of held-out documents"
         return TrainingProbe(**common, texts=texts, draws=None, documents=documents, notes=[note])
@@ -216,7 +232,7 @@ def build_probe(
     draw_rows(table.kind, targets)  # refuses files of too few rows
     classes = len(table.classes)
     rows = max(rows, 2 * classes)
-    chosen = np.sort(np.random.default_rng(0).permutation(len(targets))[:rows])
+    chosen = choose_rows(table.kind, targets, rows)
     draws = draw_rows(table.kind, targets[chosen], draws=min(DRAWS, max(5, train.steps // 20)))
     note = (
         f"probe: {len(chosen)} of {len(targets)} rows of {path}, cut to {length} tokens; {draws.train_rows} fit "
@@ -224,6 +240,4 @@ def build_probe(
     )
     notes = [*(f"{path}: {line}" for line in table.notes), note]
     texts = [table.texts[row] for row in chosen]
-    return TrainingProbe(
-        **common, texts=texts, draws=draws, documents=None, notes=notes, source=path
-    )
+    return TrainingProbe(**common, texts=texts, draws=draws, documents=None, notes=notes)

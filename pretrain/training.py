@@ -234,7 +234,7 @@ class Trainer:
 
     def _export(self, step: int) -> None:
         folder = self.checkpoints.folder.parent
-        if (folder / BEST).exists():
+        if self.settings.run.keep_best and (folder / BEST).exists():
             step = read_json(folder / BEST)["step"]
             self.log.info(f"the best step by the probe, {step}, is exported")
         on_rank_0(lambda: write_model(folder, step, folder / "hf"))

@@ -27,7 +27,7 @@ from multicls.console import print_summary
 from multicls.corpus import Corpus
 from multicls.errors import UserError, run_command
 from multicls.files import read_jsonl
-from multicls.labels import read_labelled
+from multicls.labels import LabelledRows, read_labelled
 from multicls.passages import (
     CANDIDATES,
     LENGTH,
@@ -53,7 +53,7 @@ class Options(Settings):
         description="labelled rows: CSV, TSV, JSON lines or Parquet; default: those of the run",
     )
     text_column: str | None = Field(None, description="column, or COLUMN1,COLUMN2 for pairs")
-    label_column: str = Field("label", description="column of the label")
+    label_column: str | None = Field(None, description="column of the label")
     max_length: int = Field(128, ge=8, description="tokens of a labelled row that are read")
 
 
@@ -86,12 +86,10 @@ def compare_passages(
     return rows
 
 
-def compare_labels(before: Embed, after: Embed, path: str, options: Options) -> None:
+def compare_labels(before: Embed, after: Embed, table: LabelledRows, max_length: int) -> None:
     """Prints the probe on labelled rows, before and after, each against the mean before."""
-    table = read_labelled(path, options.text_column, options.label_column)
     draws = draw_rows(table.kind, targets_of(table.kind, table.labels, table.classes))
-    old = before(table.texts, options.max_length)
-    new = after(table.texts, options.max_length)
+    old, new = before(table.texts, max_length), after(table.texts, max_length)
     reference = probe(old["mean"], draws)
     title = f"{MEASURES[draws.kind]} of a linear model on {draws.train_rows} of {len(table.texts):,} labelled rows"
     print(f"{title}, {len(draws.train)} draws")
@@ -149,19 +147,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     base, corpus = settings["model"]["checkpoint"], settings["data"]["corpus"]
     base = str(sample_model()) if base == "sample" else base
     corpus = Corpus(SAMPLE_CORPUS if corpus == "sample" else corpus)
+    of_run = settings.get("probe") or {"file": None, "text_column": None, "label_column": "label"}
+    path, table = options.probe_file or of_run["file"], None
+    if path:
+        text = options.text_column or of_run["text_column"]
+        table = read_labelled(path, text, options.label_column or of_run["label_column"])
     tokenizer = AutoTokenizer.from_pretrained(run / "hf")
     torch.manual_seed(settings["train"]["seed"])
     chosen = {
         name: settings["model"][name] for name in ("num_facets", "facet_layers", "random_weights")
     }
-    untrained = build(base, **chosen, report=lambda line: None)[0].multicls.eval()
+    revision = settings["model"].get("revision")
+    untrained = build(base, revision=revision, **chosen, report=lambda line: None)[
+        0
+    ].multicls.eval()
     plain = untrained  # of random weights nothing else is before the run
     if not chosen["random_weights"]:
-        plain = AutoModel.from_pretrained(base).eval()
+        plain = AutoModel.from_pretrained(base, revision=revision or "main").eval()
     trained = AutoModel.from_pretrained(run / "hf").eval()
     facets = {"num_facets": settings["model"]["num_facets"]}
-    base_tokenizer = tokenizer if plain is untrained else AutoTokenizer.from_pretrained(base)
-    base_facets = facets if plain is untrained else {}
+    base_tokenizer = (
+        tokenizer
+        if plain is untrained
+        else AutoTokenizer.from_pretrained(base, revision=revision or "main")
+    )
+    base_facets = {"num_facets": getattr(plain.config, "num_facets", 0)}
 
     def before(texts: list[Any], length: int) -> dict[str, Array]:
         views = embed(untrained, tokenizer, texts, max_length=length, **facets)
@@ -172,8 +182,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     fraction = settings["data"]["validation_fraction"]
     rows = compare_passages(before, after, corpus, fraction, tokenizer)
-    if path := options.probe_file or settings.get("probe", {}).get("file"):
-        compare_labels(before, after, path, options)
+    if table:
+        compare_labels(before, after, table, options.max_length)
     records = [r for r in read_jsonl(run / "metrics.jsonl") if r["split"] == "validation"]
     draw(run / "first_look.png", rows, records)
     print_summary([("picture", run / "first_look.png")])

@@ -73,6 +73,7 @@ def test_draws() -> None:
     ("kind", "targets", "shots", "message"),
     [
         ("class", np.arange(12) % 2, None, "12 labelled rows: a probe needs 20 or more"),
+        ("class", np.zeros(60), None, "60 labelled rows: all labels are alike"),
         ("class", np.arange(60) % 40, None, "60 labelled rows: 40 classes need 80 or more"),
         ("score", np.arange(60.0), 8, "labels are of type score; only classes have shots"),
     ],

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multicls.errors import UserError
 from multicls.files import read_json
-from pretrain.probing import TrainingProbe
+from pretrain.probing import TrainingProbe, choose_rows
 from tests.pretrain.conftest import Fork, logs, records
 
 WORDS = ("river", "city", "music", "war", "church")
@@ -48,7 +47,8 @@ def test_the_same_on_any_ranks_and_stages(fork: Fork, rows: str, tmp_path: Path)
         found[stage, ranks] = probes(folder)
         printed = logs(folder)
         assert "probe: 60 of 60 rows of" in printed and "the best embedding is" in printed
-        assert f"--train_file {rows}" in printed and "tools/first_look.py" in printed
+        columns = "--text_column body --label_column kind"
+        assert f"--train_file {rows} {columns}" in printed and "tools/first_look.py" in printed
         best = [
             max(line[f"probe/{view}"] for view in ("mean", "cls", "facets"))
             for line in probes(folder)
@@ -66,7 +66,7 @@ def test_the_same_on_any_ranks_and_stages(fork: Fork, rows: str, tmp_path: Path)
 
 
 def test_without_labels_recall_of_passages(tmp_path: Path) -> None:
-    """A resumed run compares with step 0 of the run before it, and refuses other passages."""
+    """A resumed run compares with step 0 of the run before it, not with other passages."""
     documents = np.repeat(np.arange(20), 3)
     generator = np.random.default_rng(0)
     noise = {"mean": generator.normal(size=(60, 4)), "cls": generator.normal(size=(60, 4))}
@@ -86,8 +86,7 @@ def test_without_labels_recall_of_passages(tmp_path: Path) -> None:
     worse = probe()
     worse._compare({name: np.zeros((60, 4)) for name in noise}, 4)
     assert worse.best_step == 0 and len(worse.summary()) == 4
-    with pytest.raises(UserError, match="of other rows than these"):
-        probe(30)._compare({name: values[:30] for name, values in noise.items()}, 8)
+    assert probe().continues() and not probe(30).continues()
 
 
 @pytest.mark.parametrize(
@@ -114,6 +113,14 @@ def test_files_that_are_no_probe(
     assert fork(folder, flags=("--probe_file", str(tmp_path / "rows.jsonl"))) == [[2]]
     assert message in logs(folder) and "Traceback" not in logs(folder)
     assert not (folder / "settings.yaml").exists()
+
+
+def test_rows_of_a_rare_class_are_kept() -> None:
+    targets = np.zeros(1_000, int)
+    targets[[500, 900]] = 1
+    chosen = choose_rows("class", targets, 100)
+    assert {500, 900} <= set(chosen.tolist()) and len(chosen) <= 102
+    assert len(choose_rows("score", np.arange(1_000.0), 100)) == 100
 
 
 def test_three_falls_are_a_warning() -> None:
