@@ -173,14 +173,8 @@ def prepare(settings: PretrainSettings, ds_config: dict[str, Any], corpus: Corpu
         )
     probe = None
     if not is_finished:
-        probe = build_probe(settings, corpus, tokenizer, run_folder)
-        notes += probe.notes if probe else ["too few passages are held out to measure their recall"]
-    if probe and start_step and not probe.continues():
-        probe = None
-        notes.append(
-            "warning: the run began with other rows to probe, or with none, so that nothing can be compared: no probe. "
-            "Set --probe_file and --run.eval_every as at the start."
-        )
+        probe, lines = _prepare_probe(settings, corpus, tokenizer, resumes=start_step > 0)
+        notes += lines
     notes += _notes_on_objectives(settings, notes)
     return Job(
         settings=settings,
@@ -196,6 +190,21 @@ def prepare(settings: PretrainSettings, ds_config: dict[str, Any], corpus: Corpu
         probe=probe,
         stop=stop,
     )
+
+
+def _prepare_probe(
+    settings: PretrainSettings, corpus: Corpus, tokenizer: Any, *, resumes: bool
+) -> tuple[TrainingProbe | None, list[str]]:
+    """Returns the probe of the run, if it can have one, and lines for the log."""
+    probe = build_probe(settings, corpus, tokenizer, Path(settings.run.output_dir))
+    if probe is None:
+        return None, ["too few passages are held out to measure their recall"]
+    if resumes and not probe.continues():
+        return None, [
+            "warning: the run began with other rows to probe, or with none, so that nothing can be compared: no probe. "
+            "Set --probe_file and --run.eval_every as at the start."
+        ]
+    return probe, probe.notes
 
 
 def _notes_on_objectives(settings: PretrainSettings, notes: Sequence[str]) -> list[str]:

@@ -76,7 +76,7 @@ class TrainingProbe:
 
     @property
     def what(self) -> str:
-        """What is measured, in words."""
+        """Name of the measure, for people."""
         if self.draws is None:
             return "next-passage recall"
         return f"probe ({MEASURES[self.draws.kind]} with {self.draws.train_rows} rows)"
