@@ -1,6 +1,7 @@
 """The software and the memory that a run used. Imports torch only on a GPU."""
 
 import platform
+import re
 import resource
 import subprocess
 from contextlib import suppress
@@ -48,4 +49,6 @@ def flops_per_token(parameters: int, layers: int, hidden: int, length: int) -> f
 
 def peak_flops(device: str) -> float | None:
     """Returns a GPU's peak FLOPs a second, dense and in 16 bits, as its vendor states it; None if it is not known."""
-    return next((peak for name, peak in PEAKS.items() if name in device), None)
+    if "NVL" in device:  # of another peak than the card of the same name
+        return None
+    return next((peak for name, peak in PEAKS.items() if re.search(rf"\b{name}\b", device)), None)

@@ -30,6 +30,8 @@ def test_flops_of_a_token_and_the_peaks_of_cards() -> None:
     assert work == 6 * 150e6 + 12 * 22 * 768 * 1024
     peak = peak_flops("NVIDIA H100 80GB HBM3")
     assert peak == 989e12 and peak_flops("NVIDIA H100 PCIe") == 756e12 and peak_flops("x") is None
+    others = ("NVIDIA L40", "NVIDIA A10G", "NVIDIA RTX A1000", "NVIDIA H100 NVL")
+    assert not any(map(peak_flops, others)) and peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
     assert 0.3 < 295_000 * work / peak < 0.35
 
 
