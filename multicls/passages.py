@@ -12,18 +12,23 @@ from multicls.probe import Array, Difference
 
 TOKENS = 40  # of a passage, at least; LENGTH are read
 LENGTH = 64
-PER_DOCUMENT = 20  # passages, so that no long document makes up the result
+PER_DOCUMENT = 20  # most passages, so that no long document makes up the result
 CANDIDATES = 50
 
 
 def passages_of(
-    corpus: Corpus, fraction: float, tokenizer: Any, most: int | None = None
+    corpus: Corpus,
+    fraction: float,
+    tokenizer: Any,
+    most: int | None = None,
+    per_document: int = PER_DOCUMENT,
 ) -> tuple[list[str], Array]:
     """Returns the passages of the held-out documents in order, and the number of each one's document, (N,).
 
     Args:
         fraction: Share of the documents that is held out.
         most: Number of passages after which no further document is read.
+        per_document: Most passages of a document.
     """
     texts: list[str] = []
     documents: list[int] = []
@@ -37,8 +42,8 @@ def passages_of(
             if end - begin >= TOKENS:
                 passages.append(tokenizer.decode(row.tokens[begin:end].tolist()))
                 begin = end
-        texts += passages[:PER_DOCUMENT]
-        documents += [number] * len(passages[:PER_DOCUMENT])
+        texts += passages[:per_document]
+        documents += [number] * len(passages[:per_document])
         if most and len(texts) >= most:
             break
     return texts, np.array(documents)
@@ -59,12 +64,12 @@ def next_passage_hits(embeddings: Array, documents: Array) -> Array:
 def recall_interval(hits: Array, reference: Array, documents: Array) -> Difference:
     """Returns the difference of two recalls with its 95 % interval, by a bootstrap over documents.
 
-    With fewer than five documents the interval is infinite: they say nothing about others.
+    With fewer than ten documents the interval is infinite: they say nothing about others.
     """
     queries = documents[:-1][documents[:-1] == documents[1:]]
     groups = [np.flatnonzero(queries == number) for number in np.unique(queries)]
     change, generator = hits - reference, np.random.default_rng(0)
-    if len(groups) < 5:
+    if len(groups) < 10:
         return Difference(float(change.mean()), -np.inf, np.inf)
     draws = generator.integers(len(groups), size=(1000, len(groups)))
     means = [change[np.concatenate([groups[i] for i in draw])].mean() for draw in draws]

@@ -38,6 +38,7 @@ BASELINE = "probe.npz"  # in the run folder: the values of step 0
 SHARE = 0.045  # of the arithmetic of a run that the forward passes of all probes may take
 FEWEST_ROWS = 100  # taken in a short run, too
 FEWEST_PASSAGES = 20
+PER_DOCUMENT = 4  # passages, so that few passages come from many documents
 VIEWS = ("mean", "cls", "facets")
 FALLS = 3  # validations in a row that are a warning
 ADVICE = (
@@ -220,7 +221,8 @@ def build_probe(
     common: dict[str, Any] = {"run_folder": run_folder, "tokenizer": tokenizer}
     common |= {"max_length": length, "unpad": train.unpad}
     if settings.probe.file is None:
-        texts, documents = passages_of(corpus, settings.data.validation_fraction, tokenizer, rows)
+        fraction = settings.data.validation_fraction
+        texts, documents = passages_of(corpus, fraction, tokenizer, rows, PER_DOCUMENT)
         texts, documents = texts[:rows], documents[:rows]
         if len(documents) < FEWEST_PASSAGES or not (documents[:-1] == documents[1:]).any():
             return None

@@ -64,8 +64,8 @@ def test_first_look_finds_next_passages() -> None:
     assert not any(hits(far))
     after, before = np.array(hits(near), float), np.array(hits(far), float)
     assert recall_interval(after, before, documents).high == np.inf, "three documents are too few"
-    twice = np.concatenate([documents, documents + 3])
-    change = recall_interval(np.tile(after, 2), np.tile(before, 2), twice)
+    many = np.concatenate([documents + 3 * number for number in range(4)])
+    change = recall_interval(np.tile(after, 4), np.tile(before, 4), many)
     assert 0.0 < change.low < 0.6 < change.high <= 1.0 and change.mean == pytest.approx(0.6)
 
 
