@@ -101,4 +101,4 @@ def test_intervals_cover_the_truth_and_the_naive_one_does_not() -> None:
         half = stats.t.ppf(0.975, DRAWS - 1) * change.std(ddof=1) / DRAWS**0.5
         naively += abs(change.mean() - truth) <= half
     assert 0.88 <= covered / probes <= 1.0
-    assert naively / probes < 0.8
+    assert naively / probes < 0.7
