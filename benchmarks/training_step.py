@@ -22,7 +22,8 @@ from multicls.sample import SAMPLE_CORPUS, sample_model
 from multicls.settings import load_settings
 from pretrain.batches import MicroBatch, load_steps
 from pretrain.engine import build_engine
-from pretrain.job import build_model, build_streams
+from pretrain.export import build_model
+from pretrain.job import build_streams
 from pretrain.settings import PretrainSettings, batch_arithmetic, resolve_micro_batch
 from pretrain.training import train_step, weighted_sum
 

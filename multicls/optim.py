@@ -1,4 +1,4 @@
-"""Learning rate, weight decay and precision of pretraining, and the dropout seeds of both stages."""
+"""Parameter groups and precision of pretraining, and the dropout seeds of both stages."""
 
 import hashlib
 from typing import Any, Literal
@@ -8,16 +8,6 @@ from torch import nn
 
 from multicls.deepspeed_config import Precision
 from multicls.errors import UserError
-
-
-def linear_lr(step: int, steps: int, warmup_steps: int, peak: float) -> float:
-    """Returns the learning rate of a step, from 0 to `steps` - 1: linear warm-up to the peak, then linear decay to 0.
-
-    The peak is at step `warmup_steps`; no step before it has a learning rate of 0.
-    """
-    if step < warmup_steps:
-        return peak * ((step + 1) / (warmup_steps + 1))
-    return peak * ((steps - step) / max(1, steps - warmup_steps))
 
 
 def parameter_groups(

@@ -57,6 +57,8 @@ def write_card(folder: Path, run_folder: Path, config: Any, info: Mapping[str, A
         cell=cell,
         settings=settings,
         step=step,
+        averaged_steps=info["averaged_steps"],
+        towards_base=info["towards_base"],
         encoder=info["encoder"],
         tokens=sum(record.get("data/tokens", 0) for record in records),
         env=read_json(run_folder / "env.json"),

@@ -5,7 +5,7 @@ COMPLETE is written last, when all files are on the disk: a checkpoint is whole,
 
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,18 @@ from multicls.distributed import on_rank_0
 from multicls.errors import UserError
 from multicls.files import atomic_write, read_json, write_json
 from pretrain.engine import convert_to_universal, load_engine, save_engine
-from pretrain.run_folder import BEST, COMPLETE, FORMAT, META, checkpoint_path, saved_steps
+from pretrain.run_folder import (
+    BEST,
+    COMPLETE,
+    FORMAT,
+    META,
+    check_whole,
+    checkpoint_path,
+    saved_steps,
+)
+from pretrain.settings import TrainSettings, lr_at
 
+LENGTH = ("train.steps", "train.warmup_ratio", "train.decay_ratio")
 UNIVERSAL = "universal"  # a checkpoint converted for another number of ranks; removed when loaded
 
 
@@ -28,27 +38,82 @@ class Checkpoints:
     Attributes:
         folder: `RUN/checkpoints`.
         identity: The values that decide the numbers of a run; a checkpoint must agree to be resumed. Flat.
+        train: Settings with the length in steps.
         keep: Number of newest checkpoints to keep.
         milestone_every: Checkpoints of these steps are never deleted; None: no milestones.
     """
 
     folder: Path
     identity: Mapping[str, Any]
+    train: TrainSettings
     keep: int
     milestone_every: int | None = None
 
-    def check_identity(self, step: int) -> None:
-        """Raises UserError if the checkpoint of `step` belongs to other settings or data. Rank 0 calls it."""
-        path = checkpoint_path(self.folder, step)
-        saved, ours = read_json(path / META)["identity"], self.identity
-        problems = [
-            f"{path}: {key} was {saved.get(key)!r} and is now {ours.get(key)!r}; continue with the old value, or "
-            "set another --output_dir for a new run."
-            for key in sorted(saved.keys() | ours.keys())
-            if saved.get(key) != ours.get(key)
-        ]
-        if problems:
-            raise UserError(*problems)
+    def resume_step(self) -> int:
+        """Returns the step of the newest checkpoint that the run can continue from; 0: there is none. Rank 0 calls it.
+
+        A checkpoint of a run of another length counts if both runs have the same learning rates up to it.
+
+        Raises:
+            UserError: A checkpoint is damaged, belongs to other settings or data, or all are from after the point where
+                the learning rates part.
+        """
+        newest = ""
+        for step in reversed(saved_steps(self.folder)):
+            path, ours = checkpoint_path(self.folder, step), self.identity
+            check_whole(path)
+            saved = read_json(path / META)["identity"]
+            changed = {key for key in saved.keys() | ours.keys() if saved.get(key) != ours.get(key)}
+            if not changed:
+                return step
+            if self.train.schedule == "linear" or not changed.issubset(LENGTH):
+                raise UserError(
+                    *(
+                        f"{path}: {key} was {saved.get(key)!r} and is now {ours.get(key)!r}; continue with the old "
+                        "value, or set another --output_dir for a new run."
+                        for key in sorted(changed)
+                    )
+                )
+            values = {key.removeprefix("train."): saved[key] for key in LENGTH}
+            before = self.train.model_copy(update=values)
+            if all(lr_at(n, before) == lr_at(n, self.train) for n in reversed(range(step))):
+                return step
+            newest = newest or self._why_not_longer(path, before)
+        if newest:
+            raise UserError(newest)
+        return 0
+
+    def _why_not_longer(self, path: Path, before: TrainSettings) -> str:
+        """Returns why a run of the length of `before` cannot continue with that of `train`."""
+        steps, warmup, other = self.train.steps, before.warmup_steps, self.train.warmup_steps
+        if warmup != other:
+            return (
+                f"{path}: the warm-up was {warmup} steps and is now {other}; set --train.warmup_ratio "
+                f"{warmup / steps:.6g}, or another --output_dir for a new run."
+            )
+        last = min(before.decay_start, self.train.decay_start) + 1  # the decay begins at the peak
+        return (
+            f"{path}: train.steps was {before.steps} and is now {steps}, and no checkpoint up to step {last} is left, "
+            "where the learning rates part; set another --output_dir for a new run."
+        )
+
+    def discard_after(self, step: int) -> str:
+        """Deletes checkpoints after `step`, which are of a run of another length; returns a line for the log, or ""."""
+        later = [number for number in saved_steps(self.folder) if number > step]
+        best = self.folder.parent / BEST
+        if later and best.exists() and read_json(best)["step"] > step:
+            best.unlink()
+        _delete(checkpoint_path(self.folder, number) for number in later)
+        numbers = ", ".join(map(str, later))
+        return (
+            f"the checkpoints of another length, of steps {numbers}, are removed" if later else ""
+        )
+
+    def is_permanent(self, step: int) -> bool:
+        """Returns True if the checkpoint of `step` is always saved and never deleted."""
+        if self.train.schedule == "wsd" and step == self.train.decay_start:
+            return True  # a longer run can continue from it
+        return self.milestone_every is not None and step % self.milestone_every == 0
 
     def convert_if_needed(self, step: int) -> str:
         """Makes the checkpoint of `step` loadable by this number of ranks. Rank 0 calls it.
@@ -91,15 +156,19 @@ class Checkpoints:
         write_json(path / META, meta | {"identity": dict(self.identity)})
         with atomic_write(path / COMPLETE):
             pass
-        steps, every = saved_steps(self.folder), self.milestone_every
+        steps = saved_steps(self.folder)
         best = self.folder.parent / BEST
         kept = {read_json(best)["step"]} if best.exists() else set()
-        kept |= {*steps[-self.keep :], *(step for step in steps if every and step % every == 0)}
+        kept |= {*steps[-self.keep :], *filter(self.is_permanent, steps)}
         paths = {checkpoint_path(self.folder, step) for step in kept}
-        for old in set(self.folder.glob("step_*")) - paths:  # or left by killed processes
-            (old / COMPLETE).unlink(missing_ok=True)  # first: half-deleted is never whole
-            shutil.rmtree(old, ignore_errors=True)
+        _delete(set(self.folder.glob("step_*")) - paths)  # or left by killed processes
         return sum(files.values())
+
+
+def _delete(checkpoints: Iterable[Path]) -> None:
+    for path in checkpoints:
+        (path / COMPLETE).unlink(missing_ok=True)  # first: half-deleted is never whole
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _make_empty(path: Path) -> None:

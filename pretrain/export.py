@@ -2,19 +2,21 @@
 
 python pretrain/export.py runs/base --output exports/base
 python pretrain/export.py runs/base --step 20000 --output exports/base_at_20000
+python pretrain/export.py runs/base --average 3 --towards_base 0.5 --output exports/base_soup
 python pretrain/export.py runs/base --multi_vector exports/base_vectors
 """
 
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from pydantic import Field
+import yaml
+from pydantic import Field, PositiveInt
 from pydantic_settings import CliPositionalArg
 
 from multicls.cards import (
@@ -28,7 +30,7 @@ from multicls.files import atomic_folder, lock_holder, read_json, write_json
 from multicls.settings import Settings, parse
 from pretrain.card import write_card
 from pretrain.run_folder import check_whole, checkpoint_path, saved_steps
-from pretrain.settings import ProbeSettings
+from pretrain.settings import ModelSettings, ProbeSettings
 
 EXPORT_INFO = "export.json"  # in RUN/model: facts for the card; in an export its step, too
 FACTS = ("documents", "sentences", "tokens", "sources", "hub_datasets")  # of a manifest: no paths
@@ -40,6 +42,10 @@ class ExportOptions(Settings):
 
     run: CliPositionalArg[Path] = Field(description="run folder of pretrain/run.py, in any state")
     step: int | None = Field(None, description="step of the checkpoint; default: the newest one")
+    average: PositiveInt = Field(1, description="export the mean of this many last checkpoints")
+    towards_base: float = Field(
+        0.0, ge=0, le=1, description="share of the way back to the weights before training"
+    )
     output: Path | None = Field(None, description="new folder, or an earlier export to replace")
     multi_vector: Path | None = Field(
         None, description="the same for sentence_transformers.MultiVectorEncoder: K vectors a text"
@@ -49,10 +55,8 @@ class ExportOptions(Settings):
 def main(argv: Sequence[str] | None = None) -> int:
     """Exports a checkpoint. Returns the exit code."""
     options = parse(ExportOptions, argv, prog="pretrain/export.py", doc=__doc__)
-    run_folder, flags = (
-        options.run,
-        {"output": options.output, "multi_vector": options.multi_vector},
-    )
+    run_folder = options.run
+    flags = {"output": options.output, "multi_vector": options.multi_vector}
     targets = {flag: folder for flag, folder in flags.items() if folder}
     if options.output == options.multi_vector:  # both are None, too
         raise UserError("set --output, --multi_vector, or both, each to a folder of its own.")
@@ -63,11 +67,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if step not in steps:
         known = f"has checkpoints of steps {', '.join(map(str, steps))}"
         raise UserError(f"{run_folder}: {known if steps else 'has no checkpoint to export yet'}.")
+    steps = [number for number in steps if number <= step][-options.average :]
+    if len(steps) < options.average:
+        raise UserError(
+            f"{run_folder}: --average {options.average}: has {len(steps)} checkpoint(s) up to step {step}; set fewer, "
+            f"or train with --run.keep_checkpoints {options.average}."
+        )
     for flag, folder in targets.items():
         check_target(f"--{flag} {folder}", folder, run_folder)
     for flag, folder in targets.items():
-        write_model(run_folder, step, folder, multi_vector=flag == "multi_vector")
-    lines = [("model", f"{folder} (step {step} of {run_folder})") for folder in targets.values()]
+        is_multi_vector = flag == "multi_vector"
+        write_model(run_folder, steps, folder, options.towards_base, multi_vector=is_multi_vector)
+    what = f"step {', '.join(map(str, steps))} of {run_folder}"
+    lines = [("model", f"{folder} ({what})") for folder in targets.values()]
     print_summary(lines, next_command(next(iter(targets.values()))))
     return 0
 
@@ -134,25 +146,75 @@ def restore_model(folder: Path) -> tuple[Any, Any]:
     return model, AutoTokenizer.from_pretrained(folder, **options)
 
 
-def write_model(run_folder: Path, step: int, output: Path, *, multi_vector: bool = False) -> None:
-    """Writes the checkpoint of `step` as a Hugging Face folder; replaces an earlier one when the new one is whole.
+def build_model(model: ModelSettings, report: Callable[[str], None]) -> tuple[Any, Any]:
+    """Returns a new model and its tokenizer. huggingface_hub locks each file that it downloads."""
+    from multicls.build import build
+    from multicls.sample import SAMPLE, sample_model
+
+    checkpoint = str(sample_model()) if model.checkpoint == SAMPLE else model.checkpoint
+    return build(checkpoint, **model.model_dump(exclude={"checkpoint"}), report=report)
+
+
+def weights_before(run_folder: Path) -> dict[str, Any]:
+    """Returns the weights that a run began with, built again from the base model. Raises UserError if it has none."""
+    import torch
+
+    settings = yaml.safe_load((run_folder / "settings.yaml").read_text(encoding="utf-8"))
+    model = ModelSettings(**settings["model"])
+    if model.random_weights:
+        raise UserError(f"{run_folder}: --towards_base: the run began with random weights.")
+    if commit := read_json(run_folder / "model" / EXPORT_INFO)["base_commit"]:
+        model = model.model_copy(update={"revision": commit})
+    torch.manual_seed(settings["train"]["seed"])
+    weights: dict[str, Any] = build_model(model, lambda line: None)[0].state_dict()
+    return weights
+
+
+def mean_weights(run_folder: Path, steps: Sequence[int]) -> dict[str, Any]:
+    """Returns the mean of the fp32 weights of some checkpoints. Errors are those of `write_model`."""
+    from pretrain.engine import fp32_weights
+
+    sums: dict[str, Any] = {}
+    for step in steps:
+        checkpoint = checkpoint_path(run_folder / "checkpoints", step)
+        try:
+            check_whole(checkpoint)
+            weights = fp32_weights(checkpoint)
+        except FileNotFoundError:
+            raise UserError(f"{checkpoint}: was deleted meanwhile; export a newer one.") from None
+        sums = {name: sums.get(name, 0.0) + weight for name, weight in weights.items()}
+    return {name: total / len(steps) for name, total in sums.items()}
+
+
+def write_model(
+    run_folder: Path,
+    steps: Sequence[int],
+    output: Path,
+    towards_base: float = 0.0,
+    *,
+    multi_vector: bool = False,
+) -> None:
+    """Writes the mean of checkpoints as a Hugging Face folder; replaces an earlier one when the new one is whole.
 
     sentence-transformers reads it as a SentenceTransformer, or as a MultiVectorEncoder if `multi_vector` is True.
 
+    Args:
+        towards_base: Share of the way back to the weights before training (WiSE-FT, arXiv:2109.01903).
+
     Raises:
-        UserError: The checkpoint was deleted meanwhile, as a running training does, or the run has no `RUN/model`.
+        UserError: A checkpoint was deleted meanwhile, as a running training does, the run has no `RUN/model`, or the
+            base model is not available.
     """
     from multicls.build import quiet_transformers
-    from pretrain.engine import fp32_weights
 
     model, _ = restore_model(run_folder / "model")
-    checkpoint = checkpoint_path(run_folder / "checkpoints", step)
-    try:
-        check_whole(checkpoint)
-        model.load_state_dict(fp32_weights(checkpoint))
-    except FileNotFoundError:
-        raise UserError(f"{checkpoint}: was deleted meanwhile; export a newer one.") from None
-    info = read_json(run_folder / "model" / EXPORT_INFO) | {"step": step}
+    weights = mean_weights(run_folder, steps)
+    if towards_base:
+        base = weights_before(run_folder)
+        weights = {name: w.lerp(base[name], towards_base) for name, w in weights.items()}
+    model.load_state_dict(weights)
+    info = read_json(run_folder / "model" / EXPORT_INFO)
+    info |= {"step": steps[-1], "averaged_steps": list(steps), "towards_base": towards_base}
     info["encoder"] = "MultiVectorEncoder" if multi_vector else "SentenceTransformer"
     with atomic_folder(output) as fresh, quiet_transformers():
         shutil.copytree(run_folder / "model", fresh, dirs_exist_ok=True)

@@ -6,7 +6,7 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from data_prep.examples import ExampleStream, SpecialIds
-from multicls.build import NEW_MLM_HEAD, build
+from multicls.build import NEW_MLM_HEAD
 from multicls.console import print_summary
 from multicls.corpus import MANIFEST, Corpus, tokenizer_fingerprint
 from multicls.deepspeed_config import (
@@ -35,17 +35,16 @@ from multicls.environment import environment_record
 from multicls.errors import UserError
 from multicls.files import atomic_write, locked, read_json, read_jsonl, write_json
 from multicls.optim import choose_precision
-from multicls.sample import SAMPLE, sample_model
 from multicls.settings import to_yaml
 from multicls.tokenization import facet_ids
 from pretrain.batches import start_loader_server
 from pretrain.checkpoints import Checkpoints
 from pretrain.engine import build_engine, fp32_weights, prepare_layers
-from pretrain.export import describe_model, next_command, restore_model
+from pretrain.export import build_model, describe_model, next_command, restore_model
 from pretrain.log import Log
 from pretrain.probing import TrainingProbe, build_probe
-from pretrain.run_folder import DONE, STOPPED, checkpoint_path, disk_errors_reported, newest_step
-from pretrain.settings import ModelSettings, PretrainSettings, batch_arithmetic, resolve_length
+from pretrain.run_folder import DONE, STOPPED, checkpoint_path, disk_errors_reported, saved_steps
+from pretrain.settings import PretrainSettings, batch_arithmetic, resolve_length
 from pretrain.stopping import StopRequest
 from pretrain.training import Trainer
 
@@ -137,11 +136,12 @@ def prepare(settings: PretrainSettings, ds_config: dict[str, Any], corpus: Corpu
     """
     torch.set_float32_matmul_precision("high")  # TF32 for fp32, on GPUs that have it
     run_folder, stop = Path(settings.run.output_dir), StopRequest(settings.run.time_limit)
-    start_step = on_rank_0(lambda: newest_step(run_folder / "checkpoints"))
-    is_finished = on_rank_0((run_folder / DONE).exists)
-    notes = [f"resuming from step {start_step}" if start_step else "fresh run"]
+    end = on_rank_0(
+        lambda: read_json(run_folder / DONE)["step"] if (run_folder / DONE).exists() else 0
+    )
+    notes: list[str] = []
     torch.manual_seed(settings.train.seed)
-    if start_step or is_finished:
+    if end or on_rank_0(lambda: saved_steps(run_folder / "checkpoints")):
         model, tokenizer = restore_model(run_folder / "model")
     else:
         model, tokenizer = build_model(settings.model, notes.append)
@@ -156,9 +156,10 @@ def prepare(settings: PretrainSettings, ds_config: dict[str, Any], corpus: Corpu
     check_with_deepspeed(completed, settings.config)
     numbers = identity(settings, ds_config, precision, corpus.path)  # the length is in steps
     kept = settings.run.keep_checkpoints, settings.run.milestone_every
-    checkpoints = Checkpoints(run_folder / "checkpoints", numbers, *kept)
-    if start_step:
-        on_rank_0(lambda: checkpoints.check_identity(start_step))
+    checkpoints = Checkpoints(run_folder / "checkpoints", numbers, settings.train, *kept)
+    start_step = on_rank_0(checkpoints.resume_step)
+    is_finished = end > 0 and (end >= settings.train.steps or not start_step)
+    notes.insert(0, f"resuming from step {start_step}" if start_step else "fresh run")
     held_out, group = streams["validation"], settings.train.negatives_group
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     notes += [*length, *describe_machine()]
@@ -234,19 +235,15 @@ def start(deepspeed: Any, job: Job) -> None:
         job.model.load_state_dict(fp32_weights(checkpoint_path(checkpoints.folder, step)))
     weights, universal = settings.objective.in_use, bool(converted)
     engine = build_engine(deepspeed, job.model, job.completed, settings.train, weights, universal)
+    discarded = ""
     if step:
         checkpoints.load(engine, step)
+        discarded = on_rank_0(lambda: checkpoints.discard_after(step))
     log = Log(job.run_folder, dist.get_rank() == 0, step, settings.run.wandb_project)
-    for note in filter(None, [*job.notes, converted]):
+    for note in filter(None, [*job.notes, converted, discarded]):
         log.info(note)
     Trainer(engine, settings, job.streams, checkpoints, log, job.stop, job.probe).run(step)
     log.close()
-
-
-def build_model(model: ModelSettings, report: Callable[[str], None]) -> tuple[Any, Any]:
-    """Returns a new model and its tokenizer. huggingface_hub locks each file that it downloads."""
-    checkpoint = str(sample_model()) if model.checkpoint == SAMPLE else model.checkpoint
-    return build(checkpoint, **model.model_dump(exclude={"checkpoint"}), report=report)
 
 
 def build_streams(
@@ -347,7 +344,8 @@ def _check_not_lost(run_folder: Path, save_every: float) -> None:
 
 def _describe_run(folder: Path, recipe: str, completed: dict[str, Any]) -> None:
     """Writes the settings, the DeepSpeed JSON, the software and the command of a run."""
-    (folder / STOPPED).unlink(missing_ok=True)
+    for marker in (STOPPED, DONE):  # a finished run may continue with more steps
+        (folder / marker).unlink(missing_ok=True)
     with atomic_write(folder / "settings.yaml") as file:
         file.write(recipe)
     write_json(folder / "ds_config.json", completed)

@@ -13,7 +13,7 @@ DONE = "DONE"  # the run has finished; written last
 STOPPED = "STOPPED"  # the run has saved and left before its end; removed when it starts again
 BEST = "best.json"  # step and value of the best checkpoint, with `run.keep_best`
 COMPLETE = "COMPLETE"  # written last in a checkpoint
-FORMAT = 6  # of a checkpoint
+FORMAT = 7  # of a checkpoint
 META = "meta.json"  # in a checkpoint: its step, ranks, identity, and the size of each file
 
 
@@ -40,14 +40,6 @@ def check_whole(path: Path) -> None:
                 f"{path}: damaged: {name} has {actual} bytes, not {size}. Put the file back, or remove the folder to "
                 "use the checkpoint before it."
             )
-
-
-def newest_step(folder: Path) -> int:
-    """Returns the step of the newest checkpoint, 0 if there is none. Errors are those of `check_whole`."""
-    step = max(saved_steps(folder), default=0)
-    if step:
-        check_whole(checkpoint_path(folder, step))
-    return step
 
 
 @contextmanager

@@ -88,6 +88,10 @@ class TrainSettings(Settings):
         1.0, gt=0, description="factor of the learning rate of all weights outside the encoder"
     )
     warmup_ratio: float = Field(0.001, ge=0, lt=1, description="linear warm-up, share of the steps")
+    schedule: Literal["linear", "wsd"] = Field(
+        "linear", description="after the warm-up: linear to 0; or at the peak until a last decay"
+    )
+    decay_ratio: float = Field(0.2, gt=0, le=1, description="the decay of wsd, share of the steps")
     weight_decay: float = Field(0.02, ge=0, description="decoupled; none on biases and LayerNorms")
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's decay of the mean")
     adam_beta2: float = Field(0.999, ge=0, lt=1, description="AdamW's decay of the mean square")
@@ -109,6 +113,8 @@ class TrainSettings(Settings):
     def _fits_together(self) -> Self:
         if sum(map(bool, (self.tokens, self.epochs, self.steps))) != 1:
             raise ValueError("set one of epochs, steps and tokens, the length of the run")
+        if self.schedule == "wsd" and self.warmup_ratio + self.decay_ratio > 1:
+            raise ValueError("warmup_ratio and decay_ratio are more than the whole run")
         if self.unpad and self.compile is True:
             raise ValueError("unpad and compile exclude each other: each length would compile anew")
         group = self.negatives_group
@@ -120,6 +126,30 @@ class TrainSettings(Settings):
                     f"set it to {max(group, size // group * group)}, or change negatives_group"
                 )
         return self
+
+    @property
+    def warmup_steps(self) -> int:
+        """Number of steps with rising learning rate. It and the next need `steps`."""
+        return round(self.warmup_ratio * self.steps)
+
+    @property
+    def decay_start(self) -> int:
+        """First step from which the learning rate falls."""
+        if self.schedule == "linear":
+            return self.warmup_steps
+        decay_steps = max(1, round(self.decay_ratio * self.steps))
+        return max(self.warmup_steps, self.steps - decay_steps)
+
+
+def lr_at(step: int, train: TrainSettings) -> float:
+    """Returns the learning rate of optimizer step `step` (from 0): linear warm-up, the peak, and linear decay to 0.
+
+    The peak is at step `train.warmup_steps`; no step before it has a learning rate of 0.
+    """
+    if step < train.warmup_steps:
+        return train.learning_rate * ((step + 1) / (train.warmup_steps + 1))
+    share = (train.steps - step) / max(1, train.steps - train.decay_start)
+    return train.learning_rate * min(1.0, share)
 
 
 def _whole_or_share(interval: float) -> float:

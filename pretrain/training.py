@@ -16,7 +16,7 @@ from multicls.console import Progress
 from multicls.distributed import on_rank_0
 from multicls.environment import flops_per_token, peak_flops, peak_memory_gb
 from multicls.files import read_json, write_json
-from multicls.optim import dropout_seed, linear_lr
+from multicls.optim import dropout_seed
 from pretrain.batches import MicroBatch, load_steps, prefetch_to
 from pretrain.checkpoints import Checkpoints
 from pretrain.export import write_model
@@ -25,16 +25,10 @@ from pretrain.metrics import MetricSums, collapses, loss_terms, means, measure
 from pretrain.nonfinite import NonFiniteGuard, mask_nonfinite
 from pretrain.probing import VIEWS, TrainingProbe
 from pretrain.run_folder import BEST, DONE, STOPPED, saved_steps
-from pretrain.settings import PretrainSettings, TrainSettings
+from pretrain.settings import PretrainSettings, lr_at
 from pretrain.stopping import StopRequest
 
 NORMALIZED = ("mlm", "tfidf", "so")  # losses that are sums over terms; their number varies
-
-
-def lr_at(step: int, train: TrainSettings) -> float:
-    """Returns the learning rate of optimizer step `step` (from 0): linear warm-up to the peak, linear decay to 0."""
-    warmup_steps = round(train.warmup_ratio * train.steps)
-    return linear_lr(step, train.steps, warmup_steps, train.learning_rate)
 
 
 def weighted_sum(losses: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
@@ -197,7 +191,9 @@ class Trainer:
             for step in range(start, steps):
                 done, is_last = step + 1, step + 1 == steps
                 is_milestone = not is_last and _is_due(done, run.milestone_every)
-                save_due = is_last or is_milestone or _is_due(done, run.save_every)
+                save_due = (
+                    is_last or self.checkpoints.is_permanent(done) or _is_due(done, run.save_every)
+                )
                 validation_due = is_last or _is_due(done, run.eval_every)
                 record_due = save_due or validation_due or _is_due(done, run.log_every)
                 begun = time.perf_counter()
@@ -237,7 +233,7 @@ class Trainer:
         if self.settings.run.keep_best and (folder / BEST).exists():
             step = read_json(folder / BEST)["step"]
             self.log.info(f"the best step by the probe, {step}, is exported")
-        on_rank_0(lambda: write_model(folder, step, folder / "hf"))
+        on_rank_0(lambda: write_model(folder, [step], folder / "hf"))
 
     def _leave(self, marker: str, state: dict[str, Any]) -> None:
         """Marks the run as stopped, or exports its last checkpoint and marks it as done."""

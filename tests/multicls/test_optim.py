@@ -1,4 +1,4 @@
-"""Schedule, parameter groups and precision of pretraining, dropout seeds of both stages, the software's record."""
+"""Parameter groups and precision of pretraining, dropout seeds of both stages, the software's record."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,18 +10,9 @@ from torch import nn
 from multicls import environment
 from multicls.environment import environment_record, flops_per_token, peak_flops
 from multicls.errors import UserError
-from multicls.optim import choose_precision, dropout_seed, linear_lr, parameter_groups
+from multicls.optim import choose_precision, dropout_seed, parameter_groups
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-
-
-def test_learning_rate_rises_to_the_peak_and_falls() -> None:
-    assert [linear_lr(step, 10, 4, 5.0) for step in range(10)] == pytest.approx(
-        [1.0, 2.0, 3.0, 4.0, 5.0, 25 / 6, 20 / 6, 15 / 6, 10 / 6, 5 / 6]
-    )
-    assert linear_lr(0, 10, 0, 2e-5) == 2e-5, "no warm-up: the first step has the peak"
-    assert linear_lr(10, 10, 4, 5.0) == 0
-    assert 0 < linear_lr(2, 3, 3, 1.0) < 1, "a run of warm-up only"
 
 
 def test_flops_of_a_token_and_the_peaks_of_cards() -> None:

@@ -18,7 +18,8 @@ from multicls.corpus import Shard
 from multicls.errors import UserError
 from multicls.files import lock_holder, locked, read_json, write_json
 from pretrain.checkpoints import Checkpoints, load_engine
-from pretrain.run_folder import disk_errors_reported, newest_step, saved_steps, status
+from pretrain.run_folder import disk_errors_reported, saved_steps, status
+from pretrain.settings import TrainSettings
 from tests.pretrain.conftest import Fork, logs
 
 
@@ -51,7 +52,7 @@ class Engine:
 
 
 def checkpoints(folder: Path, keep: int = 2, **options: Any) -> Checkpoints:
-    return Checkpoints(folder, {"train.seed": 1}, keep, **options)
+    return Checkpoints(folder, {"train.seed": 1}, TrainSettings(steps=90), keep, **options)
 
 
 @pytest.fixture
@@ -109,16 +110,16 @@ def truncate(file: Path) -> None:
 def test_damage_is_named(folder: Path, name: str, harm: Callable[[Path], None]) -> None:
     harm(folder / "step_00000030" / name)
     with pytest.raises(UserError, match=f"step_00000030.*{name}"):
-        newest_step(folder)
+        checkpoints(folder).resume_step()
     shutil.rmtree(folder / "step_00000030")
-    assert newest_step(folder) == 20
+    assert checkpoints(folder).resume_step() == 20
 
 
 def test_a_checkpoint_of_another_version_is_refused(folder: Path) -> None:
     meta = folder / "step_00000030" / "meta.json"
     write_json(meta, read_json(meta) | {"format": None})
     with pytest.raises(UserError, match="step_00000030: another version"):
-        newest_step(folder)
+        checkpoints(folder).resume_step()
 
 
 def test_newest_and_milestones_are_kept(folder: Path) -> None:
@@ -126,6 +127,28 @@ def test_newest_and_milestones_are_kept(folder: Path) -> None:
     for step in (40, 50, 60, 70, 80):
         checkpoints(folder, milestone_every=20).save(Engine(), step)
     assert saved_steps(folder) == [20, 40, 60, 70, 80] and not (folder / "step_00000025").exists()
+
+
+def of_length(folder: Path, **length: Any) -> Checkpoints:
+    train = TrainSettings(schedule="wsd", warmup_ratio=0, **length)
+    names = ("steps", "warmup_ratio", "decay_ratio")
+    return Checkpoints(folder, {f"train.{name}": getattr(train, name) for name in names}, train, 1)
+
+
+def test_the_last_checkpoint_before_a_decay_is_kept_for_longer_runs(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    for step in (3, 5, 8, 9, 10):
+        of_length(folder, steps=10).save(Engine(), step)
+    assert saved_steps(folder) == [8, 10] and of_length(folder, steps=10).resume_step() == 10
+    longer = of_length(folder, steps=20)
+    assert longer.resume_step() == 8
+    assert of_length(folder, steps=10, decay_ratio=0.1).resume_step() == 8
+    write_json(tmp_path / "best.json", {"step": 9})
+    assert "of steps 10, are removed" in longer.discard_after(8)
+    assert saved_steps(folder) == [8] and not (tmp_path / "best.json").exists()
+    assert not longer.discard_after(8)
+    with pytest.raises(UserError, match="was 10 and is now 8, and no checkpoint up to step 7 is"):
+        of_length(folder, steps=8).resume_step()
 
 
 class Malicious:

@@ -17,7 +17,7 @@ from multicls.files import REPOSITORY, read_json
 from multicls.modeling_multicls import mcqt_loss, part_scores
 from multicls.optim import dropout_seed
 from pretrain.nonfinite import NonFiniteGuard, mask_nonfinite
-from pretrain.training import lr_at
+from pretrain.settings import lr_at
 from tests.pretrain.conftest import Fork, logs
 from tests.pretrain.tools import tiny_model
 from tests.pretrain.two_ranks import BATCH, CASES, FILES, GROUP, STEPS, Case, micro_batch, settings

@@ -150,6 +150,30 @@ def test_both_folders_of_sentence_transformers(stopped: Path, tmp_path: Path) ->
     assert "import SentenceTransformer" in card_of(tmp_path / "plain")[1]
 
 
+def test_means_of_checkpoints_and_the_way_back_to_the_base(
+    fork: Fork, stopped: Path, tmp_path: Path
+) -> None:
+    def exported(run: Path, *flags: str) -> dict[str, Any]:
+        return load_file(export_to(tmp_path / "model", run, *flags) / "model.safetensors")
+
+    mean, two, three = (exported(stopped, *f) for f in (["--average", "2"], ["--step", "2"], []))
+    assert all(torch.allclose(mean[name], (two[name] + three[name]) / 2) for name in mean)
+    assert any(not torch.equal(mean[name], three[name]) for name in mean)
+    trained, still = tmp_path / "a" / "run", tmp_path / "b" / "run"
+    for run, rate in ((trained, "1e-3"), (still, "1e-30")):  # which moves nothing but zeros
+        run.parent.mkdir()
+        flags = ("--model.random_weights", "false", "--steps", "2", "--learning_rate", rate)
+        assert fork(run, flags=flags) == [[0]], logs(run)
+    before, after = exported(still), exported(trained)
+    whole, half = (exported(trained, "--towards_base", share) for share in ("1", "0.5"))
+    assert whole.keys() == before.keys()
+    assert all(torch.allclose(whole[n], before[n], rtol=0, atol=1e-20) for n in before)
+    assert any(not torch.equal(after[name], before[name]) for name in before)
+    assert all(torch.allclose(half[n], (before[n] + after[n]) / 2, atol=1e-7) for n in before)
+    text = " ".join(card_of(tmp_path / "model")[1].split())
+    assert "moved 50 % of the way back" in text and "mean of the checkpoints" not in text
+
+
 BASE = {"base_model": "google-bert/bert-base-uncased", "license": "other", "license_name": "mine"}
 CORPUS = {
     "documents": 40,
@@ -213,6 +237,12 @@ def damage(run: Path) -> None:
         (lambda run: shutil.rmtree(run / "model"), [], "model: is missing"),
         (lambda run: shutil.rmtree(run / "checkpoints"), [], "no checkpoint"),
         (lambda run: None, ["--step", "0"], "steps 2, 3"),
+        (
+            lambda run: None,
+            ["--average", "3"],
+            r"--average 3: has 2 checkpoint\(s\) up to step 3; set f",
+        ),
+        (lambda run: None, ["--towards_base", "0.5"], "began with random weights"),
         (lambda run: None, ["--output", "run"], "--output run"),
         (lambda run: None, ["--multi_vector", "run"], "--multi_vector run: exists and is no"),
         (lambda run: None, ["--multi_vector", "out"], "each to a folder of its own"),

@@ -102,6 +102,24 @@ def test_killed_again_and_again(disturb: Fork, alone: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+def test_a_wsd_run_continues_with_more_steps(disturb: Fork, tmp_path: Path) -> None:
+    """Stopped, finished, killed: the weights are those of a run that had all steps from the beginning."""
+    folder, other = tmp_path / "run", tmp_path / "other" / "run"
+    other.parent.mkdir()
+    wsd = ("--train.schedule", "wsd", "--train.decay_ratio", "0.25", "--run.keep_checkpoints", "1")
+    short = (*wsd, "--steps", "8")  # two steps of warm-up, a decay after step 6
+    longer = (*wsd, "--steps", "12", "--train.warmup_ratio", "0.166667")
+    assert disturb(folder, {"accident": "SIGTERM", "step": 2}, {}, flags=short) == [[0], [0]]
+    assert disturb(folder, {}, flags=(*wsd, "--steps", "12")) == [[2]]
+    assert "warm-up was 2 steps and is now 3; set --train.warmup_ratio 0.166667," in logs(folder)
+    killed = {"accident": "killed in a step", "step": 7}
+    assert disturb(folder, killed, {}, flags=longer) == [[-9], [0]], logs(folder, 1)
+    assert "resuming from step 6" in logs(folder) and "of steps 8, are removed" in logs(folder)
+    assert disturb(other, {}, flags=longer) == [[0]], logs(other)
+    assert_same_to_the_bit(folder, other)
+
+
+@pytest.mark.slow
 def test_signals_save_and_leave_at_once(disturb: Fork, alone: Path, tmp_path: Path) -> None:
     """Between two checkpoints, and where a validation is due: it waits until the run is resumed."""
     folder = tmp_path / "run"

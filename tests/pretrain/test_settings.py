@@ -13,7 +13,13 @@ from multicls.errors import UserError
 from multicls.files import REPOSITORY
 from pretrain.job import identity
 from pretrain.run import SHORTCUTS, read_settings
-from pretrain.settings import PretrainSettings, batch_arithmetic, resolve_length
+from pretrain.settings import (
+    PretrainSettings,
+    TrainSettings,
+    batch_arithmetic,
+    lr_at,
+    resolve_length,
+)
 from pretrain.stopping import StopRequest
 
 RECIPES = sorted((REPOSITORY / "pretrain" / "recipes").glob("*.yaml"))
@@ -67,6 +73,7 @@ def test_base_is_the_paper_s() -> None:
         (["--data.single_parts"], "data.single_parts"),
         ([f"--objective.{name}=0" for name in ("mlm", "tfidf", "so", "mcqt")], "objective"),
         (["--epochs", "1", "--steps", "9"], "set one of epochs, steps and tokens"),
+        (["--train.schedule", "wsd", "--train.decay_ratio", "1"], "more than the whole run"),
         (["--steps", "0"], "set one of epochs, steps and tokens"),
     ],
 )
@@ -198,6 +205,22 @@ def test_intervals_may_be_shares_of_the_run(tiny_corpus: Path) -> None:
     group = ("--train.negatives_group=3000", "--global_batch_size=3000")
     with pytest.raises(UserError, match="too small"):
         resolved(tiny_corpus, "--steps", "7", *group)
+
+
+def rates(**train: Any) -> list[float]:
+    values = TrainSettings(steps=10, learning_rate=5.0, **train)
+    return [lr_at(step, values) for step in range(10)]
+
+
+def test_learning_rate_rises_stays_and_falls() -> None:
+    rise, fall = [1.0, 2.0, 3.0, 4.0, 5.0], [25 / 6, 20 / 6, 15 / 6, 10 / 6, 5 / 6]
+    assert rates(warmup_ratio=0.4) == pytest.approx(rise + fall)
+    assert rates(warmup_ratio=0)[0] == 5.0, "no warm-up: the first step has the peak"
+    assert lr_at(10, TrainSettings(steps=10)) == 0
+    assert 0 < rates(warmup_ratio=0.99)[-1] < 5, "a run of warm-up only"
+    wsd = rates(warmup_ratio=0.4, schedule="wsd", decay_ratio=0.3)
+    assert wsd == pytest.approx([*rise, 5.0, 5.0, 5.0, 10 / 3, 5 / 3])
+    assert rates(schedule="wsd", decay_ratio=0.01)[-1] == 5.0, "one step at least"
 
 
 def test_the_time_limit_is_in_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
