@@ -176,6 +176,9 @@ class RunSettings(Settings):
         description="probe: keep and export the checkpoint of the validation with the best probe",
     )
     time_limit: float | None = Field(None, gt=0, description="save and exit after these minutes")
+    profile: PositiveInt | None = Field(
+        None, description="number of steps whose trace torch.profiler writes to RUN/profile"
+    )
     wandb_project: str | None = Field(None, description="Weights & Biases project to report to")
 
     @field_validator("wandb_project")

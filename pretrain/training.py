@@ -2,19 +2,22 @@
 
 import math
 import time
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import profile, schedule, tensorboard_trace_handler
 
 from data_prep.examples import ExampleStream
 from multicls.console import Progress
 from multicls.distributed import on_rank_0
 from multicls.environment import flops_per_token, peak_flops, peak_memory_gb
+from multicls.errors import UserError
 from multicls.files import read_json, write_json
 from multicls.optim import dropout_seed
 from pretrain.batches import MicroBatch, load_steps, prefetch_to
@@ -29,6 +32,27 @@ from pretrain.settings import PretrainSettings, lr_at
 from pretrain.stopping import StopRequest
 
 NORMALIZED = ("mlm", "tfidf", "so")  # losses that are sums over terms; their number varies
+
+
+@contextmanager
+def profiled(folder: Path, steps: int | None) -> Iterator[Callable[[], None]]:
+    """Yields a function to call after each step. On rank 0 writes a trace of `steps` steps, from the second on.
+
+    Raises:
+        UserError: The folder cannot be made.
+    """
+    if steps is None or dist.get_rank() > 0:
+        yield lambda: None
+        return
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise UserError(f"run.profile: {folder}: cannot be written: {error.strerror}.") from None
+    with profile(
+        schedule=schedule(wait=0, warmup=1, active=steps, repeat=1),
+        on_trace_ready=tensorboard_trace_handler(str(folder)),
+    ) as profiler:
+        yield profiler.step
 
 
 def weighted_sum(losses: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
@@ -181,7 +205,8 @@ class Trainer:
         on_device = prefetch_to(torch.device(self.engine.device), batches)
         progress = Progress(steps, "steps", "pretraining", done=start, shown=ranks["rank"] == 0)
         guard, sums = NonFiniteGuard(self.engine, train.skip_nonfinite), MetricSums()
-        with self.stop.listening(), progress, closing(batches):
+        trace = profiled(self.checkpoints.folder.parent / "profile", run.profile)
+        with self.stop.listening(), progress, closing(batches), trace as step_is_over:
             if start in (0, steps) or _is_due(start, run.eval_every):  # it follows the checkpoint
                 self._validate(start)
             elif self.engine.zero_optimization_stage() == 3:
@@ -209,6 +234,7 @@ class Trainer:
                     stop=self.stop,
                     measured=record_due,
                 )
+                step_is_over()
                 seconds = time.perf_counter() - begun
                 sums.add({"speed/data_wait": (waited, seconds)})
                 sums.add({"speed/seconds_per_step": (seconds, 1.0)})

@@ -159,6 +159,21 @@ def test_mistakes_are_answered_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_trace_of_some_steps(fork: Fork, tmp_path: Path) -> None:
+    """Chrome's trace format, which Perfetto and TensorBoard open; a place that cannot be written is one line."""
+    run, flags = tmp_path / "run", ("--steps", "6", "--run.profile", "2")
+    run.mkdir()
+    (run / "profile").touch()
+    assert fork(run, flags=flags) == [[2]] and "Traceback" not in logs(run)
+    assert "error: run.profile: " in logs(run) and "profile: cannot be written: File" in logs(run)
+    (run / "profile").unlink()
+    assert fork(run, {"ranks": 2}, flags=flags) == [[0, 0]], logs(run)
+    (trace,) = (run / "profile").glob("*.pt.trace.json")
+    names = {event.get("name") for event in read_json(trace)["traceEvents"]}
+    assert {f"ProfilerStep#{n}" for n in (1, 2)} == {n for n in names if "ProfilerStep" in str(n)}
+    assert "aten::linear" in names
+
+
 def test_weights_that_no_loss_reaches_stay(fork: Fork, tmp_path: Path, tiny_bert: Path) -> None:
     """And a model without facets is recommended a head that it has."""
     run = tmp_path / "run"
