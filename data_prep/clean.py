@@ -249,7 +249,7 @@ def _without_page_lines(text: str, raw: RawDocument, drops: DropLog) -> str:
 
 # Line ends, spaces, and control characters, but not the zero-width joiners of Persian and Indian scripts.
 _LINE_ENDS = "\r\u2028\u2029"
-_LIGATURE = re.compile("[\ufb00-\ufb06]")  # ff, fi, fl, ffi ... of PDF
+_LIGATURES = "\ufb00\ufb01\ufb02\ufb03\ufb04\ufb05\ufb06"  # ff, fi, fl, ffi ... of PDF
 _SPECIAL = re.compile(
     f"[{_LINE_ENDS}\t\x0b\x0c\x1c-\x1f\x85\xa0\u1680\u2000-\u200a\u202f\u205f\u3000"
     "\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\xad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\ufeff]"
@@ -267,7 +267,8 @@ def _plain_characters(text: str) -> tuple[str, list[str]]:
         return ""
 
     if not text.isascii():
-        text = _LIGATURE.sub(lambda match: unicodedata.normalize("NFKC", match[0]), text)
+        for ligature in _LIGATURES:
+            text = text.replace(ligature, unicodedata.normalize("NFKC", ligature))
         text = unicodedata.normalize("NFC", text)
     return _SPECIAL.sub(plain, text.replace("\r\n", "\n")), removed
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pandas as pd
 
 from data_prep.build import Unit
 from data_prep.drops import DropLog
@@ -68,7 +67,8 @@ def _repeated(hashes: np.ndarray) -> np.ndarray:
     bounds = [(part << 64) // parts for part in range(parts)]
     for low, end in zip(bounds, [*bounds[1:], 1 << 64], strict=True):
         inside = np.flatnonzero((hashes >= np.uint64(low)) & (hashes <= np.uint64(end - 1)))
-        repeated[inside] = pd.Series(hashes[inside]).duplicated().to_numpy()
+        inside = inside[hashes[inside].argsort(kind="stable")]  # of equal hashes, the first stays first
+        repeated[inside[1:]] = hashes[inside[1:]] == hashes[inside[:-1]]
     return repeated
 
 
@@ -141,7 +141,7 @@ def _count_passages(shard: Shard, frequency: np.ndarray) -> np.ndarray:
         tokens = shard.tokens[starts[row] : starts[row + 1]]
         cuts = len(tokens) * np.arange(1, numbers[row]) // numbers[row]
         for passage in np.split(tokens, cuts):
-            frequency[np.unique(passage)] += 1
+            frequency[passage] += 1  # numpy adds once for each distinct index
     # Of a short row, each of the n occurrences of a token adds 1 / n.
     is_short = np.repeat(numbers == 1, shard.num_tokens)
     weights = 1.0 / shard.counts[is_short]

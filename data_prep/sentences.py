@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from itertools import accumulate
+from itertools import accumulate, chain, pairwise
 
 import sentencex
 
@@ -63,19 +63,18 @@ _WIDE_STOP = re.compile(r"[。！？][”’」』）]*")
 
 
 def split_paragraph(paragraph: str, language: str) -> Iterator[str]:
-    """Yields the sentences of a paragraph in order; only white space is lost.
+    """Returns the sentences of a paragraph in order; only white space is lost.
 
     sentencex takes quadratic time where there are no spaces, so long paragraphs are cut at full stops first.
     """
     if len(paragraph) <= LONG_PARAGRAPH:
-        yield from _split(paragraph, language)
-        return
-    start = 0
+        return _split(paragraph, language)
+    cuts = [0]
     for match in _WIDE_STOP.finditer(paragraph):
-        if match.end() - start >= LONG_PARAGRAPH:
-            yield from _split(paragraph[start : match.end()], language)
-            start = match.end()
-    yield from _split(paragraph[start:], language)
+        if match.end() - cuts[-1] >= LONG_PARAGRAPH:
+            cuts.append(match.end())
+    parts = (paragraph[start:end] for start, end in pairwise([*cuts, len(paragraph)]))
+    return chain.from_iterable(_split(part, language) for part in parts)
 
 
 def _split(paragraph: str, language: str) -> Iterator[str]:
