@@ -5,16 +5,18 @@ settings, and on nothing else:
 
     rows-0.arrow ...  the documents that are kept, in the format of a shard
     documents.npy     (D,) of `DOCUMENT`: one entry for each document
-    drops.json        what was dropped
+    dropped.jsonl     with `keep_dropped`: all that was dropped
+    drops.json        what was dropped, counts and samples
 """
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple, TypeVar
+from typing import IO, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -25,8 +27,9 @@ from data_prep.read import RawDocument, read_documents
 from data_prep.settings import BuildOptions
 from data_prep.sources import SourceFile
 from multicls.corpus import MAX_TOKENS, ShardRow, occurrences, write_shard
-from multicls.files import write_json
+from multicls.files import atomic_write, write_json
 
+DROPPED_TEXT = "dropped.jsonl"
 BATCH_SENTENCES = 1 << 15  # encoded at a time
 SHARD_TOKENS = 1 << 24  # of a file of rows
 MOST_TOKENS = MAX_TOKENS // 8  # tokens; each row of a long document then has enough sentences
@@ -55,7 +58,7 @@ class Unit(NamedTuple):
 class Document(NamedTuple):
     """A document after cleaning and encoding: N tokens in S sentences."""
 
-    raw: RawDocument  # without its text
+    raw: RawDocument  # without its text, but for a short document
     hash: int  # of its sentences
     characters: int
     tokens: np.ndarray  # (N,)
@@ -76,24 +79,31 @@ def build_unit(
     target = work / unit.key
     if target.exists():
         return
-    encoder, drops = load_encoder(tokenizer), DropLog()
+    encoder = load_encoder(tokenizer)
     # A scheduler may take a worker for dead that still runs, and build its unit again elsewhere. So
     # each has its own folder; the first to finish gives the unit.
     with TemporaryDirectory(prefix=f".{unit.key}.", dir=work) as scratch:
         folder = Path(scratch, unit.key)
         folder.mkdir()
-        documents = _encode(_clean(unit, settings, drops), encoder, drops)
-        try:
-            _write(folder, _join_short(documents, settings, drops), shard_tokens)
-        except Exception as error:
-            error.add_note(f"in {unit}")
-            raise
+        with keeper(folder / DROPPED_TEXT, settings.keep_dropped) as file:
+            drops = DropLog(file=file)
+            documents = _encode(_clean(unit, settings, drops), encoder, settings, drops)
+            try:
+                _write(folder, _join_short(documents, settings, drops), shard_tokens)
+            except Exception as error:
+                error.add_note(f"in {unit}")
+                raise
         write_json(folder / "drops.json", drops.to_json())
         try:
             folder.rename(target)
         except OSError:
             if not target.exists():
                 raise
+
+
+def keeper(path: Path, is_wanted: bool) -> AbstractContextManager[IO[str] | None]:
+    """Opens the file for all that is dropped, if it is wanted."""
+    return atomic_write(path) if is_wanted else nullcontext()
 
 
 @lru_cache(1)
@@ -108,6 +118,8 @@ def _clean(
     """Yields each document with sentences, without its text, and the sentences."""
     for file in unit.files:
         for raw in read_documents(file, settings):
+            if settings.limit and drops.documents[raw.source] >= settings.limit:
+                return
             if raw.dropped:
                 kind = REASONS[raw.dropped]
                 lost = raw.lost if kind.is_loss else 0
@@ -133,7 +145,7 @@ def _clean(
 
 
 def _failed(error: BaseException, raw: RawDocument, texts: list[str], drops: DropLog) -> None:
-    message = f"{type(error).__name__}: {error}"
+    message = f"{type(error).__name__}: {error}: {chr(10).join(texts)}"
     drops.add("documents_failed", raw, message, sum(map(len, texts)))
 
 
@@ -153,7 +165,10 @@ def _batched(
 
 
 def _encode(
-    documents: Iterable[tuple[RawDocument, list[str]]], encoder: TextEncoder, drops: DropLog
+    documents: Iterable[tuple[RawDocument, list[str]]],
+    encoder: TextEncoder,
+    settings: BuildOptions,
+    drops: DropLog,
 ) -> Iterator[Document]:
     """Yields the documents as tokens, encoding many sentences at a time."""
     for batch in _batched(documents, lambda document: len(document[1]), BATCH_SENTENCES):
@@ -161,24 +176,24 @@ def _encode(
             tokens, lengths = encoder.encode([text for _, texts in batch for text in texts])
         except FATAL:
             raise
-        except (
-            BaseException
-        ) as error:  # of the tokenizer: find the document, which alone is dropped
+        except BaseException as error:  # of the tokenizer: only the document with it is dropped
             if len(batch) == 1:
                 _failed(error, *batch[0], drops)
             for document in batch if len(batch) > 1 else ():
-                yield from _encode([document], encoder, drops)
+                yield from _encode([document], encoder, settings, drops)
             continue
         ends = np.cumsum([len(texts) for _, texts in batch])[:-1]
         spans = np.split(tokens, np.cumsum(lengths)[ends - 1])
         for (raw, texts), span, sizes in zip(batch, spans, np.split(lengths, ends), strict=True):
-            yield from _encoded(raw, texts, span, sizes, drops)
+            if encoded := _encoded(raw, texts, span, sizes, drops):
+                is_short = len(encoded.lengths) < settings.min_sentences  # may be dropped yet
+                yield encoded if is_short else encoded._replace(raw=raw)
 
 
 def _encoded(
     raw: RawDocument, sentences: list[str], tokens: np.ndarray, lengths: np.ndarray, drops: DropLog
-) -> Iterator[Document]:
-    """Yields a document without the sentences that have no token or too many, if any is left."""
+) -> Document | None:
+    """Returns a document without the sentences that have no token or too many; None if none is left."""
     kept = (lengths > 0) & (lengths <= MOST_TOKENS)
     for i in np.flatnonzero(~kept):
         reason = "sentences_of_too_many_tokens" if lengths[i] else "sentences_without_tokens"
@@ -186,11 +201,12 @@ def _encoded(
     if not kept.all():
         sentences = [sentence for sentence, keep in zip(sentences, kept, strict=True) if keep]
         tokens, lengths = tokens[np.repeat(kept, lengths)], lengths[kept]
-    if sentences:
-        hashed = _hash("\n".join(sentences).encode("utf-8"))
-        yield Document(raw, hashed, sum(map(len, sentences)), tokens, lengths)
-    else:
+    if not sentences:
         drops.add("documents_without_sentences", raw, raw.title, 0)
+        return None
+    text = "\n".join(sentences)
+    characters = len(text) - len(sentences) + 1
+    return Document(raw._replace(text=text), _hash(text.encode()), characters, tokens, lengths)
 
 
 def _join_short(
@@ -227,12 +243,13 @@ def _join(group: list[Document], min_sentences: int, drops: DropLog) -> Iterator
     hashes = b"".join(document.hash.to_bytes(8, "little") for document in group)
     tokens = np.concatenate([document.tokens for document in group])
     characters = sum(document.characters for document in group)
-    yield Document(group[0].raw, _hash(hashes), characters, tokens, lengths, len(group))
+    raw = group[0].raw._replace(text="")
+    yield Document(raw, _hash(hashes), characters, tokens, lengths, len(group))
 
 
 def _drop(reason: str, documents: Iterable[Document], drops: DropLog) -> None:
     for document in documents:
-        drops.add(reason, document.raw, document.raw.title, document.characters)
+        drops.add(reason, document.raw, document.raw.text, document.characters)
 
 
 def _hash(data: bytes) -> int:

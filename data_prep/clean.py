@@ -213,9 +213,9 @@ def _without_markup(text: str, raw: RawDocument, drops: DropLog) -> str:
 
     text = _BLOCKS.sub(drop, text)
     for pattern, target in ((_IMAGE, ""), (_LINK, r"\1"), (_EMPHASIS, r"\2"), (_MARKUP_TAG, "")):
-        before, (text, number) = len(text), pattern.subn(target, text)
-        if number:
-            drops.add("characters_of_markup", raw, pattern.pattern, before - len(text), number)
+        if found := [match[0] for match in pattern.finditer(text)]:
+            before, text = len(text), pattern.sub(target, text)
+            drops.add("characters_of_markup", raw, " ".join(found), before - len(text), len(found))
     return text
 
 

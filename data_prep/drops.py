@@ -3,7 +3,7 @@
 import heapq
 import json
 from collections import Counter, defaultdict
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import xxhash
 
@@ -67,6 +67,7 @@ class DropLog:
 
     Args:
         record: JSON values of a log, as `to_json` returns them.
+        file: Gets all that is left out, a JSON object a line.
 
     Attributes:
         counts: By source and reason, how often something was dropped.
@@ -76,7 +77,8 @@ class DropLog:
         samples: By reason, ascending.
     """
 
-    def __init__(self, record: dict[str, Any] | None = None) -> None:
+    def __init__(self, record: dict[str, Any] | None = None, file: IO[str] | None = None) -> None:
+        self._file = file
         self.counts: dict[str, Counter[str]] = defaultdict(Counter)
         self.characters: dict[str, Counter[str]] = defaultdict(Counter)
         self.documents: Counter[str] = Counter()
@@ -90,7 +92,10 @@ class DropLog:
         """Counts `count` drops of a document that lose `characters` of it; `text` shows one."""
         self.counts[raw.source][reason] += count
         self.characters[raw.source][reason] += characters
-        sample = raw.source, raw.id, text[:SAMPLE_LENGTH]
+        if self._file and REASONS[reason].unit != "joined":
+            line = {"reason": reason, "source": raw.source, "id": raw.id, "text": text}
+            self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        sample = raw.source, raw.id, " ".join(text[:SAMPLE_LENGTH].split())
         key = xxhash.xxh3_64_intdigest("\0".join(sample).encode("utf-8", "replace"))
         self._keep(reason, (key, *sample))
 
@@ -112,7 +117,8 @@ class DropLog:
 
     def to_json(self) -> dict[str, Any]:
         """Returns all that it holds as JSON values, sorted by their keys."""
-        return json.loads(json.dumps(vars(self), sort_keys=True))
+        values = {name: value for name, value in vars(self).items() if name != "_file"}
+        return json.loads(json.dumps(values, sort_keys=True))
 
     def totals(self, *sources: str) -> tuple[Counter[str], Counter[str]]:
         """Returns `counts` and `characters` by reason, over some sources or over all."""

@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data_prep.build import Unit
+from data_prep.build import DROPPED_TEXT, keeper
 from data_prep.drops import DropLog
 from data_prep.pool import run_all
 from multicls.corpus import Shard, write_shard
-from multicls.files import read_json, sha256_of
+from multicls.files import atomic_write, read_json, sha256_of, write_json
 
+FREQUENCY, MERGED = "document_frequency.npy", "merged.json"
+COPIES_TEXT = "copies.jsonl"  # with `keep_dropped`: the documents that a merge drops from a unit
 PASSAGE = 1000  # tokens: document frequencies count passages, as most tokens occur in every book
 
 
@@ -26,16 +28,16 @@ class Merged(NamedTuple):
 
 
 def merge(
-    units: list[Unit], output: Path, vocabulary_size: int, drop_copies: bool, pool: Executor | None
+    folders: list[Path],
+    copies: list[np.ndarray],
+    output: Path,
+    vocabulary_size: int,
+    pool: Executor | None,
 ) -> Merged:
-    """Writes the shards of all units, built in `output / "work"`, into `output`.
-
-    With `drop_copies`, a document with the sentences of an earlier one is dropped.
-    """
-    folders = [output / "work" / unit.key for unit in units]
+    """Writes the shards of all units into `output`, without `copies`: of each unit, (D,) bool."""
     calls = [
-        (folder, output / f"shard-{number:05d}", copied & drop_copies, vocabulary_size)
-        for number, (folder, copied) in enumerate(zip(folders, find_copies(folders), strict=True))
+        (folder, output / f"shard-{number:05d}", copied, vocabulary_size)
+        for number, (folder, copied) in enumerate(zip(folders, copies, strict=True))
     ]
     drops, frequency = DropLog(), np.zeros(vocabulary_size, np.int64)
     entries: dict[int, list[dict[str, Any]]] = {}
@@ -43,16 +45,18 @@ def merge(
         drops.merge(unit.drops.to_json())
         frequency += unit.frequency
         entries[number] = unit.shards
-    shards = [entry for number in range(len(units)) for entry in entries[number]]
+    shards = [entry for number in range(len(folders)) for entry in entries[number]]
     written = {output / shard["name"] for shard in shards}
     for path in set(output.glob(f"shard-{5 * '[0-9]'}*.arrow")) - written:
         path.unlink()  # of a run with other input that was stopped
     return Merged(shards, frequency, drops)
 
 
-def find_copies(folders: list[Path]) -> list[np.ndarray]:
-    """Returns for each unit, (D,) bool, which documents have the text of an earlier document."""
+def find_copies(folders: list[Path], is_wanted: bool = True) -> list[np.ndarray]:
+    """Returns for each unit, (D,) bool, which documents have the text of an earlier one; or none is to be found."""
     sizes = [len(np.load(folder / "documents.npy", mmap_mode="r")) for folder in folders]
+    if not is_wanted:
+        return [np.zeros(size, bool) for size in sizes]
     hashes, end = np.empty(sum(sizes), np.uint64), 0
     for folder, size in zip(folders, sizes, strict=True):  # one table in memory at a time
         hashes[end : end + size] = np.load(folder / "documents.npy")["hash"]
@@ -67,30 +71,58 @@ def _repeated(hashes: np.ndarray) -> np.ndarray:
     bounds = [(part << 64) // parts for part in range(parts)]
     for low, end in zip(bounds, [*bounds[1:], 1 << 64], strict=True):
         inside = np.flatnonzero((hashes >= np.uint64(low)) & (hashes <= np.uint64(end - 1)))
-        inside = inside[hashes[inside].argsort(kind="stable")]  # of equal hashes, the first stays first
+        inside = inside[
+            hashes[inside].argsort(kind="stable")
+        ]  # of equal hashes, the first stays first
         repeated[inside[1:]] = hashes[inside[1:]] == hashes[inside[:-1]]
     return repeated
+
+
+def is_rewritten(folder: Path, copied: np.ndarray) -> bool:
+    """Returns whether a unit was merged without other copies than `copied`, (D,) bool, and so has lost rows."""
+    record = folder / MERGED
+    merged = read_json(record) if record.exists() else {"copied": []}
+    return bool(merged["copied"]) and merged["copied"] != np.flatnonzero(copied).tolist()
 
 
 def merge_unit(folder: Path, name: Path, copied: np.ndarray, vocabulary_size: int) -> Merged:
     """Writes the shards of a unit, `name` being the path of the first one without its suffix.
 
-    The files of rows are linked, or written without the copied documents, (D,) bool.
+    The unit's folder remembers what was done, so that a merge which was stopped goes on.
     """
-    drops, table = DropLog(read_json(folder / "drops.json")), np.load(folder / "documents.npy")
-    frequency, shards = np.zeros(vocabulary_size, np.int32), list[dict[str, Any]]()
-    for number in np.unique(table["file"]).tolist():
-        source, inside = folder / f"rows-{number}.arrow", table["file"] == number
-        documents, goes = table[inside], copied[inside]
-        if goes.any():
-            source = _without(source, documents, goes, drops)
-        if not goes.all():
-            target = name.with_name(f"{name.name}{f'-{number:03d}' if number else ''}.arrow")
-            link_shard(source, target)
-            entry = _described(target, documents["rows"][~goes], frequency)
-            _count_joined(Shard(target), documents[~goes], drops)
-            shards.append({"name": target.name} | entry)
-    return Merged(shards, frequency, drops)
+    record = folder / MERGED
+    if not record.exists() or read_json(record)["copied"] != np.flatnonzero(copied).tolist():
+        _remove_copies(folder, copied, vocabulary_size)
+    merged, shards = read_json(record), list[dict[str, Any]]()
+    for number, source, entry in merged["shards"]:
+        target = name.with_name(f"{name.name}{f'-{number:03d}' if number else ''}.arrow")
+        link_shard(folder / source, target)
+        shards.append({"name": target.name} | entry)
+    return Merged(shards, np.load(folder / FREQUENCY), DropLog(merged["drops"]))
+
+
+def _remove_copies(folder: Path, copied: np.ndarray, vocabulary_size: int) -> None:
+    """Rewrites the files of rows that have copied documents, (D,) bool, without them, and describes all files."""
+    table, frequency = np.load(folder / "documents.npy"), np.zeros(vocabulary_size, np.int32)
+    shards, rewritten = list[tuple[int, str, dict[str, Any]]](), list[Path]()
+    with keeper(folder / COPIES_TEXT, (folder / DROPPED_TEXT).exists()) as file:
+        drops = DropLog(read_json(folder / "drops.json"), file)
+        for number in np.unique(table["file"]).tolist():
+            path, inside = folder / f"rows-{number}.arrow", table["file"] == number
+            documents, goes = table[inside], copied[inside]
+            if goes.any():
+                rewritten.append(path)
+                path = _without(path, documents, goes, drops)
+            if not goes.all():
+                entry = _described(path, documents["rows"][~goes], frequency)
+                _count_joined(Shard(path), documents[~goes], drops)
+                shards.append((number, path.name, entry))
+    with atomic_write(folder / FREQUENCY, "wb") as file:
+        np.save(file, frequency)
+    done = {"copied": np.flatnonzero(copied).tolist(), "shards": shards, "drops": drops.to_json()}
+    write_json(folder / MERGED, done)
+    for path in rewritten:  # else a text of which all units have copies would take twice its disk
+        path.unlink()
 
 
 def _without(path: Path, documents: np.ndarray, goes: np.ndarray, drops: DropLog) -> Path:

@@ -12,10 +12,12 @@ import re
 import shutil
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
 from contextlib import suppress
+from functools import partial
 from importlib import metadata
-from itertools import chain
+from itertools import chain, compress, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,9 +25,9 @@ import numpy as np
 import xxhash
 from tokenizers import Tokenizer
 
-from data_prep.build import SHARD_TOKENS, Unit, build_unit
+from data_prep.build import DROPPED_TEXT, SHARD_TOKENS, Unit, build_unit
 from data_prep.encode import load_tokenizer_files
-from data_prep.merge import Merged, merge
+from data_prep.merge import COPIES_TEXT, FREQUENCY, Merged, find_copies, is_rewritten, merge
 from data_prep.pool import open_pool, run_all
 from data_prep.settings import BuildOptions
 from data_prep.sources import OPENERS, Skipped, SourceFile, list_inputs
@@ -35,14 +37,13 @@ from multicls.errors import UserError
 from multicls.files import LOCK, atomic_write, locked, sha256_of, write_json
 
 DROPPED = "dropped.json"  # samples of what was dropped, by reason, and all paths that were skipped
-FREQUENCY = "document_frequency.npy"
 SMALL_UNIT = 12 << 20  # bytes of small files together: progress is seen, and all workers have some
 LARGE_UNIT = 64 << 20  # bytes of a share of a file of lines
 LEAST_WEIGHT = 1 << 12  # bytes that take as long to read as a file takes to open
 UNITS_VERSION = 2  # of the files of a unit
 PACKAGES = ("mwparserfromhell", "numpy", "pyarrow", "sentencex", "tokenizers")
 # A key holds the files themselves instead.
-NOT_IN_KEY = {"input", "include", "exclude", "tokenizer"}
+NOT_IN_KEY = {"input", "validation_input", "include", "exclude", "tokenizer"}
 _OURS = re.compile(r"\.?[0-9a-f]{24}(\..*)?|\.?tokenizer-[0-9a-f]{12}\.json.*")
 
 
@@ -80,19 +81,18 @@ def prepare(
             tokenizer = work / f"tokenizer-{job.made_from['settings']['tokenizer'][:12]}.json"
             with atomic_write(tokenizer, "wb") as file:
                 file.write(job.tokenizer_files["tokenizer.json"])
-            missing = [unit for unit in job.units if not (work / unit.key).exists()]
-            # The largest first: then the workers end together.
-            missing.sort(key=lambda unit: -sum(file.size for file in unit.files))
-            workers = min(options.workers or len(os.sched_getaffinity(0)), len(missing))
-            with open_pool(max(1, workers), options.scheduler) as pool:
-                calls = [(unit, options, work, tokenizer, shard_tokens) for unit in missing]
-                total, done = len(job.units), len(job.units) - len(missing)
-                with Progress(total, "unit", "build", done=done) as progress:
-                    for _ in run_all(build_unit, calls, pool):
-                        progress.update()
+            folders = [work / unit.key for unit in job.units]
+            workers = min(options.workers or len(os.sched_getaffinity(0)), len(folders))
+            with open_pool(workers, options.scheduler) as pool:
+                build = partial(_build, job.units, options, tokenizer, shard_tokens, pool)
+                build([not folder.exists() for folder in folders])
+                copies = find_copies(folders, "duplicate_documents" in options.rules)
+                lost = list(map(is_rewritten, folders, copies))  # if the input has changed since
+                for folder in compress(folders, lost):
+                    shutil.rmtree(folder)
+                build(lost)
                 size = Tokenizer.from_file(str(tokenizer)).get_vocab_size(with_added_tokens=True)
-                drop_copies = "duplicate_documents" in options.rules
-                merged = merge(job.units, output, size, drop_copies, pool)
+                merged = merge(folders, copies, output, size, pool)
             _finish(output, job, merged)
             _remove_work(work)
         except OSError as error:
@@ -102,16 +102,43 @@ def prepare(
                 f"--output {output}: the disk is full; what is written is safe: free some room and run it again."
             ) from None
         finally:
-            if not (output / MANIFEST).exists() and not any(work.glob("*/rows-0.arrow")):
+            if not (output / MANIFEST).exists() and not any(work.glob("*/*.arrow")):
                 _remove_work(work)  # nothing to continue from
     print_line(f"done in {Progress.format_interval(time.monotonic() - started)}: {output}")
     return Corpus(output)
+
+
+def _build(
+    units: list[Unit],
+    options: BuildOptions,
+    tokenizer: Path,
+    shard_tokens: int,
+    pool: Executor | None,
+    is_missing: list[bool],
+) -> None:
+    """Builds the missing ones of the units, the largest first: then the workers end together."""
+    missing = sorted(compress(units, is_missing), key=lambda unit: -sum(f.size for f in unit.files))
+    calls = [(unit, options, tokenizer.parent, tokenizer, shard_tokens) for unit in missing]
+    done = len(units) - len(missing)
+    with Progress(len(units), "unit", "build", done=done, shown=bool(missing)) as progress:
+        for _ in run_all(build_unit, calls, pool):
+            progress.update()
 
 
 def _describe_job(options: BuildOptions, output: Path, small_unit: int) -> Job:
     """Lists the input and groups it into units; writes nothing."""
     inside = os.path.join(output, "")  # the output may lie in the input
     files, skipped = list_inputs(options)
+    held_out: set[str] = set()
+    if options.validation_input:
+        own, more = list_inputs(options.model_copy(update={"input": options.validation_input}))
+        held_out = {file.source for file in own}
+        if both := held_out & {file.source for file in files}:
+            raise UserError(
+                f"--validation_input: {min(both)} is also a source of --input; name it: NAME=PATH."
+            )
+        # First, so that copies of held-out documents are dropped from the training text.
+        files, skipped = [*own, *files], [*more, *skipped]
     files = [file for file in files if not file.path.startswith(inside)]
     skipped = [entry for entry in skipped if not os.path.abspath(entry.path).startswith(inside)]
     if not files:
@@ -130,11 +157,13 @@ def _describe_job(options: BuildOptions, output: Path, small_unit: int) -> Job:
         "settings": settings,
         "packages": packages,
     }
-    units, listing = group_units(files, identity, small_unit), hashlib.sha256()
+    units = group_units(files, identity, small_unit, by_source=options.limit > 0)
+    listing = hashlib.sha256()
     for file in files:
         listing.update(json.dumps(file[1:]).encode("utf-8"))
     size = sum(file.size for file in files)
     described = {"files": len(files), "bytes": size, "sha256": listing.hexdigest()}
+    described["validation_sources"] = sorted(held_out)
     formats = Counter(file.format for file in files).most_common()
     listed = ", ".join(f"{number:,} {name}" for name, number in formats)
     shape = f"{count(len(files), 'file')} ({listed}), {size / 1e6:,.1f} MB"
@@ -143,14 +172,21 @@ def _describe_job(options: BuildOptions, output: Path, small_unit: int) -> Job:
 
 
 def group_units(
-    files: Iterable[SourceFile], identity: dict[str, Any], small: int, large: int = LARGE_UNIT
+    files: Sequence[SourceFile],
+    identity: dict[str, Any],
+    small: int,
+    large: int = LARGE_UNIT,
+    by_source: bool = False,
 ) -> list[Unit]:
     """Returns the units of the input, in its order; `identity` is all else that decides their bytes.
 
     A unit is a file, small files together (up to `small` bytes), or a share of `large` bytes of a file of lines.
     It depends on no other input, except that a small file moves the groups near it: a group also ends before a file
-    whose name has a small hash, so groups of other input begin at the same files.
+    whose name has a small hash, so groups of other input begin at the same files. With `by_source`, a source is a unit.
     """
+    if by_source:
+        sources = list(dict.fromkeys(file.source for file in files))
+        files = sorted(files, key=lambda file: sources.index(file.source))
     shares = list(chain.from_iterable(_shares(file, large) for file in files))
     alike = Counter(file[1:] for file in set(shares))
     prefix = json.dumps(identity, sort_keys=True)
@@ -159,7 +195,8 @@ def group_units(
     for file in shares:
         added = max(file.size or small, LEAST_WEIGHT)  # 0: not known
         begins = xxhash.xxh3_64_intdigest(file.name.encode()) < added / small * 2.0**64
-        if not groups or weight + added > small or begins:
+        begins |= weight + added > small
+        if not groups or (groups[-1][-1].source != file.source if by_source else begins):
             groups.append([])
             weight = 0
         groups[-1].append(file)
@@ -219,7 +256,14 @@ def _finish(output: Path, job: Job, merged: Merged) -> None:
     for name, data in job.tokenizer_files.items():
         with atomic_write(output / name, "wb") as file:
             file.write(data)
-    written = {name: output / name for name in (FREQUENCY, DROPPED, *job.tokenizer_files)}
+    names = [FREQUENCY, DROPPED, *job.tokenizer_files]
+    if job.made_from["settings"]["keep_dropped"]:
+        names.append(DROPPED_TEXT)
+        with atomic_write(output / DROPPED_TEXT, "wb") as file:
+            for unit, name in product(job.units, (DROPPED_TEXT, COPIES_TEXT)):
+                with open(output / "work" / unit.key / name, "rb") as part:
+                    shutil.copyfileobj(part, file)
+    written = {name: output / name for name in names}
     for path in chain(*(output.glob(f".{name}.????????") for name in (*written, MANIFEST))):
         path.unlink()  # of a run that was killed
     sources: dict[str, Counter[str]] = defaultdict(Counter)

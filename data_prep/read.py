@@ -25,7 +25,6 @@ LONGEST_RECORD = 1 << 26  # bytes of a line or a page; a longer line is cut
 TOO_LONG = "a page of more than 64 MB"
 LONGEST_DOCUMENT = 1 << 22  # characters of a plain text, after which the next blank line ends it
 ROWS = 256  # of a table, read at a time
-SAMPLE = 200  # characters of a bad record
 # Rows that are sentences: one whose hash is 0 modulo BOUNDARY begins a document.
 BOUNDARY, FEWEST_ROWS, MOST_ROWS = 512, 256, 1024
 _DOC = re.compile(r'<doc id="([^"]*)"(?:[^>]*?title="(.*)")?[^>]*>')
@@ -40,8 +39,8 @@ Rows = Callable[[SourceFile, Sequence[str]], Iterable[tuple[int, Any]]]
 class RawDocument(NamedTuple):
     """A document as it stands in the input.
 
-    `dropped` is the reason why a record cannot be read. Then the text is a sample of the record,
-    and `lost` the number of its characters.
+    `dropped` is the reason why a record cannot be read. Then the text is that of the record, and
+    `lost` the number of characters of text that it may have held.
     """
 
     source: str
@@ -84,9 +83,8 @@ def _document(
     return RawDocument(file.source, name, _utf8(title), _utf8(text), text_format)
 
 
-def _bad(file: SourceFile, record: object, reason: str, sample: str) -> RawDocument:
-    text = " ".join(sample[:SAMPLE].split())
-    return _document(file, record, "", text, "plain")._replace(dropped=reason, lost=len(sample))
+def _bad(file: SourceFile, record: object, reason: str, text: str) -> RawDocument:
+    return _document(file, record, "", text, "plain")._replace(dropped=reason, lost=len(text))
 
 
 def _utf8(text: str) -> str:
@@ -172,8 +170,7 @@ def _wikiextractor(file: SourceFile, settings: BuildOptions) -> Iterator[RawDocu
             opened, lines, size = None, [], 0
         elif begins or size > 2 * LONGEST_DOCUMENT:
             if opened or any(map(str.strip, lines)):
-                bad = _bad(file, first, "records_doc_not_closed", " ".join(lines[:3]))
-                yield bad._replace(lost=size)
+                yield _bad(file, first, "records_doc_not_closed", "\n".join(lines))
             opened, lines, size = _DOC.match(line) if begins else None, [], 0
         else:
             lines.append(line)
@@ -302,8 +299,7 @@ def _mediawiki(file: SourceFile, settings: BuildOptions) -> Iterator[RawDocument
         try:
             page = ElementTree.fromstring(data)
         except ElementTree.ParseError:
-            sample = data[6 : SAMPLE + 6].decode("utf-8", "replace")
-            yield _bad(file, number, "records_not_xml", sample)._replace(lost=len(data))
+            yield _bad(file, number, "records_not_xml", data[6:].decode("utf-8", "replace"))
             continue
         title = page.findtext("{*}title") or ""
         name = page.findtext("{*}id") or number

@@ -74,6 +74,15 @@ class BuildOptions(Settings):
         description="language whose rules split sentences; or a related one if yours is missing",
     )
     without: list[Rule] = Field([], description=f"cleaning rules to leave out: {', '.join(RULES)}")
+    validation_input: list[str] = Field(
+        [], description="inputs, as in --input, that are held out as the validation split"
+    )
+    limit: NonNegativeInt = Field(
+        0, description="for a trial: number of documents to read of each source; 0: all"
+    )
+    keep_dropped: bool = Field(
+        False, description="write all text that is left out, with the reason, to dropped.jsonl"
+    )
 
     # These do not change the corpus.
     output: str = Field(exclude=True, description="corpus folder: new, empty, or of a stopped run")

@@ -16,7 +16,7 @@ from data_prep.examples import ExampleStream, SpecialIds, TrainingExample
 from data_prep.settings import CorpusOptions, ExampleOptions, ShowOptions
 from data_prep.windows import Part
 from multicls.console import count, print_summary
-from multicls.corpus import Corpus, held_out_share
+from multicls.corpus import Corpus
 from multicls.errors import UserError
 from multicls.files import read_json
 from multicls.tokenization import facet_tokens
@@ -124,11 +124,12 @@ def vocabulary_fit(corpus: Corpus, tokenizer: Tokenizer) -> list[tuple[str, str]
 def held_out_copies(corpus: Corpus, fraction: float = 0.05) -> str:
     """Returns, in words, the share of long held-out sentences that also stand in training."""
     limit, training, held_out = corpus.validation_limit(fraction), set[bytes](), list[bytes]()
-    for row in map(corpus.row, sample_rows(corpus, LEAK_TOKENS)):
-        is_held_out = held_out_share(np.array([row.hash], np.uint64))[0] < limit
+    is_held_out = np.concatenate([corpus.held_out(i, limit) for i in range(corpus.num_shards)])
+    for number in sample_rows(corpus, LEAK_TOKENS):
+        row = corpus.row(number)
         for first in np.flatnonzero(np.diff(row.offsets) >= LONG_SENTENCE):
             sentence = row.tokens[row.offsets[first] : row.offsets[first + 1]].tobytes()
-            held_out.append(sentence) if is_held_out else training.add(sentence)
+            held_out.append(sentence) if is_held_out[number] else training.add(sentence)
     share = sum(sentence in training for sentence in held_out) / max(len(held_out), 1)
     sentences = f"{len(held_out):,} held-out sentences of {LONG_SENTENCE} and more tokens"
     return f"{share:.1%} of {sentences} also stand in training"

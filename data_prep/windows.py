@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from multicls.corpus import Corpus, Shard, held_out_share
+from multicls.corpus import Corpus, Shard
 from multicls.errors import UserError, did_you_mean
 
 SHUFFLE_EPOCH, SHUFFLE_SOURCE = 0, 1  # what a permutation is drawn for
@@ -74,8 +74,8 @@ class WindowIndex:
         windows: list[list[np.ndarray]] = []  # and how many they have
         tokens: list[int] = []
         first_row = self.num_documents = 0
-        for shard in map(corpus.shard, range(corpus.num_shards)):
-            in_split = (held_out_share(shard.hashes) < limit) == validation
+        for number in range(corpus.num_shards):
+            shard, in_split = corpus.shard(number), corpus.held_out(number, limit) == validation
             counts = self._count(shard.num_tokens, np.diff(shard.row_starts)) * in_split
             self.num_documents += int((shard.begins & in_split).sum())
             for code, name in enumerate(shard.source_names):

@@ -146,6 +146,8 @@ class Corpus:
         self.num_documents: int = manifest["documents"]  # one that takes several rows counts once
         self.vocabulary_size: int = manifest["tokenizer"]["vocabulary_size"]  # V, with added tokens
         self.tokenizer_fingerprint: str = manifest["tokenizer"]["fingerprint"]
+        made_from = manifest.get("made_from", {}).get("input", {})
+        self.validation_sources = frozenset(made_from.get("validation_sources", ()))
         self._first_rows = [0, *accumulate(shard["rows"] for shard in shards.values())]
         self.num_rows = self._first_rows[-1]
         # N of the inverse document frequency; older corpora count rows.
@@ -188,6 +190,17 @@ class Corpus:
         if fraction <= 0 or smallest < fraction or smallest == largest:
             return fraction
         return math.nextafter(smallest, 1.0)
+
+    def held_out(self, number: int, limit: float) -> np.ndarray:
+        """Returns which rows of shard `number` belong to the validation split, (R,) bool.
+
+        They are those of `validation_sources`, if there are any; else `limit`, from `validation_limit`, decides.
+        """
+        shard = self.shard(number)
+        if self.validation_sources:
+            chosen = [name in self.validation_sources for name in shard.source_names]
+            return np.array(chosen)[shard.source_codes]
+        return held_out_share(shard.hashes) < limit
 
     @cached_property
     def document_frequency(self) -> np.ndarray:

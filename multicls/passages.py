@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from multicls.corpus import Corpus, held_out_share
+from multicls.corpus import Corpus
 from multicls.probe import Array, Difference
 
 TOKENS = 40  # of a passage, at least; LENGTH are read
@@ -33,10 +33,9 @@ def passages_of(
     texts: list[str] = []
     documents: list[int] = []
     limit = corpus.validation_limit(fraction)
-    for number in range(corpus.num_rows):
+    held_out = np.concatenate([corpus.held_out(i, limit) for i in range(corpus.num_shards)])
+    for number in np.flatnonzero(held_out).tolist():
         row = corpus.row(number)
-        if held_out_share(np.array([row.hash], np.uint64))[0] >= limit:
-            continue
         passages, begin = [], 0
         for end in row.offsets[1:].tolist():
             if end - begin >= TOKENS:

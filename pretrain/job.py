@@ -163,8 +163,11 @@ def prepare(settings: PretrainSettings, ds_config: dict[str, Any], corpus: Corpu
     held_out, group = streams["validation"], settings.train.negatives_group
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     notes += [*length, *describe_machine()]
+    of = (
+        f" (of {', '.join(sorted(corpus.validation_sources))})" if corpus.validation_sources else ""
+    )
     notes += [
-        f"data: {held_out.num_documents:,} documents held out, {held_out.examples_per_epoch:,} examples",
+        f"data: {held_out.num_documents:,} documents held out{of}, {held_out.examples_per_epoch:,} examples",
         f"model: {size:.1f} M parameters, {precision}",
     ]
     if held_out.examples_per_epoch < group:

@@ -19,13 +19,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_prep import build, clean, run
+from data_prep import build, clean, merge, prepare, run
 from data_prep.drops import DropLog
+from data_prep.examples import ExampleStream
 from data_prep.merge import link_shard
 from multicls.corpus import MAX_TOKENS, Corpus
 from multicls.errors import UserError
 from multicls.files import REPOSITORY, locked
-from tests.data_prep.conftest import large_input, prepared, same_files, squeezed, story, text_of
+from tests.data_prep.conftest import (
+    SPECIAL_IDS,
+    large_input,
+    prepared,
+    same_files,
+    squeezed,
+    story,
+    text_of,
+)
 from tests.processes import children, completed, program, sessions, until
 
 Make = Callable[..., Corpus]  # of the fixture corpus_of
@@ -147,7 +156,7 @@ def prepare_until(
 ) -> None:
     """Starts a run and interrupts it after a share of the events of a kind that a whole run has."""
     whole, LEFT[event] = texts.with_name("whole"), 1000
-    prepared(tokenizer, whole, texts)
+    prepared(tokenizer, whole, texts, **settings)
     number = 1000 - LEFT.pop(event)
     shutil.rmtree(whole)
     LEFT[event] = round(share * number)
@@ -164,15 +173,21 @@ def change_input(folder: Path) -> None:
     (folder / "03.txt").write_text(story(31, 3))
 
 
-@pytest.mark.parametrize("change", [lambda folder: None, change_input])
+def remove_first(folder: Path) -> None:
+    """The last file is no copy any more."""
+    (folder / "00.txt").unlink()
+
+
+@pytest.mark.parametrize("change", [lambda folder: None, change_input, remove_first])
 @pytest.mark.parametrize("stop", STOPS)
 def test_a_stopped_run_continues(
     stop: tuple[str, float], change: Any, texts: Path, tiny_tokenizer: Path, tmp_path: Path
 ) -> None:
-    prepare_until(*stop, tiny_tokenizer, texts / "out", texts)  # the output may lie in the input
+    # The output may lie in the input.
+    prepare_until(*stop, tiny_tokenizer, texts / "out", texts, keep_dropped=True)
     if (texts / "out" / "manifest.json").exists():
         assert (texts / "out" / "work").exists() and "rmtree" in stop[0]
-        prepared(tiny_tokenizer, texts / "out", texts).verify()
+        prepared(tiny_tokenizer, texts / "out", texts, keep_dropped=True).verify()
         assert not (texts / "out" / "work").exists()
         return
     with pytest.raises(UserError, match="not a finished corpus"):
@@ -181,13 +196,32 @@ def test_a_stopped_run_continues(
     for path in foreign:
         path.write_text("not ours")
     change(texts)
-    prepared(tiny_tokenizer, texts / "out", texts).verify()
+    prepared(tiny_tokenizer, texts / "out", texts, keep_dropped=True).verify()
     for path in foreign:
         assert path.read_text() == "not ours"
         path.unlink()
     (texts / "out").rename(tmp_path / "out")
-    prepared(tiny_tokenizer, tmp_path / "fresh", texts)
+    prepared(tiny_tokenizer, tmp_path / "fresh", texts, keep_dropped=True)
     same_files(tmp_path / "fresh", tmp_path / "out")
+
+
+def test_a_merge_that_was_stopped_goes_on_and_rewritten_units_take_no_room_twice(
+    texts: Path, tiny_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [story(20), story(33, 5)]  # a copy and none
+    (texts / "12.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(prepare, "_finish", interrupted)
+        prepared(tiny_tokenizer, tmp_path / "out", texts)
+    work = tmp_path / "out" / "work"
+    (kept,) = work.glob("*/kept-*.arrow")
+    assert not kept.with_name(kept.name.removeprefix("kept-")).exists()
+    monkeypatch.setattr(merge, "_described", None)  # no unit is read again
+    prepared(tiny_tokenizer, tmp_path / "out", texts).verify()
+
+
+def interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def test_built_units_are_not_built_again(texts: Path, tiny_tokenizer: Path, tmp_path: Path) -> None:
@@ -371,6 +405,73 @@ def test_a_lost_scheduler_ends_the_command_and_loses_nothing(command: Any, tmp_p
     assert b"Traceback" not in errors
     assert completed(words).returncode == 0
     Corpus(tmp_path / "out").verify()
+
+
+# A trial, dropped text, a validation set of one's own.
+
+
+def test_a_trial_reads_the_first_documents_of_each_source(
+    tiny_tokenizer: Path, tmp_path: Path
+) -> None:
+    sizes = {"a": 5, "b": 2}
+    for source, number in sizes.items():
+        (tmp_path / source).mkdir()
+        for i in range(number):
+            lines = [json.dumps({"text": story(40, 6 * i + j)}) for j in range(2)]
+            (tmp_path / source / f"{i}.jsonl").write_text("\n".join(lines) + "\n{")
+    inputs = [str(tmp_path / "a"), str(tmp_path / "b"), f"a={tmp_path / 'b'}"]
+    corpus = prepared(tiny_tokenizer, tmp_path / "out", *inputs, limit=5)
+    ids = [(corpus.row(i).source, corpus.row(i).id.split("#")[0]) for i in range(corpus.num_rows)]
+    assert ids == [("a", "0.jsonl")] * 2 + [("a", "1.jsonl")] * 2
+    assert corpus.manifest["dropped"] == {"records_not_json": 2, "documents_duplicate": 4}
+    assert DropLog(json.loads((corpus.path / "dropped.json").read_text())).documents.total() == 10
+
+
+def test_all_that_is_dropped_can_be_kept(tiny_tokenizer: Path, tmp_path: Path) -> None:
+    bad = f'{{"text": "{"x" * 300}'  # longer than a sample
+    rows = [f"A Title\n\n{story(40)}", story(3), "", story(40)]
+    lines = [json.dumps({"text": text, "id": i}) for i, text in enumerate(rows)]
+    (tmp_path / "in.jsonl").write_text("\n".join([*lines, bad]))
+    corpus = prepared(tiny_tokenizer, tmp_path / "out", tmp_path / "in.jsonl", keep_dropped=True)
+    corpus.verify()
+    with (corpus.path / "dropped.jsonl").open() as file:
+        found = [json.loads(line) for line in file]
+    assert [(record["reason"], record["text"]) for record in found] == [
+        ("lines_heading", "A Title"),
+        ("documents_empty", ""),
+        ("records_not_json", bad),
+        ("documents_too_short", story(3).replace(". ", ".\n")),
+        ("documents_duplicate", ""),
+    ]
+    assert found[0]["id"] == "in.jsonl#0" and found[-1]["id"] == "in.jsonl#3"
+    assert not (
+        prepared(tiny_tokenizer, tmp_path / "b", tmp_path / "in.jsonl").path / "dropped.jsonl"
+    ).exists()
+
+
+def test_a_validation_set_of_ones_own(tiny_tokenizer: Path, tmp_path: Path) -> None:
+    """Its documents alone are held out, and not also trained on."""
+    for name, starts in (("train", range(6)), ("held", range(5, 8))):
+        lines = [json.dumps({"text": story(60, start)}) for start in starts]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    inputs = [tiny_tokenizer, tmp_path / "out", tmp_path / "train.jsonl"]
+    held = str(tmp_path / "held.jsonl")
+    corpus = prepared(*inputs, validation_input=[held])
+    rows = {
+        source: {i for i in range(8) if corpus.row(i).source == source}
+        for source in ("train", "held")
+    }
+    assert list(map(len, rows.values())) == [5, 3] and corpus.num_documents == 8
+    options: dict[str, Any] = {"seq_length": 48, "seed": 0, "validation_fraction": 0.5}
+    for split, source in (("train", "train"), ("validation", "held")):
+        stream = ExampleStream(corpus, SPECIAL_IDS, **options | {"split": split})
+        shown = {example.row for example in stream.examples(0, range(stream.examples_per_epoch))}
+        assert shown == rows[source] and stream.num_documents == len(shown)
+    prepared(*inputs, validation_input=[held])  # already finished
+    with pytest.raises(UserError, match=r"\(input\)"):
+        prepared(*inputs[:2], tmp_path / "train.jsonl", held)
+    with pytest.raises(UserError, match="train is also a source of --input"):
+        prepared(*inputs, validation_input=[f"train={held}"])
 
 
 # Short documents, and documents that fail.

@@ -267,7 +267,7 @@ def test_shares_of_a_file_have_its_lines(
 
 
 def test_units_depend_on_nothing_else(tmp_path: Path) -> None:
-    sizes = {"small": 20_000, "large": 30_000}
+    sizes: Any = {"small": 20_000, "large": 30_000}
     for number in range(12):
         (tmp_path / f"{number:02d}.txt").write_text("The cat sat. " * 100)
     (tmp_path / "large.jsonl").write_text(LINE * 4000)
