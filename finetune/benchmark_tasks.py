@@ -1,6 +1,5 @@
 """Reads the rows of the benchmarks' tasks, from official files or the Hub."""
 
-import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,21 +14,18 @@ SUFFIXES = {"superglue": (".jsonl",), "cs224n": (".csv",), "glue": (".tsv", ".js
 QUESTIONS = {"cause": "What was the cause of this?", "effect": "What happened as a result?"}  # COPA
 
 
-def read_task(task: Task, data_dir: str | None, with_test: bool = False) -> TaskData:
+def read_task(task: Task, data_dir: str | None) -> TaskData:
     """Returns the examples of a task of the benchmarks.
 
     Args:
         data_dir: folder with one folder a task, or with such a folder for each benchmark (glue/, superglue/,
             cs224n/); None: the Hub.
-        with_test: read the unlabelled test set, too, for a submission.
 
     Raises:
         UserError: A file is missing, or a row does not parse.
     """
-    if with_test and not task.test:
-        raise UserError(f"--predict_test: task {task.name} has no test rows to submit.")
     splits, notes = dict[str, Any](), list[str]()
-    for name in ("train", "dev", "test")[: 2 + with_test]:
+    for name in ("train", "dev"):
         splits[name], left_out = read_split(task, name, data_dir)
         if left_out:
             notes.append(f"{name}: {count(left_out, 'row')} without a label left out")
@@ -37,22 +33,19 @@ def read_task(task: Task, data_dir: str | None, with_test: bool = False) -> Task
 
 
 def read_split(task: Task, split: str, data_dir: str | None) -> tuple[list[Example], int]:
-    """Returns the examples of "train", "dev" or "test", and the number of rows left out for having no label.
-
-    Labels of "test" are not read.
-    """
-    examples, left_out, hidden = list[Example](), 0, split == "test"
+    """Returns the examples of "train" or "dev", and the number of rows left out for having no label."""
+    examples, left_out = list[Example](), 0
     convert = _FORMS.get(task.name) or _FORMS.get(task.benchmark) or (lambda row: iter([row]))
-    for stem, part, *_ in getattr(task, split):
-        rows = _file_rows(task, stem, Path(data_dir), hidden) if data_dir else _hub_rows(task, stem)
+    for stem, part in getattr(task, split):
+        rows = _file_rows(task, stem, Path(data_dir)) if data_dir else _hub_rows(task, stem)
         for number, (where, row) in enumerate(rows):
-            if not hidden and row.get("label", "-") in (None, ""):
+            if row.get("label", "-") in (None, ""):
                 left_out += 1
                 continue
             try:
                 for flat in convert(row):
                     key = flat.get("key", flat.get("idx", flat.get("index", number)))
-                    label = math.nan if hidden else _label(task, flat["label"])
+                    label = _label(task, flat["label"])
                     examples.append(_example(task, f"{stem}:{key}", flat, part, label))
             except KeyError as error:
                 known = ", ".join(map(repr, row))
@@ -64,16 +57,15 @@ def read_split(task: Task, split: str, data_dir: str | None) -> tuple[list[Examp
     return examples, left_out
 
 
-def _file_rows(task: Task, stem: str, data_dir: Path, hidden: bool) -> RawRows:
+def _file_rows(task: Task, stem: str, data_dir: Path) -> RawRows:
     """Returns the rows of an official file, with the Hub's names of the columns."""
-    name = stem if "/" in stem else f"{task.folder}/{stem}"
-    folders = (data_dir, data_dir / task.benchmark)
-    paths = [folder / f"{name}{end}" for folder in folders for end in SUFFIXES[task.benchmark]]
+    folders = (data_dir / task.folder, data_dir / task.benchmark / task.folder)
+    paths = [folder / f"{stem}{end}" for folder in folders for end in SUFFIXES[task.benchmark]]
     path = next((path for path in paths if path.is_file()), None)
     if path is None:
         names = " or ".join(map(str, paths))
         raise UserError(f"--data_dir {data_dir}: task {task.name} needs {names}: no such file.")
-    rows = read_table(path, () if hidden else task.header, allow_short=True)
+    rows = read_table(path, task.header, allow_short=True)
     hub_names = dict(zip(task.file_columns, (*task.fields, "label"), strict=False))
     return [(where, {hub_names.get(k, k): v for k, v in row.items()}) for where, row in rows]
 
@@ -83,8 +75,6 @@ def _hub_rows(task: Task, stem: str) -> RawRows:
         raise UserError(f"task {task.name} is not on the Hub: set --data_dir, its files' folder.")
     name, configuration = task.hub
     split = re.sub("^(dev|val)", "validation", stem)
-    if stem == "AX/AX":
-        configuration, split = "ax", "test"
     # SuperGLUE's data set is a script, which `datasets` no longer runs; the Hub's own conversion has a folder each.
     options: dict[str, Any] = {"name": configuration}
     if task.benchmark == "superglue":
@@ -115,7 +105,7 @@ def _label(task: Task, value: Any) -> float:
         return float(value)
     if type(value) is int and 0 <= value < len(task.labels):
         return value
-    names = [name.lower() for name in task.labels]  # JSON's true is "true" or "True" in submissions
+    names = [name.lower() for name in task.labels]  # JSON's true is "true" or "True" in files
     if (name := str(value).strip().lower()) not in names:
         raise ValueError(f"label {value!r} is none of {', '.join(task.labels)}")
     return names.index(name)

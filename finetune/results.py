@@ -53,7 +53,7 @@ def write_run(
         (part, {split: example_arrays(part.splits[split], logits) for split, logits in of.items()})
         for part, of in zip(rows, outputs, strict=True)
     ]
-    names = {"head", "model", "selection", "pretraining", "seed", "search", "predict_test"}
+    names = {"head", "model", "selection", "pretraining", "seed", "search"}
     record = {
         **settings.model_dump(mode="json", include=names),
         "format": FORMAT,
@@ -203,8 +203,7 @@ def finished_record(settings: RunSettings, identity: Record | None = None) -> Re
             f"{record['path']}: holds another run ({in_words(changes)}); set another --name or --output_dir."
         )
     lacks_model = settings.save_model and not (settings.folder / "model").is_dir()
-    lacks_test = settings.predict_test and not record["predict_test"]
-    return None if lacks_model or lacks_test else record
+    return None if lacks_model else record
 
 
 def differences(before: Record, now: Record) -> dict[str, tuple[Any, Any]]:

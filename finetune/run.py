@@ -114,15 +114,15 @@ def _print_scores(record: Record) -> None:
 
 def load_tasks(settings: RunSettings) -> list[TaskData]:
     """Returns all examples of the tasks of a run, or of the user's own rows; a process reads them once."""
-    where = (settings.own, settings.data_dir, settings.predict_test, settings.max_length)
+    where = (settings.own, settings.data_dir, settings.max_length)
     return [_load_task(name, *where) for name in settings.task_names or [""]]
 
 
 @lru_cache(maxsize=8)
 def _load_task(
-    name: str, own: OwnDataSettings, data_dir: str | None, with_test: bool, max_length: int | None
+    name: str, own: OwnDataSettings, data_dir: str | None, max_length: int | None
 ) -> TaskData:
-    data = load_own(own) if own.source else read_task(TASKS[name], data_dir, with_test)
+    data = load_own(own) if own.source else read_task(TASKS[name], data_dir)
     return replace(data, task=replace(data.task, max_length=max_length or data.task.max_length))
 
 

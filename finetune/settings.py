@@ -25,7 +25,7 @@ NOT_COMPARED: dict[str, Any] = {
     "own": {"train_file", "dev_file", "test_file", "dataset"},
     "train": {"micro_batch_size", "checkpoint_minutes"},
     "trainer": {"per_device_eval_batch_size", "gradient_checkpointing", "activation_checkpointing"},
-    **dict.fromkeys(("save_model", "predict_test"), True),
+    "save_model": True,
 }
 
 # TrainingArguments that `trainer` may set. Of the others, settings of ours decide, or they have no effect here.
@@ -148,7 +148,6 @@ class SystemSettings(Settings):
     trainer: dict[str, TrainerValue] = Field({}, description="TrainingArguments, as NAME=VALUE")
     config: str | None = Field(None, description="DeepSpeed JSON, such as ds_configs/zero2.json")
     save_model: bool = Field(False, description="save the best model in the run's folder")
-    predict_test: bool = Field(False, description="predict the test set, for finetune/submit.py")
 
 
 class RunSettings(SystemSettings, RecipeOptions):
@@ -181,8 +180,8 @@ class RunSettings(SystemSettings, RecipeOptions):
             yield f"task {name}: no such task.{did_you_mean(name, TASKS)}"
         if len(set(names)) < len(names) or (len(names) > 1 and head != "cln"):
             yield f"task {self.task}: only --head cln trains several, each once"
-        if own.source and (self.predict_test or self.data_dir):
-            yield "--data_dir and --predict_test are for benchmarks; for your own rows set --test_file"
+        if own.source and self.data_dir:
+            yield "--data_dir is for benchmarks; leave it out"
         if own.source and own.name in TASKS:
             yield f"{own.name} is a task of the benchmarks: set another task_name"
         if own.train_file and own.dataset:

@@ -22,7 +22,7 @@ OWN_METRICS: dict[LabelType, tuple[str, ...]] = {  # of a user's own rows
     "score": ("spearman", "pearson"),
 }
 # The fields of a task on where its rows are; records and saved models do not keep them.
-SOURCE = ("benchmark", "folder", "hub", "file_columns", "header", "train", "dev", "test", "passage")
+SOURCE = ("benchmark", "folder", "hub", "file_columns", "header", "train", "dev", "passage")
 TEXT_FIELDS = ("id", "place", "part", "group", "answer", "passage")  # of an example's predictions
 DERIVED = ("num_labels", "is_regression")  # which they keep as well
 Parts = tuple[tuple[str, str], ...]  # of a split: file stem and short name
@@ -34,7 +34,7 @@ class Task:
 
     name: str
     fields: tuple[str, ...]  # the column of each text, as the Hub names it
-    labels: tuple[str, ...]  # as submissions spell them, in the Hub's order; empty for regression
+    labels: tuple[str, ...]  # as the files spell them, in the Hub's order; empty for regression
     metrics: tuple[str, ...]  # the first picks the checkpoint; "mean(..)" is the mean of the others
     benchmark: Literal["glue", "superglue", "cs224n", "own"] = "own"
     folder: str = ""  # folder under `--data_dir`
@@ -43,8 +43,6 @@ class Task:
     header: tuple[str, ...] = ()  # columns of train and dev files without a header
     train: Parts = (("train", ""),)
     dev: Parts = (("dev", ""),)  # parts are pooled for the score and scored apart, too
-    # Unlabelled parts for submissions: file stem (or FOLDER/STEM), short name, stem of the submission, its rows.
-    test: tuple[tuple[str, str, str, int], ...] = ()
     label_scale: float = 1.0  # a regression label is divided by it to become the training target
     num_choices: int = 0
     num_spans: int = 0
@@ -75,11 +73,11 @@ class Example:
     id: str  # unique in its split: "FILE:NUMBER", NUMBER being the benchmark's own index if it has one
     texts: tuple[str, ...]  # in a choice task each sequence begins with them
     label: float  # class index or score; NaN if it is hidden; 0.0 if there may be several labels
-    part: str = ""  # the part of dev or test
+    part: str = ""  # the part of dev
     choices: tuple[str, ...] = ()  # the last segment of each choice
     spans: tuple[tuple[int, int, int], ...] = ()  # (index of the text, first character, end)
     group: str = ""  # examples judged together: a MultiRC question, a ReCoRD query
-    answer: str = ""  # what a submission names (ReCoRD's entity)
+    answer: str = ""  # ReCoRD's entity
     labels: tuple[float, ...] = ()  # 1.0 or 0.0 for each class, if there may be several labels
     passage: str = ""  # identity of the text (`Task.passage`) or group that examples share
     place: str = ""  # "FILE:LINE" of own rows
@@ -92,7 +90,7 @@ class TaskData:
     task: Task
     train: list[Example]
     dev: list[Example]  # to evaluate on
-    test: list[Example] = field(default_factory=list)  # to score or predict at the end
+    test: list[Example] = field(default_factory=list)  # to score at the end
     validation: list[Example] = field(default_factory=list)  # held out of train
     is_subset: bool = False  # train lacks rows of the task
     notes: list[str] = field(default_factory=list)  # what a reader of every result has to know

@@ -22,7 +22,7 @@ COMMANDS = (
     *(f"pretrain/{name}.py" for name in ("run", "export")),
     *(
         f"finetune/{name}.py"
-        for name in ("run", "grid", "report", "refit", "predict", "export", "analyze", "submit")
+        for name in ("run", "grid", "report", "refit", "predict", "export", "analyze")
     ),
     "multicls/convert.py",
 )

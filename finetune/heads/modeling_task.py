@@ -160,11 +160,8 @@ class MulticlsHead(Head):
 
     def forward(self, hidden: Tensor, mask: Tensor, layers: Sequence[Tensor]) -> Tensor:
         """Returns the embedding, (B, D)."""
-        return self.contributions(hidden[:, self.facet_slice]).sum(dim=1)
-
-    def contributions(self, facets_BKD: Tensor) -> Tensor:
-        """Returns what each facet adds to the embedding, (B, K, D)."""
-        return self.dense(facets_BKD, centred=self.centred) + self.bias
+        facets_BKD = hidden[:, self.facet_slice]
+        return (self.dense(facets_BKD, centred=self.centred) + self.bias).sum(dim=1)
 
 
 class FirstHead(Head):

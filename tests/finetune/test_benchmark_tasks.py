@@ -2,7 +2,6 @@
 
 import csv
 import json
-import math
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -169,15 +168,13 @@ def test_torn_rows_are_named(task: str, content: str, message: str, tmp_path: Pa
         read(task, tmp_path, content)
 
 
-def test_missing_files_and_tasks_without_test_rows(tmp_path: Path) -> None:
+def test_missing_files_are_named(tmp_path: Path) -> None:
     """No file is a reason to go on."""
     with pytest.raises(UserError, match="RTE/train.tsv.* or .*/glue/RTE/.*: no such file"):
         read_task(TASKS["rte"], str(tmp_path))
     put(tmp_path / "QNLI" / "dev.tsv", "index\tquestion\tsentence\tlabel\n0\ta\tb\tentailment\n")
     with pytest.raises(UserError, match="task qnli needs .*QNLI/train.tsv"):
         read_task(TASKS["qnli"], str(tmp_path))
-    with pytest.raises(UserError, match="sst5 has no test rows"):
-        read_task(TASKS["sst5"], str(tmp_path), with_test=True)
 
 
 def test_the_hub_without_network_names_data_dir(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,18 +189,15 @@ def test_the_hub_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def load(repository: str, split: str, **options: str) -> list[dict[str, object]]:
         requests.append((repository, split, options))
-        label = -1 if "test" in split else 1
-        return [{"premise": split, "hypothesis": "b", "label": label, "idx": 7}]
+        return [{"premise": split, "hypothesis": "b", "label": 1, "idx": 7}]
 
     monkeypatch.setattr("datasets.load_dataset", load)
-    data = read_task(TASKS["mnli"], None, with_test=True)
-    parts = ["train", "validation_matched", "validation_mismatched", "test_matched"]
-    expected = [("nyu-mll/glue", part, {"name": "mnli"}) for part in (*parts, "test_mismatched")]
-    assert requests == [*expected, ("nyu-mll/glue", "test", {"name": "ax"})]
+    data = read_task(TASKS["mnli"], None)
+    parts = ["train", "validation_matched", "validation_mismatched"]
+    assert requests == [("nyu-mll/glue", part, {"name": "mnli"}) for part in parts]
     found = [(row.texts[0], row.label, row.part) for row in data.dev]
     assert found == [("validation_matched", 1, "m"), ("validation_mismatched", 1, "mm")]
-    assert [row.id for row in data.test] == ["test_matched:7", "test_mismatched:7", "AX/AX:7"]
-    assert all(math.isnan(row.label) for row in data.test)
+    assert data.train[0].id == "train:7"
     requests.clear()
     read_task(TASKS["cb"], None)
     options = {"data_dir": "cb", "revision": "refs/convert/parquet"}
@@ -270,23 +264,11 @@ def test_a_mention_whose_index_is_off_is_found_nearby(tmp_path: Path) -> None:
     assert example.spans == ((0, 12, 14), (0, 0, 3)), "a word of its own, not a part of 'bit'"
 
 
-def test_test_rows_have_a_header_and_their_own_index(tmp_path: Path) -> None:
-    test = read("cola", tmp_path, "index\tsentence\n3\tthe dog\n4\ta dog\n", "test")
-    assert [(row.id, row.texts[0]) for row in test] == [("test:3", "the dog"), ("test:4", "a dog")]
-    assert all(math.isnan(row.label) for row in test)
-
-
-def test_mnli_predicts_the_diagnostic(tmp_path: Path) -> None:
+def test_labels_of_mnli_are_the_gold_ones(tmp_path: Path) -> None:
     header = "index\tsentence1\tsentence2\tlabel1\tgold_label\n"
-    for stem in ("train", "dev_matched", "dev_mismatched", "test_matched", "test_mismatched"):
+    for stem in ("train", "dev_matched", "dev_mismatched"):
         put(tmp_path / "MNLI" / f"{stem}.tsv", header + "0\ta\tb\tneutral\tcontradiction\n")
     assert [row.label for row in read_task(TASKS["mnli"], str(tmp_path)).dev] == [2, 2]
-    with pytest.raises(UserError, match="task mnli needs .*AX/AX.tsv"):
-        read_task(TASKS["mnli"], str(tmp_path), with_test=True)
-    put(tmp_path / "AX" / "AX.tsv", "index\tsentence1\tsentence2\n0\ta\tb\n1\tc\td\n")
-    data = read_task(TASKS["mnli"], str(tmp_path), with_test=True)
-    assert [row.part for row in data.test] == ["m", "mm", "ax", "ax"]
-    assert all(math.isnan(row.label) for row in data.test)
 
 
 def test_folders_of_benchmarks(tmp_path: Path) -> None:

@@ -1,9 +1,6 @@
-"""One run, from rows to its folder: records, refusals, messages, locks, saved models and cards; submissions."""
+"""One run, from rows to its folder: records, refusals, messages, locks, saved models and cards."""
 
-import json
-import math
 import shutil
-import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,7 @@ from scipy.special import softmax
 from sklearn.preprocessing import StandardScaler
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from finetune import grid, submit
+from finetune import grid
 from finetune.benchmark_tasks import read_task
 from finetune.fitted import apply_layer, fit_classifier, fit_layer, fit_words
 from finetune.heads.build import Incompatible
@@ -23,13 +20,13 @@ from finetune.predict import predict
 from finetune.results import load_predictions, load_results
 from finetune.run import main
 from finetune.settings import OwnDataSettings, RunSettings
-from finetune.tasks import TASKS, Example, TaskData, example_arrays
+from finetune.tasks import TASKS, Example, TaskData
 from finetune.training import ChunkSampler
 from multicls.errors import UserError
-from multicls.files import FolderInUse, locked, read_json, write_json
+from multicls.files import FolderInUse, locked, read_json
 from multicls.settings import load_settings, to_yaml
 from tests.finetune.conftest import Tune, sentiment_rows, write_tsv
-from tests.finetune.runs import fake_run, finetune, logits_of, settings_of, write_rows
+from tests.finetune.runs import finetune, logits_of, settings_of, write_rows
 
 QUICK: dict[str, Any] = {"train_size": 20, "train__max_steps": 6, "train__eval_every": 3}
 
@@ -41,7 +38,9 @@ def test_a_run_leaves_its_folder_and_is_not_repeated(
     words = f"{flags} --max_length 24 --learning_rate 3e-3".split()
     words += ["--output_dir", str(tmp_path := tmp_path / "my results")]
     assert main(words) == 0
-    assert f"finetune/report.py '{tmp_path}'\n" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"finetune/report.py '{tmp_path}'\n" in out
+    assert "dev, 60 rows, which also picked the checkpoint: optimistic: acc" in out
     folder = tmp_path / f"{tiny_multicls.name}-multicls" / "sst2-100" / "p1-d1-s1"
     record = read_json(folder / "record.json")
     (task,) = record["tasks"]
@@ -234,7 +233,7 @@ def test_several_tasks_with_cln(tiny_bert: Path, glue: Path, tmp_path: Path) -> 
         ({"own__dev_file": "d.csv"}, "need a train_file"),
         ({"own__metric": "f1"}, "--metric is for your own rows: set --train_file"),
         ({"own__text_column": "a,b,c"}, "text_column"),
-        ({"own__train_file": "t.csv", "task": ""}, "--data_dir and --predict_test are for bench"),
+        ({"own__train_file": "t.csv", "task": ""}, "--data_dir is for benchmarks"),
         ({"own": {"train_file": "t", "dev_file": "d", "dev_share": 0.3}}, "either a dev_file or a"),
         ({"train__epochs": 0}, "train.epochs"),
         ({"trainer": {"fp16": True}}, "trainer.fp16: not one to set here"),
@@ -288,50 +287,6 @@ def test_the_recipe_of_a_run_gives_the_run(tmp_path: Path) -> None:
     (tmp_path / "settings.yaml").write_text(to_yaml(settings))
     again = load_settings(RunSettings, [tmp_path / "settings.yaml"])
     assert again == settings and again.trainer["full_determinism"] is True
-
-
-def test_submissions(
-    tiny_bert: Path, glue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The site's files from runs with --predict_test; rows that the site would refuse are named."""
-    folder = tmp_path / "data" / "SST-2"
-    for split in ("train", "dev"):
-        write_tsv(folder / f"{split}.tsv", "sentence\tlabel", sentiment_rows(20, 1))
-    write_tsv(folder / "test.tsv", "index\tsentence", [f"{n}\tlen bal los nar" for n in range(4)])
-    for predict_test in (False, True):  # a finished run without them is made again
-        values = {"predict_test": predict_test, "train__max_steps": 1}
-        record = finetune(tiny_bert, folder.parent, tmp_path / "r", **values)
-    predictions = load_predictions(Path(record["path"]), "sst2")["test"]
-    assert np.isnan(predictions["labels"]).all() and "test" not in record["tasks"][0]["tests"]
-    small = replace(TASKS["sst2"], test=(("test", "", "SST-2", 4),))
-    files = submit.submission_files(small, predictions)
-    lines = files["SST-2.tsv"].splitlines()
-    assert lines[0] == "index\tprediction" and len(lines) == 5
-    with pytest.raises(UserError, match="SST-2: 4 different predictions instead of 1821"):
-        submit.submission_files(TASKS["sst2"], predictions)
-    monkeypatch.setattr(submit, "TASKS", {"sst2": small})
-    record["tasks"][0]["selection_score"] = -1.0  # of another run, whose answers are not taken
-    write_json(Path(record["path"]).with_name("p1-d1-s9") / "record.json", record | {"seed": 9})
-    output = tmp_path / "glue.zip"
-    flags = ["--benchmark", "glue", "--system", record["system"], "--output", str(output)]
-    assert submit.main([str(tmp_path / "r"), *flags]) == 0
-    assert zipfile.ZipFile(output).namelist() == ["SST-2.tsv"]
-    fake_run(tmp_path / "r", "other", train_size="full")
-    with pytest.raises(UserError, match="no run of other with --predict_test"):
-        submit.main([str(tmp_path / "r"), *flags[:2], "--system", "other", *flags[4:]])
-
-
-def test_answers_of_record_and_multirc_are_nested() -> None:
-    record = replace(TASKS["record"], test=(("test", "", "ReCoRD", 1),))
-    rows = [Example(f"t:0:7:{a}", (), math.nan, group="0:7", answer=a) for a in ("Xa", "Yo")]
-    arrays = example_arrays(rows, np.eye(2))
-    answer = json.loads(submit.submission_files(record, arrays)["ReCoRD.jsonl"])
-    assert answer == {"idx": 7, "label": "Yo"}
-    multirc = replace(TASKS["multirc"], test=(("test", "", "MultiRC", 2),))
-    arrays["ids"] = np.array(["t:3:1:0", "t:3:1:1"])
-    nested = json.loads(submit.submission_files(multirc, arrays)["MultiRC.jsonl"])
-    answers = [{"idx": 0, "label": 0}, {"idx": 1, "label": 1}]
-    assert nested == {"idx": 3, "passage": {"questions": [{"idx": 1, "answers": answers}]}}
 
 
 def test_only_a_run_that_takes_all_rows_of_all_tasks_has_no_subset(
