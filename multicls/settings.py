@@ -122,6 +122,8 @@ class _Parser(argparse.ArgumentParser):
         return self.parse_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
+        if "expected one argument" in message:
+            message += "; a value that begins with - is written FLAG=VALUE"
         raise UserError(*self.unknown, f"{message.removeprefix('argument ')}.{LIST}")
 
 

@@ -36,6 +36,7 @@ def test_tables_hold_the_numbers(results: Path) -> None:
     assert list(scores.index) == ["a", "b", "majority-class baseline"], "best first"
     assert list(scores[::2]) == [expected, "50.00"]
     row = report.tables["All results"].set_index("system").loc["a"]
+    assert row["median"] == f"{100 * report.groups['runs'][0]['score'].median():.2f}"
     found = row[["replicates", "runs", "scores", "training rows"]]
     assert list(found) == ["3 training subsets", 6, f"acc {expected}", "100"]
     (line,) = report.tables["Comparisons"].to_dict("records")

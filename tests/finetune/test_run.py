@@ -103,6 +103,18 @@ def test_other_own_rows_under_one_name_are_refused(tmp_path: Path) -> None:
         assert command([*flags, *run("copy", "one")]) == 0, "the same rows"
 
 
+def test_the_next_command_labels_new_rows_not_those_of_training(
+    tiny_bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"text": f"len {('ros', 'nar')[n % 2]} {n}", "label": n % 2} for n in range(20)]
+    file = write_rows(tmp_path / "tickets.csv", rows)
+    words = ["--model", str(tiny_bert), "--train_file", file, "--head", "mean", "--save_model"]
+    words += ["--max_length", "24", "--max_steps", "1", "--output_dir", str(tmp_path)]
+    assert main(words) == 0
+    (line,) = (li for li in capsys.readouterr().out.splitlines() if li.startswith("next:"))
+    assert "finetune/predict.py" in line and line.endswith("p1-d1-s1/model ROWS.csv")
+
+
 def test_the_card_of_a_saved_model(tune: Tune, tiny_bert: Path, tmp_path: Path) -> None:
     record = tune(**QUICK, task="stsb", save_model=True)
     card = (Path(record["path"]) / "model" / "README.md").read_text()

@@ -168,6 +168,11 @@ def test_print_config_is_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert load_settings(Job, [recipe(tmp_path, text)]) == parsed(*words)
 
 
+def test_a_negative_value_after_a_blank_names_the_other_spelling() -> None:
+    (problem,) = problems("p", "--learning_rate", "-1e-4")
+    assert "expected one argument; a value that begins with - is written FLAG=VALUE." in problem
+
+
 def test_help_has_groups_defaults_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         parsed("--help")

@@ -74,7 +74,7 @@ def test_base_is_the_paper_s() -> None:
         ([f"--objective.{name}=0" for name in ("mlm", "tfidf", "so", "mcqt")], "objective"),
         (["--epochs", "1", "--steps", "9"], "set one of epochs, steps and tokens"),
         (["--train.schedule", "wsd", "--train.decay_ratio", "1"], "more than the whole run"),
-        (["--steps", "0"], "set one of epochs, steps and tokens"),
+        (["--steps", "0"], "set one of epochs, steps and tokens to more than 0"),
     ],
 )
 def test_wrong_settings_are_named(flags: list[str], message: str) -> None:
