@@ -1,9 +1,10 @@
 """Linear models by scikit-learn: the head `probe` on a frozen embedding, `tfidf`, and the start `--init probe`."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ DEAD = 1e-4  # a feature whose spread is a smaller part of the largest one is no
 UNSEEN = 30.0  # logits of a class that no training row has are lower by this
 
 Layer = tuple[Array, Array]  # weight (C, F) and bias (C,)
+Fitted = TypeVar("Fitted")
 
 
 def fit_probe(
@@ -37,32 +39,43 @@ def fit_probe(
 ) -> list[dict[str, Array]]:
     """Fits the classifier of a frozen model, which becomes a linear layer of it.
 
-    All labels are used: a layer fitted on the training rows scores the validation split, and one fitted on both scores
-    the other splits, and stays in the model.
-
     Returns:
         The outputs (N, C) of the one task by split, without "train".
 
     Raises:
         Incompatible: The task has several choices a row.
     """
-    task, outputs = rows.task, dict[str, Array]()
+    task = rows.task
     if task.num_choices:
         raise Incompatible(
             f"--head: task {task.name} is more than a text or two; use another head."
         )
     features = {split: embed(model, part) for split, part in encoded.items()}
-    examples, inputs = rows.train, features["train"]
-    if rows.validation:
-        layer = fit_layer(task, inputs, examples, seed)
-        outputs["validation"] = apply_layer(layer, features["validation"])
-        examples = [*examples, *rows.validation]
-        inputs = np.concatenate([inputs, features["validation"]])
-    layer = fit_layer(task, inputs, examples, seed)
+    fit = partial(fit_layer, task, seed=seed)
+    layer, outputs = fit_on_all_labels(rows, features, fit, apply_layer)
     set_layer(model, 0, layer)
-    for split in features.keys() - outputs.keys() - {"train"}:
-        outputs[split] = apply_layer(layer, features[split])
     return [outputs]
+
+
+def fit_on_all_labels(
+    rows: TaskData,
+    inputs: Mapping[str, Array],
+    fit: Callable[[Array, Sequence[Example]], Fitted],
+    apply: Callable[[Fitted, Array], Array],
+) -> tuple[Fitted, dict[str, Array]]:
+    """Returns what `fit` makes of training and validation rows, and its outputs for the other splits.
+
+    The outputs for the validation rows are those of a fit on the training rows alone.
+    """
+    outputs, train, examples = dict[str, Array](), inputs["train"], rows.train
+    if rows.validation:
+        held = inputs["validation"]
+        outputs["validation"] = apply(fit(train, examples), held)
+        train, examples = np.concatenate([train, held]), [*examples, *rows.validation]
+    fitted = fit(train, examples)
+    for split in inputs.keys() - {"train", "validation"}:
+        outputs[split] = apply(fitted, inputs[split])
+    return fitted, outputs
 
 
 def start_from_probe(model: TaskModel, encoded: Sequence[Mapping[str, Encoded]], seed: int) -> None:
@@ -76,7 +89,7 @@ def start_from_probe(model: TaskModel, encoded: Sequence[Mapping[str, Encoded]],
         if train.task.num_choices:
             raise Incompatible(f"--init probe: task {train.task.name} has choices; leave it out.")
         features = embed(model, train, number)
-        set_layer(model, number, fit_layer(train.task, features, train.examples, seed))
+        set_layer(model, number, fit_layer(train.task, features, train.examples, seed=seed))
 
 
 def embed(model: TaskModel, rows: Encoded, task: int = 0) -> Array:
@@ -84,7 +97,7 @@ def embed(model: TaskModel, rows: Encoded, task: int = 0) -> Array:
     return predict_rows(model, rows, task, read=itemgetter("features"))
 
 
-def fit_layer(task: Task, features: Array, examples: Sequence[Example], seed: int) -> Layer:
+def fit_layer(task: Task, features: Array, examples: Sequence[Example], *, seed: int) -> Layer:
     """Returns a linear layer whose outputs are a regression's: logits, or scores divided by the task's scale.
 
     The features (N, F) are standardised first, and the layer includes that: W' = W / sigma, b' = b - W' mean. Features
@@ -207,28 +220,22 @@ def fit_words(rows: TaskData, seed: int) -> list[dict[str, Array]]:
     Raises:
         Incompatible: The task has several labels or choices a row, or marked words.
     """
-    task, outputs = rows.task, dict[str, Array]()
+    task = rows.task
     if task.multi_label or task.num_choices or task.num_spans:
         what = "has several labels a row" if task.multi_label else "is more than a text or two"
         raise Incompatible(f"--head: task {task.name} {what}; use another head.")
-    texts = {split: _texts(part) for split, part in rows.splits.items()}
+    texts = {
+        split: np.array([example.texts for example in part], dtype=object)
+        for split, part in rows.splits.items()
+    }
     try:
-        fitted = _fit_words(task, rows.train, seed)
-        if rows.validation:
-            outputs["validation"] = _word_outputs(task, fitted, texts["validation"])
-            fitted = _fit_words(task, [*rows.train, *rows.validation], seed)
+        fit, apply = partial(_fit_words, task, seed=seed), partial(_word_outputs, task)
+        return [fit_on_all_labels(rows, texts, fit, apply)[1]]
     except ValueError as error:  # "empty vocabulary"
         raise UserError(f"--head tfidf: the training texts: {first_line(error)}.") from None
-    for split in texts.keys() - outputs.keys() - {"train"}:
-        outputs[split] = _word_outputs(task, fitted, texts[split])
-    return [outputs]
 
 
-def _texts(examples: Sequence[Example]) -> Array:
-    return np.array([example.texts for example in examples], dtype=object)
-
-
-def _fit_words(task: Task, examples: Sequence[Example], seed: int) -> Any:
+def _fit_words(task: Task, texts: Array, examples: Sequence[Example], *, seed: int) -> Any:
     columns = [
         (f"text{number}", TfidfVectorizer(sublinear_tf=True), number)
         for number in range(len(task.fields))
@@ -237,9 +244,9 @@ def _fit_words(task: Task, examples: Sequence[Example], seed: int) -> Any:
     labels = np.array([example.label for example in examples])
     if task.is_regression:
         ridge = Pipeline([words, ("regression", RidgeCV(ALPHAS))])
-        return ridge.fit(_texts(examples), labels / task.label_scale)
+        return ridge.fit(texts, labels / task.label_scale)
     pipeline = Pipeline([words, ("classifier", LogisticRegression(max_iter=2000))])
-    return fit_classifier(_texts(examples), labels.astype(int), seed, units_of(examples), pipeline)
+    return fit_classifier(texts, labels.astype(int), seed, units_of(examples), pipeline)
 
 
 def _word_outputs(task: Task, fitted: Any, texts: Array) -> Array:

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/: its names hide packages
 
@@ -19,7 +18,7 @@ from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
 from finetune.heads import FITTED, WITHOUT_MODEL
-from finetune.heads.build import build_model, save_fine_tuned
+from finetune.heads.build import save_fine_tuned
 from finetune.predict import predict_command
 from finetune.results import (
     FORMAT,
@@ -32,7 +31,7 @@ from finetune.results import (
     read_record,
     use_calibration,
 )
-from finetune.run import identify, load_tasks
+from finetune.run import identify, load_tasks, train_system
 from finetune.settings import RunSettings
 from finetune.subsets import select_rows
 from finetune.tasks import TaskData, example_arrays
@@ -106,45 +105,32 @@ def all_labels(data: TaskData, settings: RunSettings) -> TaskData:
 
 def _train(settings: RunSettings, record: Record, rows: Sequence[TaskData], folder: Path) -> Record:
     """Trains and saves the model; returns what it has seen and its scores on test rows."""
-    from finetune.encoding import Encoded
-    from finetune.fitted import fit_probe, start_from_probe
     from finetune.metrics import score_predictions
-    from finetune.training import TaskTrainer
 
-    model, tokenizer = build_model(settings, [part.task for part in rows])
     seen = {part.task.name: len(part.train) for part in rows}
     for name, number in seen.items():
         print_line(f"{record['system']} once more on all labels of {name}: {count(number, 'row')}")
-    encoded = [
-        {name: Encoded(part.task, split, tokenizer) for name, split in part.splits.items()}
-        for part in rows
-    ]
     made: Record = {"training_rows": seen}
-    if settings.head in FITTED:
-        outputs = fit_probe(rows[0], model, encoded[0], settings.seed)
-    else:
+    if settings.head not in FITTED:
         before = sum(entry["train_rows"] for entry in record["tasks"])
         made["steps"] = max(1, round(record["best_step"] * sum(seen.values()) / before))
         values = {"max_steps": made["steps"], "epochs": made["steps"]}
         train = settings.train.model_copy(update=values | {"batch_size": record["batch_size"]})
-        if train.init == "probe":
-            start_from_probe(model, encoded, settings.seed)
-        longer = settings.model_copy(update={"train": train})
-        identity = {"settings": longer.compared(), "training_rows": seen}
-        outputs, _ = TaskTrainer(model, encoded, longer, identity, folder, picks=False).run()
-    tests: dict[str, Any] = {
-        part.task.name: score_predictions(part.task, example_arrays(part.test, of_task["test"]))
-        for part, of_task in zip(rows, outputs, strict=True)
+        settings = settings.model_copy(update={"train": train})
+    identity = {"settings": settings.compared(), "training_rows": seen}
+    system = train_system(settings, rows, identity, folder, picks=False)
+    made["tests"] = {
+        part.task.name: score_predictions(part.task, example_arrays(part.test, outputs["test"]))
+        for part, outputs in zip(rows, system.outputs, strict=True)
         if part.test
     }
-    for name, scores in tests.items():
+    for name, scores in made["tests"].items():
         text = "  ".join(f"{metric} {100 * value:.2f}" for metric, value in scores.items())
         print_line(f"{record['system']}, from all labels, on {name}, test: {text}")
-    made["tests"] = tests
-    use_calibration(model, record)
-    run = Path(record["path"])
-    parts = [(part, load_predictions(run, part.task.name)) for part in rows]
-    save_fine_tuned(model, tokenizer, folder / "model", model_card(record, parts, made))
+    use_calibration(system.model, record)
+    parts = [(part, load_predictions(Path(record["path"]), part.task.name)) for part in rows]
+    card = model_card(record, parts, made)
+    save_fine_tuned(system.model, system.tokenizer, folder / "model", card)
     return made
 
 

@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/: its names hide packages
 
@@ -136,38 +136,64 @@ def identify(settings: RunSettings, data: Sequence[TaskData]) -> dict[str, Any]:
 
 
 def _train(settings: RunSettings, rows: Sequence[TaskData], identity: dict[str, Any]) -> Record:
-    from finetune.encoding import Encoded
-    from finetune.fitted import fit_probe, fit_words, start_from_probe
-    from finetune.training import TaskTrainer, find_device
+    from finetune.training import find_device
     from multicls.optim import choose_precision
 
-    fields, began, tasks = dict(identity), time.perf_counter(), [part.task for part in rows]
-    model, tokenizer = build_model(settings, tasks) if settings.model else (None, None)
+    began = time.perf_counter()
+    system = train_system(settings, rows, identity, settings.folder)
+    device = find_device()
+    precision = choose_precision(settings.train.precision, device)
+    fields = {"seconds": round(time.perf_counter() - began, 3), **system.fields, **identity}
+    fields |= {"device": device.type, "precision": precision}
+    if rank_and_world()[0]:
+        return {}
+    return write_run(settings, rows, system.outputs, fields, system.model, system.tokenizer)
+
+
+class TrainedSystem(NamedTuple):
+    """A trained or fitted system."""
+
+    model: Any  # a `TaskModel`, None of the head `tfidf`
+    tokenizer: Any
+    outputs: list[dict[str, Any]]  # of each task (N, C) by split, without "train"
+    fields: dict[str, Any]  # of the record, on training
+
+
+def train_system(
+    settings: RunSettings,
+    rows: Sequence[TaskData],
+    identity: dict[str, Any],
+    folder: Path,
+    picks: bool = True,
+) -> TrainedSystem:
+    """Trains or fits the system of the settings on the training rows of its tasks.
+
+    Args:
+        identity: all that decides the numbers; marks the checkpoints in `folder`.
+        picks: False: no rows pick the weights, the last ones count.
+    """
+    from finetune.encoding import Encoded
+    from finetune.fitted import fit_probe, fit_words, start_from_probe
+    from finetune.training import TaskTrainer
+
+    if not settings.model:
+        return TrainedSystem(None, None, fit_words(rows[0], settings.seed), {})
+    model, tokenizer = build_model(settings, [part.task for part in rows])
     encoded = [
         {name: Encoded(part.task, split, tokenizer) for name, split in part.splits.items()}
         for part in rows
-        if tokenizer
     ]
-    for part, splits in zip(rows, encoded, strict=False):  # none is encoded without a model
+    for part, splits in zip(rows, encoded, strict=True):
         cuts = [note for name, of in splits.items() for note in of.note_on_cuts(f"{name} row")]
         part.notes.extend(cuts)
         _print_notes(cuts)
-    if model is None:
-        outputs = fit_words(rows[0], settings.seed)
-    elif settings.head in FITTED:
+    if settings.head in FITTED:
         outputs = fit_probe(rows[0], model, encoded[0], settings.seed)
-    else:
-        if settings.train.init == "probe":
-            start_from_probe(model, encoded, settings.seed)
-        outputs, training = TaskTrainer(model, encoded, settings, identity).run()
-        fields |= training
-    device = find_device()
-    precision = choose_precision(settings.train.precision, device)
-    fields |= {"device": device.type, "precision": precision}
-    fields.setdefault("seconds", round(time.perf_counter() - began, 3))
-    if rank_and_world()[0]:
-        return {}
-    return write_run(settings, rows, outputs, fields, model, tokenizer)
+        return TrainedSystem(model, tokenizer, outputs, {})
+    if settings.train.init == "probe":
+        start_from_probe(model, encoded, settings.seed)
+    trainer = TaskTrainer(model, encoded, settings, identity, folder, picks)
+    return TrainedSystem(model, tokenizer, *trainer.run())
 
 
 if __name__ == "__main__":

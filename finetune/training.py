@@ -156,7 +156,7 @@ class TaskTrainer(Trainer):
         model: made by `finetune.heads.build.build_model`.
         tasks: for each task of the model its rows by split: "train", the one that picks the weights, and others.
         identity: all that decides the numbers of the run, as JSON; marks its checkpoints.
-        folder: folder of the checkpoints and curves; default: the run's.
+        folder: folder of the checkpoints and curves.
         picks: False: no rows pick the weights, the last ones count.
 
     Raises:
@@ -171,7 +171,7 @@ class TaskTrainer(Trainer):
         tasks: Sequence[Mapping[str, Encoded]],
         settings: RunSettings,
         identity: Mapping[str, Any],
-        folder: Path | None = None,
+        folder: Path,
         picks: bool = True,
     ) -> None:
         AcceleratorState._reset_state(True)  # of an earlier run in this process
@@ -181,7 +181,7 @@ class TaskTrainer(Trainer):
         balanced, device = settings.train.class_weights == "balanced", find_device()
         self.class_weights = [_class_weights(r).to(device) if balanced else None for r in train]
         self.sampler = ChunkSampler(settings, [len(rows) for rows in train])
-        arguments = training_arguments(settings, self.sampler, folder or settings.folder)
+        arguments = training_arguments(settings, self.sampler, folder)
         if arguments.gradient_checkpointing and not model.encoder.supports_gradient_checkpointing:
             kind = model.encoder.config.model_type
             raise UserError(f"trainer.gradient_checkpointing: {kind} has none; leave it out.")

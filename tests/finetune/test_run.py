@@ -158,24 +158,24 @@ def test_a_probe_is_a_linear_layer() -> None:
     for classes in (2, 3):
         labels = (features[:, 1] > 3).astype(int) + (features[:, 2] > 9) * (classes - 2)
         rows = [Example(f"{n}", ("",), float(label)) for n, label in enumerate(labels)]
-        outputs = apply_layer(fit_layer(four, features, rows, 1), features)
+        outputs = apply_layer(fit_layer(four, features, rows, seed=1), features)
         scaled = StandardScaler().fit_transform(features)
         reference = fit_classifier(scaled, labels, 1, np.arange(60)).predict_proba(scaled)
         found = softmax(outputs.astype(float), axis=1)
         np.testing.assert_allclose(found[:, :classes], reference, atol=1e-5)
         assert found[:, classes:].max() < 1e-9
     dead = np.concatenate([features, draw.normal(0, 1e-30, (60, 1)), np.ones((60, 1))], axis=1)
-    weight, bias = fit_layer(four, dead, rows, 1)
+    weight, bias = fit_layer(four, dead, rows, seed=1)
     assert not weight[:, 4:].any(), "a dimension that is almost 0 has no weight of 1e30"
     np.testing.assert_allclose(apply_layer((weight, bias), dead), outputs, atol=1e-4)
     scores = replace(TASKS["stsb"], label_scale=2.0)
     rows = [Example(f"{n}", ("",), float(2 * row[1] - row[2])) for n, row in enumerate(features)]
-    outputs = apply_layer(fit_layer(scores, features, rows, 1), features)[:, 0]
+    outputs = apply_layer(fit_layer(scores, features, rows, seed=1), features)[:, 0]
     np.testing.assert_allclose(2 * outputs, [row.label for row in rows], atol=0.2)
     several = replace(TASKS["sst2"], labels=("a", "b"), multi_label=True)
     marks = [(float(row[1] > 3), float(row[2] > 3)) for row in features]
     rows = [Example(f"{n}", ("",), 0.0, labels=mark) for n, mark in enumerate(marks)]
-    outputs = apply_layer(fit_layer(several, features, rows, 1), features)
+    outputs = apply_layer(fit_layer(several, features, rows, seed=1), features)
     assert ((outputs > 0) == (np.array(marks) > 0)).mean() > 0.95
 
 
