@@ -24,11 +24,18 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/: its nam
 
 from pydantic import Field, PositiveInt, field_validator
 
-from finetune.heads import FITTED, WITHOUT_MODEL, unread_settings
+from finetune.heads import FITTED, WITHOUT_MODEL
 from finetune.heads.build import Incompatible
 from finetune.results import ERROR, RECORD, finished_record, load_results, run_state, write_error
 from finetune.run import identify, load_tasks, run_finetune
-from finetune.settings import OwnDataSettings, RunSettings, SystemSettings, TrainSettings, flatten
+from finetune.settings import (
+    OwnDataSettings,
+    RunSettings,
+    SystemSettings,
+    TrainSettings,
+    flatten,
+    unread_settings,
+)
 from multicls.console import Progress, count, print_line, print_summary
 from multicls.errors import UserError, did_you_mean, first_line, run_command
 from multicls.files import FolderInUse, lock_holder

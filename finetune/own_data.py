@@ -33,7 +33,7 @@ Splits = dict[str, RawRows]
 
 
 def load_own(own: OwnDataSettings) -> TaskData:
-    """Reads the rows and finds out what task they are.
+    """Reads the rows, finds out what task they are, and divides them.
 
     Rows with an empty text are left out and counted. Without dev rows, `dev_share` of the training rows become dev:
     by class, always the same ones. Rows that share a text or a group stay on one side.
@@ -43,6 +43,23 @@ def load_own(own: OwnDataSettings) -> TaskData:
             not fit the labels.
     """
     splits, fields, notes = _read_splits(own)
+    task, examples = _read_examples(own, splits, fields)
+    cells = [row.get(own.group_column or "") for rows in splits.values() for _, row in rows]
+    groups = [str(cell) if own.group_column else "" for cell in cells]
+    examples, more = _with_units(task, examples, groups)
+    notes += [_note(task), *more, *leak_notes(examples)]
+    if "dev" not in examples:
+        examples, more = _without_dev(task, examples, own.dev_share)
+        notes += more
+    train, dev, test = (examples.get(split, []) for split in ("train", "dev", "test"))
+    notes += missing_classes(task, train, dev, "dev")
+    return TaskData(task, train, dev, test, notes=notes)
+
+
+def _read_examples(
+    own: OwnDataSettings, splits: Splits, fields: Names
+) -> tuple[Task, dict[str, list[Example]]]:
+    """Returns the task that the labels are of, and the examples of each split."""
     cells = [row.get(own.label_column) for rows in splits.values() for _, row in rows]
     kind = label_type(cells) if own.label_type == "auto" else own.label_type
     labels = {
@@ -50,26 +67,13 @@ def load_own(own: OwnDataSettings) -> TaskData:
         for split, rows in splits.items()
     }
     task = _task(own, fields, kind, labels)
-    examples = {
+    return task, {
         split: [
             example_of(task, fields, row, where, f"{split}:{number}", label)
             for number, ((where, row), label) in enumerate(zip(rows, labels[split], strict=True))
         ]
         for split, rows in splits.items()
     }
-    groups = [
-        str(row[own.group_column]) if own.group_column else ""
-        for rows in splits.values()
-        for _, row in rows
-    ]
-    examples, more = _with_units(task, examples, groups)
-    notes += [_note(task), *more, *leak_notes(examples)]
-    if "dev" not in examples:
-        examples, more = _without_dev(task, examples, own.dev_share)
-        notes += more
-    notes += missing_classes(task, examples["train"], examples["dev"], "dev")
-    test = examples.get("test", [])
-    return TaskData(task, examples["train"], examples["dev"], test, notes=notes)
 
 
 def _read_splits(own: OwnDataSettings) -> tuple[Splits, Names, list[str]]:

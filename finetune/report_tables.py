@@ -263,27 +263,25 @@ def calibration(runs: Sequence[Mapping[str, Array]]) -> tuple[float, pd.DataFram
 
 def scores_table(groups: pd.DataFrame) -> pd.DataFrame:
     """Returns a row for each system and size, the best first, a column for each task, and the average of several."""
-    texts, means = dict[tuple[str, str, str], str](), dict[tuple[str, str, str], float]()
+    keys, rows = ["train size", "system"], list[tuple[str, str, str, str, float]]()
     for group in groups.itertuples():
-        scores = {BASELINE: (group.baseline,), group.system: (group.mean, group.error)}
+        column = f"{group.task} ({group.metric}, {rows_of(group)})"
+        scores = {group.system: (group.mean, group.error), BASELINE: (group.baseline,)}
         for system, score in scores.items():
-            key = (group.train_size, system, f"{group.task} ({group.metric}, {rows_of(group)})")
-            texts[key], means[key] = percent(*score), score[0]
-    table, numbers = (
-        pd.Series(texts).unstack(sort=False, fill_value="-"),
-        pd.Series(means).unstack(),
-    )
+            rows.append((group.train_size, system, column, percent(*score), score[0]))
+    cells = pd.DataFrame(rows, columns=[*keys, "column", "text", "number"])
+    cells = cells.drop_duplicates([*keys, "column"]).set_index([*keys, "column"])
+    table = cells["text"].unstack(sort=False).fillna("-")
+    numbers = cells["number"].unstack()
     average = numbers.mean(axis=1, skipna=False)
     if table.shape[1] > 1:
-        errors = {
-            (size, system): estimates.summarise(of_system).error
-            for (size, system), of_system in _averages(groups).groupby(["train_size", "system"])
-        }
+        of_system = _averages(groups).groupby(["train_size", "system"])
+        errors = {key: estimates.summarise(runs).error for key, runs in of_system}
         table["average"] = [percent(average[key], errors.get(key, math.nan)) for key in table.index]
-    table = table.rename_axis(["train size", "system"]).reset_index()
-    rank = numbers.mean(axis=1).rename_axis(["train size", "system"]).rename("rank").reset_index()
-    ordered = table.merge(rank).sort_values(["train size", "rank"], ascending=[True, False])
-    return ordered.drop(columns="rank").reset_index(drop=True)
+    # Systems that lack a task come last.
+    table = table.assign(all=average, some=numbers.mean(axis=1)).reset_index()
+    ordered = table.sort_values(["train size", "all", "some"], ascending=[True, False, False])
+    return ordered.drop(columns=["all", "some"]).reset_index(drop=True)
 
 
 def _averages(groups: pd.DataFrame) -> pd.DataFrame:
@@ -304,59 +302,58 @@ class Compared:
     names: tuple[str, str]  # A and B of A - B
     kind: str  # of test
     test: estimates.Comparison
+    p: float  # corrected for all tests of its family: single tasks, or averages
+    tests: int  # in the family
 
 
 def compare_systems(groups: pd.DataFrame) -> list[Compared]:
-    """Returns the comparison of each pair of systems on each task and size, and on the average of several tasks."""
-    compared = [
-        _compared(str(task), str(size), (a.system, a.estimate), (b.system, b.estimate))
-        for (task, size), of_task in groups.groupby(["task", "train_size"])
-        for a, b in itertools.combinations(of_task.itertuples(), 2)
-    ]
-    if groups["task"].nunique() < 2 or not len(means := _averages(groups)):
-        return compared
-    for size, of_size in means.groupby("train_size"):
-        summaries = [(str(n), estimates.summarise(of)) for n, of in of_size.groupby("system")]
-        summaries.sort(key=lambda pair: -pair[1].mean)
-        pairs = itertools.combinations(summaries, 2)
-        compared += [_compared(AVERAGE, str(size), *pair) for pair in pairs]
+    """Returns the comparison of each pair of systems on each task and size, after those of the average of several."""
+    families = [groups[["task", "train_size", "system", "estimate"]]]
+    if groups["task"].nunique() > 1 and len(means := _averages(groups)):
+        of_system = means.groupby(["train_size", "system"])
+        rows = [(AVERAGE, *key, estimates.summarise(of)) for key, of in of_system]
+        averages = pd.DataFrame(rows, columns=families[0].columns)
+        averages["mean"] = [estimate.mean for estimate in averages["estimate"]]
+        families.insert(0, averages.sort_values("mean", ascending=False))
+    compared = list[Compared]()
+    for family in families:
+        pairs = [
+            (str(task), str(size), a, b)
+            for (task, size), of_size in family.groupby(["task", "train_size"])
+            for a, b in itertools.combinations(of_size.itertuples(), 2)
+        ]
+        tests = [estimates.compare(a.estimate, b.estimate) for *_, a, b in pairs]
+        number = sum(not math.isnan(test.p) for test in tests)
+        corrected = estimates.holm([test.p for test in tests])
+        for (task, size, a, b), test, p in zip(pairs, tests, corrected, strict=True):
+            kind = f"paired, {UNITS[a.estimate.kind]}s" if test.paired else "Welch"
+            kind += ", seeds only" if "seed" in (a.estimate.kind, b.estimate.kind) else ""
+            compared.append(Compared(task, size, (a.system, b.system), kind, test, p, number))
     return compared
 
 
-def _compared(task: str, size: str, *systems: tuple[str, estimates.Estimate]) -> Compared:
-    (first, a), (second, b) = systems
-    test = estimates.compare(a, b)
-    kind = f"paired, {UNITS[a.kind]}s" if test.paired else "Welch"
-    kind += ", seeds only" if "seed" in (a.kind, b.kind) else ""
-    return Compared(task, size, (first, second), kind, test)
-
-
 def comparisons_table(compared: Sequence[Compared]) -> pd.DataFrame:
-    """Returns a row for each comparison; averages and single tasks are corrected apart."""
-    rows = []
-    for is_average in (True, False):
-        family = [pair for pair in compared if (pair.task == AVERAGE) == is_average]
-        corrected = estimates.holm([pair.test.p for pair in family])
-        number = sum(not math.isnan(pair.test.p) for pair in family)
-        for pair, p in zip(family, corrected, strict=True):
-            cells = {
-                "task": pair.task,
-                "train size": pair.size,
-                "system": " - ".join(pair.names),
-                "difference": percent(pair.test.difference, sign="+"),
-                INTERVAL: percent(*pair.test.interval(), sign="+", joined=" to "),
-                "corrected": percent(*pair.test.interval(number), sign="+", joined=" to "),
-                "p, corrected": f"{p:.3g}",
-                "test": pair.kind,
-                "detectable": percent(pair.test.detectable),
-            }
-            rows.append(cells)
+    """Returns a row for each comparison."""
+    rows = [
+        {
+            "task": pair.task,
+            "train size": pair.size,
+            "system": " - ".join(pair.names),
+            "difference": percent(pair.test.difference, sign="+"),
+            INTERVAL: percent(*pair.test.interval(), sign="+", joined=" to "),
+            "corrected": percent(*pair.test.interval(pair.tests), sign="+", joined=" to "),
+            "p, corrected": f"{pair.p:.3g}",
+            "test": pair.kind,
+            "detectable": percent(pair.test.detectable),
+        }
+        for pair in compared
+    ]
     return pd.DataFrame(rows).replace("nan", "-")
 
 
 def verdicts(groups: pd.DataFrame, compared: Sequence[Compared]) -> list[str]:
     """Returns a sentence for each task and size: who is first, by how much, and whether that is more than chance."""
-    sentences = []
+    sentences, p_values = [], {(pair.task, pair.size, *pair.names): pair.p for pair in compared}
     for (task, size), of_task in groups.groupby(["task", "train_size"]):
         first = of_task.iloc[0]
         lead = f"{task}, {size} rows: {first['system']} is first with {percent(first['mean'])} % "
@@ -364,22 +361,13 @@ def verdicts(groups: pd.DataFrame, compared: Sequence[Compared]) -> list[str]:
         if len(of_task) == 1:
             sentences.append(f"{lead}; the majority class has {percent(first['baseline'])} %.")
             continue
-        second = of_task.iloc[1]["system"]
-        family = [pair for pair in compared if pair.task == task]
-        corrected = estimates.holm([pair.test.p for pair in family])
-        p = next(
-            (
-                value
-                for pair, value in zip(family, corrected, strict=True)
-                if (pair.size, pair.names) == (size, (first["system"], second))
-            ),
-            math.nan,
-        )
-        gap = percent(first["mean"] - of_task.iloc[1]["mean"])
+        second = of_task.iloc[1]
+        gap = percent(first["mean"] - second["mean"])
+        p = p_values.get((task, size, first["system"], second["system"]), math.nan)
         chance = "that is more than chance" if p < 0.05 else "that may be chance"
         if math.isnan(p):
             chance = "whether that is chance, these runs cannot tell"
-        sentences.append(f"{lead}, {gap} points above {second}; {chance}.")
+        sentences.append(f"{lead}, {gap} points above {second['system']}; {chance}.")
     return sentences
 
 

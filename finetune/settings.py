@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, StrictBool, model_validator
 
-from finetune.heads import HEADS, NORMALISING, READ_BY, unread_settings
+from finetune.heads import FITTED, HEADS, NORMALISING, WITHOUT_MODEL
 from finetune.tasks import TASKS
 from multicls.errors import did_you_mean
 from multicls.settings import RecipeOptions, Settings
@@ -20,14 +20,19 @@ Shots = Annotated[str, Field(pattern=r"^[1-9]\d*-shot$")]  # rows of each class
 TrainSize = Annotated[PositiveInt | Literal["full"] | Shots, THOUSANDS]
 # A value of --trainer: a number, true or false, or text.
 TrainerValue = Annotated[StrictBool | int | float | bool | Any, Field(union_mode="left_to_right")]
-# Settings of a system that change no number of a run, or are only paths.
+# Which settings count: each head reads some of them or of their groups, and of these some change no number of a run.
+READ_BY = {  # others are read by all heads
+    **{name: {name} for name in ("isobn", "hire", "cln")},
+    "pooling": {"isobn", "batchnorm", "cln", "probe"},
+    **dict.fromkeys(("train", "trainer", "config"), HEADS.keys() - FITTED),
+    **dict.fromkeys(("model", "max_length", "save_model"), HEADS.keys() - WITHOUT_MODEL),
+}
 NOT_COMPARED: dict[str, Any] = {
     "own": {"train_file", "dev_file", "test_file", "dataset"},
     "train": {"micro_batch_size", "checkpoint_minutes"},
     "trainer": {"per_device_eval_batch_size", "gradient_checkpointing", "activation_checkpointing"},
     "save_model": True,
 }
-
 # TrainingArguments that `trainer` may set. Of the others, settings of ours decide, or they have no effect here.
 TRAINER_ARGUMENTS = set(
     """
@@ -83,6 +88,12 @@ class HireSettings(Settings):
     layers: str = Field("dynamic", pattern=LAYER_WEIGHTS, description="weights: none, mean_all ...")
     fusion: bool = Field(True, description="fuse the weighted sum with the last layer")
     fusion_layers: int = Field(2, ge=0, le=3, description="GRU layers of the fusion")
+
+    @model_validator(mode="after")
+    def _layers_are_read(self) -> Self:
+        if not self.fusion and self.fusion_layers != 2:
+            raise ValueError("fusion_layers: without fusion nothing reads it; leave it out")
+        return self
 
 
 class ClnSettings(Settings):
@@ -197,12 +208,6 @@ class RunSettings(SystemSettings, RecipeOptions):
             yield f"trainer.{name}: not one to set here.{did_you_mean(name, TRAINER_ARGUMENTS)}"
         if (schedule := self.trainer.get("lr_scheduler_type")) in NEED_A_METRIC:
             yield f"trainer.lr_scheduler_type: {schedule} does not work here; set linear or cosine"
-        if (
-            head == "hire"
-            and not self.hire.fusion
-            and "fusion_layers" in self.hire.model_fields_set
-        ):
-            yield "hire.fusion_layers: without hire.fusion nothing reads it; leave it out"
         if not self.model and head != "tfidf":
             yield "--model: required, a folder, a Hub id or 'sample'"
         if head not in HEADS:
@@ -243,6 +248,11 @@ class RunSettings(SystemSettings, RecipeOptions):
         if self.head in NORMALISING:
             values["train"]["micro_batch_size"] = self.train.micro_batch_size
         return flatten(values)
+
+
+def unread_settings(head: str) -> set[str]:
+    """Returns the settings and groups of settings that a head does not read."""
+    return {name for name, heads in READ_BY.items() if head not in heads}
 
 
 SHORTCUTS = {

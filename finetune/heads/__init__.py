@@ -16,14 +16,3 @@ HEADS = {
 FITTED = ("probe", "tfidf")  # by scikit-learn, without training
 WITHOUT_MODEL = ("tfidf",)  # nothing to save
 NORMALISING = ("isobn", "batchnorm")  # over the rows of a forward pass
-READ_BY = {  # settings, or groups of settings, that only some heads read
-    **{name: {name} for name in ("isobn", "hire", "cln")},
-    "pooling": {"isobn", "batchnorm", "cln", "probe"},
-    **dict.fromkeys(("train", "trainer", "config"), HEADS.keys() - FITTED),
-    **dict.fromkeys(("model", "max_length", "save_model"), HEADS.keys() - WITHOUT_MODEL),
-}
-
-
-def unread_settings(head: str) -> set[str]:
-    """Returns the settings and groups of settings that a head does not read."""
-    return {name for name, heads in READ_BY.items() if head not in heads}

@@ -258,7 +258,7 @@ def test_several_tasks_with_cln(tiny_bert: Path, glue: Path, tmp_path: Path) -> 
         ({"trainer": {"lr_scheduler_type": "reduce_lr_on_plateau"}}, "does not work here"),
         (
             {"head": "hire", "hire": {"fusion": False, "fusion_layers": 1}},
-            "hire.fusion_layers: without hire.fusion",
+            "fusion_layers: without fusion",
         ),
         ({"train__epoch": 3}, "Did you mean 'train.epochs'"),
     ],
