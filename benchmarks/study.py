@@ -3,7 +3,7 @@
 python benchmarks/study.py --corpus CORPUS --data_dir DIR --output_dir runs/study --jobs 2
 
 It runs the product's own commands, which skip what is finished: the same command resumes a stopped study. The answers
-go to STUDY/study.md; STUDY/results/report.md has scores, calibration and costs. docs/study.md shows both.
+go to STUDY/study.md; STUDY/results/report.md has scores, calibration and costs. docs/study.md says what it showed once.
 """
 
 import shlex
