@@ -112,7 +112,7 @@ class TrainSettings(Settings):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if sum(map(bool, (self.tokens, self.epochs, self.steps))) != 1:
-            raise ValueError("set one of epochs, steps and tokens to more than 0: the length of the run")
+            raise ValueError("set one of epochs, steps and tokens to more than 0, for the length")
         if self.schedule == "wsd" and self.warmup_ratio + self.decay_ratio > 1:
             raise ValueError("warmup_ratio and decay_ratio are more than the whole run")
         if self.unpad and self.compile is True:
