@@ -12,7 +12,7 @@ import numpy as np
 from data_prep.drops import DropLog
 from data_prep.read import RawDocument, TextFormat
 from data_prep.sentences import QUOTES, split_paragraph
-from data_prep.wikitext import HOLE, plain_text
+from data_prep.wikitext import HOLE, mend_extract, plain_text
 
 HEADING_LENGTH = 100
 LONGEST_SENTENCE = 10_000
@@ -40,6 +40,8 @@ def clean(raw: RawDocument, rules: frozenset[str], language: str, drops: DropLog
             drops.add("characters_control", raw, " ".join(removed), 0, len(removed))
     if "markup" in rules and raw.format == "markdown":
         text = _without_markup(text, raw, drops)
+    elif "markup" in rules and raw.format == "wikipedia":
+        text = mend_extract(text)
     lines = lines_of(text, raw.format)
     if raw.format in ("wikitext", "wikipedia"):
         lines = _with_holes(lines, raw.format, "holes" in rules)
@@ -252,7 +254,7 @@ _LINE_ENDS = "\r\u2028\u2029"
 _LIGATURES = "\ufb00\ufb01\ufb02\ufb03\ufb04\ufb05\ufb06"  # ff, fi, fl, ffi ... of PDF
 _SPECIAL = re.compile(
     f"[{_LINE_ENDS}\t\x0b\x0c\x1c-\x1f\x85\xa0\u1680\u2000-\u200a\u202f\u205f\u3000"
-    "\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\xad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\ufeff]"
+    "\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\xad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\ufeff\ufffc]"
 )
 
 

@@ -12,8 +12,11 @@ QUOTES = '"“”„«»‘‚‹›`'
 _BLANKED = (*QUOTES, "''", "--", "—")
 # sentencex does not split an item that begins with (1), either.
 _LIST_NUMBER = re.compile(r"\((?<!\S.)(\w{1,2}|[ivx]+)\)(?=\s)")
-# Marks that belong to the sentence after them; but tokenized text closes with '' that stands apart.
-_OPENING = re.compile(rf"(?:(?<=\s)|(?=[—-]))(?!''\s)[{QUOTES}'—\s-]+$")
+# Marks that belong to the sentence after them, in Chinese without a blank before them; but tokenized text closes with
+# '' that stands apart, and French with such a ».
+_OPENING = re.compile(
+    rf"(?:(?<=\s)|(?=[—-])|(?<=[。！？”’])(?=[“‘]))(?!(?:''|»)\s)[{QUOTES}'—\s-]+$"
+)
 # Marks that belong to the sentence before them, and pages of a reference.
 _CLOSING = re.compile(rf"[{QUOTES}’'_)\]]+\.?(?![^\s—-])\s*|:\d[\d–,: ]*(?=\s)")
 
@@ -43,7 +46,9 @@ _SAYS = (
 )
 _NAME = r"(?!(?:He|She|It|We|They|You|And|But|Then|So)\b)[A-Z][\w’'-]+(?: [A-Z][\w’'-]+)?"
 _SPEAKER = rf"(?:I|The \w+|(?:(?:Mr|Mrs|Ms|Dr)\.? )?{_NAME})"
-_BEFORE_NUMBER = "eq eqs vol vols no nos p pp ch fig figs sec secs art arts ca c fl approx"
+_BEFORE_NUMBER = (
+    "eq eqs vol vols no nos p pp ch fig figs sec secs art arts para paras ca c fl approx"
+)
 _CLOCK = (
     r"Eastern|Central|Mountain|Pacific|[A-Z]{1,3}T\b|UTC|(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day"
 )

@@ -10,7 +10,7 @@ import mwparserfromhell
 from mwparserfromhell import nodes
 from mwparserfromhell.wikicode import Wikicode
 
-HOLE = "\ufffc"  # OBJECT REPLACEMENT CHARACTER: something that is no text stood here
+HOLE = "\ufdd0"  # something that is no text stood here; a noncharacter, so no text has it
 _ITEM = "\x1f"  # INFORMATION SEPARATOR: a list's item begins here and ends with the line
 _HEADING = "\x1d"  # GROUP SEPARATOR, once for each level of a heading
 _SILENT_TAGS = {"ref", "references", "table", "gallery", "timeline", "score", "imagemap"}
@@ -19,6 +19,8 @@ _BLOCK_TAGS = {"blockquote", "p", "div", "center", "poem"}
 _TORN_MARKUP = re.compile(
     r"<ref\b[^>]*/>|<ref\b.*?(?:</ref>|$)|^.*</ref>|</?[a-z]+/?>|^(?:\{\||\|[-}+ ]|! ).*"
 )
+_BREAK = re.compile(r"<br ?/?>")
+_LEFT_IN_EXTRACTS = ("<", "()", "( ", "(,", "(;", "[]", " )", " ,")
 _BRACKETS_WITH_HOLE = re.compile(rf" ?[(\[][^()\[\]\n]*{HOLE}[^()\[\]\n]*[)\]]")
 _EMPTY_BRACKETS = re.compile(r" ?[(\[][\s,;:–-]*[)\]]")
 _DANGLING = re.compile(r"(?<=[(\[])[\s,;:–-]+|[\s,;:]+(?=[)\]])")  # "(; born" and "born, )"
@@ -55,10 +57,21 @@ def plain_text(markup: str) -> str:
     return "\n".join(paragraphs)
 
 
+def mend_extract(text: str) -> str:
+    """Returns an extract without the tags, empty brackets and blanks before commas that WikiExtractor leaves in it."""
+    if not any(mark in text for mark in _LEFT_IN_EXTRACTS):
+        return text
+    lines = text.split("\n")
+    for i, line in enumerate(lines):
+        if any(mark in line for mark in _LEFT_IN_EXTRACTS):
+            lines[i] = _mended(line)
+    return "\n".join(lines)
+
+
 def _mended(line: str) -> str:
     """Returns the line without torn markup, empty brackets, and brackets or lines that miss text."""
     if "<" in line or line[:1] in "|!{":
-        line = _TORN_MARKUP.sub("", line)
+        line = _TORN_MARKUP.sub("", _BREAK.sub(" ", line))
     if HOLE in line:
         line = _BRACKETS_WITH_HOLE.sub("", line) if line.replace(HOLE, "").strip() else ""
     if "(" in line or "[" in line:

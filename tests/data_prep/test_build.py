@@ -12,15 +12,18 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from string import ascii_lowercase as LETTERS
+from types import SimpleNamespace
 from typing import Any
 
+import distributed
 import numpy as np
 import pytest
 
-from data_prep import build, clean, merge, prepare, run
-from data_prep.drops import DropLog
+from data_prep import build, clean, merge, pool, prepare, run
+from data_prep.drops import DropLog, last_lines
 from data_prep.examples import ExampleStream
 from data_prep.merge import link_shard
 from multicls.corpus import MAX_TOKENS, Corpus
@@ -405,6 +408,45 @@ def test_a_lost_scheduler_ends_the_command_and_loses_nothing(command: Any, tmp_p
     assert b"Traceback" not in errors
     assert completed(words).returncode == 0
     Corpus(tmp_path / "out").verify()
+
+
+def test_each_worker_of_a_large_cluster_has_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[int] = []
+
+    class Cluster:
+        """300 workers; a call ends when the command waits."""
+
+        def nthreads(self) -> dict[int, int]:
+            return dict.fromkeys(range(300), 1)
+
+        def submit(self, function: Any, *values: Any) -> Future[Any]:
+            future: Future[Any] = Future()
+            future.values = values  # type: ignore[attr-defined]
+            return future
+
+    def wait(running: dict[Any, int], return_when: str) -> Any:
+        waited.append(len(running))
+        future = next(iter(running))
+        future.set_result(future.values[0] ** 2)
+        return SimpleNamespace(done=[future])
+
+    monkeypatch.setattr(pool, "wait", wait)
+    monkeypatch.setattr(distributed, "get_client", Cluster)
+    results = pool.run_all(pow, [(i,) for i in range(1000)], Cluster())  # type: ignore[arg-type]
+    assert sorted(results) == [(i, i * i) for i in range(1000)] and max(waited) == 600
+
+
+def test_the_log_shows_twenty_skipped_files_and_counts_the_others(
+    texts: Path, tiny_tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for i in range(23):
+        (texts / f"{i}.py").write_text("x = 1")
+    corpus = prepared(tiny_tokenizer, tmp_path / "out", texts)
+    printed = capsys.readouterr().out
+    assert printed.count("not known as prose") == 20 and "3 more; dropped.json lists all" in printed
+    assert len(json.loads((corpus.path / "dropped.json").read_text())["skipped"]) == 23
+    skipped = dict(last_lines(corpus))["skipped"]
+    assert skipped.startswith("23 files: 23 x .py: not known as prose")
 
 
 # A trial, dropped text, a validation set of one's own.

@@ -232,6 +232,18 @@ def test_shares_remedies_and_warnings() -> None:
     assert all("To keep them: --" in text for _, text in drops.report())
 
 
+def test_what_extractors_leave_is_mended() -> None:
+    text = "Ghent () is a city<br>on a river , and old.</dl>\nThe vector [] is ( ; born 3 May) here. If x < y > z it is so."
+    assert cleaned(text, text_format="wikipedia")[0] == [
+        "Ghent is a city on a river, and old.",
+        "The vector is (born 3 May) here.",
+        "If x < y > z it is so.",
+    ]
+    assert "[]" in cleaned(text, "markup", text_format="wikipedia")[0][0]
+    kept, drops = cleaned("It is \ufffc so.")
+    assert kept == ["It is  so."] and drops.by_reason() == {"characters_control": 1}
+
+
 FORMATS = ("plain", "paragraphs", "wikipedia", "wikitext", "sentences")
 HOSTILE_LINES = (
     "# |#|##|= =|==|* |- |}}|</p>|<p>|\u200b|\ufffc|[|]|:|1. |\"|''|...|\x00|&nbsp;|=|\t"

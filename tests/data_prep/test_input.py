@@ -372,6 +372,32 @@ def test_mediawiki_pages(tmp_path: Path) -> None:
     assert [len(d.text.split("A cat.")) - 1 for d in documents[2:]] == [1, 90_000, 3]
 
 
+def test_the_newest_revision_of_a_page_is_read(tmp_path: Path) -> None:
+    dates = ("2020-01-02T00:00:00Z", "2024-05-06T00:00:00Z", "2022-03-04T00:00:00Z")
+    revisions = (
+        f"<revision><timestamp>{d}</timestamp><text>Of {d[:4]}.</text></revision>" for d in dates
+    )
+    page = f"<page><title>Cat</title><ns>0</ns><id>1</id>{''.join(revisions)}</page>"
+    (tmp_path / "dump.xml").write_text(f"<mediawiki>{page}</mediawiki>")
+    assert [document.text for document in read_all(tmp_path / "dump.xml")] == ["Of 2024."]
+
+
+def test_several_text_fields_are_joined(tmp_path: Path) -> None:
+    rows = [
+        {"subject": "A <b>cat</b>", "body": "It &amp; I ran.<br>So.", "n": 1},
+        {"body": "It sat."},
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join([*map(json.dumps, rows), '{"n": 2}']))
+    documents = read_all(tmp_path / "rows.jsonl", text_field=["subject", "body"])
+    texts = ["A cat\n\nIt & I ran.\n\nSo.", "It sat."]
+    assert [d.text for d in documents if not d.dropped] == texts
+    assert documents[2].dropped == "records_without_text"
+    assert [d.text for d in read_all(tmp_path / "rows.jsonl", text_field=["body"])[:2]] == [
+        "It & I ran.\n\nSo.",
+        "It sat.",
+    ]
+
+
 def with_hole(path: Path, begin: str, end: str) -> Path:
     """Writes a text file of more than `LONGEST_RECORD` bytes, most of them zeros that take no room on the disk."""
     with path.open("w") as file:

@@ -54,3 +54,18 @@ def test_long_paragraphs_without_spaces_are_cut_at_full_stops_first() -> None:
     assert len(text) > 2 * LONG_PARAGRAPH
     assert list(split_paragraph(text, "en")) == sentences
     assert "".join(split_paragraph("字" * 50_000, "en")) == "字" * 50_000
+
+
+# language: text, a | at each boundary
+MARKS = [
+    "zh: 他来到长江口。|“你好！”|她说。|“再见。”|“好！”|他走了。",
+    "fr: « Bonjour. »| Puis il est parti.| Elle dit : « Non ! »| Il rit.| « Reste ! » cria-t-elle.| « Bon. »",
+    "de: „Ja.“| Er ging.| »Nein!«| »Doch.«| Sie kam.",
+    "en: See Art. 5 para. 2, and paras. 3 and 4, of it.| It holds.",
+]
+
+
+@pytest.mark.parametrize("case", MARKS)
+def test_marks_stand_with_their_sentence_and_numbers_with_their_word(case: str) -> None:
+    expected = [part.strip() for part in case[4:].split("|")]
+    assert list(split_paragraph(case[4:].replace("|", ""), case[:2])) == expected
