@@ -233,10 +233,10 @@ def test_shares_remedies_and_warnings() -> None:
 
 
 def test_what_extractors_leave_is_mended() -> None:
-    text = "Ghent () is a city<br>on a river , and old.</dl>\nThe vector [] is ( ; born 3 May) here. If x < y > z it is so."
+    text = "Ghent () is a city<br>on a river , and old.</dl>\nThe ox [] is ( ; born 3 May) here. If x < y > z it is so."
     assert cleaned(text, text_format="wikipedia")[0] == [
         "Ghent is a city on a river, and old.",
-        "The vector is (born 3 May) here.",
+        "The ox is (born 3 May) here.",
         "If x < y > z it is so.",
     ]
     assert "[]" in cleaned(text, "markup", text_format="wikipedia")[0][0]
