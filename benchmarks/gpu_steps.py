@@ -16,6 +16,7 @@ from multicls.environment import flops_per_token, peak_flops
 from multicls.modeling_multicls import MultiClsConfig, MultiClsForPreTraining
 from pretrain.batches import MicroBatch
 from pretrain.engine import build_engine, prepare_layers
+from pretrain.metrics import means
 from pretrain.settings import PretrainSettings, batch_arithmetic
 from pretrain.training import train_step
 
@@ -114,6 +115,30 @@ def plain_step(encoder: Any, batch: MicroBatch) -> Case:
         optimizer.zero_grad()
 
     return step
+
+
+def losses_beside_plain(stage: int, precision: str) -> dict[str, Any]:
+    """Returns a row with the losses of the third step of a tiny model, and the largest relative difference of all.
+
+    The plain loop is that of the tests, in fp32 on the CPU, without DeepSpeed and without dropout.
+    """
+    from tests.pretrain.test_ds_configs import plain_pytorch
+    from tests.pretrain.two_ranks import BATCH, GROUP, Case, make_engine, micro_batch
+
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    case = Case(f"zero{stage}", {"precision": precision}, still)
+    # The first steps of fp16 would only lower its loss scale.
+    scale = {"fp16": {"enabled": True, "initial_scale_power": 8}} if precision == "fp16" else {}
+    engine, chosen = make_engine(prepare_deepspeed(), case, **scale)
+    row: dict[str, Any] = {}
+    worst, slots = 0.0, BATCH // GROUP
+    for step, expected in enumerate(plain_pytorch(GROUP, **still)):
+        batches = [micro_batch(step * slots + slot) for slot in range(slots)]
+        found = means(train_step(engine, chosen, batches, step).totals(torch.device(engine.device)))
+        for name, value in expected.items():
+            worst = max(worst, abs(found[name] - value) / value)
+            row[f"{name}, ours / plain"] = f"{found[name]:.5f} / {value:.5f}"
+    return row | {"largest difference": worst}
 
 
 def random_batch(sequences: int, length: int, fill: float, unpad: bool) -> MicroBatch:

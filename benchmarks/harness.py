@@ -94,9 +94,8 @@ class Report:
         self.table(f"{what}, {rounds} rounds", [*columns, "limit", "verdict"], rows)
 
     def table(self, what: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Adds a table; numbers get four significant digits."""
-        lines = [columns, ["---"] * len(columns), *([_cell(value) for value in r] for r in rows)]
-        text = f"\n{what}:\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        """Adds a table and prints it."""
+        text = table_text(what, columns, rows)
         print(text, flush=True)
         self.text += text
 
@@ -107,6 +106,12 @@ class Report:
             file.write(self.text)
         print(f"written: {path}")
         return path
+
+
+def table_text(what: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Returns a table in Markdown; numbers get four significant digits."""
+    lines = [columns, ["---"] * len(columns), *([_cell(value) for value in r] for r in rows)]
+    return f"\n{what}:\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def _cell(value: Any) -> str:

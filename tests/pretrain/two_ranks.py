@@ -64,13 +64,13 @@ def micro_batch(number: int, size: int = GROUP) -> MicroBatch:
     return micro_batch_of(inputs, 3, number, windows)
 
 
-def make_engine(deepspeed: Any, case: Case) -> tuple[Any, PretrainSettings]:
-    """Returns the engine of a case and its settings."""
+def make_engine(deepspeed: Any, case: Case, **more: Any) -> tuple[Any, PretrainSettings]:
+    """Returns the engine of a case and its settings; `more` are keys of the DeepSpeed JSON."""
     chosen = settings(**case.changes)
     train, precision = chosen.train, case.changes.get("precision", "fp32")
     batch = batch_arithmetic(train, torch.distributed.get_world_size())
     file = load_deepspeed_config(f"ds_configs/{case.file}.json")
-    config = complete_deepspeed_config(file, precision=precision, **batch)
+    config = complete_deepspeed_config(file, precision=precision, **batch) | more
     if case.file == "zero3":  # nothing so small would be shared out
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     model = tiny_model(**case.model)
