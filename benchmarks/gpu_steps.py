@@ -160,7 +160,7 @@ def random_batch(sequences: int, length: int, fill: float, unpad: bool) -> Micro
     if unpad:
         inputs["real_positions"] = real.flatten().nonzero()[:, 0]
         starts = torch.nn.functional.pad(real.sum(dim=1).cumsum(0), (1, 0))
-        inputs["sequence_starts"] = starts.to(torch.int32)
+        inputs["sequence_starts"] = starts
     counts = {"mlm": len(masked), "tfidf": tokens - FACETS * sequences, "so": sequences}
     counts |= {"examples": sequences // 3, "sequences": sequences, "tokens": tokens}
     return MicroBatch(0, np.zeros((sequences // 3, 3), np.int64), inputs, counts)

@@ -285,7 +285,7 @@ class MultiClsModel(MultiClsPreTrainedModel):
         The attention mask is (B, L): one of four dimensions would replace the local attention of encoders such as
         ModernBERT. Token types are left out where the encoder has none. `unpad` computes the T real tokens alone, with
         packed attention: `real_positions` (T,) are theirs in the flattened batch, and sequence i begins at the i-th of
-        `sequence_starts` (B + 1,) int32; without them the host waits for the device. A ValueError names an encoder or
+        `sequence_starts` (B + 1,); without them the host waits for the device. A ValueError names an encoder or
         attention without it, or sequences without room for facets.
         """
         if input_ids is not None and input_ids.shape[1] <= self.config.num_facets:
@@ -317,7 +317,8 @@ class MultiClsModel(MultiClsPreTrainedModel):
         rows, length = input_ids.shape
         if real is None or starts is None:
             real = attention_mask.flatten().nonzero().squeeze(1)
-            starts = F.pad(attention_mask.sum(dim=1).cumsum(0), (1, 0)).to(torch.int32)
+            starts = F.pad(attention_mask.sum(dim=1).cumsum(0), (1, 0))
+        starts = starts.to(torch.int32)
         kwargs |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
         kwargs |= {"max_length_q": length, "max_length_k": length}
         kwargs["position_ids"] = (real % length)[None] + self.config.position_offset

@@ -139,33 +139,28 @@ def _unstack(
 ) -> Iterator[MicroBatch]:
     """Yields the micro-batches of one call, in pinned memory where there is a GPU."""
     windows = arrays.pop("windows")
-    is_masked = arrays["labels"].reshape(len(numbers), -1) != IGNORE_INDEX
-    arrays["masked_positions"] = is_masked.nonzero()[1]
-    if unpad:
-        is_real = arrays["attention_mask"].reshape(len(numbers), -1).astype(bool)
-        arrays["real_positions"] = is_real.nonzero()[1]
-    orders = (arrays["so_labels"] != IGNORE_INDEX).sum(axis=1)
+    places = {"masked_positions": arrays["labels"] != IGNORE_INDEX}  # of a flattened micro-batch
     lengths = arrays["attention_mask"].sum(axis=2, dtype=np.int64)  # (micro-batches, sequences)
-    starts = np.pad(lengths.cumsum(axis=1), ((0, 0), (1, 0))).astype(np.int32)
+    if unpad:
+        places["real_positions"] = arrays["attention_mask"].astype(bool)
+        arrays["sequence_starts"] = np.pad(lengths.cumsum(axis=1), ((0, 0), (1, 0)))
+    orders = (arrays["so_labels"] != IGNORE_INDEX).sum(axis=1)
     facets = arrays["input_ids"].shape[2] - arrays["tfidf_labels"].shape[2]
+    rows = len(numbers)
+    arrays |= {name: where.reshape(rows, -1).nonzero()[1] for name, where in places.items()}
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     tensors = {name: t if t.is_floating_point() else t.long() for name, t in tensors.items()}
     if uses_cuda():
         tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
-    positions = tensors.pop("masked_positions").split(is_masked.sum(axis=1).tolist())
-    if unpad:
-        real = tensors.pop("real_positions").split(lengths.sum(axis=1).tolist())
-        sequence_starts = torch.from_numpy(starts)
-        if uses_cuda():
-            sequence_starts = sequence_starts.pin_memory()
+    of_batches: dict[str, Any] = {
+        name: tensor.split(places[name].sum(axis=(1, 2)).tolist()) if name in places else tensor
+        for name, tensor in tensors.items()
+    }
     for i, number in enumerate(numbers):
-        inputs = {name: tensor[i] for name, tensor in tensors.items()}
-        inputs["masked_positions"] = positions[i]
-        if unpad:
-            inputs |= {"real_positions": real[i], "sequence_starts": sequence_starts[i]}
+        inputs = {name: values[i] for name, values in of_batches.items()}
         tokens, sequences = int(lengths[i].sum()), lengths.shape[1]
         counts = {
-            "mlm": len(positions[i]),
+            "mlm": len(inputs["masked_positions"]),
             "tfidf": tokens - facets * sequences,
             "so": int(orders[i]),
             "examples": len(windows[i]),

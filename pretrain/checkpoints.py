@@ -58,7 +58,7 @@ class Checkpoints:
             UserError: A checkpoint is damaged, belongs to other settings or data, or all are from after the point where
                 the learning rates part.
         """
-        newest = ""
+        newest = ""  # what is wrong with the newest one
         for step in reversed(saved_steps(self.folder)):
             path, ours = checkpoint_path(self.folder, step), self.identity
             check_whole(path)
@@ -78,24 +78,16 @@ class Checkpoints:
             before = self.train.model_copy(update=values)
             if all(lr_at(n, before) == lr_at(n, self.train) for n in reversed(range(step))):
                 return step
-            newest = newest or self._why_not_longer(path, before)
+            warmup = before.warmup_steps
+            newest = newest or (
+                f"{path}: its run of {before.steps} steps had {warmup} of warm-up and a decay from step "
+                f"{before.decay_start}; this one of {self.train.steps} has {self.train.warmup_steps} and "
+                f"{self.train.decay_start}, and no checkpoint is from where both have the same learning rates. Set "
+                f"--train.warmup_ratio {warmup / self.train.steps:.6g} for the same warm-up, or another --output_dir."
+            )
         if newest:
             raise UserError(newest)
         return 0
-
-    def _why_not_longer(self, path: Path, before: TrainSettings) -> str:
-        """Returns why a run of the length of `before` cannot continue with that of `train`."""
-        steps, warmup, other = self.train.steps, before.warmup_steps, self.train.warmup_steps
-        if warmup != other:
-            return (
-                f"{path}: the warm-up was {warmup} steps and is now {other}; set --train.warmup_ratio "
-                f"{warmup / steps:.6g}, or another --output_dir for a new run."
-            )
-        last = min(before.decay_start, self.train.decay_start) + 1  # the decay begins at the peak
-        return (
-            f"{path}: train.steps was {before.steps} and is now {steps}, and no checkpoint up to step {last} is left, "
-            "where the learning rates part; set another --output_dir for a new run."
-        )
 
     def discard_after(self, step: int) -> str:
         """Deletes checkpoints after `step`, which are of a run of another length; returns a line for the log, or ""."""

@@ -215,9 +215,10 @@ def _notes_on_objectives(settings: PretrainSettings, notes: Sequence[str]) -> li
     """Returns a line with the weights of the loss and chance, and a warning if a new MLM head drowns the others."""
     weights = settings.objective.in_use
     terms = " + ".join(f"{weight:g} {name}" for name, weight in weights.items())
-    candidates = settings.train.negatives_group * (2 if settings.num_parts == 3 else 1)
-    directions = 2 if settings.num_parts == 3 else 1
-    chance = f"; chance of mcqt is {directions * math.log(candidates):.2f}" * ("mcqt" in weights)
+    group, chance = settings.train.negatives_group, ""
+    if "mcqt" in weights:  # both directions among the other two parts, or one
+        value = 2 * math.log(2 * group) if settings.num_parts == 3 else math.log(group)
+        chance = f"; chance of mcqt is {value:.2f}"
     lines = [f"loss = {terms}{chance}"]
     is_new = any(NEW_MLM_HEAD in note for note in notes)
     if is_new and weights.get("mlm", 0.0) > 0.1 * weights.get("mcqt", math.inf):
@@ -327,13 +328,20 @@ def describe_machine() -> list[str]:
 
 
 def _describe(job: Job) -> None:
-    """Writes the model of a new run, and what a run is made of, to the run folder."""
+    """Writes to the run folder: the model of a new run, settings, DeepSpeed JSON, software and command."""
     settings = job.settings
     if not job.start_step:
         _check_not_lost(job.run_folder, settings.run.save_every)
         source = "" if settings.model.random_weights else settings.model.checkpoint
         describe_model(job.model, job.tokenizer, job.run_folder, source, job.corpus.manifest)
-    _describe_run(job.run_folder, to_yaml(settings), job.completed)
+    for marker in (STOPPED, DONE):  # a finished run may continue with more steps
+        (job.run_folder / marker).unlink(missing_ok=True)
+    with atomic_write(job.run_folder / "settings.yaml") as file:
+        file.write(to_yaml(settings))
+    write_json(job.run_folder / "ds_config.json", job.completed)
+    name = torch.cuda.get_device_name() if uses_cuda() else platform.machine()
+    record = {"command": shlex.join(sys.argv), "world_size": dist.get_world_size(), "device": name}
+    write_json(job.run_folder / "env.json", environment_record() | record)
 
 
 def _check_not_lost(run_folder: Path, save_every: float) -> None:
@@ -343,15 +351,3 @@ def _check_not_lost(run_folder: Path, save_every: float) -> None:
         raise UserError(
             f"{run_folder}: reports step {max(steps)}, but holds no checkpoint: put it back, or set --output_dir."
         )
-
-
-def _describe_run(folder: Path, recipe: str, completed: dict[str, Any]) -> None:
-    """Writes the settings, the DeepSpeed JSON, the software and the command of a run."""
-    for marker in (STOPPED, DONE):  # a finished run may continue with more steps
-        (folder / marker).unlink(missing_ok=True)
-    with atomic_write(folder / "settings.yaml") as file:
-        file.write(recipe)
-    write_json(folder / "ds_config.json", completed)
-    name = torch.cuda.get_device_name() if uses_cuda() else platform.machine()
-    record = {"command": shlex.join(sys.argv), "world_size": dist.get_world_size(), "device": name}
-    write_json(folder / "env.json", environment_record() | record)

@@ -48,5 +48,5 @@ def test_rows_are_there_before_a_part_ends(tmp_path: Path) -> None:
 
 
 def test_an_unknown_part_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--part tets: there are tests, shapes"):
+    with pytest.raises(UserError, match="--part tets: there are tests, losses"):
         gpu.main(["--output", str(tmp_path), "--part", "tets"])

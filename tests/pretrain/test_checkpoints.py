@@ -147,7 +147,10 @@ def test_the_last_checkpoint_before_a_decay_is_kept_for_longer_runs(tmp_path: Pa
     assert "of steps 10, are removed" in longer.discard_after(8)
     assert saved_steps(folder) == [8] and not (tmp_path / "best.json").exists()
     assert not longer.discard_after(8)
-    with pytest.raises(UserError, match="was 10 and is now 8, and no checkpoint up to step 7 is"):
+    with pytest.raises(
+        UserError,
+        match="run of 10 steps had 0 of warm-up and a decay from step 8; this one of 8 has 0 and 6",
+    ):
         of_length(folder, steps=8).resume_step()
 
 

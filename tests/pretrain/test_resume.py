@@ -111,7 +111,7 @@ def test_a_wsd_run_continues_with_more_steps(disturb: Fork, tmp_path: Path) -> N
     longer = (*wsd, "--steps", "12", "--train.warmup_ratio", "0.166667")
     assert disturb(folder, {"accident": "SIGTERM", "step": 2}, {}, flags=short) == [[0], [0]]
     assert disturb(folder, {}, flags=(*wsd, "--steps", "12")) == [[2]]
-    assert "warm-up was 2 steps and is now 3; set --train.warmup_ratio 0.166667," in logs(folder)
+    assert "Set --train.warmup_ratio 0.166667 for the same warm-up" in logs(folder)
     killed = {"accident": "killed in a step", "step": 7}
     assert disturb(folder, killed, {}, flags=longer) == [[-9], [0]], logs(folder, 1)
     assert "resuming from step 6" in logs(folder) and "of steps 8, are removed" in logs(folder)
