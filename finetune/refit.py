@@ -100,7 +100,7 @@ def all_labels(data: TaskData, settings: RunSettings) -> TaskData:
         drawn = select_rows(data, settings.train_size, settings.subset, holdout=False)
         return replace(drawn, dev=[], test=[])
     train = [*data.train, *(data.dev if data.test else [])]
-    return replace(data, train=train, dev=[])
+    return replace(data, train=train, dev=[], notes=list(data.notes))
 
 
 def _train(settings: RunSettings, record: Record, rows: Sequence[TaskData], folder: Path) -> Record:
