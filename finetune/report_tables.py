@@ -120,53 +120,48 @@ def make_groups(
     runs = runs.assign(members=[[path] for path in runs["path"]])
     if ensemble_size:
         runs = pd.concat([runs, ensembles(runs, ensemble_size)], ignore_index=True)
-    runs = on_split(runs, split)
-    predictions = [read_predictions(run)[run["split"]] for run in runs.to_dict("records")]
-    tasks = [task_of(description) for description in runs["description"]]
-    pairs = list(zip(tasks, predictions, strict=True))
-    runs["effects"] = pd.Series([estimates.row_effects(*pair) for pair in pairs], runs.index)
-    runs["errors"] = pd.Series([_calibration_error(*pair) for pair in pairs], runs.index)
-    temperatures = pd.to_numeric(runs["temperature"])  # nan without a validation split
-    runs["calibrated"] = [
-        math.nan if math.isnan(temperature) else _calibration_error(*pair, temperature)
-        for pair, temperature in zip(pairs, temperatures, strict=True)
-    ]
-    by_path = dict(zip(runs.index, pairs, strict=True))
+    runs = pd.DataFrame(map(_evaluate, on_split(runs, split)))
     groups = []
-    for _, group in runs.groupby(estimates.KEYS):
+    for _, group in runs.groupby(KEYS):
         first, estimate = group.iloc[0].to_dict(), estimates.summarise(group)
-        task, of_group = by_path[group.index[0]][0], [by_path[row][1] for row in group.index]
         interval = (estimate.low, estimate.high)
         if len(group) == 1:
-            interval = estimates.example_interval(task, of_group[0])
-        is_classes = not (task.is_regression or task.multi_label)
-        ece = estimates.summarise(group.drop(columns="effects").assign(score=group["errors"]))
+            task = task_of(first["description"])
+            interval = estimates.example_interval(task, first["predictions"])
+        is_classes = not math.isnan(first["run_ece"])
+        ece = estimates.summarise(group.drop(columns="effects").assign(score=group["run_ece"]))
         columns = {
             "runs": group,
             "estimate": estimate,
             "interval": interval,
             "baseline": group["baseline"].mean(),
             "ece": ece if is_classes else None,
-            "bins": calibration(of_group)[1] if is_classes else None,
-            "evaluated": len(of_group[0]["labels"]),
+            "bins": calibration(group["predictions"])[1] if is_classes else None,
+            "evaluated": len(first["predictions"]["labels"]),
         }
         groups.append(first | vars(estimate) | columns)
     order = {"by": ["task", "train_size", "mean"], "ascending": [True, True, False]}
     return pd.DataFrame(groups).sort_values(**order, ignore_index=True)
 
 
-def _calibration_error(
-    task: Task, predictions: Mapping[str, Array], temperature: float = 1.0
-) -> float:
-    if task.is_regression or task.multi_label:
-        return math.nan
-    return calibration([{**predictions, "logits": predictions["logits"] / temperature}])[0]
+def _evaluate(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a run with its predictions, the effects of their rows, and its calibration errors (classes only)."""
+    task, predictions = task_of(run["description"]), read_predictions(run)[run["split"]]
+    error = calibrated = math.nan
+    if not (task.is_regression or task.multi_label):
+        error = calibration([predictions])[0]
+        if pd.notna(run["temperature"]):  # there is a validation split
+            logits = predictions["logits"] / run["temperature"]
+            calibrated = calibration([{**predictions, "logits": logits}])[0]
+    effects = estimates.row_effects(task, predictions)
+    columns = {"predictions": predictions, "effects": effects, "calibrated": calibrated}
+    return {**run, **columns, "run_ece": error}
 
 
-def on_split(runs: pd.DataFrame, split: str | None) -> pd.DataFrame:
+def on_split(runs: pd.DataFrame, split: str | None) -> list[dict[str, Any]]:
     """Returns the runs with scores and baseline of a split; None: of test where all runs of the task have it.
 
-    Columns `score`, `scores` and `baseline` become those of that split, `split` names it, and `other` has the scores
+    Fields `score`, `scores` and `baseline` become those of that split, `split` names it, and `other` has the scores
     of the other one.
 
     Raises:
@@ -188,7 +183,7 @@ def on_split(runs: pd.DataFrame, split: str | None) -> pd.DataFrame:
             else:
                 run |= {"split": "dev", "other": run["tests"]}
             chosen.append(run)
-    return pd.DataFrame(chosen)
+    return chosen
 
 
 def ensembles(runs: pd.DataFrame, size: int) -> pd.DataFrame:
@@ -406,8 +401,7 @@ def error_tables(groups: pd.DataFrame, number: int) -> dict[str, pd.DataFrame]:
         task = task_of(best["description"])
         if task.is_regression or not number:
             continue
-        predictions = read_predictions(best)[best["split"]]
-        errors = list_errors(task, predictions)
+        errors = list_errors(task, best["predictions"])
         title = f"{best['system']} on {name}, {count(best['evaluated'], best['split'] + ' row')}"
         tables[f"Errors of {title}: {len(errors)}"] = errors.head(number)
         if not task.multi_label:
