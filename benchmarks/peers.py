@@ -4,7 +4,8 @@ python benchmarks/peers.py --data domains --cpu_seconds 600 --seeds 1 2 3
 
 DATA holds a folder for each domain with docs.jsonl.gz ({"text"}) and rows.jsonl.gz ({"text", "label"}). Each arm
 continues the model on the documents with one thread. A linear model on frozen embeddings of the rows then compares it
-with the untouched model, draw by draw (multicls/probe.py). Two short trials of an arm choose the number of steps that
+with the untouched model, draw by draw (multicls/probe.py). The view `mean_topics` of each arm has the
+topics of the documents beside the mean; they need no training (multicls/topics.py). Two short trials of an arm choose the number of steps that
 fills the CPU time. The peers' settings are those of their documentation (benchmarks/peer_training.py). Finished runs
 are kept: the same command resumes. Tables go to OUTPUT/peers.md, all numbers to OUTPUT/peers.json, and those of
 `--finetune` to OUTPUT/DOMAIN/finetune/results/report.md.
@@ -68,6 +69,7 @@ class Options(Settings):
     draws: int = Field(20, ge=2, description="draws of labelled rows")
     rows: PositiveInt = Field(2000, description="labelled rows of a domain, at most")
     max_length: PositiveInt = Field(128, description="tokens of a row")
+    topics: PositiveInt = Field(200, description="topics of arms without their own")
     finetune: bool = Field(False, description="fine-tune mean and multicls on 100 rows, too")
 
 
@@ -154,6 +156,33 @@ def embed_texts(model: str, texts: Sequence[str], max_length: int) -> dict[str, 
     return embed(encoder, tokenizer, texts, max_length=max_length, num_facets=facets)
 
 
+def topics_of(domain: Domain, options: Options) -> Array:
+    """Returns the topics of the rows, (N, T), by the documents of their domain; they are kept in a file."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from benchmarks.peer_training import prepare_corpus
+    from multicls.corpus import Corpus
+    from multicls.modeling_multicls import TopicTable
+    from multicls.topics import fit_topics
+
+    path, corpus = domain.folder / "topics.npy", domain.folder / "corpus"
+    if not path.exists():
+        prepare_corpus(domain.documents, corpus, options.model, options.prepare)
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+        vocabulary = len(tokenizer)
+        state = fit_topics(
+            Corpus(corpus), options.topics, vocabulary=vocabulary, validation_fraction=0.0
+        )
+        table = TopicTable(*state["table"].shape)
+        table.load_state_dict(state)
+        cut = {"truncation": True, "max_length": options.max_length, "return_tensors": "pt"}
+        rows = [table(tokenizer(text, **cut)["input_ids"]) for text in domain.texts]
+        with atomic_write(path, "wb") as file:
+            np.save(file, torch.cat(rows).numpy())
+    return np.asarray(np.load(path, allow_pickle=False))
+
+
 def bag_of_words(texts: Sequence[str], draws: Draws) -> Array:
     """Returns what `probe` does, (J, N), for a ridge classifier on TF-IDF of words and pairs of words."""
     from sklearn.feature_extraction.text import TfidfVectorizer
@@ -183,6 +212,8 @@ def run_arm(arm: str, domain: Domain, options: Options, seed: int) -> None:
     views = {}
     if arm != "tfidf":
         views = embed_texts(model, domain.texts, options.max_length)
+        if "mean_topics" not in views:
+            views["mean_topics"] = np.hstack([views["mean"], topics_of(domain, options)])
     values: dict[str, Any] = {}
     for size, draws in domain.draws.items():
         values |= {f"{size}/{view}": probe(rows, draws) for view, rows in views.items()}
@@ -252,11 +283,18 @@ def questions(results: Results) -> dict[str, tuple[Any, Any]]:
         keys = [key for key in results if key[0] in arms and key[1] in views]
         return max(keys, key=lambda key: float(np.nanmean(results[key])), default=None)
 
-    ours = best(["own_text"], ["facets", "mean"])
+    ours = best(["own_text"], ["facets", "mean", "mean_topics"])
+    trained = best(["own_text"], ["facets", "mean"])
     asked = {
         "own_text - untouched mean": (ours, REFERENCE),
-        "own_text - best peer": (ours, best(get_args(Peer), ["mean", "cls"])),
+        "own_text without topics - untouched mean": (trained, REFERENCE),
+        "own_text without topics - best peer": (trained, best(get_args(Peer), ["mean", "cls"])),
         "facets - mean of own_text": (("own_text", "facets"), ("own_text", "mean")),
+        "mean_topics - mean, untouched": (("untouched", "mean_topics"), REFERENCE),
+        "own_text - untouched, mean_topics": (
+            ("own_text", "mean_topics"),
+            ("untouched", "mean_topics"),
+        ),
     }
     return {name: pair for name, pair in asked.items() if set(pair) <= results.keys()}
 

@@ -30,6 +30,7 @@ class MultiClsConfig(PreTrainedConfig):
             third and two thirds of the depth, moved before a global layer if the encoder has local ones; []: none.
         mcqt_lambda: weight of the best facet pair, against the sum of facets, in the MCQT score (Eq. 2).
         mcqt_scale: factor of the MCQT scores before the softmax, an inverse temperature; the paper has none.
+        num_topics: T, topics of a text beside its embeddings (`TopicTable`); 0: none.
         hard_negatives: three parts an example, the third a hard negative of the first (section 2.4); False: two.
     """
 
@@ -41,6 +42,7 @@ class MultiClsConfig(PreTrainedConfig):
     facet_layers: list[int] | None = None
     mcqt_lambda: float = 0.1
     mcqt_scale: float = 1.0
+    num_topics: int = 0
     hard_negatives: bool = True
     classifier_dropout: float = 0.1
     layer_norm_eps: float = 1e-12

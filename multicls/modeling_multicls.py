@@ -124,11 +124,36 @@ def varlen_attention(
 AttentionInterface.register("varlen", varlen_attention)
 
 
+class TopicTable(nn.Module):
+    """The topics of a text: its place in the latent semantic analysis of a corpus (Deerwester et al., 1990).
+
+    topics = u / |u| @ table with u_v = (1 + ln count_v) idf_v for each token v of the text. Nothing in it is trained;
+    `multicls.topics.fit_topics` makes it, and special tokens have an idf of 0.
+    """
+
+    idf: Tensor
+    table: Tensor
+
+    def __init__(self, vocabulary: int, num_topics: int) -> None:
+        super().__init__()
+        self.register_buffer("idf", torch.zeros(vocabulary))
+        self.register_buffer("table", torch.zeros(vocabulary, num_topics))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Returns the topics (B, T), in fp32, of token ids (B, L)."""
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        counts_BV = torch.zeros(len(input_ids), len(self.idf), device=input_ids.device)
+        counts_BV.scatter_add_(1, input_ids, mask.to(counts_BV.dtype))
+        weights_BV = torch.where(counts_BV > 0, 1 + counts_BV.clamp(min=1).log(), 0) * self.idf
+        return F.normalize(weights_BV, dim=-1) @ self.table.float()
+
+
 @dataclass
 class MultiClsModelOutput(BaseModelOutputWithPoolingAndCrossAttentions):
-    """The encoder's output with `facet_embeddings` c_k, (B, S, D)."""
+    """The encoder's output with `facet_embeddings` c_k, (B, S, D), and `topics`, (B, T), of a model that has them."""
 
     facet_embeddings: Tensor | None = None
+    topics: Tensor | None = None
 
 
 @dataclass
@@ -232,6 +257,9 @@ class MultiClsModel(MultiClsPreTrainedModel):
         dense, norm = FacetLinear(*shape), FacetLayerNorm(shape, eps=config.layer_norm_eps)
         head = OrderedDict(dense=dense, gelu=nn.GELU(), LayerNorm=norm)
         self.facet_head: Any = nn.Sequential(head)
+        self.topics: TopicTable | None = None
+        if config.num_topics:
+            self.topics = TopicTable(config.vocab_size, config.num_topics)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -297,7 +325,10 @@ class MultiClsModel(MultiClsPreTrainedModel):
             kwargs |= {"real": real_positions, "starts": sequence_starts}
         outputs = self._encode_unpadded(**kwargs) if unpad else self.encoder(**kwargs)
         facets_BSD = self.facet_head(self.facet_states(outputs.last_hidden_state))
-        return MultiClsModelOutput(**outputs, facet_embeddings=facets_BSD)
+        topics_BT = None
+        if self.topics is not None and input_ids is not None:
+            topics_BT = self.topics(input_ids, attention_mask)
+        return MultiClsModelOutput(**outputs, facet_embeddings=facets_BSD, topics=topics_BT)
 
     def _encode_unpadded(
         self,

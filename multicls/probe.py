@@ -21,6 +21,7 @@ MEASURES: dict[LabelType, str] = {
     "score": "R2",
     "multi_label": "label ranking average precision",
 }
+VIEWS = ("mean", "cls", "facets", "mean_topics")  # that are probed; `sum` is for similarities
 BATCH = 32  # texts of a forward pass
 SCALES = np.logspace(-2, 2, 9)  # of the ridge penalty, in numbers of features
 
@@ -30,8 +31,11 @@ def views_of(outputs: Any, attention_mask: Any, num_facets: int) -> dict[str, An
 
     Returns:
         `mean`: (B, D), over the tokens of the text, [CLS] and [SEP], without facets; `cls`: (B, D), the last hidden
-        state of [CLS]; with facets also `facets`: (B, K * D), all concatenated, and `sum`: (B, D).
+        state of [CLS]; with facets also `facets`: (B, K * D), all concatenated, and `sum`: (B, D); with topics
+        also `mean_topics`: (B, D + T), the mean and the topics.
     """
+    import torch
+
     mask = attention_mask[..., None].clone()
     mask[:, 1 : 1 + num_facets] = 0
     hidden = outputs.last_hidden_state.float()
@@ -39,6 +43,8 @@ def views_of(outputs: Any, attention_mask: Any, num_facets: int) -> dict[str, An
     if num_facets:
         facets = outputs.facet_embeddings.float()
         views |= {"facets": facets.flatten(1), "sum": facets.sum(1)}
+    if (topics := getattr(outputs, "topics", None)) is not None:
+        views["mean_topics"] = torch.cat([views["mean"], topics.float()], dim=1)
     return views
 
 

@@ -25,12 +25,14 @@ from multicls.cards import (
     write_sentence_transformer,
 )
 from multicls.console import print_summary
+from multicls.corpus import Corpus
 from multicls.errors import UserError, run_command
-from multicls.files import atomic_folder, lock_holder, read_json, write_json
+from multicls.files import atomic_folder, atomic_write, lock_holder, read_json, write_json
 from multicls.settings import Settings, parse
+from multicls.topics import fit_topics
 from pretrain.card import write_card
-from pretrain.run_folder import check_whole, checkpoint_path, saved_steps
-from pretrain.settings import ModelSettings, ProbeSettings
+from pretrain.run_folder import TOPICS, check_whole, checkpoint_path, saved_steps
+from pretrain.settings import ModelSettings, PretrainSettings, ProbeSettings
 
 EXPORT_INFO = "export.json"  # in RUN/model: facts for the card; in an export its step, too
 FACTS = ("documents", "sentences", "tokens", "sources", "hub_datasets")  # of a manifest: no paths
@@ -93,9 +95,10 @@ def check_target(flag: str, folder: Path, run_folder: Path) -> None:
         raise UserError(f"{flag}: exists and is no export; set a new folder.")
 
 
-def next_command(folder: Path, probe: ProbeSettings | None = None) -> str:
-    """Returns a command that fine-tunes an exported model on labelled rows, with a head that every model has."""
-    command = ["python", "finetune/run.py", "--model", str(folder), "--head", "mean"]
+def next_command(folder: Path, probe: ProbeSettings | None = None, view: str = "") -> str:
+    """Returns a command that fits a classifier on an exported model: a probe of `view`, or a head all models have."""
+    head = ["probe", "--pooling", view] if view else ["mean"]
+    command = ["python", "finetune/run.py", "--model", str(folder), "--head", *head]
     rows = probe or ProbeSettings()
     command += ["--train_file", rows.file or "ROWS.csv"]
     command += ["--text_column", rows.text_column] if rows.text_column else []
@@ -129,7 +132,32 @@ def describe_model(
         write_json(fresh / EXPORT_INFO, info)
 
 
-def restore_model(folder: Path) -> tuple[Any, Any]:
+def write_topics(
+    run_folder: Path, corpus: Corpus, settings: PretrainSettings, vocabulary: int
+) -> str:
+    """Writes the topics of the corpus to the run folder, unless they are there; returns a line for the log."""
+    from safetensors.torch import save
+
+    number, path = settings.model.num_topics, run_folder / TOPICS
+    if not path.exists():
+        fraction = settings.data.validation_fraction
+        topics = fit_topics(corpus, number, vocabulary=vocabulary, validation_fraction=fraction)
+        with atomic_write(path, "wb") as file:
+            file.write(save(topics))
+    made = load_topics(run_folder)["table"].shape[1]
+    few = f" (of {number}: there are few documents)" if made < number else ""
+    return f"topics: {made}{few}, from the words of the training documents"
+
+
+def load_topics(run_folder: Path) -> dict[str, Any]:
+    """Returns the state of the run's `TopicTable`, {} if it has none."""
+    from safetensors.torch import load_file
+
+    path = run_folder / TOPICS
+    return load_file(path) if path.exists() else {}
+
+
+def restore_model(folder: Path, num_topics: int = 0) -> tuple[Any, Any]:
     """Returns the model of a `RUN/model` folder without weights, and its tokenizer. Raises UserError if incomplete."""
     from transformers import AutoConfig, AutoModelForPreTraining, AutoTokenizer
 
@@ -141,7 +169,7 @@ def restore_model(folder: Path) -> tuple[Any, Any]:
             "it when it starts. Copy it from where the run was trained."
         )
     options = {"trust_remote_code": False, "local_files_only": True}
-    config = AutoConfig.from_pretrained(folder, **options)
+    config = AutoConfig.from_pretrained(folder, num_topics=num_topics, **options)
     model = AutoModelForPreTraining.from_config(config, trust_remote_code=False)
     return model, AutoTokenizer.from_pretrained(folder, **options)
 
@@ -152,7 +180,8 @@ def build_model(model: ModelSettings, report: Callable[[str], None]) -> tuple[An
     from multicls.sample import SAMPLE, sample_model
 
     checkpoint = str(sample_model()) if model.checkpoint == SAMPLE else model.checkpoint
-    return build(checkpoint, **model.model_dump(exclude={"checkpoint"}), report=report)
+    fields = model.model_dump(exclude={"checkpoint", "num_topics"})
+    return build(checkpoint, **fields, report=report)
 
 
 def weights_before(run_folder: Path) -> dict[str, Any]:
@@ -207,11 +236,14 @@ def write_model(
     """
     from multicls.build import quiet_transformers
 
-    model, _ = restore_model(run_folder / "model")
+    topics = load_topics(run_folder)
+    model, _ = restore_model(run_folder / "model", topics["table"].shape[1] if topics else 0)
     weights = mean_weights(run_folder, steps)
     if towards_base:
         base = weights_before(run_folder)
         weights = {name: w.lerp(base[name], towards_base) for name, w in weights.items()}
+    if topics:
+        weights |= {f"multicls.topics.{name}": tensor for name, tensor in topics.items()}
     model.load_state_dict(weights)
     info = read_json(run_folder / "model" / EXPORT_INFO)
     info |= {"step": steps[-1], "averaged_steps": list(steps), "towards_base": towards_base}

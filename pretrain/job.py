@@ -34,13 +34,21 @@ from multicls.distributed import (
 from multicls.environment import environment_record
 from multicls.errors import UserError
 from multicls.files import atomic_write, locked, read_json, read_jsonl, write_json
+from multicls.modeling_multicls import TopicTable
 from multicls.optim import choose_precision
 from multicls.settings import to_yaml
 from multicls.tokenization import facet_ids
 from pretrain.batches import start_loader_server
 from pretrain.checkpoints import Checkpoints
 from pretrain.engine import build_engine, fp32_weights, prepare_layers
-from pretrain.export import build_model, describe_model, next_command, restore_model
+from pretrain.export import (
+    build_model,
+    describe_model,
+    load_topics,
+    next_command,
+    restore_model,
+    write_topics,
+)
 from pretrain.log import Log
 from pretrain.probing import TrainingProbe, build_probe
 from pretrain.run_folder import DONE, STOPPED, checkpoint_path, disk_errors_reported, saved_steps
@@ -90,7 +98,8 @@ def run_job(settings: PretrainSettings, ds_config: dict[str, Any], corpus: Path)
         curves = ("curves", f"tensorboard --logdir {run_folder / 'tb'}")
         changed = f"python tools/first_look.py {shlex.quote(str(run_folder))}"
         made = [("model", run_folder / "hf"), curves]
-        command = next_command(run_folder / "hf", settings.probe)
+        view = job.probe.best_view if job.probe and settings.probe.file else ""
+        command = next_command(run_folder / "hf", settings.probe, view)
         print_summary([*made, ("next", command), ("what changed", changed)])
     leave_deepspeed()
 
@@ -233,6 +242,7 @@ def start(deepspeed: Any, job: Job) -> None:
     """Describes the run in its folder, loads its checkpoint if there is one, and trains."""
     settings, step, checkpoints = job.settings, job.start_step, job.checkpoints
     on_rank_0(lambda: _describe(job))
+    notes = [*job.notes, *_prepare_topics(job)]
     converted = on_rank_0(lambda: checkpoints.convert_if_needed(step)) if step else ""
     if converted and dist.get_rank() == 0:
         # DeepSpeed's universal form holds no frozen weights; DeepSpeed sends those of rank 0 to all ranks.
@@ -244,10 +254,23 @@ def start(deepspeed: Any, job: Job) -> None:
         checkpoints.load(engine, step)
         discarded = on_rank_0(lambda: checkpoints.discard_after(step))
     log = Log(job.run_folder, dist.get_rank() == 0, step, settings.run.wandb_project)
-    for note in filter(None, [*job.notes, converted, discarded]):
+    for note in filter(None, [*notes, converted, discarded]):
         log.info(note)
     Trainer(engine, settings, job.streams, checkpoints, log, job.stop, job.probe).run(step)
     log.close()
+
+
+def _prepare_topics(job: Job) -> list[str]:
+    """Makes the topics of the corpus, if the run has them, and gives them to the probe of labels; returns log lines."""
+    number, vocabulary = job.settings.model.num_topics, job.model.config.vocab_size
+    if not number:
+        return []
+    line = on_rank_0(lambda: write_topics(job.run_folder, job.corpus, job.settings, vocabulary))
+    if job.probe and job.probe.draws:
+        state = load_topics(job.run_folder)
+        job.probe.topics = TopicTable(*state["table"].shape)
+        job.probe.topics.load_state_dict(state)
+    return [line]
 
 
 def build_streams(

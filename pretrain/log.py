@@ -8,6 +8,7 @@ from typing import Any
 
 from multicls.console import print_line
 from multicls.files import append_jsonl, atomic_write, read_jsonl
+from multicls.probe import VIEWS
 
 SHOWN = {  # of a record, on the console
     "loss/total": "loss {:.3f}",
@@ -22,7 +23,7 @@ SHOWN = {  # of a record, on the console
     "acc/mcqt": "acc mcqt {:.2f}",
     "acc/so": "acc so {:.2f}",
     "facets/mean_cosine": "cos {:.2f}",
-    **{f"probe/{name}": f"probe {name} {{:.3f}}" for name in ("mean", "cls", "facets")},
+    **{f"probe/{name}": f"probe {name} {{:.3f}}" for name in VIEWS},
 }
 
 

@@ -18,10 +18,12 @@ from multicls.corpus import Corpus
 from multicls.distributed import on_rank_0
 from multicls.files import atomic_write, read_json
 from multicls.labels import LabelType, read_labelled
+from multicls.modeling_multicls import TopicTable
 from multicls.passages import next_passage_hits, passages_of, recall_interval
 from multicls.probe import (
     DRAWS,
     MEASURES,
+    VIEWS,
     Array,
     Difference,
     Draws,
@@ -39,7 +41,6 @@ SHARE = 0.045  # of the arithmetic of a run that the forward passes of all probe
 FEWEST_ROWS = 100  # taken in a short run, too
 FEWEST_PASSAGES = 20
 PER_DOCUMENT = 4  # passages, so that few passages come from many documents
-VIEWS = ("mean", "cls", "facets")
 FALLS = 3  # validations in a row that are a warning
 ADVICE = (
     "Use fewer --steps or a lower --learning_rate, set --objective.mlm and --objective.tfidf to 0.1 or 0 where the "
@@ -67,6 +68,7 @@ class TrainingProbe:
     documents: Array | None
     notes: list[str]
     unpad: bool = False
+    topics: TopicTable | None = None
     best_step: int = 0
     best_value: float = -math.inf
     seconds: float = 0.0
@@ -81,6 +83,11 @@ class TrainingProbe:
         if self.draws is None:
             return "next-passage recall"
         return f"probe ({MEASURES[self.draws.kind]} with {self.draws.train_rows} rows)"
+
+    @property
+    def best_view(self) -> str:
+        """Name of the embedding with the best value at the last validation; "" before the first."""
+        return max(self.scores, key=lambda name: self.scores[name][1], default="")
 
     def continues(self) -> bool:
         """True if step 0 of the run folder was measured on as many rows and draws."""
@@ -101,8 +108,17 @@ class TrainingProbe:
         engine.eval()
         # Layers that are compiled for one length of the sequences would compile for each length of the rows.
         torch.compiler.set_stance("force_eager")
+        if self.topics:
+            self.topics.to(engine.device)
+
+        def encode(**inputs: Any) -> Any:
+            outputs = engine(**inputs, objectives=(), unpad=self.unpad)
+            if self.topics:
+                outputs.topics = self.topics(inputs["input_ids"], inputs["attention_mask"])
+            return outputs
+
         views = embed(
-            lambda **inputs: engine(**inputs, objectives=(), unpad=self.unpad),
+            encode,
             self.tokenizer,
             self.texts,
             max_length=self.max_length,
@@ -179,10 +195,10 @@ class TrainingProbe:
                 f"{self.what}, {name}: {100 * before:.1f} -> {100 * after:.1f}; against the mean at step 0 "
                 f"{100 * change.mean:+.1f} ({100 * change.low:+.1f} to {100 * change.high:+.1f})"
             )
-        best = max(self.scores, key=lambda name: self.scores[name][1])
-        change = self.last[best]
+        change = self.last[self.best_view]
         lines.append(
-            f"the best embedding is {best}; the best step was {self.best_step}; measuring took {self.seconds:.0f} s"
+            f"the best embedding is {self.best_view}; the best step was {self.best_step}; "
+            f"measuring took {self.seconds:.0f} s"
         )
         if change.high < 0:
             lines.append(f"warning: the run made the embeddings worse. {ADVICE}")

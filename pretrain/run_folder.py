@@ -11,6 +11,7 @@ from multicls.files import lock_holder, read_json
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 DONE = "DONE"  # the run has finished; written last
 STOPPED = "STOPPED"  # the run has saved and left before its end; removed when it starts again
+TOPICS = "topics.safetensors"  # the state of the exported model's `TopicTable`
 BEST = "best.json"  # step and value of the best checkpoint, with `run.keep_best`
 COMPLETE = "COMPLETE"  # written last in a checkpoint
 FORMAT = 7  # of a checkpoint

@@ -31,6 +31,9 @@ class ModelSettings(Settings):
     mcqt_lambda: float = Field(0.1, ge=0, le=1, description="weight of the best facet pair in MCQT")
     mcqt_scale: float = Field(1.0, gt=0, description="factor of MCQT's scores; the paper's: 1")
     hard_negatives: bool = Field(True, description="three-part examples; false: two parts")
+    num_topics: int = Field(
+        0, ge=0, description="T, topics of the corpus that the exported model puts beside the mean"
+    )
 
 
 class DataSettings(Settings):

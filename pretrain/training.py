@@ -20,13 +20,14 @@ from multicls.environment import flops_per_token, peak_flops, peak_memory_gb
 from multicls.errors import UserError
 from multicls.files import read_json, write_json
 from multicls.optim import dropout_seed
+from multicls.probe import VIEWS
 from pretrain.batches import MicroBatch, load_steps, prefetch_to
 from pretrain.checkpoints import Checkpoints
 from pretrain.export import write_model
 from pretrain.log import Log
 from pretrain.metrics import MetricSums, collapses, loss_terms, means, measure
 from pretrain.nonfinite import NonFiniteGuard, mask_nonfinite
-from pretrain.probing import VIEWS, TrainingProbe
+from pretrain.probing import TrainingProbe
 from pretrain.run_folder import BEST, DONE, STOPPED, saved_steps
 from pretrain.settings import PretrainSettings, lr_at
 from pretrain.stopping import StopRequest
@@ -255,11 +256,16 @@ class Trainer:
         self._leave(DONE, {"step": steps})
 
     def _export(self, step: int) -> None:
-        folder = self.checkpoints.folder.parent
+        folder, back = self.checkpoints.folder.parent, 0.0
         if self.settings.run.keep_best and (folder / BEST).exists():
             step = read_json(folder / BEST)["step"]
             self.log.info(f"the best step by the probe, {step}, is exported")
-        on_rank_0(lambda: write_model(folder, [step], folder / "hf"))
+        elif self.settings.run.keep_best and self.probe and not self.settings.model.random_weights:
+            back = 1.0
+            self.log.info(
+                "no step was better than step 0: the weights before training are exported"
+            )
+        on_rank_0(lambda: write_model(folder, [step], folder / "hf", back))
 
     def _leave(self, marker: str, state: dict[str, Any]) -> None:
         """Marks the run as stopped, or exports its last checkpoint and marks it as done."""

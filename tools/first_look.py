@@ -42,6 +42,8 @@ from multicls.settings import Settings, parse
 
 LOSSES = {"mlm": "MLM", "tfidf": "TF-IDF", "mcqt": "MCQT"}
 NAMES = {"cls": "[CLS]", "mean": "mean over tokens", "sum": "facets"}
+LABELS = {"cls": "[CLS]", "mean": "mean over tokens", "facets": "facets, concatenated"}
+LABELS |= {"mean_topics": "mean and topics"}  # topics are new: no value before
 
 
 class Options(Settings):
@@ -94,14 +96,15 @@ def compare_labels(before: Embed, after: Embed, table: LabelledRows, max_length:
     title = f"{MEASURES[draws.kind]} of a linear model on {draws.train_rows} of {len(table.texts):,} labelled rows"
     print(f"{title}, {len(draws.train)} draws")
     print(f"  {'embedding':24}{'before':>8}{'after':>8}   after, against the mean before")
-    for name in [name for name in ("cls", "mean", "facets") if name in new]:
+    for name in [name for name in LABELS if name in new]:
         values = probe(new[name], draws)
-        was, now = np.nanmean(probe(old[name], draws)), np.nanmean(values)
+        now = np.nanmean(values)
+        was = np.nanmean(probe(old[name], draws)) if name in old else np.nan
         change = interval(values, reference)
         low, high = 100 * change.low, 100 * change.high
-        label = "facets, concatenated" if name == "facets" else NAMES[name]
         print(
-            f"  {label:24}{100 * was:8.1f}{100 * now:8.1f}   {100 * change.mean:+.1f} ({low:+.1f} to {high:+.1f})"
+            f"  {LABELS[name]:24}{100 * was:8.1f}{100 * now:8.1f}   "
+            f"{100 * change.mean:+.1f} ({low:+.1f} to {high:+.1f})"
         )
 
 

@@ -6,6 +6,7 @@ HEADS = {
     "multicls": "linear layer on the re-parameterised sum of the facets, on Multi-CLS checkpoints",
     "multicls_sum": "linear layer on the plain sum of the facets (ablation of multicls)",
     "facets": "linear layer on the facet embeddings side by side, on Multi-CLS checkpoints",
+    "mean_topics": "linear layer on the mean and the topics side by side, on models with topics",
     "isobn": "isotropic batch normalisation of the pooled embedding",
     "batchnorm": "batch normalisation of the pooled embedding (baseline of isobn)",
     "hire": "HIRE: all layers read by GRUs, and fused",

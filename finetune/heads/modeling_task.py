@@ -88,6 +88,7 @@ class Head(nn.Module):
     width: int  # E, the size of the embedding
     reads_layers = False  # it needs the `layers` of `forward`
     dropout_before_classifier = True  # the paper of the head has dropout there
+    topics: Tensor | None = None  # of the batch, (B, T), on a model that has them
     layer_weights: Tensor | None = None  # for analysis: of the last batch, (B, layers + 1)
     counted = True  # False for a batch that only keeps a rank busy
 
@@ -138,6 +139,22 @@ class MeanHead(Head):
     def forward(self, hidden: Tensor, mask: Tensor, layers: Sequence[Tensor]) -> Tensor:
         """Returns the embedding, (B, D)."""
         return span_means(hidden, mask[:, None]).squeeze(1)
+
+
+class MeanTopicsHead(MeanHead):
+    """The mean over all unpadded positions and the topics of the text, side by side."""
+
+    def __init__(self, config: TaskModelConfig, encoder: PreTrainedModel) -> None:
+        super().__init__(config, encoder)
+        if not (count := getattr(encoder.config, "num_topics", 0)):
+            raise IncompatibleHead("it has no topics. Pretrain it with --model.num_topics.")
+        self.width += count
+
+    def forward(self, hidden: Tensor, mask: Tensor, layers: Sequence[Tensor]) -> Tensor:
+        """Returns the embedding, (B, D + T)."""
+        assert self.topics is not None
+        mean = super().forward(hidden, mask, layers)
+        return torch.cat([mean, self.topics.to(mean.dtype)], dim=1)
 
 
 class MulticlsHead(Head):
@@ -209,10 +226,11 @@ class PooledHead(Head):
 
     def forward(self, hidden: Tensor, mask: Tensor, layers: Sequence[Tensor]) -> Tensor:
         """Returns the embedding of the other head, (B, E)."""
+        self.pooling.topics = self.topics
         return self.pooling(hidden, mask, layers)
 
 
-HEADS: dict[str, type[Head]] = {"cls": ClsHead, "mean": MeanHead}
+HEADS: dict[str, type[Head]] = {"cls": ClsHead, "mean": MeanHead, "mean_topics": MeanTopicsHead}
 HEADS |= {"multicls": MulticlsHead, "multicls_sum": MulticlsHead}
 HEADS |= {"facets": FacetsHead, "first": FirstHead}
 
@@ -299,6 +317,7 @@ class TaskModel(PreTrainedModel):
         hidden_BLD = states.last_hidden_state
         if attention_mask is None:
             attention_mask = torch.ones_like(hidden_BLD[..., 0], dtype=torch.long)
+        self.head.topics = getattr(states, "topics", None)
         features = self.head(hidden_BLD, attention_mask, states.hidden_states or ())
         if spans is not None:
             features = torch.cat([features, span_means(hidden_BLD, spans).flatten(1)], dim=-1)

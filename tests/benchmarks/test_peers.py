@@ -74,10 +74,10 @@ def test_our_arms_train_by_the_commands(domains: Path, tmp_path: Path, tiny_bert
     flags = ("--pretrain", "data.seq_length=32", "run.eval_examples=10", "data.num_workers=0")
     run(domains, tmp_path, tiny_bert, "own_text", more=flags)
     comparisons = read_json(tmp_path / "peers.json")["comparisons"]
-    assert comparisons.keys() == {
-        "own_text - untouched mean, 12 rows",
-        "facets - mean of own_text, 12 rows",
-    }
+    assert "own_text - untouched mean, 12 rows" in comparisons
+    assert "own_text - untouched, mean_topics, 12 rows" in comparisons
+    views = read_json(tmp_path / "peers.json")["topics"]
+    assert "untouched/mean_topics" in views and "own_text/mean_topics" in views
     assert not (tmp_path / "topics/own_text-1/checkpoints").exists()
 
 
