@@ -55,11 +55,18 @@ def glue(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_multicls(tiny_bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a Multi-CLS checkpoint with two facets, as pretraining exports it."""
+    """Folder of a Multi-CLS checkpoint with two facets and three topics, as pretraining exports it."""
+    import torch
+
     from multicls.build import build
+    from multicls.modeling_multicls import TopicTable
 
     folder = tmp_path_factory.mktemp("multicls")
     model, tokenizer = build(str(tiny_bert), num_facets=2, facet_layers=[1], report=lambda _: None)
+    model.config.num_topics = 3
+    topics = model.multicls.topics = TopicTable(model.config.vocab_size, 3)
+    topics.idf += 1
+    topics.table += torch.randn(topics.table.shape, generator=torch.Generator().manual_seed(0))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

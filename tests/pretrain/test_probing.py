@@ -1,13 +1,18 @@
 """The probe of a run: the same on any ranks and ZeRO stages, resumed, the best step kept, files that are no probe."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModel, AutoTokenizer
 
 from multicls.files import read_json
+from multicls.modeling_multicls import TopicTable
+from pretrain.export import load_topics
 from pretrain.probing import TrainingProbe, choose_rows
 from tests.pretrain.conftest import Fork, logs, records
 
@@ -37,6 +42,7 @@ def probes(folder: Path) -> list[dict[str, Any]]:
 
 def test_the_same_on_any_ranks_and_stages(fork: Fork, rows: str, tmp_path: Path) -> None:
     flags = ("--probe_file", rows, "--text_column", "body", "--label_column", "kind")
+    flags += ("--model.num_topics", "8")
     found = {}
     cases = (("zero2", 1), ("zero2", 2), ("zero3", 2))
     for stage, ranks in cases:
@@ -50,7 +56,7 @@ def test_the_same_on_any_ranks_and_stages(fork: Fork, rows: str, tmp_path: Path)
         columns = "--text_column body --label_column kind"
         assert f"--train_file {rows} {columns}" in printed and "tools/first_look.py" in printed
         best = [
-            max(line[f"probe/{view}"] for view in ("mean", "cls", "facets"))
+            max(line[f"probe/{view}"] for view in ("mean", "cls", "facets", "mean_topics"))
             for line in probes(folder)
         ]
         step = (0, 4, 8)[int(np.argmax(best))]
@@ -59,10 +65,33 @@ def test_the_same_on_any_ranks_and_stages(fork: Fork, rows: str, tmp_path: Path)
         assert (folder / "best.json").exists() == (step > 0)
     first = found["zero2", 1]
     assert len(first) == 3 and first[0]["probe/mean_change"] == 0.0
-    keys = {"probe/mean", "probe/cls", "probe/facets"}
+    keys = {"probe/mean", "probe/cls", "probe/facets", "probe/mean_topics"}
     assert keys <= first[0].keys() and "probe/facets_change_low" in first[0]
     assert found["zero2", 2][0] == pytest.approx(first[0])  # before weights differ by rounding
     assert found["zero3", 2][0] == pytest.approx(first[0])
+
+
+def test_no_better_step_exports_the_weights_before(
+    fork: Fork, rows: str, tiny_bert: Path, tmp_path: Path
+) -> None:
+    """With the topics of the corpus, which the model has without the run's files."""
+    folder = tmp_path / "run"
+    flags = ("--probe_file", rows, "--text_column", "body", "--label_column", "kind")
+    flags += ("--model.num_topics", "8", "--model.random_weights", "false")
+    flags += ("--run.keep_best", "probe", "--learning_rate", "1e-30")  # which moves nothing
+    assert fork(folder, flags=flags) == [[0]], logs(folder)
+    assert "the weights before training are exported" in logs(folder)
+    assert "--head probe --pooling" in logs(folder)
+    exported, base = (AutoModel.from_pretrained(path) for path in (folder / "hf", tiny_bert))
+    for name, weight in base.encoder.named_parameters():
+        assert torch.allclose(exported.encoder.encoder.get_parameter(name), weight), name
+    inputs = AutoTokenizer.from_pretrained(folder / "hf")("river city", return_tensors="pt")
+    topics = TopicTable(exported.config.vocab_size, 8)
+    topics.load_state_dict(load_topics(folder))
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "topics.safetensors").unlink()
+    assert torch.equal(exported(**inputs).topics, topics(inputs["input_ids"]))
+    assert float(topics(inputs["input_ids"]).abs().sum()) > 0
 
 
 def test_without_labels_recall_of_passages(tmp_path: Path) -> None:
