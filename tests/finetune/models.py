@@ -29,7 +29,9 @@ ENCODERS: dict[str, Config] = {
     "roberta": RobertaConfig(**SIZES, type_vocab_size=1),
     "electra": ElectraConfig(**SIZES, embedding_size=8),
     "distilbert": DistilBertConfig(**SIZES, hidden_dim=32),
-    "multicls": MultiClsConfig(encoder=BertConfig(**SIZES), num_facets=3, facet_layers=[1]),
+    "multicls": MultiClsConfig(
+        encoder=BertConfig(**SIZES), num_facets=3, num_topics=3, facet_layers=[1]
+    ),
 }
 
 

@@ -77,7 +77,8 @@ CASES = [
     (name, head, pooling)
     for name in ENCODERS
     for head, pooling in [*((head, "cls") for head in TRAINED), *POOLED]
-    if name == "multicls" or not {"multicls", "facets"} & {head.removesuffix("_sum"), pooling}
+    if name == "multicls"
+    or not {"multicls", "facets", "mean_topics"} & {head.removesuffix("_sum"), pooling}
 ]
 
 
