@@ -41,7 +41,14 @@ def probes(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_the_same_on_any_ranks_and_stages(fork: Fork, rows: str, tmp_path: Path) -> None:
-    flags = ("--probe_file", rows, "--text_column", "body", "--label_column", "kind")
+    flags: tuple[str, ...] = (
+        "--probe_file",
+        rows,
+        "--text_column",
+        "body",
+        "--label_column",
+        "kind",
+    )
     flags += ("--model.num_topics", "8")
     found = {}
     cases = (("zero2", 1), ("zero2", 2), ("zero3", 2))
@@ -76,7 +83,14 @@ def test_no_better_step_exports_the_weights_before(
 ) -> None:
     """With the topics of the corpus, which the model has without the run's files."""
     folder = tmp_path / "run"
-    flags = ("--probe_file", rows, "--text_column", "body", "--label_column", "kind")
+    flags: tuple[str, ...] = (
+        "--probe_file",
+        rows,
+        "--text_column",
+        "body",
+        "--label_column",
+        "kind",
+    )
     flags += ("--model.num_topics", "8", "--model.random_weights", "false")
     flags += ("--run.keep_best", "probe", "--learning_rate", "1e-30")  # which moves nothing
     assert fork(folder, flags=flags) == [[0]], logs(folder)
