@@ -33,7 +33,7 @@ from pydantic import Field
 
 from benchmarks.harness import Report, table_text
 from multicls.errors import UserError, run_command
-from multicls.files import REPOSITORY, atomic_write, write_json
+from multicls.files import REPOSITORY, atomic_write, read_jsonl, write_json
 from multicls.settings import Settings, parse
 
 LIMITS = {"tests": 110, "losses": 50, "shapes": 180, "switches": 100}  # seconds
@@ -171,6 +171,11 @@ def elastic(small: bool) -> Iterator[Row]:
                 ]
                 changes = [(w - weights[1][name]).abs().max() for name, w in weights[0].items()]
                 row["largest difference of a weight"] = float(max(changes))
+                logs = [read_jsonl(f"{folder}/{n}/metrics.jsonl") for n in ("moved", "alone")]
+                row["losses before"], row["after"], row["alone"] = (
+                    f"{record['loss/total']:.5f}"
+                    for record in (logs[0][0], logs[0][-1], logs[1][-1])
+                )
             yield row
 
 

@@ -7,7 +7,7 @@ python benchmarks/step.py --parts base --examples 80
 All cases of a round train on the same real examples of the sample corpus, 10 of three sequences of 128 tokens unless
 `--examples` is set. Hugging Face's side is BertForMaskedLM of the same size over the same padded sequences and labels,
 with the logits of the full vocabulary, in a plain loop with fused AdamW. DDP's side trains our model on the same
-batches. On a GPU everything runs in bf16; the report then has tokens a second and the peak of the memory.
+batches. It runs on the CPU, in fp32; benchmarks/gpu.py measures a GPU.
 """
 
 import sys
@@ -42,11 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     from benchmarks.training_step import Workload, against_bert, compare_ranks
     from pretrain.run import prepare_sample_corpus
 
-    cuda = torch.cuda.is_available()
-    if cuda and "ranks" in options.parts:
-        raise UserError("--parts ranks: runs on the CPU; set CUDA_VISIBLE_DEVICES='' for it.")
+    if torch.cuda.is_available():
+        raise UserError("benchmarks/step.py runs on the CPU: set CUDA_VISIBLE_DEVICES=''.")
     prepare_sample_corpus()
-    report = Report("A training step", torch.cuda.get_device_name() if cuda else "cpu")
+    report = Report("A training step")
     models = {"small": ("4 layers x 256", SMALL, 0.45), "base": ("BERT-base", BASE, 0.85)}
     for part in options.parts:
         if part == "ranks":

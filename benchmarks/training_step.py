@@ -29,8 +29,6 @@ from pretrain.training import train_step, weighted_sum
 
 GROUP = 10  # examples that are each other's negatives
 BERT = "BertForMaskedLM, plain PyTorch"
-CUDA = torch.cuda.is_available()
-WAIT: Case = torch.cuda.synchronize if CUDA else lambda: None
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,6 @@ class Workload:
 
     shape: tuple[int, int]
     examples: int = 10  # of a step and rank
-    precision: Any = "bf16" if CUDA else "fp32"
     ranks: int = 1
 
     def encoder(self) -> dict[str, Any]:
@@ -52,7 +49,7 @@ class Workload:
         """Returns the settings of the run."""
         values: dict[str, Any] = {"model.checkpoint": checkpoint, "model.random_weights": True}
         values |= {"data.corpus": "sample", "data.num_workers": 0, "train.steps": 1_000_000}
-        values |= {"train.precision": self.precision, "train.negatives_group": GROUP}
+        values |= {"train.precision": "fp32", "train.negatives_group": GROUP}
         values["train.global_batch_size"] = self.examples * self.ranks
         return resolve_micro_batch(load_settings(PretrainSettings, values=values), self.ranks)
 
@@ -79,7 +76,7 @@ class Workload:
         """Returns a function that makes the next optimizer step with ZeRO-2, over and over `batches`."""
         settings, file = self.settings(), load_deepspeed_config("ds_configs/zero2.json")
         batch = batch_arithmetic(settings.train, self.ranks)
-        config = complete_deepspeed_config(file, precision=self.precision, **batch)
+        config = complete_deepspeed_config(file, precision="fp32", **batch)
         engine = build_engine(
             prepare_deepspeed(), self.model()[0], config, settings.train, settings.objective.in_use
         )
@@ -87,11 +84,10 @@ class Workload:
         return lambda: train_step(engine, settings, [next(source)], next(numbers))
 
     def bert_step(self, batches: Sequence[MicroBatch]) -> Case:
-        """Returns a step of BertForMaskedLM; in 16 bit, weights, gradients and moments are 16-bit as well."""
+        """Returns a step of BertForMaskedLM."""
         torch.manual_seed(0)
         vocabulary = read_json(sample_model() / "config.json")["vocab_size"]
-        model: Any = BertForMaskedLM(BertConfig(vocab_size=vocabulary, **self.encoder()))
-        model.to("cuda" if CUDA else "cpu", torch.bfloat16 if CUDA else torch.float32).train()
+        model: Any = BertForMaskedLM(BertConfig(vocab_size=vocabulary, **self.encoder())).train()
         names = ("input_ids", "attention_mask", "token_type_ids", "labels")
         return plain_step(lambda x: model(**{name: x[name] for name in names}).loss, model, batches)
 
@@ -102,10 +98,10 @@ def plain_step(
     """Returns a function that makes the next step of a plain PyTorch loop, over and over `batches`."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=2e-5, weight_decay=0.02, fused=True)
-    source, device = itertools.cycle(batches), parameters[0].device
+    source = itertools.cycle(batches)
 
     def step() -> None:
-        loss_of(next(source).to(device).inputs).backward()
+        loss_of(next(source).inputs).backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -117,13 +113,9 @@ def against_bert(report: Report, name: str, work: Workload, limit: float, rounds
     """Compares the engine's step with BertForMaskedLM."""
     batches = work.batches(8)
     cases = {BERT: work.bert_step(batches), "ours, ZeRO-2": work.engine_step(batches)}
-    samples = take_turns(cases, rounds=rounds, warmup=2, wait=WAIT)
-    what = f"Step of {name}, {work.precision}, {work.examples} examples"
+    samples = take_turns(cases, rounds=rounds, warmup=2)
+    what = f"Step of {name}, {work.examples} examples"
     report.compare(what, samples, BERT, {"ours, ZeRO-2": limit})
-    tokens = sum(batch.counts["tokens"] for batch in batches) / len(batches)
-    rows = [[case, tokens / min(seconds)] for case, seconds in samples.items()]
-    rows += [["peak GPU memory of both, GB", torch.cuda.max_memory_allocated() / 1e9]] * CUDA
-    report.table("Tokens a second, without padding", ["case", "value"], rows)
 
 
 def compare_ranks(report: Report, work: Workload, rounds: int) -> None:

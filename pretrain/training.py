@@ -289,17 +289,11 @@ class Trainer:
         self.log.record(done, "validation", values)
         for problem in problems:
             self.log.info(f"warning: {problem}")
-        if is_best and self.settings.run.keep_best:
-            self._keep(
-                done, max(values[f"probe/{name}"] for name in VIEWS if f"probe/{name}" in values)
-            )
-
-    def _keep(self, step: int, value: float) -> None:
-        """Saves the checkpoint of `step`, unless it is there, and marks it as the best."""
-        if on_rank_0(lambda: step not in saved_steps(self.checkpoints.folder)):
-            self.log.info(self.checkpoints.save(self.engine, step))
-        path = self.checkpoints.folder.parent / BEST
-        on_rank_0(lambda: write_json(path, {"step": step, "value": value}))
+        if self.probe and is_best and self.settings.run.keep_best:
+            if on_rank_0(lambda: done not in saved_steps(self.checkpoints.folder)):
+                self.log.info(self.checkpoints.save(self.engine, done))
+            best = {"step": done, "value": self.probe.best_value}  # known on rank 0
+            on_rank_0(lambda: write_json(self.checkpoints.folder.parent / BEST, best))
 
     def _record(self, done: int, sums: MetricSums) -> None:
         device, train = torch.device(self.engine.device), self.settings.train
