@@ -20,7 +20,6 @@ from multicls.environment import flops_per_token, peak_flops, peak_memory_gb
 from multicls.errors import UserError
 from multicls.files import read_json, write_json
 from multicls.optim import dropout_seed
-from multicls.probe import VIEWS
 from pretrain.batches import MicroBatch, load_steps, prefetch_to
 from pretrain.checkpoints import Checkpoints
 from pretrain.export import write_model
