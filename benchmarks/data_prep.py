@@ -2,12 +2,19 @@
 
 OMP_NUM_THREADS=1 python benchmarks/data_prep.py FOLDER --rounds 3
 
+python benchmarks/data_prep.py FOLDER --scale 100000000
+
 FOLDER holds `.txt` files, one document a file. Each measurement is a process of its own, from the files to what lies on
 disk. The baseline splits sentences with the same splitter and tokenizes them, one document at a time or in batches of
 1,000; it does less, for it neither cleans nor finds duplicates nor counts document frequencies. The loader delivers
 batches of 10 examples of three sequences of 128 tokens from the corpus that was made.
+
+With `--scale N`, it makes records of N documents (hashes and lengths, no text) in FOLDER, a tenth of them copies, and
+measures the peak memory of a process that finds the copies, and of one that holds the windows of the training split.
 """
 
+import multiprocessing
+import resource
 import shutil
 import statistics
 import subprocess
@@ -15,18 +22,23 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[0] = str(REPOSITORY)
 
+import numpy as np
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
 from benchmarks.harness import Case, Report, take_turns
+from data_prep.build import DOCUMENT
 from data_prep.examples import ExampleStream, SpecialIds
-from multicls.corpus import Corpus
+from multicls.corpus import Corpus, held_out_share
 from multicls.errors import UserError, run_command
 from multicls.sample import sample_model
 from multicls.settings import Settings, parse
@@ -58,6 +70,7 @@ class Options(Settings):
 
     folder: CliPositionalArg[str] = Field(description="folder of .txt files, one document a file")
     rounds: int = Field(3, ge=1, description="rounds of each comparison")
+    scale: int = Field(0, ge=0, description="number of synthetic documents, instead of text")
     seconds: float = Field(3.0, gt=0, description="seconds of each measurement of the loader")
 
 
@@ -101,13 +114,75 @@ def sequences_per_second(stream: ExampleStream, workers: int, seconds: float) ->
     return count * SEQUENCES / (time.perf_counter() - start)
 
 
+RECORDS = 1_000_000  # documents of a synthetic unit or shard
+
+
+def peak_of_copies(folders: list[Path]) -> tuple[int, int, float]:
+    """Returns the number of copies, the peak memory of this process in bytes, and its CPU seconds."""
+    from data_prep.merge import find_copies
+
+    copies = sum(int(copied.sum()) for copied in find_copies(folders))
+    return copies, *_usage()
+
+
+def peak_of_windows(folders: list[Path]) -> tuple[int, int, float]:
+    """Returns the number of windows of a corpus of the documents, and memory and CPU seconds as `peak_of_copies`."""
+    from data_prep.windows import WindowIndex
+
+    def shard(number: int) -> Any:
+        hashes = np.load(folders[number] / "documents.npy")["hash"]
+        rows = {"num_tokens": (hashes % 1200).astype(np.uint32) + 60, "hashes": hashes}
+        rows["source_codes"] = np.zeros(len(hashes), np.int32)
+        rows["row_starts"] = np.arange(len(hashes) + 1, dtype=np.int32) * 10
+        return SimpleNamespace(**rows, source_names=["web"], begins=np.ones(len(hashes), bool))
+
+    corpus: Any = SimpleNamespace(num_shards=len(folders), shard=shard)
+    corpus.validation_limit = lambda fraction: fraction
+    corpus.held_out = lambda number, limit: held_out_share(shard(number).hashes) < limit
+    split: Any = {"validation": False, "validation_fraction": 0.01, "source_weights": {}}
+    index = WindowIndex(corpus, num_parts=3, tokens_per_window=315, **split)
+    return index.per_epoch, *_usage()
+
+
+def _usage() -> tuple[int, float]:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_maxrss << 10, usage.ru_utime + usage.ru_stime
+
+
+def measure_scale(number: int, folder: Path, report: Report) -> None:
+    """Makes records of `number` documents in a folder and adds a table of what they cost."""
+    folders, generator = list[Path](), np.random.default_rng(0)
+    earlier = np.zeros(0, np.uint64)
+    for first in range(0, number, RECORDS):
+        documents = np.ones(min(RECORDS, number - first), DOCUMENT)
+        documents["hash"] = generator.integers(1 << 64, size=len(documents), dtype=np.uint64)
+        copies = earlier[: len(documents) // 10]  # a tenth are copies of the shard before
+        documents["hash"][: len(copies)] = copies
+        earlier = documents["hash"][::-1]
+        folders.append(folder / f"{first // RECORDS:05d}")
+        folders[-1].mkdir()
+        np.save(folders[-1] / "documents.npy", documents)
+    rows = []
+    for name, measure in (("find_copies", peak_of_copies), ("WindowIndex", peak_of_windows)):
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            found, memory, seconds = pool.submit(measure, folders).result()
+        rows.append([name, f"{found:,}", memory / 1e9, memory / number, seconds])
+    columns = ["", "copies or windows", "peak memory (GB)", "bytes a document", "CPU seconds"]
+    report.table(f"{number:,} documents", columns, rows)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and writes the report."""
     options = parse(Options, argv, prog="benchmarks/data_prep.py", doc=__doc__)
+    report = Report("Data preparation")
+    if options.scale:
+        with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
+            measure_scale(options.scale, Path(scratch), report)
+        report.write()
+        return 0
     from pretrain.batches import start_loader_server  # torch, after --help
 
     megabytes = sum(file.stat().st_size for file in Path(options.folder).glob("*.txt")) / 1e6
-    report = Report("Data preparation")
     with tempfile.TemporaryDirectory() as folder:
         cases = preparations(options.folder, Path(folder))
         samples = take_turns(cases, rounds=options.rounds, warmup=0)

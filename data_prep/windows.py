@@ -11,7 +11,7 @@ Every draw is a function of (seed, pass, row, window), so no example depends on 
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -70,29 +70,33 @@ class WindowIndex:
         self.num_parts, self.tokens_per_window = num_parts, tokens_per_window
         limit = corpus.validation_limit(validation_fraction)
         names: dict[str, int] = {}
-        rows: list[list[np.ndarray]] = []  # of each source: numbers of its rows with windows,
-        windows: list[list[np.ndarray]] = []  # and how many they have
-        tokens: list[int] = []
-        first_row = self.num_documents = 0
+        totals: list[
+            np.ndarray
+        ] = []  # of each source: its rows with windows, their windows, tokens
+        self.num_documents = 0
         for number in range(corpus.num_shards):
             shard, in_split = corpus.shard(number), corpus.held_out(number, limit) == validation
-            counts = self._count(shard.num_tokens, np.diff(shard.row_starts)) * in_split
             self.num_documents += int((shard.begins & in_split).sum())
-            for code, name in enumerate(shard.source_names):
-                source = names.setdefault(name, len(names))
-                if source == len(rows):
-                    rows, windows, tokens = [*rows, []], [*windows, []], [*tokens, 0]
-                inside = np.flatnonzero((counts > 0) & (shard.source_codes == code))
-                rows[source].append((inside + first_row).astype(np.uint32))
-                windows[source].append(counts[inside].astype(np.uint16))  # of at most MAX_TOKENS
-                tokens[source] += int(shard.num_tokens[inside].sum())
-            first_row += len(counts)
-        sizes = np.array([sum(int(part.sum()) for part in parts) for parts in windows], np.int64)
-        # The windows stand in the order of sources, and within a source in that of rows.
-        self._rows = np.concatenate([part for parts in rows for part in parts])
-        rows.clear()
+            for name, rows, counts in self._rows_of(shard, in_split):
+                if names.setdefault(name, len(names)) == len(totals):
+                    totals.append(np.zeros(3, np.int64))
+                added = len(rows), int(counts.sum()), int(shard.num_tokens[rows].sum())
+                totals[names[name]] += added
+        numbers, sizes, tokens = np.stack(totals, axis=1)
+        # The windows stand in the order of sources, and within a source in that of rows. Two passes over the shards
+        # fill arrays of the right size: lists of parts would take as much again.
+        self._rows = np.empty(numbers.sum(), np.uint32)
         kind = np.uint32 if sizes.sum() < 1 << 32 else np.uint64  # 4 bytes less for each row
-        self._ends = np.cumsum(np.concatenate([p for parts in windows for p in parts]), dtype=kind)
+        self._ends = np.empty(numbers.sum(), kind)
+        places, first_row = (np.cumsum(numbers) - numbers).tolist(), 0
+        for number in range(corpus.num_shards):
+            shard, in_split = corpus.shard(number), corpus.held_out(number, limit) == validation
+            for name, rows, counts in self._rows_of(shard, in_split):
+                place = slice(places[names[name]], places[names[name]] + len(rows))
+                self._rows[place], self._ends[place] = rows + first_row, counts
+                places[names[name]] = place.stop
+            first_row += len(in_split)
+        np.cumsum(self._ends, out=self._ends)
         if unknown := sorted(set(source_weights) - set(names)):
             start = "source_weights: the corpus has no source"
             raise UserError(*(f"{start} {name!r}.{did_you_mean(name, names)}" for name in unknown))
@@ -104,6 +108,15 @@ class WindowIndex:
         self._shown_ends: list[int] = np.cumsum(shown).tolist()
         self.per_epoch = self._shown_ends[-1]
         self.num_tokens = round(float((weights * tokens).sum()))
+
+    def _rows_of(
+        self, shard: Shard, in_split: np.ndarray
+    ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+        """Yields each source of a shard, its rows with windows, and how many windows they have; (N,) each."""
+        counts = self._count(shard.num_tokens, np.diff(shard.row_starts)) * in_split
+        for code, name in enumerate(shard.source_names):
+            rows = np.flatnonzero((counts > 0) & (shard.source_codes == code))
+            yield name, rows, counts[rows]
 
     def find(self, seed: int, epoch: int, index: int) -> Window:
         """Returns the window of example `index` of an epoch.
