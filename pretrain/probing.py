@@ -38,8 +38,9 @@ from pretrain.settings import PretrainSettings
 
 BASELINE = "probe.npz"  # in the run folder: the values of step 0
 SHARE = 0.045  # of the arithmetic of a run that the forward passes of all probes may take
-FEWEST_ROWS = 100  # taken in a short run, too
-FEWEST_PASSAGES = 20
+FEWEST_ROWS = 300  # with labels, taken in a short run, too: fewer choose the wrong step
+FEWEST_DRAWS = 10
+FEWEST_PASSAGES, SHORT_RUN_PASSAGES = 20, 100
 PER_DOCUMENT = 4  # passages, so that few passages come from many documents
 FALLS = 3  # validations in a row that are a warning
 ADVICE = (
@@ -221,8 +222,8 @@ def build_probe(
 ) -> TrainingProbe | None:
     """Returns the probe of a run, or None where held-out documents have no two passages.
 
-    The number of rows follows from the arithmetic of the run: with more than 100 rows, the forward passes of all probes
-    take at most 4.5 % of it.
+    The number of rows follows from the arithmetic of the run: with more than 300 labelled rows or 100 passages, the
+    forward passes of all probes take at most 4.5 % of it.
 
     Args:
         settings: With steps and intervals as numbers.
@@ -233,7 +234,8 @@ def build_probe(
     train, run, length = settings.train, settings.run, settings.data.seq_length
     validations = 1 + math.ceil(train.steps / run.eval_every)
     sequences = 3 * train.steps * train.global_batch_size * settings.num_parts  # backward: twice
-    rows = max(FEWEST_ROWS, int(SHARE * sequences / validations))
+    fewest = FEWEST_ROWS if settings.probe.file else SHORT_RUN_PASSAGES
+    rows = max(fewest, int(SHARE * sequences / validations))
     common: dict[str, Any] = {"run_folder": run_folder, "tokenizer": tokenizer}
     common |= {"max_length": length, "unpad": train.unpad}
     if settings.probe.file is None:
@@ -251,7 +253,7 @@ def build_probe(
     classes = len(table.classes)
     rows = max(rows, 2 * classes)
     chosen = choose_rows(table.kind, targets, rows)
-    draws = draw_rows(table.kind, targets[chosen], draws=min(DRAWS, max(5, train.steps // 20)))
+    draws = draw_rows(table.kind, targets[chosen], draws=min(DRAWS, max(FEWEST_DRAWS, train.steps // 20)))
     note = (
         f"probe: {len(chosen)} of {len(targets)} rows of {path}, cut to {length} tokens; {draws.train_rows} fit "
         f"a linear model in each of {len(draws.train)} draws. Training reads no label, so rows may stand in the corpus."
