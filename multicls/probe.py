@@ -4,7 +4,7 @@ It costs one forward pass over the rows, and linear algebra. Two embeddings are 
 that it sees differences of one or two points where fine-tuning on a few subsets sees none below ten.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -246,8 +246,3 @@ def interval(values: Array, reference: Array | None = None) -> Difference:
     mean = float(of_draws.mean())
     half = float(stats.t.ppf(0.975, draws - 1)) * float(np.sqrt(variance))
     return Difference(mean, mean - half, mean + half)
-
-
-def probe_views(views: Mapping[str, Array], draws: Draws) -> dict[str, Array]:
-    """Returns `probe`'s values (J, N) of each embedding by name."""
-    return {name: probe(features, draws) for name, features in views.items()}

@@ -253,7 +253,9 @@ def build_probe(
     classes = len(table.classes)
     rows = max(rows, 2 * classes)
     chosen = choose_rows(table.kind, targets, rows)
-    draws = draw_rows(table.kind, targets[chosen], draws=min(DRAWS, max(FEWEST_DRAWS, train.steps // 20)))
+    draws = draw_rows(
+        table.kind, targets[chosen], draws=min(DRAWS, max(FEWEST_DRAWS, train.steps // 20))
+    )
     note = (
         f"probe: {len(chosen)} of {len(targets)} rows of {path}, cut to {length} tokens; {draws.train_rows} fit "
         f"a linear model in each of {len(draws.train)} draws. Training reads no label, so rows may stand in the corpus."
