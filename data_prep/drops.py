@@ -19,7 +19,7 @@ REPORTED_SHARE = 0.001  # reasons that take less are left to `stats`
 
 
 class Reason(NamedTuple):
-    """What a reason counts, and how to keep what it drops."""
+    """A reason for a drop: what it counts, and how to keep what it drops."""
 
     unit: str  # documents, if each count is a whole document
     remedy: str = ""

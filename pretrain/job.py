@@ -169,21 +169,9 @@ def prepare(settings: PretrainSettings, ds_config: dict[str, Any], corpus: Corpu
     start_step = on_rank_0(checkpoints.resume_step)
     is_finished = end > 0 and (end >= settings.train.steps or not start_step)
     notes.insert(0, f"resuming from step {start_step}" if start_step else "fresh run")
-    held_out, group = streams["validation"], settings.train.negatives_group
+    notes += [*length, *describe_machine(), *_notes_on_held_out(settings, streams["validation"])]
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
-    notes += [*length, *describe_machine()]
-    of = (
-        f" (of {', '.join(sorted(corpus.validation_sources))})" if corpus.validation_sources else ""
-    )
-    notes += [
-        f"data: {held_out.num_documents:,} documents held out{of}, {held_out.examples_per_epoch:,} examples",
-        f"model: {size:.1f} M parameters, {precision}",
-    ]
-    if held_out.examples_per_epoch < group:
-        notes.append(
-            f"warning: only {held_out.examples_per_epoch} examples are held out, so MCQT is validated among them, not "
-            f"among {group} (train.negatives_group). Set a larger --data.validation_fraction."
-        )
+    notes.append(f"model: {size:.1f} M parameters, {precision}")
     probe = None
     if not is_finished:
         probe, lines = _prepare_probe(settings, corpus, tokenizer, resumes=start_step > 0)
@@ -218,6 +206,20 @@ def _prepare_probe(
             "Set --probe_file and --run.eval_every as at the start."
         ]
     return probe, probe.notes
+
+
+def _notes_on_held_out(settings: PretrainSettings, held_out: ExampleStream) -> list[str]:
+    """Returns a line on the validation split, and a warning if it is smaller than a group of negatives."""
+    sources, group = held_out.corpus.validation_sources, settings.train.negatives_group
+    examples = held_out.examples_per_epoch
+    of = f" (of {', '.join(sorted(sources))})" if sources else ""
+    lines = [f"data: {held_out.num_documents:,} documents held out{of}, {examples:,} examples"]
+    if examples < group:
+        lines.append(
+            f"warning: only {examples} examples are held out, so MCQT is validated among them, not among {group} "
+            "(train.negatives_group). Set a larger --data.validation_fraction."
+        )
+    return lines
 
 
 def _notes_on_objectives(settings: PretrainSettings, notes: Sequence[str]) -> list[str]:

@@ -557,7 +557,7 @@ def test_short_documents(
 
 
 class Panic(BaseException):
-    """What a panic of a Rust library becomes in Python is no Exception."""
+    """Stands for a panic of a Rust library, which is no Exception in Python."""
 
 
 @pytest.mark.parametrize("error", [IndexError, Panic])
@@ -584,7 +584,7 @@ def test_a_document_that_fails_costs_itself_only(
 def test_what_a_damaged_file_lost_counts(
     tiny_tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a stream of text whose middle is damaged, the part before it is kept."""
+    """The part before the damage of a stream of text is kept."""
     lines = "".join(f"{i} {story(1, i)}\n" for i in np.random.default_rng(0).permutation(60_000))
     data = bytearray(bz2.compress(lines.encode(), 1))
     data[len(data) // 2 : len(data) // 2 + 99] = bytes(99)

@@ -57,7 +57,7 @@ def test_the_baseline_of_a_group_is_the_mean_of_its_runs(results: Path) -> None:
 
 
 def test_test_rows_give_the_numbers_where_there_are_some(tmp_path: Path) -> None:
-    """On dev `b` is ahead; test, which has more rows, decides; --split dev goes back."""
+    """Test decides where there is one, although `b` is ahead on the few dev rows; --split dev goes back."""
     for subset in (1, 2, 3):
         for system in "ab":
             fake_run(tmp_path, system, subset=subset, test=True, rows=20)

@@ -285,7 +285,7 @@ def test_settings_of_the_paper(size: Any, rows: int, batch: int, steps: int, eve
 
 
 def test_the_default_batch_of_other_runs(tmp_path: Path) -> None:
-    """That of own rows follows their number, whatever the flag; IsoBN's statistics need more rows."""
+    """The batch of own rows follows their number, whatever the flag; IsoBN's statistics need more rows."""
     own = RunSettings(model="m", head="cls", own=OwnDataSettings(train_file="t.csv"))
     assert [ChunkSampler(own, [rows]).batch_size for rows in (80, 800, 8000)] == [4, 8, 16]
     isobn = settings_of("m", tmp_path, tmp_path, head="isobn", train_size=100)

@@ -86,7 +86,7 @@ def test_loaders_are_no_forks_of_the_rank(stream: ExampleStream) -> None:
 
 
 def test_the_loader_knows_where_real_tokens_are(stream: ExampleStream) -> None:
-    """So that unpadding need not ask the device."""
+    """The loader gives the positions, so that unpadding need not ask the device."""
     for batch in load(stream, unpad=True)[:3]:
         mask, starts = batch.inputs["attention_mask"], batch.inputs["sequence_starts"]
         assert torch.equal(batch.inputs["real_positions"], mask.flatten().nonzero()[:, 0])

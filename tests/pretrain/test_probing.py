@@ -35,6 +35,11 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+def flags_of(rows: str) -> tuple[str, ...]:
+    """Returns the flags of a run that probes the rows."""
+    return ("--probe_file", rows, "--text_column", "body", "--label_column", "kind")
+
+
 def probes(folder: Path) -> list[dict[str, Any]]:
     """Returns the values of the probe in the run's records."""
     found = records(folder, "validation")
@@ -42,15 +47,7 @@ def probes(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_the_same_on_any_ranks_and_stages(fork: Fork, rows: str, tmp_path: Path) -> None:
-    flags: tuple[str, ...] = (
-        "--probe_file",
-        rows,
-        "--text_column",
-        "body",
-        "--label_column",
-        "kind",
-    )
-    flags += ("--model.num_topics", "8")
+    flags = (*flags_of(rows), "--model.num_topics", "8")
     found = {}
     cases = (("zero2", 1), ("zero2", 2), ("zero3", 2))
     for stage, ranks in cases:
@@ -82,17 +79,9 @@ def test_the_same_on_any_ranks_and_stages(fork: Fork, rows: str, tmp_path: Path)
 def test_no_better_step_exports_the_weights_before(
     fork: Fork, rows: str, tiny_bert: Path, tmp_path: Path
 ) -> None:
-    """With the topics of the corpus, which the model has without the run's files."""
+    """The exported model has the topics of the corpus, also without the run's files."""
     folder = tmp_path / "run"
-    flags: tuple[str, ...] = (
-        "--probe_file",
-        rows,
-        "--text_column",
-        "body",
-        "--label_column",
-        "kind",
-    )
-    flags += ("--model.num_topics", "8", "--model.random_weights", "false")
+    flags = (*flags_of(rows), "--model.num_topics", "8", "--model.random_weights", "false")
     flags += ("--run.keep_best", "probe", "--learning_rate", "1e-30")  # which moves nothing
     assert fork(folder, flags=flags) == [[0]], logs(folder)
     assert "the weights before training are exported" in logs(folder)
