@@ -51,7 +51,14 @@ from pretrain.export import (
 )
 from pretrain.log import Log
 from pretrain.probing import TrainingProbe, build_probe
-from pretrain.run_folder import DONE, STOPPED, checkpoint_path, disk_errors_reported, saved_steps
+from pretrain.run_folder import (
+    DONE,
+    STOPPED,
+    TOPICS,
+    checkpoint_path,
+    disk_errors_reported,
+    saved_steps,
+)
 from pretrain.settings import PretrainSettings, batch_arithmetic, resolve_length
 from pretrain.stopping import StopRequest
 from pretrain.training import Trainer
@@ -98,7 +105,7 @@ def run_job(settings: PretrainSettings, ds_config: dict[str, Any], corpus: Path)
         curves = ("curves", f"tensorboard --logdir {run_folder / 'tb'}")
         changed = f"python tools/first_look.py {shlex.quote(str(run_folder))}"
         made = [("model", run_folder / "hf"), curves]
-        view = job.probe.best_view if job.probe and settings.probe.file else ""
+        view = job.probe.view if job.probe and settings.probe.file else ""
         command = next_command(run_folder / "hf", settings.probe, view)
         print_summary([*made, ("next", command), ("what changed", changed)])
     leave_deepspeed()
@@ -265,6 +272,8 @@ def start(deepspeed: Any, job: Job) -> None:
 def _prepare_topics(job: Job) -> list[str]:
     """Makes the topics of the corpus, if the run has them, and gives them to the probe of labels; returns log lines."""
     number, vocabulary = job.settings.model.num_topics, job.model.config.vocab_size
+    if not job.start_step:  # a run that ended before its first checkpoint may have left others
+        on_rank_0(lambda: (job.run_folder / TOPICS).unlink(missing_ok=True))
     if not number:
         return []
     line = on_rank_0(lambda: write_topics(job.run_folder, job.corpus, job.settings, vocabulary))

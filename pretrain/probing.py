@@ -6,7 +6,7 @@ has without pretraining. Without labels the rows are passages of held-out docume
 
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,9 @@ class TrainingProbe:
         draws: Labels and draws of the rows; None: the rows are passages of `documents`.
         documents: (N,) number of each passage's document.
         notes: Lines for the log.
+        keeps_best: The export is of the best step, not of the last.
         best_step: Step of the best value so far; 0: none was better than step 0.
+        best_view: The embedding that has the best value; `best_change` is its change at that step.
     """
 
     run_folder: Path
@@ -70,7 +72,10 @@ class TrainingProbe:
     notes: list[str]
     unpad: bool = False
     topics: TopicTable | None = None
+    keeps_best: bool = False
     best_step: int = 0
+    best_view: str = ""
+    best_change: Difference | None = None
     best_value: float = -math.inf
     seconds: float = 0.0
     history: list[float] = field(default_factory=list)
@@ -86,9 +91,19 @@ class TrainingProbe:
         return f"probe ({MEASURES[self.draws.kind]} with {self.draws.train_rows} rows)"
 
     @property
-    def best_view(self) -> str:
-        """Name of the embedding with the best value at the last validation; "" before the first."""
+    def view(self) -> str:
+        """Name of the embedding to take from the export; "" before the first validation."""
+        if self.keeps_best:
+            return self.best_view
         return max(self.scores, key=lambda name: self.scores[name][1], default="")
+
+    @property
+    def best(self) -> dict[str, Any]:
+        """What best.json holds."""
+        assert self.best_change is not None
+        change = asdict(self.best_change)
+        names = {"step": self.best_step, "value": self.best_value, "view": self.best_view}
+        return names | {"change": change}
 
     def continues(self) -> bool:
         """True if step 0 of the run folder was measured on as many rows and draws."""
@@ -145,10 +160,7 @@ class TrainingProbe:
             with np.load(path, allow_pickle=False) as saved:
                 self.first = dict(saved)
             if step > 0:
-                self.best_value = max(float(np.nanmean(first)) for first in self.first.values())
-                if (self.run_folder / BEST).exists():
-                    best = read_json(self.run_folder / BEST)
-                    self.best_step, self.best_value = best["step"], best["value"]
+                self._remember_best()
         metrics: dict[str, float] = {}
         for name, measured in values.items():
             score = float(np.nanmean(measured))
@@ -159,12 +171,27 @@ class TrainingProbe:
             metrics[f"probe/{name}_change"] = change.mean
             metrics[f"probe/{name}_change_low"] = change.low
             metrics[f"probe/{name}_change_high"] = change.high
-        value = max(metrics[f"probe/{name}"] for name in values)
+        view = max(values, key=lambda name: metrics[f"probe/{name}"])
+        value = metrics[f"probe/{view}"]
         self.history.append(value)
         is_best = value > self.best_value
         if is_best:
             self.best_value, self.best_step = value, step
+            self.best_view, self.best_change = view, self.last[view]
         return metrics, is_best and step > 0
+
+    def _remember_best(self) -> None:
+        """Takes the best of the run before it was resumed: from best.json, or else step 0."""
+        path = self.run_folder / BEST
+        if path.exists():
+            best = read_json(path)
+            self.best_step, self.best_value = best["step"], best["value"]
+            self.best_view, self.best_change = best["view"], Difference(**best["change"])
+            return
+        means = {name: float(np.nanmean(first)) for name, first in self.first.items()}
+        self.best_view = max(means, key=means.__getitem__)
+        self.best_value = means[self.best_view]
+        self.best_change = self._difference(self.first[self.best_view], self.first["mean"])
 
     def _values(self, features: Array) -> Array:
         features = np.nan_to_num(features, posinf=0.0, neginf=0.0)  # of weights that are not finite
@@ -196,14 +223,15 @@ class TrainingProbe:
                 f"{self.what}, {name}: {100 * before:.1f} -> {100 * after:.1f}; against the mean at step 0 "
                 f"{100 * change.mean:+.1f} ({100 * change.low:+.1f} to {100 * change.high:+.1f})"
             )
-        change = self.last[self.best_view]
+        taken = self.best_change if self.keeps_best else self.last[self.view]
+        assert taken is not None
         lines.append(
-            f"the best embedding is {self.best_view}; the best step was {self.best_step}; "
+            f"the best embedding is {self.view}; the best step was {self.best_step}; "
             f"measuring took {self.seconds:.0f} s"
         )
-        if change.high < 0:
+        if taken.high < 0:
             lines.append(f"warning: the run made the embeddings worse. {ADVICE}")
-        elif change.low <= 0:
+        elif taken.low <= 0:
             lines.append("no gain is shown: the interval of the best embedding holds 0")
         return lines
 
@@ -238,6 +266,7 @@ def build_probe(
     rows = max(fewest, int(SHARE * sequences / validations))
     common: dict[str, Any] = {"run_folder": run_folder, "tokenizer": tokenizer}
     common |= {"max_length": length, "unpad": train.unpad}
+    common["keeps_best"] = run.keep_best is not None
     if settings.probe.file is None:
         fraction = settings.data.validation_fraction
         texts, documents = passages_of(corpus, fraction, tokenizer, rows, PER_DOCUMENT)

@@ -291,8 +291,8 @@ class Trainer:
         if self.probe and is_best and self.settings.run.keep_best:
             if on_rank_0(lambda: done not in saved_steps(self.checkpoints.folder)):
                 self.log.info(self.checkpoints.save(self.engine, done))
-            best = {"step": done, "value": self.probe.best_value}  # known on rank 0
-            on_rank_0(lambda: write_json(self.checkpoints.folder.parent / BEST, best))
+            path, probe = self.checkpoints.folder.parent / BEST, self.probe
+            on_rank_0(lambda: write_json(path, probe.best))  # which only rank 0 knows
 
     def _record(self, done: int, sums: MetricSums) -> None:
         device, train = torch.device(self.engine.device), self.settings.train

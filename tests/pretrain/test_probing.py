@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer
 
-from multicls.files import read_json
+from multicls.files import read_json, write_json
 from multicls.modeling_multicls import TopicTable
 from pretrain.export import load_topics
 from pretrain.probing import TrainingProbe, choose_rows
@@ -81,6 +81,8 @@ def test_no_better_step_exports_the_weights_before(
 ) -> None:
     """The exported model has the topics of the corpus, also without the run's files."""
     folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "topics.safetensors").write_bytes(b"of a run that ended before its first checkpoint")
     flags = (*flags_of(rows), "--model.num_topics", "8", "--model.random_weights", "false")
     flags += ("--run.keep_best", "probe", "--learning_rate", "1e-30")  # which moves nothing
     assert fork(folder, flags=flags) == [[0]], logs(folder)
@@ -122,6 +124,34 @@ def test_without_labels_recall_of_passages(tmp_path: Path) -> None:
     worse._compare({name: np.zeros((60, 4)) for name in noise}, 4)
     assert worse.best_step == 0 and len(worse.summary()) == 4
     assert probe().continues() and not probe(30).continues()
+
+
+def test_the_embedding_to_take_is_that_of_the_exported_step(tmp_path: Path) -> None:
+    """With keep_best it is the best of all steps, step 0 included and also after a resume; else of the last one."""
+    documents = np.repeat(np.arange(20), 3)
+    generator = np.random.default_rng(0)
+    noise = generator.normal(size=(60, 4))
+    topics = generator.normal(size=(20, 4))[documents]
+    poor, fair, good = (topics + size * noise for size in (2, 0.5, 0.1))
+
+    def probe(keeps_best: bool) -> TrainingProbe:
+        return TrainingProbe(tmp_path, None, 32, [], None, documents, [], keeps_best=keeps_best)
+
+    for keeps_best, view in ((True, "mean"), (False, "cls")):
+        found = probe(keeps_best)
+        found._compare({"mean": fair, "cls": noise}, 0)
+        found._compare({"mean": noise, "cls": poor}, 4)
+        assert found.view == view and f"the best embedding is {view}" in found.summary()[2]
+        assert found.best_step == 0
+    resumed = probe(True)  # without best.json: step 0 was the best
+    resumed._compare({"mean": noise, "cls": poor}, 8)
+    assert resumed.view == "mean" and "no gain is shown" in resumed.summary()[-1]
+    better, again = probe(True), probe(True)
+    better._compare({"mean": noise, "cls": good}, 8)
+    assert better.view == "cls"
+    write_json(tmp_path / "best.json", better.best)
+    again._compare({"mean": noise, "cls": noise}, 12)
+    assert (again.view, again.best) == ("cls", better.best)
 
 
 @pytest.mark.parametrize(
