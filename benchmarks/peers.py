@@ -4,12 +4,11 @@ python benchmarks/peers.py --data domains --cpu_seconds 600 --seeds 1 2 3
 
 DATA holds a folder for each domain with docs.jsonl.gz ({"text"}) and rows.jsonl.gz ({"text", "label"}). Each arm
 continues the model on the documents with one thread. A linear model on frozen embeddings of the rows then compares it
-with the untouched model, draw by draw (multicls/probe.py). The view
-`mean_topics` of each arm has the topics of the documents beside the mean; they need no training (multicls/topics.py).
-Two short trials of an arm choose the number of steps that fills the CPU time. The peers' settings are those of their
-documentation (benchmarks/peer_training.py). Finished runs
-are kept: the same command resumes. Tables go to OUTPUT/peers.md, all numbers to OUTPUT/peers.json, and those of
-`--finetune` to OUTPUT/DOMAIN/finetune/results/report.md.
+with the untouched model, draw by draw (multicls/probe.py). The view `mean_topics` of each arm has the topics of the
+documents beside the mean; they need no training (multicls/topics.py). Two short trials of an arm choose the number of
+steps that fills the CPU time. The peers' settings are those of their documentation (benchmarks/peer_training.py).
+Finished runs are kept: the same command resumes. Tables go to OUTPUT/peers.md, all numbers to OUTPUT/peers.json, and
+those of `--finetune` to OUTPUT/DOMAIN/finetune/results/report.md.
 """
 
 import json
