@@ -262,7 +262,7 @@ def start(deepspeed: Any, job: Job) -> None:
     if step:
         checkpoints.load(engine, step)
         discarded = on_rank_0(lambda: checkpoints.discard_after(step))
-    log = Log(job.run_folder, dist.get_rank() == 0, step, settings.run.wandb_project)
+    log = Log(job.run_folder, dist.get_rank() == 0, step)
     for note in filter(None, [*notes, converted, discarded]):
         log.info(note)
     Trainer(engine, settings, job.streams, checkpoints, log, job.stop, job.probe).run(step)

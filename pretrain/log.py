@@ -1,10 +1,9 @@
-"""Writes the output of a run: console, metrics.jsonl, TensorBoard, Weights & Biases. Rank 0 writes."""
+"""Writes the output of a run: console, metrics.jsonl, TensorBoard. Rank 0 writes."""
 
 import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from multicls.console import print_line
 from multicls.files import append_jsonl, atomic_write, read_jsonl
@@ -34,14 +33,10 @@ class Log:
 
     Args:
         resumed_step: Step of the checkpoint, or 0. Later records, and the validation of this step, are dropped.
-        wandb_project: Project of Weights & Biases that follows TensorBoard (`WANDB_MODE=offline` keeps it on disk).
     """
 
-    def __init__(
-        self, folder: Path, writes: bool, resumed_step: int, wandb_project: str | None = None
-    ) -> None:
+    def __init__(self, folder: Path, writes: bool, resumed_step: int) -> None:
         self._metrics, self.writes = folder / "metrics.jsonl", writes
-        self._wandb: Any = None
         if not writes:
             return
         from torch.utils.tensorboard import SummaryWriter
@@ -52,12 +47,6 @@ class Log:
             for record in records:
                 if record["step"] <= last.get(record["split"], -1):
                     file.write(json.dumps(record) + "\n")
-        if wandb_project:  # before the writers, which it watches
-            import wandb
-
-            # A resumed run is another one of the group; TensorBoard's steps are the axis of all.
-            options = {"project": wandb_project, "group": folder.name, "dir": str(folder)}
-            self._wandb = wandb.init(**options, sync_tensorboard=True)
         self._boards = {
             split: SummaryWriter(str(folder / "tb" / split), purge_step=last.get(split, -1) + 1)
             for split in ("train", "validation")
@@ -79,8 +68,6 @@ class Log:
             print_line(f"step {step}  {split}  {'  '.join(shown)}{note}")
 
     def close(self) -> None:
-        """Flushes TensorBoard and ends the W&B run."""
+        """Flushes TensorBoard."""
         for board in self._boards.values() if self.writes else ():
             board.close()
-        if self._wandb is not None:
-            self._wandb.finish()

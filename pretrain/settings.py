@@ -1,10 +1,9 @@
 """Settings of a pretraining run and what follows from them. Defaults: the paper's for BERT-base (arXiv:2210.05043)."""
 
 import math
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, PositiveInt, field_validator, model_validator
+from pydantic import AfterValidator, Field, PositiveInt, model_validator
 
 from multicls.errors import UserError
 from multicls.settings import RecipeOptions, Settings
@@ -182,14 +181,6 @@ class RunSettings(Settings):
     profile: PositiveInt | None = Field(
         None, description="number of steps whose trace torch.profiler writes to RUN/profile"
     )
-    wandb_project: str | None = Field(None, description="Weights & Biases project to report to")
-
-    @field_validator("wandb_project")
-    @classmethod
-    def _wandb_is_installed(cls, project: str | None) -> str | None:
-        if project is not None and find_spec("wandb") is None:
-            raise ValueError("the package wandb is not installed: pip install wandb")
-        return project
 
 
 class ProbeSettings(Settings):

@@ -13,12 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import embeddings, inference, study, training_step
+from benchmarks import embeddings, inference, study
 from benchmarks.harness import Report, ratio, take_turns, verdict
-from data_prep.run import main as prepare
 from finetune.estimates import choose_candidates
 from finetune.results import load_results
-from multicls.distributed import leave_deepspeed
 from multicls.files import REPOSITORY
 from multicls.passages import next_passage_hits, recall_interval
 from tests.finetune.runs import fake_run
@@ -121,9 +119,7 @@ def test_ways_to_compare_embeddings() -> None:
     np.testing.assert_allclose(found["Eq. 2"], best, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "script", ("step", "data_prep", "inference", "embeddings", "study", "peers")
-)
+@pytest.mark.parametrize("script", ("data_prep", "inference", "embeddings", "study", "peers"))
 def test_each_script_names_a_wrong_flag_without_torch(script: str) -> None:
     words = [sys.executable, "-X", "importtime", f"benchmarks/{script}.py", "--no_such_flag"]
     done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, check=False)
@@ -136,16 +132,3 @@ def test_systems_of_the_inference_benchmark(name: str) -> None:
     options = inference.Options(rounds=1, batch_size=2, length=8, layers=1, hidden=64)
     probabilities = inference.make_system(name, options)()
     torch.testing.assert_close(probabilities.sum(dim=1), torch.ones(2))
-
-
-@pytest.mark.slow
-def test_step_measures(tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The smallest comparison with BertForMaskedLM: both cases run, and the report has their ratio."""
-    source = ["--input", str(tiny_corpus.parent / "text"), "--tokenizer", "sample"]
-    prepare([*source, "--output", str(tmp_path / "corpus")])
-    monkeypatch.setattr(training_step, "SAMPLE_CORPUS", tmp_path / "corpus")
-    work, report = training_step.Workload((64, 1)), Report("A step")
-    training_step.against_bert(report, "a tiny model", work, limit=1.0, rounds=1)
-    leave_deepspeed()
-    for name in ("ours, ZeRO-2", "BertForMaskedLM, plain PyTorch"):
-        assert f"| {name} | " in report.text

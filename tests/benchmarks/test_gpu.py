@@ -19,15 +19,17 @@ def cpu_seconds() -> float:
 
 
 @pytest.mark.slow
-def test_small_takes_a_minute_and_a_part_that_is_cut_loses_no_other(
+def test_small_takes_little_and_a_part_that_is_cut_loses_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = {part: 10 * limit for part, limit in gpu.LIMITS.items()}  # of a busy machine
     assert sum(gpu.LIMITS.values()) == 600
+    for part in ("elastic", "switches"):  # two GPUs, and what `shapes` shows, too
+        del limits[part]
     monkeypatch.setattr(gpu, "LIMITS", limits | {"tests": 0.01})
     before = cpu_seconds()
     assert gpu.main(["--output", str(tmp_path), "--small"]) == 0
-    assert cpu_seconds() - before < 60
+    assert cpu_seconds() - before < 50
     parts, text = read_json(tmp_path / "report.json")["parts"], (tmp_path / "report.md").read_text()
     states = {part: result["state"] for part, result in parts.items()}
     assert states == dict.fromkeys(limits, "done") | {"tests": "cut after 0.01 s"}

@@ -2,12 +2,9 @@
 
 import math
 import os
-import sys
 from functools import partialmethod
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -17,7 +14,6 @@ from multicls.modeling_multicls import MultiClsForPreTraining, mcqt_loss, part_s
 from pretrain.batches import MicroBatch
 from pretrain.engine import build_engine, prepare_layers
 from pretrain.job import describe_machine
-from pretrain.log import Log
 from pretrain.metrics import MetricSums, collapses, loss_terms, means, measure
 from pretrain.settings import TrainSettings
 from tests.pretrain.tools import micro_batch_of, random_inputs, tiny_model
@@ -149,17 +145,6 @@ def test_targets_that_are_all_the_same_have_no_r2() -> None:
     inputs = random_inputs(0, 3 * EXAMPLES, 2)
     inputs["tfidf_labels"] = torch.full_like(inputs["tfidf_labels"], 3.3)
     assert "r2/tfidf" not in metrics_of(model(2), inputs)
-
-
-def test_wandb_follows_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each start is a run of the folder's group; TensorBoard's own steps are the axis, so none is dropped."""
-    wandb = Mock()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    for step, writes in ((0, True), (4, True), (0, False)):  # the last one of another rank
-        Log(tmp_path, writes, step, wandb_project="mine").close()
-    options = {"project": "mine", "group": tmp_path.name, "dir": str(tmp_path)}
-    expected = [call.init(**options, sync_tensorboard=True), call.init().finish()] * 2
-    assert wandb.mock_calls == expected
 
 
 def test_compiled_layers_change_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
