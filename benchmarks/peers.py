@@ -27,7 +27,7 @@ from pydantic import Field, PositiveInt
 
 from multicls.errors import UserError, run_command
 from multicls.files import atomic_write, read_json, write_json
-from multicls.probe import Difference, Draws, draw_rows, interval, probe
+from multicls.probe import Difference, Draws, draw_rows, interval
 from multicls.sample import SAMPLE, sample_model
 from multicls.settings import Settings, parse
 
@@ -185,7 +185,7 @@ def topics_of(domain: Domain, options: Options) -> Array:
 
 
 def bag_of_words(texts: Sequence[str], draws: Draws) -> Array:
-    """Returns what `probe` does, (J, N), for a ridge classifier on TF-IDF of words and pairs of words."""
+    """Returns what `Draws.values` does, (J, N), for a ridge classifier on TF-IDF of words and pairs of words."""
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.linear_model import RidgeClassifierCV
 
@@ -217,7 +217,7 @@ def run_arm(arm: str, domain: Domain, options: Options, seed: int) -> None:
             views["mean_topics"] = np.hstack([views["mean"], topics_of(domain, options)])
     values: dict[str, Any] = {}
     for size, draws in domain.draws.items():
-        values |= {f"{size}/{view}": probe(rows, draws) for view, rows in views.items()}
+        values |= {f"{size}/{view}": draws.values(rows) for view, rows in views.items()}
         if arm == "tfidf":
             values[f"{size}/words"] = bag_of_words(domain.texts, draws)
     folder.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,7 @@ WHAT_WORKS = "BERT, RoBERTa, XLM-R, CamemBERT, ModernBERT, DeBERTa, MPNet, Disti
 def build(
     checkpoint: str,
     *,
-    num_facets: int = 5,
+    num_facets: int | None = 5,
     facet_layers: list[int] | None = None,
     mcqt_lambda: float = 0.1,
     mcqt_scale: float = 1.0,
@@ -41,7 +41,8 @@ def build(
 
     Args:
         checkpoint: Hub id or folder of a model with any head.
-        num_facets: K. It and the next four are those of `MultiClsConfig`. A Multi-CLS checkpoint keeps K and layers.
+        num_facets: K; None: the checkpoint's, 0 if it has none. It and the next four are those of `MultiClsConfig`. A
+            Multi-CLS checkpoint keeps K and layers.
         revision: branch, tag or commit of a Hub id.
         random_weights: use only the shape and the tokenizer of the checkpoint.
         report: receives a line with the parts that are kept and those that are new, and one if padding changes facets.
@@ -52,27 +53,24 @@ def build(
     if missing := missing_folder(checkpoint):
         raise UserError(f"model {checkpoint}: {missing}")
     facets: dict[str, Any] = {"num_facets": num_facets, "facet_layers": facet_layers}
-    objective: dict[str, Any] = {"mcqt_lambda": mcqt_lambda, "hard_negatives": hard_negatives}
-    objective["mcqt_scale"] = mcqt_scale
+    fields: dict[str, Any] = {"mcqt_lambda": mcqt_lambda, "hard_negatives": hard_negatives}
+    fields["mcqt_scale"] = mcqt_scale
     with load_problems(checkpoint), quiet_transformers():
         config = _load_config(checkpoint, revision)
         tokenizer = load_tokenizer(checkpoint, revision)
         commit = config._commit_hash  # copies lose it
         if continued := isinstance(config, MultiClsConfig):
             _check_facets(config, facets, len(facet_ids(tokenizer)))
-            config.update(objective)
+            config.update(fields)
         else:
-            config = MultiClsConfig(encoder=config, **facets, **objective)
-            tokenizer = with_facets(tokenizer, num_facets, config.has_token_types)
+            fields |= facets | {"num_facets": num_facets or 0}
+            config = MultiClsConfig(encoder=config, **fields)
+            tokenizer = with_facets(tokenizer, config.num_facets, config.has_token_types)
         if random_weights:
             model, text = MultiClsForPreTraining(config), "random"
         elif continued:
-            model, text = (
-                load_weights(MultiClsForPreTraining, checkpoint, config=config, revision=revision)[
-                    0
-                ],
-                "all",
-            )
+            options: Any = {"config": config, "revision": revision}
+            model, text = load_weights(MultiClsForPreTraining, checkpoint, **options)[0], "all"
         else:
             model = MultiClsForPreTraining(config)
             text = _copy_weights(model, checkpoint, revision)

@@ -270,6 +270,12 @@ class MultiClsModel(MultiClsPreTrainedModel):
         """Replaces the encoder's word embeddings."""
         self.encoder.set_input_embeddings(value)
 
+    def add_topics(self, state: Mapping[str, Tensor]) -> None:
+        """Adds a `TopicTable` with this state, of the model's vocabulary."""
+        self.topics = TopicTable(*state["table"].shape)
+        self.topics.load_state_dict(state)
+        self.config.num_topics = self.topics.table.shape[1]
+
     def facet_states(self, hidden_BLD: Tensor) -> Tensor:
         """Returns (B, S, D): the hidden states at the facet positions, or of [CLS] if there are no facets."""
         return hidden_BLD[:, self.config.facet_slice if self.config.num_facets else slice(1)]

@@ -3,6 +3,7 @@
 It needs no labels. A document counts as one unit in intervals, since its passages are alike.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,18 +17,58 @@ PER_DOCUMENT = 20  # most passages, so that no long document makes up the result
 CANDIDATES = 50
 
 
-def passages_of(
+@dataclass(frozen=True)
+class Passages:
+    """Passages of held-out documents in order, and the number of each one's document, (N,)."""
+
+    texts: list[str]
+    documents: Array
+    name = "next-passage recall"
+
+    @property
+    def queries(self) -> Array:
+        """Indices of the passages whose next one is of the same document, (Q,)."""
+        return np.flatnonzero(self.documents[:-1] == self.documents[1:])
+
+    def values(self, embeddings: Array) -> Array:
+        """Returns for each query if the next passage is nearer by cosine than all 49 others drawn, (Q,) of 0 and 1."""
+        unit = embeddings / np.maximum(np.linalg.norm(embeddings, axis=1, keepdims=True), 1e-9)
+        generator, hits = np.random.default_rng(0), []
+        number = min(CANDIDATES - 1, len(unit) - 2)
+        for query in self.queries:
+            others = generator.choice(len(unit) - 2, number, replace=False)
+            others[others >= query] += 2  # neither the query nor the answer
+            hits.append(unit[query] @ unit[query + 1] > (unit[others] @ unit[query]).max())
+        return np.array(hits, dtype=float)
+
+    def difference(self, hits: Array, reference: Array) -> Difference:
+        """Returns the difference of two recalls with its 95 % interval, by a bootstrap over documents.
+
+        With fewer than ten documents the interval is infinite: they say nothing about others.
+        """
+        owners = self.documents[self.queries]
+        groups = [np.flatnonzero(owners == number) for number in np.unique(owners)]
+        change, generator = hits - reference, np.random.default_rng(0)
+        if len(groups) < 10:
+            return Difference(float(change.mean()), -np.inf, np.inf)
+        draws = generator.integers(len(groups), size=(1000, len(groups)))
+        means = [change[np.concatenate([groups[i] for i in draw])].mean() for draw in draws]
+        low, high = np.quantile(means, (0.025, 0.975))
+        return Difference(float(change.mean()), float(low), float(high))
+
+
+def read_passages(
     corpus: Corpus,
     fraction: float,
     tokenizer: Any,
     most: int | None = None,
     per_document: int = PER_DOCUMENT,
-) -> tuple[list[str], Array]:
-    """Returns the passages of the held-out documents in order, and the number of each one's document, (N,).
+) -> Passages:
+    """Returns the passages of the held-out documents.
 
     Args:
         fraction: Share of the documents that is held out.
-        most: Number of passages after which no further document is read.
+        most: Number of passages, at most.
         per_document: Most passages of a document.
     """
     texts: list[str] = []
@@ -45,32 +86,4 @@ def passages_of(
         documents += [number] * len(passages[:per_document])
         if most and len(texts) >= most:
             break
-    return texts, np.array(documents)
-
-
-def next_passage_hits(embeddings: Array, documents: Array) -> Array:
-    """Returns for each query whether the next passage is nearer by cosine than all 49 others drawn, (Q,) of 0 and 1."""
-    unit = embeddings / np.maximum(np.linalg.norm(embeddings, axis=1, keepdims=True), 1e-9)
-    generator, hits = np.random.default_rng(0), []
-    number = min(CANDIDATES - 1, len(documents) - 2)
-    for query in np.flatnonzero(documents[:-1] == documents[1:]):
-        others = generator.choice(len(documents) - 2, number, replace=False)
-        others[others >= query] += 2  # neither the query nor the answer
-        hits.append(unit[query] @ unit[query + 1] > (unit[others] @ unit[query]).max())
-    return np.array(hits, dtype=float)
-
-
-def recall_interval(hits: Array, reference: Array, documents: Array) -> Difference:
-    """Returns the difference of two recalls with its 95 % interval, by a bootstrap over documents.
-
-    With fewer than ten documents the interval is infinite: they say nothing about others.
-    """
-    queries = documents[:-1][documents[:-1] == documents[1:]]
-    groups = [np.flatnonzero(queries == number) for number in np.unique(queries)]
-    change, generator = hits - reference, np.random.default_rng(0)
-    if len(groups) < 10:
-        return Difference(float(change.mean()), -np.inf, np.inf)
-    draws = generator.integers(len(groups), size=(1000, len(groups)))
-    means = [change[np.concatenate([groups[i] for i in draw])].mean() for draw in draws]
-    low, high = np.quantile(means, (0.025, 0.975))
-    return Difference(float(change.mean()), float(low), float(high))
+    return Passages(texts[:most], np.array(documents[:most], dtype=int))

@@ -93,6 +93,15 @@ def embed(
 
 
 @dataclass(frozen=True)
+class Difference:
+    """A mean, or the difference of two, with its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
 class Draws:
     """The rows that each draw fits and scores, the same for all embeddings that are compared.
 
@@ -111,6 +120,42 @@ class Draws:
         """Training rows of a draw."""
         return len(self.train[0])
 
+    @property
+    def name(self) -> str:
+        """The measure, for people."""
+        return f"probe ({MEASURES[self.kind]} with {self.train_rows} rows)"
+
+    def values(self, features: Array) -> Array:
+        """Returns how well each draw's linear model does on each row, (J, N); NaN on the draw's training rows.
+
+        A row's value is 1 or 0 for a class; 1 - squared error / variance for a score, whose mean is R2; and for several
+        labels the row's label ranking average precision. The mean of a draw's values is its score.
+        """
+        from sklearn.metrics import label_ranking_average_precision_score
+
+        values = np.full((len(self.train), len(features)), np.nan)
+        targets = self.targets
+        features = _without_constants(features)
+        for number, train in enumerate(self.train):
+            rest = np.setdiff1d(np.arange(len(features)), train)
+            model = fit_probe(self.kind, features[train], targets[train])
+            predicted = model.predict(features[rest])
+            if self.kind == "class":
+                values[number, rest] = predicted == targets[rest]
+            elif self.kind == "score":
+                error = np.square(predicted - targets[rest])
+                values[number, rest] = 1 - error / targets.var()
+            else:
+                pairs = zip(targets[rest], predicted, strict=True)
+                values[number, rest] = [
+                    label_ranking_average_precision_score(t[None], p[None]) for t, p in pairs
+                ]
+        return values
+
+    def difference(self, values: Array, reference: Array) -> Difference:
+        """Returns the mean difference of two embeddings' values with its 95 % interval; see `interval`."""
+        return interval(values, reference)
+
 
 def targets_of(kind: LabelType, labels: Sequence[Any], classes: Sequence[str]) -> Array:
     """Returns the labels of `multicls.labels.read_label` as the targets of `Draws`."""
@@ -127,16 +172,14 @@ def draw_rows(
     targets: Array,
     train_rows: int = TRAIN_ROWS,
     draws: int = DRAWS,
-    shots: int | None = None,
 ) -> Draws:
     """Draws training rows at random, the same ones each time.
 
     Args:
         train_rows: Rows of a draw. Half of the rows are drawn where there are fewer than twice as many.
-        shots: Rows of each class instead; all but one of a class that has no more.
 
     Raises:
-        UserError: There are fewer than 20 rows or two rows a class, or `shots` is set and labels are no classes.
+        UserError: There are fewer than 20 rows or two rows a class, or all labels are alike.
     """
     total = len(targets)
     classes = targets.shape[1] if kind == "multi_label" else len(np.unique(targets))
@@ -146,16 +189,11 @@ def draw_rows(
         raise UserError(f"{total} labelled rows: {what} {least} or more, better some hundred.")
     if len(np.unique(targets, axis=0)) < 2:
         raise UserError(f"{total} labelled rows: all labels are alike.")
-    if shots and kind != "class":
-        raise UserError(f"shots: labels are of type {kind}; only classes have shots.")
     chosen: list[Array] = []
     seed = 0
     while len(chosen) < draws:
         order, seed = np.random.default_rng([seed, 7]).permutation(total), seed + 1
         rows = order[: min(train_rows, total // 2)]
-        if shots:
-            of_class = [order[targets[order] == number] for number in np.unique(targets)]
-            rows = np.concatenate([part[: max(1, min(shots, len(part) - 1))] for part in of_class])
         if kind != "class" or len(np.unique(targets[rows])) > 1:
             chosen.append(np.sort(rows))
     return Draws(kind, targets, tuple(chosen))
@@ -176,34 +214,6 @@ def fit_probe(kind: LabelType, features: Array, targets: Array) -> Any:
     return model.fit(features, targets)
 
 
-def probe(features: Array, draws: Draws) -> Array:
-    """Returns how well each draw's linear model does on each row, (J, N); NaN on the draw's training rows.
-
-    A row's value is 1 or 0 for a class; 1 - squared error / variance for a score, whose mean is R2; and for several
-    labels the row's label ranking average precision. The mean of a draw's values is its score.
-    """
-    from sklearn.metrics import label_ranking_average_precision_score
-
-    values = np.full((len(draws.train), len(features)), np.nan)
-    targets = draws.targets
-    features = _without_constants(features)
-    for number, train in enumerate(draws.train):
-        rest = np.setdiff1d(np.arange(len(features)), train)
-        model = fit_probe(draws.kind, features[train], targets[train])
-        predicted = model.predict(features[rest])
-        if draws.kind == "class":
-            values[number, rest] = predicted == targets[rest]
-        elif draws.kind == "score":
-            error = np.square(predicted - targets[rest])
-            values[number, rest] = 1 - error / targets.var()
-        else:
-            pairs = zip(targets[rest], predicted, strict=True)
-            values[number, rest] = [
-                label_ranking_average_precision_score(t[None], p[None]) for t, p in pairs
-            ]
-    return values
-
-
 def _without_constants(features: Array) -> Array:
     """Returns the features without those that hardly vary: standardised, their rounding errors would be noise."""
     spread = features.std(axis=0)
@@ -211,17 +221,8 @@ def _without_constants(features: Array) -> Array:
     return features[:, varies] if varies.any() else features[:, :1]  # all are constant
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A mean, or the difference of two, with its 95 % interval."""
-
-    mean: float
-    low: float
-    high: float
-
-
 def interval(values: Array, reference: Array | None = None) -> Difference:
-    """Returns the mean of `probe`'s values, or of their difference to a reference, with its 95 % interval.
+    """Returns the mean of `Draws.values`, or of their difference to a reference, with its 95 % interval.
 
     The interval is for new training rows and new scored rows of the same kind. Draws of one set of N rows overlap, so
     their spread alone is far too small (Nadeau and Bengio, 2003). A value is taken as the sum of a part of its draw, a

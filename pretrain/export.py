@@ -157,7 +157,7 @@ def load_topics(run_folder: Path) -> dict[str, Any]:
     return load_file(path) if path.exists() else {}
 
 
-def restore_model(folder: Path, num_topics: int = 0) -> tuple[Any, Any]:
+def restore_model(folder: Path) -> tuple[Any, Any]:
     """Returns the model of a `RUN/model` folder without weights, and its tokenizer. Raises UserError if incomplete."""
     from transformers import AutoConfig, AutoModelForPreTraining, AutoTokenizer
 
@@ -169,23 +169,34 @@ def restore_model(folder: Path, num_topics: int = 0) -> tuple[Any, Any]:
             "it when it starts. Copy it from where the run was trained."
         )
     options = {"trust_remote_code": False, "local_files_only": True}
-    config = AutoConfig.from_pretrained(folder, num_topics=num_topics, **options)
+    config = AutoConfig.from_pretrained(folder, **options)
     model = AutoModelForPreTraining.from_config(config, trust_remote_code=False)
     return model, AutoTokenizer.from_pretrained(folder, **options)
 
 
-def build_model(model: ModelSettings, report: Callable[[str], None]) -> tuple[Any, Any]:
-    """Returns a new model and its tokenizer. huggingface_hub locks each file that it downloads."""
+def build_model(
+    model: ModelSettings, report: Callable[[str], None] = lambda line: None, facets: bool = True
+) -> tuple[Any, Any]:
+    """Returns a new model and its tokenizer; without `facets` it has none but those of the base model.
+
+    huggingface_hub locks each file that it downloads.
+    """
     from multicls.build import build
     from multicls.sample import SAMPLE, sample_model
 
     checkpoint = str(sample_model()) if model.checkpoint == SAMPLE else model.checkpoint
     fields = model.model_dump(exclude={"checkpoint", "num_topics"})
+    if not facets:
+        fields |= {"num_facets": None, "facet_layers": None}
     return build(checkpoint, **fields, report=report)
 
 
-def weights_before(run_folder: Path) -> dict[str, Any]:
-    """Returns the weights that a run began with, built again from the base model. Raises UserError if it has none."""
+def model_before(run_folder: Path, facets: bool = True) -> tuple[Any, Any]:
+    """Returns the model that a run began with, built again from the base model, and its tokenizer.
+
+    Raises:
+        UserError: The run began with random weights, or the base model is not available.
+    """
     import torch
 
     settings = yaml.safe_load((run_folder / "settings.yaml").read_text(encoding="utf-8"))
@@ -195,8 +206,7 @@ def weights_before(run_folder: Path) -> dict[str, Any]:
     if commit := read_json(run_folder / "model" / EXPORT_INFO)["base_commit"]:
         model = model.model_copy(update={"revision": commit})
     torch.manual_seed(settings["train"]["seed"])
-    weights: dict[str, Any] = build_model(model, lambda line: None)[0].state_dict()
-    return weights
+    return build_model(model, facets=facets)
 
 
 def mean_weights(run_folder: Path, steps: Sequence[int]) -> dict[str, Any]:
@@ -228,6 +238,7 @@ def write_model(
     sentence-transformers reads it as a SentenceTransformer, or as a MultiVectorEncoder if `multi_vector` is True.
 
     Args:
+        steps: Steps of the checkpoints; without any the model is that before training, without new facets.
         towards_base: Share of the way back to the weights before training (WiSE-FT, arXiv:2109.01903).
 
     Raises:
@@ -237,20 +248,28 @@ def write_model(
     from multicls.build import quiet_transformers
 
     topics = load_topics(run_folder)
-    model, _ = restore_model(run_folder / "model", topics["table"].shape[1] if topics else 0)
-    weights = mean_weights(run_folder, steps)
+    if steps:
+        model, tokenizer = restore_model(run_folder / "model")
+        weights = mean_weights(run_folder, steps)
+    else:
+        model, tokenizer = model_before(run_folder, facets=False)
+        if topics:  # the vocabulary that they were made for, which may have new facets
+            model.resize_token_embeddings(len(topics["idf"]), mean_resizing=False)
+        weights = model.state_dict()
     if towards_base:
-        base = weights_before(run_folder)
+        base = model_before(run_folder)[0].state_dict()
         weights = {name: w.lerp(base[name], towards_base) for name, w in weights.items()}
-    if topics:
-        weights |= {f"multicls.topics.{name}": tensor for name, tensor in topics.items()}
     model.load_state_dict(weights)
+    if topics:
+        model.multicls.add_topics(topics)
     info = read_json(run_folder / "model" / EXPORT_INFO)
-    info |= {"step": steps[-1], "averaged_steps": list(steps), "towards_base": towards_base}
+    info |= {"step": max(steps, default=0), "averaged_steps": list(steps)}
+    info["towards_base"] = towards_base
     info["encoder"] = "MultiVectorEncoder" if multi_vector else "SentenceTransformer"
     with atomic_folder(output) as fresh, quiet_transformers():
         shutil.copytree(run_folder / "model", fresh, dirs_exist_ok=True)
         model.save_pretrained(fresh)
+        tokenizer.save_pretrained(fresh)
         if multi_vector:
             write_multi_vector_encoder(fresh)
         write_json(fresh / EXPORT_INFO, info)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -181,7 +182,14 @@ def prepare(settings: PretrainSettings, ds_config: dict[str, Any], corpus: Corpu
     notes.append(f"model: {size:.1f} M parameters, {precision}")
     probe = None
     if not is_finished:
-        probe, lines = _prepare_probe(settings, corpus, tokenizer, resumes=start_step > 0)
+        untouched = partial(build_model, settings.model, facets=False)
+        probe, lines = build_probe(
+            settings,
+            corpus,
+            tokenizer,
+            resumes=start_step > 0,
+            untouched=None if settings.model.random_weights else untouched,
+        )
         notes += lines
     notes += _notes_on_objectives(settings, notes)
     return Job(
@@ -198,21 +206,6 @@ def prepare(settings: PretrainSettings, ds_config: dict[str, Any], corpus: Corpu
         probe=probe,
         stop=stop,
     )
-
-
-def _prepare_probe(
-    settings: PretrainSettings, corpus: Corpus, tokenizer: Any, *, resumes: bool
-) -> tuple[TrainingProbe | None, list[str]]:
-    """Returns the probe of the run, if it can have one, and lines for the log."""
-    probe = build_probe(settings, corpus, tokenizer, Path(settings.run.output_dir))
-    if probe is None:
-        return None, ["too few passages are held out to measure their recall"]
-    if resumes and not probe.continues():
-        return None, [
-            "warning: the run began with other rows to probe, or with none, so that nothing can be compared: no probe. "
-            "Set --probe_file and --run.eval_every as at the start."
-        ]
-    return probe, probe.notes
 
 
 def _notes_on_held_out(settings: PretrainSettings, held_out: ExampleStream) -> list[str]:
@@ -277,7 +270,7 @@ def _prepare_topics(job: Job) -> list[str]:
     if not number:
         return []
     line = on_rank_0(lambda: write_topics(job.run_folder, job.corpus, job.settings, vocabulary))
-    if job.probe and job.probe.draws:
+    if job.probe and job.settings.probe.file:
         state = load_topics(job.run_folder)
         job.probe.topics = TopicTable(*state["table"].shape)
         job.probe.topics.load_state_dict(state)

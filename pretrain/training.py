@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +183,7 @@ class Trainer:
         settings: Settings of the run, with micro-batch size, steps and intervals as numbers.
         streams: Streams of examples by split, "train" and "validation".
         probe: Is measured at each validation.
+        begun: Time of the start.
     """
 
     engine: Any
@@ -192,6 +193,7 @@ class Trainer:
     log: Log
     stop: StopRequest
     probe: TrainingProbe | None = None
+    begun: float = field(default_factory=time.perf_counter)
 
     def run(self, start: int) -> None:
         """Trains from step `start` to the end and exports, or until a stop request; marks the run folder."""
@@ -255,22 +257,23 @@ class Trainer:
         self._leave(DONE, {"step": steps})
 
     def _export(self, step: int) -> None:
-        folder, back = self.checkpoints.folder.parent, 0.0
-        if self.settings.run.keep_best and (folder / BEST).exists():
-            step = read_json(folder / BEST)["step"]
-            self.log.info(f"the best step by the probe, {step}, is exported")
-        elif self.settings.run.keep_best and self.probe and not self.settings.model.random_weights:
-            back = 1.0
+        folder, run = self.checkpoints.folder.parent, self.settings.run
+        steps = [step]
+        if run.keep_best and (folder / BEST).exists():
+            steps = [read_json(folder / BEST)["step"]]
+            self.log.info(f"the best step by the probe, {steps[0]}, is exported")
+        elif run.keep_best and self.probe and not self.settings.model.random_weights:
+            steps = []
             self.log.info(
-                "no step was better than step 0: the weights before training are exported"
+                "no step was better than step 0: the model before training is exported, without new facets"
             )
-        on_rank_0(lambda: write_model(folder, [step], folder / "hf", back))
+        on_rank_0(lambda: write_model(folder, steps, folder / "hf"))
 
     def _leave(self, marker: str, state: dict[str, Any]) -> None:
         """Marks the run as stopped, or exports its last checkpoint and marks it as done."""
         folder, reason = self.checkpoints.folder.parent, state.get("reason")
         if self.probe and not reason and self.probe.scores:
-            for line in self.probe.summary():
+            for line in self.probe.summary(time.perf_counter() - self.begun):
                 self.log.info(line)
         if not reason:  # a stop has little time, and pretrain/export.py makes the same at any time
             self._export(state["step"])
@@ -282,7 +285,7 @@ class Trainer:
         values = evaluate(self.engine, self.settings, self.streams["validation"])
         problems, is_best = collapses(values), False
         if self.probe:
-            metrics, is_best = self.probe.measure(self.engine, done)
+            metrics, is_best = self.probe.validate(self.engine, done)
             values |= metrics
             problems += self.probe.warnings()
         self.log.record(done, "validation", values)
@@ -291,8 +294,7 @@ class Trainer:
         if self.probe and is_best and self.settings.run.keep_best:
             if on_rank_0(lambda: done not in saved_steps(self.checkpoints.folder)):
                 self.log.info(self.checkpoints.save(self.engine, done))
-            path, probe = self.checkpoints.folder.parent / BEST, self.probe
-            on_rank_0(lambda: write_json(path, probe.best))  # which only rank 0 knows
+            on_rank_0(self.probe.write_best)
 
     def _record(self, done: int, sums: MetricSums) -> None:
         device, train = torch.device(self.engine.device), self.settings.train

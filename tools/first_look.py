@@ -12,7 +12,7 @@ RUN/first_look.png, also has the losses on held-out text.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +27,12 @@ from multicls.console import print_summary
 from multicls.corpus import Corpus
 from multicls.errors import UserError, run_command
 from multicls.files import read_jsonl
-from multicls.labels import LabelledRows, read_labelled
-from multicls.passages import (
-    CANDIDATES,
-    LENGTH,
-    TOKENS,
-    next_passage_hits,
-    passages_of,
-    recall_interval,
-)
-from multicls.probe import MEASURES, Array, draw_rows, embed, interval, probe, targets_of
-from multicls.sample import SAMPLE_CORPUS, sample_model
+from multicls.labels import read_labelled
+from multicls.passages import CANDIDATES, LENGTH, TOKENS, Passages, read_passages
+from multicls.probe import Array, Difference, Draws, draw_rows, embed, targets_of
+from multicls.sample import SAMPLE, SAMPLE_CORPUS
 from multicls.settings import Settings, parse
+from pretrain.settings import ModelSettings
 
 LOSSES = {"mlm": "MLM", "tfidf": "TF-IDF", "mcqt": "MCQT"}
 NAMES = {"cls": "[CLS]", "mean": "mean over tokens", "sum": "facets"}
@@ -59,56 +53,42 @@ class Options(Settings):
     max_length: int = Field(128, ge=8, description="tokens of a labelled row that are read")
 
 
-Embed = Callable[[list[Any], int], dict[str, Array]]
+Rows = list[tuple[str, float, float, Difference]]  # name, score before and after, change
 
 
-def compare_passages(
-    before: Embed, after: Embed, corpus: Corpus, fraction: float, tokenizer: Any
-) -> Any:
-    """Prints next-passage recall before and after; returns its rows: name, before, after, and interval, in percent.
+def compare(
+    title: str,
+    measure: Draws | Passages,
+    views: tuple[dict[str, Array], dict[str, Array]],
+    names: dict[str, str],
+    reference: str | None = None,
+) -> Rows:
+    """Prints the scores of embeddings before and after, and returns them.
 
-    Raises:
-        UserError: No held-out document has two passages.
+    Args:
+        views: Embeddings of the rows before and after.
+        names: Embedding -> its name in the table.
+        reference: The embedding before that all are compared with; None: each with itself.
     """
-    texts, documents = passages_of(corpus, fraction, tokenizer)
-    if not (documents[:-1] == documents[1:]).any():
-        raise UserError(f"{corpus.path}: no held-out document has two passages of {TOKENS} tokens.")
-    old, new = before(texts, LENGTH), after(texts, LENGTH)
-    rows: list[tuple[Any, ...]] = []
-    for name in [name for name in NAMES if name in new]:
-        hits = [next_passage_hits(views[name], documents) for views in (old, new)]
-        change = recall_interval(hits[1], hits[0], documents)
-        scores = [100 * float(values.mean()) for values in hits]
-        rows.append((NAMES[name], *scores, 100 * change.low, 100 * change.high))
-    held_out = len(np.unique(documents))
-    print(f"recall at 1 among {CANDIDATES}: {len(texts):,} passages, {held_out} held-out documents")
+    before, after = views
+    print(title)
     print(f"  {'embedding':24}{'before':>8}{'after':>8}   change, 95 % interval")
-    for name, was, now, low, high in rows:
-        print(f"  {name:24}{was:8.1f}{now:8.1f}   {now - was:+.1f} ({low:+.1f} to {high:+.1f})")
+    old = {name: measure.values(embeddings) for name, embeddings in before.items()}
+    rows: Rows = []
+    for name in [name for name in names if name in after]:
+        values = measure.values(after[name])
+        change = measure.difference(values, old[reference or name])
+        was, now = (float(np.nanmean(found)) for found in (old.get(name, np.nan), values))
+        rows.append((names[name], was, now, change))
+        low, high = 100 * change.low, 100 * change.high
+        print(
+            f"  {names[name]:24}{100 * was:8.1f}{100 * now:8.1f}   "
+            f"{100 * change.mean:+.1f} ({low:+.1f} to {high:+.1f})"
+        )
     return rows
 
 
-def compare_labels(before: Embed, after: Embed, table: LabelledRows, max_length: int) -> None:
-    """Prints the probe on labelled rows, before and after, each against the mean before."""
-    draws = draw_rows(table.kind, targets_of(table.kind, table.labels, table.classes))
-    old, new = before(table.texts, max_length), after(table.texts, max_length)
-    reference = probe(old["mean"], draws)
-    title = f"{MEASURES[draws.kind]} of a linear model on {draws.train_rows} of {len(table.texts):,} labelled rows"
-    print(f"{title}, {len(draws.train)} draws")
-    print(f"  {'embedding':24}{'before':>8}{'after':>8}   after, against the mean before")
-    for name in [name for name in LABELS if name in new]:
-        values = probe(new[name], draws)
-        now = np.nanmean(values)
-        was = np.nanmean(probe(old[name], draws)) if name in old else np.nan
-        change = interval(values, reference)
-        low, high = 100 * change.low, 100 * change.high
-        print(
-            f"  {LABELS[name]:24}{100 * was:8.1f}{100 * now:8.1f}   "
-            f"{100 * change.mean:+.1f} ({low:+.1f} to {high:+.1f})"
-        )
-
-
-def draw(path: Path, rows: Sequence[Sequence[Any]], losses: Sequence[dict[str, Any]]) -> None:
+def draw(path: Path, rows: Rows, losses: Sequence[dict[str, Any]]) -> None:
     """Draws the losses on held-out text, and recall before and after."""
     import matplotlib
 
@@ -125,8 +105,9 @@ def draw(path: Path, rows: Sequence[Sequence[Any]], losses: Sequence[dict[str, A
     left.set(xlabel="step", ylabel="% of the loss at step 0", title="Losses on held-out text")
     left.legend()
     columns = np.arange(len(rows))
-    right.bar(columns - 0.2, [row[1] for row in rows], 0.4, label="before", color="#b0b0b0")
-    right.bar(columns + 0.2, [row[2] for row in rows], 0.4, label="after", color="#2a78b5")
+    for shift, label, color in ((-0.2, "before", "#b0b0b0"), (0.2, "after", "#2a78b5")):
+        scores = [100 * (was if shift < 0 else now) for _, was, now, _ in rows]
+        right.bar(columns + shift, scores, 0.4, label=label, color=color)
     title = f"Find the next passage among {CANDIDATES}"
     right.set(xticks=columns, ylabel="recall at 1, %", title=title)
     right.set_xticklabels([row[0] for row in rows])
@@ -141,52 +122,53 @@ def main(argv: Sequence[str] | None = None) -> int:
     import torch  # after --help
     from transformers import AutoModel, AutoTokenizer
 
-    from multicls.build import build
+    from pretrain.export import build_model
 
     run = Path(options.run)
     if not (run / "hf" / "config.json").exists():
         raise UserError(f"{run}: not a finished run; train it with pretrain/run.py first.")
     settings = yaml.safe_load((run / "settings.yaml").read_text("utf-8"))
-    base, corpus = settings["model"]["checkpoint"], settings["data"]["corpus"]
-    base = str(sample_model()) if base == "sample" else base
-    corpus = Corpus(SAMPLE_CORPUS if corpus == "sample" else corpus)
+    corpus = settings["data"]["corpus"]
+    corpus = Corpus(SAMPLE_CORPUS if corpus == SAMPLE else corpus)
     of_run = settings.get("probe") or {"file": None, "text_column": None, "label_column": "label"}
     path, table = options.probe_file or of_run["file"], None
     if path:
         text = options.text_column or of_run["text_column"]
         table = read_labelled(path, text, options.label_column or of_run["label_column"])
-    tokenizer = AutoTokenizer.from_pretrained(run / "hf")
+    model = ModelSettings(**settings["model"])
     torch.manual_seed(settings["train"]["seed"])
-    chosen = {
-        name: settings["model"][name] for name in ("num_facets", "facet_layers", "random_weights")
-    }
-    revision = settings["model"].get("revision")
-    untrained = build(base, revision=revision, **chosen, report=lambda line: None)[
-        0
-    ].multicls.eval()
-    plain = untrained  # of random weights nothing else is before the run
-    if not chosen["random_weights"]:
-        plain = AutoModel.from_pretrained(base, revision=revision or "main").eval()
-    trained = AutoModel.from_pretrained(run / "hf").eval()
-    facets = {"num_facets": settings["model"]["num_facets"]}
-    base_tokenizer = (
-        tokenizer
-        if plain is untrained
-        else AutoTokenizer.from_pretrained(base, revision=revision or "main")
-    )
-    base_facets = {"num_facets": getattr(plain.config, "num_facets", 0)}
+    models = [build_model(model)]
+    if not model.random_weights:  # the base model as it is has the embeddings but the new facets
+        models.append(build_model(model, facets=False))
+    hf = run / "hf"
+    trained = (AutoModel.from_pretrained(hf), AutoTokenizer.from_pretrained(hf))
+    models = [(untrained.multicls, tokenizer) for untrained, tokenizer in models]
 
-    def before(texts: list[Any], length: int) -> dict[str, Array]:
-        views = embed(untrained, tokenizer, texts, max_length=length, **facets)
-        return views | embed(plain, base_tokenizer, texts, max_length=length, **base_facets)
-
-    def after(texts: list[Any], length: int) -> dict[str, Array]:
-        return embed(trained, tokenizer, texts, max_length=length, **facets)
+    def views(texts: list[Any], length: int) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Returns the embeddings before and after."""
+        before, after = dict[str, Array](), dict[str, Array]()
+        for found, (encoder, tokenizer) in [*((before, m) for m in models), (after, trained)]:
+            facets, encoder = encoder.config.num_facets, encoder.eval()
+            found |= embed(encoder, tokenizer, texts, max_length=length, num_facets=facets)
+        return before, after
 
     fraction = settings["data"]["validation_fraction"]
-    rows = compare_passages(before, after, corpus, fraction, tokenizer)
+    passages = read_passages(corpus, fraction, trained[1])
+    rows: Rows = []
+    if len(passages.queries):
+        held_out = len(np.unique(passages.documents))
+        title = f"recall at 1 among {CANDIDATES}: {len(passages.texts):,} passages, {held_out} held-out documents"
+        rows = compare(title, passages, views(passages.texts, LENGTH), NAMES)
+    elif table:
+        print(f"no held-out document has two passages of {TOKENS} tokens: no recall")
+    else:
+        raise UserError(
+            f"{corpus.path}: no held-out document has two passages of {TOKENS} tokens; set --probe_file."
+        )
     if table:
-        compare_labels(before, after, table, options.max_length)
+        draws = draw_rows(table.kind, targets_of(table.kind, table.labels, table.classes))
+        title = f"{draws.name} of {len(table.texts):,}, {len(draws.train)} draws; change: against the mean before"
+        compare(title, draws, views(table.texts, options.max_length), LABELS, "mean")
     records = [r for r in read_jsonl(run / "metrics.jsonl") if r["split"] == "validation"]
     draw(run / "first_look.png", rows, records)
     print_summary([("picture", run / "first_look.png")])

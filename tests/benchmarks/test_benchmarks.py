@@ -18,7 +18,7 @@ from benchmarks.harness import Report, ratio, take_turns, verdict
 from finetune.estimates import choose_candidates
 from finetune.results import load_results
 from multicls.files import REPOSITORY
-from multicls.passages import next_passage_hits, recall_interval
+from multicls.passages import Passages
 from tests.finetune.runs import fake_run
 
 
@@ -51,19 +51,20 @@ def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_first_look_finds_next_passages() -> None:
     """The embeddings lie on a circle: neighbours of a document are near, others far, or right between them."""
     documents = np.array([0, 0, 0, 1, 1, 2, 2, 2])
+    passages = Passages([], documents)
     near = np.array([0.0, 0.1, 0.25, 2.0, 2.1, 4.0, 4.1, 4.25])
     far = np.array([0.0, 2.0, 4.0, 0.5, 2.5, 4.5, 1.0, 3.0])
 
     def hits(angles: np.ndarray) -> list[bool]:
         points = np.stack([np.cos(angles), np.sin(angles)], axis=1)
-        return [bool(hit) for hit in next_passage_hits(points, documents)]
+        return [bool(hit) for hit in passages.values(points)]
 
     assert hits(near) == [True, False, True, True, False], "the third passage is the furthest"
     assert not any(hits(far))
     after, before = np.array(hits(near), float), np.array(hits(far), float)
-    assert recall_interval(after, before, documents).high == np.inf, "three documents are too few"
-    many = np.concatenate([documents + 3 * number for number in range(4)])
-    change = recall_interval(np.tile(after, 4), np.tile(before, 4), many)
+    assert passages.difference(after, before).high == np.inf, "three documents are too few"
+    many = Passages([], np.concatenate([documents + 3 * number for number in range(4)]))
+    change = many.difference(np.tile(after, 4), np.tile(before, 4))
     assert 0.0 < change.low < 0.6 < change.high <= 1.0 and change.mean == pytest.approx(0.6)
 
 

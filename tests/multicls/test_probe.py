@@ -9,7 +9,7 @@ from sklearn.preprocessing import StandardScaler
 
 from multicls.errors import UserError
 from multicls.labels import LabelType
-from multicls.probe import SCALES, draw_rows, interval, probe, targets_of
+from multicls.probe import SCALES, draw_rows, interval, targets_of
 
 ROWS, TRAIN, DRAWS = 200, 40, 20
 CENTRES = np.random.default_rng(0).normal(size=(3, 8)) * 0.8
@@ -26,7 +26,7 @@ def sample(generator: np.random.Generator, rows: int) -> tuple[np.ndarray, np.nd
 def test_scores_are_those_of_a_plain_ridge_classifier() -> None:
     labels, features, _ = sample(np.random.default_rng(1), 60)
     draws = draw_rows("class", labels, 20, 3)
-    values = probe(features, draws)
+    values = draws.values(features)
     for train, row in zip(draws.train, values, strict=True):
         rest = np.setdiff1d(np.arange(60), train)
         plain = make_pipeline(StandardScaler(), RidgeClassifierCV(SCALES * 8))
@@ -37,17 +37,13 @@ def test_scores_are_those_of_a_plain_ridge_classifier() -> None:
 
 def test_scores_and_several_labels() -> None:
     generator = np.random.default_rng(2)
-    features = generator.normal(size=(200, 5))
-    score = features @ np.arange(5.0)
-    assert np.nanmean(probe(features, draw_rows("score", score, 50, 3))) > 0.95
-    assert (
-        np.nanmean(probe(generator.normal(size=(200, 5)), draw_rows("score", score, 50, 3))) < 0.1
-    )
+    features, noise = generator.normal(size=(2, 200, 5))
+    scores = draw_rows("score", features @ np.arange(5.0), 50, 3)
+    assert np.nanmean(scores.values(features)) > 0.95 > 0.1 > np.nanmean(scores.values(noise))
     marks = (features[:, :3] > 0).astype(float)
     marks[~marks.any(axis=1), 0] = 1.0
-    good = np.nanmean(probe(features, draw_rows("multi_label", marks, 50, 3)))
-    bad = np.nanmean(probe(generator.normal(size=(200, 5)), draw_rows("multi_label", marks, 50, 3)))
-    assert good > 0.9 > bad
+    several = draw_rows("multi_label", marks, 50, 3)
+    assert np.nanmean(several.values(features)) > 0.9 > np.nanmean(several.values(noise))
     assert targets_of("multi_label", [("b",), ("a", "b")], ("a", "b")).tolist() == [[0, 1], [1, 1]]
 
 
@@ -56,31 +52,30 @@ def test_a_feature_that_hardly_varies_is_left_out() -> None:
     draws = draw_rows("class", labels, 20, 3)
     noise = 5 + 1e-6 * np.random.default_rng(2).normal(size=(60, 4))
     assert np.array_equal(
-        probe(np.hstack([features, noise]), draws), probe(features, draws), equal_nan=True
+        draws.values(np.hstack([features, noise])), draws.values(features), equal_nan=True
     )
 
 
 def test_draws() -> None:
-    labels = np.repeat([0, 1, 2], [50, 9, 1])
-    draws = draw_rows("class", labels, shots=8, draws=4)
-    assert [np.bincount(labels[train]).tolist() for train in draws.train] == [[8, 8, 1]] * 4
-    again = draw_rows("class", labels, shots=8, draws=4)
+    labels = np.repeat([0, 1, 2], [50, 8, 2])
+    draws, again = (draw_rows("class", labels, 8, 4) for _ in range(2))
+    assert draws.train_rows == 8 and all(len(set(labels[train])) > 1 for train in draws.train)
     assert all(np.array_equal(a, b) for a, b in zip(draws.train, again.train, strict=True))
     assert draw_rows("class", labels, 100).train_rows == 30  # half of the rows
 
 
 @pytest.mark.parametrize(
-    ("kind", "targets", "shots", "message"),
+    ("kind", "targets", "message"),
     [
-        ("class", np.arange(12) % 2, None, "12 labelled rows: a probe needs 20 or more"),
-        ("class", np.zeros(60), None, "60 labelled rows: all labels are alike"),
-        ("class", np.arange(60) % 40, None, "60 labelled rows: 40 classes need 80 or more"),
-        ("score", np.arange(60.0), 8, "labels are of type score; only classes have shots"),
+        ("class", np.arange(12) % 2, "12 labelled rows: a probe needs 20 or more"),
+        ("class", np.zeros(60), "60 labelled rows: all labels are alike"),
+        ("class", np.arange(60) % 40, "60 labelled rows: 40 classes need 80 or more"),
+        ("score", np.ones(60), "60 labelled rows: all labels are alike"),
     ],
 )
-def test_refused(kind: LabelType, targets: np.ndarray, shots: int | None, message: str) -> None:
+def test_refused(kind: LabelType, targets: np.ndarray, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        draw_rows(kind, targets, shots=shots)
+        draw_rows(kind, targets)
 
 
 @pytest.mark.slow
@@ -89,12 +84,12 @@ def test_intervals_cover_the_truth_and_the_naive_one_does_not() -> None:
     generator = np.random.default_rng(3)
     labels, first, second = sample(generator, 5_000)
     large = draw_rows("class", labels, TRAIN, 100)
-    truth = interval(probe(first, large), probe(second, large)).mean
+    truth = interval(large.values(first), large.values(second)).mean
     covered, naively, probes = 0, 0, 50
     for _ in range(probes):
         labels, first, second = sample(generator, ROWS)
         draws = draw_rows("class", labels, TRAIN, DRAWS)
-        values, reference = probe(first, draws), probe(second, draws)
+        values, reference = draws.values(first), draws.values(second)
         estimate = interval(values, reference)
         covered += estimate.low <= truth <= estimate.high
         change = np.nanmean(values - reference, axis=1)

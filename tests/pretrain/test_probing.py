@@ -10,10 +10,15 @@ import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer
 
+from multicls.errors import UserError
 from multicls.files import read_json, write_json
+from multicls.labels import read_labelled
 from multicls.modeling_multicls import TopicTable
+from multicls.passages import Passages
+from multicls.probe import draw_rows, embed, targets_of
 from pretrain.export import load_topics
-from pretrain.probing import TrainingProbe, choose_rows
+from pretrain.probing import TrainingProbe, build_probe, choose_rows
+from pretrain.settings import PretrainSettings
 from tests.encoders import WORDS as CORPUS_WORDS
 from tests.pretrain.conftest import Fork, logs, records
 
@@ -49,8 +54,7 @@ def probes(folder: Path) -> list[dict[str, Any]]:
 def test_the_same_on_any_ranks_and_stages(fork: Fork, rows: str, tmp_path: Path) -> None:
     flags = (*flags_of(rows), "--model.num_topics", "8")
     found = {}
-    cases = (("zero2", 1), ("zero2", 2), ("zero3", 2))
-    for stage, ranks in cases:
+    for stage, ranks in (("zero2", 1), ("zero3", 2)):
         folder = tmp_path / f"{stage}_{ranks}" / "run"
         folder.parent.mkdir()
         more = (*flags, "--config", f"ds_configs/{stage}.json", "--run.keep_best", "probe")
@@ -72,28 +76,39 @@ def test_the_same_on_any_ranks_and_stages(fork: Fork, rows: str, tmp_path: Path)
     assert len(first) == 3 and first[0]["probe/mean_change"] == 0.0
     keys = {"probe/mean", "probe/cls", "probe/facets", "probe/mean_topics"}
     assert keys <= first[0].keys() and "probe/facets_change_low" in first[0]
-    assert found["zero2", 2][0] == pytest.approx(first[0])  # before weights differ by rounding
-    assert found["zero3", 2][0] == pytest.approx(first[0])
+    assert found["zero3", 2][0] == pytest.approx(first[0])  # before weights differ by rounding
 
 
-def test_no_better_step_exports_the_weights_before(
-    fork: Fork, rows: str, tiny_bert: Path, tmp_path: Path
+def test_no_better_step_exports_the_model_before(
+    fork: Fork, tiny_bert: Path, tmp_path: Path
 ) -> None:
-    """The exported model has the topics of the corpus, also without the run's files."""
-    folder = tmp_path / "run"
+    """It has no new facets, which would change the other embeddings, but the topics, also without the run's files."""
+    rows, folder = str(tmp_path / "rows.jsonl"), tmp_path / "run"
+    lines = [{"body": f"{WORDS[n % 2]} " * (3 + n % 5), "kind": WORDS[n % 2]} for n in range(60)]
+    Path(rows).write_text("\n".join(map(json.dumps, lines)))
     folder.mkdir()
     (folder / "topics.safetensors").write_bytes(b"of a run that ended before its first checkpoint")
     flags = (*flags_of(rows), "--model.num_topics", "8", "--model.random_weights", "false")
-    flags += ("--run.keep_best", "probe", "--learning_rate", "1e-30")  # which moves nothing
+    flags += ("--run.keep_best", "probe")  # it cannot be better than right
     assert fork(folder, flags=flags) == [[0]], logs(folder)
-    assert "the weights before training are exported" in logs(folder)
+    assert "the model before training is exported" in logs(folder)
     assert "--head probe --pooling" in logs(folder)
     exported, base = (AutoModel.from_pretrained(path) for path in (folder / "hf", tiny_bert))
-    for name, weight in base.encoder.named_parameters():
-        assert torch.allclose(exported.encoder.encoder.get_parameter(name), weight), name
+    assert exported.config.num_facets == 0 and read_json(folder / "hf" / "export.json")["step"] == 0
     inputs = AutoTokenizer.from_pretrained(folder / "hf")(
         " ".join(CORPUS_WORDS[20:24]), return_tensors="pt"
     )
+    assert len(inputs["input_ids"][0]) == 4 + 2, "a facet is in the input"
+    states = base.eval()(**inputs).last_hidden_state
+    assert torch.equal(exported.eval().embed_sentences(**inputs), states.mean(dim=1))
+    assert "weights from before, without new facets" in (folder / "hf" / "README.md").read_text()
+    before, *_, after = probes(folder)
+    assert before["probe/mean"] == 1.0
+    assert "probe/facets" not in before and "probe/facets" in after, "new facets before a step"
+    table = read_labelled(rows, "body", "kind")
+    plain = embed(base, AutoTokenizer.from_pretrained(tiny_bert), table.texts, max_length=32)
+    draws = draw_rows("class", targets_of("class", table.labels, table.classes), draws=10)
+    assert before["probe/mean"] == pytest.approx(np.nanmean(draws.values(plain["mean"])))
     topics = TopicTable(exported.config.vocab_size, 8)
     topics.load_state_dict(load_topics(folder))
     shutil.rmtree(folder / "checkpoints")
@@ -110,20 +125,22 @@ def test_without_labels_recall_of_passages(tmp_path: Path) -> None:
     topics = generator.normal(size=(20, 4))[documents]
     better = {name: topics + 0.1 * values for name, values in noise.items()}
 
-    def probe(number: int = 60) -> TrainingProbe:
-        return TrainingProbe(tmp_path, None, 32, [], None, documents[:number], [])
+    def probe() -> TrainingProbe:
+        return TrainingProbe(tmp_path, None, 32, [], Passages([], documents))
 
     metrics, is_best = probe()._compare(noise, 0)
     assert metrics["probe/mean"] < 0.2 and metrics["probe/mean_change"] == 0.0 and not is_best
     resumed = probe()
     metrics, is_best = resumed._compare(better, 4)
-    assert is_best and resumed.best_step == 4
+    assert is_best and resumed.best and resumed.best.step == 4
     assert metrics["probe/mean"] > 0.3 < metrics["probe/mean_change_high"]
-    assert "next-passage recall, mean" in resumed.summary()[0]
+    assert "next-passage recall, mean" in resumed.summary(9.0)[0]
     worse = probe()
     worse._compare({name: np.zeros((60, 4)) for name in noise}, 4)
-    assert worse.best_step == 0 and len(worse.summary()) == 4
-    assert probe().continues() and not probe(30).continues()
+    assert worse.best and worse.best.step == 0
+    worse.seconds = 0.5
+    lines = worse.summary(10.0)
+    assert len(lines) == 4 and lines[2].endswith("measuring took 0 s, 5.0% of the time")
 
 
 def test_the_embedding_to_take_is_that_of_the_exported_step(tmp_path: Path) -> None:
@@ -135,21 +152,22 @@ def test_the_embedding_to_take_is_that_of_the_exported_step(tmp_path: Path) -> N
     poor, fair, good = (topics + size * noise for size in (2, 0.5, 0.1))
 
     def probe(keeps_best: bool) -> TrainingProbe:
-        return TrainingProbe(tmp_path, None, 32, [], None, documents, [], keeps_best=keeps_best)
+        passages = Passages([], documents)
+        return TrainingProbe(tmp_path, None, 32, [], passages, keeps_best=keeps_best)
 
     for keeps_best, view in ((True, "mean"), (False, "cls")):
         found = probe(keeps_best)
         found._compare({"mean": fair, "cls": noise}, 0)
         found._compare({"mean": noise, "cls": poor}, 4)
-        assert found.view == view and f"the best embedding is {view}" in found.summary()[2]
-        assert found.best_step == 0
+        assert found.view == view and f"the best embedding is {view}" in found.summary(9.0)[2]
+        assert found.best and found.best.step == 0
     resumed = probe(True)  # without best.json: step 0 was the best
     resumed._compare({"mean": noise, "cls": poor}, 8)
-    assert resumed.view == "mean" and "no gain is shown" in resumed.summary()[-1]
+    assert resumed.view == "mean" and "no gain is shown" in resumed.summary(9.0)[-1]
     better, again = probe(True), probe(True)
     better._compare({"mean": noise, "cls": good}, 8)
     assert better.view == "cls"
-    write_json(tmp_path / "best.json", better.best)
+    better.write_best()
     again._compare({"mean": noise, "cls": noise}, 12)
     assert (again.view, again.best) == ("cls", better.best)
 
@@ -180,6 +198,36 @@ def test_files_that_are_no_probe(
     assert not (folder / "settings.yaml").exists()
 
 
+def test_a_longer_run_keeps_its_rows(tmp_path: Path) -> None:
+    """With more steps a new run would probe more rows; one that is extended can only compare with the same."""
+    rows = [f'{{"text": "text {number}", "label": "{number % 2}"}}' for number in range(900)]
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows[:: 1 if name == "a" else -1]))
+
+    no_corpus: Any = None
+
+    def build(steps: int, file: str = "a", resumes: bool = True, **run: Any) -> Any:
+        values: dict[str, Any] = {"train": {"steps": steps, "schedule": "wsd"}}
+        values |= {"model": {"checkpoint": "m"}, "data": {"corpus": "c"}}
+        values["probe"] = {"file": str(tmp_path / f"{file}.jsonl")}
+        values["run"] = {"output_dir": str(tmp_path), "eval_every": 1000} | run
+        settings = PretrainSettings.model_validate(values)
+        return build_probe(settings, no_corpus, None, resumes=resumes)
+
+    short, long = (build(steps, resumes=False)[0] for steps in (100, 2000))
+    assert len(short.texts) < len(long.texts) and len(short.measure.train) < len(long.measure.train)
+    assert build(100)[0] is None, "step 0 was not measured"
+    write_json(tmp_path / "probe.json", short.plan)
+    extended = build(2000)[0]
+    assert extended.texts == short.texts
+    for first, second in zip(extended.measure.train, short.measure.train, strict=True):
+        assert np.array_equal(first, second)
+    probe, (warning,) = build(2000, "b")
+    assert probe is None and "the run began with other rows" in warning
+    with pytest.raises(UserError, match="--run.keep_best null"):
+        build(2000, "b", keep_best="probe")
+
+
 def test_rows_of_a_rare_class_are_kept() -> None:
     targets = np.zeros(1_000, int)
     targets[[500, 900]] = 1
@@ -189,7 +237,7 @@ def test_rows_of_a_rare_class_are_kept() -> None:
 
 
 def test_three_falls_are_a_warning() -> None:
-    probe = TrainingProbe(Path(), None, 32, [], None, np.zeros(2), [])
+    probe = TrainingProbe(Path(), None, 32, [], Passages([], np.zeros(2)))
     probe.history = [0.5, 0.6, 0.5, 0.4]
     assert probe.warnings() == []
     probe.history.append(0.3)
