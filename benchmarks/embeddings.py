@@ -1,12 +1,11 @@
-"""Sentence embeddings without fine-tuning: similarity of sentences (STS-B) and retrieval, with intervals.
+"""Retrieval with embeddings that are not fine-tuned: nDCG@10, with intervals.
 
-OMP_NUM_THREADS=2 python benchmarks/embeddings.py --data_dir glue --retrieval retrieval --models runs/sample/hf
+python benchmarks/embeddings.py --retrieval retrieval --models runs/sample/hf
 
 The first model is all-MiniLM-L6-v2, from which the demo starts. `mean` (over the tokens without facets) and `sum` (of
 the facets) are compared by cosine; "Eq. 2" is the score of MCQT, and MaxSim that of sentence-transformers'
 MultiVectorEncoder. A collection is a folder of RETRIEVAL with docs.jsonl.gz, queries.jsonl ({"id", "text"}) and
-qrels.tsv (query, document, grade). BM25 needs no model. Errors of STS-B are standard deviations over 1,000 bootstrap
-samples.
+qrels.tsv (query, document, grade). BM25 needs no model.
 """
 
 import sys
@@ -21,12 +20,11 @@ from pydantic import Field, PositiveInt
 
 from benchmarks.harness import Report
 from benchmarks.peers import Array, embed_texts
-from multicls.errors import UserError, run_command
+from multicls.errors import run_command
 from multicls.files import read_jsonl
 from multicls.sample import sample_model
 from multicls.settings import Settings, parse
 
-SAMPLES = 1000
 UNTOUCHED = "all-MiniLM-L6-v2"
 TOP = 10  # documents that nDCG looks at
 Z = 1.96  # standard errors of a 95 % interval over queries
@@ -35,8 +33,7 @@ Z = 1.96  # standard errors of a 95 % interval over queries
 class Options(Settings):
     """Options of the benchmark."""
 
-    data_dir: Path | None = Field(None, description="folder with STS-B in GLUE's layout")
-    retrieval: Path | None = Field(None, description="folder with a folder for each collection")
+    retrieval: Path = Field(description="folder with a folder for each collection")
     models: list[str] = Field(["runs/sample/hf"], description="exported Multi-CLS models")
     max_length: PositiveInt = Field(256, description="tokens of a text")
 
@@ -132,38 +129,12 @@ def add_retrieval(report: Report, folder: Path, models: dict[str, str], length: 
     report.table(what, ["", *found], rows)
 
 
-def add_similarity(report: Report, folder: Path, models: dict[str, str], length: int) -> None:
-    """Adds the Spearman correlation of cosines with the scores of STS-B's dev set."""
-    import pandas as pd
-    from scipy.stats import spearmanr
-
-    frame = pd.read_csv(folder / "STS-B" / "dev.tsv", sep="\t", quoting=3)
-    gold = frame["score"].to_numpy()
-    samples = np.random.default_rng(0).integers(len(gold), size=(SAMPLES, len(gold)))
-    rows = []
-    for model, source in models.items():
-        columns = (frame[name].tolist() for name in ("sentence1", "sentence2"))
-        first, second = (embed_texts(source, texts, length) for texts in columns)
-        for view in [view for view in ("mean", "sum") if view in first]:
-            norms = (np.linalg.norm(side[view], axis=1) for side in (first, second))
-            values = (first[view] * second[view]).sum(axis=1) / np.prod(list(norms), axis=0)
-            error = np.std([spearmanr(values[sample], gold[sample])[0] for sample in samples])
-            score = f"{100 * spearmanr(values, gold)[0]:.1f} ± {100 * error:.1f}"
-            rows.append([f"{model}, {view}", score])
-    report.table(f"STS-B, Spearman x 100, {len(gold)} pairs", ["", "Spearman"], rows)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and writes the report."""
     options = parse(Options, argv, prog="benchmarks/embeddings.py", doc=__doc__)
-    if not options.data_dir and not options.retrieval:
-        raise UserError("set --data_dir, --retrieval, or both: there is nothing to measure.")
     models = {UNTOUCHED: str(sample_model())} | {name: name for name in options.models}
-    report = Report("Sentence embeddings")
-    if options.data_dir:
-        add_similarity(report, options.data_dir, models, options.max_length)
-    if options.retrieval:
-        add_retrieval(report, options.retrieval, models, options.max_length)
+    report = Report("Retrieval with embeddings")
+    add_retrieval(report, options.retrieval, models, options.max_length)
     report.write()
     return 0
 

@@ -42,6 +42,8 @@ PEERS = {
     "simcse": Recipe(learning_rate=5e-5, batch_size=128, length=32, warmup=0.1),
 }
 OWN = {"own_text": ["own_text"], "own_text_mlm": ["own_text", "mlm_only"]}  # arm -> recipes
+OWN_FLAGS = ["--run.eval_every=1000000", "--run.save_every=1000000", "--run.eval_examples=10"]
+OWN_FLAGS += ["--run.keep_best=null"]  # recall would choose between the first and the last step
 DELETED = 0.6  # share of a text's words that TSDAE deletes
 
 
@@ -86,39 +88,30 @@ def blocks(documents: Path, model: str, length: int) -> list[dict[str, list[int]
     return [{"input_ids": joined[start : start + length]} for start in starts]
 
 
-def prepare_corpus(documents: Path, corpus: Path, model: str, flags: Mapping[str, str]) -> None:
+def prepare_corpus(documents: Path, corpus: Path, model: str) -> None:
     """Prepares the corpus of our arms with data_prep/run.py, once."""
     if not (corpus / MANIFEST).exists():
-        words = [f"--{name}={value}" for name, value in flags.items()]
-        source = ["--input", documents, "--tokenizer", model, "--workers", 1]
-        run("data_prep/run.py", *source, *words, "--output", corpus)
+        source = ["--input", documents, "--tokenizer", model, "--workers", 1, "--min_sentences", 3]
+        run("data_prep/run.py", *source, "--output", corpus)
 
 
-def train_own(
-    arm: str,
-    model: str,
-    corpus: Path,
-    steps: int,
-    seed: int,
-    folder: Path,
-    flags: Mapping[str, str],
-) -> float:
+def train_own(arm: str, model: str, corpus: Path, steps: int, seed: int, folder: Path) -> float:
     """Trains one of our arms with pretrain/run.py, whose run folder is `folder`; returns the CPU seconds."""
     start = cpu_clock()
     shutil.rmtree(folder, ignore_errors=True)  # of a stopped run, whose CPU time is not known
-    values = {"model": model, "corpus": corpus, "steps": steps, "train.seed": seed, **flags}
+    values = {"model": model, "corpus": corpus, "steps": steps, "train.seed": seed}
     words = [f"--{name}={value}" for name, value in values.items()]
-    run("pretrain/run.py", "--recipe", *OWN[arm], *words, f"--output_dir={folder}")
+    output = f"--output_dir={folder}"
+    run("pretrain/run.py", "--recipe", *OWN[arm], *words, *OWN_FLAGS, output)
     shutil.rmtree(folder / "checkpoints")
     return cpu_clock() - start
 
 
-def train_peer(
-    arm: str, model: str, documents: Path, steps: int, seed: int, folder: Path, recipe: Recipe
-) -> float:
+def train_peer(arm: str, model: str, documents: Path, steps: int, seed: int, folder: Path) -> float:
     """Trains a peer on the CPU and writes `folder`/hf; returns the CPU seconds, without those that cut the text."""
     import sentence_transformers  # noqa: F401 (its import is no training time)
 
+    recipe = PEERS[arm]
     texts: Any = (blocks if arm == "mlm" else passages)(documents, model, recipe.length)
     start = cpu_clock()
     options: dict[str, Any] = {

@@ -7,8 +7,8 @@ continues the model on the documents with one thread. A linear model on frozen e
 with the untouched model, draw by draw (multicls/probe.py). The view `mean_topics` of each arm has the topics of the
 documents beside the mean; they need no training (multicls/topics.py). Two short trials of an arm choose the number of
 steps that fills the CPU time. The peers' settings are those of their documentation (benchmarks/peer_training.py).
-Finished runs are kept: the same command resumes. Tables go to OUTPUT/peers.md, all numbers to OUTPUT/peers.json, and
-those of `--finetune` to OUTPUT/DOMAIN/finetune/results/report.md.
+Finished runs are kept: the same command resumes. Tables go to OUTPUT/peers.md, and those of `--finetune` to
+OUTPUT/DOMAIN/finetune/results/report.md.
 """
 
 import json
@@ -16,7 +16,8 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -27,7 +28,7 @@ from pydantic import Field, PositiveInt
 
 from multicls.errors import UserError, run_command
 from multicls.files import atomic_write, read_json, write_json
-from multicls.probe import Difference, Draws, draw_rows, interval
+from multicls.probe import Difference, Draws, draw_rows, embed, interval
 from multicls.sample import SAMPLE, sample_model
 from multicls.settings import Settings, parse
 
@@ -36,12 +37,7 @@ Arm = Literal["untouched", "tfidf", Peer, "own_text_mlm", "own_text"]
 UNTRAINED = ("untouched", "tfidf")
 REFERENCE = ("untouched", "mean")
 TRIALS = (2, 10)  # steps
-NO_VALIDATION = {
-    "run.eval_every": "1000000",
-    "run.save_every": "1000000",
-    "run.eval_examples": "10",
-    "run.keep_best": "null",  # recall would choose between the first and the last step
-}
+TOPICS = 200
 RECORD = "record.json"
 Array = np.ndarray[Any, np.dtype[Any]]
 Results = dict[tuple[str, str], Array]  # (arm, view) -> the probe's values (seeds, draws, rows)
@@ -57,20 +53,10 @@ class Options(Settings):
     seeds: list[int] = Field([1], min_length=1, description="seeds of the training")
     cpu_seconds: float = Field(600, gt=0, description="CPU time of a training run")
     steps: PositiveInt | None = Field(None, description="steps of a run instead, for a first try")
-    learning_rate: dict[Peer, float] = Field({}, description="PEER=RATE")
-    batch_size: dict[Peer, int] = Field({}, description="PEER=TEXTS")
-    length: dict[Peer, int] = Field({}, description="PEER=TOKENS of an input")
-    prepare: dict[str, str] = Field(
-        {"min_sentences": "3"}, description="flags of data_prep/run.py for our arms, NAME=VALUE"
-    )
-    pretrain: dict[str, str] = Field(
-        NO_VALIDATION, description="flags of pretrain/run.py for our arms, NAME=VALUE"
-    )
     train_rows: list[PositiveInt] = Field([32, 100, 300], description="labelled rows of a draw")
     draws: int = Field(20, ge=2, description="draws of labelled rows")
     rows: PositiveInt = Field(2000, description="labelled rows of a domain, at most")
     max_length: PositiveInt = Field(128, description="tokens of a row")
-    topics: PositiveInt = Field(200, description="topics of arms without their own")
     finetune: bool = Field(False, description="fine-tune mean and multicls on 100 rows, too")
 
 
@@ -83,6 +69,11 @@ class Domain:
     folder: Path
     rows: list[dict[str, Any]]
     draws: dict[int, Draws]
+
+    @property
+    def corpus(self) -> Path:
+        """The folder of its corpus."""
+        return self.folder / "corpus"
 
     @property
     def texts(self) -> list[str]:
@@ -120,13 +111,9 @@ def train(arm: Any, domain: Domain, options: Options, steps: int, seed: int, fol
     from benchmarks import peer_training as arms
 
     if arm in arms.OWN:
-        corpus = domain.folder / "corpus"
-        arms.prepare_corpus(domain.documents, corpus, options.model, options.prepare)
-        return arms.train_own(arm, options.model, corpus, steps, seed, folder, options.pretrain)
-    names = ("learning_rate", "batch_size", "length")
-    changed = {name: getattr(options, name)[arm] for name in names if arm in getattr(options, name)}
-    recipe = replace(arms.PEERS[arm], **changed)
-    return arms.train_peer(arm, options.model, domain.documents, steps, seed, folder, recipe)
+        arms.prepare_corpus(domain.documents, domain.corpus, options.model)
+        return arms.train_own(arm, options.model, domain.corpus, steps, seed, folder)
+    return arms.train_peer(arm, options.model, domain.documents, steps, seed, folder)
 
 
 def steps_that_fit(arm: str, domain: Domain, options: Options) -> int:
@@ -143,23 +130,27 @@ def steps_that_fit(arm: str, domain: Domain, options: Options) -> int:
     return max(1, int((options.cpu_seconds - speed["start"]) / speed["step"]))
 
 
-def embed_texts(model: str, texts: Sequence[str], max_length: int) -> dict[str, Array]:
-    """Returns the frozen embeddings of texts by view, (N, F), from a model folder."""
+def embed_texts(
+    model: str, texts: Sequence[str], max_length: int, topics: Any = None
+) -> dict[str, Array]:
+    """Returns the frozen embeddings of texts by view, (N, F), from a model folder; `topics` as in `embed`."""
     from transformers import AutoModel, AutoTokenizer
 
     import multicls.modeling_multicls  # noqa: F401 (registers the model)
     from multicls.build import quiet_transformers
-    from multicls.probe import embed
 
     with quiet_transformers():
         tokenizer, encoder = (kind.from_pretrained(model) for kind in (AutoTokenizer, AutoModel))
-    facets = getattr(encoder.eval().config, "num_facets", 0)
-    return embed(encoder, tokenizer, texts, max_length=max_length, num_facets=facets)
+    config = encoder.eval().config
+    options: Any = {"max_length": max_length, "num_facets": getattr(config, "num_facets", 0)}
+    if getattr(config, "num_topics", 0):
+        topics = None
+    return embed(encoder, tokenizer, texts, topics=topics, **options)
 
 
-def topics_of(domain: Domain, options: Options) -> Array:
-    """Returns the topics of the rows, (N, T), by the documents of their domain; they are kept in a file."""
-    import torch
+@lru_cache(maxsize=1)
+def topics_of(documents: Path, corpus: Path, model: str) -> Any:
+    """Returns the `TopicTable` of a domain's documents for the tokens of a model."""
     from transformers import AutoTokenizer
 
     from benchmarks.peer_training import prepare_corpus
@@ -167,21 +158,10 @@ def topics_of(domain: Domain, options: Options) -> Array:
     from multicls.modeling_multicls import TopicTable
     from multicls.topics import fit_topics
 
-    path, corpus = domain.folder / "topics.npy", domain.folder / "corpus"
-    if not path.exists():
-        prepare_corpus(domain.documents, corpus, options.model, options.prepare)
-        tokenizer = AutoTokenizer.from_pretrained(options.model)
-        vocabulary = len(tokenizer)
-        state = fit_topics(
-            Corpus(corpus), options.topics, vocabulary=vocabulary, validation_fraction=0.0
-        )
-        table = TopicTable(*state["table"].shape)
-        table.load_state_dict(state)
-        cut = {"truncation": True, "max_length": options.max_length, "return_tensors": "pt"}
-        rows = [table(tokenizer(text, **cut)["input_ids"]) for text in domain.texts]
-        with atomic_write(path, "wb") as file:
-            np.save(file, torch.cat(rows).numpy())
-    return np.asarray(np.load(path, allow_pickle=False))
+    prepare_corpus(documents, corpus, model)
+    vocabulary = len(AutoTokenizer.from_pretrained(model))
+    state = fit_topics(Corpus(corpus), TOPICS, vocabulary=vocabulary, validation_fraction=0.0)
+    return TopicTable.of(state)
 
 
 def bag_of_words(texts: Sequence[str], draws: Draws) -> Array:
@@ -212,9 +192,8 @@ def run_arm(arm: str, domain: Domain, options: Options, seed: int) -> None:
         model = str(folder / "hf")
     views = {}
     if arm != "tfidf":
-        views = embed_texts(model, domain.texts, options.max_length)
-        if "mean_topics" not in views:
-            views["mean_topics"] = np.hstack([views["mean"], topics_of(domain, options)])
+        topics = topics_of(domain.documents, domain.corpus, options.model)
+        views = embed_texts(model, domain.texts, options.max_length, topics)
     values: dict[str, Any] = {}
     for size, draws in domain.draws.items():
         values |= {f"{size}/{view}": draws.values(rows) for view, rows in views.items()}
@@ -291,53 +270,39 @@ def questions(results: Results) -> dict[str, tuple[Any, Any]]:
         "own_text without topics - untouched mean": (trained, REFERENCE),
         "own_text without topics - best peer": (trained, best(get_args(Peer), ["mean", "cls"])),
         "facets - mean of own_text": (("own_text", "facets"), ("own_text", "mean")),
-        "mean_topics - mean, untouched": (("untouched", "mean_topics"), REFERENCE),
-        "own_text - untouched, mean_topics": (
-            ("own_text", "mean_topics"),
-            ("untouched", "mean_topics"),
-        ),
     }
     return {name: pair for name, pair in asked.items() if set(pair) <= results.keys()}
 
 
-def add_domain(report: Any, domain: Domain, options: Options) -> dict[str, Any]:
-    """Adds a domain's table; returns its numbers."""
-    by_size, rows, numbers = load(domain, options), [], {}
+def add_domain(report: Any, domain: Domain, options: Options) -> None:
+    """Adds a domain's table."""
+    by_size, rows = load(domain, options), []
     for arm, view in by_size[options.train_rows[0]]:
-        folders = folders_of(arm, domain, options)
-        records = [read_json(folder / RECORD) for folder in folders]
-        cost = {name: np.mean([r[name] for r in records]) for name in ("steps", "cpu_seconds")}
-        cells, found = [], dict[str, Any]()
-        for size, results in by_size.items():
+        records = [read_json(path / RECORD) for path in folders_of(arm, domain, options)]
+        cells = []
+        for results in by_size.values():
             score = float(np.nanmean(results[arm, view]))
             change = compare(results[arm, view], results[REFERENCE])
             cells.append(f"{100 * score:.1f}, {shown(change)}")
-            found[str(size)] = {"score": score, "change": asdict(change)}
-        rows.append([arm, view, *cells, *(f"{value:,.0f}" for value in cost.values())])
-        numbers[f"{arm}/{view}"] = found | {name: float(value) for name, value in cost.items()}
+        cost = [np.mean([record[name] for record in records]) for name in ("steps", "cpu_seconds")]
+        rows.append([arm, view, *cells, *(f"{value:,.0f}" for value in cost)])
     columns = ["arm", "view", *(f"{size} rows" for size in by_size), "steps", "CPU seconds"]
     what = "accuracy, and its difference to the untouched mean with the 95 % interval, in points"
     report.table(f"{domain.name}: {what}", columns, rows)
-    return numbers
 
 
-def add_comparisons(report: Any, domains: Sequence[Domain], options: Options) -> dict[str, Any]:
-    """Adds the comparisons of each domain and their mean over domains; returns them."""
-    numbers: dict[str, dict[str, Difference]] = {}
-    loaded = {domain.name: load(domain, options) for domain in domains}
+def add_comparisons(report: Any, domains: Sequence[Domain], options: Options) -> None:
+    """Adds the comparisons of each domain and their mean over domains."""
+    changes: dict[str, list[Difference]] = {}
+    loaded = [load(domain, options) for domain in domains]
     for size in options.train_rows:
-        for domain, by_size in loaded.items():
-            for name, (first, second) in questions(by_size[size]).items():
-                change = compare(by_size[size][first], by_size[size][second])
-                numbers.setdefault(f"{name}, {size} rows", {})[domain] = change
-    for changes in numbers.values():
-        changes["mean of domains"] = average(list(changes.values()))
-    rows = [[name, *map(shown, changes.values())] for name, changes in numbers.items()]
-    report.table("Comparisons, in points", ["", *loaded, "mean of domains"], rows)
-    return {
-        name: {domain: asdict(change) for domain, change in changes.items()}
-        for name, changes in numbers.items()
-    }
+        for results in (by_size[size] for by_size in loaded):
+            for name, (first, second) in questions(results).items():
+                change = compare(results[first], results[second])
+                changes.setdefault(f"{name}, {size} rows", []).append(change)
+    rows = [[name, *map(shown, found), shown(average(found))] for name, found in changes.items()]
+    names = [domain.name for domain in domains]
+    report.table("Comparisons, in points", ["", *names, "mean of domains"], rows)
 
 
 def fine_tune(domain: Domain, options: Options) -> None:
@@ -379,9 +344,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if seed == options.seeds[0] or arm not in UNTRAINED:
                     run_arm(arm, domain, options, seed)
     report = Report("Continued pretraining and its peers")
-    numbers = {domain.name: add_domain(report, domain, options) for domain in domains}
-    numbers["comparisons"] = add_comparisons(report, domains, options)
-    write_json(options.output / "peers.json", numbers)
+    for domain in domains:
+        add_domain(report, domain, options)
+    add_comparisons(report, domains, options)
     report.write(options.output)
     for domain in domains if options.finetune else []:
         fine_tune(domain, options)

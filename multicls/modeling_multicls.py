@@ -139,6 +139,13 @@ class TopicTable(nn.Module):
         self.register_buffer("idf", torch.zeros(vocabulary))
         self.register_buffer("table", torch.zeros(vocabulary, num_topics))
 
+    @classmethod
+    def of(cls, state: Mapping[str, Tensor]) -> "TopicTable":
+        """Returns the table with this state."""
+        table = cls(*state["table"].shape)
+        table.load_state_dict(state)
+        return table
+
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Returns the topics (B, T), in fp32, of token ids (B, L)."""
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
@@ -272,8 +279,7 @@ class MultiClsModel(MultiClsPreTrainedModel):
 
     def add_topics(self, state: Mapping[str, Tensor]) -> None:
         """Adds a `TopicTable` with this state, of the model's vocabulary."""
-        self.topics = TopicTable(*state["table"].shape)
-        self.topics.load_state_dict(state)
+        self.topics = TopicTable.of(state)
         self.config.num_topics = self.topics.table.shape[1]
 
     def facet_states(self, hidden_BLD: Tensor) -> Tensor:

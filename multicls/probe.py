@@ -56,6 +56,7 @@ def embed(
     max_length: int,
     num_facets: int = 0,
     device: Any = "cpu",
+    topics: Any = None,
     rank: int = 0,
     ranks: int = 1,
 ) -> dict[str, Array]:
@@ -66,6 +67,7 @@ def embed(
 
     Args:
         encode: Called with the inputs of a batch: a model, or a DeepSpeed engine's forward.
+        topics: The `TopicTable` of a model that has none itself.
     """
     import torch
 
@@ -80,7 +82,10 @@ def embed(
         options = {"max_length": max_length, "truncation": True, "padding": True}
         inputs = tokenizer(*columns, **options, return_tensors="pt").to(device)
         with torch.no_grad():
-            views = views_of(encode(**inputs), inputs["attention_mask"], num_facets)
+            outputs = encode(**inputs)
+            if topics is not None:
+                outputs.topics = topics(inputs["input_ids"], inputs["attention_mask"])
+            views = views_of(outputs, inputs["attention_mask"], num_facets)
         for name, values in views.items():
             if name not in found:
                 found[name] = torch.zeros(len(pairs), values.shape[1], device=device)

@@ -271,9 +271,7 @@ def _prepare_topics(job: Job) -> list[str]:
         return []
     line = on_rank_0(lambda: write_topics(job.run_folder, job.corpus, job.settings, vocabulary))
     if job.probe and job.settings.probe.file:
-        state = load_topics(job.run_folder)
-        job.probe.topics = TopicTable(*state["table"].shape)
-        job.probe.topics.load_state_dict(state)
+        job.probe.topics = TopicTable.of(load_topics(job.run_folder))
     return [line]
 
 

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,10 +111,10 @@ class TrainingProbe:
             engine.eval()
             # Layers that are compiled for one length of the sequences would compile for each length of the rows.
             torch.compiler.set_stance("force_eager")
-            options: dict[str, Any] = {"objectives": (), "unpad": self.unpad}
+            encode = partial(engine, objectives=(), unpad=self.unpad)
             ranks = {"rank": dist.get_rank(), "ranks": dist.get_world_size()}
             facets = engine.module.config.num_facets
-            views = self._embed(engine, self.tokenizer, facets, device, options, **ranks)
+            views = self._embed(encode, self.tokenizer, device, num_facets=facets, **ranks)
             torch.compiler.set_stance("default")
             engine.train()
             found = on_rank_0(lambda: self._compare(views, step))
@@ -124,28 +125,13 @@ class TrainingProbe:
         assert self.untouched is not None
         model, tokenizer = self.untouched()
         encoder = model.multicls.eval().to(device)
-        return self._embed(encoder, tokenizer, model.config.num_facets, device, {})
+        return self._embed(encoder, tokenizer, device, num_facets=model.config.num_facets)
 
-    def _embed(
-        self,
-        model: Any,
-        tokenizer: Any,
-        num_facets: int,
-        device: torch.device,
-        options: dict[str, Any],
-        **ranks: int,
-    ) -> dict[str, Array]:
-        """Returns the embeddings of the rows by name, with topics if the run has them; `options` go to the model."""
-
-        def encode(**inputs: Any) -> Any:
-            outputs = model(**inputs, **options)
-            if self.topics:
-                topics = self.topics.to(device)
-                outputs.topics = topics(inputs["input_ids"], inputs["attention_mask"])
-            return outputs
-
-        sizes: Any = {"max_length": self.max_length, "num_facets": num_facets}
-        return embed(encode, tokenizer, self.texts, device=device, **sizes, **ranks)
+    def _embed(self, encode: Any, tokenizer: Any, device: torch.device, **more: Any) -> Any:
+        """Returns the embeddings of the rows by name; `more` goes to `embed`."""
+        topics = self.topics.to(device) if self.topics else None
+        sizes: Any = {"max_length": self.max_length, "device": device, "topics": topics}
+        return embed(encode, tokenizer, self.texts, **sizes, **more)
 
     def _compare(self, views: dict[str, Array], step: int) -> tuple[dict[str, float], bool]:
         """Returns what `validate` does, on rank 0."""

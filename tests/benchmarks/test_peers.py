@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,16 @@ from multicls.probe import interval
 from tests.encoders import WORDS
 
 SMALL = ["--steps", "2", "--train_rows", "12", "--draws", "3", "--max_length", "16"]
-SMALL += ["--length", "mlm=32", "tsdae=32", "--batch_size", "simcse=8"]
+
+
+@pytest.fixture(autouse=True)
+def small_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers and our arms learn from short inputs."""
+    for peer, recipe in peer_training.PEERS.items():
+        small = replace(recipe, length=32, batch_size=8)
+        monkeypatch.setitem(peer_training.PEERS, peer, small)
+    flags = ["--data.seq_length=32", "--run.eval_examples=10", "--data.num_workers=0"]
+    monkeypatch.setattr(peer_training, "OWN_FLAGS", [*peer_training.OWN_FLAGS, *flags])
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +52,12 @@ def run(domains: Path, output: Path, model: Path, *arms: str, more: tuple[str, .
     assert peers.main([*words, "--arms", "untouched", *arms]) == 0
 
 
+def rows_of(folder: Path) -> dict[str, list[str]]:
+    """Returns the cells of the report's rows by the first two."""
+    lines = [line[2:-2].split(" | ") for line in (folder / "peers.md").read_text().splitlines()]
+    return {" | ".join(cells[:2]): cells[2:] for cells in lines if len(cells) > 2}
+
+
 def query(folder: Path) -> torch.Tensor:
     weight: torch.Tensor = (
         AutoModel.from_pretrained(folder).encoder.layer[0].attention.self.query.weight
@@ -51,11 +67,12 @@ def query(folder: Path) -> torch.Tensor:
 
 def test_peers_train_resume_and_refuse(domains: Path, tmp_path: Path, tiny_bert: Path) -> None:
     run(domains, tmp_path, tiny_bert, "tfidf", "mlm", "tsdae", "simcse", more=("--seeds", "1", "2"))
-    numbers = read_json(tmp_path / "peers.json")["topics"]
-    assert numbers["tfidf/words"]["12"]["score"] > 0.9, "the words tell the topics apart"
-    assert numbers["untouched/mean"]["12"]["change"]["mean"] == 0.0
+    rows = rows_of(tmp_path)
+    assert float(rows["tfidf | words"][0].split(",")[0]) > 90, "the words tell the topics apart"
+    assert ", +0.0 (" in rows["untouched | mean"][0]
     for peer in ("mlm", "tsdae", "simcse"):
-        assert numbers[f"{peer}/mean"]["steps"] == 2 and numbers[f"{peer}/mean"]["cpu_seconds"] > 0
+        record = read_json(tmp_path / f"topics/{peer}-1/record.json")
+        assert rows[f"{peer} | mean"][1] == "2" and record["cpu_seconds"] > 0
         trained = [query(tmp_path / f"topics/{peer}-{seed}/hf") for seed in (1, 2)]
         assert 0 < float((trained[0] - query(tiny_bert)).abs().max()) < 0.1
         assert not torch.equal(*trained), "the seed decides nothing"
@@ -71,13 +88,9 @@ def test_peers_train_resume_and_refuse(domains: Path, tmp_path: Path, tiny_bert:
 
 @pytest.mark.slow
 def test_our_arms_train_by_the_commands(domains: Path, tmp_path: Path, tiny_bert: Path) -> None:
-    flags = ("--pretrain", "data.seq_length=32", "run.eval_examples=10", "data.num_workers=0")
-    run(domains, tmp_path, tiny_bert, "own_text", more=flags)
-    comparisons = read_json(tmp_path / "peers.json")["comparisons"]
-    assert "own_text - untouched mean, 12 rows" in comparisons
-    assert "own_text - untouched, mean_topics, 12 rows" in comparisons
-    views = read_json(tmp_path / "peers.json")["topics"]
-    assert "untouched/mean_topics" in views and "own_text/mean_topics" in views
+    run(domains, tmp_path, tiny_bert, "own_text")
+    assert "| own_text - untouched mean, 12 rows |" in (tmp_path / "peers.md").read_text()
+    assert {"untouched | mean_topics", "own_text | mean_topics"} <= rows_of(tmp_path).keys()
     assert not (tmp_path / "topics/own_text-1/checkpoints").exists()
 
 
