@@ -347,7 +347,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for domain in domains:
         add_domain(report, domain, options)
     add_comparisons(report, domains, options)
-    report.write(options.output)
+    report.write(options.output, "peers.md")
     for domain in domains if options.finetune else []:
         fine_tune(domain, options)
     return 0
