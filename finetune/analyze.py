@@ -1,8 +1,8 @@
-"""Analyses a run with a saved model: how isotropic the embedding is, which layers count, how alike the facets are.
+"""Analyses a run with a saved model: how isotropic its embedding is, which layers count, how alike the facets are.
 
 python finetune/analyze.py results/k5-isobn/mrpc-full/p1-d1-s1
 
-Shape legend: N examples, D dimensions, C classes, K facets.
+Shape legend: N examples, D dimensions, K facets.
 """
 
 import sys
@@ -56,15 +56,10 @@ def analyze_run(folder: Path, examples: int) -> dict[str, Any]:
     """
     before, after, rows = load_models(folder, examples)
     states = {"before": read_states(before, rows), "after": read_states(after, rows)}
-    weight = after.get_parameter("classifiers.0.weight").detach().cpu().numpy()
-    pooled = states["after"]["pooled"]
-    shares = logit_variance(pooled, weight[:, : after.head.width])  # without the spans
-    numbers: dict[str, Any] = {
-        "rows": len(rows),
-        **normalised_isotropy(states["before"]["pooled"]),
-        "after": isotropy_of(pooled),
-        "logit variance of top 1, 5, 30": [float(shares[:k].sum()) for k in (1, 5, 30)],
-    }
+    raw = states["before"]["pooled"]
+    variance = {name: explained_variance(arrays["pooled"]) for name, arrays in states.items()}
+    variance["before, IsoBN"] = explained_variance(by_isobn(raw))
+    numbers: dict[str, Any] = {"rows": len(rows), "EV1, EV2, EV3": variance}
     if states["after"]["layers"].size:
         numbers["layers"] = states["after"]["layers"].mean(axis=0).tolist()
     if states["after"]["facets"].shape[1] > 1:
@@ -91,18 +86,14 @@ def load_models(folder: Path, examples: int) -> tuple["TaskModel", "TaskModel", 
     return before, after, Encoded(data[0].task, drawn, tokenizer)
 
 
-def normalised_isotropy(raw_ND: Array) -> dict[str, Any]:
-    """Returns the isotropy of embeddings before fine-tuning: as they are, by batch norm, and by IsoBN over all rows."""
+def by_isobn(raw_ND: Array) -> Array:
+    """Returns the embeddings after IsoBN with the statistics of all rows and beta 1."""
     import torch
 
     from finetune.heads.isobn import IsotropicBatchNorm
 
     iso_bn = IsotropicBatchNorm(raw_ND.shape[1], momentum=1.0, beta=1.0)
-    return {
-        "before": isotropy_of(raw_ND),
-        "before, batch norm": isotropy_of(raw_ND / np.maximum(raw_ND.std(axis=0), 1e-8)),
-        "before, IsoBN": isotropy_of(iso_bn(torch.from_numpy(raw_ND)).numpy()),
-    }
+    return np.asarray(iso_bn(torch.from_numpy(raw_ND)).numpy())
 
 
 def read_states(model: "TaskModel", rows: "Encoded") -> dict[str, Array]:
@@ -130,35 +121,11 @@ def read_states(model: "TaskModel", rows: "Encoded") -> dict[str, Array]:
     return {"pooled": pooled, "facets": facets.reshape(len(table), number, size), "layers": layers}
 
 
-def isotropy_of(embeddings_ND: Array) -> dict[str, Any]:
-    """Returns IsoBN's measures of isotropy (arXiv:2005.02178); a constant dimension correlates with none.
-
-    EV_k (Eq. 9) is the share of the variance of the k largest principal components.
-    """
-    import torch
-    from sklearn.decomposition import PCA
-
-    shares = PCA(svd_solver="full").fit(embeddings_ND).explained_variance_ratio_
-    correlation = torch.corrcoef(torch.from_numpy(embeddings_ND.T)).nan_to_num().abs().numpy()
-    return {
-        "EV1, EV2, EV3": shares[:3].cumsum().tolist(),
-        "std min, median, max": np.quantile(embeddings_ND.std(axis=0), (0, 0.5, 1)).tolist(),
-        "mean |Pearson|": float(correlation[np.triu_indices(len(correlation), 1)].mean()),
-    }
-
-
-def logit_variance(embeddings_ND: Array, weight_CD: Array) -> Array:
-    """Returns each principal component's share of the logits' variance, largest component first (Figure 3).
-
-    Var_i = w_i (W^T v_i)^2 with the i-th eigenvalue and eigenvector of the embeddings' covariance; shares are averaged
-    over classes. The mean of the class weights does not affect predictions, so it is subtracted first.
-    """
-    from sklearn.decomposition import PCA
-
-    weight = weight_CD - weight_CD.mean(axis=0) if len(weight_CD) > 1 else weight_CD
-    pca = PCA(svd_solver="full").fit(embeddings_ND)
-    variance = pca.explained_variance_ * (weight @ pca.components_.T) ** 2
-    return np.asarray((variance / variance.sum(axis=1, keepdims=True)).mean(axis=0))
+def explained_variance(embeddings_ND: Array) -> list[float]:
+    """Returns EV_1 to EV_3, the share of the variance of the k largest principal components (IsoBN, Eq. 9)."""
+    values = np.linalg.svd(embeddings_ND - embeddings_ND.mean(axis=0), compute_uv=False) ** 2
+    shares: list[float] = (values[:3].cumsum() / values.sum()).tolist()
+    return shares
 
 
 def mean_cosine(facets_NKD: Array) -> float:

@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 from scipy.optimize import minimize_scalar
-from scipy.special import expit, log_expit, log_softmax
+from scipy.special import expit, log_expit, log_softmax, softmax
 from sklearn.metrics import f1_score
 
 from finetune.tasks import Array, Task
 
 FEWEST = 10  # validation rows for a temperature
 FEWEST_POSITIVE = 5  # validation rows with a label for its threshold
+BINS = 15  # of the calibration error
 SPREAD = 0.5  # standard deviation of the prior of log T: few rows without an error ask for T = 0
 
 
@@ -60,6 +61,18 @@ def fit_thresholds(outputs: Array, labels: Array) -> list[float]:
             best = float(middles[int(np.argmax(scores))])
         thresholds.append(round(best, 4))
     return thresholds
+
+
+def calibration_error(outputs: Array, labels: Array) -> float:
+    """Returns the expected calibration error (Guo et al., 2017) of logits (N, C) for class indices (N,), in 15 bins.
+
+    It is the mean over the rows of |accuracy - confidence| of their bin; the confidence is the probability of the
+    predicted class, and a bin holds its upper end.
+    """
+    probabilities = softmax(outputs.astype(np.float64), axis=1)
+    confidence, right = probabilities.max(axis=1), probabilities.argmax(axis=1) == labels
+    gaps = np.bincount(np.ceil(confidence * BINS).astype(int), right - confidence)
+    return float(np.abs(gaps).sum() / len(labels))
 
 
 def scale_classifier(model: Any, task: int, temperature: float) -> None:

@@ -73,9 +73,8 @@ def fit_on_all_labels(
         outputs["validation"] = apply(fit(train, examples), held)
         train, examples = np.concatenate([train, held]), [*examples, *rows.validation]
     fitted = fit(train, examples)
-    for split in inputs.keys() - {"train", "validation"}:
-        outputs[split] = apply(fitted, inputs[split])
-    return fitted, outputs
+    others = {split: apply(fitted, of) for split, of in inputs.items() if split in ("dev", "test")}
+    return fitted, outputs | others
 
 
 def start_from_probe(model: TaskModel, encoded: Sequence[Mapping[str, Encoded]], seed: int) -> None:

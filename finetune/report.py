@@ -1,8 +1,8 @@
-"""Reports on a results folder: tables on the console, as Markdown, and as one HTML page with two figures.
+"""Reports on a results folder: tables on the console, as Markdown, and as one HTML page with a figure.
 
 python finetune/report.py results
 python finetune/report.py results --compare k5-multicls k5-mean --task rte cola
-python finetune/report.py results --split dev --ensembles 5 --errors 50 --output report
+python finetune/report.py results --split dev --errors 50 --output report
 """
 
 import sys
@@ -44,9 +44,8 @@ class ReportOptions(Settings):
     output: str | None = Field(None, description="folder for the report; default: RESULTS")
     compare: list[str] = Field([], description="test these systems only, by name")
     task: list[str] = Field([], description="report these tasks only")
-    ensembles: int | None = Field(None, ge=2, description="add ensembles of this number of seeds")
     split: Literal["dev", "test"] | None = Field(
-        None, description="rows of scores, tests and figures; default: test where there are some"
+        None, description="rows of scores, tests and figure; default: test where there are some"
     )
     errors: int = Field(20, ge=0, description="most confident errors to list, of the best system")
 
@@ -60,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from finetune.report_tables import build_report
 
     folder, output = Path(options.results), Path(options.output or options.results)
-    names = options.task, options.compare, options.ensembles
+    names = options.task, options.compare
     report = build_report(folder, *names, options.split, options.errors)
     print("\n".join(report.verdicts))
     for name in ("Scores", "Comparisons"):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Record = dict[str, Any]
 Predictions = Mapping[str, Mapping[str, Array]]  # of a task by split; see `example_arrays`
-FORMAT = 3
+FORMAT = 4
 RECORD, SETTINGS, ERROR = "record.json", "settings.yaml", "error.json"
 PREDICTIONS = "predictions.parquet"
 
@@ -103,35 +103,24 @@ def use_calibration(model: "TaskModel", record: Record) -> None:
 
 
 def _task_entry(rows: TaskData, predictions: Predictions) -> dict[str, Any]:
-    """Returns what one task was and how it was scored. All scores are fractions of 1."""
+    """Returns what one task was and how it was scored on each labelled split. All scores are fractions of 1."""
     from finetune.metrics import majority_scores, score_predictions
 
-    task = rows.task
-    scores = {
-        split: score_predictions(task, arrays)
-        for split, arrays in predictions.items()
-        if not np.isnan(arrays["labels"]).any()
-    }
-    train = [*rows.train, *rows.validation]
-    majority = majority_scores(task, train, rows.dev)
-    metric, dev = task.metrics[0], scores.pop("dev")
+    task, train = rows.task, [*rows.train, *rows.validation]
     return {
         "task": task.name,
-        "metric": metric,
-        "score": dev[metric],
-        "scores": dev,
-        "baseline": majority[metric],
-        "baselines": majority,
-        "selection_score": scores.pop("validation", dev)[metric],
-        "tests": scores,
-        "test_baselines": {
-            split: majority_scores(task, train, rows.splits[split]) for split in scores
+        "metric": task.metrics[0],
+        "train_rows": len(rows.train),
+        "splits": {
+            split: {
+                "rows": len(arrays["labels"]),
+                "scores": score_predictions(task, arrays),
+                "baselines": majority_scores(task, train, rows.splits[split]),
+            }
+            for split, arrays in predictions.items()
+            if not np.isnan(arrays["labels"]).any()
         },
         "description": task.describe(),
-        "train_rows": len(rows.train),
-        "validation_rows": len(rows.validation),
-        "dev_rows": len(rows.dev),
-        "rows": {split: len(examples) for split, examples in rows.splits.items()},
         "notes": rows.notes,
     }
 
@@ -293,9 +282,10 @@ def load_predictions(folder: Path, task: str) -> dict[str, dict[str, Array]]:
 
 
 def load_results(folder: Path) -> "pd.DataFrame":
-    """Returns all finished runs: a row for each run and task, with the columns of the record.
+    """Returns all finished runs: a row for each run and task, with the columns of the record and `selection_score`.
 
-    Of runs that differ in the number of a subset of all rows only the first counts.
+    `selection_score` is the main score on the rows that picked the checkpoint. Of runs that differ in the number of a
+    subset of all rows only the first counts.
 
     Raises:
         UserError: The folder is missing or holds no finished run.
@@ -304,6 +294,9 @@ def load_results(folder: Path) -> "pd.DataFrame":
 
     records = [read_record(path.parent) for path in sorted(folder.glob(f"*/*/*/{RECORD}"))]
     rows = [record | task for record in records if record for task in record["tasks"]]
+    for row in rows:
+        picking = row["splits"].get("validation", row["splits"]["dev"])
+        row["selection_score"] = picking["scores"][row["metric"]]
     if not rows:
         what = "no finished run" if folder.is_dir() else "no such folder"
         hint = "finetune/run.py and finetune/grid.py write results."

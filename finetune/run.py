@@ -97,19 +97,19 @@ def _print_notes(notes: Sequence[str]) -> None:
 
 
 def _print_scores(record: Record) -> None:
-    """Prints the scores of each split, with the number of its rows, and of the majority class."""
-    optimistic = record["selection"] == "dev" and record["head"] not in FITTED
+    """Prints the scores on dev and test, with the number of their rows, and those of the majority class."""
+    picked = record["selection"] == "dev" and record["head"] not in FITTED
     for entry in record["tasks"]:
-        dev = f"dev, {count(entry['dev_rows'], 'row')}"
-        dev += ", which also picked the checkpoint: optimistic" * optimistic
-        splits = {dev: entry["scores"], "majority class on dev": entry["baselines"]}
-        splits |= {
-            f"{split}, {count(entry['rows'][split], 'row')}": scores
-            for split, scores in entry["tests"].items()
-        }
-        for split, scores in splits.items():
-            values = "  ".join(f"{name} {100 * value:.2f}" for name, value in scores.items())
-            print_line(f"{record['system']} on {entry['task']}, {split}: {values}")
+        for split, found in entry["splits"].items():
+            if split == "validation":
+                continue
+            rows = f"{split}, {count(found['rows'], 'row')}"
+            if split == "dev" and picked:
+                rows += ", which also picked the checkpoint: optimistic"
+            scored = {rows: found["scores"], f"majority class on {split}": found["baselines"]}
+            for what, scores in scored.items():
+                values = "  ".join(f"{name} {100 * value:.2f}" for name, value in scores.items())
+                print_line(f"{record['system']} on {entry['task']}, {what}: {values}")
 
 
 def load_tasks(settings: RunSettings) -> list[TaskData]:

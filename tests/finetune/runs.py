@@ -37,6 +37,12 @@ def logits_of(record: dict[str, Any], split: str = "dev", task: int = 0) -> Arra
     return load_predictions(Path(record["path"]), name)[split]["logits"]
 
 
+def score_of(record: dict[str, Any], split: str = "dev") -> float:
+    """Returns the main score of a run's first task."""
+    entry = record["tasks"][0]
+    return float(entry["splits"][split]["scores"][entry["metric"]])
+
+
 def fake_run(
     folder: Path, system: str, skill: float = 1.0, rows: int = 60, test: bool = False, **values: Any
 ) -> None:

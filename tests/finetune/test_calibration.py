@@ -9,13 +9,22 @@ import pytest
 from scipy.special import expit
 
 from finetune.benchmark_tasks import read_task
-from finetune.calibration import fit_temperature, fit_thresholds
+from finetune.calibration import calibration_error, fit_temperature, fit_thresholds
 from finetune.predict import predict
-from finetune.report_tables import build_report, calibration
+from finetune.report_tables import build_report
 from finetune.results import load_predictions
 from finetune.tasks import TASKS
 from multicls.files import read_json
 from tests.finetune.runs import finetune
+
+
+def test_calibration_error_by_hand() -> None:
+    """Two bins: 3 of 4 right at 0.75, and 0 of 2 right at 0.9."""
+    confidence = np.array([0.75] * 4 + [0.9] * 2)
+    logits = np.log(np.stack([confidence, 1 - confidence], axis=1))
+    error = calibration_error(logits, np.array([0, 0, 0, 1, 1, 1]))
+    assert error == pytest.approx((4 * 0.0 + 2 * 0.9) / 6)
+    assert calibration_error(logits, np.zeros(6)) == pytest.approx((4 * 0.25 + 2 * 0.1) / 6)
 
 
 def test_a_known_temperature_is_found() -> None:
@@ -58,7 +67,7 @@ def test_the_temperature_of_a_run(head: str, tiny_bert: Path, glue: Path, tmp_pa
     found = predict(str(Path(record["path"]) / "model"), 0, task, dev)
     scaled = splits["dev"]["logits"] / temperature
     np.testing.assert_allclose(found, scaled, rtol=1e-3, atol=1e-4)
-    after = calibration([splits["dev"] | {"logits": scaled}])[0]
+    after = calibration_error(scaled, splits["dev"]["labels"])
     (row,) = build_report(tmp_path).tables["All results"].to_dict("records")
     assert row["ECE, calibrated"] == f"{100 * after:.2f}"
     assert read_json(Path(record["path"]) / "model" / "config.json")["thresholds"] == [[]]

@@ -26,7 +26,7 @@ from multicls.errors import UserError
 from multicls.files import FolderInUse, locked, read_json
 from multicls.settings import load_settings, to_yaml
 from tests.finetune.conftest import Tune, sentiment_rows, write_tsv
-from tests.finetune.runs import finetune, logits_of, settings_of, write_rows
+from tests.finetune.runs import finetune, logits_of, score_of, settings_of, write_rows
 
 QUICK: dict[str, Any] = {"train_size": 20, "train__max_steps": 6, "train__eval_every": 3}
 
@@ -44,16 +44,17 @@ def test_a_run_leaves_its_folder_and_is_not_repeated(
     folder = tmp_path / f"{tiny_multicls.name}-multicls" / "sst2-100" / "p1-d1-s1"
     record = read_json(folder / "record.json")
     (task,) = record["tasks"]
-    assert task["score"] > 0.9, "one of two words decides the label"
-    assert (task["train_rows"], task["dev_rows"], record["steps"]) == (100, 60, 200)
+    dev = task["splits"]["dev"]
+    assert dev["scores"]["acc"] > 0.9, "one of two words decides the label"
+    assert (task["train_rows"], dev["rows"], record["steps"]) == (100, 60, 200)
     assert [entry["step"] for entry in record["history"]] == [50, 100, 150, 200]
     arrays = load_predictions(folder, "sst2")["dev"]
-    assert score_predictions(TASKS["sst2"], arrays) == pytest.approx(task["scores"])
+    assert score_predictions(TASKS["sst2"], arrays) == pytest.approx(dev["scores"])
     files = {"record.json", "settings.yaml", "predictions.parquet", "runs", ".lock"}
     assert {path.name for path in folder.iterdir()} <= files
     events = EventAccumulator(str(next((folder / "runs").iterdir()))).Reload()
     assert {"eval/score", "eval/sst2_acc", "train/loss"} <= set(events.Tags()["scalars"])
-    assert load_results(tmp_path)["score"].tolist() == [task["score"]]
+    assert load_results(tmp_path)["selection_score"].tolist() == [dev["scores"]["acc"]]
     for again in (words, ["--recipe", str(folder / "settings.yaml")]):
         capsys.readouterr()
         assert main(again) == 0 and "already finished" in capsys.readouterr().out
@@ -130,15 +131,15 @@ def test_fitted_heads(tiny_multicls: Path, glue: Path, tmp_path: Path) -> None:
     for pooling in ("cls", "mean", "multicls", "facets", "mean_topics"):
         values = fitted | {"head": "probe", "pooling": pooling, "save_model": True}
         record = finetune(tiny_multicls, glue, tmp_path, **values)
-        assert record["tasks"][0]["score"] > 0.9 and "history" not in record
+        assert score_of(record) > 0.9 and "history" not in record
         model, dev = str(Path(record["path"]) / "model"), read_task(TASKS["sst2"], str(glue)).dev
         again = predict(model, 0, replace(TASKS["sst2"], max_length=24), dev)
         expected = logits_of(record) / record["tasks"][0]["temperature"]
         np.testing.assert_allclose(again, expected, rtol=1e-3, err_msg=pooling)
     model_free: dict[str, Any] = fitted | {"head": "tfidf", "max_length": ""}
-    assert finetune("", glue, tmp_path, **model_free)["tasks"][0]["score"] > 0.9
+    assert score_of(finetune("", glue, tmp_path, **model_free)) > 0.9
     scores = finetune("", glue, tmp_path, **model_free | {"task": "stsb"})
-    assert scores["tasks"][0]["score"] > 0.5 and scores["system"] == "tfidf"
+    assert score_of(scores) > 0.5 and scores["system"] == "tfidf"
 
 
 @pytest.mark.parametrize("labels", [[0, 1] * 10 + [2], [1] * 21])
@@ -192,7 +193,7 @@ def test_fine_tuning_starts_from_a_probe(tiny_bert: Path, glue: Path, tmp_path: 
     assert np.abs(logits_of(moved) - logits_of(record)).max() > 0.1, "all weights are trained"
     for head, task in (("hire", "sst2"), ("cln", "sst2,stsb")):
         values = still | {"head": head, "task": task, "train__init": "probe"}
-        assert finetune(tiny_bert, glue, tmp_path, **values)["tasks"][0]["score"] > 0.6
+        assert score_of(finetune(tiny_bert, glue, tmp_path, **values)) > 0.6
 
 
 def test_the_bag_of_words_chooses_its_n_grams_and_learns_from_all_labels() -> None:
@@ -221,9 +222,9 @@ def test_several_tasks_with_cln(tiny_bert: Path, glue: Path, tmp_path: Path) -> 
     )
     assert [task["task"] for task in record["tasks"]] == ["sst2", "stsb"]
     means = [e["score"] for e in record["history"]]
-    assert np.mean([t["selection_score"] for t in record["tasks"]]) == pytest.approx(max(means))
     assert Path(record["path"]).parent.name == "sst2+stsb-20"
-    assert len(load_results(tmp_path)) == 2
+    runs = load_results(tmp_path)
+    assert len(runs) == 2 and runs["selection_score"].mean() == pytest.approx(max(means))
 
 
 @pytest.mark.parametrize(

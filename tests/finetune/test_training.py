@@ -40,7 +40,7 @@ from multicls.files import REPOSITORY, read_json, write_json
 from multicls.optim import dropout_seed
 from multicls.settings import to_yaml
 from tests.finetune.conftest import Tune
-from tests.finetune.runs import finetune, logits_of, settings_of
+from tests.finetune.runs import finetune, logits_of, score_of, settings_of
 from tests.finetune.test_isobn import assert_ranks_are_one_batch
 from tests.processes import completed, free_ports, program, until
 
@@ -184,10 +184,11 @@ def test_holdout_reports_the_best_weights_not_the_last(tune: Tune, glue: Path) -
     common = {"train_size": 40, "selection": "holdout", "train__eval_every": 4, "train__epochs": 4}
     record = tune(**common, save_model=True)
     scores = {entry["step"]: entry["score"] for entry in record["history"]}
-    assert record["tasks"][0]["selection_score"] == max(scores.values())
+    assert score_of(record, "validation") == max(scores.values())
     ranked = {e["step"]: (e["score"], -e["selection_loss"]) for e in record["history"]}
     assert record["best_step"] == max(ranked, key=lambda step: ranked[step])
-    assert (record["tasks"][0]["train_rows"], record["tasks"][0]["validation_rows"]) == (32, 8)
+    (entry,) = record["tasks"]
+    assert (entry["train_rows"], entry["splits"]["validation"]["rows"]) == (32, 8)
     dev = read_task(TASKS["sst2"], str(glue)).dev
     again = predict(str(Path(record["path"]) / "model"), 0, TASKS["sst2"], dev)
     expected = logits_of(record) / record["tasks"][0]["temperature"]
