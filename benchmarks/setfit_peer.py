@@ -77,7 +77,9 @@ def make_run(options: Options, subset: int) -> None:
         return
     task = data.task
     if task.is_regression or task.multi_label or len(task.fields) > 1:
-        raise UserError(f"{options.own.source}: setfit takes one text and one class a row here.")
+        raise UserError(
+            f"{options.own.train_file}: setfit takes one text and one class a row here."
+        )
     rows, began = select_rows(data, options.train_size, subset, holdout=False), time.perf_counter()
     print_line(f"{settings.folder}: {rows.counts()}")
     outputs = _train(options, rows, subset)

@@ -58,7 +58,7 @@ class GridSettings(RecipeOptions):
 
     model: list[NamedModel] = Field([], description="NAME=FOLDER; one for each checkpoint of NAME")
     systems: dict[str, GridSystem] | list[str] = Field(
-        {}, description="heads; or name -> settings, as NAME=JSON"
+        {}, description="heads; in a recipe also name -> settings"
     )
     tasks: list[str] = Field([], description="names; joined by commas they are one run of cln")
     train_sizes: list[int | str] = Field(
@@ -84,8 +84,6 @@ class GridSettings(RecipeOptions):
             value = value.replace(",", " ").split()
         if isinstance(value, list):
             return {str(name): {"head": name} for name in value}
-        if isinstance(value, dict):
-            return {name: _read_json(system) for name, system in value.items()}
         return value
 
     @property
@@ -93,13 +91,6 @@ class GridSettings(RecipeOptions):
         """The systems by name."""
         assert isinstance(self.systems, dict), "the validator has made it one"
         return self.systems
-
-
-def _read_json(value: object) -> object:
-    """Returns what a text such as '{"head": "probe"}' holds; other values, also text that is no JSON, as they are."""
-    with suppress(TypeError, ValueError):
-        return json.loads(value)  # type: ignore[arg-type]
-    return value
 
 
 SHORTCUTS = (
@@ -154,10 +145,10 @@ def _refuse_another_run(run: RunSettings) -> None:
         UserError: It does, or the files of own rows cannot be read. A benchmark's files may be gone.
     """
     try:
-        data = load_tasks(run) if run.own.source or (run.folder / RECORD).exists() else []
+        data = load_tasks(run) if run.own.train_file or (run.folder / RECORD).exists() else []
         identity = identify(run, data)
     except UserError:
-        if run.own.source:
+        if run.own.train_file:
             load_tasks(run)  # whose message counts; another one is of this run's model
         identity = {"settings": run.compared()}
     finished_record(run, identity if (run.folder / RECORD).exists() else None)
@@ -174,7 +165,7 @@ def expand(grid: GridSettings) -> list[RunSettings]:
         models[name].append(folder)
     if len({len(folders) for folders in models.values()} - {1}) > 1:
         raise UserError("--model: each name needs as many checkpoints as the others, or one.")
-    source, runs = grid.own.source, []
+    source, runs = grid.own.train_file, []
     for task, size in product([grid.own.name] if source else grid.tasks, grid.train_sizes):
         shared: dict[str, Any] = {"own": grid.own.model_dump(), "task": "" if source else task}
         shared |= {"train_size": size, "output_dir": grid.output_dir, "data_dir": grid.data_dir}

@@ -1,4 +1,4 @@
-"""Reads a user's own labelled rows, from files or a Hub data set, and finds out what task they are."""
+"""Reads a user's own labelled rows from files, and finds out what task they are."""
 
 import math
 from collections import Counter, defaultdict
@@ -23,9 +23,8 @@ from multicls.labels import (
     texts_of,
     with_texts,
 )
-from multicls.tables import RawRows, Row, load_hub, read_table
+from multicls.tables import RawRows, Row, read_table
 
-HUB_SPLITS = {"train": ("train",), "dev": ("validation", "dev", "valid"), "test": ("test",)}
 SHOWN = 10  # labels in a note
 LARGEST_UNIT = 0.5  # share of the rows that equal texts may join; above it, they are common phrases
 
@@ -80,7 +79,7 @@ def _read_splits(own: OwnDataSettings) -> tuple[Splits, Names, list[str]]:
     """Returns the labelled rows with a text by split, the columns of the texts, and notes."""
     files = {"train": own.train_file, "dev": own.dev_file, "test": own.test_file}
     splits = {split: read_table(Path(name)) for split, name in files.items() if name}
-    splits, notes = splits or _hub_splits(own), list[str]()
+    notes = list[str]()
     groups: Sequence[Names] = [own.text_column.split(",")] if own.text_column else TEXTS
     kept: Splits = {}
     for split, rows in splits.items():
@@ -253,37 +252,11 @@ def _without_dev(
     return {**examples, "train": rest, "dev": [train[row] for row in sorted(dev)]}, [note]
 
 
-def _hub_splits(own: OwnDataSettings) -> dict[str, RawRows]:
-    """Returns the rows of a data set of the Hub by split, with the names of labels that it holds as indices."""
-    name, _, configuration = str(own.dataset).partition(":")
-    loaded = load_hub(name, name=configuration or None)
-    column, splits = own.label_column, dict[str, RawRows]()
-    for split, names in HUB_SPLITS.items():
-        for hub_split in [name for name in names if len(loaded.get(name, []))][:1]:
-            rows, feature = list(loaded[hub_split]), loaded[hub_split].features.get(column)
-            if classes := getattr(getattr(feature, "feature", feature), "names", None):
-                rows = [row | {column: _named(row[column], classes)} for row in rows]
-            if split != "test" or any(row.get(column) not in (None, -1) for row in rows):
-                where = f"{own.dataset}, {hub_split} row"
-                splits[split] = [(f"{where} {n}", row) for n, row in enumerate(rows, 1)]
-    if "train" not in splits:
-        known = ", ".join(map(repr, loaded))
-        raise UserError(f"dataset {own.dataset}: no rows in a split 'train'; there is {known}.")
-    return splits
-
-
-def _named(label: Any, names: Sequence[str]) -> Any:
-    """Returns the name of the class with an index, or those of a list; None if it is hidden."""
-    if isinstance(label, list):
-        return [_named(item, names) for item in label]
-    return None if label is None or label < 0 else names[label]
-
-
 def _task(own: OwnDataSettings, fields: Names, kind: LabelType, labels: dict[str, Any]) -> Task:
     """Returns the task that rows with these labels of each split are."""
     train = labels["train"]
     others = [label for split, column in labels.items() if split != "train" for label in column]
-    classes = class_names(str(own.source), kind, train, others)
+    classes = class_names(str(own.train_file), kind, train, others)
     more = ["matthews", "f1"][: 2 if len(classes) == 2 else 1] if kind == "class" else []
     possible = (*OWN_METRICS[kind], *more)
     if own.metric and own.metric not in possible:

@@ -96,7 +96,7 @@ def all_labels(data: TaskData, settings: RunSettings) -> TaskData:
 
     Of a benchmark's task it is the run's subset, which stands for all the labels that there are.
     """
-    if not settings.own.source:
+    if not settings.own.train_file:
         drawn = select_rows(data, settings.train_size, settings.subset, holdout=False)
         return replace(drawn, dev=[], test=[])
     train = [*data.train, *(data.dev if data.test else [])]

@@ -122,7 +122,7 @@ def load_tasks(settings: RunSettings) -> list[TaskData]:
 def _load_task(
     name: str, own: OwnDataSettings, data_dir: str | None, max_length: int | None
 ) -> TaskData:
-    data = load_own(own) if own.source else read_task(TASKS[name], data_dir)
+    data = load_own(own) if own.train_file else read_task(TASKS[name], data_dir)
     return replace(data, task=replace(data.task, max_length=max_length or data.task.max_length))
 
 

@@ -7,12 +7,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, StrictBool, model_validator
 
-from finetune.heads import FITTED, HEADS, NORMALISING, WITHOUT_MODEL
+from finetune.heads import FITTED, HEADS, WITHOUT_MODEL
 from finetune.tasks import TASKS
 from multicls.errors import did_you_mean
 from multicls.settings import RecipeOptions, Settings
 
-LAYER_WEIGHTS = r"^(dynamic|none|(mean|random)_(first6|last6|all))$"
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 TextColumn = Annotated[str, Field(pattern="^[^,]+(,[^,]+)?$")]
 THOUSANDS = BeforeValidator(lambda value: re.sub("(?i)k$", "000", str(value)))  # 1k is 1000
@@ -23,12 +22,12 @@ TrainerValue = Annotated[StrictBool | int | float | bool | Any, Field(union_mode
 # Which settings count: each head reads some of them or of their groups, and of these some change no number of a run.
 READ_BY = {  # others are read by all heads
     **{name: {name} for name in ("isobn", "hire", "cln")},
-    "pooling": {"isobn", "batchnorm", "cln", "probe"},
+    "pooling": {"isobn", "cln", "probe"},
     **dict.fromkeys(("train", "trainer", "config"), HEADS.keys() - FITTED),
     **dict.fromkeys(("model", "max_length", "save_model"), HEADS.keys() - WITHOUT_MODEL),
 }
 NOT_COMPARED: dict[str, Any] = {
-    "own": {"train_file", "dev_file", "test_file", "dataset"},
+    "own": {"train_file", "dev_file", "test_file"},
     "train": {"micro_batch_size", "checkpoint_minutes"},
     "trainer": {"per_device_eval_batch_size", "gradient_checkpointing", "activation_checkpointing"},
     "save_model": True,
@@ -85,7 +84,7 @@ class IsoBnSettings(Settings):
 class HireSettings(Settings):
     """Head `hire`, with its ablations."""
 
-    layers: str = Field("dynamic", pattern=LAYER_WEIGHTS, description="weights: none, mean_all ...")
+    layers: Literal["dynamic", "none"] = Field("dynamic", description="none: the last layer alone")
     fusion: bool = Field(True, description="fuse the weighted sum with the last layer")
     fusion_layers: int = Field(2, ge=0, le=3, description="GRU layers of the fusion")
 
@@ -113,7 +112,6 @@ class OwnDataSettings(Settings):
     train_file: str | None = Field(None, description="own rows: CSV, TSV, JSON lines or Parquet")
     dev_file: str | None = Field(None, description="rows to evaluate on; default: dev_share")
     test_file: str | None = Field(None, description="rows scored at the end; they pick nothing")
-    dataset: str | None = Field(None, description="a Hub data set instead: ID or ID:CONFIGURATION")
     text_column: TextColumn | None = Field(None, description="column, or COLUMN1,COLUMN2 for pairs")
     label_column: str = Field("label", description="column of the label")
     label_separator: str | None = Field(None, description="divides several labels in a cell: ';'")
@@ -131,14 +129,9 @@ class OwnDataSettings(Settings):
     task_name: str | None = Field(None, description="name in tables; default: the file's")
 
     @property
-    def source(self) -> str | None:
-        """The file or data set of the rows, None if this is a task of the benchmarks."""
-        return self.train_file or self.dataset
-
-    @property
     def name(self) -> str:
         """The name of the task in tables and folders."""
-        return safe_name(self.task_name or Path((self.source or "").split(":")[0]).stem)
+        return safe_name(self.task_name or Path(self.train_file or "").stem)
 
 
 class SystemSettings(Settings):
@@ -185,25 +178,21 @@ class RunSettings(SystemSettings, RecipeOptions):
     def _problems(self) -> Iterator[str]:
         """Yields what is missing, unknown, or not read by the head."""
         names, head, own = self.task_names, self.head, self.own
-        if bool(names) == bool(own.source):
-            yield "set either --task NAME, or your own rows by --train_file or --dataset"
+        if bool(names) == bool(own.train_file):
+            yield "set either --task NAME, or your own rows by --train_file"
         for name in set(names) - set(TASKS):
             yield f"task {name}: no such task.{did_you_mean(name, TASKS)}"
         if len(set(names)) < len(names) or (len(names) > 1 and head != "cln"):
             yield f"task {self.task}: only --head cln trains several, each once"
-        if own.source and self.data_dir:
+        if own.train_file and self.data_dir:
             yield "--data_dir is for benchmarks; leave it out"
-        if own.source and own.name in TASKS:
+        if own.train_file and own.name in TASKS:
             yield f"{own.name} is a task of the benchmarks: set another task_name"
-        if own.train_file and own.dataset:
-            yield "set either a train_file or a dataset"
-        if (own.dev_file or own.test_file) and not own.train_file:
-            yield "dev_file and test_file need a train_file"
         changed = own.model_dump(exclude_defaults=True)
         if {"dev_file", "dev_share"} <= changed.keys():
             yield "set either a dev_file or a dev_share"
-        for name in changed if not own.source else ():
-            yield f"--{name} is for your own rows: set --train_file or --dataset"
+        for name in changed if not own.train_file else ():
+            yield f"--{name} is for your own rows: set --train_file"
         for name in sorted(self.trainer.keys() - TRAINER_ARGUMENTS):
             yield f"trainer.{name}: not one to set here.{did_you_mean(name, TRAINER_ARGUMENTS)}"
         if (schedule := self.trainer.get("lr_scheduler_type")) in NEED_A_METRIC:
@@ -216,8 +205,8 @@ class RunSettings(SystemSettings, RecipeOptions):
         for name in sorted(unread_settings(head)):
             if getattr(self, name) != RunSettings.model_fields[name].default:
                 yield f"{name}: the head {head} does not read it; leave it out"
-        if head in NORMALISING and 1 in (self.train.batch_size, self.train.micro_batch_size):
-            yield f"--head {head}: a single row has no spread; batch sizes must be 2 or more"
+        if head == "isobn" and 1 in (self.train.batch_size, self.train.micro_batch_size):
+            yield "--head isobn: a single row has no spread; batch sizes must be 2 or more"
 
     @property
     def task_names(self) -> list[str]:
@@ -245,7 +234,7 @@ class RunSettings(SystemSettings, RecipeOptions):
         """Returns all settings that decide a run's numbers, by dotted name, without its model and rows."""
         names = {*SystemSettings.model_fields, "own"}
         values = self.model_dump(mode="json", include=names, exclude=NOT_COMPARED)
-        if self.head in NORMALISING:
+        if self.head == "isobn":  # each micro-batch has its own statistics
             values["train"]["micro_batch_size"] = self.train.micro_batch_size
         return flatten(values)
 

@@ -29,7 +29,6 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from finetune.encoding import Encoded
-from finetune.heads import NORMALISING
 from finetune.heads.modeling_task import IGNORE_INDEX, TaskModel, loss_sum, problem_type_of
 from finetune.metrics import score_predictions
 from finetune.results import differences, in_words
@@ -94,9 +93,9 @@ class ChunkSampler(Sampler[list[Chunk]]):
 def _batch_size(settings: RunSettings, rows: int) -> int:
     """Returns the default batch size for the largest task's training rows, as in Multi-CLS BERT.
 
-    Heads that normalise over the batch take 32, as the paper of IsoBN: of 4 rows its statistics are noise.
+    IsoBN takes 32, as its paper: of 4 rows its statistics are noise.
     """
-    if settings.head in NORMALISING:
+    if settings.head == "isobn":
         return 32
     if rows > 3000 or (settings.task_names and settings.train_size == "full"):
         return 16
@@ -290,10 +289,6 @@ class TaskTrainer(Trainer):
             self.control.should_training_stop = True
         elif step < self.state.max_steps and now - self._saved >= self._checkpoint_seconds:
             self.control.should_save, self._saved = True, now
-
-    def floating_point_ops(self, inputs: Any) -> int:
-        """Returns 0: counting takes time at each step, and nothing reads it."""
-        return 0
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Saves Trainer's checkpoint and the best evaluation; marks it as whole, then removes older ones."""

@@ -8,7 +8,6 @@ HEADS = {
     "facets": "linear layer on the facet embeddings side by side, on Multi-CLS checkpoints",
     "mean_topics": "linear layer on the mean and the topics side by side, on models with topics",
     "isobn": "isotropic batch normalisation of the pooled embedding",
-    "batchnorm": "batch normalisation of the pooled embedding (baseline of isobn)",
     "hire": "HIRE: all layers read by GRUs, and fused",
     "cln": "conditional layer normalisation: one encoder for several tasks",
     "probe": "linear layer on the frozen embedding, by logistic or ridge regression",
@@ -16,4 +15,3 @@ HEADS = {
 }
 FITTED = ("probe", "tfidf")  # by scikit-learn, without training
 WITHOUT_MODEL = ("tfidf",)  # nothing to save
-NORMALISING = ("isobn", "batchnorm")  # over the rows of a forward pass

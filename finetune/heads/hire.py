@@ -21,13 +21,12 @@ class HireHead(Head):
     (Eq. 3); S = softmax(alpha) (Eq. 4); A = sum_i S_i H_i (Eq. 5); M = [R; A; R+A; R*A] (Eq. 6); F = bidirectional
     GRU(M) (Eq. 7); embedding = tanh(W_1 C + b_1), C the first row of F (Eq. 8, with W_2 and b_2 in the classifier).
 
-    The ablations of Tables 4 to 6 are options: `layers` "none" (A = R) or weights that no text changes, `fusion` False
-    (C is the first row of A), `fusion_layers` 0 (of M) to 3. Padding does not reach the GRUs.
+    Ablations are options: `layers` "none" (A = R), `fusion` False (C is the first row of A), `fusion_layers` 0 (of M)
+    to 3 (Table 6). Padding does not reach the GRUs.
     """
 
     reads_layers = True
     dropout_before_classifier = False  # the paper's is in the encoder and the GRUs
-    fixed_weights: Tensor
 
     def __init__(self, config: TaskModelConfig, encoder: PreTrainedModel) -> None:
         super().__init__(config, encoder)
@@ -38,9 +37,6 @@ class HireHead(Head):
         if self.layers == "dynamic":
             self.reader = _gru(size, size, 2, dropout)
             self.importance = nn.Linear(4 * size, 1)
-        elif self.layers != "none":
-            weights = fixed_weights(self.layers, encoder.config.num_hidden_layers + 1)
-            self.register_buffer("fixed_weights", weights)
         if fusion_layers:
             self.fusion, width = _gru(4 * size, size, fusion_layers, dropout), 2 * size
         self.dense = nn.Linear(width, size)
@@ -49,7 +45,7 @@ class HireHead(Head):
         """Returns the embedding, (B, D), from all layers; leaves S, (B, l + 1), in `layer_weights`."""
         hidden_NBLD, lengths_B = torch.stack(list(layers)), mask.sum(dim=1).cpu()
         R = A = hidden_NBLD[-1]
-        if self.layers != "none":
+        if self.layers == "dynamic":
             weights_BN = self.weigh(hidden_NBLD, lengths_B)
             self.layer_weights = weights_BN.detach()
             A = torch.einsum("bn,nbld->bld", weights_BN.to(hidden_NBLD.dtype), hidden_NBLD)
@@ -62,25 +58,10 @@ class HireHead(Head):
     def weigh(self, hidden_NBLD: Tensor, lengths_B: Tensor) -> Tensor:
         """Returns S, (B, N). All layers of all sequences go through the GRU as one batch of N * B."""
         count, rows = hidden_NBLD.shape[:2]
-        if self.layers != "dynamic":
-            return self.fixed_weights.expand(rows, count)
         _, final_4XD = self.reader(_pack(hidden_NBLD.flatten(0, 1), lengths_B.repeat(count)))
         summaries = final_4XD.transpose(0, 1).reshape(count, rows, -1)
         scores_NB = self.importance(summaries).squeeze(-1).relu()
         return scores_NB.float().softmax(dim=0).T
-
-
-def fixed_weights(kind: str, count: int) -> Tensor:
-    """Returns weights of `count` layers, with sum 1, that no text changes: equal ones or the softmax of random scores.
-
-    `kind` names how they are made, and the layers that have one: "mean_first6", "random_all", ...
-    """
-    how, which = kind.split("_")
-    scores = torch.randn(count) if how == "random" else torch.zeros(count)
-    chosen = {"first6": slice(6), "last6": slice(-6, None), "all": slice(None)}[which]
-    weights = torch.zeros(count)
-    weights[chosen] = scores[chosen].softmax(dim=0)
-    return weights
 
 
 def _gru(input_size: int, size: int, layers: int, dropout: float) -> nn.GRU:

@@ -1,4 +1,4 @@
-"""`isobn`: isotropic batch normalisation (Zhou et al., AAAI 2021), right before the classifier; and `batchnorm`."""
+"""`isobn`: isotropic batch normalisation (Zhou et al., AAAI 2021), right before the classifier."""
 
 from collections.abc import Callable, Sequence
 
@@ -42,7 +42,9 @@ class IsotropicBatchNorm(nn.Module):
         with torch.no_grad(), torch.autocast(h_BD.device.type, enabled=False):
             if self.training:
                 # Mean first, then products of centred rows: the one-pass formula loses small variances to rounding.
-                centred_BD, _, rows = centred_over_ranks(h_BD.float(), counted)
+                counted_BD = h_BD.float() if counted else h_BD[:0].float()
+                rows = sum_over_ranks(counted_BD.new_full((), len(counted_BD)))
+                centred_BD = counted_BD - sum_over_ranks(counted_BD.sum(dim=0)) / rows.clamp(min=1)
                 momentum = self.momentum * (rows > 1)
                 Sigma_DD = sum_over_ranks(centred_BD.T @ centred_BD) / rows.clamp(min=1)
                 self.Sigma += momentum * (Sigma_DD - self.Sigma)
@@ -64,57 +66,23 @@ class IsotropicBatchNorm(nn.Module):
         return super()._apply(lambda statistic: fn(statistic).float(), recurse)
 
 
-class BatchNorm(nn.BatchNorm1d):
-    """`nn.BatchNorm1d` (Ioffe and Szegedy, 2015) over the counted rows of all ranks, in float32.
-
-    A batch of one row is normalised as in evaluation.
-    """
-
-    def forward(self, input: Tensor, counted: bool = True) -> Tensor:
-        """Returns the normalised rows, (B, D), in the input's type."""
-        assert self.running_mean is not None and self.running_var is not None
-        with torch.autocast(input.device.type, enabled=False):
-            h_BD, mean_D, var_D = input.float(), self.running_mean, self.running_var
-            if self.training:
-                centred_BD, batch_mean_D, rows = centred_over_ranks(h_BD, counted)
-                if rows > 1:
-                    mean_D, total_D = batch_mean_D, sum_over_ranks(centred_BD.square().sum(dim=0))
-                    var_D, unbiased_D = total_D / rows, total_D / (rows - 1)
-                    moving = ((self.running_mean, mean_D), (self.running_var, unbiased_D))
-                    for statistic, batch in moving:
-                        statistic.lerp_(batch.detach().to(statistic.dtype), self.momentum or 0.0)
-            normed_BD = (h_BD - mean_D) * torch.rsqrt(var_D + self.eps)
-            return (normed_BD * self.weight + self.bias).to(input.dtype)
-
-
-class NormHead(PooledHead):
-    """Multiplies the embedding of its pooling by theta_bar, or for `batchnorm` normalises it."""
+class IsoBnHead(PooledHead):
+    """Multiplies the embedding of its pooling by theta_bar."""
 
     def __init__(self, config: TaskModelConfig, encoder: PreTrainedModel) -> None:
         super().__init__(config, encoder)
-        kind = BatchNorm if config.head == "batchnorm" else IsotropicBatchNorm
-        self.norm = kind(self.width, **config.head_options)
+        self.norm = IsotropicBatchNorm(self.width, **config.head_options)
 
     def forward(self, hidden: Tensor, mask: Tensor, layers: Sequence[Tensor]) -> Tensor:
         """Returns the normalised embedding, (B, E)."""
         return self.norm(super().forward(hidden, mask, layers), self.counted)
 
 
-def centred_over_ranks(h_BD: Tensor, counted: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the rows that count less their mean over all ranks, the mean (D,), and the number of rows."""
-    h_BD = h_BD if counted else h_BD[:0]
-    sums = sum_over_ranks(torch.cat([h_BD.sum(dim=0), h_BD.new_full((1,), len(h_BD))]))
-    mean_D = sums[:-1] / sums[-1].clamp(min=1)
-    return h_BD - mean_D, mean_D, sums[-1].detach()
-
-
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """Returns the sum over all ranks; in backward, their gradients add up, too."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return values
-    from torch.distributed.nn.functional import all_reduce
-
-    return all_reduce(values)
+    """Returns the sum over all ranks."""
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(values)
+    return values
 
 
-HEADS = {"isobn": NormHead, "batchnorm": NormHead}
+HEADS = {"isobn": IsoBnHead}

@@ -239,8 +239,7 @@ def find_head(name: str) -> type[Head]:
     """Returns the class of a head, from `HEADS` of this file or of the file that holds it."""
     if name in HEADS:
         return HEADS[name]
-    file = "isobn" if name == "batchnorm" else name
-    return importlib.import_module(f".{file}", __package__).HEADS[name]
+    return importlib.import_module(f".{name}", __package__).HEADS[name]
 
 
 def base_encoder(encoder: Any) -> PreTrainedModel:

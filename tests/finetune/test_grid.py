@@ -259,8 +259,6 @@ def test_systems_as_the_help_says(words: list[str]) -> None:
     runs = expand(settings)
     assert [run.head for run in runs] == ["probe", "tfidf"][: len(runs)]
     assert (runs[0].pooling, runs[0].system) == ("mean", "m-probe")
-    one = parse(GridSettings, ["--systems", 'a={"head": "probe"}'], prog="grid.py")
-    assert one.named_systems["a"].head == "probe"
 
 
 def test_ctrl_c_has_a_line(

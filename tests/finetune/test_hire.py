@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from transformers import BertConfig, RobertaConfig
 
-from finetune.heads.hire import fixed_weights
 from tests.finetune.models import SIZES, batch, make, parameters
 
 SMALL: dict[str, Any] = SIZES | {"hidden_size": 8, "num_hidden_layers": 7, "initializer_range": 0.3}
@@ -67,8 +66,7 @@ def test_equals_a_loop_over_layers_and_examples() -> None:
         ({"fusion": False}, 8),
         ({"fusion_layers": 0}, 32),
         ({"fusion_layers": 3}, 16),
-        ({"layers": "mean_last6", "fusion": False}, 8),
-        ({"layers": "random_all"}, 16),
+        ({"layers": "none", "fusion": False}, 8),
     ],
 )
 def test_ablations(options: dict[str, Any], width: int) -> None:
@@ -82,21 +80,8 @@ def test_ablations(options: dict[str, Any], width: int) -> None:
         M = torch.cat([last, last, 2 * last, last * last], dim=-1)[1]  # the row without padding
         expected = torch.tanh(dense(model.head.fusion(M)[0][0]))
         torch.testing.assert_close(output.features[1], expected)
-    if options == {"layers": "mean_last6", "fusion": False}:
-        expected = torch.tanh(dense(sum(states[2:])[:, 0] / 6))
-        torch.testing.assert_close(output.features, expected)
-    if options == {"layers": "random_all"}:
-        assert torch.equal(output.layer_weights[0], output.layer_weights[2])
-        assert "head.fixed_weights" in model.state_dict()
-
-
-def test_fixed_weights() -> None:
-    assert fixed_weights("mean_first6", 25).tolist() == pytest.approx([1 / 6] * 6 + [0] * 19)
-    assert fixed_weights("mean_last6", 25).nonzero().flatten().tolist() == list(range(19, 25))
-    assert fixed_weights("mean_all", 25).tolist() == pytest.approx([1 / 25] * 25)
-    random = fixed_weights("random_last6", 25)
-    assert random.sum().item() == pytest.approx(1) and len(random.unique()) == 7
-    assert fixed_weights("mean_last6", 4).tolist() == [0.25] * 4
+    if options == {"layers": "none", "fusion": False}:
+        torch.testing.assert_close(output.features, torch.tanh(dense(last[:, 0])))
 
 
 def test_dropout_is_in_the_grus_not_before_the_classifier() -> None:

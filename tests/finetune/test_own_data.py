@@ -203,41 +203,6 @@ def test_one_row_a_class_is_enough_if_dev_has_the_same_classes(tmp_path: Path) -
     assert len(task.labels) == 12 and [row.label for row in data.dev] == [1, 11, 1]
 
 
-def hub_folder(folder: Path, monkeypatch: pytest.MonkeyPatch, **splits: Rows) -> str:
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
-    (folder / "mine").mkdir()
-    for split, rows in splits.items():
-        table = datasets.Dataset.from_list(list(rows))
-        if isinstance(rows[0]["label"], int):
-            table = table.cast_column("label", datasets.ClassLabel(names=["neg", "unused", "pos"]))
-        table.to_parquet(folder / "mine" / f"{split}.parquet")
-    return str(folder / "mine")
-
-
-def test_a_data_set_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = {"train": labelled(2, 0, 2), "validation": labelled(0), "test": labelled(2)}
-    data = load_own(OwnDataSettings(dataset=hub_folder(tmp_path, monkeypatch, **rows), metric="f1"))
-    assert data.task.labels == ("neg", "pos") and data.task.name == "mine"
-    assert ([row.label for row in data.train], [row.label for row in data.dev]) == ([1, 0, 1], [0])
-    assert [row.label for row in data.test] == [1]
-    assert data.notes[0] == "2 classes: neg, pos; f1 is that of 'pos'"
-
-
-@pytest.mark.parametrize("hidden", [None, -1])
-def test_a_data_set_without_dev_rows_and_test_labels(
-    hidden: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    labels = ("x", "y") if hidden is None else (0, 2)
-    rows = labelled(*(labels[n % 2] for n in range(20)))
-    name = hub_folder(tmp_path, monkeypatch, train=rows, test=[{"text": "a", "label": hidden}])
-    data = load_own(OwnDataSettings(dataset=name))
-    assert (len(data.train), len(data.dev), data.test) == (16, 4, [])
-    with pytest.raises(UserError, match=r"dataset .*/none: cannot be loaded"):
-        load_own(OwnDataSettings(dataset=str(tmp_path / "none")))
-
-
 @pytest.mark.parametrize(
     ("labels", "metric", "first"),
     [
