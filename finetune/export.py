@@ -7,8 +7,9 @@ python finetune/export.py MODEL --stock
 The folder holds the tokenizer, too. Before it is kept, its outputs for rows are compared with the model's.
 """
 
+import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,17 +19,17 @@ import numpy as np
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
-from finetune.predict import find_task
+from finetune.predict import find_task, read_examples
+from finetune.tasks import Array, Example
 from multicls.console import count, print_summary
 from multicls.errors import UserError, run_command
 from multicls.files import atomic_folder
-from multicls.labels import find_columns, texts_of, with_texts
 from multicls.settings import Settings, parse
 from multicls.tables import read_table
 
 if TYPE_CHECKING:
+    from finetune.encoding import Encoded
     from finetune.heads.modeling_task import TaskModel
-    from finetune.tasks import Array, Task
 
 SENTENCES = ("Where is my parcel?", "It stopped working after a day. " * 4, "Thank you!", "Hello")
 TOLERANCE = 1e-4
@@ -60,29 +61,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.onnx == options.stock:
         raise UserError("set either --onnx or --stock.")
     _, task = find_task(options.model)
-    texts = read_texts(task, options.rows)
+    examples = [
+        Example(str(number), (text,) * len(task.fields), math.nan)
+        for number, text in enumerate(SENTENCES)
+    ]
+    if options.rows:
+        examples = read_examples(task, read_table(Path(options.rows)), task.fields)[:MOST_ROWS]
+    from finetune.encoding import Encoded
+    from finetune.heads.build import load_fine_tuned
+
+    model, tokenizer = load_fine_tuned(options.model)
+    rows = Encoded(task, examples, tokenizer)
     kind = "onnx" if options.onnx else "stock"
     output = Path(options.output or f"{Path(options.model)}-{kind}")
-    write = write_onnx if options.onnx else write_stock
     with atomic_folder(output) as folder:
-        difference = write(options.model, folder, texts)
+        write = write_onnx if options.onnx else write_stock
+        difference = write(model.eval(), rows, folder)
         if not difference <= TOLERANCE:
             raise UserError(f"{output}: not kept: its outputs differ by {difference:.2g}.")
-    same = f"{difference:.1e} at most, on {count(len(texts), 'row')}"
+        tokenizer.save_pretrained(folder)
+    same = f"{difference:.1e} at most, on {count(len(examples), 'row')}"
     print_summary([("exported", output), ("difference of the outputs", same)])
     return 0
 
 
-def read_texts(task: "Task", file: str | None) -> list[tuple[str, ...]]:
-    """Returns the texts of at most 64 rows of a table, or sentences."""
-    if file is None:
-        return [(text,) * len(task.fields) for text in SENTENCES]
-    rows = read_table(Path(file))
-    full, _ = with_texts(rows, find_columns(*rows[0], [task.fields]), "row")
-    return [texts_of(row, task.fields, where) for where, row in full[:MOST_ROWS]]
-
-
-def write_onnx(model_folder: str, folder: Path, texts: Sequence[tuple[str, ...]]) -> float:
+def write_onnx(model: "TaskModel", rows: "Encoded", folder: Path) -> float:
     """Writes model.onnx by torch's exporter (not the older tracer: it was wrong by 0.17 without an error).
 
     Returns:
@@ -95,8 +98,7 @@ def write_onnx(model_folder: str, folder: Path, texts: Sequence[tuple[str, ...]]
         raise UserError(f"--onnx: {error}: pip install onnx onnxruntime onnxscript.") from None
     import torch
 
-    model, tokenizer, encode = _load(model_folder, texts)
-    inputs = encode(texts[:2])
+    inputs = _inputs(rows, 2)
     names = list(inputs)
 
     class Logits(torch.nn.Module):
@@ -112,19 +114,18 @@ def write_onnx(model_folder: str, folder: Path, texts: Sequence[tuple[str, ...]]
     options |= {"dynamic_shapes": ((any_size,) * len(names),), "dynamo": True}
     program: Any = torch.onnx.export(Logits().eval(), tuple(inputs.values()), **options)
     program.save(str(folder / "model.onnx"))
-    tokenizer.save_pretrained(folder)
     model.config.save_pretrained(folder)
     providers = ["CPUExecutionProvider"]
     session = onnxruntime.InferenceSession(str(folder / "model.onnx"), providers=providers)
     differences = []
-    for rows in (texts[:1], texts):  # other numbers of rows and tokens than exported
-        batch = encode(rows)
-        (found,) = session.run(None, {name: tensor.numpy() for name, tensor in batch.items()})
-        differences.append(_difference(found, model, batch))
-    return max(differences)
+    for number in (1, len(rows)):  # other numbers of rows and tokens than exported
+        inputs = _inputs(rows, number)
+        (found,) = session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})
+        differences.append(np.abs(found - _logits(model, inputs)).max())
+    return float(max(differences))
 
 
-def write_stock(model_folder: str, folder: Path, texts: Sequence[tuple[str, ...]]) -> float:
+def write_stock(model: "TaskModel", rows: "Encoded", folder: Path) -> float:
     """Writes the model as transformers' own class for its encoder, which loads without `trust_remote_code`.
 
     Returns:
@@ -133,15 +134,13 @@ def write_stock(model_folder: str, folder: Path, texts: Sequence[tuple[str, ...]
     Raises:
         UserError: The head is not `cls`, there are several tasks, or the encoder has no such class.
     """
-    import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    model, tokenizer, encode = _load(model_folder, texts)
     kind, ours = model.encoder.config.model_type, model.config
     if ours.head != "cls" or len(ours.tasks) > 1 or kind not in STOCK:
         raise UserError(
-            f"{model_folder}: head {ours.head} on {kind}: --stock needs one task, the head cls and an encoder of "
-            f"{', '.join(STOCK)}. Use --onnx."
+            f"head {ours.head} on {kind}: --stock needs one task, the head cls and an encoder of {', '.join(STOCK)}. "
+            "Use --onnx."
         )
     config = AutoConfig.for_model(**ours.encoder)
     config.update({name: getattr(ours, name) for name in ("id2label", "label2id", "problem_type")})
@@ -154,34 +153,22 @@ def write_stock(model_folder: str, folder: Path, texts: Sequence[tuple[str, ...]
         state |= {f"{theirs}.{of}": weights[f"{name}.{of}"] for of in ("weight", "bias")}
     stock.load_state_dict(state)
     stock.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    batch = encode(texts)
-    with torch.no_grad():
-        return _difference(stock(**batch).logits.numpy(), model, batch)
+    inputs = _inputs(rows, len(rows))
+    return float(np.abs(_logits(stock, inputs) - _logits(model, inputs)).max())
 
 
-def _load(
-    folder: str, texts: Sequence[tuple[str, ...]]
-) -> tuple["TaskModel", Any, Callable[[Sequence[tuple[str, ...]]], Any]]:
-    """Returns the model, its tokenizer and a function that encodes rows as the model reads them."""
-    from finetune.heads.build import load_fine_tuned
-
-    model, tokenizer = load_fine_tuned(folder)
-    limit = model.config.tasks[0]["max_length"]
-
-    def encode(rows: Sequence[tuple[str, ...]]) -> Any:
-        columns = [list(column) for column in zip(*rows, strict=True)]
-        options: Any = {"truncation": True, "max_length": limit, "return_tensors": "pt"}
-        return tokenizer(*columns, padding=True, **options)
-
-    return model.eval(), tokenizer, encode
+def _inputs(rows: "Encoded", number: int) -> dict[str, Any]:
+    """Returns the model's inputs of the first rows, without their labels."""
+    batch = rows.batch(range(min(number, len(rows))))
+    return {name: tensor for name, tensor in batch.items() if name != "labels"}
 
 
-def _difference(found: "Array", model: Any, batch: Any) -> float:
+def _logits(model: Any, inputs: dict[str, Any]) -> Array:
     import torch
 
     with torch.no_grad():
-        return float(np.abs(found - model(**batch).logits.numpy()).max())
+        logits: Array = model(**inputs).logits.numpy()
+    return logits
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ def fit_layer(task: Task, features: Array, examples: Sequence[Example], *, seed:
     """
     mean, spread = features.mean(axis=0, dtype=np.float64), features.std(axis=0, dtype=np.float64)
     scale = np.where(spread > DEAD * spread.max(), spread, np.inf)
-    scaled, units = (features - mean) / scale, units_of(examples)
+    scaled, units = (features - mean) / scale, [example.unit for example in examples]
     if task.is_regression:
         targets = np.array([example.label for example in examples]) / task.label_scale
         regression = RidgeCV(ALPHAS).fit(scaled, targets)
@@ -153,12 +153,6 @@ def set_layer(model: TaskModel, task: int, layer: Layer) -> None:
         model.get_parameter(f"classifiers.{task}.bias").copy_(bias)
 
 
-def units_of(examples: Sequence[Example]) -> Array:
-    """Returns the number of each row's unit: rows of one passage are not to be in two folds."""
-    names = [example.passage or example.id for example in examples]
-    return np.unique(names, return_inverse=True)[1]
-
-
 def log_likelihood(classifier: Any, features: Any, labels: Array) -> float:
     """Returns the mean log-probability of the labels; classes that the classifier has not seen do not count."""
     known = np.isin(labels, classifier.classes_)
@@ -170,15 +164,16 @@ def log_likelihood(classifier: Any, features: Any, labels: Array) -> float:
 
 
 def fit_classifier(
-    features: Any, labels: Array, seed: int, units: Array, words: Pipeline | None = None
+    features: Any, labels: Array, seed: int, units: Sequence[str], words: Pipeline | None = None
 ) -> Any:
     """Returns a logistic regression, whose C cross-validation picks by the likelihood.
 
-    If all labels (N,) are alike, it always predicts that one. Rows of one unit are in one fold. A class of one row is
+    If all labels (N,) are alike, it always predicts that one. A class of one row is
     no hindrance: where the others have not seen it, it does not count.
 
     Args:
         features: (N, F), or texts (N, fields) for `words`.
+        units: name of each row's passage: its rows are not to be in two folds.
         words: a pipeline that ends with the classifier; its n-grams are picked, too.
     """
     if len(np.unique(labels)) == 1:
@@ -192,12 +187,13 @@ def fit_classifier(
             for most in (1, 2)
         ]
     tuning = np.random.default_rng(seed).permutation(len(labels))[:TUNING_ROWS]
-    folds = min(FOLDS, len(np.unique(units[tuning])), int(np.bincount(labels[tuning]).max()))
+    groups = np.array(units)[tuning]
+    folds = min(FOLDS, len(np.unique(groups)), int(np.bincount(labels[tuning]).max()))
     if folds > 1:
         splitter = StratifiedGroupKFold(folds, shuffle=True, random_state=seed)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about classes that are not in all folds
-            pairs = list(splitter.split(tuning, labels[tuning], units[tuning]))
+            pairs = list(splitter.split(tuning, labels[tuning], groups))
         splits = [
             (train, test)
             for train, test in pairs
@@ -245,7 +241,8 @@ def _fit_words(task: Task, texts: Array, examples: Sequence[Example], *, seed: i
         ridge = Pipeline([words, ("regression", RidgeCV(ALPHAS))])
         return ridge.fit(texts, labels / task.label_scale)
     pipeline = Pipeline([words, ("classifier", LogisticRegression(max_iter=2000))])
-    return fit_classifier(texts, labels.astype(int), seed, units_of(examples), pipeline)
+    units = [example.unit for example in examples]
+    return fit_classifier(texts, labels.astype(int), seed, units, pipeline)
 
 
 def _word_outputs(task: Task, fitted: Any, texts: Array) -> Array:

@@ -66,14 +66,6 @@ def names_of(task: Task, values: Array) -> list[str | None]:
     return names
 
 
-def choose_answers(outputs: Array, groups: Sequence[str]) -> dict[str, int]:
-    """Returns the row of each group whose class 1 is the most likely by the outputs (N, 2).
-
-    In ReCoRD it is the entity chosen for a query.
-    """
-    return dict(pd.Series(outputs[:, 1] - outputs[:, 0]).groupby(groups, sort=False).idxmax())
-
-
 def score_predictions(task: Task, predictions: Mapping[str, Array]) -> dict[str, float]:
     """Returns all metrics of the task, the main one first.
 
@@ -151,7 +143,8 @@ def _record(predictions: Mapping[str, Array], match: Callable[[str, str], float]
     for row in np.flatnonzero(predictions["labels"] == 1):
         right[groups[row]].append(_normalised(answers[row]))
     matches = []
-    for group, chosen_row in choose_answers(predictions["logits"], groups).items():
+    margins = pd.Series(predictions["logits"][:, 1] - predictions["logits"][:, 0])
+    for group, chosen_row in margins.groupby(groups, sort=False).idxmax().items():
         chosen = _normalised(answers[chosen_row])
         matches.append(max((match(chosen, gold) for gold in right[group]), default=0.0))
     return np.array(matches, dtype=float)

@@ -9,7 +9,7 @@ from typing import Any
 
 from finetune.settings import OwnDataSettings
 from finetune.subsets import hold_out, missing_classes, strata
-from finetune.tasks import OWN_METRICS, Example, Task, TaskData, passage_id
+from finetune.tasks import OWN_METRICS, Example, Task, TaskData, first_of, passage_id
 from multicls.console import count
 from multicls.errors import UserError, did_you_mean
 from multicls.labels import (
@@ -25,7 +25,6 @@ from multicls.labels import (
 )
 from multicls.tables import RawRows, Row, read_table
 
-SHOWN = 10  # labels in a note
 LARGEST_UNIT = 0.5  # share of the rows that equal texts may join; above it, they are common phrases
 
 Splits = dict[str, RawRows]
@@ -245,8 +244,8 @@ def _without_dev(
 ) -> tuple[dict[str, list[Example]], list[str]]:
     """Returns the examples with a share of train as dev, and a note."""
     train = examples["train"]
-    units = [row.passage or row.id for row in train]
-    dev = hold_out(dict(enumerate(zip(strata(task, train), units, strict=True))), share, "dev")
+    units = zip(strata(task, train), (row.unit for row in train), strict=True)
+    dev = hold_out(dict(enumerate(units)), share, "dev")
     note = f"dev is {len(dev)} of the {count(len(train), 'training row')} (dev_share {share:g})"
     rest = [row for number, row in enumerate(train) if number not in dev]
     return {**examples, "train": rest, "dev": [train[row] for row in sorted(dev)]}, [note]
@@ -277,8 +276,7 @@ def _note(task: Task) -> str:
     if task.is_regression:
         return f"labels are scores: a regression, trained on label/{task.label_scale:g}"
     what = "labels, any number a row" if task.multi_label else "classes"
-    more = f", ... ({len(task.labels) - SHOWN} more)" if len(task.labels) > SHOWN else ""
-    note = f"{len(task.labels):,} {what}: {', '.join(task.labels[:SHOWN])}{more}"
+    note = f"{len(task.labels):,} {what}: {first_of(task.labels)}"
     if all(label.isdecimal() for label in task.labels):
         note += " (whole numbers are classes; --label_type score makes them scores)"
     return note + (f"; f1 is that of {task.labels[1]!r}" if "f1" in task.metrics else "")

@@ -57,15 +57,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     fields = options.text_column.split(",") if options.text_column else task.fields
     if len(fields) != len(task.fields):
         raise UserError(f"--text_column: the model reads {count(len(task.fields), 'text')} a row.")
+    examples = read_examples(task, rows, fields)
+    thresholds = read_json(Path(options.model) / "config.json").get("thresholds") or [[]]
+    answers = answers_of(task, predict(options.model, index, task, examples), thresholds[index])
+    write_rows(output, rows, answers.set_axis([row.place for row in examples]))
+    print_summary([("labelled", count(len(examples), "row")), ("written", output)])
+    return 0
+
+
+def read_examples(task: Task, rows: RawRows, fields: Sequence[str]) -> list[Example]:
+    """Returns the rows that have a text in each of the columns `fields`, and prints notes on the others."""
     full, notes = with_texts(rows, find_columns(*rows[0], [fields]), "row")
     for note in notes:
         print_line(f"note: {note}")
-    examples = [example_of(task, fields, row, where, where) for where, row in full]
-    thresholds = read_json(Path(options.model) / "config.json").get("thresholds") or [[]]
-    answers = answers_of(task, predict(options.model, index, task, examples), thresholds[index])
-    write_rows(output, rows, answers.set_axis([where for where, _ in full]))
-    print_summary([("labelled", count(len(full), "row")), ("written", output)])
-    return 0
+    return [example_of(task, fields, row, where, where) for where, row in full]
 
 
 def predict_command(model: Path, description: Any, joint: bool, rows: str = "ROWS.csv") -> str:

@@ -5,12 +5,11 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from finetune.tasks import Example, Task, TaskData
+from finetune.tasks import Example, Task, TaskData, first_of
 from multicls.console import count
 from multicls.errors import UserError
 
 HOLDOUT = 0.2  # share of the subset in the validation split
-SHOWN = 10  # classes in a note
 
 
 def select_rows(data: TaskData, size: int | str, subset: int, holdout: bool) -> TaskData:
@@ -30,11 +29,8 @@ def select_rows(data: TaskData, size: int | str, subset: int, holdout: bool) -> 
     held = set[int]()
     if holdout:
         drawn = [data.train[row] for row in rows]
-        units = [example.passage or example.id for example in drawn]
-        classes = strata(data.task, drawn)
-        held = hold_out(
-            dict(zip(rows, zip(classes, units, strict=True), strict=True)), HOLDOUT, subset
-        )
+        units = zip(strata(data.task, drawn), (row.unit for row in drawn), strict=True)
+        held = hold_out(dict(zip(rows, units, strict=True)), HOLDOUT, subset)
     train = [data.train[row] for row in rows if row not in held]
     validation = [data.train[row] for row in rows if row in held]
     notes = list(data.notes)
@@ -95,10 +91,8 @@ def missing_classes(
             present = {int(row.label) for row in rows}
         lacks = [label for n, label in enumerate(task.labels) if n not in present]
         if lacks:
-            more = f", ... ({len(lacks) - SHOWN} more)" if len(lacks) > SHOWN else ""
-            notes.append(
-                f"{name} has no row of {len(lacks)} of {len(task.labels)} classes: {', '.join(lacks[:SHOWN])}{more}"
-            )
+            number = f"{len(lacks)} of {len(task.labels)} classes"
+            notes.append(f"{name} has no row of {number}: {first_of(lacks)}")
     return notes
 
 

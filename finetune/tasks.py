@@ -82,6 +82,11 @@ class Example:
     passage: str = ""  # identity of the text (`Task.passage`) or group that examples share
     place: str = ""  # "FILE:LINE" of own rows
 
+    @property
+    def unit(self) -> str:
+        """Name of what stays together where rows are divided: the passage, or the row itself."""
+        return self.passage or self.id
+
 
 @dataclass(frozen=True)
 class TaskData:
@@ -130,6 +135,12 @@ def example_arrays(examples: Sequence[Example], outputs: Array) -> dict[str, Arr
         arrays[f"{name}s"] = np.array(values, dtype=object)
     arrays["texts"] = np.array(["\n".join(example.texts) for example in examples], dtype=object)
     return arrays
+
+
+def first_of(names: Sequence[str], shown: int = 10) -> str:
+    """Returns the first names of a list, and how many more there are."""
+    more = f", ... ({len(names) - shown} more)" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more
 
 
 def passage_id(text: str) -> str:
