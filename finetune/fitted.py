@@ -189,20 +189,23 @@ def fit_classifier(
     tuning = np.random.default_rng(seed).permutation(len(labels))[:TUNING_ROWS]
     groups = np.array(units)[tuning]
     folds = min(FOLDS, len(np.unique(groups)), int(np.bincount(labels[tuning]).max()))
-    if folds > 1:
-        splitter = StratifiedGroupKFold(folds, shuffle=True, random_state=seed)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about classes that are not in all folds
-            pairs = list(splitter.split(tuning, labels[tuning], groups))
-        splits = [
-            (train, test)
-            for train, test in pairs
-            if len(test) and len(np.unique(labels[tuning][train])) > 1
-        ]
-        search = GridSearchCV(estimator, options, scoring=log_likelihood, cv=splits, refit=False)
+    with warnings.catch_warnings():
+        for about in ("The least populated class", "The number of unique classes"):
+            warnings.filterwarnings("ignore", about)  # few rows a class are usual here
+        splits = list[tuple[Array, Array]]()
+        if folds > 1:
+            splitter = StratifiedGroupKFold(folds, shuffle=True, random_state=seed)
+            splits = [
+                (train, test)
+                for train, test in splitter.split(tuning, labels[tuning], groups)
+                if len(test) and len(np.unique(labels[tuning][train])) > 1
+            ]
         if splits:
+            search = GridSearchCV(
+                estimator, options, scoring=log_likelihood, cv=splits, refit=False
+            )
             estimator.set_params(**search.fit(features[tuning], labels[tuning]).best_params_)
-    estimator.fit(features, labels)
+        estimator.fit(features, labels)
     return estimator if words else estimator.named_steps["classifier"]
 
 

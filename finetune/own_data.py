@@ -89,14 +89,15 @@ def _read_splits(own: OwnDataSettings) -> tuple[Splits, Names, list[str]]:
         rows, more = with_texts(rows, groups[0], f"{split} row")
         notes += more
         labelled = [(where, row) for where, row in rows if not _is_empty(row.get(own.label_column))]
-        if own.unlabelled == "drop" and len(labelled) < len(rows):
-            notes.append(
-                f"{count(len(rows) - len(labelled), f'{split} row')} without a label left out"
-            )
-            rows = labelled
-        if not rows:
+        if len(labelled) < len(rows):
+            without = f"{count(len(rows) - len(labelled), f'{split} row')} without a label"
+            first = next(where for where, row in rows if _is_empty(row.get(own.label_column)))
+            if own.unlabelled == "refuse":
+                raise UserError(f"{first}: {without}. Label them, or set --unlabelled drop.")
+            notes.append(f"{without} left out, the first: {first}")
+        if not labelled:
             raise UserError(f"{split} rows: none has a label.")
-        kept[split] = [(where, _with_labels(own, row, where)) for where, row in rows]
+        kept[split] = [(where, _with_labels(own, row, where)) for where, row in labelled]
     return kept, groups[0], notes
 
 

@@ -189,7 +189,7 @@ def finished_record(settings: RunSettings, identity: Record | None = None) -> Re
         return None
     if identity is not None and (changes := differences(record, identity)):
         raise UserError(
-            f"{record['path']}: holds another run ({in_words(changes)}); set another --name or --output_dir."
+            f"{record['path']}: holds another run ({in_words(changes)}); set another --output_dir."
         )
     lacks_model = settings.save_model and not (settings.folder / "model").is_dir()
     return None if lacks_model else record

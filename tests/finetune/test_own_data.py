@@ -177,14 +177,17 @@ def test_labels_in_one_cell_and_rows_without_a_label(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"t.csv:6: the label is .*, a list as text. Set --label_sep"
     ):
-        load_own(OwnDataSettings(train_file=file, dev_file=file))
-    with pytest.raises(UserError, match=r"t.csv:4: the label is"):
+        load_own(OwnDataSettings(train_file=file, dev_file=file, unlabelled="drop"))
+    with pytest.raises(UserError, match=r"t.csv:4: 1 train row without a label.*unlabelled drop"):
         load_own(OwnDataSettings(train_file=file, dev_file=file, label_separator=","))
     own = OwnDataSettings(
         train_file=file, dev_file=file, label_separator=";", unlabelled="drop", label_type="auto"
     )
     data = load_own(own)
-    assert "1 train row without a label left out" in data.notes and len(data.train) == 4
+    assert (
+        f"1 train row without a label left out, the first: {file}:4" in data.notes
+        and len(data.train) == 4
+    )
     commas = write_rows(tmp_path / "c.csv", labelled("a,b", "b", "['a', 'b']"))
     data = load_own(OwnDataSettings(train_file=commas, dev_file=commas, label_separator=","))
     assert [row.labels for row in data.train] == [(1.0, 1.0), (0.0, 1.0), (1.0, 1.0)]
@@ -236,8 +239,12 @@ TWO = [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}]
         ([{"text": "a", "Label": ""}], {}, "Did you mean 'Label'? Name it by --label_column"),
         (labelled(*range(11)), {"dev": labelled(12)}, "each row has another label (0, 1, 10, ...)"),
         (labelled("x", "x"), {}, "t.jsonl: all labels are alike"),
-        ([*TWO, {"text": "c", "label": ""}], {}, "t.jsonl:3: the label is ''; it must be a"),
-        ([*TWO, {"text": "c"}], {}, "t.jsonl:3: the label is None"),
+        (
+            [*TWO, {"text": "c", "label": ""}],
+            {},
+            "t.jsonl:3: 1 train row without a label. Label them, or",
+        ),
+        ([*TWO, {"text": "c"}], {}, "t.jsonl:3: 1 train row without a label"),
         (labelled(1.5, 2, "nan"), {}, "t.jsonl:3: label 'nan' is not a finite number"),
         (labelled(1, 2, "a"), {"label_type": "score"}, "label 'a' is not a finite number"),
         (labelled(["a"], ["b"]), {"label_type": "class"}, "label is ['a']; it must be a label"),
