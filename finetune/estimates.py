@@ -70,9 +70,8 @@ class Estimate:
     error: float
     low: float
     high: float
-    units: (
-        pd.Series
-    )  # mean of each replicate, by its weights and its first and last training subset
+    units: Array  # mean of each replicate, (R,)
+    keys: list[tuple[str, int, int]]  # weights, first and last training subset of each
     rows: Array  # effects of the rows (G, R) of each replicate; see `row_effects`
     kind: str  # key of `UNITS`
 
@@ -85,20 +84,20 @@ def summarise(runs: pd.DataFrame) -> Estimate:
     unit = next((name for name in UNITS if runs[name].nunique() > 1), "seed")
     is_one_checkpoint = unit == "pretraining" and runs["weights_sha256"].nunique() == 1
     replicates = runs.groupby(unit)
-    weights = replicates["weights_sha256"].agg(lambda hashes: hashes.iloc[0])
-    subsets = replicates["subset"].agg(["min", "max"])
-    index = pd.MultiIndex.from_arrays([weights, subsets["min"], subsets["max"]])
-    units = replicates["score"].mean().set_axis(index)
+    units, subsets = replicates["score"].mean().to_numpy(), replicates["subset"]
+    weights = replicates["weights_sha256"].first()
+    keys = list(zip(weights, subsets.min(), subsets.max(), strict=True))
     rows = np.zeros((0, len(units)))
     if "effects" in runs and len({len(effects) for effects in runs["effects"]}) == 1:
         rows = np.stack([np.mean(list(of_unit["effects"]), axis=0) for _, of_unit in replicates], 1)
-    mean, error = float(units.mean()), float(units.sem())
+    mean = float(units.mean())
+    error = float(units.std(ddof=1)) / math.sqrt(len(units)) if len(units) > 1 else math.nan
     half = math.nan
     if error > NOTHING:
         half = _uncertainty(error, len(units) - 1, shared_variance(rows), rows).half_width(0.975)
     # One checkpoint may be numbered so that it pairs with several.
     kind = "subset" if is_one_checkpoint else unit
-    return Estimate(mean, error, mean - half, mean + half, units, rows, kind)
+    return Estimate(mean, error, mean - half, mean + half, units, keys, rows, kind)
 
 
 def shared_variance(rows: Array) -> float:
@@ -178,9 +177,9 @@ def compare(first: Estimate, second: Estimate) -> Comparison:
     Otherwise the variances of the replicates add up, as in Welch's test.
     """
     same_rows = len(first.rows) == len(second.rows)
-    if places := _pairs(first.units.index, second.units.index):
+    if places := _pairs(first.keys, second.keys):
         here, there = map(list, zip(*places, strict=True))
-        gaps = first.units.to_numpy()[here] - second.units.to_numpy()[there]
+        gaps = first.units[here] - second.units[there]
         variance, freedom = float(gaps.var(ddof=1)) / len(gaps), float(len(gaps) - 1)
         of_rows = shared_variance(first.rows[:, here] - second.rows[:, there]) if same_rows else 0.0
         difference = float(gaps.mean())
@@ -199,15 +198,13 @@ def compare(first: Estimate, second: Estimate) -> Comparison:
     return Comparison(difference, bool(places), uncertainty)
 
 
-def _pairs(first: pd.MultiIndex, second: pd.MultiIndex) -> list[tuple[int, int]]:
+def _pairs(first: Sequence[Any], second: Sequence[Any]) -> list[tuple[int, int]]:
     """Returns the positions of replicates with the same checkpoint and subsets, or else with the same subsets."""
-    for levels in ([0, 1, 2], [1, 2]):
-        keys = [
-            [tuple(key[level] for level in levels) for key in index] for index in (first, second)
-        ]
-        shared = [key for key in keys[0] if key in keys[1]]
-        if all(len(set(of)) == len(of) for of in keys) and len(shared) > 1:
-            return [(keys[0].index(key), keys[1].index(key)) for key in shared]
+    for start in (0, 1):
+        here, there = ([key[start:] for key in keys] for keys in (first, second))
+        shared = [key for key in here if key in there]
+        if len(set(here)) == len(here) and len(set(there)) == len(there) and len(shared) > 1:
+            return [(here.index(key), there.index(key)) for key in shared]
     return []
 
 

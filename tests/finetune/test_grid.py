@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -292,8 +291,9 @@ def test_own_rows_with_a_test_file_and_the_best_model(
     assert all("test" in splits for splits in runs["splits"])
     before = records(tmp_path)
     capsys.readouterr()
-    commands = [begin([*flags, *own, "--save_best"], SLURM_ARRAY_TASK_ID=n) for n in ("", "1")]
-    assert [command.wait() for command in commands] == [0, 0], "they wait for each other"
+    element = begin([*flags, *own, "--save_best"], SLURM_ARRAY_TASK_ID="1")
+    until(lambda: lock_holder(tmp_path / "results/best/train") or element.poll() is not None)
+    assert main([*flags, *own, "--save_best"]) == element.wait() == 0, "they wait for each other"
     assert records(tmp_path) == before, "scored runs stay as they were"
     folder = tmp_path / "results" / "best" / "train"
     seen = read_json(folder / "refit.json")
@@ -317,8 +317,7 @@ KILLS = int(os.environ.get("MULTICLS_KILLS", "2"))  # more take minutes
 
 def begin(flags: list[str], **variables: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, str(REPOSITORY / "finetune" / "grid.py"), *flags]
-    set_variables = {name: value for name, value in variables.items() if value}
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | set_variables
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
     return subprocess.Popen(command, cwd=REPOSITORY, env=environment, start_new_session=True)
 
 
@@ -335,7 +334,10 @@ def outputs(folder: Path) -> Any:
 
 @pytest.mark.slow
 def test_kills_lose_no_run_and_alter_no_number(tiny_bert: Path, glue: Path, tmp_path: Path) -> None:
-    """A helper and a command are killed in turn, at random moments; then two commands share the rest."""
+    """A helper and a command are killed in turn, at random moments; then two commands share the rest.
+
+    The helpers of a killed command end, too.
+    """
     draw, many = random.Random(KILLS), KILLS > 9
     train = {"max_steps": 200 if many else 30, "eval_every": 10, "checkpoint_minutes": 1e-3}
     changes: dict[str, Any] = {
@@ -351,12 +353,13 @@ def test_kills_lose_no_run_and_alter_no_number(tiny_bert: Path, glue: Path, tmp_
     for number in range(KILLS):
         until(partial(at_work, command, rough))
         time.sleep(draw.uniform(0, 3 if many else 0.5))
+        helpers = children(command.pid)
         if number % 2 == 0 and command.poll() is None:
-            os.kill(max(children(command.pid)), signal.SIGKILL)
+            os.kill(max(helpers), signal.SIGKILL)
         else:
-            with suppress(ProcessLookupError):  # it has ended
-                os.killpg(command.pid, signal.SIGKILL)
+            command.kill()
             command.wait()
+            until(partial(have_ended, helpers))
             command = begin([*flags, "--jobs", "2"] if number + 1 < KILLS else flags)
         before, finished = finished, records(rough)
         assert before.items() <= finished.items(), "a finished run was done again"
@@ -369,17 +372,11 @@ def test_kills_lose_no_run_and_alter_no_number(tiny_bert: Path, glue: Path, tmp_
     assert tables[0].equals(tables[1])
 
 
+def have_ended(processes: list[int]) -> bool:
+    return not any(Path(f"/proc/{process}").exists() for process in processes)
+
+
 def at_work(command: subprocess.Popen[bytes], folder: Path) -> bool:
     """Returns True if a process works on a run or the command has ended."""
     locks = folder.rglob(".lock")
     return command.poll() is not None or any(lock_holder(path.parent) for path in locks)
-
-
-@pytest.mark.slow
-def test_helpers_end_with_the_command(tiny_bert: Path, glue: Path, tmp_path: Path) -> None:
-    process = begin(start(tmp_path, tiny_bert, glue, "--jobs", "2", seeds=list(range(1, 60))))
-    until(lambda: any(tmp_path.rglob("*.log")))
-    helpers = children(process.pid)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    until(lambda: not any(Path(f"/proc/{helper}").exists() for helper in helpers))

@@ -128,7 +128,7 @@ def test_the_card_of_a_saved_model(tune: Tune, tiny_bert: Path, tmp_path: Path) 
 def test_fitted_heads(tiny_multicls: Path, glue: Path, tmp_path: Path) -> None:
     """`probe` on each pooling, `tfidf` without a model; words decide the label, so both must find it."""
     fitted: dict[str, Any] = {"train__learning_rate": "", "train_size": 60, "selection": "holdout"}
-    for pooling in ("cls", "mean", "multicls", "facets", "mean_topics"):
+    for pooling in ("cls", "facets", "mean_topics"):
         values = fitted | {"head": "probe", "pooling": pooling, "save_model": True}
         record = finetune(tiny_multicls, glue, tmp_path, **values)
         assert score_of(record) > 0.9 and "history" not in record
@@ -146,7 +146,7 @@ def test_fitted_heads(tiny_multicls: Path, glue: Path, tmp_path: Path) -> None:
 def test_fitted_heads_learn_beside_a_class_of_one_row_and_from_one_class(labels: list[int]) -> None:
     """C is chosen also beside a class of one row."""
     features = np.eye(3)[labels] + np.random.default_rng(0).normal(0, 0.3, (21, 3))
-    classifier = fit_classifier(features, np.array(labels), 1, np.arange(21))
+    classifier = fit_classifier(features, np.array(labels), 1, list(map(str, range(21))))
     assert classifier.predict(features)[:20].tolist() == labels[:20]
     assert len(set(labels)) == 1 or classifier.C != 1.0
 
@@ -161,9 +161,9 @@ def test_a_probe_is_a_linear_layer() -> None:
         rows = [Example(f"{n}", ("",), float(label)) for n, label in enumerate(labels)]
         outputs = apply_layer(fit_layer(four, features, rows, seed=1), features)
         scaled = StandardScaler().fit_transform(features)
-        reference = fit_classifier(scaled, labels, 1, np.arange(60)).predict_proba(scaled)
-        found = softmax(outputs.astype(float), axis=1)
-        np.testing.assert_allclose(found[:, :classes], reference, atol=1e-5)
+        reference = fit_classifier(scaled, labels, 1, [row.id for row in rows])
+        found, expected = softmax(outputs.astype(float), axis=1), reference.predict_proba(scaled)
+        np.testing.assert_allclose(found[:, :classes], expected, atol=1e-5)
         assert found[:, classes:].max() < 1e-9
     dead = np.concatenate([features, draw.normal(0, 1e-30, (60, 1)), np.ones((60, 1))], axis=1)
     weight, bias = fit_layer(four, dead, rows, seed=1)
