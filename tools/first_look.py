@@ -111,6 +111,7 @@ def draw(path: Path, rows: Rows, losses: Sequence[dict[str, Any]]) -> None:
     title = f"Find the next passage among {CANDIDATES}"
     right.set(xticks=columns, ylabel="recall at 1, %", title=title)
     right.set_xticklabels([row[0] for row in rows])
+    right.set_visible(bool(rows))
     right.margins(y=0.2)
     right.legend(loc="upper right", ncols=2)
     figure.savefig(path, dpi=110)

@@ -1,6 +1,7 @@
 """The probe of a run: the same on any ranks and ZeRO stages, resumed, the best step kept, files that are no probe."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from pretrain.probing import TrainingProbe, build_probe, choose_rows
 from pretrain.settings import PretrainSettings
 from tests.encoders import WORDS as CORPUS_WORDS
 from tests.pretrain.conftest import Fork, logs, records
+from tools import first_look
 
 WORDS = ("river", "city", "music", "war", "church")
 
@@ -80,9 +82,12 @@ def test_the_same_on_any_ranks_and_stages(fork: Fork, rows: str, tmp_path: Path)
 
 
 def test_no_better_step_exports_the_model_before(
-    fork: Fork, tiny_bert: Path, tmp_path: Path
+    fork: Fork, tiny_bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It has no new facets, which would change the other embeddings, but the topics, also without the run's files."""
+    """It has no new facets, which would change the other embeddings, but the topics, also without the run's files.
+
+    first_look shows it without passages.
+    """
     rows, folder = str(tmp_path / "rows.jsonl"), tmp_path / "run"
     lines = [{"body": f"{WORDS[n % 2]} " * (3 + n % 5), "kind": WORDS[n % 2]} for n in range(60)]
     Path(rows).write_text("\n".join(map(json.dumps, lines)))
@@ -111,6 +116,16 @@ def test_no_better_step_exports_the_model_before(
     assert before["probe/mean"] == pytest.approx(np.nanmean(draws.values(plain["mean"])))
     topics = TopicTable(exported.config.vocab_size, 8)
     topics.load_state_dict(load_topics(folder))
+    assert first_look.main([str(folder)]) == 0
+    printed = capsys.readouterr().out
+    assert "has two passages of 40 tokens: no recall" in printed
+    assert re.search(r"mean over tokens +100.0 +100.0 +\+0.0 ", printed), "not the same mean"
+    assert re.search(r"mean and topics +nan +100.0", printed) and "facets" not in printed
+    assert (folder / "first_look.png").stat().st_size > 10_000
+    settings = folder / "settings.yaml"
+    settings.write_text(settings.read_text().replace(rows, "null"))
+    with pytest.raises(UserError, match="set --probe_file"):
+        first_look.main([str(folder)])
     shutil.rmtree(folder / "checkpoints")
     (folder / "topics.safetensors").unlink()
     assert torch.equal(exported(**inputs).topics, topics(inputs["input_ids"]))
