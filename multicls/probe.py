@@ -106,6 +106,34 @@ class Difference:
     high: float
 
 
+def interval(values: Array, reference: Array) -> Difference:
+    """Returns the mean difference of two embeddings' `Draws.values`, with its 95 % interval.
+
+    The interval is for new training rows and new scored rows of the same kind. Draws of one set of N rows overlap, so
+    their spread alone is far too small (Nadeau and Bengio, 2003). A value is taken as the sum of a part of its draw, a
+    part of its row and a rest. The variance of the rows' means, divided by N, is what other rows to score would change;
+    the variance of the draws' part, times 1 / J + n / (N - n), what other training rows would: J draws of n rows of N
+    share rows. tests/multicls/test_probe.py measures the coverage.
+    """
+    from scipy import stats
+
+    change = values - reference
+    scored = ~np.isnan(change)
+    draws, rows = change.shape
+    train = float((~scored).sum(axis=1).mean())
+    of_rows = np.nanmean(change[:, scored.any(axis=0)], axis=0)
+    of_draws = np.nanmean(change, axis=1)
+    rest = change[:, scored.any(axis=0)] - of_rows - of_draws[:, None] + of_draws.mean()
+    noise = np.nanvar(rest) + of_rows.var() * train / rows  # of a draw's mean, times its rows
+    variance = of_rows.var(ddof=1) / len(of_rows)
+    variance += max(0.0, of_draws.var(ddof=1) - noise / (rows - train)) * (
+        1 / draws + train / (rows - train)
+    )
+    mean = float(of_draws.mean())
+    half = float(stats.t.ppf(0.975, draws - 1)) * float(np.sqrt(variance))
+    return Difference(mean, mean - half, mean + half)
+
+
 @dataclass(frozen=True)
 class Draws:
     """The rows that each draw fits and scores, the same for all embeddings that are compared.
@@ -134,16 +162,22 @@ class Draws:
         """Returns how well each draw's linear model does on each row, (J, N); NaN on the draw's training rows.
 
         A row's value is 1 or 0 for a class; 1 - squared error / variance for a score, whose mean is R2; and for several
-        labels the row's label ranking average precision. The mean of a draw's values is its score.
+        labels the row's label ranking average precision. The mean of a draw's values is its score. The model has
+        standardised features and a ridge penalty that leave-one-out picks.
         """
+        from sklearn.linear_model import RidgeClassifierCV, RidgeCV
         from sklearn.metrics import label_ranking_average_precision_score
+        from sklearn.pipeline import make_pipeline
+        from sklearn.preprocessing import StandardScaler
 
         values = np.full((len(self.train), len(features)), np.nan)
         targets = self.targets
         features = _without_constants(features)
+        penalties = SCALES * features.shape[1]
+        ridge = RidgeClassifierCV(penalties) if self.kind == "class" else RidgeCV(penalties)
         for number, train in enumerate(self.train):
             rest = np.setdiff1d(np.arange(len(features)), train)
-            model = fit_probe(self.kind, features[train], targets[train])
+            model = make_pipeline(StandardScaler(), ridge).fit(features[train], targets[train])
             predicted = model.predict(features[rest])
             if self.kind == "class":
                 values[number, rest] = predicted == targets[rest]
@@ -157,9 +191,7 @@ class Draws:
                 ]
         return values
 
-    def difference(self, values: Array, reference: Array) -> Difference:
-        """Returns the mean difference of two embeddings' values with its 95 % interval; see `interval`."""
-        return interval(values, reference)
+    difference = staticmethod(interval)
 
 
 def targets_of(kind: LabelType, labels: Sequence[Any], classes: Sequence[str]) -> Array:
@@ -204,51 +236,8 @@ def draw_rows(
     return Draws(kind, targets, tuple(chosen))
 
 
-def fit_probe(kind: LabelType, features: Array, targets: Array) -> Any:
-    """Fits the linear model of all probes: standardised features and a ridge penalty that leave-one-out picks.
-
-    Returns:
-        A scikit-learn pipeline of `StandardScaler` and `RidgeClassifierCV`, or `RidgeCV` for scores and several labels.
-    """
-    from sklearn.linear_model import RidgeClassifierCV, RidgeCV
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import StandardScaler
-
-    ridge = RidgeClassifierCV if kind == "class" else RidgeCV
-    model = make_pipeline(StandardScaler(), ridge(SCALES * features.shape[1]))
-    return model.fit(features, targets)
-
-
 def _without_constants(features: Array) -> Array:
     """Returns the features without those that hardly vary: standardised, their rounding errors would be noise."""
     spread = features.std(axis=0)
     varies = spread > 1e-3 * np.median(spread)
     return features[:, varies] if varies.any() else features[:, :1]  # all are constant
-
-
-def interval(values: Array, reference: Array | None = None) -> Difference:
-    """Returns the mean of `Draws.values`, or of their difference to a reference, with its 95 % interval.
-
-    The interval is for new training rows and new scored rows of the same kind. Draws of one set of N rows overlap, so
-    their spread alone is far too small (Nadeau and Bengio, 2003). A value is taken as the sum of a part of its draw, a
-    part of its row and a rest. The variance of the rows' means, divided by N, is what other rows to score would change;
-    the variance of the draws' part, times 1 / J + n / (N - n), what other training rows would: J draws of n rows of N
-    share rows. tests/multicls/test_probe.py measures the coverage.
-    """
-    from scipy import stats
-
-    change = values if reference is None else values - reference
-    scored = ~np.isnan(change)
-    draws, rows = change.shape
-    train = float((~scored).sum(axis=1).mean())
-    of_rows = np.nanmean(change[:, scored.any(axis=0)], axis=0)
-    of_draws = np.nanmean(change, axis=1)
-    rest = change[:, scored.any(axis=0)] - of_rows - of_draws[:, None] + of_draws.mean()
-    noise = np.nanvar(rest) + of_rows.var() * train / rows  # of a draw's mean, times its rows
-    variance = of_rows.var(ddof=1) / len(of_rows)
-    variance += max(0.0, of_draws.var(ddof=1) - noise / (rows - train)) * (
-        1 / draws + train / (rows - train)
-    )
-    mean = float(of_draws.mean())
-    half = float(stats.t.ppf(0.975, draws - 1)) * float(np.sqrt(variance))
-    return Difference(mean, mean - half, mean + half)
