@@ -57,7 +57,7 @@ class ExampleStream:
         seed: Decides, together with epoch and index, everything about an example.
         split: Documents are assigned to the splits by the hash of their text.
         validation_fraction: Share of the documents in the validation split; above 0, at least one.
-        num_parts: P; 1 takes documents of one sentence.
+        num_parts: P.
         mlm_probability: Share of text tokens that are masked-LM targets.
         source_weights: How often an epoch shows each window of a source, on average; 1 for
             sources not named.
@@ -115,8 +115,8 @@ class ExampleStream:
             raise UserError(
                 f"{corpus.path}: the {self.num_documents} of its {corpus.num_documents} documents in the {split} split "
                 f"(validation_fraction = {validation_fraction}) give no example of {num_parts} parts; change the "
-                "fraction or source_weights, prepare more or longer documents (--documents blank_line divides a text "
-                "file), or, for masked-LM alone, set data.single_parts."
+                "fraction or source_weights, or prepare more or longer documents (--documents blank_line divides a "
+                "text file, --short_documents join joins short ones)."
             )
 
     def micro_batches(self, numbers: Sequence[int], size: int) -> dict[str, np.ndarray]:

@@ -41,8 +41,6 @@ def build(options: BuildOptions) -> None:
     model = options.tokenizer if is_model else "CHECKPOINT"
     command = ["python", "pretrain/run.py", "--model", model, "--corpus", options.output]
     command += ["--recipe", "own_text" if tokens < OWN_TEXT else "base"]
-    if corpus.manifest["sentences"] < 3 * documents:  # too few for three parts, on average
-        command += ["mlm_only", "--data.single_parts"]
     made = [("corpus", f"{options.output} ({size})"), *last_lines(corpus)]
     print_summary(made, "" if options.sample else shlex.join(command))
 

@@ -118,7 +118,7 @@ class ExampleOptions(CorpusOptions):
 
     seq_length: PositiveInt = Field(128, description="tokens of a sequence")
     num_facets: int = Field(5, ge=0, description="extra CLS tokens of a sequence")
-    num_parts: int = Field(3, ge=1, le=3, description="parts of an example; 1: single_parts")
+    num_parts: int = Field(3, ge=2, le=3, description="parts of an example; 2: pairs")
 
 
 class ShowOptions(ExampleOptions):

@@ -159,7 +159,9 @@ def stats(options: ExampleOptions) -> None:
         for _, source, document, text in drops.samples[reason][:3]:
             print(f"      {visible(f'{text} ({source}: {document})')[:110]}")
     if training.empty:
-        print(f"\nno example: no document has {options.num_parts} sentences; see --num_parts")
+        print(
+            f"\nno example: no document has {options.num_parts} sentences; prepare it with --short_documents join"
+        )
         return
     print(f"\n{training.to_string(float_format='{:.1%}'.format)}\n")
     hint = length_hint(training, lengths["tokens a sentence"])

@@ -40,9 +40,6 @@ class DataSettings(Settings):
 
     corpus: str = Field(description="the folder written by data_prep/run.py, or 'sample'")
     seq_length: int = Field(128, ge=16, description="L, tokens of a sequence with special ones")
-    single_parts: bool = Field(
-        False, description="examples of one part, for masked-LM alone on documents of one sentence"
-    )
     mlm_probability: float = Field(0.15, gt=0, lt=1, description="share of text tokens to predict")
     source_weights: dict[str, Annotated[float, Field(ge=0)]] = Field(
         {}, description="how often an epoch shows a source: '{\"books\": 2}'; 0: never; unset: 1"
@@ -210,19 +207,9 @@ class PretrainSettings(RecipeOptions):
     run: RunSettings = RunSettings()
     probe: ProbeSettings = ProbeSettings()
 
-    @model_validator(mode="after")
-    def _parts_for_the_objectives(self) -> Self:
-        if self.data.single_parts and (self.objective.so or self.objective.mcqt):
-            raise ValueError(
-                "data.single_parts: SO and MCQT need several parts; set them to 0, as the recipe mlm_only does"
-            )
-        return self
-
     @property
     def num_parts(self) -> int:
         """P, the consecutive sequences of an example."""
-        if self.data.single_parts:
-            return 1
         return 3 if self.model.hard_negatives else 2
 
     def with_values(self, **groups: dict[str, Any]) -> Self:

@@ -372,14 +372,6 @@ def test_bad_source_weights_are_refused_together(tmp_path: Path) -> None:
         ExampleStream(corpus, SPECIAL, **fixed(), source_weights={"wiki": 0, "books": 0})
 
 
-def test_single_parts_take_documents_of_one_sentence(tmp_path: Path) -> None:
-    corpus = corpus_of(tmp_path, text=[[20], [7, 9], [30] * 12])
-    single = ExampleStream(corpus, SPECIAL, **fixed(), num_parts=1)
-    assert rows_of(single) == {0, 1, 2}
-    assert single.micro_batches([0], 4)["input_ids"].shape == (1, 4, 64)
-    assert rows_of(ExampleStream(corpus, SPECIAL, **fixed())) == {2}
-
-
 @given(st.integers(1, 3000), st.integers(0, 2**64 - 1))
 @settings(max_examples=40, deadline=None)
 def test_permutations_are_one_to_one(size: int, key: int) -> None:

@@ -70,7 +70,6 @@ def test_base_is_the_paper_s() -> None:
         (["--global_batch_size", "64"], "set it to 60"),
         (["--train.lerning_rate", "1"], "'--train.learning_rate'?"),
         (["--data.source_weights", '{"wiki": -1}'], "source_weights"),
-        (["--data.single_parts"], "data.single_parts"),
         ([f"--objective.{name}=0" for name in ("mlm", "tfidf", "so", "mcqt")], "objective"),
         (["--epochs", "1", "--steps", "9"], "set one of epochs, steps and tokens"),
         (["--train.schedule", "wsd", "--train.decay_ratio", "1"], "more than the whole run"),
