@@ -21,7 +21,7 @@ import yaml
 from pydantic import Field
 
 from benchmarks.harness import Report
-from finetune.estimates import Comparison, choose_candidates
+from finetune.estimates import Comparison, choose_candidates, compare, holm
 from finetune.results import load_results
 from multicls.errors import UserError, run_command
 from multicls.files import atomic_write
@@ -66,13 +66,11 @@ def pretrain(plan: Mapping[str, Any], options: Options) -> list[str]:
 
 def add_answers(report: Report, runs: pd.DataFrame, questions: Mapping[str, list[str]]) -> None:
     """Adds the table of questions for each size: difference, interval, and p-value corrected for all of them."""
-    from finetune.estimates import averages, compare, holm, summarise
-    from finetune.report_tables import make_groups
+    from finetune.report_tables import average_groups, make_groups
 
-    means = averages(pd.concat(list(make_groups(runs)["runs"])))
     keys, tests = list[tuple[str, str]](), list[Comparison]()
-    for size, of_size in means.groupby("train_size"):
-        systems = {name: summarise(group) for name, group in of_size.groupby("system")}
+    for size, of_size in average_groups(make_groups(runs)).groupby("train_size"):
+        systems = dict(zip(of_size["system"], of_size["estimate"], strict=True))
         for question, (first, second) in questions.items():
             keys.append((str(size), question))
             tests.append(compare(systems[first], systems[second]))

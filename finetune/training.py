@@ -31,7 +31,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 from finetune.encoding import Encoded
 from finetune.heads.modeling_task import IGNORE_INDEX, TaskModel, loss_sum, problem_type_of
 from finetune.metrics import score_predictions
-from finetune.results import differences, in_words
+from finetune.results import FORMAT, differences, in_words
 from finetune.settings import TRAINER_ARGUMENTS, RunSettings
 from finetune.tasks import Array, example_arrays
 from multicls.console import Progress, print_line
@@ -41,7 +41,7 @@ from multicls.errors import UserError, first_line
 from multicls.files import read_json, write_json
 from multicls.optim import choose_precision, dropout_seed
 
-BEST = "best.pt"  # in a checkpoint: the best evaluation so far, and the seconds of training
+BEST = "best.pt"  # in a checkpoint: the best evaluation, the history and the seconds of training
 RUN = "run.json"  # in a checkpoint, written last: the identity of its run
 
 
@@ -188,8 +188,8 @@ class TaskTrainer(Trainer):
         precision, batch_size = settings.train.precision, arguments.per_device_eval_batch_size
         self._predict = partial(predict_rows, model, precision=precision, batch_size=batch_size)
         self.splits = [dict(list(splits.items())[1:]) for splits in tasks]  # the first picks
-        self.identity = {**identity, "ranks": self.sampler.world_size}
-        self.picks, self.best = picks, {}
+        self.identity = {**identity, "ranks": self.sampler.world_size, "format": FORMAT}
+        self.picks, self.best, self.history = picks, {}, list[dict[str, float]]()
         self._task, self._saved = 0, time.monotonic()  # task of the batch
         self._began, self._seconds_before = time.monotonic(), 0.0  # of the run, before it resumed
         super().__init__(
@@ -231,17 +231,19 @@ class TaskTrainer(Trainer):
         Raises:
             UserError: The loss is not finite.
         """
-        loss = self._checked_loss()
-        metrics = {"eval_train_loss": loss}
+        entry = {"step": self.state.global_step, "loss": self._checked_loss()}
+        metrics = {"eval_train_loss": entry["loss"]}
         if self.picks:
             metrics |= self._score()
-        self._keep_best(metrics)
+            entry |= {"score": metrics["eval_score"], "selection_loss": metrics["eval_loss"]}
+        self.history.append(entry)
+        self._keep_best(entry)
         self.log(metrics)
         self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         if self.is_world_process_zero():
-            score = f"  score {100 * metrics['eval_score']:.2f}" if self.picks else ""
+            score = f"  score {100 * entry['score']:.2f}" if self.picks else ""
             where = f"step {self.state.global_step}/{self.state.max_steps}"
-            print_line(f"{where}  loss {loss:.4f}{score}")
+            print_line(f"{where}  loss {entry['loss']:.4f}{score}")
         self._stop_or_save()
         return metrics
 
@@ -269,12 +271,12 @@ class TaskTrainer(Trainer):
             losses.append(float(loss) / len(rows))
         return metrics | {"eval_score": float(np.mean(scores)), "eval_loss": float(np.mean(losses))}
 
-    def _keep_best(self, metrics: Mapping[str, float]) -> None:
+    def _keep_best(self, entry: Mapping[str, float]) -> None:
         """Copies the weights if no evaluation before was better; without rows that pick, the last one is the best.
 
         Of equal scores the one with the lower loss on these rows is better: few rows have many ties.
         """
-        score, loss = metrics.get("eval_score", math.nan), metrics.get("eval_loss", math.nan)
+        score, loss = entry.get("score", math.nan), entry.get("selection_loss", math.nan)
         before = (self.best["score"], -self.best["loss"]) if self.best else None
         if self.picks and before is not None and (score, -loss) <= before:
             return
@@ -302,7 +304,8 @@ class TaskTrainer(Trainer):
         if dist.is_initialized():
             dist.barrier()
         if self.args.should_save:
-            torch.save(self.best | {"seconds": self._seconds()}, folder / BEST)
+            run = {"history": self.history, "seconds": self._seconds()}
+            torch.save(self.best | run, folder / BEST)
             write_json(folder / RUN, self.identity)
             for path in set(output.glob("checkpoint-*")) - {folder}:
                 shutil.rmtree(path)
@@ -350,6 +353,7 @@ class TaskTrainer(Trainer):
             if newest := on_rank_0(self._newest_checkpoint):
                 self.best = torch.load(newest / BEST, weights_only=True)
                 self._seconds_before = self.best.pop("seconds")
+                self.history = self.best.pop("history")
                 self._bar.update(_step_of(newest) * self.sampler.accumulation)
                 if self.is_deepspeed_enabled:
                     stack.enter_context(safe_unpickling(newest))
@@ -361,15 +365,8 @@ class TaskTrainer(Trainer):
             {name: self._predict(rows, number) for name, rows in splits.items()}
             for number, splits in enumerate(self.splits)
         ]
-        names = {"step": "step", "loss": "eval_train_loss", "score": "eval_score"}
-        names |= {"selection_loss": "eval_loss"}
-        history = [
-            {name: entry[key] for name, key in names.items() if key in entry}
-            for entry in self.state.log_history
-            if "eval_train_loss" in entry
-        ]
         return outputs, {
-            "history": history,
+            "history": self.history,
             "best_step": self.best["step"],
             "steps": self.state.global_step,
             "seconds": round(self._seconds(), 3),
