@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -80,17 +80,6 @@ class Encoded:
                     lengths[row] = len(tokens)
         return lengths
 
-    def note_on_cuts(self, what: str) -> list[str]:
-        """Returns a note if rows, named by the noun `what`, were longer than `max_length`; else none."""
-        limit, lengths = self.task.max_length, self.whole_lengths
-        if not (cut := sum(length > limit for length in lengths)):
-            return []
-        enough = int(np.quantile(lengths, 0.95, method="higher"))
-        return [
-            f"{cut} of {count(len(lengths), what)} are longer than {limit} tokens and lose their end; 95 % fit into "
-            f"{max(enough, limit)} (--max_length)"
-        ]
-
     def batch(self, rows: Sequence[int]) -> dict[str, Tensor]:
         """Returns the inputs and labels of B rows, by their indices.
 
@@ -108,6 +97,23 @@ class Encoded:
             spans = pad_sequence([self.spans[row].T for row in rows], batch_first=True)
             inputs["spans"] = spans.transpose(1, 2)
         return inputs | {"labels": self.labels[list(rows)]}
+
+
+def notes_on_cuts(splits: Mapping[str, Encoded]) -> list[str]:
+    """Returns a note if rows of the splits of a task were longer than `max_length`; else none."""
+    limit, cuts, lengths = 0, list[str](), list[int]()
+    for name, rows in splits.items():
+        limit = rows.task.max_length
+        lengths += rows.whole_lengths
+        if cut := sum(length > limit for length in rows.whole_lengths):
+            cuts.append(f"{cut} of {count(len(rows), f'{name} row'.strip())}")
+    if not cuts:
+        return []
+    enough = max(limit, int(np.quantile(lengths, 0.95, method="higher")))
+    return [
+        f"{', '.join(cuts)} are longer than {limit} tokens and lose their end; 95 % of all rows fit into {enough} "
+        "(--max_length)"
+    ]
 
 
 def _targets(task: Task, examples: Sequence[Example]) -> Tensor:

@@ -110,13 +110,13 @@ def find_task(folder: str, name: str | None = None) -> tuple[int, Task]:
 
 def predict(folder: str, index: int, task: Task, examples: Sequence[Example]) -> Array:
     """Returns the outputs (N, C) of the saved model for examples of its task number `index`."""
-    from finetune.encoding import Encoded
+    from finetune.encoding import Encoded, notes_on_cuts
     from finetune.heads.build import load_fine_tuned
     from finetune.training import predict_rows
 
     model, tokenizer = load_fine_tuned(folder)
     rows = Encoded(task, examples, tokenizer)
-    for note in rows.note_on_cuts("row"):
+    for note in notes_on_cuts({"": rows}):
         print_line(f"note: {note}")
     return predict_rows(model, rows, index)
 

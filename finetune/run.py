@@ -87,13 +87,12 @@ def run_finetune(settings: RunSettings) -> Record:
     return record
 
 
-def _print_notes(notes: Sequence[str]) -> None:
-    """Prints notes that this process has not printed yet: a grid has many runs on the same rows."""
-    if rank_and_world()[0] == 0:
-        for note in notes:
-            if note not in _printed:
-                print_line(f"note: {note}")
-        _printed.update(notes)
+def _print_notes(notes: Sequence[str], what: str = "") -> None:
+    """Prints notes that this process has not printed yet, or none on `what`: a grid has many runs on the same rows."""
+    for note in notes:
+        if (what or note) not in _printed and rank_and_world()[0] == 0:
+            print_line(f"note: {note}")
+        _printed.add(what or note)
 
 
 def _print_scores(record: Record) -> None:
@@ -172,7 +171,7 @@ def train_system(
         identity: all that decides the numbers; marks the checkpoints in `folder`.
         picks: False: no rows pick the weights, the last ones count.
     """
-    from finetune.encoding import Encoded
+    from finetune.encoding import Encoded, notes_on_cuts
     from finetune.fitted import fit_probe, fit_words, start_from_probe
     from finetune.training import TaskTrainer
 
@@ -184,9 +183,9 @@ def train_system(
         for part in rows
     ]
     for part, splits in zip(rows, encoded, strict=True):
-        cuts = [note for name, of in splits.items() for note in of.note_on_cuts(f"{name} row")]
+        cuts = notes_on_cuts(splits)
         part.notes.extend(cuts)
-        _print_notes(cuts)
+        _print_notes(cuts, what=f"rows of {part.task.name} that are cut")
     if settings.head in FITTED:
         outputs = fit_probe(rows[0], model, encoded[0], settings.seed)
         return TrainedSystem(model, tokenizer, outputs, {})

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoTokenizer
 
 from finetune.benchmark_tasks import read_task
-from finetune.encoding import Encoded
+from finetune.encoding import Encoded, notes_on_cuts
 from finetune.heads.modeling_task import IGNORE_INDEX
 from finetune.tasks import TASKS, Example, Task
 from multicls.errors import UserError
@@ -157,7 +157,8 @@ def test_rows_that_lose_their_end_are_counted(tiny_bert: Path) -> None:
     rows = [Example(f"{n}", (" ".join(["bal"] * (n + 3)),), 0.0) for n in range(20)]
     encoded = Encoded(replace(TASKS["sst2"], max_length=10), rows, tokenizer)
     assert max(encoded.lengths) == 10 and encoded.whole_lengths == list(range(5, 25))
-    (note,) = encoded.note_on_cuts("train row")
-    assert note.startswith("14 of 20 train rows are longer than 10 tokens and lose their end; ")
-    assert "95 % fit into 24 (--max_length)" in note
-    assert not Encoded(replace(TASKS["sst2"], max_length=24), rows, tokenizer).note_on_cuts("row")
+    short = Encoded(encoded.task, rows[:2], tokenizer)
+    (note,) = notes_on_cuts({"train": encoded, "dev": encoded, "test": short})
+    cut = "14 of 20 train rows, 14 of 20 dev rows are longer than 10 tokens and lose their end; "
+    assert note == cut + "95 % of all rows fit into 23 (--max_length)"
+    assert not notes_on_cuts({"dev": short})
