@@ -279,9 +279,12 @@ def test_own_rows_with_a_test_file_and_the_best_model(
     systems = {"mean": {"head": "mean"}, "tfidf": {"head": "tfidf"}}
     systems |= {"probe": {"head": "probe", "pooling": "mean"}}
     changes = {"systems": systems, "tasks": [], "train_sizes": [20], "subsets": 2}
-    settings = GRID["settings"] | {"selection": "holdout"}
+    settings = GRID["settings"] | {"selection": "holdout", "max_length": 5}
     flags = start(tmp_path, tiny_bert, None, **changes, seeds=[1], settings=settings)
-    assert main([*flags, *own]) == 0
+    with mock.patch("finetune.run._printed", set()):
+        assert main([*flags, *own]) == 0
+    out = capsys.readouterr().out
+    assert out.count("lose their end") == out.count("2 classes: ") == 1, "said once a grid"
     runs = load_results(tmp_path / "results")
     assert set(runs["system"].value_counts().items()) == {
         ("bert-mean", 2),
