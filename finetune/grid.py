@@ -144,14 +144,13 @@ def _refuse_another_run(run: RunSettings) -> None:
     Raises:
         UserError: It does, or the files of own rows cannot be read. A benchmark's files may be gone.
     """
-    try:
-        data = load_tasks(run) if run.own.train_file or (run.folder / RECORD).exists() else []
-        identity = identify(run, data)
-    except UserError:
-        if run.own.train_file:
-            load_tasks(run)  # whose message counts; another one is of this run's model
+    if run.own.train_file:
+        load_tasks(run)
+    if (run.folder / RECORD).exists():
         identity = {"settings": run.compared()}
-    finished_record(run, identity if (run.folder / RECORD).exists() else None)
+        with suppress(UserError):  # the model or a benchmark's files are gone: it stays finished
+            identity = identify(run, load_tasks(run))
+        finished_record(run, identity)
 
 
 def expand(grid: GridSettings) -> list[RunSettings]:
