@@ -28,7 +28,7 @@ from pydantic import Field, PositiveInt
 
 from multicls.errors import UserError, run_command
 from multicls.files import atomic_write, read_json, write_json
-from multicls.probe import Difference, Draws, draw_rows, embed, interval
+from multicls.probe import Difference, Draws, draw_rows, embed, interval, topic_columns
 from multicls.sample import SAMPLE, sample_model
 from multicls.settings import Settings, parse
 
@@ -196,7 +196,10 @@ def run_arm(arm: str, domain: Domain, options: Options, seed: int) -> None:
         views = embed_texts(model, domain.texts, options.max_length, topics)
     values: dict[str, Any] = {}
     for size, draws in domain.draws.items():
-        values |= {f"{size}/{view}": draws.values(rows) for view, rows in views.items()}
+        values |= {
+            f"{size}/{view}": draws.values(rows, topic_columns(views, view))
+            for view, rows in views.items()
+        }
         if arm == "tfidf":
             values[f"{size}/words"] = bag_of_words(domain.texts, draws)
     folder.mkdir(parents=True, exist_ok=True)

@@ -21,13 +21,13 @@ from finetune.heads.modeling_task import TaskModel
 from finetune.tasks import Array, Example, Task, TaskData
 from finetune.training import predict_rows
 from multicls.errors import UserError, first_line
+from multicls.probe import NO_TOPICS, standardisation
 
 STRENGTHS = np.logspace(-4, 2, 13)  # C of the logistic regression on standardised features
 WORD_STRENGTHS = np.logspace(0, 3, 4)  # C of the one on TF-IDF
 ALPHAS = np.logspace(-1, 5, 13)  # of the ridge regression
 FOLDS = 5
 TUNING_ROWS = 10_000  # most rows that choose C: more take hours and hardly change it
-DEAD = 1e-4  # a feature whose spread is a smaller part of the largest one is none
 UNSEEN = 30.0  # logits of a class that no training row has are lower by this
 
 Layer = tuple[Array, Array]  # weight (C, F) and bias (C,)
@@ -51,7 +51,7 @@ def fit_probe(
             f"--head: task {task.name} is more than a text or two; use another head."
         )
     features = {split: embed(model, part) for split, part in encoded.items()}
-    fit = partial(fit_layer, task, seed=seed)
+    fit = partial(fit_layer, task, seed=seed, topics=model.head.topic_columns)
     layer, outputs = fit_on_all_labels(rows, features, fit, apply_layer)
     set_layer(model, 0, layer)
     return [outputs]
@@ -88,7 +88,9 @@ def start_from_probe(model: TaskModel, encoded: Sequence[Mapping[str, Encoded]],
         if train.task.num_choices:
             raise Incompatible(f"--init probe: task {train.task.name} has choices; leave it out.")
         features = embed(model, train, number)
-        set_layer(model, number, fit_layer(train.task, features, train.examples, seed=seed))
+        topics = model.head.topic_columns
+        layer = fit_layer(train.task, features, train.examples, seed=seed, topics=topics)
+        set_layer(model, number, layer)
 
 
 def embed(model: TaskModel, rows: Encoded, task: int = 0) -> Array:
@@ -96,15 +98,22 @@ def embed(model: TaskModel, rows: Encoded, task: int = 0) -> Array:
     return predict_rows(model, rows, task, read=itemgetter("features"))
 
 
-def fit_layer(task: Task, features: Array, examples: Sequence[Example], *, seed: int) -> Layer:
+def fit_layer(
+    task: Task,
+    features: Array,
+    examples: Sequence[Example],
+    *,
+    seed: int,
+    topics: slice = NO_TOPICS,
+) -> Layer:
     """Returns a linear layer whose outputs are a regression's: logits, or scores divided by the task's scale.
 
-    The features (N, F) are standardised first, and the layer includes that: W' = W / sigma, b' = b - W' mean. Features
-    that hardly vary get weight 0: MiniLM has some of about 1e-30, whose weights would be 1e30, and which no gradient
-    could be clipped beside.
+    The features (N, F) are standardised first, and the layer includes that: W' = W / sigma, b' = b - W' mean.
+
+    Args:
+        topics: The columns that are topics; see `multicls.probe.standardisation`.
     """
-    mean, spread = features.mean(axis=0, dtype=np.float64), features.std(axis=0, dtype=np.float64)
-    scale = np.where(spread > DEAD * spread.max(), spread, np.inf)
+    mean, scale = standardisation(features, topics)
     scaled, units = (features - mean) / scale, [example.unit for example in examples]
     if task.is_regression:
         targets = np.array([example.label for example in examples]) / task.label_scale

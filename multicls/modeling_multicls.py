@@ -127,8 +127,8 @@ AttentionInterface.register("varlen", varlen_attention)
 class TopicTable(nn.Module):
     """The topics of a text: its place in the latent semantic analysis of a corpus (Deerwester et al., 1990).
 
-    topics = u / |u| @ table with u_v = (1 + ln count_v) idf_v for each token v of the text. Nothing in it is trained;
-    `multicls.topics.fit_topics` makes it, and special tokens have an idf of 0.
+    topics = u @ table, divided by its length, with u_v = (1 + ln count_v) idf_v for each token v of the text. Nothing
+    in it is trained; `multicls.topics.fit_topics` makes it, and special tokens have an idf of 0.
     """
 
     idf: Tensor
@@ -147,12 +147,12 @@ class TopicTable(nn.Module):
         return table
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Returns the topics (B, T), in fp32, of token ids (B, L)."""
+        """Returns the topics (B, T), in fp32 and of length 1, of token ids (B, L); 0 for a text of unknown words."""
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         counts_BV = torch.zeros(len(input_ids), len(self.idf), device=input_ids.device)
         counts_BV.scatter_add_(1, input_ids, mask.to(counts_BV.dtype))
         weights_BV = torch.where(counts_BV > 0, 1 + counts_BV.clamp(min=1).log(), 0) * self.idf
-        return F.normalize(weights_BV, dim=-1) @ self.table.float()
+        return F.normalize(weights_BV @ self.table.float(), dim=-1)
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from multicls.corpus import Corpus
-from multicls.probe import Array, Difference
+from multicls.probe import NO_TOPICS, Array, Difference
 
 TOKENS = 40  # of a passage, at least; LENGTH are read
 LENGTH = 64
@@ -30,8 +30,11 @@ class Passages:
         """Indices of the passages whose next one is of the same document, (Q,)."""
         return np.flatnonzero(self.documents[:-1] == self.documents[1:])
 
-    def values(self, embeddings: Array) -> Array:
-        """Returns for each query if the next passage is nearer by cosine than all 49 others drawn, (Q,) of 0 and 1."""
+    def values(self, embeddings: Array, topics: slice = NO_TOPICS) -> Array:
+        """Returns for each query if the next passage is nearer by cosine than all 49 others drawn, (Q,) of 0 and 1.
+
+        Topics count like all columns.
+        """
         unit = embeddings / np.maximum(np.linalg.norm(embeddings, axis=1, keepdims=True), 1e-9)
         generator, hits = np.random.default_rng(0), []
         number = min(CANDIDATES - 1, len(unit) - 2)

@@ -4,7 +4,7 @@ It costs one forward pass over the rows, and linear algebra. Two embeddings are 
 that it sees differences of one or two points where fine-tuning on a few subsets sees none below ten.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,9 @@ MEASURES: dict[LabelType, str] = {
 }
 VIEWS = ("mean", "cls", "facets", "mean_topics")  # that are probed; `sum` is for similarities
 BATCH = 32  # texts of a forward pass
-SCALES = np.logspace(-2, 2, 9)  # of the ridge penalty, in numbers of features
+SCALES = np.logspace(-2, 2, 9)  # of the ridge penalty, in variances of all features together
+DEAD = 1e-4  # a feature whose spread is a smaller part of the largest one is none
+NO_TOPICS = slice(0, 0)
 
 
 def views_of(outputs: Any, attention_mask: Any, num_facets: int) -> dict[str, Any]:
@@ -32,7 +34,7 @@ def views_of(outputs: Any, attention_mask: Any, num_facets: int) -> dict[str, An
     Returns:
         `mean`: (B, D), over the tokens of the text, [CLS] and [SEP], without facets; `cls`: (B, D), the last hidden
         state of [CLS]; with facets also `facets`: (B, K * D), all concatenated, and `sum`: (B, D); with topics
-        also `mean_topics`: (B, D + T), the mean and the topics.
+        also `mean_topics`: (B, D + T), the mean divided by its length, and the topics.
     """
     import torch
 
@@ -44,7 +46,8 @@ def views_of(outputs: Any, attention_mask: Any, num_facets: int) -> dict[str, An
         facets = outputs.facet_embeddings.float()
         views |= {"facets": facets.flatten(1), "sum": facets.sum(1)}
     if (topics := getattr(outputs, "topics", None)) is not None:
-        views["mean_topics"] = torch.cat([views["mean"], topics.float()], dim=1)
+        mean = torch.nn.functional.normalize(views["mean"], dim=1)
+        views["mean_topics"] = torch.cat([mean, topics.float()], dim=1)
     return views
 
 
@@ -134,6 +137,32 @@ def interval(values: Array, reference: Array) -> Difference:
     return Difference(mean, mean - half, mean + half)
 
 
+def topic_columns(views: Mapping[str, Array], name: str) -> slice:
+    """Returns which columns of one of the embeddings that `embed` returns are topics."""
+    return slice(views["mean"].shape[1], None) if name == "mean_topics" else NO_TOPICS
+
+
+def standardisation(features: Array, topics: slice = NO_TOPICS) -> tuple[Array, Array]:
+    """Returns what to subtract from features (N, F) and what to divide them by before a linear model reads them.
+
+    Each feature gets a variance of 1. All topics are divided by one number, so that they weigh as much as the other
+    features together; each with a variance of 1, the rare ones would add noise. Features that hardly vary become 0:
+    MiniLM has some of about 1e-30, whose weights would be 1e30.
+
+    Args:
+        topics: The columns that are topics.
+
+    Returns:
+        Shift (F,) and scale (F,), in float64.
+    """
+    mean, spread = features.mean(axis=0, dtype=np.float64), features.std(axis=0, dtype=np.float64)
+    scale = np.where(spread > DEAD * spread.max(), spread, np.inf)
+    others = len(spread) - len(spread[topics])
+    together = np.sqrt(np.square(spread[topics]).sum() / max(1, others))
+    scale[topics] = together if together > 0 else np.inf
+    return mean, scale
+
+
 @dataclass(frozen=True)
 class Draws:
     """The rows that each draw fits and scores, the same for all embeddings that are compared.
@@ -158,27 +187,25 @@ class Draws:
         """The measure, for people."""
         return f"probe ({MEASURES[self.kind]} with {self.train_rows} rows)"
 
-    def values(self, features: Array) -> Array:
+    def values(self, features: Array, topics: slice = NO_TOPICS) -> Array:
         """Returns how well each draw's linear model does on each row, (J, N); NaN on the draw's training rows.
 
         A row's value is 1 or 0 for a class; 1 - squared error / variance for a score, whose mean is R2; and for several
-        labels the row's label ranking average precision. The mean of a draw's values is its score. The model has
-        standardised features and a ridge penalty that leave-one-out picks.
+        labels the row's label ranking average precision. The mean of a draw's values is its score. The model is a ridge
+        regression after `standardisation`, with a penalty that leave-one-out picks.
         """
         from sklearn.linear_model import RidgeClassifierCV, RidgeCV
         from sklearn.metrics import label_ranking_average_precision_score
-        from sklearn.pipeline import make_pipeline
-        from sklearn.preprocessing import StandardScaler
 
+        ridge = RidgeClassifierCV if self.kind == "class" else RidgeCV
         values = np.full((len(self.train), len(features)), np.nan)
         targets = self.targets
-        features = _without_constants(features)
-        penalties = SCALES * features.shape[1]
-        ridge = RidgeClassifierCV(penalties) if self.kind == "class" else RidgeCV(penalties)
         for number, train in enumerate(self.train):
             rest = np.setdiff1d(np.arange(len(features)), train)
-            model = make_pipeline(StandardScaler(), ridge).fit(features[train], targets[train])
-            predicted = model.predict(features[rest])
+            mean, scale = standardisation(features[train], topics)
+            scaled = (features - mean) / scale
+            penalties = SCALES * max(DEAD, scaled[train].var(axis=0).sum())
+            predicted = ridge(penalties).fit(scaled[train], targets[train]).predict(scaled[rest])
             if self.kind == "class":
                 values[number, rest] = predicted == targets[rest]
             elif self.kind == "score":
@@ -234,10 +261,3 @@ def draw_rows(
         if kind != "class" or len(np.unique(targets[rows])) > 1:
             chosen.append(np.sort(rows))
     return Draws(kind, targets, tuple(chosen))
-
-
-def _without_constants(features: Array) -> Array:
-    """Returns the features without those that hardly vary: standardised, their rounding errors would be noise."""
-    spread = features.std(axis=0)
-    varies = spread > 1e-3 * np.median(spread)
-    return features[:, varies] if varies.any() else features[:, :1]  # all are constant

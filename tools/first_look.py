@@ -29,7 +29,7 @@ from multicls.errors import UserError, run_command
 from multicls.files import read_jsonl
 from multicls.labels import read_labelled
 from multicls.passages import CANDIDATES, LENGTH, TOKENS, Passages, read_passages
-from multicls.probe import Array, Difference, Draws, draw_rows, embed, targets_of
+from multicls.probe import Array, Difference, Draws, draw_rows, embed, targets_of, topic_columns
 from multicls.sample import SAMPLE, SAMPLE_CORPUS
 from multicls.settings import Settings, parse
 from pretrain.settings import ModelSettings
@@ -73,12 +73,15 @@ def compare(
     before, after = views
     print(title)
     print(f"  {'embedding':24}{'before':>8}{'after':>8}   change, 95 % interval")
-    old = {name: measure.values(embeddings) for name, embeddings in before.items()}
+    old = {
+        name: measure.values(found, topic_columns(before, name)) for name, found in before.items()
+    }
     rows: Rows = []
     for name in [name for name in names if name in after]:
-        values = measure.values(after[name])
+        values = measure.values(after[name], topic_columns(after, name))
         change = measure.difference(values, old[reference or name])
-        was, now = (float(np.nanmean(found)) for found in (old.get(name, np.nan), values))
+        was = float(np.nanmean(old[name])) if name in old else np.nan
+        now = float(np.nanmean(values))
         rows.append((names[name], was, now, change))
         low, high = 100 * change.low, 100 * change.high
         print(

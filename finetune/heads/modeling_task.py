@@ -89,6 +89,7 @@ class Head(nn.Module):
     reads_layers = False  # it needs the `layers` of `forward`
     dropout_before_classifier = True  # the paper of the head has dropout there
     topics: Tensor | None = None  # of the batch, (B, T), on a model that has them
+    topic_columns = slice(0, 0)  # of the embedding
     layer_weights: Tensor | None = None  # for analysis: of the last batch, (B, layers + 1)
     counted = True  # False for a batch that only keeps a rank busy
 
@@ -142,18 +143,19 @@ class MeanHead(Head):
 
 
 class MeanTopicsHead(MeanHead):
-    """The mean over all unpadded positions and the topics of the text, side by side."""
+    """The mean over all unpadded positions and the topics of the text, each of length 1, side by side."""
 
     def __init__(self, config: TaskModelConfig, encoder: PreTrainedModel) -> None:
         super().__init__(config, encoder)
         if not (count := getattr(encoder.config, "num_topics", 0)):
             raise IncompatibleHead("it has no topics. Pretrain it with --model.num_topics.")
+        self.topic_columns = slice(self.width, self.width + count)
         self.width += count
 
     def forward(self, hidden: Tensor, mask: Tensor, layers: Sequence[Tensor]) -> Tensor:
         """Returns the embedding, (B, D + T)."""
         assert self.topics is not None
-        mean = super().forward(hidden, mask, layers)
+        mean = F.normalize(super().forward(hidden, mask, layers), dim=-1)
         return torch.cat([mean, self.topics.to(mean.dtype)], dim=1)
 
 
@@ -222,7 +224,7 @@ class PooledHead(Head):
     def __init__(self, config: TaskModelConfig, encoder: PreTrainedModel) -> None:
         super().__init__(config, encoder)
         self.pooling = find_head(config.pooling)(config, encoder)
-        self.width = self.pooling.width
+        self.width, self.topic_columns = self.pooling.width, self.pooling.topic_columns
 
     def forward(self, hidden: Tensor, mask: Tensor, layers: Sequence[Tensor]) -> Tensor:
         """Returns the embedding of the other head, (B, E)."""
