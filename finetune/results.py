@@ -253,7 +253,6 @@ def write_predictions(path: Path, tasks: Sequence[tuple[TaskData, Predictions]])
                 "predicted": names_of(part.task, predicted),
                 "target": list(targets),
                 "outputs": list(arrays["logits"]),
-                "several": part.task.multi_label,
             }
             tables.append(pd.DataFrame({"task": part.task.name, "split": split} | columns))
     with atomic_write(path, "wb") as file:
@@ -276,7 +275,7 @@ def load_predictions(folder: Path, task: str) -> dict[str, dict[str, Array]]:
         arrays = {f"{name}s": rows[name].to_numpy(dtype=object) for name in (*TEXT_FIELDS, "text")}
         arrays["logits"] = np.stack(list(rows["outputs"])).astype(np.float32)
         targets = np.stack(list(rows["target"])).astype(float)
-        arrays["labels"] = targets if rows["several"].any() else targets[:, 0]
+        arrays["labels"] = targets if targets.shape[1] > 1 else targets[:, 0]  # several labels
         splits[str(split)] = arrays
     return splits
 
