@@ -41,7 +41,7 @@ from multicls.errors import UserError, first_line
 from multicls.files import read_json, write_json
 from multicls.optim import choose_precision, dropout_seed
 
-BEST = "best.pt"  # in a checkpoint: the best evaluation, the history and the seconds of training
+STATE = "run.pt"  # in a checkpoint: the best evaluation, the history and the seconds of training
 RUN = "run.json"  # in a checkpoint, written last: the identity of its run
 
 
@@ -162,7 +162,10 @@ class TaskTrainer(Trainer):
         UserError: A training argument, the DeepSpeed JSON or class weights do not fit.
     """
 
-    best: dict[str, Any]  # the best evaluation: score, loss, step, and weights on the CPU
+    history: list[
+        dict[str, float]
+    ]  # of each evaluation: step, loss, and score and loss on the rows that pick
+    best: dict[str, Any]  # the entry of the best evaluation, and its weights on the CPU
 
     def __init__(
         self,
@@ -189,7 +192,7 @@ class TaskTrainer(Trainer):
         self._predict = partial(predict_rows, model, precision=precision, batch_size=batch_size)
         self.splits = [dict(list(splits.items())[1:]) for splits in tasks]  # the first picks
         self.identity = {**identity, "ranks": self.sampler.world_size, "format": FORMAT}
-        self.picks, self.best, self.history = picks, {}, list[dict[str, float]]()
+        self.picks, self.best, self.history = picks, {}, []
         self._task, self._saved = 0, time.monotonic()  # task of the batch
         self._began, self._seconds_before = time.monotonic(), 0.0  # of the run, before it resumed
         super().__init__(
@@ -276,14 +279,13 @@ class TaskTrainer(Trainer):
 
         Of equal scores the one with the lower loss on these rows is better: few rows have many ties.
         """
-        score, loss = entry.get("score", math.nan), entry.get("selection_loss", math.nan)
-        before = (self.best["score"], -self.best["loss"]) if self.best else None
-        if self.picks and before is not None and (score, -loss) <= before:
-            return
+        if self.picks and self.best:
+            now, before = ((e["score"], -e["selection_loss"]) for e in (entry, self.best))
+            if now <= before:
+                return
         named = self.task_model.state_dict().items()
         weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in named}
-        step = self.state.global_step
-        self.best = {"score": score, "loss": loss, "step": step, "weights": weights}
+        self.best = {**entry, "weights": weights}
 
     def _stop_or_save(self) -> None:
         step, now = self.state.global_step, on_rank_0(time.monotonic)
@@ -304,8 +306,8 @@ class TaskTrainer(Trainer):
         if dist.is_initialized():
             dist.barrier()
         if self.args.should_save:
-            run = {"history": self.history, "seconds": self._seconds()}
-            torch.save(self.best | run, folder / BEST)
+            state = {"best": self.best, "history": self.history, "seconds": self._seconds()}
+            torch.save(state, folder / STATE)
             write_json(folder / RUN, self.identity)
             for path in set(output.glob("checkpoint-*")) - {folder}:
                 shutil.rmtree(path)
@@ -351,9 +353,9 @@ class TaskTrainer(Trainer):
         bar = Progress(len(self.sampler), "batch", "fine-tuning", shown=shown)
         with bar as self._bar, ExitStack() as stack:
             if newest := on_rank_0(self._newest_checkpoint):
-                self.best = torch.load(newest / BEST, weights_only=True)
-                self._seconds_before = self.best.pop("seconds")
-                self.history = self.best.pop("history")
+                state = torch.load(newest / STATE, weights_only=True)
+                self.best, self.history = state["best"], state["history"]
+                self._seconds_before = state["seconds"]
                 self._bar.update(_step_of(newest) * self.sampler.accumulation)
                 if self.is_deepspeed_enabled:
                     stack.enter_context(safe_unpickling(newest))

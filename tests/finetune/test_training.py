@@ -317,8 +317,8 @@ def test_a_checkpoint_of_other_settings_is_not_used(
     trainer.identity, trainer.args = read_json(mark) | {"ranks": 1}, mock.Mock(output_dir=folder)
     with pytest.raises(UserError, match="checkpoint-45: written by 2 ranks, not 1"):
         TaskTrainer._newest_checkpoint(trainer)
-    best = torch.load(folder / "checkpoint-45" / "best.pt", weights_only=True)
-    torch.save(best | {"seconds": 1000.0}, folder / "checkpoint-45" / "best.pt")
+    state = torch.load(folder / "checkpoint-45" / "run.pt", weights_only=True)
+    torch.save(state | {"seconds": 1000.0}, folder / "checkpoint-45" / "run.pt")
     record = tune(**LONG | {"train__max_steps": 50})
     assert "resuming from step 45 of 50" in capsys.readouterr().out
     assert [entry["step"] for entry in record["history"]] == list(range(5, 51, 5))
