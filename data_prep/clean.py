@@ -31,7 +31,8 @@ def clean(raw: RawDocument, rules: frozenset[str], language: str, drops: DropLog
     """Returns the sentences of a document that the rules (of `settings.RULES`) keep."""
     text = plain_text(raw.text) if raw.format == "wikitext" else raw.text
     drops.text[raw.source] += len(text)
-    if "\f" in text:
+    is_typeset = "\f" in text
+    if is_typeset:
         text = _without_page_lines(text, raw, drops) if "markup" in rules else text
         text = text.replace("\f", "\n")
     if "unicode" in rules:
@@ -42,7 +43,7 @@ def clean(raw: RawDocument, rules: frozenset[str], language: str, drops: DropLog
         text = _without_markup(text, raw, drops)
     elif "markup" in rules and raw.format == "wikipedia":
         text = mend_extract(text)
-    lines = lines_of(text, raw.format)
+    lines = lines_of(text, raw.format, is_typeset)
     if raw.format in ("wikitext", "wikipedia"):
         lines = _with_holes(lines, raw.format, "holes" in rules)
     else:
@@ -70,13 +71,17 @@ _MARKDOWN_HEADING = re.compile(r"(#{1,6})(?: +(.*?))?[ #]*")
 _QUOTES_OPEN = tuple(QUOTES + "‘'")
 
 
-def lines_of(text: str, text_format: TextFormat) -> list[Line]:
+def lines_of(text: str, text_format: TextFormat, is_typeset: bool = False) -> list[Line]:
     """Returns the paragraphs of a document, with the levels of headings where markup marks them."""
     lines = text.split("\n")
-    is_wrapped = text_format in ("plain", "markdown")
-    texts = unwrap(lines) if is_wrapped else [line for line in lines if line.strip()]
-    marks = {"wikitext": ("=", _WIKI_HEADING), "plain": ("#", _MARKDOWN_HEADING)}
-    marks["markdown"] = marks["plain"]
+    if text_format == "markdown":
+        texts = markdown_paragraphs(lines)
+    elif text_format == "plain":
+        texts = unwrap(lines, is_typeset)
+    else:
+        texts = [line for line in lines if line.strip()]
+    marks = {"wikitext": ("=", _WIKI_HEADING)}
+    marks["plain"] = marks["markdown"] = ("#", _MARKDOWN_HEADING)
     if text_format not in marks:
         return [Line(text) for text in texts]
     mark, heading = marks[text_format]
@@ -91,6 +96,7 @@ def lines_of(text: str, text_format: TextFormat) -> list[Line]:
 
 WIDTHS = np.arange(50, 161)  # columns at which text is taken to be wrapped
 LEAST_SHARE = 0.25  # of the line breaks that the width explains; in other text it is about 0.1
+TYPESET_SHARE = 0.9  # of the length that nine of ten lines of a typeset text have at most
 CAPITAL_SHARE = 0.15  # of the words; German has 0.3, English 0.05
 FEWEST_RECORDS = 8  # lines; fewer may be one wrapped sentence
 _LINE_ENDS_SENTENCE = (r"[.!?…][\"”’')\]]*\s+\S", r"[.!?…:;][\"”’')\]]*\s*$")
@@ -99,13 +105,14 @@ _ITEM = re.compile(r"\s*(?:[-*•+–]|\d{1,3}[.)]|\(?[a-z]\))\s")
 _BROKEN_WORD = re.compile(r"(?<=\w-)\n(?=\w)|(?<=--)\n(?=\w)")
 
 
-def unwrap(lines: list[str]) -> list[str]:
+def unwrap(lines: list[str], is_typeset: bool = False) -> list[str]:
     """Returns the paragraphs of a text, without blank lines.
 
     Text wrapped at W columns has a break where the next word would pass W. So each break implies
     that W is at least the line's length and at most that with the next line's first word. A break
     before a capital, as in verse, speaks against its widths. If a width explains many breaks, lines
     that are full at this width are joined to the next, and so are lines before a small letter.
+    Lines of a typeset text, of pages, are of one width but not of one number of characters.
     """
     filled = [line for line in lines if line.strip()]
     lines = [line.expandtabs().rstrip() for line in lines]
@@ -119,7 +126,10 @@ def unwrap(lines: list[str]) -> list[str]:
     explains = (length[:, None] <= WIDTHS) & (longest[:, None] >= WIDTHS)  # (breaks, widths)
     totals = votes @ explains
     best = int(totals.argmax())
+    width = WIDTHS[best]
     is_wrapped = totals[best] > 0 and explains[:, best].mean() >= LEAST_SHARE
+    if is_typeset:
+        width, is_wrapped = TYPESET_SHARE * np.quantile(length, 0.9), True
     if not is_wrapped or _are_records(filled[:: max(len(filled) // 400, 1)]):
         return filled
     paragraphs: list[str] = []
@@ -127,7 +137,7 @@ def unwrap(lines: list[str]) -> list[str]:
         text = line.lstrip()
         if not text:
             continue
-        is_full = len(last) + len(text.split()[0]) >= WIDTHS[best]
+        is_full = len(last) + len(text.split()[0]) >= width
         if last and not _begins_paragraph(last, line) and (is_full or text[0].islower()):
             paragraphs[-1] += f"\n{text}"
         else:
@@ -219,6 +229,21 @@ def _without_markup(text: str, raw: RawDocument, drops: DropLog) -> str:
             before, text = len(text), pattern.sub(target, text)
             drops.add("characters_of_markup", raw, " ".join(found), before - len(text), len(found))
     return text
+
+
+def markdown_paragraphs(lines: list[str]) -> list[str]:
+    """Returns the paragraphs of Markdown: a line continues the last, but for a heading or an item."""
+    paragraphs, is_open = list[str](), False
+    for line in lines:
+        text = line.lstrip(" \t>").rstrip()
+        is_marked = text.startswith("#")
+        item = _ITEM.match(text)
+        if is_open and text and not is_marked and not item:
+            paragraphs[-1] += f" {text}"
+        elif text:
+            paragraphs.append(text[item.end() :] if item else text)
+        is_open = bool(text) and not is_marked
+    return list(filter(None, paragraphs))
 
 
 def _without_page_lines(text: str, raw: RawDocument, drops: DropLog) -> str:

@@ -16,6 +16,7 @@ from multicls.files import atomic_write, read_json, sha256_of, write_json
 
 FREQUENCY, MERGED = "document_frequency.npy", "merged.json"
 COPIES_TEXT = "copies.jsonl"  # with `keep_dropped`: the documents that a merge drops from a unit
+PART = 1 << 22  # documents whose hashes are sorted at a time
 PASSAGE = 1000  # tokens: document frequencies count passages, as most tokens occur in every book
 
 
@@ -61,21 +62,12 @@ def find_copies(folders: list[Path], is_wanted: bool = True) -> list[np.ndarray]
     for folder, size in zip(folders, sizes, strict=True):  # one table in memory at a time
         hashes[end : end + size] = np.load(folder / "documents.npy")["hash"]
         end += size
-    return np.split(_repeated(hashes), np.cumsum(sizes)[:-1])
-
-
-def _repeated(hashes: np.ndarray) -> np.ndarray:
-    """Returns which of the hashes, (D,), occurred before, (D,) bool; sorts a range of them at a time."""
-    repeated = np.zeros(len(hashes), bool)
-    parts = max(1, len(hashes) >> 22)
-    bounds = [(part << 64) // parts for part in range(parts)]
-    for low, end in zip(bounds, [*bounds[1:], 1 << 64], strict=True):
-        inside = np.flatnonzero((hashes >= np.uint64(low)) & (hashes <= np.uint64(end - 1)))
-        inside = inside[
-            hashes[inside].argsort(kind="stable")
-        ]  # of equal hashes, the first stays first
+    repeated, parts = np.zeros(len(hashes), bool), np.uint64(1 + len(hashes) // PART)
+    for part in range(int(parts)):  # to sort all at once would take 30 bytes a document
+        inside = np.flatnonzero(hashes % parts == part)
+        inside = inside[hashes[inside].argsort(kind="stable")]  # of equal ones, the first is first
         repeated[inside[1:]] = hashes[inside[1:]] == hashes[inside[:-1]]
-    return repeated
+    return np.split(repeated, np.cumsum(sizes)[:-1])
 
 
 def is_rewritten(folder: Path, copied: np.ndarray) -> bool:

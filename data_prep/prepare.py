@@ -38,9 +38,10 @@ from multicls.files import LOCK, atomic_write, locked, sha256_of, write_json
 
 DROPPED = "dropped.json"  # samples of what was dropped, by reason, and all paths that were skipped
 SMALL_UNIT = 12 << 20  # bytes of small files together: progress is seen, and all workers have some
-LARGE_UNIT = 64 << 20  # bytes of a share of a file of lines
+LARGE_UNIT = 64 << 20  # bytes of a share of a file that can be cut
+LONG_HOURS = 0.5  # of a unit that are worth a line at the start
 LEAST_WEIGHT = 1 << 12  # bytes that take as long to read as a file takes to open
-UNITS_VERSION = 2  # of the files of a unit
+UNITS_VERSION = 3  # of the files of a unit
 PACKAGES = ("mwparserfromhell", "numpy", "pyarrow", "sentencex", "tokenizers")
 # A key holds the files themselves instead.
 NOT_IN_KEY = {"input", "validation_input", "include", "exclude", "tokenizer"}
@@ -168,6 +169,12 @@ def _describe_job(options: BuildOptions, output: Path, small_unit: int) -> Job:
     listed = ", ".join(f"{number:,} {name}" for name, number in formats)
     shape = f"{count(len(files), 'file')} ({listed}), {size / 1e6:,.1f} MB"
     print_line(f"input: {shape} in {count(len(units), 'unit')}")
+    for file in chain.from_iterable(unit.files for unit in units):
+        if (hours := _hours(file)) >= LONG_HOURS:
+            print_line(
+                f"note: {file}: cannot be divided: one process reads it for about {hours:.1f} hours, "
+                "and from the beginning after a stop; cut it into files of some 100 MB"
+            )
     return Job(units, skipped, tokenizer_files, identity | {"input": described})
 
 
@@ -180,7 +187,7 @@ def group_units(
 ) -> list[Unit]:
     """Returns the units of the input, in its order; `identity` is all else that decides their bytes.
 
-    A unit is a file, small files together (up to `small` bytes), or a share of `large` bytes of a file of lines.
+    A unit is a file, small files together (up to `small` bytes), or a share of `large` bytes of a file that can be cut.
     It depends on no other input, except that a small file moves the groups near it: a group also ends before a file
     whose name has a small hash, so groups of other input begin at the same files. With `by_source`, a source is a unit.
     """
@@ -209,15 +216,24 @@ def group_units(
 
 
 def _shares(file: SourceFile, large: int) -> Iterator[SourceFile]:
-    """Yields a file, or the shares of a large one whose records are lines or rows."""
-    has_rows = file.format in ("jsonl", "arrow")
-    has_rows |= file.format == "text" and file.layout == "sentences"
-    if not has_rows or os.path.splitext(file.path)[1] in OPENERS or file.size <= large:
+    """Yields a file, or the shares of a large one that can be cut."""
+    suffix = os.path.splitext(file.path)[1]
+    can_be_cut = suffix not in OPENERS and file.format in ("jsonl", "arrow", "parquet", "mediawiki")
+    can_be_cut |= suffix not in OPENERS and file.layout == "sentences" and file.format == "text"
+    can_be_cut |= file.format == "mediawiki" and "multistream" in file.name and suffix == ".bz2"
+    if not can_be_cut or file.size <= large:
         yield file
         return
     for start in range(0, file.size, large):
         stop = min(start + large, file.size)
         yield file._replace(start=start, stop=stop, size=stop - start)
+
+
+def _hours(file: SourceFile) -> float:
+    """Estimates how long a process takes for a file: 0.1 s a MB of text, 0.4 of XML, a fourth of it compressed."""
+    seconds = 0.4 if file.format == "mediawiki" else 0.1
+    packed = 4 if os.path.splitext(file.path)[1] in OPENERS else 1
+    return seconds * packed * file.size / 1e6 / 3600
 
 
 def _is_finished(output: Path, made_from: dict[str, Any]) -> bool:

@@ -1,8 +1,11 @@
 """Reads documents from an input file or a share of one, one at a time."""
 
+import bz2
 import csv
 import html
+import io
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,12 +16,20 @@ from typing import Any, Literal, NamedTuple
 from xml.etree import ElementTree
 
 import pyarrow as pa
-import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 import xxhash
 
 from data_prep.settings import BuildOptions
-from data_prep.sources import Layout, SourceFile, damage, delimiter, open_bytes, stem, unread
+from data_prep.sources import (
+    Layout,
+    SourceFile,
+    damage,
+    delimiter,
+    open_bytes,
+    open_raw,
+    stem,
+    unread,
+)
 from multicls.errors import UserError
 
 LONGEST_RECORD = 1 << 26  # bytes of a line or a page; a longer line is cut
@@ -29,6 +40,7 @@ ROWS = 256  # of a table, read at a time
 BOUNDARY, FEWEST_ROWS, MOST_ROWS = 512, 256, 1024
 _DOC = re.compile(r'<doc id="([^"]*)"(?:[^>]*?title="(.*)")?[^>]*>')
 _PROLOG = re.compile(r"\A\s*(?:<[?!][^>]*>\s*)*")  # declaration and document type
+_BZ2_STREAM = re.compile(rb"BZh[1-9]1AY&SY")  # how one begins
 _WIKIPEDIA = re.compile(r"https?://[\w.-]*\bwikipedia\.org/")
 
 # The layouts of files; paragraphs: a paragraph a line; wikitext: MediaWiki markup.
@@ -246,30 +258,17 @@ def _json_value(file: SourceFile) -> Any:
 
 def _csv_rows(file: SourceFile, fields: Sequence[str]) -> Iterator[tuple[int, Any]]:
     """Yields the rows of a table; a quoted cell may have line breaks."""
+    csv.field_size_limit(LONGEST_RECORD)
     with open_bytes(file.path) as stream:
-        header = stream.readline().decode("utf-8-sig", "replace")
-    mark = delimiter(header)
-    names = _columns(fields, next(csv.reader([header], delimiter=mark)))
-    bad: list[str] = []
-
-    def invalid(row: Any) -> str:
-        bad.append(row.text or "")
-        return "skip"
-
-    parse = pa_csv.ParseOptions(
-        delimiter=mark, newlines_in_values=True, invalid_row_handler=invalid
-    )
-    convert = pa_csv.ConvertOptions(
-        include_columns=names,
-        column_types=dict.fromkeys(names, pa.string()),
-        strings_can_be_null=False,
-    )
-    read = pa_csv.ReadOptions(use_threads=False, block_size=1 << 24)
-    with open_bytes(file.path) as stream:
-        batches = pa_csv.open_csv(stream, read, parse, convert)
-        yield from enumerate(row for batch in batches for row in batch.to_pylist())
-    for number, text in enumerate(bad):
-        yield number, _bad(file, f"{number}-of-other-length", "records_not_a_row", text)
+        text = io.TextIOWrapper(stream, "utf-8-sig", "replace", newline="")
+        header = text.readline()
+        mark = delimiter(header)
+        names = next(csv.reader([header], delimiter=mark))
+        for number, cells in enumerate(csv.reader(text, delimiter=mark)):
+            if len(cells) == len(names):
+                yield number, dict(zip(names, cells, strict=True))
+            elif cells:
+                yield number, _bad(file, number, "records_not_a_row", mark.join(cells))
 
 
 def _columns(fields: Sequence[str], names: list[str]) -> list[str]:
@@ -278,10 +277,16 @@ def _columns(fields: Sequence[str], names: list[str]) -> list[str]:
 
 
 def _parquet_rows(file: SourceFile, fields: Sequence[str]) -> Iterator[tuple[int, Any]]:
+    """Yields the rows of a file; a share has the row groups whose first byte lies in it."""
     with open_bytes(file.path) as raw, closing(pq.ParquetFile(raw)) as table:
-        columns = _columns(fields, table.schema_arrow.names)
-        batches = table.iter_batches(ROWS, columns=columns)
-        yield from enumerate(row for batch in batches for row in batch.to_pylist())
+        columns, first = _columns(fields, table.schema_arrow.names), 0
+        for number in range(table.num_row_groups):
+            group = table.metadata.row_group(number)
+            offset = group.column(0).dictionary_page_offset or group.column(0).data_page_offset
+            if file.start <= offset < (file.stop or math.inf):
+                batches = table.iter_batches(ROWS, [number], columns)
+                yield from enumerate((row for batch in batches for row in batch.to_pylist()), first)
+            first += group.num_rows
 
 
 def _arrow_rows(file: SourceFile, fields: Sequence[str]) -> Iterator[tuple[int, Any]]:
@@ -316,18 +321,43 @@ def _mediawiki(file: SourceFile, settings: BuildOptions) -> Iterator[RawDocument
 
 
 def _pages(file: SourceFile) -> Iterator[bytes]:
-    """Yields the bytes of each page of a dump."""
+    """Yields the bytes of each page of a dump that begins in the share."""
     with open_bytes(file.path) as stream:
-        buffer = b""
-        while chunk := stream.read(1 << 20):
+        is_packed = file.path.endswith(".bz2")
+        stop = math.inf if is_packed or not file.stop else file.stop
+        chunks = iter(lambda: stream.read(1 << 20), b"")
+        offset, buffer = file.start, b""
+        if is_packed and file.stop:
+            chunks = _bz2_streams(file)
+        elif file.start:
+            stream.seek(file.start)
+        for chunk in chunks:
             *pages, buffer = (buffer + chunk).split(b"</page>")
             for page in pages:
-                if (start := page.find(b"<page>")) >= 0:
+                start = page.find(b"<page>")
+                if offset + start >= stop:
+                    return
+                if start >= 0:
                     yield page[start:] + b"</page>"
+                offset += len(page) + len(b"</page>")
             if len(buffer) > LONGEST_RECORD:
                 raise EOFError(TOO_LONG)
-        if b"<page>" in buffer:
+        if b"<page>" in buffer and offset + buffer.find(b"<page>") < stop:
             raise EOFError("it ends inside a page")
+
+
+def _bz2_streams(file: SourceFile) -> Iterator[bytes]:
+    """Yields the text of each stream that begins in a share; Wikipedia's have 100 whole pages each."""
+    with open_raw(file.path) as raw:
+        raw.seek(file.start)
+        data = raw.read(file.stop - file.start)
+        data += raw.read(len(b"BZh91AY&SY") - 1)
+        for match in _BZ2_STREAM.finditer(data):
+            stream = bz2.BZ2Decompressor()
+            text = stream.decompress(memoryview(data)[match.start() :])
+            while not stream.eof and (chunk := raw.read(1 << 20)):
+                text += stream.decompress(chunk)
+            yield text
 
 
 def _html(file: SourceFile, settings: BuildOptions) -> Iterator[RawDocument]:

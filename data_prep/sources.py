@@ -5,7 +5,6 @@ import codecs
 import csv
 import gzip
 import io
-import json
 import lzma
 import os
 import re
@@ -13,10 +12,9 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
@@ -25,6 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_prep.settings import BuildOptions
+from multicls.console import Progress
 from multicls.errors import UserError, did_you_mean, first_line
 
 OPENERS: dict[str, Callable[[Any], Any]] = {
@@ -35,6 +34,7 @@ OPENERS: dict[str, Callable[[Any], Any]] = {
 }
 HEAD_BYTES = 1 << 16
 LOCAL = fsspec.filesystem("file")
+_KEY = re.compile(r'"([^"\\]+)"\s*:')  # of a JSON object
 _NAMED = re.compile(r"([^/=]+)=(.+)", re.DOTALL)
 _SUFFIXES = {".csv": "csv", ".tsv": "csv", ".ipynb": "ipynb", ".srt": "srt", ".json": "json"}
 _SUFFIXES |= {".html": "html", ".htm": "html", ".xhtml": "html"}
@@ -131,15 +131,19 @@ def _list_input(source: str, what: str, settings: BuildOptions) -> Iterable[Entr
         return _list_data_set(source, what, is_data_set, settings)
     base = os.path.basename(what.rstrip("/") if is_url else os.path.realpath(what))
     source = source or printable(base if os.path.isdir(what) else stem(base))
-    try:
-        entries = sorted(_walk(source, what), key=lambda entry: entry.path)
-    except Exception as error:  # whatever the transports raise; ImportError names the package
-        raise UserError(f"--input {printable(what)}: {first_line(error)}.") from None
-    with ThreadPoolExecutor(32) as pool:  # remote files answer slowly
-        each = (pool.map if is_url else map)(partial(_inspect, settings), entries)
-        for i, entry in enumerate(each):  # in place: there may be a million
-            entries[i] = entry
-    return entries
+    entries = list[Entry]()
+    bar = Progress(0, "file", "list", delay=5.0)
+    with ThreadPoolExecutor(32) as pool, bar:  # remote files answer slowly
+        try:
+            each = (pool.map if is_url else map)(partial(_inspect, settings), _walk(source, what))
+            for entry in each:
+                entries.append(entry)
+                bar.update()
+        except UserError:
+            raise
+        except Exception as error:  # whatever the transports raise; ImportError names the package
+            raise UserError(f"--input {printable(what)}: {first_line(error)}.") from None
+    return sorted(entries, key=lambda entry: entry.path)
 
 
 def _walk(source: str, what: str) -> Iterator[Entry]:
@@ -156,7 +160,7 @@ def _walk(source: str, what: str) -> Iterator[Entry]:
             continue
         for details in listing:
             path = details["name"].rstrip("/")
-            name = os.path.relpath(path, root) if path != root else os.path.basename(root)
+            name = path.removeprefix(root).lstrip("/") or os.path.basename(root)
             if details["type"] != "directory":
                 yield _file(system, source, name, details)
             elif os.path.basename(path).startswith("."):
@@ -225,7 +229,7 @@ def _inspect(settings: BuildOptions, file: Entry) -> Entry:
     if isinstance(file, Skipped):
         return file
     name, path = file.name, printable(file.path)
-    if any(part.startswith(".") for part in name.split("/")):
+    if "/." in f"/{name}":
         return Skipped(path, "hidden")
     is_excluded = any(fnmatchcase(name, pattern) for pattern in settings.exclude)
     if is_excluded or not any(fnmatchcase(name, pattern) for pattern in settings.include or ["*"]):
@@ -234,7 +238,7 @@ def _inspect(settings: BuildOptions, file: Entry) -> Entry:
         with open_bytes(file.path) as stream:
             head = _head(stream)
             file_format, reason = _format(head, name, settings.format)
-            names = [] if reason else _field_names(stream, head, file_format, name)
+            names = [] if reason else _field_names(stream, head, file_format)
     except Exception as error:
         reason = "" if "://" in file.path else getattr(error, "strerror", "")
         return Skipped(path, f"unreadable: {reason}" if reason else damage(file, error))
@@ -257,35 +261,23 @@ def _head(stream: Any) -> bytes:
     return head
 
 
-def _field_names(stream: Any, head: bytes, file_format: str, name: str) -> list[str]:
+def _field_names(stream: Any, head: bytes, file_format: str) -> list[str]:
     """Returns the fields of the first records of a file; none if it has no fields, or none can be read.
 
     All complete records of the first 64 KB count: a header or a bad record costs itself only.
     """
-    try:
-        if file_format == "parquet":
-            stream.seek(0)
+    if file_format == "parquet":
+        stream.seek(0)
+        with suppress(OSError, pa.ArrowException):
             return list(pq.read_schema(stream).names)
-        text = head.decode("utf-8-sig", "replace")
-        if file_format == "csv":
-            return next(csv.reader(io.StringIO(text), delimiter=delimiter(text)))
-        if file_format == "json":
-            rows = [json.JSONDecoder().raw_decode(text.lstrip().lstrip("[").lstrip())[0]]
-        elif file_format == "jsonl":
-            lines = text.split("\n") if len(head) < HEAD_BYTES else text.split("\n")[:-1]
-            rows = list(chain.from_iterable(map(_parsed, lines)))
-        else:
-            return []
-        return list(dict.fromkeys(chain.from_iterable(row for row in rows if type(row) is dict)))
-    except (ValueError, RecursionError, StopIteration, csv.Error, OSError, pa.ArrowException):
+    text = head.decode("utf-8-sig", "replace")
+    if file_format == "csv":
+        return next(csv.reader(io.StringIO(text), delimiter=delimiter(text)), [])
+    if file_format not in ("json", "jsonl"):
         return []
-
-
-def _parsed(line: str) -> list[Any]:
-    try:
-        return [json.loads(line)]
-    except (ValueError, RecursionError):
-        return []
+    if len(head) == HEAD_BYTES:  # the last record may be cut
+        text = text.rpartition("\n" if file_format == "jsonl" else "},")[0]
+    return list(dict.fromkeys(_KEY.findall(text)))
 
 
 def delimiter(text: str) -> str:
@@ -365,12 +357,16 @@ def _format(head: bytes, name: str, wanted: str) -> tuple[str, str]:
     if b"\0" in head:
         return "", "binary, or UTF-16 (iconv -f utf-16 -t utf-8 converts it)"
     text = head.decode("utf-8-sig", "replace").lstrip()
-    try:
-        codecs.getincrementaldecoder("utf-8-sig")().decode(head, len(head) < HEAD_BYTES)
-    except UnicodeDecodeError as error:
-        if text.count("\ufffd") > len(text) / 200:  # else single bad bytes
-            where = f"not UTF-8 at byte {error.start}; convert it "
-            return "", where + "(iconv -f cp1252 -t utf-8 FILE > NEW, if it is Western European)"
+    if "\ufffd" in text:
+        try:
+            codecs.getincrementaldecoder("utf-8-sig")().decode(head, len(head) < HEAD_BYTES)
+        except UnicodeDecodeError as error:
+            if text.count("\ufffd") > len(text) / 200:  # else single bad bytes
+                where = f"not UTF-8 at byte {error.start}; convert it "
+                return (
+                    "",
+                    where + "(iconv -f cp1252 -t utf-8 FILE > NEW, if it is Western European)",
+                )
     file_format, reason = _guess(text, name) if is_free else (wanted, "")
     if file_format == "html":
         try:

@@ -32,13 +32,21 @@ def count(number: int, noun: str) -> str:
 class Progress(tqdm):
     """A tqdm bar; without a terminal it is drawn every 10 seconds. `done` of `total` units were finished before.
 
-    `shown` is False on all ranks but one.
+    `total` is 0 if it is not known. `shown` is False on all ranks but one, `delay` in seconds.
     """
 
     def __init__(
-        self, total: float, unit: str, description: str, *, done: float = 0, shown: bool = True
+        self,
+        total: float,
+        unit: str,
+        description: str,
+        *,
+        done: float = 0,
+        shown: bool = True,
+        delay: float = 0,
     ) -> None:
         on_terminal = sys.stderr.isatty()
         options = {"desc": description, "unit": f" {unit}", "initial": done, "disable": not shown}
+        options["delay"] = delay
         every = 0.1 if on_terminal else 10.0
         super().__init__(total=total, leave=not on_terminal, mininterval=every, **options)

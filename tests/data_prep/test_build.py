@@ -111,9 +111,14 @@ def test_long_documents_take_several_rows_and_shards(corpus_of: Make, tmp_path: 
 
 @pytest.mark.parametrize(("without", "kept"), [([], "abe"), (["duplicate_documents"], "abcde")])
 def test_copies_go_unless_they_are_to_stay(
-    without: list[str], kept: str, tiny_tokenizer: Path, tmp_path: Path
+    without: list[str],
+    kept: str,
+    tiny_tokenizer: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first of several stays; a long one takes several rows."""
+    monkeypatch.setattr(merge, "PART", 2)  # hashes are sorted in several parts
     texts = dict(zip("abcde", [story(40, 1), story(12_000, 3)] * 2 + [story(20)], strict=True))
     paths = [tmp_path / f"{name}.txt" for name in texts]
     for path in paths:
@@ -283,9 +288,9 @@ import os, sys
 sys.path.insert(0, {repository!r})
 from data_prep import clean, run
 original = clean.unwrap
-def unwrap(lines):
+def unwrap(lines, *rest):
     os._exit(9) if lines[0].startswith("DEADLY") else None
-    return original(lines)
+    return original(lines, *rest)
 clean.unwrap = unwrap
 if __name__ == "__main__":
     from multicls.errors import run_command
@@ -436,13 +441,22 @@ def test_each_worker_of_a_large_cluster_has_calls(monkeypatch: pytest.MonkeyPatc
     assert sorted(results) == [(i, i * i) for i in range(1000)] and max(waited) == 600
 
 
-def test_the_log_shows_twenty_skipped_files_and_counts_the_others(
-    texts: Path, tiny_tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_log_shows_twenty_skipped_files_and_large_ones_that_cannot_be_cut(
+    texts: Path,
+    tiny_tokenizer: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    (texts / "large.txt.gz").write_bytes(gzip.compress(os.urandom(9000).hex(".", 3).encode()))
+    monkeypatch.setattr(prepare, "LONG_HOURS", 5e-7)
     for i in range(23):
         (texts / f"{i}.py").write_text("x = 1")
     corpus = prepared(tiny_tokenizer, tmp_path / "out", texts)
     printed = capsys.readouterr().out
+    assert re.findall(r"note: .*/(.*): cannot be divided: .* 0.0 hours", printed) == [
+        "large.txt.gz"
+    ]
     assert printed.count("not known as prose") == 20 and "3 more; dropped.json lists all" in printed
     assert len(json.loads((corpus.path / "dropped.json").read_text())["skipped"]) == 23
     skipped = dict(last_lines(corpus))["skipped"]
@@ -568,7 +582,8 @@ def test_a_document_that_fails_costs_itself_only(
     original = getattr(*step)
 
     def failing(*content: Any) -> Any:
-        if any("FAIL" in text for text in content[-1]):
+        (texts,) = (value for value in content if isinstance(value, list))
+        if any("FAIL" in text for text in texts):
             raise error("string index out of range")
         return original(*content)
 

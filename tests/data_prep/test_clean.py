@@ -319,7 +319,9 @@ title: x
 ---
 # Cats
 
-See [the **long** page](https://a.b/c_(d)) and `run()` it. ![](a.png)
+* See [the **long** page](https://a.b/c_(d)) and
+  `run()` it, but not
+Elsewhere. ![](a.png)
 
 ```python
 print("It is code.")
@@ -359,6 +361,13 @@ TEXTS = {
             *split(LONG_PROSE),
         ],
     ),
+    "lines of proportional type": (  # among rows of a table
+        "\f".join(
+            textwrap.fill(text, 64 + i % 5 * 3) + "\n" + "".join(f"\n{k} CARD" for k in range(5))
+            for i, text in enumerate(PROSE * 2)
+        ),
+        [sentence for text in PROSE * 2 for sentence in re.split(r"(?<=[.;?]) (?=[A-Z])", text)],
+    ),
     "pages": (
         "\f".join(
             f"The Title. {i}\n\nIt is a {word}.\n\nA {word} ran.\n\nHe saw a {word}.\n\nPage {i} of it."
@@ -388,7 +397,7 @@ def test_lines_of_equal_length_and_messages_stay_lines() -> None:
 
 def test_markdown_is_read_without_its_markup() -> None:
     kept, drops = cleaned(MARKDOWN, text_format="markdown")
-    assert kept == ["See the long page and run() it.", "It ends here."]
+    assert kept == ["See the long page and run() it, but not Elsewhere.", "It ends here."]
     assert drops.by_reason() | {"characters_of_markup": 0} == {
         "characters_of_markup": 0,
         "lines_heading": 1,

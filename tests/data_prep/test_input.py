@@ -372,6 +372,25 @@ def test_mediawiki_pages(tmp_path: Path) -> None:
     assert [len(d.text.split("A cat.")) - 1 for d in documents[2:]] == [1, 90_000, 3]
 
 
+@pytest.mark.parametrize("name", ["dump.xml", "dump-multistream.xml.bz2", "rows.parquet"])
+def test_shares_of_dumps_and_of_parquet_have_all_documents(name: str, tmp_path: Path) -> None:
+    """In whatever place they are cut: inside a page, its tags, a stream or a group of rows."""
+    pages = [PAGE.replace(">1<", f">{n}<").replace("A cat.", f"{n} cats." * n) for n in range(40)]
+    groups = ["".join(pages[n : n + 4]) for n in range(0, 40, 4)]
+    parts = ["<mediawiki>", *groups, "</mediawiki>"]
+    if name.endswith("parquet"):
+        table = pa.table({"text": [f"{n} cats." * n for n in range(40)]})
+        pq.write_table(table, tmp_path / name, row_group_size=4)
+    elif name.endswith("bz2"):
+        (tmp_path / name).write_bytes(b"".join(bz2.compress(part.encode()) for part in parts))
+    else:
+        (tmp_path / name).write_text("".join(parts))
+    whole = read_all(tmp_path / name)
+    assert len(whole) == 40
+    for large in range(97, 130):
+        assert read_all(tmp_path / name, large=large) == whole
+
+
 def test_the_newest_revision_of_a_page_is_read(tmp_path: Path) -> None:
     dates = ("2020-01-02T00:00:00Z", "2024-05-06T00:00:00Z", "2022-03-04T00:00:00Z")
     revisions = (
