@@ -25,14 +25,12 @@ from multicls.cards import (
     write_sentence_transformer,
 )
 from multicls.console import print_summary
-from multicls.corpus import Corpus
 from multicls.errors import UserError, run_command
-from multicls.files import atomic_folder, atomic_write, lock_holder, read_json, write_json
+from multicls.files import atomic_folder, lock_holder, read_json, write_json
 from multicls.settings import Settings, parse
-from multicls.topics import fit_topics
 from pretrain.card import write_card
 from pretrain.run_folder import TOPICS, check_whole, checkpoint_path, saved_steps
-from pretrain.settings import ModelSettings, PretrainSettings, ProbeSettings
+from pretrain.settings import ModelSettings, ProbeSettings
 
 EXPORT_INFO = "export.json"  # in RUN/model: facts for the card; in an export its step, too
 FACTS = ("documents", "sentences", "tokens", "sources", "hub_datasets")  # of a manifest: no paths
@@ -130,23 +128,6 @@ def describe_model(
         commit = getattr(model.config, "_commit_hash", None)  # of the Hub
         info = {"metadata": metadata, "corpus": corpus, "base_commit": commit}
         write_json(fresh / EXPORT_INFO, info)
-
-
-def write_topics(
-    run_folder: Path, corpus: Corpus, settings: PretrainSettings, vocabulary: int
-) -> str:
-    """Writes the topics of the corpus to the run folder, unless they are there; returns a line for the log."""
-    from safetensors.torch import save
-
-    number, path = settings.model.num_topics, run_folder / TOPICS
-    if not path.exists():
-        fraction = settings.data.validation_fraction
-        topics = fit_topics(corpus, number, vocabulary=vocabulary, validation_fraction=fraction)
-        with atomic_write(path, "wb") as file:
-            file.write(save(topics))
-    made = load_topics(run_folder)["table"].shape[1]
-    few = f" (of {number}: there are few documents)" if made < number else ""
-    return f"topics: {made}{few}, from the words of the training documents"
 
 
 def load_topics(run_folder: Path) -> dict[str, Any]:

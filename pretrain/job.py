@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save
 
 from data_prep.examples import ExampleStream, SpecialIds
 from multicls.build import NEW_MLM_HEAD
@@ -39,6 +40,7 @@ from multicls.modeling_multicls import TopicTable
 from multicls.optim import choose_precision
 from multicls.settings import to_yaml
 from multicls.tokenization import facet_ids
+from multicls.topics import fit_topics
 from pretrain.batches import start_loader_server
 from pretrain.checkpoints import Checkpoints
 from pretrain.engine import build_engine, fp32_weights, prepare_layers
@@ -48,7 +50,6 @@ from pretrain.export import (
     load_topics,
     next_command,
     restore_model,
-    write_topics,
 )
 from pretrain.log import Log
 from pretrain.probing import TrainingProbe, build_probe
@@ -264,15 +265,26 @@ def start(deepspeed: Any, job: Job) -> None:
 
 def _prepare_topics(job: Job) -> list[str]:
     """Makes the topics of the corpus, if the run has them, and gives them to the probe of labels; returns log lines."""
-    number, vocabulary = job.settings.model.num_topics, job.model.config.vocab_size
-    if not job.start_step:  # a run that ended before its first checkpoint may have left others
-        on_rank_0(lambda: (job.run_folder / TOPICS).unlink(missing_ok=True))
-    if not number:
+    number, path = job.settings.model.num_topics, job.run_folder / TOPICS
+
+    def write() -> None:
+        if not job.start_step:  # a run that ended before its first checkpoint may have left others
+            path.unlink(missing_ok=True)
+        if number and not path.exists():
+            sizes: Any = {"vocabulary": job.model.config.vocab_size}
+            sizes["validation_fraction"] = job.settings.data.validation_fraction
+            with atomic_write(path, "wb") as file:
+                file.write(save(fit_topics(job.corpus, number, **sizes)))
+
+    on_rank_0(write)
+    state = load_topics(job.run_folder)
+    if not state:
         return []
-    line = on_rank_0(lambda: write_topics(job.run_folder, job.corpus, job.settings, vocabulary))
     if job.probe and job.settings.probe.file:
-        job.probe.topics = TopicTable.of(load_topics(job.run_folder))
-    return [line]
+        job.probe.topics = TopicTable.of(state)
+    made = state["table"].shape[1]
+    few = f" (of {number}: there are few documents)" if made < number else ""
+    return [f"topics: {made}{few}, from the words of the training documents"]
 
 
 def build_streams(
