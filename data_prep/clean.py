@@ -143,17 +143,18 @@ def unwrap(lines: list[str], is_typeset: bool = False) -> list[str]:
         else:
             paragraphs.append(text)
     if any("-\n" in text for text in paragraphs):
-        words = set(re.findall(r"\w+", "\n".join(lines)))
-        paragraphs = [_mended(text, words) if "-\n" in text else text for text in paragraphs]
+        whole = "\n".join(lines)
+        paragraphs = [_mended(text, whole) if "-\n" in text else text for text in paragraphs]
     return [text.replace("\n", " ") for text in paragraphs]
 
 
-def _mended(text: str, words: set[str]) -> str:
-    """Returns a paragraph with its broken words joined; without the hyphen if `words` has the whole word."""
+def _mended(text: str, document: str) -> str:
+    """Returns a paragraph with its broken words joined; without the hyphen if `document` has the whole word."""
 
     def whole(match: re.Match[str]) -> str:
         joined = match[1] + match[2]
-        return joined if joined in words else f"{match[1]}-{match[2]}"
+        occurs = joined in document and re.search(rf"\b{joined}\b", document)
+        return joined if occurs else f"{match[1]}-{match[2]}"
 
     return _BROKEN_WORD.sub("", _HYPHENATED.sub(whole, text))
 
@@ -278,7 +279,7 @@ def _without_page_lines(text: str, raw: RawDocument, drops: DropLog) -> str:
 _LINE_ENDS = "\r\u2028\u2029"
 _LIGATURES = "\ufb00\ufb01\ufb02\ufb03\ufb04\ufb05\ufb06"  # ff, fi, fl, ffi ... of PDF
 _SPECIAL = re.compile(
-    f"[{_LINE_ENDS}\t\x0b\x0c\x1c-\x1f\x85\xa0\u1680\u2000-\u200a\u202f\u205f\u3000"
+    f"[{_LINE_ENDS}{_LIGATURES}\t\x0b\x0c\x1c-\x1f\x85\xa0\u1680\u2000-\u200a\u202f\u205f\u3000"
     "\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\xad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\ufeff\ufffc]"
 )
 
@@ -290,12 +291,12 @@ def _plain_characters(text: str) -> tuple[str, list[str]]:
     def plain(match: re.Match[str]) -> str:
         if match[0].isspace():
             return "\n" if match[0] in _LINE_ENDS else " "
+        if match[0] in _LIGATURES:
+            return unicodedata.normalize("NFKC", match[0])
         removed.append(f"U+{ord(match[0]):04X}")
         return ""
 
     if not text.isascii():
-        for ligature in _LIGATURES:
-            text = text.replace(ligature, unicodedata.normalize("NFKC", ligature))
         text = unicodedata.normalize("NFC", text)
     return _SPECIAL.sub(plain, text.replace("\r\n", "\n")), removed
 

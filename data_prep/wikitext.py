@@ -59,11 +59,9 @@ def plain_text(markup: str) -> str:
 
 def mend_extract(text: str) -> str:
     """Returns an extract without the tags, empty brackets and blanks before commas that WikiExtractor leaves in it."""
-    if not any(mark in text for mark in _LEFT_IN_EXTRACTS):
-        return text
     lines = text.split("\n")
     for i, line in enumerate(lines):
-        if any(mark in line for mark in _LEFT_IN_EXTRACTS):
+        if any(map(line.__contains__, _LEFT_IN_EXTRACTS)):
             lines[i] = _mended(line)
     return "\n".join(lines)
 

@@ -139,13 +139,21 @@ def texts(tmp_path: Path) -> Path:
     folder = tmp_path / "in"
     folder.mkdir()
     for i in range(12):
-        (folder / f"{i:02d}.txt").write_text(story(20 + i % 11, i % 11))
+        write(folder / f"{i:02d}.txt", story(20 + i % 11, i % 11))
     return folder
+
+
+def write(path: Path, text: str, date: int = 1) -> None:
+    """Writes a file of a fixed date, so that a corpus made of it is the same in all tests."""
+    path.write_text(text)
+    os.utime(path, (date, date))
 
 
 STOPS = [("os.rename", share) for share in (0.25, 0.4, 0.55, 0.7, 0.85, 0.95, 1.0)]
 STOPS += [("os.link", 0.9), ("shutil.rmtree", 1.0)]  # among the shards; after the manifest
 LEFT: dict[str, int] = {}
+EVENTS: dict[str, int] = {}  # number of events of a whole run, by event and settings
+FRESH: dict[str, Path] = {}  # corpus of a fresh run, by the change of its input
 
 
 def interrupt(event: str, _: Any) -> None:
@@ -163,11 +171,13 @@ def prepare_until(
     event: str, share: float, tokenizer: Path, output: Path, texts: Path, **settings: Any
 ) -> None:
     """Starts a run and interrupts it after a share of the events of a kind that a whole run has."""
-    whole, LEFT[event] = texts.with_name("whole"), 1000
-    prepared(tokenizer, whole, texts, **settings)
-    number = 1000 - LEFT.pop(event)
-    shutil.rmtree(whole)
-    LEFT[event] = round(share * number)
+    kind = f"{event} {settings}"
+    if kind not in EVENTS:
+        whole, LEFT[event] = texts.with_name("whole"), 1000
+        prepared(tokenizer, whole, texts, **settings)
+        EVENTS[kind] = 1000 - LEFT.pop(event)
+        shutil.rmtree(whole)
+    LEFT[event] = round(share * EVENTS[kind])
     with pytest.raises(KeyboardInterrupt):
         prepared(tokenizer, output, texts, **settings)
     LEFT.clear()
@@ -177,8 +187,8 @@ def change_input(folder: Path) -> None:
     """One file comes, one changes, and most go."""
     for path in sorted(folder.glob("*.txt"))[4:]:
         path.unlink()
-    (folder / "05b.txt").write_text(story(40, 5))
-    (folder / "03.txt").write_text(story(31, 3))
+    write(folder / "05b.txt", story(40, 5), date=2)
+    write(folder / "03.txt", story(31, 3), date=2)
 
 
 def remove_first(folder: Path) -> None:
@@ -189,7 +199,11 @@ def remove_first(folder: Path) -> None:
 @pytest.mark.parametrize("change", [lambda folder: None, change_input, remove_first])
 @pytest.mark.parametrize("stop", STOPS)
 def test_a_stopped_run_continues(
-    stop: tuple[str, float], change: Any, texts: Path, tiny_tokenizer: Path, tmp_path: Path
+    stop: tuple[str, float],
+    change: Any,
+    texts: Path,
+    tiny_tokenizer: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     # The output may lie in the input.
     prepare_until(*stop, tiny_tokenizer, texts / "out", texts, keep_dropped=True)
@@ -208,9 +222,11 @@ def test_a_stopped_run_continues(
     for path in foreign:
         assert path.read_text() == "not ours"
         path.unlink()
-    (texts / "out").rename(tmp_path / "out")
-    prepared(tiny_tokenizer, tmp_path / "fresh", texts, keep_dropped=True)
-    same_files(tmp_path / "fresh", tmp_path / "out")
+    out = (texts / "out").rename(texts.with_name("out"))
+    if change.__name__ not in FRESH:
+        fresh = FRESH[change.__name__] = tmp_path_factory.mktemp("fresh") / "out"
+        prepared(tiny_tokenizer, fresh, texts, keep_dropped=True)
+    same_files(FRESH[change.__name__], out)
 
 
 def test_a_merge_that_was_stopped_goes_on_and_rewritten_units_take_no_room_twice(

@@ -20,8 +20,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_prep import read
 from data_prep.prepare import LARGE_UNIT, SMALL_UNIT, group_units
-from data_prep.read import FEWEST_ROWS, LONGEST_RECORD, MOST_ROWS, RawDocument, read_documents
+from data_prep.read import FEWEST_ROWS, MOST_ROWS, RawDocument, read_documents
 from data_prep.settings import BuildOptions, Format
 from data_prep.sources import HEAD_BYTES, Skipped, SourceFile, list_inputs
 from multicls.errors import UserError
@@ -322,7 +323,8 @@ def test_files_of_one_name_size_and_date_are_both_read(
 PARAGRAPHS = "The cat sat on one mat and then it ran.\n\nBilateral relations.\n\n"
 ARTICLE = PARAGRAPHS + "All those dogs who had come to eat dinner here ran far away."
 URL = "https://en.wikipedia.org/wiki?curid=7"
-HOLE = LONGEST_RECORD + (2 << 20)
+RECORD = 1 << 20  # bytes of the longest record in a test
+HOLE = 5 * RECORD // 2
 
 
 def test_one_text_has_one_format_in_every_container(tmp_path: Path) -> None:
@@ -417,8 +419,15 @@ def test_several_text_fields_are_joined(tmp_path: Path) -> None:
     ]
 
 
+@pytest.fixture
+def small_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the longest record and document 64 times smaller."""
+    monkeypatch.setattr(read, "LONGEST_RECORD", RECORD)
+    monkeypatch.setattr(read, "LONGEST_DOCUMENT", 1 << 16)
+
+
 def with_hole(path: Path, begin: str, end: str) -> Path:
-    """Writes a text file of more than `LONGEST_RECORD` bytes, most of them zeros that take no room on the disk."""
+    """Writes a text file of more than `RECORD` bytes, most of them zeros that take no room on the disk."""
     with path.open("w") as file:
         file.write(f"{begin}{'a' * HEAD_BYTES}")
         file.seek(HOLE)
@@ -426,22 +435,22 @@ def with_hole(path: Path, begin: str, end: str) -> Path:
     return path
 
 
-def test_long_records_are_bounded(tmp_path: Path) -> None:
-    paragraphs = ["The cat sat. " * 80_000] * 10
+def test_long_records_are_bounded(small_records: None, tmp_path: Path) -> None:
+    paragraphs = ["The cat sat. " * 1250] * 10
     (tmp_path / "in.txt").write_text("\n\n".join(paragraphs))
     texts = [document.text for document in read_all(tmp_path / "in.txt")]
     assert len(texts) == 2 and "\n".join(texts).replace("\n", "") == "".join(paragraphs)
-    (tmp_path / "wiki_00").write_text('<doc id="1" title="A">\n' + f"{'Lost ' * 1000}\n" * 4000)
+    (tmp_path / "wiki_00").write_text('<doc id="1" title="A">\n' + f"{'Lost ' * 1000}\n" * 62)
     lost = [document.dropped for document in read_all(tmp_path / "wiki_00")]
     assert lost == ["records_doc_not_closed"] * 3
     texts = [document.text for document in read_all(with_hole(tmp_path / "a.txt", "", "end"))]
-    assert [len(text) for text in texts] == [LONGEST_RECORD, HOLE + 3 - LONGEST_RECORD]
+    assert [len(text) for text in texts] == [RECORD, RECORD, RECORD // 2 + 3]
     dump = with_hole(tmp_path / "a.xml", f"<mediawiki>{PAGE}<page>", "</page>")
     assert [document.dropped for document in read_all(dump)] == ["", "records_file_damaged"]
     rows = with_hole(tmp_path / "a.jsonl", '{"text": "', '"}\n{"text": "It ran."}\n')
-    assert rows.stat().st_size > LARGE_UNIT, "the first share ends inside the long line"
-    places = [(document.id.split("#")[1], document.dropped) for document in read_all(rows)]
-    cut = [(str(place), "records_not_json") for place in (0, LONGEST_RECORD)]
+    documents = read_all(rows, large=RECORD)  # the first share ends inside the long line
+    places = [(document.id.split("#")[1], document.dropped) for document in documents]
+    cut = [(str(place), "records_not_json") for place in (0, RECORD, 2 * RECORD)]
     assert places == [*cut, (str(HOLE + 3), "")]
 
 
@@ -451,7 +460,7 @@ XHTML = "<?xml version='1.0' encoding='utf-8'?>\n<!DOCTYPE html PUBLIC '-//W3C//
 XHTML += f"<html><title>A &amp; b</title><body>{NAVIGATION}<article>{BODY}</article></body>"
 
 
-def test_html(tmp_path: Path) -> None:
+def test_html(small_records: None, tmp_path: Path) -> None:
     pytest.importorskip("trafilatura", exc_type=ImportError)
     path, expected = tmp_path / "page.html", " ".join(story(6, n) for n in range(4)).split()
     for page, title in ((XHTML, "A & b"), (f"<div>{BODY}</div>", "page")):
