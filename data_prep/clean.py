@@ -422,18 +422,14 @@ LINE_RULES = [
 
 # Rules for sentences: function(sentence) -> whether to drop it.
 
-
-def _has_no_letter(sentence: str) -> bool:
-    return not any(map(str.isalpha, sentence))
-
-
-def _has_hole(sentence: str) -> bool:
-    return HOLE in sentence or "formula_" in sentence or "codice_" in sentence  # of WikiExtractor
-
-
+_HOLES = (HOLE, "formula_", "codice_")  # the latter of WikiExtractor
 SENTENCE_RULES: list[tuple[str, str, Callable[[str], bool]]] = [
-    ("sentences_without_letter", "sentences_without_letter", _has_no_letter),
+    (
+        "sentences_without_letter",
+        "sentences_without_letter",
+        lambda s: not any(map(str.isalpha, s)),
+    ),
     ("long_sentences", "sentences_too_long", lambda s: len(s) > LONGEST_SENTENCE),
     ("replacement_characters", "sentences_not_utf8", lambda s: BAD_CHARACTER in s),
-    ("holes", "sentences_with_holes", _has_hole),
+    ("holes", "sentences_with_holes", lambda s: any(map(s.__contains__, _HOLES))),
 ]

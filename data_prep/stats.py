@@ -66,23 +66,17 @@ def training_table(
     It is empty if no document has a sentence for each part.
     """
     table = dict[int, dict[str, Any]]()
+    around = [special.cls, special.sep, special.pad, *special.facets]  # the text
     for length in sorted({seq_length, *(n for n in LENGTHS if n >= len(special.facets) + 16)}):
         if examples := sampled_examples(corpus, special, length, num_parts):
             cut = sum(example.cut_tokens for example in examples)
-            shown = sum(_text_tokens(example, special) for example in examples)
+            shown = sum((~np.isin(example.input_ids, around)).sum() for example in examples)
             table[length] = {
                 "padding": 1 - np.mean([example.attention_mask for example in examples]),
                 "parts with an order": np.mean([example.so_labels >= 0 for example in examples]),
                 "tokens cut": cut / (cut + shown),
             }
     return pd.DataFrame(table).T.rename_axis("seq_length")
-
-
-def _text_tokens(example: TrainingExample, special: SpecialIds) -> int:
-    """Returns the number of text tokens of an example."""
-    two = [part.cut < part.end for part in example.parts]
-    around = len(two) * (2 + len(special.facets)) + sum(two)  # [CLS], facets and each [SEP]
-    return int(example.attention_mask.sum()) - around
 
 
 def fitting_length(table: pd.DataFrame) -> int | None:
