@@ -376,7 +376,7 @@ def test_mediawiki_pages(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["dump.xml", "dump-multistream.xml.bz2", "rows.parquet"])
 def test_shares_of_dumps_and_of_parquet_have_all_documents(name: str, tmp_path: Path) -> None:
-    """In whatever place they are cut: inside a page, its tags, a stream or a group of rows."""
+    """Shares have each document once, also if a cut lies inside a page, its tags, a stream or a group of rows."""
     pages = [PAGE.replace(">1<", f">{n}<").replace("A cat.", f"{n} cats." * n) for n in range(40)]
     groups = ["".join(pages[n : n + 4]) for n in range(0, 40, 4)]
     parts = ["<mediawiki>", *groups, "</mediawiki>"]

@@ -152,7 +152,7 @@ def test_every_official_span_decodes_to_its_words(name: str, multicls_data: Path
 
 
 def test_rows_that_lose_their_end_are_counted(tiny_bert: Path) -> None:
-    """Of 20 rows of 3 to 22 words, and two special tokens, 14 are cut to 10."""
+    """14 of 20 rows are cut to 10 tokens: they have 3 to 22 words and two special tokens."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
     rows = [Example(f"{n}", (" ".join(["bal"] * (n + 3)),), 0.0) for n in range(20)]
     encoded = Encoded(replace(TASKS["sst2"], max_length=10), rows, tokenizer)

@@ -159,7 +159,7 @@ def test_without_labels_recall_of_passages(tmp_path: Path) -> None:
 
 
 def test_the_embedding_to_take_is_that_of_the_exported_step(tmp_path: Path) -> None:
-    """With keep_best it is the best of all steps, step 0 included and also after a resume; else of the last one."""
+    """A run names the best embedding of the best step with keep_best, also after a resume, else of the last step."""
     documents = np.repeat(np.arange(20), 3)
     generator = np.random.default_rng(0)
     noise = generator.normal(size=(60, 4))
@@ -214,7 +214,7 @@ def test_files_that_are_no_probe(
 
 
 def test_a_longer_run_keeps_its_rows(tmp_path: Path) -> None:
-    """With more steps a new run would probe more rows; one that is extended can only compare with the same."""
+    """A run that is extended probes the rows that it began with; a new run of that length would probe more."""
     rows = [f'{{"text": "text {number}", "label": "{number % 2}"}}' for number in range(900)]
     for name in ("a", "b"):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows[:: 1 if name == "a" else -1]))
