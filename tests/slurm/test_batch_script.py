@@ -32,6 +32,11 @@ class Submitted(NamedTuple):
     def log(self, node: str = "") -> str:
         return (self.folder / f"pretrain-{self.number}{node}.log").read_text()
 
+    def logs(self) -> str:
+        """Returns what the script and all ranks wrote."""
+        files = sorted(self.folder.glob(f"pretrain-{self.number}*.log"))
+        return "\n".join(f"{path.name}:\n{path.read_text()}" for path in files)
+
     def started(self) -> bool:
         """Returns True once rank 0 is ready for signals."""
         log = self.folder / f"pretrain-{self.number}-node0.log"
@@ -58,25 +63,25 @@ def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 def test_cancelled_job_stays_so(cluster: Cluster, jobs: dict[str, Submitted]) -> None:
     job = jobs["cancelled"]
-    until(job.started, job.log)
+    until(job.started, job.logs)
     cluster.run("scancel", job.number)
     state, _, restarts = job.ended()
-    assert (state, restarts) == ("CANCELLED", "0"), job.log()
+    assert (state, restarts) == ("CANCELLED", "0"), job.logs()
 
 
 def test_save_and_stop_for_good(cluster: Cluster, jobs: dict[str, Submitted]) -> None:
     job = jobs["held"]
-    until(job.started, job.log)
+    until(job.started, job.logs)
     cluster.run("scontrol", "update", f"JobId={job.number}", "Requeue=0")
     cluster.run("scancel", "--signal=USR1", job.number)
-    assert job.ended() == ("FAILED", "1:0", "0"), job.log()
+    assert job.ended() == ("FAILED", "1:0", "0"), job.logs()
     assert "checkpoint at step 1" in job.log() and "submit the same command" in job.log()
 
 
 @pytest.mark.parametrize("name", ["ranks", "own GPU"])
 def test_ranks_on_two_nodes(jobs: dict[str, Submitted], name: str) -> None:
     job = jobs[name]
-    assert job.ended() == ("COMPLETED", "0:0", "0"), job.log()
+    assert job.ended() == ("COMPLETED", "0:0", "0"), job.logs()
     ranks = [json.loads((job.folder / f"rank{rank}.json").read_text()) for rank in range(4)]
     places = [(rank["RANK"], rank["LOCAL_RANK"], rank["SLURMD_NODENAME"]) for rank in ranks]
     assert places == [("0", "0", "n1"), ("1", "1", "n1"), ("2", "0", "n2"), ("3", "1", "n2")]
@@ -103,13 +108,13 @@ def test_finished_run_is_left_alone(cluster: Cluster, jobs: dict[str, Submitted]
 def test_mistakes_are_not_tried_again(jobs: dict[str, Submitted], name: str) -> None:
     """The script finds out about settings, one of the ranks about data."""
     job = jobs[name]
-    assert job.ended() == ("FAILED", "2:0", "0"), job.log()
+    assert job.ended() == ("FAILED", "2:0", "0"), job.logs()
     assert job.started() == ("6 ranks on n[1-2]" in job.log()) == (name != "settings")
 
 
 def test_restarts_as_long_as_the_run_gets_on(jobs: dict[str, Submitted]) -> None:
     job = jobs["crashes"]
-    assert job.ended() == ("FAILED", "1:0", "3"), job.log()
+    assert job.ended() == ("FAILED", "1:0", "3"), job.logs()
     assert job.log().count("requeueing") == 3 and "not requeued" in job.log()
     assert "checkpoint at step 2" in job.log()
     ports = (job.folder / "ports0.txt").read_text().split()
@@ -118,5 +123,5 @@ def test_restarts_as_long_as_the_run_gets_on(jobs: dict[str, Submitted]) -> None
 
 def test_time_limit_saves_and_requeues(jobs: dict[str, Submitted]) -> None:
     job = jobs["time limit"]
-    assert job.ended() == ("COMPLETED", "0:0", "1"), job.log()
+    assert job.ended() == ("COMPLETED", "0:0", "1"), job.logs()
     assert "checkpoint at step 1" in job.log() and "finished at step 100" in job.log()
