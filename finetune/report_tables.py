@@ -68,7 +68,7 @@ def build_report(
     _check_names("--compare", systems, groups["system"])
     averages, among = average_groups(groups), systems or list(groups["system"])
     families = [table[table["system"].isin(among)] for table in (averages, groups)]
-    comparisons = [pair for family in families for pair in compare_systems(family)]
+    comparisons = pd.concat(map(compare_systems, families))
     tables = {
         "Scores": scores_table(groups, averages),
         "Comparisons": comparisons_table(comparisons),
@@ -101,7 +101,7 @@ def make_groups(runs: pd.DataFrame, split: str | None = None) -> pd.DataFrame:
     """Returns a row for each task, size and system; the best mean score first within a size.
 
     Columns: those of the first of its runs; `runs`; those of `Estimate`; `interval`, over replicates and rows, or over
-    the rows of a single run; `ece`, an `Estimate` or None.
+    the rows of a single run; `ece`, mean and error.
     """
     groups = []
     for _, group in evaluate_runs(runs, split).groupby(KEYS):
@@ -112,7 +112,7 @@ def make_groups(runs: pd.DataFrame, split: str | None = None) -> pd.DataFrame:
             interval = estimates.example_interval(task, first["predictions"])
         ece = estimates.summarise(group.drop(columns="effects").assign(score=group["ece"]))
         columns = {"runs": group, "interval": interval, "baseline": group["baseline"].mean()}
-        columns |= {"estimate": estimate, "ece": None if math.isnan(ece.mean) else ece}
+        columns |= {"estimate": estimate, "ece": (ece.mean, ece.error)}
         groups.append(first | vars(estimate) | columns)
     order = {"by": ["task", "train_size", "mean"], "ascending": [True, True, False]}
     return pd.DataFrame(groups).sort_values(**order, ignore_index=True)
@@ -185,45 +185,29 @@ def rows_of(group: Any) -> str:
     return count(group.evaluated, f"{group.split} row")
 
 
-@dataclass(frozen=True)
-class Compared:
-    """The comparison of two systems on a task, or on the average of all, at one size."""
+def compare_systems(groups: pd.DataFrame) -> pd.DataFrame:
+    """Returns a row for each pair of systems on each task and size; their tests are one family.
 
-    task: str
-    size: str
-    names: tuple[str, str]  # A and B of A - B
-    kind: str  # of test
-    test: estimates.Comparison
-    p: float  # corrected for all tests of its family: single tasks, or averages
-    tests: int  # in the family
-
-
-def compare_systems(groups: pd.DataFrame) -> list[Compared]:
-    """Returns the comparison of each pair of systems on each task and size; their tests are one family."""
-    pairs = [
-        (str(task), str(size), a, b)
-        for (task, size), of_size in groups.groupby(["task", "train_size"])
-        for a, b in itertools.combinations(of_size.itertuples(), 2)
-    ]
-    tests = [estimates.compare(a.estimate, b.estimate) for *_, a, b in pairs]
-    number = sum(not math.isnan(test.p) for test in tests)
-    compared = list[Compared]()
-    for (task, size, a, b), test, p in zip(
-        pairs, tests, estimates.holm([test.p for test in tests]), strict=True
-    ):
-        kind = f"paired, {UNITS[a.estimate.kind]}s" if test.paired else "Welch"
-        kind += ", seeds only" if "seed" in (a.estimate.kind, b.estimate.kind) else ""
-        compared.append(Compared(task, size, (a.system, b.system), kind, test, p, number))
-    return compared
+    Columns: task, size; A and B of A - B; kind of test; `test`, a `Comparison`; p, corrected; tests in the family.
+    """
+    rows = []
+    for (task, size), of_size in groups.groupby(["task", "train_size"]):
+        for a, b in itertools.combinations(of_size.itertuples(), 2):
+            test = estimates.compare(a.estimate, b.estimate)
+            kind = f"paired, {UNITS[a.estimate.kind]}s" if test.paired else "Welch"
+            kind += ", seeds only" if "seed" in (a.estimate.kind, b.estimate.kind) else ""
+            rows.append((task, size, a.system, b.system, kind, test, test.p))
+    table = pd.DataFrame(rows, columns=["task", "size", "a", "b", "kind", "test", "p"])
+    return table.assign(p=estimates.holm(table["p"]), tests=table["p"].count())
 
 
-def comparisons_table(compared: Sequence[Compared]) -> pd.DataFrame:
-    """Returns a row for each comparison."""
+def comparisons_table(compared: pd.DataFrame) -> pd.DataFrame:
+    """Returns the text of each comparison."""
     rows = [
         {
             "task": pair.task,
             "train size": pair.size,
-            "system": " - ".join(pair.names),
+            "system": f"{pair.a} - {pair.b}",
             "difference": percent(pair.test.difference, sign="+"),
             INTERVAL: percent(*pair.test.interval(), sign="+", joined=" to "),
             "corrected": percent(*pair.test.interval(pair.tests), sign="+", joined=" to "),
@@ -231,14 +215,14 @@ def comparisons_table(compared: Sequence[Compared]) -> pd.DataFrame:
             "test": pair.kind,
             "detectable": percent(pair.test.detectable),
         }
-        for pair in compared
+        for pair in compared.itertuples()
     ]
     return pd.DataFrame(rows).replace("nan", "-")
 
 
-def verdicts(groups: pd.DataFrame, compared: Sequence[Compared]) -> list[str]:
+def verdicts(groups: pd.DataFrame, compared: pd.DataFrame) -> list[str]:
     """Returns a sentence for each task and size: who is first, by how much, and whether that is more than chance."""
-    sentences, p_values = [], {(pair.task, pair.size, *pair.names): pair.p for pair in compared}
+    sentences, p_values = [], compared.set_index(["task", "size", "a", "b"])["p"]
     for (task, size), of_task in groups.groupby(["task", "train_size"]):
         first = of_task.iloc[0]
         lead = f"{task}, {size} rows: {first['system']} is first with {percent(first['mean'])} % "
@@ -267,7 +251,7 @@ def results_table(groups: pd.DataFrame) -> pd.DataFrame:
         INTERVAL: [percent(*interval, joined=" to ") for interval in groups["interval"]],
         "baseline": groups["baseline"].map(percent),
         "median": [percent(of_group["score"].median()) for of_group in runs],
-        "ECE": [percent(ece.mean, ece.error) if ece else "-" for ece in groups["ece"]],
+        "ECE": [percent(*ece) for ece in groups["ece"]],
         "ECE, calibrated": [percent(of_group["calibrated"].mean()) for of_group in runs],
         "replicates": [
             count(len(of), UNITS[kind]) + (" only" if kind == "seed" else "") for of, kind in units
@@ -395,10 +379,6 @@ def draw_runs(groups: pd.DataFrame) -> str:
     labels = groups["system"] + "\n" + groups["task"] + ", " + groups["train_size"]
     axis.set(yticks=range(len(groups)), xlabel="score, percent", ylim=(len(groups) - 0.5, -0.6))
     axis.set_yticklabels(labels, fontsize=7)
-    return _svg(figure)
-
-
-def _svg(figure: Figure) -> str:
     file = io.BytesIO()
     figure.savefig(file, format="svg", metadata={"Date": None})
     return base64.b64encode(file.getvalue()).decode()
