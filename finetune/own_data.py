@@ -46,10 +46,14 @@ def load_own(own: OwnDataSettings) -> TaskData:
     groups = [str(cell) if own.group_column else "" for cell in cells]
     examples, more = _with_units(task, examples, groups)
     notes += [_note(task), *more, *leak_notes(examples)]
-    if "dev" not in examples:
-        examples, more = _without_dev(task, examples, own.dev_share)
-        notes += more
-    train, dev, test = (examples.get(split, []) for split in ("train", "dev", "test"))
+    train, test = examples["train"], examples.get("test", [])
+    if (dev := examples.get("dev")) is None:
+        units = zip(strata(task, train), (row.unit for row in train), strict=True)
+        held = hold_out(dict(enumerate(units)), own.dev_share, "dev")
+        what = f"{len(held)} of the {count(len(train), 'training row')}"
+        notes.append(f"dev is {what} (dev_share {own.dev_share:g})")
+        dev = [train[row] for row in sorted(held)]
+        train = [row for number, row in enumerate(train) if number not in held]
     notes += missing_classes(task, train, dev, "dev")
     return TaskData(task, train, dev, test, notes=notes)
 
@@ -167,12 +171,15 @@ def _with_units(
         groups: the group of each row, of all splits in their order; "" without groups.
     """
     rows, notes = [row for split in examples.values() for row in split], list[str]()
-    keys = [[("group", name)] if name else [] for name in groups]
     columns = list(range(len(task.fields)))
     least = 0 if groups[0] else 1  # columns that always count
     while True:
-        texts = [[(column, same(row.texts[column])) for column in columns] for row in rows]
-        units = connected([[*own, *of_row] for own, of_row in zip(keys, texts, strict=True)])
+        units = connected(
+            [
+                [("group", group)] * bool(group) + [(c, same(row.texts[c])) for c in columns]
+                for row, group in zip(rows, groups, strict=True)
+            ]
+        )
         sizes = Counter(units)
         largest = max(sizes.values())
         if largest <= max(2, LARGEST_UNIT * len(rows)) or len(columns) == least:
@@ -183,10 +190,9 @@ def _with_units(
             f"equal texts in {task.fields[column]!r} join {largest} of {len(rows)} rows: they may stand on both sides "
             "of a split"
         )
-    passages = [passage_id(rows[unit].id) if sizes[unit] > 1 else "" for unit in units]
-    named = iter(passages)
+    passages = (passage_id(rows[unit].id) if sizes[unit] > 1 else "" for unit in units)
     divided = {
-        split: [replace(row, passage=next(named)) for row in of_split]
+        split: [replace(row, passage=next(passages)) for row in of_split]
         for split, of_split in examples.items()
     }
     return divided, notes
@@ -194,19 +200,14 @@ def _with_units(
 
 def connected(keys: Sequence[Sequence[Any]]) -> list[int]:
     """Returns the unit of each row, the index of its first row: rows that share a key are connected, also by others."""
-    parent, owner = list(range(len(keys))), dict[Any, int]()
+    from scipy.cluster.hierarchy import DisjointSet  # after --help
 
-    def root(row: int) -> int:
-        while parent[row] != row:
-            parent[row] = parent[parent[row]]
-            row = parent[row]
-        return row
-
+    units, owner = DisjointSet(range(len(keys))), dict[Any, int]()
     for row, of_row in enumerate(keys):
         for key in of_row:
-            first, second = sorted((root(row), root(owner.setdefault(key, row))))
-            parent[second] = first
-    return [root(row) for row in range(len(keys))]
+            units.merge(row, owner.setdefault(key, row))
+    firsts = {row: min(unit) for unit in units.subsets() for row in unit}
+    return [firsts[row] for row in range(len(keys))]
 
 
 def same(text: str) -> str:
@@ -238,18 +239,6 @@ def leak_notes(examples: Mapping[str, Sequence[Example]]) -> list[str]:
         what = count(len(several), "text")
         notes.append(f"{what} of train with two labels or more, the first: {places}")
     return notes
-
-
-def _without_dev(
-    task: Task, examples: Mapping[str, list[Example]], share: float
-) -> tuple[dict[str, list[Example]], list[str]]:
-    """Returns the examples with a share of train as dev, and a note."""
-    train = examples["train"]
-    units = zip(strata(task, train), (row.unit for row in train), strict=True)
-    dev = hold_out(dict(enumerate(units)), share, "dev")
-    note = f"dev is {len(dev)} of the {count(len(train), 'training row')} (dev_share {share:g})"
-    rest = [row for number, row in enumerate(train) if number not in dev]
-    return {**examples, "train": rest, "dev": [train[row] for row in sorted(dev)]}, [note]
 
 
 def _task(own: OwnDataSettings, fields: Names, kind: LabelType, labels: dict[str, Any]) -> Task:

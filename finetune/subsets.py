@@ -70,11 +70,8 @@ def strata(task: Task, rows: Sequence[Example]) -> list[Hashable]:
         return [0] * len(rows)
     if not task.multi_label:
         return [row.label for row in rows]
-    totals = [sum(column) for column in zip(*(row.labels for row in rows), strict=True)]
-    return [
-        min((n for n, mark in enumerate(row.labels) if mark), key=totals.__getitem__, default=-1)
-        for row in rows
-    ]
+    totals = Counter(index for row in rows for index in row.classes)
+    return [min(row.classes, key=totals.__getitem__, default=-1) for row in rows]
 
 
 def missing_classes(
@@ -85,10 +82,7 @@ def missing_classes(
         return []
     notes = list[str]()
     for name, rows in (("train", train), (what, others)):
-        if task.multi_label:
-            present = {n for row in rows for n, mark in enumerate(row.labels) if mark}
-        else:
-            present = {int(row.label) for row in rows}
+        present = {index for row in rows for index in row.classes}
         lacks = [label for n, label in enumerate(task.labels) if n not in present]
         if lacks:
             number = f"{len(lacks)} of {len(task.labels)} classes"

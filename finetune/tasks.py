@@ -87,6 +87,12 @@ class Example:
         """Name of what stays together where rows are divided: the passage, or the row itself."""
         return self.passage or self.id
 
+    @property
+    def classes(self) -> list[int]:
+        """Indices of its classes, of tasks of classes."""
+        several = [index for index, mark in enumerate(self.labels) if mark]
+        return several if self.labels else [int(self.label)]
+
 
 @dataclass(frozen=True)
 class TaskData:
