@@ -62,23 +62,16 @@ class Encoded:
             what = f"task {task.name}: a row with choices or marked words has {longest} tokens"
             raise UserError(f"{what}: raise --max_length (= {task.max_length}).")
         self.lengths = lengths[:: self.sequences_per_row]
-        self.whole_lengths = self._whole_lengths(tokenizer)
+        self.whole_lengths = [
+            len(tokenizer(*row.texts, verbose=False)["input_ids"])
+            if options["truncation"] and length == task.max_length  # only these may have been cut
+            else length
+            for row, length in zip(examples, self.lengths, strict=True)
+        ]
         self.labels = _targets(task, examples)
 
     def __len__(self) -> int:
         return len(self.lengths)
-
-    def _whole_lengths(self, tokenizer: Tokenizer) -> list[int]:
-        lengths, limit = list(self.lengths), self.task.max_length
-        full = [row for row, length in enumerate(lengths) if length == limit]
-        for start in range(0, len(full), CHUNK):  # only these may have been cut
-            rows = full[start : start + CHUNK]
-            texts = zip(*(self.examples[row].texts for row in rows), strict=True)
-            if not self.task.num_choices:
-                inputs = tokenizer(*map(list, texts), verbose=False)["input_ids"]
-                for row, tokens in zip(rows, inputs, strict=True):
-                    lengths[row] = len(tokens)
-        return lengths
 
     def batch(self, rows: Sequence[int]) -> dict[str, Tensor]:
         """Returns the inputs and labels of B rows, by their indices.
