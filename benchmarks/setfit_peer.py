@@ -23,7 +23,7 @@ import numpy as np
 from pydantic import Field, PositiveInt
 
 from finetune.heads.build import find_checkpoint
-from finetune.results import finished_record, write_run
+from finetune.results import TrainedSystem, finished_record, write_run
 from finetune.run import identify, load_tasks
 from finetune.settings import OwnDataSettings, RunSettings, TrainSize
 from finetune.subsets import select_rows
@@ -83,10 +83,11 @@ def make_run(options: Options, subset: int) -> None:
     rows, began = select_rows(data, options.train_size, subset, holdout=False), time.perf_counter()
     print_line(f"{settings.folder}: {rows.counts()}")
     outputs = _train(options, rows, subset)
-    fields = identity | {"head": "setfit", "device": "cpu", "precision": "fp32"}
-    fields["seconds"] = round(time.perf_counter() - began, 3)
-    record = write_run(settings, [rows], [outputs], fields, None, None)
-    print_line(f"{name}: {record['tasks'][0]['scores']} {record['tasks'][0]['tests']}")
+    seconds = round(time.perf_counter() - began, 3)
+    fields = {"head": "setfit", "device": "cpu", "precision": "fp32", "seconds": seconds}
+    record = write_run(settings, [rows], TrainedSystem([outputs], fields), identity)
+    for split, found in record["tasks"][0]["splits"].items():
+        print_line(f"{name} on {split}: {found['scores']}")
 
 
 def _train(options: Options, rows: TaskData, seed: int) -> dict[str, Array]:

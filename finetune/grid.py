@@ -86,12 +86,6 @@ class GridSettings(RecipeOptions):
             return {str(name): {"head": name} for name in value}
         return value
 
-    @property
-    def named_systems(self) -> dict[str, GridSystem]:
-        """The systems by name."""
-        assert isinstance(self.systems, dict), "the validator has made it one"
-        return self.systems
-
 
 SHORTCUTS = (
     {f"own.{name}": name for name in OwnDataSettings.model_fields}
@@ -164,15 +158,16 @@ def expand(grid: GridSettings) -> list[RunSettings]:
         models[name].append(folder)
     if len({len(folders) for folders in models.values()} - {1}) > 1:
         raise UserError("--model: each name needs as many checkpoints as the others, or one.")
+    assert isinstance(grid.systems, dict), "the validator has made it one"
     source, runs = grid.own.train_file, []
     for task, size in product([grid.own.name] if source else grid.tasks, grid.train_sizes):
         shared: dict[str, Any] = {"own": grid.own.model_dump(), "task": "" if source else task}
         shared |= {"train_size": size, "output_dir": grid.output_dir, "data_dir": grid.data_dir}
         of_task = [
             load_settings(RunSettings, values=shared | values)
-            for name, system in grid.named_systems.items()
+            for name, system in grid.systems.items()
             if "," not in task or (system.head or grid.settings.head) == "cln"
-            for values in _runs_of_system(grid, models, name, size)
+            for values in _runs_of_system(grid, models, name, system, size)
         ]
         if not of_task:
             hint = "set --model NAME=FOLDER and systems, for several tasks with head cln."
@@ -187,10 +182,13 @@ def expand(grid: GridSettings) -> list[RunSettings]:
 
 
 def _runs_of_system(
-    grid: GridSettings, models: dict[str, list[str]], name: str, size: int | str
+    grid: GridSettings,
+    models: dict[str, list[str]],
+    name: str,
+    system: GridSystem,
+    size: int | str,
 ) -> Iterator[dict[str, Any]]:
     """Yields a system's runs. Replicate r has a model's r-th (or only) folder and subsets (r-1) * D + 1 .. r * D."""
-    system = grid.named_systems[name]
     unread = unread_settings(system.head or grid.settings.head)
     values, search = (
         {key: v for key, v in flatten(group).items() if key.partition(".")[0] not in unread}
@@ -225,22 +223,25 @@ def _runs_of_system(
 
 def without_repeats(runs: Sequence[RunSettings]) -> list[RunSettings]:
     """Returns the runs without those that differ from another one only in the number of a subset of all rows."""
-    kept, seen = list[RunSettings](), set[str]()
+    kept = dict[str, RunSettings]()
     for run in runs:
-        key = run.model_dump_json(exclude={"subset", "pretraining", "train_size"})
-        if run.subset > 1 and run.selection == "dev" and key in seen:
-            with suppress(UserError):  # data are missing: the run will say so
-                rows = max(len(part.train) for part in load_tasks(run))
-                if isinstance(run.train_size, int) and run.train_size >= rows:
-                    continue
-        seen.add(key)
-        kept.append(run)
-    if len(kept) < len(runs):
-        left_out = count(len(runs) - len(kept), "run")
+        size = run.train_size if isinstance(run.train_size, int) else 0
+        all_rows = run.selection == "dev" and size >= max(_rows_of(run))
+        same = {"subset", "pretraining"} if all_rows else set[str]()
+        kept.setdefault(run.model_dump_json(exclude=same), run)
+    if left_out := len(runs) - len(kept):
         print_line(
-            f"note: {left_out} left out: a subset as large as all rows is the same each time"
+            f"note: {count(left_out, 'run')} left out: a subset as large as all rows is the same each time"
         )
-    return kept
+    return list(kept.values())
+
+
+def _rows_of(run: RunSettings) -> list[float]:
+    """Returns the number of training rows of each of a run's tasks; infinity where data are missing."""
+    try:
+        return [len(part.train) for part in load_tasks(run)]
+    except UserError:  # the run will say so
+        return [math.inf]
 
 
 def _help(index: int, runs: Sequence[RunSettings], logs: Path, began: float) -> None:
@@ -283,9 +284,9 @@ def work(runs: Sequence[RunSettings], began: float, waits: bool) -> None:
 
 def _work_of(run: RunSettings) -> float:
     """Returns about how much work a run is: its training rows times its epochs."""
-    rows: float = run.train_size if isinstance(run.train_size, int) else math.inf
-    with suppress(UserError):  # data are missing: the run will say so
-        rows = min(rows, sum(len(part.train) for part in load_tasks(run)))
+    rows = sum(_rows_of(run))
+    if isinstance(run.train_size, int):
+        rows = min(rows, run.train_size)
     return rows if run.head in FITTED else rows * run.train.epochs
 
 
@@ -323,12 +324,6 @@ def is_settled(run: RunSettings, began: float) -> bool:
 def _print_states(runs: Sequence[RunSettings]) -> Counter[str]:
     """Prints the number of runs by state, and unfinished runs with the reason; returns the numbers."""
     states = [(*run_state(run.folder), run.folder) for run in runs]
-    states = [
-        ("at work", f"by {holder}", path)
-        if state == "missing" and (holder := lock_holder(path))
-        else (state, why, path)
-        for state, why, path in states
-    ]
     counts = Counter({"finished": 0})
     counts.update(state for state, *_ in states)
     print(", ".join(f"{n} {state}" for state, n in counts.items()) + f", of {len(runs)} runs")

@@ -18,7 +18,6 @@ from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
 from finetune.heads import FITTED, WITHOUT_MODEL
-from finetune.heads.build import save_fine_tuned
 from finetune.predict import predict_command
 from finetune.results import (
     FORMAT,
@@ -27,9 +26,8 @@ from finetune.results import (
     differences,
     in_words,
     load_predictions,
-    model_card,
     read_record,
-    use_calibration,
+    save_calibrated,
 )
 from finetune.run import identify, load_tasks, train_system
 from finetune.settings import RunSettings
@@ -127,10 +125,8 @@ def _train(settings: RunSettings, record: Record, rows: Sequence[TaskData], fold
     for name, scores in made["tests"].items():
         text = "  ".join(f"{metric} {100 * value:.2f}" for metric, value in scores.items())
         print_line(f"{record['system']}, from all labels, on {name}, test: {text}")
-    use_calibration(system.model, record)
     parts = [(part, load_predictions(Path(record["path"]), part.task.name)) for part in rows]
-    card = model_card(record, parts, made)
-    save_fine_tuned(system.model, system.tokenizer, folder / "model", card)
+    save_calibrated(system, folder / "model", record, parts, made)
     return made
 
 

@@ -8,7 +8,7 @@ failed.
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from finetune.tasks import TEXT_FIELDS, Array, TaskData, example_arrays
 from multicls.cards import METHOD, PAPERS, TRANSFORMERS, cell, inherited_metadata, model_link
 from multicls.environment import environment_record
 from multicls.errors import UserError
-from multicls.files import atomic_write, read_json, write_json
+from multicls.files import atomic_write, lock_holder, read_json, write_json
 from multicls.settings import to_yaml
 
 if TYPE_CHECKING:
@@ -34,24 +34,27 @@ RECORD, SETTINGS, ERROR = "record.json", "settings.yaml", "error.json"
 PREDICTIONS = "predictions.parquet"
 
 
+class TrainedSystem(NamedTuple):
+    """A trained or fitted system."""
+
+    outputs: list[dict[str, Array]]  # of each task (N, C) by split, without "train"
+    fields: dict[str, Any]  # of the record, on training
+    model: "TaskModel | None" = None  # of all heads but `tfidf`
+    tokenizer: "PreTrainedTokenizerBase | None" = None
+
+
 def write_run(
-    settings: RunSettings,
-    rows: Sequence[TaskData],
-    outputs: Sequence[Mapping[str, Array]],
-    fields: Mapping[str, Any],
-    model: "TaskModel | None",
-    tokenizer: "PreTrainedTokenizerBase | None",
+    settings: RunSettings, rows: Sequence[TaskData], system: TrainedSystem, identity: Record
 ) -> Record:
     """Scores a run and writes its folder: its model, if it is to be saved, its predictions and recipe, its record last.
 
-    Args:
-        outputs: of each task the outputs (N, C) by split.
-        fields: more fields of the record.
+    Returns:
+        The record, with the fields of `system` and `identity`.
     """
     folder = settings.folder
     tasks = [
         (part, {split: example_arrays(part.splits[split], logits) for split, logits in of.items()})
-        for part, of in zip(rows, outputs, strict=True)
+        for part, of in zip(rows, system.outputs, strict=True)
     ]
     names = {"head", "model", "selection", "pretraining", "seed", "search"}
     record = {
@@ -64,11 +67,11 @@ def write_run(
         "subset": settings.subset if any(part.is_subset for part in rows) else 1,
         "tasks": [_task_entry(*task) | calibrate(*task) for task in tasks],
         **environment_record(),
-        **fields,
+        **system.fields,
+        **identity,
     }
-    if settings.save_model and model and tokenizer:
-        use_calibration(model, record)
-        save_fine_tuned(model, tokenizer, folder / "model", model_card(record, tasks))
+    if settings.save_model:
+        save_calibrated(system, folder / "model", record, tasks)
     write_predictions(folder / PREDICTIONS, tasks)
     with atomic_write(folder / SETTINGS) as file:
         file.write(to_yaml(settings))
@@ -77,6 +80,26 @@ def write_run(
     for path in folder.glob("checkpoint-*"):
         shutil.rmtree(path, ignore_errors=True)
     return record
+
+
+def save_calibrated(
+    system: TrainedSystem,
+    folder: Path,
+    record: Record,
+    tasks: Sequence[tuple[TaskData, Predictions]],
+    refit: Record | None = None,
+) -> None:
+    """Saves the model with the temperature and thresholds of a run, and its card; see `model_card`."""
+    from finetune.calibration import scale_classifier
+
+    model = system.model
+    assert model and system.tokenizer, (
+        "tfidf leaves no model, and is refused where one is to be saved"
+    )
+    for number, entry in enumerate(record["tasks"]):
+        scale_classifier(model, number, entry["temperature"] or 1.0)
+    model.config.thresholds = [entry["thresholds"] for entry in record["tasks"]]
+    save_fine_tuned(model, system.tokenizer, folder, model_card(record, tasks, refit))
 
 
 def calibrate(rows: TaskData, predictions: Predictions) -> Record:
@@ -91,15 +114,6 @@ def calibrate(rows: TaskData, predictions: Predictions) -> Record:
     if rows.task.multi_label:
         thresholds = fit_thresholds(arrays["logits"] / temperature, arrays["labels"])
     return {"temperature": temperature, "thresholds": thresholds}
-
-
-def use_calibration(model: "TaskModel", record: Record) -> None:
-    """Gives a model, before it is saved, the temperature and the thresholds of a run."""
-    from finetune.calibration import scale_classifier
-
-    for number, entry in enumerate(record["tasks"]):
-        scale_classifier(model, number, entry["temperature"] or 1.0)
-    model.config.thresholds = [entry["thresholds"] for entry in record["tasks"]]
 
 
 def _task_entry(rows: TaskData, predictions: Predictions) -> dict[str, Any]:
@@ -128,7 +142,7 @@ def _task_entry(rows: TaskData, predictions: Predictions) -> dict[str, Any]:
 def model_card(
     record: Record,
     tasks: Sequence[tuple[TaskData, Predictions]],
-    refit: Mapping[str, Any] | None = None,
+    refit: Record | None = None,
 ) -> str:
     """Returns the card of a saved model as Markdown with the Hub's metadata.
 
@@ -225,11 +239,14 @@ def write_error(run: RunSettings, kind: str, error: BaseException) -> None:
 
 
 def run_state(folder: Path) -> tuple[str, str]:
-    """Returns the state of a run, "finished", "incompatible", "failed" or "missing", and the reason."""
-    if not (folder / ERROR).exists():
-        return "finished" if (folder / RECORD).exists() else "missing", ""
-    error = read_json(folder / ERROR)
-    return error["kind"], error["error"]
+    """Returns the state of a run, "finished", "at work", "incompatible", "failed" or "missing", and the reason."""
+    if (folder / ERROR).exists():
+        error = read_json(folder / ERROR)
+        return error["kind"], error["error"]
+    if (folder / RECORD).exists():
+        return "finished", ""
+    holder = lock_holder(folder)
+    return ("at work", f"by {holder}") if holder else ("missing", "")
 
 
 def write_predictions(path: Path, tasks: Sequence[tuple[TaskData, Predictions]]) -> None:

@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/: its names hide packages
 
@@ -23,7 +23,7 @@ from finetune.heads import FITTED
 from finetune.heads.build import build_model, checkpoint_sha256
 from finetune.own_data import load_own
 from finetune.predict import predict_command
-from finetune.results import Record, finished_record, write_run
+from finetune.results import Record, TrainedSystem, finished_record, write_run
 from finetune.settings import SHORTCUTS, OwnDataSettings, RunSettings
 from finetune.subsets import select_rows
 from finetune.tasks import TASKS, TaskData
@@ -138,24 +138,13 @@ def _train(settings: RunSettings, rows: Sequence[TaskData], identity: dict[str, 
     from finetune.training import find_device
     from multicls.optim import choose_precision
 
-    began = time.perf_counter()
+    began, device = time.perf_counter(), find_device()
     system = train_system(settings, rows, identity, settings.folder)
-    device = find_device()
-    precision = choose_precision(settings.train.precision, device)
-    fields = {"seconds": round(time.perf_counter() - began, 3), **system.fields, **identity}
-    fields |= {"device": device.type, "precision": precision}
     if rank_and_world()[0]:
         return {}
-    return write_run(settings, rows, system.outputs, fields, system.model, system.tokenizer)
-
-
-class TrainedSystem(NamedTuple):
-    """A trained or fitted system."""
-
-    model: Any  # a `TaskModel`, None of the head `tfidf`
-    tokenizer: Any
-    outputs: list[dict[str, Any]]  # of each task (N, C) by split, without "train"
-    fields: dict[str, Any]  # of the record, on training
+    fields = {"seconds": round(time.perf_counter() - began, 3), "device": device.type}
+    fields["precision"] = choose_precision(settings.train.precision, device)
+    return write_run(settings, rows, system._replace(fields=fields | system.fields), identity)
 
 
 def train_system(
@@ -176,7 +165,7 @@ def train_system(
     from finetune.training import TaskTrainer
 
     if not settings.model:
-        return TrainedSystem(None, None, fit_words(rows[0], settings.seed), {})
+        return TrainedSystem(fit_words(rows[0], settings.seed), {})
     model, tokenizer = build_model(settings, [part.task for part in rows])
     encoded = [
         {name: Encoded(part.task, split, tokenizer) for name, split in part.splits.items()}
@@ -188,11 +177,11 @@ def train_system(
         _print_notes(cuts, what=f"rows of {part.task.name} that are cut")
     if settings.head in FITTED:
         outputs = fit_probe(rows[0], model, encoded[0], settings.seed)
-        return TrainedSystem(model, tokenizer, outputs, {})
+        return TrainedSystem(outputs, {}, model, tokenizer)
     if settings.train.init == "probe":
         start_from_probe(model, encoded, settings.seed)
     trainer = TaskTrainer(model, encoded, settings, identity, folder, picks)
-    return TrainedSystem(model, tokenizer, *trainer.run())
+    return TrainedSystem(*trainer.run(), model, tokenizer)
 
 
 if __name__ == "__main__":

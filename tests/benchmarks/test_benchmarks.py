@@ -8,18 +8,19 @@ import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks import embeddings, inference, study
+from benchmarks import embeddings, inference, setfit_peer, study
 from benchmarks.harness import Report, ratio, take_turns, verdict
 from finetune.estimates import choose_candidates
 from finetune.results import load_results
 from multicls.files import REPOSITORY
 from multicls.passages import Passages
-from tests.finetune.runs import fake_run
+from tests.finetune.runs import fake_run, write_rows
 
 
 def test_both_estimates_of_a_ratio_and_their_verdict() -> None:
@@ -85,6 +86,21 @@ def test_the_study_answers_for_each_size(tmp_path: Path) -> None:
     rows = [line for line in report.text.splitlines() if "a above b?" in line]
     assert [row.split(" | ")[0] for row in rows] == ["| 100", "| 150"]
     assert all(float(row.split(" | ")[2]) > 10 and "nan" not in row for row in rows), rows
+
+
+def test_a_run_of_setfit_stands_in_the_results(
+    tiny_bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its process is left out."""
+    rows = [{"text": f"row {n}", "label": n % 2} for n in range(20)]
+    own = {"train_file": write_rows(tmp_path / "own.csv", rows)}
+    options = setfit_peer.Options.model_validate(
+        {"python": "-", "model": str(tiny_bert), "own": own, "output_dir": str(tmp_path / "r")}
+    )
+    with mock.patch.object(setfit_peer, "_train", return_value={"dev": np.eye(4, 2)}):
+        setfit_peer.make_run(options, 1)
+    assert list(load_results(tmp_path / "r")["head"]) == ["setfit"]
+    assert "-setfit on dev: {'acc': " in capsys.readouterr().out
 
 
 def test_retrieval_of_a_collection(tmp_path: Path) -> None:

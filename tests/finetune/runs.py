@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from finetune.results import load_predictions, write_error, write_run
+from finetune.results import TrainedSystem, load_predictions, write_error, write_run
 from finetune.run import run_finetune
 from finetune.settings import RunSettings
 from finetune.subsets import select_rows
@@ -58,8 +58,8 @@ def fake_run(
         truth = np.eye(2)[[int(example.label) for example in part.splits[split]]]
         outputs[split] = 2 * skill * truth + noise.normal(size=truth.shape)
     hashes = {"weights_sha256": f"{settings.pretraining}", "data_sha256": data.sha256}
-    fields = {"settings": settings.compared(), "seconds": 1.0, **hashes}
-    write_run(settings, [part], [outputs], fields, None, None)
+    trained = TrainedSystem([outputs], {"seconds": 1.0})
+    write_run(settings, [part], trained, {"settings": settings.compared(), **hashes})
 
 
 def fake_error(folder: Path, system: str, kind: str) -> None:
