@@ -5,6 +5,7 @@ import codecs
 import csv
 import gzip
 import io
+import json
 import lzma
 import os
 import re
@@ -34,7 +35,7 @@ OPENERS: dict[str, Callable[[Any], Any]] = {
 }
 HEAD_BYTES = 1 << 16
 LOCAL = fsspec.filesystem("file")
-_KEY = re.compile(r'"([^"\\]+)"\s*:')  # of a JSON object
+
 _NAMED = re.compile(r"([^/=]+)=(.+)", re.DOTALL)
 _SUFFIXES = {".csv": "csv", ".tsv": "csv", ".ipynb": "ipynb", ".srt": "srt", ".json": "json"}
 _SUFFIXES |= {".html": "html", ".htm": "html", ".xhtml": "html"}
@@ -275,9 +276,14 @@ def _field_names(stream: Any, head: bytes, file_format: str) -> list[str]:
         return next(csv.reader(io.StringIO(text), delimiter=delimiter(text)), [])
     if file_format not in ("json", "jsonl"):
         return []
-    if len(head) == HEAD_BYTES:  # the last record may be cut
-        text = text.rpartition("\n" if file_format == "jsonl" else "},")[0]
-    return list(dict.fromkeys(_KEY.findall(text)))
+    names, decode = dict[str, None](), json.JSONDecoder().raw_decode
+    for rest in text.split("\n") if file_format == "jsonl" else [text.strip().removeprefix("[")]:
+        with suppress(ValueError, RecursionError):  # a bad record, or the last one, which is cut
+            while rest := rest.lstrip(", \t\r\n"):
+                record, end = decode(rest)
+                names |= dict.fromkeys(record if isinstance(record, dict) else ())
+                rest = rest[end:]
+    return list(names)
 
 
 def delimiter(text: str) -> str:
