@@ -48,12 +48,13 @@ def clean(raw: RawDocument, rules: frozenset[str], language: str, drops: DropLog
         lines = _with_holes(lines, raw.format, "holes" in rules)
     else:
         rules -= {"holes"}
+    titles, lines = lines[: raw.titles], lines[raw.titles :]
     for rule, reason, find in LINE_RULES if raw.format not in ("sentences", "lines") else ():
         dropped = find(lines, raw.format) if rule in rules else ()
         for i in sorted(dropped):
             drops.add(reason, raw, lines[i].text, len(lines[i].text))
         lines = [line for i, line in enumerate(lines) if i not in dropped]
-    texts = [line.text.strip() for line in lines]
+    texts = [line.text.strip() for line in (*titles, *lines)]
     if raw.format != "sentences":
         texts = [sentence for text in texts for sentence in split_paragraph(text, language)]
     for rule, reason, is_bad in SENTENCE_RULES:

@@ -41,7 +41,7 @@ SMALL_UNIT = 12 << 20  # bytes of small files together: progress is seen, and al
 LARGE_UNIT = 64 << 20  # bytes of a share of a file that can be cut
 LONG_HOURS = 0.5  # of a unit that are worth a line at the start
 LEAST_WEIGHT = 1 << 12  # bytes that take as long to read as a file takes to open
-UNITS_VERSION = 3  # of the files of a unit
+UNITS_VERSION = 4  # of the files of a unit
 PACKAGES = ("mwparserfromhell", "numpy", "pyarrow", "sentencex", "tokenizers")
 # A key holds the files themselves instead.
 NOT_IN_KEY = {"input", "validation_input", "include", "exclude", "tokenizer"}

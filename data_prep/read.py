@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
-from itertools import chain
+from itertools import chain, takewhile
 from typing import Any, Literal, NamedTuple
 from xml.etree import ElementTree
 
@@ -62,6 +62,7 @@ class RawDocument(NamedTuple):
     format: TextFormat
     dropped: str = ""
     lost: int = 0
+    titles: int = 0  # number of first lines that are fields of their own, and so no headings
 
 
 def read_documents(file: SourceFile, settings: BuildOptions) -> Iterator[RawDocument]:
@@ -178,7 +179,9 @@ def _wikiextractor(file: SourceFile, settings: BuildOptions) -> Iterator[RawDocu
     for offset, line in chain(_lines(file), [(0, "<doc id=")]):  # which ends the last one
         begins = line.startswith("<doc id=")
         if opened and line.startswith("</doc>"):
-            yield _article(file, opened[1], html.unescape(opened[2] or ""), "\n".join(lines))
+            title = html.unescape(opened[2] or "")
+            text = _without_title("\n".join(lines), title)
+            yield _document(file, opened[1], title, text, "wikipedia")
             opened, lines, size = None, [], 0
         elif begins or size > 2 * LONGEST_DOCUMENT:
             if opened or any(map(str.strip, lines)):
@@ -190,10 +193,10 @@ def _wikiextractor(file: SourceFile, settings: BuildOptions) -> Iterator[RawDocu
         first = first if lines else offset
 
 
-def _article(file: SourceFile, record: object, title: str, text: str) -> RawDocument:
-    """Returns an article of Wikipedia, without a first line that repeats the title."""
+def _without_title(text: str, title: str) -> str:
+    """Returns the text of an article without a first line that repeats the title."""
     first, _, rest = text.partition("\n")
-    return _document(file, record, title, rest if first.strip() == title else text, "wikipedia")
+    return rest if first.strip() == title else text
 
 
 def _table(read: Rows, file: SourceFile, settings: BuildOptions) -> Iterator[RawDocument]:
@@ -210,14 +213,20 @@ def _table(read: Rows, file: SourceFile, settings: BuildOptions) -> Iterator[Raw
             has_field = isinstance(row, dict) and any(field in row for field in fields)
             yield bad._replace(lost=0) if has_field else bad
             continue
-        text = "\n\n".join(filter(None, texts)) if len(fields) > 1 else texts[0]
-        title, url = str(row.get("title") or ""), str(row.get("url") or "")
+        title, url, titles = str(row.get("title") or ""), str(row.get("url") or ""), 0
         name = number if row.get("id") is None else row["id"]
-        if file.layout == "wikipedia" or (file.layout == "plain" and _WIKIPEDIA.match(url)):
-            yield _article(file, name, title, text)
-        else:
-            text = _without_tags(text) if file.layout in ("plain", "markdown", "lines") else text
-            yield _document(file, name, title, text, file.layout)
+        layout: Layout = file.layout
+        if layout == "plain" and _WIKIPEDIA.match(url):
+            layout = "wikipedia"
+        if layout in ("plain", "markdown", "lines"):
+            texts = list(map(_without_tags, texts))
+        if len(fields) > 1:
+            texts = list(filter(str.strip, texts))
+            titles = len(list(takewhile(lambda text: "\n" not in text.strip(), texts)))
+        elif layout == "wikipedia":
+            texts = [_without_title(texts[0], title)]
+        text = "\n\n".join(texts)
+        yield _document(file, name, title, text, layout)._replace(titles=titles)
 
 
 _BLOCKS = "p|div|br|hr|li|ul|ol|h[1-6]|blockquote|table|tr|td|th|pre|section|article"

@@ -21,9 +21,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_prep import read
+from data_prep.clean import clean
+from data_prep.drops import DropLog
 from data_prep.prepare import LARGE_UNIT, SMALL_UNIT, group_units
 from data_prep.read import FEWEST_ROWS, MOST_ROWS, RawDocument, read_documents
-from data_prep.settings import BuildOptions, Format
+from data_prep.settings import RULES, BuildOptions, Format
 from data_prep.sources import HEAD_BYTES, Skipped, SourceFile, list_inputs
 from multicls.errors import UserError
 from tests.data_prep.conftest import prepared, story
@@ -408,18 +410,25 @@ def test_the_newest_revision_of_a_page_is_read(tmp_path: Path) -> None:
 
 def test_several_text_fields_are_joined(tmp_path: Path) -> None:
     rows = [
-        {"subject": "A <b>cat</b>", "body": "It &amp; I ran.<br>So.", "n": 1},
+        {"subject": "A <b>cat</b>", "body": "It &amp; I ran.<br>So", "n": 1},
         {"body": "It sat."},
     ]
     (tmp_path / "rows.jsonl").write_text("\n".join([*map(json.dumps, rows), '{"n": 2}']))
     documents = read_all(tmp_path / "rows.jsonl", text_field=["subject", "body"])
-    texts = ["A cat\n\nIt & I ran.\n\nSo.", "It sat."]
+    texts = ["A cat\n\nIt & I ran.\n\nSo", "It sat."]
     assert [d.text for d in documents if not d.dropped] == texts
     assert documents[2].dropped == "records_without_text"
-    assert [d.text for d in read_all(tmp_path / "rows.jsonl", text_field=["body"])[:2]] == [
-        "It & I ran.\n\nSo.",
-        "It sat.",
+    (body, *_) = read_all(tmp_path / "rows.jsonl", text_field=["body"])
+    assert body.text == "It & I ran.\n\nSo" and [documents[0].titles, body.titles] == [1, 0]
+    sentences = clean(documents[0], frozenset(RULES), "en", DropLog())
+    assert sentences == ["A cat", "It & I ran."], "of two headings, the one that is a field stays"
+    row = {"title": "See also", "text": "See also\n\nIt ran.", "url": URL}
+    (tmp_path / "wiki.jsonl").write_text(json.dumps(row))
+    texts = [
+        read_all(tmp_path / "wiki.jsonl", text_field=f)[0].text
+        for f in (["title", "text"], ["text"])
     ]
+    assert texts == ["See also\n\nSee also\n\nIt ran.", "\nIt ran."]
 
 
 @pytest.fixture
