@@ -3,7 +3,6 @@
 import itertools
 import statistics
 import time
-from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -15,11 +14,9 @@ from multicls.deepspeed_config import complete_deepspeed_config, load_deepspeed_
 from multicls.distributed import prepare_deepspeed
 from multicls.environment import flops_per_token, peak_flops
 from multicls.modeling_multicls import MultiClsConfig, MultiClsForPreTraining
-from multicls.optim import parameter_groups
 from pretrain.batches import MicroBatch
 from pretrain.engine import build_engine, prepare_layers
-from pretrain.metrics import means
-from pretrain.settings import PretrainSettings, batch_arithmetic, lr_at
+from pretrain.settings import PretrainSettings, batch_arithmetic
 from pretrain.training import train_step
 
 FACETS, VOCABULARY = 5, 30_528
@@ -77,32 +74,22 @@ def seconds(step: Case, rounds: int) -> float:
     return statistics.median(times)
 
 
-def make_engine(
-    model: Any, examples: int, group: int, stage: int, precision: Any, **train: Any
-) -> tuple[Any, PretrainSettings]:
-    """Returns the engine of a pretraining model with ZeRO `stage`, and its settings."""
-    values: dict[str, Any] = {"model": {"checkpoint": "random"}, "data": {"corpus": "random"}}
-    values["train"] = {"steps": 1_000_000, "negatives_group": group, "precision": precision}
-    values["train"] |= {"global_batch_size": examples, "micro_batch_size": examples}
-    settings = PretrainSettings.model_validate(values | {"train": values["train"] | train})
-    prepare_layers(model, settings.train, precision)
-    arithmetic = batch_arithmetic(settings.train, 1)
-    file = load_deepspeed_config(f"ds_configs/zero{stage}.json")
-    config = complete_deepspeed_config(file, precision=precision, **arithmetic)
-    if precision == "fp16":  # its first steps would only lower the loss scale
-        config["fp16"]["initial_scale_power"] = 8
-    weights = settings.objective.in_use
-    return build_engine(prepare_deepspeed(), model, config, settings.train, weights), settings
-
-
 def engine_step(
     encoder: Any, batch: MicroBatch, examples: int, train: dict[str, Any]
 ) -> tuple[Case, int]:
     """Returns a step of pretraining with ZeRO 1, and the number of the model's weights."""
     model = MultiClsForPreTraining(MultiClsConfig(encoder=encoder, num_facets=FACETS))
-    options: dict[str, Any] = {"compile": False} | train
-    group = 2 if examples < 10 else 10
-    engine, settings = make_engine(model, examples, group, 1, PRECISION, **options)
+    values: dict[str, Any] = {"model": {"checkpoint": "random"}, "data": {"corpus": "random"}}
+    values["train"] = {"steps": 1_000_000, "negatives_group": 2 if examples < 10 else 10}
+    values["train"] |= {"global_batch_size": examples, "micro_batch_size": examples}
+    values["train"] |= {"precision": PRECISION, "compile": False} | train
+    settings = PretrainSettings.model_validate(values)
+    prepare_layers(model, settings.train, PRECISION)
+    file = load_deepspeed_config("ds_configs/zero1.json")
+    arithmetic = batch_arithmetic(settings.train, 1)
+    config = complete_deepspeed_config(file, precision=PRECISION, **arithmetic)
+    weights = settings.objective.in_use
+    engine = build_engine(prepare_deepspeed(), model, config, settings.train, weights)
     numbers = itertools.count()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return lambda: train_step(engine, settings, [batch], next(numbers)), parameters
@@ -127,45 +114,9 @@ def plain_step(encoder: Any, batch: MicroBatch) -> Case:
     return step
 
 
-def losses_beside_plain(stage: int, precision: str) -> dict[str, Any]:
-    """Returns a row with the losses of the third step of a tiny model, and the largest relative difference of all.
-
-    The plain loop is in fp32 on the CPU, without DeepSpeed and without dropout.
-    """
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    torch.manual_seed(1)
-    encoder = AutoConfig.for_model("bert", vocab_size=VOCABULARY, **sizes, **still)
-    plain = MultiClsForPreTraining(MultiClsConfig(encoder=encoder, num_facets=FACETS)).train()
-    model = deepcopy(plain)
-    engine, settings = make_engine(model, 4, 2, stage, precision, learning_rate=1e-3, compile=False)
-    plain.freeze_unused(settings.objective.in_use)
-    optimizer = torch.optim.AdamW(parameter_groups(plain, settings.train.weight_decay))
-    row: dict[str, Any] = {}
-    worst = 0.0
-    for step in range(3):
-        batch = random_batch(12, 32, 0.8, unpad=False, seed=step)
-        outputs = plain(**batch.inputs, group_size=2)
-        outputs.loss.backward()
-        for group in optimizer.param_groups:
-            group["lr"] = lr_at(step, settings.train)
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), settings.train.max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        sums = train_step(engine, settings, [batch], step)
-        found = means(sums.totals(torch.device(engine.device)))
-        for name, loss in outputs.losses.items():
-            ours, theirs = found[f"loss/{name}"], float(loss)
-            worst = max(worst, abs(ours - theirs) / theirs)
-            row[f"{name}, ours / plain"] = f"{ours:.5f} / {theirs:.5f}"
-    return row | {"largest difference": worst}
-
-
-def random_batch(
-    sequences: int, length: int, fill: float, unpad: bool, seed: int = 0
-) -> MicroBatch:
+def random_batch(sequences: int, length: int, fill: float, unpad: bool) -> MicroBatch:
     """Returns a micro-batch of random tokens, of which 15 % are to predict."""
-    random = torch.Generator().manual_seed(seed)
+    random = torch.Generator().manual_seed(0)
     ids = torch.randint(1000, 20_000, (sequences, length), generator=random)
     real = torch.arange(length).expand(sequences, length) < int(fill * length)
     is_masked = (torch.rand(ids.shape, generator=random) < 0.15) & real

@@ -19,6 +19,7 @@ from pretrain.nonfinite import NonFiniteGuard
 from pretrain.training import train_step
 from tests.pretrain.conftest import Launch
 from tests.pretrain.test_ds_configs import assert_losses, assert_skipped, plain_pytorch
+from tests.pretrain.test_resume import assert_same_losses_and_weights
 from tests.pretrain.two_ranks import GROUP, Case, make_engine, micro_batch, run
 
 pytestmark = [
@@ -68,6 +69,21 @@ def test_a_run_exports_a_model_that_loads(launch: Launch, tmp_path: Path) -> Non
     assert "bf16" in ran.stdout or "fp16" in ran.stdout
     loaded = MultiClsForPreTraining.from_pretrained(tmp_path / "run" / "hf")
     assert all(parameter.isfinite().all() for parameter in loaded.parameters())
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_gpus_then_one_then_two(launch: Launch, tmp_path: Path, stage: int) -> None:
+    """The run ends as one that is left alone on one GPU."""
+    flags = ["--config", f"ds_configs/zero{stage}.json", "--train.compile", "false"]
+    flags += ["--global_batch_size", "12"]
+    stop, moved, alone = ["--run.time_limit", "0.001"], tmp_path / "moved", tmp_path / "alone"
+    two: dict[str, Any] = {"launcher": ["torchrun", "--standalone", "--nproc_per_node=2"]}
+    ran = [launch(moved, *flags, *stop, **two), launch(moved, *flags, *stop)]
+    ran += [launch(moved, *flags, **two), launch(alone, *flags)]
+    assert [done.returncode for done in ran] == [0] * 4, [done.stderr for done in ran]
+    assert "checkpoint of 2 rank(s) converted for 1" in ran[1].stdout
+    assert_same_losses_and_weights(moved, alone, 0.03)
 
 
 def our_waits(action: Callable[[], object]) -> list[str]:
