@@ -24,7 +24,6 @@ from finetune.results import (
     SETTINGS,
     Record,
     differences,
-    in_words,
     load_predictions,
     read_record,
     save_calibrated,
@@ -61,10 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def refit(run: Path) -> Path:
     """Returns the folder of the model of a run's system, trained on all labels; makes it if it is not there.
 
-    Processes that make the same model wait for each other.
-
-    Raises:
-        UserError: The run is not finished, leaves no model, or its rows or model have changed since.
+    Processes that make the same model wait for each other. A run that is not finished, leaves no model, or whose rows
+    or model have changed since, is a `UserError`.
     """
     record = read_record(run)
     if record is None:
@@ -75,8 +72,8 @@ def refit(run: Path) -> Path:
         raise UserError(f"{run}: the head {record['head']} leaves no model.")
     settings = load_settings(RunSettings, [run / SETTINGS])
     data = load_tasks(settings)
-    if changes := differences(record, identify(settings, data)):
-        raise UserError(f"{run}: cannot be refitted ({in_words(changes)}).")
+    if changes := ", ".join(differences(record, identify(settings, data)).values()):
+        raise UserError(f"{run}: cannot be refitted ({changes}).")
     rows = [all_labels(part, settings) for part in data]
     folder = run.parents[2] / "best" / "+".join(entry["task"] for entry in record["tasks"])
     source = {"system": record["system"], "run": run.name, "size": record["train_size"]}

@@ -32,6 +32,10 @@ Predictions = Mapping[str, Mapping[str, Array]]  # of a task by split; see `exam
 FORMAT = 4
 RECORD, SETTINGS, ERROR = "record.json", "settings.yaml", "error.json"
 PREDICTIONS = "predictions.parquet"
+HASHES = {  # in words
+    "data_sha256": "other rows: the tables or the way they are read have changed",
+    "weights_sha256": "other weights, configuration or tokenizer in the model's folder",
+}
 
 
 class TrainedSystem(NamedTuple):
@@ -48,8 +52,7 @@ def write_run(
 ) -> Record:
     """Scores a run and writes its folder: its model, if it is to be saved, its predictions and recipe, its record last.
 
-    Returns:
-        The record, with the fields of `system` and `identity`.
+    The record has the fields of `system` and `identity`, too.
     """
     folder = settings.folder
     tasks = [
@@ -144,11 +147,7 @@ def model_card(
     tasks: Sequence[tuple[TaskData, Predictions]],
     refit: Record | None = None,
 ) -> str:
-    """Returns the card of a saved model as Markdown with the Hub's metadata.
-
-    Args:
-        refit: of a model that was trained once more on all labels, its `training_rows` and `tests` by task.
-    """
+    """Returns the card of a saved model as Markdown with the Hub's metadata; `refit` is of `finetune.refit`."""
     from huggingface_hub import ModelCard, ModelCardData
 
     from finetune.estimates import example_interval
@@ -179,11 +178,7 @@ def model_card(
 
 
 def read_record(folder: Path) -> Record | None:
-    """Returns the record of a finished run, None if the run is not finished.
-
-    Raises:
-        UserError: It is of another version.
-    """
+    """Returns the record of a finished run, else None; one of another version is a `UserError`."""
     if not (folder / RECORD).exists():
         return None
     record: Record = read_json(folder / RECORD)
@@ -195,41 +190,31 @@ def read_record(folder: Path) -> Record | None:
 def finished_record(settings: RunSettings, identity: Record | None = None) -> Record | None:
     """Returns the record of a run whose folder holds all that the run is to save, else None.
 
-    Raises:
-        UserError: The record is of another version, or of a run with another identity; the message names both values
-            of each setting that differs.
+    A record of another version or identity is a `UserError`, which names both values of what differs.
     """
     if (record := read_record(settings.folder)) is None:
         return None
-    if identity is not None and (changes := differences(record, identity)):
+    if identity and (changes := ", ".join(differences(record, identity).values())):
         raise UserError(
-            f"{record['path']}: holds another run ({in_words(changes)}); set another --output_dir."
+            f"{record['path']}: holds another run ({changes}); set another --output_dir."
         )
     lacks_model = settings.save_model and not (settings.folder / "model").is_dir()
     return None if lacks_model else record
 
 
-def differences(before: Record, now: Record) -> dict[str, tuple[Any, Any]]:
-    """Returns both values of what differs between two identities of runs, by name; `before` may have more fields."""
-    changed = {
-        key: (before.get(key), value)
-        for key, value in now.items()
-        if key != "settings" and before.get(key) != value
-    }
-    old, new = before["settings"], now["settings"]
-    keys = [key for key in sorted({*old, *new}) if old.get(key, {}) != new.get(key, {})]
-    return changed | {key: (old.get(key), new.get(key)) for key in keys}
-
-
-def in_words(changes: Mapping[str, tuple[Any, Any]]) -> str:
-    """Returns what differs between two runs; hashes are replaced by what they are of."""
-    of_hashes = {
-        "data_sha256": "other rows: the tables or the way they are read have changed",
-        "weights_sha256": "other weights, configuration or tokenizer in the model's folder",
-    }
-    return ", ".join(
-        of_hashes.get(key, f"{key} {before}, not {now}") for key, (before, now) in changes.items()
+def differences(before: Record, now: Record) -> dict[str, str]:
+    """Returns what differs between two identities of runs, in words, by name; `before` may have more fields."""
+    old, new = (
+        {name: value for name, value in identity["settings"].items() if value != {}}
+        for identity in (before, now)
     )
+    pairs = {name: (before.get(name), now[name]) for name in now if name != "settings"}
+    pairs |= {name: (old.get(name), new.get(name)) for name in sorted({*old, *new})}
+    return {
+        name: HASHES.get(name, f"{name} {was}, not {value}")
+        for name, (was, value) in pairs.items()
+        if was != value
+    }
 
 
 def write_error(run: RunSettings, kind: str, error: BaseException) -> None:
@@ -252,8 +237,8 @@ def run_state(folder: Path) -> tuple[str, str]:
 def write_predictions(path: Path, tasks: Sequence[tuple[TaskData, Predictions]]) -> None:
     """Writes a row for each evaluated example, for people and `load_predictions`.
 
-    Columns: task, split, where the row stands and its text, label and predicted (names, or scores), target and outputs
-    (numbers of a list), and the other fields of `example_arrays`.
+    Columns: task, split, label and predicted (names, or scores), target and outputs (lists of numbers), and the fields
+    of `example_arrays`.
     """
     import pandas as pd
 
@@ -277,11 +262,7 @@ def write_predictions(path: Path, tasks: Sequence[tuple[TaskData, Predictions]])
 
 
 def load_predictions(folder: Path, task: str) -> dict[str, dict[str, Array]]:
-    """Returns the predictions of a run for a task, by split ("dev", "validation", "test", ...) and name.
-
-    Raises:
-        UserError: The file is missing.
-    """
+    """Returns the predictions of a run for a task, by split and name; a missing file is a `UserError`."""
     import pandas as pd
 
     path, splits = folder / PREDICTIONS, dict[str, dict[str, Array]]()
@@ -301,10 +282,7 @@ def load_results(folder: Path) -> "pd.DataFrame":
     """Returns all finished runs: a row for each run and task, with the columns of the record and `selection_score`.
 
     `selection_score` is the main score on the rows that picked the checkpoint. Of runs that differ in the number of a
-    subset of all rows only the first counts.
-
-    Raises:
-        UserError: The folder is missing or holds no finished run.
+    subset of all rows only the first counts. A folder without a finished run is a `UserError`.
     """
     import pandas as pd
 
