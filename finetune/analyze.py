@@ -47,13 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def analyze_run(folder: Path, examples: int) -> dict[str, Any]:
-    """Returns the numbers of a run, from at most `examples` dev rows of its first task.
-
-    Its saved model is compared with the model that it started from.
-
-    Raises:
-        UserError: There is no saved model.
-    """
+    """Returns the numbers of a run before and after its training, from `examples` dev rows of its first task."""
     before, after, rows = load_models(folder, examples)
     states = {"before": read_states(before, rows), "after": read_states(after, rows)}
     raw = states["before"]["pooled"]
@@ -99,9 +93,8 @@ def by_isobn(raw_ND: Array) -> Array:
 def read_states(model: "TaskModel", rows: "Encoded") -> dict[str, Array]:
     """Returns the model's states for N rows (sequences of choice tasks), without dropout, in float32.
 
-    Returns:
-        "pooled", what the classifier reads (N, E), without the means over spans; "facets", their last hidden states
-        (N, K, D); "layers", the weights (N, layers + 1) of the head HIRE, of others (N, 0).
+    "pooled", what the classifier reads (N, E), without the means over spans; "facets", their last hidden states
+    (N, K, D); "layers", the weights (N, layers + 1) of the head HIRE, of others (N, 0).
     """
     import torch
 

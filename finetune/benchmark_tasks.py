@@ -15,14 +15,10 @@ QUESTIONS = {"cause": "What was the cause of this?", "effect": "What happened as
 
 
 def read_task(task: Task, data_dir: str | None) -> TaskData:
-    """Returns the examples of a task of the benchmarks.
+    """Returns the examples of a task of the benchmarks, from the Hub if `data_dir` is None.
 
-    Args:
-        data_dir: folder with one folder a task, or with such a folder for each benchmark (glue/, superglue/,
-            cs224n/); None: the Hub.
-
-    Raises:
-        UserError: A file is missing, or a row does not parse.
+    `data_dir` has a folder for each task, or for each benchmark one with those (glue/, superglue/, cs224n/). A missing
+    file, or a row that does not parse, is a `UserError`.
     """
     splits, notes = dict[str, Any](), list[str]()
     for name in ("train", "dev"):

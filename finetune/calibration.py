@@ -22,9 +22,7 @@ SPREAD = 0.5  # standard deviation of the prior of log T: few rows without an er
 def fit_temperature(task: Task, outputs: Array, labels: Array) -> float:
     """Returns the T that makes the labels the most likely; 1.0 for scores, and for fewer than 10 rows.
 
-    Args:
-        outputs: (N, C).
-        labels: (N,) class indices, or (N, C) zeros and ones.
+    Outputs are (N, C); labels class indices (N,), or zeros and ones (N, C).
     """
     if task.is_regression or len(labels) < FEWEST:
         return 1.0
@@ -43,13 +41,9 @@ def fit_temperature(task: Task, outputs: Array, labels: Array) -> float:
 
 
 def fit_thresholds(outputs: Array, labels: Array) -> list[float]:
-    """Returns for each label the probability from which on it is given: the one with the best F1.
+    """Returns for each label the probability from which on it is given, that with the best F1; 0.5 for few rows.
 
-    Labels with fewer than 5 rows have 0.5.
-
-    Args:
-        outputs: (N, C), after the temperature.
-        labels: (N, C) zeros and ones.
+    Outputs, after the temperature, and labels, zeros and ones, are (N, C).
     """
     thresholds = []
     for column, marks in zip(expit(outputs.astype(np.float64)).T, labels.T, strict=True):

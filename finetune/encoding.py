@@ -23,16 +23,12 @@ class Encoded:
     """Tokenized rows with their targets; batches are padded to their own longest sequence.
 
     If a row is longer than the task's `max_length`, its longest text loses tokens at its end: a passage gives way to a
-    question. Rows with choices or spans are not cut.
+    question. Rows with choices or spans are not cut: one that is too long is a `UserError`.
 
     Attributes:
-        lengths: number of tokens of each row; of its first choice if it has several.
-        whole_lengths: the same before rows were cut.
+        lengths: number of tokens of each row (of its first choice), `whole_lengths` before it was cut.
         labels: (N,) class indices (-100: hidden), or scores divided by the task's scale; (N, C) 0.0 and 1.0 if a row
             has several labels.
-
-    Raises:
-        UserError: A row with choices or spans is longer than `max_length`.
     """
 
     def __init__(self, task: Task, examples: Sequence[Example], tokenizer: Tokenizer) -> None:
@@ -76,9 +72,8 @@ class Encoded:
     def batch(self, rows: Sequence[int]) -> dict[str, Tensor]:
         """Returns the inputs and labels of B rows, by their indices.
 
-        Returns:
-            `input_ids`, `attention_mask` and maybe `token_type_ids` (B, L), or (B*C, L) with a row's C choices
-            together; `spans` (B, S, L) for tasks that have them; `labels` (B,) or (B, C).
+        `input_ids`, `attention_mask` and maybe `token_type_ids` are (B, L), or (B*C, L) with a row's C choices
+        together; `spans` of tasks that have them (B, S, L); `labels` (B,) or (B, C).
         """
         copies = self.sequences_per_row
         sequences = [row * copies + choice for row in rows for choice in range(copies)]

@@ -46,9 +46,7 @@ STOCK = {
 class ExportOptions(Settings):
     """Options of the command."""
 
-    model: CliPositionalArg[str] = Field(
-        description="a fine-tuned model: RUN/model, best/TASK/model"
-    )
+    model: CliPositionalArg[str] = Field(description="a fine-tuned model, such as RUN/model")
     onnx: bool = Field(False, description="write model.onnx, for any number of rows and tokens")
     stock: bool = Field(False, description="write transformers' own class; only for the head cls")
     rows: str | None = Field(None, description="table of rows to compare on; default: sentences")
@@ -86,10 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write_onnx(model: "TaskModel", rows: "Encoded", folder: Path) -> float:
-    """Writes model.onnx by torch's exporter (not the older tracer: it was wrong by 0.17 without an error).
+    """Writes model.onnx by torch's exporter; returns the largest difference of the outputs.
 
-    Returns:
-        The largest difference to the model's outputs.
+    The older tracer was wrong by 0.17 without an error.
     """
     try:
         import onnxruntime
@@ -126,14 +123,7 @@ def write_onnx(model: "TaskModel", rows: "Encoded", folder: Path) -> float:
 
 
 def write_stock(model: "TaskModel", rows: "Encoded", folder: Path) -> float:
-    """Writes the model as transformers' own class for its encoder, which loads without `trust_remote_code`.
-
-    Returns:
-        The largest difference to the model's outputs.
-
-    Raises:
-        UserError: The head is not `cls`, there are several tasks, or the encoder has no such class.
-    """
+    """Writes transformers' own class, without `trust_remote_code`; returns the largest difference of the outputs."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     kind, ours = model.encoder.config.model_type, model.config

@@ -39,11 +39,7 @@ def fit_probe(
 ) -> list[dict[str, Array]]:
     """Fits the classifier of a frozen model, which becomes a linear layer of it.
 
-    Returns:
-        The outputs (N, C) of the one task by split, without "train".
-
-    Raises:
-        Incompatible: The task has several choices a row.
+    Returns the outputs (N, C) of the one task by split, without "train". A task with choices is `Incompatible`.
     """
     task = rows.task
     if task.num_choices:
@@ -78,11 +74,7 @@ def fit_on_all_labels(
 
 
 def start_from_probe(model: TaskModel, encoded: Sequence[Mapping[str, Encoded]], seed: int) -> None:
-    """Sets the classifier of each task to a probe of its training rows (LP-FT, arXiv:2202.10054).
-
-    Raises:
-        Incompatible: A task has several choices a row.
-    """
+    """Sets the classifier of each task to a probe of its training rows (LP-FT, arXiv:2202.10054)."""
     for number, splits in enumerate(encoded):
         train = splits["train"]
         if train.task.num_choices:
@@ -108,10 +100,8 @@ def fit_layer(
 ) -> Layer:
     """Returns a linear layer whose outputs are a regression's: logits, or scores divided by the task's scale.
 
-    The features (N, F) are standardised first, and the layer includes that: W' = W / sigma, b' = b - W' mean.
-
-    Args:
-        topics: The columns that are topics; see `multicls.probe.standardisation`.
+    The features (N, F) are standardised first, columns of `topics` by `multicls.probe.standardisation`, and the layer
+    includes that: W' = W / sigma, b' = b - W' mean.
     """
     mean, scale = standardisation(features, topics)
     scaled, units = (features - mean) / scale, [example.unit for example in examples]
@@ -177,12 +167,11 @@ def fit_classifier(
 ) -> Any:
     """Returns a logistic regression, whose C cross-validation picks by the likelihood.
 
-    If all labels (N,) are alike, it always predicts that one. A class of one row is
-    no hindrance: where the others have not seen it, it does not count.
+    If all labels (N,) are alike, it always predicts that one. A class of one row does not count where the others have
+    not seen it. Rows of a unit (passage) are not in two folds.
 
     Args:
         features: (N, F), or texts (N, fields) for `words`.
-        units: name of each row's passage: its rows are not to be in two folds.
         words: a pipeline that ends with the classifier; its n-grams are picked, too.
     """
     if len(np.unique(labels)) == 1:
@@ -221,11 +210,8 @@ def fit_classifier(
 def fit_words(rows: TaskData, seed: int) -> list[dict[str, Array]]:
     """Fits a regression on TF-IDF of words, or of words and pairs of words, whichever cross-validation picks.
 
-    Returns:
-        The outputs (N, C) of the one task by split, without "train": log-probabilities or scores.
-
-    Raises:
-        Incompatible: The task has several labels or choices a row, or marked words.
+    Returns log-probabilities or scores (N, C) of the one task by split, without "train". Tasks with several labels or
+    choices a row, or marked words, are `Incompatible`.
     """
     task = rows.task
     if task.multi_label or task.num_choices or task.num_spans:

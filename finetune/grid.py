@@ -57,13 +57,9 @@ class GridSettings(RecipeOptions):
     """A grid: what is compared, on what, how often."""
 
     model: list[NamedModel] = Field([], description="NAME=FOLDER; one for each checkpoint of NAME")
-    systems: dict[str, GridSystem] | list[str] = Field(
-        {}, description="heads; in a recipe also name -> settings"
-    )
+    systems: dict[str, GridSystem] | list[str] = Field({}, description="heads, or name: settings")
     tasks: list[str] = Field([], description="names; joined by commas they are one run of cln")
-    train_sizes: list[int | str] = Field(
-        ["full"], min_length=1, description="100, 1k, 8-shot, full, ..."
-    )
+    train_sizes: list[int | str] = Field(["full"], min_length=1, description="100, 1k, 8-shot, ...")
     subsets: PositiveInt = Field(1, description="training subsets of each replicate")
     share_subsets: bool = Field(False, description="all replicates take the same subsets")
     seeds: list[int] = Field([1], min_length=1, description="fine-tuning seeds")
@@ -73,9 +69,7 @@ class GridSettings(RecipeOptions):
     data_dir: str | None = Field(None, exclude=True, description="folder of tasks; null: the Hub")
     output_dir: str = Field("results", exclude=True, description="results folder")
     jobs: PositiveInt = Field(1, exclude=True, description="processes side by side")
-    save_best: bool = Field(
-        False, exclude=True, description="refit the best system, by validation, on all labels"
-    )
+    save_best: bool = Field(False, exclude=True, description="refit the best system on all labels")
 
     @field_validator("systems", mode="before")
     @classmethod
@@ -135,8 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _refuse_another_run(run: RunSettings) -> None:
     """Refuses a folder that holds a finished run of other settings, weights or rows, before anything is trained.
 
-    Raises:
-        UserError: It does, or the files of own rows cannot be read. A benchmark's files may be gone.
+    Files of own rows that cannot be read are a `UserError`, too; a benchmark's may be gone.
     """
     if run.own.train_file:
         load_tasks(run)
@@ -148,11 +141,7 @@ def _refuse_another_run(run: RunSettings) -> None:
 
 
 def expand(grid: GridSettings) -> list[RunSettings]:
-    """Returns the runs, in the order: task, size, system, model, replicate, subset, candidate, seed.
-
-    Raises:
-        UserError: Names are unknown or not unique, settings are wrong or do not go together.
-    """
+    """Returns the runs, in the order: task, size, system, model, replicate, subset, candidate, seed."""
     models = defaultdict[str, list[str]](list)
     for name, folder in (text.split("=", 1) for text in grid.model):
         models[name].append(folder)

@@ -70,10 +70,7 @@ def score_predictions(task: Task, predictions: Mapping[str, Array]) -> dict[str,
     """Returns all metrics of the task, the main one first.
 
     The plain name is the metric over all rows; `name_part` is that of a part of the dev set. `predictions` are of one
-    split, made by `example_arrays`.
-
-    Raises:
-        UserError: Some outputs are not finite.
+    split, made by `example_arrays`; outputs that are not finite are a `UserError`.
     """
     outputs, parts = predictions["logits"], predictions["parts"]
     if broken := int((~np.isfinite(outputs)).any(axis=1).sum()):

@@ -31,14 +31,10 @@ Splits = dict[str, RawRows]
 
 
 def load_own(own: OwnDataSettings) -> TaskData:
-    """Reads the rows, finds out what task they are, and divides them.
+    """Reads the rows, finds out what task they are, and divides them; what does not fit is a `UserError`.
 
     Rows with an empty text are left out and counted. Without dev rows, `dev_share` of the training rows become dev:
     by class, always the same ones. Rows that share a text or a group stay on one side.
-
-    Raises:
-        UserError: A file, column or value is missing, dev or test hold a label that train lacks, or the metric does
-            not fit the labels.
     """
     splits, fields, notes = _read_splits(own)
     task, examples = _read_examples(own, splits, fields)
@@ -113,11 +109,7 @@ def _is_empty(cell: Any) -> bool:
 
 
 def _with_labels(own: OwnDataSettings, row: Row, where: str) -> Row:
-    """Returns the row with its label cell divided at `label_separator`.
-
-    Raises:
-        UserError: The cell is a list that was written as text, and no separator is set.
-    """
+    """Returns the row with its label cell divided at the separator; without one, a list as text is a `UserError`."""
     cell = row.get(own.label_column)
     if not isinstance(cell, str) or _is_empty(cell):
         return row
@@ -141,11 +133,7 @@ def example_of(
 ) -> Example:
     """Returns the row at `where` as the example `key`, with the texts of the columns `fields`.
 
-    Args:
-        label: made by `read_label`; NaN: hidden.
-
-    Raises:
-        UserError: A cell is no text, or the task has no such label.
+    The label is that of `read_label`, or NaN if it is hidden; one that the task has not is a `UserError`.
     """
     texts = texts_of(row, fields, where)
     names, marks = label if isinstance(label, tuple) else (), tuple[float, ...]()
@@ -166,9 +154,7 @@ def _with_units(
     """Returns the examples with the unit of each as its passage: rows that share a group or a text are one unit.
 
     A column whose texts join more than half of the rows is left out of this, with a note: it holds common phrases.
-
-    Args:
-        groups: the group of each row, of all splits in their order; "" without groups.
+    `groups` has that of each row, of all splits in their order; "" without groups.
     """
     rows, notes = [row for split in examples.values() for row in split], list[str]()
     columns = list(range(len(task.fields)))

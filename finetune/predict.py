@@ -37,9 +37,7 @@ class PredictOptions(Settings):
 
     model: CliPositionalArg[str] = Field(description="a model that run.py --save_model has saved")
     rows: CliPositionalArg[str] = Field(description="rows: CSV, TSV, JSON lines or Parquet")
-    output: str | None = Field(
-        None, description="CSV, JSON lines or Parquet; default: ROWS.predictions.csv"
-    )
+    output: str | None = Field(None, description="file; default: ROWS.predictions.csv")
     text_column: str | None = Field(None, description="text or text1,text2; default: training's")
     task: str | None = Field(None, description="which task, if the model was fine-tuned on several")
 
@@ -74,10 +72,7 @@ def read_examples(task: Task, rows: RawRows, fields: Sequence[str]) -> list[Exam
 
 
 def predict_command(model: Path, description: Any, joint: bool, rows: str = "ROWS.csv") -> str:
-    """Returns the command that labels `rows` with a saved model, of several tasks if `joint`.
-
-    It is "" if the task is not one of plain texts.
-    """
+    """Returns the command that labels `rows` with a saved model, of several tasks if `joint`; "" if no command can."""
     if description["num_choices"] or description["num_spans"]:
         return ""
     task = f" --task {description['name']}" * joint
@@ -87,8 +82,7 @@ def predict_command(model: Path, description: Any, joint: bool, rows: str = "ROW
 def find_task(folder: str, name: str | None = None) -> tuple[int, Task]:
     """Returns the number and the task that the saved model in `folder` was fine-tuned on.
 
-    Raises:
-        UserError: The folder is not a fine-tuned model, or its task is not one of plain texts.
+    A folder without such a model, or of a task that is not one of plain texts, is a `UserError`.
     """
     path = Path(folder) / "config.json"
     tasks = (read_json(path) if path.exists() else {}).get("tasks")

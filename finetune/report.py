@@ -44,9 +44,7 @@ class ReportOptions(Settings):
     output: str | None = Field(None, description="folder for the report; default: RESULTS")
     compare: list[str] = Field([], description="test these systems only, by name")
     task: list[str] = Field([], description="report these tasks only")
-    split: Literal["dev", "test"] | None = Field(
-        None, description="rows of scores, tests and figure; default: test where there are some"
-    )
+    split: Literal["dev", "test"] | None = Field(None, description="default: test, where it exists")
     errors: int = Field(20, ge=0, description="most confident errors to list, of the best system")
 
 

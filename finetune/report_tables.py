@@ -57,9 +57,6 @@ def build_report(
     Args:
         split: "dev" or "test", whose rows give scores, tests and figure; None: test rows where a task has them.
         errors: most confident errors of the best system to list.
-
-    Raises:
-        UserError: There is no run, none of a task, system or split that is named, or one without predictions.
     """
     runs = load_results(folder)
     _check_names("--task", tasks, runs["task"])
@@ -123,9 +120,6 @@ def evaluate_runs(runs: pd.DataFrame, split: str | None) -> pd.DataFrame:
 
     New columns: `split` and `evaluated`, its name and its number of rows; `score`, `scores` and `baseline`;
     `predictions`; `effects` by `row_effects`; `ece` and, after the temperature, `calibrated` (of classes, else NaN).
-
-    Raises:
-        UserError: A task has no such rows.
     """
     evaluated = list[dict[str, Any]]()
     for name, of_task in runs.groupby("task"):

@@ -64,8 +64,7 @@ def run_finetune(settings: RunSettings) -> Record:
 
     Raises:
         FolderInUse: Another process makes this run.
-        Incompatible: The head does not work on the model.
-        UserError: Model, data or settings do not fit; no record is written then.
+        UserError: Model, data or settings do not fit, or the head (`Incompatible`); no record is written then.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic matrix products
     if settings.config or int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -156,9 +155,8 @@ def train_system(
 ) -> TrainedSystem:
     """Trains or fits the system of the settings on the training rows of its tasks.
 
-    Args:
-        identity: all that decides the numbers; marks the checkpoints in `folder`.
-        picks: False: no rows pick the weights, the last ones count.
+    The identity, all that decides the numbers, marks the checkpoints in `folder`. Without `picks` no rows pick the
+    weights: the last ones count.
     """
     from finetune.encoding import Encoded, notes_on_cuts
     from finetune.fitted import fit_probe, fit_words, start_from_probe

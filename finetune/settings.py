@@ -50,16 +50,10 @@ class TrainSettings(Settings):
     learning_rate: PositiveFloat = Field(2e-5, description="peak; the paper tries 1e-5 to 7e-5")
     epochs: PositiveInt = Field(20, description="passes over the training rows")
     max_steps: PositiveInt | None = Field(None, description="at most this many steps")
-    batch_size: PositiveInt | None = Field(
-        None, description="rows a step; 4, 8, 16 by their number"
-    )
+    batch_size: PositiveInt | None = Field(None, description="rows a step; null: 4, 8 or 16")
     micro_batch_size: PositiveInt | None = Field(None, description="rows a forward pass on a rank")
-    init: Literal["random", "probe"] = Field(
-        "random", description="probe: the classifier starts as a probe of the training rows"
-    )
-    class_weights: Literal["none", "balanced"] = Field(
-        "none", description="balanced: rare classes get the same total weight"
-    )
+    init: Literal["random", "probe"] = Field("random", description="start of the classifier")
+    class_weights: Literal["none", "balanced"] = Field("none", description="weight of rare classes")
     checkpoint_minutes: PositiveFloat = Field(5.0, description="minutes between checkpoints")
     eval_every: PositiveInt | None = Field(None, description="steps; default: 2 epochs, max. 500")
     patience: PositiveInt = Field(10_000, description="stop after N steps that are no better")
@@ -101,9 +95,7 @@ class ClnSettings(Settings):
     train: Literal["full", "last_linear"] = Field(
         "full", description="last_linear: only the classifiers and what CLN adds"
     )
-    sampling: Literal["proportional", "round_robin"] = Field(
-        "proportional", description="tasks drawn in proportion to their rows, or in turn"
-    )
+    sampling: Literal["proportional", "round_robin"] = Field("proportional", description="of tasks")
 
 
 class OwnDataSettings(Settings):
@@ -115,12 +107,8 @@ class OwnDataSettings(Settings):
     text_column: TextColumn | None = Field(None, description="column, or COLUMN1,COLUMN2 for pairs")
     label_column: str = Field("label", description="column of the label")
     label_separator: str | None = Field(None, description="divides several labels in a cell: ';'")
-    group_column: str | None = Field(
-        None, description="rows of one customer, thread, ... stay on one side of each split"
-    )
-    unlabelled: Literal["refuse", "drop"] = Field(
-        "refuse", description="rows without a label: drop leaves them out and counts them"
-    )
+    group_column: str | None = Field(None, description="such as customer; its rows stay together")
+    unlabelled: Literal["refuse", "drop"] = Field("refuse", description="rows without a label")
     label_type: Literal["auto", "class", "multi_label", "score"] = Field(
         "auto", description="auto: lists: multi_label; numbers not all whole: score; else class"
     )
@@ -144,9 +132,7 @@ class SystemSettings(Settings):
     isobn: IsoBnSettings = IsoBnSettings()
     hire: HireSettings = HireSettings()
     cln: ClnSettings = ClnSettings()
-    selection: Literal["dev", "holdout"] = Field(
-        "dev", description="dev, or a validation split of the training rows, picks the checkpoint"
-    )
+    selection: Literal["dev", "holdout"] = Field("dev", description="rows that pick the checkpoint")
     max_length: PositiveInt | None = Field(None, description="most tokens; 128, in SuperGLUE 256")
     train: TrainSettings = TrainSettings()
     trainer: dict[str, TrainerValue] = Field({}, description="TrainingArguments, as NAME=VALUE")

@@ -15,9 +15,8 @@ HOLDOUT = 0.2  # share of the subset in the validation split
 def select_rows(data: TaskData, size: int | str, subset: int, holdout: bool) -> TaskData:
     """Draws a training subset of `size` rows ("full": all), and a validation split of it if `holdout` is set.
 
-    "8-shot" is 8 rows of each class, or fewer of a class that has no more.
-
-    Rows of a passage (or question, or group of own rows) stay on one side, classes in proportion.
+    "8-shot" is 8 rows of each class, or fewer of a class that has no more. Rows of a passage (or question, or group of
+    own rows) stay on one side, classes in proportion.
     """
     total = len(data.train)
     if isinstance(size, int):
@@ -42,11 +41,7 @@ def select_rows(data: TaskData, size: int | str, subset: int, holdout: bool) -> 
 
 
 def draw_shots(data: TaskData, shots: int, seed: int) -> list[int]:
-    """Draws that many rows of each class (of several labels a row: by its rarest); returns their indices, ascending.
-
-    Raises:
-        UserError: The task has no classes.
-    """
+    """Draws that many rows of each class (of several labels a row: by its rarest); returns their indices, ascending."""
     task = data.task
     if task.is_regression or task.num_choices or any(row.group for row in data.train):
         raise UserError(
@@ -105,15 +100,12 @@ def hold_out(
     """Returns the rows of about `share` of the units, at least one and not all, with classes in proportion.
 
     Each class of two units or more is on both sides, as far as the number of units allows: the largest classes first.
-    The last unit of a class is held only if all classes have one unit.
+    The last unit of a class is held only if all classes have one unit. A single unit is a `UserError`.
 
     Args:
         rows: class and unit of each row. If all classes are equal, none is kept in proportion. Rows of one unit (a
             passage) stay together; the unit has the class of its first row.
         seed: seed of the ranking, or a name, which no seed equals.
-
-    Raises:
-        UserError: There is one unit only.
     """
     if len({unit for _, unit in rows.values()}) < 2:
         what = count(len(rows), "training row")

@@ -31,7 +31,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 from finetune.encoding import Encoded
 from finetune.heads.modeling_task import IGNORE_INDEX, TaskModel, loss_sum, problem_type_of
 from finetune.metrics import score_predictions
-from finetune.results import FORMAT, differences, in_words
+from finetune.results import FORMAT, differences
 from finetune.settings import TRAINER_ARGUMENTS, RunSettings
 from finetune.tasks import Array, example_arrays
 from multicls.console import Progress, print_line
@@ -57,11 +57,9 @@ class Chunk(NamedTuple):
 class ChunkSampler(Sampler[list[Chunk]]):
     """This rank's chunks of all steps of a run, each in a list of its own.
 
-    Attributes:
-        batch_size, steps, eval_every: rows of a step, steps of the run and between evaluations. Where the settings
-            leave them open, the number of training rows decides, as in Multi-CLS BERT.
-        accumulation, chunks: forward passes of a step, on one rank and on all.
-        micro_batch_size: most rows of a chunk.
+    `batch_size` rows are a step, of `accumulation` forward passes on this rank and `chunks` on all, of at most
+    `micro_batch_size` rows. There are `steps`, and an evaluation each `eval_every`. Where the settings leave them open,
+    the number of training rows decides, as in Multi-CLS BERT.
     """
 
     def __init__(self, settings: RunSettings, sizes: Sequence[int]) -> None:
@@ -152,14 +150,10 @@ class TaskTrainer(Trainer):
     """Trains a `TaskModel` on one task or several, and keeps the best evaluation in memory.
 
     Args:
-        model: made by `finetune.heads.build.build_model`.
         tasks: for each task of the model its rows by split: "train", the one that picks the weights, and others.
         identity: all that decides the numbers of the run, as JSON; marks its checkpoints.
         folder: folder of the checkpoints and curves.
         picks: False: no rows pick the weights, the last ones count.
-
-    Raises:
-        UserError: A training argument, the DeepSpeed JSON or class weights do not fit.
     """
 
     history: list[
@@ -229,11 +223,7 @@ class TaskTrainer(Trainer):
         return loss_sum(problem, logits, labels, weights) / num_items_in_batch
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Scores the rows that pick, keeps the weights if they are better, and decides whether to stop or to save.
-
-        Raises:
-            UserError: The loss is not finite.
-        """
+        """Scores the rows that pick, keeps the weights if they are better, and decides whether to stop or to save."""
         entry = {"step": self.state.global_step, "loss": self._checked_loss()}
         metrics = {"eval_train_loss": entry["loss"]}
         if self.picks:
@@ -319,10 +309,8 @@ class TaskTrainer(Trainer):
     def _newest_checkpoint(self) -> Path | None:
         """Returns the newest whole checkpoint of this run, which another number of ranks may have written.
 
-        Checkpoints of other settings are named, and stay until this run has a checkpoint of its own.
-
-        Raises:
-            UserError: DeepSpeed's checkpoint is of another number of ranks, which it cannot read.
+        Checkpoints of other settings are named, and stay until this run has a checkpoint of its own; DeepSpeed's of
+        another number of ranks is a `UserError`.
         """
         mine, ranks = list[Path](), self.identity["ranks"]
         for mark in Path(str(self.args.output_dir)).glob(f"checkpoint-*/{RUN}"):
@@ -330,9 +318,8 @@ class TaskTrainer(Trainer):
             if changes.keys() <= {"ranks"}:
                 mine.append(mark.parent)
             else:
-                print_line(
-                    f"note: {mark.parent} is not resumed, it is of another run ({in_words(changes)})"
-                )
+                what = ", ".join(changes.values())
+                print_line(f"note: {mark.parent} is not resumed, it is of another run ({what})")
         newest = max(mine, key=_step_of, default=None)
         if newest and (before := read_json(newest / RUN)["ranks"]) != ranks:
             if self.is_deepspeed_enabled:
@@ -346,8 +333,7 @@ class TaskTrainer(Trainer):
     def run(self) -> tuple[list[dict[str, Array]], dict[str, Any]]:
         """Trains, from the newest whole checkpoint if there is one; leaves the model with the best weights.
 
-        Returns:
-            The outputs (N, C) of each task by split, without "train"; the record's fields on training.
+        Returns the outputs (N, C) of each task by split, without "train", and the record's fields on training.
         """
         shown = self.is_world_process_zero()
         bar = Progress(len(self.sampler), "batch", "fine-tuning", shown=shown)

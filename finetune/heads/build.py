@@ -34,12 +34,9 @@ class Incompatible(UserError):
 
 @lru_cache(maxsize=16)
 def find_checkpoint(name: str) -> Path:
-    """Returns the model folder `name`, or the Hub's model of that id.
+    """Returns the model folder `name`, or the Hub's model of that id; "sample" is that of `multicls.sample`.
 
-    "sample" is the model that comes with a Python package (`multicls.sample`).
-
-    Raises:
-        UserError: It does not exist, or is fine-tuned.
+    One that does not exist, or is fine-tuned, is a `UserError`.
     """
     folder = sample_model() if name == SAMPLE and not Path(name).exists() else Path(name)
     if missing := missing_folder(name):
@@ -79,8 +76,8 @@ def build_model(settings: RunSettings, tasks: Sequence[Task]) -> tuple[TaskModel
 
     Raises:
         Incompatible: The head does not work on the model.
-        UserError: Model or tokenizer cannot be loaded without code of their own, weights other than the pooler's are
-            missing, the tokenizer is not the model's, or there are no positions for sequences as long as the tasks'.
+        UserError: Weights other than the pooler's, or the model's own tokenizer, are missing or need code of their own;
+            or there are no positions for sequences as long as the tasks'.
     """
     import torch
     from transformers import AutoModel
@@ -120,11 +117,7 @@ def build_model(settings: RunSettings, tasks: Sequence[Task]) -> tuple[TaskModel
 
 
 def load_fine_tuned(folder: str) -> tuple[TaskModel, Tokenizer]:
-    """Returns model and tokenizer that `finetune/run.py --save_model` has saved.
-
-    Raises:
-        UserError: They cannot be loaded, or the tokenizer is missing or not the model's.
-    """
+    """Returns model and tokenizer that `--save_model` has saved; what cannot be loaded is a `UserError`."""
     import multicls.modeling_multicls  # noqa: F401 (registers the model type of the encoder in it)
     from finetune.heads.modeling_task import TaskModel
     from multicls.build import load_problems, quiet_transformers
@@ -137,8 +130,7 @@ def load_fine_tuned(folder: str) -> tuple[TaskModel, Tokenizer]:
 def save_fine_tuned(model: TaskModel, tokenizer: Tokenizer, folder: Path, card: str = "") -> None:
     """Saves model, tokenizer, README.md and the code of all heads; replaces the folder as a whole.
 
-    `AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True)` loads the model without this
-    project.
+    `AutoModelForSequenceClassification` loads it with `trust_remote_code`, without this project.
     """
     from finetune.heads.modeling_task import MULTICLS
     from multicls.build import quiet_transformers
@@ -169,8 +161,7 @@ def save_fine_tuned(model: TaskModel, tokenizer: Tokenizer, folder: Path, card: 
 def load_tokenizer(folder: str | Path, vocab_size: int) -> Tokenizer:
     """Returns a folder's tokenizer, which treats all text as text: "[SEP]" is split like any word.
 
-    Raises:
-        ValueError: It is missing, or not that of a model with this vocabulary.
+    One that is missing, or of another model, is a `ValueError`.
     """
     from transformers import AutoTokenizer
 
