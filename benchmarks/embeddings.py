@@ -16,12 +16,12 @@ from typing import Any
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import numpy as np
+import pandas as pd
 from pydantic import Field, PositiveInt
 
 from benchmarks.harness import Report
-from benchmarks.peers import Array, embed_texts
+from benchmarks.peers import Array, embed_texts, read_lines
 from multicls.errors import run_command
-from multicls.files import read_jsonl
 from multicls.sample import sample_model
 from multicls.settings import Settings, parse
 
@@ -79,18 +79,14 @@ def bm25(queries: Sequence[str], documents: Sequence[str]) -> Array:
 
 def read_collection(folder: Path) -> tuple[list[str], list[str], Array]:
     """Returns the texts of queries and documents, and the grades (Q, N); only queries with a relevant document."""
-    from benchmarks.peer_training import read_lines
-
-    documents, queries = read_lines(folder / "docs.jsonl.gz"), read_jsonl(folder / "queries.jsonl")
-    row, column = ({d["id"]: n for n, d in enumerate(part)} for part in (queries, documents))
-    grades = np.zeros((len(row), len(column)))
-    for line in (folder / "qrels.tsv").read_text("utf-8").splitlines():
-        query, document, grade = line.split("\t")[:3]
-        if query in row and document in column:
-            grades[row[query], column[document]] = max(0.0, float(grade))
-    kept = np.flatnonzero(grades.any(axis=1))
-    texts = [document["text"] for document in documents]
-    return [queries[number]["text"] for number in kept], texts, grades[kept]
+    documents, queries = read_lines(folder / "docs.jsonl.gz"), read_lines(folder / "queries.jsonl")
+    judged = pd.read_csv(folder / "qrels.tsv", sep="\t", header=None, dtype=str)
+    grades = judged[2].astype(float).clip(lower=0).groupby([judged[0], judged[1]]).last().unstack()
+    grades = grades.reindex(queries["id"].astype(str), columns=documents["id"].astype(str)).fillna(
+        0
+    )
+    kept = grades.to_numpy().any(axis=1)
+    return queries["text"][kept].tolist(), documents["text"].tolist(), grades.to_numpy()[kept]
 
 
 def ndcg(scores: Array, grades: Array) -> Array:

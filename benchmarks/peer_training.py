@@ -4,8 +4,6 @@
 trainer, as in its examples of unsupervised learning. `own_text` and `own_text_mlm` are this project's commands.
 """
 
-import gzip
-import json
 import random
 import resource
 import shutil
@@ -18,10 +16,10 @@ from typing import Any
 
 from transformers import AutoModelForMaskedLM, AutoTokenizer, set_seed
 
+from benchmarks.peers import read_lines
 from benchmarks.study import run
 from data_prep.sentences import split_paragraph
 from multicls.build import quiet_transformers
-from multicls.corpus import MANIFEST
 
 
 @dataclass(frozen=True)
@@ -53,21 +51,14 @@ def cpu_clock() -> float:
     return sum(used.ru_utime + used.ru_stime for used in usage)
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Reads compressed JSON lines."""
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
-
-
 @lru_cache(maxsize=2)
 def passages(documents: Path, model: str, length: int) -> list[str]:
     """Cuts documents into passages of as many whole sentences as `length` tokens hold, at least one."""
     tokenizer, found = AutoTokenizer.from_pretrained(model), list[str]()
-    for row in read_lines(documents):
+    for text in read_lines(documents)["text"]:
         filled = length
-        for sentence in chain.from_iterable(
-            split_paragraph(line, "en") for line in row["text"].split("\n")
-        ):
+        lines = (split_paragraph(line, "en") for line in text.split("\n"))
+        for sentence in chain.from_iterable(lines):
             tokens = len(tokenizer(sentence, add_special_tokens=False, verbose=False)["input_ids"])
             if filled + tokens <= length - 2:  # [CLS] and [SEP]
                 found[-1] += f" {sentence.strip()}"
@@ -81,18 +72,11 @@ def passages(documents: Path, model: str, length: int) -> list[str]:
 @lru_cache(maxsize=2)
 def blocks(documents: Path, model: str, length: int) -> list[dict[str, list[int]]]:
     """Joins the tokens of all documents and cuts them into inputs of `length` tokens, as run_mlm.py does."""
-    texts = [row["text"] for row in read_lines(documents)]
+    texts = read_lines(documents)["text"].tolist()
     tokens = AutoTokenizer.from_pretrained(model)(texts, verbose=False)["input_ids"]
     joined = list(chain.from_iterable(tokens))
     starts = range(0, len(joined) - length + 1, length)
     return [{"input_ids": joined[start : start + length]} for start in starts]
-
-
-def prepare_corpus(documents: Path, corpus: Path, model: str) -> None:
-    """Prepares the corpus of our arms with data_prep/run.py, once."""
-    if not (corpus / MANIFEST).exists():
-        source = ["--input", documents, "--tokenizer", model, "--workers", 1, "--min_sentences", 3]
-        run("data_prep/run.py", *source, "--output", corpus)
 
 
 def train_own(arm: str, model: str, corpus: Path, steps: int, seed: int, folder: Path) -> float:
@@ -100,9 +84,8 @@ def train_own(arm: str, model: str, corpus: Path, steps: int, seed: int, folder:
     start = cpu_clock()
     shutil.rmtree(folder, ignore_errors=True)  # of a stopped run, whose CPU time is not known
     values = {"model": model, "corpus": corpus, "steps": steps, "train.seed": seed}
-    words = [f"--{name}={value}" for name, value in values.items()]
-    output = f"--output_dir={folder}"
-    run("pretrain/run.py", "--recipe", *OWN[arm], *words, *OWN_FLAGS, output)
+    flags = [f"--{name}={value}" for name, value in (values | {"output_dir": folder}).items()]
+    run("pretrain/run.py", "--recipe", *OWN[arm], *flags, *OWN_FLAGS)
     shutil.rmtree(folder / "checkpoints")
     return cpu_clock() - start
 
@@ -164,10 +147,8 @@ def train_sentence_encoder(
     if arm == "tsdae":
         generator = random.Random(options["seed"])
         data = Dataset.from_dict({"text": list(texts)})
-        data.set_transform(
-            lambda batch: {"noisy": [without_words(t, generator) for t in batch["text"]], **batch},
-            columns=["text"],
-            output_all_columns=True,
+        data.set_transform(  # noise anew in each pass
+            lambda batch: {"noisy": [without_words(t, generator) for t in batch["text"]], **batch}
         )
         loss = losses.DenoisingAutoEncoderLoss(model, tie_encoder_decoder=True)
     else:  # each text is its own positive: only dropout differs

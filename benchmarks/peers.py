@@ -4,18 +4,17 @@ python benchmarks/peers.py --data domains --cpu_seconds 600 --seeds 1 2 3
 
 DATA holds a folder for each domain with docs.jsonl.gz ({"text"}) and rows.jsonl.gz ({"text", "label"}). Each arm
 continues the model on the documents with one thread. A linear model on frozen embeddings of the rows then compares it
-with the untouched model, draw by draw (multicls/probe.py). The view `mean_topics` of each arm has the topics of the
-documents beside the mean; they need no training (multicls/topics.py). Two short trials of an arm choose the number of
-steps that fills the CPU time. The peers' settings are those of their documentation (benchmarks/peer_training.py).
-Finished runs are kept: the same command resumes. Tables go to OUTPUT/peers.md, and those of `--finetune` to
-OUTPUT/DOMAIN/finetune/results/report.md.
+with the untouched model, draw by draw (multicls/probe.py). The view `mean_topics` has the topics of the documents
+beside the mean; like the bag of words they need no training (multicls/topics.py). Two short trials of an arm choose the
+number of steps that fills the CPU time. The peers' settings are those of their documentation
+(benchmarks/peer_training.py). Finished runs are kept: the same command resumes. Tables go to OUTPUT/peers.md, and those
+of `--finetune` to OUTPUT/DOMAIN/finetune/results/report.md.
 """
 
-import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -24,18 +23,22 @@ from typing import Any, Literal, get_args
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import numpy as np
+import pandas as pd
 from pydantic import Field, PositiveInt
 
+from benchmarks.harness import Report
+from benchmarks.study import run
+from multicls.corpus import MANIFEST
 from multicls.errors import UserError, run_command
-from multicls.files import atomic_write, read_json, write_json
+from multicls.files import read_json, write_json
 from multicls.probe import Difference, Draws, draw_rows, embed, interval, topic_columns
 from multicls.sample import SAMPLE, sample_model
 from multicls.settings import Settings, parse
 
 Peer = Literal["mlm", "tsdae", "simcse"]
-Arm = Literal["untouched", "tfidf", Peer, "own_text_mlm", "own_text"]
-UNTRAINED = ("untouched", "tfidf")
-REFERENCE = ("untouched", "mean")
+Arm = Literal[Peer, "own_text_mlm", "own_text"]
+UNTOUCHED = "untouched"
+REFERENCE = (UNTOUCHED, "mean")
 TRIALS = (2, 10)  # steps
 TOPICS = 200
 RECORD = "record.json"
@@ -49,7 +52,9 @@ class Options(Settings):
     data: Path = Field(description="folder with a folder for each domain")
     output: Path = Field(Path("runs/peers"), description="folder of the results")
     model: str = Field(SAMPLE, description="folder or Hub id of the encoder that all continue")
-    arms: list[Arm] = Field(list(get_args(Arm)), description="what to compare")
+    arms: list[Arm] = Field(
+        list(get_args(Arm)), description="what to compare with the untouched model"
+    )
     seeds: list[int] = Field([1], min_length=1, description="seeds of the training")
     cpu_seconds: float = Field(600, gt=0, description="CPU time of a training run")
     steps: PositiveInt | None = Field(None, description="steps of a run instead, for a first try")
@@ -67,30 +72,32 @@ class Domain:
     name: str
     documents: Path
     folder: Path
-    rows: list[dict[str, Any]]
+    rows: pd.DataFrame  # "text" and "label"
     draws: dict[int, Draws]
-
-    @property
-    def corpus(self) -> Path:
-        """The folder of its corpus."""
-        return self.folder / "corpus"
-
-    @property
-    def texts(self) -> list[str]:
-        """The texts of the rows."""
-        return [row["text"] for row in self.rows]
 
 
 def read_domain(source: Path, options: Options) -> Domain:
     """Reads a domain and draws its rows, the same ones for all arms."""
-    from benchmarks.peer_training import read_lines
-
     rows = read_lines(source / "rows.jsonl.gz")
-    rows = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))[: options.rows]]
-    _, targets = np.unique([str(row["label"]) for row in rows], return_inverse=True)
+    rows = rows.iloc[np.random.default_rng(0).permutation(len(rows))[: options.rows]]
+    _, targets = np.unique(rows["label"].astype(str), return_inverse=True)
     draws = {n: draw_rows("class", targets, n, options.draws) for n in options.train_rows}
     folder = options.output / source.name
     return Domain(source.name, source / "docs.jsonl.gz", folder, rows, draws)
+
+
+def read_lines(path: Path) -> pd.DataFrame:
+    """Reads compressed JSON lines."""
+    return pd.read_json(path, lines=True, dtype=False)
+
+
+def prepare_corpus(domain: Domain, model: str) -> Path:
+    """Returns the domain's corpus for our arms; data_prep/run.py prepares it once."""
+    corpus = domain.folder / "corpus"
+    if not (corpus / MANIFEST).exists():
+        flags = ["--tokenizer", model, "--workers", 1, "--min_sentences", 3, "--output", corpus]
+        run("data_prep/run.py", "--input", domain.documents, *flags)
+    return corpus
 
 
 def check_settings(options: Options) -> None:
@@ -111,8 +118,8 @@ def train(arm: Any, domain: Domain, options: Options, steps: int, seed: int, fol
     from benchmarks import peer_training as arms
 
     if arm in arms.OWN:
-        arms.prepare_corpus(domain.documents, domain.corpus, options.model)
-        return arms.train_own(arm, options.model, domain.corpus, steps, seed, folder)
+        corpus = prepare_corpus(domain, options.model)
+        return arms.train_own(arm, options.model, corpus, steps, seed, folder)
     return arms.train_peer(arm, options.model, domain.documents, steps, seed, folder)
 
 
@@ -149,16 +156,14 @@ def embed_texts(
 
 
 @lru_cache(maxsize=1)
-def topics_of(documents: Path, corpus: Path, model: str) -> Any:
-    """Returns the `TopicTable` of a domain's documents for the tokens of a model."""
+def fitted_topics(corpus: Path, model: str) -> Any:
+    """Returns the `TopicTable` of a corpus for the tokens of a model."""
     from transformers import AutoTokenizer
 
-    from benchmarks.peer_training import prepare_corpus
     from multicls.corpus import Corpus
     from multicls.modeling_multicls import TopicTable
     from multicls.topics import fit_topics
 
-    prepare_corpus(documents, corpus, model)
     vocabulary = len(AutoTokenizer.from_pretrained(model))
     state = fit_topics(Corpus(corpus), TOPICS, vocabulary=vocabulary, validation_fraction=0.0)
     return TopicTable.of(state)
@@ -185,23 +190,21 @@ def run_arm(arm: str, domain: Domain, options: Options, seed: int) -> None:
     if (folder / RECORD).exists():
         return
     print(f"{domain.name}: {arm}, seed {seed}", flush=True)
-    steps, seconds = 0, 0.0
-    if arm not in UNTRAINED:
+    steps, seconds, texts = 0, 0.0, domain.rows["text"].tolist()
+    if arm != UNTOUCHED:
         steps = steps_that_fit(arm, domain, options)
         seconds = train(arm, domain, options, steps, seed, folder)
         model = str(folder / "hf")
-    views = {}
-    if arm != "tfidf":
-        topics = topics_of(domain.documents, domain.corpus, options.model)
-        views = embed_texts(model, domain.texts, options.max_length, topics)
+    topics = fitted_topics(prepare_corpus(domain, options.model), options.model)
+    views = embed_texts(model, texts, options.max_length, topics)
     values: dict[str, Any] = {}
     for size, draws in domain.draws.items():
         values |= {
             f"{size}/{view}": draws.values(rows, topic_columns(views, view))
             for view, rows in views.items()
         }
-        if arm == "tfidf":
-            values[f"{size}/words"] = bag_of_words(domain.texts, draws)
+        if arm == UNTOUCHED:
+            values[f"{size}/bag of words"] = bag_of_words(texts, draws)
     folder.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(folder / "values.npz", **values)
     write_json(folder / RECORD, {"steps": steps, "cpu_seconds": seconds})
@@ -243,15 +246,15 @@ def shown(change: Difference) -> str:
 
 
 def folders_of(arm: str, domain: Domain, options: Options) -> list[Path]:
-    """Returns the folders of an arm's seeds; what is not trained has one."""
-    seeds = options.seeds[:1] if arm in UNTRAINED else options.seeds
+    """Returns the folders of an arm's seeds; the untouched model has one."""
+    seeds = options.seeds[:1] if arm == UNTOUCHED else options.seeds
     return [domain.folder / f"{arm}-{seed}" for seed in seeds]
 
 
 def load(domain: Domain, options: Options) -> dict[int, Results]:
     """Returns the values of all arms and views of a domain, by the number of training rows."""
     results: dict[int, Results] = {size: {} for size in options.train_rows}
-    for arm in options.arms:
+    for arm in (UNTOUCHED, *options.arms):
         tables = [np.load(path / "values.npz") for path in folders_of(arm, domain, options)]
         for name in tables[0].files:
             size, view = name.split("/")
@@ -277,9 +280,9 @@ def questions(results: Results) -> dict[str, tuple[Any, Any]]:
     return {name: pair for name, pair in asked.items() if set(pair) <= results.keys()}
 
 
-def add_domain(report: Any, domain: Domain, options: Options) -> None:
-    """Adds a domain's table."""
-    by_size, rows = load(domain, options), []
+def add_domain(report: Report, domain: Domain, options: Options) -> dict[int, Results]:
+    """Adds a domain's table; returns its values by the number of training rows."""
+    by_size, rows = load(domain, options), list[list[str]]()
     for arm, view in by_size[options.train_rows[0]]:
         records = [read_json(path / RECORD) for path in folders_of(arm, domain, options)]
         cells = []
@@ -292,36 +295,33 @@ def add_domain(report: Any, domain: Domain, options: Options) -> None:
     columns = ["arm", "view", *(f"{size} rows" for size in by_size), "steps", "CPU seconds"]
     what = "accuracy, and its difference to the untouched mean with the 95 % interval, in points"
     report.table(f"{domain.name}: {what}", columns, rows)
+    return by_size
 
 
-def add_comparisons(report: Any, domains: Sequence[Domain], options: Options) -> None:
-    """Adds the comparisons of each domain and their mean over domains."""
+def add_comparisons(report: Report, domains: Mapping[str, dict[int, Results]]) -> None:
+    """Adds the comparisons of each domain, whose values are given, and their mean over domains."""
     changes: dict[str, list[Difference]] = {}
-    loaded = [load(domain, options) for domain in domains]
-    for size in options.train_rows:
-        for results in (by_size[size] for by_size in loaded):
+    for by_size in domains.values():
+        for size, results in by_size.items():
             for name, (first, second) in questions(results).items():
                 change = compare(results[first], results[second])
                 changes.setdefault(f"{name}, {size} rows", []).append(change)
     rows = [[name, *map(shown, found), shown(average(found))] for name, found in changes.items()]
-    names = [domain.name for domain in domains]
-    report.table("Comparisons, in points", ["", *names, "mean of domains"], rows)
+    report.table("Comparisons, in points", ["", *domains, "mean of domains"], rows)
 
 
 def fine_tune(domain: Domain, options: Options) -> None:
     """Fine-tunes all models on 100 rows of a domain by finetune/grid.py, ten times; results/report.md compares them."""
-    from benchmarks.study import run
-
     folder, half = domain.folder / "finetune", len(domain.rows) // 2
-    train_rows, known = domain.rows[half:], {row["label"] for row in domain.rows[half:]}
-    splits = {"train": train_rows, "dev": [r for r in domain.rows[:half] if r["label"] in known]}
+    train, dev = domain.rows[half:], domain.rows[:half]
+    splits = {"train": train, "dev": dev[dev["label"].isin(train["label"])]}
     flags = ["--recipe", "benchmarks/peers.yaml", f"--max_length={options.max_length}"]
     flags += ["--model", f"untouched={options.model}"]
+    folder.mkdir(exist_ok=True)
     for split, rows in splits.items():
-        with atomic_write(folder / f"{split}.jsonl") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+        rows.to_json(folder / f"{split}.jsonl", orient="records", lines=True)
         flags += [f"--{split}_file", str(folder / f"{split}.jsonl")]
-    for arm in [arm for arm in options.arms if arm not in UNTRAINED]:
+    for arm in options.arms:
         for path in folders_of(arm, domain, options):
             flags += ["--model", f"{arm}={path / 'hf'}"]
     run("finetune/grid.py", *flags, "--output_dir", folder / "results")
@@ -335,21 +335,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     sources = sorted(path.parent for path in options.data.glob("*/rows.jsonl.gz"))
     if not sources:
         raise UserError(f"--data {options.data}: no folder in it holds a rows.jsonl.gz.")
-    from benchmarks.harness import Report
-
     check_settings(options)
     if options.model == SAMPLE:
         options = options.model_copy(update={"model": str(sample_model())})
     domains = [read_domain(source, options) for source in sources]
     for seed in options.seeds:
         for domain in domains:
-            for arm in options.arms:
-                if seed == options.seeds[0] or arm not in UNTRAINED:
-                    run_arm(arm, domain, options, seed)
+            for arm in (UNTOUCHED, *options.arms) if seed == options.seeds[0] else options.arms:
+                run_arm(arm, domain, options, seed)
     report = Report("Continued pretraining and its peers")
-    for domain in domains:
-        add_domain(report, domain, options)
-    add_comparisons(report, domains, options)
+    tables = {domain.name: add_domain(report, domain, options) for domain in domains}
+    add_comparisons(report, tables)
     report.write(options.output, "peers.md")
     for domain in domains if options.finetune else []:
         fine_tune(domain, options)

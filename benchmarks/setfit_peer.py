@@ -1,10 +1,9 @@
-"""SetFit (arXiv:2209.11055) beside our heads: on the same rows, by the setfit library in an environment of its own.
+"""SetFit (arXiv:2209.11055) beside the probe: on the same rows, by the setfit library in an environment of its own.
 
-python benchmarks/setfit_peer.py --python SETFIT/bin/python --model sample --train_file TRAIN --test_file TEST \
-    --train_size 8-shot --subsets 3 --output_dir RESULTS
+python benchmarks/setfit_peer.py RESULTS --python SETFIT/bin/python
 
-Each subset becomes a run of the system `setfit` in RESULTS, so that finetune/report.py compares it with runs of
-finetune/grid.py on the same files and sizes. benchmarks/setfit_worker.py says how to make the environment.
+Each model and its rows of a run of the head `probe` in RESULTS, made by finetune/grid.py on own rows, get a run of
+SetFit; finetune/report.py compares them. benchmarks/setfit_worker.py says how to make the environment.
 """
 
 import json
@@ -14,18 +13,18 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[0] = str(REPOSITORY)
 
 import numpy as np
-from pydantic import Field, PositiveInt
+from pydantic import Field
+from pydantic_settings import CliPositionalArg
 
 from finetune.heads.build import find_checkpoint
-from finetune.results import TrainedSystem, finished_record, write_run
+from finetune.results import SETTINGS, TrainedSystem, finished_record, load_results, write_run
 from finetune.run import identify, load_tasks
-from finetune.settings import OwnDataSettings, RunSettings, TrainSize
+from finetune.settings import RunSettings
 from finetune.subsets import select_rows
 from finetune.tasks import Array, TaskData
 from multicls.console import print_line, print_summary
@@ -38,38 +37,30 @@ LOWEST = 1e-6  # probability, so that its logarithm is a number
 class Options(Settings):
     """Options of the benchmark."""
 
+    results: CliPositionalArg[Path] = Field(description="results folder with runs of the probe")
     python: str = Field(description="Python of the environment that has setfit")
-    model: str = Field(description="a sentence encoder: a folder, or 'sample'")
-    own: OwnDataSettings = OwnDataSettings()
-    train_size: TrainSize = Field("full", description="as of finetune/grid.py")
-    subsets: PositiveInt = Field(1, description="training subsets")
-    max_length: PositiveInt = Field(128, description="most tokens")
     max_steps: int = Field(-1, description="steps on pairs; -1: as many as setfit takes")
-    output_dir: str = Field("results", description="results folder")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Makes the runs that are not there; returns the exit code."""
-    shortcuts = {f"own.{name}": name for name in OwnDataSettings.model_fields}
-    options = parse(Options, argv, prog="setfit_peer.py", doc=__doc__, shortcuts=shortcuts)
-    for subset in range(1, options.subsets + 1):
-        make_run(options, subset)
-    print_summary(
-        [("results", options.output_dir)], f"python finetune/report.py {options.output_dir}"
-    )
+    options = parse(Options, argv, prog="setfit_peer.py", doc=__doc__)
+    runs = load_results(options.results)
+    alike = ["model", "task", "train_size", "subset"]  # but for the embedding
+    for folder in runs[runs["head"] == "probe"].drop_duplicates(alike)["path"]:
+        make_run(options, load_settings(RunSettings, [Path(folder) / SETTINGS]))
+    print_summary([("results", options.results)], f"python finetune/report.py {options.results}")
     return 0
 
 
-def make_run(options: Options, subset: int) -> None:
-    """Makes one run, unless it is finished.
+def make_run(options: Options, probe: RunSettings) -> None:
+    """Makes the run beside one of the probe, unless it is finished.
 
     Raises:
         UserError: The rows are no single texts of one class, or setfit fails.
     """
-    name = f"{Path(options.model).name}-setfit"
-    values = options.model_dump(include={"model", "own", "train_size", "max_length", "output_dir"})
-    values |= {"head": "probe", "pooling": "mean", "name": name, "subset": subset}
-    settings = load_settings(RunSettings, values=values)
+    changes = {"name": f"{probe.system}-setfit", "output_dir": str(options.results)}
+    settings = probe.model_copy(update=changes | {"save_model": False})
     (data,) = load_tasks(settings)
     identity = identify(settings, [data])
     identity["settings"] |= {"setfit.max_steps": options.max_steps}
@@ -77,29 +68,27 @@ def make_run(options: Options, subset: int) -> None:
         return
     task = data.task
     if task.is_regression or task.multi_label or len(task.fields) > 1:
-        raise UserError(
-            f"{options.own.train_file}: setfit takes one text and one class a row here."
-        )
-    rows, began = select_rows(data, options.train_size, subset, holdout=False), time.perf_counter()
+        raise UserError(f"{task.name}: setfit takes one text and one class a row here.")
+    rows, began = select_rows(data, probe.train_size, probe.subset, False), time.perf_counter()
     print_line(f"{settings.folder}: {rows.counts()}")
-    outputs = _train(options, rows, subset)
+    outputs = _train(options, settings, rows)
     seconds = round(time.perf_counter() - began, 3)
     fields = {"head": "setfit", "device": "cpu", "precision": "fp32", "seconds": seconds}
     record = write_run(settings, [rows], TrainedSystem([outputs], fields), identity)
     for split, found in record["tasks"][0]["splits"].items():
-        print_line(f"{name} on {split}: {found['scores']}")
+        print_line(f"{settings.system} on {split}: {found['scores']}")
 
 
-def _train(options: Options, rows: TaskData, seed: int) -> dict[str, Array]:
+def _train(options: Options, settings: RunSettings, rows: TaskData) -> dict[str, Array]:
     """Returns the log-probabilities (N, C) of dev and test by setfit's process."""
     splits = {name: part for name, part in rows.splits.items() if name != "train"}
-    job: dict[str, Any] = {
-        "model": str(find_checkpoint(options.model)),
+    job = {
+        "model": str(find_checkpoint(settings.model)),
         "train": [{"text": row.texts[0], "label": int(row.label)} for row in rows.train],
         "texts": [row.texts[0] for part in splits.values() for row in part],
         "classes": len(rows.task.labels),
-        "seed": seed,
-        "max_length": options.max_length,
+        "seed": settings.subset,
+        "max_length": rows.task.max_length,
         "max_steps": options.max_steps,
     }
     with tempfile.TemporaryDirectory() as folder:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+import finetune.run
 from benchmarks import embeddings, inference, setfit_peer, study
 from benchmarks.harness import Report, ratio, take_turns, verdict
 from finetune.estimates import choose_candidates
@@ -88,18 +89,20 @@ def test_the_study_answers_for_each_size(tmp_path: Path) -> None:
     assert all(float(row.split(" | ")[2]) > 10 and "nan" not in row for row in rows), rows
 
 
-def test_a_run_of_setfit_stands_in_the_results(
+def test_a_run_of_setfit_stands_beside_one_of_the_probe(
     tiny_bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its process is left out."""
     rows = [{"text": f"row {n}", "label": n % 2} for n in range(20)]
-    own = {"train_file": write_rows(tmp_path / "own.csv", rows)}
-    options = setfit_peer.Options.model_validate(
-        {"python": "-", "model": str(tiny_bert), "own": own, "output_dir": str(tmp_path / "r")}
-    )
-    with mock.patch.object(setfit_peer, "_train", return_value={"dev": np.eye(4, 2)}):
-        setfit_peer.make_run(options, 1)
-    assert list(load_results(tmp_path / "r")["head"]) == ["setfit"]
+    flags = ["--train_file", write_rows(tmp_path / "own.csv", rows), "--head", "probe"]
+    flags += ["--model", str(tiny_bert), "--output_dir", str(tmp_path / "r")]
+    assert finetune.run.main([*flags, "--max_length", "17"]) == 0
+    with mock.patch.object(setfit_peer, "_train", return_value={"dev": np.eye(4, 2)}) as train:
+        for _ in range(2):  # the second finds it finished
+            assert setfit_peer.main([str(tmp_path / "r"), "--python", "-"]) == 0
+    (call,) = train.call_args_list
+    assert call.args[2].task.max_length == 17
+    assert sorted(load_results(tmp_path / "r")["head"]) == ["probe", "setfit"]
     assert "-setfit on dev: {'acc': " in capsys.readouterr().out
 
 
