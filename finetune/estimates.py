@@ -214,17 +214,10 @@ def averages(runs: pd.DataFrame) -> pd.DataFrame:
     Runs go together that have the same checkpoint, subset and seed; the rows of different tasks are independent.
     """
     keys = ["train_size", "system", "pretraining", "subset", "seed", "weights_sha256"]
-    tasks = sorted(runs["task"].unique())
-    means = list[dict[str, Any]]()
-    for key, of_run in runs.groupby(keys):
-        if sorted(of_run["task"]) != tasks:
-            continue
-        run = dict(zip(keys, key, strict=True)) | {"score": of_run["score"].mean()}
-        if "effects" in runs:
-            effects = list(of_run.sort_values("task")["effects"])
-            run["effects"] = np.concatenate(effects) / len(tasks)
-        means.append(run)
-    return pd.DataFrame(means)
+    number, runs = runs["task"].nunique(), runs.sort_values("task")
+    means = runs.groupby(keys).agg({"task": "count", "score": "mean", "effects": list})
+    means = means[means["task"] == number].reset_index()
+    return means.assign(effects=[np.concatenate(of) / number for of in means["effects"]])
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

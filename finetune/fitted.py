@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from sklearn.base import clone
 from sklearn.compose import ColumnTransformer
 from sklearn.dummy import DummyClassifier
 from sklearn.feature_extraction.text import TfidfVectorizer
@@ -23,6 +24,7 @@ from finetune.training import predict_rows
 from multicls.errors import UserError, first_line
 from multicls.probe import NO_TOPICS, standardisation
 
+REGRESSION = LogisticRegression(max_iter=2000)
 STRENGTHS = np.logspace(-4, 2, 13)  # C of the logistic regression on standardised features
 WORD_STRENGTHS = np.logspace(0, 3, 4)  # C of the one on TF-IDF
 ALPHAS = np.logspace(-1, 5, 13)  # of the ridge regression
@@ -91,12 +93,7 @@ def embed(model: TaskModel, rows: Encoded, task: int = 0) -> Array:
 
 
 def fit_layer(
-    task: Task,
-    features: Array,
-    examples: Sequence[Example],
-    *,
-    seed: int,
-    topics: slice = NO_TOPICS,
+    task: Task, features: Array, examples: Sequence[Example], seed: int, topics: slice = NO_TOPICS
 ) -> Layer:
     """Returns a linear layer whose outputs are a regression's: logits, or scores divided by the task's scale.
 
@@ -105,20 +102,19 @@ def fit_layer(
     """
     mean, scale = standardisation(features, topics)
     scaled, units = (features - mean) / scale, [example.unit for example in examples]
+    classify = partial(fit_classifier, REGRESSION, {"C": STRENGTHS}, scaled, units=units, seed=seed)
     if task.is_regression:
         targets = np.array([example.label for example in examples]) / task.label_scale
         regression = RidgeCV(ALPHAS).fit(scaled, targets)
         weight, bias = regression.coef_[None], np.array([regression.intercept_])
     elif task.multi_label:
         marks = np.array([example.labels for example in examples], dtype=int)
-        fitted = [fit_classifier(scaled, column, seed, units) for column in marks.T]
-        binary = [as_layer(classifier, 2, features.shape[1]) for classifier in fitted]
+        binary = [as_layer(classify(column), 2, features.shape[1]) for column in marks.T]
         weight = np.stack([layer[0][1] - layer[0][0] for layer in binary])
         bias = np.array([layer[1][1] - layer[1][0] for layer in binary])
     else:
         labels = np.array([example.label for example in examples], dtype=int)
-        classifier = fit_classifier(scaled, labels, seed, units)
-        weight, bias = as_layer(classifier, task.num_labels, features.shape[1])
+        weight, bias = as_layer(classify(labels), task.num_labels, features.shape[1])
     weight = weight / scale
     return weight, bias - weight @ mean
 
@@ -163,33 +159,25 @@ def log_likelihood(classifier: Any, features: Any, labels: Array) -> float:
 
 
 def fit_classifier(
-    features: Any, labels: Array, seed: int, units: Sequence[str], words: Pipeline | None = None
+    estimator: Any, options: Any, features: Any, labels: Array, units: Sequence[str], seed: int
 ) -> Any:
-    """Returns a logistic regression, whose C cross-validation picks by the likelihood.
+    """Returns a fitted classifier, whose options cross-validation picks by the likelihood.
 
     If all labels (N,) are alike, it always predicts that one. A class of one row does not count where the others have
     not seen it. Rows of a unit (passage) are not in two folds.
 
     Args:
-        features: (N, F), or texts (N, fields) for `words`.
-        words: a pipeline that ends with the classifier; its n-grams are picked, too.
+        options: values of the estimator's parameters to try, for `GridSearchCV`.
+        features: (N, F), or texts (N, fields).
     """
     if len(np.unique(labels)) == 1:
         return DummyClassifier().fit(features, labels)
-    estimator = words or Pipeline([("classifier", LogisticRegression(max_iter=2000))])
-    options: dict[str, Any] = {"classifier__C": WORD_STRENGTHS if words else STRENGTHS}
-    if words:
-        names = [name for name, *_ in words.named_steps["words"].transformers]
-        options = [  # type: ignore[assignment]
-            options | {f"words__{name}__ngram_range": [(1, most)] for name in names}
-            for most in (1, 2)
-        ]
+    estimator = clone(estimator)
     tuning = np.random.default_rng(seed).permutation(len(labels))[:TUNING_ROWS]
     groups = np.array(units)[tuning]
     folds = min(FOLDS, len(np.unique(groups)), int(np.bincount(labels[tuning]).max()))
-    with warnings.catch_warnings():
-        for about in ("The least populated class", "The number of unique classes"):
-            warnings.filterwarnings("ignore", about)  # few rows a class are usual here
+    with warnings.catch_warnings():  # few rows a class are usual here
+        warnings.filterwarnings("ignore", "The (least populated class|number of unique classes)")
         splits = list[tuple[Array, Array]]()
         if folds > 1:
             splitter = StratifiedGroupKFold(folds, shuffle=True, random_state=seed)
@@ -203,8 +191,7 @@ def fit_classifier(
                 estimator, options, scoring=log_likelihood, cv=splits, refit=False
             )
             estimator.set_params(**search.fit(features[tuning], labels[tuning]).best_params_)
-        estimator.fit(features, labels)
-    return estimator if words else estimator.named_steps["classifier"]
+        return estimator.fit(features, labels)
 
 
 def fit_words(rows: TaskData, seed: int) -> list[dict[str, Array]]:
@@ -229,18 +216,21 @@ def fit_words(rows: TaskData, seed: int) -> list[dict[str, Array]]:
 
 
 def _fit_words(task: Task, texts: Array, examples: Sequence[Example], *, seed: int) -> Any:
-    columns = [
-        (f"text{number}", TfidfVectorizer(sublinear_tf=True), number)
-        for number in range(len(task.fields))
-    ]
+    names = [f"text{number}" for number in range(len(task.fields))]
+    columns = [(name, TfidfVectorizer(sublinear_tf=True), n) for n, name in enumerate(names)]
     words = ("words", ColumnTransformer(columns, sparse_threshold=1.0))
     labels = np.array([example.label for example in examples])
     if task.is_regression:
         ridge = Pipeline([words, ("regression", RidgeCV(ALPHAS))])
         return ridge.fit(texts, labels / task.label_scale)
-    pipeline = Pipeline([words, ("classifier", LogisticRegression(max_iter=2000))])
+    options = [
+        {f"words__{name}__ngram_range": [(1, most)] for name in names}
+        | {"classifier__C": WORD_STRENGTHS}
+        for most in (1, 2)
+    ]
+    pipeline = Pipeline([words, ("classifier", REGRESSION)])
     units = [example.unit for example in examples]
-    return fit_classifier(texts, labels.astype(int), seed, units, pipeline)
+    return fit_classifier(pipeline, options, texts, labels.astype(int), units, seed)
 
 
 def _word_outputs(task: Task, fitted: Any, texts: Array) -> Array:

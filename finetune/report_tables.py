@@ -20,7 +20,6 @@ from finetune.calibration import calibration_error
 from finetune.estimates import KEYS, UNITS
 from finetune.heads import FITTED
 from finetune.metrics import names_of, predictions_of
-from finetune.predict import predict_command
 from finetune.results import load_predictions, load_results, unfinished_runs
 from finetune.tasks import Array, Task, task_of
 from multicls.console import count
@@ -346,18 +345,11 @@ def _mixed(runs: pd.DataFrame) -> list[str]:
 
 
 def best_commands(runs: pd.DataFrame) -> dict[str, str]:
-    """Returns for each task the command that refits, or uses, the model of the best run by its picking rows."""
-    commands = {}
-    for run in estimates.best_runs(runs):
-        folder = Path(run["path"])
-        refitted = folder.parents[2] / "best" / str(run["task"]) / "model"
-        command = f"python finetune/refit.py {shlex.quote(str(folder))}"
-        for model in (folder / "model", refitted):
-            if model.is_dir():
-                command = predict_command(model, run["description"], run["head"] == "cln")
-        if command:
-            commands[f"{run['task']}, the best model ({run['system']})"] = command
-    return commands
+    """Returns for each task the command that refits the best run by its picking rows, or finds its model."""
+    return {
+        f"{run['task']}, the best model ({run['system']})": f"python finetune/refit.py {shlex.quote(run['path'])}"
+        for run in estimates.best_runs(runs)
+    }
 
 
 def draw_runs(groups: pd.DataFrame) -> str:

@@ -170,9 +170,6 @@ def test_the_command_is_that_of_the_best_run_of_each_task(results: Path) -> None
     assert list(report.commands) == ["rte, the best model (a)", "sst2, the best model (b)"]
     command = f"python finetune/refit.py {best}"
     assert report.commands["rte, the best model (a)"] == command
-    Path(best, "model").mkdir()
-    command = f"python finetune/predict.py {best}/model ROWS.csv"
-    assert build_report(results).commands["rte, the best model (a)"] == command
 
 
 def test_the_command_works_as_printed_after_results_have_moved(

@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from finetune import grid
 from finetune.benchmark_tasks import read_task
-from finetune.fitted import apply_layer, fit_classifier, fit_layer, fit_words
+from finetune.fitted import (
+    REGRESSION,
+    STRENGTHS,
+    apply_layer,
+    fit_classifier,
+    fit_layer,
+    fit_words,
+)
 from finetune.heads.build import Incompatible
 from finetune.metrics import score_predictions
 from finetune.predict import predict
@@ -142,11 +150,14 @@ def test_fitted_heads(tiny_multicls: Path, glue: Path, tmp_path: Path) -> None:
     assert score_of(scores) > 0.5 and scores["system"] == "tfidf"
 
 
+classify = partial(fit_classifier, REGRESSION, {"C": STRENGTHS})
+
+
 @pytest.mark.parametrize("labels", [[0, 1] * 10 + [2], [1] * 21])
 def test_fitted_heads_learn_beside_a_class_of_one_row_and_from_one_class(labels: list[int]) -> None:
     """C is chosen also beside a class of one row."""
     features = np.eye(3)[labels] + np.random.default_rng(0).normal(0, 0.3, (21, 3))
-    classifier = fit_classifier(features, np.array(labels), 1, list(map(str, range(21))))
+    classifier = classify(features, np.array(labels), list(map(str, range(21))), 1)
     assert classifier.predict(features)[:20].tolist() == labels[:20]
     assert len(set(labels)) == 1 or classifier.C != 1.0
 
@@ -161,7 +172,7 @@ def test_a_probe_is_a_linear_layer() -> None:
         rows = [Example(f"{n}", ("",), float(label)) for n, label in enumerate(labels)]
         outputs = apply_layer(fit_layer(four, features, rows, seed=1), features)
         scaled = StandardScaler().fit_transform(features)
-        reference = fit_classifier(scaled, labels, 1, [row.id for row in rows])
+        reference = classify(scaled, labels, [row.id for row in rows], 1)
         found, expected = softmax(outputs.astype(float), axis=1), reference.predict_proba(scaled)
         np.testing.assert_allclose(found[:, :classes], expected, atol=1e-5)
         assert found[:, classes:].max() < 1e-9
