@@ -21,21 +21,6 @@ from multicls.errors import run_command
 from multicls.files import atomic_write
 from multicls.settings import Settings, parse
 
-NOTES = {
-    "Scores": "Mean ± standard error over replicates, in percent, best first.",
-    "Comparisons": "Difference in points. Intervals and p are for new replicates and new rows; pairs have the same "
-    "checkpoints or training subsets. p is corrected by Holm's method over all tests shown (of averages and of single "
-    'tasks apart), the interval "corrected" by Bonferroni\'s. Detectable: the smallest true difference that such an '
-    "experiment finds in 80 % of cases. Choose tasks and systems (--task, --compare) before you look.",
-    "All results": "A replicate is averaged over its seeds first. The interval is for new replicates and new rows; of "
-    "a single run only for new rows. Baseline: the majority class, or its mean score. Test rows are scored once, at "
-    "the end of a run. ECE: calibration error of classes, 15 bins; calibrated: after the temperature that is fitted on "
-    "the validation split. Median: of the runs. Of MRPC and QQP the score is F1, of STS-B Spearman's correlation, of "
-    "MNLI the accuracy of both parts together; GLUE's own average differs.",
-    "Errors": "The most confident errors of its first run: many are wrong labels. --errors N lists more.",
-    "Confusions": "How often a label was taken for another.",
-}
-
 
 class ReportOptions(Settings):
     """Options of the command."""
@@ -73,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=escape)
         with atomic_write(output / name) as file:
             template = templates.get_template(f"{name}.jinja")
-            file.write(template.render(report=report, notes=NOTES, cell=cell))
+            file.write(template.render(report=report, cell=cell))
     made = [("tables", output / "report.md"), ("page", output / "report.html")]
     made += [("errors", output / "errors.csv")] if errors else []
     print_summary(made, next(iter(report.commands.values()), ""))
