@@ -32,9 +32,8 @@ def fit_temperature(task: Task, outputs: Array, labels: Array) -> float:
         if task.multi_label:
             likelihood = log_expit(np.where(labels == 1, scaled, -scaled)).sum()
         else:
-            likelihood = log_softmax(scaled, axis=1)[
-                np.arange(len(labels)), labels.astype(int)
-            ].sum()
+            rows = np.arange(len(labels))
+            likelihood = log_softmax(scaled, axis=1)[rows, labels.astype(int)].sum()
         return float(0.5 * (log_t / SPREAD) ** 2 - likelihood)
 
     return float(np.exp(minimize_scalar(cost, bounds=(-3, 3), method="bounded").x))

@@ -135,12 +135,10 @@ def write_stock(model: "TaskModel", rows: "Encoded", folder: Path) -> float:
     config = AutoConfig.for_model(**ours.encoder)
     config.update({name: getattr(ours, name) for name in ("id2label", "label2id", "problem_type")})
     stock = AutoModelForSequenceClassification.from_config(config).eval()
-    prefix, weights = stock.base_model_prefix, model.state_dict()
-    state = {
-        f"{prefix}.{n.removeprefix('encoder.')}": w for n, w in weights.items() if "encoder." in n
-    }
+    prefix = stock.base_model_prefix
+    state = {f"{prefix}.{n}": weight for n, weight in model.encoder.state_dict().items()}
     for theirs, name in STOCK[kind].items():
-        state |= {f"{theirs}.{of}": weights[f"{name}.{of}"] for of in ("weight", "bias")}
+        state |= model.get_submodule(name).state_dict(prefix=f"{theirs}.")
     stock.load_state_dict(state)
     stock.save_pretrained(folder)
     inputs = _inputs(rows, len(rows))

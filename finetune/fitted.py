@@ -178,18 +178,16 @@ def fit_classifier(
     folds = min(FOLDS, len(np.unique(groups)), int(np.bincount(labels[tuning]).max()))
     with warnings.catch_warnings():  # few rows a class are usual here
         warnings.filterwarnings("ignore", "The (least populated class|number of unique classes)")
-        splits = list[tuple[Array, Array]]()
+        cuts = list[tuple[Array, Array]]()
         if folds > 1:
             splitter = StratifiedGroupKFold(folds, shuffle=True, random_state=seed)
-            splits = [
+            cuts = [
                 (train, test)
                 for train, test in splitter.split(tuning, labels[tuning], groups)
                 if len(test) and len(np.unique(labels[tuning][train])) > 1
             ]
-        if splits:
-            search = GridSearchCV(
-                estimator, options, scoring=log_likelihood, cv=splits, refit=False
-            )
+        if cuts:
+            search = GridSearchCV(estimator, options, scoring=log_likelihood, cv=cuts, refit=False)
             estimator.set_params(**search.fit(features[tuning], labels[tuning]).best_params_)
         return estimator.fit(features, labels)
 

@@ -29,6 +29,7 @@ from finetune.heads.build import Incompatible
 from finetune.results import ERROR, RECORD, finished_record, load_results, run_state, write_error
 from finetune.run import identify, load_tasks, run_finetune
 from finetune.settings import (
+    RECIPES,
     OwnDataSettings,
     RunSettings,
     SystemSettings,
@@ -96,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="finetune/grid.py",
         doc=__doc__,
         shortcuts=SHORTCUTS,
-        recipes="finetune/recipes",
+        recipes=RECIPES,
     )
     if grid.jobs > 1:  # before torch is imported
         threads = max(1, len(os.sched_getaffinity(0)) // grid.jobs)
@@ -219,9 +220,8 @@ def without_repeats(runs: Sequence[RunSettings]) -> list[RunSettings]:
         same = {"subset", "pretraining"} if all_rows else set[str]()
         kept.setdefault(run.model_dump_json(exclude=same), run)
     if left_out := len(runs) - len(kept):
-        print_line(
-            f"note: {count(left_out, 'run')} left out: a subset as large as all rows is the same each time"
-        )
+        what = f"{count(left_out, 'run')} left out"
+        print_line(f"note: {what}: a subset as large as all rows is the same each time")
     return list(kept.values())
 
 

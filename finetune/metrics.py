@@ -51,13 +51,12 @@ def predictions_of(task: Task, outputs: Array) -> Array:
 
 def names_of(task: Task, values: Array) -> list[str | None]:
     """Returns labels or predictions as people read them: names, several with commas, or scores; None if hidden."""
+    if task.multi_label:
+        labels = np.array(task.labels, dtype=object)
+        return [", ".join(labels[marks == 1]) for marks in values]
     names = list[str | None]()
     for value in values:
-        if task.multi_label:
-            names.append(
-                ", ".join(n for n, mark in zip(task.labels, value, strict=True) if mark == 1)
-            )
-        elif math.isnan(value):
+        if math.isnan(value):
             names.append(None)
         elif task.is_regression:
             names.append(f"{value:g}")

@@ -28,6 +28,7 @@ from multicls.tables import RawRows, Row, read_table
 LARGEST_UNIT = 0.5  # share of the rows that equal texts may join; above it, they are common phrases
 
 Splits = dict[str, RawRows]
+Examples = dict[str, list[Example]]
 
 
 def load_own(own: OwnDataSettings) -> TaskData:
@@ -54,9 +55,7 @@ def load_own(own: OwnDataSettings) -> TaskData:
     return TaskData(task, train, dev, test, notes=notes)
 
 
-def _read_examples(
-    own: OwnDataSettings, splits: Splits, fields: Names
-) -> tuple[Task, dict[str, list[Example]]]:
+def _read_examples(own: OwnDataSettings, splits: Splits, fields: Names) -> tuple[Task, Examples]:
     """Returns the task that the labels are of, and the examples of each split."""
     cells = [row.get(own.label_column) for rows in splits.values() for _, row in rows]
     kind = label_type(cells) if own.label_type == "auto" else own.label_type
@@ -88,13 +87,14 @@ def _read_splits(own: OwnDataSettings) -> tuple[Splits, Names, list[str]]:
             find_columns(*rows[0], [[own.group_column]], "group")
         rows, more = with_texts(rows, groups[0], f"{split} row")
         notes += more
-        labelled = [(where, row) for where, row in rows if not _is_empty(row.get(own.label_column))]
-        if len(labelled) < len(rows):
-            without = f"{count(len(rows) - len(labelled), f'{split} row')} without a label"
-            first = next(where for where, row in rows if _is_empty(row.get(own.label_column)))
+        empty = dict.fromkeys(at for at, row in rows if _is_empty(row.get(own.label_column)))
+        if empty:
+            first, without = next(iter(empty)), count(len(empty), f"{split} row")
             if own.unlabelled == "refuse":
-                raise UserError(f"{first}: {without}. Label them, or set --unlabelled drop.")
-            notes.append(f"{without} left out, the first: {first}")
+                hint = "Label them, or set --unlabelled drop."
+                raise UserError(f"{first}: {without} without a label. {hint}")
+            notes.append(f"{without} without a label left out, the first: {first}")
+        labelled = [(where, row) for where, row in rows if where not in empty]
         if not labelled:
             raise UserError(f"{split} rows: none has a label.")
         kept[split] = [(where, _with_labels(own, row, where)) for where, row in labelled]
@@ -111,7 +111,7 @@ def _is_empty(cell: Any) -> bool:
 def _with_labels(own: OwnDataSettings, row: Row, where: str) -> Row:
     """Returns the row with its label cell divided at the separator; without one, a list as text is a `UserError`."""
     cell = row.get(own.label_column)
-    if not isinstance(cell, str) or _is_empty(cell):
+    if not isinstance(cell, str):
         return row
     bare = cell.strip()
     is_list = bare.startswith("[") and bare.endswith("]")
@@ -148,9 +148,7 @@ def example_of(
     return Example(key, texts, label, labels=marks, place=where)
 
 
-def _with_units(
-    task: Task, examples: Mapping[str, list[Example]], groups: Sequence[str]
-) -> tuple[dict[str, list[Example]], list[str]]:
+def _with_units(task: Task, examples: Examples, groups: Names) -> tuple[Examples, list[str]]:
     """Returns the examples with the unit of each as its passage: rows that share a group or a text are one unit.
 
     A column whose texts join more than half of the rows is left out of this, with a note: it holds common phrases.

@@ -7,7 +7,7 @@ python finetune/predict.py MODEL new.jsonl --text_column body --output labelled.
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,11 +71,12 @@ def read_examples(task: Task, rows: RawRows, fields: Sequence[str]) -> list[Exam
     return [example_of(task, fields, row, where, where) for where, row in full]
 
 
-def predict_command(model: Path, description: Any, joint: bool, rows: str = "ROWS.csv") -> str:
-    """Returns the command that labels `rows` with a saved model, of several tasks if `joint`; "" if no command can."""
-    if description["num_choices"] or description["num_spans"]:
+def predict_command(model: Path, record: Mapping[str, Any], rows: str = "ROWS.csv") -> str:
+    """Returns the command that labels rows with the saved model of a run; "" if its task is not one of plain texts."""
+    first, *others = (entry["description"] for entry in record["tasks"])
+    if first["num_choices"] or first["num_spans"]:
         return ""
-    task = f" --task {description['name']}" * joint
+    task = f" --task {first['name']}" if others else ""
     return f"python finetune/predict.py {shlex.join([str(model), rows])}{task}"
 
 
@@ -97,7 +98,7 @@ def find_task(folder: str, name: str | None = None) -> tuple[int, Task]:
         task = task_of(tasks[index])
     except TypeError:
         raise UserError(f"{folder}: saved by another version; fine-tune it again.") from None
-    if not predict_command(path, tasks[index], joint=False):
+    if task.num_choices or task.num_spans:
         raise UserError(f"task {task.name} has choices or marked words: only run.py predicts it.")
     return index, task
 

@@ -51,9 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(RefitOptions, argv, prog="finetune/refit.py", doc=__doc__)
     model = refit(Path(options.run))
     record = read_record(Path(options.run)) or {}
-    (first, *others) = record["tasks"]
-    command = predict_command(model, first["description"], bool(others))
-    print_summary([("model", model)], command)
+    print_summary([("model", model)], predict_command(model, record))
     return 0
 
 
@@ -65,9 +63,7 @@ def refit(run: Path) -> Path:
     """
     record = read_record(run)
     if record is None:
-        raise UserError(
-            f"{run}: not a finished run; pass a folder RESULTS/SYSTEM/TASK-SIZE/p1-d1-s1."
-        )
+        raise UserError(f"{run}: not a finished run; pass RESULTS/SYSTEM/TASK-SIZE/p1-d1-s1.")
     if record["head"] in WITHOUT_MODEL:
         raise UserError(f"{run}: the head {record['head']} leaves no model.")
     settings = load_settings(RunSettings, [run / SETTINGS])

@@ -65,6 +65,7 @@ def build_report(
     averages, among = average_groups(groups), systems or list(groups["system"])
     families = [table[table["system"].isin(among)] for table in (averages, groups)]
     comparisons = pd.concat(map(compare_systems, families))
+    notes = runs[["task", "notes"]].explode("notes").dropna().drop_duplicates()
     tables = {
         "Scores": scores_table(groups, averages),
         "Comparisons": comparisons_table(comparisons),
@@ -77,15 +78,9 @@ def build_report(
         {name: table for name, table in tables.items() if len(table)},
         draw_runs(groups),
         find_warnings(runs, groups) + unfinished_runs(folder),
-        notes_on_rows(runs),
+        [f"{task}: {note}" for task, note in notes.itertuples(index=False)][:NOTES],
         best_commands(runs),
     )
-
-
-def notes_on_rows(runs: pd.DataFrame) -> list[str]:
-    """Returns the notes of all runs on their rows, each once."""
-    rows = runs[["task", "notes"]].explode("notes").dropna().drop_duplicates()
-    return [f"{task}: {note}" for task, note in rows.itertuples(index=False)][:NOTES]
 
 
 def _check_names(flag: str, names: Sequence[str], known: Iterable[str]) -> None:
@@ -97,7 +92,7 @@ def make_groups(runs: pd.DataFrame, split: str | None = None) -> pd.DataFrame:
     """Returns a row for each task, size and system; the best mean score first within a size.
 
     Columns: those of the first of its runs; `runs`; those of `Estimate`; `interval`, over replicates and rows, or over
-    the rows of a single run; `ece`, mean and error.
+    the rows of a single run.
     """
     groups = []
     for _, group in evaluate_runs(runs, split).groupby(KEYS):
@@ -106,10 +101,8 @@ def make_groups(runs: pd.DataFrame, split: str | None = None) -> pd.DataFrame:
         if len(group) == 1:
             task = task_of(first["description"])
             interval = estimates.example_interval(task, first["predictions"])
-        ece = estimates.summarise(group.drop(columns="effects").assign(score=group["ece"]))
         columns = {"runs": group, "interval": interval, "baseline": group["baseline"].mean()}
-        columns |= {"estimate": estimate, "ece": (ece.mean, ece.error)}
-        groups.append(first | vars(estimate) | columns)
+        groups.append(first | vars(estimate) | columns | {"estimate": estimate})
     order = {"by": ["task", "train_size", "mean"], "ascending": [True, True, False]}
     return pd.DataFrame(groups).sort_values(**order, ignore_index=True)
 
@@ -244,7 +237,7 @@ def results_table(groups: pd.DataFrame) -> pd.DataFrame:
         INTERVAL: [percent(*interval, joined=" to ") for interval in groups["interval"]],
         "baseline": groups["baseline"].map(percent),
         "median": [percent(of_group["score"].median()) for of_group in runs],
-        "ECE": [percent(*ece) for ece in groups["ece"]],
+        "ECE": [summary(of_group, of_group["ece"]) for of_group in runs],
         "ECE, calibrated": [percent(of_group["calibrated"].mean()) for of_group in runs],
         "replicates": [
             count(len(of), UNITS[kind]) + (" only" if kind == "seed" else "") for of, kind in units
@@ -304,11 +297,14 @@ def list_errors(task: Task, predictions: Mapping[str, Array]) -> pd.DataFrame:
 
 def scores_text(runs: pd.DataFrame) -> str:
     """Returns "metric mean ± standard error, ..." of all scores of a group's runs."""
-    texts = []
-    for name in runs["scores"].iloc[0]:
-        estimate = estimates.summarise(runs.assign(score=[of[name] for of in runs["scores"]]))
-        texts.append(f"{name} {percent(estimate.mean, estimate.error)}")
-    return ", ".join(texts)
+    scores = pd.DataFrame(runs["scores"].tolist(), runs.index)
+    return ", ".join(f"{name} {summary(runs, scores[name])}" for name in scores)
+
+
+def summary(runs: pd.DataFrame, values: pd.Series) -> str:
+    """Returns "mean ± standard error" of a value of each of a group's runs."""
+    estimate = estimates.summarise(runs.drop(columns="effects").assign(score=values))
+    return percent(estimate.mean, estimate.error)
 
 
 def percent(*values: float, sign: str = "", joined: str = " ± ") -> str:

@@ -96,9 +96,7 @@ def save_calibrated(
     from finetune.calibration import scale_classifier
 
     model = system.model
-    assert model and system.tokenizer, (
-        "tfidf leaves no model, and is refused where one is to be saved"
-    )
+    assert model and system.tokenizer, "tfidf is refused where a model is to be saved"
     for number, entry in enumerate(record["tasks"]):
         scale_classifier(model, number, entry["temperature"] or 1.0)
     model.config.thresholds = [entry["thresholds"] for entry in record["tasks"]]
@@ -194,10 +192,8 @@ def finished_record(settings: RunSettings, identity: Record | None = None) -> Re
     """
     if (record := read_record(settings.folder)) is None:
         return None
-    if identity and (changes := ", ".join(differences(record, identity).values())):
-        raise UserError(
-            f"{record['path']}: holds another run ({changes}); set another --output_dir."
-        )
+    if identity and (what := ", ".join(differences(record, identity).values())):
+        raise UserError(f"{record['path']}: holds another run ({what}); set another --output_dir.")
     lacks_model = settings.save_model and not (settings.folder / "model").is_dir()
     return None if lacks_model else record
 
@@ -302,9 +298,7 @@ def load_results(folder: Path) -> "pd.DataFrame":
 
 def unfinished_runs(folder: Path) -> list[str]:
     """Returns a line on the runs that are missing or failed; none if there are none."""
-    states = {path: run_state(path) for path in sorted(folder.glob("*/*/p*-d*-s*"))}
+    states = [(path, *run_state(path)) for path in sorted(folder.glob("*/*/p*-d*-s*"))]
     done = ("finished", "incompatible")
-    lines = [
-        f"{path}: {why or state}" for path, (state, why) in states.items() if state not in done
-    ]
+    lines = [f"{path}: {why or state}" for path, state, why in states if state not in done]
     return [f"runs not finished: {len(lines)}, for instance {line}" for line in lines[:1]]

@@ -24,7 +24,7 @@ from finetune.heads.build import build_model, checkpoint_sha256
 from finetune.own_data import load_own
 from finetune.predict import predict_command
 from finetune.results import Record, TrainedSystem, finished_record, write_run
-from finetune.settings import SHORTCUTS, OwnDataSettings, RunSettings
+from finetune.settings import RECIPES, SHORTCUTS, OwnDataSettings, RunSettings
 from finetune.subsets import select_rows
 from finetune.tasks import TASKS, TaskData
 from multicls.console import count, print_line, print_summary
@@ -39,20 +39,14 @@ _printed = set[str]()
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
     settings = parse(
-        RunSettings,
-        argv,
-        prog="finetune/run.py",
-        doc=__doc__,
-        shortcuts=SHORTCUTS,
-        recipes="finetune/recipes",
+        RunSettings, argv, prog="finetune/run.py", doc=__doc__, shortcuts=SHORTCUTS, recipes=RECIPES
     )
     record = run_finetune(settings)
     if rank_and_world()[0] == 0:
-        model, (first, *others) = Path(record["path"], "model"), record["tasks"]
-        command = f"python finetune/report.py {shlex.quote(settings.output_dir)}"
+        model, command = Path(record["path"], "model"), ""
         if model.is_dir():
-            rows = settings.own.test_file or "ROWS.csv"
-            command = predict_command(model, first["description"], bool(others), rows) or command
+            command = predict_command(model, record, settings.own.test_file or "ROWS.csv")
+        command = command or f"python finetune/report.py {shlex.quote(settings.output_dir)}"
         print_summary([("run", record["path"])], command)
     if rank_and_world()[1] > 1 or settings.config:
         leave_deepspeed()

@@ -12,6 +12,7 @@ from finetune.tasks import TASKS
 from multicls.errors import did_you_mean
 from multicls.settings import RecipeOptions, Settings
 
+RECIPES = "finetune/recipes"
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 TextColumn = Annotated[str, Field(pattern="^[^,]+(,[^,]+)?$")]
 THOUSANDS = BeforeValidator(lambda value: re.sub("(?i)k$", "000", str(value)))  # 1k is 1000

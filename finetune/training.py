@@ -156,9 +156,7 @@ class TaskTrainer(Trainer):
         picks: False: no rows pick the weights, the last ones count.
     """
 
-    history: list[
-        dict[str, float]
-    ]  # of each evaluation: step, loss, and score and loss on the rows that pick
+    history: list[dict[str, float]]  # step and loss of each evaluation; score, selection_loss
     best: dict[str, Any]  # the entry of the best evaluation, and its weights on the CPU
 
     def __init__(

@@ -125,11 +125,12 @@ def test_mistakes(arguments: list[str], message: str, three_classes: str, tmp_pa
 
 
 def test_commands_name_this_one_only_where_it_works(tmp_path: Path) -> None:
-    joint = " ROWS.csv --task sts"
+    joint = " ROWS.csv --task sst5"
     for tasks, words in (("sst2", " ROWS.csv"), ("sst5,sts", joint), ("copa", ""), ("wic", "")):
         descriptions = [TASKS[task].describe() for task in tasks.split(",")]
         (tmp_path / "config.json").write_text(json.dumps({"tasks": descriptions}))
-        command = predict_command(tmp_path, descriptions[-1], len(descriptions) > 1)
+        record = {"tasks": [{"description": description} for description in descriptions]}
+        command = predict_command(tmp_path, record)
         assert command == (words and f"python finetune/predict.py {tmp_path}{words}")
         if words:
             number, task = find_task(str(tmp_path), descriptions[-1]["name"])
