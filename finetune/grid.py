@@ -29,7 +29,6 @@ from finetune.heads.build import Incompatible
 from finetune.results import ERROR, RECORD, finished_record, load_results, run_state, write_error
 from finetune.run import identify, load_tasks, run_finetune
 from finetune.settings import (
-    RECIPES,
     OwnDataSettings,
     RunSettings,
     SystemSettings,
@@ -97,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="finetune/grid.py",
         doc=__doc__,
         shortcuts=SHORTCUTS,
-        recipes=RECIPES,
+        recipes="finetune/recipes",
     )
     if grid.jobs > 1:  # before torch is imported
         threads = max(1, len(os.sched_getaffinity(0)) // grid.jobs)

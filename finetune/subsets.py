@@ -118,13 +118,11 @@ def hold_out(
     of_class = first.groupby("class")["unit"]
     position, size = of_class.cumcount(), of_class.transform("size")
     number = min(max(1, round(share * len(first))), len(first) - 1)
-    first = first.assign(rank=(position + 0.5) / size, size=size, is_first=position == 0)
-    can_go = first[position < size - 1]
-    if can_go.empty:
-        can_go = first
-    one_each = can_go[can_go["is_first"]].sort_values("size", ascending=False, kind="stable")
-    rest = can_go[~can_go["is_first"]].sort_values("rank", kind="stable")
-    chosen = pd.concat([one_each, rest])["unit"][:number]
+    # The first units of the largest classes come first, then others by their rank in their class.
+    order = ((position + 0.5) / size).where(position > 0, -size)
+    can_go = position < size - 1
+    first = first.assign(order=order)[can_go if can_go.any() else ~can_go]
+    chosen = first.sort_values("order", kind="stable")["unit"][:number]
     return set(table.index[table["unit"].isin(chosen)])
 
 

@@ -171,7 +171,6 @@ class TaskTrainer(Trainer):
         AcceleratorState._reset_state(True)  # of an earlier run in this process
         train = [splits["train"] for splits in tasks]
         self.settings = settings.train
-        self._checkpoint_seconds = 60 * settings.train.checkpoint_minutes
         balanced, device = settings.train.class_weights == "balanced", find_device()
         self.class_weights = [_class_weights(r).to(device) if balanced else None for r in train]
         self.sampler = ChunkSampler(settings, [len(rows) for rows in train])
@@ -185,8 +184,7 @@ class TaskTrainer(Trainer):
         self.splits = [dict(list(splits.items())[1:]) for splits in tasks]  # the first picks
         self.identity = {**identity, "ranks": self.sampler.world_size, "format": FORMAT}
         self.picks, self.best, self.history = picks, {}, []
-        self._task, self._saved = 0, time.monotonic()  # task of the batch
-        self._began, self._seconds_before = time.monotonic(), 0.0  # of the run, before it resumed
+        self._task, self._began, self._saved = 0, time.monotonic(), time.monotonic()
         super().__init__(
             model,
             arguments,
@@ -277,9 +275,10 @@ class TaskTrainer(Trainer):
 
     def _stop_or_save(self) -> None:
         step, now = self.state.global_step, on_rank_0(time.monotonic)
+        due = now - self._saved >= 60 * self.settings.checkpoint_minutes
         if step - self.best["step"] >= self.settings.patience:
             self.control.should_training_stop = True
-        elif step < self.state.max_steps and now - self._saved >= self._checkpoint_seconds:
+        elif due and step < self.state.max_steps:
             self.control.should_save, self._saved = True, now
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -288,21 +287,16 @@ class TaskTrainer(Trainer):
         folder = output / f"checkpoint-{self.state.global_step}"
         if self.args.should_save and folder.exists():  # of another run, or torn
             shutil.rmtree(folder)
-        if dist.is_initialized():
-            dist.barrier()
+        self.accelerator.wait_for_everyone()
         super()._save_checkpoint(model, trial)
-        if dist.is_initialized():
-            dist.barrier()
+        self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            state = {"best": self.best, "history": self.history, "seconds": self._seconds()}
+            seconds = time.monotonic() - self._began
+            state = {"best": self.best, "history": self.history, "seconds": seconds}
             torch.save(state, folder / STATE)
             write_json(folder / RUN, self.identity)
             for path in set(output.glob("checkpoint-*")) - {folder}:
                 shutil.rmtree(path)
-
-    def _seconds(self) -> float:
-        """Returns the seconds of training so far, those before a restart included."""
-        return self._seconds_before + time.monotonic() - self._began
 
     def _newest_checkpoint(self) -> Path | None:
         """Returns the newest whole checkpoint of this run, which another number of ranks may have written.
@@ -339,7 +333,7 @@ class TaskTrainer(Trainer):
             if newest := on_rank_0(self._newest_checkpoint):
                 state = torch.load(newest / STATE, weights_only=True)
                 self.best, self.history = state["best"], state["history"]
-                self._seconds_before = state["seconds"]
+                self._began -= state["seconds"]  # before it resumed
                 self._bar.update(_step_of(newest) * self.sampler.accumulation)
                 if self.is_deepspeed_enabled:
                     stack.enter_context(safe_unpickling(newest))
@@ -355,7 +349,7 @@ class TaskTrainer(Trainer):
             "history": self.history,
             "best_step": self.best["step"],
             "steps": self.state.global_step,
-            "seconds": round(self._seconds(), 3),
+            "seconds": round(time.monotonic() - self._began, 3),
             "ranks": self.sampler.world_size,
             "batch_size": self.sampler.batch_size,
         }
@@ -387,7 +381,7 @@ def predict_rows(
 
     Each rank computes a part. A batch holds rows of like length, for less padding. `options` are the model's.
     """
-    device, was_training = find_device(), model.training
+    device = find_device()
     model.eval().to(device)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(choose_precision(precision, device))
     autocast = dtype is not None and next(model.parameters()).dtype == torch.float32
@@ -406,7 +400,6 @@ def predict_rows(
     table[torch.tensor(list(chain.from_iterable(mine)), device=device)] = torch.cat(outputs)
     if world_size > 1:
         dist.all_reduce(table, dist.ReduceOp.MAX)
-    model.train(was_training)
     return np.asarray(table.cpu().numpy(), dtype=np.float32)
 
 

@@ -42,9 +42,7 @@ class TaskModelConfig(PretrainedConfig):
     pooling: str = "cls"  # the head that a `PooledHead` is built on
     tasks: list[dict[str, Any]] = field(default_factory=list)  # by `finetune.tasks.Task.describe`
     dropout: float | None = None  # before the classifier; None: the encoder's own
-    thresholds: list[list[float]] = field(
-        default_factory=list
-    )  # of each of several labels, by task
+    thresholds: list[list[float]] = field(default_factory=list)  # of several labels, by task
 
     def __post_init__(self, **kwargs: Any) -> None:
         encoder = self.encoder or {}
@@ -98,12 +96,9 @@ class Head(nn.Module):
         self.width = int(encoder.config.hidden_size)
 
     def forward(self, hidden: Tensor, mask: Tensor, layers: Sequence[Tensor]) -> Tensor:
-        """Returns the embedding, (B, E).
+        """Returns the embedding, (B, E), from the last hidden states (B, L, D); the mask (B, L) is 1 up to the padding.
 
-        Args:
-            hidden: last hidden states (B, L, D).
-            mask: (B, L), 1 up to the padding.
-            layers: the output of the embeddings and of each layer, (B, L, D) each, if `reads_layers`.
+        `layers` are the output of the embeddings and of each layer, (B, L, D) each, if `reads_layers`.
         """
         raise NotImplementedError
 
@@ -186,8 +181,7 @@ class MulticlsHead(Head):
 class FirstHead(Head):
     """The last hidden state of [CLS] without pooler, for probes.
 
-    BERT's pooler was pretrained for next sentences only, that of many distilled models not at all, and RoBERTa and
-    ELECTRA have none.
+    Few encoders were pretrained with a pooler that a probe could use: BERT's learned next sentences only.
     """
 
     def forward(self, hidden: Tensor, mask: Tensor, layers: Sequence[Tensor]) -> Tensor:
@@ -291,17 +285,14 @@ class TaskModel(PreTrainedModel):
         counted: bool = True,
         **kwargs: Any,
     ) -> TaskModelOutput:
-        """Classifies sequences of one task.
+        """Classifies sequences of one task, number `task` of `config.tasks`; `kwargs` are the encoder's.
 
         Args:
             input_ids: (B, L); of a choice task (B * C, L), a row's choices together.
             attention_mask: (B, L), 1 up to the padding, which is on the right.
-            token_type_ids: (B, L); left out where the encoder has none.
             spans: (B, S, L) bool, the tokens of each marked span, for tasks that mark spans.
             labels: (B,) class ids, or numbers for regression; (B, C) zeros and ones for a multi-label task.
-            task: index into `config.tasks`.
             counted: False for a batch that only keeps a rank busy.
-            **kwargs: for the encoder.
 
         Returns:
             `loss`, the mean over rows (and classes, in a multi-label task), if labels are passed; `logits`
@@ -342,13 +333,10 @@ class TaskModel(PreTrainedModel):
 def loss_sum(
     problem: ProblemType, logits_BC: Tensor, labels: Tensor, class_weights: Tensor | None = None
 ) -> Tensor:
-    """Returns the sum of the losses of all labels that are not `IGNORE_INDEX`.
+    """Returns the sum of the losses of all labels that are not `IGNORE_INDEX`: squared errors or cross-entropies.
 
-    Args:
-        problem: squared error, binary cross-entropy (multi-label) or cross-entropy.
-        logits_BC: outputs in float32.
-        labels: (B,) or, with several labels a row, (B, C).
-        class_weights: (C,) factor of a row's loss by its class.
+    Outputs are in float32. Labels are (B,), or (B, C) with several a row, when each has a binary cross-entropy.
+    `class_weights` (C,) are factors of a row's loss by its class.
     """
     if problem == "single_label_classification":
         losses = F.cross_entropy(
