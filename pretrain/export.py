@@ -15,22 +15,22 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import yaml
 from pydantic import Field, PositiveInt
 from pydantic_settings import CliPositionalArg
 
 from multicls.cards import (
+    MULTI_VECTOR_ENCODER,
+    SENTENCE_TRANSFORMER,
     inherited_metadata,
-    write_multi_vector_encoder,
     write_sentence_transformer,
 )
 from multicls.console import print_summary
 from multicls.errors import UserError, run_command
 from multicls.files import atomic_folder, lock_holder, read_json, write_json
-from multicls.settings import Settings, parse
+from multicls.settings import Settings, load_settings, parse
 from pretrain.card import write_card
 from pretrain.run_folder import TOPICS, check_whole, checkpoint_path, saved_steps
-from pretrain.settings import ModelSettings, ProbeSettings
+from pretrain.settings import ModelSettings, PretrainSettings, ProbeSettings
 
 EXPORT_INFO = "export.json"  # in RUN/model: facts for the card; in an export its step, too
 FACTS = ("documents", "sentences", "tokens", "sources", "hub_datasets")  # of a manifest: no paths
@@ -55,13 +55,14 @@ class ExportOptions(Settings):
 def main(argv: Sequence[str] | None = None) -> int:
     """Exports a checkpoint. Returns the exit code."""
     options = parse(ExportOptions, argv, prog="pretrain/export.py", doc=__doc__)
-    run_folder = options.run
-    flags = {"output": options.output, "multi_vector": options.multi_vector}
-    targets = {flag: folder for flag, folder in flags.items() if folder}
-    if options.output == options.multi_vector:  # both are None, too
-        raise UserError("set --output, --multi_vector, or both, each to a folder of its own.")
+    run_folder, folder = options.run, options.output or options.multi_vector
+    if folder is None or (options.output and options.multi_vector):
+        raise UserError("set either --output or --multi_vector, to a new folder.")
     if not (run_folder / "settings.yaml").exists():
         raise UserError(f"{run_folder}: is not a run folder of pretrain/run.py.")
+    begun = load_settings(PretrainSettings, [run_folder / "settings.yaml"]).model
+    if options.towards_base and begun.random_weights:
+        raise UserError(f"{run_folder}: --towards_base: the run began with random weights.")
     steps = saved_steps(run_folder / "checkpoints")
     step = max(steps, default=0) if options.step is None else options.step
     if step not in steps:
@@ -73,14 +74,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{run_folder}: --average {options.average}: has {len(steps)} checkpoint(s) up to step {step}; set fewer, "
             f"or train with --run.keep_checkpoints {options.average}."
         )
-    for flag, folder in targets.items():
-        check_target(f"--{flag} {folder}", folder, run_folder)
-    for flag, folder in targets.items():
-        is_multi_vector = flag == "multi_vector"
-        write_model(run_folder, steps, folder, options.towards_base, multi_vector=is_multi_vector)
+    is_multi_vector = options.multi_vector is not None
+    flag = "--multi_vector" if is_multi_vector else "--output"
+    check_target(f"{flag} {folder}", folder, run_folder)
+    write_model(run_folder, steps, folder, options.towards_base, multi_vector=is_multi_vector)
     what = f"step {', '.join(map(str, steps))} of {run_folder}"
-    lines = [("model", f"{folder} ({what})") for folder in targets.values()]
-    print_summary(lines, next_command(next(iter(targets.values()))))
+    print_summary([("model", f"{folder} ({what})")], next_command(folder))
     return 0
 
 
@@ -121,7 +120,7 @@ def describe_model(
         model.save_pretrained(fresh, state_dict={})
         (fresh / WEIGHTS).unlink(missing_ok=True)
         tokenizer.save_pretrained(fresh)
-        write_sentence_transformer(fresh)
+        write_sentence_transformer(fresh, SENTENCE_TRANSFORMER)
         corpus = {key: manifest.get(key) for key in FACTS}
         corpus["language"] = manifest.get("made_from", {}).get("settings", {}).get("language")
         metadata = inherited_metadata(source) if source else {}
@@ -173,20 +172,13 @@ def build_model(
 
 
 def model_before(run_folder: Path, facets: bool = True) -> tuple[Any, Any]:
-    """Returns the model that a run began with, built again from the base model, and its tokenizer.
-
-    Raises:
-        UserError: The run began with random weights, or the base model is not available.
-    """
+    """Returns the model that a run began with, built again, and its tokenizer; see `build_model`."""
     import torch
 
-    settings = yaml.safe_load((run_folder / "settings.yaml").read_text(encoding="utf-8"))
-    model = ModelSettings(**settings["model"])
-    if model.random_weights:
-        raise UserError(f"{run_folder}: --towards_base: the run began with random weights.")
-    if commit := read_json(run_folder / "model" / EXPORT_INFO)["base_commit"]:
-        model = model.model_copy(update={"revision": commit})
-    torch.manual_seed(settings["train"]["seed"])
+    settings = load_settings(PretrainSettings, [run_folder / "settings.yaml"])
+    commit = read_json(run_folder / "model" / EXPORT_INFO)["base_commit"]
+    torch.manual_seed(settings.train.seed)
+    model = settings.model.model_copy(update={"revision": commit or settings.model.revision})
     return build_model(model, facets=facets)
 
 
@@ -252,7 +244,7 @@ def write_model(
         model.save_pretrained(fresh)
         tokenizer.save_pretrained(fresh)
         if multi_vector:
-            write_multi_vector_encoder(fresh)
+            write_sentence_transformer(fresh, MULTI_VECTOR_ENCODER)
         write_json(fresh / EXPORT_INFO, info)
         write_card(fresh, run_folder, model.config, info)
 

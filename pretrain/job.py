@@ -8,7 +8,6 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -21,11 +20,7 @@ from data_prep.examples import ExampleStream, SpecialIds
 from multicls.build import NEW_MLM_HEAD
 from multicls.console import print_summary
 from multicls.corpus import MANIFEST, Corpus, tokenizer_fingerprint
-from multicls.deepspeed_config import (
-    Precision,
-    check_with_deepspeed,
-    complete_deepspeed_config,
-)
+from multicls.deepspeed_config import Precision, check_with_deepspeed, complete_deepspeed_config
 from multicls.distributed import (
     leave_deepspeed,
     on_rank_0,
@@ -44,15 +39,9 @@ from multicls.topics import fit_topics
 from pretrain.batches import start_loader_server
 from pretrain.checkpoints import Checkpoints
 from pretrain.engine import build_engine, fp32_weights, prepare_layers
-from pretrain.export import (
-    build_model,
-    describe_model,
-    load_topics,
-    next_command,
-    restore_model,
-)
+from pretrain.export import build_model, describe_model, load_topics, next_command, restore_model
 from pretrain.log import Log
-from pretrain.probing import TrainingProbe, build_probe
+from pretrain.probing import build_probe
 from pretrain.run_folder import (
     DONE,
     STOPPED,
@@ -63,7 +52,7 @@ from pretrain.run_folder import (
 )
 from pretrain.settings import PretrainSettings, batch_arithmetic, resolve_length
 from pretrain.stopping import StopRequest
-from pretrain.training import Trainer
+from pretrain.training import Job, Trainer
 
 # Settings that change the numbers of a run not at all, or by rounding only, as the number of ranks does.
 NOT_PART_OF_IDENTITY = {
@@ -98,59 +87,26 @@ def run_job(settings: PretrainSettings, ds_config: dict[str, Any], corpus: Path)
         on_rank_0(lambda: stack.enter_context(locked(run_folder)))
         stack.enter_context(disk_errors_reported(run_folder))
         job = prepare(settings, ds_config, Corpus(corpus))
-        if job.is_finished:
-            if dist.get_rank() == 0:
-                print(f"already finished at step {read_json(run_folder / DONE)['step']}")
-        else:
+        if job:
             start(deepspeed, job)
+        elif dist.get_rank() == 0:
+            print(f"already finished at step {read_json(run_folder / DONE)['step']}")
     if dist.get_rank() == 0 and (run_folder / DONE).exists():
-        curves = ("curves", f"tensorboard --logdir {run_folder / 'tb'}")
-        changed = f"python tools/first_look.py {shlex.quote(str(run_folder))}"
-        made = [("model", run_folder / "hf"), curves]
-        view = job.probe.view if job.probe and settings.probe.file else ""
-        command = next_command(run_folder / "hf", settings.probe, view)
-        print_summary([*made, ("next", command), ("what changed", changed)])
+        view = job.probe.view if job and job.probe and settings.probe.file else ""
+        made = {
+            "model": run_folder / "hf",
+            "curves": f"tensorboard --logdir {run_folder / 'tb'}",
+            "next": next_command(run_folder / "hf", settings.probe, view),
+            "what changed": f"python tools/first_look.py {shlex.quote(str(run_folder))}",
+        }
+        print_summary(made.items())
     leave_deepspeed()
 
 
-@dataclass(frozen=True)
-class Job:
-    """A pretraining run that is ready to start on this rank.
+def prepare(settings: PretrainSettings, ds_config: dict[str, Any], corpus: Corpus) -> Job | None:
+    """Builds or restores all parts of a run and checks them; None if the run has finished. Needs the process group.
 
-    Attributes:
-        settings: With micro-batch size, steps and intervals as numbers.
-        completed: The DeepSpeed JSON with the values of the settings.
-        streams: Streams of examples by split, "train" and "validation".
-        start_step: Step of the checkpoint to resume from; 0: a new run.
-        is_finished: True if the run has ended before; there is nothing to start.
-        notes: Lines for the log.
-        probe: Shows at validations whether the run helps.
-        stop: Its time limit counts from the preparation on.
-    """
-
-    settings: PretrainSettings
-    completed: dict[str, Any]
-    corpus: Corpus
-    model: Any
-    tokenizer: Any
-    streams: dict[str, ExampleStream]
-    checkpoints: Checkpoints
-    start_step: int
-    is_finished: bool
-    notes: list[str]
-    probe: TrainingProbe | None
-    stop: StopRequest
-
-    @property
-    def run_folder(self) -> Path:
-        """The folder of the run."""
-        return Path(self.settings.run.output_dir)
-
-
-def prepare(settings: PretrainSettings, ds_config: dict[str, Any], corpus: Corpus) -> Job:
-    """Builds or restores all parts of a run and checks them; writes nothing. Needs the process group.
-
-    Arguments and errors are those of `run_job`.
+    It writes nothing. Arguments and errors are those of `run_job`.
     """
     torch.set_float32_matmul_precision("high")  # TF32 for fp32, on GPUs that have it
     run_folder, stop = Path(settings.run.output_dir), StopRequest(settings.run.time_limit)
@@ -176,37 +132,23 @@ def prepare(settings: PretrainSettings, ds_config: dict[str, Any], corpus: Corpu
     kept = settings.run.keep_checkpoints, settings.run.milestone_every
     checkpoints = Checkpoints(run_folder / "checkpoints", numbers, settings.train, *kept)
     start_step = on_rank_0(checkpoints.resume_step)
-    is_finished = end > 0 and (end >= settings.train.steps or not start_step)
+    if end and (end >= settings.train.steps or not start_step):
+        return None
     notes.insert(0, f"resuming from step {start_step}" if start_step else "fresh run")
     notes += [*length, *describe_machine(), *_notes_on_held_out(settings, streams["validation"])]
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     notes.append(f"model: {size:.1f} M parameters, {precision}")
-    probe = None
-    if not is_finished:
-        untouched = partial(build_model, settings.model, facets=False)
-        probe, lines = build_probe(
-            settings,
-            corpus,
-            tokenizer,
-            resumes=start_step > 0,
-            untouched=None if settings.model.random_weights else untouched,
-        )
-        notes += lines
-    notes += _notes_on_objectives(settings, notes)
-    return Job(
-        settings=settings,
-        completed=completed,
-        corpus=corpus,
-        model=model,
-        tokenizer=tokenizer,
-        streams=streams,
-        checkpoints=checkpoints,
-        start_step=start_step,
-        is_finished=is_finished,
-        notes=notes,
-        probe=probe,
-        stop=stop,
+    untouched = partial(build_model, settings.model, facets=False)
+    probe, lines = build_probe(
+        settings,
+        corpus,
+        tokenizer,
+        resumes=start_step > 0,
+        untouched=None if settings.model.random_weights else untouched,
     )
+    notes += [*lines, *_notes_on_objectives(settings, notes)]
+    parts = (settings, completed, corpus, model, tokenizer, streams, checkpoints, start_step)
+    return Job(*parts, notes, probe, stop)
 
 
 def _notes_on_held_out(settings: PretrainSettings, held_out: ExampleStream) -> list[str]:
@@ -259,7 +201,7 @@ def start(deepspeed: Any, job: Job) -> None:
     log = Log(job.run_folder, dist.get_rank() == 0, step)
     for note in filter(None, [*notes, converted, discarded]):
         log.info(note)
-    Trainer(engine, settings, job.streams, checkpoints, log, job.stop, job.probe).run(step)
+    Trainer(engine, job, log).run()
     log.close()
 
 

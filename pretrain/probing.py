@@ -151,35 +151,28 @@ class TrainingProbe:
         if not self.first:
             with np.load(path, allow_pickle=False) as saved:
                 self.first = dict(saved)
-            if step > 0:
-                self._remember_best()
+            self._take(0, self.first)
+            if step > 0 and (best := self.run_folder / BEST).exists():  # of before a resume
+                fields = read_json(best)
+                self.best = Best(**fields | {"change": Difference(**fields["change"])})
+        is_best = self._take(step, values)
+        self.history.append(max(self.scores.values()))
         metrics: dict[str, float] = {}
-        for name, measured in values.items():
-            change = self.measure.difference(measured, self.first["mean"])
-            self.scores[name], self.last[name] = float(np.nanmean(measured)), change
+        for name, change in self.last.items():
             metrics[f"probe/{name}"] = self.scores[name]
             metrics[f"probe/{name}_change"] = change.mean
             metrics[f"probe/{name}_change_low"] = change.low
             metrics[f"probe/{name}_change_high"] = change.high
-        view = max(values, key=self.scores.__getitem__)
-        value = self.scores[view]
-        self.history.append(value)
-        is_best = self.best is None or value > self.best.value
-        if is_best:
-            self.best = Best(step, value, view, self.last[view])
-        return metrics, is_best and step > 0
+        return metrics, is_best
 
-    def _remember_best(self) -> None:
-        """Takes the best of the run before it was resumed: from best.json, or else step 0."""
-        path = self.run_folder / BEST
-        if path.exists():
-            best = read_json(path)
-            self.best = Best(**best | {"change": Difference(**best["change"])})
-            return
-        means = {name: float(np.nanmean(first)) for name, first in self.first.items()}
-        view = max(means, key=means.__getitem__)
-        change = self.measure.difference(self.first[view], self.first["mean"])
-        self.best = Best(0, means[view], view, change)
+    def _take(self, step: int, values: dict[str, Array]) -> bool:
+        """Takes the values of a validation as the last ones; returns True if they are the best so far."""
+        self.scores = {name: float(np.nanmean(found)) for name, found in values.items()}
+        self.last = {n: self.measure.difference(x, self.first["mean"]) for n, x in values.items()}
+        view = max(self.scores, key=self.scores.__getitem__)
+        if is_best := self.best is None or self.scores[view] > self.best.value:
+            self.best = Best(step, self.scores[view], view, self.last[view])
+        return is_best
 
     def write_best(self) -> None:
         """Writes best.json; only rank 0 knows what it holds."""
@@ -203,12 +196,10 @@ class TrainingProbe:
                 f"{self.measure.name}, {name}: {before}{100 * self.scores[name]:.1f}; against the mean at step 0 "
                 f"{100 * change.mean:+.1f} ({100 * change.low:+.1f} to {100 * change.high:+.1f})"
             )
-        taken, best = self.last.get(self.view), self.best
-        if self.keeps_best and best:
-            taken = best.change
-        assert taken is not None and best is not None
+        assert self.best is not None
+        taken = self.best.change if self.keeps_best else self.last[self.view]
         lines.append(
-            f"the best embedding is {self.view}; the best step was {best.step}; measuring took "
+            f"the best embedding is {self.view}; the best step was {self.best.step}; measuring took "
             f"{self.seconds:.0f} s, {self.seconds / seconds:.1%} of the time"
         )
         if taken.high < 0:

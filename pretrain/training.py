@@ -2,9 +2,9 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from contextlib import closing, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.profiler import profile, schedule, tensorboard_trace_handler
 
 from data_prep.examples import ExampleStream
 from multicls.console import Progress
+from multicls.corpus import Corpus
 from multicls.distributed import on_rank_0
 from multicls.environment import flops_per_token, peak_flops, peak_memory_gb
 from multicls.errors import UserError
@@ -34,25 +35,20 @@ from pretrain.stopping import StopRequest
 NORMALIZED = ("mlm", "tfidf", "so")  # losses that are sums over terms; their number varies
 
 
-@contextmanager
-def profiled(folder: Path, steps: int | None) -> Iterator[Callable[[], None]]:
-    """Yields a function to call after each step. On rank 0 writes a trace of `steps` steps, from the second on.
+def build_profiler(folder: Path, steps: int | None) -> profile | None:
+    """Returns a profiler that writes a trace of `steps` steps, from the second on; None: no trace on this rank.
 
     Raises:
         UserError: The folder cannot be made.
     """
     if steps is None or dist.get_rank() > 0:
-        yield lambda: None
-        return
+        return None
     try:
         folder.mkdir(exist_ok=True)
     except OSError as error:
         raise UserError(f"run.profile: {folder}: cannot be written: {error.strerror}.") from None
-    with profile(
-        schedule=schedule(wait=0, warmup=1, active=steps, repeat=1),
-        on_trace_ready=tensorboard_trace_handler(str(folder)),
-    ) as profiler:
-        yield profiler.step
+    once = schedule(wait=0, warmup=1, active=steps, repeat=1)
+    return profile(schedule=once, on_trace_ready=tensorboard_trace_handler(str(folder)))
 
 
 def weighted_sum(losses: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
@@ -175,45 +171,66 @@ def _forward(
     )
 
 
-@dataclass(eq=False)
-class Trainer:
-    """The loop of one run on one rank: steps, records, validations and checkpoints.
+@dataclass(frozen=True)
+class Job:
+    """A pretraining run that is ready to start on this rank.
 
     Attributes:
-        settings: Settings of the run, with micro-batch size, steps and intervals as numbers.
+        settings: With micro-batch size, steps and intervals as numbers.
+        completed: The DeepSpeed JSON with the values of the settings.
         streams: Streams of examples by split, "train" and "validation".
+        start_step: Step of the checkpoint to resume from; 0: a new run.
+        notes: Lines for the log.
         probe: Is measured at each validation.
-        begun: Time of the start.
+        stop: Its time limit counts from the preparation on.
     """
 
-    engine: Any
     settings: PretrainSettings
-    streams: Mapping[str, ExampleStream]
+    completed: dict[str, Any]
+    corpus: Corpus
+    model: Any
+    tokenizer: Any
+    streams: dict[str, ExampleStream]
     checkpoints: Checkpoints
-    log: Log
+    start_step: int
+    notes: list[str]
+    probe: TrainingProbe | None
     stop: StopRequest
-    probe: TrainingProbe | None = None
-    begun: float = field(default_factory=time.perf_counter)
 
-    def run(self, start: int) -> None:
-        """Trains from step `start` to the end and exports, or until a stop request; marks the run folder."""
+    @property
+    def run_folder(self) -> Path:
+        """The folder of the run."""
+        return Path(self.settings.run.output_dir)
+
+
+class Trainer:
+    """The loop of one run on one rank: steps, records, validations and checkpoints."""
+
+    def __init__(self, engine: Any, job: Job, log: Log) -> None:
+        self.engine, self.job, self.log = engine, job, log
+        self.settings, self.probe, self.checkpoints = job.settings, job.probe, job.checkpoints
+        self.begun = time.perf_counter()
+
+    def run(self) -> None:
+        """Trains to the end and exports, or until a stop request; marks the run folder."""
+        start, stop = self.job.start_step, self.job.stop
         run, train, steps = self.settings.run, self.settings.train, self.settings.train.steps
         size, workers = int(train.micro_batch_size), self.settings.data.num_workers
         sizes: Any = {"size": size, "per_step": train.global_batch_size // size, "workers": workers}
         ranks = {"rank": dist.get_rank(), "ranks": dist.get_world_size()}
         batches = load_steps(
-            self.streams["train"], range(start, steps), **sizes, **ranks, unpad=train.unpad
+            self.job.streams["train"], range(start, steps), **sizes, **ranks, unpad=train.unpad
         )
         on_device = prefetch_to(torch.device(self.engine.device), batches)
         progress = Progress(steps, "steps", "pretraining", done=start, shown=ranks["rank"] == 0)
         guard, sums = NonFiniteGuard(self.engine, train.skip_nonfinite), MetricSums()
-        trace = profiled(self.checkpoints.folder.parent / "profile", run.profile)
-        with self.stop.listening(), progress, closing(batches), trace as step_is_over:
+        profiler = build_profiler(self.job.run_folder / "profile", run.profile)
+        with stop.listening(), progress, closing(batches), profiler or nullcontext():
             if start in (0, steps) or _is_due(start, run.eval_every):  # it follows the checkpoint
                 self._validate(start)
             elif self.engine.zero_optimization_stage() == 3:
                 # Before DeepSpeed's trace is complete: in DeBERTa, layers return weights here.
-                evaluate(self.engine, self.settings, self.streams["validation"])
+                evaluate(self.engine, self.settings, self.job.streams["validation"])
             progress.unpause()  # the estimate begins with the steps
             for step in range(start, steps):
                 done, is_last = step + 1, step + 1 == steps
@@ -233,31 +250,32 @@ class Trainer:
                     step,
                     sums=sums,
                     guard=guard,
-                    stop=self.stop,
+                    stop=stop,
                     measured=record_due,
                 )
-                step_is_over()
+                if profiler:
+                    profiler.step()
                 seconds = time.perf_counter() - begun
                 sums.add({"speed/data_wait": (waited, seconds)})
                 sums.add({"speed/seconds_per_step": (seconds, 1.0)})
                 progress.update(1)
-                reason = "" if is_last else self.stop.reason()
+                reason = "" if is_last else stop.reason()
                 if record_due or reason:
                     self._record(done, sums)
                     sums = MetricSums()
                 if save_due or reason:
                     self.log.info(self.checkpoints.save(self.engine, done))
                 if reason:
-                    self._leave(STOPPED, {"step": done, "reason": reason})
+                    self._leave(done, reason)
                     return
                 if validation_due:
                     self._validate(done)
                 if is_milestone:
                     self._export(done)
-        self._leave(DONE, {"step": steps})
+        self._leave(steps)
 
     def _export(self, step: int) -> None:
-        folder, run = self.checkpoints.folder.parent, self.settings.run
+        folder, run = self.job.run_folder, self.settings.run
         steps = [step]
         if run.keep_best and (folder / BEST).exists():
             steps = [read_json(folder / BEST)["step"]]
@@ -269,20 +287,23 @@ class Trainer:
             )
         on_rank_0(lambda: write_model(folder, steps, folder / "hf"))
 
-    def _leave(self, marker: str, state: dict[str, Any]) -> None:
-        """Marks the run as stopped, or exports its last checkpoint and marks it as done."""
-        folder, reason = self.checkpoints.folder.parent, state.get("reason")
-        if self.probe and not reason and self.probe.scores:
-            for line in self.probe.summary(time.perf_counter() - self.begun):
-                self.log.info(line)
-        if not reason:  # a stop has little time, and pretrain/export.py makes the same at any time
-            self._export(state["step"])
+    def _leave(self, step: int, reason: str = "") -> None:
+        """Marks the run as stopped for a reason, or exports its last checkpoint and marks it as done."""
+        folder, ending, marker = self.job.run_folder, "done", DONE
+        state: dict[str, Any] = {"step": step}
+        if reason:  # a stop has little time, and pretrain/export.py makes the same at any time
+            ending, marker = f"stopped by {reason}, the same command resumes", STOPPED
+            state["reason"] = reason
+        else:
+            if self.probe and self.probe.scores:
+                for line in self.probe.summary(time.perf_counter() - self.begun):
+                    self.log.info(line)
+            self._export(step)
         on_rank_0(lambda: write_json(folder / marker, state))
-        ending = f"stopped by {reason}, the same command resumes" if reason else "done"
-        self.log.info(f"{ending}: checkpoint at step {state['step']}")
+        self.log.info(f"{ending}: checkpoint at step {step}")
 
     def _validate(self, done: int) -> None:
-        values = evaluate(self.engine, self.settings, self.streams["validation"])
+        values = evaluate(self.engine, self.settings, self.job.streams["validation"])
         problems, is_best = collapses(values), False
         if self.probe:
             metrics, is_best = self.probe.validate(self.engine, done)

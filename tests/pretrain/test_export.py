@@ -134,8 +134,8 @@ def test_a_stop_leaves_no_time_to_export_and_a_step_can_be_chosen(
 
 def test_both_folders_of_sentence_transformers(stopped: Path, tmp_path: Path) -> None:
     """The folder of `--multi_vector` gives the facets of the other one, also when it was saved and loaded again."""
-    words = ["--output", str(tmp_path / "plain"), "--multi_vector", str(tmp_path / "vectors")]
-    assert export.main([str(stopped), *words]) == 0
+    export_to(tmp_path / "plain", stopped)
+    assert export.main([str(stopped), "--multi_vector", str(tmp_path / "vectors")]) == 0
     texts = ["bal del fil", "gol"]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "plain")
     plain = AutoModel.from_pretrained(tmp_path / "plain").eval()
@@ -243,9 +243,8 @@ def damage(run: Path) -> None:
             r"--average 3: has 2 checkpoint\(s\) up to step 3; set f",
         ),
         (lambda run: None, ["--towards_base", "0.5"], "began with random weights"),
-        (lambda run: None, ["--output", "run"], "--output run"),
-        (lambda run: None, ["--multi_vector", "run"], "--multi_vector run: exists and is no"),
-        (lambda run: None, ["--multi_vector", "out"], "each to a folder of its own"),
+        (lambda run: None, ["--output", "run"], "--output run: exists and is no"),
+        (lambda run: None, ["--multi_vector", "out"], "either --output or --multi_vector"),
         (lambda run: (run / "settings.yaml").unlink(), [], "run: is not a run folder"),
     ],
 )
