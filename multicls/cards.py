@@ -60,15 +60,9 @@ MULTI_VECTOR_ENCODER: dict[str, Any] = {
 }
 
 
-def write_sentence_transformer(folder: Path) -> None:
-    """Writes the files with which `SentenceTransformer(folder, trust_remote_code=True)` loads a model folder."""
-    for name, content in SENTENCE_TRANSFORMER.items():
-        write_json(folder / name, content)
-
-
-def write_multi_vector_encoder(folder: Path) -> None:
-    """Writes the files with which `MultiVectorEncoder(folder, trust_remote_code=True)` loads a model folder."""
-    for name, content in MULTI_VECTOR_ENCODER.items():
+def write_sentence_transformer(folder: Path, files: Mapping[str, Any]) -> None:
+    """Writes the files with which sentence-transformers' class of that name loads a model folder."""
+    for name, content in files.items():
         write_json(folder / name, content)
 
 
