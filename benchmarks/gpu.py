@@ -35,7 +35,7 @@ from multicls.errors import UserError, run_command
 from multicls.files import REPOSITORY, atomic_write, read_json, write_json
 from multicls.settings import Settings, parse
 
-LIMITS = {"tests": 260, "shapes": 180, "switches": 100, "loader": 30, "finetune": 30}  # seconds
+LIMITS = {"tests": 260, "steps": 280, "loader": 30, "finetune": 30}  # seconds
 SHAPES = {"BERT-base": ("bert", 768, 12), "ModernBERT-base": ("modernbert", 768, 22)}
 LENGTHS = {128: (30, 240, 960), 512: (30, 240), 2048: (30, 60)}  # tokens -> sequences of a step
 Row = dict[str, Any]
@@ -124,31 +124,20 @@ def tests(small: bool) -> Iterator[Row]:
                 yield {"test": found[1], "outcome": found[2].lower()}
 
 
-def shapes(small: bool) -> Iterator[Row]:
-    """Measures the shapes at each length and batch, up to the largest that fits."""
+def steps(small: bool) -> Iterator[Row]:
+    """Measures steps: lengths and batches up to the largest that fits, then compiling and unpadding at two fills."""
     from benchmarks.gpu_steps import measure
 
-    lengths = {32: (6,)} if small else LENGTHS
-    for name, shape in SHAPES.items():
-        for length, batches in lengths.items():
-            for sequences in batches:
-                yield {"model": name} | measure(shape, length, sequences, small=small)
-
-
-def switches(small: bool) -> Iterator[Row]:
-    """Measures compiling and unpadding at two fills."""
-    import torch
-
-    from benchmarks.gpu_steps import measure
-
-    for name, shape in SHAPES.items():
-        for fill in (0.5, 0.9):
-            for train in ({}, {"compile": True}, {"unpad": True}):
-                if train and not torch.cuda.is_available():
-                    continue  # the compiler takes minutes, and packed attention needs a GPU
-                length, sequences = (32, 6) if small else (512, 240)
-                row = measure(shape, length, sequences, small=small, fill=fill, **train)
-                yield {"model": name, "with": " ".join(train) or "neither"} | row
+    switches: list[Row] = [{}, {"compile": True}, {"unpad": True}]
+    plan: list[tuple[int, int, float, Row]]
+    plan = [(length, size, 1.0, {}) for length, sizes in LENGTHS.items() for size in sizes]
+    plan += [(512, 240, fill, train) for fill in (0.5, 0.9) for train in switches]
+    if small:  # the compiler takes minutes, and packed attention needs a GPU
+        plan = [(32, 6, 0.9, {})]
+    for length, sequences, fill, train in plan:
+        for name, shape in SHAPES.items():
+            row = measure(shape, length, sequences, small=small, fill=fill, **train)
+            yield {"model": name, "with": " ".join(train)} | row
 
 
 def loader(small: bool) -> Iterator[Row]:
@@ -180,7 +169,7 @@ def finetune(small: bool) -> Iterator[Row]:
         yield {"rows": count, "seconds": time.perf_counter() - begun, "exit code": code}
 
 
-EVERY: tuple[Callable[[bool], Iterator[Row]], ...] = (tests, shapes, switches, loader, finetune)
+EVERY: tuple[Callable[[bool], Iterator[Row]], ...] = (tests, steps, loader, finetune)
 PARTS = dict(zip(LIMITS, EVERY, strict=True))
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def measure(
     sequences: int,
     *,
     small: bool,
-    fill: float = 1.0,
+    fill: float,
     **train: Any,
 ) -> dict[str, Any]:
     """Returns a row on steps of a shape (kind, hidden size, layers); too large a batch is a row, too."""

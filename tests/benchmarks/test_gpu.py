@@ -26,7 +26,6 @@ def test_small_takes_little_and_a_part_that_is_cut_loses_no_other(
 ) -> None:
     limits = {part: 10 * limit for part, limit in gpu.LIMITS.items()}  # of a busy machine
     assert sum(gpu.LIMITS.values()) == 600
-    del limits["switches"]  # what `shapes` shows, too
     monkeypatch.setattr(gpu, "LIMITS", limits | {"loader": 0.01})
     before = cpu_seconds()
     assert gpu.main(["--output", str(tmp_path), "--small"]) == 0
@@ -34,12 +33,12 @@ def test_small_takes_little_and_a_part_that_is_cut_loses_no_other(
     parts, text = read_json(tmp_path / "report.json")["parts"], (tmp_path / "report.md").read_text()
     states = {part: result["state"] for part, result in parts.items()}
     assert states == dict.fromkeys(limits, "done") | {"loader": "cut after 0.01 s"}
-    assert [row["model"] for row in parts["shapes"]["rows"]] == ["BERT-base", "ModernBERT-base"]
-    assert all(row["plain MLM, ms"] > 0 < row["ours, ms"] for row in parts["shapes"]["rows"])
+    assert [row["model"] for row in parts["steps"]["rows"]] == ["BERT-base", "ModernBERT-base"]
+    assert all(row["plain MLM, ms"] > 0 < row["ours, ms"] for row in parts["steps"]["rows"])
     rows = parts["tests"]["rows"]
     assert {"test_steps_are_those_of_pytorch_on_cpu[1-bf16]"} < {row["test"] for row in rows}
     assert {row["outcome"] for row in rows} <= {"skipped", "passed"}
-    assert "loader (cut after 0.01 s" in text and "shapes (done" in text
+    assert "loader (cut after 0.01 s" in text and "steps (done" in text
 
 
 @pytest.mark.slow
@@ -56,5 +55,5 @@ def test_rows_are_there_before_a_part_ends_and_an_interrupt_ends_it(tmp_path: Pa
 
 
 def test_an_unknown_part_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--part tets: there are tests, shapes"):
+    with pytest.raises(UserError, match="--part tets: there are tests, steps"):
         gpu.main(["--output", str(tmp_path), "--part", "tets"])
