@@ -40,7 +40,7 @@ def load_own(own: OwnDataSettings) -> TaskData:
     splits, fields, notes = _read_splits(own)
     task, examples = _read_examples(own, splits, fields)
     cells = [row.get(own.group_column or "") for rows in splits.values() for _, row in rows]
-    groups = [str(cell) if own.group_column else "" for cell in cells]
+    groups = ["" if _is_empty(cell) else str(cell) for cell in cells]
     examples, more = _with_units(task, examples, groups)
     notes += [_note(task), *more, *leak_notes(examples)]
     train, test = examples["train"], examples.get("test", [])
@@ -152,23 +152,19 @@ def _with_units(task: Task, examples: Examples, groups: Names) -> tuple[Examples
     """Returns the examples with the unit of each as its passage: rows that share a group or a text are one unit.
 
     A column whose texts join more than half of the rows is left out of this, with a note: it holds common phrases.
-    `groups` has that of each row, of all splits in their order; "" without groups.
+    `groups` has that of each row, of all splits in their order, or "".
     """
     rows, notes = [row for split in examples.values() for row in split], list[str]()
-    columns = list(range(len(task.fields)))
-    least = 0 if groups[0] else 1  # columns that always count
+    cells = [(*map(same, row.texts), group) for row, group in zip(rows, groups, strict=True)]
+    columns = list(range(len(task.fields) + any(groups)))
     while True:
-        units = connected(
-            [
-                [("group", group)] * bool(group) + [(c, same(row.texts[c])) for c in columns]
-                for row, group in zip(rows, groups, strict=True)
-            ]
-        )
-        sizes = Counter(units)
+        keys = [[(column, row[column]) for column in columns if row[column]] for row in cells]
+        sizes = Counter(units := connected(keys))
         largest = max(sizes.values())
-        if largest <= max(2, LARGEST_UNIT * len(rows)) or len(columns) == least:
+        if largest <= max(2, LARGEST_UNIT * len(rows)) or len(columns) == 1:
             break
-        column = min(columns, key=lambda c: len({same(row.texts[c]) for row in rows}))
+        texts = [column for column in columns if column < len(task.fields)]
+        column = min(texts, key=lambda c: len({row[c] for row in cells}))
         columns.remove(column)
         notes.append(
             f"equal texts in {task.fields[column]!r} join {largest} of {len(rows)} rows: they may stand on both sides "
@@ -213,15 +209,12 @@ def leak_notes(examples: Mapping[str, Sequence[Example]]) -> list[str]:
                 f"{len(found)} of the {total} stand in train, too (the first: {found[0].place}, also {first}): "
                 "scores on them are too high"
             )
-    several = [
-        {(row.label, row.labels): row.place for row in rows}
-        for rows in train.values()
-        if len({(row.label, row.labels) for row in rows}) > 1
-    ]
+    of_texts = ({(row.label, row.labels): row.place for row in rows} for rows in train.values())
+    several = [list(of_text.values()) for of_text in of_texts if len(of_text) > 1]
     if several:
-        places = " and ".join(list(several[0].values())[:2])
-        what = count(len(several), "text")
-        notes.append(f"{what} of train with two labels or more, the first: {places}")
+        first, second, *_ = several[0]
+        what = f"{count(len(several), 'text')} of train with two labels or more"
+        notes.append(f"{what}, the first: {first} and {second}")
     return notes
 
 

@@ -1,6 +1,7 @@
 """A user's own labels: which task they are, which rows become dev, and what is wrong with them."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,12 @@ def test_rows_of_a_group_stay_on_one_side(tmp_path: Path) -> None:
     data = load_own(OwnDataSettings(train_file=file, group_column="customer"))
     train, validation, dev = sides(data, lambda row: int(row.texts[0].split()[1]) % 20)
     assert validation and dev and not train & validation and not (train | validation) & dev
+    some = [row | {"customer": None} for row in rows[:60]] + rows[60:]
+    own = OwnDataSettings(
+        train_file=write_rows(tmp_path / "some.jsonl", some), group_column="customer"
+    )
+    units = Counter(row.unit for row in load_own(own).train)
+    assert max(units.values()) == 2, "rows without a group are none"
     with pytest.raises(UserError, match="no column 'custmer' for the group; .*Did you mean 'cust"):
         load_own(OwnDataSettings(train_file=file, group_column="custmer"))
 
