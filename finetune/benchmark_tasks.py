@@ -75,12 +75,8 @@ def _hub_rows(task: Task, stem: str) -> RawRows:
     options: dict[str, Any] = {"name": configuration}
     if task.benchmark == "superglue":
         options = {"data_dir": configuration, "revision": "refs/convert/parquet"}
-    table = load_hub(
-        name,
-        f" Without network, set --data_dir, a folder that holds {task.folder}/.",
-        split=split,
-        **options,
-    )
+    hint = f" Without network, set --data_dir, a folder that holds {task.folder}/."
+    table = load_hub(name, hint, split=split, **options)
     return [(f"{name} {configuration} {split}:{i}", row) for i, row in enumerate(table)]
 
 

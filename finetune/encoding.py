@@ -117,12 +117,11 @@ def _targets(task: Task, examples: Sequence[Example]) -> Tensor:
 def _span_masks(inputs: Any, row: int, example: Example) -> Tensor:
     """Returns which tokens of a row share a character with each span, (S, L)."""
     tokens = list(zip(inputs.sequence_ids(row), inputs["offset_mapping"][row], strict=True))
-    return torch.tensor(
-        [
-            [text == number and first < end and last > start for text, (first, last) in tokens]
-            for number, start, end in example.spans
-        ]
-    )
+    masks = [
+        [text == number and first < end and last > start for text, (first, last) in tokens]
+        for number, start, end in example.spans
+    ]
+    return torch.tensor(masks)
 
 
 def _with_choices(inputs: Any, examples: Sequence[Example], tokenizer: Tokenizer) -> dict[str, Any]:
