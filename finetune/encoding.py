@@ -1,6 +1,5 @@
 """Turns rows into token ids: one sequence a row or a choice; spans become masks over tokens."""
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +10,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from finetune.heads.modeling_task import IGNORE_INDEX
 from finetune.tasks import Example, Task
 from multicls.console import count
 from multicls.errors import UserError
@@ -27,7 +25,7 @@ class Encoded:
 
     Attributes:
         lengths: number of tokens of each row (of its first choice), `whole_lengths` before it was cut.
-        labels: (N,) class indices (-100: hidden), or scores divided by the task's scale; (N, C) 0.0 and 1.0 if a row
+        labels: (N,) class indices, or scores divided by the task's scale; (N, C) 0.0 and 1.0 if a row
             has several labels.
     """
 
@@ -106,12 +104,9 @@ def notes_on_cuts(splits: Mapping[str, Encoded]) -> list[str]:
 
 def _targets(task: Task, examples: Sequence[Example]) -> Tensor:
     if task.multi_label:
-        hidden = (math.nan,) * len(task.labels)
-        return torch.tensor([example.labels or hidden for example in examples])
+        return torch.tensor([example.labels for example in examples])
     labels = torch.tensor([example.label for example in examples], dtype=torch.float32)
-    if task.is_regression:
-        return labels / task.label_scale
-    return torch.where(labels.isnan(), IGNORE_INDEX, labels).long()
+    return labels / task.label_scale if task.is_regression else labels.long()
 
 
 def _span_masks(inputs: Any, row: int, example: Example) -> Tensor:

@@ -7,7 +7,6 @@ python finetune/export.py MODEL --stock
 The folder holds the tokenizer, too. Before it is kept, its outputs for rows are compared with the model's.
 """
 
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,12 +19,12 @@ from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
 from finetune.predict import find_task, read_examples
-from finetune.tasks import Array, Example
+from finetune.tasks import Array
 from multicls.console import count, print_summary
 from multicls.errors import UserError, run_command
 from multicls.files import atomic_folder
 from multicls.settings import Settings, parse
-from multicls.tables import read_table
+from multicls.tables import RawRows, read_table
 
 if TYPE_CHECKING:
     from finetune.encoding import Encoded
@@ -59,12 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.onnx == options.stock:
         raise UserError("set either --onnx or --stock.")
     _, task = find_task(options.model)
-    examples = [
-        Example(str(number), (text,) * len(task.fields), math.nan)
-        for number, text in enumerate(SENTENCES)
-    ]
+    table: RawRows = [("", dict.fromkeys(task.fields, text)) for text in SENTENCES]
     if options.rows:
-        examples = read_examples(task, read_table(Path(options.rows)), task.fields)[:MOST_ROWS]
+        table = read_table(Path(options.rows))
+    examples = read_examples(task, table, task.fields)[:MOST_ROWS]
     from finetune.encoding import Encoded
     from finetune.heads.build import load_fine_tuned
 

@@ -49,20 +49,14 @@ def predictions_of(task: Task, outputs: Array) -> Array:
     return outputs[:, 0] if task.is_regression else outputs.argmax(axis=1)
 
 
-def names_of(task: Task, values: Array) -> list[str | None]:
-    """Returns labels or predictions as people read them: names, several with commas, or scores; None if hidden."""
+def names_of(task: Task, values: Array) -> list[str]:
+    """Returns labels or predictions as people read them: names, several with commas, or scores."""
     if task.multi_label:
         labels = np.array(task.labels, dtype=object)
         return [", ".join(labels[marks == 1]) for marks in values]
-    names = list[str | None]()
-    for value in values:
-        if math.isnan(value):
-            names.append(None)
-        elif task.is_regression:
-            names.append(f"{value:g}")
-        else:
-            names.append(str(int(value)) if task.num_choices else task.labels[int(value)])
-    return names
+    if task.is_regression:
+        return [f"{value:g}" for value in values]
+    return [str(int(n)) if task.num_choices else task.labels[int(n)] for n in values]
 
 
 def score_predictions(task: Task, predictions: Mapping[str, Array]) -> dict[str, float]:

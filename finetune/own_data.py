@@ -129,11 +129,11 @@ def _with_labels(own: OwnDataSettings, row: Row, where: str) -> Row:
 
 
 def example_of(
-    task: Task, fields: Sequence[str], row: Row, where: str, key: str, label: Any = math.nan
+    task: Task, fields: Sequence[str], row: Row, where: str, key: str, label: Any = 0.0
 ) -> Example:
     """Returns the row at `where` as the example `key`, with the texts of the columns `fields`.
 
-    The label is that of `read_label`, or NaN if it is hidden; one that the task has not is a `UserError`.
+    The label is that of `read_label`, 0.0 if there is none; one that the task has not is a `UserError`.
     """
     texts = texts_of(row, fields, where)
     names, marks = label if isinstance(label, tuple) else (), tuple[float, ...]()

@@ -124,19 +124,16 @@ def answers_of(task: Task, outputs: Array, thresholds: Sequence[float] = ()) -> 
     import pandas as pd
     from scipy.special import expit, softmax
 
-    from finetune.metrics import predictions_of
-
-    predicted, outputs = predictions_of(task, outputs), outputs.astype(float)
+    outputs = outputs.astype(float)
     if task.is_regression:
         return pd.DataFrame({"predicted_score": (outputs[:, 0] * task.label_scale).round(6)})
     probabilities = expit(outputs) if task.multi_label else softmax(outputs, axis=1)
     answers = pd.DataFrame(probabilities.round(6), columns=[f"p_{name}" for name in task.labels])
     labels = np.array(task.labels, dtype=object)
-    chosen = list[list[str]]()
+    chosen: Any = labels[outputs.argmax(axis=1)]
     if task.multi_label:
-        reached = probabilities >= np.array(thresholds or [0.5])
-        chosen = [labels[row].tolist() for row in reached]
-    answers.insert(0, "predicted_label", chosen or labels[predicted])
+        chosen = [labels[row].tolist() for row in probabilities >= np.array(thresholds or [0.5])]
+    answers.insert(0, "predicted_label", chosen)
     return answers
 
 

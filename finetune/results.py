@@ -133,7 +133,6 @@ def _task_entry(rows: TaskData, predictions: Predictions) -> dict[str, Any]:
                 "baselines": majority_scores(task, train, rows.splits[split]),
             }
             for split, arrays in predictions.items()
-            if not np.isnan(arrays["labels"]).any()
         },
         "description": task.describe(),
         "notes": rows.notes,

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -72,7 +71,7 @@ class Example:
 
     id: str  # unique in its split: "FILE:NUMBER", NUMBER being the benchmark's own index if it has one
     texts: tuple[str, ...]  # in a choice task each sequence begins with them
-    label: float  # class index or score; NaN if it is hidden; 0.0 if there may be several labels
+    label: float  # class index or score; 0.0 if there may be several labels, or none is known
     part: str = ""  # the part of dev
     choices: tuple[str, ...] = ()  # the last segment of each choice
     spans: tuple[tuple[int, int, int], ...] = ()  # (index of the text, first character, end)
@@ -119,19 +118,18 @@ class TaskData:
 
     @cached_property
     def sha256(self) -> str:
-        """Hash (16 hex digits) of all labelled examples, except their ids and places, which name files."""
+        """Hash (16 hex digits) of all examples, except their ids and places, which name files."""
         digest = hashlib.sha256(json.dumps([self.task.labels, self.task.label_scale]).encode())
         for example in (*self.train, *self.dev, *self.test):
-            if not math.isnan(example.label):
-                values = [v for name, v in vars(example).items() if name not in ("id", "place")]
-                digest.update(json.dumps(values).encode())
+            values = [v for name, v in vars(example).items() if name not in ("id", "place")]
+            digest.update(json.dumps(values).encode())
         return digest.hexdigest()[:16]
 
 
 def example_arrays(examples: Sequence[Example], outputs: Array) -> dict[str, Array]:
     """Returns what scores need, by name.
 
-    `logits` (N, C); `labels` (N,), NaN if hidden, or (N, C); `ids`, `places`, `parts`, `groups`, `answers`, `passages`
+    `logits` (N, C); `labels` (N,) or (N, C); `ids`, `places`, `parts`, `groups`, `answers`, `passages`
     (N,); `texts` (N,), the texts of each row with line feeds between them.
     """
     labels = np.array([example.labels or example.label for example in examples], dtype=float)
