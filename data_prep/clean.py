@@ -4,7 +4,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import compress, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -117,11 +117,13 @@ def unwrap(lines: list[str], is_typeset: bool = False) -> list[str]:
     """
     filled = [line for line in lines if line.strip()]
     lines = [line.expandtabs().rstrip() for line in lines]
-    breaks = [(a, b) for a, b in pairwise(lines) if a and b and not _begins_paragraph(a, b)]
+    pairs = list(pairwise(["", *lines]))
+    may_join = [bool(a and b) and not _begins_paragraph(a, b) for a, b in pairs]
+    breaks = list(compress(pairs, may_join))
     if not breaks:
         return filled
     length = np.array([len(line) for line, _ in breaks])
-    longest = length + [len(following.split()[0]) for _, following in breaks]
+    longest = length + [len(following.split(None, 1)[0]) for _, following in breaks]
     capital = -0.25 if _has_capital_nouns(lines) else -1.0
     votes = np.array([capital if b.lstrip()[0].isupper() else 1.0 for _, b in breaks])
     explains = (length[:, None] <= WIDTHS) & (longest[:, None] >= WIDTHS)  # (breaks, widths)
@@ -134,14 +136,11 @@ def unwrap(lines: list[str], is_typeset: bool = False) -> list[str]:
     if not is_wrapped or _are_records(filled[:: max(len(filled) // 400, 1)]):
         return filled
     paragraphs: list[str] = []
-    for last, line in pairwise(["", *lines]):
+    for (last, line), joins in zip(pairs, may_join, strict=True):
         text = line.lstrip()
-        if not text:
-            continue
-        is_full = len(last) + len(text.split()[0]) >= width
-        if last and not _begins_paragraph(last, line) and (is_full or text[0].islower()):
+        if joins and (text[0].islower() or len(last) + len(text.split(None, 1)[0]) >= width):
             paragraphs[-1] += f"\n{text}"
-        else:
+        elif text:
             paragraphs.append(text)
     if any("-\n" in text for text in paragraphs):
         whole = "\n".join(lines)
@@ -180,8 +179,9 @@ def _are_records(lines: list[str]) -> bool:
 
 def _begins_paragraph(last: str, line: str) -> bool:
     """Returns whether a line is an item of a list or is indented after the line before it."""
-    is_indented = len(line) - len(line.lstrip()) > len(last) - len(last.lstrip())
-    begins = is_indented and line.lstrip()[0].isupper() and not _ITEM.match(last)
+    text = line.lstrip()
+    is_indented = text != line and len(line) - len(text) > len(last) - len(last.lstrip())
+    begins = is_indented and text[0].isupper() and not _ITEM.match(last)
     return begins or _ITEM.match(line) is not None
 
 
@@ -423,7 +423,7 @@ LINE_RULES = [
 
 # Rules for sentences: function(sentence) -> whether to drop it.
 
-_HOLES = (HOLE, "formula_", "codice_")  # the latter of WikiExtractor
+
 SENTENCE_RULES: list[tuple[str, str, Callable[[str], bool]]] = [
     (
         "sentences_without_letter",
@@ -432,5 +432,9 @@ SENTENCE_RULES: list[tuple[str, str, Callable[[str], bool]]] = [
     ),
     ("long_sentences", "sentences_too_long", lambda s: len(s) > LONGEST_SENTENCE),
     ("replacement_characters", "sentences_not_utf8", lambda s: BAD_CHARACTER in s),
-    ("holes", "sentences_with_holes", lambda s: any(map(s.__contains__, _HOLES))),
+    (
+        "holes",
+        "sentences_with_holes",
+        lambda s: HOLE in s or "formula_" in s or "codice_" in s,
+    ),
 ]

@@ -3,6 +3,7 @@
 import os
 import shutil
 from concurrent.futures import Executor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,10 +64,10 @@ def find_copies(folders: list[Path], is_wanted: bool = True) -> list[np.ndarray]
         hashes[end : end + size] = np.load(folder / "documents.npy")["hash"]
         end += size
     repeated, parts = np.zeros(len(hashes), bool), np.uint64(1 + len(hashes) // PART)
-    for part in range(int(parts)):  # to sort all at once would take 30 bytes a document
+    for part in range(int(parts)):  # all at once would take 30 bytes a document
         inside = np.flatnonzero(hashes % parts == part)
-        inside = inside[hashes[inside].argsort(kind="stable")]  # of equal ones, the first is first
-        repeated[inside[1:]] = hashes[inside[1:]] == hashes[inside[:-1]]
+        _, first = np.unique(hashes[inside], return_index=True)
+        repeated[np.delete(inside, first)] = True
     return np.split(repeated, np.cumsum(sizes)[:-1])
 
 
@@ -160,17 +161,12 @@ def _count_passages(shard: Shard, frequency: np.ndarray) -> np.ndarray:
     A row of up to 1.5 x `PASSAGE` tokens is one passage; a longer one is divided into several of equal length.
     """
     numbers = np.maximum(np.rint(shard.num_tokens / PASSAGE), 1).astype(np.int64)
-    starts = shard.sentence_starts[shard.row_starts]
-    for row in np.flatnonzero(numbers > 1):
-        tokens = shard.tokens[starts[row] : starts[row + 1]]
-        cuts = len(tokens) * np.arange(1, numbers[row]) // numbers[row]
-        for passage in np.split(tokens, cuts):
-            frequency[passage] += 1  # numpy adds once for each distinct index
-    # Of a short row, each of the n occurrences of a token adds 1 / n.
-    is_short = np.repeat(numbers == 1, shard.num_tokens)
-    weights = 1.0 / shard.counts[is_short]
-    sums = np.bincount(shard.tokens[is_short], weights, minlength=len(frequency))
-    frequency += np.rint(sums).astype(np.int32)
+    starts = shard.sentence_starts[shard.row_starts].tolist()
+    for (start, end), number in zip(pairwise(starts), numbers.tolist(), strict=True):
+        cuts = (start + (end - start) * p // number for p in range(number + 1))
+        for first, last in pairwise(cuts):
+            tokens = shard.tokens[first:last].astype(np.intp)
+            frequency[tokens] += 1  # numpy adds once for each distinct index
     return numbers
 
 
