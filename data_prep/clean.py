@@ -4,7 +4,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable
-from itertools import compress, pairwise
+from itertools import chain, compress, filterfalse, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -32,13 +32,11 @@ def clean(raw: RawDocument, rules: frozenset[str], language: str, drops: DropLog
     text = plain_text(raw.text) if raw.format == "wikitext" else raw.text
     drops.text[raw.source] += len(text)
     is_typeset = "\f" in text
-    if is_typeset:
-        text = _without_page_lines(text, raw, drops) if "markup" in rules else text
-        text = text.replace("\f", "\n")
+    if is_typeset and "markup" in rules:
+        text = _without_page_lines(text, raw, drops)
+    text = text.replace("\f", "\n")
     if "unicode" in rules:
-        text, removed = _plain_characters(text)
-        if removed:
-            drops.add("characters_control", raw, " ".join(removed), 0, len(removed))
+        text = _plain_characters(text, raw, drops)
     if "markup" in rules and raw.format == "markdown":
         text = _without_markup(text, raw, drops)
     elif "markup" in rules and raw.format == "wikipedia":
@@ -49,7 +47,9 @@ def clean(raw: RawDocument, rules: frozenset[str], language: str, drops: DropLog
     else:
         rules -= {"holes"}
     titles, lines = lines[: raw.titles], lines[raw.titles :]
-    for rule, reason, find in LINE_RULES if raw.format not in ("sentences", "lines") else ():
+    if raw.format in ("sentences", "lines"):
+        rules -= LINE_RULES.keys()
+    for rule, (reason, find) in LINE_RULES.items():
         dropped = find(lines, raw.format) if rule in rules else ()
         for i in sorted(dropped):
             drops.add(reason, raw, lines[i].text, len(lines[i].text))
@@ -57,18 +57,18 @@ def clean(raw: RawDocument, rules: frozenset[str], language: str, drops: DropLog
     texts = [line.text.strip() for line in (*titles, *lines)]
     if raw.format != "sentences":
         texts = [sentence for text in texts for sentence in split_paragraph(text, language)]
-    for rule, reason, is_bad in SENTENCE_RULES:
+    for rule, (reason, is_bad) in SENTENCE_RULES.items():
         if rule in rules and (bad := list(filter(is_bad, texts))):
             for sentence in bad:
                 drops.add(reason, raw, sentence, len(sentence))
-            texts = [sentence for sentence in texts if not is_bad(sentence)]
+            texts = list(filterfalse(is_bad, texts))
     return texts
 
 
 # From text to lines.
 
-_WIKI_HEADING = re.compile(r"(={1,6}) (.*) \1")
-_MARKDOWN_HEADING = re.compile(r"(#{1,6})(?: +(.*?))?[ #]*")
+_HEADING = {"wikitext": re.compile(r"(={1,6}) (.*) \1")}
+_HEADING["plain"] = _HEADING["markdown"] = re.compile(r"(#{1,6})(?: +(.*?))?[ #]*")
 _QUOTES_OPEN = tuple(QUOTES + "‘'")
 
 
@@ -81,16 +81,11 @@ def lines_of(text: str, text_format: TextFormat, is_typeset: bool = False) -> li
         texts = unwrap(lines, is_typeset)
     else:
         texts = [line for line in lines if line.strip()]
-    marks = {"wikitext": ("=", _WIKI_HEADING)}
-    marks["plain"] = marks["markdown"] = ("#", _MARKDOWN_HEADING)
-    if text_format not in marks:
-        return [Line(text) for text in texts]
-    mark, heading = marks[text_format]
-    marked = []
-    for line in texts:
-        match = heading.fullmatch(line) if line[0] == mark else None
-        marked.append(Line(match[2] or "", len(match[1])) if match else Line(line))
-    return [line for line in marked if line.text.strip() or line.level]
+    heading, marked = _HEADING.get(text_format), list[Line]()
+    for text in texts:
+        match = heading.fullmatch(text) if heading else None
+        marked.append(Line(match[2] or "", len(match[1])) if match else Line(text))
+    return marked
 
 
 # Text that was wrapped by hand.
@@ -253,25 +248,19 @@ def _without_page_lines(text: str, raw: RawDocument, drops: DropLog) -> str:
 
     These are the two first or last lines of a page that occur on at least half of the pages, whatever their numbers.
     """
-    pages = [page.split("\n") for page in text.split("\f")]
-    places = [[i for i, line in enumerate(page) if line.strip()] for page in pages]
-    edges = [{*filled[:2], *filled[-2:]} for filled in places]
-    repeated = Counter(
-        key
-        for page, places in zip(pages, edges, strict=True)
-        for key in {re.sub(r"\d+", "0", page[i].strip()) for i in places}
-    )
-    least = max(3, sum(map(bool, edges)) / 2)
-    for page, numbers in zip(pages, edges, strict=True):
-        for i in numbers:
-            if repeated[re.sub(r"\d+", "0", page[i].strip())] >= least:
+    pages = [page.split("\n") for page in text.split("\f") if page.strip()]
+    edges = list[dict[int, str]]()  # of each page, the places of these lines, and their text
+    for page in pages:
+        filled = [i for i, line in enumerate(page) if line.strip()]
+        edges.append({i: re.sub(r"\d+", "0", page[i].strip()) for i in filled[:2] + filled[-2:]})
+    repeated = Counter(chain.from_iterable(set(edge.values()) for edge in edges))
+    for page, edge in zip(pages, edges, strict=True):
+        for i, line in edge.items():
+            if repeated[line] >= max(3, len(pages) / 2):
                 drops.add("lines_of_pages", raw, page[i], len(page[i]))
                 page[i] = ""
-    joined = pages[0]
-    for page in pages[1:]:  # a paragraph may go on on the next page
-        joined = "\n".join(joined).rstrip("\n").split("\n")
-        joined += "\n".join(page).lstrip("\n").split("\n")
-    return "\n".join(joined)
+    texts = ("\n".join(page).strip("\n") for page in pages)
+    return "\n".join(filter(None, texts))  # a paragraph may go on on the next page
 
 
 # The rule for the text.
@@ -285,8 +274,8 @@ _SPECIAL = re.compile(
 )
 
 
-def _plain_characters(text: str) -> tuple[str, list[str]]:
-    """Returns the text with plain characters, and the codes of those that were removed."""
+def _plain_characters(text: str, raw: RawDocument, drops: DropLog) -> str:
+    """Returns the text with plain characters; counts those that are removed."""
     removed: list[str] = []
 
     def plain(match: re.Match[str]) -> str:
@@ -299,7 +288,10 @@ def _plain_characters(text: str) -> tuple[str, list[str]]:
 
     if not text.isascii():
         text = unicodedata.normalize("NFC", text)
-    return _SPECIAL.sub(plain, text.replace("\r\n", "\n")), removed
+    text = _SPECIAL.sub(plain, text.replace("\r\n", "\n"))
+    if removed:
+        drops.add("characters_control", raw, " ".join(removed), 0, len(removed))
+    return text
 
 
 # Rules for lines: function(lines, text_format) -> the indices of those to drop.
@@ -416,25 +408,20 @@ def _is_sentence(lines: list[Line], i: int) -> bool:
     return all(8 <= len(lines[k].text.split()) <= 2 * words for k in (i - 1, i + 1))
 
 
-LINE_RULES = [
-    ("end_matter", "lines_end_matter", _end_matter),
-    ("headings", "lines_heading", _headings),
-]
-
-# Rules for sentences: function(sentence) -> whether to drop it.
+LINE_RULES = {
+    "end_matter": ("lines_end_matter", _end_matter),
+    "headings": ("lines_heading", _headings),
+}
 
 
-SENTENCE_RULES: list[tuple[str, str, Callable[[str], bool]]] = [
-    (
-        "sentences_without_letter",
-        "sentences_without_letter",
-        lambda s: not any(map(str.isalpha, s)),
-    ),
-    ("long_sentences", "sentences_too_long", lambda s: len(s) > LONGEST_SENTENCE),
-    ("replacement_characters", "sentences_not_utf8", lambda s: BAD_CHARACTER in s),
-    (
-        "holes",
-        "sentences_with_holes",
-        lambda s: HOLE in s or "formula_" in s or "codice_" in s,
-    ),
-]
+def _has_no_letter(sentence: str) -> bool:
+    return not any(map(str.isalpha, sentence))
+
+
+# Rules for sentences: function(sentence) -> whether to drop it. WikiExtractor writes formula_1 and codice_1.
+SENTENCE_RULES: dict[str, tuple[str, Callable[[str], bool]]] = {
+    "sentences_without_letter": ("sentences_without_letter", _has_no_letter),
+    "long_sentences": ("sentences_too_long", lambda s: len(s) > LONGEST_SENTENCE),
+    "replacement_characters": ("sentences_not_utf8", lambda s: BAD_CHARACTER in s),
+    "holes": ("sentences_with_holes", lambda s: HOLE in s or "formula_" in s or "codice_" in s),
+}
