@@ -103,12 +103,19 @@ def _remove_copies(folder: Path, copied: np.ndarray, vocabulary_size: int) -> No
         for number in np.unique(table["file"]).tolist():
             path, inside = folder / f"rows-{number}.arrow", table["file"] == number
             documents, goes = table[inside], copied[inside]
+            shard, ends = Shard(path), np.cumsum(documents["rows"])
+            for i in np.flatnonzero(goes | (documents["members"] > 1)).tolist():
+                row, count = shard.row(int(ends[i]) - 1), int(documents["members"][i])
+                reason = "documents_duplicate" if goes[i] else "joined_documents"
+                lost = int(documents["characters"][i]) if goes[i] else 0
+                drops.add(reason, row, row.title, lost, count)
             if goes.any():
                 rewritten.append(path)
-                path = _without(path, documents, goes, drops)
+                path = path.with_name(f"kept-{path.name}")
+                if rows := np.flatnonzero(np.repeat(~goes, documents["rows"])).tolist():
+                    write_shard(path, list(map(shard.row, rows)))
             if not goes.all():
                 entry = _described(path, documents["rows"][~goes], frequency)
-                _count_joined(Shard(path), documents[~goes], drops)
                 shards.append((number, path.name, entry))
     with atomic_write(folder / FREQUENCY, "wb") as file:
         np.save(file, frequency)
@@ -116,26 +123,6 @@ def _remove_copies(folder: Path, copied: np.ndarray, vocabulary_size: int) -> No
     write_json(folder / MERGED, done)
     for path in rewritten:  # else a text of which all units have copies would take twice its disk
         path.unlink()
-
-
-def _without(path: Path, documents: np.ndarray, goes: np.ndarray, drops: DropLog) -> Path:
-    """Writes a file of the rows of the documents that stay, if there are any; counts the others."""
-    shard, ends = Shard(path), np.cumsum(documents["rows"])
-    for last, document in zip(ends[goes] - 1, documents[goes], strict=True):
-        row, count = shard.row(int(last)), int(document["members"])
-        drops.add("documents_duplicate", row, row.title, int(document["characters"]), count)
-    path = path.with_name(f"kept-{path.name}")
-    if kept := np.flatnonzero(np.repeat(~goes, documents["rows"])).tolist():
-        write_shard(path, list(map(shard.row, kept)))
-    return path
-
-
-def _count_joined(shard: Shard, documents: np.ndarray, drops: DropLog) -> None:
-    """Counts the documents of the input that the kept documents of a shard were joined from."""
-    ends = np.cumsum(documents["rows"]) - 1
-    for i in np.flatnonzero(documents["members"] > 1):
-        row = shard.row(int(ends[i]))
-        drops.add("joined_documents", row, row.title, 0, int(documents["members"][i]))
 
 
 def _described(path: Path, rows: np.ndarray, frequency: np.ndarray) -> dict[str, Any]:
