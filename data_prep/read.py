@@ -33,7 +33,7 @@ from data_prep.sources import (
 from multicls.errors import UserError
 
 LONGEST_RECORD = 1 << 26  # bytes of a line or a page; a longer line is cut
-TOO_LONG = "a page of more than 64 MB"
+TOO_LONG = "a page or JSON of more than 64 MB; write JSON an object a line (jq -c '.[]')"
 LONGEST_DOCUMENT = 1 << 22  # characters of a plain text, after which the next blank line ends it
 ROWS = 256  # of a table, read at a time
 # Rows that are sentences: one whose hash is 0 modulo BOUNDARY begins a document.
@@ -156,20 +156,18 @@ def _join_rows(rows: Iterable[RawDocument]) -> Iterator[RawDocument]:
     Where documents begin depends on the rows themselves. The same book in another place of the
     stream therefore gives the same documents, but for its edges, and is found as a duplicate.
     """
-    first, group = None, list[str]()
+    group = list[RawDocument]()
     for row in chain(rows, [RawDocument("", "", "", "", "sentences")]):
         if row.dropped:
             yield row
             continue
-        sentence = " ".join(row.text.split())
-        begins = xxhash.xxh3_64_intdigest(sentence.encode()) % BOUNDARY == 0
+        row = row._replace(text=" ".join(row.text.split()))
+        begins = xxhash.xxh3_64_intdigest(row.text.encode()) % BOUNDARY == 0
         is_full = len(group) == MOST_ROWS or (begins and len(group) >= FEWEST_ROWS)
-        if first and (is_full or not sentence):
-            yield first._replace(text="\n".join(group))
-            first, group = None, []
-        if sentence:
-            first = first or row
-            group.append(sentence)
+        if group and (is_full or not row.text):
+            yield group[0]._replace(text="\n".join(member.text for member in group))
+            group = []
+        group += [row] if row.text else []
 
 
 def _wikiextractor(file: SourceFile, settings: BuildOptions) -> Iterator[RawDocument]:
@@ -206,17 +204,15 @@ def _table(read: Rows, file: SourceFile, settings: BuildOptions) -> Iterator[Raw
         if isinstance(row, RawDocument):
             yield row
             continue
-        values = [row.get(field) for field in fields] if isinstance(row, dict) else []
-        texts = [value for value in values if isinstance(value, str)]
+        record = row if isinstance(row, dict) else {}
+        texts = [record[field] for field in fields if isinstance(record.get(field), str)]
         if not texts:
             bad = _bad(file, number, "records_without_text", str(row))
-            has_field = isinstance(row, dict) and any(field in row for field in fields)
-            yield bad._replace(lost=0) if has_field else bad
+            yield bad._replace(lost=0) if record.keys() & fields else bad
             continue
-        title, url, titles = str(row.get("title") or ""), str(row.get("url") or ""), 0
-        name = number if row.get("id") is None else row["id"]
-        layout: Layout = file.layout
-        if layout == "plain" and _WIKIPEDIA.match(url):
+        title, layout, titles = str(record.get("title") or ""), file.layout, 0
+        name = number if record.get("id") is None else record["id"]
+        if layout == "plain" and _WIKIPEDIA.match(str(record.get("url"))):
             layout = "wikipedia"
         if layout in ("plain", "markdown", "lines"):
             texts = list(map(_without_tags, texts))
@@ -253,16 +249,17 @@ def _json_rows(file: SourceFile, fields: Sequence[str]) -> Iterator[tuple[int, A
 
 def _array_rows(file: SourceFile, fields: Sequence[str]) -> Iterator[tuple[int, Any]]:
     """Yields the objects of a JSON array, or the single object of a file."""
-    values = _json_value(file)
+    values = json.loads(_whole(file))
     yield from enumerate(values if isinstance(values, list) else [values])
 
 
-def _json_value(file: SourceFile) -> Any:
+def _whole(file: SourceFile) -> str:
+    """Returns the text of a file of one record."""
     with open_bytes(file.path) as stream:
         data = stream.read(LONGEST_RECORD + 1)
     if len(data) > LONGEST_RECORD:
-        raise EOFError("JSON of more than 64 MB; write an object a line (jq -c '.[]')")
-    return json.loads(data.decode("utf-8-sig", "replace"))
+        raise EOFError(TOO_LONG)
+    return data.decode("utf-8-sig", "replace")
 
 
 def _csv_rows(file: SourceFile, fields: Sequence[str]) -> Iterator[tuple[int, Any]]:
@@ -373,12 +370,8 @@ def _html(file: SourceFile, settings: BuildOptions) -> Iterator[RawDocument]:
     """Yields the main text of a page of the Web."""
     import trafilatura
 
-    with open_bytes(file.path) as stream:
-        data = stream.read(LONGEST_RECORD + 1)
-    if len(data) > LONGEST_RECORD:
-        raise EOFError(TOO_LONG)
-    # trafilatura takes a page without <html> in its first 50 characters for another thing.
-    page = "<html>" + _PROLOG.sub("", data.decode("utf-8-sig", "replace"))
+    # It takes a page without <html> in its first 50 characters for another thing.
+    page = "<html>" + _PROLOG.sub("", _whole(file))
     article: Any = trafilatura.bare_extraction(page, include_comments=False, with_metadata=True)
     title, text = (article.title, article.text) if article else (None, None)
     yield _document(file, 0, title or stem(file.name), text or "", "paragraphs")
@@ -386,7 +379,7 @@ def _html(file: SourceFile, settings: BuildOptions) -> Iterator[RawDocument]:
 
 def _notebook(file: SourceFile, settings: BuildOptions) -> Iterator[RawDocument]:
     """Yields the Markdown cells of a Jupyter notebook as one document."""
-    cells = _json_value(file)["cells"]
+    cells = json.loads(_whole(file))["cells"]
     texts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
     yield _document(file, 0, stem(file.name), "\n\n".join(texts), file.layout)
 
