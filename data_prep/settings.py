@@ -8,32 +8,14 @@ from pydantic_settings import CliPositionalArg
 from multicls.settings import Settings
 
 MIN_SENTENCES = 6  # a document needs two sentences for each of three parts
-Rule = Literal[  # of cleaning; docs/data.md explains each
-    "unicode",
-    "markup",
-    "end_matter",
-    "headings",
-    "holes",
-    "replacement_characters",
-    "sentences_without_letter",
-    "long_sentences",
-    "duplicate_documents",
-]
+# Rules of cleaning; docs/data.md explains each.
+TextRule = Literal["unicode", "markup", "end_matter", "headings", "holes"]
+SentenceRule = Literal["replacement_characters", "sentences_without_letter", "long_sentences"]
+Rule = Literal[TextRule, SentenceRule, "duplicate_documents"]
 RULES: tuple[Rule, ...] = get_args(Rule)
-Format = Literal[
-    "auto",
-    "text",
-    "jsonl",
-    "json",
-    "csv",
-    "parquet",
-    "ipynb",
-    "srt",
-    "wikiextractor",
-    "wikipedia",
-    "mediawiki",
-    "html",
-]
+RowFormat = Literal["jsonl", "json", "csv", "parquet"]
+FileFormat = Literal["ipynb", "srt", "wikiextractor", "wikipedia", "mediawiki", "html"]
+Format = Literal["auto", "text", RowFormat, FileFormat]
 # Languages for which sentencex 1.0 has rules; of any other word it would make English.
 LANGUAGES = (
     "am ar bg bn ca da de el en es fi fr gu hi hy it ja kk kn ml mr my nl pa pl pt ru sk ta te uk"

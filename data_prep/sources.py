@@ -102,9 +102,7 @@ def list_inputs(settings: BuildOptions) -> tuple[list[SourceFile], list[Skipped]
     Raises:
         UserError: An input is missing or nothing of it can be read; the message names all of them.
     """
-    files: list[SourceFile] = []
-    skipped: list[Skipped] = []
-    problems: list[str] = []
+    files, skipped, problems = list[SourceFile](), list[Skipped](), list[str]()
     for word in settings.input:
         named = None if os.path.exists(word) else _NAMED.fullmatch(word)
         source, what = named.groups() if named else ("", word)
@@ -177,10 +175,10 @@ def _file(system: Any, source: str, name: str, details: dict[str, Any]) -> Entry
         details = system.info(path) if details.get("islink") else details
     except OSError as error:
         return Skipped(printable(path), f"unreadable: {error.strerror}")
+    if details["type"] == "directory":
+        return Skipped(printable(path), "link to a folder")
     if details["type"] != "file":
-        is_folder = details["type"] == "directory"
-        reason = "link to a folder" if is_folder else "no file (a pipe, socket or device)"
-        return Skipped(printable(path), reason)
+        return Skipped(printable(path), "no file (a pipe, socket or device)")
     tags = (details.get(key) for key in ("ETag", "etag", "blob_id", "md5Hash", "mtime"))
     version = str(next(filter(None, tags), None) or system.ukey(path))
     path = path if system is LOCAL else system.unstrip_protocol(path)
@@ -363,16 +361,12 @@ def _format(head: bytes, name: str, wanted: str) -> tuple[str, str]:
     if b"\0" in head:
         return "", "binary, or UTF-16 (iconv -f utf-16 -t utf-8 converts it)"
     text = head.decode("utf-8-sig", "replace").lstrip()
-    if "\ufffd" in text:
-        try:
-            codecs.getincrementaldecoder("utf-8-sig")().decode(head, len(head) < HEAD_BYTES)
-        except UnicodeDecodeError as error:
-            if text.count("\ufffd") > len(text) / 200:  # else single bad bytes
-                where = f"not UTF-8 at byte {error.start}; convert it "
-                return (
-                    "",
-                    where + "(iconv -f cp1252 -t utf-8 FILE > NEW, if it is Western European)",
-                )
+    try:
+        codecs.getincrementaldecoder("utf-8-sig")().decode(head, len(head) < HEAD_BYTES)
+    except UnicodeDecodeError as error:
+        if text.count("\ufffd") > len(text) / 200:  # else single bad bytes
+            remedy = "(iconv -f cp1252 -t utf-8 FILE > NEW, if it is Western European)"
+            return "", f"not UTF-8 at byte {error.start}; convert it {remedy}"
     file_format, reason = _guess(text, name) if is_free else (wanted, "")
     if file_format == "html":
         try:
