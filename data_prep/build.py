@@ -29,7 +29,7 @@ from data_prep.sources import SourceFile
 from multicls.corpus import MAX_TOKENS, ShardRow, occurrences, write_shard
 from multicls.files import atomic_write, write_json
 
-DROPPED_TEXT = "dropped.jsonl"
+DROPPED_TEXT, COPIES_TEXT = "dropped.jsonl", "copies.jsonl"  # the latter are found by the merge
 BATCH_SENTENCES = 1 << 15  # encoded at a time
 SHARD_TOKENS = 1 << 24  # of a file of rows
 MOST_TOKENS = MAX_TOKENS // 8  # tokens; each row of a long document then has enough sentences

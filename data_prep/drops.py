@@ -65,25 +65,16 @@ class DropLog:
 
     The samples are those with the smallest hashes, whatever the order in which drops come.
 
-    Args:
-        record: JSON values of a log, as `to_json` returns them.
-        file: Gets all that is left out, a JSON object a line.
-
-    Attributes:
-        counts: By source and reason, how often something was dropped.
-        characters: By source and reason, the characters dropped.
-        documents: By source, the documents read, bad records included.
-        text: By source, the characters read, and an estimate of those that could not be read.
-        samples: By reason, ascending.
+    `record` is another log's `to_json`; `file` gets all that is left out, a JSON object a line.
     """
 
     def __init__(self, record: dict[str, Any] | None = None, file: IO[str] | None = None) -> None:
         self._file = file
-        self.counts: dict[str, Counter[str]] = defaultdict(Counter)
-        self.characters: dict[str, Counter[str]] = defaultdict(Counter)
-        self.documents: Counter[str] = Counter()
-        self.text: Counter[str] = Counter()
-        self.samples: dict[str, list[Sample]] = {}
+        self.counts: dict[str, Counter[str]] = defaultdict(Counter)  # drops by source and reason
+        self.characters: dict[str, Counter[str]] = defaultdict(Counter)  # that these have lost
+        self.documents: Counter[str] = Counter()  # read, by source, bad records included
+        self.text: Counter[str] = Counter()  # characters, with an estimate of the unreadable ones
+        self.samples: dict[str, list[Sample]] = {}  # by reason, ascending
         self.merge(record or {})
 
     def add(
@@ -133,7 +124,7 @@ class DropLog:
     def kept(self) -> str:
         """Returns, in words, the number of documents and the share of the text that are kept."""
         numbers, characters = self.totals()
-        whole = sum(number for reason, number in numbers.items() if _is_whole(reason))
+        whole = sum(numbers[reason] for reason in numbers if REASONS[reason].unit == "documents")
         given = self.documents.total()
         share = 1 - characters.total() / max(self.text.total(), 1)
         return f"{given - whole:,} of {count(given, 'document')}, {share:.1%} of the text"
@@ -146,20 +137,15 @@ class DropLog:
             given = self.documents[source] if source else self.documents.total()
             text_given = self.text[source] if source else self.text.total()
             for reason in sorted(sorted(numbers), key=characters.__getitem__, reverse=True):
-                documents = numbers[reason] / max(given, 1) if _is_whole(reason) else 0.0
+                unit, remedy, _ = REASONS[reason]
+                documents = numbers[reason] / max(given, 1) if unit == "documents" else 0.0
                 share = characters[reason] / max(text_given, 1)
                 if max(documents, share) > (WARNING_SHARE if source else REPORTED_SHARE):
                     text = f"{documents:.1%} of the documents, {share:.1%} of the text: "
                     text += f"{numbers[reason]:,} {reason}."
-                    remedy = REASONS[reason].remedy
                     text += f" To keep them: {remedy}." if remedy else ""
                     lines.append(("warning", f"{source}: {text}") if source else ("left out", text))
         return lines
-
-
-def _is_whole(reason: str) -> bool:
-    """Returns whether a reason drops whole documents."""
-    return REASONS[reason].unit == "documents"
 
 
 def last_lines(corpus: Corpus) -> list[tuple[str, str]]:

@@ -51,19 +51,12 @@ class ExampleStream:
     """The endless sequence of training examples of a corpus, epoch after epoch.
 
     Args:
-        corpus: The corpus.
-        special: Ids of the special tokens.
-        seq_length: L.
         seed: Decides, together with epoch and index, everything about an example.
-        split: Documents are assigned to the splits by the hash of their text.
         validation_fraction: Share of the documents in the validation split; above 0, at least one.
-        num_parts: P.
         mlm_probability: Share of text tokens that are masked-LM targets.
-        source_weights: How often an epoch shows each window of a source, on average; 1 for
-            sources not named.
+        source_weights: How often an epoch shows each window of a source, on average; 1 for others.
 
     Attributes:
-        examples_per_epoch: Number of examples in an epoch of the split.
         num_documents: Number of documents in the split; one that takes several rows counts once.
         num_tokens: Number of tokens of the split's text, weighted by `source_weights`.
         budget: Number of text tokens that fit into a part.

@@ -2,21 +2,19 @@
 
 import os
 import shutil
-from concurrent.futures import Executor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from data_prep.build import DROPPED_TEXT, keeper
+from data_prep.build import COPIES_TEXT, DROPPED_TEXT, keeper
 from data_prep.drops import DropLog
-from data_prep.pool import run_all
+from data_prep.pool import Pool, run_all
 from multicls.corpus import Shard, write_shard
 from multicls.files import atomic_write, read_json, sha256_of, write_json
 
 FREQUENCY, MERGED = "document_frequency.npy", "merged.json"
-COPIES_TEXT = "copies.jsonl"  # with `keep_dropped`: the documents that a merge drops from a unit
 PART = 1 << 22  # documents whose hashes are sorted at a time
 PASSAGE = 1000  # tokens: document frequencies count passages, as most tokens occur in every book
 
@@ -30,11 +28,7 @@ class Merged(NamedTuple):
 
 
 def merge(
-    folders: list[Path],
-    copies: list[np.ndarray],
-    output: Path,
-    vocabulary_size: int,
-    pool: Executor | None,
+    folders: list[Path], copies: list[np.ndarray], output: Path, vocabulary_size: int, pool: Pool
 ) -> Merged:
     """Writes the shards of all units into `output`, without `copies`: of each unit, (D,) bool."""
     calls = [
@@ -115,7 +109,7 @@ def _remove_copies(folder: Path, copied: np.ndarray, vocabulary_size: int) -> No
                 if rows := np.flatnonzero(np.repeat(~goes, documents["rows"])).tolist():
                     write_shard(path, list(map(shard.row, rows)))
             if not goes.all():
-                entry = _described(path, documents["rows"][~goes], frequency)
+                entry = _describe_shard(path, documents["rows"][~goes], frequency)
                 shards.append((number, path.name, entry))
     with atomic_write(folder / FREQUENCY, "wb") as file:
         np.save(file, frequency)
@@ -125,7 +119,7 @@ def _remove_copies(folder: Path, copied: np.ndarray, vocabulary_size: int) -> No
         path.unlink()
 
 
-def _described(path: Path, rows: np.ndarray, frequency: np.ndarray) -> dict[str, Any]:
+def _describe_shard(path: Path, rows: np.ndarray, frequency: np.ndarray) -> dict[str, Any]:
     """Returns the manifest's entry of a shard whose documents have `rows`, (D,); adds these to `frequency`, (V,)."""
     shard = Shard(path)
     passages = _count_passages(shard, frequency)
@@ -137,9 +131,13 @@ def _described(path: Path, rows: np.ndarray, frequency: np.ndarray) -> dict[str,
     for code, name in enumerate(shard.source_names):
         inside = shard.source_codes == code
         sources[name] = {key: int(column[inside].sum()) for key, column in columns.items()}
-    counts = {key: sum(source[key] for source in sources.values()) for key in columns}
-    size = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-    return {**counts, **size, "sources": sources}
+    counts = {key: int(column.sum()) for key, column in columns.items()}
+    return {**counts, **file_entry(path), "sources": sources}
+
+
+def file_entry(path: Path) -> dict[str, Any]:
+    """Returns the entry of a file in the manifest."""
+    return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
 def _count_passages(shard: Shard, frequency: np.ndarray) -> np.ndarray:

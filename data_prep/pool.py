@@ -35,11 +35,14 @@ LOCAL = {
 LOGGERS = ("distributed", "distributed.client", "tornado.application", "asyncio")
 
 
+Pool = Executor | None  # None: this process does all
+
+
 @contextmanager
-def open_pool(workers: int, scheduler: str | None) -> Iterator[Executor | None]:
+def open_pool(workers: int, scheduler: str | None) -> Iterator[Pool]:
     """Opens an executor of Dask: processes of this machine, or a cluster that runs already.
 
-    Yields None if one worker, this process, does all. `scheduler` is the scheduler file or address of the cluster.
+    `scheduler` is the scheduler file or address of the cluster.
 
     Raises:
         UserError: The scheduler does not answer, or no worker process could be started.
@@ -75,7 +78,7 @@ def open_pool(workers: int, scheduler: str | None) -> Iterator[Executor | None]:
 
 
 def run_all(
-    function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], pool: Executor | None
+    function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], pool: Pool
 ) -> Iterator[tuple[int, Any]]:
     """Calls a function with each tuple of arguments; yields number and result of a call as it ends.
 

@@ -13,9 +13,7 @@ import shutil
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor
 from contextlib import suppress
-from functools import partial
 from importlib import metadata
 from itertools import chain, compress, product
 from pathlib import Path
@@ -25,16 +23,16 @@ import numpy as np
 import xxhash
 from tokenizers import Tokenizer
 
-from data_prep.build import DROPPED_TEXT, SHARD_TOKENS, Unit, build_unit
+from data_prep.build import COPIES_TEXT, DROPPED_TEXT, SHARD_TOKENS, Unit, build_unit
 from data_prep.encode import load_tokenizer_files
-from data_prep.merge import COPIES_TEXT, FREQUENCY, Merged, find_copies, is_rewritten, merge
-from data_prep.pool import open_pool, run_all
+from data_prep.merge import FREQUENCY, Merged, file_entry, find_copies, is_rewritten, merge
+from data_prep.pool import Pool, open_pool, run_all
 from data_prep.settings import BuildOptions
 from data_prep.sources import OPENERS, Skipped, SourceFile, list_inputs
 from multicls.console import Progress, count, print_line
 from multicls.corpus import FORMAT_VERSION, MANIFEST, Corpus, tokenizer_fingerprint
 from multicls.errors import UserError
-from multicls.files import LOCK, atomic_write, locked, sha256_of, write_json
+from multicls.files import LOCK, atomic_write, locked, write_json
 
 DROPPED = "dropped.json"  # samples of what was dropped, by reason, and all paths that were skipped
 SMALL_UNIT = 12 << 20  # bytes of small files together: progress is seen, and all workers have some
@@ -82,16 +80,16 @@ def prepare(
             tokenizer = work / f"tokenizer-{job.made_from['settings']['tokenizer'][:12]}.json"
             with atomic_write(tokenizer, "wb") as file:
                 file.write(job.tokenizer_files["tokenizer.json"])
+            calls = [(unit, options, work, tokenizer, shard_tokens) for unit in job.units]
             folders = [work / unit.key for unit in job.units]
             workers = min(options.workers or len(os.sched_getaffinity(0)), len(folders))
             with open_pool(workers, options.scheduler) as pool:
-                build = partial(_build, job.units, options, tokenizer, shard_tokens, pool)
-                build([not folder.exists() for folder in folders])
+                _build(calls, [not folder.exists() for folder in folders], pool)
                 copies = find_copies(folders, "duplicate_documents" in options.rules)
                 lost = list(map(is_rewritten, folders, copies))  # if the input has changed since
                 for folder in compress(folders, lost):
                     shutil.rmtree(folder)
-                build(lost)
+                _build(calls, lost, pool)
                 size = Tokenizer.from_file(str(tokenizer)).get_vocab_size(with_added_tokens=True)
                 merged = merge(folders, copies, output, size, pool)
             _finish(output, job, merged)
@@ -109,20 +107,13 @@ def prepare(
     return Corpus(output)
 
 
-def _build(
-    units: list[Unit],
-    options: BuildOptions,
-    tokenizer: Path,
-    shard_tokens: int,
-    pool: Executor | None,
-    is_missing: list[bool],
-) -> None:
+def _build(calls: list[tuple[Any, ...]], is_missing: list[bool], pool: Pool) -> None:
     """Builds the missing ones of the units, the largest first: then the workers end together."""
-    missing = sorted(compress(units, is_missing), key=lambda unit: -sum(f.size for f in unit.files))
-    calls = [(unit, options, tokenizer.parent, tokenizer, shard_tokens) for unit in missing]
-    done = len(units) - len(missing)
-    with Progress(len(units), "unit", "build", done=done, shown=bool(missing)) as progress:
-        for _ in run_all(build_unit, calls, pool):
+    missing = list(compress(calls, is_missing))
+    missing.sort(key=lambda call: -sum(file.size for file in call[0].files))
+    done = len(calls) - len(missing)
+    with Progress(len(calls), "unit", "build", done=done, shown=bool(missing)) as progress:
+        for _ in run_all(build_unit, missing, pool):
             progress.update()
 
 
@@ -151,13 +142,9 @@ def _describe_job(options: BuildOptions, output: Path, small_unit: int) -> Job:
     tokenizer_files = load_tokenizer_files(options.tokenizer)
     settings = options.model_dump(exclude=NOT_IN_KEY)
     settings["tokenizer"] = hashlib.sha256(tokenizer_files["tokenizer.json"]).hexdigest()
+    identity: dict[str, Any] = {"format_version": FORMAT_VERSION, "units": UNITS_VERSION}
     packages = {name: metadata.version(name) for name in PACKAGES}
-    identity = {
-        "format_version": FORMAT_VERSION,
-        "units": UNITS_VERSION,
-        "settings": settings,
-        "packages": packages,
-    }
+    identity |= {"settings": settings, "packages": packages}
     units = group_units(files, identity, small_unit, by_source=options.limit > 0)
     listing = hashlib.sha256()
     for file in files:
@@ -277,10 +264,8 @@ def _finish(output: Path, job: Job, merged: Merged) -> None:
         names.append(DROPPED_TEXT)
         with atomic_write(output / DROPPED_TEXT, "wb") as file:
             for unit, name in product(job.units, (DROPPED_TEXT, COPIES_TEXT)):
-                with open(output / "work" / unit.key / name, "rb") as part:
-                    shutil.copyfileobj(part, file)
-    written = {name: output / name for name in names}
-    for path in chain(*(output.glob(f".{name}.????????") for name in (*written, MANIFEST))):
+                file.write((output / "work" / unit.key / name).read_bytes())
+    for path in chain(*(output.glob(f".{name}.????????") for name in (*names, MANIFEST))):
         path.unlink()  # of a run that was killed
     sources: dict[str, Counter[str]] = defaultdict(Counter)
     for name, counts in chain(*(entry.pop("sources").items() for entry in merged.shards)):
@@ -300,10 +285,7 @@ def _finish(output: Path, job: Job, merged: Merged) -> None:
             "dtype": "uint16" if size <= 1 << 16 else "uint32",
         },
         "made_from": job.made_from,
-        "files": {
-            name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-            for name, path in written.items()
-        },
+        "files": {name: file_entry(output / name) for name in names},
         "shards": merged.shards,
     }
     write_json(output / MANIFEST, manifest)

@@ -11,8 +11,9 @@ Every draw is a function of (seed, pass, row, window), so no example depends on 
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -69,54 +70,39 @@ class WindowIndex:
     ) -> None:
         self.num_parts, self.tokens_per_window = num_parts, tokens_per_window
         limit = corpus.validation_limit(validation_fraction)
-        names: dict[str, int] = {}
-        totals: list[
-            np.ndarray
-        ] = []  # of each source: its rows with windows, their windows, tokens
-        self.num_documents = 0
+        # Of each source, shard after shard: its rows with windows, and their numbers of windows.
+        parts: dict[str, list[np.ndarray]] = defaultdict(list)
+        numbers: dict[str, list[np.ndarray]] = defaultdict(list)
+        tokens = Counter[str]()
+        self.num_documents = first_row = 0
         for number in range(corpus.num_shards):
             shard, in_split = corpus.shard(number), corpus.held_out(number, limit) == validation
             self.num_documents += int((shard.begins & in_split).sum())
-            for name, rows, counts in self._rows_of(shard, in_split):
-                if names.setdefault(name, len(names)) == len(totals):
-                    totals.append(np.zeros(3, np.int64))
-                added = len(rows), int(counts.sum()), int(shard.num_tokens[rows].sum())
-                totals[names[name]] += added
-        numbers, sizes, tokens = np.stack(totals, axis=1)
-        # The windows stand in the order of sources, and within a source in that of rows. Two passes over the shards
-        # fill arrays of the right size: lists of parts would take as much again.
-        self._rows = np.empty(numbers.sum(), np.uint32)
-        kind = np.uint32 if sizes.sum() < 1 << 32 else np.uint64  # 4 bytes less for each row
-        self._ends = np.empty(numbers.sum(), kind)
-        places, first_row = (np.cumsum(numbers) - numbers).tolist(), 0
-        for number in range(corpus.num_shards):
-            shard, in_split = corpus.shard(number), corpus.held_out(number, limit) == validation
-            for name, rows, counts in self._rows_of(shard, in_split):
-                place = slice(places[names[name]], places[names[name]] + len(rows))
-                self._rows[place], self._ends[place] = rows + first_row, counts
-                places[names[name]] = place.stop
+            counts = self._count(shard.num_tokens, np.diff(shard.row_starts)) * in_split
+            for code, name in enumerate(shard.source_names):
+                rows = np.flatnonzero((counts > 0) & (shard.source_codes == code))
+                parts[name].append((rows + first_row).astype(np.uint32))
+                numbers[name].append(counts[rows].astype(np.uint32))
+                tokens[name] += int(shard.num_tokens[rows].sum())
             first_row += len(in_split)
-        np.cumsum(self._ends, out=self._ends)
-        if unknown := sorted(set(source_weights) - set(names)):
+        if unknown := sorted(set(source_weights) - set(parts)):
             start = "source_weights: the corpus has no source"
-            raise UserError(*(f"{start} {name!r}.{did_you_mean(name, names)}" for name in unknown))
-        weights = np.array([source_weights.get(name, 1.0) for name in names])
+            raise UserError(*(f"{start} {name!r}.{did_you_mean(name, parts)}" for name in unknown))
+        # The windows stand in the order of sources, and within a source in that of rows.
+        weights = np.array([source_weights.get(name, 1.0) for name in parts])
+        sizes = np.array([sum(int(part.sum()) for part in numbers[name]) for name in parts])
+        self._rows = np.concatenate(list(chain(*parts.values())))
+        parts.clear()  # of a large corpus, the lists take as much memory as the arrays
+        kind = np.uint32 if sizes.sum() < 1 << 32 else np.uint64
+        self._ends = np.concatenate(list(chain(*numbers.values())), dtype=kind)
+        np.cumsum(self._ends, dtype=kind, out=self._ends)
         shown = np.rint(weights * sizes).astype(np.int64)  # in an epoch
         self._sizes: list[int] = sizes.tolist()
         self._starts: list[int] = (np.cumsum(sizes) - sizes).tolist()
         self._shown: list[int] = shown.tolist()
         self._shown_ends: list[int] = np.cumsum(shown).tolist()
         self.per_epoch = self._shown_ends[-1]
-        self.num_tokens = round(float((weights * tokens).sum()))
-
-    def _rows_of(
-        self, shard: Shard, in_split: np.ndarray
-    ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-        """Yields each source of a shard, its rows with windows, and how many windows they have; (N,) each."""
-        counts = self._count(shard.num_tokens, np.diff(shard.row_starts)) * in_split
-        for code, name in enumerate(shard.source_names):
-            rows = np.flatnonzero((counts > 0) & (shard.source_codes == code))
-            yield name, rows, counts[rows]
+        self.num_tokens = round(float((weights * [tokens[name] for name in numbers]).sum()))
 
     def find(self, seed: int, epoch: int, index: int) -> Window:
         """Returns the window of example `index` of an epoch.

@@ -240,7 +240,7 @@ def test_a_merge_that_was_stopped_goes_on_and_rewritten_units_take_no_room_twice
     work = tmp_path / "out" / "work"
     (kept,) = work.glob("*/kept-*.arrow")
     assert not kept.with_name(kept.name.removeprefix("kept-")).exists()
-    monkeypatch.setattr(merge, "_described", None)  # no unit is read again
+    monkeypatch.setattr(merge, "_describe_shard", None)  # no unit is read again
     prepared(tiny_tokenizer, tmp_path / "out", texts).verify()
 
 
