@@ -4,8 +4,6 @@ A temperature T (Guo et al., 2017) divides the outputs. It is folded into the cl
 whatever loads the model has the calibrated probabilities; the most likely class stays the same.
 """
 
-from typing import Any
-
 import numpy as np
 from scipy.optimize import minimize_scalar
 from scipy.special import expit, log_expit, log_softmax, softmax
@@ -66,10 +64,3 @@ def calibration_error(outputs: Array, labels: Array) -> float:
     confidence, right = probabilities.max(axis=1), probabilities.argmax(axis=1) == labels
     gaps = np.bincount(np.ceil(confidence * BINS).astype(int), right - confidence)
     return float(np.abs(gaps).sum() / len(labels))
-
-
-def scale_classifier(model: Any, task: int, temperature: float) -> None:
-    """Divides the classifier of one of a `TaskModel`'s tasks by the temperature."""
-    for name in ("weight", "bias"):
-        parameter = model.get_parameter(f"classifiers.{task}.{name}")
-        parameter.data = parameter.data / temperature

@@ -62,8 +62,7 @@ class Uncertainty:
 class Estimate:
     """The mean of a system's replicates, with its standard error over them and its 95 % interval.
 
-    The interval is for new replicates and new rows. It and the error are nan with one replicate. Equal replicates have
-    no interval: they do not show the spread.
+    The interval is for new replicates and new rows; it is nan for one replicate, or equal ones, which show no spread.
     """
 
     mean: float
@@ -259,8 +258,8 @@ def _wilson(right: int, number: int) -> tuple[float, float]:
 def choose_candidates(runs: pd.DataFrame) -> pd.DataFrame:
     """Returns the runs of the candidate that each system, task and size chooses from a search.
 
-    It is the one with the best mean score on the rows that pick the checkpoint, among those with the most runs. Column
-    `candidate` has the values of the settings that are searched.
+    It has the best mean score on the rows that pick the checkpoint, among those with the most runs. Column `candidate`
+    has its values.
     """
     texts = [", ".join(f"{k} {v}" for k, v in search.items()) for search in runs["search"]]
     runs = runs.assign(candidate=texts)

@@ -142,10 +142,8 @@ def apply_layer(layer: Layer, features: Array) -> Array:
 
 def set_layer(model: TaskModel, task: int, layer: Layer) -> None:
     """Makes the layer the classifier of one of the model's tasks."""
-    weight, bias = (torch.from_numpy(array).float() for array in layer)
-    with torch.no_grad():
-        model.get_parameter(f"classifiers.{task}.weight").copy_(weight)
-        model.get_parameter(f"classifiers.{task}.bias").copy_(bias)
+    weight, bias = map(torch.from_numpy, layer)
+    model.classifiers[task].load_state_dict({"weight": weight, "bias": bias})
 
 
 def log_likelihood(classifier: Any, features: Any, labels: Array) -> float:

@@ -17,17 +17,10 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/: its nam
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
+from finetune import results
 from finetune.heads import FITTED, WITHOUT_MODEL
 from finetune.predict import predict_command
-from finetune.results import (
-    FORMAT,
-    SETTINGS,
-    Record,
-    differences,
-    load_predictions,
-    read_record,
-    save_calibrated,
-)
+from finetune.results import Record
 from finetune.run import identify, load_tasks, train_system
 from finetune.settings import RunSettings
 from finetune.subsets import select_rows
@@ -50,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
     options = parse(RefitOptions, argv, prog="finetune/refit.py", doc=__doc__)
     model = refit(Path(options.run))
-    record = read_record(Path(options.run)) or {}
+    record = results.read_record(Path(options.run)) or {}
     print_summary([("model", model)], predict_command(model, record))
     return 0
 
@@ -61,19 +54,19 @@ def refit(run: Path) -> Path:
     Processes that make the same model wait for each other. A run that is not finished, leaves no model, or whose rows
     or model have changed since, is a `UserError`.
     """
-    record = read_record(run)
+    record = results.read_record(run)
     if record is None:
         raise UserError(f"{run}: not a finished run; pass RESULTS/SYSTEM/TASK-SIZE/p1-d1-s1.")
     if record["head"] in WITHOUT_MODEL:
         raise UserError(f"{run}: the head {record['head']} leaves no model.")
-    settings = load_settings(RunSettings, [run / SETTINGS])
+    settings = load_settings(RunSettings, [run / results.SETTINGS])
     data = load_tasks(settings)
-    if changes := ", ".join(differences(record, identify(settings, data)).values()):
+    if changes := ", ".join(results.differences(record, identify(settings, data)).values()):
         raise UserError(f"{run}: cannot be refitted ({changes}).")
     rows = [all_labels(part, settings) for part in data]
     folder = run.parents[2] / "best" / "+".join(entry["task"] for entry in record["tasks"])
     source = {"system": record["system"], "run": run.name, "size": record["train_size"]}
-    source |= {"format": FORMAT, "settings": record["settings"], "search": record["search"]}
+    source |= {"format": results.FORMAT, "settings": record["settings"], "search": record["search"]}
     with locked(folder, patience=-1):  # for as long as it takes
         done = read_json(folder / REFIT) if (folder / REFIT).exists() else {}
         if any(done.get(name) != value for name, value in source.items()):
@@ -118,8 +111,9 @@ def _train(settings: RunSettings, record: Record, rows: Sequence[TaskData], fold
     for name, scores in made["tests"].items():
         text = "  ".join(f"{metric} {100 * value:.2f}" for metric, value in scores.items())
         print_line(f"{record['system']}, from all labels, on {name}, test: {text}")
-    parts = [(part, load_predictions(Path(record["path"]), part.task.name)) for part in rows]
-    save_calibrated(system, folder / "model", record, parts, made)
+    path = Path(record["path"])
+    parts = [(part, results.load_predictions(path, part.task.name)) for part in rows]
+    results.save_calibrated(system, folder / "model", record, parts, made)
     return made
 
 

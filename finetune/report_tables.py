@@ -65,6 +65,10 @@ def build_report(
     averages, among = average_groups(groups), systems or list(groups["system"])
     families = [table[table["system"].isin(among)] for table in (averages, groups)]
     comparisons = pd.concat(map(compare_systems, families))
+    commands = {
+        f"{run['task']}, the best model ({run['system']})": f"python finetune/refit.py {shlex.quote(run['path'])}"
+        for run in estimates.best_runs(runs)
+    }
     notes = runs[["task", "notes"]].explode("notes").dropna().drop_duplicates()
     tables = {
         "Scores": scores_table(groups, averages),
@@ -79,7 +83,7 @@ def build_report(
         draw_runs(groups),
         find_warnings(runs, groups) + unfinished_runs(folder),
         [f"{task}: {note}" for task, note in notes.itertuples(index=False)][:NOTES],
-        best_commands(runs),
+        commands,
     )
 
 
@@ -338,14 +342,6 @@ def _mixed(runs: pd.DataFrame) -> list[str]:
     table = pd.concat([columns, versions], axis=1)
     values = {name: sorted(set(table[name].dropna().astype(str))) for name in table}
     return [f"{name} ({', '.join(of)})" for name, of in values.items() if len(of) > 1]
-
-
-def best_commands(runs: pd.DataFrame) -> dict[str, str]:
-    """Returns for each task the command that refits the best run by its picking rows, or finds its model."""
-    return {
-        f"{run['task']}, the best model ({run['system']})": f"python finetune/refit.py {shlex.quote(run['path'])}"
-        for run in estimates.best_runs(runs)
-    }
 
 
 def draw_runs(groups: pd.DataFrame) -> str:

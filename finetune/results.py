@@ -68,7 +68,7 @@ def write_run(
         "train_size": str(settings.train_size),
         # All subsets of all rows are the same.
         "subset": settings.subset if any(part.is_subset for part in rows) else 1,
-        "tasks": [_task_entry(*task) | calibrate(*task) for task in tasks],
+        "tasks": [_task_entry(*task) for task in tasks],
         **environment_record(),
         **system.fields,
         **identity,
@@ -93,35 +93,26 @@ def save_calibrated(
     refit: Record | None = None,
 ) -> None:
     """Saves the model with the temperature and thresholds of a run, and its card; see `model_card`."""
-    from finetune.calibration import scale_classifier
-
     model = system.model
     assert model and system.tokenizer, "tfidf is refused where a model is to be saved"
     for number, entry in enumerate(record["tasks"]):
-        scale_classifier(model, number, entry["temperature"] or 1.0)
+        for parameter in model.classifiers[number].parameters():
+            parameter.data /= entry["temperature"] or 1.0
     model.config.thresholds = [entry["thresholds"] for entry in record["tasks"]]
     save_fine_tuned(model, system.tokenizer, folder, model_card(record, tasks, refit))
 
 
-def calibrate(rows: TaskData, predictions: Predictions) -> Record:
-    """Returns `temperature` and `thresholds` of a task, fitted on its validation split; none without one."""
-    from finetune.calibration import fit_temperature, fit_thresholds
-
-    if not rows.validation:
-        return {"temperature": None, "thresholds": []}
-    arrays = predictions["validation"]
-    temperature = fit_temperature(rows.task, arrays["logits"], arrays["labels"])
-    thresholds = list[float]()
-    if rows.task.multi_label:
-        thresholds = fit_thresholds(arrays["logits"] / temperature, arrays["labels"])
-    return {"temperature": temperature, "thresholds": thresholds}
-
-
 def _task_entry(rows: TaskData, predictions: Predictions) -> dict[str, Any]:
-    """Returns what one task was and how it was scored on each labelled split. All scores are fractions of 1."""
+    """Returns what one task was, its scores on each split (fractions of 1), and its calibration by validation."""
+    from finetune.calibration import fit_temperature, fit_thresholds
     from finetune.metrics import majority_scores, score_predictions
 
     task, train = rows.task, [*rows.train, *rows.validation]
+    temperature, thresholds = None, list[float]()
+    if held := predictions.get("validation"):
+        temperature = fit_temperature(task, held["logits"], held["labels"])
+        if task.multi_label:
+            thresholds = fit_thresholds(held["logits"] / temperature, held["labels"])
     return {
         "task": task.name,
         "metric": task.metrics[0],
@@ -136,6 +127,8 @@ def _task_entry(rows: TaskData, predictions: Predictions) -> dict[str, Any]:
         },
         "description": task.describe(),
         "notes": rows.notes,
+        "temperature": temperature,
+        "thresholds": thresholds,
     }
 
 

@@ -83,12 +83,6 @@ class HireSettings(Settings):
     fusion: bool = Field(True, description="fuse the weighted sum with the last layer")
     fusion_layers: int = Field(2, ge=0, le=3, description="GRU layers of the fusion")
 
-    @model_validator(mode="after")
-    def _layers_are_read(self) -> Self:
-        if not self.fusion and self.fusion_layers != 2:
-            raise ValueError("fusion_layers: without fusion nothing reads it; leave it out")
-        return self
-
 
 class ClnSettings(Settings):
     """Head `cln`: any set of tasks in one run."""
@@ -192,6 +186,8 @@ class RunSettings(SystemSettings, RecipeOptions):
         for name in sorted(unread_settings(head)):
             if getattr(self, name) != RunSettings.model_fields[name].default:
                 yield f"{name}: the head {head} does not read it; leave it out"
+        if not self.hire.fusion and self.hire.fusion_layers != 2:
+            yield "hire.fusion_layers: without fusion nothing reads it; leave it out"
         if head == "isobn" and 1 in (self.train.batch_size, self.train.micro_batch_size):
             yield "--head isobn: a single row has no spread; batch sizes must be 2 or more"
 
