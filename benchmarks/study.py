@@ -76,7 +76,7 @@ def add_answers(report: Report, runs: pd.DataFrame, questions: Mapping[str, list
             tests.append(compare(systems[first], systems[second]))
     corrected, rows = holm([test.p for test in tests]), []
     for key, test, p in zip(keys, tests, corrected, strict=True):
-        low, high, difference = (100 * value for value in (*test.interval(), test.difference))
+        low, high, difference = (100 * value for value in (*test.interval(), test.mean))
         rows.append([*key, f"{difference:+.2f}", f"{low:+.2f} to {high:+.2f}", f"{p:.3f}"])
     columns = ["train size", "question", "difference", "95 % interval", "corrected p"]
     report.table("Answers", columns, rows)

@@ -27,52 +27,68 @@ GROUPS = 50  # of the jackknife: that many times rows are left out
 KEYS = ["task", "train_size", "system"]  # of a group of runs
 UNITS = {"pretraining": "pretrained checkpoint", "subset": "training subset", "seed": "seed"}
 CORRELATIONS = ("matthews", "pearson", "spearman")
-SUREST = 1 - 1e-10  # quantile of the smallest p-value that is told apart
 NOTHING = 1e-12  # a smaller standard error is rounding
 
 
 @dataclass(frozen=True)
-class Uncertainty:
-    """The standard errors of a mean by its replicates and by the rows, with the degrees of freedom of each."""
+class Uncertain:
+    """A mean with its standard errors, by the replicates and by the rows, and the degrees of freedom of each.
 
-    replicates: float
-    freedom: float
-    rows: float = 0.0
-    rows_freedom: float = 1.0
-
-    def half_width(self, quantile: float) -> float:
-        """Returns half the width of the interval that leaves 1 - quantile on either side."""
-        of_replicates = self.replicates * float(special.stdtrit(self.freedom, quantile))
-        return math.hypot(
-            of_replicates, self.rows * float(special.stdtrit(self.rows_freedom, quantile))
-        )
-
-    def p_value(self, difference: float) -> float:
-        """Returns the p-value of a difference: 1 minus the level of the widest interval without 0."""
-
-        def beyond(quantile: float) -> float:
-            return self.half_width(quantile) - abs(difference)
-
-        if beyond(SUREST) < 0:
-            return 2 * (1 - SUREST)
-        return float(2 * (1 - optimize.brentq(beyond, 0.5, SUREST)))
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """The mean of a system's replicates, with its standard error over them and its 95 % interval.
-
-    The interval is for new replicates and new rows; it is nan for one replicate, or equal ones, which show no spread.
+    It is for new replicates and new rows. One replicate, or equal ones, which show no spread, have nan for freedom, and
+    so for all that follows from it.
     """
 
     mean: float
     error: float
-    low: float
-    high: float
+    freedom: float
+    rows_error: float
+    rows_freedom: float
+
+    def half_width(self, quantile: float) -> float:
+        """Returns half the width of the interval that leaves 1 - quantile on either side."""
+        of_replicates = self.error * float(special.stdtrit(self.freedom, quantile))
+        of_rows = self.rows_error * float(special.stdtrit(self.rows_freedom, quantile))
+        return math.hypot(of_replicates, of_rows)
+
+    def interval(self, tests: int = 1) -> tuple[float, float]:
+        """Returns the 95 % interval, or one of several that hold together with 95 % (Bonferroni)."""
+        half = self.half_width(1 - 0.025 / max(1, tests))
+        return self.mean - half, self.mean + half
+
+    @property
+    def p(self) -> float:
+        """The p-value of a mean of 0: 1 minus the level of the widest interval without 0."""
+
+        def beyond(quantile: float) -> float:
+            return self.half_width(quantile) - abs(self.mean)
+
+        if math.isnan(self.freedom):
+            return math.nan
+        widest = 1 - 1e-10  # smaller p-values are not told apart
+        quantile = widest if beyond(widest) < 0 else optimize.brentq(beyond, 0.5, widest)
+        return float(2 * (1 - quantile))
+
+    @property
+    def detectable(self) -> float:
+        """The smallest true mean that such an experiment finds at 5 % in 80 % of cases."""
+        return self.half_width(0.975) + self.half_width(0.8)
+
+
+@dataclass(frozen=True)
+class Estimate(Uncertain):
+    """The mean of a system's replicates."""
+
     units: Array  # mean of each replicate, (R,)
     keys: list[tuple[str, int, int]]  # weights, first and last training subset of each
     rows: Array  # effects of the rows (G, R) of each replicate; see `row_effects`
     kind: str  # key of `UNITS`
+
+
+@dataclass(frozen=True)
+class Comparison(Uncertain):
+    """The mean difference of two systems, A - B."""
+
+    paired: bool
 
 
 def summarise(runs: pd.DataFrame) -> Estimate:
@@ -89,14 +105,17 @@ def summarise(runs: pd.DataFrame) -> Estimate:
     rows = np.zeros((0, len(units)))
     if "effects" in runs and len({len(effects) for effects in runs["effects"]}) == 1:
         rows = np.stack([np.mean(list(of_unit["effects"]), axis=0) for _, of_unit in replicates], 1)
-    mean = float(units.mean())
-    error = float(units.std(ddof=1)) / math.sqrt(len(units)) if len(units) > 1 else math.nan
-    half = math.nan
-    if error > NOTHING:
-        half = _uncertainty(error, len(units) - 1, shared_variance(rows), rows).half_width(0.975)
     # One checkpoint may be numbered so that it pairs with several.
     kind = "subset" if is_one_checkpoint else unit
-    return Estimate(mean, error, mean - half, mean + half, units, keys, rows, kind)
+    return Estimate(*_uncertainty(units, rows), units, keys, rows, kind)
+
+
+def _uncertainty(units: Array, rows: Array) -> tuple[float, float, float, float, float]:
+    """Returns the fields of `Uncertain` for replicates (R,) with the effects of rows (G, R)."""
+    number, mean = len(units), float(units.mean())
+    error = float(units.std(ddof=1)) / math.sqrt(number) if number > 1 else math.nan
+    freedom = number - 1 if error > NOTHING else math.nan
+    return mean, error, freedom, math.sqrt(shared_variance(rows)), max(1, len(rows) - 1)
 
 
 def shared_variance(rows: Array) -> float:
@@ -135,41 +154,6 @@ def row_effects(task: Task, predictions: Mapping[str, Array]) -> Array:
     return np.asarray((scores - scores.mean()) * math.sqrt((count - 1) / count))
 
 
-def _uncertainty(error: float, freedom: float, of_rows: float, rows: Array) -> Uncertainty:
-    return Uncertainty(error, freedom, math.sqrt(max(0.0, of_rows)), max(1, len(rows) - 1))
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The difference of two systems, A - B, for new replicates and new rows.
-
-    With too few replicates the numbers but `difference` are NaN.
-    """
-
-    difference: float
-    paired: bool
-    uncertainty: Uncertainty | None = None
-
-    def interval(self, tests: int = 1) -> tuple[float, float]:
-        """Returns the 95 % interval, or one of several that hold together with 95 % (Bonferroni)."""
-        if self.uncertainty is None:
-            return math.nan, math.nan
-        half = self.uncertainty.half_width(1 - 0.025 / max(1, tests))
-        return self.difference - half, self.difference + half
-
-    @property
-    def p(self) -> float:
-        """The p-value of no difference."""
-        return self.uncertainty.p_value(self.difference) if self.uncertainty else math.nan
-
-    @property
-    def detectable(self) -> float:
-        """The smallest true difference that such an experiment finds at 5 % in 80 % of cases."""
-        if self.uncertainty is None:
-            return math.nan
-        return self.uncertainty.half_width(0.975) + self.uncertainty.half_width(0.8)
-
-
 def compare(first: Estimate, second: Estimate) -> Comparison:
     """Compares two systems, paired where their replicates have the same checkpoints or training subsets.
 
@@ -178,23 +162,20 @@ def compare(first: Estimate, second: Estimate) -> Comparison:
     same_rows = len(first.rows) == len(second.rows)
     if places := _pairs(first.keys, second.keys):
         here, there = map(list, zip(*places, strict=True))
-        gaps = first.units[here] - second.units[there]
-        variance, freedom = float(gaps.var(ddof=1)) / len(gaps), float(len(gaps) - 1)
-        of_rows = shared_variance(first.rows[:, here] - second.rows[:, there]) if same_rows else 0.0
-        difference = float(gaps.mean())
-    else:
-        variances = [estimate.error**2 for estimate in (first, second)]
-        sizes = [len(estimate.units) - 1 for estimate in (first, second)]
-        variance, difference = sum(variances), first.mean - second.mean
-        if variance > NOTHING**2:
-            freedom = variance**2 / sum(v**2 / n for v, n in zip(variances, sizes, strict=True))
-        of_rows = shared_variance(first.rows) + shared_variance(second.rows)
+        rows = np.zeros((0, len(places)))
         if same_rows:
-            of_rows -= 2 * float(first.rows.mean(axis=1) @ second.rows.mean(axis=1))
-    if not variance > NOTHING**2:  # one replicate, or constants: a t-test has no answer
-        return Comparison(difference, bool(places))
-    uncertainty = _uncertainty(math.sqrt(variance), freedom, of_rows, first.rows)
-    return Comparison(difference, bool(places), uncertainty)
+            rows = first.rows[:, here] - second.rows[:, there]
+        return Comparison(*_uncertainty(first.units[here] - second.units[there], rows), True)
+    variances = [estimate.error**2 for estimate in (first, second)]
+    sizes = [len(estimate.units) - 1 for estimate in (first, second)]
+    variance, freedom = sum(variances), math.nan
+    if variance > NOTHING**2:
+        freedom = variance**2 / sum(v**2 / n for v, n in zip(variances, sizes, strict=True))
+    of_rows = shared_variance(first.rows) + shared_variance(second.rows)
+    if same_rows:
+        of_rows -= 2 * float(first.rows.mean(axis=1) @ second.rows.mean(axis=1))
+    errors = math.sqrt(variance), freedom, math.sqrt(max(0.0, of_rows))
+    return Comparison(first.mean - second.mean, *errors, max(1, len(first.rows) - 1), False)
 
 
 def _pairs(first: Sequence[Any], second: Sequence[Any]) -> list[tuple[int, int]]:

@@ -101,7 +101,7 @@ def make_groups(runs: pd.DataFrame, split: str | None = None) -> pd.DataFrame:
     groups = []
     for _, group in evaluate_runs(runs, split).groupby(KEYS):
         first, estimate = group.iloc[0].to_dict(), estimates.summarise(group)
-        interval = (estimate.low, estimate.high)
+        interval = estimate.interval()
         if len(group) == 1:
             task = task_of(first["description"])
             interval = estimates.example_interval(task, first["predictions"])
@@ -198,7 +198,7 @@ def comparisons_table(compared: pd.DataFrame) -> pd.DataFrame:
             "task": pair.task,
             "train size": pair.size,
             "system": f"{pair.a} - {pair.b}",
-            "difference": percent(pair.test.difference, sign="+"),
+            "difference": percent(pair.test.mean, sign="+"),
             INTERVAL: percent(*pair.test.interval(), sign="+", joined=" to "),
             "corrected": percent(*pair.test.interval(pair.tests), sign="+", joined=" to "),
             "p, corrected": f"{pair.p:.3g}",

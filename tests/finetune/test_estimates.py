@@ -58,8 +58,8 @@ def coverage(experiments: int, seeds_as_units: bool = False) -> pd.Series:
             independent = {"pretraining": units, "subset": units, "weights_sha256": units}
             runs = [frame.assign(**independent) for frame in runs]
         a, b, same = map(summarise, runs)
-        low, high = compare(a, b).interval()
-        found.append((a.low <= 1.0 <= a.high, low <= 1.0 <= high, compare(b, same).p < 0.05))
+        covered = [low <= 1.0 <= high for low, high in (a.interval(), compare(a, b).interval())]
+        found.append((*covered, compare(b, same).p < 0.05))
     return pd.DataFrame(found, columns=["mean", "difference", "false"]).mean()
 
 
@@ -108,15 +108,11 @@ def test_coverage_where_each_experiment_draws_its_dev_rows() -> None:
     for _ in range(experiments):
         runs = drawn_rows(draw, 100)
         a, b, same = map(summarise, runs)
-        low, high = compare(a, b).interval()
         alone = summarise(runs[0].drop(columns="effects"))
-        checks = {
-            "mean": a.low <= truth[0] <= a.high,
-            "difference": low <= truth[0] - truth[1] <= high,
-            "false": compare(b, same).p < 0.05,
-            "control": alone.low <= truth[0] <= alone.high,
-        }
-        found.append(checks)
+        checks: dict[str, Any] = {"mean": (a, truth[0]), "control": (alone, truth[0])}
+        checks["difference"] = compare(a, b), truth[0] - truth[1]
+        covered = {n: u.interval()[0] <= true <= u.interval()[1] for n, (u, true) in checks.items()}
+        found.append(covered | {"false": compare(b, same).p < 0.05})
     shares = pd.DataFrame(found).mean()
     print(shares)
     assert shares[["mean", "difference"]].between(0.925, 0.98).all(), shares
@@ -133,7 +129,7 @@ def test_replicates_are_the_outermost_repetitions(shape: tuple[int, int, int], k
     means = runs.groupby(kind)["score"].mean()
     assert (estimate.kind, list(estimate.units)) == (kind, list(means))
     assert estimate.mean == pytest.approx(means.mean())
-    interval = (estimate.low, estimate.high)
+    interval = estimate.interval()
     if len(means) > 1:
         assert interval == pytest.approx(stats.ttest_1samp(means, 0).confidence_interval())
     else:
@@ -163,8 +159,8 @@ def test_systems_are_paired_by_replicates_with_their_own_subsets() -> None:
     for other in (units(b), alone):  # one replicate, or no spread: no test
         assert np.isnan([compare(alone, other).p, compare(alone, other).detectable]).all()
     one, other = summarise(a.assign(score=1.0)), units(a, score=0.9)  # not 100 to 100
-    assert one.error == 0 and np.isnan([one.low, one.high, compare(one, other).p]).all()
-    assert compare(one, other).difference == pytest.approx(0.1)
+    assert one.error == 0 and np.isnan([*one.interval(), compare(one, other).p]).all()
+    assert compare(one, other).mean == pytest.approx(0.1)
 
 
 def test_the_smallest_detectable_difference_is_found_in_80_percent_of_cases() -> None:
