@@ -45,25 +45,23 @@ def score_pairs(queries: dict[str, Array], documents: dict[str, Array], weight: 
         weight: lambda of Eq. 2.
     """
     import torch
+    from sentence_transformers.util import cos_sim, maxsim
     from torch.nn.functional import normalize
 
     from multicls.modeling_multicls import mcqt_scores
 
-    found: dict[str, torch.Tensor] = {}
-    for view in ("mean", "sum"):
-        if view in documents:
-            units = [normalize(torch.tensor(x[view]), dim=-1) for x in (queries, documents)]
-            found[view] = units[0] @ units[1].T
+    views = [name for name in ("mean", "sum") if name in documents]
+    found: dict[str, Any] = {name: cos_sim(queries[name], documents[name]) for name in views}
     if "facets" in documents:
         shape = (-1, documents["mean"].shape[1])
         first, second = (
             torch.tensor(x["facets"]).unflatten(1, shape) for x in (queries, documents)
         )
+        found["MaxSim"] = maxsim(
+            normalize(first, dim=-1), normalize(second, dim=-1), chunk_elements=2**26
+        )
         parts = first.split(16)  # queries at a time
         found["Eq. 2"] = torch.cat([mcqt_scores(part, second, weight) for part in parts])
-        unit = normalize(second, dim=-1)
-        pairs = (torch.einsum("qsd,ntd->qnst", normalize(part, dim=-1), unit) for part in parts)
-        found["MaxSim"] = torch.cat([part.amax(dim=3).sum(dim=2) for part in pairs])
     return {name: scores.numpy() for name, scores in found.items()}
 
 
