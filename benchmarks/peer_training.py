@@ -8,7 +8,6 @@ import random
 import resource
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
@@ -21,24 +20,15 @@ from benchmarks.study import run
 from data_prep.sentences import split_paragraph
 from multicls.build import quiet_transformers
 
-
-@dataclass(frozen=True)
-class Recipe:
-    """Settings of a peer: `length` in tokens, `warmup` as a share of the steps. The rate then falls to 0 linearly."""
-
-    learning_rate: float
-    batch_size: int
-    length: int
-    warmup: float
-
-
-PEERS = {
-    # Trainer's defaults, which run_mlm.py keeps, on 128 tokens.
-    "mlm": Recipe(learning_rate=5e-5, batch_size=8, length=128, warmup=0.0),
+# Arguments of a peer's trainer. The learning rate falls to 0 linearly, after a warm-up of a share of the steps.
+PEERS: dict[str, dict[str, Any]] = {
+    # Trainer's defaults, which run_mlm.py keeps.
+    "mlm": {"learning_rate": 5e-5, "per_device_train_batch_size": 8},
     # sentence-transformers' train_tsdae_from_file.py and train_simcse_from_file.py.
-    "tsdae": Recipe(learning_rate=3e-5, batch_size=8, length=75, warmup=0.1),
-    "simcse": Recipe(learning_rate=5e-5, batch_size=128, length=32, warmup=0.1),
+    "tsdae": {"learning_rate": 3e-5, "per_device_train_batch_size": 8, "warmup_steps": 0.1},
+    "simcse": {"learning_rate": 5e-5, "per_device_train_batch_size": 128, "warmup_steps": 0.1},
 }
+LENGTHS = {"mlm": 128, "tsdae": 75, "simcse": 32}  # tokens of an input
 OWN = {"own_text": ["own_text"], "own_text_mlm": ["own_text", "mlm_only"]}  # arm -> recipes
 OWN_FLAGS = ["--run.eval_every=1000000", "--run.save_every=1000000", "--run.eval_examples=10"]
 OWN_FLAGS += ["--run.keep_best=null"]  # recall would choose between the first and the last step
@@ -94,28 +84,25 @@ def train_peer(arm: str, model: str, documents: Path, steps: int, seed: int, fol
     """Trains a peer on the CPU and writes `folder`/hf; returns the CPU seconds, without those that cut the text."""
     import sentence_transformers  # noqa: F401 (its import is no training time)
 
-    recipe = PEERS[arm]
-    texts: Any = (blocks if arm == "mlm" else passages)(documents, model, recipe.length)
+    length = LENGTHS[arm]
+    texts: Any = (blocks if arm == "mlm" else passages)(documents, model, length)
     start = cpu_clock()
     options: dict[str, Any] = {
         "output_dir": str(folder / "trainer"),
         "max_steps": steps,
-        "per_device_train_batch_size": recipe.batch_size,
-        "learning_rate": recipe.learning_rate,
-        "warmup_steps": round(recipe.warmup * steps),
         "seed": seed,
         "use_cpu": True,
         "report_to": "none",
         "save_strategy": "no",
         "logging_strategy": "no",
         "disable_tqdm": True,
-    }
+    } | PEERS[arm]
     set_seed(seed)
     with quiet_transformers():
         if arm == "mlm":
             trained = train_mlm(model, texts, options)
         else:
-            trained = train_sentence_encoder(arm, model, texts, recipe.length, options)
+            trained = train_sentence_encoder(arm, model, texts, length, options)
         trained.save_pretrained(folder / "hf")
         AutoTokenizer.from_pretrained(model).save_pretrained(folder / "hf")
     return cpu_clock() - start

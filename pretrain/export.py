@@ -60,8 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError("set either --output or --multi_vector, to a new folder.")
     if not (run_folder / "settings.yaml").exists():
         raise UserError(f"{run_folder}: is not a run folder of pretrain/run.py.")
-    begun = load_settings(PretrainSettings, [run_folder / "settings.yaml"]).model
-    if options.towards_base and begun.random_weights:
+    if options.towards_base and settings_of(run_folder).model.random_weights:
         raise UserError(f"{run_folder}: --towards_base: the run began with random weights.")
     steps = saved_steps(run_folder / "checkpoints")
     step = max(steps, default=0) if options.step is None else options.step
@@ -81,6 +80,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     what = f"step {', '.join(map(str, steps))} of {run_folder}"
     print_summary([("model", f"{folder} ({what})")], next_command(folder))
     return 0
+
+
+def settings_of(run_folder: Path) -> PretrainSettings:
+    """Returns the settings of a run, with its length and intervals in steps."""
+    return load_settings(PretrainSettings, [run_folder / "settings.yaml"])
 
 
 def check_target(flag: str, folder: Path, run_folder: Path) -> None:
@@ -175,7 +179,7 @@ def model_before(run_folder: Path, facets: bool = True) -> tuple[Any, Any]:
     """Returns the model that a run began with, built again, and its tokenizer; see `build_model`."""
     import torch
 
-    settings = load_settings(PretrainSettings, [run_folder / "settings.yaml"])
+    settings = settings_of(run_folder)
     commit = read_json(run_folder / "model" / EXPORT_INFO)["base_commit"]
     torch.manual_seed(settings.train.seed)
     model = settings.model.model_copy(update={"revision": commit or settings.model.revision})

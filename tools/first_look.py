@@ -31,8 +31,7 @@ from multicls.labels import read_labelled
 from multicls.passages import CANDIDATES, LENGTH, TOKENS, Passages, read_passages
 from multicls.probe import Array, Draws, draw_rows, embed, targets_of, topic_columns
 from multicls.sample import SAMPLE, SAMPLE_CORPUS
-from multicls.settings import Settings, load_settings, parse
-from pretrain.settings import PretrainSettings
+from multicls.settings import Settings, parse
 
 LOSSES = {"loss/mlm": "MLM", "loss/tfidf": "TF-IDF", "loss/mcqt": "MCQT"}
 NAMES = {"cls": "[CLS]", "mean": "mean over tokens", "sum": "facets"}
@@ -115,12 +114,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(Options, argv, prog="tools/first_look.py", doc=__doc__)
     from transformers import AutoModel, AutoTokenizer  # after --help
 
-    from pretrain.export import model_before
+    from pretrain.export import model_before, settings_of
 
     run, hf = options.run, options.run / "hf"
     if not (hf / "config.json").exists():
         raise UserError(f"{run}: not a finished run; train it with pretrain/run.py first.")
-    settings = load_settings(PretrainSettings, [run / "settings.yaml"])
+    settings = settings_of(run)
     corpus = Corpus(SAMPLE_CORPUS if settings.data.corpus == SAMPLE else settings.data.corpus)
     of_run, table = settings.probe, None
     if path := options.probe_file or of_run.file:

@@ -3,7 +3,6 @@
 import gzip
 import json
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +22,9 @@ SMALL = ["--steps", "2", "--train_rows", "12", "--draws", "3", "--max_length", "
 @pytest.fixture(autouse=True)
 def small_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Peers and our arms learn from short inputs."""
-    for peer, recipe in peer_training.PEERS.items():
-        small = replace(recipe, length=32, batch_size=8)
-        monkeypatch.setitem(peer_training.PEERS, peer, small)
+    for peer, arguments in peer_training.PEERS.items():
+        monkeypatch.setitem(peer_training.LENGTHS, peer, 32)
+        monkeypatch.setitem(arguments, "per_device_train_batch_size", 8)
     flags = ["--data.seq_length=32", "--run.eval_examples=10", "--data.num_workers=0"]
     monkeypatch.setattr(peer_training, "OWN_FLAGS", [*peer_training.OWN_FLAGS, *flags])
 
