@@ -1,13 +1,14 @@
 """Commands run to their end, waiting for what happens instead of for a time, free ports, and living processes."""
 
 import contextlib
+import json
 import os
 import random
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,32 @@ def completed(words: Sequence[object], **options: Any) -> subprocess.CompletedPr
     """Runs a command to its end; returns its exit code and output. `options` are those of `subprocess.run`."""
     command = [str(word) for word in words]
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+
+
+FORKS = """
+import json, os, runpy, sys
+import pydantic_settings, yaml
+heavy = {"torch", "transformers", "deepspeed", "datasets", "pandas", "distributed"}
+end = os._exit
+os._exit = lambda code: (print("heavy:", sorted(heavy & set(sys.modules)), flush=True), end(code))
+for words in json.load(sys.stdin):
+    if child := os.fork():
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), end="\\0", flush=True)
+        continue
+    os.dup2(1, 2)
+    sys.argv = words
+    try: runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as left: os._exit(left.code or 0)
+"""
+
+
+def answers_of(commands: Iterable[Sequence[str]]) -> list[str]:
+    """Runs scripts in forks of one process that has imported what all settings need.
+
+    Returns what each prints, then a line with the frameworks that it has imported, then its exit code.
+    """
+    options: Any = {"cwd": Path(__file__).parents[1], "input": json.dumps(list(commands))}
+    return completed([sys.executable, "-c", FORKS], **options).stdout.split("\0")
 
 
 def until(condition: Callable[[], object], what: Callable[[], str] = lambda: "") -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -13,9 +11,8 @@ from pydantic import Field, PositiveInt, model_validator
 from pydantic_settings import CliPositionalArg
 
 from multicls.errors import UserError
-from multicls.files import REPOSITORY
 from multicls.settings import RecipeOptions, Settings, load_settings, parse
-from tests.processes import completed
+from tests.processes import answers_of
 
 DOC = """Does it.
 
@@ -189,32 +186,14 @@ COMMANDS += [f"finetune/{name}" for name in FINETUNING]
 QUICK = [*product(COMMANDS, [("--help", 0, ""), ("--no_such_flag", 2, "no such flag")])]
 QUICK += [("pretrain/run", ("--status --output_dir nowhere", 3, "not begun"))]
 QUICK += [("finetune/run", ("--model m --task rte --head x", 2, "no such head"))]
-CODE = """
-import json, os, runpy, sys
-import pydantic_settings, yaml
-heavy = {"torch", "transformers", "deepspeed", "datasets", "pandas", "distributed"}
-end = os._exit
-os._exit = lambda code: (print("heavy", heavy & set(sys.modules), flush=True), end(code))
-for words in json.load(sys.stdin):
-    if child := os.fork():
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), end="\\0", flush=True)
-        continue
-    os.dup2(1, 2)
-    sys.argv = words
-    try: runpy.run_path(sys.argv[0], run_name="__main__")
-    except SystemExit as left: os._exit(left.code or 0)
-"""
 
 
 @pytest.fixture(scope="module")
 def answers() -> list[str]:
-    """What each of the commands prints, and its exit code, in forks of a process that has imported the settings."""
-    commands = [[f"{command}.py", *words.split()] for command, (words, *_) in QUICK]
-    options: Any = {"cwd": REPOSITORY, "input": json.dumps(commands)}
-    return completed([sys.executable, "-c", CODE], **options).stdout.split("\0")
+    return answers_of([f"{command}.py", *words.split()] for command, (words, *_) in QUICK)
 
 
 @pytest.mark.parametrize("number", range(len(QUICK)), ids=lambda number: QUICK[number][0])
 def test_quick_answers_import_no_framework(answers: list[str], number: int) -> None:
     _, (_, code, text) = QUICK[number]
-    assert answers[number].endswith(f"heavy set()\n{code}") and text in answers[number]
+    assert answers[number].endswith(f"heavy: []\n{code}") and text in answers[number]
