@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +33,6 @@ TUNING_ROWS = 10_000  # most rows that choose C: more take hours and hardly chan
 UNSEEN = 30.0  # logits of a class that no training row has are lower by this
 
 Layer = tuple[Array, Array]  # weight (C, F) and bias (C,)
-Fitted = TypeVar("Fitted")
 
 
 def fit_probe(
@@ -56,11 +55,8 @@ def fit_probe(
 
 
 def fit_on_all_labels(
-    rows: TaskData,
-    inputs: Mapping[str, Array],
-    fit: Callable[[Array, Sequence[Example]], Fitted],
-    apply: Callable[[Fitted, Array], Array],
-) -> tuple[Fitted, dict[str, Array]]:
+    rows: TaskData, inputs: dict[str, Array], fit: Callable[..., Any], apply: Callable[..., Array]
+) -> tuple[Any, dict[str, Array]]:
     """Returns what `fit` makes of training and validation rows, and its outputs for the other splits.
 
     The outputs for the validation rows are those of a fit on the training rows alone.

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 Record = dict[str, Any]
 Predictions = Mapping[str, Mapping[str, Array]]  # of a task by split; see `example_arrays`
+Scored = Sequence[tuple[TaskData, Predictions]]  # of each task
 FORMAT = 4
 RECORD, SETTINGS, ERROR = "record.json", "settings.yaml", "error.json"
 PREDICTIONS = "predictions.parquet"
@@ -86,11 +87,7 @@ def write_run(
 
 
 def save_calibrated(
-    system: TrainedSystem,
-    folder: Path,
-    record: Record,
-    tasks: Sequence[tuple[TaskData, Predictions]],
-    refit: Record | None = None,
+    system: TrainedSystem, folder: Path, record: Record, tasks: Scored, refit: Record | None = None
 ) -> None:
     """Saves the model with the temperature and thresholds of a run, and its card; see `model_card`."""
     model = system.model
@@ -132,11 +129,7 @@ def _task_entry(rows: TaskData, predictions: Predictions) -> dict[str, Any]:
     }
 
 
-def model_card(
-    record: Record,
-    tasks: Sequence[tuple[TaskData, Predictions]],
-    refit: Record | None = None,
-) -> str:
+def model_card(record: Record, tasks: Scored, refit: Record | None = None) -> str:
     """Returns the card of a saved model as Markdown with the Hub's metadata; `refit` is of `finetune.refit`."""
     from huggingface_hub import ModelCard, ModelCardData
 
@@ -222,7 +215,7 @@ def run_state(folder: Path) -> tuple[str, str]:
     return ("at work", f"by {holder}") if holder else ("missing", "")
 
 
-def write_predictions(path: Path, tasks: Sequence[tuple[TaskData, Predictions]]) -> None:
+def write_predictions(path: Path, tasks: Scored) -> None:
     """Writes a row for each evaluated example, for people and `load_predictions`.
 
     Columns: task, split, label and predicted (names, or scores), target and outputs (lists of numbers), and the fields

@@ -14,7 +14,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/: its names hide packages
 
@@ -118,7 +117,7 @@ def _load_task(
     return replace(data, task=replace(data.task, max_length=max_length or data.task.max_length))
 
 
-def identify(settings: RunSettings, data: Sequence[TaskData]) -> dict[str, Any]:
+def identify(settings: RunSettings, data: Sequence[TaskData]) -> Record:
     """Returns all that decides a run's numbers, for its record and its checkpoints."""
     return {
         "settings": settings.compared(),
@@ -127,7 +126,7 @@ def identify(settings: RunSettings, data: Sequence[TaskData]) -> dict[str, Any]:
     }
 
 
-def _train(settings: RunSettings, rows: Sequence[TaskData], identity: dict[str, Any]) -> Record:
+def _train(settings: RunSettings, rows: Sequence[TaskData], identity: Record) -> Record:
     from finetune.training import find_device
     from multicls.optim import choose_precision
 
@@ -143,7 +142,7 @@ def _train(settings: RunSettings, rows: Sequence[TaskData], identity: dict[str, 
 def train_system(
     settings: RunSettings,
     rows: Sequence[TaskData],
-    identity: dict[str, Any],
+    identity: Record,
     folder: Path,
     picks: bool = True,
 ) -> TrainedSystem:

@@ -19,12 +19,10 @@ def select_rows(data: TaskData, size: int | str, subset: int, holdout: bool) -> 
     own rows) stay on one side, classes in proportion.
     """
     total = len(data.train)
-    if isinstance(size, int):
-        rows = draw_rows(total, size, subset)
-    elif size == "full":
-        rows = list(range(total))
-    else:
+    if isinstance(size, str) and size != "full":
         rows = draw_shots(data, int(size.removesuffix("-shot")), subset)
+    else:
+        rows = draw_rows(total, size if isinstance(size, int) else total, subset)
     held = set[int]()
     if holdout:
         drawn = [data.train[row] for row in rows]
