@@ -92,10 +92,7 @@ class Comparison(Uncertain):
 
 
 def summarise(runs: pd.DataFrame) -> Estimate:
-    """Returns the estimate of one system from its runs.
-
-    Their columns are score, pretraining, subset, seed, weights_sha256 and maybe `effects`, by `row_effects`.
-    """
+    """Returns the estimate of one system from its runs; column `effects`, by `row_effects`, may be missing."""
     unit = next((name for name in UNITS if runs[name].nunique() > 1), "seed")
     is_one_checkpoint = unit == "pretraining" and runs["weights_sha256"].nunique() == 1
     replicates = runs.groupby(unit)
@@ -119,10 +116,7 @@ def _uncertainty(units: Array, rows: Array) -> tuple[float, float, float, float,
 
 
 def shared_variance(rows: Array) -> float:
-    """Returns the variance by the rows that R replicates share: the mean covariance of two of them.
-
-    What the rows do to one replicate alone is in the spread of the replicates already.
-    """
+    """Returns the variance by the rows that R replicates (G, R) share: the mean covariance of two of them."""
     replicates = rows.shape[1]
     if not rows.size or replicates == 1:
         return float(np.square(rows).sum())
@@ -155,10 +149,7 @@ def row_effects(task: Task, predictions: Mapping[str, Array]) -> Array:
 
 
 def compare(first: Estimate, second: Estimate) -> Comparison:
-    """Compares two systems, paired where their replicates have the same checkpoints or training subsets.
-
-    Otherwise the variances of the replicates add up, as in Welch's test.
-    """
+    """Compares two systems, paired where replicates have the same checkpoints or subsets, else as Welch's test does."""
     same_rows = len(first.rows) == len(second.rows)
     if places := _pairs(first.keys, second.keys):
         here, there = map(list, zip(*places, strict=True))

@@ -251,8 +251,8 @@ def _help(index: int, runs: Sequence[RunSettings], logs: Path, began: float) -> 
 def work(runs: Sequence[RunSettings], began: float, waits: bool) -> None:
     """Makes all runs that no other process makes, the longest first.
 
-    If it `waits`, it stays until the others have made theirs, and takes over those that are killed. Elements of a job
-    array leave instead, since each keeps a GPU; the same command fills up what is missing.
+    If it `waits`, it stays until the others have made theirs, and takes over those that are killed. An element of a job
+    array leaves instead, since it keeps a GPU.
     """
     pending = sorted(runs, key=_work_of, reverse=True)
     with Progress(len(runs), "run", "grid") as progress:

@@ -32,10 +32,7 @@ METRICS: dict[str, Callable[[Array, Array], Any]] = {  # of labels and predictio
 
 
 def metric(name: str, labels: Array, predictions: Array) -> float:
-    """Returns a metric of `METRICS`; 0 where it is undefined, as for constant predictions or one row.
-
-    A class that is neither labelled nor predicted does not count for an F1.
-    """
+    """Returns a metric of `METRICS`, 0 where it is undefined; classes without label and prediction do not count."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about constants
         value = float(METRICS[name](labels, predictions))
@@ -109,10 +106,7 @@ def _values(task: Task, predictions: Mapping[str, Array]) -> dict[str, float]:
 
 
 def row_values(task: Task, predictions: Mapping[str, Array]) -> tuple[Array | None, Array]:
-    """Returns values whose mean is the main score, None if it is no such mean, and the unit (passage) of each.
-
-    A value is of a row, or in ReCoRD of a query.
-    """
+    """Returns values (of rows, or ReCoRD's queries) whose mean is the main score, or None, and the unit of each."""
     passages, main = predictions["passages"], task.metrics[0]
     units = np.where(passages != "", passages, predictions["ids"])
     if main in ("acc", "exact_match"):

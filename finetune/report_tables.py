@@ -95,8 +95,7 @@ def _check_names(flag: str, names: Sequence[str], known: Iterable[str]) -> None:
 def make_groups(runs: pd.DataFrame, split: str | None = None) -> pd.DataFrame:
     """Returns a row for each task, size and system; the best mean score first within a size.
 
-    Columns: those of the first of its runs; `runs`; those of `Estimate`; `interval`, over replicates and rows, or over
-    the rows of a single run.
+    Columns: those of its first run and of `Estimate`, `runs`, and `interval`, of a single run over its rows only.
     """
     groups = []
     for _, group in evaluate_runs(runs, split).groupby(KEYS):
@@ -255,10 +254,7 @@ def results_table(groups: pd.DataFrame) -> pd.DataFrame:
 
 
 def error_tables(groups: pd.DataFrame, number: int) -> dict[str, pd.DataFrame]:
-    """Returns tables of the best system of each task: its most confident errors, and which classes it confuses.
-
-    They are of the system's first run. Tasks of scores have none.
-    """
+    """Returns tables of the first run of each task's best system: most confident errors, and confused classes."""
     tables = dict[str, pd.DataFrame]()
     for name, of_task in groups.groupby("task"):
         best = of_task.sort_values("mean").iloc[-1]

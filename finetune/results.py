@@ -51,10 +51,7 @@ class TrainedSystem(NamedTuple):
 def write_run(
     settings: RunSettings, rows: Sequence[TaskData], system: TrainedSystem, identity: Record
 ) -> Record:
-    """Scores a run and writes its folder: its model, if it is to be saved, its predictions and recipe, its record last.
-
-    The record has the fields of `system` and `identity`, too.
-    """
+    """Scores a run and writes its folder: its model, if it is to be saved, predictions and recipe, its record last."""
     folder = settings.folder
     tasks = [
         (part, {split: example_arrays(part.splits[split], logits) for split, logits in of.items()})
@@ -171,10 +168,7 @@ def read_record(folder: Path) -> Record | None:
 
 
 def finished_record(settings: RunSettings, identity: Record | None = None) -> Record | None:
-    """Returns the record of a run whose folder holds all that the run is to save, else None.
-
-    A record of another version or identity is a `UserError`, which names both values of what differs.
-    """
+    """Returns the record of a run if all is there that it is to save, else None; that of another is a `UserError`."""
     if (record := read_record(settings.folder)) is None:
         return None
     if identity and (what := ", ".join(differences(record, identity).values())):

@@ -55,10 +55,7 @@ def draw_shots(data: TaskData, shots: int, seed: int) -> list[int]:
 
 
 def strata(task: Task, rows: Sequence[Example]) -> list[Hashable]:
-    """Returns what is kept in proportion for each row: its class, or of several labels the rarest.
-
-    Rows of scores, or that are judged in groups, are all alike.
-    """
+    """Returns what is kept in proportion for each row: its class, or of several the rarest; nothing of scores."""
     if task.is_regression or any(row.group for row in rows):
         return [0] * len(rows)
     if not task.multi_label:
@@ -86,8 +83,7 @@ def missing_classes(
 def draw_rows(num_rows: int, size: int, seed: int) -> list[int]:
     """Draws `size` of `num_rows` rows without replacement; returns their indices, ascending.
 
-    Rows are ranked by SHA-256 of "seed:index" and the first ones taken. No version of a random generator changes the
-    subset, and a smaller subset is a part of every larger one of the same seed.
+    Rows are ranked by SHA-256 of "seed:index", so a smaller subset is a part of every larger one of the same seed.
     """
     return sorted(_ranked(range(num_rows), f"{seed}")[:size])
 

@@ -129,8 +129,7 @@ class TaskData:
 def example_arrays(examples: Sequence[Example], outputs: Array) -> dict[str, Array]:
     """Returns what scores need, by name.
 
-    `logits` (N, C); `labels` (N,) or (N, C); `ids`, `places`, `parts`, `groups`, `answers`, `passages`
-    (N,); `texts` (N,), the texts of each row with line feeds between them.
+    `logits` (N, C); `labels` (N,) or (N, C); `ids`, `places`, `parts`, `groups`, `answers`, `passages`, `texts` (N,).
     """
     labels = np.array([example.labels or example.label for example in examples], dtype=float)
     arrays = {"logits": outputs, "labels": labels}

@@ -89,12 +89,9 @@ class ChunkSampler(Sampler[list[Chunk]]):
 
 
 def _batch_size(settings: RunSettings, rows: int) -> int:
-    """Returns the default batch size for the largest task's training rows, as in Multi-CLS BERT.
-
-    IsoBN takes 32, as its paper: of 4 rows its statistics are noise.
-    """
+    """Returns the default batch size for the largest task's training rows, as in Multi-CLS BERT."""
     if settings.head == "isobn":
-        return 32
+        return 32  # as its paper; of 4 rows its statistics are noise
     if rows > 3000 or (settings.task_names and settings.train_size == "full"):
         return 16
     return 8 if rows > 300 else 4
