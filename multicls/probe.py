@@ -232,10 +232,7 @@ def targets_of(kind: LabelType, labels: Sequence[Any], classes: Sequence[str]) -
 
 
 def draw_rows(
-    kind: LabelType,
-    targets: Array,
-    train_rows: int = TRAIN_ROWS,
-    draws: int = DRAWS,
+    kind: LabelType, targets: Array, train_rows: int = TRAIN_ROWS, draws: int = DRAWS
 ) -> Draws:
     """Draws training rows at random, the same ones each time.
 

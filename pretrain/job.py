@@ -310,7 +310,12 @@ def _describe(job: Job) -> None:
     """Writes to the run folder: the model of a new run, settings, DeepSpeed JSON, software and command."""
     settings = job.settings
     if not job.start_step:
-        _check_not_lost(job.run_folder, settings.run.save_every)
+        steps = [record["step"] for record in read_jsonl(job.run_folder / "metrics.jsonl")]
+        if max(steps, default=0) > settings.run.save_every:  # it has come far enough to have saved
+            raise UserError(
+                f"{job.run_folder}: reports step {max(steps)}, but holds no checkpoint: put it back, or set "
+                "--output_dir."
+            )
         source = "" if settings.model.random_weights else settings.model.checkpoint
         describe_model(job.model, job.tokenizer, job.run_folder, source, job.corpus.manifest)
     for marker in (STOPPED, DONE):  # a finished run may continue with more steps
@@ -321,12 +326,3 @@ def _describe(job: Job) -> None:
     name = torch.cuda.get_device_name() if uses_cuda() else platform.machine()
     record = {"command": shlex.join(sys.argv), "world_size": dist.get_world_size(), "device": name}
     write_json(job.run_folder / "env.json", environment_record() | record)
-
-
-def _check_not_lost(run_folder: Path, save_every: float) -> None:
-    """Refuses to start again silently where a run has come far enough to have saved."""
-    steps = [record["step"] for record in read_jsonl(run_folder / "metrics.jsonl")]
-    if max(steps, default=0) > save_every:
-        raise UserError(
-            f"{run_folder}: reports step {max(steps)}, but holds no checkpoint: put it back, or set --output_dir."
-        )

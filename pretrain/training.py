@@ -51,11 +51,6 @@ def build_profiler(folder: Path, steps: int | None) -> profile | None:
     return profile(schedule=once, on_trace_ready=tensorboard_trace_handler(str(folder)))
 
 
-def weighted_sum(losses: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
-    """Returns the loss to minimise: the sum of the losses, each with its weight."""
-    return torch.stack([weights[name] * loss for name, loss in losses.items()]).sum()
-
-
 def train_step(
     engine: Any,
     settings: PretrainSettings,
@@ -83,7 +78,8 @@ def train_step(
         FloatingPointError: More steps than `train.skip_nonfinite` had losses or gradients that are not finite; the
             weights are those before the step.
     """
-    train, sums = settings.train, MetricSums() if sums is None else sums
+    train, weights = settings.train, settings.objective.in_use
+    sums = MetricSums() if sums is None else sums
     guard = guard or NonFiniteGuard(engine, train.skip_nonfinite)
     for group in engine.optimizer.param_groups:
         group["lr"] = lr_at(step, train) * group.get("lr_factor", 1.0)
@@ -94,7 +90,8 @@ def train_step(
     for batch in batches:
         torch.manual_seed(dropout_seed(train.seed, batch.number))
         outputs = _forward(engine, settings, batch, normalizers, train.negatives_group)
-        engine.backward(mask_nonfinite(weighted_sum(outputs.losses, settings.objective.in_use)))
+        weighted = [weights[name] * loss for name, loss in outputs.losses.items()]
+        engine.backward(mask_nonfinite(torch.stack(weighted).sum()))
         losses.append({name: loss.detach() for name, loss in outputs.losses.items()})
         terms.append(loss_terms(losses[-1], batch, normalizers))
         if measured:
