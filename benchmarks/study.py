@@ -34,7 +34,6 @@ class Options(Settings):
     corpus: str = Field(description="corpus folder, made with the model's tokenizer")
     data_dir: str | None = Field(None, description="folder of the tasks; default: the Hub")
     output_dir: str = Field("runs/study", description="folder of the study")
-    plan: str = Field("benchmarks/study.yaml", description="what is compared")
     jobs: int = Field(1, ge=1, description="fine-tuning processes side by side")
 
 
@@ -85,7 +84,7 @@ def add_answers(report: Report, runs: pd.DataFrame, questions: Mapping[str, list
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs or resumes the study and writes its tables."""
     options = parse(Options, argv, prog="benchmarks/study.py", doc=__doc__)
-    plan = yaml.safe_load((REPOSITORY / options.plan).read_text("utf-8"))
+    plan = yaml.safe_load((REPOSITORY / "benchmarks" / "study.yaml").read_text("utf-8"))
     output = Path(options.output_dir)
     models = pretrain(plan, options)
     recipe, results = output / "grid.yaml", output / "results"
