@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, compress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, NamedTuple, TypeVar
@@ -79,21 +79,20 @@ def build_unit(
     target = work / unit.key
     if target.exists():
         return
-    encoder = load_encoder(tokenizer)
     # A scheduler may take a worker for dead that still runs, and build its unit again elsewhere. So
     # each has its own folder; the first to finish gives the unit.
     with TemporaryDirectory(prefix=f".{unit.key}.", dir=work) as scratch:
         folder = Path(scratch, unit.key)
         folder.mkdir()
         with keeper(folder / DROPPED_TEXT, settings.keep_dropped) as file:
-            drops = DropLog(file=file)
-            documents = _encode(_clean(unit, settings, drops), encoder, settings, drops)
+            builder = _Builder(settings, load_encoder(tokenizer), DropLog(file=file))
+            documents = builder.encode(builder.clean(unit))
             try:
-                _write(folder, _join_short(documents, settings, drops), shard_tokens)
+                _write(folder, builder.join_short(documents), shard_tokens)
             except Exception as error:
                 error.add_note(f"in {unit}")
                 raise
-        write_json(folder / "drops.json", drops.to_json())
+        write_json(folder / "drops.json", builder.drops.to_json())
         try:
             folder.rename(target)
         except OSError:
@@ -112,12 +111,32 @@ def load_encoder(path: Path) -> TextEncoder:
     return TextEncoder(path.read_text(encoding="utf-8"))
 
 
-def _clean(
-    unit: Unit, settings: BuildOptions, drops: DropLog
-) -> Iterator[tuple[RawDocument, list[str]]]:
-    """Yields each document with sentences, without its text, and the sentences."""
-    for file in unit.files:
-        for raw in read_documents(file, settings):
+def _batched(
+    items: Iterable[Item], size: Callable[[Item], int], limit: int
+) -> Iterator[list[Item]]:
+    """Yields lists of consecutive items whose sizes add up to `limit`; the last may have less."""
+    batch, total = list[Item](), 0
+    for item in items:
+        batch.append(item)
+        total += size(item)
+        if total >= limit:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
+
+
+class _Builder(NamedTuple):
+    """The steps from files to documents; `drops` counts what each step leaves out."""
+
+    settings: BuildOptions
+    encoder: TextEncoder
+    drops: DropLog
+
+    def clean(self, unit: Unit) -> Iterator[tuple[RawDocument, list[str]]]:
+        """Yields each document with sentences, without its text, and the sentences."""
+        settings, drops = self.settings, self.drops
+        for raw in chain.from_iterable(read_documents(file, settings) for file in unit.files):
             if settings.limit and drops.documents[raw.source] >= settings.limit:
                 return
             if raw.dropped:
@@ -135,7 +154,7 @@ def _clean(
                 raise
             except BaseException as error:  # of a library: costs this document only
                 drops.text[raw.source] = counted + len(raw.text)
-                _failed(error, raw, [raw.text], drops)
+                self._failed(error, raw, [raw.text])
                 continue
             if sentences:
                 yield raw._replace(text=""), sentences
@@ -143,113 +162,85 @@ def _clean(
                 reason = "documents_without_sentences" if raw.text.strip() else "documents_empty"
                 drops.add(reason, raw, raw.text.strip() or raw.title, 0)
 
+    def _failed(self, error: BaseException, raw: RawDocument, texts: list[str]) -> None:
+        message = f"{type(error).__name__}: {error}: {chr(10).join(texts)}"
+        self.drops.add("documents_failed", raw, message, sum(map(len, texts)))
 
-def _failed(error: BaseException, raw: RawDocument, texts: list[str], drops: DropLog) -> None:
-    message = f"{type(error).__name__}: {error}: {chr(10).join(texts)}"
-    drops.add("documents_failed", raw, message, sum(map(len, texts)))
+    def encode(self, documents: Iterable[tuple[RawDocument, list[str]]]) -> Iterator[Document]:
+        """Yields the documents as tokens, encoding many sentences at a time."""
+        for batch in _batched(documents, lambda document: len(document[1]), BATCH_SENTENCES):
+            try:
+                tokens, lengths = self.encoder.encode([s for _, texts in batch for s in texts])
+            except FATAL:
+                raise
+            except BaseException as error:  # of the tokenizer: only the document with it is dropped
+                if len(batch) == 1:
+                    self._failed(error, *batch[0])
+                for document in batch if len(batch) > 1 else ():
+                    yield from self.encode([document])
+                continue
+            ends = np.cumsum([len(texts) for _, texts in batch])[:-1]
+            spans = np.split(tokens, np.cumsum(lengths)[ends - 1])
+            for document, *arrays in zip(batch, spans, np.split(lengths, ends), strict=True):
+                yield from self._encoded(*document, *arrays)
 
+    def _encoded(
+        self, raw: RawDocument, sentences: list[str], tokens: np.ndarray, lengths: np.ndarray
+    ) -> Iterator[Document]:
+        """Yields a document without the sentences that have no token or too many, if any are left."""
+        kept = (lengths > 0) & (lengths <= MOST_TOKENS)
+        for i in np.flatnonzero(~kept):
+            reason = "sentences_of_too_many_tokens" if lengths[i] else "sentences_without_tokens"
+            self.drops.add(reason, raw, sentences[i], len(sentences[i]))
+        if not kept.all():
+            sentences = list(compress(sentences, kept))
+            tokens, lengths = tokens[np.repeat(kept, lengths)], lengths[kept]
+        if not sentences:
+            self.drops.add("documents_without_sentences", raw, raw.title, 0)
+            return
+        text = "\n".join(sentences)
+        characters = len(text) - len(sentences) + 1
+        is_short = len(sentences) < self.settings.min_sentences  # and may be dropped with its text
+        raw = raw._replace(text=text) if is_short else raw
+        yield Document(raw, _hash(text.encode()), characters, tokens, lengths)
 
-def _batched(
-    items: Iterable[Item], size: Callable[[Item], int], limit: int
-) -> Iterator[list[Item]]:
-    """Yields lists of consecutive items whose sizes add up to `limit`; the last may have less."""
-    batch, total = list[Item](), 0
-    for item in items:
-        batch.append(item)
-        total += size(item)
-        if total >= limit:
-            yield batch
-            batch, total = [], 0
-    if batch:
-        yield batch
+    def join_short(self, documents: Iterable[Document]) -> Iterator[Document]:
+        """Yields the documents; short ones are dropped, or joined with the next ones of their source."""
+        settings, groups = self.settings, dict[str, list[Document]]()
+        known: set[int] = set()  # hashes of short documents, whose copies are dropped
+        for document in documents:
+            if len(document.lengths) >= settings.min_sentences:
+                yield document
+            elif settings.short_documents == "drop":
+                self._drop("documents_too_short", document)
+            elif "duplicate_documents" in settings.rules and document.hash in known:
+                self._drop("documents_duplicate", document)
+            else:
+                known.add(document.hash)
+                group = groups.setdefault(document.raw.source, [])
+                group.append(document)
+                tokens = sum(len(member.tokens) for member in group)
+                sentences = sum(len(member.lengths) for member in group)
+                if tokens >= JOINED_TOKENS and sentences >= settings.min_sentences:
+                    yield from self._join(groups.pop(document.raw.source))
+        for group in groups.values():
+            yield from self._join(group)
 
+    def _join(self, group: list[Document]) -> Iterator[Document]:
+        """Yields a group as one document; drops it if it is still short."""
+        lengths = np.concatenate([document.lengths for document in group])
+        if len(lengths) < self.settings.min_sentences:
+            self._drop("documents_too_short", *group)
+            return
+        hashes = b"".join(document.hash.to_bytes(8, "little") for document in group)
+        tokens = np.concatenate([document.tokens for document in group])
+        characters = sum(document.characters for document in group)
+        raw = group[0].raw._replace(text="")
+        yield Document(raw, _hash(hashes), characters, tokens, lengths, len(group))
 
-def _encode(
-    documents: Iterable[tuple[RawDocument, list[str]]],
-    encoder: TextEncoder,
-    settings: BuildOptions,
-    drops: DropLog,
-) -> Iterator[Document]:
-    """Yields the documents as tokens, encoding many sentences at a time."""
-    for batch in _batched(documents, lambda document: len(document[1]), BATCH_SENTENCES):
-        try:
-            tokens, lengths = encoder.encode([text for _, texts in batch for text in texts])
-        except FATAL:
-            raise
-        except BaseException as error:  # of the tokenizer: only the document with it is dropped
-            if len(batch) == 1:
-                _failed(error, *batch[0], drops)
-            for document in batch if len(batch) > 1 else ():
-                yield from _encode([document], encoder, settings, drops)
-            continue
-        ends = np.cumsum([len(texts) for _, texts in batch])[:-1]
-        spans = np.split(tokens, np.cumsum(lengths)[ends - 1])
-        for (raw, texts), span, sizes in zip(batch, spans, np.split(lengths, ends), strict=True):
-            if encoded := _encoded(raw, texts, span, sizes, drops):
-                is_short = len(encoded.lengths) < settings.min_sentences  # may be dropped yet
-                yield encoded if is_short else encoded._replace(raw=raw)
-
-
-def _encoded(
-    raw: RawDocument, sentences: list[str], tokens: np.ndarray, lengths: np.ndarray, drops: DropLog
-) -> Document | None:
-    """Returns a document without the sentences that have no token or too many; None if none is left."""
-    kept = (lengths > 0) & (lengths <= MOST_TOKENS)
-    for i in np.flatnonzero(~kept):
-        reason = "sentences_of_too_many_tokens" if lengths[i] else "sentences_without_tokens"
-        drops.add(reason, raw, sentences[i], len(sentences[i]))
-    if not kept.all():
-        sentences = [sentence for sentence, keep in zip(sentences, kept, strict=True) if keep]
-        tokens, lengths = tokens[np.repeat(kept, lengths)], lengths[kept]
-    if not sentences:
-        drops.add("documents_without_sentences", raw, raw.title, 0)
-        return None
-    text = "\n".join(sentences)
-    characters = len(text) - len(sentences) + 1
-    return Document(raw._replace(text=text), _hash(text.encode()), characters, tokens, lengths)
-
-
-def _join_short(
-    documents: Iterable[Document], settings: BuildOptions, drops: DropLog
-) -> Iterator[Document]:
-    """Yields the documents; short ones are dropped, or joined with the next ones of their source."""
-    groups: dict[str, list[Document]] = {}
-    known: set[int] = set()  # hashes of short documents, whose copies are dropped
-    for document in documents:
-        if len(document.lengths) >= settings.min_sentences:
-            yield document
-        elif settings.short_documents == "drop":
-            _drop("documents_too_short", [document], drops)
-        elif "duplicate_documents" in settings.rules and document.hash in known:
-            _drop("documents_duplicate", [document], drops)
-        else:
-            known.add(document.hash)
-            group = groups.setdefault(document.raw.source, [])
-            group.append(document)
-            tokens = sum(len(member.tokens) for member in group)
-            sentences = sum(len(member.lengths) for member in group)
-            if tokens >= JOINED_TOKENS and sentences >= settings.min_sentences:
-                yield from _join(groups.pop(document.raw.source), settings.min_sentences, drops)
-    for group in groups.values():
-        yield from _join(group, settings.min_sentences, drops)
-
-
-def _join(group: list[Document], min_sentences: int, drops: DropLog) -> Iterator[Document]:
-    """Yields a group as one document; drops it if it is still short."""
-    lengths = np.concatenate([document.lengths for document in group])
-    if len(lengths) < min_sentences:
-        _drop("documents_too_short", group, drops)
-        return
-    hashes = b"".join(document.hash.to_bytes(8, "little") for document in group)
-    tokens = np.concatenate([document.tokens for document in group])
-    characters = sum(document.characters for document in group)
-    raw = group[0].raw._replace(text="")
-    yield Document(raw, _hash(hashes), characters, tokens, lengths, len(group))
-
-
-def _drop(reason: str, documents: Iterable[Document], drops: DropLog) -> None:
-    for document in documents:
-        drops.add(reason, document.raw, document.raw.text, document.characters)
+    def _drop(self, reason: str, *documents: Document) -> None:
+        for document in documents:
+            self.drops.add(reason, document.raw, document.raw.text, document.characters)
 
 
 def _hash(data: bytes) -> int:

@@ -217,10 +217,10 @@ def _list_data_set(
         return
     for path in [entry["filename"] for part in splits for entry in part.cache_files]:
         name = "/".join([base, *Path(path).parts[-2:]])  # in the cache, the folder is the commit
-        status, layout = os.stat(path), _layout(settings, LAYOUTS.get(hub, "plain"))
-        version, hub_name = str(status.st_mtime), "" if is_folder else hub
-        file = SourceFile(path, source or base, name, "arrow", status.st_size, version, layout)
-        yield file._replace(path=os.path.abspath(path), hub=hub_name)
+        size, version = os.path.getsize(path), str(os.path.getmtime(path))
+        place = os.path.abspath(path), source or base, name
+        layout = _layout(settings, LAYOUTS.get(hub, "plain"))
+        yield SourceFile(*place, "arrow", size, version, layout, hub="" if is_folder else hub)
 
 
 def _inspect(settings: BuildOptions, file: Entry) -> Entry:

@@ -14,7 +14,6 @@ from tokenizers import Tokenizer
 from data_prep.drops import DropLog
 from data_prep.examples import ExampleStream, SpecialIds, TrainingExample
 from data_prep.settings import CorpusOptions, ExampleOptions, ShowOptions
-from data_prep.windows import Part
 from multicls.console import count, print_summary
 from multicls.corpus import Corpus
 from multicls.errors import UserError
@@ -51,10 +50,10 @@ def sampled_examples(
 ) -> list[TrainingExample]:
     """Builds the first epoch's examples of sampled rows, as training does."""
     rows = sample_rows(corpus)
-    options: dict[str, Any] = {"seed": 0, "validation_fraction": 0.0, "num_parts": num_parts}
     if not any(len(corpus.row(row).offsets) > num_parts for row in rows):
         return []
-    stream = ExampleStream(corpus, special, seq_length=seq_length, **options)
+    options: Any = {"seq_length": seq_length, "num_parts": num_parts}
+    stream = ExampleStream(corpus, special, seed=0, validation_fraction=0, **options)
     return [example for row in rows for example in stream.examples_of_row(row, epoch=0)]
 
 
@@ -153,9 +152,8 @@ def stats(options: ExampleOptions) -> None:
         for _, source, document, text in drops.samples[reason][:3]:
             print(f"      {visible(f'{text} ({source}: {document})')[:110]}")
     if training.empty:
-        print(
-            f"\nno example: no document has {options.num_parts} sentences; prepare it with --short_documents join"
-        )
+        why = f"no document has {options.num_parts} sentences"
+        print(f"\nno example: {why}; prepare it with --short_documents join")
         return
     print(f"\n{training.to_string(float_format='{:.1%}'.format)}\n")
     hint = length_hint(training, lengths["tokens a sentence"])
@@ -177,8 +175,7 @@ def show(options: ShowOptions) -> None:
     row = corpus.row(options.row)
     tokenizer = Tokenizer.from_file(str(corpus.path / "tokenizer.json"))
     special = special_ids(corpus, tokenizer, options.num_facets)
-    seed = options.seed
-    settings: Any = {"seq_length": options.seq_length, "seed": seed, "num_parts": options.num_parts}
+    settings: Any = options.model_dump(include={"seq_length", "seed", "num_parts"})
     stream = ExampleStream(corpus, special, validation_fraction=0, **settings)
     examples = stream.examples_of_row(options.row, options.epoch)
     if options.window >= len(examples):
@@ -188,13 +185,17 @@ def show(options: ShowOptions) -> None:
     lines = [
         f"row {options.row}: {row.title!r} ({row.source}: {row.id})",
         f"{len(row.offsets) - 1} sentences, {len(row.tokens)} tokens",
-        f"window {options.window} of {len(examples)}, as in epoch {options.epoch} with seed {seed}:\n",
+        f"window {options.window} of {len(examples)}, as in epoch {options.epoch} with seed {options.seed}:\n",
     ]
     for sentence in range(example.parts[0].first, example.parts[-1].end):
         tokens = row.tokens[row.offsets[sentence] : row.offsets[sentence + 1]].tolist()
         lines.append(f"  {sentence}: {tokenizer.decode(tokens, skip_special_tokens=False)}")
     for p, part in enumerate(example.parts):
-        lines.append(f"\npart {'ABC'[p]}: {_in_words(part)}")
+        order = "swapped (label 1)" if part.swapped else "in order (label 0)"
+        words = f"sentences {part.first} to {part.cut - 1} | {part.cut} to {part.end - 1}, {order}"
+        if part.cut == part.end:
+            words = f"sentence {part.first}, a single segment, so no order to tell"
+        lines.append(f"\npart {'ABC'[p]}: {words}")
         lines += _sequence(example, p, tokenizer, options.num_facets)
     print("\n".join(lines))
 
@@ -223,14 +224,6 @@ def special_ids(corpus: Corpus, tokenizer: Tokenizer, num_facets: int) -> Specia
     added = enumerate(facet_tokens(vocabulary, num_facets), len(vocabulary))
     facets = tuple(vocabulary.get(name, number) for number, name in added)
     return SpecialIds(**{role: vocabulary[name] for role, name in names.items()}, facets=facets)
-
-
-def _in_words(part: Part) -> str:
-    """Returns the sentences of a part and their order."""
-    if part.cut == part.end:
-        return f"sentence {part.first}, a single segment, so no order to tell"
-    segments = f"sentences {part.first} to {part.cut - 1} | {part.cut} to {part.end - 1}"
-    return f"{segments}, {'swapped (label 1)' if part.swapped else 'in order (label 0)'}"
 
 
 def _sequence(example: TrainingExample, p: int, tokenizer: Tokenizer, facets: int) -> list[str]:
