@@ -136,7 +136,9 @@ def peak_of_windows(folders: list[Path]) -> tuple[int, int, float]:
         rows["row_starts"] = np.arange(len(hashes) + 1, dtype=np.int32) * 10
         return SimpleNamespace(**rows, source_names=["web"], begins=np.ones(len(hashes), bool))
 
+    size = sum(len(np.load(folder / "documents.npy", mmap_mode="r")) for folder in folders)
     corpus: Any = SimpleNamespace(num_shards=len(folders), shard=shard)
+    corpus.manifest = {"sources": {"web": {"rows": size}}}
     corpus.validation_limit = lambda fraction: fraction
     corpus.held_out = lambda number, limit: held_out_share(shard(number).hashes) < limit
     split: Any = {"validation": False, "validation_fraction": 0.01, "source_weights": {}}

@@ -69,12 +69,9 @@ class Document(NamedTuple):
 def build_unit(
     unit: Unit, settings: BuildOptions, work: Path, tokenizer: Path, shard_tokens: int
 ) -> None:
-    """Builds a unit's folder `work / unit.key`, unless it exists.
+    """Builds a unit's folder `work / unit.key`, unless it exists; a UserError if a file cannot be reached.
 
     `tokenizer` is a tokenizer.json; another content has another name.
-
-    Raises:
-        UserError: A file cannot be reached, or has no text field.
     """
     target = work / unit.key
     if target.exists():

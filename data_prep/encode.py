@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from itertools import chain, count
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +16,11 @@ from multicls.sample import SAMPLE, sample_model
 from multicls.tokenization import load_tokenizer
 
 CONFIG = "tokenizer_config.json"
+WORD_BY_WORD = {
+    "normalizer": "BertNormalizer",
+    "pre_tokenizer": "BertPreTokenizer",
+    "model": "WordPiece",
+}
 TABLE_WORDS = 1 << 19  # words in the table before it is emptied: about 100 MB a process
 _MARKS = r"([!-/:-@\[-`{-~\n])"  # ASCII punctuation, each always a word of its own, and the end of a sentence
 _END, _STOP = "\n", "."
@@ -25,11 +29,7 @@ _END, _STOP = "\n", "."
 def load_tokenizer_files(name: str) -> dict[str, bytes]:
     """Loads `tokenizer.json`, to which transformers converts other files, and `tokenizer_config.json` if there is one.
 
-    Args:
-        name: A folder, a tokenizer.json, a model id of the Hub, or "sample" for the embedded one.
-
-    Raises:
-        UserError: There is no such tokenizer, or it is not a fast one.
+    Raises a UserError if `name` is neither a folder, file, model of the Hub with a fast tokenizer, nor "sample".
     """
     from tokenizers import Tokenizer
 
@@ -62,13 +62,6 @@ class TextEncoder:
     sentence are those of its words, and words repeat. Other tokenizers get whole sentences.
 
     Text never becomes a special token: "[SEP]" in a sentence is split like any other word.
-
-    Args:
-        tokenizer_json: The text of a tokenizer.json.
-        table_words: Words in the table, at most, before it is emptied.
-
-    Attributes:
-        word_by_word: True if the tokenizer is a BERT tokenizer as above.
     """
 
     def __init__(self, tokenizer_json: str, table_words: int = TABLE_WORDS) -> None:
@@ -81,7 +74,10 @@ class TextEncoder:
         self.tokenizer.no_padding()
         size = self.tokenizer.get_vocab_size(with_added_tokens=True)
         self.dtype = np.dtype(np.uint16 if size <= 1 << 16 else np.uint32)
-        self.word_by_word = _is_word_by_word(json.loads(tokenizer_json))
+        parts = json.loads(tokenizer_json)
+        kinds = [(parts[name] or {}).get("type") for name in WORD_BY_WORD]
+        only_special = all(token["special"] for token in parts.get("added_tokens") or [])
+        self.word_by_word = only_special and kinds == list(WORD_BY_WORD.values())
         self._clear_table()
 
     def _clear_table(self) -> None:
@@ -136,10 +132,3 @@ class TextEncoder:
         ids = [encoding.ids for encoding in encodings]
         lengths = np.fromiter(map(len, ids), np.int64, count=len(ids))
         return np.fromiter(chain.from_iterable(ids), self.dtype, count=int(lengths.sum())), lengths
-
-
-def _is_word_by_word(parts: dict[str, Any]) -> bool:
-    kinds = [(parts[name] or {}).get("type") for name in ("normalizer", "pre_tokenizer", "model")]
-    added = parts.get("added_tokens") or []
-    only_special = all(token["special"] for token in added)
-    return only_special and kinds == ["BertNormalizer", "BertPreTokenizer", "WordPiece"]

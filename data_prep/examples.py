@@ -61,8 +61,7 @@ class ExampleStream:
         num_tokens: Number of tokens of the split's text, weighted by `source_weights`.
         budget: Number of text tokens that fit into a part.
 
-    Raises:
-        UserError: The split is empty, L leaves no room for text, or a weight is invalid.
+    Raises a UserError if the split is empty, L leaves no room for text, or a weight is invalid.
     """
 
     def __init__(
@@ -135,11 +134,7 @@ class ExampleStream:
         return [self._example(self._index.find(self.seed, epoch, i)) for i in indices]
 
     def examples_of_row(self, row: int, epoch: int) -> list[TrainingExample]:
-        """Returns the examples of a row in pass `epoch` over its source: none if it has fewer than P sentences.
-
-        Raises:
-            UserError: There is no such row.
-        """
+        """Returns the examples of a row in pass `epoch`: none if it has fewer than P sentences. Raises UserError."""
         windows = range(self._index.count(*self.corpus.locate(row)))
         return [self._example(Window(row, number, epoch)) for number in windows]
 

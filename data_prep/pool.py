@@ -40,12 +40,9 @@ Pool = Executor | None  # None: this process does all
 
 @contextmanager
 def open_pool(workers: int, scheduler: str | None) -> Iterator[Pool]:
-    """Opens an executor of Dask: processes of this machine, or a cluster that runs already.
+    """Opens an executor of Dask: processes of this machine, or a cluster that runs already (its file or address).
 
-    `scheduler` is the scheduler file or address of the cluster.
-
-    Raises:
-        UserError: The scheduler does not answer, or no worker process could be started.
+    Raises a UserError if the scheduler does not answer or no worker process could be started.
     """
     if workers == 1 and scheduler is None:
         yield None

@@ -66,11 +66,7 @@ class RawDocument(NamedTuple):
 
 
 def read_documents(file: SourceFile, settings: BuildOptions) -> Iterator[RawDocument]:
-    """Yields the documents of a file, in order; bad records with the reason to drop them.
-
-    Raises:
-        UserError: The file cannot be reached.
-    """
+    """Yields the documents of a file, and bad records with the reason to drop them; UserError if it is out of reach."""
     documents = _to_the_damage(file, settings)
     yield from _join_rows(documents) if file.layout == "sentences" else documents
 

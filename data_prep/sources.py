@@ -99,8 +99,7 @@ Entry = SourceFile | Skipped
 def list_inputs(settings: BuildOptions) -> tuple[list[SourceFile], list[Skipped]]:
     """Returns all input files in a fixed order, each checked by its first bytes, and what is skipped.
 
-    Raises:
-        UserError: An input is missing or nothing of it can be read; the message names all of them.
+    Raises a UserError that names all inputs that are missing or of which nothing can be read.
     """
     files, skipped, problems = list[SourceFile](), list[Skipped](), list[str]()
     for word in settings.input:
@@ -274,14 +273,14 @@ def _field_names(stream: Any, head: bytes, file_format: str) -> list[str]:
         return next(csv.reader(io.StringIO(text), delimiter=delimiter(text)), [])
     if file_format not in ("json", "jsonl"):
         return []
-    names, decode = dict[str, None](), json.JSONDecoder().raw_decode
+    names, decode = list[str](), json.JSONDecoder().raw_decode
     for rest in text.split("\n") if file_format == "jsonl" else [text.strip().removeprefix("[")]:
         with suppress(ValueError, RecursionError):  # a bad record, or the last one, which is cut
             while rest := rest.lstrip(", \t\r\n"):
                 record, end = decode(rest)
-                names |= dict.fromkeys(record if isinstance(record, dict) else ())
+                names += record if isinstance(record, dict) else []
                 rest = rest[end:]
-    return list(names)
+    return names
 
 
 def delimiter(text: str) -> str:
@@ -332,21 +331,15 @@ def open_raw(path: str) -> Any:
 
 
 def unread(file: SourceFile, seen: int) -> int:
-    """Estimates the number of characters of a damaged file that come after the `seen` ones.
-
-    What is left of a compressed file is taken to hold as much text a byte as what could be read.
-    """
-    given = 0
+    """Estimates the characters of a damaged file after the `seen` ones; compressed, it has as many a byte as before."""
+    suffix = os.path.splitext(file.path)[1]
+    if suffix not in OPENERS or not seen:
+        return max(file.size - seen, 0)
     with open_raw(file.path) as raw:
-        try:
-            with OPENERS.get(os.path.splitext(file.path)[1], nullcontext)(raw) as stream:
-                while chunk := stream.read(1 << 20):
-                    given += len(chunk)
-        except Exception:
-            position = raw.tell()
-            rest = max(file.size - position, 0)
-            return round(seen * rest / max(position, 1)) if seen else file.size
-    return max(given - seen, 0)
+        with suppress(Exception), OPENERS[suffix](raw) as stream:
+            while stream.read(1 << 20):
+                pass
+        return round(seen * max(file.size / max(raw.tell(), 1) - 1, 0))
 
 
 def _format(head: bytes, name: str, wanted: str) -> tuple[str, str]:

@@ -11,9 +11,9 @@ Every draw is a function of (seed, pass, row, window), so no example depends on 
 
 import math
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -51,11 +51,8 @@ class Part(NamedTuple):
 class WindowIndex:
     """Finds the window of each example of an epoch. It holds 8 bytes for each row of the split that has windows.
 
-    A row of fewer than `num_parts` sentences has no window. `examples.ExampleStream` explains the
-    arguments; `tokens_per_window` is W, and `per_epoch` the number of examples in an epoch.
-
-    Raises:
-        UserError: A weight is of a source that does not exist.
+    A row of fewer than `num_parts` sentences has no window. `examples.ExampleStream` explains the arguments;
+    `tokens_per_window` is W. Raises a UserError if a weight is of a source that does not exist.
     """
 
     def __init__(
@@ -70,10 +67,9 @@ class WindowIndex:
     ) -> None:
         self.num_parts, self.tokens_per_window = num_parts, tokens_per_window
         limit = corpus.validation_limit(validation_fraction)
-        # Of each source, shard after shard: its rows with windows, and their numbers of windows.
-        parts: dict[str, list[np.ndarray]] = defaultdict(list)
-        numbers: dict[str, list[np.ndarray]] = defaultdict(list)
-        tokens = Counter[str]()
+        # Of each source, its rows with windows and their numbers of windows; no memory is used beyond what is filled.
+        arrays: dict[str, np.ndarray] = {}
+        filled, tokens = Counter[str](), Counter[str]()
         self.num_documents = first_row = 0
         for number in range(corpus.num_shards):
             shard, in_split = corpus.shard(number), corpus.held_out(number, limit) == validation
@@ -81,28 +77,30 @@ class WindowIndex:
             counts = self._count(shard.num_tokens, np.diff(shard.row_starts)) * in_split
             for code, name in enumerate(shard.source_names):
                 rows = np.flatnonzero((counts > 0) & (shard.source_codes == code))
-                parts[name].append((rows + first_row).astype(np.uint32))
-                numbers[name].append(counts[rows].astype(np.uint32))
+                if name not in arrays:
+                    arrays[name] = np.empty(
+                        (2, corpus.manifest["sources"][name]["rows"]), np.uint32
+                    )
+                place = slice(filled[name], filled[name] + len(rows))
+                arrays[name][:, place] = rows + first_row, counts[rows]
+                filled[name] = place.stop
                 tokens[name] += int(shard.num_tokens[rows].sum())
             first_row += len(in_split)
-        if unknown := sorted(set(source_weights) - set(parts)):
+        if unknown := sorted(set(source_weights) - set(arrays)):
             start = "source_weights: the corpus has no source"
-            raise UserError(*(f"{start} {name!r}.{did_you_mean(name, parts)}" for name in unknown))
-        # The windows stand in the order of sources, and within a source in that of rows.
-        weights = np.array([source_weights.get(name, 1.0) for name in parts])
-        sizes = np.array([sum(int(part.sum()) for part in numbers[name]) for name in parts])
-        self._rows = np.concatenate(list(chain(*parts.values())))
-        parts.clear()  # of a large corpus, the lists take as much memory as the arrays
-        kind = np.uint32 if sizes.sum() < 1 << 32 else np.uint64
-        self._ends = np.concatenate(list(chain(*numbers.values())), dtype=kind)
-        np.cumsum(self._ends, dtype=kind, out=self._ends)
-        shown = np.rint(weights * sizes).astype(np.int64)  # in an epoch
-        self._sizes: list[int] = sizes.tolist()
-        self._starts: list[int] = (np.cumsum(sizes) - sizes).tolist()
+            raise UserError(*(f"{start} {name!r}.{did_you_mean(name, arrays)}" for name in unknown))
+        weights = np.array([source_weights.get(name, 1.0) for name in arrays])
+        self._rows = [array[0, : filled[name]] for name, array in arrays.items()]
+        self._ends = [array[1, : filled[name]] for name, array in arrays.items()]
+        self._sizes = [int(numbers.sum()) for numbers in self._ends]
+        for source, (ends, size) in enumerate(zip(self._ends, self._sizes, strict=True)):
+            ends = ends if size < 1 << 32 else ends.astype(np.uint64)
+            self._ends[source] = np.cumsum(ends, dtype=ends.dtype, out=ends)
+        shown = np.rint(weights * self._sizes).astype(np.int64)  # in an epoch
         self._shown: list[int] = shown.tolist()
         self._shown_ends: list[int] = np.cumsum(shown).tolist()
         self.per_epoch = self._shown_ends[-1]
-        self.num_tokens = round(float((weights * [tokens[name] for name in numbers]).sum()))
+        self.num_tokens = round(float((weights * [tokens[name] for name in arrays]).sum()))
 
     def find(self, seed: int, epoch: int, index: int) -> Window:
         """Returns the window of example `index` of an epoch.
@@ -115,11 +113,11 @@ class WindowIndex:
         shown_before = epoch * shown + index - (self._shown_ends[source] - shown)
         pass_number, index = divmod(shown_before, size)
         key = hashed(seed, SHUFFLE_SOURCE, source, pass_number)
-        index = self._starts[source] + permuted(index, size, key)
+        index, ends = permuted(index, size, key), self._ends[source]
         # Another type of number would be an array of that type, converted in each call.
-        position = int(self._ends.searchsorted(self._ends.dtype.type(index), side="right"))
-        first = int(self._ends[position - 1]) if position else 0
-        return Window(int(self._rows[position]), index - first, pass_number)
+        position = int(ends.searchsorted(ends.dtype.type(index), side="right"))
+        first = int(ends[position - 1]) if position else 0
+        return Window(int(self._rows[source][position]), index - first, pass_number)
 
     def count(self, shard: Shard, row: int) -> int:
         """Returns the number of windows of row `row` of a shard, whatever its split."""

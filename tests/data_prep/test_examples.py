@@ -267,6 +267,7 @@ def corpus_of(folder: Path, hashes: list[int] | None = None, **sources: list[lis
     tokenizer = {"vocabulary_size": 200, "fingerprint": ""}
     manifest = {"shards": shards, "tokenizer": tokenizer, "format_version": FORMAT_VERSION}
     manifest |= {"files": {}, "documents": len({row.hash for row in rows})}
+    manifest["sources"] = {name: {"rows": len(documents)} for name, documents in sources.items()}
     write_json(folder / MANIFEST, manifest)
     return Corpus(folder)
 

@@ -398,6 +398,13 @@ def test_shares_of_dumps_and_of_parquet_have_all_documents(name: str, tmp_path: 
         assert read_all(tmp_path / name, large=large) == whole
 
 
+def test_a_damaged_share_has_lost_its_own_text_only(tmp_path: Path) -> None:
+    (tmp_path / "dump.xml").write_text(f"<mediawiki>{PAGE * 40}<page>")
+    documents = read_all(tmp_path / "dump.xml", large=500)
+    assert len(documents) == 41 and documents[-1].dropped == "records_file_damaged"
+    assert 0 < documents[-1].lost < 500
+
+
 def test_the_newest_revision_of_a_page_is_read(tmp_path: Path) -> None:
     dates = ("2020-01-02T00:00:00Z", "2024-05-06T00:00:00Z", "2022-03-04T00:00:00Z")
     revisions = (
