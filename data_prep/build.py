@@ -10,10 +10,11 @@ settings, and on nothing else:
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from itertools import chain, compress
+from itertools import chain, compress, takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, NamedTuple, TypeVar
@@ -133,9 +134,7 @@ class _Builder(NamedTuple):
     def clean(self, unit: Unit) -> Iterator[tuple[RawDocument, list[str]]]:
         """Yields each document with sentences, without its text, and the sentences."""
         settings, drops = self.settings, self.drops
-        for raw in chain.from_iterable(read_documents(file, settings) for file in unit.files):
-            if settings.limit and drops.documents[raw.source] >= settings.limit:
-                return
+        for raw in self._read(unit):
             if raw.dropped:
                 kind = REASONS[raw.dropped]
                 lost = raw.lost if kind.is_loss else 0
@@ -158,6 +157,13 @@ class _Builder(NamedTuple):
             else:
                 reason = "documents_without_sentences" if raw.text.strip() else "documents_empty"
                 drops.add(reason, raw, raw.text.strip() or raw.title, 0)
+
+    def _read(self, unit: Unit) -> Iterator[RawDocument]:
+        """Yields the documents of a unit, up to the limit of each source."""
+        limit, read = self.settings.limit or math.inf, self.drops.documents
+        for file in unit.files:
+            documents = read_documents(file, self.settings) if read[file.source] < limit else ()
+            yield from takewhile(lambda raw: read[raw.source] < limit, documents)
 
     def _failed(self, error: BaseException, raw: RawDocument, texts: list[str]) -> None:
         message = f"{type(error).__name__}: {error}: {chr(10).join(texts)}"

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from data_prep.drops import DropLog
-from data_prep.read import RawDocument, TextFormat
+from data_prep.read import RawDocument
 from data_prep.sentences import QUOTES, split_paragraph
+from data_prep.sources import Layout
 from data_prep.wikitext import HOLE, mend_extract, plain_text
 
 HEADING_LENGTH = 100
@@ -29,7 +30,7 @@ class Line(NamedTuple):
 
 def clean(raw: RawDocument, rules: frozenset[str], language: str, drops: DropLog) -> list[str]:
     """Returns the sentences of a document that the rules (of `settings.RULES`) keep."""
-    text = plain_text(raw.text) if raw.format == "wikitext" else raw.text
+    text = plain_text(raw.text) if raw.layout == "wikitext" else raw.text
     drops.text[raw.source] += len(text)
     is_typeset = "\f" in text
     if is_typeset and "markup" in rules:
@@ -37,25 +38,25 @@ def clean(raw: RawDocument, rules: frozenset[str], language: str, drops: DropLog
     text = text.replace("\f", "\n")
     if "unicode" in rules:
         text = _plain_characters(text, raw, drops)
-    if "markup" in rules and raw.format == "markdown":
+    if "markup" in rules and raw.layout == "markdown":
         text = _without_markup(text, raw, drops)
-    elif "markup" in rules and raw.format == "wikipedia":
+    elif "markup" in rules and raw.layout == "wikipedia":
         text = mend_extract(text)
-    lines = lines_of(text, raw.format, is_typeset)
-    if raw.format in ("wikitext", "wikipedia"):
-        lines = _with_holes(lines, raw.format, "holes" in rules)
+    lines = lines_of(text, raw.layout, is_typeset)
+    if raw.layout in ("wikitext", "wikipedia"):
+        lines = _with_holes(lines, raw.layout, "holes" in rules)
     else:
         rules -= {"holes"}
     titles, lines = lines[: raw.titles], lines[raw.titles :]
-    if raw.format in ("sentences", "lines"):
+    if raw.layout in ("sentences", "lines"):
         rules -= LINE_RULES.keys()
     for rule, (reason, find) in LINE_RULES.items():
-        dropped = find(lines, raw.format) if rule in rules else ()
+        dropped = find(lines, raw.layout) if rule in rules else ()
         for i in sorted(dropped):
             drops.add(reason, raw, lines[i].text, len(lines[i].text))
         lines = [line for i, line in enumerate(lines) if i not in dropped]
     texts = [line.text.strip() for line in (*titles, *lines)]
-    if raw.format != "sentences":
+    if raw.layout != "sentences":
         texts = [sentence for text in texts for sentence in split_paragraph(text, language)]
     for rule, (reason, is_bad) in SENTENCE_RULES.items():
         if rule in rules and (bad := list(filter(is_bad, texts))):
@@ -72,16 +73,16 @@ _HEADING["plain"] = _HEADING["markdown"] = re.compile(r"(#{1,6})(?: +(.*?))?[ #]
 _QUOTES_OPEN = tuple(QUOTES + "‘'")
 
 
-def lines_of(text: str, text_format: TextFormat, is_typeset: bool = False) -> list[Line]:
+def lines_of(text: str, layout: Layout, is_typeset: bool = False) -> list[Line]:
     """Returns the paragraphs of a document, with the levels of headings where markup marks them."""
     lines = text.split("\n")
-    if text_format == "markdown":
+    if layout == "markdown":
         texts = markdown_paragraphs(lines)
-    elif text_format == "plain":
+    elif layout == "plain":
         texts = unwrap(lines, is_typeset)
     else:
         texts = [line for line in lines if line.strip()]
-    heading, marked = _HEADING.get(text_format), list[Line]()
+    heading, marked = _HEADING.get(layout), list[Line]()
     for text in texts:
         match = heading.fullmatch(text) if heading else None
         marked.append(Line(match[2] or "", len(match[1])) if match else Line(text))
@@ -180,7 +181,7 @@ def _begins_paragraph(last: str, line: str) -> bool:
     return begins or _ITEM.match(line) is not None
 
 
-def _with_holes(lines: list[Line], text_format: TextFormat, wanted: bool) -> list[Line]:
+def _with_holes(lines: list[Line], layout: Layout, wanted: bool) -> list[Line]:
     """Marks each line that announces a list which is gone; without `wanted`, removes all marks.
 
     Wikipedia's text lacks all lists, but no quotations; of markup, items like headings are dropped.
@@ -191,7 +192,7 @@ def _with_holes(lines: list[Line], text_format: TextFormat, wanted: bool) -> lis
     for line, following in zip(lines, [*lines, Line("", 1)][1:], strict=True):
         text = line.text.rstrip(" .") if line.text[-2:] in (":.", ": ") else line.text
         lost = is_heading(following.text)
-        if text_format == "wikipedia":
+        if layout == "wikipedia":
             lost = following.text[:1] not in _QUOTES_OPEN
         if text[-1:] == ":" and (lost or following.level):
             line = Line(text[:-1] + HOLE + ":")
@@ -294,7 +295,7 @@ def _plain_characters(text: str, raw: RawDocument, drops: DropLog) -> str:
     return text
 
 
-# Rules for lines: function(lines, text_format) -> the indices of those to drop.
+# Rules for lines: function(lines, layout) -> the indices of those to drop.
 
 _NUMBERS = "one|two|three|four|five|six|seven|eight|nine|ten|first|second|third|fourth|fifth|last"
 _CHAPTER = re.compile(
@@ -354,12 +355,12 @@ def is_heading(paragraph: str, dotted: bool = False) -> bool:
     return _CHAPTER.fullmatch(text) is not None
 
 
-def _end_matter(lines: list[Line], text_format: TextFormat) -> set[int]:
+def _end_matter(lines: list[Line], layout: Layout) -> set[int]:
     """Finds end matter: from a heading such as References to the next of its level or to prose.
 
     In wikitext, prose below a heading with a level belongs to it.
     """
-    is_wiki = text_format in ("wikitext", "wikipedia")
+    is_wiki = layout in ("wikitext", "wikipedia")
     pattern = _WIKIPEDIA_END_MATTER if is_wiki else _END_MATTER
     numbers = set()
     inside: int | None = None  # level of the heading that began it, 0 if it has none
@@ -375,10 +376,10 @@ def _end_matter(lines: list[Line], text_format: TextFormat) -> set[int]:
     return numbers
 
 
-def _headings(lines: list[Line], text_format: TextFormat) -> set[int]:
-    dotted = text_format == "wikipedia"
+def _headings(lines: list[Line], layout: Layout) -> set[int]:
+    dotted = layout == "wikipedia"
     found = {i for i, (text, level) in enumerate(lines) if level or is_heading(text, dotted)}
-    if text_format not in ("plain", "markdown"):
+    if layout not in ("plain", "markdown"):
         return found
     return {i for i in found if lines[i].level or not _is_sentence(lines, i)}
 

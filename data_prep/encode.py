@@ -16,11 +16,7 @@ from multicls.sample import SAMPLE, sample_model
 from multicls.tokenization import load_tokenizer
 
 CONFIG = "tokenizer_config.json"
-WORD_BY_WORD = {
-    "normalizer": "BertNormalizer",
-    "pre_tokenizer": "BertPreTokenizer",
-    "model": "WordPiece",
-}
+BERT = {"normalizer": "BertNormalizer", "pre_tokenizer": "BertPreTokenizer", "model": "WordPiece"}
 TABLE_WORDS = 1 << 19  # words in the table before it is emptied: about 100 MB a process
 _MARKS = r"([!-/:-@\[-`{-~\n])"  # ASCII punctuation, each always a word of its own, and the end of a sentence
 _END, _STOP = "\n", "."
@@ -75,9 +71,9 @@ class TextEncoder:
         size = self.tokenizer.get_vocab_size(with_added_tokens=True)
         self.dtype = np.dtype(np.uint16 if size <= 1 << 16 else np.uint32)
         parts = json.loads(tokenizer_json)
-        kinds = [(parts[name] or {}).get("type") for name in WORD_BY_WORD]
+        kinds = [(parts[name] or {}).get("type") for name in BERT]
         only_special = all(token["special"] for token in parts.get("added_tokens") or [])
-        self.word_by_word = only_special and kinds == list(WORD_BY_WORD.values())
+        self.word_by_word = only_special and kinds == list(BERT.values())
         self._clear_table()
 
     def _clear_table(self) -> None:

@@ -7,6 +7,7 @@ OUTPUT/...          the corpus; manifest.json comes last, then work/ is removed
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -145,7 +146,8 @@ def _describe_job(options: BuildOptions, output: Path, small_unit: int) -> Job:
     identity: dict[str, Any] = {"format_version": FORMAT_VERSION, "units": UNITS_VERSION}
     packages = {name: metadata.version(name) for name in PACKAGES}
     identity |= {"settings": settings, "packages": packages}
-    units = group_units(files, identity, small_unit, by_source=options.limit > 0)
+    # A trial is one unit, which counts the documents of each source.
+    units = group_units(files, identity, math.inf if options.limit else small_unit)
     listing = hashlib.sha256()
     for file in files:
         listing.update(json.dumps(file[1:]).encode("utf-8"))
@@ -166,31 +168,22 @@ def _describe_job(options: BuildOptions, output: Path, small_unit: int) -> Job:
 
 
 def group_units(
-    files: Sequence[SourceFile],
-    identity: dict[str, Any],
-    small: int,
-    large: int = LARGE_UNIT,
-    by_source: bool = False,
+    files: Sequence[SourceFile], identity: dict[str, Any], small: float, large: int = LARGE_UNIT
 ) -> list[Unit]:
     """Returns the units of the input, in its order; `identity` is all else that decides their bytes.
 
     A unit is a file, small files together (up to `small` bytes), or a share of `large` bytes of a file that can be cut.
     It depends on no other input, except that a small file moves the groups near it: a group also ends before a file
-    whose name has a small hash, so groups of other input begin at the same files. With `by_source`, a source is a unit.
+    whose name has a small hash, so groups of other input begin at the same files.
     """
-    if by_source:
-        sources = list(dict.fromkeys(file.source for file in files))
-        files = sorted(files, key=lambda file: sources.index(file.source))
     shares = list(chain.from_iterable(_shares(file, large) for file in files))
     alike = Counter(file[1:] for file in set(shares))
     prefix = json.dumps(identity, sort_keys=True)
-    groups: list[list[SourceFile]] = []
-    weight = 0
+    groups, weight = list[list[SourceFile]](), 0.0
     for file in shares:
         added = max(file.size or small, LEAST_WEIGHT)  # 0: not known
         begins = xxhash.xxh3_64_intdigest(file.name.encode()) < added / small * 2.0**64
-        begins |= weight + added > small
-        if not groups or (groups[-1][-1].source != file.source if by_source else begins):
+        if not groups or begins or weight + added > small:
             groups.append([])
             weight = 0
         groups[-1].append(file)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import chain, takewhile
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 import pyarrow as pa
@@ -36,6 +36,7 @@ LONGEST_RECORD = 1 << 26  # bytes of a line or a page; a longer line is cut
 TOO_LONG = "a page or JSON of more than 64 MB; write JSON an object a line (jq -c '.[]')"
 LONGEST_DOCUMENT = 1 << 22  # characters of a plain text, after which the next blank line ends it
 ROWS = 256  # of a table, read at a time
+OTHERS = ("id", "title", "url")  # columns that are read beside the text
 # Rows that are sentences: one whose hash is 0 modulo BOUNDARY begins a document.
 BOUNDARY, FEWEST_ROWS, MOST_ROWS = 512, 256, 1024
 _DOC = re.compile(r'<doc id="([^"]*)"(?:[^>]*?title="(.*)")?[^>]*>')
@@ -43,8 +44,6 @@ _PROLOG = re.compile(r"\A\s*(?:<[?!][^>]*>\s*)*")  # declaration and document ty
 _BZ2_STREAM = re.compile(rb"BZh[1-9]1AY&SY")  # how one begins
 _WIKIPEDIA = re.compile(r"https?://[\w.-]*\bwikipedia\.org/")
 
-# The layouts of files; paragraphs: a paragraph a line; wikitext: MediaWiki markup.
-TextFormat = Layout | Literal["paragraphs", "wikitext"]
 Rows = Callable[[SourceFile, Sequence[str]], Iterable[tuple[int, Any]]]
 
 
@@ -59,7 +58,7 @@ class RawDocument(NamedTuple):
     id: str
     title: str
     text: str
-    format: TextFormat
+    layout: Layout
     dropped: str = ""
     lost: int = 0
     titles: int = 0  # number of first lines that are fields of their own, and so no headings
@@ -86,10 +85,10 @@ def _to_the_damage(file: SourceFile, settings: BuildOptions) -> Iterator[RawDocu
 
 
 def _document(
-    file: SourceFile, record: object, title: str, text: str, text_format: TextFormat
+    file: SourceFile, record: object, title: str, text: str, layout: Layout
 ) -> RawDocument:
     name = _utf8(f"{file.name}#{record}")
-    return RawDocument(file.source, name, _utf8(title), _utf8(text), text_format)
+    return RawDocument(file.source, name, _utf8(title), _utf8(text), layout)
 
 
 def _bad(file: SourceFile, record: object, reason: str, text: str) -> RawDocument:
@@ -273,15 +272,10 @@ def _csv_rows(file: SourceFile, fields: Sequence[str]) -> Iterator[tuple[int, An
                 yield number, _bad(file, number, "records_not_a_row", mark.join(cells))
 
 
-def _columns(fields: Sequence[str], names: list[str]) -> list[str]:
-    """Returns the columns to read."""
-    return [name for name in names if name in (*fields, "id", "title", "url")]
-
-
 def _parquet_rows(file: SourceFile, fields: Sequence[str]) -> Iterator[tuple[int, Any]]:
     """Yields the rows of a file; a share has the row groups whose first byte lies in it."""
     with open_bytes(file.path) as raw, closing(pq.ParquetFile(raw)) as table:
-        columns, first = _columns(fields, table.schema_arrow.names), 0
+        columns, first = [n for n in table.schema_arrow.names if n in (*fields, *OTHERS)], 0
         for number in range(table.num_row_groups):
             group = table.metadata.row_group(number)
             offset = group.column(0).dictionary_page_offset or group.column(0).data_page_offset
@@ -296,7 +290,9 @@ def _arrow_rows(file: SourceFile, fields: Sequence[str]) -> Iterator[tuple[int, 
     table = pa.ipc.open_stream(pa.memory_map(file.path)).read_all()
     size = os.path.getsize(file.path)
     first, end = (len(table) * offset // size for offset in (file.start, file.stop or size))
-    batches = table.select(_columns(fields, table.column_names))[first:end].to_batches(ROWS)
+    batches = table.select([n for n in table.column_names if n in (*fields, *OTHERS)])[
+        first:end
+    ].to_batches(ROWS)
     yield from enumerate((row for batch in batches for row in batch.to_pylist()), first)
 
 

@@ -49,10 +49,9 @@ _BEGINNINGS = {  # of texts: format, and the reason to skip the file
     r'\{[ \t]*"[^"\n]*"[ \t]*:': ("jsonl", ""),
 }
 
-# What the lines or rows of a file are. plain: text with blank lines between paragraphs; markdown:
-# such text with markup; lines: a message a line; wikipedia: an article with a paragraph a line;
-# sentences: a sentence each.
-Layout = Literal["plain", "markdown", "lines", "wikipedia", "sentences"]
+# What the lines of a text are. plain: text with blank lines between paragraphs; markdown: such text with markup; lines:
+# a message each; wikipedia: paragraphs of an article; sentences: a sentence each; paragraphs; wikitext: its markup.
+Layout = Literal["plain", "markdown", "lines", "wikipedia", "sentences", "paragraphs", "wikitext"]
 LAYOUTS: dict[str, Layout] = {
     "wikimedia/wikipedia": "wikipedia",
     "bookcorpus/bookcorpus": "sentences",

@@ -22,6 +22,7 @@ from multicls.corpus import Corpus, Shard
 from multicls.errors import UserError, did_you_mean
 
 SHUFFLE_EPOCH, SHUFFLE_SOURCE = 0, 1  # what a permutation is drawn for
+MIRRORED = 0.5  # share of the rows that are mirrored in a pass
 ANCHORED = 0.75  # share of the rows whose first and last windows touch the row's ends
 
 MASK = (1 << 64) - 1
@@ -139,7 +140,7 @@ def choose_parts(
     """
     boundaries = offsets.astype(np.int64) - int(offsets[0])
     draws = generator(seed, 0, window.row, window.pass_number).random(3)  # equal in all windows
-    mirrored = draw_mirrored(draws[0])
+    mirrored = draws[0] < MIRRORED
     read = boundaries[-1] - boundaries[::-1] if mirrored else boundaries
     number = count - 1 - window.number if mirrored else window.number
     start = _start_offset(number, count, int(boundaries[-1]), draws[1], draws[2])
@@ -153,11 +154,6 @@ def choose_parts(
         cut = _draw_cut(boundaries, first, end, uniform[num_parts + p])
         parts.append(Part(first, cut, end, cut < end and uniform[2 * num_parts + p] < 0.5))
     return parts, rng
-
-
-def draw_mirrored(uniform: float) -> bool:
-    """Returns whether a row is mirrored in a pass, from a number in [0, 1)."""
-    return uniform < 0.5
 
 
 def _start_offset(number: int, count: int, tokens: int, phase: float, anchor: float) -> int:

@@ -344,11 +344,11 @@ def test_one_text_has_one_format_in_every_container(tmp_path: Path) -> None:
     names = ("wiki_00", "rows.jsonl", "x.parquet", "saved")
     articles = [document for name in names for document in read_all(tmp_path / name)]
     articles += read_all(bare, format="wikipedia")
-    assert {article.format for article in articles} == {"wikipedia"} and len(articles) == 5
+    assert {article.layout for article in articles} == {"wikipedia"} and len(articles) == 5
     assert {article.text.strip() for article in articles} == {ARTICLE}
     blog = row | {"url": "https://blog.example.org/wiki/cat"}  # these four fields alone say nothing
     bare.write_text(json.dumps(blog) + "\n")
-    assert read_all(bare)[0].format == "plain"
+    assert read_all(bare)[0].layout == "plain"
 
 
 def test_rows_that_are_sentences_begin_documents_by_their_text(tmp_path: Path) -> None:
