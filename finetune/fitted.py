@@ -33,6 +33,7 @@ TUNING_ROWS = 10_000  # most rows that choose C: more take hours and hardly chan
 UNSEEN = 30.0  # logits of a class that no training row has are lower by this
 
 Layer = tuple[Array, Array]  # weight (C, F) and bias (C,)
+embed = partial(predict_rows, read=itemgetter("features"))  # what a classifier reads, (N, F)
 
 
 def fit_probe(
@@ -47,7 +48,7 @@ def fit_probe(
         raise Incompatible(
             f"--head: task {task.name} is more than a text or two; use another head."
         )
-    features = {split: embed(model, part) for split, part in encoded.items()}
+    features = {split: embed(model, part, 0) for split, part in encoded.items()}
     fit = partial(fit_layer, task, seed=seed, topics=model.head.topic_columns)
     layer, outputs = fit_on_all_labels(rows, features, fit, apply_layer)
     set_layer(model, 0, layer)
@@ -81,11 +82,6 @@ def start_from_probe(model: TaskModel, encoded: Sequence[Mapping[str, Encoded]],
         topics = model.head.topic_columns
         layer = fit_layer(train.task, features, train.examples, seed=seed, topics=topics)
         set_layer(model, number, layer)
-
-
-def embed(model: TaskModel, rows: Encoded, task: int = 0) -> Array:
-    """Returns what the model's classifier reads of each row, (N, F)."""
-    return predict_rows(model, rows, task, read=itemgetter("features"))
 
 
 def fit_layer(
@@ -157,12 +153,8 @@ def fit_classifier(
 ) -> Any:
     """Returns a fitted classifier, whose options cross-validation picks by the likelihood.
 
-    If all labels (N,) are alike, it always predicts that one. A class of one row does not count where the others have
-    not seen it. Rows of a unit (passage) are not in two folds.
-
-    Args:
-        options: values of the estimator's parameters to try, for `GridSearchCV`.
-        features: (N, F), or texts (N, fields).
+    Features are (N, F), or texts (N, fields). If all labels (N,) are alike, it always predicts that one. A class of one
+    row does not count where the others have not seen it. Rows of a unit (passage) are not in two folds.
     """
     if len(np.unique(labels)) == 1:
         return DummyClassifier().fit(features, labels)

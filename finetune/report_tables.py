@@ -53,9 +53,7 @@ def build_report(
 ) -> Report:
     """Returns the report of a results folder, on these tasks (default: all), with tests of these systems.
 
-    Args:
-        split: "dev" or "test", whose rows give scores, tests and figure; None: test rows where a task has them.
-        errors: most confident errors of the best system to list.
+    Test rows give the numbers where a task has them, unless the split is "dev"; `errors` of the best system are listed.
     """
     runs = load_results(folder)
     _check_names("--task", tasks, runs["task"])
@@ -266,9 +264,7 @@ def error_tables(groups: pd.DataFrame, number: int) -> dict[str, pd.DataFrame]:
         tables[f"Errors of {title}: {len(errors)}"] = errors.head(number)
         if not task.multi_label:
             pairs = errors.groupby(["label", "predicted"]).size().rename("errors").reset_index()
-            tables[f"Confusions of {title}"] = pairs.sort_values(
-                "errors", ascending=False, kind="stable"
-            ).head(number)
+            tables[f"Confusions of {title}"] = pairs.nlargest(number, "errors")
     return tables
 
 

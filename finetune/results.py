@@ -179,10 +179,7 @@ def finished_record(settings: RunSettings, identity: Record | None = None) -> Re
 
 def differences(before: Record, now: Record) -> dict[str, str]:
     """Returns what differs between two identities of runs, in words, by name; `before` may have more fields."""
-    old, new = (
-        {name: value for name, value in identity["settings"].items() if value != {}}
-        for identity in (before, now)
-    )
+    old, new = ({k: v for k, v in run["settings"].items() if v != {}} for run in (before, now))
     pairs = {name: (before.get(name), now[name]) for name in now if name != "settings"}
     pairs |= {name: (old.get(name), new.get(name)) for name in sorted({*old, *new})}
     return {

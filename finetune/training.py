@@ -26,7 +26,7 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from finetune.encoding import Encoded
 from finetune.heads.modeling_task import IGNORE_INDEX, TaskModel, loss_sum, problem_type_of
@@ -135,14 +135,6 @@ class _Batches(Dataset[dict[str, Any]]):
         return batch | {"task": chunk.task, "chunk": chunk.number, "counted": chunk.counted}
 
 
-class _LogBeforeEvaluation(TrainerCallback):
-    """Makes Trainer log the loss at each evaluation, also at a last step that is no multiple of `logging_steps`."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Asks for the log; Trainer's own callback has decided by now whether it evaluates."""
-        control.should_log = control.should_log or control.should_evaluate
-
-
 class TaskTrainer(Trainer):
     """Trains a `TaskModel` on one task or several, and keeps the best evaluation in memory.
 
@@ -190,7 +182,6 @@ class TaskTrainer(Trainer):
             compute_loss_func=self._loss,
         )
         self.remove_callback(PrinterCallback)
-        self.add_callback(_LogBeforeEvaluation)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Returns the rank's own chunks, which accelerate must not shard again."""
@@ -202,6 +193,8 @@ class TaskTrainer(Trainer):
         torch.manual_seed(dropout_seed(self.args.seed, inputs.pop("chunk")))
         self._task = inputs["task"]
         self._bar.update()
+        if self.state.global_step + 1 == self.state.max_steps:
+            self.control.should_log = True  # also where it is no multiple of `logging_steps`
         return super().training_step(model, inputs, *args)
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:

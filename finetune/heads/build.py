@@ -72,12 +72,7 @@ def build_model(settings: RunSettings, tasks: Sequence[Task]) -> tuple[TaskModel
     """Returns the encoder of `settings.model` with a head and a classifier for each task, in float32; its tokenizer.
 
     New weights are drawn from torch's generator, seeded by `settings.seed`. The head `probe` gets the plain embedding
-    of its pooling. No code in the model's folder runs.
-
-    Raises:
-        Incompatible: The head does not work on the model.
-        UserError: Weights other than the pooler's, or the model's own tokenizer, are missing or need code of their own;
-            or there are no positions for sequences as long as the tasks'.
+    of its pooling. No code in the model's folder runs. A wrong head is `Incompatible`, all else a `UserError`.
     """
     import torch
     from transformers import AutoModel
