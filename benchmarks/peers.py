@@ -101,7 +101,13 @@ def prepare_corpus(domain: Domain, model: str) -> Path:
 
 
 def check_settings(options: Options) -> None:
-    """Keeps what decides the numbers in OUTPUT/settings.json. Raises UserError if the folder was made otherwise."""
+    """Keeps what decides the numbers in OUTPUT/settings.json.
+
+    Raises:
+        UserError: The folder was made otherwise, or own_text is missing.
+    """
+    if options.finetune and "own_text" not in options.arms:
+        raise UserError("--finetune compares the facets of own_text: name it in --arms.")
     path = options.output / "settings.json"
     unchecked = {"data", "output", "arms", "seeds", "finetune"}
     settings = options.model_dump(mode="json", exclude=unchecked)

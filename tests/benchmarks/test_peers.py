@@ -84,6 +84,8 @@ def test_peers_train_resume_and_refuse(domains: Path, tmp_path: Path, tiny_bert:
     assert changed == [stopped]
     seeds = [query(tmp_path / f"topics/mlm-{seed}/hf") for seed in (1, 2)]
     assert not torch.equal(*seeds), "the seed decides nothing"
+    with pytest.raises(UserError, match="name it in --arms"):  # not after hours of training
+        run(domains, tmp_path, tiny_bert, "mlm", more=("--finetune", "true"))
     with pytest.raises(UserError, match="made with another draws"):
         run(domains, tmp_path, tiny_bert, "mlm", more=("--draws", "4"))
 
