@@ -50,9 +50,8 @@ def analyze_run(folder: Path, examples: int) -> dict[str, Any]:
     """Returns the numbers of a run before and after its training, from `examples` dev rows of its first task."""
     before, after, rows = load_models(folder, examples)
     states = {"before": read_states(before, rows), "after": read_states(after, rows)}
-    raw = states["before"]["pooled"]
     variance = {name: explained_variance(arrays["pooled"]) for name, arrays in states.items()}
-    variance["before, IsoBN"] = explained_variance(by_isobn(raw))
+    variance["before, IsoBN"] = explained_variance(by_isobn(states["before"]["pooled"]))
     numbers: dict[str, Any] = {"rows": len(rows), "EV1, EV2, EV3": variance}
     if states["after"]["layers"].size:
         numbers["layers"] = states["after"]["layers"].mean(axis=0).tolist()

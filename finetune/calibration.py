@@ -18,10 +18,7 @@ SPREAD = 0.5  # standard deviation of the prior of log T: few rows without an er
 
 
 def fit_temperature(task: Task, outputs: Array, labels: Array) -> float:
-    """Returns the T that makes the labels the most likely; 1.0 for scores, and for fewer than 10 rows.
-
-    Outputs are (N, C); labels class indices (N,), or zeros and ones (N, C).
-    """
+    """Returns the T that makes labels (N,), or (N, C), the most likely; 1.0 for scores, and for fewer than 10 rows."""
     if task.is_regression or len(labels) < FEWEST:
         return 1.0
 
@@ -38,10 +35,7 @@ def fit_temperature(task: Task, outputs: Array, labels: Array) -> float:
 
 
 def fit_thresholds(outputs: Array, labels: Array) -> list[float]:
-    """Returns for each label the probability from which on it is given, that with the best F1; 0.5 for few rows.
-
-    Outputs, after the temperature, and labels, zeros and ones, are (N, C).
-    """
+    """Returns the probability from which on each label (N, C) is given, that with the best F1; 0.5 for few rows."""
     thresholds = []
     for column, marks in zip(expit(outputs.astype(np.float64)).T, labels.T, strict=True):
         best = 0.5

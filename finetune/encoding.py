@@ -56,12 +56,11 @@ class Encoded:
             what = f"task {task.name}: a row with choices or marked words has {longest} tokens"
             raise UserError(f"{what}: raise --max_length (= {task.max_length}).")
         self.lengths = lengths[:: self.sequences_per_row]
-        self.whole_lengths = [
-            len(tokenizer(*row.texts, verbose=False)["input_ids"])
-            if options["truncation"] and length == task.max_length  # only these may have been cut
-            else length
-            for row, length in zip(examples, self.lengths, strict=True)
-        ]
+        self.whole_lengths = list(self.lengths)
+        for row, length in enumerate(self.lengths):
+            if options["truncation"] and length == task.max_length:  # only these may be cut
+                inputs = tokenizer(*examples[row].texts, verbose=False)
+                self.whole_lengths[row] = len(inputs["input_ids"])
         self.labels = _targets(task, examples)
 
     def __len__(self) -> int:

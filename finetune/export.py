@@ -81,10 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write_onnx(model: "TaskModel", rows: "Encoded", folder: Path) -> float:
-    """Writes model.onnx by torch's exporter; returns the largest difference of the outputs.
-
-    The older tracer was wrong by 0.17 without an error.
-    """
+    """Writes model.onnx (the older tracer is wrong by 0.17); returns the largest difference of the outputs."""
     try:
         import onnxruntime
         import onnxscript  # noqa: F401 (torch's exporter needs it)

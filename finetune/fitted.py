@@ -45,9 +45,7 @@ def fit_probe(
     """
     task = rows.task
     if task.num_choices:
-        raise Incompatible(
-            f"--head: task {task.name} is more than a text or two; use another head."
-        )
+        raise Incompatible(f"--head: {task.name} is more than a text or two; use another head.")
     features = {split: embed(model, part, 0) for split, part in encoded.items()}
     fit = partial(fit_layer, task, seed=seed, topics=model.head.topic_columns)
     layer, outputs = fit_on_all_labels(rows, features, fit, apply_layer)
@@ -187,7 +185,7 @@ def fit_words(rows: TaskData, seed: int) -> list[dict[str, Array]]:
     task = rows.task
     if task.multi_label or task.num_choices or task.num_spans:
         what = "has several labels a row" if task.multi_label else "is more than a text or two"
-        raise Incompatible(f"--head: task {task.name} {what}; use another head.")
+        raise Incompatible(f"--head: {task.name} {what}; use another head.")
     texts = {
         split: np.array([example.texts for example in part], dtype=object)
         for split, part in rows.splits.items()

@@ -128,10 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _refuse_another_run(run: RunSettings) -> None:
-    """Refuses a folder that holds a finished run of other settings, weights or rows, before anything is trained.
-
-    Files of own rows that cannot be read are a `UserError`, too; a benchmark's may be gone.
-    """
+    """Refuses a folder with a finished run of other settings, weights or rows, and own rows that cannot be read."""
     if run.own.train_file:
         load_tasks(run)
     if (run.folder / RECORD).exists():
@@ -276,10 +273,7 @@ def _work_of(run: RunSettings) -> float:
 
 
 def attempt(run: RunSettings, began: float) -> bool:
-    """Makes a run, or writes the reason of its failure; returns False if another process makes it.
-
-    A run that failed before the command `began` is tried again, and an incompatible one if its settings have changed.
-    """
+    """Makes a run that is not settled, or records its failure; returns False if another process makes it."""
     if finished_record(run) or is_settled(run, began):
         return True
     if lock_holder(run.folder):
@@ -296,7 +290,7 @@ def attempt(run: RunSettings, began: float) -> bool:
 
 
 def is_settled(run: RunSettings, began: float) -> bool:
-    """Returns True if a run has failed since `began`, or is incompatible."""
+    """Returns True if a run has failed since the command `began`, or is incompatible with the same settings."""
     path = run.folder / ERROR
     with suppress(FileNotFoundError):  # another process has made the run by now
         if path.stat().st_mtime >= began:

@@ -6,7 +6,7 @@ import re
 import string
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -73,13 +73,8 @@ def score_predictions(task: Task, predictions: Mapping[str, Array]) -> dict[str,
     return values
 
 
-def majority_scores(
-    task: Task, train: Sequence[Example], dev: Sequence[Example]
-) -> dict[str, float]:
-    """Returns the scores on dev of the majority-class baseline, which predicts the same for each row.
-
-    It is the most frequent class of train; the labels of more than half of its rows; the first choice; any score.
-    """
+def majority_scores(task: Task, train: list[Example], dev: list[Example]) -> dict[str, float]:
+    """Returns the scores of the most frequent class of train (labels of most rows, the first choice, any score)."""
     if task.multi_label:
         output = np.mean([example.labels for example in train], axis=0) - 0.5
     elif task.num_choices or task.is_regression:

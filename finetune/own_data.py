@@ -131,10 +131,7 @@ def _with_labels(own: OwnDataSettings, row: Row, where: str) -> Row:
 def example_of(
     task: Task, fields: Sequence[str], row: Row, where: str, key: str, label: Any = 0.0
 ) -> Example:
-    """Returns the row at `where` as the example `key`, with the texts of the columns `fields`.
-
-    The label is that of `read_label`, 0.0 if there is none; one that the task has not is a `UserError`.
-    """
+    """Returns the row at `where` as the example `key`; the label, by `read_label`, must be one of the task's."""
     texts = texts_of(row, fields, where)
     names, marks = label if isinstance(label, tuple) else (), tuple[float, ...]()
     for name in names:

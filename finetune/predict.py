@@ -47,9 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(PredictOptions, argv, prog="finetune/predict.py", doc=__doc__)
     output = Path(options.output or Path(options.rows).with_suffix(".predictions.csv"))
     if output.suffix not in ENDINGS or output.resolve() == Path(options.rows).resolve():
-        raise UserError(
-            f"--output {output}: pass another file, which ends in {', '.join(ENDINGS)}."
-        )
+        raise UserError(f"--output {output}: pass another file, ending in {', '.join(ENDINGS)}.")
     index, task = find_task(options.model, options.task)
     rows = read_table(Path(options.rows))
     fields = options.text_column.split(",") if options.text_column else task.fields
@@ -81,10 +79,7 @@ def predict_command(model: Path, record: Mapping[str, Any], rows: str = "ROWS.cs
 
 
 def find_task(folder: str, name: str | None = None) -> tuple[int, Task]:
-    """Returns the number and the task that the saved model in `folder` was fine-tuned on.
-
-    A folder without such a model, or of a task that is not one of plain texts, is a `UserError`.
-    """
+    """Returns number and task of a fine-tuned model; one that is not of plain texts is a `UserError`."""
     path = Path(folder) / "config.json"
     tasks = (read_json(path) if path.exists() else {}).get("tasks")
     if not tasks:
@@ -138,10 +133,7 @@ def answers_of(task: Task, outputs: Array, thresholds: Sequence[float] = ()) -> 
 
 
 def write_rows(output: Path, rows: RawRows, answers: "DataFrame") -> None:
-    """Writes the rows with the answers by place, which are empty for rows without a text; in CSV, lists are JSON.
-
-    Columns of the rows with such names, of an earlier prediction, are replaced.
-    """
+    """Writes the rows with the answers by place, empty for rows without a text; old columns of such names go."""
     import pandas as pd
 
     def as_text(cell: Any) -> Any:

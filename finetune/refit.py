@@ -76,10 +76,7 @@ def refit(run: Path) -> Path:
 
 
 def all_labels(data: TaskData, settings: RunSettings) -> TaskData:
-    """Returns all labelled rows as training rows: of own rows also dev, if there is a test file.
-
-    Of a benchmark's task it is the run's subset, which stands for all the labels that there are.
-    """
+    """Returns all labels as training rows: also dev of own rows with a test file; the subset of a benchmark."""
     if not settings.own.train_file:
         drawn = select_rows(data, settings.train_size, settings.subset, holdout=False)
         return replace(drawn, dev=[], test=[])

@@ -118,9 +118,7 @@ def evaluate_runs(runs: pd.DataFrame, split: str | None) -> pd.DataFrame:
     for name, of_task in runs.groupby("task"):
         has_test = all("test" in splits for splits in of_task["splits"])
         if split == "test" and not has_test:
-            raise UserError(
-                f"--split test: not all runs of {name} have labelled test rows; leave it out."
-            )
+            raise UserError(f"--split test: not all runs of {name} have test rows; leave it out.")
         chosen = split or ("test" if has_test else "dev")
         for run in of_task.to_dict("records"):
             task, found, metric = task_of(run["description"]), run["splits"][chosen], run["metric"]
@@ -269,10 +267,7 @@ def error_tables(groups: pd.DataFrame, number: int) -> dict[str, pd.DataFrame]:
 
 
 def list_errors(task: Task, predictions: Mapping[str, Array]) -> pd.DataFrame:
-    """Returns the errors among predictions, those with the largest probability first: they show wrong labels, too.
-
-    Columns: text, label, predicted, probability (of several labels the most wrong one's), row.
-    """
+    """Returns the errors, the most confident first (of several labels, by the most wrong one), with their places."""
     outputs, labels = predictions["logits"].astype(np.float64), predictions["labels"]
     predicted = predictions_of(task, outputs)
     if task.multi_label:

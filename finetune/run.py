@@ -110,11 +110,9 @@ def load_tasks(settings: RunSettings) -> list[TaskData]:
 
 
 @lru_cache(maxsize=8)
-def _load_task(
-    name: str, own: OwnDataSettings, data_dir: str | None, max_length: int | None
-) -> TaskData:
-    data = load_own(own) if own.train_file else read_task(TASKS[name], data_dir)
-    return replace(data, task=replace(data.task, max_length=max_length or data.task.max_length))
+def _load_task(name: str, own: OwnDataSettings, source: str | None, limit: int | None) -> TaskData:
+    data = load_own(own) if own.train_file else read_task(TASKS[name], source)
+    return replace(data, task=replace(data.task, max_length=limit or data.task.max_length))
 
 
 def identify(settings: RunSettings, data: Sequence[TaskData]) -> Record:

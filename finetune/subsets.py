@@ -42,9 +42,7 @@ def draw_shots(data: TaskData, shots: int, seed: int) -> list[int]:
     """Draws that many rows of each class (of several labels a row: by its rarest); returns their indices, ascending."""
     task = data.task
     if task.is_regression or task.num_choices or any(row.group for row in data.train):
-        raise UserError(
-            f"--train_size {shots}-shot: task {task.name} has no classes; set a number."
-        )
+        raise UserError(f"--train_size {shots}-shot: {task.name} has no classes; set a number.")
     taken, drawn = Counter[Hashable](), list[int]()
     classes = strata(task, data.train)
     for row in _ranked(range(len(classes)), f"{seed}"):
@@ -64,14 +62,12 @@ def strata(task: Task, rows: Sequence[Example]) -> list[Hashable]:
     return [min(row.classes, key=totals.__getitem__, default=-1) for row in rows]
 
 
-def missing_classes(
-    task: Task, train: Sequence[Example], others: Sequence[Example], what: str
-) -> list[str]:
-    """Returns notes on the classes that the training rows or the `others`, a split named `what`, lack."""
+def missing_classes(task: Task, train: list[Example], held: list[Example], what: str) -> list[str]:
+    """Returns notes on the classes that the training rows, or the rows `held` for a split `what`, lack."""
     if task.is_regression or task.num_choices:
         return []
     notes = list[str]()
-    for name, rows in (("train", train), (what, others)):
+    for name, rows in (("train", train), (what, held)):
         present = {index for row in rows for index in row.classes}
         lacks = [label for n, label in enumerate(task.labels) if n not in present]
         if lacks:

@@ -251,10 +251,7 @@ class TaskTrainer(Trainer):
         return metrics | {"eval_score": float(np.mean(scores)), "eval_loss": float(np.mean(losses))}
 
     def _keep_best(self, entry: Mapping[str, float]) -> None:
-        """Copies the weights if no evaluation before was better; without rows that pick, the last one is the best.
-
-        Of equal scores the one with the lower loss on these rows is better: few rows have many ties.
-        """
+        """Copies the weights if no evaluation before was better, of equal scores by its loss, or if none picks."""
         if self.picks and self.best:
             now, before = ((e["score"], -e["selection_loss"]) for e in (entry, self.best))
             if now <= before:

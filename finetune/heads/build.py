@@ -34,10 +34,7 @@ class Incompatible(UserError):
 
 @lru_cache(maxsize=16)
 def find_checkpoint(name: str) -> Path:
-    """Returns the model folder `name`, or the Hub's model of that id; "sample" is that of `multicls.sample`.
-
-    One that does not exist, or is fine-tuned, is a `UserError`.
-    """
+    """Returns the model folder `name`, that of `multicls.sample`, or the Hub's; if none fits, it is a `UserError`."""
     folder = sample_model() if name == SAMPLE and not Path(name).exists() else Path(name)
     if missing := missing_folder(name):
         raise UserError(f"--model {name}: {missing}")
@@ -123,10 +120,7 @@ def load_fine_tuned(folder: str) -> tuple[TaskModel, Tokenizer]:
 
 
 def save_fine_tuned(model: TaskModel, tokenizer: Tokenizer, folder: Path, card: str = "") -> None:
-    """Saves model, tokenizer, README.md and the code of all heads; replaces the folder as a whole.
-
-    `AutoModelForSequenceClassification` loads it with `trust_remote_code`, without this project.
-    """
+    """Saves model, tokenizer, README.md and the code of all heads, which loads it without this project."""
     from finetune.heads.modeling_task import MULTICLS
     from multicls.build import quiet_transformers
 
@@ -154,10 +148,7 @@ def save_fine_tuned(model: TaskModel, tokenizer: Tokenizer, folder: Path, card: 
 
 
 def load_tokenizer(folder: str | Path, vocab_size: int) -> Tokenizer:
-    """Returns a folder's tokenizer, which treats all text as text: "[SEP]" is split like any word.
-
-    One that is missing, or of another model, is a `ValueError`.
-    """
+    """Returns a folder's tokenizer, to which "[SEP]" is text like any; a ValueError if it is missing or another's."""
     from transformers import AutoTokenizer
 
     options = {"split_special_tokens": True, "trust_remote_code": False}

@@ -33,8 +33,7 @@ class ConditionalLayerNorm(nn.LayerNorm):
 class ClnHead(PooledHead):
     """The embedding of `config.pooling`, on an encoder whose LayerNorms (also that of the embeddings) are conditional.
 
-    With `train` "last_linear" the checkpoint's weights are frozen; gamma_t, beta_t, the classifiers and the new weights
-    of the pooling learn.
+    With `train` "last_linear" the checkpoint's weights are frozen: gamma_t, beta_t, classifiers and new weights learn.
     """
 
     def __init__(self, config: TaskModelConfig, encoder: PreTrainedModel) -> None:

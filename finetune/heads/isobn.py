@@ -21,9 +21,8 @@ class IsotropicBatchNorm(nn.Module):
     sigma and Sigma are moving statistics in float32, whatever the autocast or the type the model is cast to; they start
     at 0 and take no gradient. In training the batch moves them first, stat += momentum * (batch - stat), and then they
     are used; all ranks of `torch.distributed` count as one batch, of their counted rows. A batch of one row has no
-    spread and moves nothing. Evaluation only uses them. Before the first batch the output is the input.
-
-    The arguments are D; alpha, the weight of the new batch; eps; and beta, the strength: 0.25, 0.5 or 1 in the paper.
+    spread and moves nothing. Evaluation only uses them. Before the first batch the output is the input. `momentum` is
+    the paper's alpha, the weight of the new batch.
     """
 
     sigma: Tensor

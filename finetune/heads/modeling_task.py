@@ -246,9 +246,8 @@ def base_encoder(encoder: Any) -> PreTrainedModel:
 class TaskModel(PreTrainedModel):
     """An encoder with a head, and a linear classifier for each task.
 
-    Logits = W dropout([pooled; mean over span 1; mean over span 2]) + b, with means of the last hidden states over the
-    spans of a task that has them. Each choice of a choice task is a sequence with one output. Without an `encoder` its
-    weights are drawn anew.
+    Logits = W dropout([pooled; mean over span 1; mean over span 2]) + b, the means of the last hidden states. A choice
+    is a sequence with one output. Without an `encoder` its weights are drawn anew.
     """
 
     config_class = TaskModelConfig

@@ -76,9 +76,7 @@ def test_test_rows_give_the_numbers_where_there_are_some(tmp_path: Path) -> None
     tests = [splits["test"]["scores"]["acc"] for splits in test.groups["runs"][0]["splits"]]
     assert test.groups["mean"][0] == pytest.approx(np.mean(tests))
     fake_run(tmp_path, "c")
-    with pytest.raises(
-        UserError, match="--split test: not all runs of rte have labelled test rows"
-    ):
+    with pytest.raises(UserError, match="--split test: not all runs of rte have test rows"):
         build_report(tmp_path, split="test")
 
 
