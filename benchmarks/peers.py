@@ -31,7 +31,7 @@ from benchmarks.study import run
 from multicls.corpus import MANIFEST
 from multicls.errors import UserError, run_command
 from multicls.files import read_json, write_json
-from multicls.probe import Difference, Draws, draw_rows, embed, interval, topic_columns
+from multicls.probe import Difference, Draws, draw_rows, embed, interval, values_of
 from multicls.sample import SAMPLE, sample_model
 from multicls.settings import Settings, parse
 
@@ -205,10 +205,8 @@ def run_arm(arm: str, domain: Domain, options: Options, seed: int) -> None:
     views = embed_texts(model, texts, options.max_length, topics)
     values: dict[str, Any] = {}
     for size, draws in domain.draws.items():
-        values |= {
-            f"{size}/{view}": draws.values(rows, topic_columns(views, view))
-            for view, rows in views.items()
-        }
+        found = values_of(draws, views, views)
+        values |= {f"{size}/{view}": rows for view, rows in found.items()}
         if arm == UNTOUCHED:
             values[f"{size}/bag of words"] = bag_of_words(texts, draws)
     folder.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,7 @@ It costs one forward pass over the rows, and linear algebra. Two embeddings are 
 that it sees differences of one or two points where fine-tuning on a few subsets sees none below ten.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,9 +137,12 @@ def interval(values: Array, reference: Array) -> Difference:
     return Difference(mean, mean - half, mean + half)
 
 
-def topic_columns(views: Mapping[str, Array], name: str) -> slice:
-    """Returns which columns of one of the embeddings that `embed` returns are topics."""
-    return slice(views["mean"].shape[1], None) if name == "mean_topics" else NO_TOPICS
+def values_of(
+    measure: Any, views: Mapping[str, Array], names: Iterable[str] = VIEWS
+) -> dict[str, Array]:
+    """Returns the values of some of the embeddings that `embed` returns, by `Draws` or another measure."""
+    topics = {"mean_topics": slice(views["mean"].shape[1], None)}
+    return {n: measure.values(views[n], topics.get(n, NO_TOPICS)) for n in names if n in views}
 
 
 def standardisation(features: Array, topics: slice = NO_TOPICS) -> tuple[Array, Array]:

@@ -28,14 +28,13 @@ from multicls.modeling_multicls import TopicTable
 from multicls.passages import Passages, read_passages
 from multicls.probe import (
     DRAWS,
-    VIEWS,
     Array,
     Difference,
     Draws,
     draw_rows,
     embed,
     targets_of,
-    topic_columns,
+    values_of,
 )
 from pretrain.run_folder import BEST
 from pretrain.settings import PretrainSettings
@@ -138,11 +137,7 @@ class TrainingProbe:
         """Returns what `validate` does, on rank 0."""
         # Weights that are not finite have embeddings that are not.
         finite = {name: np.nan_to_num(x, posinf=0.0, neginf=0.0) for name, x in views.items()}
-        values = {
-            name: self.measure.values(finite[name], topic_columns(finite, name))
-            for name in VIEWS
-            if name in finite
-        }
+        values = values_of(self.measure, finite)
         path = self.run_folder / BASELINE
         if step == 0:
             with atomic_write(path, "wb") as file:

@@ -29,7 +29,7 @@ from multicls.errors import UserError, run_command
 from multicls.files import read_jsonl
 from multicls.labels import read_labelled
 from multicls.passages import CANDIDATES, LENGTH, TOKENS, Passages, read_passages
-from multicls.probe import Array, Draws, draw_rows, embed, targets_of, topic_columns
+from multicls.probe import Array, Draws, draw_rows, embed, targets_of, values_of
 from multicls.sample import SAMPLE, SAMPLE_CORPUS
 from multicls.settings import Settings, parse
 
@@ -68,10 +68,7 @@ def compare(
     """
     print(title)
     print(f"  {'embedding':24}{'before':>8}{'after':>8}   change, 95 % interval")
-    old, new = (
-        {name: measure.values(found, topic_columns(views, name)) for name, found in views.items()}
-        for views in (before, after)
-    )
+    old, new = (values_of(measure, views, names) for views in (before, after))
     scores = pd.DataFrame(columns=["before", "after"], dtype=float)
     for name, shown in names.items():
         if name in new:

@@ -11,7 +11,7 @@ from sklearn.preprocessing import StandardScaler
 
 from multicls.errors import UserError
 from multicls.labels import LabelType
-from multicls.probe import SCALES, draw_rows, standardisation, targets_of, topic_columns
+from multicls.probe import SCALES, draw_rows, standardisation, targets_of, values_of
 
 ROWS, TRAIN, DRAWS = 300, 100, 10  # as in a run of `own_text`
 CENTRES = np.random.default_rng(0).normal(size=(3, 8)) * 0.8
@@ -64,13 +64,17 @@ def test_topics_weigh_as_much_as_the_other_features_together() -> None:
     spread = np.concatenate([[0.5, 0.5], np.full(200, 0.01)])
     topics, mean = draw.normal(size=(400, 202)) * spread, draw.normal(size=(400, 8))
     both, labels = np.hstack([mean, topics]), (topics[:, 0] > topics[:, 1]).astype(int)
-    columns = topic_columns({"mean": mean}, "mean_topics")
+    columns = slice(8, None)
     shift, scale = standardisation(both, columns)
     variances = ((both - shift) / scale).var(axis=0)
     np.testing.assert_allclose(variances[:8], 1)
     np.testing.assert_allclose(variances[8:].sum(), 8)
     draws = draw_rows("class", labels, 60, 5)
-    assert np.nanmean(draws.values(both, columns)) > np.nanmean(draws.values(both)) + 0.1
+    values = draws.values(both, columns)
+    found = values_of(draws, {"mean": mean, "sum": mean, "mean_topics": both})
+    assert found.keys() == {"mean", "mean_topics"}
+    assert np.array_equal(found["mean_topics"], values, equal_nan=True)
+    assert np.nanmean(values) > np.nanmean(draws.values(both)) + 0.1
     assert np.nanmean(draws.values(mean)) < 0.6
     assert np.isinf(standardisation(np.ones((20, 3)), slice(1, None))[1]).all()
 
