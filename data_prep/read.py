@@ -120,20 +120,17 @@ def _lines(file: SourceFile) -> Iterator[tuple[int, str]]:
 
 def _text(file: SourceFile, settings: BuildOptions) -> Iterator[RawDocument]:
     """Yields documents of a plain text: a line each, or up to a blank line, or the whole file."""
-    title, lines = stem(file.name), list[str]()
+    title, lines, is_row = stem(file.name), list[str](), file.layout == "sentences"
     first = size = count = 0
     damaged: Exception | None = None
     try:
         for offset, text in _lines(file):
             blank = not text.strip()
-            ends = blank and settings.documents == "blank_line"
+            ends = is_row or (blank and settings.documents == "blank_line")
             if lines and (ends or size > LONGEST_DOCUMENT * (1 if blank else 2)):
                 yield _document(file, first, title, "\n".join(lines), file.layout)
                 lines, size, count = [], 0, count + 1
-            if file.layout == "sentences":
-                yield _document(file, offset, title, text, file.layout)
-                count += 1
-            elif lines or not blank:
+            if lines or not blank or is_row:
                 first = first if lines else offset
                 lines.append(text)
                 size += len(text) + 1

@@ -28,7 +28,6 @@ MOST_CUT, LEAST_ORDER = 0.01, 0.5  # of the text, and of the parts, at a length 
 MOST_UNKNOWN, MOST_PIECES = 0.01, 2.0  # share of the tokens, and tokens a word
 LONG_SENTENCE = 40  # tokens; shorter ones recur by chance
 LEAK_TOKENS = 20_000_000  # of the rows whose sentences are compared
-UNITS = ("document", "row", "sentence", "token")
 
 
 def sample_rows(corpus: Corpus, tokens: int = SAMPLE_TOKENS) -> range:
@@ -141,7 +140,8 @@ def stats(options: ExampleOptions) -> None:
         "tokens a sentence": np.concatenate([np.diff(corpus.row(row).offsets) for row in rows]),
     }
     manifest, drops = corpus.manifest, DropLog(read_json(corpus.path / "dropped.json"))
-    holds = ", ".join(count(manifest[f"{unit}s"], unit) for unit in UNITS)
+    units = ("document", "row", "sentence", "token")
+    holds = ", ".join(count(manifest[f"{unit}s"], unit) for unit in units)
     print_summary([("corpus", visible(options.corpus)), ("holds", holds), ("kept", drops.kept())])
     sources = pd.DataFrame(manifest["sources"]).T.rename(index=visible)
     print(f"\n{sources.map('{:,}'.format).to_string()}\n")
