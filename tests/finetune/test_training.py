@@ -328,8 +328,7 @@ def test_a_checkpoint_of_other_settings_is_not_used(
 rank_cases = Path(__file__).with_name("rank_cases.py")  # which imports this module
 RANKS: dict[str, dict[str, Any]] = {
     "ddp": {},
-    "accumulated": {"train__micro_batch_size": 1},
-    "holdout": {"selection": "holdout"},
+    "accumulated": {"train__micro_batch_size": 1, "selection": "holdout"},
     "isobn": {"head": "isobn", "train_size": 17, "train__micro_batch_size": 2},
     "cln": {"head": "cln", "task": "sst2,stsb"},
     "zero1": {"config": "ds_configs/zero1.json"},
