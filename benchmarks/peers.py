@@ -62,7 +62,7 @@ class Options(Settings):
     draws: int = Field(20, ge=2, description="draws of labelled rows")
     rows: PositiveInt = Field(2000, description="labelled rows of a domain, at most")
     max_length: PositiveInt = Field(128, description="tokens of a row")
-    finetune: bool = Field(False, description="fine-tune mean and multicls on 100 rows, too")
+    finetune: bool = Field(False, description="fine-tune heads on 100 rows, too")
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,8 @@ def steps_that_fit(arm: str, domain: Domain, options: Options) -> int:
     if not path.exists():
         used = [train(arm, domain, options, steps, 0, trial) for steps in TRIALS]
         shutil.rmtree(trial)
+        if used[1] <= used[0]:
+            raise UserError(f"{arm}: {TRIALS} steps took {used} CPU seconds: set --steps.")
         step = (used[1] - used[0]) / (TRIALS[1] - TRIALS[0])
         write_json(path, {"start": max(0.0, used[0] - TRIALS[0] * step), "step": step})
     speed = read_json(path)
