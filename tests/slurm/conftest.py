@@ -74,6 +74,11 @@ class Cluster:
         for name in ("pretrain", "finetune", "slurm"):
             if not (cwd / name).exists():
                 (cwd / name).symlink_to(REPOSITORY / name)
+        for node in ("n1", "n2"):  # a slurmd may hang after a step whose processes were killed
+            if "State=DOWN" in self.run("scontrol", "show", "node", node):
+                self.daemons[node].kill()
+                self.daemons[node].wait()
+                self.start_node(node)
         return self.run("sbatch", "--parsable", *options, f"slurm/{script}", *arguments, cwd=cwd)
 
     def job(self, job: str) -> dict[str, str]:
