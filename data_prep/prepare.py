@@ -257,7 +257,8 @@ def _finish(output: Path, job: Job, merged: Merged) -> None:
         names.append(DROPPED_TEXT)
         with atomic_write(output / DROPPED_TEXT, "wb") as file:
             for unit, name in product(job.units, (DROPPED_TEXT, COPIES_TEXT)):
-                file.write((output / "work" / unit.key / name).read_bytes())
+                with open(output / "work" / unit.key / name, "rb") as part:
+                    shutil.copyfileobj(part, file)
     for path in chain(*(output.glob(f".{name}.????????") for name in (*names, MANIFEST))):
         path.unlink()  # of a run that was killed
     sources: dict[str, Counter[str]] = defaultdict(Counter)

@@ -212,14 +212,9 @@ class Trainer:
         """Trains to the end and exports, or until a stop request; marks the run folder."""
         start, stop = self.job.start_step, self.job.stop
         run, train, steps = self.settings.run, self.settings.train, self.settings.train.steps
-        size, workers = int(train.micro_batch_size), self.settings.data.num_workers
-        sizes: Any = {"size": size, "per_step": train.global_batch_size // size, "workers": workers}
-        ranks = {"rank": dist.get_rank(), "ranks": dist.get_world_size()}
-        batches = load_steps(
-            self.job.streams["train"], range(start, steps), **sizes, **ranks, unpad=train.unpad
-        )
+        batches = self._batches(range(start, steps))
         on_device = prefetch_to(torch.device(self.engine.device), batches)
-        progress = Progress(steps, "steps", "pretraining", done=start, shown=ranks["rank"] == 0)
+        progress = Progress(steps, "steps", "pretraining", done=start, shown=dist.get_rank() == 0)
         guard, sums = NonFiniteGuard(self.engine, train.skip_nonfinite), MetricSums()
         profiler = build_profiler(self.job.run_folder / "profile", run.profile)
         with stop.listening(), progress, closing(batches), profiler or nullcontext():
@@ -270,6 +265,14 @@ class Trainer:
                 if is_milestone:
                     self._export(done)
         self._leave(steps)
+
+    def _batches(self, steps: range) -> Any:
+        """Returns this rank's loaded batches of some steps, in order; the caller closes them."""
+        train, workers = self.settings.train, self.settings.data.num_workers
+        size = int(train.micro_batch_size)
+        sizes: Any = {"size": size, "per_step": train.global_batch_size // size, "workers": workers}
+        ranks = {"rank": dist.get_rank(), "ranks": dist.get_world_size()}
+        return load_steps(self.job.streams["train"], steps, **sizes, **ranks, unpad=train.unpad)
 
     def _export(self, step: int) -> None:
         folder, run = self.job.run_folder, self.settings.run

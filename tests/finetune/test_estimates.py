@@ -179,7 +179,7 @@ def test_the_smallest_detectable_difference_is_found_in_80_percent_of_cases() ->
 
 
 def test_an_average_over_tasks_has_an_error_and_a_test() -> None:
-    """Of two tasks with an error each the average has half the sum of the squares; a task that is missing is named."""
+    """The average of two tasks has a quarter of their summed variance; a system that lacks a task has no average."""
     draw = np.random.default_rng(3)
     a, b = (
         frame.assign(train_size="100", system=n)

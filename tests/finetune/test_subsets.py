@@ -112,7 +112,7 @@ def test_several_labels_a_row_are_drawn_and_held_out(tmp_path: Path) -> None:
 
 
 def test_shots_are_rows_of_each_class() -> None:
-    """Of a class with fewer rows all; 8 shots are part of 16; scores have none."""
+    """A class with fewer rows than shots gives all; the rows of 8 shots are among those of 16; scores have none."""
     rows = [Example(f"{n}", (f"{n}",), float(SKEWED[n])) for n in range(500)]
     data = TaskData(replace(TASKS["sst2"], labels=("a", "b", "c")), rows, [])
     drawn = {k: select_rows(data, f"{k}-shot", 1, False) for k in (8, 16)}
