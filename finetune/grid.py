@@ -58,7 +58,7 @@ class GridSettings(RecipeOptions):
     """A grid: what is compared, on what, how often."""
 
     model: list[NamedModel] = Field([], description="NAME=FOLDER; one for each checkpoint of NAME")
-    systems: dict[str, GridSystem] | list[str] = Field({}, description="heads, or name: settings")
+    systems: dict[str, GridSystem] | list[str] = Field({}, description="names, or name: settings")
     tasks: list[str] = Field([], description="names; joined by commas they are one run of cln")
     train_sizes: list[int | str] = Field(["full"], min_length=1, description="100, 1k, 8-shot, ...")
     subsets: PositiveInt = Field(1, description="training subsets of each replicate")
@@ -75,10 +75,12 @@ class GridSettings(RecipeOptions):
     @field_validator("systems", mode="before")
     @classmethod
     def _heads_are_systems(cls, value: object) -> object:
+        """A name without settings, which no recipe has, is a head."""
         if isinstance(value, str):
             value = value.replace(",", " ").split()
-        if isinstance(value, list):
-            return {str(name): {"head": name} for name in value}
+        systems = dict.fromkeys(map(str, value)) if isinstance(value, list) else value
+        if isinstance(systems, dict):
+            return {k: {"head": k} if v is None else v for k, v in systems.items()}
         return value
 
 
@@ -184,8 +186,7 @@ def _runs_of_system(
     subsets = 1 if all_rows else grid.subsets
     for model in [""] if "model" in unread else system.models or models:
         if model and model not in models:
-            hint = did_you_mean(model, models)
-            raise UserError(f"systems.{name}.models: {model}: no model of this grid.{hint}")
+            raise UserError(f"systems.{name}: no model {model}.{did_you_mean(model, models)}")
         folders = models.get(model, [""])
         number = replicates if len(folders) > 1 or own_subsets else 1
         for r, d, *picked, seed in product(
@@ -213,8 +214,7 @@ def without_repeats(runs: Sequence[RunSettings]) -> list[RunSettings]:
         same = {"subset", "pretraining"} if all_rows else set[str]()
         kept.setdefault(run.model_dump_json(exclude=same), run)
     if left_out := len(runs) - len(kept):
-        what = f"{count(left_out, 'run')} left out"
-        print_line(f"note: {what}: a subset as large as all rows is the same each time")
+        print_line(f"note: {count(left_out, 'run')} left out: a subset as large as all rows is one")
     return list(kept.values())
 
 

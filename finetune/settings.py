@@ -223,8 +223,8 @@ class RunSettings(SystemSettings, RecipeOptions):
 
 
 def unread_settings(head: str) -> set[str]:
-    """Returns the settings and groups of settings that a head does not read."""
-    return {name for name, heads in READ_BY.items() if head not in heads}
+    """Returns the settings and groups of settings that a head does not read; of a wrong name, none."""
+    return {name for name, heads in READ_BY.items() if head in HEADS and head not in heads}
 
 
 SHORTCUTS = {

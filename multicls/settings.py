@@ -211,7 +211,13 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merge(old: Any, new: Any) -> Any:
-    """Returns the value of a later source; mappings are merged. A wrong value in place of one stays, to be reported."""
+    """Returns the value of a later source; mappings are merged. A wrong value in place of one stays, to be reported.
+
+    Names after a mapping choose among its entries; a name that it lacks gets None.
+    """
+    if isinstance(old, Mapping) and old and isinstance(new, str | list):
+        names = new.replace(",", " ").split() if isinstance(new, str) else map(str, new)
+        return {name: old.get(name) for name in names}
     if not isinstance(new, Mapping):
         is_empty_group = new is None and isinstance(old, Mapping)
         return old if is_empty_group else None if new == [None] else new  # from `--list null`

@@ -260,6 +260,23 @@ def test_systems_as_the_help_says(words: list[str]) -> None:
     assert (runs[0].pooling, runs[0].system) == ("mean", "m-probe")
 
 
+@pytest.mark.parametrize("words", [["probe_topics", "cls"], ["probe_topics,cls"]])
+def test_names_choose_among_the_systems_of_a_recipe(words: list[str]) -> None:
+    flags = ["--recipe", "own", "--tasks", "rte", "--model", "m=M", "--systems", *words]
+    options: Any = {"prog": "grid.py", "shortcuts": grid.SHORTCUTS, "recipes": "finetune/recipes"}
+    settings = parse(GridSettings, [*flags, "--subsets", "1"], **options)
+    runs = [(run.system, run.head, run.pooling) for run in expand(settings)]
+    assert runs == [("m-probe_topics", "probe", "mean_topics"), ("m-cls", "cls", "cls")]
+
+
+def test_a_wrong_system_is_one_mistake() -> None:
+    flags = ["--recipe", "own", "--tasks", "rte", "--model", "m=M", "--systems", "mean_probe"]
+    options: Any = {"prog": "grid.py", "shortcuts": grid.SHORTCUTS, "recipes": "finetune/recipes"}
+    with pytest.raises(UserError) as error:
+        expand(parse(GridSettings, flags, **options))
+    assert str(error.value) == "--head 'mean_probe': no such head. Did you mean 'probe'?"
+
+
 def test_ctrl_c_has_a_line(
     tiny_bert: Path, glue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
