@@ -36,7 +36,7 @@ from multicls.settings import Settings, parse
 LOSSES = {"loss/mlm": "MLM", "loss/tfidf": "TF-IDF", "loss/mcqt": "MCQT"}
 NAMES = {"cls": "[CLS]", "mean": "mean over tokens", "sum": "facets"}
 LABELS = {"cls": "[CLS]", "mean": "mean over tokens", "facets": "facets, concatenated"}
-LABELS |= {"mean_topics": "mean and topics"}  # topics are new: no value before
+LABELS |= {"mean_topics": "mean and topics"}
 
 
 class Options(Settings):
@@ -73,9 +73,7 @@ def compare(
     for name, shown in names.items():
         if name in new:
             change = measure.difference(new[name], old[reference or name])
-            was, now = (
-                100 * float(np.nanmean(x[name])) if name in x else np.nan for x in (old, new)
-            )
+            was, now = (100 * float(np.nanmean(x[name])) for x in (old, new))
             scores.loc[shown] = was, now
             low, high = 100 * change.low, 100 * change.high
             interval = f"{100 * change.mean:+.1f} ({low:+.1f} to {high:+.1f})"
@@ -133,7 +131,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         begun = [(before, model.multicls, tokenizer) for model, tokenizer in models]
         for found, encoder, tokenizer in [*begun, (after, *trained)]:
             facets, encoder = encoder.config.num_facets, encoder.eval()
-            found |= embed(encoder, tokenizer, texts, max_length=length, num_facets=facets)
+            sizes: Any = {"max_length": length, "num_facets": facets}
+            # Topics come from the corpus, not from the training: the model before has the same.
+            found |= embed(encoder, tokenizer, texts, topics=trained[0].topics, **sizes)
         return before, after
 
     passages = read_passages(corpus, settings.data.validation_fraction, trained[1])

@@ -120,7 +120,7 @@ def test_no_better_step_exports_the_model_before(
     printed = capsys.readouterr().out
     assert "has two passages of 40 tokens: no recall" in printed
     assert re.search(r"mean over tokens +100.0 +100.0 +\+0.0 ", printed), "not the same mean"
-    assert re.search(r"mean and topics +nan +100.0", printed) and "facets" not in printed
+    assert re.search(r"mean and topics +100.0 +100.0", printed) and "facets" not in printed
     assert (folder / "first_look.png").stat().st_size > 10_000
     settings = folder / "settings.yaml"
     settings.write_text(settings.read_text().replace(rows, "null"))
