@@ -1,5 +1,6 @@
 """Cleans the text of a document and returns the sentences to keep. What each rule drops is counted."""
 
+import html
 import re
 import unicodedata
 from collections import Counter
@@ -203,11 +204,15 @@ def _with_holes(lines: list[Line], layout: Layout, wanted: bool) -> list[Line]:
 # Markup, and lines that repeat on each page.
 
 _BLOCKS = re.compile(  # front matter, code, comments, rows of tables, targets of links
-    r"\A---\n.*?\n---\n|^[ >]*(?P<fence>```+|~~~+).*?(?:^[ >]*(?P=fence)[`~]*[ \t]*$|\Z)|<!--.*?-->"
-    r"|^[ \t]*\|.*\|[ \t]*$|^ {0,3}\[[^\]\n]+\]:[ \t]*\S.*?$",
+    r"\A---\n.*?\n---\n|^[ >]*(?:(?:[-*+]|\d+[.)])[ ]+)?(?P<fence>```+|~~~+)[^`\n]*$"
+    r".*?(?:^[ >]*(?P=fence)[`~]*[ \t]*$|\Z)|<!--.*?-->"
+    r"|^[ \t]*\|[^\n]*\|[ \t]*$|^ {0,3}\[(?!\^)[^\]\n]+\]:[ \t]*\S[^\n]*$",
     re.MULTILINE | re.DOTALL,
 )
-_IMAGE = re.compile(r"!\[[^\]]*\](?:\([^()\s]*(?:\([^()]*\)[^()]*)*[^()]*\)|\[[^\]]*\])")
+_UNDERLINED = re.compile(r"(?m)^(?![ \t]*(?:[#>|*+-]|\d+[.)]))(\S.*)\n(?:=+|-{2,})[ \t]*$")
+_IMAGE = re.compile(  # or the mark of a footnote
+    r"!\[[^\]]*\](?:\([^()\s]*(?:\([^()]*\)[^()]*)*[^()]*\)|\[[^\]]*\])|\[\^[^\]\s]+\]:?"
+)
 _LINK = re.compile(r"\[([^\[\]]+)\](?:\((?:[^()]|\([^()]*\))*\)|\[[^\]\n]*\])")
 _EMPHASIS = re.compile(r"(?<![\w*`])(\*\*|__|`+|\*)(?=\S)([^*`\n]+?)(?<=\S)\1(?![\w*`])")
 _MARKUP_TAG = re.compile(r"</?[a-zA-Z][^<>\n]*>")
@@ -221,12 +226,12 @@ def _without_markup(text: str, raw: RawDocument, drops: DropLog) -> str:
         drops.add("lines_markup", raw, match[0], len(match[0]), lines)
         return ""
 
-    text = _BLOCKS.sub(drop, text)
+    text = _UNDERLINED.sub(r"# \1", _BLOCKS.sub(drop, text))
     for pattern, target in ((_IMAGE, ""), (_LINK, r"\1"), (_EMPHASIS, r"\2"), (_MARKUP_TAG, "")):
         if found := [match[0] for match in pattern.finditer(text)]:
             before, text = len(text), pattern.sub(target, text)
             drops.add("characters_of_markup", raw, " ".join(found), before - len(text), len(found))
-    return text
+    return html.unescape(text).replace("\xa0", " ")
 
 
 def markdown_paragraphs(lines: list[str]) -> list[str]:
@@ -234,6 +239,7 @@ def markdown_paragraphs(lines: list[str]) -> list[str]:
     paragraphs, is_open = list[str](), False
     for line in lines:
         text = line.lstrip(" \t>").rstrip()
+        text = text if text.strip("-=*_ ") else ""  # a rule
         is_marked = text.startswith("#")
         item = _ITEM.match(text)
         if is_open and text and not is_marked and not item:

@@ -403,3 +403,43 @@ def test_markdown_is_read_without_its_markup() -> None:
         "lines_heading": 1,
         "lines_markup": 10,
     }
+
+
+def test_markdown_keeps_the_prose_between_blocks() -> None:
+    text = """Underlined
+==========
+
+| a | b |
+|---|---|
+
+Between tables it is.
+
+| c | d |
+
+```npm``` at the start is&nbsp;no block.
+
+1. ```bash
+   code
+   ```
+
+After the item it goes on.[^1]
+
+- It is an item.
+---
+~~~ py
+code
+~~~~
+
+[^1]: A footnote is prose.
+[target]: http://a.b
+"""
+    kept, drops = cleaned(text, text_format="markdown")
+    assert kept == [
+        "Between tables it is.",
+        "npm at the start is no block.",
+        "After the item it goes on.",
+        "It is an item.",
+        "A footnote is prose.",
+    ]
+    assert drops.by_reason()["lines_markup"] == 3 + 3 + 3 + 1
+    assert drops.by_reason()["lines_heading"] == 1
