@@ -96,7 +96,7 @@ WIDTHS = np.arange(50, 161)  # columns at which text is taken to be wrapped
 LEAST_SHARE = 0.25  # of the line breaks that the width explains; in other text it is about 0.1
 TYPESET_SHARE = 0.9  # of the length that nine of ten lines of a typeset text have at most
 CAPITAL_SHARE = 0.15  # of the words; German has 0.3, English 0.05
-FEWEST_RECORDS = 8  # lines; fewer may be one wrapped sentence
+FEWEST_RECORDS = 4  # lines; fewer may be one wrapped sentence
 _LINE_ENDS_SENTENCE = (r"[.!?…][\"”’')\]]*\s+\S", r"[.!?…:;][\"”’')\]]*\s*$")
 _HYPHENATED = re.compile(r"(\w+)-\n([a-zß-öø-ÿ]\w*)")
 _ITEM = re.compile(r"\s*(?:[-*•+–]|\d{1,3}[.)]|\(?[a-z]\))\s")
@@ -121,7 +121,7 @@ def unwrap(lines: list[str], is_typeset: bool = False) -> list[str]:
         return filled
     length = np.array([len(line) for line, _ in breaks])
     longest = length + [len(following.split(None, 1)[0]) for _, following in breaks]
-    capital = -0.25 if _has_capital_nouns(lines) else -1.0
+    capital = 0.0 if _has_capital_nouns(lines) else -1.0
     votes = np.array([capital if b.lstrip()[0].isupper() else 1.0 for _, b in breaks])
     explains = (length[:, None] <= WIDTHS) & (longest[:, None] >= WIDTHS)  # (breaks, widths)
     totals = votes @ explains

@@ -15,6 +15,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from importlib import metadata
 from itertools import chain, compress, product
 from pathlib import Path
@@ -40,7 +41,7 @@ SMALL_UNIT = 12 << 20  # bytes of small files together: progress is seen, and al
 LARGE_UNIT = 64 << 20  # bytes of a share of a file that can be cut
 LONG_HOURS = 0.5  # of a unit that are worth a line at the start
 LEAST_WEIGHT = 1 << 12  # bytes that take as long to read as a file takes to open
-UNITS_VERSION = 4  # of the files of a unit
+UNITS_VERSION = 5  # of the files of a unit
 PACKAGES = ("mwparserfromhell", "numpy", "pyarrow", "sentencex", "tokenizers")
 # A key holds the files themselves instead.
 NOT_IN_KEY = {"input", "validation_input", "include", "exclude", "tokenizer"}
@@ -120,11 +121,15 @@ def _build(calls: list[tuple[Any, ...]], is_missing: list[bool], pool: Pool) -> 
 
 def _describe_job(options: BuildOptions, output: Path, small_unit: int) -> Job:
     """Lists the input and groups it into units; writes nothing."""
-    inside = os.path.join(output, "")  # the output may lie in the input
+    inside = os.path.join(os.path.realpath(output), "")  # the output may lie in the input
     files, skipped = list_inputs(options)
     held_out: set[str] = set()
     if options.validation_input:
-        own, more = list_inputs(options.model_copy(update={"input": options.validation_input}))
+        try:
+            own, more = list_inputs(options.model_copy(update={"input": options.validation_input}))
+        except UserError as error:
+            named = (line.replace("--input", "--validation_input", 1) for line in error.problems)
+            raise UserError(*named) from None
         held_out = {file.source for file in own}
         if both := held_out & {file.source for file in files}:
             raise UserError(
@@ -132,8 +137,8 @@ def _describe_job(options: BuildOptions, output: Path, small_unit: int) -> Job:
             )
         # First, so that copies of held-out documents are dropped from the training text.
         files, skipped = [*own, *files], [*more, *skipped]
-    files = [file for file in files if not file.path.startswith(inside)]
-    skipped = [entry for entry in skipped if not os.path.abspath(entry.path).startswith(inside)]
+    files = [file for file in files if not _real_folder(file.path).startswith(inside)]
+    skipped = [entry for entry in skipped if not _real_folder(entry.path).startswith(inside)]
     if not files:
         raise UserError(f"{output}: all of the input lies in it; pass a new or empty --output.")
     for path, reason in skipped[:20]:
@@ -165,6 +170,14 @@ def _describe_job(options: BuildOptions, output: Path, small_unit: int) -> Job:
                 "and from the beginning after a stop; cut it into files of some 100 MB"
             )
     return Job(units, skipped, tokenizer_files, identity | {"input": described})
+
+
+def _real_folder(path: str) -> str:
+    """Returns the folder of a file without links, with a slash at its end."""
+    return os.path.join(_resolve(os.path.dirname(path)), "")
+
+
+_resolve = lru_cache(maxsize=256)(os.path.realpath)
 
 
 def group_units(
@@ -245,7 +258,14 @@ def _finish(output: Path, job: Job, merged: Merged) -> None:
             f"no document of {job.made_from['settings']['min_sentences']} sentences in the input (left out: "
             f"{listed or 'nothing'}); --min_sentences and --short_documents join take shorter ones."
         )
-    size = len(merged.frequency)
+    size, held_out = len(merged.frequency), job.made_from["input"]["validation_sources"]
+    named = set(chain.from_iterable(entry["sources"] for entry in merged.shards))
+    if held_out and not (named & set(held_out) and named - set(held_out)):
+        side = "training" if named & set(held_out) else "held-out"
+        raise UserError(
+            f"--validation_input: no {side} document is left: too short, or copies; --min_sentences and "
+            "--without duplicate_documents keep more."
+        )
     write_json(output / DROPPED, merged.drops.to_json() | {"skipped": sorted(job.skipped)})
     with atomic_write(output / FREQUENCY, "wb") as file:
         np.save(file, merged.frequency)

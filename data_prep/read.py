@@ -1,6 +1,7 @@
 """Reads documents from an input file or a share of one, one at a time."""
 
 import bz2
+import codecs
 import csv
 import html
 import io
@@ -9,7 +10,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from itertools import chain, takewhile
 from typing import Any, NamedTuple
@@ -24,17 +25,18 @@ from data_prep.sources import (
     Layout,
     SourceFile,
     damage,
-    delimiter,
     open_bytes,
     open_raw,
     stem,
     unread,
 )
 from multicls.errors import UserError
+from multicls.tables import separator_of
 
 LONGEST_RECORD = 1 << 26  # bytes of a line or a page; a longer line is cut
-TOO_LONG = "a page or JSON of more than 64 MB; write JSON an object a line (jq -c '.[]')"
+TOO_LONG = "a page or an object of more than 64 MB"
 LONGEST_DOCUMENT = 1 << 22  # characters of a plain text, after which the next blank line ends it
+CHUNK = 1 << 20  # bytes
 ROWS = 256  # of a table, read at a time
 OTHERS = ("id", "title", "url")  # columns that are read beside the text
 # Rows that are sentences: one whose hash is 0 modulo BOUNDARY begins a document.
@@ -217,16 +219,24 @@ def _table(read: Rows, file: SourceFile, settings: BuildOptions) -> Iterator[Raw
         yield _document(file, name, title, text, layout)._replace(titles=titles)
 
 
-_BLOCKS = "p|div|br|hr|li|ul|ol|h[1-6]|blockquote|table|tr|td|th|pre|section|article"
-_INLINE = "a|b|i|u|em|strong|span|code|img|sup|sub|font|small|tt"
-_TAG = re.compile(rf"(?i)<(?:/?({_BLOCKS})|/?(?:{_INLINE}))\b[^<>]*>")
+_BLOCKS = (
+    "p|div|br|hr|li|ul|ol|dl|dt|dd|h[1-6]|blockquote|table|tr|td|th|thead|tbody|caption|pre|section|article|header|footer"
+    "|figure|figcaption|center|details|summary|iframe|video|audio|form|label|input|button"
+)
+_INLINE = (
+    "em|strong|span|code|img|sup|sub|font|small|big|tt|kbd|del|ins|mark|abbr|cite|var|samp|wbr"
+)
+_TAG = re.compile(  # `<b and c>` is none
+    r"(?is)<(?P<unseen>script|style)\b[^<>]*>.*?</(?P=unseen)>|<!--.*?-->"
+    rf"|</?(?:(?P<block>{_BLOCKS})|{_INLINE})\b[^<>]*>|</?[abiqsu](?:\s[^<>]*=[^<>]*)?\s*/?>"
+)
 _ENTITY = re.compile(r"&(?:#\d+|#x[\da-fA-F]+|[a-zA-Z]{2,8});")
 
 
 def _without_tags(text: str) -> str:
     """Returns the text of a fragment of HTML; other text stays as it is."""
     if "<" in text:
-        text = _TAG.sub(lambda match: "\n\n" if match[1] else "", text)
+        text = _TAG.sub(lambda match: "\n\n" if match["block"] else "", text)
     return html.unescape(text) if "&" in text and _ENTITY.search(text) else text
 
 
@@ -239,10 +249,41 @@ def _json_rows(file: SourceFile, fields: Sequence[str]) -> Iterator[tuple[int, A
                 yield offset, _bad(file, offset, "records_not_json", text)
 
 
+_VALUE = re.compile(r"[^\s,\[\]]")  # where one begins
+
+
 def _array_rows(file: SourceFile, fields: Sequence[str]) -> Iterator[tuple[int, Any]]:
-    """Yields the objects of a JSON array, or the single object of a file."""
-    values = json.loads(_whole(file))
-    yield from enumerate(values if isinstance(values, list) else [values])
+    """Yields the objects of a JSON array, or those of a file that stand one after another."""
+    decode, rest, number = json.JSONDecoder().raw_decode, "", 0
+    decoder = codecs.getincrementaldecoder("utf-8-sig")("replace")
+    with open_bytes(file.path) as stream:
+        for chunk in _chunks(stream):
+            rest, at = rest + decoder.decode(chunk), 0
+            with suppress(json.JSONDecodeError):  # the last one goes on in the next chunk
+                while found := _VALUE.search(rest, at):
+                    value, at = decode(rest, found.start())
+                    yield number, value
+                    number += 1
+            rest = rest[at:]
+            if len(rest) > LONGEST_RECORD:
+                raise EOFError(TOO_LONG)
+    if _VALUE.search(rest):
+        raise EOFError("it ends inside an object, or is no JSON")
+
+
+def _chunks(stream: Any) -> Iterator[bytes]:
+    """Yields the bytes of a stream, about a MB at a time; of a damaged one, what can be read of it before its error."""
+    read, parts = getattr(stream, "read1", stream.read), list[bytes]()
+    try:
+        while part := read(CHUNK):
+            parts.append(part)
+            if sum(map(len, parts)) >= CHUNK:
+                yield b"".join(parts)
+                parts = []
+    except Exception:
+        yield b"".join(parts)
+        raise
+    yield b"".join(parts)
 
 
 def _whole(file: SourceFile) -> str:
@@ -260,13 +301,40 @@ def _csv_rows(file: SourceFile, fields: Sequence[str]) -> Iterator[tuple[int, An
     with open_bytes(file.path) as stream:
         text = io.TextIOWrapper(stream, "utf-8-sig", "replace", newline="")
         header = text.readline()
-        mark = delimiter(header)
+        mark = separator_of(header)
         names = next(csv.reader([header], delimiter=mark))
-        for number, cells in enumerate(csv.reader(text, delimiter=mark)):
+        for number, cells in enumerate(_cells(text, mark)):
             if len(cells) == len(names):
                 yield number, dict(zip(names, cells, strict=True))
             elif cells:
                 yield number, _bad(file, number, "records_not_a_row", mark.join(cells))
+
+
+def _cells(text: Iterable[str], mark: str) -> Iterator[list[str]]:
+    """Yields the cells of each row of a table.
+
+    A quotation mark that opens a cell and does not close it is text: the lines that it would join are rows.
+    """
+    taken = list[str]()  # lines of a row
+
+    def lines() -> Iterator[str]:
+        for line in text:
+            taken.append(line)
+            yield line
+
+    reader = csv.reader(lines(), delimiter=mark, strict=True)
+    while True:
+        taken.clear()
+        try:
+            row = next(reader)
+        except StopIteration:
+            return
+        except csv.Error:
+            is_closed = len(taken) == 1 and taken[0].count('"') % 2 == 0  # as in `"a, b" ,c`
+            quoting: Any = csv.QUOTE_MINIMAL if is_closed else csv.QUOTE_NONE
+            yield from csv.reader(taken[:], delimiter=mark, quoting=quoting)
+        else:
+            yield row
 
 
 def _parquet_rows(file: SourceFile, fields: Sequence[str]) -> Iterator[tuple[int, Any]]:
@@ -320,7 +388,7 @@ def _pages(file: SourceFile) -> Iterator[bytes]:
     with open_bytes(file.path) as stream:
         is_packed = file.path.endswith(".bz2")
         stop = math.inf if is_packed or not file.stop else file.stop
-        chunks = iter(lambda: stream.read(1 << 20), b"")
+        chunks = _chunks(stream)
         offset, buffer = file.start, b""
         if is_packed and file.stop:
             chunks = _bz2_streams(file)
@@ -368,19 +436,24 @@ def _html(file: SourceFile, settings: BuildOptions) -> Iterator[RawDocument]:
 
 def _notebook(file: SourceFile, settings: BuildOptions) -> Iterator[RawDocument]:
     """Yields the Markdown cells of a Jupyter notebook as one document."""
-    cells = json.loads(_whole(file))["cells"]
+    book = json.loads(_whole(file))
+    cells = book.get("cells") or [cell for sheet in book["worksheets"] for cell in sheet["cells"]]
     texts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
     yield _document(file, 0, stem(file.name), "\n\n".join(texts), file.layout)
 
 
-_CUE = re.compile(r"\d+|[\d:,.]+ --> .*")
+_CUE = re.compile(r"(?:\d+\n)?[\d:,.]+ --> .*|\{\\[^{}]*\}")  # number and times, or a style
 
 
 def _subtitles(file: SourceFile, settings: BuildOptions) -> Iterator[RawDocument]:
-    """Yields what is spoken in a file of subtitles as one paragraph: sentences go on in the next cue."""
+    """Yields what is spoken in a file of subtitles: sentences go on in the next cue, or none has a full stop."""
     lines = (line.strip() for _, line in _lines(file))
-    spoken = " ".join(line for line in lines if line and not _CUE.fullmatch(line))
-    yield _document(file, 0, stem(file.name), _TAG.sub("", spoken), "paragraphs")
+    spoken = _without_tags(_CUE.sub("", "\n".join(filter(None, lines))))
+    cues = [line for line in spoken.split("\n") if line.strip()]
+    if len(re.findall(r"[.!?…。！？]", spoken)) < len(cues) / 20:
+        yield _document(file, 0, stem(file.name), "\n".join(cues), "lines")
+    else:
+        yield _document(file, 0, stem(file.name), " ".join(cues), "paragraphs")
 
 
 _READERS: dict[str, Callable[[SourceFile, BuildOptions], Iterator[RawDocument]]] = {

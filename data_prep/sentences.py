@@ -64,7 +64,7 @@ _MARKER = re.compile(r"\W*(?:\d{1,3}[.)]\W*)?")  # not a sentence, but a mark be
 
 
 LONG_PARAGRAPH = 20_000  # characters
-_WIDE_STOP = re.compile(r"[。！？][”’」』）]*")
+_WIDE_STOP = re.compile(r"[。．！？][”’」』）]*")
 
 
 def split_paragraph(paragraph: str, language: str) -> Iterator[str]:

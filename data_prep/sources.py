@@ -26,6 +26,7 @@ import pyarrow.parquet as pq
 from data_prep.settings import BuildOptions
 from multicls.console import Progress
 from multicls.errors import UserError, did_you_mean, first_line
+from multicls.tables import separator_of
 
 OPENERS: dict[str, Callable[[Any], Any]] = {
     ".gz": gzip.open,
@@ -47,6 +48,7 @@ _BEGINNINGS = {  # of texts: format, and the reason to skip the file
     r"(?i)<(?:!doctype\s+html|html|head|body)\b": ("html", ""),
     r"<\?xml|<(?:rss|feed|TEI)\b": ("", "XML that is not MediaWiki"),
     r'\{[ \t]*"[^"\n]*"[ \t]*:': ("jsonl", ""),
+    r'\[\s*\{\s*"[^"\n]*"\s*:': ("json", ""),
 }
 
 # What the lines of a text are. plain: text with blank lines between paragraphs; markdown: such text with markup; lines:
@@ -269,7 +271,8 @@ def _field_names(stream: Any, head: bytes, file_format: str) -> list[str]:
             return list(pq.read_schema(stream).names)
     text = head.decode("utf-8-sig", "replace")
     if file_format == "csv":
-        return next(csv.reader(io.StringIO(text), delimiter=delimiter(text)), [])
+        mark = separator_of(text.partition("\n")[0])
+        return next(csv.reader(io.StringIO(text), delimiter=mark), [])
     if file_format not in ("json", "jsonl"):
         return []
     names, decode = list[str](), json.JSONDecoder().raw_decode
@@ -282,18 +285,13 @@ def _field_names(stream: Any, head: bytes, file_format: str) -> list[str]:
     return names
 
 
-def delimiter(text: str) -> str:
-    """Returns the character that divides the columns of a table, from its first line."""
-    return max(",;\t|", key=text.partition("\n")[0].count)
-
-
 def missing_fields(settings: BuildOptions, names: list[str]) -> str:
-    """Returns the reason to skip a file whose records have `names`; "" if they have a text field."""
-    fields = settings.text_field
-    if not names or any(field in names for field in fields):
+    """Returns the reason to skip a file whose records have `names`; "" if these have all text fields."""
+    missing = [field for field in settings.text_field if field not in names]
+    if not names or not missing:
         return ""
-    hint = did_you_mean(fields[0], dict.fromkeys(names))
-    return f"no field {' or '.join(map(repr, fields))}; set --text_field.{hint}".rstrip(".")
+    hint = did_you_mean(missing[0], dict.fromkeys(names))
+    return f"no field {' and '.join(map(repr, missing))}; set --text_field.{hint}".rstrip(".")
 
 
 def _layout(settings: BuildOptions, known: Layout = "plain") -> Layout:
@@ -372,7 +370,8 @@ def _guess(text: str, name: str) -> tuple[str, str]:
     """Returns the format by the suffix, or else by the first characters of a text, and the reason to skip it."""
     suffix = _suffix(name)
     if suffix in (".json", ".jsonl", ".ndjson"):
-        return ("json" if re.match(r"\[|\{\s*\n", text) else "jsonl"), ""
+        ends_inside = r"[^\n]*[^}\s]" if suffix == ".json" else ""  # an object, of its first line
+        return ("json" if re.match(rf"\[|\{{({ends_inside})?\s*\n", text) else "jsonl"), ""
     if suffix in _SUFFIXES:
         return _SUFFIXES[suffix], ""
     for beginning, (file_format, reason) in _BEGINNINGS.items():

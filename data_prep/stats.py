@@ -5,6 +5,7 @@ every n-th row of a large one, which is a fair share of all sources and files.
 """
 
 import json
+import re
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from data_prep.drops import DropLog
 from data_prep.examples import ExampleStream, SpecialIds, TrainingExample
 from data_prep.settings import CorpusOptions, ExampleOptions, ShowOptions
 from multicls.console import count, print_summary
-from multicls.corpus import Corpus
+from multicls.corpus import Corpus, Shard
 from multicls.errors import UserError
 from multicls.files import read_json
 from multicls.tokenization import facet_tokens
@@ -27,7 +28,8 @@ MOST_PADDING = 0.2
 MOST_CUT, LEAST_ORDER = 0.01, 0.5  # of the text, and of the parts, at a length that fits
 MOST_UNKNOWN, MOST_PIECES = 0.01, 2.0  # share of the tokens, and tokens a word
 LONG_SENTENCE = 40  # tokens; shorter ones recur by chance
-LEAK_TOKENS = 20_000_000  # of the rows whose sentences are compared
+LEAK_TOKENS = 2_000_000_000  # of the shards in which held-out sentences are sought: some minutes
+_NO_SPACES = re.compile(r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")
 
 
 def sample_rows(corpus: Corpus, tokens: int = SAMPLE_TOKENS) -> range:
@@ -96,17 +98,26 @@ def length_hint(table: pd.DataFrame, tokens_a_sentence: np.ndarray) -> str:
 
 
 def vocabulary_fit(corpus: Corpus, tokenizer: Tokenizer) -> list[tuple[str, str]]:
-    """Returns lines on how well the tokenizer fits: the share of [UNK] and of tokens a word, on sampled rows."""
+    """Returns lines on how well the tokenizer fits: the share of [UNK] and of tokens a word, on sampled rows.
+
+    Text whose words no spaces divide, as in Chinese, has no tokens a word, but where WordPiece divides it.
+    """
     tokens = np.concatenate([corpus.row(row).tokens for row in sample_rows(corpus)])
     counts = np.bincount(tokens, minlength=corpus.vocabulary_size)
     texts = [tokenizer.id_to_token(i) or "" for i in range(corpus.vocabulary_size)]
     marks = ("\u0120", "\u2581")  # of byte-pair encoding and sentencepiece: before a word
     is_wordpiece = any(text.startswith("##") for text in texts)
     begins = [t[:2] != "##" if is_wordpiece else t.startswith(marks) for t in texts]
-    unknown = json.loads(tokenizer.to_str())["model"].get("unk_token")
+    model = json.loads(tokenizer.to_str())["model"]
+    unknown = model.get("unk_token")
+    if model.get("unk_id") is not None:  # of sentencepiece's unigrams
+        unknown = model["vocab"][model["unk_id"]][0]
     share = counts[texts.index(unknown)] / len(tokens) if unknown in texts else 0.0
-    pieces = len(tokens) / max(counts[begins].sum(), 1)
-    lines = [("vocabulary", f"{share:.2%} of the tokens are unknown, {pieces:.2f} tokens a word")]
+    some = tokenizer.decode(tokens[:10_000].tolist())
+    has_words = is_wordpiece or len(_NO_SPACES.findall(some)) < len(some) / 5
+    pieces = len(tokens) / max(counts[begins].sum(), 1) if has_words else 0.0
+    words = f", {pieces:.2f} tokens a word" if has_words else ""
+    lines = [("vocabulary", f"{share:.2%} of the tokens are unknown{words}")]
     if share > MOST_UNKNOWN or pieces > MOST_PIECES:
         remedy = "take a model and tokenizer of this language or domain, or train a tokenizer (docs/data.md)"
         lines.append(("warning", f"the tokenizer hardly knows this text: {remedy}."))
@@ -115,16 +126,33 @@ def vocabulary_fit(corpus: Corpus, tokenizer: Tokenizer) -> list[tuple[str, str]
 
 def held_out_copies(corpus: Corpus, fraction: float = 0.05) -> str:
     """Returns, in words, the share of long held-out sentences that also stand in training."""
-    limit, training, held_out = corpus.validation_limit(fraction), set[bytes](), list[bytes]()
-    is_held_out = np.concatenate([corpus.held_out(i, limit) for i in range(corpus.num_shards)])
-    for number in sample_rows(corpus, LEAK_TOKENS):
-        row = corpus.row(number)
-        for first in np.flatnonzero(np.diff(row.offsets) >= LONG_SENTENCE):
-            sentence = row.tokens[row.offsets[first] : row.offsets[first + 1]].tobytes()
-            held_out.append(sentence) if is_held_out[number] else training.add(sentence)
-    share = sum(sentence in training for sentence in held_out) / max(len(held_out), 1)
-    sentences = f"{len(held_out):,} held-out sentences of {LONG_SENTENCE} and more tokens"
-    return f"{share:.1%} of {sentences} also stand in training"
+    limit, training, held_out = corpus.validation_limit(fraction), list[Any](), list[Any]()
+    step = 1 + (corpus.manifest["tokens"] - 1) // LEAK_TOKENS
+    for number in range(0, corpus.num_shards, step):
+        hashes, rows = _long_sentences(corpus.shard(number))
+        is_held_out = corpus.held_out(number, limit)[rows]
+        held_out.append(hashes[is_held_out])
+        training.append(hashes[~is_held_out])
+    sought = np.concatenate(held_out)
+    share = np.isin(sought, np.concatenate(training)).sum() / max(len(sought), 1)
+    sentences = f"{len(sought):,} held-out sentences of {LONG_SENTENCE} and more tokens"
+    where = f" in training (in one shard of {step})" if step > 1 else " in training"
+    return f"{share:.1%} of {sentences} also stand{where}"
+
+
+def _long_sentences(shard: Shard) -> tuple[np.ndarray, np.ndarray]:
+    """Returns a hash and the row of each long sentence of a shard, (S,) each."""
+    lengths = np.diff(shard.sentence_starts).astype(np.int64)
+    is_long = lengths >= LONG_SENTENCE
+    rows = np.repeat(np.arange(len(shard.hashes)), np.diff(shard.row_starts))[is_long]
+    tokens = shard.tokens[np.repeat(is_long, lengths)].astype(np.uint64) + np.uint64(1)
+    lengths = lengths[is_long]
+    if not len(lengths):
+        return np.zeros(0, np.uint64), rows
+    begins = np.cumsum(lengths) - lengths
+    places = np.arange(len(tokens)) - np.repeat(begins, lengths)
+    factors = np.random.default_rng(0).integers(1 << 64, size=lengths.max(), dtype=np.uint64)
+    return np.add.reduceat(tokens * factors[places], begins), rows
 
 
 def stats(options: ExampleOptions) -> None:

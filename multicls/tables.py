@@ -45,13 +45,18 @@ def read_table(path: Path, header: Sequence[str] = (), allow_short: bool = False
     return rows
 
 
+def separator_of(header: str) -> str:
+    """Returns the one of comma, semicolon, tab and bar that divides a table's first line into the most columns."""
+    return max(",;\t|", key=lambda mark: len(next(csv.reader([header], delimiter=mark), [])))
+
+
 def _csv_rows(path: Path, header: Sequence[str], allow_short: bool) -> Iterator[tuple[str, Row]]:
     lines = io.StringIO(_read_text(path), newline="")
     if path.suffix == ".tsv":
         separator, quoting, hint = "\t", csv.QUOTE_NONE, " If cells are quoted, name the file .csv."
     else:
         first = lines.getvalue().partition("\n")[0].partition("\r")[0]
-        separator = max(",;\t|", key=lambda s: len(next(csv.reader([first], delimiter=s), [])))
+        separator = separator_of(first)
         quoting, hint = csv.QUOTE_MINIMAL, ""
     options: Any = {"delimiter": separator, "quoting": quoting, "strict": True}
     reader, begin = csv.reader(lines, **options), 1  # line on which the next row begins

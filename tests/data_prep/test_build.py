@@ -546,6 +546,25 @@ def test_a_validation_set_of_ones_own(tiny_tokenizer: Path, tmp_path: Path) -> N
         prepared(*inputs[:2], tmp_path / "train.jsonl", held)
     with pytest.raises(UserError, match="train is also a source of --input"):
         prepared(*inputs, validation_input=[f"train={held}"])
+    with pytest.raises(UserError, match="--validation_input nowhere: no such file"):
+        prepared(*inputs, validation_input=["nowhere"])
+    train, other = str(tmp_path / "train.jsonl"), tmp_path / "other"
+    with pytest.raises(UserError, match="no training document is left"):
+        prepared(tiny_tokenizer, other, train, validation_input=[f"copy={train}"])
+    (tmp_path / "held.jsonl").write_text(json.dumps({"text": story(2, 5)}))
+    with pytest.raises(UserError, match="no held-out document is left"):
+        prepared(tiny_tokenizer, other, train, validation_input=[held])
+    assert not (other / "manifest.json").exists()
+
+
+def test_an_output_in_the_input_however_it_is_spelled(tiny_tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text(story(40))
+    (tmp_path / "link").symlink_to(tmp_path / "in")
+    for output in ("in/out", "link/out", "in/../in/out"):
+        corpus = prepared(tiny_tokenizer, tmp_path / output, tmp_path / "in")
+        assert corpus.num_documents == 1
+    assert prepared(tiny_tokenizer, tmp_path / "in/out", tmp_path / "link").num_documents == 1
 
 
 # Short documents, and documents that fail.

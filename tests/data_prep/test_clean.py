@@ -349,7 +349,20 @@ TEXTS = {
     "bracket": ("He lived in Rome (Italy)", 1),
     "long lines without stops": ("\n".join(["we all went to the shop and then home"] * 5), 3),
     "log": ("\n".join(line + "." for line in LOG), [line + "." for line in LOG]),
+    "few lines of a log": (
+        "\n".join(
+            f"2024-05-02 12:00:0{i},123 INFO of a part - Request {i} took 1 ms." for i in range(5)
+        ),
+        5,
+    ),
     "German": (textwrap.fill(KAFKA, 72), 3),
+    "German in four lines": (
+        "Die Firma hat seit zehn Jahren viele Kunden in der Stadt und verkauft\n"
+        "Brot. Am dritten Mai kam Herr Lang aus dem Norden in das Geschäft und\n"
+        "kaufte zwei Brötchen. Danach ging er mit seiner Frau in den Park, der\n"
+        "neben dem Rathaus liegt.",
+        3,
+    ),
     "ligatures": ("It was e\ufb03cient.", ["It was efficient."]),
     "broken words": (
         textwrap.fill(PROSE[2], 70)

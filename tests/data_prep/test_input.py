@@ -92,6 +92,8 @@ HOSTILE: dict[str, tuple[bytes | str, str, list[str], int]] = {
     "wiki_01": ('<doc id="1" title="A">\nLost\n<doc id="2" title="B">\nThe cat.\n</doc>\nLost\n<doc id="3">\nLost.',
      "wikiextractor", ["records_doc_not_closed"] * 3, 1),
     "dump.xml": (f"<mediawiki>{PAGE}</mediawiki>", "mediawiki", [], 1),
+    "torn.xml.gz": (gzip.compress(f"<mediawiki>{PAGE * 400}{os.urandom(9000).hex()}".encode())[:-4000], "mediawiki",
+     ["records_file_damaged"], 400),
     "half.xml": (f"<?xml version='1.0'?><mediawiki>{PAGE.replace('A', '&#xD800;')}{PAGE}<page>", "mediawiki",
      ["records_not_xml", "records_file_damaged"], 1),
     "bomb.xml": ('<!DOCTYPE mediawiki [<!ENTITY a "aa"><!ENTITY b "&a;&a;">]><mediawiki>' + PAGE.replace("A", "&b;"),
@@ -101,13 +103,19 @@ HOSTILE: dict[str, tuple[bytes | str, str, list[str], int]] = {
     "page.html": (HTML, "html", [], 1),
     "fragment.html": ("<div class='a'><p>The cat sat.</p></div>", "html", [], 1),
     "rows.csv": ('text,label\n"The ""cat"".\n\nIt ran.",1\na,1,2\n', "csv", ["records_not_a_row"], 1),
+    "stray.tsv": ('text\tn\n"A cat.\t1\nA dog.\t2\n"A" man.\t3\n"It\nran.\t4"\t4\n"End.\t6\n', "csv", [], 5),
+    "german.csv": ('"Name, Vorname";text\n"A, B";"A cat."\n', "csv", [], 1),
     "rows.jsonl": ('{"name": "a header"}\n' + LINE, "jsonl", ["records_without_text"], 1),
     "other.jsonl": ('{"body": "a"}\n', "no field 'text'; set --text_field. Known: body", [], 0),
     "inner.json": ('[{"body": {"text": "a"}}]', "no field 'text'; set --text_field. Known: body", [], 0),
     "inner.jsonl": ('{"body": {"text": "a"}}\n', "no field 'text'; set --text_field. Known: body", [], 0),
+    "torn.json": (json.dumps([{"text": "a cat"}] * 9)[:-3], "json", ["records_file_damaged"], 8),
+    "lines.json": ('{"text": "a cat",\n "id": 1}\n{"text": "a dog",\n "id": 2}\n', "json", [], 2),
+    "an array": ('[{"text": "a cat"}]', "json", [], 1),
     "many.json": (json.dumps([{"n": {"id": 1}, "text": "a cat"}] * 4000), "json", [], 4000),
     "book.ipynb": ('{\n "cells": [{"cell_type": "markdown", "source": ["A cat.\\n"]}, {"cell_type": "code"}]}',
      "ipynb", [], 1),
+    "old.ipynb": ('{"worksheets": [{"cells": [{"cell_type": "markdown", "source": ["A cat."]}]}]}', "ipynb", [], 1),
     "film.srt": ("1\n00:01 --> 00:02\n<i>The cat\nran.</i>\n", "srt", [], 1),
     "thesis.tex": ("\\begin{document}", ".tex: not known as prose", [], 0),
     "app.log": ("INFO started", ".log: not known as prose", [], 0),
@@ -436,6 +444,31 @@ def test_several_text_fields_are_joined(tmp_path: Path) -> None:
         for f in (["title", "text"], ["text"])
     ]
     assert texts == ["See also\n\nSee also\n\nIt ran.", "\nIt ran."]
+
+
+def test_a_field_of_several_that_is_nowhere_is_named(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("title,body\nA cat,It ran.\n")
+    with pytest.raises(UserError, match=r"no field 'bdy'; .*Did you mean 'body'"):
+        listed(tmp_path / "rows.csv", text_field=["title", "bdy"])
+
+
+def test_html_in_fields_and_what_only_looks_like_it(tmp_path: Path) -> None:
+    text = "<dl><dt>A <kbd class='x'>cat</kbd></dt></dl><style>p {a: b}</style>"
+    text += "<!-- no -->If x <b and c> d, <a href=y>it</a> ran"
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": text}))
+    (document,) = read_all(tmp_path / "rows.jsonl")
+    assert " ".join(document.text.split()) == "A cat If x <b and c> d, it ran"
+
+
+def test_subtitles_are_sentences_or_cues(tmp_path: Path) -> None:
+    """Words that look like the number of a cue are spoken; styles are not."""
+    cues = [f"{i}\n00:0{i} --> 00:0{i + 1}\n{{\\an8}}And in\n1984\n" for i in range(1, 9)]
+    for end, kept in (("", ["And in", "And in"]), (" &amp; me.", ["And in 1984 & me."] * 2)):
+        (tmp_path / "film.srt").write_text("\n".join(cues).replace("1984", f"1984{end}"))
+        (document,) = read_all(tmp_path / "film.srt")
+        drops = DropLog()
+        assert clean(document, frozenset(RULES), "en", drops)[:2] == kept
+        assert drops.by_reason() == ({} if end else {"sentences_without_letter": 8})
 
 
 @pytest.fixture

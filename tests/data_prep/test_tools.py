@@ -1,6 +1,7 @@
 """The command line, `stats` and `show`: numbers against plain loops, and messages for mistakes."""
 
 import json
+import random
 import shutil
 import sys
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from data_prep import run, stats
 from data_prep.examples import ExampleStream
@@ -15,7 +17,16 @@ from data_prep.settings import ShowOptions
 from multicls.corpus import Corpus
 from multicls.errors import UserError
 from multicls.files import write_json
-from tests.data_prep.conftest import SAMPLE_IDS, SPECIAL_IDS, prepared, story
+from tests.data_prep.conftest import (
+    SAMPLE_IDS,
+    SPECIAL_IDS,
+    SPECIALS,
+    WORDS,
+    prepared,
+    squeezed,
+    story,
+    text_of,
+)
 from tests.processes import completed
 
 
@@ -186,6 +197,47 @@ def test_stats_counts_copies_unknown_tokens_and_leaks(
     assert share in (0.0, 100.0)
     stream = ExampleStream(corpus, SPECIAL_IDS, seq_length=64, seed=0, validation_fraction=0)
     assert stream.num_documents == 6
+
+
+def test_all_copies_of_held_out_sentences_are_found(
+    corpus_of: Callable[..., Corpus], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by comparing each sentence of one split with all of the other; of sampled shards, it is said."""
+    words = WORDS[:20]
+    random.seed(1)
+    long = [" ".join(random.choices(words, k=45)).capitalize() + "." for _ in range(99)]
+    texts = [" ".join([*random.sample(long, 3), story(6, i)]) for i in range(60)]
+    corpus = corpus_of(texts, without=["duplicate_documents"])
+    limit, known = corpus.validation_limit(0.2), set(squeezed("".join(long)))
+    sides: tuple[list[str], list[str]] = [], []  # training, held out
+    is_held_out = np.concatenate([corpus.held_out(i, limit) for i in range(corpus.num_shards)])
+    for number in range(corpus.num_rows):
+        for sentence in text_of(corpus, number):
+            sides[int(is_held_out[number])].extend([sentence] * (sentence in known))
+    share = np.mean([sentence in sides[0] for sentence in sides[1]])
+    assert 0.5 < share < 1
+    printed = stats.held_out_copies(corpus, 0.2)
+    assert printed.startswith(f"{share:.1%} of {len(sides[1])} held-out sentences"), printed
+    monkeypatch.setattr(stats, "LEAK_TOKENS", corpus.manifest["tokens"] // 2)
+    assert "one shard of 2" in stats.held_out_copies(corpus, 0.2) or corpus.num_shards == 1
+
+
+@pytest.mark.parametrize("text", ["The cat sat on one Ж mat.", "我们去城里。他们也去。"])
+def test_unknown_tokens_of_sentencepiece_are_counted(text: str, tmp_path: Path) -> None:
+    vocabulary = ["<unk>", *SPECIALS[2:5], "[PAD]", "\u2581", *(f"\u2581{word}" for word in WORDS)]
+    pieces = [(piece, -float(i)) for i, piece in enumerate([*vocabulary, *"我们去城里。他也."])]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "in.txt").write_text(f"{text} " * 20)
+    corpus = prepared(tmp_path, tmp_path / "out", tmp_path / "in.txt")
+    lines = dict(stats.vocabulary_fit(corpus, tokenizer))
+    is_english = "cat" in text
+    assert ("tokens a word" in lines["vocabulary"]) == is_english
+    assert (
+        lines["vocabulary"].startswith("0.00%") != is_english and ("warning" in lines) == is_english
+    )
 
 
 def test_show_equals_training(sample_corpus: Corpus, capsys: pytest.CaptureFixture[str]) -> None:
