@@ -241,8 +241,13 @@ def choose_candidates(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def best_runs(runs: pd.DataFrame) -> list[dict[str, Any]]:
-    """Returns for each task the best run of the best system that leaves a model, by the rows that pick it."""
+    """Returns for each task the best run of the best system that leaves a model, by the rows that pick it.
+
+    Runs of the largest training subset alone are compared: the scores of others are by fewer rows.
+    """
     runs = choose_candidates(runs[runs["head"].isin(HEADS.keys() - WITHOUT_MODEL)])
+    sizes = runs.groupby(["task", "train_size"])["train_rows"].transform("mean")
+    runs = runs[sizes == sizes.groupby(runs["task"]).transform("max")]
     systems = runs.groupby(KEYS)["selection_score"]
     ranked = runs.assign(mean=systems.transform("mean")).sort_values(["mean", "selection_score"])
     return ranked.groupby("task").tail(1).sort_values("task").to_dict("records")

@@ -21,8 +21,8 @@ from pydantic_settings import CliPositionalArg
 from finetune.predict import find_task, read_examples
 from finetune.tasks import Array
 from multicls.console import count, print_summary
-from multicls.errors import UserError, run_command
-from multicls.files import atomic_folder
+from multicls.errors import UserError, first_line, run_command
+from multicls.files import atomic_folder, check_output
 from multicls.settings import Settings, parse
 from multicls.tables import RawRows, read_table
 
@@ -69,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = Encoded(task, examples, tokenizer)
     kind = "onnx" if options.onnx else "stock"
     output = Path(options.output or f"{Path(options.model)}-{kind}")
+    check_output(output)
     with atomic_folder(output) as folder:
         write = write_onnx if options.onnx else write_stock
         difference = write(model.eval(), rows, folder)
@@ -103,7 +104,11 @@ def write_onnx(model: "TaskModel", rows: "Encoded", folder: Path) -> float:
     any_size = {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}
     options: Any = {"input_names": names, "output_names": ["logits"], "verbose": False}
     options |= {"dynamic_shapes": ((any_size,) * len(names),), "dynamo": True}
-    program: Any = torch.onnx.export(Logits().eval(), tuple(inputs.values()), **options)
+    try:
+        program: Any = torch.onnx.export(Logits().eval(), tuple(inputs.values()), **options)
+    except Exception as error:  # whatever an operator raises
+        what = f"--onnx: torch cannot export the head {model.config.head}"
+        raise UserError(f"{what}: {first_line(error)}") from error
     program.save(str(folder / "model.onnx"))
     model.config.save_pretrained(folder)
     providers = ["CPUExecutionProvider"]
@@ -134,9 +139,13 @@ def write_stock(model: "TaskModel", rows: "Encoded", folder: Path) -> float:
     for theirs, name in STOCK[kind].items():
         state |= model.get_submodule(name).state_dict(prefix=f"{theirs}.")
     stock.load_state_dict(state)
+    scale = rows.task.label_scale if rows.task.is_regression else 1.0
+    last = next(name for name, ours in STOCK[kind].items() if ours == "classifiers.0")
+    for parameter in stock.get_submodule(last).parameters():
+        parameter.data *= scale  # its scores are in the unit of the labels
     stock.save_pretrained(folder)
     inputs = _inputs(rows, len(rows))
-    return float(np.abs(_logits(stock, inputs) - _logits(model, inputs)).max())
+    return float(np.abs(_logits(stock, inputs) / scale - _logits(model, inputs)).max())
 
 
 def _inputs(rows: "Encoded", number: int) -> dict[str, Any]:

@@ -184,6 +184,8 @@ def _runs_of_system(
     own_subsets = not (all_rows or grid.share_subsets)
     replicates = max(map(len, models.values()), default=1)
     subsets = 1 if all_rows else grid.subsets
+    if not models and "model" not in unread:
+        raise UserError(f"systems.{name}: it needs a model: set --model NAME=FOLDER.")
     for model in [""] if "model" in unread else system.models or models:
         if model and model not in models:
             raise UserError(f"systems.{name}: no model {model}.{did_you_mean(model, models)}")

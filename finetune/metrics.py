@@ -42,7 +42,7 @@ def metric(name: str, labels: Array, predictions: Array) -> float:
 def predictions_of(task: Task, outputs: Array) -> Array:
     """Returns class indices (N,) of logits (N, C), zeros and ones (N, C) for multi-label tasks, or scores (N,)."""
     if task.multi_label:
-        return (outputs > 0).astype(int)
+        return (outputs > np.array(task.cuts or 0.0)).astype(int)
     return outputs[:, 0] if task.is_regression else outputs.argmax(axis=1)
 
 

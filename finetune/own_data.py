@@ -1,8 +1,9 @@
 """Reads a user's own labelled rows from files, and finds out what task they are."""
 
+import csv
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ def _read_splits(own: OwnDataSettings) -> tuple[Splits, Names, list[str]]:
     for split, rows in splits.items():
         groups = [find_columns(*rows[0], groups)]
         find_columns(*rows[0], [[own.label_column]], "label")
-        if own.group_column:
+        if own.group_column and split == "train":
             find_columns(*rows[0], [[own.group_column]], "group")
         rows, more = with_texts(rows, groups[0], f"{split} row")
         notes += more
@@ -114,13 +115,16 @@ def _with_labels(own: OwnDataSettings, row: Row, where: str) -> Row:
     if not isinstance(cell, str):
         return row
     bare = cell.strip()
-    is_list = bare.startswith("[") and bare.endswith("]")
+    is_list = bare[:1] + bare[-1:] in ("[]", "()", "{}")
     if own.label_separator:
-        if is_list:
-            bare = bare[1:-1]
-        names = [name.strip().strip("'\"") for name in bare.split(own.label_separator)]
+        bare = bare[1:-1] if is_list else bare
+        names: Iterable[str] = bare.split(own.label_separator)
+        if len(own.label_separator) == 1:  # a name in quotes may hold it
+            options: Any = {"delimiter": own.label_separator, "skipinitialspace": True}
+            names = next(csv.reader([bare], quotechar="'" if "'" in bare else '"', **options), [])
+        names = map(str.strip, names)
         return {**row, own.label_column: [name for name in names if name]}
-    if is_list and any(quote in bare for quote in "'\""):
+    if is_list and any(mark in bare for mark in ",'\""):
         raise UserError(
             f"{where}: the label is {cell!r}, a list as text. Set --label_separator ',' to divide it, or save lists in "
             "JSON lines or Parquet."
@@ -153,26 +157,31 @@ def _with_units(task: Task, examples: Examples, groups: Names) -> tuple[Examples
     """
     rows, notes = [row for split in examples.values() for row in split], list[str]()
     cells = [(*map(same, row.texts), group) for row, group in zip(rows, groups, strict=True)]
-    columns = list(range(len(task.fields) + any(groups)))
-    while True:
-        keys = [[(column, row[column]) for column in columns if row[column]] for row in cells]
-        sizes = Counter(units := connected(keys))
-        largest = max(sizes.values())
-        if largest <= max(2, LARGEST_UNIT * len(rows)) or len(columns) == 1:
+    columns, of_group = list(range(len(task.fields))), [len(task.fields)]
+    while len(columns) + any(groups) > 1:
+        largest = max(Counter(_units(cells, columns)).values())
+        if largest <= max(2, LARGEST_UNIT * len(rows)):
             break
-        texts = [column for column in columns if column < len(task.fields)]
-        column = min(texts, key=lambda c: len({row[c] for row in cells}))
+        column = min(columns, key=lambda c: len({row[c] for row in cells}))
         columns.remove(column)
         notes.append(
             f"equal texts in {task.fields[column]!r} join {largest} of {len(rows)} rows: they may stand on both sides "
             "of a split"
         )
+    sizes = Counter(units := _units(cells, columns + of_group))
     passages = (passage_id(rows[unit].id) if sizes[unit] > 1 else "" for unit in units)
     divided = {
         split: [replace(row, passage=next(passages)) for row in of_split]
         for split, of_split in examples.items()
     }
     return divided, notes
+
+
+def _units(cells: Sequence[Names], columns: Sequence[int]) -> list[int]:
+    """Returns the unit of each row: rows that share a cell of one of these columns, empty ones apart."""
+    return connected(
+        [[(column, row[column]) for column in columns if row[column]] for row in cells]
+    )
 
 
 def connected(keys: Sequence[Sequence[Any]]) -> list[int]:
@@ -192,19 +201,31 @@ def same(text: str) -> str:
     return " ".join(text.split()).casefold()
 
 
+def _texts(row: Example) -> tuple[str, ...]:
+    return tuple(map(same, row.texts))
+
+
 def leak_notes(examples: Mapping[str, Sequence[Example]]) -> list[str]:
-    """Returns notes on rows of dev and test that stand in train, and on texts with two labels."""
+    """Returns notes on rows that stand in two splits or share a text or group, and on texts with two labels."""
     notes, train = list[str](), defaultdict[tuple[str, ...], list[Example]](list)
     for row in examples["train"]:
-        train[tuple(map(same, row.texts))].append(row)
-    for split in ("dev", "test"):
-        found = [row for row in examples.get(split, ()) if tuple(map(same, row.texts)) in train]
-        if found:
-            total = count(len(examples[split]), f"{split} row")
-            first = train[tuple(map(same, found[0].texts))][0].place
+        train[_texts(row)].append(row)
+    for other, split in (("train", "dev"), ("train", "test"), ("dev", "test")):
+        here, there = examples.get(split, []), examples.get(other, [])
+        places = {_texts(row): row.place for row in there}
+        copies = [row for row in here if _texts(row) in places]
+        units = {row.passage for row in there} - {""}
+        related = [row for row in here if row.passage in units and _texts(row) not in places]
+        of = f"of the {count(len(here), f'{split} row')}"
+        if copies:
+            first = f"{copies[0].place}, also {places[_texts(copies[0])]}"
             notes.append(
-                f"{len(found)} of the {total} stand in train, too (the first: {found[0].place}, also {first}): "
-                "scores on them are too high"
+                f"{len(copies)} {of} stand in {other}, too (the first: {first}): scores on them are too high"
+            )
+        if related:
+            notes.append(
+                f"{len(related)} {of} share a text or group with {other} (the first: {related[0].place}): scores on "
+                "them may be too high"
             )
     of_texts = ({(row.label, row.labels): row.place for row in rows} for rows in train.values())
     several = [list(of_text.values()) for of_text in of_texts if len(of_text) > 1]

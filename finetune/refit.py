@@ -42,7 +42,7 @@ class RefitOptions(Settings):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
     options = parse(RefitOptions, argv, prog="finetune/refit.py", doc=__doc__)
-    model = refit(Path(options.run))
+    model = refit(Path(options.run).absolute())
     record = results.read_record(Path(options.run)) or {}
     print_summary([("model", model)], predict_command(model, record))
     return 0
@@ -70,8 +70,11 @@ def refit(run: Path) -> Path:
     with locked(folder, patience=-1):  # for as long as it takes
         done = read_json(folder / REFIT) if (folder / REFIT).exists() else {}
         if any(done.get(name) != value for name, value in source.items()):
+            if done:
+                print_line(f"{folder}: held {done['system']}, {done['size']} rows, {done['run']}")
             made = _train(settings, record, rows, folder)
             write_json(folder / REFIT, source | made)
+            results.remove_checkpoints(folder)
         return folder / "model"
 
 
@@ -100,6 +103,7 @@ def _train(settings: RunSettings, record: Record, rows: Sequence[TaskData], fold
         settings = settings.model_copy(update={"train": train})
     identity = {"settings": settings.compared(), "training_rows": seen}
     system = train_system(settings, rows, identity, folder, picks=False)
+    rows = [results.with_cuts(*of) for of in zip(rows, record["tasks"], strict=True)]
     made["tests"] = {
         part.task.name: score_predictions(part.task, example_arrays(part.test, outputs["test"]))
         for part, outputs in zip(rows, system.outputs, strict=True)

@@ -18,7 +18,7 @@ from scipy.special import expit, softmax
 from finetune import estimates
 from finetune.calibration import calibration_error
 from finetune.estimates import KEYS, UNITS
-from finetune.heads import FITTED
+from finetune.heads import FITTED, HEADS
 from finetune.metrics import names_of, predictions_of
 from finetune.results import load_predictions, load_results, unfinished_runs
 from finetune.tasks import Array, Task, task_of
@@ -29,6 +29,7 @@ BASELINE = "majority-class baseline"
 INTERVAL = "95 % interval"
 AVERAGE = "average"  # of the tasks
 NOTES = 20  # most notes on rows
+MATRIX = 20  # most classes of a confusion matrix
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,14 @@ def make_groups(runs: pd.DataFrame, split: str | None = None) -> pd.DataFrame:
         columns = {"runs": group, "interval": interval, "baseline": group["baseline"].mean()}
         groups.append(first | vars(estimate) | columns | {"estimate": estimate})
     order = {"by": ["task", "train_size", "mean"], "ascending": [True, True, False]}
-    return pd.DataFrame(groups).sort_values(**order, ignore_index=True)
+    return pd.DataFrame(groups).sort_values(**order, key=_in_order, ignore_index=True)
+
+
+def _in_order(column: pd.Series) -> pd.Series:
+    """Returns what a column is sorted by: training sizes are numbers, shots a class, or all rows."""
+    if column.name not in ("train_size", "train size"):
+        return column
+    return column.map(lambda text: math.inf if text == "full" else int(text.partition("-")[0]))
 
 
 def evaluate_runs(runs: pd.DataFrame, split: str | None) -> pd.DataFrame:
@@ -126,7 +134,9 @@ def evaluate_runs(runs: pd.DataFrame, split: str | None) -> pd.DataFrame:
             run |= {"split": chosen, "evaluated": found["rows"], "scores": found["scores"]}
             run |= {"score": found["scores"][metric], "baseline": found["baselines"][metric]}
             run |= {"effects": estimates.row_effects(task, predictions), "ece": math.nan}
-            run |= {"predictions": predictions, "calibrated": math.nan}
+            run |= {"predictions": predictions, "calibrated": math.nan, "uncut": math.nan}
+            if task.cuts:
+                run["uncut"] = found["uncut"]
             if not (task.is_regression or task.multi_label):
                 logits, labels = predictions["logits"], predictions["labels"]
                 run["ece"] = calibration_error(logits, labels)
@@ -162,7 +172,7 @@ def scores_table(groups: pd.DataFrame, averages: pd.DataFrame) -> pd.DataFrame:
     order |= {(size, BASELINE): None for size in groups["train_size"]}
     table = pd.Series(cells).unstack(sort=False).fillna("-").loc[list(order)]
     table = table.rename_axis(["train size", "system"]).reset_index()
-    return table.sort_values("train size", kind="stable", ignore_index=True)
+    return table.sort_values("train size", key=_in_order, kind="stable", ignore_index=True)
 
 
 def rows_of(group: Any) -> str:
@@ -176,7 +186,7 @@ def compare_systems(groups: pd.DataFrame) -> pd.DataFrame:
     Columns: task, size; A and B of A - B; kind of test; `test`, a `Comparison`; p, corrected; tests in the family.
     """
     rows = []
-    for (task, size), of_size in groups.groupby(["task", "train_size"]):
+    for (task, size), of_size in groups.groupby(["task", "train_size"], sort=False):
         for a, b in itertools.combinations(of_size.itertuples(), 2):
             test = estimates.compare(a.estimate, b.estimate)
             kind = f"paired, {UNITS[a.estimate.kind]}s" if test.paired else "Welch"
@@ -208,7 +218,7 @@ def comparisons_table(compared: pd.DataFrame) -> pd.DataFrame:
 def verdicts(groups: pd.DataFrame, compared: pd.DataFrame) -> list[str]:
     """Returns a sentence for each task and size: who is first, by how much, and whether that is more than chance."""
     sentences, p_values = [], compared.set_index(["task", "size", "a", "b"])["p"]
-    for (task, size), of_task in groups.groupby(["task", "train_size"]):
+    for (task, size), of_task in groups.groupby(["task", "train_size"], sort=False):
         first = of_task.iloc[0]
         lead = f"{task}, {size} rows: {first['system']} is first with {percent(first['mean'])} % "
         lead += f"{first['metric']} on {rows_of(first)}"
@@ -238,6 +248,7 @@ def results_table(groups: pd.DataFrame) -> pd.DataFrame:
         "median": [percent(of_group["score"].median()) for of_group in runs],
         "ECE": [summary(of_group, of_group["ece"]) for of_group in runs],
         "ECE, calibrated": [percent(of_group["calibrated"].mean()) for of_group in runs],
+        "with thresholds of 0.5": [percent(of_group["uncut"].mean()) for of_group in runs],
         "replicates": [
             count(len(of), UNITS[kind]) + (" only" if kind == "seed" else "") for of, kind in units
         ],
@@ -246,6 +257,8 @@ def results_table(groups: pd.DataFrame) -> pd.DataFrame:
         "chosen": groups["candidate"].replace("", "-"),
         "seconds": [round(of_group["seconds"].mean()) for of_group in runs],
     }
+    if groups["runs"].map(lambda of_group: of_group["uncut"].isna().all()).all():
+        del columns["with thresholds of 0.5"]
     return groups[KEYS].assign(**columns).rename(columns={"train_size": "train size"})
 
 
@@ -263,7 +276,19 @@ def error_tables(groups: pd.DataFrame, number: int) -> dict[str, pd.DataFrame]:
         if not task.multi_label:
             pairs = errors.groupby(["label", "predicted"]).size().rename("errors").reset_index()
             tables[f"Confusions of {title}"] = pairs.nlargest(number, "errors")
+        if not task.multi_label and len(task.labels) <= MATRIX:
+            tables[f"Matrix of {title}"] = confusion_matrix(task, best["predictions"])
     return tables
+
+
+def confusion_matrix(task: Task, predictions: Mapping[str, Array]) -> pd.DataFrame:
+    """Returns the number of rows by label, a row each, and prediction, a column each."""
+    predicted = predictions_of(task, predictions["logits"])
+    labels, found = (names_of(task, values) for values in (predictions["labels"], predicted))
+    table = pd.crosstab(np.array(labels), np.array(found))
+    names = list(task.labels) or sorted({*labels, *found})
+    table = table.reindex(index=names, columns=names, fill_value=0)
+    return table.rename_axis("label \\ predicted").rename_axis(None, axis=1).reset_index()
 
 
 def list_errors(task: Task, predictions: Mapping[str, Array]) -> pd.DataFrame:
@@ -311,7 +336,8 @@ def find_warnings(runs: pd.DataFrame, groups: pd.DataFrame) -> list[str]:
         if of_task["data_sha256"].nunique() > 1:
             warnings.append(f"{task}: the runs read different data; their scores do not compare.")
         on_dev = (groups.loc[groups["task"] == task, "split"] == "dev").all()
-        if on_dev and ((of_task["selection"] == "dev") & ~of_task["head"].isin(FITTED)).any():
+        trained = of_task["head"].isin(HEADS.keys() - FITTED)  # a peer has no checkpoints
+        if on_dev and ((of_task["selection"] == "dev") & trained).any():
             warnings.append(f"{task}: dev picked the checkpoint and gave the score: optimistic.")
         if names := ", ".join(_mixed(of_task)):
             warnings.append(f"{task}: the runs differ in {names}, which may change scores.")

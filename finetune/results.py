@@ -7,10 +7,12 @@ failed.
 
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from scipy.special import logit
 
 from finetune.heads.build import save_fine_tuned
 from finetune.settings import RunSettings
@@ -57,6 +59,8 @@ def write_run(
         (part, {split: example_arrays(part.splits[split], logits) for split, logits in of.items()})
         for part, of in zip(rows, system.outputs, strict=True)
     ]
+    entries = [_task_entry(*task) for task in tasks]
+    tasks = [(with_cuts(part, entry), of) for (part, of), entry in zip(tasks, entries, strict=True)]
     names = {"head", "model", "selection", "pretraining", "seed", "search"}
     record = {
         **settings.model_dump(mode="json", include=names),
@@ -66,7 +70,7 @@ def write_run(
         "train_size": str(settings.train_size),
         # All subsets of all rows are the same.
         "subset": settings.subset if any(part.is_subset for part in rows) else 1,
-        "tasks": [_task_entry(*task) for task in tasks],
+        "tasks": entries,
         **environment_record(),
         **system.fields,
         **identity,
@@ -78,9 +82,20 @@ def write_run(
         file.write(to_yaml(settings))
     write_json(folder / RECORD, record)
     (folder / ERROR).unlink(missing_ok=True)
+    remove_checkpoints(folder)
+    return record
+
+
+def remove_checkpoints(folder: Path) -> None:
+    """Removes the checkpoints of a run that has finished."""
     for path in folder.glob("checkpoint-*"):
         shutil.rmtree(path, ignore_errors=True)
-    return record
+
+
+def with_cuts(rows: TaskData, entry: Record) -> TaskData:
+    """Returns a task's rows with the thresholds that a run has fitted, from its entry in the record."""
+    cuts = tuple(entry["description"].get("cuts", ()))
+    return replace(rows, task=replace(rows.task, cuts=cuts))
 
 
 def save_calibrated(
@@ -102,11 +117,13 @@ def _task_entry(rows: TaskData, predictions: Predictions) -> dict[str, Any]:
     from finetune.metrics import majority_scores, score_predictions
 
     task, train = rows.task, [*rows.train, *rows.validation]
-    temperature, thresholds = None, list[float]()
+    temperature, thresholds, cut = None, list[float](), task
     if held := predictions.get("validation"):
         temperature = fit_temperature(task, held["logits"], held["labels"])
         if task.multi_label:
             thresholds = fit_thresholds(held["logits"] / temperature, held["labels"])
+            cuts = (temperature * logit(np.array(thresholds))).tolist()
+            cut = replace(task, cuts=tuple(cuts))
     return {
         "task": task.name,
         "metric": task.metrics[0],
@@ -114,12 +131,14 @@ def _task_entry(rows: TaskData, predictions: Predictions) -> dict[str, Any]:
         "splits": {
             split: {
                 "rows": len(arrays["labels"]),
-                "scores": score_predictions(task, arrays),
+                # The rows that fitted the thresholds cannot judge them.
+                "scores": score_predictions(task if split == "validation" else cut, arrays),
+                "uncut": score_predictions(task, arrays)[task.metrics[0]],
                 "baselines": majority_scores(task, train, rows.splits[split]),
             }
             for split, arrays in predictions.items()
         },
-        "description": task.describe(),
+        "description": cut.describe(),
         "notes": rows.notes,
         "temperature": temperature,
         "thresholds": thresholds,
@@ -197,13 +216,16 @@ def write_error(run: RunSettings, kind: str, error: BaseException) -> None:
 
 def run_state(folder: Path) -> tuple[str, str]:
     """Returns the state of a run, "finished", "at work", "incompatible", "failed" or "missing", and the reason."""
-    if (folder / ERROR).exists():
-        error = read_json(folder / ERROR)
-        return error["kind"], error["error"]
-    if (folder / RECORD).exists():
+    record, error = folder / RECORD, folder / ERROR
+    has_error = error.exists()
+    if record.exists() and not (has_error and error.stat().st_mtime > record.stat().st_mtime):
         return "finished", ""
-    holder = lock_holder(folder)
-    return ("at work", f"by {holder}") if holder else ("missing", "")
+    if holder := lock_holder(folder):  # it may have another error, of an earlier start
+        return "at work", f"by {holder}"
+    if not has_error:
+        return "missing", ""
+    found = read_json(error)
+    return found["kind"], found["error"]
 
 
 def write_predictions(path: Path, tasks: Scored) -> None:

@@ -28,7 +28,7 @@ from finetune.subsets import select_rows
 from finetune.tasks import TASKS, TaskData
 from multicls.console import count, print_line, print_summary
 from multicls.distributed import leave_deepspeed, on_rank_0, prepare_deepspeed, rank_and_world
-from multicls.errors import run_command
+from multicls.errors import UserError, first_line, run_command
 from multicls.files import locked
 from multicls.settings import parse
 
@@ -169,8 +169,14 @@ def train_system(
         return TrainedSystem(outputs, {}, model, tokenizer)
     if settings.train.init == "probe":
         start_from_probe(model, encoded, settings.seed)
-    trainer = TaskTrainer(model, encoded, settings, identity, folder, picks)
-    return TrainedSystem(*trainer.run(), model, tokenizer)
+    try:
+        trained = TaskTrainer(model, encoded, settings, identity, folder, picks).run()
+    except (ImportError, RuntimeError, TypeError, ValueError) as error:
+        if not settings.trainer:
+            raise
+        what = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(f"trainer {settings.trainer}: {what}") from error
+    return TrainedSystem(*trained, model, tokenizer)
 
 
 if __name__ == "__main__":

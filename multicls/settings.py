@@ -180,7 +180,7 @@ def _validate(
         settings = kind.model_validate(merged)
     except ValidationError as error:
         problems: dict[str, list[str]] = {}  # place -> reasons: one for each member of a union
-        for detail in error.errors():
+        for detail in _deepest(error.errors(), known):
             where, why = _explain(detail, known, sources, shortcuts)
             problems.setdefault(where, []).append(why)
         lines += [where + " or ".join(dict.fromkeys(why)) for where, why in problems.items()]
@@ -234,20 +234,37 @@ def _value(values: Any, key: str) -> Any:
     return values
 
 
+def _setting_of(detail: Any, known: Mapping[str, bool]) -> str:
+    """Returns the dotted key of the setting that one of pydantic's errors is in, or its whole place."""
+    path = [str(part) for part in detail["loc"]]  # ends with members of unions and lists
+    keys = [".".join(path[:n]) for n in range(1, len(path) + 1)]
+    return next((key for key in keys if known.get(key) is False), ".".join(path))
+
+
+def _deepest(details: Sequence[Any], known: Mapping[str, bool]) -> list[Any]:
+    """Returns the errors without those of a union's members that do not fit at all: of a setting, the innermost."""
+    depths: dict[str, int] = {}
+    for detail in details:
+        key = _setting_of(detail, known)
+        depths[key] = max(depths.get(key, 0), len(detail["loc"]))
+    return [d for d in details if len(d["loc"]) == depths[_setting_of(d, known)]]
+
+
 def _explain(
     detail: Any, known: Mapping[str, bool], sources: Sequence[Source], shortcuts: Mapping[str, str]
 ) -> tuple[str, str]:
     """Returns where a wrong value stands and why it is wrong, from one of pydantic's errors."""
-    path = [str(part) for part in detail["loc"]]  # ends with members of unions and lists
-    keys = [".".join(path[:n]) for n in range(1, len(path) + 1)]
-    key = next((key for key in keys if known.get(key) is False), ".".join(path))
+    key, inside = _setting_of(detail, known), [str(part) for part in detail["loc"][1:]]
     absent = (Mapping, type(None)) if known.get(key) else type(None)  # sources share a group
     given = [name for name, values in sources if not isinstance(_value(values, key), absent)]
     flag, source = f"--{shortcuts.get(key, key)}", given[-1] if given else ""
     if detail["type"] == "missing":
         return f"{key}: ", f"required, as {flag}" + " or in a recipe" * ("recipe" in known)
     if detail["type"] == "extra_forbidden":
-        return f"{source or 'settings'}: {key}: ", f"no such setting.{_nearest(key, known)}"
+        name = (
+            ".".join([key, *inside[1:]]) if key in known else key
+        )  # below a mapping's union member
+        return f"{source or 'settings'}: {name}: ", f"no such setting.{_nearest(name, known)}"
     message, value = str(detail["msg"]).removeprefix("Value error, "), detail["input"]
     if known.get(key, True) and isinstance(value, Mapping):  # several settings together
         return f"{key}: " * bool(key), message

@@ -5,17 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from scipy.special import expit
+from sklearn.metrics import f1_score
 
 from finetune.benchmark_tasks import read_task
 from finetune.calibration import calibration_error, fit_temperature, fit_thresholds
-from finetune.predict import predict
+from finetune.predict import answers_of, predict
 from finetune.report_tables import build_report
 from finetune.results import load_predictions
-from finetune.tasks import TASKS
+from finetune.tasks import TASKS, task_of
 from multicls.files import read_json
-from tests.finetune.runs import finetune
+from tests.finetune.runs import finetune, write_rows
 
 
 def test_calibration_error_by_hand() -> None:
@@ -72,3 +74,42 @@ def test_the_temperature_of_a_run(head: str, tiny_bert: Path, glue: Path, tmp_pa
     assert row["ECE, calibrated"] == f"{100 * after:.2f}"
     assert read_json(Path(record["path"]) / "model" / "config.json")["thresholds"] == [[]]
     assert "calibrated by one temperature" in (Path(record["path"]) / "model/README.md").read_text()
+
+
+def test_the_scores_are_with_the_thresholds_that_the_model_has(
+    tiny_bert: Path, tmp_path: Path
+) -> None:
+    draw = np.random.default_rng(0)
+    rows = [
+        {
+            "text": f"{('len', 'nar')[n % 2]} bal {n}",
+            "label": ["a"] * (n % 2) + ["b"] * (draw.random() < 0.4),
+        }
+        for n in range(120)
+    ]
+    own = {"train_file": write_rows(tmp_path / "t.jsonl", rows), "dev_share": 0.3}
+    values: dict[str, Any] = {"head": "probe", "pooling": "mean", "selection": "holdout"}
+    values |= {
+        "data_dir": "",
+        "task": "",
+        "own": own,
+        "train__learning_rate": "",
+        "save_model": True,
+    }
+    record = finetune(tiny_bert, tmp_path, tmp_path, **values)
+    (entry,), folder = record["tasks"], Path(record["path"])
+    table = pd.read_parquet(folder / "predictions.parquet").query("split == 'dev'")
+    task = task_of(entry["description"])
+    outputs = np.stack(list(table["outputs"])) / entry["temperature"]
+    answers = answers_of(task, outputs, entry["thresholds"])["predicted_label"]
+    assert [", ".join(names) for names in answers] == list(table["predicted"])
+    marks = [[name in names for name in task.labels] for names in answers]
+    score = f1_score(np.stack(list(table["target"])), np.array(marks), average="micro")
+    dev = entry["splits"]["dev"]
+    assert (
+        dev["scores"]["micro_f1"] == pytest.approx(score)
+        and dev["uncut"] != dev["scores"]["micro_f1"]
+    )
+    (row,) = build_report(tmp_path).tables["All results"].to_dict("records")
+    assert row["with thresholds of 0.5"] == f"{100 * dev['uncut']:.2f}"
+    assert row["scores"].startswith(f"micro_f1 {100 * score:.2f}")

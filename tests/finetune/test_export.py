@@ -48,6 +48,25 @@ def test_stock_classes(tiny_bert: Path, tiny_multicls: Path, glue: Path, tmp_pat
         found, expected = (each.eval()(**batch).logits.numpy() for each in (stock, ours))
     np.testing.assert_allclose(found, expected, atol=1e-5)
     assert type(stock).__name__ == "BertForSequenceClassification"
+    scores = [{"text": f"len bal {n}", "label": n} for n in range(1, 13)]
+    own = {"train_file": write_rows(tmp_path / "s.csv", scores), "label_type": "score"}
+    model = saved(tiny_bert, glue, tmp_path / "s", "cls", task="", own=own, data_dir="")
+    assert main([model, "--stock", "--output", str(tmp_path / "stock")]) == 0, "a model is replaced"
+    stock = AutoModelForSequenceClassification.from_pretrained(tmp_path / "stock")
+    ours = AutoModelForSequenceClassification.from_pretrained(model, trust_remote_code=True)
+    with torch.no_grad():
+        found, expected = (each.eval()(**batch).logits.numpy() for each in (stock, ours))
+    np.testing.assert_allclose(found, 12 * expected, atol=1e-4)
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "thesis.txt").write_text("precious")
+    with pytest.raises(UserError, match="thesis: holds something else"):
+        main([model, "--stock", "--output", str(tmp_path / "thesis")])
+    assert (tmp_path / "thesis" / "thesis.txt").exists()
+    with (
+        mock.patch("torch.onnx.export", side_effect=TypeError("no such operator")),
+        pytest.raises(UserError, match="cannot export the head cls: no such operator"),
+    ):
+        main([model, "--onnx", "--output", str(tmp_path / "onnx")])
     mistakes = {
         (model,): "set either --onnx or --stock",
         (saved(tiny_bert, glue, tmp_path / "m", "mean"), "--stock"): "head mean on bert",

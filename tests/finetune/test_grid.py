@@ -21,11 +21,11 @@ from finetune import grid
 from finetune.grid import GridSettings, expand, main
 from finetune.refit import main as refit_main
 from finetune.report_tables import build_report
-from finetune.results import load_predictions, load_results
+from finetune.results import load_predictions, load_results, run_state
 from finetune.run import _load_task as load_tasks_cache
 from finetune.settings import RunSettings
 from multicls.errors import UserError
-from multicls.files import REPOSITORY, lock_holder, locked, read_json
+from multicls.files import REPOSITORY, lock_holder, locked, read_json, write_json
 from multicls.settings import load_settings, parse
 from tests.finetune.conftest import NOUNS
 from tests.finetune.runs import write_rows
@@ -101,7 +101,7 @@ def test_heads_read_only_their_own_settings(tmp_path: Path) -> None:
     [
         ({"tasks": ["rt"]}, "task rt: no such task. Did you mean 'rte'"),
         ({"systems": ["multcls"]}, "no such head. Did you mean 'multicls'"),
-        ({"model": []}, "task sst2: no runs; set --model NAME=FOLDER"),
+        ({"model": []}, "systems.cls: it needs a model: set --model NAME=FOLDER"),
         ({"model": ["bert"]}, "model = .*bert"),
         ({"model": ["a=A", "a=B", "b=C", "b=D", "b=E"]}, "each name needs as many"),
         ({"systems": {"x": {"head": "cls", "models": ["brt"]}}}, "Did you mean 'bert'"),
@@ -207,6 +207,19 @@ def test_failed_runs_are_tried_again_and_incompatible_ones_are_not(
         assert [call.args[0].system for call in tried.call_args_list] == ["bert-cls"]
     assert all(path.exists() for path in errors.values())
     assert main(flags) == 0 and not errors["bert-cls"].exists()
+
+
+def test_an_old_error_of_a_run_at_work_is_not_its_state(tmp_path: Path) -> None:
+    """Nor is one beside a record that came later."""
+    run = tmp_path / "a" / "rte-100" / "p1-d1-s1"
+    run.mkdir(parents=True)
+    write_json(run / "error.json", {"kind": "failed", "error": "of an earlier start"})
+    assert run_state(run) == ("failed", "of an earlier start")
+    with locked(run):
+        assert run_state(run)[0] == "at work"
+    os.utime(run / "error.json", (1, 1))
+    write_json(run / "record.json", {})
+    assert run_state(run) == ("finished", "")
 
 
 def test_elements_of_an_array_leave_when_nothing_is_left_to_start(

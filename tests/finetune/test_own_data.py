@@ -157,6 +157,22 @@ def test_rows_of_a_group_stay_on_one_side(tmp_path: Path) -> None:
     )
     units = Counter(row.unit for row in load_own(own).train)
     assert max(units.values()) == 2, "rows without a group are none"
+    mixed = [
+        {"text": f"row {n % 90}", "label": "xy"[n % 2], "customer": max(n, 60)} for n in range(100)
+    ]
+    own = OwnDataSettings(
+        train_file=write_rows(tmp_path / "mixed.csv", mixed), group_column="customer"
+    )
+    train, validation, dev = sides(load_own(own), lambda row: row.texts[0])
+    assert not train & validation and not (train | validation) & dev, "a group of most rows"
+    test = write_rows(tmp_path / "test.csv", [{"text": "new", "label": "x", "customer": 3}])
+    bare = write_rows(tmp_path / "bare.csv", [{"text": "new", "label": "x"}])
+    own = OwnDataSettings(train_file=file, test_file=test, group_column="customer")
+    assert any(
+        note.startswith("1 of the 1 test row share a text or group with train")
+        for note in load_own(own).notes
+    )
+    assert load_own(own.model_copy(update={"test_file": bare})).test
     with pytest.raises(UserError, match="no column 'custmer' for the group; .*Did you mean 'cust"):
         load_own(OwnDataSettings(train_file=file, group_column="custmer"))
 
@@ -176,6 +192,8 @@ def test_rows_of_test_that_stand_in_train_are_counted_and_named(tmp_path: Path) 
     assert f"11 of the 12 test rows stand in train, too {first}" in notes
     assert any(note.startswith("1 of the 1 dev row stand in train") for note in notes)
     assert f"1 text of train with two labels or more, the first: {train}:5 and {train}:52" in notes
+    same = OwnDataSettings(train_file=train, dev_file=test, test_file=test)
+    assert any("12 of the 12 test rows stand in dev, too" in note for note in load_own(same).notes)
 
 
 def test_labels_in_one_cell_and_rows_without_a_label(tmp_path: Path) -> None:
@@ -198,6 +216,13 @@ def test_labels_in_one_cell_and_rows_without_a_label(tmp_path: Path) -> None:
     commas = write_rows(tmp_path / "c.csv", labelled("a,b", "b", "['a', 'b']"))
     data = load_own(OwnDataSettings(train_file=commas, dev_file=commas, label_separator=","))
     assert [row.labels for row in data.train] == [(1.0, 1.0), (0.0, 1.0), (1.0, 1.0)]
+    quoted = write_rows(tmp_path / "q.csv", labelled("['a, x', 'b']", "('b',)"))
+    data = load_own(OwnDataSettings(train_file=quoted, dev_file=quoted, label_separator=","))
+    assert data.task.labels == ("a, x", "b") and [sum(row.labels) for row in data.train] == [2, 1]
+    for text in ("[1, 2]", "('a', 'b')", "{'a'}"):
+        file = write_rows(tmp_path / "l.csv", labelled(text, text))
+        with pytest.raises(UserError, match="a list as text. Set --label_separator"):
+            load_own(OwnDataSettings(train_file=file, dev_file=file))
 
 
 def test_notes_on_many_labels_are_short(tmp_path: Path) -> None:

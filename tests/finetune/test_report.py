@@ -92,6 +92,18 @@ def test_errors_and_confusions_of_the_best_system(results: Path) -> None:
     assert errors["row"].str.startswith("train:").all() and len(errors) == 3
     (confusions,) = (table for name, table in report.tables.items() if name.startswith("Confu"))
     assert confusions["errors"].sum() == wrong.sum()
+    (matrix,) = (table for name, table in report.tables.items() if name.startswith("Matrix"))
+    counts = matrix.set_index(matrix.columns[0])
+    assert list(counts.index) == list(counts.columns) == list(TASKS["rte"].labels)
+    assert counts.to_numpy().sum() == len(wrong) and np.trace(counts) == (~wrong).sum()
+
+
+def test_sizes_are_in_their_order(tmp_path: Path) -> None:
+    for size in ("full", "20", "100", "5"):
+        fake_run(tmp_path, "a", train_size=size if size == "full" else int(size))
+    report = build_report(tmp_path)
+    assert list(dict.fromkeys(report.tables["Scores"]["train size"])) == ["5", "20", "100", "full"]
+    assert [line.split()[1] for line in report.verdicts] == ["5", "20", "100", "full"]
 
 
 def test_runs_of_several_devices_and_versions_are_named(results: Path) -> None:

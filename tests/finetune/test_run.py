@@ -280,6 +280,16 @@ def test_settings_that_do_not_fit(values: dict[str, Any], message: str, tmp_path
         settings_of(values.pop("model", "m"), tmp_path, tmp_path, **values)
 
 
+def test_a_setting_of_transformers_that_fails_is_named(
+    tiny_bert: Path, glue: Path, tmp_path: Path
+) -> None:
+    trainer = {"lr_scheduler_type": "warmup_stable_decay"}  # needs settings of its own
+    with pytest.raises(
+        UserError, match=r"trainer \{'lr_scheduler_type': 'warmup_stable_decay'\}: "
+    ):
+        finetune(tiny_bert, glue, tmp_path, train_size=20, trainer=trainer)
+
+
 @pytest.mark.parametrize(
     ("size", "rows", "batch", "steps", "every"),
     [
