@@ -178,6 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(Options, argv, prog="benchmarks/data_prep.py", doc=__doc__)
     report = Report("Data preparation")
     if options.scale:
+        Path(options.folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
             measure_scale(options.scale, Path(scratch), report)
         report.write()

@@ -27,7 +27,15 @@ from tokenizers import Tokenizer
 
 from data_prep.build import COPIES_TEXT, DROPPED_TEXT, SHARD_TOKENS, Unit, build_unit
 from data_prep.encode import load_tokenizer_files
-from data_prep.merge import FREQUENCY, Merged, file_entry, find_copies, is_rewritten, merge
+from data_prep.merge import (
+    FREQUENCY,
+    PASSAGE,
+    Merged,
+    file_entry,
+    find_copies,
+    is_rewritten,
+    merge,
+)
 from data_prep.pool import Pool, open_pool, run_all
 from data_prep.settings import BuildOptions
 from data_prep.sources import OPENERS, Skipped, SourceFile, list_inputs
@@ -290,6 +298,7 @@ def _finish(output: Path, job: Job, merged: Merged) -> None:
         "format_version": FORMAT_VERSION,
         **sum(sources.values(), Counter[str]()),
         "sources": dict(sorted(sources.items())),
+        "passage_tokens": PASSAGE,  # a document of the document frequencies has about as many
         "hub_datasets": {file.source: file.hub for file in files if file.hub},
         "dropped": drops,
         "skipped": dict(sorted(skipped.items())),
