@@ -286,7 +286,8 @@ def attempt(run: RunSettings, began: float) -> bool:
         return False
     except Exception as error:  # whatever it is, the other runs continue
         kind = "incompatible" if isinstance(error, Incompatible) else "failed"
-        print_line(f"{kind}: {run.folder}: {type(error).__name__}: {first_line(error)}")
+        if kind == "failed":  # the others are listed at the end
+            print_line(f"{kind}: {run.folder}: {type(error).__name__}: {first_line(error)}")
         write_error(run, kind, error)
     return True
 

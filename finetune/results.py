@@ -210,7 +210,7 @@ def differences(before: Record, now: Record) -> dict[str, str]:
 
 def write_error(run: RunSettings, kind: str, error: BaseException) -> None:
     """Writes why a run is not finished; its `kind` is "incompatible" (by design) or "failed"."""
-    reason = f"{type(error).__name__}: {error}"
+    reason = str(error) if kind == "incompatible" else f"{type(error).__name__}: {error}"
     write_json(run.folder / ERROR, {"kind": kind, "error": reason, "settings": run.compared()})
 
 
