@@ -268,15 +268,15 @@ def error_tables(groups: pd.DataFrame, number: int) -> dict[str, pd.DataFrame]:
     for name, of_task in groups.groupby("task"):
         best = of_task.sort_values("mean").iloc[-1]
         task = task_of(best["description"])
-        if task.is_regression or not number:
+        if not number:
             continue
         errors = list_errors(task, best["predictions"])
         title = f"{best['system']} on {name}, {count(best['evaluated'], best['split'] + ' row')}"
         tables[f"Errors of {title}: {len(errors)}"] = errors.head(number)
-        if not task.multi_label:
+        if task.labels and not task.multi_label:
             pairs = errors.groupby(["label", "predicted"]).size().rename("errors").reset_index()
             tables[f"Confusions of {title}"] = pairs.nlargest(number, "errors")
-        if not task.multi_label and len(task.labels) <= MATRIX:
+        if not task.multi_label and 0 < len(task.labels) <= MATRIX:
             tables[f"Matrix of {title}"] = confusion_matrix(task, best["predictions"])
     return tables
 
@@ -292,10 +292,13 @@ def confusion_matrix(task: Task, predictions: Mapping[str, Array]) -> pd.DataFra
 
 
 def list_errors(task: Task, predictions: Mapping[str, Array]) -> pd.DataFrame:
-    """Returns the errors, the most confident first (of several labels, by the most wrong one), with their places."""
+    """Returns the errors with their places, the most confident or farthest first; of several labels, by the worst."""
     outputs, labels = predictions["logits"].astype(np.float64), predictions["labels"]
     predicted = predictions_of(task, outputs)
-    if task.multi_label:
+    if task.is_regression:
+        predicted = predicted * task.label_scale
+        wrong, confidence = predicted != labels, np.abs(predicted - labels)
+    elif task.multi_label:
         wrong, probabilities = (predicted != labels).any(axis=1), expit(outputs)
         confidence = np.where(predicted != labels, np.abs(probabilities - 0.5) + 0.5, 0).max(axis=1)
     else:
@@ -305,10 +308,11 @@ def list_errors(task: Task, predictions: Mapping[str, Array]) -> pd.DataFrame:
         "text": [text.replace("\n", " | ") for text in predictions["texts"]],
         "label": names_of(task, labels),
         "predicted": names_of(task, predicted),
-        "probability": np.round(confidence, 3),
+        "off by" if task.is_regression else "probability": np.round(confidence, 3),
         "row": places,
     }
-    return pd.DataFrame(columns)[wrong].sort_values("probability", ascending=False, kind="stable")
+    order = np.argsort(-confidence[wrong], kind="stable")
+    return pd.DataFrame(columns)[wrong].iloc[order]
 
 
 def scores_text(runs: pd.DataFrame) -> str:

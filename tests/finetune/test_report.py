@@ -98,6 +98,16 @@ def test_errors_and_confusions_of_the_best_system(results: Path) -> None:
     assert counts.to_numpy().sum() == len(wrong) and np.trace(counts) == (~wrong).sum()
 
 
+def test_of_scores_the_farthest_are_listed(tmp_path: Path) -> None:
+    fake_run(tmp_path, "a", task="stsb")
+    report = build_report(tmp_path, errors=3)
+    run = load_predictions(Path(report.groups["path"][0]), "stsb")["dev"]
+    distances = np.abs(5 * run["logits"][:, 0].astype(float) - run["labels"])
+    (errors,) = (table for name, table in report.tables.items() if name.startswith("Errors of a"))
+    np.testing.assert_allclose(errors["off by"], np.sort(distances)[::-1][:3], atol=1e-3)
+    assert not any(name.startswith(("Confu", "Matrix")) for name in report.tables)
+
+
 def test_sizes_are_in_their_order(tmp_path: Path) -> None:
     for size in ("full", "20", "100", "5"):
         fake_run(tmp_path, "a", train_size=size if size == "full" else int(size))
