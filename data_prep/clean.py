@@ -1,6 +1,5 @@
 """Cleans the text of a document and returns the sentences to keep. What each rule drops is counted."""
 
-import html
 import re
 import unicodedata
 from collections import Counter
@@ -11,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data_prep.drops import DropLog
-from data_prep.read import RawDocument
+from data_prep.read import RawDocument, unescape
 from data_prep.sentences import QUOTES, split_paragraph
 from data_prep.sources import Layout
 from data_prep.wikitext import HOLE, mend_extract, plain_text
@@ -205,13 +204,16 @@ def _with_holes(lines: list[Line], layout: Layout, wanted: bool) -> list[Line]:
 
 _BLOCKS = re.compile(  # front matter, code, comments, rows of tables, targets of links
     r"\A---\n.*?\n---\n|^[ >]*(?:(?:[-*+]|\d+[.)])[ ]+)?(?P<fence>```+|~~~+)[^`\n]*$"
-    r".*?(?:^[ >]*(?P=fence)[`~]*[ \t]*$|\Z)|<!--.*?-->"
+    r".*?(?:^[ >]*(?P=fence)[`~]*[ \t]*$|\Z)|<!--(?:(?!<!--).)*?-->"
     r"|^[ \t]*\|[^\n]*\|[ \t]*$|^ {0,3}\[(?!\^)[^\]\n]+\]:[ \t]*\S[^\n]*$",
     re.MULTILINE | re.DOTALL,
 )
-_UNDERLINED = re.compile(r"(?m)^(?![ \t]*(?:[#>|*+-]|\d+[.)]))(\S.*)\n(?:=+|-{2,})[ \t]*$")
+_UNDERLINED = re.compile(
+    r"(?m)(?<![^\n]\n)^(?![ \t]*(?:[#>|*+-]|\d+[.)]))(\S.*)\n(?:=+|-{2,})[ \t]*$"
+)
 _IMAGE = re.compile(  # or the mark of a footnote
-    r"!\[[^\]]*\](?:\([^()\s]*(?:\([^()]*\)[^()]*)*[^()]*\)|\[[^\]]*\])|\[\^[^\]\s]+\]:?"
+    r"!\[[^\]]*\](?:\([^()\s]*(?:\([^()]*\)[^()]*)*[^()]*\)|\[[^\]]*\])"
+    r"|(?<=[^\s`(])\[\^[\w-]+\](?!:)|(?m:^)\[\^[\w-]+\]:"
 )
 _LINK = re.compile(r"\[([^\[\]]+)\](?:\((?:[^()]|\([^()]*\))*\)|\[[^\]\n]*\])")
 _EMPHASIS = re.compile(r"(?<![\w*`])(\*\*|__|`+|\*)(?=\S)([^*`\n]+?)(?<=\S)\1(?![\w*`])")
@@ -231,7 +233,7 @@ def _without_markup(text: str, raw: RawDocument, drops: DropLog) -> str:
         if found := [match[0] for match in pattern.finditer(text)]:
             before, text = len(text), pattern.sub(target, text)
             drops.add("characters_of_markup", raw, " ".join(found), before - len(text), len(found))
-    return html.unescape(text).replace("\xa0", " ")
+    return unescape(text).replace("\xa0", " ")
 
 
 def markdown_paragraphs(lines: list[str]) -> list[str]:

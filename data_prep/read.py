@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from functools import partial
@@ -221,14 +222,15 @@ def _table(read: Rows, file: SourceFile, settings: BuildOptions) -> Iterator[Raw
 
 _BLOCKS = (
     "p|div|br|hr|li|ul|ol|dl|dt|dd|h[1-6]|blockquote|table|tr|td|th|thead|tbody|caption|pre|section|article|header|footer"
-    "|figure|figcaption|center|details|summary|iframe|video|audio|form|label|input|button"
+    "|figure|figcaption|center|details|summary|iframe|video|audio"
 )
 _INLINE = (
     "em|strong|span|code|img|sup|sub|font|small|big|tt|kbd|del|ins|mark|abbr|cite|var|samp|wbr"
 )
 _TAG = re.compile(  # `<b and c>` is none
-    r"(?is)<(?P<unseen>script|style)\b[^<>]*>.*?</(?P=unseen)>|<!--.*?-->"
-    rf"|</?(?:(?P<block>{_BLOCKS})|{_INLINE})\b[^<>]*>|</?[abiqsu](?:\s[^<>]*=[^<>]*)?\s*/?>"
+    r"(?is)<(?P<unseen>script|style)\b[^<>]*>(?:(?!<(?P=unseen)).)*?</(?P=unseen)>|<!--(?:(?!<!--).)*?-->"
+    rf"|</?(?:(?P<block>{_BLOCKS})|{_INLINE})(?=[\s/>])[^<>]*>|</?[abiqsu](?:\s[^<>=]*=[^<>]*|\s*/?)>"
+    r"|<(?:form|label|input|button)\s[^<>=]*=[^<>]*>|</(?:form|label|button)>"
 )
 _ENTITY = re.compile(r"&(?:#\d+|#x[\da-fA-F]+|[a-zA-Z]{2,8});")
 
@@ -237,7 +239,12 @@ def _without_tags(text: str) -> str:
     """Returns the text of a fragment of HTML; other text stays as it is."""
     if "<" in text:
         text = _TAG.sub(lambda match: "\n\n" if match["block"] else "", text)
-    return html.unescape(text) if "&" in text and _ENTITY.search(text) else text
+    return unescape(text)
+
+
+def unescape(text: str) -> str:
+    """Returns the text with the characters of HTML's entities, such as `&amp;`; `&copy=1` of an address is none."""
+    return _ENTITY.sub(lambda match: html.unescape(match[0]), text) if "&" in text else text
 
 
 def _json_rows(file: SourceFile, fields: Sequence[str]) -> Iterator[tuple[int, Any]]:
@@ -315,12 +322,13 @@ def _cells(text: Iterable[str], mark: str) -> Iterator[list[str]]:
 
     A quotation mark that opens a cell and does not close it is text: the lines that it would join are rows.
     """
-    taken = list[str]()  # lines of a row
+    taken, again = list[str](), deque[str]()  # lines of a row, and lines to read again
+    source = iter(text)
 
     def lines() -> Iterator[str]:
-        for line in text:
-            taken.append(line)
-            yield line
+        while again or (line := next(source, "")):
+            taken.append(again.popleft() if again else line)
+            yield taken[-1]
 
     reader = csv.reader(lines(), delimiter=mark, strict=True)
     while True:
@@ -330,9 +338,12 @@ def _cells(text: Iterable[str], mark: str) -> Iterator[list[str]]:
         except StopIteration:
             return
         except csv.Error:
-            is_closed = len(taken) == 1 and taken[0].count('"') % 2 == 0  # as in `"a, b" ,c`
+            first, *rest = taken
+            again.extendleft(reversed(rest))
+            is_closed = not rest and first.count('"') % 2 == 0  # as in `"a, b" ,c`
             quoting: Any = csv.QUOTE_MINIMAL if is_closed else csv.QUOTE_NONE
-            yield from csv.reader(taken[:], delimiter=mark, quoting=quoting)
+            yield from csv.reader([first], delimiter=mark, quoting=quoting)
+            reader = csv.reader(lines(), delimiter=mark, strict=True)  # the other has met the end
         else:
             yield row
 
@@ -437,7 +448,8 @@ def _html(file: SourceFile, settings: BuildOptions) -> Iterator[RawDocument]:
 def _notebook(file: SourceFile, settings: BuildOptions) -> Iterator[RawDocument]:
     """Yields the Markdown cells of a Jupyter notebook as one document."""
     book = json.loads(_whole(file))
-    cells = book.get("cells") or [cell for sheet in book["worksheets"] for cell in sheet["cells"]]
+    sheets = [book] if "cells" in book else book["worksheets"]
+    cells = [cell for sheet in sheets for cell in sheet["cells"]]
     texts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
     yield _document(file, 0, stem(file.name), "\n\n".join(texts), file.layout)
 

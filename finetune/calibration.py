@@ -44,7 +44,7 @@ def fit_thresholds(outputs: Array, labels: Array) -> list[float]:
             middles = [0.5, *((cuts[1:] + cuts[:-1]) / 2)]
             scores = [f1_score(marks, column >= cut, zero_division=0.0) for cut in middles]
             best = float(middles[int(np.argmax(scores))])
-        thresholds.append(round(min(max(best, 1e-4), 1 - 1e-4), 4))
+        thresholds.append(round(min(max(best, 1e-9), 1 - 1e-9), 9))
     return thresholds
 
 

@@ -70,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     kind = "onnx" if options.onnx else "stock"
     output = Path(options.output or f"{Path(options.model)}-{kind}")
     check_output(output)
+    if output.resolve() == Path(options.model).resolve():
+        raise UserError(f"--output {output}: is the model itself; set another folder.")
     with atomic_folder(output) as folder:
         write = write_onnx if options.onnx else write_stock
         difference = write(model.eval(), rows, folder)

@@ -57,6 +57,7 @@ class GridSystem(SystemSettings):
 class GridSettings(RecipeOptions):
     """A grid: what is compared, on what, how often."""
 
+    chosen_by_name = ("systems",)
     model: list[NamedModel] = Field([], description="NAME=FOLDER; one for each checkpoint of NAME")
     systems: dict[str, GridSystem] | list[str] = Field({}, description="names, or name: settings")
     tasks: list[str] = Field([], description="names; joined by commas they are one run of cln")

@@ -1,9 +1,9 @@
 """Reads a user's own labelled rows from files, and finds out what task they are."""
 
-import csv
+import ast
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,10 @@ def _read_splits(own: OwnDataSettings) -> tuple[Splits, Names, list[str]]:
         find_columns(*rows[0], [[own.label_column]], "label")
         if own.group_column and split == "train":
             find_columns(*rows[0], [[own.group_column]], "group")
+        elif own.group_column and own.group_column not in rows[0][1]:
+            notes.append(
+                f"{split} rows have no column {own.group_column!r}: their groups are not known"
+            )
         rows, more = with_texts(rows, groups[0], f"{split} row")
         notes += more
         empty = dict.fromkeys(at for at, row in rows if _is_empty(row.get(own.label_column)))
@@ -115,21 +119,28 @@ def _with_labels(own: OwnDataSettings, row: Row, where: str) -> Row:
     if not isinstance(cell, str):
         return row
     bare = cell.strip()
-    is_list = bare[:1] + bare[-1:] in ("[]", "()", "{}")
+    listed = _as_list(bare)
     if own.label_separator:
-        bare = bare[1:-1] if is_list else bare
-        names: Iterable[str] = bare.split(own.label_separator)
-        if len(own.label_separator) == 1:  # a name in quotes may hold it
-            options: Any = {"delimiter": own.label_separator, "skipinitialspace": True}
-            names = next(csv.reader([bare], quotechar="'" if "'" in bare else '"', **options), [])
-        names = map(str.strip, names)
+        if bare.startswith("[") and bare.endswith("]"):
+            bare = bare[1:-1]
+        divided = [name.strip().strip("'\"") for name in bare.split(own.label_separator)]
+        names = divided if listed is None else listed
         return {**row, own.label_column: [name for name in names if name]}
-    if is_list and any(mark in bare for mark in ",'\""):
+    if listed is not None:
         raise UserError(
             f"{where}: the label is {cell!r}, a list as text. Set --label_separator ',' to divide it, or save lists in "
             "JSON lines or Parquet."
         )
     return row
+
+
+def _as_list(text: str) -> list[str] | None:
+    """Returns the names in a list, tuple or set as Python prints it; None of any other text."""
+    try:
+        value = ast.literal_eval(text) if text[:1] in ("[", "(", "{") else None
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return None
+    return [str(name) for name in value] if isinstance(value, list | tuple | set) else None
 
 
 def example_of(
@@ -152,15 +163,17 @@ def example_of(
 def _with_units(task: Task, examples: Examples, groups: Names) -> tuple[Examples, list[str]]:
     """Returns the examples with the unit of each as its passage: rows that share a group or a text are one unit.
 
-    A column whose texts join more than half of the rows is left out of this, with a note: it holds common phrases.
+    A column whose texts join more than half of the rows (beside the largest group) is left out of this, with a note: it
+    holds common phrases.
     `groups` has that of each row, of all splits in their order, or "".
     """
     rows, notes = [row for split in examples.values() for row in split], list[str]()
     cells = [(*map(same, row.texts), group) for row, group in zip(rows, groups, strict=True)]
     columns, of_group = list(range(len(task.fields))), [len(task.fields)]
+    by_group = max(Counter(_units(cells, of_group)).values())
     while len(columns) + any(groups) > 1:
-        largest = max(Counter(_units(cells, columns)).values())
-        if largest <= max(2, LARGEST_UNIT * len(rows)):
+        largest = max(Counter(_units(cells, columns + of_group)).values())
+        if largest - by_group <= max(1, LARGEST_UNIT * (len(rows) - by_group)):
             break
         column = min(columns, key=lambda c: len({row[c] for row in cells}))
         columns.remove(column)

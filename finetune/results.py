@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Record = dict[str, Any]
 Predictions = Mapping[str, Mapping[str, Array]]  # of a task by split; see `example_arrays`
 Scored = Sequence[tuple[TaskData, Predictions]]  # of each task
-FORMAT = 4
+FORMAT = 5
 RECORD, SETTINGS, ERROR = "record.json", "settings.yaml", "error.json"
 PREDICTIONS = "predictions.parquet"
 HASHES = {  # in words

@@ -171,7 +171,7 @@ def train_system(
         start_from_probe(model, encoded, settings.seed)
     try:
         trained = TaskTrainer(model, encoded, settings, identity, folder, picks).run()
-    except (ImportError, RuntimeError, TypeError, ValueError) as error:
+    except (ImportError, TypeError, ValueError) as error:
         if not settings.trainer:
             raise
         what = f"{type(error).__name__}: {first_line(error)}"

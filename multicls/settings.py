@@ -27,6 +27,8 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     # Dotted keys, one of which is set. A later source that sets one of them sets the others to 0.
     alternatives: ClassVar[tuple[str, ...]] = ()
+    # Mappings: names in a later source choose among the entries of an earlier one; a name that it lacks gets None.
+    chosen_by_name: ClassVar[tuple[str, ...]] = ()
 
 
 class RecipeOptions(Settings):
@@ -174,6 +176,9 @@ def _validate(
     for _, values in sources:
         if any(_value(values, key) is not None for key in kind.alternatives):
             merged = _merge(merged, _nested(dict.fromkeys(kind.alternatives, 0)))
+        for key in kind.chosen_by_name:
+            if chosen := _chosen(merged.get(key), values.get(key)):
+                merged, values = {**merged, key: None}, {**values, key: chosen}
         merged = _merge(merged, values)
     lines = list(unknown)
     try:
@@ -211,13 +216,7 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merge(old: Any, new: Any) -> Any:
-    """Returns the value of a later source; mappings are merged. A wrong value in place of one stays, to be reported.
-
-    Names after a mapping choose among its entries; a name that it lacks gets None.
-    """
-    if isinstance(old, Mapping) and old and isinstance(new, str | list):
-        names = new.replace(",", " ").split() if isinstance(new, str) else map(str, new)
-        return {name: old.get(name) for name in names}
+    """Returns the value of a later source; mappings are merged. A wrong value in place of one stays, to be reported."""
     if not isinstance(new, Mapping):
         is_empty_group = new is None and isinstance(old, Mapping)
         return old if is_empty_group else None if new == [None] else new  # from `--list null`
@@ -225,6 +224,13 @@ def _merge(old: Any, new: Any) -> Any:
         return old
     before = old or {}
     return {**before, **{name: _merge(before.get(name), value) for name, value in new.items()}}
+
+
+def _chosen(old: Any, new: Any) -> dict[str, Any] | None:
+    """Returns the entries of a mapping that a later source names, or None if it names none."""
+    names = new.replace(",", " ").split() if isinstance(new, str) else new
+    is_choice = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    return {n: old.get(n) for n in names} if is_choice and isinstance(old, Mapping) else None
 
 
 def _value(values: Any, key: str) -> Any:

@@ -443,7 +443,11 @@ After the item it goes on.[^1]
 code
 ~~~~
 
-[^1]: A footnote is prose.
+Two lines
+of prose.
+---
+
+[^1]: A footnote is prose, also of [^0-9] and `[^a-z]`.
 [target]: http://a.b
 """
     kept, drops = cleaned(text, text_format="markdown")
@@ -452,7 +456,8 @@ code
         "npm at the start is no block.",
         "After the item it goes on.",
         "It is an item.",
-        "A footnote is prose.",
+        "Two lines of prose.",
+        "A footnote is prose, also of [^0-9] and [^a-z].",
     ]
     assert drops.by_reason()["lines_markup"] == 3 + 3 + 3 + 1
     assert drops.by_reason()["lines_heading"] == 1

@@ -165,6 +165,10 @@ def test_rows_of_a_group_stay_on_one_side(tmp_path: Path) -> None:
     )
     train, validation, dev = sides(load_own(own), lambda row: row.texts[0])
     assert not train & validation and not (train | validation) & dev, "a group of most rows"
+    thanks = [row | {"text": "Thanks"} if n < 20 else row for n, row in enumerate(rows)]
+    file_2 = write_rows(tmp_path / "thanks.csv", thanks)
+    data = load_own(OwnDataSettings(train_file=file_2, group_column="customer"))
+    assert len(data.dev) == 20 and any("'text' join 100 of 100 rows" in note for note in data.notes)
     test = write_rows(tmp_path / "test.csv", [{"text": "new", "label": "x", "customer": 3}])
     bare = write_rows(tmp_path / "bare.csv", [{"text": "new", "label": "x"}])
     own = OwnDataSettings(train_file=file, test_file=test, group_column="customer")
@@ -219,6 +223,12 @@ def test_labels_in_one_cell_and_rows_without_a_label(tmp_path: Path) -> None:
     quoted = write_rows(tmp_path / "q.csv", labelled("['a, x', 'b']", "('b',)"))
     data = load_own(OwnDataSettings(train_file=quoted, dev_file=quoted, label_separator=","))
     assert data.task.labels == ("a, x", "b") and [sum(row.labels) for row in data.train] == [2, 1]
+    names = "children's; 90s; (US) sales", '"toys"; 90s', "90s;\n(US) sales"
+    file = write_rows(tmp_path / "n.csv", labelled(*names))
+    task = load_own(OwnDataSettings(train_file=file, dev_file=file, label_separator=";")).task
+    assert set(task.labels) == {"children's", "90s", "(US) sales", "toys"}
+    file = write_rows(tmp_path / "n.csv", labelled("(don't know)", "(Paris, France)", "(1)"))
+    assert len(load_own(OwnDataSettings(train_file=file, dev_file=file)).task.labels) == 3
     for text in ("[1, 2]", "('a', 'b')", "{'a'}"):
         file = write_rows(tmp_path / "l.csv", labelled(text, text))
         with pytest.raises(UserError, match="a list as text. Set --label_separator"):
