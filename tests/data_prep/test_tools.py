@@ -208,8 +208,8 @@ def test_all_copies_of_held_out_sentences_are_found(
     long = [" ".join(random.choices(words, k=45)).capitalize() + "." for _ in range(99)]
     texts = [" ".join([*random.sample(long, 3), story(6, i)]) for i in range(60)]
     (tmp_path / "in.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    without = {"without": ["duplicate_documents"], "shard_tokens": 3000}
-    corpus = prepared(tiny_tokenizer, tmp_path / "out", tmp_path / "in.jsonl", **without)
+    paths = tmp_path / "out", tmp_path / "in.jsonl"
+    corpus = prepared(tiny_tokenizer, *paths, shard_tokens=3000, without=["duplicate_documents"])
     assert corpus.num_shards > 3
     limit, known = corpus.validation_limit(0.2), set(squeezed("".join(long)))
     sides: tuple[list[str], list[str]] = [], []  # training, held out
