@@ -217,7 +217,7 @@ def without_repeats(runs: Sequence[RunSettings]) -> list[RunSettings]:
         same = {"subset", "pretraining"} if all_rows else set[str]()
         kept.setdefault(run.model_dump_json(exclude=same), run)
     if left_out := len(runs) - len(kept):
-        print_line(f"note: {count(left_out, 'run')} left out: a subset as large as all rows is one")
+        print_line(f"note: {count(left_out, 'run')} left out: subsets of all rows are equal")
     return list(kept.values())
 
 

@@ -71,7 +71,8 @@ def refit(run: Path) -> Path:
         done = read_json(folder / REFIT) if (folder / REFIT).exists() else {}
         if any(done.get(name) != value for name, value in source.items()):
             if done:
-                print_line(f"{folder}: held {done['system']}, {done['size']} rows, {done['run']}")
+                what = f"{done['system']}, {done['size']} rows, {done['run']}"
+                print_line(f"{folder}: replaces the model of {what}")
             made = _train(settings, record, rows, folder)
             write_json(folder / REFIT, source | made)
             results.remove_checkpoints(folder)

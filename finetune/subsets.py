@@ -36,7 +36,7 @@ def select_rows(data: TaskData, size: int | str, subset: int, holdout: bool) -> 
     if isinstance(size, str) and size != "full":
         taken = Counter(strata(data.task, [data.train[row] for row in rows]))
         if few := sum(number < int(size.removesuffix("-shot")) for number in taken.values()):
-            notes.append(f"--train_size {size}: {few} of {len(taken)} classes have fewer")
+            notes.append(f"--train_size {size}: {few} of {len(taken)} classes have fewer rows")
     notes += missing_classes(data.task, train, validation, "validation") if holdout else []
     is_subset = len(train) < total
     return replace(data, train=train, validation=validation, notes=notes, is_subset=is_subset)

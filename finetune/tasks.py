@@ -48,9 +48,8 @@ class Task:
     multi_label: bool = False  # a row has any number of the labels: one sigmoid for each
     passage: int | None = None  # the text that many rows share; they stay together in hold-outs
     max_length: int = 128  # in tokens, facets included
-    cuts: tuple[
-        float, ...
-    ] = ()  # of several labels a row: output above which each is given; none: 0
+    # Of several labels a row: the output above which each is given; none: 0 for all.
+    cuts: tuple[float, ...] = ()
 
     @property
     def is_regression(self) -> bool:

@@ -267,9 +267,8 @@ def _explain(
     if detail["type"] == "missing":
         return f"{key}: ", f"required, as {flag}" + " or in a recipe" * ("recipe" in known)
     if detail["type"] == "extra_forbidden":
-        name = (
-            ".".join([key, *inside[1:]]) if key in known else key
-        )  # below a mapping's union member
+        # What is inside a setting stands below the name of its union's member.
+        name = ".".join([key, *inside[1:]]) if key in known else key
         return f"{source or 'settings'}: {name}: ", f"no such setting.{_nearest(name, known)}"
     message, value = str(detail["msg"]).removeprefix("Value error, "), detail["input"]
     if known.get(key, True) and isinstance(value, Mapping):  # several settings together

@@ -202,7 +202,7 @@ def test_stats_counts_copies_unknown_tokens_and_leaks(
 def test_all_copies_of_held_out_sentences_are_found(
     tiny_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As by comparing each sentence of one split with all of the other; of sampled shards, it is said."""
+    """The share is that of a plain comparison of all sentences; if only some shards are read, the line says so."""
     words = WORDS[:20]
     random.seed(1)
     long = [" ".join(random.choices(words, k=45)).capitalize() + "." for _ in range(99)]

@@ -144,7 +144,7 @@ def test_states_and_exit_codes(
     capsys.readouterr()
     same = {"train_sizes": [5000], "subsets": 3, "seeds": [1]}  # all rows, three times
     assert main(start(tmp_path, tiny_bert, glue, **same)) == 0
-    assert "note: 2 runs left out: a subset as large as all rows" in capsys.readouterr().out
+    assert "note: 2 runs left out: subsets of all rows are equal" in capsys.readouterr().out
     assert sorted(load_results(tmp_path / "results")["train_size"]) == ["16", "16", "5000"]
     capsys.readouterr()
     with mock.patch.object(grid, "work"):  # as if its processes were killed
