@@ -1,8 +1,11 @@
 """The steps that benchmarks/gpu.py measures, on random tokens."""
 
+import gc
 import itertools
 import statistics
 import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -43,42 +46,50 @@ def measure(
     row: dict[str, Any] = {"length": length, "sequences": sequences, "fill": fill}
     batch = random_batch(sequences, length, fill, bool(train.get("unpad")))
     rounds = 3 if small else 8
-    try:
-        row["plain MLM, ms"] = 1000 * seconds(plain_step(encoder, batch), rounds)
-        step, parameters = engine_step(encoder, batch, sequences // 3, train)
-        time_of_step = seconds(step, rounds)
-    except torch.OutOfMemoryError:
+    plain = seconds(lambda: plain_step(encoder, batch), rounds)
+    row["plain MLM, ms"] = "out of memory" if plain is None else 1000 * plain
+    model = MultiClsForPreTraining(MultiClsConfig(encoder=encoder, num_facets=FACETS))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    ours = seconds(lambda: engine_step(model, batch, sequences // 3, train), rounds)
+    if ours is None:
         return row | {"ours, ms": "out of memory"}
-    tokens = batch.counts["tokens"] / time_of_step
-    row |= {"ours, ms": 1000 * time_of_step, "tokens/s": tokens}
+    tokens = batch.counts["tokens"] / ours
+    row |= {"ours, ms": 1000 * ours, "tokens/s": tokens}
     if CUDA:
         work = flops_per_token(parameters, layers, hidden, length)
         if peak := peak_flops(torch.cuda.get_device_name()):
             row["MFU"] = tokens * work / peak
         row["GB reserved"] = torch.cuda.max_memory_reserved() / 1e9
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
     return row
 
 
-def seconds(step: Case, rounds: int) -> float:
-    """Returns the median seconds of a step after three that warm up."""
+def seconds(make: Callable[[], AbstractContextManager[Case]], rounds: int) -> float | None:
+    """Returns the median seconds of the step that `make` gives, after three that warm up; None if memory is short."""
+    gc.collect()  # engines and models refer to themselves
+    torch._dynamo.reset()  # or the compiler gives up at its ninth shape
+    if CUDA:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     times = []
-    for number in range(rounds + 3):
-        begun = time.perf_counter()
-        step()
-        if CUDA:
-            torch.cuda.synchronize()
-        if number >= 3:
-            times.append(time.perf_counter() - begun)
+    try:
+        with make() as step:
+            for number in range(rounds + 3):
+                begun = time.perf_counter()
+                step()
+                if CUDA:
+                    torch.cuda.synchronize()
+                if number >= 3:
+                    times.append(time.perf_counter() - begun)
+    except torch.OutOfMemoryError:
+        return None
     return statistics.median(times)
 
 
+@contextmanager
 def engine_step(
-    encoder: Any, batch: MicroBatch, examples: int, train: dict[str, Any]
-) -> tuple[Case, int]:
-    """Returns a step of pretraining with ZeRO 1, and the number of the model's weights."""
-    model = MultiClsForPreTraining(MultiClsConfig(encoder=encoder, num_facets=FACETS))
+    model: MultiClsForPreTraining, batch: MicroBatch, examples: int, train: dict[str, Any]
+) -> Iterator[Case]:
+    """Gives a step of pretraining with ZeRO 1."""
     values: dict[str, Any] = {"model": {"checkpoint": "random"}, "data": {"corpus": "random"}}
     values["train"] = {"steps": 1_000_000, "negatives_group": 2 if examples < 10 else 10}
     values["train"] |= {"global_batch_size": examples, "micro_batch_size": examples}
@@ -91,12 +102,15 @@ def engine_step(
     weights = settings.objective.in_use
     engine = build_engine(prepare_deepspeed(), model, config, settings.train, weights)
     numbers = itertools.count()
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return lambda: train_step(engine, settings, [batch], next(numbers)), parameters
+    try:
+        yield lambda: train_step(engine, settings, [batch], next(numbers))
+    finally:
+        engine.destroy()  # its hooks would keep the model for ever
 
 
-def plain_step(encoder: Any, batch: MicroBatch) -> Case:
-    """Returns a step of the encoder's masked-LM model in a plain loop; in 16 bits all its state is 16-bit."""
+@contextmanager
+def plain_step(encoder: Any, batch: MicroBatch) -> Iterator[Case]:
+    """Gives a step of the encoder's masked-LM model in a plain loop; in 16 bits all its state is 16-bit."""
     device = torch.device("cuda" if CUDA else "cpu")
     model: Any = AutoModelForMaskedLM.from_config(encoder).to(device).train()
     if CUDA:
@@ -111,7 +125,7 @@ def plain_step(encoder: Any, batch: MicroBatch) -> Case:
         optimizer.step()
         optimizer.zero_grad()
 
-    return step
+    yield step
 
 
 def random_batch(sequences: int, length: int, fill: float, unpad: bool) -> MicroBatch:
