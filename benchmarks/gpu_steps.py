@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -28,42 +29,49 @@ PRECISION: Any = "bf16" if CUDA else "fp32"
 
 
 def measure(
-    shape: tuple[str, int, int],
-    length: int,
-    sequences: int,
-    *,
-    small: bool,
-    fill: float,
-    **train: Any,
+    shape: tuple[str, int, int], length: int, sequences: int, *, fill: float, **train: Any
 ) -> dict[str, Any]:
     """Returns a row on steps of a shape (kind, hidden size, layers); too large a batch is a row, too."""
-    kind, hidden, layers = (shape[0], 64, 2) if small else shape
-    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "vocab_size": VOCABULARY}
-    sizes |= {"num_attention_heads": hidden // 64, "max_position_embeddings": max(length, 512)}
-    sizes |= {"pad_token_id": 0, "bos_token_id": 1, "cls_token_id": 1}  # ModernBERT's exceed it
-    sizes |= {"eos_token_id": 2, "sep_token_id": 2}
-    encoder = AutoConfig.for_model(kind, **sizes)
+    encoder = encoder_of(shape, length)
     row: dict[str, Any] = {"length": length, "sequences": sequences, "fill": fill}
-    batch = random_batch(sequences, length, fill, bool(train.get("unpad")))
-    rounds = 3 if small else 8
-    plain = seconds(lambda: plain_step(encoder, batch), rounds)
+    plain = plain_seconds(shape, length, sequences, fill)
     row["plain MLM, ms"] = "out of memory" if plain is None else 1000 * plain
     model = MultiClsForPreTraining(MultiClsConfig(encoder=encoder, num_facets=FACETS))
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    ours = seconds(lambda: engine_step(model, batch, sequences // 3, train), rounds)
+    batch = random_batch(sequences, length, fill, bool(train.get("unpad")))
+    ours = seconds(lambda: engine_step(model, batch, sequences // 3, train))
     if ours is None:
         return row | {"ours, ms": "out of memory"}
     tokens = batch.counts["tokens"] / ours
     row |= {"ours, ms": 1000 * ours, "tokens/s": tokens}
     if CUDA:
-        work = flops_per_token(parameters, layers, hidden, length)
+        work = flops_per_token(parameters, shape[2], shape[1], length)
         if peak := peak_flops(torch.cuda.get_device_name()):
             row["MFU"] = tokens * work / peak
         row["GB reserved"] = torch.cuda.max_memory_reserved() / 1e9
     return row
 
 
-def seconds(make: Callable[[], AbstractContextManager[Case]], rounds: int) -> float | None:
+def encoder_of(shape: tuple[str, int, int], length: int) -> Any:
+    """Returns the configuration of an encoder."""
+    kind, hidden, layers = shape
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "vocab_size": VOCABULARY}
+    sizes |= {"num_attention_heads": hidden // 64, "max_position_embeddings": max(length, 512)}
+    sizes |= {"pad_token_id": 0, "bos_token_id": 1, "cls_token_id": 1}  # ModernBERT's exceed it
+    sizes |= {"eos_token_id": 2, "sep_token_id": 2}
+    return AutoConfig.for_model(kind, **sizes)
+
+
+@lru_cache(maxsize=2)
+def plain_seconds(
+    shape: tuple[str, int, int], length: int, sequences: int, fill: float
+) -> float | None:
+    """Returns the seconds of a step of masked LM in a plain loop, measured once for all switches of ours."""
+    batch = random_batch(sequences, length, fill, unpad=False)
+    return seconds(lambda: plain_step(encoder_of(shape, length), batch))
+
+
+def seconds(make: Callable[[], AbstractContextManager[Case]], rounds: int = 8) -> float | None:
     """Returns the median seconds of the step that `make` gives, after three that warm up; None if memory is short."""
     gc.collect()  # engines and models refer to themselves
     torch._dynamo.reset()  # or the compiler gives up at its ninth shape

@@ -101,7 +101,8 @@ class TrainSettings(Settings):
     )
     activation_checkpointing: bool = Field(False, description="recompute layers to save memory")
     compile: bool | Literal["auto"] = Field(
-        "auto", description="torch.compile of the encoder's layers; auto: in 16 bits on a GPU"
+        "auto",
+        description="torch.compile of the encoder's layers; auto: ModernBERT's in 16 bits on a GPU",
     )
     unpad: bool = Field(
         False, description="leave the padding out of the encoder, in 16 bits on a GPU, uncompiled"

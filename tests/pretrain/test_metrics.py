@@ -147,6 +147,21 @@ def test_targets_that_are_all_the_same_have_no_r2() -> None:
     assert "r2/tfidf" not in metrics_of(model(2), inputs)
 
 
+@pytest.mark.parametrize(("encoder", "compiles"), [("bert", False), ("modernbert", True)])
+def test_auto_compiles_what_gains_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, encoder: str, compiles: bool
+) -> None:
+    called = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda *_, **__: called.append(1))
+    monkeypatch.setattr("pretrain.engine.uses_cuda", lambda: True)
+    monkeypatch.setattr("pretrain.engine.keep_mask_on_device", lambda: None)
+    auto = TrainSettings(steps=1)
+    prepare_layers(tiny_model(encoder=encoder), auto, "fp32")
+    assert not called
+    notes = prepare_layers(tiny_model(encoder=encoder), auto, "bf16")
+    assert bool(called) == bool(notes) == compiles
+
+
 def test_compiled_layers_change_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiles with a backend that needs no C++ compiler; gradients: tests/multicls/test_encoders.py."""
     compile_eagerly = partialmethod(torch.nn.Module.compile, backend="aot_eager")
