@@ -1,7 +1,7 @@
 """Counts the waits of the host for a device that this machine does not have; test_no_waits.py runs it.
 
 DeepSpeed's engine runs on the CPU with a `synchronize` that counts. The model and a step run on fake tensors of a
-registered device "gpu": an operator on two devices, or a read of a value, raises.
+registered device "gpu": an operator on two devices, or a read of a value, raises. So do the heads of fine-tuning.
 """
 
 import json
@@ -26,10 +26,18 @@ from multicls.distributed import prepare_deepspeed
 from pretrain.batches import MicroBatch
 from pretrain.engine import prepare_layers
 from pretrain.training import train_step
+from tests.finetune.models import about, batch, make
 from tests.pretrain.tools import tiny_model
 from tests.pretrain.two_ranks import Case, make_engine, micro_batch, settings
 
 BATCHES = [micro_batch(0), micro_batch(1)]
+# `hire` reads lengths on the host, as torch's packed sequences need; `isobn` asks for autocast, which "gpu" lacks.
+HEADS = ("cls", "mean", "first", "multicls", "multicls_sum", "facets", "mean_topics", "cln")
+TASKS = {
+    "scores": about(""),
+    "several labels": about("xyz", multi_label=True),
+    "spans": about(num_spans=2),
+}
 KINDS = ("bert", "roberta", "modernbert", "mpnet", "distilbert", "electra")
 
 
@@ -94,6 +102,37 @@ class StubEngine:
         return True
 
 
+def make_fake(model: torch.nn.Module, device: torch.device) -> None:
+    """Replaces all weights and buffers by fake ones on the device, in a `FakeTensorMode`."""
+    for module in model.modules():
+        groups: list[Any] = [module._parameters, module._buffers]
+        for tensors in groups:
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    fake: Any = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+                    is_weight = tensors is module._parameters
+                    tensors[name] = torch.nn.Parameter(fake) if is_weight else fake
+
+
+def head_on_fake_gpu(head: str, task: dict[str, Any]) -> str:
+    """Makes a forward and a backward pass of a fine-tuning head on a fake GPU; returns "" or the error."""
+    model, inputs, device = make("multicls", head, task).train(), batch(), torch.device("gpu:0")
+    shape = (4, task["num_labels"]) if task.get("multi_label") else (4,)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes: dict[str, Any] = {
+            name: mode.from_tensor(value).to(device) for name, value in inputs.items()
+        }
+        make_fake(model, device)
+        if count := task["num_spans"]:
+            fakes["spans"] = torch.ones(4, count, 12, dtype=torch.bool, device=device)
+        kind = torch.float32 if task["is_regression"] or len(shape) > 1 else torch.long
+        try:
+            model(**fakes, labels=torch.zeros(shape, dtype=kind, device=device)).loss.backward()
+        except (DataDependentOutputException, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}"[:200]
+    return ""
+
+
 def on_fake_gpu(kind: str) -> str:
     """Makes a step in bf16, with metrics, on a fake GPU; returns "" or the error."""
     model, chosen, batches = (
@@ -110,14 +149,7 @@ def on_fake_gpu(kind: str) -> str:
             }
             batches.append(replace(batch, inputs=fakes))
         device = torch.device("gpu:0")
-        for module in model.modules():
-            groups: list[Any] = [module._parameters, module._buffers]
-            for tensors in groups:
-                for name, tensor in tensors.items():
-                    if tensor is not None:
-                        fake: Any = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-                        is_weight = tensors is module._parameters
-                        tensors[name] = torch.nn.Parameter(fake) if is_weight else fake
+        make_fake(model, device)
         model.tie_weights()
         try:
             sums = train_step(
@@ -147,6 +179,8 @@ def main() -> None:
         with patch("pretrain.engine.keep_mask_on_device"):
             results["control"] = on_fake_gpu("bert")
         results["fake"] = {kind: on_fake_gpu(kind) for kind in KINDS}
+        results["heads"] = {head: head_on_fake_gpu(head, about()) for head in HEADS}
+        results["heads"] |= {name: head_on_fake_gpu("mean", task) for name, task in TASKS.items()}
     AttentionMaskInterface.register("sdpa", sdpa_mask)
     # After the fake ones: a backward pass counts the devices once.
     results |= {file: engine_waits(deepspeed, file) for file in ("zero1", "zero2")}
