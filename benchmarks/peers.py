@@ -30,7 +30,7 @@ from benchmarks.harness import Report
 from benchmarks.study import run
 from multicls.corpus import MANIFEST
 from multicls.errors import UserError, run_command
-from multicls.files import read_json, write_json
+from multicls.files import read_json, sha256_of, write_json
 from multicls.probe import Difference, Draws, draw_rows, embed, interval, values_of
 from multicls.sample import SAMPLE, sample_model
 from multicls.settings import Settings, parse
@@ -112,10 +112,18 @@ def check_settings(options: Options) -> None:
     unchecked = {"data", "output", "arms", "seeds", "finetune"}
     settings = options.model_dump(mode="json", exclude=unchecked)
     old = read_json(path) if path.exists() else settings
-    if different := [name for name in settings if settings[name] != old.get(name)]:
+    files = {
+        f"{file.parent.name}/{file.name}": sha256_of(file)
+        for file in sorted(options.data.glob("*/*.jsonl.gz"))
+    }
+    before = old.pop("files", {})
+    different = [name for name in settings if settings[name] != old.get(name)]
+    different += [name for name in files if files[name] != before.get(name, files[name])]
+    if different:
         raise UserError(
             f"{options.output}: was made with another {', '.join(different)}; pass another --output."
         )
+    settings["files"] = before | files
     write_json(path, settings)
 
 

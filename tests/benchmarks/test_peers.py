@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -88,6 +89,11 @@ def test_peers_train_resume_and_refuse(domains: Path, tmp_path: Path, tiny_bert:
         run(domains, tmp_path, tiny_bert, "mlm", more=("--finetune", "true"))
     with pytest.raises(UserError, match="made with another draws"):
         run(domains, tmp_path, tiny_bert, "mlm", more=("--draws", "4"))
+    shutil.copytree(domains / "topics", tmp_path / "other" / "topics")
+    with gzip.open(tmp_path / "other" / "topics" / "rows.jsonl.gz", "at") as file:
+        file.write('{"text": "one more", "label": "topic 0"}\n')
+    with pytest.raises(UserError, match="made with another topics/rows.jsonl.gz"):
+        run(tmp_path / "other", tmp_path, tiny_bert, "mlm")
 
 
 @pytest.mark.slow
