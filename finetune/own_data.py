@@ -1,7 +1,5 @@
 """Reads a user's own labelled rows from files, and finds out what task they are."""
 
-import ast
-import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,9 +17,11 @@ from multicls.labels import (
     Names,
     class_names,
     find_columns,
+    is_empty,
     label_type,
     read_label,
     texts_of,
+    with_labels,
     with_texts,
 )
 from multicls.tables import RawRows, Row, read_table
@@ -41,7 +41,7 @@ def load_own(own: OwnDataSettings) -> TaskData:
     splits, fields, notes = _read_splits(own)
     task, examples = _read_examples(own, splits, fields)
     cells = [row.get(own.group_column or "") for rows in splits.values() for _, row in rows]
-    groups = ["" if _is_empty(cell) else str(cell) for cell in cells]
+    groups = ["" if is_empty(cell) else str(cell) for cell in cells]
     examples, more = _with_units(task, examples, groups)
     notes += [_note(task), *more, *leak_notes(examples)]
     train, test = examples["train"], examples.get("test", [])
@@ -92,55 +92,9 @@ def _read_splits(own: OwnDataSettings) -> tuple[Splits, Names, list[str]]:
             )
         rows, more = with_texts(rows, groups[0], f"{split} row")
         notes += more
-        empty = dict.fromkeys(at for at, row in rows if _is_empty(row.get(own.label_column)))
-        if empty:
-            first, without = next(iter(empty)), count(len(empty), f"{split} row")
-            if own.unlabelled == "refuse":
-                hint = "Label them, or set --unlabelled drop."
-                raise UserError(f"{first}: {without} without a label. {hint}")
-            notes.append(f"{without} without a label left out, the first: {first}")
-        labelled = [(where, row) for where, row in rows if where not in empty]
-        if not labelled:
-            raise UserError(f"{split} rows: none has a label.")
-        kept[split] = [(where, _with_labels(own, row, where)) for where, row in labelled]
+        kept[split], unlabelled = with_labels(rows, own, f"{split} row")
+        notes += unlabelled
     return kept, groups[0], notes
-
-
-def _is_empty(cell: Any) -> bool:
-    """Returns True if a cell holds nothing; an empty list is a row without any of the labels."""
-    if isinstance(cell, str):
-        return not cell.strip()
-    return cell is None or (isinstance(cell, float) and math.isnan(cell))
-
-
-def _with_labels(own: OwnDataSettings, row: Row, where: str) -> Row:
-    """Returns the row with its label cell divided at the separator; without one, a list as text is a `UserError`."""
-    cell = row.get(own.label_column)
-    if not isinstance(cell, str):
-        return row
-    bare = cell.strip()
-    listed = _as_list(bare)
-    if own.label_separator:
-        if bare.startswith("[") and bare.endswith("]"):
-            bare = bare[1:-1]
-        divided = [name.strip().strip("'\"") for name in bare.split(own.label_separator)]
-        names = divided if listed is None else listed
-        return {**row, own.label_column: [name for name in names if name]}
-    if listed is not None:
-        raise UserError(
-            f"{where}: the label is {cell!r}, a list as text. Set --label_separator ',' to divide it, or save lists in "
-            "JSON lines or Parquet."
-        )
-    return row
-
-
-def _as_list(text: str) -> list[str] | None:
-    """Returns the names in a list, tuple or set as Python prints it; None of any other text."""
-    try:
-        value = ast.literal_eval(text) if text[:1] in ("[", "(", "{") else None
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return None
-    return [str(name) for name in value] if isinstance(value, list | tuple | set) else None
 
 
 def example_of(

@@ -10,11 +10,11 @@ from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, StrictB
 from finetune.heads import FITTED, HEADS, WITHOUT_MODEL
 from finetune.tasks import TASKS
 from multicls.errors import did_you_mean
+from multicls.labels import LabelledSettings
 from multicls.settings import RecipeOptions, Settings
 
 RECIPES = "finetune/recipes"
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-TextColumn = Annotated[str, Field(pattern="^[^,]+(,[^,]+)?$")]
 THOUSANDS = BeforeValidator(lambda value: re.sub("(?i)k$", "000", str(value)))  # 1k is 1000
 Shots = Annotated[str, Field(pattern=r"^[1-9]\d*-shot$")]  # rows of each class
 TrainSize = Annotated[PositiveInt | Literal["full"] | Shots, THOUSANDS]
@@ -93,20 +93,13 @@ class ClnSettings(Settings):
     sampling: Literal["proportional", "round_robin"] = Field("proportional", description="of tasks")
 
 
-class OwnDataSettings(Settings):
+class OwnDataSettings(LabelledSettings):
     """Your own labelled rows, instead of a task of the benchmarks."""
 
     train_file: str | None = Field(None, description="own rows: CSV, TSV, JSON lines or Parquet")
     dev_file: str | None = Field(None, description="rows to evaluate on; default: dev_share")
     test_file: str | None = Field(None, description="rows scored at the end; they pick nothing")
-    text_column: TextColumn | None = Field(None, description="column, or COLUMN1,COLUMN2 for pairs")
-    label_column: str = Field("label", description="column of the label")
-    label_separator: str | None = Field(None, description="divides several labels in a cell: ';'")
     group_column: str | None = Field(None, description="such as customer; its rows stay together")
-    unlabelled: Literal["refuse", "drop"] = Field("refuse", description="rows without a label")
-    label_type: Literal["auto", "class", "multi_label", "score"] = Field(
-        "auto", description="auto: lists: multi_label; numbers not all whole: score; else class"
-    )
     metric: str | None = Field(None, description="main metric, which picks the checkpoint")
     dev_share: float = Field(0.2, gt=0.0, lt=1.0, description="share of train_file taken as dev")
     task_name: str | None = Field(None, description="name in tables; default: the file's")

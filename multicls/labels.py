@@ -1,14 +1,18 @@
 """Labelled rows of a user: their columns of texts, their labels, and what the labels are."""
 
+import ast
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from multicls.console import count
 from multicls.errors import UserError, did_you_mean
+from multicls.settings import Settings
 from multicls.tables import RawRows, Row, read_table
 
 Names = Sequence[str]
@@ -36,24 +40,47 @@ class LabelledRows:
     notes: list[str]
 
 
-def read_labelled(path: str | Path, text_column: str | None, label_column: str) -> LabelledRows:
-    """Reads labelled rows with the columns and checks of fine-tuning's own rows.
+class LabelledSettings(Settings):
+    """The columns of labelled rows, for the probe of pretraining and for fine-tuning."""
 
-    Args:
-        text_column: A column, or two with a comma between them; None: `text`, or a pair of usual names.
+    text_column: Annotated[str, Field(pattern="^[^,]+(,[^,]+)?$")] | None = Field(
+        None, description="column, or COLUMN1,COLUMN2 for pairs"
+    )
+    label_column: str = Field("label", description="column of the label")
+    label_separator: str | None = Field(None, description="divides several labels in a cell: ';'")
+    unlabelled: Literal["refuse", "drop"] = Field("refuse", description="rows without a label")
+    label_type: Literal["auto", "class", "multi_label", "score"] = Field(
+        "auto", description="auto: lists: multi_label; numbers not all whole: score; else class"
+    )
+
+
+def read_labelled(path: str | Path, columns: LabelledSettings) -> LabelledRows:
+    """Reads labelled rows with the columns and checks of fine-tuning's own rows, each text once, for a probe.
 
     Raises:
         UserError: The file, a column or a label is missing or cannot be read, or all labels are alike.
     """
     rows = read_table(Path(path))
-    groups = [text_column.split(",")] if text_column else TEXTS
+    groups = [columns.text_column.split(",")] if columns.text_column else TEXTS
     fields = find_columns(*rows[0], groups)
-    find_columns(*rows[0], [[label_column]], "label")
+    find_columns(*rows[0], [[columns.label_column]], "label")
     rows, notes = with_texts(rows, fields, "row")
-    kind = label_type(row.get(label_column) for _, row in rows)
-    labels = [read_label(kind, row.get(label_column), where) for where, row in rows]
+    rows, more = with_labels(rows, columns, "row")
+    cells = [row[columns.label_column] for _, row in rows]
+    kind = label_type(cells) if columns.label_type == "auto" else columns.label_type
+    labels = [read_label(kind, row[columns.label_column], where) for where, row in rows]
     texts = [texts_of(row, fields, where) for where, row in rows]
-    return LabelledRows(texts, kind, labels, class_names(str(path), kind, labels), notes)
+    classes = class_names(str(path), kind, labels)
+    pairs = [pair for pair in zip(texts, labels, strict=True) if kind == "score" or pair[1]]
+    if none := len(labels) - len(pairs):
+        more.append(f"{count(none, 'row')} without any of the labels left out")
+    first: dict[tuple[str, ...], Any] = {}
+    for text, label in pairs:
+        first.setdefault(text, label)
+    if copies := len(pairs) - len(first):
+        more.append(f"{count(copies, 'row')} left out whose text another row has")
+    more.append(f"{len(classes):,} classes" if classes else "labels are scores")
+    return LabelledRows(list(first), kind, list(first.values()), classes, [*notes, *more])
 
 
 def find_columns(where: str, row: Row, groups: Sequence[Names], what: str = "text") -> Names:
@@ -97,6 +124,63 @@ def with_texts(rows: RawRows, fields: Sequence[str], what: str) -> tuple[RawRows
         breaks = f"{count(len(broken), what)} with line breaks, the first up to {broken[0]}"
         notes.append(f"{breaks}: texts, or torn quotes?")
     return full, notes
+
+
+def with_labels(rows: RawRows, columns: LabelledSettings, what: str) -> tuple[RawRows, list[str]]:
+    """Returns the rows that have a label, several in a cell divided, and a note on the others.
+
+    Raises:
+        UserError: None has, some have none and are not to be dropped, or a label is a list as text.
+    """
+    empty = dict.fromkeys(at for at, row in rows if is_empty(row.get(columns.label_column)))
+    notes = list[str]()
+    if empty:
+        first, without = next(iter(empty)), count(len(empty), what)
+        if columns.unlabelled == "refuse":
+            hint = "Label them, or set --unlabelled drop."
+            raise UserError(f"{first}: {without} without a label. {hint}")
+        notes.append(f"{without} without a label left out, the first: {first}")
+    kept = [(where, _divided(columns, row, where)) for where, row in rows if where not in empty]
+    if not kept:
+        raise UserError(f"{what}s: none has a label.")
+    return kept, notes
+
+
+def is_empty(cell: Any) -> bool:
+    """Returns True if a cell holds nothing; an empty list is a row without any of the labels."""
+    if isinstance(cell, str):
+        return not cell.strip()
+    return cell is None or (isinstance(cell, float) and math.isnan(cell))
+
+
+def _divided(columns: LabelledSettings, row: Row, where: str) -> Row:
+    """Returns the row with its label cell divided at the separator; without one, a list as text is a `UserError`."""
+    cell = row.get(columns.label_column)
+    if not isinstance(cell, str):
+        return row
+    bare = cell.strip()
+    listed = _as_list(bare)
+    if columns.label_separator:
+        if bare.startswith("[") and bare.endswith("]"):
+            bare = bare[1:-1]
+        divided = [name.strip().strip("'\"") for name in bare.split(columns.label_separator)]
+        names = divided if listed is None else listed
+        return {**row, columns.label_column: [name for name in names if name]}
+    if listed is not None:
+        raise UserError(
+            f"{where}: the label is {cell!r}, a list as text. Set --label_separator ',' to divide it, or save lists in "
+            "JSON lines or Parquet."
+        )
+    return row
+
+
+def _as_list(text: str) -> list[str] | None:
+    """Returns the names in a list, tuple or set as Python prints it; None of any other text."""
+    try:
+        value = ast.literal_eval(text) if text[:1] in ("[", "(", "{") else None
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return None
+    return [str(name) for name in value] if isinstance(value, list | tuple | set) else None
 
 
 def texts_of(row: Row, fields: Sequence[str], where: str) -> tuple[str, ...]:

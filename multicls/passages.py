@@ -15,6 +15,7 @@ TOKENS = 40  # of a passage, at least; LENGTH are read
 LENGTH = 64
 PER_DOCUMENT = 20  # most passages, so that no long document makes up the result
 CANDIDATES = 50
+FEWEST = 20  # passages that say something
 
 
 @dataclass(frozen=True)
@@ -26,20 +27,29 @@ class Passages:
     name = "next-passage recall"
 
     @property
+    def candidates(self) -> int:
+        """Passages among which a query looks for the next one."""
+        return min(CANDIDATES, len(self.documents) - 1)
+
+    @property
+    def are_enough(self) -> bool:
+        """False if recall on so few passages says nothing."""
+        return len(self.documents) >= FEWEST and len(self.queries) > 0
+
+    @property
     def queries(self) -> Array:
         """Indices of the passages whose next one is of the same document, (Q,)."""
         return np.flatnonzero(self.documents[:-1] == self.documents[1:])
 
     def values(self, embeddings: Array, topics: slice = NO_TOPICS) -> Array:
-        """Returns for each query if the next passage is nearer by cosine than all 49 others drawn, (Q,) of 0 and 1.
+        """Returns for each query if the next passage is nearer by cosine than all others drawn, (Q,) of 0 and 1.
 
         Topics count like all columns.
         """
         unit = embeddings / np.maximum(np.linalg.norm(embeddings, axis=1, keepdims=True), 1e-9)
         generator, hits = np.random.default_rng(0), []
-        number = min(CANDIDATES - 1, len(unit) - 2)
         for query in self.queries:
-            others = generator.choice(len(unit) - 2, number, replace=False)
+            others = generator.choice(len(unit) - 2, self.candidates - 1, replace=False)
             others[others >= query] += 2  # neither the query nor the answer
             hits.append(unit[query] @ unit[query + 1] > (unit[others] @ unit[query]).max())
         return np.array(hits, dtype=float)

@@ -11,8 +11,8 @@ from multicls.cards import CARD, METHOD, PAPERS, TRANSFORMERS, cell, model_link
 from multicls.files import read_json, read_jsonl
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
-TAGS = ["multicls", "continued-pretraining", "fill-mask", "sentence-similarity"]
-TAGS += ["sentence-transformers"]
+SHOWN = ("loss/", "acc/", "r2/", "facets/mean", "probe/")
+TAGS = ["multicls", "continued-pretraining", "sentence-similarity", "sentence-transformers"]
 
 
 def write_card(folder: Path, run_folder: Path, config: Any, info: Mapping[str, Any]) -> None:
@@ -36,7 +36,7 @@ def write_card(folder: Path, run_folder: Path, config: Any, info: Mapping[str, A
         **metadata,
         library_name="transformers",
         pipeline_tag="feature-extraction",
-        tags=TAGS,
+        tags=[*TAGS, "fill-mask"] if settings["objective"]["mlm"] else TAGS,
         datasets=sorted(set(datasets.values())) or None,
     )
     begin = "random weights" if is_random else model_link(metadata)
@@ -61,15 +61,19 @@ def write_card(folder: Path, run_folder: Path, config: Any, info: Mapping[str, A
         precision=(enabled or ["fp32"])[0],
         details=yaml.safe_dump(shown, sort_keys=False, allow_unicode=True),
         chance=1 / (settings["train"]["negatives_group"] * (config.num_parts - 1)),
-        results=_results(validation),
+        results=_results(validation, probe_only=not step),
+        fills_masks=bool(settings["objective"]["mlm"]),
+        probe=_probe(settings) if any("probe/mean" in record for record in validation) else "",
         validated=validation[-1]["step"] if validation else 0,
         citation=PAPERS[METHOD],
     )
     card.save(folder / CARD)
 
 
-def _results(validation: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
-    """Returns rows (metric, before training, now) of the validations."""
+def _results(
+    validation: Sequence[Mapping[str, Any]], probe_only: bool
+) -> list[tuple[str, str, str]]:
+    """Returns rows (metric, before training, now) of the validations; of step 0 the losses are of new facets."""
     if not validation:
         return []
     first, last = validation[0], validation[-1]
@@ -77,5 +81,13 @@ def _results(validation: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, st
     return [
         (name, f"{before[name]:.3f}" if name in before else "", f"{value:.3f}")
         for name, value in last.items()
-        if name.startswith(("loss/", "acc/", "r2/", "facets/mean"))
+        if name.startswith("probe/" if probe_only else SHOWN) and "_change" not in name
     ]
+
+
+def _probe(settings: Mapping[str, Any]) -> str:
+    """Returns what the run's probe measured, in words."""
+    chose = ", which chose the step" if settings["run"]["keep_best"] else ""
+    if settings["probe"]["file"]:
+        return f"a linear model on frozen embeddings of labelled rows{chose}"
+    return f"next-passage recall of held-out documents{chose}"

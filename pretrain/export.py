@@ -25,23 +25,34 @@ from multicls.cards import (
     write_sentence_transformer,
 )
 from multicls.console import print_summary
-from multicls.errors import UserError, run_command
+from multicls.errors import UserError, print_stderr, run_command
 from multicls.files import atomic_folder, lock_holder, read_json, write_json
 from multicls.settings import Settings, load_settings, parse
 from pretrain.card import write_card
-from pretrain.run_folder import TOPICS, check_whole, checkpoint_path, saved_steps
+from pretrain.run_folder import (
+    BEFORE,
+    BEST,
+    DONE,
+    TOPICS,
+    check_whole,
+    checkpoint_path,
+    saved_steps,
+)
 from pretrain.settings import ModelSettings, PretrainSettings, ProbeSettings
 
 EXPORT_INFO = "export.json"  # in RUN/model: facts for the card; in an export its step, too
 FACTS = ("documents", "sentences", "tokens", "sources", "hub_datasets")  # of a manifest: no paths
 WEIGHTS = "model.safetensors"
+HEADS = ("mean", "cls", "facets")  # embeddings that a head of fine-tuning has the name of
 
 
 class ExportOptions(Settings):
     """Options of the command."""
 
     run: CliPositionalArg[Path] = Field(description="run folder of pretrain/run.py, in any state")
-    step: int | None = Field(None, description="step of the checkpoint; default: the newest one")
+    step: int | None = Field(
+        None, description="step of the checkpoint; default: the best or newest"
+    )
     average: PositiveInt = Field(1, description="export the mean of this many last checkpoints")
     towards_base: float = Field(
         0.0, ge=0, le=1, description="share of the way back to the weights before training"
@@ -63,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.towards_base and settings_of(run_folder).model.random_weights:
         raise UserError(f"{run_folder}: --towards_base: the run began with random weights.")
     steps = saved_steps(run_folder / "checkpoints")
-    step = max(steps, default=0) if options.step is None else options.step
+    step = chosen_step(run_folder, steps) if options.step is None else options.step
     if step not in steps:
         known = f"has checkpoints of steps {', '.join(map(str, steps))}"
         raise UserError(f"{run_folder}: {known if steps else 'has no checkpoint to export yet'}.")
@@ -82,6 +93,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def chosen_step(run_folder: Path, steps: Sequence[int]) -> int:
+    """Returns the step of the best checkpoint where the run keeps it, else of the newest; 0: there is none."""
+    newest = max(steps, default=0)
+    if not settings_of(run_folder).run.keep_best:
+        return newest
+    best = run_folder / BEST
+    if best.exists():
+        step: int = read_json(best)["step"]
+        return step if step in steps else newest
+    if (run_folder / DONE).exists():
+        print_stderr(
+            f"note: no step was better than step 0, so {run_folder / 'hf'} is the model before training; this is that "
+            f"of step {newest}"
+        )
+    return newest
+
+
 def settings_of(run_folder: Path) -> PretrainSettings:
     """Returns the settings of a run, with its length and intervals in steps."""
     return load_settings(PretrainSettings, [run_folder / "settings.yaml"])
@@ -98,12 +126,14 @@ def check_target(flag: str, folder: Path, run_folder: Path) -> None:
 
 def next_command(folder: Path, probe: ProbeSettings | None = None, view: str = "") -> str:
     """Returns a command that fits a classifier on an exported model: a probe of `view`, or a head all models have."""
-    head = ["probe", "--pooling", view] if view else ["mean"]
-    command = ["python", "finetune/run.py", "--model", str(folder), "--head", *head]
     rows = probe or ProbeSettings()
+    head = (
+        ["probe", "--pooling", view] if rows.file and view else [view if view in HEADS else "mean"]
+    )
+    command = ["python", "finetune/run.py", "--model", str(folder), "--head", *head]
     command += ["--train_file", rows.file or "ROWS.csv"]
-    command += ["--text_column", rows.text_column] if rows.text_column else []
-    command += ["--label_column", rows.label_column] if rows.label_column != "label" else []
+    for name, value in rows.model_dump(exclude={"file"}, exclude_defaults=True).items():
+        command += [f"--{name}", str(value)]
     return shlex.join(command)
 
 
@@ -186,6 +216,22 @@ def model_before(run_folder: Path, facets: bool = True) -> tuple[Any, Any]:
     return build_model(model, facets=facets)
 
 
+def untouched_model(run_folder: Path) -> tuple[Any, Any]:
+    """Returns the model before training without new facets, as the run has saved it, and its tokenizer."""
+    from transformers import AutoModelForPreTraining, AutoTokenizer
+
+    import multicls.modeling_multicls  # noqa: F401 (registers the model)
+    from multicls.build import quiet_transformers
+
+    folder = run_folder / BEFORE
+    if not folder.exists():  # of a run without `run.keep_best`
+        return model_before(run_folder, facets=False)
+    options = {"trust_remote_code": False, "local_files_only": True}
+    with quiet_transformers():
+        model = AutoModelForPreTraining.from_pretrained(folder, **options)
+        return model, AutoTokenizer.from_pretrained(folder, **options)
+
+
 def mean_weights(run_folder: Path, steps: Sequence[int]) -> dict[str, Any]:
     """Returns the mean of the fp32 weights of some checkpoints. Errors are those of `write_model`."""
     from pretrain.engine import fp32_weights
@@ -229,7 +275,7 @@ def write_model(
         model, tokenizer = restore_model(run_folder / "model")
         weights = mean_weights(run_folder, steps)
     else:
-        model, tokenizer = model_before(run_folder, facets=False)
+        model, tokenizer = untouched_model(run_folder)
         if topics:  # the vocabulary that they were made for, which may have new facets
             model.resize_token_embeddings(len(topics["idf"]), mean_resizing=False)
         weights = model.state_dict()

@@ -92,7 +92,7 @@ def run_job(settings: PretrainSettings, ds_config: dict[str, Any], corpus: Path)
         elif dist.get_rank() == 0:
             print(f"already finished at step {read_json(run_folder / DONE)['step']}")
     if dist.get_rank() == 0 and (run_folder / DONE).exists():
-        view = job.probe.view if job and job.probe and settings.probe.file else ""
+        view = read_json(run_folder / DONE).get("view", "")
         made = {
             "model": run_folder / "hf",
             "curves": f"tensorboard --logdir {run_folder / 'tb'}",

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from multicls.build import quiet_transformers
 from multicls.corpus import Corpus
 from multicls.distributed import on_rank_0
 from multicls.errors import UserError
-from multicls.files import atomic_write, read_json, write_json
+from multicls.files import atomic_folder, atomic_write, read_json, read_jsonl, write_json
 from multicls.labels import LabelType, read_labelled
 from multicls.modeling_multicls import TopicTable
 from multicls.passages import Passages, read_passages
 from multicls.probe import (
     DRAWS,
+    VIEWS,
     Array,
     Difference,
     Draws,
@@ -36,7 +39,7 @@ from multicls.probe import (
     targets_of,
     values_of,
 )
-from pretrain.run_folder import BEST
+from pretrain.run_folder import BEFORE, BEST
 from pretrain.settings import PretrainSettings
 
 BASELINE = "probe.npz"  # in the run folder: the values of step 0
@@ -44,13 +47,11 @@ PLAN = "probe.json"  # in the run folder: the numbers of rows and draws, and a h
 SHARE = 0.03  # of the arithmetic of a run that the forward passes of all probes may take
 FEWEST_ROWS = 300  # with labels, taken in a short run, too: fewer choose the wrong step
 FEWEST_DRAWS = 10
-FEWEST_PASSAGES, SHORT_RUN_PASSAGES = 20, 100
+SHORT_RUN_PASSAGES = 100
 PER_DOCUMENT = 4  # passages, so that few passages come from many documents
-FALLS = 3  # validations in a row that are a warning
-ADVICE = (
-    "Use fewer --steps or a lower --learning_rate, set --objective.mlm and --objective.tfidf to 0.1 or 0 where the "
-    "checkpoint has no MLM head, or export an earlier step."
-)
+FALLING = 3  # validations, each with a lower value than the one before, are a warning
+TOO_EASY = 0.99  # a score at step 0 from which on no gain can be seen
+COSTLY = 0.2  # share of a run's arithmetic from which on the log names the probe's
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class TrainingProbe:
         keeps_best: The export is of the best step, not of the last.
         untouched: Builds the model that step 0 measures, and its tokenizer; None: the engine's own model.
         topics: The topics of the corpus, if the run has them.
+        advice: What to change if the embeddings get worse.
         last: Changes of the last validation, by embedding.
     """
 
@@ -87,6 +89,7 @@ class TrainingProbe:
     keeps_best: bool = False
     untouched: Callable[[], tuple[Any, Any]] | None = None
     topics: TopicTable | None = None
+    advice: str = ""
     best: Best | None = None
     seconds: float = 0.0
     history: list[float] = field(default_factory=list)
@@ -124,6 +127,10 @@ class TrainingProbe:
     def _embed_untouched(self, device: torch.device) -> dict[str, Array]:
         assert self.untouched is not None
         model, tokenizer = self.untouched()
+        if self.keeps_best:  # it may be what is exported, when the checkpoint is not there any more
+            with atomic_folder(self.run_folder / BEFORE) as fresh, quiet_transformers():
+                model.save_pretrained(fresh)
+                tokenizer.save_pretrained(fresh)
         encoder = model.multicls.eval().to(device)
         return self._embed(encoder, tokenizer, device, num_facets=model.config.num_facets)
 
@@ -147,6 +154,8 @@ class TrainingProbe:
             with np.load(path, allow_pickle=False) as saved:
                 self.first = dict(saved)
             self._take(0, self.first)
+            if step > 0:  # of before a resume
+                self.history = self._recorded(step)
             if step > 0 and (best := self.run_folder / BEST).exists():  # of before a resume
                 fields = read_json(best)
                 self.best = Best(**fields | {"change": Difference(**fields["change"])})
@@ -169,6 +178,12 @@ class TrainingProbe:
             self.best = Best(step, self.scores[view], view, self.last[view])
         return is_best
 
+    def _recorded(self, step: int) -> list[float]:
+        """Returns the best score of each validation before `step` that metrics.jsonl has."""
+        records = [r for r in read_jsonl(self.run_folder / "metrics.jsonl") if r["step"] < step]
+        scores = [[v for n in VIEWS if (v := r.get(f"probe/{n}")) is not None] for r in records]
+        return [max(values) for values in scores if values]
+
     def write_best(self) -> None:
         """Writes best.json; only rank 0 knows what it holds."""
         assert self.best is not None
@@ -176,11 +191,18 @@ class TrainingProbe:
 
     def warnings(self) -> list[str]:
         """Returns warnings after a validation; none if the embeddings do not get worse."""
-        recent = self.history[-FALLS - 1 :]
-        if len(recent) > FALLS and all(a > b for a, b in zip(recent, recent[1:], strict=False)):
+        recent = self.history[-FALLING:]
+        if len(recent) == FALLING and all(a > b for a, b in pairwise(recent)):
             values = ", ".join(f"{100 * value:.1f}" for value in recent)
-            return [f"the {self.measure.name} fell {FALLS} times in a row ({values}). {ADVICE}"]
+            return [
+                f"the {self.measure.name} falls ({values} at {FALLING} validations). {self.advice}"
+            ]
         return []
+
+    def changes(self) -> str:
+        """Returns the changes of the last validation in one line."""
+        shown = [f"{name} {_shown(change)}" for name, change in self.last.items()]
+        return f"{self.measure.name}, against the mean at step 0: {', '.join(shown)}"
 
     def summary(self, seconds: float) -> list[str]:
         """Returns lines for the end of a start of `seconds`: before and after, and which embedding to take."""
@@ -189,7 +211,7 @@ class TrainingProbe:
             before = f"{100 * np.nanmean(self.first[name]):.1f} -> " if name in self.first else ""
             lines.append(
                 f"{self.measure.name}, {name}: {before}{100 * self.scores[name]:.1f}; against the mean at step 0 "
-                f"{100 * change.mean:+.1f} ({100 * change.low:+.1f} to {100 * change.high:+.1f})"
+                f"{_shown(change)}"
             )
         assert self.best is not None
         taken = self.best.change if self.keeps_best else self.last[self.view]
@@ -197,11 +219,32 @@ class TrainingProbe:
             f"the best embedding is {self.view}; the best step was {self.best.step}; measuring took "
             f"{self.seconds:.0f} s, {self.seconds / seconds:.1%} of the time"
         )
-        if taken.high < 0:
-            lines.append(f"warning: the run made the embeddings worse. {ADVICE}")
+        if self.last["mean"].high < 0 or taken.high < 0:
+            kept = f" The best step, {self.best.step}, is kept." if self.keeps_best else ""
+            lines.append(f"warning: the last step made the embeddings worse.{kept} {self.advice}")
+        if max(float(np.nanmean(found)) for found in self.first.values()) >= TOO_EASY:
+            lines.append(
+                "these labels are too easy to show a gain: step 0 has them nearly all right"
+            )
         elif taken.low <= 0:
             lines.append("no gain is shown: the interval of the best embedding holds 0")
         return lines
+
+
+def _shown(change: Difference) -> str:
+    return f"{100 * change.mean:+.1f} ({100 * change.low:+.1f} to {100 * change.high:+.1f})"
+
+
+def advice(settings: PretrainSettings) -> str:
+    """Returns what to change in a run that makes the embeddings worse."""
+    hints = ["Use fewer --steps or a lower --learning_rate"]
+    if max(settings.objective.mlm, settings.objective.tfidf) > 0.1:
+        hints.append(
+            "set --objective.mlm and --objective.tfidf to 0.1 or 0 where the checkpoint has no MLM head"
+        )
+    if not settings.run.keep_best:
+        hints.append("set --run.keep_best probe")
+    return ", or ".join(hints) + "."
 
 
 def choose_rows(kind: LabelType, targets: Array, most: int) -> Array:
@@ -222,12 +265,17 @@ def plan_rows(settings: PretrainSettings) -> dict[str, Any]:
     Args:
         settings: With steps and intervals as numbers.
     """
+    fewest = FEWEST_ROWS if settings.probe.file else SHORT_RUN_PASSAGES
+    rows = max(fewest, int(SHARE / cost(settings, 1)))
+    return {"rows": rows, "draws": min(DRAWS, max(FEWEST_DRAWS, settings.train.steps // 20))}
+
+
+def cost(settings: PretrainSettings, rows: int) -> float:
+    """Returns the share that the forward passes of probes of so many rows have of a run's arithmetic."""
     train = settings.train
     validations = 1 + math.ceil(train.steps / settings.run.eval_every)
     sequences = 3 * train.steps * train.global_batch_size * settings.num_parts  # backward: twice
-    fewest = FEWEST_ROWS if settings.probe.file else SHORT_RUN_PASSAGES
-    rows = max(fewest, int(SHARE * sequences / validations))
-    return {"rows": rows, "draws": min(DRAWS, max(FEWEST_DRAWS, train.steps // 20))}
+    return rows * validations / sequences
 
 
 def build_probe(
@@ -260,13 +308,18 @@ def build_probe(
         fraction = settings.data.validation_fraction
         measure = read_passages(corpus, fraction, tokenizer, plan["rows"], PER_DOCUMENT)
         texts, labels = measure.texts, measure.documents
-        if len(texts) < FEWEST_PASSAGES or not len(measure.queries):
-            return None, ["too few passages are held out to measure their recall"]
+        if not measure.are_enough:
+            few = "too few passages are held out to measure their recall"
+            why = "; so run.keep_best has nothing to choose by" if run.keep_best else ""
+            return None, [few + why]
         notes = [f"next-passage recall: {len(texts)} passages of held-out documents"]
     else:
-        table = read_labelled(file, settings.probe.text_column, settings.probe.label_column)
+        table = read_labelled(file, settings.probe)
         targets = targets_of(table.kind, table.labels, table.classes)
-        draw_rows(table.kind, targets)  # refuses files of too few rows
+        try:
+            draw_rows(table.kind, targets)  # refuses files of too few rows
+        except UserError as error:
+            raise UserError(f"{file}: {error}") from None
         chosen = choose_rows(table.kind, targets, max(plan["rows"], 2 * len(table.classes)))
         texts, labels = [table.texts[row] for row in chosen], targets[chosen]
         measure = draw_rows(table.kind, labels, draws=plan["draws"])
@@ -275,6 +328,10 @@ def build_probe(
             f"probe: {len(chosen)} of {len(targets)} rows of {file}, cut to {length} tokens; {measure.train_rows} fit "
             f"a linear model in each of {len(measure.train)} draws. Training reads no label, so rows may stand in the "
             "corpus."
+        )
+    if (share := cost(settings, len(texts))) > COSTLY:
+        notes.append(
+            f"note: measuring takes about {share:.0%} of this run; validate less often by --run.eval_every"
         )
     content = json.dumps([texts, labels.tolist()]).encode()
     plan = {**plan, "hash": hashlib.sha256(content).hexdigest()}
@@ -287,5 +344,5 @@ def build_probe(
         return None, [f"warning: {problem}: no probe. Set --probe_file as at the start."]
     probe = TrainingProbe(Path(run.output_dir), tokenizer, length, texts, measure, plan)
     probe.unpad, probe.keeps_best = settings.train.unpad, run.keep_best is not None
-    probe.untouched = untouched
+    probe.untouched, probe.advice = untouched, advice(settings)
     return probe, notes

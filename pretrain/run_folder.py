@@ -12,6 +12,7 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 DONE = "DONE"  # the run has finished; written last
 STOPPED = "STOPPED"  # the run has saved and left before its end; removed when it starts again
 TOPICS = "topics.safetensors"  # the state of the exported model's `TopicTable`
+BEFORE = "before"  # the model before training, without new facets
 BEST = "best.json"  # step, value, embedding and change of the best checkpoint, with `run.keep_best`
 COMPLETE = "COMPLETE"  # written last in a checkpoint
 FORMAT = 7  # of a checkpoint

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, PositiveInt, model_validator
 
 from multicls.errors import UserError
+from multicls.labels import LabelledSettings
 from multicls.settings import RecipeOptions, Settings
 
 if TYPE_CHECKING:
@@ -181,15 +182,13 @@ class RunSettings(Settings):
     )
 
 
-class ProbeSettings(Settings):
+class ProbeSettings(LabelledSettings):
     """Labelled rows that show at each validation whether the run helps. They change no weight."""
 
     file: str | None = Field(
         None,
         description="CSV, TSV, JSON lines or Parquet; null: next-passage recall without labels",
     )
-    text_column: str | None = Field(None, description="column, or COLUMN1,COLUMN2 for pairs")
-    label_column: str = Field("label", description="column of the label")
 
 
 class PretrainSettings(RecipeOptions):

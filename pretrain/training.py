@@ -298,6 +298,7 @@ class Trainer:
             if self.probe and self.probe.scores:
                 for line in self.probe.summary(time.perf_counter() - self.begun):
                     self.log.info(line)
+                state["view"] = self.probe.view
             self._export(step)
         on_rank_0(lambda: write_json(folder / marker, state))
         self.log.info(f"{ending}: checkpoint at step {step}")
@@ -310,6 +311,8 @@ class Trainer:
             values |= metrics
             problems += self.probe.warnings()
         self.log.record(done, "validation", values)
+        if done and self.probe and self.probe.last:
+            self.log.info(self.probe.changes())
         for problem in problems:
             self.log.info(f"warning: {problem}")
         if self.probe and is_best and self.settings.run.keep_best:

@@ -28,7 +28,7 @@ from multicls.corpus import Corpus
 from multicls.errors import UserError, run_command
 from multicls.files import read_jsonl
 from multicls.labels import read_labelled
-from multicls.passages import CANDIDATES, LENGTH, TOKENS, Passages, read_passages
+from multicls.passages import LENGTH, TOKENS, Passages, read_passages
 from multicls.probe import Array, Draws, draw_rows, embed, targets_of, values_of
 from multicls.sample import SAMPLE, SAMPLE_CORPUS
 from multicls.settings import Settings, parse
@@ -49,7 +49,11 @@ class Options(Settings):
     )
     text_column: str | None = Field(None, description="column, or COLUMN1,COLUMN2 for pairs")
     label_column: str | None = Field(None, description="column of the label")
-    max_length: int = Field(128, ge=8, description="tokens of a labelled row that are read")
+    max_length: int | None = Field(
+        None,
+        ge=8,
+        description="tokens of a labelled row that are read; default: as many as the run's",
+    )
 
 
 def compare(
@@ -67,7 +71,8 @@ def compare(
         reference: The embedding before that all are compared with; None: each with itself.
     """
     print(title)
-    print(f"  {'embedding':24}{'before':>8}{'after':>8}   change, 95 % interval")
+    change_to = "after - mean before" if reference else "change"
+    print(f"  {'embedding':24}{'before':>8}{'after':>8}   {change_to}, 95 % interval")
     old, new = (values_of(measure, views, names) for views in (before, after))
     scores = pd.DataFrame(columns=["before", "after"], dtype=float)
     for name, shown in names.items():
@@ -95,7 +100,7 @@ def draw(path: Path, recalls: pd.DataFrame | None, records: Sequence[dict[str, A
     shares.plot(ax=left, marker="o", ylabel=what, title="Losses on held-out text")
     right.set_visible(recalls is not None)
     if recalls is not None:
-        colors, title = ["#b0b0b0", "#2a78b5"], f"Find the next passage among {CANDIDATES}"
+        colors, title = ["#b0b0b0", "#2a78b5"], "Find the next passage"
         recalls.plot.bar(
             ax=right, rot=0, width=0.8, color=colors, ylabel="recall at 1, %", title=title
         )
@@ -118,8 +123,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     corpus = Corpus(SAMPLE_CORPUS if settings.data.corpus == SAMPLE else settings.data.corpus)
     of_run, table = settings.probe, None
     if path := options.probe_file or of_run.file:
-        text = options.text_column or of_run.text_column
-        table = read_labelled(path, text, options.label_column or of_run.label_column)
+        names = {"text_column": options.text_column, "label_column": options.label_column}
+        given = {name: value for name, value in names.items() if value}
+        table = read_labelled(path, of_run.model_copy(update=given))
     # The base model as it is has the embeddings but the new facets, which a model that began at random has alone.
     with_facets = (True,) if settings.model.random_weights else (True, False)
     models = [model_before(run, facets) for facets in with_facets]
@@ -137,21 +143,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return before, after
 
     passages = read_passages(corpus, settings.data.validation_fraction, trained[1])
+    followed = len(passages.queries)
+    few = f"{len(passages.texts)} passages of {TOKENS} tokens are held out, {followed} with a next one: too few"
     recalls = None
-    if len(passages.queries):
-        held_out = len(np.unique(passages.documents))
-        title = f"recall at 1 among {CANDIDATES}: {len(passages.texts):,} passages, {held_out} held-out documents"
+    if passages.are_enough:
+        held_out, among = len(np.unique(passages.documents)), passages.candidates
+        title = f"recall at 1 among {among}: {len(passages.texts):,} passages, {held_out} held-out documents"
         recalls = compare(title, passages, *views(passages.texts, LENGTH), NAMES)
     elif table:
-        print(f"no held-out document has two passages of {TOKENS} tokens: no recall")
+        print(f"{few} for recall")
     else:
-        raise UserError(
-            f"{corpus.path}: no held-out document has two passages of {TOKENS} tokens; set --probe_file."
-        )
+        raise UserError(f"{corpus.path}: {few} for recall; set --probe_file.")
     if table:
         draws = draw_rows(table.kind, targets_of(table.kind, table.labels, table.classes))
         title = f"{draws.name} of {len(table.texts):,}, {len(draws.train)} draws; change: against the mean before"
-        compare(title, draws, *views(table.texts, options.max_length), LABELS, "mean")
+        length = options.max_length or settings.data.seq_length
+        compare(title, draws, *views(table.texts, length), LABELS, "mean")
     records = [r for r in read_jsonl(run / "metrics.jsonl") if r["split"] == "validation"]
     draw(run / "first_look.png", recalls, records)
     print_summary([("picture", run / "first_look.png")])

@@ -207,7 +207,8 @@ def number_of_facets(encoder: PreTrainedModel) -> int:
     """Returns K; without facets it raises `IncompatibleHead`."""
     if not (count := getattr(encoder.config, "num_facets", 0)):
         raise IncompatibleHead(
-            "it is a checkpoint without facets to pool. Use mean or cls, or pretrain it with pretrain/run.py first."
+            "it is a checkpoint without facets to pool. Use mean or cls, or pretrain it with pretrain/run.py first, "
+            "whose run.keep_best exports the model before training if no step was better."
         )
     return int(count)
 

@@ -196,7 +196,8 @@ def test_a_card_has_metadata_data_settings_results_no_path(stopped: Path, tmp_pa
     for step, loss in ((3, 2.0), (4, 1.0)):
         append_jsonl(run / "metrics.jsonl", {"step": step, "split": "validation", "loss/mlm": loss})
     data, text = card_of(export_to(tmp_path / "model", run))
-    fixed = {"library_name": "transformers", "pipeline_tag": "feature-extraction", "tags": TAGS}
+    fixed: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "feature-extraction"}
+    fixed["tags"] = [*TAGS, "fill-mask"]
     assert data == BASE | fixed | {"language": ["en", "de"], "datasets": ["wikimedia/wikipedia"]}
     before = records(run, "validation")[0]["loss/mlm"]
     tokens = sum(record["data/tokens"] for record in records(run, "train"))
@@ -218,11 +219,17 @@ def test_a_card_has_metadata_data_settings_results_no_path(stopped: Path, tmp_pa
 
 
 def test_a_card_without_base_model_and_validation(stopped: Path, tmp_path: Path) -> None:
+    """Nor does it claim to fill masks after a run without that loss."""
     shutil.copytree(stopped, tmp_path / "run")
     (tmp_path / "run" / "metrics.jsonl").unlink()
+    settings = tmp_path / "run" / "settings.yaml"
+    values = yaml.safe_load(settings.read_text())
+    values["objective"]["mlm"] = 0.0
+    settings.write_text(yaml.safe_dump(values))
     data, text = card_of(export_to(tmp_path / "model", tmp_path / "run"))
     assert not {"base_model", "license"} & data.keys()
     assert "started from random weights" in text and "Not validated yet." in text
+    assert "fill" not in text.split("## Training")[0] and data["tags"] == TAGS
 
 
 def damage(run: Path) -> None:

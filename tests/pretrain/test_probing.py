@@ -13,12 +13,12 @@ from transformers import AutoModel, AutoTokenizer
 
 from multicls.errors import UserError
 from multicls.files import read_json, write_json
-from multicls.labels import read_labelled
+from multicls.labels import LabelledSettings, read_labelled
 from multicls.modeling_multicls import TopicTable
 from multicls.passages import Passages
 from multicls.probe import draw_rows, embed, targets_of
-from pretrain.export import load_topics
-from pretrain.probing import TrainingProbe, build_probe, choose_rows
+from pretrain.export import chosen_step, load_topics
+from pretrain.probing import TrainingProbe, advice, build_probe, choose_rows
 from pretrain.settings import PretrainSettings
 from tests.encoders import WORDS as CORPUS_WORDS
 from tests.pretrain.conftest import Fork, logs, records
@@ -74,6 +74,11 @@ def test_the_same_on_any_ranks_and_stages(fork: Fork, rows: str, tmp_path: Path)
         exported = read_json(folder / "hf" / "export.json")["step"]
         assert exported == (step or 8)
         assert (folder / "best.json").exists() == (step > 0)
+        assert chosen_step(folder, [4, 8]) == (step or 8)
+        assert len(re.findall(r"against the mean at step 0: mean [+-]\d", printed)) == 2
+    (following,) = re.findall("next: .*", logs(folder))
+    assert fork(folder, {"ranks": 2}, flags=more) == [[0, 0]]
+    assert "already finished" in logs(folder) and following in logs(folder)
     first = found["zero2", 1]
     assert len(first) == 3 and first[0]["probe/mean_change"] == 0.0
     keys = {"probe/mean", "probe/cls", "probe/facets", "probe/mean_topics"}
@@ -86,16 +91,24 @@ def test_no_better_step_exports_the_model_before(
 ) -> None:
     """It has no new facets, which would change the other embeddings, but the topics, also without the run's files.
 
-    first_look shows it without passages.
+    The base model may be gone by then. first_look shows it without passages.
     """
     rows, folder = str(tmp_path / "rows.jsonl"), tmp_path / "run"
-    lines = [{"body": f"{WORDS[n % 2]} " * (3 + n % 5), "kind": WORDS[n % 2]} for n in range(60)]
+    lines = [
+        {"body": f"{WORDS[n % 2]} " * (3 + n % 5) + f"{n}", "kind": WORDS[n % 2]} for n in range(60)
+    ]
     Path(rows).write_text("\n".join(map(json.dumps, lines)))
     folder.mkdir()
     (folder / "topics.safetensors").write_bytes(b"of a run that ended before its first checkpoint")
     flags = (*flags_of(rows), "--model.num_topics", "8", "--model.random_weights", "false")
     flags += ("--run.keep_best", "probe")  # it cannot be better than right
+    base_folder = tmp_path / "base"
+    shutil.copytree(tiny_bert, base_folder)
+    flags += ("--model", str(base_folder))
+    assert fork(folder, flags=(*flags, "--run.time_limit", "0.001")) == [[0]], logs(folder)
+    away = base_folder.rename(tmp_path / "away")
     assert fork(folder, flags=flags) == [[0]], logs(folder)
+    away.rename(base_folder)
     assert "the model before training is exported" in logs(folder)
     assert "--head probe --pooling" in logs(folder)
     exported, base = (AutoModel.from_pretrained(path) for path in (folder / "hf", tiny_bert))
@@ -110,7 +123,7 @@ def test_no_better_step_exports_the_model_before(
     before, *_, after = probes(folder)
     assert before["probe/mean"] == 1.0
     assert "probe/facets" not in before and "probe/facets" in after, "new facets before a step"
-    table = read_labelled(rows, "body", "kind")
+    table = read_labelled(rows, LabelledSettings(text_column="body", label_column="kind"))
     plain = embed(base, AutoTokenizer.from_pretrained(tiny_bert), table.texts, max_length=32)
     draws = draw_rows("class", targets_of("class", table.labels, table.classes), draws=10)
     assert before["probe/mean"] == pytest.approx(np.nanmean(draws.values(plain["mean"])))
@@ -118,7 +131,7 @@ def test_no_better_step_exports_the_model_before(
     topics.load_state_dict(load_topics(folder))
     assert first_look.main([str(folder)]) == 0
     printed = capsys.readouterr().out
-    assert "has two passages of 40 tokens: no recall" in printed
+    assert "70 passages of 40 tokens are held out, 0 with a next one: too few for recall" in printed
     assert re.search(r"mean over tokens +100.0 +100.0 +\+0.0 ", printed), "not the same mean"
     assert re.search(r"mean and topics +100.0 +100.0", printed) and "facets" not in printed
     assert (folder / "first_look.png").stat().st_size > 10_000
@@ -251,12 +264,35 @@ def test_rows_of_a_rare_class_are_kept() -> None:
     assert len(choose_rows("score", np.arange(1_000.0), 100)) == 100
 
 
-def test_three_falls_are_a_warning() -> None:
-    probe = TrainingProbe(Path(), None, 32, [], Passages([], np.zeros(2)))
-    probe.history = [0.5, 0.6, 0.5, 0.4]
+def test_a_fall_over_three_validations_is_a_warning(tmp_path: Path) -> None:
+    """Also if a resume lies between them."""
+    documents = np.repeat(np.arange(20), 3)
+    probe = TrainingProbe(tmp_path, None, 32, [], Passages([], documents), advice="Use fewer.")
+    probe.history = [0.5, 0.6, 0.5]
     assert probe.warnings() == []
-    probe.history.append(0.3)
-    (warning,) = probe.warnings()
-    assert (
-        "fell 3 times in a row (60.0, 50.0, 40.0, 30.0)" in warning and "learning_rate" in warning
-    )
+    probe.history.append(0.4)
+    assert probe.warnings() == [
+        "the next-passage recall falls (60.0, 50.0, 40.0 at 3 validations). Use fewer."
+    ]
+    views = {"mean": np.random.default_rng(0).normal(size=(60, 4))}
+    TrainingProbe(tmp_path, None, 32, [], Passages([], documents))._compare(views, 0)
+    scores = [{"step": 2, "probe/mean": 0.9}, {"step": 4, "probe/mean": 0.8, "probe/cls": 0.1}]
+    lines = [{"step": 1, "loss/mcqt": 1.0}, *scores, {"step": 6, "probe/mean": 0.1}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    resumed = TrainingProbe(tmp_path, None, 32, [], Passages([], documents))
+    resumed._compare(views, 6)
+    assert resumed.history[:2] == [0.9, 0.8] and len(resumed.history) == 3
+    assert len(resumed.warnings()) == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"run": {"keep_best": "probe"}, "objective": {"mlm": 0, "tfidf": 0}}, ["--learning_rate"]),
+        ({}, ["--learning_rate", "--objective.mlm", "--run.keep_best probe"]),
+    ],
+)
+def test_the_advice_is_what_the_run_does_not_do(values: Any, expected: list[str]) -> None:
+    always = {"model": {"checkpoint": "m"}, "data": {"corpus": "c"}, "train": {"steps": 9}}
+    found = advice(PretrainSettings.model_validate(always | values))
+    assert re.findall(r"--learning_rate|--objective.mlm|--run.keep_best probe", found) == expected
