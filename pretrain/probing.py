@@ -219,9 +219,11 @@ class TrainingProbe:
             f"the best embedding is {self.view}; the best step was {self.best.step}; measuring took "
             f"{self.seconds:.0f} s, {self.seconds / seconds:.1%} of the time"
         )
-        if self.last["mean"].high < 0 or taken.high < 0:
+        all_worse = self.last[max(self.scores, key=self.scores.__getitem__)].high < 0
+        if all_worse or self.last["mean"].high < 0:
             kept = f" The best step, {self.best.step}, is kept." if self.keeps_best else ""
-            lines.append(f"warning: the last step made the embeddings worse.{kept} {self.advice}")
+            what = "all embeddings" if all_worse else "the mean over tokens"
+            lines.append(f"warning: the run made {what} worse.{kept} {self.advice}")
         if max(float(np.nanmean(found)) for found in self.first.values()) >= TOO_EASY:
             lines.append(
                 "these labels are too easy to show a gain: step 0 has them nearly all right"

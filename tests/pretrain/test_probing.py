@@ -171,6 +171,21 @@ def test_without_labels_recall_of_passages(tmp_path: Path) -> None:
     assert len(lines) == 4 and lines[2].endswith("measuring took 0 s, 5.0% of the time")
 
 
+def test_harm_is_said_although_another_step_is_kept(tmp_path: Path) -> None:
+    documents = np.repeat(np.arange(20), 3)
+    generator = np.random.default_rng(0)
+    noise, topics = generator.normal(size=(60, 4)), generator.normal(size=(20, 4))[documents]
+    good, poor = topics + 0.1 * noise, noise
+    for cls, what in ((poor, "all embeddings"), (good, "the mean over tokens")):
+        passages = Passages([], documents)
+        probe = TrainingProbe(tmp_path, None, 32, [], passages, keeps_best=True, advice="Stop.")
+        probe._compare({"mean": good, "cls": good}, 0)
+        probe._compare({"mean": poor, "cls": cls}, 4)
+        warning = f"warning: the run made {what} worse. The best step, 0, is kept. Stop."
+        assert warning in probe.summary(9.0)
+        assert probe.changes().count("(") == 2
+
+
 def test_the_embedding_to_take_is_that_of_the_exported_step(tmp_path: Path) -> None:
     """A run names the best embedding of the best step with keep_best, also after a resume, else of the last step."""
     documents = np.repeat(np.arange(20), 3)
