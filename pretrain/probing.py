@@ -104,6 +104,18 @@ class TrainingProbe:
             return self.best.view
         return max(self.scores, key=self.scores.__getitem__, default="")
 
+    @property
+    def change(self) -> Difference:
+        """Change of the embedding to take from the export."""
+        if self.keeps_best and self.best:
+            return self.best.change
+        return self.last[self.view]
+
+    @property
+    def recommended(self) -> str:
+        """Name of the embedding that labels would be learned from; "" if passages alone are not sure of any."""
+        return self.view if isinstance(self.measure, Draws) or self.change.low > 0 else ""
+
     def validate(self, engine: Any, step: int) -> tuple[dict[str, float], bool]:
         """Returns the metrics at `step`, and whether they are the best so far. All ranks call it."""
         begun = time.perf_counter()
@@ -214,7 +226,6 @@ class TrainingProbe:
                 f"{_shown(change)}"
             )
         assert self.best is not None
-        taken = self.best.change if self.keeps_best else self.last[self.view]
         lines.append(
             f"the best embedding is {self.view}; the best step was {self.best.step}; measuring took "
             f"{self.seconds:.0f} s, {self.seconds / seconds:.1%} of the time"
@@ -228,7 +239,7 @@ class TrainingProbe:
             lines.append(
                 "these labels are too easy to show a gain: step 0 has them nearly all right"
             )
-        elif taken.low <= 0:
+        elif self.change.low <= 0:
             lines.append("no gain is shown: the interval of the best embedding holds 0")
         return lines
 

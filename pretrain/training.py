@@ -298,7 +298,7 @@ class Trainer:
             if self.probe and self.probe.scores:
                 for line in self.probe.summary(time.perf_counter() - self.begun):
                     self.log.info(line)
-                state["view"] = self.probe.view
+                state["view"] = self.probe.recommended
             self._export(step)
         on_rank_0(lambda: write_json(folder / marker, state))
         self.log.info(f"{ending}: checkpoint at step {step}")
