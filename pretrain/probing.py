@@ -291,6 +291,27 @@ def cost(settings: PretrainSettings, rows: int) -> float:
     return rows * validations / sequences
 
 
+def _read_rows(
+    file: str, settings: PretrainSettings, plan: dict[str, Any]
+) -> tuple[list[Any], Array, Draws, list[str]]:
+    """Returns the texts of the planned rows of a probe file, their labels, the probe, and lines for the log."""
+    table = read_labelled(file, settings.probe)
+    targets = targets_of(table.kind, table.labels, table.classes)
+    try:
+        draw_rows(table.kind, targets)  # refuses files of too few rows
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
+    chosen = choose_rows(table.kind, targets, max(plan["rows"], 2 * len(table.classes)))
+    measure = draw_rows(table.kind, targets[chosen], draws=plan["draws"])
+    notes = [f"{file}: {line}" for line in table.notes]
+    notes.append(
+        f"probe: {len(chosen)} of {len(targets)} rows of {file}, cut to {settings.data.seq_length} tokens; "
+        f"{measure.train_rows} fit a linear model in each of {len(measure.train)} draws. Training reads no label, so "
+        "rows may stand in the corpus."
+    )
+    return [table.texts[row] for row in chosen], targets[chosen], measure, notes
+
+
 def build_probe(
     settings: PretrainSettings,
     corpus: Corpus,
@@ -327,21 +348,7 @@ def build_probe(
             return None, [few + why]
         notes = [f"next-passage recall: {len(texts)} passages of held-out documents"]
     else:
-        table = read_labelled(file, settings.probe)
-        targets = targets_of(table.kind, table.labels, table.classes)
-        try:
-            draw_rows(table.kind, targets)  # refuses files of too few rows
-        except UserError as error:
-            raise UserError(f"{file}: {error}") from None
-        chosen = choose_rows(table.kind, targets, max(plan["rows"], 2 * len(table.classes)))
-        texts, labels = [table.texts[row] for row in chosen], targets[chosen]
-        measure = draw_rows(table.kind, labels, draws=plan["draws"])
-        notes = [f"{file}: {line}" for line in table.notes]
-        notes.append(
-            f"probe: {len(chosen)} of {len(targets)} rows of {file}, cut to {length} tokens; {measure.train_rows} fit "
-            f"a linear model in each of {len(measure.train)} draws. Training reads no label, so rows may stand in the "
-            "corpus."
-        )
+        texts, labels, measure, notes = _read_rows(file, settings, plan)
     if (share := cost(settings, len(texts))) > COSTLY:
         notes.append(
             f"note: measuring takes about {share:.0%} of this run; validate less often by --run.eval_every"

@@ -282,7 +282,7 @@ def test_rows_of_a_rare_class_are_kept() -> None:
 
 
 def test_a_fall_over_three_validations_is_a_warning(tmp_path: Path) -> None:
-    """Also if a resume lies between them."""
+    """A resume between the validations changes nothing."""
     documents = np.repeat(np.arange(20), 3)
     probe = TrainingProbe(tmp_path, None, 32, [], Passages([], documents), advice="Use fewer.")
     probe.history = [0.5, 0.6, 0.5]
