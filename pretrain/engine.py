@@ -24,9 +24,8 @@ from multicls.modeling_multicls import UNPADDING, encoder_layers
 from multicls.optim import parameter_groups
 from pretrain.settings import TrainSettings
 
-GAIN_FROM_COMPILING = {
-    "modernbert"
-}  # half the time of a step; BERT takes 9 % to 17 % more (docs/results.md)
+# Encoders whose step compiling halves on a GPU; BERT's takes 9 % to 17 % longer (docs/results.md).
+GAIN_FROM_COMPILING = {"modernbert"}
 
 
 def build_engine(
