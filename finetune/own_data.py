@@ -145,22 +145,19 @@ def _with_units(task: Task, examples: Examples, groups: Names) -> tuple[Examples
 
 
 def _units(cells: Sequence[Names], columns: Sequence[int]) -> list[int]:
-    """Returns the unit of each row: rows that share a cell of one of these columns, empty ones apart."""
-    return connected(
-        [[(column, row[column]) for column in columns if row[column]] for row in cells]
-    )
+    """Returns the unit of each row, the index of its first row.
 
-
-def connected(keys: Sequence[Sequence[Any]]) -> list[int]:
-    """Returns the unit of each row, the index of its first row: rows that share a key are connected, also by others."""
+    Rows that share a cell of one of these columns, empty ones apart, are connected, also by others.
+    """
     from scipy.cluster.hierarchy import DisjointSet  # after --help
 
-    units, owner = DisjointSet(range(len(keys))), dict[Any, int]()
-    for row, of_row in enumerate(keys):
-        for key in of_row:
-            units.merge(row, owner.setdefault(key, row))
+    units, owner = DisjointSet(range(len(cells))), dict[tuple[int, str], int]()
+    for row, of_row in enumerate(cells):
+        for column in columns:
+            if of_row[column]:
+                units.merge(row, owner.setdefault((column, of_row[column]), row))
     firsts = {row: min(unit) for unit in units.subsets() for row in unit}
-    return [firsts[row] for row in range(len(keys))]
+    return [firsts[row] for row in range(len(cells))]
 
 
 def same(text: str) -> str:
