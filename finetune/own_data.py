@@ -90,10 +90,9 @@ def _read_splits(own: OwnDataSettings) -> tuple[Splits, Names, list[str]]:
             notes.append(
                 f"{split} rows have no column {own.group_column!r}: their groups are not known"
             )
-        rows, more = with_texts(rows, groups[0], f"{split} row")
-        notes += more
+        rows, without_text = with_texts(rows, groups[0], f"{split} row")
         kept[split], unlabelled = with_labels(rows, own, f"{split} row")
-        notes += unlabelled
+        notes += without_text + unlabelled
     return kept, groups[0], notes
 
 
@@ -122,7 +121,7 @@ def _with_units(task: Task, examples: Examples, groups: Names) -> tuple[Examples
     `groups` has that of each row, of all splits in their order, or "".
     """
     rows, notes = [row for split in examples.values() for row in split], list[str]()
-    cells = [(*map(same, row.texts), group) for row, group in zip(rows, groups, strict=True)]
+    cells = [(*_texts(row), group) for row, group in zip(rows, groups, strict=True)]
     columns, of_group = list(range(len(task.fields))), [len(task.fields)]
     by_group = max(Counter(_units(cells, of_group)).values())
     while len(columns) + any(groups) > 1:
@@ -160,20 +159,16 @@ def _units(cells: Sequence[Names], columns: Sequence[int]) -> list[int]:
     return [firsts[row] for row in range(len(cells))]
 
 
-def same(text: str) -> str:
-    """Returns what equal texts share, whatever their case and blanks."""
-    return " ".join(text.split()).casefold()
-
-
 def _texts(row: Example) -> tuple[str, ...]:
-    return tuple(map(same, row.texts))
+    """Returns what rows of equal texts share, whatever the case and blanks of these."""
+    return tuple(" ".join(text.split()).casefold() for text in row.texts)
 
 
 def leak_notes(examples: Mapping[str, Sequence[Example]]) -> list[str]:
     """Returns notes on rows that stand in two splits or share a text or group, and on texts with two labels."""
-    notes, train = list[str](), defaultdict[tuple[str, ...], list[Example]](list)
+    notes, train = list[str](), defaultdict[Names, dict[Any, str]](dict)  # places by label
     for row in examples["train"]:
-        train[_texts(row)].append(row)
+        train[_texts(row)][row.label, row.labels] = row.place
     for other, split in (("train", "dev"), ("train", "test"), ("dev", "test")):
         here, there = examples.get(split, []), examples.get(other, [])
         places = {_texts(row): row.place for row in there}
@@ -191,8 +186,7 @@ def leak_notes(examples: Mapping[str, Sequence[Example]]) -> list[str]:
                 f"{len(related)} {of} share a text or group with {other} (the first: {related[0].place}): scores on "
                 "them may be too high"
             )
-    of_texts = ({(row.label, row.labels): row.place for row in rows} for rows in train.values())
-    several = [list(of_text.values()) for of_text in of_texts if len(of_text) > 1]
+    several = [list(places.values()) for places in train.values() if len(places) > 1]
     if several:
         first, second, *_ = several[0]
         what = f"{count(len(several), 'text')} of train with two labels or more"
