@@ -93,9 +93,8 @@ def _values(task: Task, predictions: Mapping[str, Array]) -> dict[str, float]:
         elif name == "em":  # MultiRC: questions with all answers right
             right = pd.Series(labels == predicted).groupby(predictions["groups"])
             values[name] = float(right.all().mean())
-        elif name.startswith("record_"):
-            of_queries = _record(predictions, _token_f1 if "f1" in name else operator.eq)
-            values[name] = float(of_queries.mean())
+        elif name in MATCHES:
+            values[name] = float(_record(predictions, MATCHES[name]).mean())
     mean = sum(values.values()) / len(values)
     return {name: mean if name.startswith("mean(") else values[name] for name in task.metrics}
 
@@ -107,9 +106,8 @@ def row_values(task: Task, predictions: Mapping[str, Array]) -> tuple[Array | No
     if main in ("acc", "exact_match"):
         right = predictions_of(task, predictions["logits"]) == predictions["labels"]
         return right.reshape(len(units), -1).all(axis=1).astype(float), units
-    matches = {"record_f1": _token_f1, "record_em": operator.eq}
-    if main.startswith("mean(") and set(task.metrics[1:]) <= matches.keys():
-        values = [_record(predictions, matches[name]) for name in task.metrics[1:]]
+    if main.startswith("mean(") and set(task.metrics[1:]) <= MATCHES.keys():
+        values = [_record(predictions, MATCHES[name]) for name in task.metrics[1:]]
         of_query = pd.Series(units).groupby(predictions["groups"], sort=False).first()
         return np.mean(values, axis=0), of_query.to_numpy()
     return None, units
@@ -139,3 +137,6 @@ def _token_f1(answer: str, gold: str) -> float:
     first, second = Counter(answer.split()), Counter(gold.split())
     common = (first & second).total()
     return 2 * common / (first.total() + second.total()) if common else 0.0
+
+
+MATCHES = {"record_f1": _token_f1, "record_em": operator.eq}  # of an answer with a right one
