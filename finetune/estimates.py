@@ -20,7 +20,7 @@ import pandas as pd
 from scipy import optimize, special, stats
 
 from finetune.heads import HEADS, WITHOUT_MODEL
-from finetune.metrics import predictions_of, row_values, score_predictions
+from finetune.metrics import row_values, score_predictions
 from finetune.tasks import Array, Task
 
 GROUPS = 50  # of the jackknife: that many times rows are left out
@@ -204,12 +204,11 @@ def example_interval(task: Task, predictions: Mapping[str, Array]) -> tuple[floa
     Accuracy of independent examples has Wilson's interval, other scores one by the jackknife over passages. Where that
     has no width, a share of 0 or 1 has Wilson's interval for as many passages; (nan, nan) for others.
     """
-    _, units = row_values(task, predictions)
+    values, units = row_values(task, predictions)
     number = len(np.unique(units))
     main = task.metrics[0]
-    if main == "acc" and number == len(units):
-        right = predictions_of(task, predictions["logits"]) == predictions["labels"]
-        return _wilson(int(right.sum()), len(right))
+    if main == "acc" and values is not None and number == len(units):
+        return _wilson(int(values.sum()), number)
     score = next(iter(score_predictions(task, predictions).values()))
     error = float(np.linalg.norm(row_effects(task, predictions)))
     if number < 2:
