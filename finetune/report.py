@@ -42,8 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from finetune.report_tables import build_report
 
     folder, output = Path(options.results), Path(options.output or options.results)
-    names = options.task, options.compare
-    report = build_report(folder, *names, options.split, options.errors)
+    report = build_report(folder, options.task, options.compare, options.split, options.errors)
     print("\n".join(report.verdicts))
     for name in ("Scores", "Comparisons"):
         if name in report.tables:
