@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 from scipy.special import expit, softmax
+from sklearn.metrics import confusion_matrix
 
 from finetune import estimates
 from finetune.calibration import calibration_error
@@ -134,9 +135,8 @@ def evaluate_runs(runs: pd.DataFrame, split: str | None) -> pd.DataFrame:
             run |= {"split": chosen, "evaluated": found["rows"], "scores": found["scores"]}
             run |= {"score": found["scores"][metric], "baseline": found["baselines"][metric]}
             run |= {"effects": estimates.row_effects(task, predictions), "ece": math.nan}
-            run |= {"predictions": predictions, "calibrated": math.nan, "uncut": math.nan}
-            if task.cuts:
-                run["uncut"] = found["uncut"]
+            run |= {"predictions": predictions, "calibrated": math.nan}
+            run["uncut"] = found["uncut"] if task.cuts else math.nan
             if not (task.is_regression or task.multi_label):
                 logits, labels = predictions["logits"], predictions["labels"]
                 run["ece"] = calibration_error(logits, labels)
@@ -277,18 +277,16 @@ def error_tables(groups: pd.DataFrame, number: int) -> dict[str, pd.DataFrame]:
             pairs = errors.groupby(["label", "predicted"]).size().rename("errors").reset_index()
             tables[f"Confusions of {title}"] = pairs.nlargest(number, "errors")
         if not task.multi_label and 0 < len(task.labels) <= MATRIX:
-            tables[f"Matrix of {title}"] = confusion_matrix(task, best["predictions"])
+            tables[f"Matrix of {title}"] = matrix_of(task, best["predictions"])
     return tables
 
 
-def confusion_matrix(task: Task, predictions: Mapping[str, Array]) -> pd.DataFrame:
+def matrix_of(task: Task, predictions: Mapping[str, Array]) -> pd.DataFrame:
     """Returns the number of rows by label, a row each, and prediction, a column each."""
-    predicted = predictions_of(task, predictions["logits"])
-    labels, found = (names_of(task, values) for values in (predictions["labels"], predicted))
-    table = pd.crosstab(np.array(labels), np.array(found))
-    names = list(task.labels) or sorted({*labels, *found})
-    table = table.reindex(index=names, columns=names, fill_value=0)
-    return table.rename_axis("label \\ predicted").rename_axis(None, axis=1).reset_index()
+    predicted, classes = predictions_of(task, predictions["logits"]), range(len(task.labels))
+    counts = confusion_matrix(predictions["labels"], predicted, labels=classes)
+    names = pd.Index(task.labels, name="label \\ predicted")
+    return pd.DataFrame(counts, names, task.labels).reset_index()
 
 
 def list_errors(task: Task, predictions: Mapping[str, Array]) -> pd.DataFrame:
