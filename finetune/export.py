@@ -19,7 +19,6 @@ from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
 from finetune.predict import find_task, read_examples
-from finetune.tasks import Array
 from multicls.console import count, print_summary
 from multicls.errors import UserError, first_line, run_command
 from multicls.files import atomic_folder, check_output
@@ -62,18 +61,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.rows:
         table = read_table(Path(options.rows))
     examples = read_examples(task, table, task.fields)[:MOST_ROWS]
+    import torch
+
     from finetune.encoding import Encoded
     from finetune.heads.build import load_fine_tuned
 
     model, tokenizer = load_fine_tuned(options.model)
     rows = Encoded(task, examples, tokenizer)
-    kind = "onnx" if options.onnx else "stock"
+    kind, write = ("onnx", write_onnx) if options.onnx else ("stock", write_stock)
     output = Path(options.output or f"{Path(options.model)}-{kind}")
     check_output(output)
     if output.resolve() == Path(options.model).resolve():
         raise UserError(f"--output {output}: is the model itself; set another folder.")
-    with atomic_folder(output) as folder:
-        write = write_onnx if options.onnx else write_stock
+    with atomic_folder(output) as folder, torch.no_grad():
         difference = write(model.eval(), rows, folder)
         if not difference <= TOLERANCE:
             raise UserError(f"{output}: not kept: its outputs differ by {difference:.2g}.")
@@ -119,7 +119,7 @@ def write_onnx(model: "TaskModel", rows: "Encoded", folder: Path) -> float:
     for number in (1, len(rows)):  # other numbers of rows and tokens than exported
         inputs = _inputs(rows, number)
         (found,) = session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})
-        differences.append(np.abs(found - _logits(model, inputs)).max())
+        differences.append(np.abs(found - model(**inputs).logits.numpy()).max())
     return float(max(differences))
 
 
@@ -147,21 +147,13 @@ def write_stock(model: "TaskModel", rows: "Encoded", folder: Path) -> float:
         parameter.data *= scale  # its scores are in the unit of the labels
     stock.save_pretrained(folder)
     inputs = _inputs(rows, len(rows))
-    return float(np.abs(_logits(stock, inputs) / scale - _logits(model, inputs)).max())
+    return float((stock(**inputs).logits / scale - model(**inputs).logits).abs().max())
 
 
 def _inputs(rows: "Encoded", number: int) -> dict[str, Any]:
     """Returns the model's inputs of the first rows, without their labels."""
     batch = rows.batch(range(min(number, len(rows))))
     return {name: tensor for name, tensor in batch.items() if name != "labels"}
-
-
-def _logits(model: Any, inputs: dict[str, Any]) -> Array:
-    import torch
-
-    with torch.no_grad():
-        logits: Array = model(**inputs).logits.numpy()
-    return logits
 
 
 if __name__ == "__main__":
