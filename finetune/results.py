@@ -55,12 +55,11 @@ def write_run(
 ) -> Record:
     """Scores a run and writes its folder: its model, if it is to be saved, predictions and recipe, its record last."""
     folder = settings.folder
-    tasks = [
-        (part, {split: example_arrays(part.splits[split], logits) for split, logits in of.items()})
-        for part, of in zip(rows, system.outputs, strict=True)
-    ]
-    entries = [_task_entry(*task) for task in tasks]
-    tasks = [(with_cuts(part, entry), of) for (part, of), entry in zip(tasks, entries, strict=True)]
+    entries, tasks = list[Record](), list[tuple[TaskData, Predictions]]()
+    for part, of in zip(rows, system.outputs, strict=True):
+        arrays = {split: example_arrays(part.splits[split], logits) for split, logits in of.items()}
+        entries.append(_task_entry(part, arrays))
+        tasks.append((with_cuts(part, entries[-1]), arrays))
     names = {"head", "model", "selection", "pretraining", "seed", "search"}
     record = {
         **settings.model_dump(mode="json", include=names),
