@@ -44,7 +44,6 @@ from multicls.settings import RecipeOptions, load_settings, parse
 SHOWN = 20  # unfinished runs in a list
 WAIT = 1.0  # seconds between looks at runs of other processes
 Values = Annotated[list[Any], Field(min_length=1)]
-Models = dict[str, list[str]]  # folders by name
 NamedModel = Annotated[str, Field(pattern="^[^=]+=.")]
 
 
@@ -172,7 +171,7 @@ def expand(grid: GridSettings) -> list[RunSettings]:
 
 
 def _runs_of_system(
-    grid: GridSettings, models: Models, name: str, system: GridSystem, size: int | str
+    grid: GridSettings, models: dict[str, list[str]], name: str, system: GridSystem, size: int | str
 ) -> Iterator[dict[str, Any]]:
     """Yields a system's runs. Replicate r has a model's r-th (or only) folder and subsets (r-1) * D + 1 .. r * D."""
     unread = unread_settings(system.head or grid.settings.head)
