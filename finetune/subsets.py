@@ -18,9 +18,10 @@ def select_rows(data: TaskData, size: int | str, subset: int, holdout: bool) -> 
     "8-shot" is 8 rows of each class, or fewer of a class that has no more. Rows of a passage (or question, or group of
     own rows) stay on one side, classes in proportion.
     """
-    total = len(data.train)
+    total, notes = len(data.train), list(data.notes)
     if isinstance(size, str) and size != "full":
-        rows = draw_shots(data, int(size.removesuffix("-shot")), subset)
+        rows, few = draw_shots(data, int(size.removesuffix("-shot")), subset)
+        notes += few
     else:
         rows = draw_rows(total, size if isinstance(size, int) else total, subset)
     held = set[int]()
@@ -30,20 +31,15 @@ def select_rows(data: TaskData, size: int | str, subset: int, holdout: bool) -> 
         held = hold_out(dict(zip(rows, units, strict=True)), HOLDOUT, subset)
     train = [data.train[row] for row in rows if row not in held]
     validation = [data.train[row] for row in rows if row in held]
-    notes = list(data.notes)
     if not isinstance(size, str) and size > total:
         notes.append(f"--train_size {size}: there are {count(total, 'row')}, and all are taken")
-    if isinstance(size, str) and size != "full":
-        taken = Counter(strata(data.task, [data.train[row] for row in rows]))
-        if few := sum(number < int(size.removesuffix("-shot")) for number in taken.values()):
-            notes.append(f"--train_size {size}: {few} of {len(taken)} classes have fewer rows")
     notes += missing_classes(data.task, train, validation, "validation") if holdout else []
     is_subset = len(train) < total
     return replace(data, train=train, validation=validation, notes=notes, is_subset=is_subset)
 
 
-def draw_shots(data: TaskData, shots: int, seed: int) -> list[int]:
-    """Draws that many rows of each class (of several labels a row: by its rarest); returns their indices, ascending."""
+def draw_shots(data: TaskData, shots: int, seed: int) -> tuple[list[int], list[str]]:
+    """Draws that many rows of each class (of several labels: by the rarest); returns indices, ascending, and notes."""
     task = data.task
     if task.is_regression or task.num_choices or any(row.group for row in data.train):
         raise UserError(f"--train_size {shots}-shot: {task.name} has no classes; set a number.")
@@ -53,7 +49,9 @@ def draw_shots(data: TaskData, shots: int, seed: int) -> list[int]:
         if taken[classes[row]] < shots:
             taken[classes[row]] += 1
             drawn.append(row)
-    return sorted(drawn)
+    few = sum(number < shots for number in taken.values())
+    note = f"--train_size {shots}-shot: {few} of {len(taken)} classes have fewer rows"
+    return sorted(drawn), [note] if few else []
 
 
 def strata(task: Task, rows: Sequence[Example]) -> list[Hashable]:
