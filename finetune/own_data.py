@@ -40,9 +40,7 @@ def load_own(own: OwnDataSettings) -> TaskData:
     """
     splits, fields, notes = _read_splits(own)
     task, examples = _read_examples(own, splits, fields)
-    cells = [row.get(own.group_column or "") for rows in splits.values() for _, row in rows]
-    groups = ["" if is_empty(cell) else str(cell) for cell in cells]
-    examples, more = _with_units(task, examples, groups)
+    examples, more = _with_units(task, examples)
     notes += [_note(task), *more, *leak_notes(examples)]
     train, test = examples["train"], examples.get("test", [])
     if (dev := examples.get("dev")) is None:
@@ -57,7 +55,7 @@ def load_own(own: OwnDataSettings) -> TaskData:
 
 
 def _read_examples(own: OwnDataSettings, splits: Splits, fields: Names) -> tuple[Task, Examples]:
-    """Returns the task that the labels are of, and the examples of each split."""
+    """Returns the task that the labels are of, and the examples of each split, with their groups as passages."""
     cells = [row.get(own.label_column) for rows in splits.values() for _, row in rows]
     kind = label_type(cells) if own.label_type == "auto" else own.label_type
     labels = {
@@ -65,13 +63,14 @@ def _read_examples(own: OwnDataSettings, splits: Splits, fields: Names) -> tuple
         for split, rows in splits.items()
     }
     task = _task(own, fields, kind, labels)
-    return task, {
-        split: [
-            example_of(task, fields, row, where, f"{split}:{number}", label)
-            for number, ((where, row), label) in enumerate(zip(rows, labels[split], strict=True))
-        ]
-        for split, rows in splits.items()
-    }
+    examples = defaultdict[str, list[Example]](list)
+    for split, rows in splits.items():
+        for number, ((where, row), label) in enumerate(zip(rows, labels[split], strict=True)):
+            example = example_of(task, fields, row, where, f"{split}:{number}", label)
+            group = row.get(own.group_column or "")
+            passage = "" if is_empty(group) else str(group)
+            examples[split].append(replace(example, passage=passage))
+    return task, examples
 
 
 def _read_splits(own: OwnDataSettings) -> tuple[Splits, Names, list[str]]:
@@ -113,18 +112,17 @@ def example_of(
     return Example(key, texts, label, labels=marks, place=where)
 
 
-def _with_units(task: Task, examples: Examples, groups: Names) -> tuple[Examples, list[str]]:
+def _with_units(task: Task, examples: Examples) -> tuple[Examples, list[str]]:
     """Returns the examples with the unit of each as its passage: rows that share a group or a text are one unit.
 
     A column whose texts join more than half of the rows (beside the largest group) is left out of this, with a note: it
     holds common phrases.
-    `groups` has that of each row, of all splits in their order, or "".
     """
     rows, notes = [row for split in examples.values() for row in split], list[str]()
-    cells = [(*_texts(row), group) for row, group in zip(rows, groups, strict=True)]
+    cells = [(*_texts(row), row.passage) for row in rows]
     columns, of_group = list(range(len(task.fields))), [len(task.fields)]
     by_group = max(Counter(_units(cells, of_group)).values())
-    while len(columns) + any(groups) > 1:
+    while len(columns) + any(row.passage for row in rows) > 1:
         largest = max(Counter(_units(cells, columns + of_group)).values())
         if largest - by_group <= max(1, LARGEST_UNIT * (len(rows) - by_group)):
             break
