@@ -265,11 +265,9 @@ def results_table(groups: pd.DataFrame) -> pd.DataFrame:
 def error_tables(groups: pd.DataFrame, number: int) -> dict[str, pd.DataFrame]:
     """Returns tables of the first run of each task's best system: most confident errors, and confused classes."""
     tables = dict[str, pd.DataFrame]()
-    for name, of_task in groups.groupby("task"):
+    for name, of_task in groups.groupby("task") if number else ():
         best = of_task.sort_values("mean").iloc[-1]
         task = task_of(best["description"])
-        if not number:
-            continue
         errors = list_errors(task, best["predictions"])
         title = f"{best['system']} on {name}, {count(best['evaluated'], best['split'] + ' row')}"
         tables[f"Errors of {title}: {len(errors)}"] = errors.head(number)
