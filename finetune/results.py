@@ -242,11 +242,10 @@ def write_predictions(path: Path, tasks: Scored) -> None:
         for split, arrays in splits.items():
             columns: dict[str, Any] = {name: arrays[f"{name}s"] for name in ("text", *TEXT_FIELDS)}
             predicted = predictions_of(part.task, arrays["logits"]) * part.task.label_scale
-            targets = arrays["labels"].reshape(len(predicted), -1)
             columns |= {
                 "label": names_of(part.task, arrays["labels"]),
                 "predicted": names_of(part.task, predicted),
-                "target": list(targets),
+                "target": list(arrays["labels"].reshape(len(predicted), -1)),
                 "outputs": list(arrays["logits"]),
             }
             tables.append(pd.DataFrame({"task": part.task.name, "split": split} | columns))
