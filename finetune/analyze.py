@@ -56,8 +56,7 @@ def analyze_run(folder: Path, examples: int) -> dict[str, Any]:
     if states["after"]["layers"].size:
         numbers["layers"] = states["after"]["layers"].mean(axis=0).tolist()
     if states["after"]["facets"].shape[1] > 1:
-        cosines = {name: mean_cosine(arrays["facets"]) for name, arrays in states.items()}
-        numbers["facets, mean cosine"] = cosines
+        numbers["facets, mean cosine"] = {n: mean_cosine(of["facets"]) for n, of in states.items()}
     return numbers
 
 
