@@ -103,7 +103,7 @@ def _train(settings: RunSettings, record: Record, rows: Sequence[TaskData], fold
         train = settings.train.model_copy(update=values | {"batch_size": record["batch_size"]})
         settings = settings.model_copy(update={"train": train})
     identity = {"settings": settings.compared(), "training_rows": seen}
-    system = train_system(settings, rows, identity, folder, picks=False)
+    system = train_system(settings, rows, identity, folder)
     rows = [results.with_cuts(*of) for of in zip(rows, record["tasks"], strict=True)]
     made["tests"] = {
         part.task.name: score_predictions(part.task, example_arrays(part.test, outputs["test"]))

@@ -138,16 +138,11 @@ def _train(settings: RunSettings, rows: Sequence[TaskData], identity: Record) ->
 
 
 def train_system(
-    settings: RunSettings,
-    rows: Sequence[TaskData],
-    identity: Record,
-    folder: Path,
-    picks: bool = True,
+    settings: RunSettings, rows: Sequence[TaskData], identity: Record, folder: Path
 ) -> TrainedSystem:
     """Trains or fits the system of the settings on the training rows of its tasks.
 
-    The identity, all that decides the numbers, marks the checkpoints in `folder`. Without `picks` no rows pick the
-    weights: the last ones count.
+    The identity, all that decides the numbers, marks checkpoints in `folder`. Without dev rows the last weights count.
     """
     from finetune.encoding import Encoded, notes_on_cuts
     from finetune.fitted import fit_probe, fit_words, start_from_probe
@@ -170,7 +165,7 @@ def train_system(
     if settings.train.init == "probe":
         start_from_probe(model, encoded, settings.seed)
     try:
-        trained = TaskTrainer(model, encoded, settings, identity, folder, picks).run()
+        trained = TaskTrainer(model, encoded, settings, identity, folder).run()
     except (ImportError, TypeError, ValueError) as error:
         if not settings.trainer:
             raise

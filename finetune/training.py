@@ -140,9 +140,9 @@ class TaskTrainer(Trainer):
 
     Args:
         tasks: for each task of the model its rows by split: "train", the one that picks the weights, and others.
+            Without "dev" no rows pick the weights, the last ones count.
         identity: all that decides the numbers of the run, as JSON; marks its checkpoints.
         folder: folder of the checkpoints and curves.
-        picks: False: no rows pick the weights, the last ones count.
     """
 
     history: list[dict[str, float]]  # step and loss of each evaluation; score, selection_loss
@@ -155,7 +155,6 @@ class TaskTrainer(Trainer):
         settings: RunSettings,
         identity: Mapping[str, Any],
         folder: Path,
-        picks: bool = True,
     ) -> None:
         AcceleratorState._reset_state(True)  # of an earlier run in this process
         train = [splits["train"] for splits in tasks]
@@ -172,7 +171,7 @@ class TaskTrainer(Trainer):
         self._predict = partial(predict_rows, model, precision=precision, batch_size=batch_size)
         self.splits = [dict(list(splits.items())[1:]) for splits in tasks]  # the first picks
         self.identity = {**identity, "ranks": self.sampler.world_size, "format": FORMAT}
-        self.picks, self.best, self.history = picks, {}, []
+        self.best, self.history, self.picks = {}, [], all("dev" in splits for splits in tasks)
         self._task, self._began, self._saved = 0, time.monotonic(), time.monotonic()
         super().__init__(
             model,
