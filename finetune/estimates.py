@@ -157,15 +157,13 @@ def compare(first: Estimate, second: Estimate) -> Comparison:
         if same_rows:
             rows = first.rows[:, here] - second.rows[:, there]
         return Comparison(*_uncertainty(first.units[here] - second.units[there], rows), True)
-    variances = [estimate.error**2 for estimate in (first, second)]
-    sizes = [len(estimate.units) - 1 for estimate in (first, second)]
-    variance, freedom = sum(variances), math.nan
-    if variance > NOTHING**2:
-        freedom = variance**2 / sum(v**2 / n for v, n in zip(variances, sizes, strict=True))
+    error, freedom = math.hypot(first.error, second.error), math.nan
+    if error > NOTHING:
+        freedom = error**4 / sum(x.error**4 / (len(x.units) - 1) for x in (first, second))
     of_rows = shared_variance(first.rows) + shared_variance(second.rows)
     if same_rows:
         of_rows -= 2 * float(first.rows.mean(axis=1) @ second.rows.mean(axis=1))
-    errors = math.sqrt(variance), freedom, math.sqrt(max(0.0, of_rows))
+    errors = error, freedom, math.sqrt(max(0.0, of_rows))
     return Comparison(first.mean - second.mean, *errors, max(1, len(first.rows) - 1), False)
 
 
