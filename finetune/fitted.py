@@ -220,6 +220,5 @@ def _word_outputs(task: Task, fitted: Any, texts: Array) -> Array:
     if task.is_regression:
         return np.asarray(fitted.predict(texts)[:, None], dtype=np.float32)
     outputs = np.full((len(texts), task.num_labels), -UNSEEN)
-    known = np.log(np.maximum(fitted.predict_proba(texts), np.exp(-UNSEEN)))
-    outputs[:, fitted.classes_] = known
+    outputs[:, fitted.classes_] = np.log(np.maximum(fitted.predict_proba(texts), np.exp(-UNSEEN)))
     return outputs.astype(np.float32)
