@@ -115,8 +115,7 @@ def read_states(model: "TaskModel", rows: "Encoded") -> dict[str, Array]:
 def explained_variance(embeddings_ND: Array) -> list[float]:
     """Returns EV_1 to EV_3, the share of the variance of the k largest principal components (IsoBN, Eq. 9)."""
     values = np.linalg.svd(embeddings_ND - embeddings_ND.mean(axis=0), compute_uv=False) ** 2
-    shares: list[float] = (values[:3].cumsum() / values.sum()).tolist()
-    return shares
+    return [float(share) for share in values[:3].cumsum() / values.sum()]
 
 
 def mean_cosine(facets_NKD: Array) -> float:
