@@ -24,7 +24,7 @@ from finetune.results import Record
 from finetune.run import identify, load_tasks, train_system
 from finetune.settings import RunSettings
 from finetune.subsets import select_rows
-from finetune.tasks import TaskData, example_arrays
+from finetune.tasks import TaskData, example_arrays, task_of
 from multicls.console import count, print_line, print_summary
 from multicls.errors import UserError, run_command
 from multicls.files import locked, read_json, write_json
@@ -104,17 +104,17 @@ def _train(settings: RunSettings, record: Record, rows: Sequence[TaskData], fold
         settings = settings.model_copy(update={"train": train})
     identity = {"settings": settings.compared(), "training_rows": seen}
     system = train_system(settings, rows, identity, folder)
-    rows = [results.with_cuts(*of) for of in zip(rows, record["tasks"], strict=True)]
+    tasks = [task_of(entry["description"]) for entry in record["tasks"]]
     made["tests"] = {
-        part.task.name: score_predictions(part.task, example_arrays(part.test, outputs["test"]))
-        for part, outputs in zip(rows, system.outputs, strict=True)
+        task.name: score_predictions(task, example_arrays(part.test, outputs["test"]))
+        for task, part, outputs in zip(tasks, rows, system.outputs, strict=True)
         if part.test
     }
     for name, scores in made["tests"].items():
         text = "  ".join(f"{metric} {100 * value:.2f}" for metric, value in scores.items())
         print_line(f"{record['system']}, from all labels, on {name}, test: {text}")
     path = Path(record["path"])
-    parts = [(part, results.load_predictions(path, part.task.name)) for part in rows]
+    parts = [(task, results.load_predictions(path, task.name)) for task in tasks]
     results.save_calibrated(system, folder / "model", record, parts, made)
     return made
 

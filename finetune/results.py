@@ -16,7 +16,7 @@ from scipy.special import logit
 
 from finetune.heads.build import save_fine_tuned
 from finetune.settings import RunSettings
-from finetune.tasks import TEXT_FIELDS, Array, TaskData, example_arrays
+from finetune.tasks import TASKS, TEXT_FIELDS, Array, Task, TaskData, example_arrays, task_of
 from multicls.cards import METHOD, PAPERS, TRANSFORMERS, cell, inherited_metadata, model_link
 from multicls.environment import environment_record
 from multicls.errors import UserError
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Record = dict[str, Any]
 Predictions = Mapping[str, Mapping[str, Array]]  # of a task by split; see `example_arrays`
-Scored = Sequence[tuple[TaskData, Predictions]]  # of each task
+Scored = Sequence[tuple[Task, Predictions]]  # of each task, with the thresholds that are fitted
 FORMAT = 5
 RECORD, SETTINGS, ERROR = "record.json", "settings.yaml", "error.json"
 PREDICTIONS = "predictions.parquet"
@@ -55,11 +55,11 @@ def write_run(
 ) -> Record:
     """Scores a run and writes its folder: its model, if it is to be saved, predictions and recipe, its record last."""
     folder = settings.folder
-    entries, tasks = list[Record](), list[tuple[TaskData, Predictions]]()
+    entries, tasks = list[Record](), list[tuple[Task, Predictions]]()
     for part, of in zip(rows, system.outputs, strict=True):
         arrays = {split: example_arrays(part.splits[split], logits) for split, logits in of.items()}
         entries.append(_task_entry(part, arrays))
-        tasks.append((with_cuts(part, entries[-1]), arrays))
+        tasks.append((task_of(entries[-1]["description"]), arrays))
     names = {"head", "model", "selection", "pretraining", "seed", "search"}
     record = {
         **settings.model_dump(mode="json", include=names),
@@ -89,12 +89,6 @@ def remove_checkpoints(folder: Path) -> None:
     """Removes the checkpoints of a run that has finished."""
     for path in folder.glob("checkpoint-*"):
         shutil.rmtree(path, ignore_errors=True)
-
-
-def with_cuts(rows: TaskData, entry: Record) -> TaskData:
-    """Returns a task's rows with the thresholds that a run has fitted, from its entry in the record."""
-    cuts = tuple(entry["description"].get("cuts", ()))
-    return replace(rows, task=replace(rows.task, cuts=cuts))
 
 
 def save_calibrated(
@@ -150,12 +144,13 @@ def model_card(record: Record, tasks: Scored, refit: Record | None = None) -> st
 
     from finetune.estimates import example_interval
 
-    inherited, task, head = inherited_metadata(record["model"]), tasks[0][0].task, record["head"]
+    inherited, task, head = inherited_metadata(record["model"]), tasks[0][0], record["head"]
+    hubs = [TASKS[part.name].hub for part, _ in tasks if part.name in TASKS]
     data = ModelCardData(
         library_name="transformers",
         pipeline_tag=None if task.num_choices or task.num_spans else "text-classification",
         tags=["text-classification"],
-        datasets=sorted({part.task.hub[0] for part, _ in tasks if part.task.hub}) or None,
+        datasets=sorted({hub[0] for hub in hubs if hub}) or None,
         **inherited,
     )
     papers = [METHOD] * (METHOD in head + record["settings"]["pooling"]) + [head]
@@ -167,7 +162,7 @@ def model_card(record: Record, tasks: Scored, refit: Record | None = None) -> st
         record=record,
         refit=refit,
         task=task,
-        intervals=[example_interval(part.task, splits["dev"]) for part, splits in tasks],
+        intervals=[example_interval(part, splits["dev"]) for part, splits in tasks],
         license=inherited.get("license_name") or inherited.get("license"),
         transformers=TRANSFORMERS,
         citations=[PAPERS[name] for name in dict.fromkeys(papers) if name in PAPERS],
@@ -238,17 +233,17 @@ def write_predictions(path: Path, tasks: Scored) -> None:
     from finetune.metrics import names_of, predictions_of
 
     tables = list[pd.DataFrame]()
-    for part, splits in tasks:
+    for task, splits in tasks:
         for split, arrays in splits.items():
             columns: dict[str, Any] = {name: arrays[f"{name}s"] for name in ("text", *TEXT_FIELDS)}
-            predicted = predictions_of(part.task, arrays["logits"]) * part.task.label_scale
+            predicted = predictions_of(task, arrays["logits"]) * task.label_scale
             columns |= {
-                "label": names_of(part.task, arrays["labels"]),
-                "predicted": names_of(part.task, predicted),
+                "label": names_of(task, arrays["labels"]),
+                "predicted": names_of(task, predicted),
                 "target": list(arrays["labels"].reshape(len(predicted), -1)),
                 "outputs": list(arrays["logits"]),
             }
-            tables.append(pd.DataFrame({"task": part.task.name, "split": split} | columns))
+            tables.append(pd.DataFrame({"task": task.name, "split": split} | columns))
     with atomic_write(path, "wb") as file:
         pd.concat(tables).to_parquet(file, index=False, compression="zstd")
 
