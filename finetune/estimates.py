@@ -131,12 +131,11 @@ def row_effects(task: Task, predictions: Mapping[str, Array]) -> Array:
     same groups in each run, so that the product of two runs' effects is their covariance.
     """
     values, units = row_values(task, predictions)
-    number = len(np.unique(units))
-    if number < 2:
+    distinct, unit_of = np.unique(units, return_inverse=True)
+    count = min(GROUPS, len(distinct))
+    if count < 2:
         return np.zeros(0)
-    order = np.random.default_rng(0).permutation(number)
-    groups = (order % min(GROUPS, number))[np.unique(units, return_inverse=True)[1]]
-    count = groups.max() + 1
+    groups = (np.random.default_rng(0).permutation(len(distinct)) % count)[unit_of]
     if values is not None:  # the score is their mean
         sums, sizes = np.bincount(groups, values), np.bincount(groups)
         scores = (values.sum() - sums) / (len(values) - sizes)
