@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 SENTENCES = ("Where is my parcel?", "It stopped working after a day. " * 4, "Thank you!", "Hello")
 TOLERANCE = 1e-4
 MOST_ROWS = 64
-# Encoder types whose published classifier the head `cls` is -> our modules by the names of that class.
+# Encoder types whose published classifier the head `cls` is -> the names there of the head's layer and of the last one.
 STOCK = {
-    "bert": {"bert.pooler.dense": "head.dense", "classifier": "classifiers.0"},
-    "roberta": {"classifier.dense": "head.dense", "classifier.out_proj": "classifiers.0"},
-    "electra": {"classifier.dense": "head.dense", "classifier.out_proj": "classifiers.0"},
-    "distilbert": {"pre_classifier": "head.dense", "classifier": "classifiers.0"},
+    "bert": ("bert.pooler.dense", "classifier"),
+    "roberta": ("classifier.dense", "classifier.out_proj"),
+    "electra": ("classifier.dense", "classifier.out_proj"),
+    "distilbert": ("pre_classifier", "classifier"),
 }
 
 
@@ -138,13 +138,12 @@ def write_stock(model: "TaskModel", rows: "Encoded", folder: Path) -> float:
     stock = AutoModelForSequenceClassification.from_config(config).eval()
     prefix = stock.base_model_prefix
     state = {f"{prefix}.{n}": weight for n, weight in model.encoder.state_dict().items()}
-    for theirs, name in STOCK[kind].items():
-        state |= model.get_submodule(name).state_dict(prefix=f"{theirs}.")
+    dense, last = STOCK[kind]
+    state |= model.get_submodule("head.dense").state_dict(prefix=f"{dense}.")
+    scale = rows.task.label_scale  # its scores are in the unit of the labels
+    classifier = model.classifiers[0].state_dict()
+    state |= {f"{last}.{n}": scale * weight for n, weight in classifier.items()}
     stock.load_state_dict(state)
-    scale = rows.task.label_scale if rows.task.is_regression else 1.0
-    last = next(name for name, ours in STOCK[kind].items() if ours == "classifiers.0")
-    for parameter in stock.get_submodule(last).parameters():
-        parameter.data *= scale  # its scores are in the unit of the labels
     stock.save_pretrained(folder)
     inputs = _inputs(rows, len(rows))
     return float((stock(**inputs).logits / scale - model(**inputs).logits).abs().max())
