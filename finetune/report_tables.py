@@ -290,9 +290,8 @@ def matrix_of(task: Task, predictions: Mapping[str, Array]) -> pd.DataFrame:
 def list_errors(task: Task, predictions: Mapping[str, Array]) -> pd.DataFrame:
     """Returns the errors with their places, the most confident or farthest first; of several labels, by the worst."""
     outputs, labels = predictions["logits"].astype(np.float64), predictions["labels"]
-    predicted = predictions_of(task, outputs)
+    predicted = predictions_of(task, outputs) * task.label_scale
     if task.is_regression:
-        predicted = predicted * task.label_scale
         wrong, confidence = predicted != labels, np.abs(predicted - labels)
     elif task.multi_label:
         wrong, probabilities = (predicted != labels).any(axis=1), expit(outputs)
