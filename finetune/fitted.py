@@ -77,8 +77,7 @@ def start_from_probe(model: TaskModel, encoded: Sequence[Mapping[str, Encoded]],
         if train.task.num_choices:
             raise Incompatible(f"--init probe: task {train.task.name} has choices; leave it out.")
         features = embed(model, train, number)
-        topics = model.head.topic_columns
-        layer = fit_layer(train.task, features, train.examples, seed=seed, topics=topics)
+        layer = fit_layer(train.task, features, train.examples, seed, model.head.topic_columns)
         set_layer(model, number, layer)
 
 
