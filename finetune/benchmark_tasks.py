@@ -41,8 +41,7 @@ def read_split(task: Task, split: str, data_dir: str | None) -> tuple[list[Examp
             try:
                 for flat in convert(row):
                     key = flat.get("key", flat.get("idx", flat.get("index", number)))
-                    label = _label(task, flat["label"])
-                    examples.append(_example(task, f"{stem}:{key}", flat, part, label))
+                    examples.append(_example(task, f"{stem}:{key}", flat, part))
             except KeyError as error:
                 known = ", ".join(map(repr, row))
                 raise UserError(f"{where}: no {error}; there is {known}.") from None
@@ -80,13 +79,13 @@ def _hub_rows(task: Task, stem: str) -> RawRows:
     return [(f"{name} {configuration} {split}:{i}", row) for i, row in enumerate(table)]
 
 
-def _example(task: Task, key: str, row: Row, part: str, label: float) -> Example:
+def _example(task: Task, key: str, row: Row, part: str) -> Example:
     texts, choices = tuple(row[name] for name in task.fields), row.get("choices", ())
     if not all(isinstance(text, str) for text in (*texts, *choices)):
         raise ValueError(f"{' and '.join(task.fields)} must be text")
     passage = "" if task.passage is None else passage_id(texts[task.passage])
     shape = {name: row[name] for name in ("spans", "group", "answer") if name in row}
-    return Example(key, texts, label, part, choices, passage=passage, **shape)
+    return Example(key, texts, _label(task, row["label"]), part, choices, passage=passage, **shape)
 
 
 def _label(task: Task, value: Any) -> float:
