@@ -136,8 +136,7 @@ def example_arrays(examples: Sequence[Example], outputs: Array) -> dict[str, Arr
     labels = np.array([example.labels or example.label for example in examples], dtype=float)
     arrays = {"logits": outputs, "labels": labels}
     for name in TEXT_FIELDS:
-        values = [getattr(example, name) for example in examples]
-        arrays[f"{name}s"] = np.array(values, dtype=object)
+        arrays[f"{name}s"] = np.array([getattr(row, name) for row in examples], dtype=object)
     arrays["texts"] = np.array(["\n".join(example.texts) for example in examples], dtype=object)
     return arrays
 
