@@ -22,7 +22,7 @@ if int(transformers.__version__.split(".")[0]) < 5:
     )
 
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
-IGNORE_INDEX = -100  # label of a row that does not count
+IGNORE_INDEX = -100  # label of a row that does not count, torch's own for classes
 MULTICLS = "multicls"  # model type of Multi-CLS checkpoints
 ACTIVATIONS = {"electra": nn.GELU, "distilbert": nn.ReLU}  # as published; others have tanh
 # Fields of a config.json that do not belong to the encoder itself.
@@ -339,9 +339,7 @@ def loss_sum(
     `class_weights` (C,) are factors of a row's loss by its class.
     """
     if problem == "single_label_classification":
-        losses = F.cross_entropy(
-            logits_BC, labels, class_weights, ignore_index=IGNORE_INDEX, reduction="none"
-        )
+        losses = F.cross_entropy(logits_BC, labels, class_weights, reduction="none")
     elif problem == "regression":
         losses = (logits_BC.view(labels.shape) - labels.float()).square()
     else:
