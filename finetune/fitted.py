@@ -92,9 +92,9 @@ def fit_layer(
     mean, scale = standardisation(features, topics)
     scaled, units = (features - mean) / scale, [example.unit for example in examples]
     classify = partial(fit_classifier, REGRESSION, {"C": STRENGTHS}, scaled, units=units, seed=seed)
+    labels = np.array([example.label for example in examples])
     if task.is_regression:
-        targets = np.array([example.label for example in examples]) / task.label_scale
-        regression = RidgeCV(ALPHAS).fit(scaled, targets)
+        regression = RidgeCV(ALPHAS).fit(scaled, labels / task.label_scale)
         weight, bias = regression.coef_[None], np.array([regression.intercept_])
     elif task.multi_label:
         marks = np.array([example.labels for example in examples], dtype=int)
@@ -102,8 +102,7 @@ def fit_layer(
         weight = np.stack([layer[0][1] - layer[0][0] for layer in binary])
         bias = np.array([layer[1][1] - layer[1][0] for layer in binary])
     else:
-        labels = np.array([example.label for example in examples], dtype=int)
-        weight, bias = as_layer(classify(labels), task.num_labels, features.shape[1])
+        weight, bias = as_layer(classify(labels.astype(int)), task.num_labels, features.shape[1])
     weight = weight / scale
     return weight, bias - weight @ mean
 
