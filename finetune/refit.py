@@ -113,8 +113,7 @@ def _train(settings: RunSettings, record: Record, rows: Sequence[TaskData], fold
     for name, scores in made["tests"].items():
         text = "  ".join(f"{metric} {100 * value:.2f}" for metric, value in scores.items())
         print_line(f"{record['system']}, from all labels, on {name}, test: {text}")
-    path = Path(record["path"])
-    parts = [(task, results.load_predictions(path, task.name)) for task in tasks]
+    parts = [(task, results.load_predictions(Path(record["path"]), task.name)) for task in tasks]
     results.save_calibrated(system, folder / "model", record, parts, made)
     return made
 
