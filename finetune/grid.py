@@ -4,7 +4,6 @@ python finetune/grid.py --recipe quick --model k5=RUN/hf --model bert=bert-base-
 python finetune/grid.py --recipe own --model k5=RUN/hf --train_file tickets.csv --test_file test.csv --save_best
 """
 
-import json
 import math
 import multiprocessing
 import os
@@ -38,7 +37,7 @@ from finetune.settings import (
 )
 from multicls.console import Progress, count, print_line, print_summary
 from multicls.errors import UserError, did_you_mean, first_line, run_command
-from multicls.files import FolderInUse, lock_holder
+from multicls.files import FolderInUse, lock_holder, read_json
 from multicls.settings import RecipeOptions, load_settings, parse
 
 SHOWN = 20  # unfinished runs in a list
@@ -295,10 +294,10 @@ def attempt(run: RunSettings, began: float) -> bool:
 def is_settled(run: RunSettings, began: float) -> bool:
     """Returns True if a run has failed since the command `began`, or is incompatible with the same settings."""
     path = run.folder / ERROR
-    with suppress(FileNotFoundError):  # another process has made the run by now
+    with suppress(FileNotFoundError, UserError):  # another process has made the run by now
         if path.stat().st_mtime >= began:
             return True
-        error = json.loads(path.read_text(encoding="utf-8"))
+        error = read_json(path)
         return error["kind"] == "incompatible" and error.get("settings") == run.compared()
     return False
 
