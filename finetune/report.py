@@ -56,8 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         escape = name.endswith(".html")
         templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=escape)
         with atomic_write(output / name) as file:
-            template = templates.get_template(f"{name}.jinja")
-            file.write(template.render(report=report, cell=cell))
+            file.write(templates.get_template(f"{name}.jinja").render(report=report, cell=cell))
     made = [("tables", output / "report.md"), ("page", output / "report.html")]
     made += [("errors", output / "errors.csv")] if errors else []
     print_summary(made, next(iter(report.commands.values()), ""))
