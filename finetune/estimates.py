@@ -94,7 +94,6 @@ class Comparison(Uncertain):
 def summarise(runs: pd.DataFrame) -> Estimate:
     """Returns the estimate of one system from its runs; column `effects`, by `row_effects`, may be missing."""
     unit = next((name for name in UNITS if runs[name].nunique() > 1), "seed")
-    is_one_checkpoint = unit == "pretraining" and runs["weights_sha256"].nunique() == 1
     replicates = runs.groupby(unit)
     units, subsets = replicates["score"].mean().to_numpy(), replicates["subset"]
     weights = replicates["weights_sha256"].first()
@@ -103,7 +102,7 @@ def summarise(runs: pd.DataFrame) -> Estimate:
     if "effects" in runs and len({len(effects) for effects in runs["effects"]}) == 1:
         rows = np.stack([np.mean(list(of_unit["effects"]), axis=0) for _, of_unit in replicates], 1)
     # One checkpoint may be numbered so that it pairs with several.
-    kind = "subset" if is_one_checkpoint else unit
+    kind = "subset" if unit == "pretraining" and runs["weights_sha256"].nunique() == 1 else unit
     return Estimate(*_uncertainty(units, rows), units, keys, rows, kind)
 
 
@@ -152,9 +151,8 @@ def compare(first: Estimate, second: Estimate) -> Comparison:
     same_rows = len(first.rows) == len(second.rows)
     if places := _pairs(first.keys, second.keys):
         here, there = map(list, zip(*places, strict=True))
-        rows = np.zeros((0, len(places)))
-        if same_rows:
-            rows = first.rows[:, here] - second.rows[:, there]
+        none = np.zeros((0, len(places)))
+        rows = first.rows[:, here] - second.rows[:, there] if same_rows else none
         return Comparison(*_uncertainty(first.units[here] - second.units[there], rows), True)
     error, freedom = math.hypot(first.error, second.error), math.nan
     if error > NOTHING:
