@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from multicls.errors import UserError
-from multicls.labels import LabelType
+from multicls.labels import LabelledRows, LabelType
 
 Array = np.ndarray[Any, np.dtype[Any]]
 TRAIN_ROWS = 100
@@ -107,6 +107,12 @@ class Difference:
     mean: float
     low: float
     high: float
+
+    def __str__(self) -> str:
+        """Returns it in points: the mean, and the interval if there is one."""
+        if not np.isfinite(self.high):
+            return f"{100 * self.mean:+.1f} (no interval: fewer than ten documents)"
+        return f"{100 * self.mean:+.1f} ({100 * self.low:+.1f} to {100 * self.high:+.1f})"
 
 
 def interval(values: Array, reference: Array) -> Difference:
@@ -232,6 +238,14 @@ def targets_of(kind: LabelType, labels: Sequence[Any], classes: Sequence[str]) -
         number = {name: index for index, name in enumerate(classes)}
         return np.array([number[name] for (name,) in labels])
     return np.array([[float(name in names) for name in classes] for names in labels])
+
+
+def draws_of(rows: LabelledRows, source: str) -> Draws:
+    """Returns the draws of a file's rows; those of `draw_rows` by default. Errors are its, with the file's name."""
+    try:
+        return draw_rows(rows.kind, targets_of(rows.kind, rows.labels, rows.classes))
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from None
 
 
 def draw_rows(

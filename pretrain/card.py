@@ -9,6 +9,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from multicls.cards import CARD, METHOD, PAPERS, TRANSFORMERS, cell, model_link
 from multicls.files import read_json, read_jsonl
+from pretrain.run_folder import SETTINGS
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 SHOWN = ("loss/", "acc/", "r2/", "facets/mean", "probe/")
@@ -23,7 +24,7 @@ def write_card(folder: Path, run_folder: Path, config: Any, info: Mapping[str, A
         info: The export's `step`, its `encoder` (sentence-transformers' class of model), the `metadata` of its base
             model and facts about its `corpus`.
     """
-    settings = yaml.safe_load((run_folder / "settings.yaml").read_text(encoding="utf-8"))
+    settings = yaml.safe_load((run_folder / SETTINGS).read_text(encoding="utf-8"))
     step, records = info["step"], read_jsonl(run_folder / "metrics.jsonl")
     records = [record for record in records if record["step"] <= step]
     validation = [record for record in records if record["split"] == "validation"]

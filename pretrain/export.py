@@ -33,6 +33,7 @@ from pretrain.run_folder import (
     BEFORE,
     BEST,
     DONE,
+    SETTINGS,
     TOPICS,
     check_whole,
     checkpoint_path,
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run_folder, folder = options.run, options.output or options.multi_vector
     if folder is None or (options.output and options.multi_vector):
         raise UserError("set either --output or --multi_vector, to a new folder.")
-    if not (run_folder / "settings.yaml").exists():
+    if not (run_folder / SETTINGS).exists():
         raise UserError(f"{run_folder}: is not a run folder of pretrain/run.py.")
     if options.towards_base and settings_of(run_folder).model.random_weights:
         raise UserError(f"{run_folder}: --towards_base: the run began with random weights.")
@@ -112,7 +113,7 @@ def chosen_step(run_folder: Path, steps: Sequence[int]) -> int:
 
 def settings_of(run_folder: Path) -> PretrainSettings:
     """Returns the settings of a run, with its length and intervals in steps."""
-    return load_settings(PretrainSettings, [run_folder / "settings.yaml"])
+    return load_settings(PretrainSettings, [run_folder / SETTINGS])
 
 
 def check_target(flag: str, folder: Path, run_folder: Path) -> None:

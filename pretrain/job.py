@@ -41,13 +41,15 @@ from pretrain.checkpoints import Checkpoints
 from pretrain.engine import build_engine, fp32_weights, prepare_layers
 from pretrain.export import build_model, describe_model, load_topics, next_command, restore_model
 from pretrain.log import Log
-from pretrain.probing import build_probe
+from pretrain.probing import PLAN, build_probe
 from pretrain.run_folder import (
     DONE,
+    SETTINGS,
     STOPPED,
     TOPICS,
     checkpoint_path,
     disk_errors_reported,
+    refuse_foreign,
     saved_steps,
 )
 from pretrain.settings import PretrainSettings, batch_arithmetic, resolve_length
@@ -93,11 +95,12 @@ def run_job(settings: PretrainSettings, ds_config: dict[str, Any], corpus: Path)
             print(f"already finished at step {read_json(run_folder / DONE)['step']}")
     if dist.get_rank() == 0 and (run_folder / DONE).exists():
         view = read_json(run_folder / DONE).get("view", "")
+        rows = "" if (run_folder / PLAN).exists() else " --probe_file ROWS.csv"  # no recall
         made = {
             "model": run_folder / "hf",
             "curves": f"tensorboard --logdir {run_folder / 'tb'}",
             "next": next_command(run_folder / "hf", settings.probe, view),
-            "what changed": f"python tools/first_look.py {shlex.quote(str(run_folder))}",
+            "what changed": f"python tools/first_look.py {shlex.quote(str(run_folder))}{rows}",
         }
         print_summary(made.items())
     leave_deepspeed()
@@ -118,6 +121,7 @@ def prepare(settings: PretrainSettings, ds_config: dict[str, Any], corpus: Corpu
     if end or on_rank_0(lambda: saved_steps(run_folder / "checkpoints")):
         model, tokenizer = restore_model(run_folder / "model")
     else:
+        on_rank_0(lambda: refuse_foreign(run_folder))
         model, tokenizer = build_model(settings.model, notes.append)
     streams = build_streams(settings, corpus, tokenizer, model.config.max_tokens)
     settings, length = resolve_length(settings, streams["train"])
@@ -316,12 +320,13 @@ def _describe(job: Job) -> None:
                 f"{job.run_folder}: reports step {max(steps)}, but holds no checkpoint: put it back, or set "
                 "--output_dir."
             )
-        source = "" if settings.model.random_weights else settings.model.checkpoint
-        describe_model(job.model, job.tokenizer, job.run_folder, source, job.corpus.manifest)
     for marker in (STOPPED, DONE):  # a finished run may continue with more steps
         (job.run_folder / marker).unlink(missing_ok=True)
-    with atomic_write(job.run_folder / "settings.yaml") as file:
+    with atomic_write(job.run_folder / SETTINGS) as file:
         file.write(to_yaml(settings))
+    if not job.start_step:
+        source = "" if settings.model.random_weights else settings.model.checkpoint
+        describe_model(job.model, job.tokenizer, job.run_folder, source, job.corpus.manifest)
     write_json(job.run_folder / "ds_config.json", job.completed)
     name = torch.cuda.get_device_name() if uses_cuda() else platform.machine()
     record = {"command": shlex.join(sys.argv), "world_size": dist.get_world_size(), "device": name}

@@ -35,6 +35,7 @@ from multicls.probe import (
     Difference,
     Draws,
     draw_rows,
+    draws_of,
     embed,
     targets_of,
     values_of,
@@ -213,7 +214,7 @@ class TrainingProbe:
 
     def changes(self) -> str:
         """Returns the changes of the last validation in one line."""
-        shown = [f"{name} {_shown(change)}" for name, change in self.last.items()]
+        shown = [f"{name} {change}" for name, change in self.last.items()]
         return f"{self.measure.name}, against the mean at step 0: {', '.join(shown)}"
 
     def summary(self, seconds: float) -> list[str]:
@@ -223,7 +224,7 @@ class TrainingProbe:
             before = f"{100 * np.nanmean(self.first[name]):.1f} -> " if name in self.first else ""
             lines.append(
                 f"{self.measure.name}, {name}: {before}{100 * self.scores[name]:.1f}; against the mean at step 0 "
-                f"{_shown(change)}"
+                f"{change}"
             )
         assert self.best is not None
         lines.append(
@@ -242,10 +243,6 @@ class TrainingProbe:
         elif self.change.low <= 0:
             lines.append("no gain is shown: the interval of the best embedding holds 0")
         return lines
-
-
-def _shown(change: Difference) -> str:
-    return f"{100 * change.mean:+.1f} ({100 * change.low:+.1f} to {100 * change.high:+.1f})"
 
 
 def advice(settings: PretrainSettings) -> str:
@@ -297,10 +294,7 @@ def _read_rows(
     """Returns the texts of the planned rows of a probe file, their labels, the probe, and lines for the log."""
     table = read_labelled(file, settings.probe)
     targets = targets_of(table.kind, table.labels, table.classes)
-    try:
-        draw_rows(table.kind, targets)  # refuses files of too few rows
-    except UserError as error:
-        raise UserError(f"{file}: {error}") from None
+    draws_of(table, file)  # refuses files of too few rows
     chosen = choose_rows(table.kind, targets, max(plan["rows"], 2 * len(table.classes)))
     measure = draw_rows(table.kind, targets[chosen], draws=plan["draws"])
     notes = [f"{file}: {line}" for line in table.notes]

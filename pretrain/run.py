@@ -22,6 +22,7 @@ from multicls.corpus import Corpus
 from multicls.deepspeed_config import load_deepspeed_config
 from multicls.errors import UserError, run_command
 from multicls.files import REPOSITORY
+from multicls.labels import LabelledSettings
 from multicls.sample import SAMPLE, SAMPLE_CORPUS
 from multicls.settings import parse
 from pretrain.run_folder import status
@@ -35,9 +36,8 @@ SHORTCUTS = {  # no flag begins like an option of the deepspeed launcher, which 
     "data.corpus": "corpus",
     "run.output_dir": "output_dir",
     "probe.file": "probe_file",
-    "probe.text_column": "text_column",
-    "probe.label_column": "label_column",
 }
+SHORTCUTS |= {f"probe.{name}": name for name in LabelledSettings.model_fields}
 COMMON = ("epochs", "steps", "global_batch_size", "micro_batch_size", "learning_rate", "seed")
 SHORTCUTS |= {f"train.{name}": name for name in COMMON}
 CHOICES = {"--recipe", "--model", "--model.checkpoint", "--corpus", "--data.corpus"}

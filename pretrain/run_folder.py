@@ -11,12 +11,22 @@ from multicls.files import lock_holder, read_json
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 DONE = "DONE"  # the run has finished; written last
 STOPPED = "STOPPED"  # the run has saved and left before its end; removed when it starts again
+SETTINGS = "settings.yaml"  # written first
 TOPICS = "topics.safetensors"  # the state of the exported model's `TopicTable`
 BEFORE = "before"  # the model before training, without new facets
 BEST = "best.json"  # step, value, embedding and change of the best checkpoint, with `run.keep_best`
 COMPLETE = "COMPLETE"  # written last in a checkpoint
 FORMAT = 7  # of a checkpoint
 META = "meta.json"  # in a checkpoint: its step, ranks, identity, and the size of each file
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Raises UserError if a new run would replace folders in `folder` that no run has written."""
+    foreign = [name for name in ("model", "hf", BEFORE, "checkpoints") if (folder / name).exists()]
+    if foreign and not (folder / SETTINGS).exists():
+        raise UserError(
+            f"{folder / foreign[0]}: was written by no run, and this one would replace it: set another --output_dir."
+        )
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -65,7 +75,7 @@ def status(run_folder: Path) -> tuple[str, bool]:
         return f"finished at step {read_json(run_folder / DONE)['step']}", True
     holder = lock_holder(run_folder)
     steps = saved_steps(run_folder / "checkpoints")
-    if not (holder or steps or (run_folder / "settings.yaml").exists()):
+    if not (holder or steps or (run_folder / SETTINGS).exists()):
         problem = "holds no run" if run_folder.exists() else "does not exist"
         return f"not begun: {run_folder} {problem}", False
     saved = f"checkpoint at step {steps[-1]}" if steps else "no checkpoint yet"

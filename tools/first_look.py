@@ -27,11 +27,11 @@ from multicls.console import print_summary
 from multicls.corpus import Corpus
 from multicls.errors import UserError, run_command
 from multicls.files import read_jsonl
-from multicls.labels import read_labelled
+from multicls.labels import LabelledSettings, read_labelled
 from multicls.passages import LENGTH, TOKENS, Passages, read_passages
-from multicls.probe import Array, Draws, draw_rows, embed, targets_of, values_of
+from multicls.probe import Array, Draws, draws_of, embed, values_of
 from multicls.sample import SAMPLE, SAMPLE_CORPUS
-from multicls.settings import Settings, parse
+from multicls.settings import parse
 
 LOSSES = {"loss/mlm": "MLM", "loss/tfidf": "TF-IDF", "loss/mcqt": "MCQT"}
 NAMES = {"cls": "[CLS]", "mean": "mean over tokens", "sum": "facets"}
@@ -39,16 +39,14 @@ LABELS = {"cls": "[CLS]", "mean": "mean over tokens", "facets": "facets, concate
 LABELS |= {"mean_topics": "mean and topics"}
 
 
-class Options(Settings):
-    """Options of the command."""
+class Options(LabelledSettings):
+    """Options of the command. How labels are read is by default as in the run."""
 
     run: CliPositionalArg[Path] = Field(description="finished run folder of pretrain/run.py")
     probe_file: str | None = Field(
         None,
         description="labelled rows: CSV, TSV, JSON lines or Parquet; default: those of the run",
     )
-    text_column: str | None = Field(None, description="column, or COLUMN1,COLUMN2 for pairs")
-    label_column: str | None = Field(None, description="column of the label")
     max_length: int | None = Field(
         None,
         ge=8,
@@ -80,9 +78,7 @@ def compare(
             change = measure.difference(new[name], old[reference or name])
             was, now = (100 * float(np.nanmean(x[name])) for x in (old, new))
             scores.loc[shown] = was, now
-            low, high = 100 * change.low, 100 * change.high
-            interval = f"{100 * change.mean:+.1f} ({low:+.1f} to {high:+.1f})"
-            print(f"  {shown:24}{was:8.1f}{now:8.1f}   {interval}")
+            print(f"  {shown:24}{was:8.1f}{now:8.1f}   {change}")
     return scores
 
 
@@ -123,9 +119,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     corpus = Corpus(SAMPLE_CORPUS if settings.data.corpus == SAMPLE else settings.data.corpus)
     of_run, table = settings.probe, None
     if path := options.probe_file or of_run.file:
-        names = {"text_column": options.text_column, "label_column": options.label_column}
-        given = {name: value for name, value in names.items() if value}
+        given = options.model_dump(include=set(LabelledSettings.model_fields), exclude_unset=True)
         table = read_labelled(path, of_run.model_copy(update=given))
+        draws = draws_of(table, path)
     # The base model as it is has the embeddings but the new facets, which a model that began at random has alone.
     with_facets = (True,) if settings.model.random_weights else (True, False)
     models = [model_before(run, facets) for facets in with_facets]
@@ -155,7 +151,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         raise UserError(f"{corpus.path}: {few} for recall; set --probe_file.")
     if table:
-        draws = draw_rows(table.kind, targets_of(table.kind, table.labels, table.classes))
         title = f"{draws.name} of {len(table.texts):,}, {len(draws.train)} draws; change: against the mean before"
         length = options.max_length or settings.data.seq_length
         compare(title, draws, *views(table.texts, length), LABELS, "mean")

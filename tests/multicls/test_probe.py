@@ -11,7 +11,7 @@ from sklearn.preprocessing import StandardScaler
 
 from multicls.errors import UserError
 from multicls.labels import LabelType
-from multicls.probe import SCALES, draw_rows, standardisation, targets_of, values_of
+from multicls.probe import SCALES, Difference, draw_rows, standardisation, targets_of, values_of
 
 ROWS, TRAIN, DRAWS = 300, 100, 10  # as in a run of `own_text`
 CENTRES = np.random.default_rng(0).normal(size=(3, 8)) * 0.8
@@ -123,3 +123,8 @@ def test_intervals_cover_the_truth_and_the_naive_one_does_not() -> None:
     noise = 3 * (0.05 / probes) ** 0.5  # three standard errors of a coverage of 95 %
     assert 0.93 - noise <= covered / probes <= 0.975 + noise
     assert naively / probes < 0.7
+
+
+def test_differences_are_shown_in_points() -> None:
+    assert str(Difference(0.0123, -0.001, 0.02)) == "+1.2 (-0.1 to +2.0)"
+    assert str(Difference(0.0123, -np.inf, np.inf)).startswith("+1.2 (no interval: ")

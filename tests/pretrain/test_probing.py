@@ -135,6 +135,11 @@ def test_no_better_step_exports_the_model_before(
     assert re.search(r"mean over tokens +100.0 +100.0 +\+0.0 ", printed), "not the same mean"
     assert re.search(r"mean and topics +100.0 +100.0", printed) and "facets" not in printed
     assert (folder / "first_look.png").stat().st_size > 10_000
+    few = tmp_path / "few.jsonl"
+    few.write_text("\n".join(map(json.dumps, [*lines[:9], {"body": "x", "kind": ""}])))
+    with pytest.raises(UserError, match="few.jsonl: 9 labelled rows"):
+        first_look.main([str(folder), "--probe_file", str(few), "--unlabelled", "drop"])
+    assert not capsys.readouterr().out
     settings = folder / "settings.yaml"
     settings.write_text(settings.read_text().replace(rows, "null"))
     with pytest.raises(UserError, match="set --probe_file"):

@@ -58,6 +58,8 @@ def test_finished_run_is_left_alone(fork: Fork, finished: Path) -> None:
 
     before = times()
     assert fork(finished) == [[0]] and "already finished at step 8" in logs(finished)
+    can_recall = (finished / "probe.json").exists()
+    assert (f"first_look.py {finished} --probe_file" in logs(finished)) == (not can_recall)
     assert times() == before
 
 
@@ -123,6 +125,15 @@ def test_others_are_refused(fork: Fork, finished: Path, tmp_path: Path, tiny_cor
     assert "manifest of the corpus was" in logs(finished)
     assert "model.num_facets was 3 and is now 2" in logs(finished)
     assert "gradient_predivide_factor was None and is now 2.0" in logs(finished)
+
+
+@pytest.mark.parametrize("name", ["model", "hf"])
+def test_folders_of_the_user_are_not_replaced(fork: Fork, tmp_path: Path, name: str) -> None:
+    file = tmp_path / "run" / name / "weights.bin"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    assert fork(tmp_path / "run") == [[2]]
+    assert f"run/{name}: was written by no run" in logs(tmp_path / "run") and file.exists()
 
 
 @pytest.fixture
