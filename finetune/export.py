@@ -48,6 +48,7 @@ class ExportOptions(Settings):
     onnx: bool = Field(False, description="write model.onnx, for any number of rows and tokens")
     stock: bool = Field(False, description="write transformers' own class; only for the head cls")
     rows: str | None = Field(None, description="table of rows to compare on; default: sentences")
+    text_column: str | None = Field(None, description="text or text1,text2; default: training's")
     output: str | None = Field(None, description="folder; default: MODEL-onnx or MODEL-stock")
 
 
@@ -60,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     table: RawRows = [("", dict.fromkeys(task.fields, text)) for text in SENTENCES]
     if options.rows:
         table = read_table(Path(options.rows))
-    examples = read_examples(task, table, task.fields)[:MOST_ROWS]
+    column = options.text_column if options.rows else None
+    examples = read_examples(task, table, column)[:MOST_ROWS]
     import torch
 
     from finetune.encoding import Encoded
@@ -118,7 +120,11 @@ def write_onnx(model: "TaskModel", rows: "Encoded", folder: Path) -> float:
     differences = []
     for number in (1, len(rows)):  # other numbers of rows and tokens than exported
         inputs = _inputs(rows, number)
-        (found,) = session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})
+        try:
+            (found,) = session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})
+        except Exception as error:  # onnxruntime has many of its own
+            what = f"--onnx: onnxruntime cannot run the head {model.config.head}"
+            raise UserError(f"{what}: {first_line(error)}") from error
         differences.append(np.abs(found - model(**inputs).logits.numpy()).max())
     return float(max(differences))
 

@@ -294,7 +294,7 @@ def attempt(run: RunSettings, began: float) -> bool:
 def is_settled(run: RunSettings, began: float) -> bool:
     """Returns True if a run has failed since the command `began`, or is incompatible with the same settings."""
     path = run.folder / ERROR
-    with suppress(FileNotFoundError, UserError):  # another process has made the run by now
+    with suppress(OSError, UserError):  # another process has made the run by now
         if path.stat().st_mtime >= began:
             return True
         error = read_json(path)

@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/: its names hide packages
 
@@ -50,19 +50,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"--output {output}: pass another file, ending in {', '.join(ENDINGS)}.")
     index, task = find_task(options.model, options.task)
     rows = read_table(Path(options.rows))
-    fields = options.text_column.split(",") if options.text_column else task.fields
-    if len(fields) != len(task.fields):
-        raise UserError(f"--text_column: the model reads {count(len(task.fields), 'text')} a row.")
-    examples = read_examples(task, rows, fields)
+    examples = read_examples(task, rows, options.text_column)
     thresholds = read_json(Path(options.model) / "config.json").get("thresholds") or [[]]
-    answers = answers_of(task, predict(options.model, index, task, examples), thresholds[index])
-    write_rows(output, rows, answers.set_axis([row.place for row in examples]))
+    with atomic_write(output, "wb") as file:  # before the work: it may not be possible
+        answers = answers_of(task, predict(options.model, index, task, examples), thresholds[index])
+        write_rows(file, output.suffix, rows, answers.set_axis([row.place for row in examples]))
     print_summary([("labelled", count(len(examples), "row")), ("written", output)])
     return 0
 
 
-def read_examples(task: Task, rows: RawRows, fields: Sequence[str]) -> list[Example]:
-    """Returns the rows that have a text in each of the columns `fields`, and prints notes on the others."""
+def read_examples(task: Task, rows: RawRows, text_column: str | None) -> list[Example]:
+    """Returns the rows that have a text in each of the columns, by default the task's; prints notes on the others."""
+    fields = text_column.split(",") if text_column else task.fields
+    if len(fields) != len(task.fields):
+        raise UserError(f"--text_column: the model reads {count(len(task.fields), 'text')} a row.")
     full, notes = with_texts(rows, find_columns(*rows[0], [fields]), "row")
     for note in notes:
         print_line(f"note: {note}")
@@ -106,7 +107,7 @@ def predict(folder: str, index: int, task: Task, examples: Sequence[Example]) ->
 
     model, tokenizer = load_fine_tuned(folder)
     rows = Encoded(task, examples, tokenizer)
-    for note in notes_on_cuts({"": rows}):
+    for note in notes_on_cuts({"": rows}, flag=", which was set in training"):
         print_line(f"note: {note}")
     return predict_rows(model, rows, index)
 
@@ -132,7 +133,7 @@ def answers_of(task: Task, outputs: Array, thresholds: Sequence[float] = ()) -> 
     return answers
 
 
-def write_rows(output: Path, rows: RawRows, answers: "DataFrame") -> None:
+def write_rows(file: IO[bytes], ending: str, rows: RawRows, answers: "DataFrame") -> None:
     """Writes the rows with the answers by place, empty for rows without a text; old columns of such names go."""
     import pandas as pd
 
@@ -143,17 +144,16 @@ def write_rows(output: Path, rows: RawRows, answers: "DataFrame") -> None:
     index, cells = zip(*rows, strict=True)
     table = pd.DataFrame(cells, index, dtype=object).drop(columns=answers.columns, errors="ignore")
     table = table.join(answers)
-    with atomic_write(output, "wb") as file:
-        if output.suffix == ".csv":
-            table.map(as_text).to_csv(file, index=False)
-        elif output.suffix == ".jsonl":
-            for row in table.astype(object).where(table.notna(), None).to_dict("records"):
-                file.write(json.dumps(row, ensure_ascii=False, default=str).encode() + b"\n")
-        else:
-            table = table.map(as_text).infer_objects()
-            mixed = [name for name in table if not pd.api.types.is_numeric_dtype(table[name])]
-            table[mixed] = table[mixed].map(str, na_action="ignore")  # a column has one type
-            table.to_parquet(file, index=False)
+    if ending == ".csv":
+        table.map(as_text).to_csv(file, index=False)
+    elif ending == ".jsonl":
+        for row in table.astype(object).where(table.notna(), None).to_dict("records"):
+            file.write(json.dumps(row, ensure_ascii=False, default=str).encode() + b"\n")
+    else:
+        table = table.map(as_text).infer_objects()
+        mixed = [name for name in table if not pd.api.types.is_numeric_dtype(table[name])]
+        table[mixed] = table[mixed].map(str, na_action="ignore")  # a column has one type
+        table.to_parquet(file, index=False)
 
 
 if __name__ == "__main__":

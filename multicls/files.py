@@ -22,10 +22,17 @@ LOCK = ".lock"
 
 @contextmanager
 def atomic_write(path: str | Path, mode: str = "w") -> Iterator[IO[Any]]:
-    """Opens a temporary file, which becomes `path` with all bytes on disk when the block succeeds, and not before."""
+    """Opens a temporary file, which becomes `path` with all bytes on disk when the block succeeds, and not before.
+
+    Raises:
+        UserError: There is a folder of that name, or the file cannot be made.
+    """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    with _write_errors_named(path):
+        if path.is_dir():
+            raise UserError(f"{path}: is a folder; pass the name of a file.")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with open(descriptor, mode, encoding=None if "b" in mode else "utf-8") as file:
             yield file
@@ -40,14 +47,19 @@ def atomic_write(path: str | Path, mode: str = "w") -> Iterator[IO[Any]]:
 
 @contextmanager
 def atomic_folder(path: str | Path) -> Iterator[Path]:
-    """Creates a temporary folder, which replaces `path` as a whole if the block succeeds. All may read its files."""
+    """Creates a temporary folder, which replaces `path` as a whole if the block succeeds. All may read its files.
+
+    Raises:
+        UserError: The folder cannot be made.
+    """
     path = Path(path).absolute()
     fresh, old = path.with_name(f".{path.name}.new"), path.with_name(f".{path.name}.old")
     if old.exists() and not path.exists():  # a process was killed between the two renames below
         old.rename(path)
     for leftover in (fresh, old):
         shutil.rmtree(leftover, ignore_errors=True)
-    fresh.mkdir(parents=True)
+    with _write_errors_named(path):
+        fresh.mkdir(parents=True)
     try:
         yield fresh
         for file in fresh.rglob("*"):
@@ -59,6 +71,14 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     finally:
         for leftover in (fresh, old):
             shutil.rmtree(leftover, ignore_errors=True)
+
+
+@contextmanager
+def _write_errors_named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written to: {error.strerror}.") from None
 
 
 def check_output(path: Path) -> None:

@@ -149,7 +149,7 @@ class TopicTable(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Returns the topics (B, T), in fp32 and of length 1, of token ids (B, L); 0 for a text of unknown words."""
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        counts_BV = torch.zeros(len(input_ids), len(self.idf), device=input_ids.device)
+        counts_BV = torch.zeros(input_ids.shape[0], len(self.idf), device=input_ids.device)
         counts_BV.scatter_add_(1, input_ids, mask.to(counts_BV.dtype))
         weights_BV = torch.where(counts_BV > 0, 1 + counts_BV.clamp(min=1).log(), 0) * self.idf
         return F.normalize(weights_BV @ self.table.float(), dim=-1)

@@ -24,8 +24,9 @@ def test_onnx(
     tiny_multicls: Path, glue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = saved(tiny_multicls, glue, tmp_path / "r", "isobn", pooling="multicls")
-    rows = [{"sentence": "len bal los nar " * (n % 5 + 1)} for n in range(9)]
+    rows = [{"body": "len bal los nar " * (n % 5 + 1)} for n in range(9)]
     words = [model, "--onnx", "--rows", write_rows(tmp_path / "new.csv", rows)]
+    words += ["--text_column", "body"]
     assert main([*words, "--output", str(tmp_path / "served")]) == 0
     assert "at most, on 9 rows" in capsys.readouterr().out
     names = {path.name for path in (tmp_path / "served").iterdir()}

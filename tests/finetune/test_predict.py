@@ -59,16 +59,19 @@ def test_cells_and_columns_of_the_rows_stay(tmp_path: Path) -> None:
     cells = {"w": "ä", "n": 0.1234567890123456, "l": ["a", 1], "t": date(2026, 1, 2)}
     answers = answers_of(TASKS["sst2"], np.array([[0.0, 1.0]], dtype=np.float32))
     rows: RawRows = [("1", {"predicted_label": "0"} | cells), ("2", {})]
-    write_answers(tmp_path / "o.csv", rows, answers.set_axis(["1"]))
+    with open(tmp_path / "o.csv", "wb") as file:
+        write_answers(file, ".csv", rows, answers.set_axis(["1"]))
     table = pd.read_csv(tmp_path / "o.csv", dtype=str, keep_default_na=False)
     first, second = table.to_dict("records")
     texts = {"w": "ä", "n": "0.1234567890123456", "l": '["a", 1]', "t": "2026-01-02"}
     assert first.items() > {"predicted_label": "1", **texts}.items() and not any(second.values())
-    write_answers(tmp_path / "o.jsonl", rows, answers.set_axis(["1"]))
+    with open(tmp_path / "o.jsonl", "wb") as file:
+        write_answers(file, ".jsonl", rows, answers.set_axis(["1"]))
     first, second = map(json.loads, (tmp_path / "o.jsonl").read_text().splitlines())
     assert first.items() > {"predicted_label": "1", **cells, "t": "2026-01-02"}.items()
     assert set(second.values()) == {None}
-    write_answers(tmp_path / "o.parquet", rows, answers.set_axis(["1"]))
+    with open(tmp_path / "o.parquet", "wb") as file:
+        write_answers(file, ".parquet", rows, answers.set_axis(["1"]))
     parquet = pd.read_parquet(tmp_path / "o.parquet")
     assert parquet.iloc[0].to_dict().items() > {"w": "ä", "n": cells["n"], "l": '["a", 1]'}.items()
 
@@ -109,6 +112,7 @@ def test_scores_are_on_the_scale_of_the_labels() -> None:
         (["MODEL", "OTHER"], "no column 'text' for the text"),
         (["MODEL", "ROWS", "--output", "ROWS"], "pass another file, ending in"),
         (["MODEL", "ROWS", "--output", "x.txt"], "ending in .csv, .jsonl, .parquet"),
+        (["MODEL", "ROWS", "--output", "ROWS/x.csv"], "x.csv: cannot be written to"),
         (["MODEL", "ROWS", "--task", "b"], "is fine-tuned on t"),
         (["FOLDER", "ROWS"], "not a fine-tuned model"),
         (["OLD", "ROWS"], "saved by another version"),
@@ -121,7 +125,14 @@ def test_mistakes(arguments: list[str], message: str, three_classes: str, tmp_pa
     places["OLD"] = str(tmp_path / "old")
     write_json(tmp_path / "old" / "config.json", {"tasks": [{"name": "t", "num_choices": 0}]})
     with pytest.raises(UserError, match=message):
-        main([places.get(argument, argument) for argument in arguments])
+        main(
+            [
+                argument.replace("ROWS/", f"{rows}/")
+                if "/" in argument
+                else places.get(argument, argument)
+                for argument in arguments
+            ]
+        )
 
 
 def test_commands_name_this_one_only_where_it_works(tmp_path: Path) -> None:

@@ -51,6 +51,16 @@ def test_jsonl_survives_a_torn_line(tmp_path: Path) -> None:
     assert files.read_jsonl(path) == [{"n": 1}, {"n": 3}]
 
 
+def test_places_that_cannot_be_written_are_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path, message in (("", "is a folder"), ("file/a", "file/a: cannot be written to: ")):
+        with pytest.raises(UserError, match=message), files.atomic_write(tmp_path / path):
+            pass
+    with pytest.raises(UserError, match="cannot be"), files.atomic_folder(tmp_path / "file/a"):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_atomic_folder_replaces_the_old_one_when_whole(tmp_path: Path) -> None:
     path = tmp_path / "new folder" / "a"
     for name in ("first", "second"):

@@ -45,6 +45,14 @@ def test_the_table_holds_singular_vectors(tiny_corpus: Path) -> None:
     assert torch.allclose(topics(padded, mask), topics(tokens)), "padding counts"
 
 
+def test_any_number_of_texts_also_when_exported(tiny_corpus: Path) -> None:
+    """As ONNX needs it: the number of texts of the export is not fixed."""
+    topics, ids = table_of(Corpus(tiny_corpus), 8), torch.arange(20, 44).reshape(4, 6)
+    sizes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    exported = torch.export.export(topics, (ids[:2],), dynamic_shapes=(sizes,)).module()
+    assert torch.allclose(exported(ids[:3, :5]), topics(ids[:3, :5]))
+
+
 def test_words_of_one_topic_are_near(tiny_corpus: Path, tiny_bert: Path) -> None:
     """Each topic of the corpus has ten words: texts without a common word are alike if theirs are of one topic."""
     topics, tokenizer = table_of(Corpus(tiny_corpus), 20), AutoTokenizer.from_pretrained(tiny_bert)
