@@ -74,13 +74,20 @@ def score_predictions(task: Task, predictions: Mapping[str, Array]) -> dict[str,
 
 
 def majority_scores(task: Task, train: list[Example], dev: list[Example]) -> dict[str, float]:
-    """Returns the scores of the most frequent class of train (labels of most rows, the first choice, any score)."""
+    """Returns the scores of the most frequent class of train (labels of most rows, the first choice, any score).
+
+    Of equally frequent ones, as after a draw of N rows a class, it is the one that is most frequent in the scored rows.
+    """
     if task.multi_label:
         output = np.mean([example.labels for example in train], axis=0) - 0.5
     elif task.num_choices or task.is_regression:
         output = np.eye(max(1, task.num_choices))[0]
     else:
-        output = np.bincount([int(e.label) for e in train], minlength=task.num_labels)
+        of_train, of_dev = (
+            np.bincount([int(row.label) for row in rows], minlength=task.num_labels)
+            for rows in (train, dev)
+        )
+        output = of_train + of_dev / (len(dev) + 1)
     return score_predictions(task, example_arrays(dev, np.tile(output, (len(dev), 1))))
 
 

@@ -17,6 +17,7 @@ from multicls.labels import (
     Names,
     class_names,
     find_columns,
+    hint_on_numbers,
     is_empty,
     label_type,
     read_label,
@@ -217,7 +218,5 @@ def _note(task: Task) -> str:
     if task.is_regression:
         return f"labels are scores: a regression, trained on label/{task.label_scale:g}"
     what = "labels, any number a row" if task.multi_label else "classes"
-    note = f"{len(task.labels):,} {what}: {first_of(task.labels)}"
-    if all(label.isdecimal() for label in task.labels):
-        note += " (whole numbers are classes; --label_type score makes them scores)"
+    note = f"{len(task.labels):,} {what}: {first_of(task.labels)}{hint_on_numbers(task.labels)}"
     return note + (f"; f1 is that of {task.labels[1]!r}" if "f1" in task.metrics else "")

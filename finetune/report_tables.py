@@ -227,9 +227,11 @@ def verdicts(groups: pd.DataFrame, compared: pd.DataFrame) -> list[str]:
             continue
         second = of_task.iloc[1]
         gap = percent(first["mean"] - second["mean"])
-        p = p_values.get((task, size, first["system"], second["system"]), math.nan)
-        chance = "that is more than chance" if p < 0.05 else "that may be chance"
-        if math.isnan(p):
+        p = p_values.get((task, size, first["system"], second["system"]))
+        chance = "that is more than chance" if p is not None and p < 0.05 else "that may be chance"
+        if p is None:
+            chance = "--compare left out their test"
+        elif math.isnan(p):
             chance = "whether that is chance, these runs cannot tell"
         sentences.append(f"{lead}, {gap} points above {second['system']}; {chance}.")
     return sentences

@@ -176,9 +176,10 @@ class RunSettings(SystemSettings, RecipeOptions):
         if head not in HEADS:
             yield f"--head {head!r}: no such head.{did_you_mean(head, HEADS)}"
             return
-        for name in sorted(unread_settings(head)):
-            if getattr(self, name) != RunSettings.model_fields[name].default:
-                yield f"{name}: the head {head} does not read it; leave it out"
+        unread = self.model_dump(include=unread_settings(head), exclude_defaults=True)
+        for name in sorted(flatten(unread)):
+            flag = f"--{SHORTCUTS.get(name, name)}"
+            yield f"{flag}: the head {head} does not read it; leave it out"
         if not self.hire.fusion and self.hire.fusion_layers != 2:
             yield "hire.fusion_layers: without fusion nothing reads it; leave it out"
         if head == "isobn" and 1 in (self.train.batch_size, self.train.micro_batch_size):

@@ -186,6 +186,9 @@ def _validate(
     except ValidationError as error:
         problems: dict[str, list[str]] = {}  # place -> reasons: one for each member of a union
         for detail in _deepest(error.errors(), known):
+            if detail["type"] == "string_pattern_mismatch":  # patterns are for programmers
+                expected = _field(kind, _setting_of(detail, known)).description
+                detail = {**detail, "msg": f"it must be: {expected}"}
             where, why = _explain(detail, known, sources, shortcuts)
             problems.setdefault(where, []).append(why)
         lines += [where + " or ".join(dict.fromkeys(why)) for where, why in problems.items()]
@@ -203,6 +206,14 @@ def _known(kind: Any, prefix: str = "") -> dict[str, bool]:
         if keys[prefix + name]:
             keys |= _known(inner, f"{prefix}{name}.")
     return keys
+
+
+def _field(kind: Any, key: str) -> Any:
+    """Returns the field of a dotted key."""
+    *groups, name = key.split(".")
+    for group in groups:
+        kind = kind.model_fields[group].annotation
+    return kind.model_fields[name]
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -130,6 +130,7 @@ def test_outputs_that_are_not_finite_have_no_score(broken: float) -> None:
     ("task", "train", "dev", "metric", "expected"),
     [
         ("rte", (1, 1, 0), (0, 0, 0, 1), "acc", 0.25),
+        ("rte", (1, 0), (1, 1, 1, 0), "acc", 0.75),
         ("copa", (1, 1), (0, 0, 0, 1), "acc", 0.75),
         ("stsb", (1, 4), (0, 5), "spearman", 0.0),
         ("multirc", (0, 0, 1), (0, 1), "em", 0.5),

@@ -165,6 +165,13 @@ def test_warnings(results: Path) -> None:
     assert unfinished.startswith("runs not finished: 1,") and unfinished.endswith("broken")
 
 
+def test_a_test_that_is_left_out_is_no_doubt(results: Path) -> None:
+    for subset in (1, 2, 3):
+        fake_run(results, "best", skill=3.0, subset=subset)
+    (verdict,) = build_report(results, [], ["a", "b"]).verdicts
+    assert verdict.endswith("above a; --compare left out their test.")
+
+
 def test_mistakes_are_named(results: Path) -> None:
     fake_error(results / "f", "c", "failed")
     lost = results / "a" / "rte-100" / "p1-d2-s1" / "predictions.parquet"

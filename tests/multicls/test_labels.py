@@ -33,6 +33,15 @@ def test_several_labels_in_a_cell(tmp_path: Path) -> None:
         read(tmp_path, "text,label\none,\"['a']\"\ntwo,b\n")
 
 
+def test_numbers_that_are_read_as_classes_are_named(tmp_path: Path) -> None:
+    for labels, hint in ((("1,5", "2,5", "n/a"), "most are numbers"), (("1", "2"), "whole")):
+        table = "".join(f'{n},"{label}"\n' for n, label in enumerate(labels))
+        assert hint in read(tmp_path, f"text,label\n{table}")[1][-1]
+    texts = "".join(f"{n},{n} {'long ' * 100}\n" for n in range(20))
+    with pytest.raises(UserError, match=r"each row has another label \(0 long .{,99}\)\. Name"):
+        read(tmp_path, f"text,label\n{texts}")
+
+
 def test_numbers_are_scores_on_demand_and_rows_without_a_label_may_go(tmp_path: Path) -> None:
     table = "text,label\none,1\ntwo,5\nthree,\n"
     with pytest.raises(UserError, match=r"rows.csv:4: 1 row without a label. .*--unlabelled drop"):
