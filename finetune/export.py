@@ -108,24 +108,19 @@ def write_onnx(model: "TaskModel", rows: "Encoded", folder: Path) -> float:
     any_size = {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}
     options: Any = {"input_names": names, "output_names": ["logits"], "verbose": False}
     options |= {"dynamic_shapes": ((any_size,) * len(names),), "dynamo": True}
+    model.config.save_pretrained(folder)
+    file, differences = str(folder / "model.onnx"), []
     try:
         program: Any = torch.onnx.export(Logits().eval(), tuple(inputs.values()), **options)
-    except Exception as error:  # whatever an operator raises
-        what = f"--onnx: torch cannot export the head {model.config.head}"
-        raise UserError(f"{what}: {first_line(error)}") from error
-    program.save(str(folder / "model.onnx"))
-    model.config.save_pretrained(folder)
-    providers = ["CPUExecutionProvider"]
-    session = onnxruntime.InferenceSession(str(folder / "model.onnx"), providers=providers)
-    differences = []
-    for number in (1, len(rows)):  # other numbers of rows and tokens than exported
-        inputs = _inputs(rows, number)
-        try:
+        program.save(file)
+        session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+        for number in (1, len(rows)):  # other numbers of rows and tokens than exported
+            inputs = _inputs(rows, number)
             (found,) = session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})
-        except Exception as error:  # onnxruntime has many of its own
-            what = f"--onnx: onnxruntime cannot run the head {model.config.head}"
-            raise UserError(f"{what}: {first_line(error)}") from error
-        differences.append(np.abs(found - model(**inputs).logits.numpy()).max())
+            differences.append(np.abs(found - model(**inputs).logits.numpy()).max())
+    except Exception as error:  # whatever an operator of torch or onnxruntime raises
+        what = f"--onnx: the head {model.config.head} cannot be exported"
+        raise UserError(f"{what}: {first_line(error)}") from error
     return float(max(differences))
 
 

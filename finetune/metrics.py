@@ -74,20 +74,18 @@ def score_predictions(task: Task, predictions: Mapping[str, Array]) -> dict[str,
 
 
 def majority_scores(task: Task, train: list[Example], dev: list[Example]) -> dict[str, float]:
-    """Returns the scores of the most frequent class of train (labels of most rows, the first choice, any score).
+    """Returns the scores of train's most frequent class (labels of most rows, the first choice, any score).
 
-    Of equally frequent ones, as after a draw of N rows a class, it is the one that is most frequent in the scored rows.
+    Of equally frequent ones, as after a draw of N rows a class, it is the one that dev has most of.
     """
     if task.multi_label:
         output = np.mean([example.labels for example in train], axis=0) - 0.5
     elif task.num_choices or task.is_regression:
         output = np.eye(max(1, task.num_choices))[0]
     else:
-        of_train, of_dev = (
-            np.bincount([int(row.label) for row in rows], minlength=task.num_labels)
-            for rows in (train, dev)
-        )
-        output = of_train + of_dev / (len(dev) + 1)
+        labels = [int(row.label) for row in (*train, *dev)]
+        weights = [1.0] * len(train) + [1 / (len(dev) + 1)] * len(dev)  # those of dev decide ties
+        output = np.bincount(labels, weights, minlength=task.num_labels)
     return score_predictions(task, example_arrays(dev, np.tile(output, (len(dev), 1))))
 
 
