@@ -65,7 +65,7 @@ def test_stock_classes(tiny_bert: Path, tiny_multicls: Path, glue: Path, tmp_pat
     assert (tmp_path / "thesis" / "thesis.txt").exists()
     with (
         mock.patch("torch.onnx.export", side_effect=TypeError("no such operator")),
-        pytest.raises(UserError, match="cannot export the head cls: no such operator"),
+        pytest.raises(UserError, match="head cls cannot be exported: no such operator"),
     ):
         main([model, "--onnx", "--output", str(tmp_path / "onnx")])
     mistakes = {
