@@ -53,7 +53,7 @@ class BuildOptions(Settings):
     language: str = Field(
         "en",
         pattern=f"^({LANGUAGES.replace(' ', '|')})$",
-        description="language whose rules split sentences; or a related one if yours is missing",
+        description=f"whose rules split sentences: {LANGUAGES}; or a related one",
     )
     without: list[Rule] = Field([], description=f"cleaning rules to leave out: {', '.join(RULES)}")
     validation_input: list[str] = Field(

@@ -84,8 +84,8 @@ class Encoded:
         return inputs | {"labels": self.labels[list(rows)]}
 
 
-def notes_on_cuts(splits: Mapping[str, Encoded], flag: str = " (--max_length)") -> list[str]:
-    """Returns a note, which names the flag, if rows of a task's splits were longer than `max_length`; else none."""
+def notes_on_cuts(splits: Mapping[str, Encoded], hint: str = " (--max_length)") -> list[str]:
+    """Returns a note, which ends with the hint, if rows of a task's splits were longer than `max_length`; else none."""
     limit, cuts, lengths = 0, list[str](), list[int]()
     for name, rows in splits.items():
         limit = rows.task.max_length
@@ -95,7 +95,7 @@ def notes_on_cuts(splits: Mapping[str, Encoded], flag: str = " (--max_length)") 
     if not cuts:
         return []
     enough = max(limit, int(np.quantile(lengths, 0.95, method="higher")))
-    fit = f"95 % of all rows fit into {enough}{flag}"
+    fit = f"95 % of all rows fit into {enough}{hint}"
     return [f"{', '.join(cuts)} are longer than {limit} tokens and lose their end; {fit}"]
 
 

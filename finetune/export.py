@@ -57,12 +57,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(ExportOptions, argv, prog="finetune/export.py", doc=__doc__)
     if options.onnx == options.stock:
         raise UserError("set either --onnx or --stock.")
+    if options.text_column and not options.rows:
+        raise UserError("--text_column: it names a column of --rows; set --rows.")
     _, task = find_task(options.model)
     table: RawRows = [("", dict.fromkeys(task.fields, text)) for text in SENTENCES]
     if options.rows:
         table = read_table(Path(options.rows))
-    column = options.text_column if options.rows else None
-    examples = read_examples(task, table, column)[:MOST_ROWS]
+    examples = read_examples(task, table, options.text_column)[:MOST_ROWS]
     import torch
 
     from finetune.encoding import Encoded
@@ -118,6 +119,8 @@ def write_onnx(model: "TaskModel", rows: "Encoded", folder: Path) -> float:
             inputs = _inputs(rows, number)
             (found,) = session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})
             differences.append(np.abs(found - model(**inputs).logits.numpy()).max())
+    except OSError:  # of the file
+        raise
     except Exception as error:  # whatever an operator of torch or onnxruntime raises
         what = f"--onnx: the head {model.config.head} cannot be exported"
         raise UserError(f"{what}: {first_line(error)}") from error

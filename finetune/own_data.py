@@ -218,5 +218,6 @@ def _note(task: Task) -> str:
     if task.is_regression:
         return f"labels are scores: a regression, trained on label/{task.label_scale:g}"
     what = "labels, any number a row" if task.multi_label else "classes"
-    note = f"{len(task.labels):,} {what}: {first_of(task.labels)}{hint_on_numbers(task.labels)}"
+    hint = "" if task.multi_label else hint_on_numbers(task.labels)
+    note = f"{len(task.labels):,} {what}: {first_of(task.labels)}{hint}"
     return note + (f"; f1 is that of {task.labels[1]!r}" if "f1" in task.metrics else "")

@@ -107,7 +107,7 @@ def predict(folder: str, index: int, task: Task, examples: Sequence[Example]) ->
 
     model, tokenizer = load_fine_tuned(folder)
     rows = Encoded(task, examples, tokenizer)
-    for note in notes_on_cuts({"": rows}, flag=", which was set in training"):
+    for note in notes_on_cuts({"": rows}, hint="; training has set the limit"):
         print_line(f"note: {note}")
     return predict_rows(model, rows, index)
 

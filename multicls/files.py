@@ -1,5 +1,6 @@
 """Atomic files and folders, locked folders, checksums, JSON and JSON lines."""
 
+import errno
 import hashlib
 import json
 import os
@@ -18,6 +19,7 @@ from multicls.errors import UserError, did_you_mean
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 LOCK = ".lock"
+NO_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 
 
 @contextmanager
@@ -75,9 +77,12 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def _write_errors_named(path: Path) -> Iterator[None]:
+    """Names a place that can never be written; a full disk or a fault that passes stays an `OSError`."""
     try:
         yield
     except OSError as error:
+        if error.errno not in NO_PLACE:
+            raise
         raise UserError(f"{path}: cannot be written to: {error.strerror}.") from None
 
 

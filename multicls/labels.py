@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from textwrap import shorten
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -80,7 +79,8 @@ def read_labelled(path: str | Path, columns: LabelledSettings) -> LabelledRows:
         first.setdefault(text, label)
     if copies := len(pairs) - len(first):
         more.append(f"{count(copies, 'row')} left out whose text another row has")
-    what = f"{len(classes):,} classes{hint_on_numbers(classes)}"
+    hint = hint_on_numbers(classes) if kind == "class" else ""
+    what = f"{len(classes):,} classes{hint}"
     more.append(what if classes else "labels are scores")
     return LabelledRows(list(first), kind, list(first.values()), classes, [*notes, *more])
 
@@ -241,7 +241,7 @@ def class_names(
         return ()
     everything = [*labels, *others]
     if kind == "class" and len(set(everything)) == len(everything) > FEW:
-        first = ", ".join(shorten(name, 30, placeholder="...") for name in sorted(names)[:3])
+        first = ", ".join(f"{name[:27]}..." if name[30:] else name for name in sorted(names)[:3])
         raise UserError(
             f"{source}: each row has another label ({first}, ...). Name the column of classes by --label_column, or "
             "set --label_type score if these are scores."
@@ -251,10 +251,11 @@ def class_names(
 
 def hint_on_numbers(classes: Sequence[str]) -> str:
     """Returns how classes that look like numbers are read as scores instead; "" if few do."""
-    if all(name.isdecimal() for name in classes):
+    values = [_number(name) for name in classes]
+    if all(value is not None and value.is_integer() for value in values):
         return " (whole numbers are classes; --label_type score makes them scores)"
     numbers = sum(_number(name.replace(",", ".")) is not None for name in classes)
-    if 2 * numbers > len(classes):
+    if None in values and 2 * numbers > len(classes):
         return " (most are numbers: scores need one in each row, with a decimal point)"
     return ""
 

@@ -23,7 +23,8 @@ META = "meta.json"  # in a checkpoint: its step, ranks, identity, and the size o
 def refuse_foreign(folder: Path) -> None:
     """Raises UserError if a new run would replace folders in `folder` that no run has written."""
     foreign = [name for name in ("model", "hf", BEFORE) if (folder / name).exists()]
-    if foreign and not (folder / SETTINGS).exists():
+    is_run = (folder / SETTINGS).exists() and not (folder / "record.json").exists()
+    if foreign and not is_run:  # finetune/run.py writes the other file, too
         raise UserError(
             f"{folder / foreign[0]}: was written by no run, and this one would replace it: set another --output_dir."
         )

@@ -6,9 +6,9 @@ python tools/first_look.py runs/mine --probe_file tickets.csv
 Each held-out document is cut into passages of whole sentences. A query is a passage; the right answer is the next
 passage of its document, among 49 others drawn from all held-out documents. Embeddings are compared by cosine: at
 [CLS], by the mean over the tokens, and the sum of the facets, which are new and untrained before the pretraining.
-With labelled rows a linear model is fitted on 100 of them and scored on the others, in 20 draws
-(multicls/probe.py); all embeddings are compared with the mean of the original checkpoint. The picture,
-RUN/first_look.png, also has the losses on held-out text.
+With labelled rows, read as in the run unless a flag says otherwise, a linear model is fitted on 100 of them and scored
+on the others, in 20 draws (multicls/probe.py); all embeddings are compared with the mean of the original checkpoint.
+The picture, RUN/first_look.png, also has the losses on held-out text.
 """
 
 import sys

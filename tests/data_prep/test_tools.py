@@ -41,7 +41,7 @@ MISTAKES = {
     "--workers -1": "",
     "--min_sentences 0": "",
     "--without heading x": "'headings'",
-    "--language german": "",
+    "--language german": " de ",
     "--format txt": "'jsonl'",
     "--documents page": "'blank_line'",
     "--short_documents keep": "'join'",

@@ -160,4 +160,6 @@ def test_rows_that_lose_their_end_are_counted(tiny_bert: Path) -> None:
     (note,) = notes_on_cuts({"train": encoded, "dev": encoded, "test": short})
     cut = "14 of 20 train rows, 14 of 20 dev rows are longer than 10 tokens and lose their end; "
     assert note == cut + "95 % of all rows fit into 23 (--max_length)"
+    (note,) = notes_on_cuts({"": encoded}, hint="; x")
+    assert note.startswith("14 of 20 rows are longer than 10 ") and note.endswith("into 24; x")
     assert not notes_on_cuts({"dev": short})

@@ -1,7 +1,9 @@
 """Atomic files and folders, JSON lines, and the lock that keeps a folder to one process."""
 
+import errno
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -59,6 +61,10 @@ def test_places_that_cannot_be_written_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be"), files.atomic_folder(tmp_path / "file/a"):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    for code in (errno.EIO, errno.ENOSPC):  # may pass; `disk_errors_reported` has the advice
+        fault = mock.patch("tempfile.mkstemp", side_effect=OSError(code, "fault"))
+        with pytest.raises(OSError, match="fault"), fault, files.atomic_write(tmp_path / "a"):
+            pass
 
 
 def test_atomic_folder_replaces_the_old_one_when_whole(tmp_path: Path) -> None:

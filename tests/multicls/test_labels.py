@@ -34,11 +34,13 @@ def test_several_labels_in_a_cell(tmp_path: Path) -> None:
 
 
 def test_numbers_that_are_read_as_classes_are_named(tmp_path: Path) -> None:
-    for labels, hint in ((("1,5", "2,5", "n/a"), "most are numbers"), (("1", "2"), "whole")):
+    whole = "--label_type score makes them"
+    cases = {("1,5", "2,5", "n/a"): "most are numbers", ("-1", "0"): whole, ("1.0", "2.0"): whole}
+    for labels, hint in cases.items():
         table = "".join(f'{n},"{label}"\n' for n, label in enumerate(labels))
         assert hint in read(tmp_path, f"text,label\n{table}")[1][-1]
-    texts = "".join(f"{n},{n} {'long ' * 100}\n" for n in range(20))
-    with pytest.raises(UserError, match=r"each row has another label \(0 long .{,99}\)\. Name"):
+    texts = "".join(f"{n},{n}{'long' * 100}\n" for n in range(20))
+    with pytest.raises(UserError, match=r"each row has another label \(0long.{,99}\)\. Name"):
         read(tmp_path, f"text,label\n{texts}")
 
 
