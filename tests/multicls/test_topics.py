@@ -46,7 +46,7 @@ def test_the_table_holds_singular_vectors(tiny_corpus: Path) -> None:
 
 
 def test_any_number_of_texts_also_when_exported(tiny_corpus: Path) -> None:
-    """As ONNX needs it: the number of texts of the export is not fixed."""
+    """An export does not fix the number of texts or tokens, as ONNX needs it."""
     topics, ids = table_of(Corpus(tiny_corpus), 8), torch.arange(20, 44).reshape(4, 6)
     sizes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
     exported = torch.export.export(topics, (ids[:2],), dynamic_shapes=(sizes,)).module()
