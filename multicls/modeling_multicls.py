@@ -225,9 +225,8 @@ def mcqt_loss(
     queries = len(scores[0])
     targets = torch.arange(queries, device=scores[0].device) % (group_size or queries)
     directions = [direction for direction in scores if direction is not None]
-    return F.cross_entropy(scale * torch.cat(directions), targets.repeat(len(directions))) * len(
-        directions
-    )
+    mean = F.cross_entropy(scale * torch.cat(directions), targets.repeat(len(directions)))
+    return mean * len(directions)
 
 
 class MultiClsPreTrainedModel(PreTrainedModel):
@@ -626,16 +625,12 @@ class MultiClsForSequenceClassification(MultiClsPreTrainedModel):
 # A saved folder has a copy of this module. Its configuration class does not replace that of an installed project.
 if __package__ == "multicls" or MultiClsConfig.model_type not in transformers.CONFIG_MAPPING:
     transformers.AutoConfig.register(MultiClsConfig.model_type, MultiClsConfig, exist_ok=True)
-AutoModel.register(MultiClsConfig, MultiClsModel, exist_ok=True)
-AutoModelForMaskedLM.register(MultiClsConfig, MultiClsForMaskedLM, exist_ok=True)
-AutoModelForPreTraining.register(MultiClsConfig, MultiClsForPreTraining, exist_ok=True)
-AutoModelForSequenceClassification.register(
-    MultiClsConfig, MultiClsForSequenceClassification, exist_ok=True
-)
-
-# The code is saved with each model.
-MultiClsConfig.register_for_auto_class("AutoConfig")
-MultiClsModel.register_for_auto_class("AutoModel")
-MultiClsForMaskedLM.register_for_auto_class("AutoModelForMaskedLM")
-MultiClsForPreTraining.register_for_auto_class("AutoModelForPreTraining")
-MultiClsForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
+MultiClsConfig.register_for_auto_class()
+for auto_class, model_class in (
+    (AutoModel, MultiClsModel),
+    (AutoModelForMaskedLM, MultiClsForMaskedLM),
+    (AutoModelForPreTraining, MultiClsForPreTraining),
+    (AutoModelForSequenceClassification, MultiClsForSequenceClassification),
+):
+    auto_class.register(MultiClsConfig, model_class, exist_ok=True)
+    model_class.register_for_auto_class(auto_class)  # the code is saved with each model
