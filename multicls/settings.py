@@ -172,7 +172,7 @@ def _validate(
 ) -> AnySettings:
     """Returns the merged settings of all sources, the last of which wins; `unknown` flags are mistakes, too."""
     known = _known(kind)
-    merged = _nested({key: {} for key, is_group in known.items() if is_group})
+    merged = _nested({key: {} for key, field in known.items() if field is None})
     for _, values in sources:
         if any(_value(values, key) is not None for key in kind.alternatives):
             merged = _merge(merged, _nested(dict.fromkeys(kind.alternatives, 0)))
@@ -187,7 +187,7 @@ def _validate(
         problems: dict[str, list[str]] = {}  # place -> reasons: one for each member of a union
         for detail in _deepest(error.errors(), known):
             if detail["type"] == "string_pattern_mismatch":  # patterns are for programmers
-                expected = _field(kind, _setting_of(detail, known)).description
+                expected = known[_setting_of(detail, known)].description
                 detail = {**detail, "msg": f"it must be: {expected}"}
             where, why = _explain(detail, known, sources, shortcuts)
             problems.setdefault(where, []).append(why)
@@ -197,23 +197,16 @@ def _validate(
     return settings
 
 
-def _known(kind: Any, prefix: str = "") -> dict[str, bool]:
-    """Returns the dotted keys of all settings, and of their groups, which are True."""
-    keys: dict[str, bool] = {}
+def _known(kind: Any, prefix: str = "") -> dict[str, Any]:
+    """Returns the field of each setting by its dotted key, and None by that of a group."""
+    known: dict[str, Any] = {}
     for name, field in kind.model_fields.items():
         inner = field.annotation
-        keys[prefix + name] = isinstance(inner, type) and issubclass(inner, Settings)
-        if keys[prefix + name]:
-            keys |= _known(inner, f"{prefix}{name}.")
-    return keys
-
-
-def _field(kind: Any, key: str) -> Any:
-    """Returns the field of a dotted key."""
-    *groups, name = key.split(".")
-    for group in groups:
-        kind = kind.model_fields[group].annotation
-    return kind.model_fields[name]
+        is_group = isinstance(inner, type) and issubclass(inner, Settings)
+        known[prefix + name] = None if is_group else field
+        if is_group:
+            known |= _known(inner, f"{prefix}{name}.")
+    return known
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -251,14 +244,14 @@ def _value(values: Any, key: str) -> Any:
     return values
 
 
-def _setting_of(detail: Any, known: Mapping[str, bool]) -> str:
+def _setting_of(detail: Any, known: Mapping[str, Any]) -> str:
     """Returns the dotted key of the setting that one of pydantic's errors is in, or its whole place."""
     path = [str(part) for part in detail["loc"]]  # ends with members of unions and lists
     keys = [".".join(path[:n]) for n in range(1, len(path) + 1)]
-    return next((key for key in keys if known.get(key) is False), ".".join(path))
+    return next((key for key in keys if known.get(key)), ".".join(path))
 
 
-def _deepest(details: Sequence[Any], known: Mapping[str, bool]) -> list[Any]:
+def _deepest(details: Sequence[Any], known: Mapping[str, Any]) -> list[Any]:
     """Returns the errors without those of a union's members that do not fit at all: of a setting, the innermost."""
     depths: dict[str, int] = {}
     for detail in details:
@@ -268,11 +261,12 @@ def _deepest(details: Sequence[Any], known: Mapping[str, bool]) -> list[Any]:
 
 
 def _explain(
-    detail: Any, known: Mapping[str, bool], sources: Sequence[Source], shortcuts: Mapping[str, str]
+    detail: Any, known: Mapping[str, Any], sources: Sequence[Source], shortcuts: Mapping[str, str]
 ) -> tuple[str, str]:
     """Returns where a wrong value stands and why it is wrong, from one of pydantic's errors."""
     key, inside = _setting_of(detail, known), [str(part) for part in detail["loc"][1:]]
-    absent = (Mapping, type(None)) if known.get(key) else type(None)  # sources share a group
+    is_group = key in known and known[key] is None
+    absent = (Mapping, type(None)) if is_group else type(None)  # sources share a group
     given = [name for name, values in sources if not isinstance(_value(values, key), absent)]
     flag, source = f"--{shortcuts.get(key, key)}", given[-1] if given else ""
     if detail["type"] == "missing":
@@ -282,7 +276,7 @@ def _explain(
         name = ".".join([key, *inside[1:]]) if key in known else key
         return f"{source or 'settings'}: {name}: ", f"no such setting.{_nearest(name, known)}"
     message, value = str(detail["msg"]).removeprefix("Value error, "), detail["input"]
-    if known.get(key, True) and isinstance(value, Mapping):  # several settings together
+    if not known.get(key) and isinstance(value, Mapping):  # several settings together
         return f"{key}: " * bool(key), message
     text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
     if detail["type"] == "literal_error":
