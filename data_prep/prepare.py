@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 from tokenizers import Tokenizer
+from tqdm import tqdm
 
 from data_prep.build import COPIES_TEXT, DROPPED_TEXT, SHARD_TOKENS, Unit, build_unit
 from data_prep.encode import load_tokenizer_files
@@ -39,7 +40,7 @@ from data_prep.merge import (
 from data_prep.pool import Pool, open_pool, run_all
 from data_prep.settings import BuildOptions
 from data_prep.sources import OPENERS, Skipped, SourceFile, list_inputs
-from multicls.console import Progress, count, print_line
+from multicls.console import count, print_line, progress_bar
 from multicls.corpus import FORMAT_VERSION, MANIFEST, Corpus, tokenizer_fingerprint
 from multicls.errors import UserError
 from multicls.files import LOCK, atomic_write, locked, write_json
@@ -113,7 +114,7 @@ def prepare(
         finally:
             if not (output / MANIFEST).exists() and not any(work.glob("*/*.arrow")):
                 _remove_work(work)  # nothing to continue from
-    print_line(f"done in {Progress.format_interval(time.monotonic() - started)}: {output}")
+    print_line(f"done in {tqdm.format_interval(time.monotonic() - started)}: {output}")
     return Corpus(output)
 
 
@@ -122,7 +123,7 @@ def _build(calls: list[tuple[Any, ...]], is_missing: list[bool], pool: Pool) -> 
     missing = list(compress(calls, is_missing))
     missing.sort(key=lambda call: -sum(file.size for file in call[0].files))
     done = len(calls) - len(missing)
-    with Progress(len(calls), "unit", "build", done=done, shown=bool(missing)) as progress:
+    with progress_bar(len(calls), "unit", "build", initial=done, disable=not missing) as progress:
         for _ in run_all(build_unit, missing, pool):
             progress.update()
 

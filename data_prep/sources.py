@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_prep.settings import BuildOptions
-from multicls.console import Progress
+from multicls.console import progress_bar
 from multicls.errors import UserError, did_you_mean, first_line
 from multicls.tables import separator_of
 
@@ -131,7 +131,7 @@ def _list_input(source: str, what: str, settings: BuildOptions) -> Iterable[Entr
     base = os.path.basename(what.rstrip("/") if is_url else os.path.realpath(what))
     source = source or printable(base if os.path.isdir(what) else stem(base))
     entries = list[Entry]()
-    bar = Progress(0, "file", "list", delay=5.0)
+    bar = progress_bar(0, "file", "list", delay=5.0)
     with ThreadPoolExecutor(32) as pool, bar:  # remote files answer slowly
         try:
             each = (pool.map if is_url else map)(partial(_inspect, settings), _walk(source, what))

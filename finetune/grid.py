@@ -35,7 +35,7 @@ from finetune.settings import (
     flatten,
     unread_settings,
 )
-from multicls.console import Progress, count, print_line, print_summary
+from multicls.console import count, print_line, print_summary, progress_bar
 from multicls.errors import UserError, did_you_mean, first_line, run_command
 from multicls.files import FolderInUse, lock_holder, read_json
 from multicls.settings import RecipeOptions, load_settings, parse
@@ -253,7 +253,7 @@ def work(runs: Sequence[RunSettings], began: float, waits: bool) -> None:
     array leaves instead, since it keeps a GPU.
     """
     pending = sorted(runs, key=_work_of, reverse=True)
-    with Progress(len(runs), "run", "grid") as progress:
+    with progress_bar(len(runs), "run", "grid") as progress:
         while pending:
             for run in list(pending):
                 if attempt(run, began):

@@ -34,7 +34,7 @@ from finetune.metrics import score_predictions
 from finetune.results import FORMAT, differences
 from finetune.settings import TRAINER_ARGUMENTS, RunSettings
 from finetune.tasks import Array, example_arrays
-from multicls.console import Progress, print_line
+from multicls.console import print_line, progress_bar
 from multicls.deepspeed_config import Precision
 from multicls.distributed import on_rank_0, rank_and_world, safe_unpickling
 from multicls.errors import UserError, first_line
@@ -314,7 +314,7 @@ class TaskTrainer(Trainer):
         Returns the outputs (N, C) of each task by split, without "train", and the record's fields on training.
         """
         shown = self.is_world_process_zero()
-        bar = Progress(len(self.sampler), "batch", "fine-tuning", shown=shown)
+        bar = progress_bar(len(self.sampler), "batch", "fine-tuning", disable=not shown)
         with bar as self._bar, ExitStack() as stack:
             if newest := on_rank_0(self._newest_checkpoint):
                 state = torch.load(newest / STATE, weights_only=True)

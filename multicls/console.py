@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Iterable
+from typing import Any
 
 from tqdm import tqdm
 
@@ -29,24 +30,12 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-class Progress(tqdm):
-    """A tqdm bar; without a terminal it is drawn every 10 seconds. `done` of `total` units were finished before.
+def progress_bar(total: float, unit: str, description: str, **options: Any) -> Any:
+    """Returns a tqdm bar; without a terminal it is drawn every 10 seconds.
 
-    `total` is 0 if it is not known. `shown` is False on all ranks but one, `delay` in seconds.
+    `total` is 0 if it is not known. `options` are tqdm's: `initial` units were finished before.
     """
-
-    def __init__(
-        self,
-        total: float,
-        unit: str,
-        description: str,
-        *,
-        done: float = 0,
-        shown: bool = True,
-        delay: float = 0,
-    ) -> None:
-        on_terminal = sys.stderr.isatty()
-        options = {"desc": description, "unit": f" {unit}", "initial": done, "disable": not shown}
-        options["delay"] = delay
-        every = 0.1 if on_terminal else 10.0
-        super().__init__(total=total, leave=not on_terminal, mininterval=every, **options)
+    on_terminal = sys.stderr.isatty()
+    options["mininterval"] = 0.1 if on_terminal else 10.0
+    options["leave"] = not on_terminal
+    return tqdm(total=total, unit=f" {unit}", desc=description, **options)

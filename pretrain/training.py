@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import profile, schedule, tensorboard_trace_handler
+from tqdm import tqdm
 
 from data_prep.examples import ExampleStream
-from multicls.console import Progress
+from multicls.console import progress_bar
 from multicls.corpus import Corpus
 from multicls.distributed import on_rank_0
 from multicls.environment import flops_per_token, peak_flops, peak_memory_gb
@@ -214,7 +215,8 @@ class Trainer:
         run, train, steps = self.settings.run, self.settings.train, self.settings.train.steps
         batches = self._batches(range(start, steps))
         on_device = prefetch_to(torch.device(self.engine.device), batches)
-        progress = Progress(steps, "steps", "pretraining", done=start, shown=dist.get_rank() == 0)
+        hidden = dist.get_rank() > 0
+        progress = progress_bar(steps, "steps", "pretraining", initial=start, disable=hidden)
         guard, sums = NonFiniteGuard(self.engine, train.skip_nonfinite), MetricSums()
         profiler = build_profiler(self.job.run_folder / "profile", run.profile)
         with stop.listening(), progress, closing(batches), profiler or nullcontext():
@@ -343,7 +345,7 @@ class Trainer:
             work = flops_per_token(sum(weights), *sizes, self.settings.data.seq_length)
             if peak := peak_flops(name):
                 values["speed/mfu"] = tokens / seconds / dist.get_world_size() * work / peak
-        left = Progress.format_interval(values["speed/seconds_per_step"] * (train.steps - done))
+        left = tqdm.format_interval(values["speed/seconds_per_step"] * (train.steps - done))
         self.log.record(done, "train", values, note=f"  eta {left}")
 
 

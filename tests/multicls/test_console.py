@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from multicls.console import Progress, count, print_line
+from multicls.console import count, print_line, progress_bar
 
 
 def test_numbers_in_words() -> None:
@@ -18,7 +18,7 @@ def test_lines_stand_above_the_bar(
     on_terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: on_terminal)
-    with Progress(4, "step", "training", done=1) as progress:
+    with progress_bar(4, "step", "training", initial=1) as progress:
         print_line("a line")
         progress.update(2)
         progress.refresh()
