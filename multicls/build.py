@@ -92,9 +92,9 @@ def _load_config(checkpoint: str, revision: str | None) -> Any:
     kind = get_fields(checkpoint, revision=revision)[0].get("model_type")
     if kind is None:
         raise ValueError("it holds no config.json; of a run, pass RUN/hf")
-    config: Any = (
-        known[kind].from_pretrained(checkpoint, revision=revision) if kind in known else None
-    )
+    config: Any = None
+    if kind in known:
+        config = known[kind].from_pretrained(checkpoint, revision=revision)
     masked: Any = transformers.MODEL_FOR_MASKED_LM_MAPPING.get(type(config), None)
     reason = ""
     if config is None:

@@ -25,10 +25,8 @@ def parameter_groups(
             factor = 1.0 if ".encoder." in name else head_lr_factor
             groups.setdefault((weight_decay if decays else 0.0, factor), []).append(parameter)
     return [
-        {"params": params, "weight_decay": decay, "lr_factor": factor}
-        for (decay, factor), params in sorted(
-            groups.items(), key=lambda item: item[0], reverse=True
-        )
+        {"params": groups[decay, factor], "weight_decay": decay, "lr_factor": factor}
+        for decay, factor in sorted(groups, reverse=True)
     ]
 
 
