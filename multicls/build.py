@@ -58,7 +58,6 @@ def build(
     with load_problems(checkpoint), quiet_transformers():
         config = _load_config(checkpoint, revision)
         tokenizer = load_tokenizer(checkpoint, revision)
-        commit = config._commit_hash  # copies lose it
         if continued := isinstance(config, MultiClsConfig):
             _check_facets(config, facets, len(facet_ids(tokenizer)))
             config.update(fields)
@@ -77,7 +76,8 @@ def build(
         rows = max(len(tokenizer), config.vocab_size)
         # A multiple of 64 rows, so that 16-bit matrix products are aligned.
         model.resize_token_embeddings(rows, 64, mean_resizing=False)
-        model.config._commit_hash = commit
+        file = cached_file(checkpoint, "config.json", revision=revision)
+        model.config._commit_hash = extract_commit_hash(file, None)  # of the Hub; None: a folder
         report(f"weights: {text}")
         _check_encoder_works(model, tokenizer, report)
     return model, tokenizer
@@ -110,8 +110,6 @@ def _load_config(checkpoint: str, revision: str | None) -> Any:
     if reason:
         raise ValueError(f"model_type '{kind}' {reason}. {WHAT_WORKS}")
     config.architectures = config.dtype = None  # of the weights there, not of the model here
-    file = cached_file(checkpoint, "config.json", revision=revision)
-    config._commit_hash = extract_commit_hash(file, None)  # of the Hub; None: a folder
     return config
 
 
