@@ -77,13 +77,7 @@ def read_passages(
     most: int | None = None,
     per_document: int = PER_DOCUMENT,
 ) -> Passages:
-    """Returns the passages of the held-out documents.
-
-    Args:
-        fraction: Share of the documents that is held out.
-        most: Number of passages, at most.
-        per_document: Most passages of a document.
-    """
+    """Returns at most `most` passages of the held-out `fraction` of the documents, at most `per_document` of each."""
     texts: list[str] = []
     documents: list[int] = []
     limit = corpus.validation_limit(fraction)

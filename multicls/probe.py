@@ -152,17 +152,11 @@ def values_of(
 
 
 def standardisation(features: Array, topics: slice = NO_TOPICS) -> tuple[Array, Array]:
-    """Returns what to subtract from features (N, F) and what to divide them by before a linear model reads them.
+    """Returns the shift (F,) and scale (F,), in float64, of features (N, F) before a linear model reads them.
 
-    Each feature gets a variance of 1. All topics are divided by one number, so that they weigh as much as the other
-    features together; each with a variance of 1, the rare ones would add noise. Features that hardly vary become 0:
-    MiniLM has some of about 1e-30, whose weights would be 1e30.
-
-    Args:
-        topics: The columns that are topics.
-
-    Returns:
-        Shift (F,) and scale (F,), in float64.
+    Each feature gets a variance of 1. All columns of `topics` are divided by one number, so that they weigh as much as
+    the other features together; each with a variance of 1, the rare ones would add noise. Features that hardly vary
+    become 0: MiniLM has some of about 1e-30, whose weights would be 1e30.
     """
     mean, spread = features.mean(axis=0, dtype=np.float64), features.std(axis=0, dtype=np.float64)
     scale = np.where(spread > DEAD * spread.max(), spread, np.inf)
