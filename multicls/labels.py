@@ -2,7 +2,7 @@
 
 import ast
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -105,8 +105,7 @@ def find_columns(where: str, row: Row, groups: Sequence[Names], what: str = "tex
 def with_texts(rows: RawRows, fields: Sequence[str], what: str) -> tuple[RawRows, list[str]]:
     """Returns the rows that have a text in each of the columns, and notes on the others and on suspicious rows.
 
-    Args:
-        what: the noun for a row in notes.
+    Notes call a row `what`.
 
     Raises:
         UserError: None has.
@@ -193,9 +192,8 @@ def texts_of(row: Row, fields: Sequence[str], where: str) -> tuple[str, ...]:
     return tuple(str(row[column]) for column in fields)
 
 
-def label_type(cells: Iterable[Any]) -> LabelType:
+def label_type(cells: Sequence[Any]) -> LabelType:
     """Returns the type of labels in cells: lists are several labels, numbers not all whole are scores."""
-    cells = list(cells)
     if any(isinstance(cell, list) for cell in cells):
         return "multi_label"
     numbers = [number for cell in cells if (number := _number(cell)) is not None]
@@ -228,8 +226,7 @@ def class_names(
 ) -> tuple[str, ...]:
     """Returns the names of the classes in the labels of `read_label`, sorted; () for scores.
 
-    Args:
-        others: Labels of the other splits.
+    `others` are the labels of the other splits.
 
     Raises:
         UserError: All labels are alike, or each row has a class of its own.

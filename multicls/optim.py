@@ -15,8 +15,7 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Splits the trainable parameters into those with weight decay, and biases and LayerNorms without, if any.
 
-    Args:
-        head_lr_factor: Factor of the learning rate of all weights outside the encoder, the "lr_factor" of a group.
+    `head_lr_factor` is the "lr_factor" of the weights outside the encoder: it multiplies their learning rate.
     """
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
