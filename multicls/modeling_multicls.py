@@ -341,15 +341,10 @@ class MultiClsModel(MultiClsPreTrainedModel):
             topics_BT = self.topics(input_ids, attention_mask)
         return MultiClsModelOutput(**outputs, facet_embeddings=facets_BSD, topics=topics_BT)
 
-    def _encode_unpadded(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        real: Tensor | None,
-        starts: Tensor | None,
-        **kwargs: Any,
-    ) -> Any:
+    def _encode_unpadded(self, real: Tensor | None, starts: Tensor | None, **kwargs: Any) -> Any:
         """Encodes the T real tokens as one sequence, (1, T); the hidden states on the padding are 0."""
+        input_ids = kwargs.pop("input_ids")
+        attention_mask = kwargs.pop("attention_mask")
         kind, attention = self.encoder.config.model_type, self.config._attn_implementation
         if kind not in UNPADDING or attention not in PACKED_ATTENTION:
             raise ValueError(
