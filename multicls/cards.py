@@ -26,7 +26,8 @@ PAPERS = {  # to cite for the method and for heads
     "[arXiv:1911.01940](https://arxiv.org/abs/1911.01940)",
     "cln": "Abrams: Improving minBERT with Conditional Layer Normalization. Report of the course CS224N, Stanford.",
 }
-# The model pools itself (`MultiClsModel.embed_sentences`), so the folder needs no pooling module.
+# The model pools itself (`MultiClsModel.embed_sentences`), so the folder needs no pooling module. For the method
+# `forward`, sentence-transformers would pack texts for flash attention, and facets would have other positions.
 SENTENCE_TRANSFORMER: dict[str, Any] = {
     "modules.json": [
         {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
