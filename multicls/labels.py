@@ -111,9 +111,7 @@ def with_texts(rows: RawRows, fields: Sequence[str], what: str) -> tuple[RawRows
         UserError: None has.
     """
     full = [
-        (where, row)
-        for where, row in rows
-        if all(row.get(name) is not None and str(row[name]).strip() for name in fields)
+        (where, row) for where, row in rows if not any(is_empty(row.get(name)) for name in fields)
     ]
     if not full:
         raise UserError(f"{rows[0][0]}: no row has a text.")

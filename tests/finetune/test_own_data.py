@@ -84,10 +84,10 @@ def test_several_labels_a_row(tmp_path: Path) -> None:
 
 
 def test_rows_without_a_text_are_left_out_and_counted(tmp_path: Path) -> None:
-    empty = [{"text": text, "label": "x"} for text in ("", " ", None)]
+    empty = [{"text": text, "label": "x"} for text in ("", " ", None, float("nan"))]
     rows, pairs = [*labelled("x", "y", 0), *empty], {"text_column": "text,label"}
     _, data = read(tmp_path, rows, labelled("x"), **pairs)
-    assert len(data.train) == 3 and "3 train rows without a text left out" in data.notes
+    assert len(data.train) == 3 and "4 train rows without a text left out" in data.notes
     (tmp_path / "t.csv").write_text("text\na\n\nb\n")  # the empty line is an empty cell
     assert [row["text"] for _, row in read_table(tmp_path / "t.csv")] == ["a", None, "b"]
 
