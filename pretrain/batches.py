@@ -138,33 +138,31 @@ def _unstack(
     numbers: list[int], arrays: dict[str, np.ndarray], unpad: bool
 ) -> Iterator[MicroBatch]:
     """Yields the micro-batches of one call, in pinned memory where there is a GPU."""
-    windows = arrays.pop("windows")
-    places = {"masked_positions": arrays["labels"] != IGNORE_INDEX}  # of a flattened micro-batch
-    lengths = arrays["attention_mask"].sum(axis=2, dtype=np.int64)  # (micro-batches, sequences)
-    if unpad:
-        places["real_positions"] = arrays["attention_mask"].astype(bool)
-        arrays["sequence_starts"] = np.pad(lengths.cumsum(axis=1), ((0, 0), (1, 0)))
-    orders = (arrays["so_labels"] != IGNORE_INDEX).sum(axis=1)
-    facets = arrays["input_ids"].shape[2] - arrays["tfidf_labels"].shape[2]
-    rows = len(numbers)
-    arrays |= {name: where.reshape(rows, -1).nonzero()[1] for name, where in places.items()}
-    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    tensors = {name: t if t.is_floating_point() else t.long() for name, t in tensors.items()}
-    if uses_cuda():
-        tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
-    of_batches: dict[str, Any] = {
-        name: tensor.split(places[name].sum(axis=(1, 2)).tolist()) if name in places else tensor
-        for name, tensor in tensors.items()
-    }
+    windows, on_gpu = arrays.pop("windows"), uses_cuda()
     for i, number in enumerate(numbers):
-        inputs = {name: values[i] for name, values in of_batches.items()}
-        tokens, sequences = int(lengths[i].sum()), lengths.shape[1]
+        found = {name: array[i] for name, array in arrays.items()}
+        mask = found["attention_mask"]
+        lengths = mask.sum(axis=1, dtype=np.int64)
+        found["masked_positions"] = np.flatnonzero(found["labels"] != IGNORE_INDEX)
+        if unpad:
+            found["real_positions"] = np.flatnonzero(mask)
+            found["sequence_starts"] = np.pad(lengths.cumsum(), (1, 0))
+        facets = mask.shape[1] - found["tfidf_labels"].shape[1]
+        sequences, tokens = len(mask), int(lengths.sum())
         counts = {
-            "mlm": len(inputs["masked_positions"]),
+            "mlm": len(found["masked_positions"]),
             "tfidf": tokens - facets * sequences,
-            "so": int(orders[i]),
+            "so": np.count_nonzero(found["so_labels"] != IGNORE_INDEX),
             "examples": len(windows[i]),
             "sequences": sequences,
             "tokens": tokens,
         }
+        inputs = {name: _tensor(array, on_gpu) for name, array in found.items()}
         yield MicroBatch(number, windows[i], inputs, counts)
+
+
+def _tensor(array: np.ndarray, pinned: bool) -> Tensor:
+    tensor = torch.from_numpy(array)
+    if not tensor.is_floating_point():
+        tensor = tensor.long()
+    return tensor.pin_memory() if pinned else tensor
