@@ -57,7 +57,7 @@ COSTLY = 0.2  # share of a run's arithmetic from which on the log names the prob
 
 @dataclass(frozen=True)
 class Best:
-    """The best value so far: its step, the embedding that has it, and its change against the mean at step 0."""
+    """The best embedding of a step: its value, its name, and its change against the mean at step 0."""
 
     step: int
     value: float
@@ -77,7 +77,8 @@ class TrainingProbe:
         untouched: Builds the model that step 0 measures, and its tokenizer; None: the engine's own model.
         topics: The topics of the corpus, if the run has them.
         advice: What to change if the embeddings get worse.
-        last: Changes of the last validation, by embedding.
+        best: That of the best step so far.
+        latest: That of the last validation, whose scores and changes by embedding are `scores` and `last`.
     """
 
     run_folder: Path
@@ -92,6 +93,7 @@ class TrainingProbe:
     topics: TopicTable | None = None
     advice: str = ""
     best: Best | None = None
+    latest: Best | None = None
     seconds: float = 0.0
     history: list[float] = field(default_factory=list)
     first: dict[str, Array] = field(default_factory=dict)
@@ -99,23 +101,17 @@ class TrainingProbe:
     last: dict[str, Difference] = field(default_factory=dict)
 
     @property
-    def view(self) -> str:
-        """Name of the embedding to take from the export; "" before the first validation."""
-        if self.keeps_best and self.best:
-            return self.best.view
-        return max(self.scores, key=self.scores.__getitem__, default="")
-
-    @property
-    def change(self) -> Difference:
-        """Change of the embedding to take from the export."""
-        if self.keeps_best and self.best:
-            return self.best.change
-        return self.last[self.view]
+    def chosen(self) -> Best:
+        """The embedding to take from the export, after the first validation."""
+        chosen = self.best if self.keeps_best else self.latest
+        assert chosen is not None
+        return chosen
 
     @property
     def recommended(self) -> str:
         """Name of the embedding that labels would be learned from; "" if passages alone are not sure of any."""
-        return self.view if isinstance(self.measure, Draws) or self.change.low > 0 else ""
+        is_shown = isinstance(self.measure, Draws) or self.chosen.change.low > 0
+        return self.chosen.view if is_shown else ""
 
     def validate(self, engine: Any, step: int) -> tuple[dict[str, float], bool]:
         """Returns the metrics at `step`, and whether they are the best so far. All ranks call it."""
@@ -167,8 +163,7 @@ class TrainingProbe:
             with np.load(path, allow_pickle=False) as saved:
                 self.first = dict(saved)
             self._take(0, self.first)
-            if step > 0:  # of before a resume
-                self.history = self._recorded(step)
+            self.history = self._recorded(step)
             if step > 0 and (best := self.run_folder / BEST).exists():  # of before a resume
                 fields = read_json(best)
                 self.best = Best(**fields | {"change": Difference(**fields["change"])})
@@ -187,8 +182,10 @@ class TrainingProbe:
         self.scores = {name: float(np.nanmean(found)) for name, found in values.items()}
         self.last = {n: self.measure.difference(x, self.first["mean"]) for n, x in values.items()}
         view = max(self.scores, key=self.scores.__getitem__)
-        if is_best := self.best is None or self.scores[view] > self.best.value:
-            self.best = Best(step, self.scores[view], view, self.last[view])
+        self.latest = Best(step, self.scores[view], view, self.last[view])
+        is_best = self.best is None or self.latest.value > self.best.value
+        if is_best:
+            self.best = self.latest
         return is_best
 
     def _recorded(self, step: int) -> list[float]:
@@ -226,12 +223,12 @@ class TrainingProbe:
                 f"{self.measure.name}, {name}: {before}{100 * self.scores[name]:.1f}; against the mean at step 0 "
                 f"{change}"
             )
-        assert self.best is not None
+        assert self.best and self.latest
         lines.append(
-            f"the best embedding is {self.view}; the best step was {self.best.step}; measuring took "
+            f"the best embedding is {self.chosen.view}; the best step was {self.best.step}; measuring took "
             f"{self.seconds:.0f} s, {self.seconds / seconds:.1%} of the time"
         )
-        all_worse = self.last[max(self.scores, key=self.scores.__getitem__)].high < 0
+        all_worse = self.latest.change.high < 0
         if all_worse or self.last["mean"].high < 0:
             kept = f" The best step, {self.best.step}, is kept." if self.keeps_best else ""
             what = "all embeddings" if all_worse else "the mean over tokens"
@@ -240,7 +237,7 @@ class TrainingProbe:
             lines.append(
                 "these labels are too easy to show a gain: step 0 has them nearly all right"
             )
-        elif self.change.low <= 0:
+        elif self.chosen.change.low <= 0:
             lines.append("no gain is shown: the interval of the best embedding holds 0")
         return lines
 

@@ -207,19 +207,21 @@ def test_the_embedding_to_take_is_that_of_the_exported_step(tmp_path: Path) -> N
         found = probe(keeps_best)
         found._compare({"mean": fair, "cls": noise}, 0)
         found._compare({"mean": noise, "cls": poor}, 4)
-        assert found.view == view and f"the best embedding is {view}" in found.summary(9.0)[2]
+        assert (
+            found.chosen.view == view and f"the best embedding is {view}" in found.summary(9.0)[2]
+        )
         assert found.best and found.best.step == 0
         assert found.recommended == "", "no gain is shown"
     resumed = probe(True)  # without best.json: step 0 was the best
     resumed._compare({"mean": noise, "cls": poor}, 8)
-    assert resumed.view == "mean" and "no gain is shown" in resumed.summary(9.0)[-1]
+    assert resumed.chosen.view == "mean" and "no gain is shown" in resumed.summary(9.0)[-1]
     better, again = probe(True), probe(True)
     better._compare({"mean": noise, "cls": good}, 8)
-    assert better.view == "cls"
+    assert better.chosen.view == "cls"
     better.write_best()
     again._compare({"mean": noise, "cls": noise}, 12)
-    assert (again.view, again.best) == ("cls", better.best)
-    assert again.recommended == "cls" and again.change.low > 0
+    assert (again.chosen.view, again.best) == ("cls", better.best)
+    assert again.recommended == "cls" and again.chosen.change.low > 0
 
 
 @pytest.mark.parametrize(
