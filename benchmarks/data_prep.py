@@ -14,7 +14,6 @@ measures the peak memory of a process that finds the copies, and of one that hol
 """
 
 import multiprocessing
-import resource
 import shutil
 import statistics
 import subprocess
@@ -23,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +37,7 @@ from benchmarks.harness import Case, Report, take_turns
 from data_prep.build import DOCUMENT
 from data_prep.examples import ExampleStream, SpecialIds
 from multicls.corpus import Corpus, held_out_share
+from multicls.environment import peak_memory_gb
 from multicls.errors import UserError, run_command
 from multicls.sample import sample_model
 from multicls.settings import Settings, parse
@@ -71,7 +70,6 @@ class Options(Settings):
     folder: CliPositionalArg[str] = Field(description="folder of .txt files, one document a file")
     rounds: int = Field(3, ge=1, description="rounds of each comparison")
     scale: int = Field(0, ge=0, description="number of synthetic documents, instead of text")
-    seconds: float = Field(3.0, gt=0, description="seconds of each measurement of the loader")
 
 
 def preparations(text: str, folder: Path) -> dict[str, Case]:
@@ -101,8 +99,8 @@ def preparations(text: str, folder: Path) -> dict[str, Case]:
     }
 
 
-def sequences_per_second(stream: ExampleStream, workers: int, seconds: float) -> float:
-    """Returns the sequences a second that the loader delivers after its first batch."""
+def sequences_per_second(stream: ExampleStream, workers: int, seconds: float = 3.0) -> float:
+    """Returns the sequences a second that the loader delivers in `seconds` after its first batch."""
     from pretrain.batches import load_steps
 
     batches = load_steps(stream, range(1 << 40), size=EXAMPLES, per_step=1, workers=workers)
@@ -117,15 +115,15 @@ def sequences_per_second(stream: ExampleStream, workers: int, seconds: float) ->
 RECORDS = 1_000_000  # documents of a synthetic unit or shard
 
 
-def peak_of_copies(folders: list[Path]) -> tuple[int, int, float]:
-    """Returns the number of copies, the peak memory of this process in bytes, and its CPU seconds."""
+def peak_of_copies(folders: list[Path]) -> tuple[int, float, float]:
+    """Returns the number of copies, the peak memory of this process in GB, and its CPU seconds."""
     from data_prep.merge import find_copies
 
     copies = sum(int(copied.sum()) for copied in find_copies(folders))
-    return copies, *_usage()
+    return copies, peak_memory_gb("cpu"), time.process_time()
 
 
-def peak_of_windows(folders: list[Path]) -> tuple[int, int, float]:
+def peak_of_windows(folders: list[Path]) -> tuple[int, float, float]:
     """Returns the number of windows of a corpus of the documents, and memory and CPU seconds as `peak_of_copies`."""
     from data_prep.windows import WindowIndex
 
@@ -143,12 +141,7 @@ def peak_of_windows(folders: list[Path]) -> tuple[int, int, float]:
     corpus.held_out = lambda number, limit: held_out_share(shard(number).hashes) < limit
     split: Any = {"validation": False, "validation_fraction": 0.01, "source_weights": {}}
     index = WindowIndex(corpus, num_parts=3, tokens_per_window=315, **split)
-    return index.per_epoch, *_usage()
-
-
-def _usage() -> tuple[int, float]:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_maxrss << 10, usage.ru_utime + usage.ru_stime
+    return index.per_epoch, peak_memory_gb("cpu"), time.process_time()
 
 
 def measure_scale(number: int, folder: Path, report: Report) -> None:
@@ -167,8 +160,8 @@ def measure_scale(number: int, folder: Path, report: Report) -> None:
     rows = []
     for name, measure in (("find_copies", peak_of_copies), ("WindowIndex", peak_of_windows)):
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            found, memory, seconds = pool.submit(measure, folders).result()
-        rows.append([name, f"{found:,}", memory / 1e9, memory / number, seconds])
+            found, gigabytes, seconds = pool.submit(measure, folders).result()
+        rows.append([name, f"{found:,}", gigabytes, 1e9 * gigabytes / number, seconds])
     columns = ["", "copies or windows", "peak memory (GB)", "bytes a document", "CPU seconds"]
     report.table(f"{number:,} documents", columns, rows)
 
@@ -195,8 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         start_loader_server()
         rows = []
         for workers in (0, 1, 2):
-            measure = partial(sequences_per_second, stream, workers, options.seconds)
-            speeds = [measure() for _ in range(options.rounds)]
+            speeds = [sequences_per_second(stream, workers) for _ in range(options.rounds)]
             rows.append([workers, statistics.median(speeds), min(speeds), max(speeds)])
     columns = ["loader processes", "sequences/s (median)", "least", "most"]
     report.table("Loader, three-part examples of 128 tokens", columns, rows)

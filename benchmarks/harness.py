@@ -25,20 +25,15 @@ Case = Callable[[], Any]
 
 
 def take_turns(
-    cases: Mapping[str, Case], *, rounds: int, warmup: int = 1, wait: Case = lambda: None
+    cases: Mapping[str, Case], *, rounds: int, warmup: int = 1
 ) -> dict[str, list[float]]:
-    """Calls each case once a round and returns its seconds, one entry a round after the warm-up rounds.
-
-    `wait` is called before each reading of the clock: it waits for the device or for other ranks.
-    """
+    """Calls each case once a round and returns its seconds, one entry a round after the warm-up rounds."""
     names, seconds = list(cases), {name: list[float]() for name in cases}
     for number in range(-warmup, rounds):
         shift = number % len(names)
         for name in names[shift:] + names[:shift]:
-            wait()
             start = time.perf_counter()
             cases[name]()
-            wait()
             if number >= 0:
                 seconds[name].append(time.perf_counter() - start)
     return seconds

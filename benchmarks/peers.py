@@ -254,11 +254,6 @@ def average(changes: Sequence[Difference]) -> Difference:
     return Difference(mean, mean - half, mean + half)
 
 
-def shown(change: Difference) -> str:
-    """Returns a difference in points with its interval."""
-    return f"{100 * change.mean:+.1f} ({100 * change.low:+.1f} to {100 * change.high:+.1f})"
-
-
 def folders_of(arm: str, domain: Domain, options: Options) -> list[Path]:
     """Returns the folders of an arm's seeds; the untouched model has one."""
     seeds = options.seeds[:1] if arm == UNTOUCHED else options.seeds
@@ -303,7 +298,7 @@ def add_domain(report: Report, domain: Domain, options: Options) -> dict[int, Re
         for results in by_size.values():
             score = float(np.nanmean(results[arm, view]))
             change = compare(results[arm, view], results[REFERENCE])
-            cells.append(f"{100 * score:.1f}, {shown(change)}")
+            cells.append(f"{100 * score:.1f}, {change}")
         cost = [np.mean([record[name] for record in records]) for name in ("steps", "cpu_seconds")]
         rows.append([arm, view, *cells, *(f"{value:,.0f}" for value in cost)])
     columns = ["arm", "view", *(f"{size} rows" for size in by_size), "steps", "CPU seconds"]
@@ -320,7 +315,7 @@ def add_comparisons(report: Report, domains: Mapping[str, dict[int, Results]]) -
             for name, (first, second) in questions(results).items():
                 change = compare(results[first], results[second])
                 changes.setdefault(f"{name}, {size} rows", []).append(change)
-    rows = [[name, *map(shown, found), shown(average(found))] for name, found in changes.items()]
+    rows = [[name, *found, average(found)] for name, found in changes.items()]
     report.table("Comparisons, in points", ["", *domains, "mean of domains"], rows)
 
 
