@@ -1,8 +1,8 @@
-"""Shared by the benchmarks: cases that take turns, ratios with verdicts, and a report in Markdown.
+"""Shared by the benchmarks: cases that take turns, their ratios, and a report in Markdown.
 
 Cases run in one process in rounds, each round in another order, so that other load on the machine slows down all of
-them. A ratio gets a verdict only if two estimates of it agree: the ratio of the minima, which other load disturbs
-least, and the median of the ratios over rounds.
+them. A ratio has two estimates, the ratio of the minima, which other load disturbs least, and the median of the ratios
+over rounds. If they differ by more than a tenth, the machine was too busy to tell.
 """
 
 import os
@@ -20,7 +20,6 @@ from multicls.environment import environment_record
 from multicls.files import REPOSITORY, atomic_write
 
 RESULTS = REPOSITORY / "runs" / "benchmarks"
-AGREEMENT = 0.10  # largest difference of the two estimates of a ratio that gets a verdict
 Case = Callable[[], Any]
 
 
@@ -45,15 +44,6 @@ def ratio(case: Sequence[float], baseline: Sequence[float]) -> tuple[float, floa
     return min(case) / min(baseline), statistics.median(rounds)
 
 
-def verdict(estimates: tuple[float, float], limit: float | None) -> str:
-    """Returns INCONCLUSIVE if the estimates differ by more than `AGREEMENT`, else whether both keep the limit."""
-    if abs(estimates[0] - estimates[1]) > AGREEMENT:
-        return "INCONCLUSIVE"
-    if limit is None:
-        return "no limit"
-    return "met" if max(estimates) <= limit else "not met"
-
-
 class Report:
     """The results of one benchmark script: printed at once, written to runs/benchmarks/NAME.md by `write`."""
 
@@ -69,24 +59,14 @@ class Report:
             f"thread(s); {versions}.\n"
         )
 
-    def compare(
-        self,
-        what: str,
-        samples: Mapping[str, Sequence[float]],
-        baseline: str,
-        limits: Mapping[str, float] | None = None,
-    ) -> None:
+    def compare(self, what: str, samples: Mapping[str, Sequence[float]], baseline: str) -> None:
         """Adds the times of all cases and their ratios to `baseline`."""
         rows = []
         for name, seconds in samples.items():
-            judged: list[Any] = ["baseline", "", "", ""]
-            if name != baseline:
-                estimates, limit = ratio(seconds, samples[baseline]), (limits or {}).get(name)
-                judged = [*estimates, f"<= {limit:g}" if limit else "", verdict(estimates, limit)]
-            rows.append([name, min(seconds), *judged])
+            estimates = ratio(seconds, samples[baseline]) if name != baseline else ("baseline", "")
+            rows.append([name, min(seconds), *estimates])
         columns = ["case", "seconds (least)", "ratio of minima", "median ratio"]
-        rounds = len(samples[baseline])
-        self.table(f"{what}, {rounds} rounds", [*columns, "limit", "verdict"], rows)
+        self.table(f"{what}, {len(samples[baseline])} rounds", columns, rows)
 
     def table(self, what: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Adds a table and prints it."""
