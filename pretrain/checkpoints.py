@@ -21,6 +21,7 @@ from pretrain.run_folder import (
     COMPLETE,
     FORMAT,
     META,
+    best_step,
     check_whole,
     checkpoint_path,
     saved_steps,
@@ -92,14 +93,13 @@ class Checkpoints:
     def discard_after(self, step: int) -> str:
         """Deletes checkpoints after `step`, which are of a run of another length; returns a line for the log, or ""."""
         later = [number for number in saved_steps(self.folder) if number > step]
-        best = self.folder.parent / BEST
-        if later and best.exists() and read_json(best)["step"] > step:
-            best.unlink()
+        if not later:
+            return ""
+        if best_step(self.folder.parent) > step:
+            (self.folder.parent / BEST).unlink()
         _delete(checkpoint_path(self.folder, number) for number in later)
         numbers = ", ".join(map(str, later))
-        return (
-            f"the checkpoints of another length, of steps {numbers}, are removed" if later else ""
-        )
+        return f"the checkpoints of another length, of steps {numbers}, are removed"
 
     def is_permanent(self, step: int) -> bool:
         """Returns True if the checkpoint of `step` is always saved and never deleted."""
@@ -149,9 +149,8 @@ class Checkpoints:
         with atomic_write(path / COMPLETE):
             pass
         steps = saved_steps(self.folder)
-        best = self.folder.parent / BEST
-        kept = {read_json(best)["step"]} if best.exists() else set()
-        kept |= {*steps[-self.keep :], *filter(self.is_permanent, steps)}
+        best, permanent = best_step(self.folder.parent), filter(self.is_permanent, steps)
+        kept = {best, *permanent, *steps[-self.keep :]}
         paths = {checkpoint_path(self.folder, step) for step in kept}
         _delete(set(self.folder.glob("step_*")) - paths)  # or left by killed processes
         return sum(files.values())

@@ -31,10 +31,10 @@ from multicls.settings import Settings, load_settings, parse
 from pretrain.card import write_card
 from pretrain.run_folder import (
     BEFORE,
-    BEST,
     DONE,
     SETTINGS,
     TOPICS,
+    best_step,
     check_whole,
     checkpoint_path,
     saved_steps,
@@ -99,10 +99,8 @@ def chosen_step(run_folder: Path, steps: Sequence[int]) -> int:
     newest = max(steps, default=0)
     if not settings_of(run_folder).run.keep_best:
         return newest
-    best = run_folder / BEST
-    if best.exists():
-        step: int = read_json(best)["step"]
-        return step if step in steps else newest
+    if best := best_step(run_folder):
+        return best if best in steps else newest
     if (run_folder / DONE).exists():
         print_stderr(
             f"note: no step was better than step 0, so {run_folder / 'hf'} is the model before training; this is that "

@@ -41,6 +41,12 @@ def saved_steps(folder: Path) -> list[int]:
     return sorted(int(marker.parent.name.removeprefix("step_")) for marker in markers)
 
 
+def best_step(run_folder: Path) -> int:
+    """Returns the step of the best checkpoint with `run.keep_best`; 0: no step was better than step 0."""
+    path = run_folder / BEST
+    return int(read_json(path)["step"]) if path.exists() else 0
+
+
 def check_whole(path: Path) -> None:
     """Raises UserError if a file of a checkpoint is missing or has another size, or another version wrote it."""
     meta = read_json(path / META)

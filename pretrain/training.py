@@ -20,7 +20,7 @@ from multicls.corpus import Corpus
 from multicls.distributed import on_rank_0
 from multicls.environment import flops_per_token, peak_flops, peak_memory_gb
 from multicls.errors import UserError
-from multicls.files import read_json, write_json
+from multicls.files import write_json
 from multicls.optim import dropout_seed
 from pretrain.batches import MicroBatch, load_steps, prefetch_to
 from pretrain.checkpoints import Checkpoints
@@ -29,7 +29,7 @@ from pretrain.log import Log
 from pretrain.metrics import MetricSums, collapses, loss_terms, means, measure
 from pretrain.nonfinite import NonFiniteGuard, mask_nonfinite
 from pretrain.probing import TrainingProbe
-from pretrain.run_folder import BEST, DONE, STOPPED, saved_steps
+from pretrain.run_folder import DONE, STOPPED, best_step, saved_steps
 from pretrain.settings import PretrainSettings, lr_at
 from pretrain.stopping import StopRequest
 
@@ -279,9 +279,9 @@ class Trainer:
     def _export(self, step: int) -> None:
         folder, run = self.job.run_folder, self.settings.run
         steps = [step]
-        if run.keep_best and (folder / BEST).exists():
-            steps = [read_json(folder / BEST)["step"]]
-            self.log.info(f"the best step by the probe, {steps[0]}, is exported")
+        if run.keep_best and (best := best_step(folder)):
+            steps = [best]
+            self.log.info(f"the best step by the probe, {best}, is exported")
         elif run.keep_best and self.probe and not self.settings.model.random_weights:
             steps = []
             self.log.info(
