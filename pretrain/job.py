@@ -142,13 +142,10 @@ def prepare(settings: PretrainSettings, ds_config: dict[str, Any], corpus: Corpu
     notes += [*length, *describe_machine(), *_notes_on_held_out(settings, streams["validation"])]
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     notes.append(f"model: {size:.1f} M parameters, {precision}")
-    untouched = partial(build_model, settings.model, facets=False)
+    base = partial(build_model, settings.model, facets=False)
+    untouched = None if settings.model.random_weights else base
     probe, lines = build_probe(
-        settings,
-        corpus,
-        tokenizer,
-        resumes=start_step > 0,
-        untouched=None if settings.model.random_weights else untouched,
+        settings, corpus, tokenizer, resumes=start_step > 0, untouched=untouched
     )
     notes += [*lines, *_notes_on_objectives(settings, notes)]
     parts = (settings, completed, corpus, model, tokenizer, streams, checkpoints, start_step)

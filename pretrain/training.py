@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +88,12 @@ def train_step(
     device = torch.device(engine.device)
     batches = [batch.to(device) for batch in batches]
     normalizers = exchange_counts_and_votes(batches, stop or StopRequest(), device)
+    arguments: Any = {"normalizers": normalizers, "group_size": train.negatives_group}
+    arguments |= {"objectives": tuple(weights), "unpad": train.unpad}
     losses, terms = [], []
     for batch in batches:
         torch.manual_seed(dropout_seed(train.seed, batch.number))
-        outputs = _forward(engine, settings, batch, normalizers, train.negatives_group)
+        outputs = engine(**batch.inputs, **arguments)
         weighted = [weights[name] * loss for name, loss in outputs.losses.items()]
         engine.backward(mask_nonfinite(torch.stack(weighted).sum()))
         losses.append({name: loss.detach() for name, loss in outputs.losses.items()})
@@ -133,16 +136,17 @@ def evaluate(engine: Any, settings: PretrainSettings, stream: ExampleStream) -> 
     options: dict[str, Any] = sizes | {"rank": dist.get_rank(), "unpad": settings.train.unpad}
     (batches,) = load_steps(stream, range(1), **options)
     engine.eval()
-    sums = MetricSums()
+    sums, weights, unpad = MetricSums(), settings.objective.in_use, settings.train.unpad
+    arguments: Any = {"group_size": size, "objectives": tuple(weights), "unpad": unpad}
     for batch in batches:
         batch = batch.to(device)
         normalizers = {name: torch.tensor(max(batch.counts[name], 1.0)) for name in NORMALIZED}
-        outputs = _forward(engine, settings, batch, normalizers, size)
+        outputs = engine(**batch.inputs, normalizers=normalizers, **arguments)
         terms = loss_terms(outputs.losses, batch, normalizers)
         terms |= measure(outputs, batch, normalizers, size)
         sums.add(terms, counted=batch.number < count)
     engine.train()
-    return with_total(means(sums.totals(device)), settings.objective.in_use)
+    return with_total(means(sums.totals(device)), weights)
 
 
 def with_total(values: dict[str, float], weights: Mapping[str, float]) -> dict[str, float]:
@@ -151,22 +155,6 @@ def with_total(values: dict[str, float], weights: Mapping[str, float]) -> dict[s
     if not losses:
         return values
     return {"loss/total": sum(weights[name] * losses[name] for name in losses)} | values
-
-
-def _forward(
-    engine: Any,
-    settings: PretrainSettings,
-    batch: MicroBatch,
-    normalizers: Mapping[str, Tensor],
-    group_size: int,
-) -> Any:
-    return engine(
-        **batch.inputs,
-        normalizers=normalizers,
-        group_size=group_size,
-        objectives=tuple(settings.objective.in_use),
-        unpad=settings.train.unpad,
-    )
 
 
 @dataclass(frozen=True)
@@ -218,6 +206,7 @@ class Trainer:
         hidden = dist.get_rank() > 0
         progress = progress_bar(steps, "steps", "pretraining", initial=start, disable=hidden)
         guard, sums = NonFiniteGuard(self.engine, train.skip_nonfinite), MetricSums()
+        make_step = partial(train_step, self.engine, self.settings, guard=guard, stop=stop)
         profiler = build_profiler(self.job.run_folder / "profile", run.profile)
         with stop.listening(), progress, closing(batches), profiler or nullcontext():
             if start in (0, steps) or _is_due(start, run.eval_every):  # it follows the checkpoint
@@ -237,16 +226,7 @@ class Trainer:
                 begun = time.perf_counter()
                 loaded = next(on_device)
                 waited = time.perf_counter() - begun
-                train_step(
-                    self.engine,
-                    self.settings,
-                    loaded,
-                    step,
-                    sums=sums,
-                    guard=guard,
-                    stop=stop,
-                    measured=record_due,
-                )
+                make_step(loaded, step, sums=sums, measured=record_due)
                 if profiler:
                     profiler.step()
                 seconds = time.perf_counter() - begun
