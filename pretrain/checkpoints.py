@@ -26,7 +26,7 @@ from pretrain.run_folder import (
     checkpoint_path,
     saved_steps,
 )
-from pretrain.settings import TrainSettings, lr_at
+from pretrain.settings import RunSettings, TrainSettings, lr_at
 
 LENGTH = ("train.steps", "train.warmup_ratio", "train.decay_ratio")
 UNIVERSAL = "universal"  # a checkpoint converted for another number of ranks; removed when loaded
@@ -40,15 +40,13 @@ class Checkpoints:
         folder: `RUN/checkpoints`.
         identity: The values that decide the numbers of a run; a checkpoint must agree to be resumed. Flat.
         train: Settings with the length in steps.
-        keep: Number of newest checkpoints to keep.
-        milestone_every: Checkpoints of these steps are never deleted; None: no milestones.
+        run: Says which checkpoints are kept.
     """
 
     folder: Path
     identity: Mapping[str, Any]
     train: TrainSettings
-    keep: int
-    milestone_every: int | None = None
+    run: RunSettings
 
     def resume_step(self) -> int:
         """Returns the step of the newest checkpoint that the run can continue from; 0: there is none. Rank 0 calls it.
@@ -105,7 +103,7 @@ class Checkpoints:
         """Returns True if the checkpoint of `step` is always saved and never deleted."""
         if self.train.schedule == "wsd" and step == self.train.decay_start:
             return True  # a longer run can continue from it
-        return self.milestone_every is not None and step % self.milestone_every == 0
+        return self.run.milestone_every is not None and step % self.run.milestone_every == 0
 
     def convert_if_needed(self, step: int) -> str:
         """Makes the checkpoint of `step` loadable by this number of ranks. Rank 0 calls it.
@@ -150,7 +148,7 @@ class Checkpoints:
             pass
         steps = saved_steps(self.folder)
         best, permanent = best_step(self.folder.parent), filter(self.is_permanent, steps)
-        kept = {best, *permanent, *steps[-self.keep :]}
+        kept = {best, *permanent, *steps[-self.run.keep_checkpoints :]}
         paths = {checkpoint_path(self.folder, step) for step in kept}
         _delete(set(self.folder.glob("step_*")) - paths)  # or left by killed processes
         return sum(files.values())

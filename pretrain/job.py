@@ -133,8 +133,7 @@ def prepare(settings: PretrainSettings, ds_config: dict[str, Any], corpus: Corpu
     completed = complete_deepspeed_config(ds_config, precision=precision, **batch)
     check_with_deepspeed(completed, settings.config)
     numbers = identity(settings, ds_config, precision, corpus.path)  # the length is in steps
-    kept = settings.run.keep_checkpoints, settings.run.milestone_every
-    checkpoints = Checkpoints(run_folder / "checkpoints", numbers, settings.train, *kept)
+    checkpoints = Checkpoints(run_folder / "checkpoints", numbers, settings.train, settings.run)
     start_step = on_rank_0(checkpoints.resume_step)
     if end and (end >= settings.train.steps or not start_step):
         return None

@@ -19,7 +19,7 @@ from multicls.errors import UserError
 from multicls.files import lock_holder, locked, read_json, write_json
 from pretrain.checkpoints import Checkpoints, load_engine
 from pretrain.run_folder import disk_errors_reported, saved_steps, status
-from pretrain.settings import TrainSettings
+from pretrain.settings import RunSettings, TrainSettings
 from tests.pretrain.conftest import Fork, logs
 
 
@@ -52,7 +52,8 @@ class Engine:
 
 
 def checkpoints(folder: Path, keep: int = 2, **options: Any) -> Checkpoints:
-    return Checkpoints(folder, {"train.seed": 1}, TrainSettings(steps=90), keep, **options)
+    run = RunSettings(keep_checkpoints=keep, **options)
+    return Checkpoints(folder, {"train.seed": 1}, TrainSettings(steps=90), run)
 
 
 @pytest.fixture
@@ -132,7 +133,8 @@ def test_newest_and_milestones_are_kept(folder: Path) -> None:
 def of_length(folder: Path, **length: Any) -> Checkpoints:
     train = TrainSettings(schedule="wsd", warmup_ratio=0, **length)
     names = ("steps", "warmup_ratio", "decay_ratio")
-    return Checkpoints(folder, {f"train.{name}": getattr(train, name) for name in names}, train, 1)
+    numbers = {f"train.{name}": getattr(train, name) for name in names}
+    return Checkpoints(folder, numbers, train, RunSettings(keep_checkpoints=1))
 
 
 def test_the_last_checkpoint_before_a_decay_is_kept_for_longer_runs(tmp_path: Path) -> None:
