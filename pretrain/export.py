@@ -44,6 +44,7 @@ from pretrain.settings import ModelSettings, PretrainSettings, ProbeSettings
 EXPORT_INFO = "export.json"  # in RUN/model: facts for the card; in an export its step, too
 FACTS = ("documents", "sentences", "tokens", "sources", "hub_datasets")  # of a manifest: no paths
 WEIGHTS = "model.safetensors"
+LOCAL: Any = {"trust_remote_code": False, "local_files_only": True}  # for `from_pretrained`
 HEADS = ("mean", "cls", "facets")  # embeddings that a head of fine-tuning has the name of
 
 
@@ -181,10 +182,9 @@ def restore_model(folder: Path) -> tuple[Any, Any]:
             f"{folder}: is missing or incomplete; it holds the model's configuration and tokenizer, and a run writes "
             "it when it starts. Copy it from where the run was trained."
         )
-    options = {"trust_remote_code": False, "local_files_only": True}
-    config = AutoConfig.from_pretrained(folder, **options)
+    config = AutoConfig.from_pretrained(folder, **LOCAL)
     model = AutoModelForPreTraining.from_config(config, trust_remote_code=False)
-    return model, AutoTokenizer.from_pretrained(folder, **options)
+    return model, AutoTokenizer.from_pretrained(folder, **LOCAL)
 
 
 def build_model(
@@ -219,16 +219,14 @@ def untouched_model(run_folder: Path) -> tuple[Any, Any]:
     """Returns the model before training without new facets, as the run has saved it, and its tokenizer."""
     from transformers import AutoModelForPreTraining, AutoTokenizer
 
-    import multicls.modeling_multicls  # noqa: F401 (registers the model)
-    from multicls.build import quiet_transformers
+    from multicls.build import quiet_transformers  # registers the model, too
 
     folder = run_folder / BEFORE
     if not folder.exists():  # of a run without `run.keep_best`
         return model_before(run_folder, facets=False)
-    options = {"trust_remote_code": False, "local_files_only": True}
     with quiet_transformers():
-        model = AutoModelForPreTraining.from_pretrained(folder, **options)
-        return model, AutoTokenizer.from_pretrained(folder, **options)
+        model = AutoModelForPreTraining.from_pretrained(folder, **LOCAL)
+        return model, AutoTokenizer.from_pretrained(folder, **LOCAL)
 
 
 def mean_weights(run_folder: Path, steps: Sequence[int]) -> dict[str, Any]:

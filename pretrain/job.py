@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -250,21 +250,18 @@ def build_streams(
         )
     ids = {name: getattr(tokenizer, f"{name}_token_id") for name in ("cls", "sep", "pad", "mask")}
     special = SpecialIds(**ids, facets=facet_ids(tokenizer))
-    splits: tuple[Literal["train", "validation"], ...] = ("train", "validation")
-    return {
-        split: ExampleStream(
-            corpus,
-            special,
-            seq_length=data.seq_length,
-            seed=settings.train.seed,
-            split=split,
-            validation_fraction=data.validation_fraction,
-            num_parts=settings.num_parts,
-            mlm_probability=data.mlm_probability,
-            source_weights=data.source_weights if split == "train" else {},  # stays comparable
-        )
-        for split in splits
-    }
+    stream = partial(
+        ExampleStream,
+        corpus,
+        special,
+        seq_length=data.seq_length,
+        seed=settings.train.seed,
+        validation_fraction=data.validation_fraction,
+        num_parts=settings.num_parts,
+        mlm_probability=data.mlm_probability,
+    )
+    train = stream(source_weights=data.source_weights)
+    return {"train": train, "validation": stream(split="validation")}  # which stays comparable
 
 
 def identity(

@@ -128,7 +128,7 @@ def exchange_counts_and_votes(
 def evaluate(engine: Any, settings: PretrainSettings, stream: ExampleStream) -> dict[str, float]:
     """Returns metrics over the first examples of the validation stream, the same for all steps and numbers of ranks."""
     ranks, device = dist.get_world_size(), torch.device(engine.device)
-    size = max(1, min(settings.train.negatives_group, stream.examples_per_epoch))  # none twice
+    size = min(settings.train.negatives_group, stream.examples_per_epoch)  # none twice
     examples = min(settings.run.eval_examples, stream.examples_per_epoch)
     count = max(1, examples // size)  # one group a pass: independent of micro-batches
     padded = math.ceil(count / ranks) * ranks  # all ranks pass as often
