@@ -26,8 +26,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path[0] = str(REPOSITORY)
+sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import numpy as np
 from pydantic import Field
@@ -39,6 +38,7 @@ from data_prep.examples import ExampleStream, SpecialIds
 from multicls.corpus import Corpus, held_out_share
 from multicls.environment import peak_memory_gb
 from multicls.errors import UserError, run_command
+from multicls.files import REPOSITORY
 from multicls.sample import sample_model
 from multicls.settings import Settings, parse
 

@@ -31,7 +31,7 @@ from benchmarks.study import run
 from multicls.corpus import MANIFEST
 from multicls.errors import UserError, run_command
 from multicls.files import read_json, sha256_of, write_json
-from multicls.probe import Difference, Draws, draw_rows, embed, interval, values_of
+from multicls.probe import Array, Difference, Draws, draw_rows, embed, interval, values_of
 from multicls.sample import SAMPLE, sample_model
 from multicls.settings import Settings, parse
 
@@ -42,7 +42,6 @@ REFERENCE = (UNTOUCHED, "mean")
 TRIALS = (2, 10)  # steps
 TOPICS = 200
 RECORD = "record.json"
-Array = np.ndarray[Any, np.dtype[Any]]
 Results = dict[tuple[str, str], Array]  # (arm, view) -> the probe's values (seeds, draws, rows)
 
 

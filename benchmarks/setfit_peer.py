@@ -14,8 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path[0] = str(REPOSITORY)
+sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import numpy as np
 from pydantic import Field
@@ -29,6 +28,7 @@ from finetune.subsets import select_rows
 from finetune.tasks import Array, TaskData
 from multicls.console import print_line, print_summary
 from multicls.errors import UserError, run_command
+from multicls.files import REPOSITORY
 from multicls.settings import Settings, load_settings, parse
 
 LOWEST = 1e-6  # probability, so that its logarithm is a number

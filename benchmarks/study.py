@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path[0] = str(REPOSITORY)
+sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import pandas as pd
 import yaml
@@ -24,7 +23,7 @@ from benchmarks.harness import Report
 from finetune.estimates import Comparison, choose_candidates, compare, holm
 from finetune.results import load_results
 from multicls.errors import UserError, run_command
-from multicls.files import atomic_write
+from multicls.files import REPOSITORY, atomic_write
 from multicls.settings import Settings, parse
 
 

@@ -9,11 +9,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path[0] = str(REPOSITORY)
+sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from multicls.deepspeed_config import OWNED
-from multicls.files import atomic_write
+from multicls.files import REPOSITORY, atomic_write
 
 PAGE = REPOSITORY / "docs" / "settings.md"
 COMMANDS = (
