@@ -20,7 +20,6 @@ def write_card(folder: Path, run_folder: Path, config: Any, info: Mapping[str, A
     """Writes README.md to the folder of an exported model.
 
     Args:
-        config: Configuration of the model.
         info: The export's `step`, its `encoder` (sentence-transformers' class of model), the `metadata` of its base
             model and facts about its `corpus`.
     """

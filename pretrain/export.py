@@ -87,8 +87,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"or train with --run.keep_checkpoints {options.average}."
         )
     is_multi_vector = options.multi_vector is not None
-    flag = "--multi_vector" if is_multi_vector else "--output"
-    check_target(f"{flag} {folder}", folder, run_folder)
+    flag = f"{'--multi_vector' if is_multi_vector else '--output'} {folder}"
+    if folder.resolve() == (run_folder / "hf").resolve() and lock_holder(run_folder):
+        raise UserError(f"{flag}: the training writes this folder; set another one.")
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if folder.is_file() or (names and not names >= {EXPORT_INFO, WEIGHTS}):
+        raise UserError(f"{flag}: exists and is no export; set a new folder.")
     write_model(run_folder, steps, folder, options.towards_base, multi_vector=is_multi_vector)
     what = f"step {', '.join(map(str, steps))} of {run_folder}"
     print_summary([("model", f"{folder} ({what})")], next_command(folder))
@@ -115,15 +119,6 @@ def settings_of(run_folder: Path) -> PretrainSettings:
     return load_settings(PretrainSettings, [run_folder / SETTINGS])
 
 
-def check_target(flag: str, folder: Path, run_folder: Path) -> None:
-    """Raises UserError if an export may not replace `folder`; `flag` is what the user wrote."""
-    if folder.resolve() == (run_folder / "hf").resolve() and lock_holder(run_folder):
-        raise UserError(f"{flag}: the training writes this folder; set another one.")
-    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    if folder.is_file() or (names and not names >= {EXPORT_INFO, WEIGHTS}):
-        raise UserError(f"{flag}: exists and is no export; set a new folder.")
-
-
 def next_command(folder: Path, probe: ProbeSettings | None = None, view: str = "") -> str:
     """Returns a command that fits a classifier on an exported model: a probe of `view`, or a head all models have."""
     rows = probe or ProbeSettings()
@@ -146,7 +141,6 @@ def describe_model(
 
     Args:
         source: Checkpoint that the weights come from; "": random weights.
-        manifest: Manifest of the corpus.
     """
     from multicls.build import quiet_transformers
 

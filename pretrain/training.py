@@ -166,8 +166,6 @@ class Job:
         completed: The DeepSpeed JSON with the values of the settings.
         streams: Streams of examples by split, "train" and "validation".
         start_step: Step of the checkpoint to resume from; 0: a new run.
-        notes: Lines for the log.
-        probe: Is measured at each validation.
         stop: Its time limit counts from the preparation on.
     """
 
