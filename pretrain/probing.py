@@ -77,8 +77,8 @@ class TrainingProbe:
         untouched: Builds the model that step 0 measures, and its tokenizer; None: the engine's own model.
         topics: The topics of the corpus, if the run has them.
         advice: What to change if the embeddings get worse.
-        best: That of the best step so far.
-        latest: That of the last validation, whose scores and changes by embedding are `scores` and `last`.
+        best: The best embedding of the best step so far.
+        latest: The best embedding of the last validation; `scores` and `last` have values and changes of all.
     """
 
     run_folder: Path
