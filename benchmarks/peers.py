@@ -277,7 +277,7 @@ def questions(results: Results) -> dict[str, tuple[Any, Any]]:
         keys = [key for key in results if key[0] in arms and key[1] in views]
         return max(keys, key=lambda key: float(np.nanmean(results[key])), default=None)
 
-    ours = best(["own_text"], ["facets", "mean", "mean_topics"])
+    ours = best(["own_text"], ["facets", "mean", "mean_topics", "facets_topics"])
     trained = best(["own_text"], ["facets", "mean"])
     asked = {
         "own_text - untouched mean": (ours, REFERENCE),

@@ -114,7 +114,7 @@ class SystemSettings(Settings):
     """The settings that make a system: what is trained and how. A grid shares them among its runs."""
 
     head: str = Field("", description="; ".join(f"{name}: {text}" for name, text in HEADS.items()))
-    pooling: Literal["cls", "multicls", "mean", "facets", "mean_topics"] = Field(
+    pooling: Literal["cls", "multicls", "mean", "facets", "mean_topics", "facets_topics"] = Field(
         "cls", description=f"the embedding that {', '.join(sorted(READ_BY['pooling']))} read"
     )
     isobn: IsoBnSettings = IsoBnSettings()

@@ -21,7 +21,8 @@ MEASURES: dict[LabelType, str] = {
     "score": "R2",
     "multi_label": "label ranking average precision",
 }
-VIEWS = ("mean", "cls", "facets", "mean_topics")  # that are probed; `sum` is for similarities
+# Embeddings that are probed; `sum` is for similarities.
+VIEWS = ("mean", "cls", "facets", "mean_topics", "facets_topics")
 BATCH = 32  # texts of a forward pass
 SCALES = np.logspace(-2, 2, 9)  # of the ridge penalty, in variances of all features together
 DEAD = 1e-4  # a feature whose spread is a smaller part of the largest one is none
@@ -34,7 +35,8 @@ def views_of(outputs: Any, attention_mask: Any, num_facets: int) -> dict[str, An
     Returns:
         `mean`: (B, D), over the tokens of the text, [CLS] and [SEP], without facets; `cls`: (B, D), the last hidden
         state of [CLS]; with facets also `facets`: (B, K * D), all concatenated, and `sum`: (B, D); with topics
-        also `mean_topics`: (B, D + T), the mean divided by its length, and the topics.
+        also `mean_topics`: (B, D + T), and `facets_topics`: (B, K * D + T): the mean or the facets, divided by their
+        length, and the topics.
     """
     import torch
 
@@ -46,8 +48,9 @@ def views_of(outputs: Any, attention_mask: Any, num_facets: int) -> dict[str, An
         facets = outputs.facet_embeddings.float()
         views |= {"facets": facets.flatten(1), "sum": facets.sum(1)}
     if (topics := getattr(outputs, "topics", None)) is not None:
-        mean = torch.nn.functional.normalize(views["mean"], dim=1)
-        views["mean_topics"] = torch.cat([mean, topics.float()], dim=1)
+        for name in [name for name in ("mean", "facets") if name in views]:
+            unit = torch.nn.functional.normalize(views[name], dim=1)
+            views[f"{name}_topics"] = torch.cat([unit, topics.float()], dim=1)
     return views
 
 
@@ -147,8 +150,12 @@ def values_of(
     measure: Any, views: Mapping[str, Array], names: Iterable[str] = VIEWS
 ) -> dict[str, Array]:
     """Returns the values of some of the embeddings that `embed` returns, by `Draws` or another measure."""
-    topics = {"mean_topics": slice(views["mean"].shape[1], None)}
-    return {n: measure.values(views[n], topics.get(n, NO_TOPICS)) for n in names if n in views}
+    values = dict[str, Array]()
+    for name in [name for name in names if name in views]:
+        without, _, topics = name.partition("_")
+        columns = slice(views[without].shape[1], None) if topics else NO_TOPICS
+        values[name] = measure.values(views[name], columns)
+    return values
 
 
 def standardisation(features: Array, topics: slice = NO_TOPICS) -> tuple[Array, Array]:

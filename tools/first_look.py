@@ -36,7 +36,7 @@ from multicls.settings import parse
 LOSSES = {"loss/mlm": "MLM", "loss/tfidf": "TF-IDF", "loss/mcqt": "MCQT"}
 NAMES = {"cls": "[CLS]", "mean": "mean over tokens", "sum": "facets"}
 LABELS = {"cls": "[CLS]", "mean": "mean over tokens", "facets": "facets, concatenated"}
-LABELS |= {"mean_topics": "mean and topics"}
+LABELS |= {"mean_topics": "mean and topics", "facets_topics": "facets and topics"}
 
 
 class Options(LabelledSettings):

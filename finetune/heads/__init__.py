@@ -7,6 +7,7 @@ HEADS = {
     "multicls_sum": "linear layer on the plain sum of the facets (ablation of multicls)",
     "facets": "linear layer on the facet embeddings side by side, on Multi-CLS checkpoints",
     "mean_topics": "linear layer on the mean and the topics side by side, on models with topics",
+    "facets_topics": "linear layer on the facets and the topics side by side, on models with both",
     "isobn": "isotropic batch normalisation of the pooled embedding",
     "hire": "HIRE: all layers read by GRUs, and fused",
     "cln": "conditional layer normalisation: one encoder for several tasks",

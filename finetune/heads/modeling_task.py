@@ -137,8 +137,8 @@ class MeanHead(Head):
         return span_means(hidden, mask[:, None]).squeeze(1)
 
 
-class MeanTopicsHead(MeanHead):
-    """The mean over all unpadded positions and the topics of the text, each of length 1, side by side."""
+class TopicsHead(Head):
+    """The embedding of another head, its second base class, and the topics of the text, each of length 1."""
 
     def __init__(self, config: TaskModelConfig, encoder: PreTrainedModel) -> None:
         super().__init__(config, encoder)
@@ -148,10 +148,14 @@ class MeanTopicsHead(MeanHead):
         self.width += count
 
     def forward(self, hidden: Tensor, mask: Tensor, layers: Sequence[Tensor]) -> Tensor:
-        """Returns the embedding, (B, D + T)."""
+        """Returns the embedding, (B, E + T)."""
         assert self.topics is not None
-        mean = F.normalize(super().forward(hidden, mask, layers), dim=-1)
-        return torch.cat([mean, self.topics.to(mean.dtype)], dim=1)
+        embedding = F.normalize(super().forward(hidden, mask, layers), dim=-1)
+        return torch.cat([embedding, self.topics.to(embedding.dtype)], dim=1)
+
+
+class MeanTopicsHead(TopicsHead, MeanHead):
+    """The mean over all unpadded positions and the topics."""
 
 
 class MulticlsHead(Head):
@@ -203,6 +207,10 @@ class FacetsHead(Head):
         return self.facet_head(hidden[:, self.facet_slice]).flatten(1)
 
 
+class FacetsTopicsHead(TopicsHead, FacetsHead):
+    """The facet embeddings of pretraining and the topics."""
+
+
 def number_of_facets(encoder: PreTrainedModel) -> int:
     """Returns K; without facets it raises `IncompatibleHead`."""
     if not (count := getattr(encoder.config, "num_facets", 0)):
@@ -227,9 +235,10 @@ class PooledHead(Head):
         return self.pooling(hidden, mask, layers)
 
 
-HEADS: dict[str, type[Head]] = {"cls": ClsHead, "mean": MeanHead, "mean_topics": MeanTopicsHead}
+HEADS: dict[str, type[Head]] = {"cls": ClsHead, "first": FirstHead}
+HEADS |= {"mean": MeanHead, "mean_topics": MeanTopicsHead}
+HEADS |= {"facets": FacetsHead, "facets_topics": FacetsTopicsHead}
 HEADS |= {"multicls": MulticlsHead, "multicls_sum": MulticlsHead}
-HEADS |= {"facets": FacetsHead, "first": FirstHead}
 
 
 def find_head(name: str) -> type[Head]:

@@ -136,7 +136,7 @@ def test_the_card_of_a_saved_model(tune: Tune, tiny_bert: Path, tmp_path: Path) 
 def test_fitted_heads(tiny_multicls: Path, glue: Path, tmp_path: Path) -> None:
     """`probe` on each pooling, `tfidf` without a model; words decide the label, so both must find it."""
     fitted: dict[str, Any] = {"train__learning_rate": "", "train_size": 60, "selection": "holdout"}
-    for pooling in ("cls", "facets", "mean_topics"):
+    for pooling in ("cls", "facets", "mean_topics", "facets_topics"):
         values = fitted | {"head": "probe", "pooling": pooling, "save_model": True}
         record = finetune(tiny_multicls, glue, tmp_path, **values)
         assert score_of(record) > 0.9 and "history" not in record

@@ -71,9 +71,11 @@ def test_topics_weigh_as_much_as_the_other_features_together() -> None:
     np.testing.assert_allclose(variances[8:].sum(), 8)
     draws = draw_rows("class", labels, 60, 5)
     values = draws.values(both, columns)
-    found = values_of(draws, {"mean": mean, "sum": mean, "mean_topics": both})
-    assert found.keys() == {"mean", "mean_topics"}
-    assert np.array_equal(found["mean_topics"], values, equal_nan=True)
+    views = {"mean": mean, "facets": mean, "sum": mean, "mean_topics": both, "facets_topics": both}
+    found = values_of(draws, views)
+    assert [*found] == ["mean", "facets", "mean_topics", "facets_topics"]
+    for name in ("mean_topics", "facets_topics"):
+        assert np.array_equal(found[name], values, equal_nan=True)
     assert np.nanmean(values) > np.nanmean(draws.values(both)) + 0.1
     assert np.nanmean(draws.values(mean)) < 0.6
     assert np.isinf(standardisation(np.ones((20, 3)), slice(1, None))[1]).all()

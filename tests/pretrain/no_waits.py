@@ -32,7 +32,17 @@ from tests.pretrain.two_ranks import Case, make_engine, micro_batch, settings
 
 BATCHES = [micro_batch(0), micro_batch(1)]
 # `hire` reads lengths on the host, as torch's packed sequences need; `isobn` asks for autocast, which "gpu" lacks.
-HEADS = ("cls", "mean", "first", "multicls", "multicls_sum", "facets", "mean_topics", "cln")
+HEADS = (
+    "cls",
+    "mean",
+    "first",
+    "multicls",
+    "multicls_sum",
+    "facets",
+    "mean_topics",
+    "facets_topics",
+    "cln",
+)
 TASKS = {
     "scores": about(""),
     "several labels": about("xyz", multi_label=True),

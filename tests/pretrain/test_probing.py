@@ -16,7 +16,7 @@ from multicls.files import read_json, write_json
 from multicls.labels import LabelledSettings, read_labelled
 from multicls.modeling_multicls import TopicTable
 from multicls.passages import Passages
-from multicls.probe import draw_rows, embed, targets_of
+from multicls.probe import VIEWS, draw_rows, embed, targets_of
 from pretrain.export import chosen_step, load_topics
 from pretrain.probing import TrainingProbe, advice, build_probe, choose_rows
 from pretrain.settings import PretrainSettings
@@ -66,10 +66,7 @@ def test_the_same_on_any_ranks_and_stages(fork: Fork, rows: str, tmp_path: Path)
         assert "probe: 60 of 60 rows of" in printed and "the best embedding is" in printed
         columns = "--text_column body --label_column kind"
         assert f"--train_file {rows} {columns}" in printed and "tools/first_look.py" in printed
-        best = [
-            max(line[f"probe/{view}"] for view in ("mean", "cls", "facets", "mean_topics"))
-            for line in probes(folder)
-        ]
+        best = [max(line[f"probe/{view}"] for view in VIEWS) for line in probes(folder)]
         step = (0, 4, 8)[int(np.argmax(best))]
         exported = read_json(folder / "hf" / "export.json")["step"]
         assert exported == (step or 8)
@@ -81,7 +78,7 @@ def test_the_same_on_any_ranks_and_stages(fork: Fork, rows: str, tmp_path: Path)
     assert "already finished" in logs(folder) and following in logs(folder)
     first = found["zero2", 1]
     assert len(first) == 3 and first[0]["probe/mean_change"] == 0.0
-    keys = {"probe/mean", "probe/cls", "probe/facets", "probe/mean_topics"}
+    keys = {f"probe/{name}" for name in VIEWS}
     assert keys <= first[0].keys() and "probe/facets_change_low" in first[0]
     assert found["zero3", 2][0] == pytest.approx(first[0])  # before weights differ by rounding
 
