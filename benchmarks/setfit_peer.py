@@ -44,7 +44,7 @@ class Options(Settings):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Makes the runs that are not there; returns the exit code."""
-    options = parse(Options, argv, prog="setfit_peer.py", doc=__doc__)
+    options = parse(Options, argv, prog="benchmarks/setfit_peer.py", doc=__doc__)
     runs = load_results(options.results)
     alike = ["model", "task", "train_size", "subset"]  # but for the embedding
     for folder in runs[runs["head"] == "probe"].drop_duplicates(alike)["path"]:

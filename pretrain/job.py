@@ -43,6 +43,7 @@ from pretrain.export import build_model, describe_model, load_topics, next_comma
 from pretrain.log import Log
 from pretrain.probing import PLAN, build_probe
 from pretrain.run_folder import (
+    BEST,
     DONE,
     SETTINGS,
     STOPPED,
@@ -313,8 +314,11 @@ def _describe(job: Job) -> None:
                 f"{job.run_folder}: reports step {max(steps)}, but holds no checkpoint: put it back, or set "
                 "--output_dir."
             )
-    for marker in (STOPPED, DONE):  # a finished run may continue with more steps
-        (job.run_folder / marker).unlink(missing_ok=True)
+    old = [STOPPED, DONE]  # a finished run may continue with more steps
+    if not job.start_step:
+        old.append(BEST)  # of checkpoints that are gone
+    for name in old:
+        (job.run_folder / name).unlink(missing_ok=True)
     with atomic_write(job.run_folder / SETTINGS) as file:
         file.write(to_yaml(settings))
     if not job.start_step:

@@ -97,6 +97,7 @@ def test_no_better_step_exports_the_model_before(
     Path(rows).write_text("\n".join(map(json.dumps, lines)))
     folder.mkdir()
     (folder / "topics.safetensors").write_bytes(b"of a run that ended before its first checkpoint")
+    (folder / "best.json").write_text('{"step": 4}')  # of checkpoints that are gone
     flags = (*flags_of(rows), "--model.num_topics", "8", "--model.random_weights", "false")
     flags += ("--run.keep_best", "probe")  # it cannot be better than right
     base_folder = tmp_path / "base"
