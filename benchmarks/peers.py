@@ -4,9 +4,9 @@ python benchmarks/peers.py --data domains --cpu_seconds 600 --seeds 1 2 3
 
 DATA holds a folder for each domain with docs.jsonl.gz ({"text"}) and rows.jsonl.gz ({"text", "label"}). Each arm
 continues the model on the documents with one thread. A linear model on frozen embeddings of the rows then compares it
-with the untouched model, draw by draw (multicls/probe.py). The view `mean_topics` has the topics of the documents
-beside the mean; like the bag of words they need no training (multicls/topics.py). Two short trials of an arm choose the
-number of steps that fills the CPU time. The peers' settings are those of their documentation
+with the untouched model, draw by draw (multicls/probe.py). The views `mean_topics` and `facets_topics` have the topics
+of the documents; like the bag of words they need no training (multicls/topics.py). Two short trials of an arm choose
+the number of steps that fills the CPU time. The peers' settings are those of their documentation
 (benchmarks/peer_training.py). Finished runs are kept: the same command resumes. Tables go to OUTPUT/peers.md, and those
 of `--finetune` to OUTPUT/DOMAIN/finetune/results/report.md.
 """
@@ -31,7 +31,7 @@ from benchmarks.study import run
 from multicls.corpus import MANIFEST
 from multicls.errors import UserError, run_command
 from multicls.files import read_json, sha256_of, write_json
-from multicls.probe import Array, Difference, Draws, draw_rows, embed, interval, values_of
+from multicls.probe import VIEWS, Array, Difference, Draws, draw_rows, embed, interval, values_of
 from multicls.sample import SAMPLE, sample_model
 from multicls.settings import Settings, parse
 
@@ -109,7 +109,7 @@ def check_settings(options: Options) -> None:
         raise UserError("--finetune compares the facets of own_text: name it in --arms.")
     path = options.output / "settings.json"
     unchecked = {"data", "output", "arms", "seeds", "finetune"}
-    settings = options.model_dump(mode="json", exclude=unchecked)
+    settings = options.model_dump(mode="json", exclude=unchecked) | {"views": list(VIEWS)}
     old = read_json(path) if path.exists() else settings
     files = {
         f"{file.parent.name}/{file.name}": sha256_of(file)

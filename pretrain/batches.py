@@ -152,7 +152,7 @@ def _unstack(
         counts = {
             "mlm": len(found["masked_positions"]),
             "tfidf": tokens - facets * sequences,
-            "so": np.count_nonzero(found["so_labels"] != IGNORE_INDEX),
+            "so": int(np.count_nonzero(found["so_labels"] != IGNORE_INDEX)),
             "examples": len(windows[i]),
             "sequences": sequences,
             "tokens": tokens,

@@ -102,8 +102,12 @@ class TrainingProbe:
 
     @property
     def chosen(self) -> Best:
-        """The embedding to take from the export, after the first validation."""
-        chosen = self.best if self.keeps_best else self.latest
+        """The embedding to take from the export, after the first validation.
+
+        A model that began at random is not exported as it was before training, however good step 0 was.
+        """
+        is_exported = self.best is not None and (self.best.step > 0 or self.untouched is not None)
+        chosen = self.best if self.keeps_best and is_exported else self.latest
         assert chosen is not None
         return chosen
 
@@ -230,7 +234,8 @@ class TrainingProbe:
         )
         all_worse = self.latest.change.high < 0
         if all_worse or self.last["mean"].high < 0:
-            kept = f" The best step, {self.best.step}, is kept." if self.keeps_best else ""
+            is_kept = self.keeps_best and self.chosen is self.best
+            kept = f" The best step, {self.best.step}, is kept." if is_kept else ""
             what = "all embeddings" if all_worse else "the mean over tokens"
             lines.append(f"warning: the run made {what} worse.{kept} {self.advice}")
         if max(float(np.nanmean(found)) for found in self.first.values()) >= TOO_EASY:

@@ -34,8 +34,12 @@ SHORTER = [  # words of commands that would take minutes
     ("--run.eval_examples 3", "--run.eval_examples 3 --data.num_workers 0"),
     ("--epochs 2", "--max_steps 4"),
     ("--epochs 5", "--max_steps 4 --subsets 1"),
+    ("--subsets 10", "--subsets 2"),
     ('"gensim", "matplotlib", "networkx", "numpy", "pandas", "scipy", "sklearn")', '"gensim")'),
-    ("own/corpus --probe_file", "own/corpus --steps 2 --run.eval_examples 6 --probe_file"),
+    (
+        "own/corpus --probe_file",
+        "own/corpus --steps 2 --run.eval_examples 6 --run.keep_best null --probe_file",
+    ),
     ("--max_steps 20", "--max_steps 2"),
     ("--step 40", "--step 2"),
 ]

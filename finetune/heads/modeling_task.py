@@ -130,10 +130,17 @@ class ClsHead(Head):
 
 
 class MeanHead(Head):
-    """The mean over all unpadded positions: sum_t mask_t h_t / sum_t mask_t; special tokens count."""
+    """The mean over all unpadded positions but the facets: sum_t mask_t h_t / sum_t mask_t; [CLS] and [SEP] count."""
+
+    def __init__(self, config: TaskModelConfig, encoder: PreTrainedModel) -> None:
+        super().__init__(config, encoder)
+        self.without: slice = getattr(encoder.config, "facet_slice", slice(0))
 
     def forward(self, hidden: Tensor, mask: Tensor, layers: Sequence[Tensor]) -> Tensor:
         """Returns the embedding, (B, D)."""
+        begin, end = self.without.start or 0, self.without.stop
+        hidden = torch.cat([hidden[:, :begin], hidden[:, end:]], dim=1)
+        mask = torch.cat([mask[:, :begin], mask[:, end:]], dim=1)
         return span_means(hidden, mask[:, None]).squeeze(1)
 
 

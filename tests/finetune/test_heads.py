@@ -18,7 +18,8 @@ from finetune.tasks import Task, task_of
 from multicls.build import build
 from multicls.configuration_multicls import MultiClsConfig
 from multicls.errors import UserError
-from multicls.modeling_multicls import MultiClsForSequenceClassification
+from multicls.modeling_multicls import MultiClsForSequenceClassification, MultiClsModel
+from multicls.probe import views_of
 from multicls.settings import load_settings
 from tests.finetune.models import ENCODERS, SIZES, about, batch, load, make, parameters
 from tests.processes import completed
@@ -70,6 +71,20 @@ def test_multicls_is_the_pretraining_packages_classifier(head: str) -> None:
         facets = theirs.multicls.facet_states(theirs.multicls(**batch()).last_hidden_state)
         expected = theirs.classifier((dense(facets) + theirs.facet_bias).sum(dim=1))
     assert torch.allclose(ours(**batch()).logits, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("head", ["mean_topics", "facets_topics"])
+def test_topics_beside_an_embedding_are_what_the_probe_reads(head: str) -> None:
+    model, inputs = make("multicls", head), batch()
+    for values in model.encoder.topics.state_dict().values():
+        values.uniform_()
+    whole = MultiClsModel(model.encoder.config).eval()
+    whole.load_state_dict(model.encoder.state_dict(), strict=False)
+    if head == "facets_topics":
+        whole.facet_head.load_state_dict(model.head.facet_head.state_dict())
+    with torch.no_grad():
+        views = views_of(whole(**inputs), inputs["attention_mask"], 3)
+        assert torch.allclose(model(**inputs).features, views[head], atol=1e-6)
 
 
 POOLED = [("isobn", "multicls"), ("isobn", "mean"), ("cln", "multicls")]

@@ -174,6 +174,10 @@ def test_without_labels_recall_of_passages(tmp_path: Path) -> None:
     assert len(lines) == 4 and lines[2].endswith("measuring took 0 s, 5.0% of the time")
 
 
+def unused() -> Any:
+    """Stands for what builds the model that step 0 measures."""
+
+
 def test_harm_is_said_although_another_step_is_kept(tmp_path: Path) -> None:
     documents = np.repeat(np.arange(20), 3)
     generator = np.random.default_rng(0)
@@ -182,6 +186,7 @@ def test_harm_is_said_although_another_step_is_kept(tmp_path: Path) -> None:
     for cls, what in ((poor, "all embeddings"), (good, "the mean over tokens")):
         passages = Passages([], documents)
         probe = TrainingProbe(tmp_path, None, 32, [], passages, keeps_best=True, advice="Stop.")
+        probe.untouched = unused
         probe._compare({"mean": good, "cls": good}, 0)
         probe._compare({"mean": poor, "cls": cls}, 4)
         warning = f"warning: the run made {what} worse. The best step, 0, is kept. Stop."
@@ -190,19 +195,24 @@ def test_harm_is_said_although_another_step_is_kept(tmp_path: Path) -> None:
 
 
 def test_the_embedding_to_take_is_that_of_the_exported_step(tmp_path: Path) -> None:
-    """A run names the best embedding of the best step with keep_best, also after a resume, else of the last step."""
+    """That of the best step with keep_best, also after a resume, else of the last step.
+
+    Step 0 of a model that began at random is never exported.
+    """
     documents = np.repeat(np.arange(20), 3)
     generator = np.random.default_rng(0)
     noise = generator.normal(size=(60, 4))
     topics = generator.normal(size=(20, 4))[documents]
     poor, fair, good = (topics + size * noise for size in (2, 0.5, 0.1))
 
-    def probe(keeps_best: bool) -> TrainingProbe:
-        passages = Passages([], documents)
-        return TrainingProbe(tmp_path, None, 32, [], passages, keeps_best=keeps_best)
+    def probe(keeps_best: bool, untouched: Any = unused) -> TrainingProbe:
+        found = TrainingProbe(tmp_path, None, 32, [], Passages([], documents))
+        found.keeps_best, found.untouched = keeps_best, untouched
+        return found
 
-    for keeps_best, view in ((True, "mean"), (False, "cls")):
-        found = probe(keeps_best)
+    cases: Any = [(True, unused, "mean"), (False, unused, "cls"), (True, None, "cls")]
+    for keeps_best, untouched, view in cases:
+        found = probe(keeps_best, untouched)
         found._compare({"mean": fair, "cls": noise}, 0)
         found._compare({"mean": noise, "cls": poor}, 4)
         assert (
