@@ -24,5 +24,5 @@ def test_the_host_waits_only_where_the_page_says() -> None:
             "utils.py:is_invalid_grad_norm"
         }
     assert len(results["fake"]) == 6 and set(results["fake"].values()) == {""}
-    assert len(results["heads"]) == 11 and set(results["heads"].values()) == {""}
+    assert len(results["heads"]) == 12 and set(results["heads"].values()) == {""}
     assert "DataDependentOutput" in results["control"], "transformers' own mask is read on the host"
