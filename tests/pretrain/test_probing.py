@@ -195,7 +195,7 @@ def test_harm_is_said_although_another_step_is_kept(tmp_path: Path) -> None:
 
 
 def test_the_embedding_to_take_is_that_of_the_exported_step(tmp_path: Path) -> None:
-    """That of the best step with keep_best, also after a resume, else of the last step.
+    """A run names the best embedding of the best step with keep_best, also after a resume, else of the last step.
 
     Step 0 of a model that began at random is never exported.
     """
