@@ -81,7 +81,8 @@ def insert_facets(layer: nn.Module, _args: Any, kwargs: Mapping[str, Any], outpu
     """Applies a layer's inserted linear layers to its output at the facet positions (section 2.5).
 
     A forward hook. [CLS] and text stay the output of the plain layer, (B, L, D) or a tuple that begins with it.
-    Sequences that are packed into one, (1, T, D), begin at `cu_seq_lens_q`.
+    Sequences that are packed into one, (1, T, D), begin at `cu_seq_lens_q`. Those of padding, at the end, may be
+    shorter than the facets.
     """
     linear: Any = layer.facets
     hidden_BLD = output[0] if isinstance(output, tuple) else output
@@ -90,7 +91,8 @@ def insert_facets(layer: nn.Module, _args: Any, kwargs: Mapping[str, Any], outpu
         cls, facets_BKD, text = hidden_BLD.split([1, count, hidden_BLD.shape[1] - 1 - count], 1)
         inserted = torch.cat([cls, linear(facets_BKD), text], dim=1)
     else:
-        positions = (starts[:-1, None] + torch.arange(1, 1 + count, device=starts.device)).flatten()
+        positions = starts[:-1, None] + torch.arange(1, 1 + count, device=starts.device)
+        positions = positions.flatten().clamp(max=hidden_BLD.shape[1] - 1)
         facets_BKD = hidden_BLD[0].index_select(0, positions).unflatten(0, (-1, count))
         inserted = hidden_BLD.index_copy(1, positions, linear(facets_BKD).flatten(0, 1)[None])
     return (inserted, *output[1:]) if isinstance(output, tuple) else inserted
@@ -324,8 +326,8 @@ class MultiClsModel(MultiClsPreTrainedModel):
         The attention mask is (B, L): one of four dimensions would replace the local attention of encoders such as
         ModernBERT. Token types are left out where the encoder has none. `unpad` computes the T real tokens alone, with
         packed attention: `real_positions` (T,) are theirs in the flattened batch, and sequence i begins at the i-th of
-        `sequence_starts` (B + 1,); without them the host waits for the device. A ValueError names an encoder or
-        attention without it, or sequences without room for facets.
+        `sequence_starts` (B + 1,); without them the host waits for the device. Padding may follow as more sequences. A
+        ValueError names an encoder or attention without it, or sequences without room for facets.
         """
         if input_ids is not None and input_ids.shape[1] <= self.config.num_facets:
             raise ValueError(f"{input_ids.shape[1]} tokens have no room for [CLS] and the facets")
@@ -342,7 +344,7 @@ class MultiClsModel(MultiClsPreTrainedModel):
         return MultiClsModelOutput(**outputs, facet_embeddings=facets_BSD, topics=topics_BT)
 
     def _encode_unpadded(self, real: Tensor | None, starts: Tensor | None, **kwargs: Any) -> Any:
-        """Encodes the T real tokens as one sequence, (1, T); the hidden states on the padding are 0."""
+        """Encodes T tokens as one sequence, (1, T); the hidden states elsewhere are 0."""
         input_ids = kwargs.pop("input_ids")
         attention_mask = kwargs.pop("attention_mask")
         kind, attention = self.encoder.config.model_type, self.config._attn_implementation
