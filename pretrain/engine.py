@@ -48,6 +48,8 @@ NAMES = [
     "check_overflow",
     "get_grad_norm_direct",
     "_update_model_bit16_weights",
+    "unscale_and_clip_grads",
+    "clip_grad",
 ]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 NORMALIZER = "normalizer "  # before the names of divisors among the inputs of a graph
@@ -92,6 +94,7 @@ class FlatGradients:
             )
         self._optimizer.check_overflow = lambda **_: None  # the norm is not finite then, either
         self._optimizer.get_grad_norm_direct = self._norm
+        self._optimizer.unscale_and_clip_grads = self._unscale_and_clip
         self._optimizer._update_model_bit16_weights = lambda _: (
             None
         )  # the weights are views already
@@ -145,6 +148,16 @@ class FlatGradients:
             dist.all_reduce(total, group=self._optimizer.dp_process_group)
         total = total.sqrt()
         return torch.where(total.isfinite(), total, -1.0)
+
+    def _unscale_and_clip(self, partitions: Sequence[Tensor], norm: Tensor) -> None:
+        """Divides a group's gradients by the loss scale, and so that the norm is at most the largest one.
+
+        DeepSpeed's own function first waits for the norm, which `step` has checked already.
+        """
+        scale, largest = self._optimizer.loss_scale, self._optimizer.clip_grad
+        clip = torch.clamp((norm / scale + 1e-6) / largest, min=1.0)
+        for gradients in partitions:
+            gradients.data.mul_(1.0 / (clip * scale))
 
 
 class _Partition(list[Tensor]):

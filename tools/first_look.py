@@ -25,6 +25,7 @@ from pydantic_settings import CliPositionalArg
 
 from multicls.console import print_summary
 from multicls.corpus import Corpus
+from multicls.distributed import uses_cuda
 from multicls.errors import UserError, run_command
 from multicls.files import read_jsonl
 from multicls.labels import LabelledSettings, read_labelled
@@ -128,14 +129,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     with_facets = (True,) if settings.model.random_weights else (True, False)
     models = [model_before(folder, facets) for facets in with_facets]
     trained = (AutoModel.from_pretrained(hf), AutoTokenizer.from_pretrained(hf))
+    device = "cuda" if uses_cuda() else "cpu"
 
     def views(texts: list[Any], length: int) -> tuple[dict[str, Array], dict[str, Array]]:
         """Returns the embeddings before and after."""
         before, after = dict[str, Array](), dict[str, Array]()
         begun = [(before, model.multicls, tokenizer) for model, tokenizer in models]
         for found, encoder, tokenizer in [*begun, (after, *trained)]:
-            facets, encoder = encoder.config.num_facets, encoder.eval()
-            sizes: Any = {"max_length": length, "num_facets": facets}
+            facets, encoder = encoder.config.num_facets, encoder.eval().to(device)
+            sizes: Any = {"max_length": length, "num_facets": facets, "device": device}
             # Topics come from the corpus, not from the training: the model before has the same.
             found |= embed(encoder, tokenizer, texts, topics=trained[0].topics, **sizes)
         return before, after
