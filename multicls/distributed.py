@@ -83,7 +83,8 @@ def rank_and_world() -> tuple[int, int]:
 def on_rank_0(function: Callable[[], Value]) -> Value:
     """Returns rank 0's result of `function` on all ranks, which wait for it.
 
-    If it fails there, all ranks raise its `UserError`; of another exception they raise its text as a RuntimeError.
+    If it fails there, all ranks raise its `UserError`, which is printed once; of another exception they raise its text
+    as a RuntimeError.
     """
     import torch.distributed as dist
 
@@ -95,6 +96,7 @@ def on_rank_0(function: Callable[[], Value]) -> Value:
         try:
             outcome[0] = function()
         except UserError as error:
+            error.is_shared = True
             outcome[0] = error
         except Exception as error:
             failed = RuntimeError(f"rank 0 failed: {type(error).__name__}: {first_line(error)}")

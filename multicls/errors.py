@@ -13,8 +13,11 @@ from contextlib import suppress
 class UserError(Exception):
     """Bad settings or data: what is wrong, where, and how to put it right, one complete message a problem.
 
-    The command prints each problem on its own line, without a traceback, and exits with 2.
+    The command prints each problem on its own line, without a traceback, and exits with 2. `is_shared` is True if all
+    ranks raise it together: then one rank of each machine prints it.
     """
+
+    is_shared = False
 
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
@@ -69,7 +72,11 @@ def run_command(main: Callable[[Sequence[str] | None], int | None]) -> None:
 
 
 def _report(error: BaseException) -> None:
-    """Prints the error: a line for each problem, by one rank of each node, or a traceback."""
+    """Prints a line for each problem of an error of the user, or a traceback.
+
+    Before ranks meet, each of them checks the same settings, so the first rank of each machine reports for all.
+    Afterwards a rank may fail alone, while the others lose their connection to it: then it reports by itself.
+    """
     with suppress(OSError, ValueError):  # stdout is closed
         print(end="", flush=True)
     stdout = select.poll()
@@ -78,11 +85,19 @@ def _report(error: BaseException) -> None:
     if isinstance(error, BrokenPipeError) and stdout.poll(0) and not is_training:  # `| head`
         return
     if isinstance(error, (UserError, FloatingPointError)):
-        if os.environ.get("LOCAL_RANK", "0") == "0" or "DataLoader worker" in str(error):
+        may_be_alone = isinstance(error, UserError) and not error.is_shared and _ranks_have_met()
+        if may_be_alone or os.environ.get("LOCAL_RANK", "0") == "0":
+            rank = f"rank {os.environ['RANK']}: " if may_be_alone else ""
             for problem in getattr(error, "problems", [error]):
-                print_stderr(f"error: {problem}")
+                print_stderr(f"error: {rank}{problem}")
     elif not isinstance(error, KeyboardInterrupt):
         sys.excepthook(type(error), error, error.__traceback__)
+
+
+def _ranks_have_met() -> bool:
+    """Returns True if this process has joined a group of several ranks. Imports no torch."""
+    dist = sys.modules.get("torch.distributed")
+    return dist is not None and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _kill_children() -> None:
