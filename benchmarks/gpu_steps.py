@@ -1,12 +1,18 @@
-"""The steps that benchmarks/gpu.py measures, on random tokens."""
+"""The steps that benchmarks/gpu.py measures, on random tokens; each row in a process of its own.
+
+python -m benchmarks.gpu_steps '{"model": "BERT-base", "length": 128, "sequences": 30, "what": "graph"}'
+
+Nothing that one row changes, such as attention masks that our steps register, reaches another one.
+"""
 
 import gc
 import itertools
+import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,38 +24,55 @@ from multicls.deepspeed_config import complete_deepspeed_config, load_deepspeed_
 from multicls.distributed import prepare_deepspeed
 from multicls.environment import flops_per_token, peak_flops
 from multicls.modeling_multicls import MultiClsConfig, MultiClsForPreTraining
-from pretrain.batches import MicroBatch
-from pretrain.engine import build_engine, prepare_layers
+from pretrain.batches import MicroBatch, pack
+from pretrain.engine import Engine, prepare_layers
 from pretrain.settings import PretrainSettings, batch_arithmetic
-from pretrain.training import train_step
+from pretrain.trainer import train_step
 
-FACETS, VOCABULARY = 5, 30_528
+FACETS, VOCABULARY, GROUP = 5, 30_528, 10
+FILL = 0.85  # share of real tokens; a part of Wikipedia or a book has 105 of 128
+SHAPES = {  # kind, hidden size, layers
+    "BERT-base": ("bert", 768, 12),
+    "ModernBERT-base": ("modernbert", 768, 22),
+    "MiniLM": ("bert", 384, 6),
+    "tiny BERT": ("bert", 64, 2),
+    "tiny ModernBERT": ("modernbert", 64, 2),
+}
+SWITCHES: dict[str, dict[str, Any]] = {  # settings of `train`
+    "default": {},
+    "eager": {"graph": False, "unpad": False},
+    "graph": {"graph": True, "unpad": False},
+    "graph, unpad": {"graph": True, "unpad": True, "compile": False},
+}
 CUDA = torch.cuda.is_available()
 PRECISION: Any = "bf16" if CUDA else "fp32"
 
 
-def measure(
-    shape: tuple[str, int, int], length: int, sequences: int, *, fill: float, **train: Any
-) -> dict[str, Any]:
-    """Returns a row on steps of a shape (kind, hidden size, layers); too large a batch is a row, too."""
+def measure(model: str, length: int, sequences: int, what: str) -> dict[str, Any]:
+    """Returns a row on steps of a shape: "plain", or one of `SWITCHES`; too large a batch is a row, too."""
+    shape = SHAPES[model]
     encoder = encoder_of(shape, length)
-    row: dict[str, Any] = {"length": length, "sequences": sequences, "fill": fill}
-    plain = plain_seconds(shape, length, sequences, fill)
-    row["plain MLM, ms"] = "out of memory" if plain is None else 1000 * plain
-    model = MultiClsForPreTraining(MultiClsConfig(encoder=encoder, num_facets=FACETS))
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    batch = random_batch(sequences, length, fill, bool(train.get("unpad")))
-    ours = seconds(lambda: engine_step(model, batch, sequences // 3, train))
-    if ours is None:
-        return row | {"ours, ms": "out of memory"}
-    tokens = batch.counts["tokens"] / ours
-    row |= {"ours, ms": 1000 * ours, "tokens/s": tokens}
+    row: dict[str, Any] = {"model": model, "length": length, "sequences": sequences, "what": what}
+    unpad = bool(SWITCHES.get(what, {}).get("unpad"))
+    batch = random_batch(sequences, length, FILL, unpad and CUDA)
+    if what == "plain":
+        took = seconds(lambda: plain_step(encoder, batch))
+        return row | {"ms": "out of memory" if took is None else 1000 * took}
+    config = MultiClsConfig(encoder=encoder, num_facets=FACETS)
+    notes = list[str]()
+    took = seconds(lambda: engine_step(config, batch, SWITCHES[what], notes))
+    if took is None:
+        return row | {"ms": "out of memory"}
+    tokens = batch.counts["tokens"] / took
+    row |= {"ms": 1000 * took, "tokens/s": tokens}
     if CUDA:
-        work = flops_per_token(parameters, shape[2], shape[1], length)
+        objectives = ("mlm", "tfidf", "so", "mcqt")
+        sizes: Any = {"length": length, "group_size": GROUP, "mlm_probability": 0.15}
+        work = flops_per_token(config, objectives, **sizes)
         if peak := peak_flops(torch.cuda.get_device_name()):
             row["MFU"] = tokens * work / peak
         row["GB reserved"] = torch.cuda.max_memory_reserved() / 1e9
-    return row
+    return row | {"notes": "; ".join(notes)}
 
 
 def encoder_of(shape: tuple[str, int, int], length: int) -> Any:
@@ -60,15 +83,6 @@ def encoder_of(shape: tuple[str, int, int], length: int) -> Any:
     sizes |= {"pad_token_id": 0, "bos_token_id": 1, "cls_token_id": 1}  # ModernBERT's exceed it
     sizes |= {"eos_token_id": 2, "sep_token_id": 2}
     return AutoConfig.for_model(kind, **sizes)
-
-
-@lru_cache(maxsize=2)
-def plain_seconds(
-    shape: tuple[str, int, int], length: int, sequences: int, fill: float
-) -> float | None:
-    """Returns the seconds of a step of masked LM in a plain loop, measured once for all switches of ours."""
-    batch = random_batch(sequences, length, fill, unpad=False)
-    return seconds(lambda: plain_step(encoder_of(shape, length), batch))
 
 
 def seconds(make: Callable[[], AbstractContextManager[Case]], rounds: int = 8) -> float | None:
@@ -95,25 +109,23 @@ def seconds(make: Callable[[], AbstractContextManager[Case]], rounds: int = 8) -
 
 @contextmanager
 def engine_step(
-    model: MultiClsForPreTraining, batch: MicroBatch, examples: int, train: dict[str, Any]
+    config: MultiClsConfig, batch: MicroBatch, switches: dict[str, Any], notes: list[str]
 ) -> Iterator[Case]:
-    """Gives a step of pretraining with ZeRO 1."""
+    """Gives a step of pretraining with ZeRO 2; `notes` gets lines of the log."""
+    model, examples = MultiClsForPreTraining(config), batch.counts["examples"]
     values: dict[str, Any] = {"model": {"checkpoint": "random"}, "data": {"corpus": "random"}}
-    values["train"] = {"steps": 1_000_000, "negatives_group": 2 if examples < 10 else 10}
+    values["train"] = {"steps": 1_000_000, "negatives_group": 2 if examples < GROUP else GROUP}
     values["train"] |= {"global_batch_size": examples, "micro_batch_size": examples}
-    values["train"] |= {"precision": PRECISION, "compile": False} | train
+    values["train"] |= {"precision": PRECISION} | switches
     settings = PretrainSettings.model_validate(values)
-    prepare_layers(model, settings.train, PRECISION)
-    file = load_deepspeed_config("ds_configs/zero1.json")
-    arithmetic = batch_arithmetic(settings.train, 1)
-    config = complete_deepspeed_config(file, precision=PRECISION, **arithmetic)
-    weights = settings.objective.in_use
-    engine = build_engine(prepare_deepspeed(), model, config, settings.train, weights)
+    train, lines = prepare_layers(model, settings.train, PRECISION)
+    settings = settings.model_copy(update={"train": train})
+    file = load_deepspeed_config("ds_configs/zero2.json")
+    complete = complete_deepspeed_config(file, precision=PRECISION, **batch_arithmetic(train, 1))
+    engine = Engine(prepare_deepspeed(), model, complete, settings)
     numbers = itertools.count()
-    try:
-        yield lambda: train_step(engine, settings, [batch], next(numbers))
-    finally:
-        engine.destroy()  # its hooks would keep the model for ever
+    yield lambda: train_step(engine, settings, [batch], next(numbers))
+    notes += [*lines, *engine.new_notes()]
 
 
 @contextmanager
@@ -153,9 +165,12 @@ def random_batch(sequences: int, length: int, fill: float, unpad: bool) -> Micro
         "masked_positions": masked,
     }
     if unpad:
-        inputs["real_positions"] = real.flatten().nonzero()[:, 0]
-        starts = torch.nn.functional.pad(real.sum(dim=1).cumsum(0), (1, 0))
-        inputs["sequence_starts"] = starts
+        packed = pack(real.long().numpy())
+        inputs["real_positions"], inputs["sequence_starts"] = map(torch.from_numpy, packed)
     counts = {"mlm": len(masked), "tfidf": tokens - FACETS * sequences, "so": sequences}
     counts |= {"examples": sequences // 3, "sequences": sequences, "tokens": tokens}
     return MicroBatch(0, np.zeros((sequences // 3, 3), np.int64), inputs, counts)
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(**json.loads(sys.argv[1]))), flush=True)

@@ -38,32 +38,11 @@ SENTENCE_TRANSFORMER: dict[str, Any] = {
         "processor_kwargs": {"split_special_tokens": True},  # a literal "[SEP]" in a text is text
     },
 }
-_BASE = "sentence_transformers.base.modules"
-_TOKENS = "token_embeddings"  # what the modules of a MultiVectorEncoder pass on, (B, K, D)
-# Another folder, since its config_sentence_transformers.json names one class of models.
-MULTI_VECTOR_ENCODER: dict[str, Any] = {
-    "modules.json": [
-        {"idx": 0, "name": "0", "path": "", "type": f"{_BASE}.transformer.Transformer"},
-        {"idx": 1, "name": "1", "path": "", "type": "modeling_multicls.FacetVectors"},
-        {"idx": 2, "name": "2", "path": "2_Normalize", "type": f"{_BASE}.normalize.Normalize"},
-    ],
-    "sentence_bert_config.json": SENTENCE_TRANSFORMER["sentence_bert_config.json"]
-    | {
-        "modality_config": {"text": {"method": "embed_facets", "method_output_name": None}},
-        "module_output_name": _TOKENS,
-    },
-    "2_Normalize/config.json": {"module_input_name": _TOKENS, "module_output_name": _TOKENS},
-    "config_sentence_transformers.json": {
-        "model_type": "MultiVectorEncoder",
-        "similarity_fn_name": "maxsim",
-        "prompts": {"query": "", "document": ""},
-    },
-}
 
 
-def write_sentence_transformer(folder: Path, files: Mapping[str, Any]) -> None:
-    """Writes the files with which sentence-transformers' class of that name loads a model folder."""
-    for name, content in files.items():
+def write_sentence_transformer(folder: Path) -> None:
+    """Writes the files with which sentence-transformers loads a model folder."""
+    for name, content in SENTENCE_TRANSFORMER.items():
         write_json(folder / name, content)
 
 

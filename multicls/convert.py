@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
-from multicls.cards import SENTENCE_TRANSFORMER, write_sentence_transformer
+from multicls.cards import write_sentence_transformer
 from multicls.console import print_summary
 from multicls.errors import UserError, first_line, run_command
 from multicls.files import atomic_folder
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with atomic_folder(args.output) as folder, quiet_transformers():
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        write_sentence_transformer(folder, SENTENCE_TRANSFORMER)
+        write_sentence_transformer(folder)
     next_command = f"python finetune/run.py --model {args.output} --head multicls"
     print_summary([("model", args.output)], next_command)
 

@@ -63,6 +63,11 @@ def load_deepspeed_config(path: str | Path) -> dict[str, Any]:
             problems.append(
                 f"{path}: {name} = false: a loss that is not finite would ruin the weights; leave it out."
             )
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    if not isinstance(stage, int) or isinstance(stage, bool):
+        problems.append(
+            f"{path}: zero_optimization.stage = {stage!r}: must be a number: 1, 2 or 3."
+        )
     for key in config.keys() - KEYS:
         problems.append(f"{path}: {key}: no such key.{did_you_mean(key, KEYS, listed=False)}")
     if problems:
@@ -85,8 +90,9 @@ def complete_deepspeed_config(
     communication, which would wait once more.
 
     With bf16 and ZeRO 2 or 3, gradients are accumulated in fp32 unless the JSON sets `data_types.grad_accum_dtype`.
-    With ZeRO 1 DeepSpeed 0.19.8 cannot read the weights from such a checkpoint; with an offloaded optimizer it keeps
-    the NaN of a skipped step in its fp32 sums. A rank has `micro_batch_size` examples in each of `accumulation` passes.
+    With ZeRO 1 DeepSpeed 0.19.8 cannot read the weights from such a checkpoint, so that `pretrain.engine` has fp32 sums
+    of its own; with an offloaded optimizer DeepSpeed keeps the NaN of a skipped step in its fp32 sums. A rank has
+    `micro_batch_size` examples in each of `accumulation` passes.
     """
     completed = {
         "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW offloads, too; nothing is compiled
@@ -103,7 +109,8 @@ def complete_deepspeed_config(
     zero = completed.get("zero_optimization", {})
     if zero and world_size == 1:
         zero["overlap_comm"] = False
-    if precision == "bf16" and zero.get("stage", 0) >= 2 and "offload_optimizer" not in zero:
+    offload = (zero.get("offload_optimizer") or {}).get("device", "none")
+    if precision == "bf16" and zero.get("stage", 0) >= 2 and offload == "none":
         completed.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
     return completed
 

@@ -4,6 +4,7 @@ import platform
 import re
 import resource
 import subprocess
+from collections.abc import Collection
 from contextlib import suppress
 from importlib.metadata import version
 from typing import Any
@@ -14,6 +15,7 @@ PACKAGES = ("torch", "transformers", "deepspeed", "tokenizers", "numpy", "scipy"
 
 PEAKS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12}
 PEAKS |= {"L40S": 362e12, "L4": 121e12, "A10": 125e12, "V100": 125e12, "T4": 65e12}
+PEAKS |= {"B200": 2250e12, "GB200": 2500e12, "MI300X": 1307.4e12}
 
 
 def environment_record() -> dict[str, Any]:
@@ -39,12 +41,50 @@ def peak_memory_gb(device: str) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
-def flops_per_token(parameters: int, layers: int, hidden: int, length: int) -> float:
-    """Returns the FLOPs of a training step for a token: 6 a weight, and those of attention over `length` tokens.
+def flops_per_token(
+    config: Any,
+    objectives: Collection[str],
+    *,
+    length: int,
+    group_size: int,
+    mlm_probability: float,
+) -> float:
+    """Returns the FLOPs of a training step for each token: those of the matrix products of this model and objectives.
 
-    As in PaLM (arXiv:2204.02311, appendix B). Recomputation does not count.
+    torch's `FlopCounterMode` counts them in a forward and a backward pass on torch's "meta" device, which computes
+    nothing. So embedding look-ups and frozen heads have none, the facets' layers work at the facets alone, and the MLM
+    head at the masked tokens. Recomputation (`train.activation_checkpointing`) does not count.
+
+    Args:
+        config: The `MultiClsConfig` of the model, which is neither used nor changed.
+        length: L; the sequences have no padding.
+        group_size: Examples that are each other's negatives.
+        mlm_probability: Share of the tokens that the MLM head predicts.
     """
-    return 6.0 * parameters + 12.0 * layers * hidden * length
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from multicls.modeling_multicls import MultiClsConfig, MultiClsForPreTraining
+
+    fields = config.to_dict() | {"num_topics": 0}
+    sequences, facets = config.num_parts * group_size, config.num_facets
+    with torch.device("meta"), torch.enable_grad():
+        model = MultiClsForPreTraining(MultiClsConfig.from_dict(fields))
+        model.set_attn_implementation("eager")  # products that the counter sees on every device
+        model.freeze_unused(objectives)
+        ids = torch.zeros(sequences, length, dtype=torch.long)
+        masked = torch.zeros(round(mlm_probability * ids.numel()), dtype=torch.long)
+        with FlopCounterMode(display=False) as counter:
+            model(
+                input_ids=ids,
+                labels=ids,
+                masked_positions=masked,
+                tfidf_labels=torch.zeros(sequences, length - facets),
+                so_labels=torch.zeros(sequences, dtype=torch.long),
+                group_size=group_size,
+                objectives=tuple(objectives),
+            ).loss.backward()
+    return counter.get_total_flops() / ids.numel()
 
 
 def peak_flops(device: str) -> float | None:

@@ -9,6 +9,12 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
+OUT_OF_MEMORY = (
+    "hint: the GPU has too little memory for a pass. Pretraining takes less with a smaller --micro_batch_size "
+    "(a multiple of --train.negatives_group, so lower that, too), a smaller --data.seq_length, or "
+    "--train.activation_checkpointing true; fine-tuning with a smaller --batch_size or --max_length."
+)
+
 
 class UserError(Exception):
     """Bad settings or data: what is wrong, where, and how to put it right, one complete message a problem.
@@ -92,6 +98,14 @@ def _report(error: BaseException) -> None:
                 print_stderr(f"error: {rank}{problem}")
     elif not isinstance(error, KeyboardInterrupt):
         sys.excepthook(type(error), error, error.__traceback__)
+        if type(error).__name__ == "OutOfMemoryError":  # torch's; its import would take seconds
+            print_stderr(OUT_OF_MEMORY)
+
+
+def _ranks_have_met() -> bool:
+    """Returns True if this process has joined a group of several ranks. Imports no torch."""
+    dist = sys.modules.get("torch.distributed")
+    return dist is not None and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _ranks_have_met() -> bool:

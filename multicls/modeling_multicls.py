@@ -81,7 +81,8 @@ def insert_facets(layer: nn.Module, _args: Any, kwargs: Mapping[str, Any], outpu
     """Applies a layer's inserted linear layers to its output at the facet positions (section 2.5).
 
     A forward hook. [CLS] and text stay the output of the plain layer, (B, L, D) or a tuple that begins with it.
-    Sequences that are packed into one, (1, T, D), begin at `cu_seq_lens_q`.
+    Sequences that are packed into one, (1, T, D), begin at `cu_seq_lens_q`. Those of padding, at the end, may be
+    shorter than the facets.
     """
     linear: Any = layer.facets
     hidden_BLD = output[0] if isinstance(output, tuple) else output
@@ -90,7 +91,8 @@ def insert_facets(layer: nn.Module, _args: Any, kwargs: Mapping[str, Any], outpu
         cls, facets_BKD, text = hidden_BLD.split([1, count, hidden_BLD.shape[1] - 1 - count], 1)
         inserted = torch.cat([cls, linear(facets_BKD), text], dim=1)
     else:
-        positions = (starts[:-1, None] + torch.arange(1, 1 + count, device=starts.device)).flatten()
+        positions = starts[:-1, None] + torch.arange(1, 1 + count, device=starts.device)
+        positions = positions.flatten().clamp(max=hidden_BLD.shape[1] - 1)
         facets_BKD = hidden_BLD[0].index_select(0, positions).unflatten(0, (-1, count))
         inserted = hidden_BLD.index_copy(1, positions, linear(facets_BKD).flatten(0, 1)[None])
     return (inserted, *output[1:]) if isinstance(output, tuple) else inserted
@@ -149,10 +151,12 @@ class TopicTable(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Returns the topics (B, T), in fp32 and of length 1, of token ids (B, L); 0 for a text of unknown words."""
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        counts_BV = torch.zeros(input_ids.shape[0], len(self.idf), device=input_ids.device)
-        counts_BV.scatter_add_(1, input_ids, mask.to(counts_BV.dtype))
-        weights_BV = torch.where(counts_BV > 0, 1 + counts_BV.clamp(min=1).log(), 0) * self.idf
-        return F.normalize(weights_BV @ self.table.float(), dim=-1)
+        # A token that occurs c times counts c times by 1 / c of its weight: no table of the vocabulary is made.
+        is_same_BLL = (input_ids[:, :, None] == input_ids[:, None, :]) & (mask[:, None, :] > 0)
+        counts_BL = is_same_BLL.sum(dim=-1).clamp(min=1).to(self.idf.dtype)
+        weights_BL = (1 + counts_BL.log()) / counts_BL * self.idf[input_ids] * (mask > 0)
+        sums_BT = torch.einsum("bl,blt->bt", weights_BL.float(), self.table[input_ids].float())
+        return F.normalize(sums_BT, dim=-1)
 
 
 @dataclass
@@ -292,21 +296,14 @@ class MultiClsModel(MultiClsPreTrainedModel):
         token_type_ids: Tensor | None = None,
     ) -> Tensor:
         """Returns the mean of each sequence's last hidden states, (B, D), without facets and padding."""
-        outputs = self(input_ids, attention_mask, token_type_ids, return_dict=True)
+        outputs = self(
+            input_ids, attention_mask, token_type_ids, with_topics=False, return_dict=True
+        )
         kept_BL = torch.ones_like(input_ids) if attention_mask is None else attention_mask.clone()
         kept_BL[:, self.config.facet_slice] = 0
         hidden_BLD = outputs.last_hidden_state
         sums_BD = torch.einsum("bl,bld->bd", kept_BL.to(hidden_BLD.dtype), hidden_BLD)
         return sums_BD / kept_BL.sum(dim=1, keepdim=True)
-
-    def embed_facets(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-    ) -> Tensor:
-        """Returns the facet embeddings alone, (B, S, D), as sentence-transformers' MultiVectorEncoder reads them."""
-        return self(input_ids, attention_mask, token_type_ids, return_dict=True).facet_embeddings
 
     @can_return_tuple
     def forward(
@@ -317,6 +314,7 @@ class MultiClsModel(MultiClsPreTrainedModel):
         unpad: bool = False,
         real_positions: Tensor | None = None,
         sequence_starts: Tensor | None = None,
+        with_topics: bool = True,
         **kwargs: Any,
     ) -> MultiClsModelOutput:
         """Encodes (B, L) token ids. Further arguments are the encoder's.
@@ -324,8 +322,9 @@ class MultiClsModel(MultiClsPreTrainedModel):
         The attention mask is (B, L): one of four dimensions would replace the local attention of encoders such as
         ModernBERT. Token types are left out where the encoder has none. `unpad` computes the T real tokens alone, with
         packed attention: `real_positions` (T,) are theirs in the flattened batch, and sequence i begins at the i-th of
-        `sequence_starts` (B + 1,); without them the host waits for the device. A ValueError names an encoder or
-        attention without it, or sequences without room for facets.
+        `sequence_starts` (B + 1,); without them the host waits for the device. Padding may follow as more sequences.
+        `with_topics` false leaves out a model's topics. A ValueError names an encoder or attention without `unpad`, or
+        sequences without room for facets.
         """
         if input_ids is not None and input_ids.shape[1] <= self.config.num_facets:
             raise ValueError(f"{input_ids.shape[1]} tokens have no room for [CLS] and the facets")
@@ -337,12 +336,12 @@ class MultiClsModel(MultiClsPreTrainedModel):
         outputs = self._encode_unpadded(**kwargs) if unpad else self.encoder(**kwargs)
         facets_BSD = self.facet_head(self.facet_states(outputs.last_hidden_state))
         topics_BT = None
-        if self.topics is not None and input_ids is not None:
+        if self.topics is not None and with_topics and input_ids is not None:
             topics_BT = self.topics(input_ids, attention_mask)
         return MultiClsModelOutput(**outputs, facet_embeddings=facets_BSD, topics=topics_BT)
 
     def _encode_unpadded(self, real: Tensor | None, starts: Tensor | None, **kwargs: Any) -> Any:
-        """Encodes the T real tokens as one sequence, (1, T); the hidden states on the padding are 0."""
+        """Encodes T tokens as one sequence, (1, T); the hidden states elsewhere are 0."""
         input_ids = kwargs.pop("input_ids")
         attention_mask = kwargs.pop("attention_mask")
         kind, attention = self.encoder.config.model_type, self.config._attn_implementation
@@ -365,27 +364,6 @@ class MultiClsModel(MultiClsPreTrainedModel):
         hidden = packed_TD.new_zeros(rows * length, packed_TD.shape[1])
         hidden_BLD = hidden.index_copy(0, real, packed_TD).unflatten(0, (rows, length))
         return BaseModelOutput(last_hidden_state=hidden_BLD)
-
-
-class FacetVectors(nn.Module):
-    """The module of a MultiVectorEncoder after the model: none of the K vectors of a text is padding.
-
-    It stands in this file because `save_pretrained` copies only the file of the model's class.
-    """
-
-    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Replaces the attention mask of the tokens by one of the vectors, (B, S)."""
-        vectors_BSD = features["token_embeddings"]
-        features["attention_mask"] = vectors_BSD.new_ones(vectors_BSD.shape[:2], dtype=torch.bool)
-        return features
-
-    @classmethod
-    def load(cls, *_: Any, **__: Any) -> "FacetVectors":
-        """Returns the module, which has no weights and no settings."""
-        return cls()
-
-    def save(self, *_: Any, **__: Any) -> None:
-        """Writes nothing."""
 
 
 class GivenStates(nn.Module):

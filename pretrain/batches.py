@@ -25,6 +25,9 @@ from multicls.distributed import uses_cuda
 from multicls.errors import print_stderr
 from pretrain.stopping import SIGNALS, outlive_signals
 
+PACKED_MULTIPLE = (
+    1024  # of tokens that the encoder computes without padding, so that few shapes occur
+)
 EXAMPLES_TOGETHER = 320  # examples that a worker builds in one call: most of the cost is per call
 
 
@@ -145,8 +148,7 @@ def _unstack(
         lengths = mask.sum(axis=1, dtype=np.int64)
         found["masked_positions"] = np.flatnonzero(found["labels"] != IGNORE_INDEX)
         if unpad:
-            found["real_positions"] = np.flatnonzero(mask)
-            found["sequence_starts"] = np.pad(lengths.cumsum(), (1, 0))
+            found["real_positions"], found["sequence_starts"] = pack(mask)
         facets = mask.shape[1] - found["tfidf_labels"].shape[1]
         sequences, tokens = len(mask), int(lengths.sum())
         counts = {
@@ -159,6 +161,24 @@ def _unstack(
         }
         inputs = {name: _tensor(array, on_gpu) for name, array in found.items()}
         yield MicroBatch(number, windows[i], inputs, counts)
+
+
+def pack(mask: np.ndarray, multiple: int = PACKED_MULTIPLE) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the positions of the tokens that the encoder computes, and where sequences of them begin.
+
+    These are the tokens of the (B, L) mask, then so much padding that their number T is a multiple, or B * L. The
+    padding makes sequences of its own: a fixed number E, each of at most L tokens, some of them empty.
+
+    Returns:
+        (T,) ascending positions in the flattened batch, the padding's after the others; (B + E + 1,) starts.
+    """
+    length = mask.shape[1]
+    real, padding = np.flatnonzero(mask), np.flatnonzero(mask == 0)
+    total = min(-(-len(real) // multiple) * multiple, mask.size)
+    positions = np.concatenate([real, padding[: total - len(real)]])
+    ends = np.pad(mask.sum(axis=1, dtype=np.int64).cumsum(), (1, 0))
+    more = len(real) + length * np.arange(1, 1 - (-multiple // length))
+    return positions, np.concatenate([ends, np.minimum(more, total)])
 
 
 def _tensor(array: np.ndarray, pinned: bool) -> Tensor:

@@ -9,22 +9,21 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from multicls.cards import CARD, METHOD, PAPERS, TRANSFORMERS, cell, model_link
 from multicls.files import read_json, read_jsonl
-from pretrain.run_folder import SETTINGS
+from pretrain.folder import RunFolder
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 SHOWN = ("loss/", "acc/", "r2/", "facets/mean", "probe/")
 TAGS = ["multicls", "continued-pretraining", "sentence-similarity", "sentence-transformers"]
 
 
-def write_card(folder: Path, run_folder: Path, config: Any, info: Mapping[str, Any]) -> None:
+def write_card(output: Path, folder: RunFolder, config: Any, info: Mapping[str, Any]) -> None:
     """Writes README.md to the folder of an exported model.
 
     Args:
-        info: The export's `step`, its `encoder` (sentence-transformers' class of model), the `metadata` of its base
-            model and facts about its `corpus`.
+        info: The export's `step`, the `metadata` of its base model and facts about its `corpus`.
     """
-    settings = yaml.safe_load((run_folder / SETTINGS).read_text(encoding="utf-8"))
-    step, records = info["step"], read_jsonl(run_folder / "metrics.jsonl")
+    settings = yaml.safe_load(folder.settings.read_text(encoding="utf-8"))
+    step, records = info["step"], read_jsonl(folder.metrics)
     records = [record for record in records if record["step"] <= step]
     validation = [record for record in records if record["split"] == "validation"]
     corpus, metadata = info["corpus"], dict(info["metadata"])
@@ -42,7 +41,7 @@ def write_card(folder: Path, run_folder: Path, config: Any, info: Mapping[str, A
     begin = "random weights" if is_random else model_link(metadata)
     if info.get("base_commit"):
         begin += f" (commit {info['base_commit'][:10]})"
-    ds_config = read_json(run_folder / "ds_config.json")
+    ds_config = read_json(folder.path / "ds_config.json")
     enabled = [name for name in ("bf16", "fp16") if ds_config.get(name, {}).get("enabled")]
     shown = {group: dict(fields) for group, fields in settings.items() if group != "run"}
     del shown["model"]["checkpoint"], shown["data"]["corpus"]  # paths
@@ -57,7 +56,7 @@ def write_card(folder: Path, run_folder: Path, config: Any, info: Mapping[str, A
         cell=cell,
         settings=settings,
         tokens=sum(record.get("data/tokens", 0) for record in records),
-        env=read_json(run_folder / "env.json"),
+        env=read_json(folder.path / "env.json"),
         precision=(enabled or ["fp32"])[0],
         details=yaml.safe_dump(shown, sort_keys=False, allow_unicode=True),
         chance=1 / (settings["train"]["negatives_group"] * (config.num_parts - 1)),
@@ -67,7 +66,7 @@ def write_card(folder: Path, run_folder: Path, config: Any, info: Mapping[str, A
         validated=validation[-1]["step"] if validation else 0,
         citation=PAPERS[METHOD],
     )
-    card.save(folder / CARD)
+    card.save(output / CARD)
 
 
 def _results(

@@ -1,11 +1,17 @@
-"""The DeepSpeed engine: how it is built, saved and loaded, and everything private of DeepSpeed that pretraining uses.
+"""The engine of a run: the passes of a micro-batch, the update, saving and loading, on DeepSpeed.
 
-Checked with deepspeed 0.19.8. Code that a newer version may break is here and nowhere else.
+Everything private of DeepSpeed that pretraining uses is here and nowhere else; checked with deepspeed 0.19.8.
+
+**Why ZeRO 1 and 2 do not take DeepSpeed's own path.** On one H200 the paper's step (BERT-base, 30 x 128 tokens, bf16)
+took 80 ms, of which the card worked 9. DeepSpeed's update took 31 ms: a scan for NaN, a norm and a new view for each
+of 217 weights, 2,621 + 467 + 868 operators. Its hooks on each gradient took 13 ms of the backward pass.
+`FlatGradients` replaces both by operations on one flat tensor for each group of parameters. The numbers are the same to
+the bit (tests/pretrain/test_flat_gradients.py). Forward and backward pass become one CUDA graph (pretrain/graphs.py).
 """
 
 import argparse
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib.util import find_spec
 from io import StringIO
@@ -13,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import eager_mask, sdpa_mask
@@ -20,72 +27,535 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from multicls.deepspeed_config import Precision
 from multicls.distributed import safe_unpickling, uses_cuda
 from multicls.errors import UserError
-from multicls.modeling_multicls import UNPADDING, encoder_layers
+from multicls.modeling_multicls import UNPADDING, encoder_layers, mcqt_loss, part_scores
 from multicls.optim import parameter_groups
-from pretrain.settings import TrainSettings
+from pretrain.batches import MicroBatch
+from pretrain.graphs import Graphs, pad_positions
+from pretrain.metrics import Terms, loss_terms, measure, right_answers
+from pretrain.settings import PretrainSettings, TrainSettings
 
 # Encoders whose step compiling halves on a GPU; BERT's takes 9 % to 17 % longer (docs/results.md).
 GAIN_FROM_COMPILING = {"modernbert"}
+# Of DeepSpeedZeroOptimizer; a newer DeepSpeed without one of them takes its own path.
+NAMES = [
+    "bit16_groups",
+    "bit16_groups_flat",
+    "averaged_gradients",
+    "dp_process_group",
+    "loss_scale",
+    "_grad_acc_hooks",
+    "_get_preflattened_grad_partition",
+    "check_overflow",
+    "get_grad_norm_direct",
+    "_update_model_bit16_weights",
+    "unscale_and_clip_grads",
+    "clip_grad",
+]
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+NORMALIZER = "normalizer "  # before the names of divisors among the inputs of a graph
+# Keys of the JSON that change how DeepSpeed averages gradients.
+AVERAGING = ("communication_data_type", "prescale_gradients", "gradient_predivide_factor")
 
 
-def build_engine(
-    deepspeed: Any,
-    model: Any,
-    ds_config: dict[str, Any],
-    train: TrainSettings,
-    objectives: Collection[str],
-    universal: bool = False,
-) -> Any:
-    """Returns DeepSpeed's engine around a pretraining model, which is changed in place.
+class FlatGradients:
+    """Sums the gradients of a step in one flat tensor a group, averages them over ranks, and hands them to DeepSpeed.
 
-    Args:
-        ds_config: The completed JSON.
-        universal: True if the checkpoint to load was converted to another number of ranks.
+    The tensors lie like DeepSpeed's flat weights, of which each rank owns a part. As in DeepSpeed, ZeRO 2 averages in
+    each micro-batch and keeps its own part of the sum, ZeRO 1 averages once a step. Several micro-batches are summed in
+    `sum_dtype`.
     """
-    model.freeze_unused(objectives)  # or weight decay would change them
-    checkpoint = ds_config.get("checkpoint", {}) | {"load_universal": universal}
-    config = ds_config | {"checkpoint": checkpoint}
-    groups = parameter_groups(model, train.weight_decay, train.head_lr_factor)
-    options: Any = {"betas": (train.adam_beta1, train.adam_beta2), "eps": train.adam_epsilon}
-    optimizer = torch.optim.AdamW(groups, lr=train.learning_rate, fused=True, **options)
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+    def __init__(self, deepspeed_engine: Any, sum_dtype: torch.dtype) -> None:
+        self._optimizer, self._sum_dtype = deepspeed_engine.optimizer, sum_dtype
+        self._passes = int(deepspeed_engine.gradient_accumulation_steps())
+        self._ranks = dist.get_world_size()
+        self._rank = dist.get_rank()
+        # One pass is not summed; ZeRO 1 sums on each rank what ZeRO 2 sums after averaging.
+        self._averages_each = self._passes == 1 or deepspeed_engine.zero_optimization_stage() == 2
+        self._done = 0
+        for hook in self._optimizer._grad_acc_hooks:
+            hook.remove()
+        self._optimizer._grad_acc_hooks.clear()
+        self._weights: list[list[torch.nn.Parameter]] = self._optimizer.bit16_groups
+        self.flat: list[Tensor] = []
+        self._views: list[list[Tensor]] = []
+        self._sums: list[Tensor] = []
+        for weights, flat_weights in zip(
+            self._weights, self._optimizer.bit16_groups_flat, strict=True
+        ):
+            flat = torch.zeros_like(flat_weights)
+            start = flat_weights.storage_offset()
+            self.flat.append(flat)
+            self._views.append(
+                [
+                    flat[w.storage_offset() - start :][: w.numel()].view(w.shape)
+                    for w in (weight.data for weight in weights)
+                ]
+            )
+        self._optimizer.check_overflow = lambda **_: None  # the norm is not finite then, either
+        self._optimizer.get_grad_norm_direct = self._norm
+        self._optimizer.unscale_and_clip_grads = self._unscale_and_clip
+        self._optimizer._update_model_bit16_weights = lambda _: (
+            None
+        )  # the weights are views already
+
+    def gather(self) -> None:
+        """Moves the gradients of a backward pass to the flat tensors: one operator a group. A graph may capture it."""
+        for weights, views in zip(self._weights, self._views, strict=True):
+            pairs = [(v, w.grad) for v, w in zip(views, weights, strict=True) if w.grad is not None]
+            if len(pairs) < len(weights):
+                torch._foreach_zero_(views)
+            if pairs:
+                torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])
+            for weight in weights:
+                weight.grad = None
+
+    def add(self) -> None:
+        """Adds the gathered gradients of a micro-batch to the sums; after the last one, hands them to DeepSpeed."""
+        gathered = [self._average(f) for f in self.flat] if self._averages_each else self.flat
+        self._done += 1
+        if self._passes > 1 and self._done == 1:
+            if self._sums:
+                torch._foreach_copy_(self._sums, gathered)
+            else:
+                self._sums = [g.to(self._sum_dtype, copy=True) for g in gathered]
+        elif self._passes > 1:
+            for total, gradients in zip(self._sums, gathered, strict=True):
+                total.add_(gradients)
+        if self._done == self._passes:
+            found = self._sums or gathered
+            if not self._averages_each:
+                found = [self._average(total) for total in found]
+            for number, partition in enumerate(found):
+                self._optimizer.averaged_gradients[number] = _Partition(partition)
+            self._done = 0
+
+    def _average(self, flat: Tensor) -> Tensor:
+        """Returns this rank's part of the mean over the ranks, in place."""
+        if self._ranks == 1:
+            return flat
+        flat.div_(self._ranks)
+        size = len(flat) // self._ranks
+        mine = flat[self._rank * size :][:size]
+        dist.reduce_scatter_tensor(mine, flat)
+        return mine
+
+    def _norm(self, gradients: "_Partition", _weights: Any, norm_type: float = 2.0) -> Tensor:
+        """Returns the norm of one group's gradients over all ranks; -1, DeepSpeed's sign, if it is not finite."""
+        norm = torch.linalg.vector_norm(gradients.flat_partition, dtype=torch.float64)
+        total = norm.square().float()
+        if self._ranks > 1:
+            dist.all_reduce(total, group=self._optimizer.dp_process_group)
+        total = total.sqrt()
+        return torch.where(total.isfinite(), total, -1.0)
+
+    def _unscale_and_clip(self, partitions: Sequence[Tensor], norm: Tensor) -> None:
+        """Divides a group's gradients by the loss scale, and so that the norm is at most the largest one.
+
+        DeepSpeed's own function first waits for the norm, which `step` has checked already.
+        """
+        scale, largest = self._optimizer.loss_scale, self._optimizer.clip_grad
+        clip = torch.clamp((norm / scale + 1e-6) / largest, min=1.0)
+        for gradients in partitions:
+            gradients.data.mul_(1.0 / (clip * scale))
 
 
-def prepare_layers(model: Any, train: TrainSettings, precision: Precision) -> list[str]:
-    """Applies the settings that change how layers compute; returns lines for the log.
+class _Partition(list[Tensor]):
+    """The gradients of a rank's part of a group, as DeepSpeed takes them flat: it reads `flat_partition`."""
+
+    def __init__(self, flat_partition: Tensor) -> None:
+        super().__init__([flat_partition])
+        self.flat_partition = flat_partition
+
+
+def why_not_flat(deepspeed_engine: Any, config: Mapping[str, Any]) -> str:
+    """Returns why the gradients take DeepSpeed's own path; "": they do not."""
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    optimizer = deepspeed_engine.optimizer
+    if type(optimizer) is not DeepSpeedZeroOptimizer:
+        return f"ZeRO stage {deepspeed_engine.zero_optimization_stage()}"
+    if optimizer.cpu_offload:
+        return "the optimizer is offloaded"
+    if missing := [name for name in NAMES if not hasattr(optimizer, name)]:
+        return f"this DeepSpeed has no {missing[0]}"
+    if changed := [name for name in AVERAGING if config.get(name)]:
+        return f"the DeepSpeed JSON sets {changed[0]}"
+    return ""
+
+
+class Engine:
+    """A pretraining model with its optimizer on this rank's device, as DeepSpeed has it."""
+
+    def __init__(
+        self,
+        deepspeed: Any,
+        model: Any,
+        ds_config: dict[str, Any],
+        settings: PretrainSettings,
+        *,
+        universal: bool = False,
+    ) -> None:
+        """Builds the optimizer and DeepSpeed's engine around `model`, which is changed in place.
+
+        Args:
+            ds_config: The completed JSON.
+            settings: With sizes and steps as numbers, and `graph` and `unpad` as `prepare_layers` has resolved them.
+            universal: True if the checkpoint to load was converted to another number of ranks.
+        """
+        train, self._weights = settings.train, settings.objective.in_use
+        if uses_cuda() and train.graph is True:
+            # The accumulators of gradients belong to the stream they are made on. The legacy one cannot be captured.
+            torch.cuda.set_stream(torch.cuda.Stream())
+        model.freeze_unused(self._weights)  # or weight decay would change them
+        checkpoint = ds_config.get("checkpoint", {}) | {"load_universal": universal}
+        groups = parameter_groups(model, train.weight_decay, train.head_lr_factor)
+        optimizer = torch.optim.AdamW(
+            groups,
+            lr=train.learning_rate,
+            betas=(train.adam_beta1, train.adam_beta2),
+            eps=train.adam_epsilon,
+            fused=True,
+        )
+        self.deepspeed = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=ds_config | {"checkpoint": checkpoint}
+        )[0]
+        self.module, self.device = self.deepspeed.module, torch.device(self.deepspeed.device)
+        self._group, self._unpad = train.negatives_group, train.unpad is True
+        # With negatives of all ranks, MCQT's gradient comes from `gather_negatives`, not from the loss of a pass.
+        self._gathers = train.negatives == "ranks" and "mcqt" in self._weights
+        self._objectives = tuple(n for n in self._weights if n != "mcqt" or not self._gathers)
+        self._passes = int(self.deepspeed.gradient_accumulation_steps())
+        self._scale = torch.ones((), device=self.device)  # of the loss in fp16
+        self._terms: dict[str, float | str] = {}  # of a recorded pass
+        self._flat: FlatGradients | None = None
+        self._graphs: Graphs | None = None
+        self._notes: list[str] = []
+        if reason := why_not_flat(self.deepspeed, ds_config):
+            self._notes.append(f"gradients take DeepSpeed's own path: {reason}")
+            if train.graph is True:
+                self._notes.append(f"passes run without a CUDA graph: {reason}")
+            return
+        sums = ds_config.get("data_types", {}).get("grad_accum_dtype") or "fp32"
+        self._flat = FlatGradients(self.deepspeed, DTYPES[sums])
+        if train.graph is True:
+            self._graphs = Graphs(self._recorded_pass, self._flat.flat, self.module.zero_grad)
+
+    def set_learning_rate(self, rate: float) -> None:
+        """Sets the rate of all groups; a group's factor multiplies it."""
+        for group in self.deepspeed.optimizer.param_groups:
+            group["lr"] = rate * group.get("lr_factor", 1.0)
+
+    def gather_negatives(
+        self, batches: Sequence[MicroBatch], seeds: Sequence[int]
+    ) -> tuple[Tensor | None, Terms]:
+        """Computes MCQT among all examples of a step, over its micro-batches and ranks, before the passes.
+
+        The gradients of a large group are cached (Gao et al., 2021, arXiv:2101.06983): the embeddings of all
+        micro-batches are computed without gradients, the loss gives their gradients, and each pass continues from its
+        part of them. The result is that of one group in one pass. It costs one more forward pass.
+
+        Returns:
+            The gradients of this rank's facet embeddings, (A, B, S, D) for A micro-batches, and terms of metrics;
+            (None, {}) where groups stay in a micro-batch.
+        """
+        if not self._gathers:
+            return None, {}
+        embedded = []
+        with torch.no_grad():
+            for batch, seed in zip(batches, seeds, strict=True):
+                torch.manual_seed(seed)
+                outputs = self._forward(batch.inputs, {}, ())
+                embedded.append(outputs.facet_embeddings.float())
+        local = torch.stack(embedded)
+        ranks, rank, parts = dist.get_world_size(), dist.get_rank(), self.module.config.num_parts
+        gathered = local.new_empty(ranks, *local.shape)
+        dist.all_gather_into_tensor(gathered.flatten(0, 1), local.contiguous())
+        # Micro-batch s of a step belongs to rank s modulo their number, and is part-major, as one large group would be.
+        leaf = gathered.unflatten(2, (parts, -1)).permute(2, 1, 0, 3, 4, 5).flatten(0, 3)
+        leaf = leaf.contiguous().requires_grad_()
+        config = self.module.config
+        scores = part_scores(leaf, parts, config.mcqt_lambda)
+        loss = mask_nonfinite(mcqt_loss(scores, scale=config.mcqt_scale))
+        (gradient,) = torch.autograd.grad(loss, leaf)
+        shape = (parts, len(batches), ranks, -1)
+        own = gradient.unflatten(0, shape)[:, :, rank].transpose(0, 1).flatten(1, 2)
+        terms: Terms = {
+            "loss/mcqt": (loss.detach(), 1.0),
+            "acc/mcqt": right_answers(scores, len(scores[0])),
+        }
+        # The mean over ranks and micro-batches, which DeepSpeed takes, must be the sum of the parts.
+        return own * (len(batches) * ranks * self._weights["mcqt"]), terms
+
+    def run_pass(
+        self,
+        batch: MicroBatch,
+        normalizers: Mapping[str, Tensor],
+        seed: int,
+        facet_gradients: Tensor | None = None,
+        measured: bool = False,
+    ) -> Terms:
+        """Makes the forward and backward pass of a micro-batch, and the update after a step's last one.
+
+        Args:
+            normalizers: Divisors of the losses that are sums over terms.
+            seed: Seeds the dropout.
+            facet_gradients: (B, S, D), of `gather_negatives`.
+            measured: Adds accuracies and facet statistics to the losses.
+
+        Returns:
+            The terms of metrics, on the device.
+        """
+        inputs = dict(batch.inputs)
+        if facet_gradients is not None:
+            inputs["facet_gradients"] = facet_gradients
+        if self.is_fp16:
+            self._scale.fill_(self.deepspeed.optimizer.loss_scale)
+        if self._graphs and not self._graphs.problem:
+            terms = self._replay(inputs, normalizers, seed)
+        else:
+            torch.manual_seed(seed)
+            terms = self._pass(inputs, normalizers, measured)
+        if self._flat:
+            self._flat.add()
+        self.deepspeed.step()  # updates the weights at the last micro-batch, before that it only counts
+        return terms
+
+    def _replay(
+        self, inputs: dict[str, Tensor], normalizers: Mapping[str, Tensor], seed: int
+    ) -> Terms:
+        """Makes the passes of a micro-batch by a graph, with all metrics."""
+        assert self._graphs is not None
+        divisors = {NORMALIZER + name: value for name, value in normalizers.items()}
+        values = self._graphs(pad_positions(inputs) | divisors, seed)
+        if self._graphs.problem:
+            self._notes.append(f"warning: passes run without a CUDA graph: {self._graphs.problem}")
+        pairs = zip(self._terms.items(), values.unbind(), strict=True)
+        return {name: (value, count) for (name, count), value in pairs}
+
+    def _recorded_pass(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Returns the values of all terms in one tensor; `_terms` gets their names and counts."""
+        own = {name: t for name, t in inputs.items() if not name.startswith(NORMALIZER)}
+        divisors = {
+            name.removeprefix(NORMALIZER): t
+            for name, t in inputs.items()
+            if name.startswith(NORMALIZER)
+        }
+        terms = self._pass(own, divisors, measured=True)
+        self._terms = {name: count for name, (_, count) in terms.items()}
+        values = [torch.as_tensor(value, device=self.device) for value, _ in terms.values()]
+        return torch.stack([value.double() for value in values])
+
+    def _pass(
+        self, inputs: Mapping[str, Tensor], normalizers: Mapping[str, Tensor], measured: bool
+    ) -> Terms:
+        """Makes a forward and a backward pass; the gradients are then in the flat tensors, or in DeepSpeed's."""
+        inputs = dict(inputs)
+        facet_gradients = inputs.pop("facet_gradients", None)
+        outputs = self._forward(inputs, normalizers, self._objectives)
+        terms = loss_terms(outputs.losses, normalizers)
+        weighted = [self._weights[name] * loss for name, loss in outputs.losses.items()]
+        if facet_gradients is not None:
+            weighted.append((outputs.facet_embeddings.float() * facet_gradients).sum())
+        total = mask_nonfinite(torch.stack(weighted).sum())
+        if self._flat:
+            total = total / self._passes
+            if self.is_fp16:
+                total = total * self._scale
+            total.backward()
+            self._flat.gather()
+        else:
+            self.deepspeed.backward(total)
+        if measured:
+            terms |= measure(outputs, inputs, normalizers, self._group)
+        return {name: (_detached(value), count) for name, (value, count) in terms.items()}
+
+    def _forward(
+        self, inputs: Mapping[str, Tensor], normalizers: Mapping[str, Tensor], objectives: Any
+    ) -> Any:
+        forward = self.module if self._flat else self.deepspeed
+        return forward(
+            **inputs,
+            normalizers=normalizers,
+            objectives=objectives,
+            group_size=self._group,
+            unpad=self._unpad,
+        )
+
+    def evaluate(
+        self, batch: MicroBatch, normalizers: Mapping[str, Tensor], group_size: int
+    ) -> Terms:
+        """Returns the terms of all metrics of a micro-batch, in evaluation mode and without gradients."""
+        with torch.no_grad(), self.evaluation():
+            outputs = self.deepspeed(
+                **batch.inputs,
+                normalizers=normalizers,
+                objectives=tuple(self._weights),
+                group_size=group_size,
+                unpad=self._unpad,
+            )
+        terms = loss_terms(outputs.losses, normalizers)
+        return terms | measure(outputs, batch.inputs, normalizers, group_size)
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Puts the model into evaluation mode. Compiled layers run uncompiled, or each length would compile anew."""
+        self.deepspeed.eval()
+        torch.compiler.set_stance("force_eager")
+        try:
+            yield
+        finally:
+            torch.compiler.set_stance("default")
+            self.deepspeed.train()
+
+    def new_notes(self) -> list[str]:
+        """Returns lines for the log that have not been returned before."""
+        notes, self._notes = self._notes, []
+        return notes
+
+    def encode(self, **inputs: Any) -> Any:
+        """Returns the encoder's output with facets for tokenized texts, in the mode that the model is in."""
+        return self.deepspeed(**inputs, objectives=(), unpad=self._unpad)
+
+    @property
+    def was_updated(self) -> bool:
+        """True if the last step has changed the weights."""
+        return bool(self.deepspeed.was_step_applied())
+
+    @property
+    def is_fp16(self) -> bool:
+        """True if gradients may overflow, upon which DeepSpeed halves the loss scale."""
+        return bool(self.deepspeed.fp16_enabled())
+
+    def state(self) -> dict[str, float]:
+        """Returns the metrics of the optimizer: the norm of the gradients before clipping, and fp16's loss scale."""
+        values = {"optim/grad_norm": float(self.deepspeed.get_global_grad_norm() or 0.0)}
+        if self.is_fp16:
+            values["optim/loss_scale"] = float(self.deepspeed.optimizer.loss_scaler.cur_scale)
+        return values
+
+    def save(self, folder: Path, tag: str) -> None:
+        """Saves the state to `folder/tag`, each file flushed to the disk. All ranks must call it."""
+
+        def save(state_dict: Any, path: str) -> None:
+            with open(
+                path, "wb"
+            ) as file:  # given a path, torch would not report why it cannot write
+                torch.save(state_dict, file)
+                file.flush()
+                os.fsync(file.fileno())
+
+        self.deepspeed.checkpoint_engine.save = save
+        info = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
+        try:
+            self.deepspeed.save_checkpoint(
+                str(folder), tag=tag, save_latest=False, client_state=info
+            )
+        finally:
+            del self.deepspeed.checkpoint_engine.save
+
+    def load(self, folder: Path, tag: str) -> None:
+        """Loads the state in `folder/tag`. All ranks must call it."""
+        optimizer = self.deepspeed.optimizer
+        ours = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ]
+        with safe_unpickling(folder / tag):
+            path, _ = self.deepspeed.load_checkpoint(str(folder), tag=tag)
+        assert path is not None, f"DeepSpeed found no checkpoint {tag} in {folder}"
+        if self.deepspeed.load_universal_checkpoint():
+            # In stage 3 DeepSpeed gives all groups the weight decay of the first, and one shared counter of steps.
+            for group, values in zip(optimizer.param_groups, ours, strict=True):
+                group.update(values)
+            # It also leaves the steps on the CPU, where the fused AdamW of a GPU cannot read them.
+            for parameter, moments in optimizer.optimizer.state.items():
+                moments["step"] = moments["step"].to(parameter.device, copy=True)
+
+
+def _detached(value: Tensor | float) -> Tensor | float:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def mask_nonfinite(total: Tensor) -> Tensor:
+    """Returns `total`, multiplied by NaN if it is not finite: its gradients then are not finite either."""
+    return total * torch.where(total.detach().isfinite(), 1.0, torch.nan)
+
+
+def prepare_layers(
+    model: Any, train: TrainSettings, precision: Precision
+) -> tuple[TrainSettings, list[str]]:
+    """Applies the settings that change how layers compute.
+
+    Returns:
+        The settings with `unpad`, `compile` and `graph` as True or False, and lines for the log.
 
     Raises:
         UserError: A setting does not work with this encoder, device or precision.
     """
-    kind, encoder, notes = model.config.encoder.model_type, model.multicls.encoder, list[str]()
-    fast = uses_cuda() and precision != "fp32"
+    kind, notes = model.config.encoder.model_type, list[str]()
     if train.activation_checkpointing:
         if not model.supports_gradient_checkpointing:
             raise UserError(f"train.activation_checkpointing: {kind} has none; leave it out.")
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    if train.unpad:
-        if kind not in UNPADDING or not fast:
-            known = ", ".join(UNPADDING)
-            raise UserError(
-                f"train.unpad: needs a GPU, bf16 or fp16, and one of {known}; this is {kind} in {precision}."
-            )
-        attention = "flash_attention_2" if find_spec("flash_attn") else "varlen"
-        model.set_attn_implementation(attention)
-        rates = ("attention_probs_dropout_prob", "attention_dropout")
-        rate = max(getattr(encoder.config, name, 0.0) or 0.0 for name in rates)
-        if rate and attention == "varlen":
-            notes.append(
-                f"warning: train.unpad: torch's attention of packed sequences has no dropout, so the encoder's rate "
-                f"of {rate:g} there is not applied. The package flash-attn has it."
-            )
     if uses_cuda():
         keep_mask_on_device()
-    worth_it = fast and not train.unpad and kind in GAIN_FROM_COMPILING
-    if train.compile is True or (train.compile == "auto" and worth_it):
-        for layer in encoder_layers(encoder):  # the names of the weights stay
+    unpad, lines = _resolve_unpad(model, train, precision)
+    notes += lines
+    is_16_bit = uses_cuda() and precision != "fp32"
+    compiles = train.compile is True or (
+        train.compile == "auto" and is_16_bit and not unpad and kind in GAIN_FROM_COMPILING
+    )
+    if compiles:
+        for layer in encoder_layers(model.multicls.encoder):  # the names of the weights stay
             layer.compile(dynamic=False)
         notes.append("the encoder's layers are compiled; the first steps take a minute or more")
-    return notes
+    graph = train.graph is True or (train.graph == "auto" and uses_cuda())
+    if graph and train.activation_checkpointing:
+        graph = False
+        notes.append("passes run without a CUDA graph: layers are recomputed")
+    elif graph and not uses_cuda():
+        notes.append("train.graph: there is no GPU, so that passes are repeated, not replayed")
+    resolved = {"unpad": unpad, "compile": compiles, "graph": graph}
+    return train.model_copy(update=resolved), notes
+
+
+def _resolve_unpad(
+    model: Any, train: TrainSettings, precision: Precision
+) -> tuple[bool, list[str]]:
+    """Returns whether the padding is left out, and a warning if that drops dropout; sets the attention."""
+    kind, has_flash = model.config.encoder.model_type, find_spec("flash_attn") is not None
+    works = kind in UNPADDING and uses_cuda() and precision != "fp32"
+    rate = attention_dropout(model)
+    loses_dropout = rate > 0 and not has_flash
+    if train.unpad == "auto":
+        is_compiled = train.compile is True or (
+            train.compile == "auto" and kind in GAIN_FROM_COMPILING
+        )
+        unpad = works and not loses_dropout and not is_compiled
+    else:
+        unpad = train.unpad
+    if unpad and not works:
+        raise UserError(
+            f"train.unpad: needs a GPU, bf16 or fp16, and one of {', '.join(UNPADDING)}; this is {kind} in {precision}."
+        )
+    if not unpad:
+        return False, []
+    model.set_attn_implementation("flash_attention_2" if has_flash else "varlen")
+    if not loses_dropout:
+        return True, []
+    return True, [
+        "warning: train.unpad: torch's attention of packed sequences has no dropout, so the encoder's rate of "
+        f"{rate:g} there is not applied. The package flash-attn has it."
+    ]
+
+
+def attention_dropout(model: Any) -> float:
+    """Returns the dropout rate of the encoder's attention weights; torch's attention of packed sequences has none."""
+    if model.config._attn_implementation == "varlen":
+        return 0.0
+    names = ("attention_probs_dropout_prob", "attention_dropout")
+    return max(float(getattr(model.config.encoder, name, 0.0) or 0.0) for name in names)
 
 
 def keep_mask_on_device() -> None:
@@ -100,41 +570,6 @@ def keep_mask_on_device() -> None:
             return function(*args, **(kwargs | {"allow_is_bidirectional_skip": False}))
 
         AttentionMaskInterface.register(name, mask)
-
-
-def save_engine(engine: Any, folder: Path, tag: str) -> None:
-    """Saves the engine's state to `folder/tag`, each file flushed to the disk. All ranks must call it."""
-
-    def save(state_dict: Any, path: str) -> None:
-        with open(path, "wb") as file:  # given a path, torch would not report why it cannot write
-            torch.save(state_dict, file)
-            file.flush()
-            os.fsync(file.fileno())
-
-    engine.checkpoint_engine.save = save
-    info = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
-    try:
-        engine.save_checkpoint(str(folder), tag=tag, save_latest=False, client_state=info)
-    finally:
-        del engine.checkpoint_engine.save
-
-
-def load_engine(engine: Any, folder: Path, tag: str) -> None:
-    """Loads the state in `folder/tag` into the engine. All ranks must call it."""
-    ours = [
-        {name: value for name, value in group.items() if name != "params"}
-        for group in engine.optimizer.param_groups
-    ]
-    with safe_unpickling(folder / tag):
-        path, _ = engine.load_checkpoint(str(folder), tag=tag)
-    assert path is not None, f"DeepSpeed found no checkpoint {tag} in {folder}"
-    if engine.load_universal_checkpoint():
-        # In stage 3 DeepSpeed gives all groups the weight decay of the first, and one shared counter of steps.
-        for group, values in zip(engine.optimizer.param_groups, ours, strict=True):
-            group.update(values)
-        # It also leaves the steps on the CPU, where the fused AdamW of a GPU cannot read them.
-        for parameter, moments in engine.optimizer.optimizer.state.items():
-            moments["step"] = moments["step"].to(parameter.device, copy=True)
 
 
 def convert_to_universal(source: Path, target: Path) -> None:

@@ -12,9 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from pretrain.batches import MicroBatch
-
-Terms = dict[str, tuple[Tensor | float, float]]  # name -> sum over terms, and their number
+# Name -> sum over terms, and their number or the name of that number in `MicroBatch.counts`.
+Terms = dict[str, tuple[Tensor | float, float | str]]
 
 
 class MetricSums:
@@ -24,9 +23,12 @@ class MetricSums:
         self._sums: dict[str, Any] = {}
         self._counts: dict[str, float] = {}
 
-    def add(self, terms: Terms, counted: bool = True) -> None:
-        """Adds the terms of a micro-batch; with `counted` false only their names become known."""
-        for name, (value, count) in terms.items():
+    def add(
+        self, terms: Terms, counts: Mapping[str, int] | None = None, counted: bool = True
+    ) -> None:
+        """Adds the terms of a micro-batch with these `counts`; with `counted` false only their names become known."""
+        for name, (value, number) in terms.items():
+            count = (counts or {})[number] if isinstance(number, str) else number
             value = value.detach().double() if isinstance(value, Tensor) else value
             self._sums[name] = self._sums.get(name, 0.0) + (value if counted else 0.0)
             self._counts[name] = self._counts.get(name, 0.0) + count * counted
@@ -54,49 +56,54 @@ def means(totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
     return shown
 
 
-def loss_terms(
-    losses: Mapping[str, Tensor], batch: MicroBatch, normalizers: Mapping[str, Tensor]
-) -> Terms:
-    """Returns the sums of losses that were divided by `normalizers`; of others, means over the examples."""
-    counts = {name: batch.counts.get(name, batch.counts["examples"]) for name in losses}
+def loss_terms(losses: Mapping[str, Tensor], normalizers: Mapping[str, Tensor]) -> Terms:
+    """Returns the sums of losses that were divided by `normalizers`; other losses are means, of one number each."""
     return {
-        f"loss/{name}": (loss * normalizers.get(name, counts[name]), counts[name])
+        f"loss/{name}": (loss * normalizers[name], name) if name in normalizers else (loss, 1.0)
         for name, loss in losses.items()
     }
 
 
 @torch.no_grad()
 def measure(
-    outputs: Any, batch: MicroBatch, normalizers: Mapping[str, Tensor], group_size: int
+    outputs: Any,
+    inputs: Mapping[str, Tensor],
+    normalizers: Mapping[str, Tensor],
+    group_size: int,
 ) -> Terms:
     """Returns accuracies, moments of the TF-IDF targets and facet statistics of a micro-batch, on the device.
 
     Args:
         outputs: Output of the pretraining model; objectives without a loss in it are left out.
+        inputs: The micro-batch's. Masked positions without a label (-100) do not count.
         group_size: n, the examples that are each other's negatives.
     """
-    inputs, counts, terms = batch.inputs, batch.counts, dict[str, Any]()
+    terms: Terms = {}
     if "mlm" in outputs.losses:
         masked = inputs["labels"].flatten().index_select(0, inputs["masked_positions"])
-        terms["acc/mlm"] = (outputs.logits.argmax(dim=-1) == masked).sum(), counts["mlm"]
+        terms["acc/mlm"] = (outputs.logits.argmax(dim=-1) == masked).sum(), "mlm"
     if "so" in outputs.losses:  # no prediction equals the label -100
         right = outputs.so_logits.argmax(dim=-1) == inputs["so_labels"]
-        terms["acc/so"] = right.sum(), counts["so"]
+        terms["acc/so"] = right.sum(), "so"
     if "mcqt" in outputs.losses:
-        scores = torch.cat([scores for scores in outputs.mcqt_scores if scores is not None])
-        rows = torch.arange(len(scores), device=scores.device)
-        right = scores.argmax(dim=-1) == rows % group_size
-        terms["acc/mcqt"] = right.sum(), float(len(scores))
-        terms |= _facet_terms(outputs.facet_embeddings)
+        terms["acc/mcqt"] = right_answers(outputs.mcqt_scores, group_size)
+        terms |= facet_terms(outputs.facet_embeddings)
     if "tfidf" in outputs.losses:
         targets, error = inputs["tfidf_labels"].float(), outputs.losses["tfidf"]  # 0 on padding
-        terms["moment/tfidf"] = targets.sum(), counts["tfidf"]
-        terms["moment/squared_tfidf"] = targets.square().sum(), counts["tfidf"]
-        terms["moment/tfidf_error"] = error * normalizers["tfidf"], counts["tfidf"]
+        terms["moment/tfidf"] = targets.sum(), "tfidf"
+        terms["moment/squared_tfidf"] = targets.square().sum(), "tfidf"
+        terms["moment/tfidf_error"] = error * normalizers["tfidf"], "tfidf"
     return terms
 
 
-def _facet_terms(facets_BSD: Tensor) -> Terms:
+def right_answers(scores: tuple[Tensor, Tensor | None], group_size: int) -> tuple[Tensor, float]:
+    """Returns the number of queries of `part_scores` whose best candidate is the target, and that of all queries."""
+    rows_QC = torch.cat([directed for directed in scores if directed is not None])
+    targets = torch.arange(len(rows_QC), device=rows_QC.device) % group_size
+    return (rows_QC.argmax(dim=-1) == targets).sum(), float(len(rows_QC))
+
+
+def facet_terms(facets_BSD: Tensor) -> Terms:
     """Returns the similarity of the facets of a sequence, and the variance of each facet over sequences."""
     unit = F.normalize(facets_BSD.float(), dim=-1)
     sequences, facets = unit.shape[:2]

@@ -10,22 +10,25 @@ python pretrain/run.py --recipe base --corpus CORPUS --model.num_facets 3 --prin
 
 import math
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from multicls.console import print_line
+from multicls.console import print_line, print_summary
 from multicls.corpus import Corpus
 from multicls.deepspeed_config import load_deepspeed_config
 from multicls.errors import UserError, run_command
-from multicls.files import REPOSITORY
+from multicls.files import REPOSITORY, read_json
 from multicls.labels import LabelledSettings
 from multicls.sample import SAMPLE, SAMPLE_CORPUS
 from multicls.settings import parse
-from pretrain.run_folder import status
+from pretrain.folder import RunFolder
 from pretrain.settings import PretrainSettings, batch_arithmetic, resolve_micro_batch
 
 UNFINISHED = 3  # exit code of --status
@@ -72,11 +75,10 @@ def world_size() -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Checks everything that needs no torch, then trains. Returns the exit code."""
     settings = read_settings(sys.argv[1:] if argv is None else argv)
-    run_folder = Path(settings.run.output_dir)
+    folder = RunFolder(Path(settings.run.output_dir))
     if settings.status:
-        text, finished = status(run_folder)
-        print(text)
-        return 0 if finished else UNFINISHED
+        print(folder.status())
+        return 0 if folder.end else UNFINISHED
     ds_config = load_deepspeed_config(settings.config)
     if not ds_config.get("zero_optimization", {}).get("stage"):  # DeepSpeed would check no gradient
         raise UserError(f"{settings.config}: zero_optimization.stage: pretraining takes 1, 2 or 3.")
@@ -86,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if os.environ.get("RANK", "0") == "0":
         print_line(f"model: {SAMPLE_MODEL if model == SAMPLE else model}")
         print_line(f"corpus: {SAMPLE_TEXT if corpus == SAMPLE else corpus}")
-        print_line(f"run folder: {run_folder}, DeepSpeed: {settings.config}")
+        print_line(f"run folder: {folder.path}, DeepSpeed: {settings.config}")
         batch, train = batch_arithmetic(settings.train, world_size()), settings.train
         print_line(
             f"batch: {batch['micro_batch_size']} examples x {batch['world_size']} ranks x {batch['accumulation']} "
@@ -95,11 +97,62 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         if corpus == SAMPLE:
             prepare_sample_corpus()
-
-    from pretrain.job import run_job  # imports torch, so not before the checks above
-
-    run_job(settings, ds_config, SAMPLE_CORPUS if corpus == SAMPLE else Path(corpus))
+    run(settings, ds_config, SAMPLE_CORPUS if corpus == SAMPLE else Path(corpus), folder)
     return 0
+
+
+def run(
+    settings: PretrainSettings, ds_config: dict[str, Any], corpus: Path, folder: RunFolder
+) -> None:
+    """Trains from the newest checkpoint of the run folder, or from the beginning, and exports the model.
+
+    Args:
+        settings: With the micro-batch size as a number.
+        ds_config: DeepSpeed JSON as loaded, with its "auto" values.
+
+    Raises:
+        UserError: The run folder is in use, the disk is full, or as `pretrain.setup.prepare` says.
+    """
+    # These import torch, so not before the checks of `main`.
+    import torch.distributed as dist
+
+    from multicls.distributed import leave_deepspeed, on_rank_0, prepare_deepspeed
+    from pretrain.batches import start_loader_server
+    from pretrain.setup import prepare, start
+    from pretrain.trainer import Trainer
+
+    if settings.data.num_workers:
+        start_loader_server()
+    deepspeed = prepare_deepspeed()  # all ranks meet here
+    with ExitStack() as stack:
+        on_rank_0(lambda: stack.enter_context(folder.locked()))
+        stack.enter_context(folder.disk_errors_reported())
+        setup = prepare(settings, ds_config, Corpus(corpus), folder)
+        if setup:
+            engine, observers = start(deepspeed, setup)
+            for observer in observers:
+                stack.callback(observer.close)
+            Trainer(setup, engine, observers).run()
+        elif dist.get_rank() == 0:
+            print(f"already finished at step {folder.end}")
+    if dist.get_rank() == 0 and folder.done.exists():
+        print_end(settings, folder)
+    leave_deepspeed()
+
+
+def print_end(settings: PretrainSettings, folder: RunFolder) -> None:
+    """Prints what a finished run has made, and the next commands."""
+    from pretrain.export import next_command
+
+    path, view = folder.path, read_json(folder.done).get("view", "")
+    rows = "" if folder.plan.exists() else " --probe_file ROWS.csv"  # no recall
+    made = {
+        "model": folder.export,
+        "curves": f"tensorboard --logdir {path / 'tb'}",
+        "next": next_command(folder.export, settings.probe, view),
+        "what changed": f"python tools/first_look.py {shlex.quote(str(path))}{rows}",
+    }
+    print_summary(made.items())
 
 
 def prepare_sample_corpus() -> None:

@@ -83,6 +83,10 @@ class TrainSettings(Settings):
         "auto", description="examples of a forward pass; auto: largest with at most 32,768 tokens"
     )
     negatives_group: PositiveInt = Field(10, description="examples that are each other's negatives")
+    negatives: Literal["group", "ranks"] = Field(
+        "group",
+        description="ranks: all examples of a step, over its passes and ranks, are one group",
+    )
     learning_rate: float = Field(2e-5, gt=0, description="peak learning rate")
     head_lr_factor: float = Field(
         1.0, gt=0, description="factor of the learning rate of all weights outside the encoder"
@@ -105,8 +109,13 @@ class TrainSettings(Settings):
         "auto",
         description="torch.compile of the encoder's layers; auto: ModernBERT's in 16 bits on a GPU",
     )
-    unpad: bool = Field(
-        False, description="leave the padding out of the encoder, in 16 bits on a GPU, uncompiled"
+    unpad: bool | Literal["auto"] = Field(
+        "auto",
+        description="leave the padding out of the encoder, in 16 bits on a GPU, uncompiled; auto: where no dropout of "
+        "attention is lost",
+    )
+    graph: bool | Literal["auto"] = Field(
+        "auto", description="replay forward and backward pass as one CUDA graph; auto: on a GPU"
     )
     skip_nonfinite: int = Field(0, ge=0, description="steps with NaN or inf that may be skipped")
 
@@ -116,7 +125,7 @@ class TrainSettings(Settings):
             raise ValueError("set one of epochs, steps and tokens to more than 0, for the length")
         if self.schedule == "wsd" and self.warmup_ratio + self.decay_ratio > 1:
             raise ValueError("warmup_ratio and decay_ratio are more than the whole run")
-        if self.unpad and self.compile is True:
+        if self.unpad is True and self.compile is True:
             raise ValueError("unpad and compile exclude each other: each length would compile anew")
         group = self.negatives_group
         for name in ("global_batch_size", "micro_batch_size"):
@@ -167,7 +176,7 @@ class RunSettings(Settings):
 
     output_dir: str = Field("", description="run folder; default: runs/NAME of the last recipe")
     log_every: Interval = Field(50, description="interval of records of metrics")
-    eval_every: Interval = Field(2000, description="interval of validations")
+    eval_every: Interval = Field(5000, description="interval of validations")
     eval_examples: PositiveInt = Field(500, description="validation examples, always the same")
     save_every: Interval = Field(10000, description="interval of checkpoints")
     keep_checkpoints: PositiveInt = Field(2, description="number of newest checkpoints to keep")
@@ -211,6 +220,12 @@ class PretrainSettings(RecipeOptions):
     def num_parts(self) -> int:
         """P, the consecutive sequences of an example."""
         return 3 if self.model.hard_negatives else 2
+
+    def is_permanent(self, step: int) -> bool:
+        """Returns True if the checkpoint of `step` is always saved and never deleted."""
+        if self.train.schedule == "wsd" and step == self.train.decay_start:
+            return True  # a longer run can continue from it
+        return self.run.milestone_every is not None and step % self.run.milestone_every == 0
 
     def with_values(self, **groups: dict[str, Any]) -> Self:
         """Returns the settings with some values replaced: `with_values(train={"steps": 3})`."""

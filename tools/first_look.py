@@ -25,6 +25,7 @@ from pydantic_settings import CliPositionalArg
 
 from multicls.console import print_summary
 from multicls.corpus import Corpus
+from multicls.distributed import uses_cuda
 from multicls.errors import UserError, run_command
 from multicls.files import read_jsonl
 from multicls.labels import LabelledSettings, read_labelled
@@ -111,11 +112,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     from transformers import AutoModel, AutoTokenizer  # after --help
 
     from pretrain.export import model_before, settings_of
+    from pretrain.folder import RunFolder
 
-    run, hf = options.run, options.run / "hf"
+    run, folder = options.run, RunFolder(options.run)
+    hf = folder.export
     if not (hf / "config.json").exists():
         raise UserError(f"{run}: not a finished run; train it with pretrain/run.py first.")
-    settings = settings_of(run)
+    settings = settings_of(folder)
     corpus = Corpus(SAMPLE_CORPUS if settings.data.corpus == SAMPLE else settings.data.corpus)
     of_run, table = settings.probe, None
     if path := options.probe_file or of_run.file:
@@ -124,16 +127,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         draws = draws_of(table, path)
     # The base model as it is has the embeddings but the new facets, which a model that began at random has alone.
     with_facets = (True,) if settings.model.random_weights else (True, False)
-    models = [model_before(run, facets) for facets in with_facets]
+    models = [model_before(folder, facets) for facets in with_facets]
     trained = (AutoModel.from_pretrained(hf), AutoTokenizer.from_pretrained(hf))
+    device = "cuda" if uses_cuda() else "cpu"
 
     def views(texts: list[Any], length: int) -> tuple[dict[str, Array], dict[str, Array]]:
         """Returns the embeddings before and after."""
         before, after = dict[str, Array](), dict[str, Array]()
         begun = [(before, model.multicls, tokenizer) for model, tokenizer in models]
         for found, encoder, tokenizer in [*begun, (after, *trained)]:
-            facets, encoder = encoder.config.num_facets, encoder.eval()
-            sizes: Any = {"max_length": length, "num_facets": facets}
+            facets, encoder = encoder.config.num_facets, encoder.eval().to(device)
+            sizes: Any = {"max_length": length, "num_facets": facets, "device": device}
             # Topics come from the corpus, not from the training: the model before has the same.
             found |= embed(encoder, tokenizer, texts, topics=trained[0].topics, **sizes)
         return before, after
@@ -154,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         title = f"{draws.name} of {len(table.texts):,}, {len(draws.train)} draws; change: against the mean before"
         length = options.max_length or settings.data.seq_length
         compare(title, draws, *views(table.texts, length), LABELS, "mean")
-    records = [r for r in read_jsonl(run / "metrics.jsonl") if r["split"] == "validation"]
+    records = [r for r in read_jsonl(folder.metrics) if r["split"] == "validation"]
     draw(run / "first_look.png", recalls, records)
     print_summary([("picture", run / "first_look.png")])
     return 0

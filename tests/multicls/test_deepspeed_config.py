@@ -38,9 +38,7 @@ def test_shipped_files_serve_every_precision(path: Path, precision: str) -> None
     assert theirs.bfloat16_config.enabled == (precision == "bf16")
     sums_in_fp32 = precision == "bf16" and path.stem in ("zero2", "zero3")
     assert theirs.grad_accum_dtype == ("fp32" if sums_in_fp32 else None)
-    stage, *offload = path.stem.removeprefix("zero").split("_")
-    assert theirs.zero_config.stage == int(stage)
-    assert (theirs.zero_config.offload_optimizer is not None) == (offload == ["offload"])
+    assert theirs.zero_config.stage == int(path.stem.removeprefix("zero"))
     assert not theirs.timers_config.enabled and not theirs.zero_config.overlap_comm
     assert complete(load_deepspeed_config(path))["zero_optimization"]["overlap_comm"]
 
@@ -56,6 +54,17 @@ def test_auto_and_missing_values_become_ours() -> None:
     assert completed == complete({})
     theirs = {"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "bf16"}}
     assert complete(theirs)["data_types"] == theirs["data_types"], "a type in the file stays"
+
+
+@pytest.mark.parametrize(
+    ("offload", "sums"),
+    [(None, True), ({}, True), ({"device": "none"}, True), ({"device": "cpu"}, False)],
+)
+def test_gradients_are_summed_in_fp32_unless_the_optimizer_is_offloaded(
+    offload: Any, sums: bool
+) -> None:
+    zero = {"stage": 2, "offload_optimizer": offload}
+    assert ("data_types" in complete({"zero_optimization": zero})) == sums
 
 
 def test_values_of_our_settings_are_refused_with_the_setting(tmp_path: Path) -> None:
@@ -79,6 +88,8 @@ BAD = {
     '{"data_types": null}': "data_types = None: must be an object",
     '{"zero_optimization": {"stage": 2, "overlap_com": true}}': "overlap_com",
     '{"zero_optimization": {"stage": 4}}': "stage",
+    '{"zero_optimization": {"stage": "2"}}': "stage = '2': must be a number",
+    '{"zero_optimization": {"stage": true}}': "stage = True: must be a number",
     '{"zero_optimization": {"offload_optimizer": {"devcie": "cpu"}}}': "devcie",
     '{"bf16": {"enable": true}}': "enable",
     '{"data_types": {"grad_accum_dtype": "fp23"}}': "fp23",

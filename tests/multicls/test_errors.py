@@ -41,6 +41,10 @@ FATES = {  # what it does, its exit code and what it writes to stderr
     f"{ON_RANK_1}UserError('a')": (2, ""),  # ranks that have not met fail alike: the first reports
     "raise FloatingPointError('a')": (1, "error: a\n"),
     "raise MemoryError": (1, "Traceback .*MemoryError\n"),
+    "import torch; raise torch.OutOfMemoryError('a')": (
+        1,
+        "Traceback .*OutOfMemoryError: a\nhint: .*--micro_batch_size.*--data.seq_length.*\n",
+    ),
 }
 
 

@@ -8,22 +8,11 @@ import torch
 from torch import nn
 
 from multicls import environment
-from multicls.environment import environment_record, flops_per_token, peak_flops
+from multicls.environment import environment_record
 from multicls.errors import UserError
 from multicls.optim import choose_precision, dropout_seed, parameter_groups
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-
-
-def test_flops_of_a_token_and_the_peaks_of_cards() -> None:
-    """Ettin 150M: 295,000 tokens a second and H100 at 1,024 tokens are a third of its peak."""
-    work = flops_per_token(150_000_000, layers=22, hidden=768, length=1024)
-    assert work == 6 * 150e6 + 12 * 22 * 768 * 1024
-    peak = peak_flops("NVIDIA H100 80GB HBM3")
-    assert peak == 989e12 and peak_flops("NVIDIA H100 PCIe") == 756e12 and peak_flops("x") is None
-    others = ("NVIDIA L40", "NVIDIA A10G", "NVIDIA RTX A1000", "NVIDIA H100 NVL")
-    assert not any(map(peak_flops, others)) and peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
-    assert 0.3 < 295_000 * work / peak < 0.35
 
 
 class Model(nn.Module):

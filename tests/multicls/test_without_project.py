@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from multicls.build import build
-from multicls.cards import MULTI_VECTOR_ENCODER, SENTENCE_TRANSFORMER, write_sentence_transformer
+from multicls.cards import write_sentence_transformer
 from tests.encoders import FAMILIES, save_encoder
 from tests.multicls import without_project
 from tests.processes import completed
@@ -29,11 +29,9 @@ def export(kind: str, folder: Path) -> None:
     """Writes an exported model, the tokenizer of its encoder, and what the model computes."""
     start = save_encoder(kind, folder.with_name(f"{kind}_start"))
     model, tokenizer = build(str(start), num_facets=3, report=lambda _: None)
-    files = {folder: SENTENCE_TRANSFORMER, folder / "vectors": MULTI_VECTOR_ENCODER}
-    for target, settings in files.items():
-        model.save_pretrained(target)
-        tokenizer.save_pretrained(target)
-        write_sentence_transformer(target, settings)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    write_sentence_transformer(folder)
     inputs = tokenizer(without_project.TEXTS, padding=True, return_tensors="pt")
     real = inputs["attention_mask"].clone()
     real[:, 1:4] = 0

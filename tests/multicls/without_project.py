@@ -166,30 +166,6 @@ def check_sentence_transformers(folder: Path) -> None:
     torch.testing.assert_close(model.similarity(found, found).diagonal(), torch.ones(3))
 
 
-def check_multi_vector_encoder(folder: Path) -> None:
-    from sentence_transformers import MultiVectorEncoder
-    from sentence_transformers.multi_vector_encoder import evaluation, losses
-
-    model: Any = MultiVectorEncoder(str(folder / "vectors"), device="cpu", **TRUST)
-    found = torch.stack(model.encode(TEXTS))
-    facets = load_file(folder / "expected.safetensors")["facets"]
-    expected = torch.nn.functional.normalize(facets, dim=-1)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    max_sim = torch.einsum("qsd,ntd->qnst", expected, expected).amax(dim=3).sum(dim=2)
-    torch.testing.assert_close(model.similarity(found, found), max_sim, rtol=1e-4, atol=1e-4)
-    names: dict[str, Any] = dict(zip("abc", TEXTS, strict=True))
-    relevant = {name: {name} for name in names}
-    search = evaluation.MultiVectorInformationRetrievalEvaluator(names, names, relevant)
-    metrics = search(model)
-    assert metrics[search.primary_metric] == 1.0, "the nearest text is the text itself"
-    loss = losses.MultiVectorMultipleNegativesRankingLoss(model)
-    loss([model.preprocess(TEXTS), model.preprocess(TEXTS[::-1])], None).backward()
-    assert model[0].model.facet_head.dense.weight.grad.abs().sum() > 0
-    model.save_pretrained(str(folder / "again"))
-    again: Any = MultiVectorEncoder(str(folder / "again"), device="cpu", **TRUST)
-    torch.testing.assert_close(torch.stack(again.encode(TEXTS)), found)
-
-
 def main(folders: list[str]) -> None:
     """Runs all checks on each folder and prints their results."""
     assert not {"multicls", "finetune"} & set(sys.modules)

@@ -33,10 +33,12 @@ import pandas  # noqa: F401  # pyarrow imports it for NumPy arrays
 import torch
 import torch.utils.tensorboard
 
-import pretrain.checkpoints
-import pretrain.job
+import multicls.distributed
+import pretrain.engine
+import pretrain.folder
 import pretrain.run
-import pretrain.training
+import pretrain.setup
+import pretrain.trainer
 from multicls.errors import run_command
 from multicls.files import append_jsonl
 from tests.processes import IdleClock, free_ports, sessions
@@ -44,19 +46,18 @@ from tests.processes import IdleClock, free_ports, sessions
 DEADLINE = 120.0  # seconds of an idle machine that a launch may take
 GONE = 15.0  # such seconds after an accident in which every process of the run must end
 RAISED = {error.__name__: error for error in (RuntimeError, MemoryError, torch.OutOfMemoryError)}
-Checkpoints = pretrain.checkpoints.Checkpoints
 PLACES = {
-    "": (pretrain.training, "train_step"),
-    "the meeting": (pretrain.job, "prepare_deepspeed"),
-    "the set-up": (pretrain.job, "build_engine"),
-    "a step": (pretrain.training, "loss_terms"),  # after the first forward pass
-    "an evaluation": (pretrain.training, "evaluate"),
-    "a save": (Checkpoints, "save"),
+    "": (pretrain.trainer, "train_step"),
+    "the meeting": (multicls.distributed, "prepare_deepspeed"),
+    "the set-up": (pretrain.setup, "Engine"),
+    "a step": (pretrain.engine, "loss_terms"),  # after the first forward pass
+    "an evaluation": (pretrain.trainer, "evaluate"),
+    "a save": (pretrain.trainer.Trainer, "save"),
     "a file": (torch, "save"),
-    "the marker": (pretrain.checkpoints, "atomic_write"),
-    "an export": (pretrain.training, "write_model"),
+    "the marker": (pretrain.folder, "atomic_write"),
+    "an export": (pretrain.trainer, "write_model"),
     "a rename": (Path, "rename"),  # of a folder: an export
-    "the end": (pretrain.training, "write_json"),
+    "the end": (pretrain.trainer, "write_json"),
 }
 
 
@@ -111,14 +112,14 @@ def arrange(accident: str, step: int, output: Path) -> None:
             happen(what)
 
     if what == "note the engine's weights":  # as they are when the last checkpoint is saved
-        before(Checkpoints, "save", lambda checkpoints, engine, *_: _note_weights(engine))
+        before(pretrain.trainer.Trainer, "save", lambda trainer, *_: _note_weights(trainer.engine))
     elif what.startswith("killed after"):  # some seconds of this rank's processor time
         what = "killed"
         signal.signal(signal.SIGPROF, now)
         signal.setitimer(signal.ITIMER_PROF, float(accident.split()[2]))
     elif what:
         before(*PLACES[place], now)
-        before(pretrain.training, "train_step", begin)
+        before(pretrain.trainer, "train_step", begin)
 
 
 def _note_weights(engine: Any) -> None:
@@ -145,7 +146,7 @@ def be_rank(launch: dict[str, Any], rank: int, output: Path) -> None:
         record = {"launch": output.stem, "step": step, "examples": examples}
         append_jsonl(output.with_name("examples.jsonl"), record)
 
-    before(pretrain.training, "train_step", note_examples)
+    before(pretrain.trainer, "train_step", note_examples)
     del sys.modules["__main__"].__file__  # or loader processes would import this file again
     os.environ["NOTES"] = str(output.parent)
     accident = launch.get("accident", "")

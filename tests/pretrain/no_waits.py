@@ -24,8 +24,9 @@ from transformers.masking_utils import sdpa_mask
 
 from multicls.distributed import prepare_deepspeed
 from pretrain.batches import MicroBatch
-from pretrain.engine import prepare_layers
-from pretrain.training import train_step
+from pretrain.engine import Engine, prepare_layers
+from pretrain.metrics import MetricSums
+from pretrain.trainer import add_terms, train_step
 from tests.finetune.models import about, batch, make
 from tests.pretrain.tools import tiny_model
 from tests.pretrain.two_ranks import Case, make_engine, micro_batch, settings
@@ -91,25 +92,44 @@ def engine_waits(deepspeed: Any, file: str) -> dict[str, dict[str, int]]:
     return {"synchronize": dict(calls), "reads": dict(reads.places)}
 
 
-class StubEngine:
-    """The model with the interface of DeepSpeed's engine, without an optimizer."""
-
-    optimizer = SimpleNamespace(param_groups=[{}])
+class StubDeepSpeed:
+    """DeepSpeed around a model on a device that does not exist: flat weights, and a norm instead of an update."""
 
     def __init__(self, model: Any, device: torch.device) -> None:
         self.model, self.device = model, device
 
-    def __call__(self, **inputs: Any) -> Any:
-        return self.model(**inputs)
+    def initialize(self, model: Any, optimizer: Any, config: Any) -> Any:
+        groups = [group["params"] for group in optimizer.param_groups]
+        flat = [flatten(weights) for weights in groups]
+        fields = {"bit16_groups": groups, "bit16_groups_flat": flat, "averaged_gradients": {}}
+        self.optimizer = SimpleNamespace(
+            param_groups=optimizer.param_groups, _grad_acc_hooks=[], **fields
+        )
+        self.module, self.passes = model, 0
+        return [self]
 
-    def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()
+    def gradient_accumulation_steps(self) -> int:
+        return len(BATCHES)
+
+    def zero_optimization_stage(self) -> int:
+        return 2
+
+    def fp16_enabled(self) -> bool:
+        return False
 
     def step(self) -> None:
-        pass
+        self.passes += 1
+        found = self.optimizer.averaged_gradients.values()
+        assert bool(found) == (self.passes == len(BATCHES))
+        self.norms = [self.optimizer.get_grad_norm_direct(gradients, None) for gradients in found]
 
-    def was_step_applied(self) -> bool:
-        return True
+
+def flatten(weights: list[Any]) -> torch.Tensor:
+    """Returns a flat tensor, of which the weights become views, as DeepSpeed has them."""
+    flat = torch.cat([weight.detach().flatten() for weight in weights])
+    for weight, part in zip(weights, flat.split([w.numel() for w in weights]), strict=True):
+        weight.data = part.view(weight.shape)
+    return flat
 
 
 def make_fake(model: torch.nn.Module, device: torch.device) -> None:
@@ -151,7 +171,8 @@ def on_fake_gpu(kind: str) -> str:
         list[MicroBatch](),
     )
     with patch("pretrain.engine.uses_cuda", return_value=True):
-        prepare_layers(model, chosen.train.model_copy(update={"compile": False}), "bf16")
+        train = {"compile": False, "unpad": False}
+        prepare_layers(model, chosen.train.model_copy(update=train), "bf16")
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         for batch in BATCHES:
             fakes: dict[str, torch.Tensor] = {
@@ -161,20 +182,22 @@ def on_fake_gpu(kind: str) -> str:
         device = torch.device("gpu:0")
         make_fake(model, device)
         model.tie_weights()
+        stub = StubDeepSpeed(model, device)
+        with patch("pretrain.engine.why_not_flat", return_value=""):
+            engine = Engine(stub, model, {}, chosen)
         try:
-            sums = train_step(
-                StubEngine(model, device),
-                chosen,
-                batches,
-                0,
-                measured=True,
-            )
+            terms = train_step(engine, chosen, batches, 0, measured=True)
+            sums = MetricSums()
+            add_terms(sums, batches, terms, updated=True)
         except (DataDependentOutputException, RuntimeError) as error:
             return f"{type(error).__name__}: {error}"[:200]
     tensors = [value for value in sums._sums.values() if isinstance(value, torch.Tensor)]
     assert len(tensors) > 8 and {value.device for value in tensors} == {device}
-    dtypes = {p.grad.dtype for p in model.parameters() if p.grad is not None}
-    assert dtypes == {torch.bfloat16}
+    gradients = [found.flat_partition for found in stub.optimizer.averaged_gradients.values()]
+    assert gradients and {sums.dtype for sums in gradients} == {torch.float32}
+    assert {tensor.device for tensor in (*gradients, *stub.norms)} == {device}
+    assert all(p.grad is None for p in model.parameters()) and engine._flat
+    assert {flat.dtype for flat in engine._flat.flat} == {torch.bfloat16}
     return ""
 
 

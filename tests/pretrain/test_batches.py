@@ -7,15 +7,16 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from data_prep.examples import ExampleStream, SpecialIds
 from multicls.corpus import Corpus
-from pretrain import training
-from pretrain.batches import MicroBatch, load_steps
-from pretrain.training import evaluate
-from tests.pretrain.tools import micro_batch_of, tiny_model
+from pretrain.batches import MicroBatch, load_steps, pack
+from pretrain.engine import Engine
+from pretrain.trainer import evaluate
+from tests.pretrain.tools import PlainEngine, micro_batch_of, tiny_model
 from tests.pretrain.two_ranks import settings
 from tests.processes import children
 
@@ -86,11 +87,26 @@ def test_loaders_are_no_forks_of_the_rank(stream: ExampleStream) -> None:
 
 
 def test_the_loader_knows_where_real_tokens_are(stream: ExampleStream) -> None:
-    """The loader gives the positions, so that unpadding need not ask the device."""
+    """The loader gives the positions, so that unpadding need not ask the device, and rounds their number."""
     for batch in load(stream, unpad=True)[:3]:
         mask, starts = batch.inputs["attention_mask"], batch.inputs["sequence_starts"]
-        assert torch.equal(batch.inputs["real_positions"], mask.flatten().nonzero()[:, 0])
-        assert torch.equal(starts.diff(), mask.sum(dim=1)) and starts[0] == 0
+        real = mask.flatten().nonzero()[:, 0]
+        positions = batch.inputs["real_positions"]
+        assert torch.equal(positions[: len(real)], real) and len(positions) == mask.numel() < 1024
+        assert sorted(positions.tolist()) == list(range(mask.numel()))
+        assert torch.equal(starts[: len(mask) + 1].diff(), mask.sum(dim=1)) and starts[0] == 0
+        assert starts[-1] == mask.numel() and starts.diff().max() <= mask.shape[1]
+
+
+def test_few_numbers_of_packed_tokens_and_sequences_occur() -> None:
+    """Whatever the lengths, so that few shapes are recorded."""
+    generator, shapes = np.random.default_rng(0), set[tuple[int, int]]()
+    for _ in range(50):
+        mask = np.arange(32) < generator.integers(8, 33, size=(12, 1))
+        positions, starts = pack(mask.astype(int), multiple=128)
+        assert len(positions) % 128 == 0 and mask.flatten()[positions].sum() == mask.sum()
+        shapes.add((len(positions), len(starts)))
+    assert shapes <= {(256, 17), (384, 17)}
 
 
 def test_a_small_validation_split_repeats_no_example(
@@ -102,13 +118,13 @@ def test_a_small_validation_split_repeats_no_example(
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
     seen, size = list[MicroBatch](), stream.examples_per_epoch
 
-    def note(losses: object, batch: MicroBatch, normalizers: object) -> dict[str, float]:
+    def note(_engine: Engine, batch: MicroBatch, *_: Any) -> dict[str, Any]:
         seen.append(batch)
-        return {}
+        return {"loss/mlm": (torch.tensor(1.0), 1.0)}
 
-    monkeypatch.setattr(training, "loss_terms", note)
+    monkeypatch.setattr(Engine, "evaluate", note)
     chosen = settings(negatives_group=2 * size, global_batch_size=2 * size, micro_batch_size="auto")
-    training.evaluate(tiny_model(3, vocab_size=400), chosen, stream)
+    evaluate(PlainEngine(tiny_model(3, vocab_size=400)), chosen, stream)
     (batch,) = seen
     assert len({tuple(window) for window in batch.windows.tolist()}) == len(batch.windows) == size
 
@@ -123,6 +139,6 @@ def test_a_validation_counts_each_group_once_and_leaves_the_dropout_on(
     for rank, ranks in ((0, 1), (0, 2), (1, 2)):
         monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
         monkeypatch.setattr(torch.distributed, "get_world_size", lambda ranks=ranks: ranks)
-        evaluate(model, chosen, stream)
+        evaluate(PlainEngine(model), chosen, stream)
         assert model.training
     torch.testing.assert_close(sums[1] + sums[2], sums[0])

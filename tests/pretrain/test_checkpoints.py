@@ -17,9 +17,10 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from multicls.corpus import Shard
 from multicls.errors import UserError
 from multicls.files import lock_holder, locked, read_json, write_json
-from pretrain.checkpoints import Checkpoints, load_engine
-from pretrain.run_folder import disk_errors_reported, saved_steps, status
-from pretrain.settings import RunSettings, TrainSettings
+from pretrain.engine import Engine
+from pretrain.folder import RunFolder
+from pretrain.settings import PretrainSettings
+from pretrain.trainer import Trainer
 from tests.pretrain.conftest import Fork, logs
 
 
@@ -33,7 +34,7 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-class Engine:
+class DeepSpeed:
     """Saves and loads like DeepSpeed, saving through its checkpoint engine, one file a rank."""
 
     def __init__(self) -> None:
@@ -51,17 +52,41 @@ class Engine:
         return False
 
 
-def checkpoints(folder: Path, keep: int = 2, **options: Any) -> Checkpoints:
-    run = RunSettings(keep_checkpoints=keep, **options)
-    return Checkpoints(folder, {"train.seed": 1}, TrainSettings(steps=90), run)
+def engine_of(deepspeed: Any) -> Engine:
+    """Returns an engine around a stub of DeepSpeed's."""
+    engine = object.__new__(Engine)
+    engine.deepspeed = deepspeed
+    return engine
+
+
+def settings_of(keep: int = 2, train: Any = None, **run: Any) -> PretrainSettings:
+    values = {
+        "model": {"checkpoint": "m"},
+        "data": {"corpus": "c"},
+        "train": train or {"steps": 90},
+    }
+    return PretrainSettings.model_validate(values | {"run": {"keep_checkpoints": keep} | run})
+
+
+def save(run: RunFolder, step: int, identity: Any = None, **options: Any) -> None:
+    """Saves a checkpoint as a run does."""
+    trainer = object.__new__(Trainer)
+    facts = {"ranks": 1, "identity": identity or {"train.seed": 1}}
+    trainer.folder, trainer.engine, trainer.observers = run, engine_of(DeepSpeed()), []
+    trainer.setup, trainer.settings = SimpleNamespace(facts=facts), settings_of(**options)  # type: ignore[assignment]
+    trainer.save(step)
+
+
+def resume_step(run: RunFolder) -> int:
+    return run.resume_step({"train.seed": 1}, settings_of().train)
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Checkpoints of steps 10, 20 and 30."""
+def run(tmp_path: Path) -> RunFolder:
+    """A run folder with checkpoints of steps 10, 20 and 30."""
     for step in (10, 20, 30):
-        checkpoints(tmp_path / "checkpoints", keep=3).save(Engine(), step)
-    return tmp_path / "checkpoints"
+        save(RunFolder(tmp_path), step, keep=3)
+    return RunFolder(tmp_path)
 
 
 def test_the_marker_is_synced_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,26 +94,26 @@ def test_the_marker_is_synced_last(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     def note(number: int) -> None:
         synced.append(Path(f"/proc/self/fd/{number}").readlink().name)
-        assert synced[-1] != "model_states.pt" or not list(tmp_path.glob("*/COMPLETE"))
+        assert synced[-1] != "model_states.pt" or not list(tmp_path.glob("checkpoints/*/COMPLETE"))
 
     monkeypatch.setattr(os, "fsync", note)
-    checkpoints(tmp_path).save(Engine(), 10)
+    save(RunFolder(tmp_path), 10)
     marker = next(number for number, name in enumerate(synced) if "COMPLETE" in name)
     assert "model_states.pt" in synced[:marker]
 
 
 def test_adams_steps_of_other_ranks_move_to_the_device_of_their_parameters(tmp_path: Path) -> None:
     """DeepSpeed reads a universal checkpoint to the CPU; a device that has no numbers stands in for the GPU."""
-    engine: Any = Engine()
-    engine.load_checkpoint = lambda folder, tag: (tag, None)
-    engine.load_universal_checkpoint = lambda: True
+    deepspeed: Any = DeepSpeed()
+    deepspeed.load_checkpoint = lambda folder, tag: (tag, None)
+    deepspeed.load_universal_checkpoint = lambda: True
     parameters, step = (
         [torch.nn.Parameter(torch.empty(2, device="meta")) for _ in "ab"],
         torch.ones(()),
     )
     states = {parameter: {"step": step} for parameter in parameters}  # one counter for both
-    engine.optimizer.optimizer = SimpleNamespace(state=states)
-    load_engine(engine, tmp_path, "universal")
+    deepspeed.optimizer.optimizer = SimpleNamespace(state=states)
+    engine_of(deepspeed).load(tmp_path, "universal")
     first, second = (moments["step"] for moments in states.values())
     assert first.device == second.device == torch.device("meta") and first is not second
 
@@ -96,7 +121,7 @@ def test_adams_steps_of_other_ranks_move_to_the_device_of_their_parameters(tmp_p
 def test_only_a_full_disk_is_the_users_mistake(tmp_path: Path) -> None:
     """An error of a shared disk may pass, so it does not end with code 2, which nobody starts again."""
     for number, error in ((errno.ENOSPC, UserError), (errno.EIO, OSError), (errno.EROFS, OSError)):
-        with pytest.raises(error), disk_errors_reported(tmp_path):
+        with pytest.raises(error), RunFolder(tmp_path).disk_errors_reported():
             raise OSError(number, os.strerror(number))
     with pytest.raises(OSError, match="is a directory"):
         Shard(tmp_path)
@@ -108,52 +133,51 @@ def truncate(file: Path) -> None:
 
 @pytest.mark.parametrize("name", ["model_states.pt", "meta.json"])
 @pytest.mark.parametrize("harm", [truncate, Path.unlink])
-def test_damage_is_named(folder: Path, name: str, harm: Callable[[Path], None]) -> None:
-    harm(folder / "step_00000030" / name)
+def test_damage_is_named(run: RunFolder, name: str, harm: Callable[[Path], None]) -> None:
+    harm(run.checkpoint(30) / name)
     with pytest.raises(UserError, match=f"step_00000030.*{name}"):
-        checkpoints(folder).resume_step()
-    shutil.rmtree(folder / "step_00000030")
-    assert checkpoints(folder).resume_step() == 20
+        resume_step(run)
+    shutil.rmtree(run.checkpoint(30))
+    assert resume_step(run) == 20
 
 
-def test_a_checkpoint_of_another_version_is_refused(folder: Path) -> None:
-    meta = folder / "step_00000030" / "meta.json"
+def test_a_checkpoint_of_another_version_is_refused(run: RunFolder) -> None:
+    meta = run.checkpoint(30) / "meta.json"
     write_json(meta, read_json(meta) | {"format": None})
     with pytest.raises(UserError, match="step_00000030: another version"):
-        checkpoints(folder).resume_step()
+        resume_step(run)
 
 
-def test_newest_and_milestones_are_kept(folder: Path) -> None:
-    (folder / "step_00000025").mkdir()  # a killed process's
+def test_newest_and_milestones_are_kept(run: RunFolder) -> None:
+    run.checkpoint(25).mkdir()  # a killed process's
     for step in (40, 50, 60, 70, 80):
-        checkpoints(folder, milestone_every=20).save(Engine(), step)
-    assert saved_steps(folder) == [20, 40, 60, 70, 80] and not (folder / "step_00000025").exists()
+        save(run, step, milestone_every=20)
+    assert run.saved_steps == [20, 40, 60, 70, 80] and not run.checkpoint(25).exists()
 
 
-def of_length(folder: Path, **length: Any) -> Checkpoints:
-    train = TrainSettings(schedule="wsd", warmup_ratio=0, **length)
+def length_of(**length: Any) -> tuple[dict[str, Any], Any]:
+    """Returns identity and training settings of a run of some length."""
+    train = settings_of(train={"schedule": "wsd", "warmup_ratio": 0} | length).train
     names = ("steps", "warmup_ratio", "decay_ratio")
-    numbers = {f"train.{name}": getattr(train, name) for name in names}
-    return Checkpoints(folder, numbers, train, RunSettings(keep_checkpoints=1))
+    return {f"train.{name}": getattr(train, name) for name in names}, train
 
 
 def test_the_last_checkpoint_before_a_decay_is_kept_for_longer_runs(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
+    run, train = RunFolder(tmp_path), {"schedule": "wsd", "warmup_ratio": 0, "steps": 10}
     for step in (3, 5, 8, 9, 10):
-        of_length(folder, steps=10).save(Engine(), step)
-    assert saved_steps(folder) == [8, 10] and of_length(folder, steps=10).resume_step() == 10
-    longer = of_length(folder, steps=20)
-    assert longer.resume_step() == 8
-    assert of_length(folder, steps=10, decay_ratio=0.1).resume_step() == 8
-    write_json(tmp_path / "best.json", {"step": 9})
-    assert "of steps 10, are removed" in longer.discard_after(8)
-    assert saved_steps(folder) == [8] and not (tmp_path / "best.json").exists()
-    assert not longer.discard_after(8)
+        save(run, step, length_of(steps=10)[0], keep=1, train=train)
+    assert run.saved_steps == [8, 10] and run.resume_step(*length_of(steps=10)) == 10
+    assert run.resume_step(*length_of(steps=20)) == 8
+    assert run.resume_step(*length_of(steps=10, decay_ratio=0.1)) == 8
+    write_json(run.best, {"step": 9})
+    assert "of steps 10, are removed" in run.discard_after(8)
+    assert run.saved_steps == [8] and not run.best.exists()
+    assert not run.discard_after(8)
     with pytest.raises(
         UserError,
         match="run of 10 steps had 0 of warm-up and a decay from step 8; this one of 8 has 0 and 6",
     ):
-        of_length(folder, steps=8).resume_step()
+        run.resume_step(*length_of(steps=8))
 
 
 class Malicious:
@@ -164,28 +188,26 @@ class Malicious:
 def test_only_known_classes_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"loss_scaler": DynamicLossScaler(65536, 1000, 1, 1, False)}, "good.pt")
-    load_engine(Engine(), tmp_path, "good.pt")
+    engine_of(DeepSpeed()).load(tmp_path, "good.pt")
     torch.save({"loss_scaler": Malicious()}, "bad.pt")
     with pytest.raises(UserError, match=r"bad\.pt"):
-        load_engine(Engine(), tmp_path, "bad.pt")
+        engine_of(DeepSpeed()).load(tmp_path, "bad.pt")
     assert not Path("touched").exists()
     monkeypatch.delenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD")
     torch.load("bad.pt", weights_only=False)
     assert Path("touched").exists()  # control
 
 
-def test_status(folder: Path) -> None:
-    run = folder.parent
-    assert status(run) == ("unfinished, checkpoint at step 30", False)
-    assert "not begun" in status(folder)[0]
-    with locked(run):
-        text, finished = status(run)
-        assert f"process {os.getpid()}" in text and not finished
-    shutil.rmtree(folder)
-    (run / "settings.yaml").touch()
-    assert status(run) == ("unfinished, no checkpoint yet", False)
-    (run / "DONE").write_text('{"step": 40}')
-    assert status(run) == ("finished at step 40", True)
+def test_status(run: RunFolder) -> None:
+    assert (run.status(), run.end) == ("unfinished, checkpoint at step 30", 0)
+    assert "not begun" in RunFolder(run.checkpoints).status()
+    with locked(run.path):
+        assert f"process {os.getpid()}" in run.status() and run.end == 0
+    shutil.rmtree(run.checkpoints)
+    run.settings.touch()
+    assert run.status() == "unfinished, no checkpoint yet"
+    run.done.write_text('{"step": 40}')
+    assert (run.status(), run.end) == ("finished at step 40", 40)
 
 
 @pytest.mark.launcher
@@ -203,7 +225,7 @@ def test_second_launches_are_refused_and_kills_leave_no_lock(fork: Fork, tmp_pat
     assert lock_holder(run) is None and not (run / ".lock").exists()
 
 
-def test_half_deleted_ones_are_not_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_deleted_ones_are_not_whole(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed while it deletes the first of steps 10 and 20."""
 
     def killed(path: Path, **_: Any) -> None:
@@ -212,6 +234,7 @@ def test_half_deleted_ones_are_not_whole(folder: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(shutil, "rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
-        checkpoints(folder).save(Engine(), 40)
-    whole = {path.parent for path in folder.glob("*/model_states.pt")}
-    assert {path.parent for path in folder.glob("*/COMPLETE")} == whole and len(whole) == 3
+        save(run, 40)
+    whole = {path.parent for path in run.checkpoints.glob("*/model_states.pt")}
+    marked = {path.parent for path in run.checkpoints.glob("*/COMPLETE")}
+    assert marked == whole and len(whole) == 3

@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from multicls.files import REPOSITORY, read_json
 from multicls.modeling_multicls import mcqt_loss, part_scores
 from multicls.optim import dropout_seed
-from pretrain.nonfinite import NonFiniteGuard, mask_nonfinite
+from pretrain.engine import mask_nonfinite
 from pretrain.settings import lr_at
+from pretrain.trainer import NonFiniteGuard
 from tests.pretrain.conftest import Fork, logs
 from tests.pretrain.tools import tiny_model
 from tests.pretrain.two_ranks import BATCH, CASES, FILES, GROUP, STEPS, Case, micro_batch, settings
@@ -26,7 +27,8 @@ from tests.processes import completed, program
 SLOW = [name for name in CASES if name not in FILES]
 LAUNCHES: list[Any] = [(name, 2) for name in FILES]
 LAUNCHES += [pytest.param(name, 2, marks=pytest.mark.slow) for name in SLOW]
-LAUNCHES += [pytest.param(name, 1, marks=pytest.mark.slow) for name in FILES]
+ALONE = [*FILES, *(name for name in SLOW if "negatives" in name)]
+LAUNCHES += [pytest.param(name, 1, marks=pytest.mark.slow) for name in ALONE]
 Launched = Callable[[str, int], dict[str, Any]]
 
 
@@ -58,10 +60,11 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
 
 
 @functools.cache
-def plain_pytorch(size: int, **shape: Any) -> list[dict[str, float]]:
+def plain_pytorch(size: int, negatives: str = "group", **shape: Any) -> list[dict[str, float]]:
     """Returns the losses of the first steps, by a loop over the definitions in one process.
 
-    Groups are compared one by one, whatever the micro-batches of `size` examples.
+    Groups are compared one by one, whatever the micro-batches of `size` examples; with the `negatives` of "ranks" all
+    examples of a step are one group.
     """
     network, train, weights = tiny_model(**shape), settings().train, settings().objective.in_use
     network.freeze_unused(weights)
@@ -82,10 +85,14 @@ def plain_pytorch(size: int, **shape: Any) -> list[dict[str, float]]:
             outputs = network(**batch.inputs, normalizers=dict.fromkeys(sums, 1.0))
             sums = {name: total + outputs.losses[name] for name, total in sums.items()}
             parts = [part.split(GROUP) for part in outputs.facet_embeddings.chunk(3)]
-            embedded += [torch.cat(found) for found in zip(*parts, strict=True)]
+            embedded += list(zip(*parts, strict=True))
+        if negatives == "ranks":
+            embedded = [tuple(torch.cat(part) for part in zip(*embedded, strict=True))]
         losses = {
             **{name: sums[name] / sum(batch.counts[name] for batch in batches) for name in sums},
-            "mcqt": torch.stack([mcqt_loss(part_scores(rows, 3, 0.1)) for rows in embedded]).mean(),
+            "mcqt": torch.stack(
+                [mcqt_loss(part_scores(torch.cat(parts), 3, 0.1)) for parts in embedded]
+            ).mean(),
         }
         for group in optimizer.param_groups:
             group["lr"] = lr_at(step, train)
@@ -105,7 +112,8 @@ def test_every_file_is_launched() -> None:
 def assert_losses(found: dict[str, Any], case: Case) -> None:
     is_bf16 = "precision" in case.changes
     tolerance = 0.03 if is_bf16 else 1e-4 if "encoder" in case.model else 1e-5
-    expected = plain_pytorch(case.changes.get("micro_batch_size", GROUP), **case.model)
+    negatives = case.changes.get("negatives", "group")
+    expected = plain_pytorch(case.changes.get("micro_batch_size", GROUP), negatives, **case.model)
     for ours, theirs in zip(found["losses"], expected, strict=True):
         assert {key: ours[key] for key in theirs} == pytest.approx(theirs, rel=tolerance)
 
@@ -138,7 +146,7 @@ def test_what_is_not_finite_is_named(launched: Launched) -> None:
     lines = re.findall(
         r"step 3, rank 1: loss/tfidf = inf; examples \(row:window:epoch\) (.*)", stderr
     )
-    assert lines == ["39:0:0 40:0:0 41:0:0"] * 4 and "step 3, rank 0" not in stderr
+    assert lines == ["39:0:0 40:0:0 41:0:0"] * len(FILES) and "step 3, rank 0" not in stderr
 
 
 @pytest.mark.launcher
@@ -162,17 +170,16 @@ def test_an_overflow_of_fp16_is_not_counted_but_a_broken_loss_is(
     """An engine whose gradients overflow in each step; DeepSpeed then halves the loss scale."""
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: None)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    engine = SimpleNamespace(
-        device="cpu", was_step_applied=lambda: False, fp16_enabled=lambda: True
-    )
+    engine: Any = SimpleNamespace(device="cpu", was_updated=False, is_fp16=True)
     guard, batches = NonFiniteGuard(engine, allowed=1), [micro_batch(2)]
-    good, bad = torch.tensor(2.0), torch.tensor(float("nan"))
-    assert not guard.check_step(0, batches, [{"mlm": good}]) and guard.skipped == 0
-    assert not guard.check_step(1, batches, [{"mlm": bad, "so": good}]) and guard.skipped == 1
+    good, bad = (torch.tensor(2.0), "so"), (torch.tensor(float("nan")), "mlm")
+    assert not guard.check_step(0, batches, [{"loss/mlm": good}]) and guard.skipped == 0
+    assert not guard.check_step(1, batches, [{"loss/mlm": bad, "loss/so": good}])
+    assert guard.skipped == 1
     assert "mlm = nan; examples (row:window:epoch) 6:0:0 7:0:0 8:0:0" in capsys.readouterr().err
-    engine.fp16_enabled = lambda: False
+    engine.is_fp16 = False
     with pytest.raises(FloatingPointError, match="step 2: gradients are not finite"):
-        guard.check_step(2, batches, [{"mlm": good}])
+        guard.check_step(2, batches, [{"loss/mlm": good}])
     assert "the losses are finite; examples (row:window:epoch) 6:0:0" in capsys.readouterr().err
 
 

@@ -16,15 +16,14 @@ import yaml
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import validate_repo_id
 from safetensors.torch import load_file
-from sentence_transformers import MultiVectorEncoder
-from torch.nn.functional import normalize
+from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoModelForPreTraining, AutoTokenizer
 
 from multicls.errors import UserError
 from multicls.files import append_jsonl, locked, read_json, write_json
 from pretrain import export
 from pretrain.card import TAGS
-from pretrain.run_folder import checkpoint_path
+from pretrain.folder import RunFolder
 from tests.pretrain.conftest import Fork, logs, records
 from tests.processes import completed
 
@@ -132,46 +131,28 @@ def test_a_stop_leaves_no_time_to_export_and_a_step_can_be_chosen(
     assert "2 of 4 planned optimizer steps" in text and "after step 0" in text
 
 
-def test_both_folders_of_sentence_transformers(stopped: Path, tmp_path: Path) -> None:
-    """The folder of `--multi_vector` gives the facets of the other one, also when it was saved and loaded again."""
+def test_a_stop_at_a_milestone_is_exported_when_the_run_resumes(fork: Fork, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    stop = {"accident": "SIGTERM", "step": 1}  # in the step that ends at the milestone
+    assert fork(run, stop | {"ranks": 2}, flags=MILESTONES) == [[0, 0]]
+    assert "stopped by SIGTERM" in logs(run) and not (run / "hf").exists()
+    assert fork(run, {"accident": "killed in a step", "step": 2}, flags=MILESTONES) == [[-9]]
+    assert step_of(run / "hf") == 2
+
+
+def test_the_folder_is_a_sentence_transformer(stopped: Path, tmp_path: Path) -> None:
     export_to(tmp_path / "plain", stopped)
-    assert export.main([str(stopped), "--multi_vector", str(tmp_path / "vectors")]) == 0
-    texts = ["bal del fil", "gol"]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "plain")
     plain = AutoModel.from_pretrained(tmp_path / "plain").eval()
+    texts = ["bal del fil", "gol"]
     with torch.inference_mode():
-        facets = plain(**tokenizer(texts, padding=True, return_tensors="pt")).facet_embeddings
-    for folder in (tmp_path / "vectors", tmp_path / "saved"):
-        model: Any = MultiVectorEncoder(str(folder), device="cpu", trust_remote_code=True)
-        found = torch.stack(model.encode(texts))
-        torch.testing.assert_close(found, normalize(facets, dim=-1), rtol=1e-4, atol=1e-5)
+        means = plain.embed_sentences(**tokenizer(texts, padding=True, return_tensors="pt"))
+    for folder in (tmp_path / "plain", tmp_path / "saved"):
+        model: Any = SentenceTransformer(str(folder), device="cpu", trust_remote_code=True)
+        found = torch.from_numpy(model.encode(texts))
+        torch.testing.assert_close(found, means, rtol=1e-4, atol=1e-5)
         model.save_pretrained(str(tmp_path / "saved"))
-    assert "import MultiVectorEncoder" in card_of(tmp_path / "vectors")[1]
     assert "import SentenceTransformer" in card_of(tmp_path / "plain")[1]
-
-
-def test_means_of_checkpoints_and_the_way_back_to_the_base(
-    fork: Fork, stopped: Path, tmp_path: Path
-) -> None:
-    def exported(run: Path, *flags: str) -> dict[str, Any]:
-        return load_file(export_to(tmp_path / "model", run, *flags) / "model.safetensors")
-
-    mean, two, three = (exported(stopped, *f) for f in (["--average", "2"], ["--step", "2"], []))
-    assert all(torch.allclose(mean[name], (two[name] + three[name]) / 2) for name in mean)
-    assert any(not torch.equal(mean[name], three[name]) for name in mean)
-    trained, still = tmp_path / "a" / "run", tmp_path / "b" / "run"
-    for run, rate in ((trained, "1e-3"), (still, "1e-30")):  # which moves nothing but zeros
-        run.parent.mkdir()
-        flags = ("--model.random_weights", "false", "--steps", "2", "--learning_rate", rate)
-        assert fork(run, flags=flags) == [[0]], logs(run)
-    before, after = exported(still), exported(trained)
-    whole, half = (exported(trained, "--towards_base", share) for share in ("1", "0.5"))
-    assert whole.keys() == before.keys()
-    assert all(torch.allclose(whole[n], before[n], rtol=0, atol=1e-20) for n in before)
-    assert any(not torch.equal(after[name], before[name]) for name in before)
-    assert all(torch.allclose(half[n], (before[n] + after[n]) / 2, atol=1e-7) for n in before)
-    text = " ".join(card_of(tmp_path / "model")[1].split())
-    assert "moved 50 % of the way back" in text and "mean of the checkpoints" not in text
 
 
 BASE = {"base_model": "google-bert/bert-base-uncased", "license": "other", "license_name": "mine"}
@@ -233,7 +214,7 @@ def test_a_card_without_base_model_and_validation(stopped: Path, tmp_path: Path)
 
 
 def damage(run: Path) -> None:
-    (file,) = checkpoint_path(run / "checkpoints", 3).glob("*optim_states.pt")
+    (file,) = RunFolder(run).checkpoint(3).glob("*optim_states.pt")
     file.write_bytes(file.read_bytes()[:-1])
 
 
@@ -244,14 +225,7 @@ def damage(run: Path) -> None:
         (lambda run: shutil.rmtree(run / "model"), [], "model: is missing"),
         (lambda run: shutil.rmtree(run / "checkpoints"), [], "no checkpoint"),
         (lambda run: None, ["--step", "0"], "steps 2, 3"),
-        (
-            lambda run: None,
-            ["--average", "3"],
-            r"--average 3: has 2 checkpoint\(s\) up to step 3; set f",
-        ),
-        (lambda run: None, ["--towards_base", "0.5"], "began with random weights"),
         (lambda run: None, ["--output", "run"], "--output run: exists and is no"),
-        (lambda run: None, ["--multi_vector", "out"], "either --output or --multi_vector"),
         (lambda run: (run / "settings.yaml").unlink(), [], "run: is not a run folder"),
     ],
 )

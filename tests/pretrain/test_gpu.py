@@ -12,13 +12,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 
 from multicls.distributed import leave_deepspeed, prepare_deepspeed
 from multicls.modeling_multicls import MultiClsForPreTraining
 from pretrain.engine import keep_mask_on_device
 from pretrain.metrics import MetricSums, means
-from pretrain.nonfinite import NonFiniteGuard
-from pretrain.training import train_step
+from pretrain.trainer import NonFiniteGuard, add_terms, train_step
 from tests.pretrain.conftest import Launch
 from tests.pretrain.test_ds_configs import assert_losses, assert_skipped, plain_pytorch
 from tests.pretrain.test_resume import assert_same_losses_and_weights
@@ -56,9 +56,10 @@ def test_fp16_updates_once_the_loss_scale_fits(deepspeed: Any, stage: int) -> No
     guard, batches = NonFiniteGuard(engine, 1), [micro_batch(number) for number in range(4)]
     losses, updates = [], []
     for _ in range(40):  # the same step again and again: the loss scale falls, then the losses do
-        sums = train_step(engine, chosen, batches, 0, guard=guard)
-        losses.append(means(sums.totals(torch.device(engine.device))))
-        updates.append(engine.was_step_applied())
+        terms, sums = train_step(engine, chosen, batches, 0), MetricSums()
+        add_terms(sums, batches, terms, guard.check_step(0, batches, terms))
+        losses.append(means(sums.totals(engine.device)))
+        updates.append(engine.was_updated)
     assert sum(updates) >= 10 and updates[-1] and guard.skipped == 0
     expected = plain_pytorch(GROUP, **STILL)[0]
     first = losses[updates.index(True)]  # before it no step had losses, nor changed the weights
@@ -118,6 +119,45 @@ def test_no_wait_of_ours_in_a_step_that_does_not_log(deepspeed: Any) -> None:
         train_step(engine, chosen, [micro_batch(4 * step + slot) for slot in range(4)], step)
     batches = [micro_batch(number) for number in range(8, 12)]
     sums = MetricSums()
-    assert not our_waits(lambda: train_step(engine, chosen, batches, 2, sums=sums))
-    device = torch.device(engine.device)
-    assert our_waits(lambda: sums.totals(device)), "control: reading the sums waits"
+
+    def last() -> None:
+        add_terms(sums, batches, train_step(engine, chosen, batches, 2), updated=True)
+
+    assert not our_waits(last)
+    assert our_waits(lambda: sums.totals(engine.device)), "control: reading the sums waits"
+
+
+@pytest.mark.parametrize("kind", ["bert", "modernbert"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_twenty_recorded_steps_equal_those_without(
+    deepspeed: Any, precision: str, kind: str
+) -> None:
+    """With dropout and masking: losses, and weights to a few times what one step moves them."""
+    changes = {"precision": precision, "learning_rate": 1e-3}
+    model = {} if kind == "bert" else {"encoder": kind}
+    (plain, start), (recorded, _) = (
+        curve(deepspeed, Case("zero2", changes | {"graph": graph}, model))
+        for graph in (False, True)
+    )
+    tolerance = 1e-3 if precision == "fp32" else 3e-2
+    torch.testing.assert_close(recorded[0], plain[0], rtol=tolerance, atol=tolerance)
+    moved = (plain[1] - start).norm()
+    assert (recorded[1] - plain[1]).norm() < 0.05 * moved
+
+
+def curve(deepspeed: Any, case: Case) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Returns losses of 20 steps and the weights after them, and the weights before."""
+    engine, chosen = make_engine(deepspeed, case)
+
+    def weights() -> Tensor:
+        found = [parameter.detach().float().flatten() for parameter in engine.module.parameters()]
+        return torch.cat(found).cpu()
+
+    start, losses = weights(), list[float]()
+    for step in range(20):
+        batches = [micro_batch(4 * step + slot) for slot in range(4)]
+        for terms in train_step(engine, chosen, batches, step):
+            losses += [float(value) for name, (value, _) in terms.items() if "loss/" in name]
+    assert (engine._graphs is not None) == bool(chosen.train.graph)
+    assert engine._graphs is None or (not engine._graphs.problem and engine._graphs._recorded)
+    return (torch.tensor(losses), weights()), start

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from multicls.modeling_multicls import MultiClsForPreTraining, mcqt_loss, part_scores
 from pretrain.batches import MicroBatch
-from pretrain.engine import build_engine, prepare_layers
-from pretrain.job import describe_machine
+from pretrain.engine import Engine, prepare_layers
 from pretrain.metrics import MetricSums, collapses, loss_terms, means, measure
-from pretrain.settings import TrainSettings
+from pretrain.settings import PretrainSettings, TrainSettings
+from pretrain.setup import describe_machine
 from tests.pretrain.tools import micro_batch_of, random_inputs, tiny_model
 
 EXAMPLES = 4
@@ -38,8 +38,8 @@ def shares_of(batch: MicroBatch) -> dict[str, Tensor]:
 
 def terms_of(network: Any, batch: MicroBatch, normalizers: dict[str, Tensor]) -> Any:
     outputs = network(**batch.inputs, normalizers=normalizers)
-    losses = loss_terms(outputs.losses, batch, normalizers)
-    return losses | measure(outputs, batch, normalizers, batch.counts["examples"])
+    terms = loss_terms(outputs.losses, normalizers)
+    return terms | measure(outputs, batch.inputs, normalizers, batch.counts["examples"])
 
 
 def metrics_of(network: MultiClsForPreTraining, *inputs: dict[str, Tensor]) -> dict[str, float]:
@@ -47,7 +47,7 @@ def metrics_of(network: MultiClsForPreTraining, *inputs: dict[str, Tensor]) -> d
     sums = MetricSums()
     for tensors in inputs:
         batch = micro_batch_of(tensors, network.config.num_parts)
-        sums.add(terms_of(network, batch, shares_of(batch)))
+        sums.add(terms_of(network, batch, shares_of(batch)), batch.counts)
     return means(sums.totals(CPU))
 
 
@@ -106,10 +106,10 @@ def test_micro_batches_that_are_not_counted_add_nothing() -> None:
     network, batch = model(3), micro_batch_of(random_inputs(0, 3 * EXAMPLES, 3), 3)
     plain, padded = MetricSums(), MetricSums()
     terms = terms_of(network, batch, shares_of(batch))
-    plain.add(terms)
-    padded.add(terms)
+    plain.add(terms, batch.counts)
+    padded.add(terms, batch.counts)
     broken = {name: (value * math.nan, count) for name, (value, count) in terms.items()}
-    padded.add(broken, counted=False)
+    padded.add(broken, batch.counts, counted=False)
     assert padded.totals(CPU) == plain.totals(CPU)
 
 
@@ -117,7 +117,7 @@ def test_groups_are_each_others_negatives_and_no_more() -> None:
     network, group = model(3), 2
     inputs = random_inputs(0, 3 * EXAMPLES, 3)
     batch, outputs = micro_batch_of(inputs, 3), network(**inputs, group_size=group)
-    right, count = measure(outputs, batch, shares_of(batch), group)["acc/mcqt"]
+    right, count = measure(outputs, batch.inputs, shares_of(batch), group)["acc/mcqt"]
     parts = [part.split(group) for part in outputs.facet_embeddings.chunk(3)]
     scores = [part_scores(torch.cat(found), 3, 0.1) for found in zip(*parts, strict=True)]
     losses = torch.stack([mcqt_loss(one) for one in scores])
@@ -158,8 +158,8 @@ def test_auto_compiles_what_gains_on_a_gpu(
     auto = TrainSettings(steps=1)
     prepare_layers(tiny_model(encoder=encoder), auto, "fp32")
     assert not called
-    notes = prepare_layers(tiny_model(encoder=encoder), auto, "bf16")
-    assert bool(called) == bool(notes) == compiles
+    train, notes = prepare_layers(tiny_model(encoder=encoder), auto, "bf16")
+    assert bool(called) == bool(notes) == compiles == train.compile
 
 
 def test_compiled_layers_change_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,9 +175,19 @@ def test_compiled_layers_change_no_loss(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_betas_and_epsilon_are_adamws() -> None:
-    deepspeed = SimpleNamespace(initialize=lambda **arguments: [arguments["optimizer"]])
-    train = TrainSettings(steps=1, adam_beta1=0.8, adam_beta2=0.98, adam_epsilon=1e-6)
-    for group in build_engine(deepspeed, tiny_model(), {}, train, ["mlm"]).param_groups:
+    built: list[Any] = []
+
+    def initialize(**arguments: Any) -> Any:
+        built.append(arguments["optimizer"])
+        raise InterruptedError
+
+    train = {"steps": 1, "adam_beta1": 0.8, "adam_beta2": 0.98, "adam_epsilon": 1e-6}
+    values = {"model": {"checkpoint": "m"}, "data": {"corpus": "c"}, "train": train}
+    settings, deepspeed = PretrainSettings.model_validate(values), SimpleNamespace()
+    deepspeed.initialize = initialize
+    with pytest.raises(InterruptedError):
+        Engine(deepspeed, tiny_model(), {}, settings)
+    for group in built[0].param_groups:
         assert group["betas"] == (0.8, 0.98) and group["eps"] == 1e-6
 
 

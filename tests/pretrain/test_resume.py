@@ -134,6 +134,25 @@ def test_signals_save_and_leave_at_once(disturb: Fork, alone: Path, tmp_path: Pa
     assert_same_to_the_bit(folder, alone)
 
 
+def test_other_micro_batches_are_said_and_change_no_example(
+    disturb: Fork, alone: Path, tmp_path: Path
+) -> None:
+    """Where they cut a step decides the dropout masks, so that the weights are others."""
+    stop, folder = {"accident": "SIGTERM", "step": 2}, tmp_path / "run"
+    assert disturb(folder, stop) == [[0]] and "micro_batch_size was" not in logs(folder)
+    assert disturb(folder, {}, flags=("--micro_batch_size", "6")) == [[0]], logs(folder)
+    lines = [line for line in logs(folder).splitlines() if "train.micro_batch_size was" in line]
+    assert len(lines) == 1 and "was 3 and is now 6: the same examples, with other" in lines[0]
+    assert "resuming from step 3" in logs(folder)
+    found, expected = (
+        {step: sorted(chain(*taken.values())) for step, taken in examples(run).items()}
+        for run in (folder, alone)
+    )
+    assert found == expected and weights(folder) != weights(alone)
+    for step, taken in examples(folder).items():
+        assert {len(rows) for rows in taken.values()} == ({3} if step < 3 else {6})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGINT"])
 def test_a_signal_to_all_processes_saves(disturb: Fork, tmp_path: Path, name: str) -> None:

@@ -11,7 +11,6 @@ from data_prep.examples import ExampleStream, SpecialIds
 from multicls.corpus import Corpus
 from multicls.errors import UserError
 from multicls.files import REPOSITORY
-from pretrain.job import identity
 from pretrain.run import SHORTCUTS, read_settings
 from pretrain.settings import (
     PretrainSettings,
@@ -20,6 +19,7 @@ from pretrain.settings import (
     lr_at,
     resolve_length,
 )
+from pretrain.setup import identity
 from pretrain.stopping import StopRequest
 
 RECIPES = sorted((REPOSITORY / "pretrain" / "recipes").glob("*.yaml"))
@@ -99,17 +99,18 @@ def test_nothing_set_means_the_sample_on_any_ranks(monkeypatch: pytest.MonkeyPat
 
 
 def identity_of(
-    folder: Path, *flags: str, precision: Any = "fp32", **ds_config: Any
+    folder: Path, *flags: str, precision: Any = "fp32", dropout: float = 0.1, **ds_config: Any
 ) -> dict[str, Any]:
     settings = read("--model", "m", "--corpus", str(folder), "--steps", "9", *flags)
     given = {"zero_optimization": {"stage": 2}} | ds_config
-    return identity(settings, given, precision, folder)
+    return identity(settings, given, precision, folder, dropout)
 
 
 def test_identity_is_what_decides_numbers(tiny_corpus: Path) -> None:
     plain = identity_of(tiny_corpus)
     same = ["--train.skip_nonfinite=3", "--data.num_workers=0", "--train.precision=fp32"]
     same += ["--train.activation_checkpointing", "--micro_batch_size", "10", "--run.save_every=3"]
+    same += ["--train.unpad=true", "--train.graph=false"]
     zero = {"stage": 2, "reduce_bucket_size": 1e5}
     assert identity_of(tiny_corpus, *same, zero_optimization=zero, steps_per_print=1) == plain
     others: dict[str, tuple[list[str], dict[str, Any]]] = {
@@ -120,6 +121,8 @@ def test_identity_is_what_decides_numbers(tiny_corpus: Path) -> None:
         "DeepSpeed's prescale_gradients": ([], {"prescale_gradients": True}),
         "DeepSpeed's fp16": ([], {"fp16": {"initial_scale_power": 9, "enabled": "auto"}}),
         "train.precision": ([], {"precision": "bf16"}),
+        "train.negatives": (["--train.negatives=ranks"], {}),
+        "dropout of attention (train.unpad)": ([], {"dropout": 0.0}),
         "DeepSpeed's zero_optimization.round_robin_gradients": (
             [],
             {"zero_optimization": {"stage": 2, "round_robin_gradients": True}},

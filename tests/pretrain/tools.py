@@ -8,6 +8,8 @@ from transformers import BertConfig
 
 from multicls.modeling_multicls import MultiClsConfig, MultiClsForPreTraining
 from pretrain.batches import MicroBatch
+from pretrain.engine import Engine
+from pretrain.settings import ObjectiveSettings
 from tests.encoders import encoder_config
 
 TINY: dict[str, Any] = {
@@ -19,6 +21,15 @@ TINY: dict[str, Any] = {
     "max_position_embeddings": 40,
 }
 OURS = {*MultiClsConfig.__dataclass_fields__, "num_labels"}
+
+
+class PlainEngine(Engine):
+    """An engine without DeepSpeed and optimizer, which evaluates a model."""
+
+    def __init__(self, model: Any) -> None:
+        self.deepspeed = self.module = model
+        self.device, self._weights = torch.device("cpu"), ObjectiveSettings().in_use
+        self._unpad = False
 
 
 def tiny(**changes: Any) -> MultiClsConfig:

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from multicls.modeling_multicls import TopicTable
 from multicls.passages import Passages
 from multicls.probe import VIEWS, draw_rows, embed, targets_of
 from pretrain.export import chosen_step, load_topics
-from pretrain.probing import TrainingProbe, advice, build_probe, choose_rows
+from pretrain.folder import RunFolder
+from pretrain.selection import ProbeRows, Selection, advice, choose_rows, read_rows
 from pretrain.settings import PretrainSettings
 from tests.encoders import WORDS as CORPUS_WORDS
 from tests.pretrain.conftest import Fork, logs, records
@@ -71,7 +73,7 @@ def test_the_same_on_any_ranks_and_stages(fork: Fork, rows: str, tmp_path: Path)
         exported = read_json(folder / "hf" / "export.json")["step"]
         assert exported == (step or 8)
         assert (folder / "best.json").exists() == (step > 0)
-        assert chosen_step(folder, [4, 8]) == (step or 8)
+        assert chosen_step(RunFolder(folder), [4, 8]) == (step or 8)
         assert len(re.findall(r"against the mean at step 0: mean [+-]\d", printed)) == 2
     (following,) = re.findall("next: .*", logs(folder))
     assert fork(folder, {"ranks": 2}, flags=more) == [[0, 0]]
@@ -126,7 +128,7 @@ def test_no_better_step_exports_the_model_before(
     draws = draw_rows("class", targets_of("class", table.labels, table.classes), draws=10)
     assert before["probe/mean"] == pytest.approx(np.nanmean(draws.values(plain["mean"])))
     topics = TopicTable(exported.config.vocab_size, 8)
-    topics.load_state_dict(load_topics(folder))
+    topics.load_state_dict(load_topics(RunFolder(folder)))
     assert first_look.main([str(folder)]) == 0
     printed = capsys.readouterr().out
     assert "70 passages of 40 tokens are held out, 0 with a next one: too few for recall" in printed
@@ -148,29 +150,58 @@ def test_no_better_step_exports_the_model_before(
     assert float(topics(inputs["input_ids"]).norm()) > 0.1
 
 
+def test_a_milestone_that_a_stop_left_is_exported_once_its_validation_has_chosen(
+    fork: Fork, rows: str, tmp_path: Path
+) -> None:
+    folder, stop = tmp_path / "run", {"accident": "SIGTERM", "step": 1}
+    flags = (*flags_of(rows), "--model.random_weights", "false", "--run.keep_best", "probe")
+    flags += ("--steps", "4", "--run.milestone_every", "2", "--run.eval_every", "2")
+    launches = [stop, {"accident": "killed in a step", "step": 2}]
+    assert fork(folder, *launches, flags=flags) == [[0], [-9]], logs(folder, 1)
+    assert "step 2  validation" not in logs(folder) and " is exported" not in logs(folder)
+    found = re.findall(
+        "step 2  validation|best step by the probe, 2, is|no step was better", logs(folder, 1)
+    )
+    best = RunFolder(folder).best_step
+    expected = "best step by the probe, 2, is" if best else "no step was better"
+    assert found == ["step 2  validation", expected]
+    assert read_json(folder / "hf" / "export.json")["step"] == best
+
+
+DOCUMENTS = np.repeat(np.arange(20), 3)
+
+
+def selection_of(
+    folder: Path, keeps_best: bool = False, untouched: Any = None, report: Any = print
+) -> Selection:
+    """Returns a selection by passages of twenty documents."""
+    values: dict[str, Any] = {"model": {"checkpoint": "m"}, "data": {"corpus": "c"}}
+    values["train"] = {"steps": 9}
+    values["run"] = {"output_dir": str(folder), "keep_best": "probe" if keeps_best else None}
+    settings, rows = PretrainSettings.model_validate(values), ProbeRows([], Passages([], DOCUMENTS))
+    return Selection(settings, rows, None, untouched=untouched, report=report)
+
+
 def test_without_labels_recall_of_passages(tmp_path: Path) -> None:
     """A resumed run compares with step 0 of the run before it, not with other passages."""
-    documents = np.repeat(np.arange(20), 3)
     generator = np.random.default_rng(0)
     noise = {"mean": generator.normal(size=(60, 4)), "cls": generator.normal(size=(60, 4))}
-    topics = generator.normal(size=(20, 4))[documents]
+    topics = generator.normal(size=(20, 4))[DOCUMENTS]
     better = {name: topics + 0.1 * values for name, values in noise.items()}
-
-    def probe() -> TrainingProbe:
-        return TrainingProbe(tmp_path, None, 32, [], Passages([], documents))
-
-    metrics, is_best = probe()._compare(noise, 0)
-    assert metrics["probe/mean"] < 0.2 and metrics["probe/mean_change"] == 0.0 and not is_best
-    resumed = probe()
-    metrics, is_best = resumed._compare(better, 4)
-    assert is_best and resumed.best and resumed.best.step == 4
+    first = selection_of(tmp_path, keeps_best=True)
+    metrics = first.compare(noise, 0)
+    assert metrics["probe/mean"] < 0.2 and metrics["probe/mean_change"] == 0.0
+    assert not first.keeps(0)
+    resumed = selection_of(tmp_path, keeps_best=True)
+    metrics = resumed.compare(better, 4)
+    assert resumed.keeps(4) and resumed.best and resumed.best.step == 4
     assert metrics["probe/mean"] > 0.3 < metrics["probe/mean_change_high"]
-    assert "next-passage recall, mean" in resumed.summary(9.0)[0]
-    worse = probe()
-    worse._compare({name: np.zeros((60, 4)) for name in noise}, 4)
+    assert "next-passage recall, mean" in resumed.summary()[0]
+    worse = selection_of(tmp_path)
+    worse.compare({name: np.zeros((60, 4)) for name in noise}, 4)
     assert worse.best and worse.best.step == 0
-    worse.seconds = 0.5
-    lines = worse.summary(10.0)
+    worse._seconds, worse._begun = 0.5, time.perf_counter() - 10
+    lines = worse.summary()
     assert len(lines) == 4 and lines[2].endswith("measuring took 0 s, 5.0% of the time")
 
 
@@ -179,19 +210,18 @@ def unused() -> Any:
 
 
 def test_harm_is_said_although_another_step_is_kept(tmp_path: Path) -> None:
-    documents = np.repeat(np.arange(20), 3)
     generator = np.random.default_rng(0)
-    noise, topics = generator.normal(size=(60, 4)), generator.normal(size=(20, 4))[documents]
+    noise, topics = generator.normal(size=(60, 4)), generator.normal(size=(20, 4))[DOCUMENTS]
     good, poor = topics + 0.1 * noise, noise
     for cls, what in ((poor, "all embeddings"), (good, "the mean over tokens")):
-        passages = Passages([], documents)
-        probe = TrainingProbe(tmp_path, None, 32, [], passages, keeps_best=True, advice="Stop.")
-        probe.untouched = unused
-        probe._compare({"mean": good, "cls": good}, 0)
-        probe._compare({"mean": poor, "cls": cls}, 4)
-        warning = f"warning: the run made {what} worse. The best step, 0, is kept. Stop."
-        assert warning in probe.summary(9.0)
-        assert probe.changes().count("(") == 2
+        lines = list[str]()
+        selection = selection_of(tmp_path, True, unused, lines.append)
+        selection.compare({"mean": good, "cls": good}, 0)
+        selection.compare({"mean": poor, "cls": cls}, 4)
+        warning = f"warning: the run made {what} worse. The best step, 0, is kept. Use fewer"
+        assert any(line.startswith(warning) for line in selection.summary())
+        assert not selection.keeps(4)
+        assert len(lines) == 1 and lines[0].count("(") == 2, "the changes of two embeddings"
 
 
 def test_the_embedding_to_take_is_that_of_the_exported_step(tmp_path: Path) -> None:
@@ -199,36 +229,28 @@ def test_the_embedding_to_take_is_that_of_the_exported_step(tmp_path: Path) -> N
 
     Step 0 of a model that began at random is never exported.
     """
-    documents = np.repeat(np.arange(20), 3)
     generator = np.random.default_rng(0)
     noise = generator.normal(size=(60, 4))
-    topics = generator.normal(size=(20, 4))[documents]
+    topics = generator.normal(size=(20, 4))[DOCUMENTS]
     poor, fair, good = (topics + size * noise for size in (2, 0.5, 0.1))
-
-    def probe(keeps_best: bool, untouched: Any = unused) -> TrainingProbe:
-        found = TrainingProbe(tmp_path, None, 32, [], Passages([], documents))
-        found.keeps_best, found.untouched = keeps_best, untouched
-        return found
-
-    cases: Any = [(True, unused, "mean"), (False, unused, "cls"), (True, None, "cls")]
-    for keeps_best, untouched, view in cases:
-        found = probe(keeps_best, untouched)
-        found._compare({"mean": fair, "cls": noise}, 0)
-        found._compare({"mean": noise, "cls": poor}, 4)
-        assert (
-            found.chosen.view == view and f"the best embedding is {view}" in found.summary(9.0)[2]
-        )
+    cases: Any = [(True, unused, "mean", 0), (False, unused, "cls", 4), (True, None, "cls", 4)]
+    for keeps_best, untouched, view, exported in cases:
+        found = selection_of(tmp_path, keeps_best, untouched)
+        found.compare({"mean": fair, "cls": noise}, 0)
+        found.compare({"mean": noise, "cls": poor}, 4)
+        assert found.chosen.view == view and found.exported(4) == exported
+        assert f"the best embedding is {view}" in found.summary()[2]
         assert found.best and found.best.step == 0
         assert found.recommended == "", "no gain is shown"
-    resumed = probe(True)  # without best.json: step 0 was the best
-    resumed._compare({"mean": noise, "cls": poor}, 8)
-    assert resumed.chosen.view == "mean" and "no gain is shown" in resumed.summary(9.0)[-1]
-    better, again = probe(True), probe(True)
-    better._compare({"mean": noise, "cls": good}, 8)
+    resumed = selection_of(tmp_path, True, unused)  # without best.json: step 0 was the best
+    resumed.compare({"mean": noise, "cls": poor}, 8)
+    assert resumed.chosen.view == "mean" and "no gain is shown" in resumed.summary()[-1]
+    better, again = (selection_of(tmp_path, True, unused) for _ in range(2))
+    better.compare({"mean": noise, "cls": good}, 8)
     assert better.chosen.view == "cls"
-    better.write_best()
-    again._compare({"mean": noise, "cls": noise}, 12)
-    assert (again.chosen.view, again.best) == ("cls", better.best)
+    better.on_kept(8)
+    again.compare({"mean": noise, "cls": noise}, 12)
+    assert (again.chosen.view, again.best) == ("cls", better.best) and again.exported(12) == 8
     assert again.recommended == "cls" and again.chosen.change.low > 0
 
 
@@ -258,34 +280,33 @@ def test_files_that_are_no_probe(
     assert not (folder / "settings.yaml").exists()
 
 
-def test_a_longer_run_keeps_its_rows(tmp_path: Path) -> None:
-    """A run that is extended probes the rows that it began with; a new run of that length would probe more."""
+def test_a_run_resumes_with_the_rows_it_began_with(tmp_path: Path) -> None:
+    """A run that is extended probes the same rows; with others nothing can be compared."""
     rows = [f'{{"text": "text {number}", "label": "{number % 2}"}}' for number in range(900)]
     for name in ("a", "b"):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows[:: 1 if name == "a" else -1]))
-
     no_corpus: Any = None
 
-    def build(steps: int, file: str = "a", resumes: bool = True, **run: Any) -> Any:
+    def read(steps: int, file: str = "a", resumes: bool = True, **run: Any) -> Any:
         values: dict[str, Any] = {"train": {"steps": steps, "schedule": "wsd"}}
         values |= {"model": {"checkpoint": "m"}, "data": {"corpus": "c"}}
         values["probe"] = {"file": str(tmp_path / f"{file}.jsonl")}
         values["run"] = {"output_dir": str(tmp_path), "eval_every": 1000} | run
         settings = PretrainSettings.model_validate(values)
-        return build_probe(settings, no_corpus, None, resumes=resumes)
+        return read_rows(settings, no_corpus, None, resumes=resumes)
 
-    short, long = (build(steps, resumes=False)[0] for steps in (100, 2000))
-    assert len(short.texts) < len(long.texts) and len(short.measure.train) < len(long.measure.train)
-    assert build(100)[0] is None, "step 0 was not measured"
-    write_json(tmp_path / "probe.json", short.plan)
-    extended = build(2000)[0]
+    short, (*_, note) = read(100, resumes=False)
+    assert len(short.texts) == 300 and len(short.measure.train) == 10 and "300 of 900 rows" in note
+    assert read(100)[0] is None, "step 0 was not measured"
+    write_json(tmp_path / "probe.json", {"hash": short.hash})
+    extended = read(2000)[0]
     assert extended.texts == short.texts
     for first, second in zip(extended.measure.train, short.measure.train, strict=True):
         assert np.array_equal(first, second)
-    probe, (warning,) = build(2000, "b")
-    assert probe is None and "the run began with other rows" in warning
+    none, (warning,) = read(2000, "b")
+    assert none is None and "the run began with other rows" in warning
     with pytest.raises(UserError, match="--run.keep_best null"):
-        build(2000, "b", keep_best="probe")
+        read(2000, "b", keep_best="probe")
 
 
 def test_rows_of_a_rare_class_are_kept() -> None:
@@ -298,23 +319,26 @@ def test_rows_of_a_rare_class_are_kept() -> None:
 
 def test_a_fall_over_three_validations_is_a_warning(tmp_path: Path) -> None:
     """A resume between the validations changes nothing."""
-    documents = np.repeat(np.arange(20), 3)
-    probe = TrainingProbe(tmp_path, None, 32, [], Passages([], documents), advice="Use fewer.")
-    probe.history = [0.5, 0.6, 0.5]
-    assert probe.warnings() == []
-    probe.history.append(0.4)
-    assert probe.warnings() == [
-        "the next-passage recall falls (60.0, 50.0, 40.0 at 3 validations). Use fewer."
-    ]
+    lines = list[str]()
     views = {"mean": np.random.default_rng(0).normal(size=(60, 4))}
-    TrainingProbe(tmp_path, None, 32, [], Passages([], documents))._compare(views, 0)
+    selection = selection_of(tmp_path, report=lines.append)
+    selection.compare(views, 0)
+    selection.history = [0.5, 0.6, 0.5]
+    selection.keeps(0)
+    assert lines == []
+    selection.history.append(0.4)
+    selection.keeps(0)
+    falls = "warning: the next-passage recall falls (60.0, 50.0, 40.0 at 3 validations). Use fewer"
+    assert len(lines) == 1 and lines[0].startswith(falls)
     scores = [{"step": 2, "probe/mean": 0.9}, {"step": 4, "probe/mean": 0.8, "probe/cls": 0.1}]
-    lines = [{"step": 1, "loss/mcqt": 1.0}, *scores, {"step": 6, "probe/mean": 0.1}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    resumed = TrainingProbe(tmp_path, None, 32, [], Passages([], documents))
-    resumed._compare(views, 6)
+    records = [{"step": 1, "loss/mcqt": 1.0}, *scores, {"step": 6, "probe/mean": 0.1}]
+    text = "".join(json.dumps(line) + "\n" for line in records)
+    (tmp_path / "metrics.jsonl").write_text(text)
+    resumed = selection_of(tmp_path, report=lines.append)
+    resumed.compare(views, 6)
     assert resumed.history[:2] == [0.9, 0.8] and len(resumed.history) == 3
-    assert len(resumed.warnings()) == 1
+    resumed.keeps(6)
+    assert sum("falls" in line for line in lines) == 2
 
 
 @pytest.mark.parametrize(

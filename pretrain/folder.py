@@ -1,0 +1,225 @@
+"""The folder of a run: its files, markers, lock and checkpoints. Imports no torch.
+
+    RUN/settings.yaml, ds_config.json, env.json    what runs; settings.yaml is written first
+    RUN/model/                                     configuration and tokenizer
+    RUN/checkpoints/step_00010000/{DeepSpeed's files, meta.json, COMPLETE}
+    RUN/metrics.jsonl, tb/                         records
+    RUN/probe.npz, probe.json, best.json, before/  what the probe compares with, and the best step
+    RUN/hf/, DONE or STOPPED                       the exported model, and how the run ended
+
+COMPLETE is written last, when all files are on the disk: a checkpoint is whole, or it does not count.
+"""
+
+import errno
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from multicls.errors import UserError
+from multicls.files import atomic_write, lock_holder, locked, read_json, write_json
+from pretrain.settings import TrainSettings, lr_at
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+COMPLETE = "COMPLETE"  # in a checkpoint; written last
+META = "meta.json"  # in a checkpoint: its step, ranks, identity, and the size of each file
+FORMAT = 8  # of a checkpoint
+LENGTH = ("train.steps", "train.warmup_ratio", "train.decay_ratio")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The paths of a run folder, and what its files say."""
+
+    path: Path
+
+    settings = property(lambda self: self.path / "settings.yaml")
+    model = property(lambda self: self.path / "model")
+    checkpoints = property(lambda self: self.path / "checkpoints")
+    topics = property(lambda self: self.path / "topics.safetensors")  # state of a `TopicTable`
+    metrics = property(lambda self: self.path / "metrics.jsonl")
+    baseline = property(lambda self: self.path / "probe.npz")  # the probe's values at step 0
+    plan = property(lambda self: self.path / "probe.json")  # which rows the probe reads
+    before = property(lambda self: self.path / "before")  # the model before training, no facets
+    best = property(lambda self: self.path / "best.json")  # step, value, embedding, change
+    export = property(lambda self: self.path / "hf")
+    done = property(lambda self: self.path / "DONE")  # written last
+    stopped = property(lambda self: self.path / "STOPPED")  # removed at the next start
+    universal = property(lambda self: self.checkpoints / "universal")  # for other ranks; removed
+
+    def locked(self) -> AbstractContextManager[Any]:
+        """Returns a context in which no other process may use the folder. Raises UserError if one does."""
+        return locked(self.path)
+
+    @property
+    def is_locked(self) -> bool:
+        """True if a running process uses the folder."""
+        return bool(lock_holder(self.path))
+
+    @property
+    def end(self) -> int:
+        """The step at which the run has finished; 0: it has not."""
+        return int(read_json(self.done)["step"]) if self.done.exists() else 0
+
+    @property
+    def best_step(self) -> int:
+        """The step of the best checkpoint with `run.keep_best`; 0: no step was better than step 0."""
+        return int(read_json(self.best)["step"]) if self.best.exists() else 0
+
+    @property
+    def saved_steps(self) -> list[int]:
+        """The steps of the whole checkpoints, ascending."""
+        markers = self.checkpoints.glob(f"step_*/{COMPLETE}")
+        return sorted(int(marker.parent.name.removeprefix("step_")) for marker in markers)
+
+    def checkpoint(self, step: int) -> Path:
+        """Returns the folder of the checkpoint of `step`."""
+        return Path(self.checkpoints / f"step_{step:08d}")
+
+    def status(self) -> str:
+        """Returns a sentence on the progress of the run."""
+        if self.done.exists():
+            return f"finished at step {self.end}"
+        holder, steps = lock_holder(self.path), self.saved_steps
+        if not (holder or steps or self.settings.exists()):
+            problem = "holds no run" if self.path.exists() else "does not exist"
+            return f"not begun: {self.path} {problem}"
+        saved = f"checkpoint at step {steps[-1]}" if steps else "no checkpoint yet"
+        return f"{f'running ({holder})' if holder else 'unfinished'}, {saved}"
+
+    def refuse_foreign(self) -> None:
+        """Raises UserError if a new run would replace folders that no run has written."""
+        foreign = [path for path in (self.model, self.export, self.before) if path.exists()]
+        is_run = self.settings.exists() and not (self.path / "record.json").exists()
+        if foreign and not is_run:  # finetune/run.py writes the other file, too
+            raise UserError(
+                f"{foreign[0]}: was written by no run, and this one would replace it: set another --output_dir."
+            )
+
+    @contextmanager
+    def disk_errors_reported(self) -> Iterator[None]:
+        """Turns errors of a full disk into a `UserError`. Others may pass, as those of a shared disk do."""
+        try:
+            yield
+        except (OSError, RuntimeError) as error:
+            cause = error if isinstance(error, OSError) else error.__context__  # torch wraps it
+            if not isinstance(cause, OSError) or cause.errno not in DISK_FULL:
+                raise
+            raise UserError(
+                f"{self.path}: cannot be written: {cause.strerror}. Its complete checkpoints are whole: make room, "
+                "then run the same command again."
+            ) from None
+
+    def meta(self, step: int) -> dict[str, Any]:
+        """Returns what a whole checkpoint says of itself.
+
+        Raises:
+            UserError: A file is missing or has another size, or another version of the program wrote it.
+        """
+        path = self.checkpoint(step)
+        meta: dict[str, Any] = read_json(path / META)
+        if meta.get("format") != FORMAT:
+            raise UserError(
+                f"{path}: another version of the program wrote it; finish the run with it."
+            )
+        for name, size in meta["files"].items():
+            actual = (path / name).stat().st_size if (path / name).exists() else 0
+            if actual != size:
+                raise UserError(
+                    f"{path}: damaged: {name} has {actual} bytes, not {size}. Put the file back, or remove the folder "
+                    "to use the checkpoint before it."
+                )
+        return meta
+
+    def resume_step(self, identity: Mapping[str, Any], train: TrainSettings) -> int:
+        """Returns the step of the newest checkpoint that a run can continue from; 0: there is none.
+
+        A checkpoint of a run of another length counts if both runs have the same learning rates up to it.
+
+        Args:
+            identity: The values that decide the numbers of the run. A checkpoint must agree.
+            train: Settings with the length in steps.
+
+        Raises:
+            UserError: A checkpoint is damaged, belongs to other settings or data, or all are from after the point where
+                the learning rates part.
+        """
+        newest = ""  # what is wrong with the newest one
+        for step in reversed(self.saved_steps):
+            path, saved = self.checkpoint(step), self.meta(step)["identity"]
+            names = saved.keys() | identity.keys()
+            changed = {name for name in names if saved.get(name) != identity.get(name)}
+            if not changed:
+                return step
+            if train.schedule == "linear" or not changed.issubset(LENGTH):
+                raise UserError(
+                    *(
+                        f"{path}: {name} was {saved.get(name)!r} and is now {identity.get(name)!r}; continue with the "
+                        "old value, or set another --output_dir for a new run."
+                        for name in sorted(changed)
+                    )
+                )
+            values = {name.removeprefix("train."): saved[name] for name in LENGTH}
+            before = train.model_copy(update=values)
+            if all(lr_at(n, before) == lr_at(n, train) for n in reversed(range(step))):
+                return step
+            warmup = before.warmup_steps
+            newest = newest or (
+                f"{path}: its run of {before.steps} steps had {warmup} of warm-up and a decay from step "
+                f"{before.decay_start}; this one of {train.steps} has {train.warmup_steps} and {train.decay_start}, "
+                "and no checkpoint is from where both have the same learning rates. Set --train.warmup_ratio "
+                f"{warmup / train.steps:.6g} for the same warm-up, or another --output_dir."
+            )
+        if newest:
+            raise UserError(newest)
+        return 0
+
+    def begin_checkpoint(self, step: int) -> None:
+        """Makes an empty folder for the checkpoint of `step`; a killed process may have left one."""
+        path = self.checkpoint(step)
+        if path.exists():
+            shutil.rmtree(path)
+        path.mkdir(parents=True)
+
+    def commit(
+        self, step: int, facts: Mapping[str, Any], newest: int, is_permanent: Callable[[int], bool]
+    ) -> int:
+        """Writes meta.json and the marker of a checkpoint, and deletes old ones; returns its size in bytes.
+
+        Args:
+            facts: What meta.json says: `ranks`, `identity` and others.
+            newest: Number of newest checkpoints to keep, beside the best and the permanent ones.
+        """
+        path = self.checkpoint(step)
+        files = {file.name: file.stat().st_size for file in sorted(path.iterdir())}
+        write_json(path / META, {"format": FORMAT, "step": step, "files": files, **facts})
+        with atomic_write(path / COMPLETE):
+            pass
+        steps = self.saved_steps
+        kept = {self.best_step, *filter(is_permanent, steps), *steps[-newest:]}
+        keep = {self.checkpoint(number) for number in kept}
+        _delete(set(self.checkpoints.glob("step_*")) - keep)  # or left by killed processes
+        return sum(files.values())
+
+    def remove_universal(self) -> None:
+        """Removes a checkpoint that was converted for another number of ranks."""
+        shutil.rmtree(self.universal, ignore_errors=True)
+
+    def discard_after(self, step: int) -> str:
+        """Deletes checkpoints after `step`, which are of a run of another length; returns a line for the log, or ""."""
+        later = [number for number in self.saved_steps if number > step]
+        if not later:
+            return ""
+        if self.best_step > step:
+            self.best.unlink()
+        _delete(self.checkpoint(number) for number in later)
+        numbers = ", ".join(map(str, later))
+        return f"the checkpoints of another length, of steps {numbers}, are removed"
+
+
+def _delete(checkpoints: Iterable[Path]) -> None:
+    for path in checkpoints:
+        (path / COMPLETE).unlink(missing_ok=True)  # first: half-deleted is never whole
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,363 @@
+"""Shows during pretraining whether it helps, and selects the step to export.
+
+Each validation embeds the same rows and compares each embedding with the base model's mean over tokens: by a probe on
+labelled rows, or without labels by next-passage recall on held-out documents. Step 0 measures the base model as it is,
+without new facets, which is what one has without pretraining.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from multicls.build import quiet_transformers
+from multicls.corpus import Corpus
+from multicls.distributed import on_rank_0
+from multicls.errors import UserError
+from multicls.files import atomic_folder, atomic_write, read_json, read_jsonl, write_json
+from multicls.labels import LabelType, read_labelled
+from multicls.modeling_multicls import TopicTable
+from multicls.passages import Passages, read_passages
+from multicls.probe import (
+    VIEWS,
+    Array,
+    Difference,
+    Draws,
+    draw_rows,
+    draws_of,
+    embed,
+    targets_of,
+    values_of,
+)
+from pretrain.folder import RunFolder
+from pretrain.observe import Observer
+from pretrain.settings import PretrainSettings
+
+ROWS = 300  # at most; fewer choose the wrong step
+DRAWS = 10
+PER_DOCUMENT = 4  # passages, so that few passages come from many documents
+FALLING = 3  # validations, each with a lower value than the one before, are a warning
+TOO_EASY = 0.99  # a score at step 0 from which on no gain can be seen
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ProbeRows:
+    """The rows that a run probes.
+
+    Attributes:
+        texts: Each a text or a pair of texts.
+        measure: Makes values of the embeddings of the rows, and differences of values.
+        hash: Changes with the rows.
+        notes: Lines for the log.
+    """
+
+    texts: list[Any]
+    measure: Draws | Passages
+    hash: str = ""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best embedding of a step: its value, its name, and its change against the mean at step 0."""
+
+    step: int
+    value: float
+    view: str
+    change: Difference
+
+
+def read_rows(
+    settings: PretrainSettings, corpus: Corpus, tokenizer: Any, resumes: bool
+) -> tuple[ProbeRows | None, list[str]]:
+    """Returns the rows that a run probes, or None with the reason as a line for the log.
+
+    Raises:
+        multicls.errors.UserError: The probe file cannot be read, its rows do not make a probe, or the run resumes with
+            other rows and `run.keep_best`, and so could not tell which step is the best.
+    """
+    run, folder = settings.run, RunFolder(Path(settings.run.output_dir))
+    rows = (
+        _labelled_rows(settings) if settings.probe.file else _passages(settings, corpus, tokenizer)
+    )
+    if rows is None:
+        few = "too few passages are held out to measure their recall"
+        why = "; so run.keep_best has nothing to choose by" if run.keep_best else ""
+        return None, [few + why]
+    old = read_json(folder.plan)["hash"] if folder.plan.exists() else None
+    if resumes and rows.hash != old:
+        problem = (
+            "the run began with other rows to probe, or with none, so that nothing can be compared"
+        )
+        if run.keep_best:
+            raise UserError(f"{problem}: set --probe_file as then, or --run.keep_best null.")
+        return None, [f"warning: {problem}: no probe. Set --probe_file as at the start."]
+    return rows, list(rows.notes)
+
+
+def _passages(settings: PretrainSettings, corpus: Corpus, tokenizer: Any) -> ProbeRows | None:
+    """Returns passages of held-out documents; None if there are too few."""
+    fraction = settings.data.validation_fraction
+    passages = read_passages(corpus, fraction, tokenizer, ROWS, PER_DOCUMENT)
+    if not passages.are_enough:
+        return None
+    note = f"next-passage recall: {len(passages.texts)} passages of held-out documents"
+    return ProbeRows(passages.texts, passages, _hash(passages.texts, passages.documents), (note,))
+
+
+def _labelled_rows(settings: PretrainSettings) -> ProbeRows:
+    """Returns rows of the probe file."""
+    file = str(settings.probe.file)
+    table = read_labelled(file, settings.probe)
+    targets = targets_of(table.kind, table.labels, table.classes)
+    draws_of(table, file)  # refuses files of too few rows
+    chosen = choose_rows(table.kind, targets, max(ROWS, 2 * len(table.classes)))
+    texts = [table.texts[row] for row in chosen]
+    draws = draw_rows(table.kind, targets[chosen], draws=DRAWS)
+    notes = [f"{file}: {line}" for line in table.notes]
+    notes.append(
+        f"probe: {len(chosen)} of {len(targets)} rows of {file}, cut to {settings.data.seq_length} tokens; "
+        f"{draws.train_rows} fit a linear model in each of {DRAWS} draws. Training reads no label, so rows may stand "
+        "in the corpus."
+    )
+    return ProbeRows(texts, draws, _hash(texts, targets[chosen]), tuple(notes))
+
+
+def _hash(texts: list[Any], labels: Array) -> str:
+    content = json.dumps([texts, labels.tolist(), ROWS, DRAWS])
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def choose_rows(kind: LabelType, targets: Array, most: int) -> Array:
+    """Returns the indices of at most `most` rows, at random but always the same, with two of each class at least."""
+    order = np.random.default_rng(0).permutation(len(targets))
+    chosen = set(order[:most].tolist())
+    for name in np.unique(targets) if kind == "class" else ():
+        chosen |= set(order[targets[order] == name][:2].tolist())
+    return np.array(sorted(chosen))
+
+
+class Selection(Observer):
+    """Probes the embeddings of a run at each validation, reports what changes, and selects the step to export.
+
+    Args:
+        rows: The rows, the same at each validation.
+        untouched: Builds the model that step 0 measures, and its tokenizer; None: the engine's own model.
+        topics: The topics of the corpus, if the run has them.
+        report: Receives the lines for the log.
+
+    Attributes:
+        best: The best embedding of the best step so far.
+        latest: The best embedding of the last validation; `scores` and `last` have values and changes of all.
+    """
+
+    def __init__(
+        self,
+        settings: PretrainSettings,
+        rows: ProbeRows,
+        tokenizer: Any,
+        *,
+        untouched: Callable[[], tuple[Any, Any]] | None = None,
+        topics: TopicTable | None = None,
+        report: Report = lambda line: None,
+    ) -> None:
+        self._settings, self._rows, self._measure = settings, rows, rows.measure
+        self._tokenizer, self._untouched, self._topics = tokenizer, untouched, topics
+        self._report, self._folder = report, RunFolder(Path(settings.run.output_dir))
+        self._keeps_best = settings.run.keep_best is not None
+        self.best: Best | None = None
+        self.latest: Best | None = None
+        self.history: list[float] = []
+        self.first: dict[str, Array] = {}
+        self.scores: dict[str, float] = {}
+        self.last: dict[str, Difference] = {}
+        self._is_best, self._seconds, self._begun = False, 0.0, time.perf_counter()
+
+    @property
+    def chosen(self) -> Best:
+        """The embedding to take from the export, after the first validation.
+
+        A model that began at random is not exported as it was before training, however good step 0 was.
+        """
+        is_exported = self.best is not None and (self.best.step > 0 or self._untouched is not None)
+        chosen = self.best if self._keeps_best and is_exported else self.latest
+        assert chosen is not None
+        return chosen
+
+    @property
+    def recommended(self) -> str:
+        """Name of the embedding that labels would be learned from; "" if passages alone are not sure of any."""
+        is_shown = isinstance(self._measure, Draws) or self.chosen.change.low > 0
+        return self.chosen.view if is_shown else ""
+
+    def measure(self, engine: Any, done: int) -> dict[str, float]:
+        """Returns the value of each embedding and its change against step 0, with the interval."""
+        begun = time.perf_counter()
+        if done == 0 and self._untouched:
+            metrics = on_rank_0(lambda: self.compare(self._embed_untouched(engine.device), 0))
+        else:
+            with engine.evaluation():
+                ranks = {"rank": dist.get_rank(), "ranks": dist.get_world_size()}
+                views = self._embed(
+                    engine.encode, self._tokenizer, engine.device, engine.module, **ranks
+                )
+            metrics = on_rank_0(lambda: self.compare(views, done))
+        self._seconds += time.perf_counter() - begun
+        return metrics
+
+    def _embed_untouched(self, device: torch.device) -> dict[str, Array]:
+        assert self._untouched is not None
+        model, tokenizer = self._untouched()
+        if (
+            self._keeps_best
+        ):  # it may be what is exported, when the checkpoint is not there any more
+            with atomic_folder(self._folder.before) as fresh, quiet_transformers():
+                model.save_pretrained(fresh)
+                tokenizer.save_pretrained(fresh)
+        return self._embed(model.multicls.eval().to(device), tokenizer, device, model)
+
+    def _embed(self, encode: Any, tokenizer: Any, device: Any, model: Any, **ranks: int) -> Any:
+        """Returns the embeddings of the rows by name."""
+        return embed(
+            encode,
+            tokenizer,
+            self._rows.texts,
+            max_length=self._settings.data.seq_length,
+            num_facets=model.config.num_facets,
+            device=device,
+            topics=self._topics.to(device) if self._topics else None,
+            **ranks,
+        )
+
+    def compare(self, views: dict[str, Array], step: int) -> dict[str, float]:
+        """Returns what `measure` does, from the embeddings of the rows at a step. Rank 0 calls it."""
+        # Weights that are not finite have embeddings that are not.
+        finite = {name: np.nan_to_num(x, posinf=0.0, neginf=0.0) for name, x in views.items()}
+        values = values_of(self._measure, finite)
+        if step == 0:
+            with atomic_write(self._folder.baseline, "wb") as file:
+                np.savez(file, **values)  # type: ignore[arg-type]
+            write_json(self._folder.plan, {"hash": self._rows.hash})
+        if not self.first:
+            with np.load(self._folder.baseline, allow_pickle=False) as saved:
+                self.first = dict(saved)
+            self._take(0, self.first)
+            self.history = self._recorded(step)
+            if step > 0 and self._folder.best.exists():  # of before a resume
+                fields = read_json(self._folder.best)
+                self.best = Best(**fields | {"change": Difference(**fields["change"])})
+        self._is_best = self._take(step, values)
+        self.history.append(max(self.scores.values()))
+        metrics: dict[str, float] = {}
+        for name, change in self.last.items():
+            metrics[f"probe/{name}"] = self.scores[name]
+            metrics[f"probe/{name}_change"] = change.mean
+            metrics[f"probe/{name}_change_low"] = change.low
+            metrics[f"probe/{name}_change_high"] = change.high
+        return metrics
+
+    def _take(self, step: int, values: dict[str, Array]) -> bool:
+        """Takes the values of a validation as the last ones; returns True if they are the best so far."""
+        self.scores = {name: float(np.nanmean(found)) for name, found in values.items()}
+        self.last = {n: self._measure.difference(x, self.first["mean"]) for n, x in values.items()}
+        view = max(self.scores, key=self.scores.__getitem__)
+        self.latest = Best(step, self.scores[view], view, self.last[view])
+        is_best = self.best is None or self.latest.value > self.best.value
+        if is_best:
+            self.best = self.latest
+        return is_best
+
+    def _recorded(self, step: int) -> list[float]:
+        """Returns the best score of each validation before `step` that metrics.jsonl has."""
+        records = [r for r in read_jsonl(self._folder.metrics) if r["step"] < step]
+        scores = [[v for n in VIEWS if (v := r.get(f"probe/{n}")) is not None] for r in records]
+        return [max(values) for values in scores if values]
+
+    def keeps(self, done: int) -> bool:
+        """Reports the changes, and returns True if the step is the best so far and the best one is kept."""
+        if done:
+            shown = ", ".join(f"{name} {change}" for name, change in self.last.items())
+            self._report(f"{self._measure.name}, against the mean at step 0: {shown}")
+        recent = self.history[-FALLING:]
+        if len(recent) == FALLING and all(a > b for a, b in pairwise(recent)):
+            values = ", ".join(f"{100 * value:.1f}" for value in recent)
+            self._report(
+                f"warning: the {self._measure.name} falls ({values} at {FALLING} validations). {advice(self._settings)}"
+            )
+        return self._is_best and self._keeps_best
+
+    def on_kept(self, done: int) -> None:
+        """Writes best.json: the checkpoint is there."""
+        assert self.best is not None
+        write_json(self._folder.best, asdict(self.best))
+
+    def exported(self, step: int) -> int:
+        """Returns the best step if the run keeps it; 0 if no step was better than step 0, and that model is known."""
+        if not self._keeps_best:
+            return step
+        if best := self._folder.best_step:
+            self._report(f"the best step by the probe, {best}, is exported")
+            return best
+        if self._untouched is None:
+            return step
+        self._report(
+            "no step was better than step 0: the model before training is exported, without new facets"
+        )
+        return 0
+
+    def on_end(self) -> dict[str, Any]:
+        """Reports before and after, and which embedding to take, which it also returns."""
+        if not on_rank_0(lambda: bool(self.scores)):
+            return {}
+        on_rank_0(lambda: [self._report(line) for line in self.summary()] and None)
+        return {"view": on_rank_0(lambda: self.recommended)}
+
+    def summary(self) -> list[str]:
+        """Returns lines for the end of a run: before and after, and which embedding to take."""
+        name, lines = self._measure.name, list[str]()
+        for view, change in self.last.items():
+            before = f"{100 * np.nanmean(self.first[view]):.1f} -> " if view in self.first else ""
+            lines.append(
+                f"{name}, {view}: {before}{100 * self.scores[view]:.1f}; against the mean at step 0 {change}"
+            )
+        assert self.best and self.latest
+        share = self._seconds / (time.perf_counter() - self._begun)
+        lines.append(
+            f"the best embedding is {self.chosen.view}; the best step was {self.best.step}; measuring took "
+            f"{self._seconds:.0f} s, {share:.1%} of the time"
+        )
+        all_worse = self.latest.change.high < 0
+        if all_worse or self.last["mean"].high < 0:
+            is_kept = self._keeps_best and self.chosen is self.best
+            kept = f" The best step, {self.best.step}, is kept." if is_kept else ""
+            what = "all embeddings" if all_worse else "the mean over tokens"
+            lines.append(f"warning: the run made {what} worse.{kept} {advice(self._settings)}")
+        if max(float(np.nanmean(found)) for found in self.first.values()) >= TOO_EASY:
+            lines.append(
+                "these labels are too easy to show a gain: step 0 has them nearly all right"
+            )
+        elif self.chosen.change.low <= 0:
+            lines.append("no gain is shown: the interval of the best embedding holds 0")
+        return lines
+
+
+def advice(settings: PretrainSettings) -> str:
+    """Returns what to change in a run that makes the embeddings worse."""
+    hints = ["Use fewer --steps or a lower --learning_rate"]
+    if max(settings.objective.mlm, settings.objective.tfidf) > 0.1:
+        hints.append(
+            "set --objective.mlm and --objective.tfidf to 0.1 or 0 where the checkpoint has no MLM head"
+        )
+    if not settings.run.keep_best:
+        hints.append("set --run.keep_best probe")
+    return ", or ".join(hints) + "."

@@ -1,0 +1,363 @@
+"""The loop of a run on one rank: steps, records, validations and checkpoints. Observers follow it.
+
+One step is `train_step` here and `Engine.run_pass`; one save is `Trainer.save` here and `RunFolder.commit`.
+"""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from data_prep.examples import ExampleStream
+from multicls.distributed import on_rank_0, uses_cuda
+from multicls.environment import flops_per_token, peak_flops, peak_memory_gb
+from multicls.errors import print_stderr
+from multicls.files import read_json, write_json
+from multicls.optim import dropout_seed
+from pretrain.batches import MicroBatch, load_steps, prefetch_to
+from pretrain.engine import Engine
+from pretrain.export import EXPORT_INFO, write_model
+from pretrain.metrics import MetricSums, Terms, collapses, means
+from pretrain.observe import Observer
+from pretrain.settings import PretrainSettings, lr_at
+from pretrain.setup import Setup
+from pretrain.stopping import StopRequest
+
+NORMALIZED = ("mlm", "tfidf", "so")  # losses that are sums over terms; their number varies
+
+
+def train_step(
+    engine: Engine,
+    settings: PretrainSettings,
+    batches: Sequence[MicroBatch],
+    step: int,
+    *,
+    stop: StopRequest | None = None,
+    measured: bool = False,
+) -> list[Terms]:
+    """Makes optimizer step `step` (from 0) over this rank's micro-batches; returns the terms of metrics of each.
+
+    MLM, TF-IDF and SO losses are divided by their number of terms in the whole step over all ranks. DeepSpeed
+    averages over ranks and accumulated micro-batches, so each micro-batch gets 1 / their number of it.
+
+    Args:
+        settings: Settings of the run, with micro-batch size and steps as numbers.
+        stop: Its votes are exchanged with those of the other ranks.
+        measured: Adds accuracies and facet statistics.
+    """
+    train = settings.train
+    engine.set_learning_rate(lr_at(step, train))
+    batches = [batch.to(engine.device) for batch in batches]
+    normalizers = exchange_counts_and_votes(batches, stop or StopRequest(), engine.device)
+    seeds = [dropout_seed(train.seed, batch.number) for batch in batches]
+    facet_gradients, shared = engine.gather_negatives(batches, seeds)
+    terms = []
+    for slot, (batch, seed) in enumerate(zip(batches, seeds, strict=True)):
+        gradients = None if facet_gradients is None else facet_gradients[slot]
+        terms.append(engine.run_pass(batch, normalizers, seed, gradients, measured) | shared)
+    return terms
+
+
+def exchange_counts_and_votes(
+    batches: Sequence[MicroBatch], stop: StopRequest, device: torch.device
+) -> dict[str, Tensor]:
+    """Returns the divisors of the losses of a micro-batch; one all-reduce sums the ranks' counts and stop votes."""
+    counts = [sum(batch.counts[name] for batch in batches) for name in NORMALIZED]
+    table = torch.tensor([*counts, *stop.votes()], dtype=torch.float64)
+    if device.type == "cuda":
+        table = table.pin_memory().to(device, non_blocking=True)
+    dist.all_reduce(table)
+    stop.take_result(table[len(counts) :])
+    micro_batches = len(batches) * dist.get_world_size()
+    shares = (table[: len(counts)] / micro_batches).clamp(min=1e-9).float()
+    return dict(zip(NORMALIZED, shares.unbind(), strict=True))
+
+
+def evaluate(engine: Engine, settings: PretrainSettings, stream: ExampleStream) -> dict[str, float]:
+    """Returns metrics over the first examples of the validation stream, the same for all steps and numbers of ranks."""
+    ranks = dist.get_world_size()
+    size = min(settings.train.negatives_group, stream.examples_per_epoch)  # none twice
+    examples = min(settings.run.eval_examples, stream.examples_per_epoch)
+    count = max(1, examples // size)  # one group a pass: independent of micro-batches
+    (batches,) = load_steps(
+        stream,
+        range(1),
+        size=size,
+        per_step=math.ceil(count / ranks) * ranks,  # all ranks pass as often
+        workers=0,
+        rank=dist.get_rank(),
+        ranks=ranks,
+        unpad=settings.train.unpad is True,
+    )
+    sums = MetricSums()
+    for batch in batches:
+        batch = batch.to(engine.device)
+        normalizers = {
+            name: torch.tensor(max(batch.counts[name], 1.0), device=engine.device)
+            for name in NORMALIZED
+        }
+        terms = engine.evaluate(batch, normalizers, size)
+        sums.add(terms, batch.counts, counted=batch.number < count)
+    return with_total(means(sums.totals(engine.device)), settings.objective.in_use)
+
+
+def with_total(values: dict[str, float], weights: Mapping[str, float]) -> dict[str, float]:
+    """Returns the metrics with "loss/total", the weighted sum of the losses in them, first."""
+    losses = {name: values[f"loss/{name}"] for name in weights if f"loss/{name}" in values}
+    if not losses:
+        return values
+    return {"loss/total": sum(weights[name] * losses[name] for name in losses)} | values
+
+
+class NonFiniteGuard:
+    """Counts the optimizer steps without update; all ranks come to the same result.
+
+    DeepSpeed makes no update if the gradients of any rank are not finite; weights and moments stay unchanged. With
+    fp16 it also skips a step whose gradients overflow, and halves the loss scale; such a step does not count.
+
+    The process may make `allowed` steps without update; `skipped` counts them.
+    """
+
+    def __init__(self, engine: Engine, allowed: int) -> None:
+        self._engine, self._allowed = engine, allowed
+        self.skipped = 0
+
+    def check_step(self, step: int, batches: Sequence[MicroBatch], terms: Sequence[Terms]) -> bool:
+        """Returns True if optimizer step `step` changed the weights.
+
+        Args:
+            terms: Terms of metrics of each of the rank's micro-batches.
+
+        Raises:
+            FloatingPointError: It did not, and no more steps may be skipped. The weights are those before the step.
+        """
+        if self._engine.was_updated:
+            return True
+        wrong = [
+            {name: float(value) for name, (value, _) in found.items() if name.startswith("loss/")}
+            for found in terms
+        ]
+        wrong = [{n: v for n, v in found.items() if not math.isfinite(v)} for found in wrong]
+        ranks = torch.tensor(float(any(wrong)), device=self._engine.device)
+        dist.all_reduce(ranks)
+        if not ranks and self._engine.is_fp16:
+            return False
+        for batch, named in zip(batches, wrong, strict=True):
+            if named or not ranks:  # if all losses are finite, any example may be the cause
+                values = ", ".join(f"{name} = {value}" for name, value in named.items())
+                examples = " ".join("{}:{}:{}".format(*window) for window in batch.windows.tolist())
+                where = f"step {step}, rank {dist.get_rank()}: {values or 'the losses are finite'}"
+                print_stderr(f"{where}; examples (row:window:epoch) {examples}")
+        what = "gradients are not finite"
+        if ranks:
+            what = f"a loss is not finite on {int(ranks)} rank(s)"
+        self.skipped += 1
+        if self.skipped > self._allowed:
+            raise FloatingPointError(
+                f"step {step}: {what}; the weights are as before the step. train.skip_nonfinite = {self._allowed} "
+                "step(s) may go without update, so the run stops. Look at the examples named above, try a lower "
+                "train.learning_rate or train.precision = fp32, or allow more steps."
+            )
+        if dist.get_rank() == 0:
+            left = self._allowed - self.skipped
+            print_stderr(f"step {step}: {what}; no update, {left} more may follow")
+        return False
+
+
+class Trainer:
+    """The loop of one run on one rank."""
+
+    def __init__(self, setup: Setup, engine: Engine, observers: Sequence[Observer]) -> None:
+        self.setup, self.engine, self.observers = setup, engine, observers
+        self.settings, self.folder = setup.settings, setup.folder
+        self.guard = NonFiniteGuard(engine, self.settings.train.skip_nonfinite)
+        self.sums = MetricSums()
+        self._peak = peak_flops(torch.cuda.get_device_name()) if uses_cuda() else None
+        if self._peak:
+            self._flops = flops_per_token(
+                engine.module.config,
+                tuple(self.settings.objective.in_use),
+                length=self.settings.data.seq_length,
+                group_size=self.settings.train.negatives_group,
+                mlm_probability=self.settings.data.mlm_probability,
+            )
+
+    def run(self) -> None:
+        """Trains to the end and exports, or until a stop request; marks the run folder."""
+        start, stop, steps = self.setup.start_step, self.setup.stop, self.settings.train.steps
+        batches = self._load(range(start, steps))
+        on_device = prefetch_to(self.engine.device, batches)
+        with stop.listening(), closing(batches):
+            self._begin(start)
+            for step in range(start, steps):
+                done = step + 1
+                begun = time.perf_counter()
+                loaded = next(on_device)
+                waited = time.perf_counter() - begun
+                self._step(loaded, step)
+                seconds = time.perf_counter() - begun
+                self.sums.add({"speed/data_wait": (waited, seconds)})
+                self.sums.add({"speed/seconds_per_step": (seconds, 1.0)})
+                for observer in self.observers:
+                    observer.on_step(done)
+                reason = stop.reason() if done < steps else ""
+                if reason or self._is_recorded(done):
+                    self._record(done)
+                if reason or self._is_saved(done):
+                    self.save(done)
+                if reason:
+                    self._stop(done, reason)
+                    return
+                if self._is_validated(done):
+                    self._validate(done)
+                if self._is_milestone(done):
+                    self._export(done)
+        self._finish(steps)
+
+    def _begin(self, start: int) -> None:
+        """Does what a stop has left undone, and validates a new run."""
+        if start in (0, self.settings.train.steps) or self._is_validated(start):
+            self._validate(start)  # it follows the checkpoint
+        elif self.engine.deepspeed.zero_optimization_stage() == 3:
+            # Before DeepSpeed's trace is complete: in DeBERTa, layers return weights here.
+            evaluate(self.engine, self.settings, self.setup.streams["validation"])
+        if start and self._is_milestone(start) and self._exported_step() < start:
+            self._export(start)  # the stop was at the milestone; a validation may choose the step
+
+    def _step(self, batches: Sequence[MicroBatch], step: int) -> None:
+        """Makes one step and adds its terms to the sums."""
+        measured = self._is_recorded(step + 1)
+        terms = train_step(
+            self.engine, self.settings, batches, step, stop=self.setup.stop, measured=measured
+        )
+        updated = self.guard.check_step(step, batches, terms)
+        add_terms(self.sums, batches, terms, updated)
+
+    def _load(self, steps: range) -> Any:
+        """Returns this rank's loaded batches of some steps, in order; the caller closes them."""
+        train = self.settings.train
+        size = int(train.micro_batch_size)
+        return load_steps(
+            self.setup.streams["train"],
+            steps,
+            size=size,
+            per_step=train.global_batch_size // size,
+            workers=self.settings.data.num_workers,
+            rank=dist.get_rank(),
+            ranks=dist.get_world_size(),
+            unpad=train.unpad is True,
+        )
+
+    def _is_milestone(self, done: int) -> bool:
+        every = self.settings.run.milestone_every
+        return done < self.settings.train.steps and every is not None and done % every == 0
+
+    def _is_saved(self, done: int) -> bool:
+        is_last = done == self.settings.train.steps
+        return (
+            is_last or self.settings.is_permanent(done) or done % self.settings.run.save_every == 0
+        )
+
+    def _is_validated(self, done: int) -> bool:
+        return done == self.settings.train.steps or done % self.settings.run.eval_every == 0
+
+    def _is_recorded(self, done: int) -> bool:
+        is_due = done % self.settings.run.log_every == 0
+        return is_due or self._is_saved(done) or self._is_validated(done)
+
+    def save(self, step: int) -> None:
+        """Saves a checkpoint, marks it complete and deletes old ones. All ranks call it."""
+        begun, folder = time.monotonic(), self.folder
+        on_rank_0(lambda: folder.begin_checkpoint(step))
+        self.engine.save(folder.checkpoints, folder.checkpoint(step).name)
+        dist.barrier()  # all files of all ranks are on the disk
+        size = on_rank_0(
+            lambda: folder.commit(
+                step,
+                self.setup.facts,
+                newest=self.settings.run.keep_checkpoints,
+                is_permanent=self.settings.is_permanent,
+            )
+        )
+        seconds = time.monotonic() - begun
+        self._report(f"checkpoint of step {step}: {size / 1e6:.0f} MB in {seconds:.1f} s")
+
+    def _validate(self, done: int) -> None:
+        values = evaluate(self.engine, self.settings, self.setup.streams["validation"])
+        warnings = [f"warning: {problem}" for problem in collapses(values)]
+        for observer in self.observers:
+            values |= observer.measure(self.engine, done)
+        for observer in self.observers:
+            observer.on_record(done, "validation", values)
+        self._report(*warnings)
+        for observer in self.observers:
+            if on_rank_0(lambda observer=observer: observer.keeps(done)):  # type: ignore[misc]
+                if on_rank_0(lambda: done not in self.folder.saved_steps):
+                    self.save(done)
+                on_rank_0(lambda observer=observer: observer.on_kept(done))  # type: ignore[misc]
+
+    def _record(self, done: int) -> None:
+        totals = self.sums.totals(self.engine.device)
+        self.sums = MetricSums()
+        tokens, sequences = totals["data/tokens_per_sequence"]
+        ranks = dist.get_world_size()
+        seconds = totals["speed/seconds_per_step"][0] / ranks
+        values = with_total(means(totals), self.settings.objective.in_use)
+        values["optim/lr"] = lr_at(done - 1, self.settings.train)
+        values |= self.engine.state()
+        values["data/tokens"] = tokens
+        values["speed/sequences_per_second"] = sequences / seconds
+        values["speed/tokens_per_second"] = tokens / seconds
+        values["memory/peak_gb"] = peak_memory_gb(self.engine.device.type)
+        if self.engine.device.type == "cuda":
+            values["memory/reserved_gb"] = torch.cuda.max_memory_reserved() / 1e9
+        if self._peak:
+            values["speed/mfu"] = tokens / seconds / ranks * self._flops / self._peak
+        for observer in self.observers:
+            observer.on_record(done, "train", values)
+        self._report(*self.engine.new_notes())
+
+    def _exported_step(self) -> int:
+        """Returns the step of the model in RUN/hf on all ranks; 0: there is none."""
+        path = self.folder.export / EXPORT_INFO
+        return on_rank_0(lambda: int(read_json(path)["step"]) if path.exists() else 0)
+
+    def _export(self, step: int) -> None:
+        """Exports the model of `step`, or the one that an observer prefers."""
+        for observer in self.observers:
+            step = on_rank_0(lambda observer=observer, step=step: observer.exported(step))  # type: ignore[misc]
+        on_rank_0(lambda: write_model(self.folder, step, self.folder.export))
+
+    def _stop(self, step: int, reason: str) -> None:
+        """Marks the run as stopped. A stop has little time, and pretrain/export.py exports at any time."""
+        on_rank_0(lambda: write_json(self.folder.stopped, {"step": step, "reason": reason}))
+        self._report(f"stopped by {reason}, the same command resumes: checkpoint at step {step}")
+
+    def _finish(self, step: int) -> None:
+        """Exports the model and marks the run as done."""
+        state: dict[str, Any] = {"step": step}
+        for observer in self.observers:
+            state |= observer.on_end()
+        self._export(step)
+        on_rank_0(lambda: write_json(self.folder.done, state))
+        self._report(f"done: checkpoint at step {step}")
+
+    def _report(self, *lines: str) -> None:
+        for line in lines:
+            for observer in self.observers:
+                observer.on_line(line)
+
+
+def add_terms(
+    sums: MetricSums, batches: Sequence[MicroBatch], terms: Sequence[Terms], updated: bool
+) -> None:
+    """Adds the terms of a step to the sums; a step without update adds no losses."""
+    for batch, found in zip(batches, terms, strict=True):
+        sums.add(found, batch.counts, counted=updated)
+        sizes = float(batch.counts["tokens"]), float(batch.counts["sequences"])
+        sums.add({"data/tokens_per_sequence": sizes})
