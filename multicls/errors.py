@@ -108,12 +108,6 @@ def _ranks_have_met() -> bool:
     return dist is not None and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _ranks_have_met() -> bool:
-    """Returns True if this process has joined a group of several ranks. Imports no torch."""
-    dist = sys.modules.get("torch.distributed")
-    return dist is not None and dist.is_initialized() and dist.get_world_size() > 1
-
-
 def _kill_children() -> None:
     """Kills the processes that multiprocessing has started: its exit handler would wait for them."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when a loader dies
