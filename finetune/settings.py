@@ -93,21 +93,26 @@ class ClnSettings(Settings):
     sampling: Literal["proportional", "round_robin"] = Field("proportional", description="of tasks")
 
 
-class OwnDataSettings(LabelledSettings):
-    """Your own labelled rows, instead of a task of the benchmarks."""
+class RowSettings(LabelledSettings):
+    """Files of your own labelled rows."""
 
     train_file: str | None = Field(None, description="own rows: CSV, TSV, JSON lines or Parquet")
-    dev_file: str | None = Field(None, description="rows to evaluate on; default: dev_share")
     test_file: str | None = Field(None, description="rows scored at the end; they pick nothing")
     group_column: str | None = Field(None, description="such as customer; its rows stay together")
-    metric: str | None = Field(None, description="main metric, which picks the checkpoint")
-    dev_share: float = Field(0.2, gt=0.0, lt=1.0, description="share of train_file taken as dev")
+    metric: str | None = Field(None, description="main metric, which picks what is to be picked")
     task_name: str | None = Field(None, description="name in tables; default: the file's")
 
     @property
     def name(self) -> str:
         """The name of the task in tables and folders."""
         return safe_name(self.task_name or Path(self.train_file or "").stem)
+
+
+class OwnDataSettings(RowSettings):
+    """Your own labelled rows, instead of a task of the benchmarks."""
+
+    dev_file: str | None = Field(None, description="rows to evaluate on; default: dev_share")
+    dev_share: float = Field(0.2, gt=0.0, lt=1.0, description="share of train_file taken as dev")
 
 
 class SystemSettings(Settings):

@@ -5,6 +5,8 @@ rows, stratified and with groups on one side, and halves of the rows. `evaluate`
 set and row; `compare` the difference of two systems with its interval for new training rows and new rows.
 """
 
+import hashlib
+import json
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -17,7 +19,8 @@ from multicls.measures import LOWER_IS_BETTER, METRICS, Array, predictions_of, r
 
 REPEATS = 2  # of the folds
 FOLDS = 5
-HALVES = 10  # training sets of half of the rows, which show what other training rows would change
+HALVES = 20  # training sets of half of the rows, which show what other training rows would change
+FEW_HALVES = 6  # of a system that takes minutes to fit
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,11 @@ class Rows:
             places=[self.places[row] for row in rows] if len(self.places) else (),
         )
 
+    def content(self) -> str:
+        """Returns a hash (16 hex digits) of texts, labels, units and metric."""
+        values = [self.texts, self.targets.tolist(), self.units.tolist(), self.classes, self.metric]
+        return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
+
     @property
     def num_classes(self) -> int:
         """Columns of the outputs."""
@@ -102,6 +110,11 @@ class Splits:
         if len(self.folds):
             return round(self.folds.shape[1] * (1 - 1 / (self.folds.max() + 1)))
         return len(self.draws[0][0])
+
+
+def fewer(splits: Splits) -> Splits:
+    """Returns the first repeat of the folds and the first halves, for systems that take minutes to fit."""
+    return Splits(splits.folds[:1], splits.draws[:FEW_HALVES])
 
 
 def partition(strata: Sequence[Hashable], units: Array, parts: int, seed: Sequence[int]) -> Array:
@@ -320,9 +333,15 @@ def _as_list(scores: Scores | Sequence[Scores]) -> list[Scores]:
 
 
 def _change(sides: Sequence[Sequence[Scores]], name: str) -> Array:
-    """Returns the difference of both sides' values, each the mean of its seeds, (J, N)."""
+    """Returns the difference of both sides' values, each the mean of its seeds, (J, N).
+
+    If one side has fewer training sets, they are the first ones of the other's.
+    """
     means = [np.mean([getattr(of, name) for of in side], axis=0) for side in sides if side]
-    return np.asarray(means[0] - means[1] if len(means) > 1 else means[0])
+    if len(means) == 1:
+        return np.asarray(means[0])
+    shared = min(map(len, means))
+    return np.asarray(means[0][:shared] - means[1][:shared])
 
 
 def _mean_of_rows(draws: Array) -> Array:

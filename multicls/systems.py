@@ -5,6 +5,7 @@ one-hot labels (or scores) whose penalty, class weights, temperature and thresho
 predictions for each training row of a model that has not seen it or its unit.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -202,6 +203,32 @@ class RidgeSystem:
         outputs[:, self.missing] = outputs.min() - UNSEEN
         return np.asarray(outputs)
 
+    def write(self, folder: Path, arrays: Mapping[str, Array], more: Mapping[str, Any]) -> None:
+        """Writes the fitted model, and the arrays and settings of a subclass."""
+        from safetensors.numpy import save_file
+
+        assert self.fitted is not None, "fit it first"
+        arrays = {**arrays, "weight": self.fitted.weight, "bias": self.fitted.bias}
+        arrays |= {"thresholds": self.thresholds, "missing": self.missing}
+        tensors = {name: np.ascontiguousarray(values) for name, values in arrays.items()}
+        save_file(tensors, folder / "ridge.safetensors")
+        unit = {"mean": self.scale.mean, "spread": self.scale.spread}
+        settings = {"temperature": self.temperature, "scale": unit}
+        write_json(folder / "ridge.json", settings | dict(more))
+
+    def restore(self, settings: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
+        """Takes what `read_ridge` returns."""
+        self.fitted = Ridge(arrays["weight"], arrays["bias"], np.zeros((0, 0)))
+        self.temperature, self.scale = settings["temperature"], Scale(**settings["scale"])
+        self.thresholds, self.missing = arrays["thresholds"], arrays["missing"]
+
+
+def read_ridge(folder: Path) -> tuple[dict[str, Any], dict[str, Array]]:
+    """Returns settings and arrays that `RidgeSystem.write` has written."""
+    from safetensors.numpy import load_file
+
+    return read_json(folder / "ridge.json"), load_file(folder / "ridge.safetensors")
+
 
 def _quality(rows: Rows, targets: Array, unseen: Array, weights: Array) -> tuple[float, float]:
     """Returns the main metric of unseen training rows, the larger the better, and minus the squared error."""
@@ -287,33 +314,19 @@ class Linear(RidgeSystem):
         return blocks
 
     def save(self, folder: Path) -> None:
-        """Writes the fitted model: linear.json and linear.safetensors."""
-        from safetensors.numpy import save_file
-
-        assert self.fitted is not None, "fit it first"
-        arrays = {"weight": self.fitted.weight, "bias": self.fitted.bias}
-        arrays |= {"thresholds": self.thresholds, "missing": self.missing}
+        """Writes the fitted model: ridge.json and ridge.safetensors."""
+        arrays = dict[str, Array]()
         for number, (shift, scale) in enumerate(self.scales):
             arrays |= {f"shift{number}": shift, f"scale{number}": scale}
-        tensors = {name: np.ascontiguousarray(values) for name, values in arrays.items()}
-        save_file(tensors, folder / "linear.safetensors")
-        unit = {"mean": self.scale.mean, "spread": self.scale.spread}
-        settings = {"parts": list(self.parts), "temperature": self.temperature, "scale": unit}
-        write_json(folder / "linear.json", settings)
+        self.write(folder, arrays, {"parts": list(self.parts)})
 
     @classmethod
     def load(cls, folder: Path) -> Self:
         """Returns a model that `save` has written."""
-        from safetensors.numpy import load_file
 
-        settings, arrays = (
-            read_json(folder / "linear.json"),
-            load_file(folder / "linear.safetensors"),
-        )
+        settings, arrays = read_ridge(folder)
         system = cls(tuple(settings["parts"]))
-        system.fitted = Ridge(arrays["weight"], arrays["bias"], np.zeros((0, 0)))
-        system.temperature, system.thresholds = settings["temperature"], arrays["thresholds"]
-        system.missing, system.scale = arrays["missing"], Scale(**settings["scale"])
+        system.restore(settings, arrays)
         number = sum(name.startswith("shift") for name in arrays)
         system.scales = [(arrays[f"shift{n}"], arrays[f"scale{n}"]) for n in range(number)]
         return system
@@ -348,13 +361,8 @@ class Words(RidgeSystem):
 
     def learn_features(self, rows: Rows) -> Any:
         """Returns TF-IDF of each text of the training rows, (N, V) sparse."""
-        from sklearn.feature_extraction.text import TfidfVectorizer
-
-        options: Any = {"ngram_range": (1, 2), "sublinear_tf": True, "max_features": WORDS}
-        self.vectorizers = [
-            TfidfVectorizer(token_pattern=r"(?u)\b\w+\b", **options).fit(column)
-            for column in zip(*rows.texts, strict=True)
-        ]
+        columns = zip(*rows.texts, strict=True)
+        self.vectorizers = [_vectorizer(max_features=WORDS).fit(column) for column in columns]
         return self.features(rows)
 
     def features(self, rows: Rows) -> Any:
@@ -367,6 +375,31 @@ class Words(RidgeSystem):
             for vectorizer, column in zip(self.vectorizers, columns, strict=True)
         ]
         return csr_matrix(hstack(blocks))
+
+    def save(self, folder: Path) -> None:
+        """Writes the fitted model with its words."""
+        vocabularies = [list(words.get_feature_names_out()) for words in self.vectorizers]
+        idfs = {f"idf{n}": words.idf_ for n, words in enumerate(self.vectorizers)}
+        self.write(folder, idfs, {"words": vocabularies})
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Returns a model that `save` has written."""
+        settings, arrays = read_ridge(folder)
+        system = cls()
+        system.restore(settings, arrays)
+        for number, words in enumerate(settings["words"]):
+            vectorizer = _vectorizer(vocabulary=words)
+            vectorizer.idf_ = arrays[f"idf{number}"]
+            system.vectorizers.append(vectorizer)
+        return system
+
+
+def _vectorizer(**options: Any) -> Any:
+    from sklearn.feature_extraction.text import TfidfVectorizer
+
+    pattern = r"(?u)\b\w+\b"
+    return TfidfVectorizer(token_pattern=pattern, ngram_range=(1, 2), sublinear_tf=True, **options)
 
 
 @dataclass
