@@ -6,11 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from finetune.settings import OwnDataSettings
+import numpy as np
+
+from finetune.settings import OwnDataSettings, RowSettings
 from finetune.subsets import hold_out, missing_classes, strata
-from finetune.tasks import OWN_METRICS, Example, Task, TaskData, first_of, passage_id
+from finetune.tasks import Array, Example, Task, TaskData, first_of, passage_id
 from multicls.console import count
 from multicls.errors import UserError, did_you_mean
+from multicls.evaluation import Rows
 from multicls.labels import (
     TEXTS,
     LabelType,
@@ -25,8 +28,11 @@ from multicls.labels import (
     with_labels,
     with_texts,
 )
+from multicls.measures import METRICS
+from multicls.systems import Scale
 from multicls.tables import RawRows, Row, read_table
 
+RARE = 0.8  # share of the most frequent class above which macro-F1 is the main metric
 LARGEST_UNIT = 0.5  # share of the rows that equal texts may join; above it, they are common phrases
 
 Splits = dict[str, RawRows]
@@ -39,10 +45,8 @@ def load_own(own: OwnDataSettings) -> TaskData:
     Rows with an empty text are left out and counted. Without dev rows, `dev_share` of the training rows become dev:
     by class, always the same ones. Rows that share a text or a group stay on one side.
     """
-    splits, fields, notes = _read_splits(own)
-    task, examples = _read_examples(own, splits, fields)
-    examples, more = _with_units(task, examples)
-    notes += [_note(task), *more, *leak_notes(examples)]
+    files = {"train": own.train_file, "dev": own.dev_file, "test": own.test_file}
+    task, examples, notes = read_own(own, files)
     train, test = examples["train"], examples.get("test", [])
     if (dev := examples.get("dev")) is None:
         units = zip(strata(task, train), (row.unit for row in train), strict=True)
@@ -55,7 +59,90 @@ def load_own(own: OwnDataSettings) -> TaskData:
     return TaskData(task, train, dev, test, notes=notes)
 
 
-def _read_examples(own: OwnDataSettings, splits: Splits, fields: Names) -> tuple[Task, Examples]:
+def read_own(own: RowSettings, files: Mapping[str, str | None]) -> tuple[Task, Examples, list[str]]:
+    """Returns the task that own rows are, the examples of each split that has a file, and notes on the rows."""
+    splits, fields, notes = _read_splits(own, files)
+    task, examples = _read_examples(own, splits, fields)
+    examples, more = _with_units(task, examples)
+    return task, examples, [*notes, _note(task), *more, *leak_notes(examples)]
+
+
+def labelled_rows(
+    task: Task, examples: Sequence[Example], features: Mapping[str, Array] | None = None
+) -> Rows:
+    """Returns examples as the rows that systems read."""
+    kind: LabelType = "multi_label" if task.multi_label else "class"
+    targets = np.array([row.labels or row.label for row in examples], dtype=float)
+    if task.is_regression:
+        kind = "score"
+    elif not task.multi_label:
+        targets = targets.astype(int)
+    _, units = np.unique([row.unit for row in examples], return_inverse=True)
+    return Rows(
+        kind,
+        targets,
+        [row.texts for row in examples],
+        features or {},
+        units,
+        task.labels,
+        task.metrics[0],
+        [row.place for row in examples],
+    )
+
+
+def unlabelled_examples(own: RowSettings, task: Task, new_file: str | None) -> list[Example]:
+    """Returns the rows of `new_file`, and those of the training file that were dropped since they have no label."""
+    found = list[Example]()
+    for path in (new_file, own.train_file if own.unlabelled == "drop" else None):
+        rows = read_table(Path(path)) if path else []
+        if path == own.train_file:
+            rows = [(at, row) for at, row in rows if is_empty(row.get(own.label_column))]
+        if rows:
+            rows, _ = with_texts(rows, find_columns(*rows[0], [task.fields]), "row")
+        marks = (0.0,) * len(task.labels) if task.multi_label else ()
+        found += [
+            Example(f"new:{at}", texts_of(row, task.fields, at), 0.0, labels=marks, place=at)
+            for at, row in rows
+        ]
+    return found
+
+
+def predictions_of_file(
+    path: Path, own: RowSettings, task: Task, examples: Sequence[Example], labelled: int
+) -> Array:
+    """Returns outputs (N, C) that a file holds as labels of the same texts, such as a large language model's.
+
+    Raises:
+        UserError: One of the first `labelled` examples is not in the file, or its label is not one of the task.
+    """
+    rows = read_table(path)
+    fields = find_columns(*rows[0], [task.fields])
+    find_columns(*rows[0], [[own.label_column]], "label")
+    kind: LabelType = "multi_label" if task.multi_label else "class"
+    kind = "score" if task.is_regression else kind
+    rows, _ = with_labels(rows, own, "row")
+    labels = dict[Names, Example]()
+    for where, row in rows:
+        label = read_label(kind, row.get(own.label_column), where)
+        example = example_of(task, fields, row, where, where, label)
+        labels[example.texts] = example
+    outputs = np.zeros((len(examples), task.num_labels))
+    for number, example in enumerate(examples):
+        predicted = labels.get(example.texts)
+        if predicted is None:
+            if number < labelled:
+                raise UserError(f"{path}: holds no prediction for the text of {example.place}.")
+            continue
+        if task.is_regression:
+            outputs[number] = predicted.label
+        elif task.multi_label:
+            outputs[number] = 2 * np.array(predicted.labels) - 1
+        else:
+            outputs[number, int(predicted.label)] = 1.0
+    return outputs
+
+
+def _read_examples(own: RowSettings, splits: Splits, fields: Names) -> tuple[Task, Examples]:
     """Returns the task that the labels are of, and the examples of each split, with their groups as passages."""
     cells = [row.get(own.label_column) for rows in splits.values() for _, row in rows]
     kind = label_type(cells) if own.label_type == "auto" else own.label_type
@@ -74,9 +161,10 @@ def _read_examples(own: OwnDataSettings, splits: Splits, fields: Names) -> tuple
     return task, examples
 
 
-def _read_splits(own: OwnDataSettings) -> tuple[Splits, Names, list[str]]:
+def _read_splits(
+    own: RowSettings, files: Mapping[str, str | None]
+) -> tuple[Splits, Names, list[str]]:
     """Returns the labelled rows with a text by split, the columns of the texts, and notes."""
-    files = {"train": own.train_file, "dev": own.dev_file, "test": own.test_file}
     splits = {split: read_table(Path(name)) for split, name in files.items() if name}
     notes = list[str]()
     groups: Sequence[Names] = [own.text_column.split(",")] if own.text_column else TEXTS
@@ -193,13 +281,16 @@ def leak_notes(examples: Mapping[str, Sequence[Example]]) -> list[str]:
     return notes
 
 
-def _task(own: OwnDataSettings, fields: Names, kind: LabelType, labels: dict[str, Any]) -> Task:
+def _task(own: RowSettings, fields: Names, kind: LabelType, labels: dict[str, Any]) -> Task:
     """Returns the task that rows with these labels of each split are."""
     train = labels["train"]
     others = [label for split, column in labels.items() if split != "train" for label in column]
     classes = class_names(str(own.train_file), kind, train, others)
     more = ["matthews", "f1"][: 2 if len(classes) == 2 else 1] if kind == "class" else []
-    possible = (*OWN_METRICS[kind], *more)
+    possible = (*METRICS[kind], *more)
+    main = METRICS[kind][0]
+    if kind == "class" and max(Counter(train).values()) > RARE * len(train):
+        main = "macro_f1"  # accuracy would not see the rare classes
     if own.metric and own.metric not in possible:
         known = ", ".join(possible)
         raise UserError(f"--metric {own.metric}: labels of type {kind} have the metrics {known}.")
@@ -207,16 +298,25 @@ def _task(own: OwnDataSettings, fields: Names, kind: LabelType, labels: dict[str
         own.name,
         tuple(fields),
         classes,
-        tuple(dict.fromkeys((own.metric or OWN_METRICS[kind][0], *OWN_METRICS[kind]))),
-        label_scale=1.0 if classes else max(map(abs, train)),
+        tuple(dict.fromkeys((own.metric or main, *METRICS[kind]))),
+        **(_standardised(train) if kind == "score" else {}),
         multi_label=kind == "multi_label",
     )
+
+
+def _standardised(scores: Sequence[float]) -> dict[str, Any]:
+    """Returns the fields of a task that standardise its scores by the training rows."""
+    scale = Scale.of(np.array(scores))
+    fields = {"label_shift": scale.mean, "label_scale": scale.spread}
+    return fields | ({"label_range": (scale.low, scale.high)} if scale.high < np.inf else {})
 
 
 def _note(task: Task) -> str:
     """Returns what was found out about the labels, in words."""
     if task.is_regression:
-        return f"labels are scores: a regression, trained on label/{task.label_scale:g}"
+        ends = " to ".join(f"{end:g}" for end in task.label_range)
+        outliers = f"; systems take labels outside {ends} as its ends" if ends else ""
+        return f"labels are scores: a regression{outliers}"
     what = "labels, any number a row" if task.multi_label else "classes"
     hint = "" if task.multi_label else hint_on_numbers(task.labels)
     note = f"{len(task.labels):,} {what}: {first_of(task.labels)}{hint}"

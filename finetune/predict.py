@@ -2,6 +2,7 @@
 
 python finetune/predict.py results/k5-mean/tickets-full/p1-d1-s1/model new.csv
 python finetune/predict.py MODEL new.jsonl --text_column body --output labelled.csv
+python finetune/predict.py comparison/model new.csv --precision 0.95
 """
 
 import json
@@ -35,11 +36,16 @@ ENDINGS = (".csv", ".jsonl", ".parquet")
 class PredictOptions(Settings):
     """Options of the command."""
 
-    model: CliPositionalArg[str] = Field(description="a model that run.py --save_model has saved")
+    model: CliPositionalArg[str] = Field(
+        description="a model that compare.py, or run.py --save_model, has saved"
+    )
     rows: CliPositionalArg[str] = Field(description="rows: CSV, TSV, JSON lines or Parquet")
     output: str | None = Field(None, description="file; default: ROWS.predictions.csv")
     text_column: str | None = Field(None, description="text or text1,text2; default: training's")
     task: str | None = Field(None, description="which task, if the model was fine-tuned on several")
+    precision: float | None = Field(
+        None, gt=0.0, lt=1.0, description="label only rows that are right so often: 0.95"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,15 +54,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     output = Path(options.output or Path(options.rows).with_suffix(".predictions.csv"))
     if output.suffix not in ENDINGS or output.resolve() == Path(options.rows).resolve():
         raise UserError(f"--output {output}: pass another file, ending in {', '.join(ENDINGS)}.")
-    index, task = find_task(options.model, options.task)
     rows = read_table(Path(options.rows))
-    examples = read_examples(task, rows, options.text_column)
-    thresholds = read_json(Path(options.model) / "config.json").get("thresholds") or [[]]
     with atomic_write(output, "wb") as file:  # before the work: it may not be possible
-        answers = answers_of(task, predict(options.model, index, task, examples), thresholds[index])
-        write_rows(file, output.suffix, rows, answers.set_axis([row.place for row in examples]))
-    print_summary([("labelled", count(len(examples), "row")), ("written", output)])
+        answers, places = label_rows(options, rows)
+        sure = int((answers.iloc[:, 0].map(str) != "").sum())
+        write_rows(file, output.suffix, rows, answers.set_axis(places))
+    labelled = count(sure, "row") + (f" of {len(places):,}" if sure < len(places) else "")
+    print_summary([("labelled", labelled), ("written", output)])
     return 0
+
+
+def label_rows(options: PredictOptions, rows: RawRows) -> tuple["DataFrame", list[str]]:
+    """Returns the new columns, and the place of each of their rows; rows without a text have none."""
+    folder = Path(options.model)
+    if (folder / "system.json").exists():
+        from finetune.saved import SavedSystem
+
+        system = SavedSystem(folder)
+        examples = read_examples(system.task, rows, options.text_column)
+        answers = answers_of(system.task, system.predict(examples))
+        if options.precision:
+            answers = without_unsure(answers, system.threshold(options.precision))
+    else:
+        if options.precision:
+            raise UserError("--precision: is for models of finetune/compare.py.")
+        index, task = find_task(options.model, options.task)
+        examples = read_examples(task, rows, options.text_column)
+        thresholds = read_json(folder / "config.json").get("thresholds") or [[]]
+        outputs = predict(options.model, index, task, examples)
+        answers = answers_of(task, outputs, thresholds[index])
+    return answers, [row.place for row in examples]
+
+
+def without_unsure(answers: "DataFrame", threshold: float) -> "DataFrame":
+    """Returns the answers with an empty label where no probability reaches the threshold."""
+    unsure = answers.filter(regex="^p_").max(axis=1) < threshold
+    return answers.assign(predicted_label=answers["predicted_label"].mask(unsure, ""))
 
 
 def read_examples(task: Task, rows: RawRows, text_column: str | None) -> list[Example]:
@@ -122,7 +155,7 @@ def answers_of(task: Task, outputs: Array, thresholds: Sequence[float] = ()) -> 
 
     outputs = outputs.astype(float)
     if task.is_regression:
-        return pd.DataFrame({"predicted_score": (outputs[:, 0] * task.label_scale).round(6)})
+        return pd.DataFrame({"predicted_score": task.to_label(outputs[:, 0]).round(6)})
     probabilities = expit(outputs) if task.multi_label else softmax(outputs, axis=1)
     answers = pd.DataFrame(probabilities.round(6), columns=[f"p_{name}" for name in task.labels])
     labels = np.array(task.labels, dtype=object)
@@ -134,7 +167,10 @@ def answers_of(task: Task, outputs: Array, thresholds: Sequence[float] = ()) -> 
 
 
 def write_rows(file: IO[bytes], ending: str, rows: RawRows, answers: "DataFrame") -> None:
-    """Writes the rows with the answers by place, empty for rows without a text; old columns of such names go."""
+    """Writes the rows with the answers by place, empty for rows without a text.
+
+    Where the rows have a column of such a name, theirs is kept and the new one gets a number.
+    """
     import pandas as pd
 
     def as_text(cell: Any) -> Any:
@@ -142,8 +178,10 @@ def write_rows(file: IO[bytes], ending: str, rows: RawRows, answers: "DataFrame"
         return json.dumps(cell, ensure_ascii=False, default=str) if is_json else cell
 
     index, cells = zip(*rows, strict=True)
-    table = pd.DataFrame(cells, index, dtype=object).drop(columns=answers.columns, errors="ignore")
-    table = table.join(answers)
+    table = pd.DataFrame(cells, index, dtype=object)
+    taken = set(map(str, table.columns))
+    names = {name: _free_name(str(name), taken) for name in answers.columns}
+    table = table.join(answers.rename(columns=names))
     if ending == ".csv":
         table.map(as_text).to_csv(file, index=False)
     elif ending == ".jsonl":
@@ -154,6 +192,11 @@ def write_rows(file: IO[bytes], ending: str, rows: RawRows, answers: "DataFrame"
         mixed = [name for name in table if not pd.api.types.is_numeric_dtype(table[name])]
         table[mixed] = table[mixed].map(str, na_action="ignore")  # a column has one type
         table.to_parquet(file, index=False)
+
+
+def _free_name(name: str, taken: set[str]) -> str:
+    names = [name, *(f"{name}_{number}" for number in range(2, len(taken) + 3))]
+    return next(free for free in names if free not in taken)
 
 
 if __name__ == "__main__":

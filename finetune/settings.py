@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, StrictBool, model_validator
 
-from finetune.heads import FITTED, HEADS, WITHOUT_MODEL
+from finetune.heads import HEADS
 from finetune.tasks import TASKS
 from multicls.errors import did_you_mean
 from multicls.labels import LabelledSettings
@@ -23,9 +23,7 @@ TrainerValue = Annotated[StrictBool | int | float | bool | Any, Field(union_mode
 # Which settings count: each head reads some of them or of their groups, and of these some change no number of a run.
 READ_BY = {  # others are read by all heads
     **{name: {name} for name in ("isobn", "hire", "cln")},
-    "pooling": {"isobn", "cln", "probe"},
-    **dict.fromkeys(("train", "trainer", "config"), HEADS.keys() - FITTED),
-    **dict.fromkeys(("model", "max_length", "save_model"), HEADS.keys() - WITHOUT_MODEL),
+    "pooling": {"isobn", "cln"},
 }
 NOT_COMPARED: dict[str, Any] = {
     "own": {"train_file", "dev_file", "test_file"},
@@ -53,7 +51,6 @@ class TrainSettings(Settings):
     max_steps: PositiveInt | None = Field(None, description="at most this many steps")
     batch_size: PositiveInt | None = Field(None, description="rows a step; null: 4, 8 or 16")
     micro_batch_size: PositiveInt | None = Field(None, description="rows a forward pass on a rank")
-    init: Literal["random", "probe"] = Field("random", description="start of the classifier")
     class_weights: Literal["none", "balanced"] = Field("none", description="weight of rare classes")
     checkpoint_minutes: PositiveFloat = Field(5.0, description="minutes between checkpoints")
     eval_every: PositiveInt | None = Field(None, description="steps; default: 2 epochs, max. 500")
@@ -93,15 +90,13 @@ class ClnSettings(Settings):
     sampling: Literal["proportional", "round_robin"] = Field("proportional", description="of tasks")
 
 
-class OwnDataSettings(LabelledSettings):
-    """Your own labelled rows, instead of a task of the benchmarks."""
+class RowSettings(LabelledSettings):
+    """Files of your own labelled rows."""
 
     train_file: str | None = Field(None, description="own rows: CSV, TSV, JSON lines or Parquet")
-    dev_file: str | None = Field(None, description="rows to evaluate on; default: dev_share")
     test_file: str | None = Field(None, description="rows scored at the end; they pick nothing")
     group_column: str | None = Field(None, description="such as customer; its rows stay together")
-    metric: str | None = Field(None, description="main metric, which picks the checkpoint")
-    dev_share: float = Field(0.2, gt=0.0, lt=1.0, description="share of train_file taken as dev")
+    metric: str | None = Field(None, description="main metric, which picks what is to be picked")
     task_name: str | None = Field(None, description="name in tables; default: the file's")
 
     @property
@@ -110,11 +105,18 @@ class OwnDataSettings(LabelledSettings):
         return safe_name(self.task_name or Path(self.train_file or "").stem)
 
 
+class OwnDataSettings(RowSettings):
+    """Your own labelled rows, instead of a task of the benchmarks."""
+
+    dev_file: str | None = Field(None, description="rows to evaluate on; default: dev_share")
+    dev_share: float = Field(0.2, gt=0.0, lt=1.0, description="share of train_file taken as dev")
+
+
 class SystemSettings(Settings):
     """The settings that make a system: what is trained and how. A grid shares them among its runs."""
 
     head: str = Field("", description="; ".join(f"{name}: {text}" for name, text in HEADS.items()))
-    pooling: Literal["cls", "multicls", "mean", "facets", "mean_topics", "facets_topics"] = Field(
+    pooling: Literal["cls", "multicls", "mean", "facets"] = Field(
         "cls", description=f"the embedding that {', '.join(sorted(READ_BY['pooling']))} read"
     )
     isobn: IsoBnSettings = IsoBnSettings()
@@ -131,6 +133,9 @@ class SystemSettings(Settings):
 class RunSettings(SystemSettings, RecipeOptions):
     """One run: a model, a task, a number of training rows, a head and a seed."""
 
+    head: str = Field(
+        "mean", description="; ".join(f"{name}: {text}" for name, text in HEADS.items())
+    )
     model: str = Field("", description="a RUN/hf folder, a model folder, a Hub id, or 'sample'")
     name: str | None = Field(None, description="name of the system; default: model and head")
     pretraining: PositiveInt = Field(1, description="number of the system's pretrained checkpoint")
@@ -171,7 +176,7 @@ class RunSettings(SystemSettings, RecipeOptions):
             yield f"trainer.{name}: not one to set here.{did_you_mean(name, TRAINER_ARGUMENTS)}"
         if (schedule := self.trainer.get("lr_scheduler_type")) in NEED_A_METRIC:
             yield f"trainer.lr_scheduler_type: {schedule} does not work here; set linear or cosine"
-        if not self.model and head != "tfidf":
+        if not self.model:
             yield "--model: required, a folder, a Hub id or 'sample'"
         if head not in HEADS:
             yield f"--head {head!r}: no such head.{did_you_mean(head, HEADS)}"

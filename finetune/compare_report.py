@@ -1,0 +1,243 @@
+"""The report of finetune/compare.py: verdict, table, learning curve, suspicious labels and rows worth labelling."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.special import log_softmax, softmax
+
+from finetune.compare import Compared
+from finetune.tasks import Task
+from multicls.cards import cell
+from multicls.console import count
+from multicls.evaluation import Difference, Rows, Scores, compare
+from multicls.files import atomic_write
+from multicls.measures import LOWER_IS_BETTER, Array, predictions_of
+
+LISTED = 20  # rows of each list
+SHOWN = 300  # characters of a text in report.md
+ALIKE = 0.95  # share of equal words from which on two rows to label are one
+PRECISIONS = (0.8, 0.9, 0.95, 0.99)  # of the abstention thresholds that are shown
+
+
+def write_report(
+    found: Compared, best: str, fitted: Any, curve: dict[int, float], output: Path
+) -> list[str]:
+    """Writes report.md, the lists as CSV, and the model; returns the lines for the console."""
+    scores = found.scores
+    lines = verdict(found, best)
+    table = score_table(found, best)
+    suspects = suspicious_labels(found.task, found.rows, scores[best])
+    steps = abstention(found.rows, scores[best])
+    save_best(found, best, fitted, steps, output)
+    sections = [
+        ("Systems", table, _about_table(found)),
+        (
+            "More labels",
+            curve_table(curve, found.rows.metric),
+            "Score of the best system by labels.",
+        ),
+        ("Labels to check", suspects, "The label that out-of-fold predictions doubt most, first."),
+    ]
+    if found.new is not None:
+        next_rows = rows_to_label(found.task, found.new, fitted)
+        sections.append(("Rows to label next", next_rows, "The least certain ones, none twice."))
+    if found.rows.kind == "class":
+        what = "Share of rows that get a label if only sure ones do (predict.py --precision)."
+        sections.append(("Abstention", abstention_table(steps), what))
+    with atomic_write(output / "report.md") as file:
+        file.write(f"# {cell(found.task.name)}\n\n{cell(' '.join(lines))}\n")
+        for title, rows, what in sections:
+            if len(rows) > 1:
+                file.write(f"\n## {title}\n\n{what}\n\n{_markdown(rows)}\n")
+        notes = [f"- {cell(note)}" for note in found.notes]
+        file.write("\n## Notes on the rows\n\n" + "\n".join(notes) + "\n")
+    _write_csv(output / "labels_to_check.csv", suspects)
+    if found.new is not None:
+        _write_csv(output / "rows_to_label.csv", next_rows)
+    return [*(_aligned(table)), "", *lines]
+
+
+def verdict(found: Compared, best: str) -> list[str]:
+    """Returns in words which system is the best, how good it is, and what it is better than."""
+    scores, rows = found.scores, found.rows
+    what = f"{rows.metric}, folds over {count(len(rows.targets), 'labelled row')}"
+    lines = [f"{best}: {compare(scores[best]).score(rows.metric)} ({what})."]
+    others = [name for name in scores if name != best and name != "majority"]
+    is_original = best.startswith(f"{found.original} ") or " " not in best
+    rivals = [name for name in others if name.startswith(f"{found.original} ")]
+    rival = next(iter(others if is_original else rivals or others), None)
+    if rival:
+        change = difference(found, best, rival)
+        lines.append(f"{change.verdict(best, rival)}.")
+    if found.tests:
+        number = len(found.tests[best])
+        scored = [_test_scores(found, name) for name in (best, rival) if name]
+        lines.append(f"On {count(number, 'test row')}: {compare(scored[0]).score(rows.metric)}")
+        if rival:
+            lines[-1] += f"; {compare(*scored).verdict(best, rival)} there"
+        lines[-1] += "."
+    if "majority" in scores and not difference(found, best, "majority").low > 0:
+        lines.append("It is not shown to be better than the majority class.")
+    lines.append(f"It is fitted on all {len(rows.targets)} rows.")
+    return lines
+
+
+def difference(found: Compared, first: str, second: str) -> Difference:
+    """Returns the difference of two systems, positive if the first one is better."""
+    change = compare(found.scores[first], found.scores[second])
+    if found.rows.metric in LOWER_IS_BETTER:
+        return Difference(-change.mean, -change.high, -change.low, change.covers)
+    return change
+
+
+def _test_scores(found: Compared, name: str) -> Scores:
+    assert found.test is not None
+    values = found.tests[name]
+    return Scores(np.zeros((0, len(values))), values[None], found.test.units)
+
+
+def score_table(found: Compared, best: str) -> list[list[str]]:
+    """Returns the systems, the best first, with their scores and their difference to the best; a header first."""
+    metric = found.rows.metric
+    header = ["system", f"{metric} (95 % interval)", f"against {best}"]
+    if found.tests:
+        header += [f"{metric}, test", "against it, test"]
+    table = [header]
+    for name, scores in found.scores.items():
+        row = [name, compare(scores).score(metric)]
+        row.append("" if name == best else str(difference(found, name, best)))
+        if found.tests:
+            own, other = _test_scores(found, name), _test_scores(found, best)
+            row += [compare(own).score(metric), "" if name == best else str(compare(own, other))]
+        table.append(row)
+    return table
+
+
+def _about_table(found: Compared) -> str:
+    covers = "Folds: intervals are for new training rows and new rows."
+    return covers + (" Test: for new rows alone." if found.tests else "")
+
+
+def curve_table(curve: dict[int, float], metric: str) -> list[list[str]]:
+    """Returns the score by the number of training rows."""
+    factor = 1 if metric in LOWER_IS_BETTER else 100
+    rows = [[f"{size:,}", f"{factor * value:.1f}"] for size, value in sorted(curve.items())]
+    return [["training rows", metric], *rows]
+
+
+def suspicious_labels(task: Task, rows: Rows, scores: Scores) -> list[list[str]]:
+    """Returns the rows whose label is the least likely by systems that have not seen it, the worst first."""
+    assert scores.outputs is not None
+    outputs = scores.outputs.mean(axis=0)
+    if rows.kind == "score":
+        doubt = np.abs(outputs[:, 0] - rows.targets)
+    elif rows.kind == "class":
+        every = np.arange(len(outputs))
+        logs = log_softmax(outputs, axis=1)
+        doubt = logs.max(axis=1) - logs[every, rows.targets.astype(int)]
+    else:
+        doubt = np.where(rows.targets == 1, -outputs, outputs).max(axis=1)
+    names = names_of_rows(task, rows.kind, predictions_of(rows.kind, outputs))
+    labels = names_of_rows(task, rows.kind, rows.targets)
+    worst = [row for row in np.argsort(-doubt, kind="stable")[:LISTED] if names[row] != labels[row]]
+    table = [[rows.places[n], labels[n], names[n], " | ".join(rows.texts[n])] for n in worst]
+    return [["place", "label", "predicted", "text"], *table]
+
+
+def rows_to_label(task: Task, new: Rows, fitted: Any) -> list[list[str]]:
+    """Returns rows without labels whose label is the least certain; of rows that are nearly equal only one."""
+    outputs = fitted.predict(new)
+    if new.kind == "score":
+        return [["place", "text"]]  # a score has no certainty here
+    if new.kind == "class":
+        ordered = np.sort(softmax(outputs, axis=1), axis=1)
+        margin = ordered[:, -1] - ordered[:, -2]
+    else:
+        margin = np.abs(outputs).min(axis=1)
+    chosen, words = list[int](), list[set[str]]()
+    for row in np.argsort(margin, kind="stable").tolist():
+        own = set(re.findall(r"\w+", " ".join(new.texts[row]).casefold()))
+        if all(len(own & other) < ALIKE * max(1, len(own | other)) for other in words):
+            chosen.append(row)
+            words.append(own)
+        if len(chosen) == LISTED:
+            break
+    names = names_of_rows(task, new.kind, predictions_of(new.kind, outputs))
+    table = [[new.places[n], names[n], " | ".join(new.texts[n])] for n in chosen]
+    return [["place", "predicted", "text"], *table]
+
+
+def names_of_rows(task: Task, kind: str, values: Array) -> list[str]:
+    """Returns labels or predictions as people read them."""
+    from finetune.metrics import names_of
+
+    return names_of(task, values) if kind != "score" else [f"{value:g}" for value in values]
+
+
+def abstention(rows: Rows, scores: Scores) -> list[list[float]]:
+    """Returns [precision, threshold, share] of classes, from out-of-fold probabilities, ascending.
+
+    Of the rows whose highest probability reaches the threshold, at least `precision` are right, and they are `share`
+    of all.
+    """
+    if rows.kind != "class" or scores.outputs is None:
+        return []
+    outputs = np.concatenate(list(scores.outputs))
+    confidence = softmax(outputs, axis=1).max(axis=1)
+    right = outputs.argmax(axis=1) == np.tile(rows.targets, len(scores.outputs))
+    order = np.argsort(-confidence, kind="stable")
+    precision = right[order].cumsum() / np.arange(1, len(order) + 1)
+    steps = list[list[float]]()
+    for wanted in [percent / 100 for percent in range(50, 100)]:
+        if len(reached := np.flatnonzero(precision >= wanted)):
+            last = int(reached[-1])
+            steps.append([wanted, float(confidence[order[last]]), (last + 1) / len(order)])
+    return steps
+
+
+def abstention_table(steps: Sequence[Sequence[float]]) -> list[list[str]]:
+    """Returns the steps that are shown."""
+    shown = [step for step in steps if step[0] in PRECISIONS]
+    rows = [[f"{100 * wanted:.0f} %", f"{100 * share:.0f} %"] for wanted, _, share in shown]
+    return [["right of those", "rows with a label"], *rows]
+
+
+def save_best(
+    found: Compared, best: str, fitted: Any, steps: list[list[float]], output: Path
+) -> None:
+    """Saves the fitted system in `output`/model."""
+    from finetune.saved import save_system
+    from finetune.settings import safe_name
+
+    about: dict[str, Any] = {
+        "system": best,
+        "score": compare(found.scores[best]).score(found.rows.metric),
+        "training_rows": len(found.rows.targets),
+        "abstention": steps,
+    }
+    if not hasattr(fitted, "fitted"):  # a fine-tuned model saves itself
+        fitted.save(output / "model")
+        return
+    source, max_length = found.encoders.get(best.partition(" ")[0], (None, 0))
+    topics = output / "cache" / f"{safe_name(best.partition(' ')[0])}-topics.safetensors"
+    save_system(fitted, output / "model", found.task, about, source, max_length, topics)
+
+
+def _markdown(table: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(cell(text[:SHOWN]) for text in row) + " |" for row in table]
+    return "\n".join([lines[0], "|" + "---|" * len(table[0]), *lines[1:]])
+
+
+def _aligned(table: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)) for row in table]
+
+
+def _write_csv(path: Path, table: list[list[str]]) -> None:
+    import csv
+
+    with atomic_write(path) as file:
+        csv.writer(file).writerows(table)
