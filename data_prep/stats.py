@@ -12,8 +12,8 @@ import numpy as np
 import pandas as pd
 from tokenizers import Tokenizer
 
-from data_prep.drops import DropLog
 from data_prep.examples import ExampleStream, SpecialIds, TrainingExample
+from data_prep.ledger import Ledger, last_lines
 from data_prep.settings import CorpusOptions, ExampleOptions, ShowOptions
 from multicls.console import count, print_summary
 from multicls.corpus import Corpus, Shard
@@ -167,10 +167,10 @@ def stats(options: ExampleOptions) -> None:
         "tokens a document": tokens,
         "tokens a sentence": np.concatenate([np.diff(corpus.row(row).offsets) for row in rows]),
     }
-    manifest, drops = corpus.manifest, DropLog(read_json(corpus.path / "dropped.json"))
+    manifest, drops = corpus.manifest, Ledger(read_json(corpus.path / "dropped.json"))
     units = ("document", "row", "sentence", "token")
     holds = ", ".join(count(manifest[f"{unit}s"], unit) for unit in units)
-    print_summary([("corpus", visible(options.corpus)), ("holds", holds), ("kept", drops.kept())])
+    print_summary([("corpus", visible(options.corpus)), ("holds", holds), last_lines(corpus)[0]])
     sources = pd.DataFrame(manifest["sources"]).T.rename(index=visible)
     print(f"\n{sources.map('{:,}'.format).to_string()}\n")
     table = {name: pd.Series(values).describe(PERCENTILES) for name, values in lengths.items()}

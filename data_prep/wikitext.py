@@ -10,7 +10,8 @@ import mwparserfromhell
 from mwparserfromhell import nodes
 from mwparserfromhell.wikicode import Wikicode
 
-HOLE = "\ufdd0"  # something that is no text stood here; a noncharacter, so no text has it
+from data_prep.ledger import HOLE
+
 _ITEM = "\x1f"  # INFORMATION SEPARATOR: a list's item begins here and ends with the line
 _HEADING = "\x1d"  # GROUP SEPARATOR, once for each level of a heading
 _SILENT_TAGS = {"ref", "references", "table", "gallery", "timeline", "score", "imagemap"}

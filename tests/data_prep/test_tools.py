@@ -42,7 +42,7 @@ MISTAKES = {
     "--min_sentences 0": "",
     "--without heading x": "'headings'",
     "--language german": " de ",
-    "--format txt": "'jsonl'",
+    "--format txt": "jsonl",
     "--documents page": "'blank_line'",
     "--short_documents keep": "'join'",
     "--max_workers 2": "--workers",
@@ -78,7 +78,8 @@ def test_the_last_lines_the_manifest_and_the_samples(
     flags = "--without headings --min_sentences 4 --language de --workers 1"
     build(tiny_tokenizer, tmp_path, *flags.split(), source="tales=")
     printed = capsys.readouterr().out
-    assert "1 of 1 document" in printed and "--recipe own_text" in printed.splitlines()[-1]
+    assert "1 of 1 document" in printed and "--recipe" not in printed
+    assert "warning:  pretraining needs two documents; --documents blank_line" in printed
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert str(tmp_path) not in json.dumps(manifest)
     chosen, packages = (manifest["made_from"][name] for name in ("settings", "packages"))
