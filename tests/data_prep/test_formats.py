@@ -2,21 +2,26 @@
 
 import gzip
 import io
+import re
+import sys
 import tarfile
 import textwrap
 import zipfile
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from data_prep import formats
 from data_prep.formats import FORMATS
 from data_prep.formats.base import BadRecord, RawDocument
-from data_prep.ledger import REASONS, skip_text
+from data_prep.ledger import REASONS
 from data_prep.read import read_documents
 from data_prep.settings import BuildOptions
 from data_prep.sources import list_inputs
 from multicls.errors import UserError
+from multicls.files import REPOSITORY
 from multicls.settings import parse
 from tests.data_prep.conftest import story
 
@@ -259,7 +264,18 @@ def test_a_mistyped_path_is_not_sought_on_the_hub(
             list_inputs(options)
 
 
-def test_every_reason_has_a_text() -> None:
-    assert skip_text("utf16") == "text in UTF-16; --encoding utf-16"
-    assert all(entry.what and entry.what[-1] != "." for entry in REASONS.values())
-    assert "archives" not in FORMATS
+def test_one_module_adds_a_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module is that of the page on extending."""
+    page = (REPOSITORY / "docs" / "extending.md").read_text()
+    (code,) = re.findall(r'```python title="data_prep/formats/cookies.py"\n(.*?)```', page, re.S)
+    (tmp_path / "cookies.py").write_text(code)
+    monkeypatch.setattr(formats, "__path__", [*formats.__path__, str(tmp_path)])
+    before = dict(FORMATS)
+    import_module("data_prep.formats.cookies")
+    (tmp_path / "a.fortune").write_text("A cat.\nIt ran.\n%\nA dog.\n")
+    try:
+        assert [d.text for d in read(tmp_path / "a.fortune")] == ["A cat.\nIt ran.", "A dog."]
+    finally:
+        del sys.modules["data_prep.formats.cookies"]
+        del FORMATS["cookies"]
+    assert before == FORMATS
