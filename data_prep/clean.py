@@ -11,7 +11,7 @@ import numpy as np
 from data_prep.formats.base import Layout, RawDocument
 from data_prep.formats.tables import without_tags
 from data_prep.ledger import HOLE, Left, left, size
-from data_prep.sentences import NO_SPACES, NO_STOPS, QUOTES, cut_long, split_paragraph
+from data_prep.sentences import LONG_WIDE, NO_SPACES, NO_STOPS, QUOTES, cut_long, split_paragraph
 from data_prep.wikitext import mend_extract, plain_text
 
 HEADING_LENGTH = 100
@@ -52,7 +52,8 @@ def clean(raw: RawDocument, rules: frozenset[str], language: str) -> tuple[list[
     texts = [line.text.strip() for line in (*titles, *lines)]
     if raw.layout != "sentences":
         texts = [sentence for text in texts for sentence in split_paragraph(text, language)]
-        texts = [piece for text in texts for piece in _cut(text, out)]
+        if any(len(text) > LONG_WIDE for text in texts):
+            texts = [piece for text in texts for piece in _cut(text, out)]
     for rule, (reason, is_bad) in SENTENCE_RULES.items():
         if rule in rules and (bad := list(filter(is_bad, texts))):
             out += [left(reason, sentence) for sentence in bad]
@@ -80,9 +81,10 @@ def _rewritten(text: str, rules: frozenset[str], layout: Layout, out: list[Left]
     elif "markup" in rules and layout == "plain" and "|" in text:
         text = _without_tables(text, out)
     elif "markup" in rules and layout == "wikipedia":
-        before, text = text, mend_extract(text)
-        if text != before:
-            out.append(Left("characters_of_markup", before, size(before) - size(text)))
+        before = text
+        text, removed = mend_extract(text)
+        if removed:
+            out.append(Left("characters_of_markup", before, removed))
     return text
 
 
@@ -354,23 +356,26 @@ _SPECIAL = re.compile(
 
 def _plain_characters(text: str, out: list[Left]) -> str:
     """Returns the text with plain characters; counts those that are removed."""
-    removed: list[str] = []
+    removed, composed = list[str](), 0
 
     def plain(match: re.Match[str]) -> str:
+        nonlocal composed
         if match[0].isspace():
             return "\n" if match[0] in _LINE_ENDS else " "
         if match[0] in _LIGATURES:
-            return unicodedata.normalize("NFKC", match[0])
+            written = unicodedata.normalize("NFKC", match[0])
+            composed -= len(written) - 1
+            return written
         removed.append(f"U+{ord(match[0]):04X}")
         return ""
 
-    before = text
-    if not text.isascii():
-        text = unicodedata.normalize("NFC", text)
+    if not unicodedata.is_normalized("NFC", text):
+        before, text = text, unicodedata.normalize("NFC", text)
+        composed = size(before) - size(text)
     text = _SPECIAL.sub(plain, text.replace("\r\n", "\n"))
     if removed:
         out.append(Left("characters_control", " ".join(removed), len(removed), len(removed)))
-    if not before.isascii() and (composed := size(before) - size(text) - len(removed)):
+    if composed:
         out.append(Left("characters_composed", "", composed))
     return text
 

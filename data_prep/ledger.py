@@ -6,6 +6,7 @@ error if that does not hold, so that no step can lose text in silence.
 
 import heapq
 import json
+import re
 from collections import Counter, defaultdict
 from typing import IO, Any, NamedTuple, Protocol
 
@@ -21,17 +22,20 @@ WARNING_SHARE = 0.2  # of the characters or documents of a source
 REPORTED_SHARE = 0.001  # reasons that take less are left to `stats`
 HOLE = "\ufdd0"  # marks where something that is no text stood; a noncharacter, so no text has it
 
-_BLANKS = " \t\n\r\x0b\x0c\x1c\x1d\x1e\x1f"
-_WIDE_BLANKS = "\x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(
-    map(chr, range(0x2000, 0x200B))
+_BLANKS = b" \t\n\r\x0b\x0c\x1c\x1d\x1e\x1f"
+_ASCII = bytes(range(128))
+_WIDE_BLANK = re.compile(  # in UTF-8: the other white space of Unicode, and `HOLE`
+    rb"\xc2[\x85\xa0]|\xe1\x9a\x80|\xe2(?:\x80[\x80-\x8a\xa8\xa9\xaf]|\x81\x9f)|\xe3\x80\x80|\xef\xb7\x90"
 )
-_NOT_COUNTED = _BLANKS.encode() + bytes(range(0x80, 0xC0))  # all but a character's first byte
 
 
 def size(text: str) -> int:
     """Returns the number of characters of a text without white space and `HOLE`."""
-    number = len(text.encode("utf-8", "surrogatepass").translate(None, _NOT_COUNTED))
-    return number if text.isascii() else number - sum(map(text.count, _WIDE_BLANKS + HOLE))
+    data = text.encode("utf-8", "surrogatepass")
+    number = len(text) - len(data) + len(data.translate(None, _BLANKS))
+    if len(data) > len(text):
+        number -= len(_WIDE_BLANK.findall(data.translate(None, _ASCII)))
+    return number
 
 
 class Reason(NamedTuple):

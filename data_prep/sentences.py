@@ -57,8 +57,8 @@ _MISSED = re.compile(
     r"|\s+(?=(?:(?:Some|Any|No|Every)(?:body|one|thing)|Nobody|Nothing)\b)"
     rf"|(?<= [A-K].)(?:{_after(_BEFORE_I, ' I.')}|(?<=itamin [A-K].))\s+(?=[A-Z])"  # no initials
     r"|(?<=[a-z]{3}.)(?<!etc.)\s+(?=[a-z]{1,2}[A-Z]))"  # iPhone
-    r"|[។៕།۔]\s*"  # Khmer, Tibetan, Urdu
 )
+_OTHER_STOPS = re.compile(r"[។៕།۔]\s*")  # Khmer, Tibetan, Urdu
 # A boundary without doubt, as most are: a fast test.
 _PLAIN = re.compile(r"(?<=[a-z]{4}[.!?]\s)[A-Z]")
 # Boundaries of sentencex that are none: the sentence continues after them.
@@ -114,7 +114,7 @@ def split_paragraph(paragraph: str, language: str) -> Iterator[str]:
 
 def language_of(paragraph: str) -> str:
     """Returns the language whose rules fit the script of most letters; `en` for Latin letters."""
-    if paragraph.isascii() or not _OTHER_SCRIPT.search(paragraph):
+    if paragraph.isascii() or len(_OTHER_SCRIPT.findall(paragraph)) < len(paragraph) / 8:
         return "en"
     found = Counter(match.lastgroup for match in _SCRIPTS.finditer(paragraph[:200]))
     if found["ja"] > found["zh"] / 10:
@@ -126,7 +126,7 @@ def cut_long(sentence: str) -> list[str]:
     """Returns the pieces of a text without full stops, cut after clauses or at blanks; most sentences are one."""
     if len(sentence) <= LONG_WIDE:
         return [sentence]
-    is_wide = len(_WIDE.findall(sentence)) > len(sentence) / 2
+    is_wide = not sentence.isascii() and len(_WIDE.findall(sentence)) > len(sentence) / 2
     longest, piece = (LONG_WIDE, PIECE_WIDE) if is_wide else (LONG, PIECE)
     pieces, start = list[str](), 0
     while len(sentence) - start > (longest if start == 0 else piece * 3 // 2):
@@ -145,6 +145,8 @@ def cut_long(sentence: str) -> list[str]:
 def _split(paragraph: str, language: str) -> Iterator[str]:
     hidden = _hide(paragraph, language)
     missed = [match.end() for match in _MISSED.finditer(paragraph)]
+    if any(stop in paragraph for stop in "។៕།۔"):
+        missed += [match.end() for match in _OTHER_STOPS.finditer(paragraph)]
     cuts = sorted({*accumulate(map(len, sentencex.segment(language, hidden))), *missed})
     start = 0
     for cut in cuts[:-1]:
