@@ -16,7 +16,7 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from data_prep.settings import BuildOptions, CorpusOptions, ExampleOptions, ShowOptions
+from data_prep.settings import BuildOptions, CorpusOptions, ShowOptions, StatsOptions
 from multicls.console import count, print_line, print_summary
 from multicls.errors import UserError, did_you_mean, run_command
 from multicls.settings import Settings, parse
@@ -49,7 +49,7 @@ def build(options: BuildOptions) -> None:
 COMMANDS: dict[str, type[Settings]] = {
     "build": BuildOptions,
     "show": ShowOptions,
-    "stats": ExampleOptions,
+    "stats": StatsOptions,
     "verify": CorpusOptions,
 }
 

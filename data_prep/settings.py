@@ -116,6 +116,12 @@ class ExampleOptions(CorpusOptions):
     num_parts: int = Field(3, ge=2, le=3, description="parts of an example; 2: pairs")
 
 
+class StatsOptions(ExampleOptions):
+    """Prints sources, drops, lengths and what training sees."""
+
+    as_json: bool = Field(False, alias="json", description="print all of it as a JSON object")
+
+
 class ShowOptions(ExampleOptions):
     """Prints a row and a training example of it, exactly as the model sees it."""
 

@@ -54,6 +54,55 @@ def test_wrapped_text_has_the_sentences_of_the_unwrapped(width: int, overlong: b
         assert " ".join(sentences) == " ".join(" ".join(story).split())
 
 
+CHINESE = [
+    "老人每天早上都到河边去看那条旧船，他说船上的木板是他父亲年轻的时候从北方带回来的。没有人知道这是不是真的。",
+    "那一年冬天特别冷，河水结了冰，孩子们在冰上走来走去，谁也不害怕。春天来了以后，船不见了，老人也不再出门。",
+    "后来有人在下游的村子里看见了那条船，它被漆成了蓝色，停在一座新的石桥旁边。老人听了这个消息，只是笑了笑。",
+]
+THAI = "ลุงไปที่แม่น้ำทุกเช้าเพื่อดูเรือเก่า เขาบอกว่าพ่อของเขานำไม้มาจากทางเหนือ ไม่มีใครรู้ว่าจริงหรือไม่"
+
+
+@pytest.mark.parametrize("width", [20, 30, 38, 40])
+@pytest.mark.parametrize("between", ["\n", "\n\n"])
+def test_lines_of_scripts_without_blanks_are_joined(width: int, between: str) -> None:
+    for texts, indent in ((CHINESE, ""), (CHINESE, "\u3000\u3000"), ([THAI] * 3, "")):
+        story = [indent + text for text in texts * 3]
+        wrapped = ["\n".join(t[i : i + width] for i in range(0, len(t), width)) for t in story]
+        kept = "".join(cleaned(between.join(wrapped))[0])
+        assert kept.replace(" ", "") == "".join(story).replace(indent or "-", "").replace(" ", "")
+    lines = [text[:9] for text in CHINESE] * 5  # as in verse
+    assert paragraphs("\n".join(lines), "plain") == lines
+
+
+def test_a_page_without_full_stops_has_no_headings() -> None:
+    kept, ledger = cleaned("\n\n".join(["เรือเก่า", THAI, THAI]))
+    assert ledger.kept["s"] == ledger.text["s"] and kept[0] == "เรือเก่า"
+    speech = ["so we went to the shop", "and there was nobody there", "which was odd I thought"] * 4
+    kept, ledger = cleaned("\n".join(speech))
+    assert kept == speech and ledger.by_reason() == {"lines_without_stops": 12}
+    names = ["Anna Bell", "Otto Carr", "Ida Dunn"] * 4
+    assert cleaned("\n".join(names))[0] == [], "a list of names is no speech"
+
+
+def test_speech_in_one_line_is_cut_and_counted() -> None:
+    speech = "and then we went to the shop and there " * 400
+    kept, ledger = cleaned(speech)
+    assert " ".join(kept) == speech.strip() and len(kept) > 20
+    assert ledger.by_reason() == {"sentences_cut": 1}
+
+
+def test_tables_in_plain_text_go_and_code_in_markdown_stays() -> None:
+    rows = [f"| {i} | It is a row. |" for i in range(9)]
+    kept, ledger = cleaned("\n".join(["It is so.", "", *rows]))
+    assert kept == ["It is so."] and ledger.by_reason() == {"lines_of_tables": 9}
+    text = "A Vec<T> and $x<y>z$ are at <https://a.b/c>, it is so."
+    kept, ledger = cleaned(text, text_format="markdown")
+    assert kept == ["A Vec<T> and $x<y>z$ are at https://a.b/c, it is so."]
+    assert cleaned("![" * 20_000, text_format="markdown")[1].text["s"] == 40_000, (
+        "no quadratic time"
+    )
+
+
 def test_verse_and_lists_stay_lines() -> None:
     verse = ["The heron stands beside the reeds,", "And watches while the water clears;"]
     verse += ["He has but few and simple needs,"]

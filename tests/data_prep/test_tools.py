@@ -147,6 +147,25 @@ def test_stats_prints(mixed: Corpus, capsys: pytest.CaptureFixture[str]) -> None
     assert stats.visible("text, Ünïcödé, שלום\u202e") == "text, Ünïcödé, שלום\\u202e"
 
 
+def test_stats_as_json_has_the_numbers_of_the_corpus(
+    mixed: Corpus, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.main(["stats", str(mixed.path), "--seq_length", "48", "--json", "true"])
+    found = json.loads(capsys.readouterr().out)
+    lengths = stats.document_lengths(mixed)
+    assert found["documents"] == 5 and found["tokens"] == lengths[1].sum()
+    assert found["lengths"]["tokens a document"]["mean"] == pytest.approx(lengths[1].mean())
+    assert found["lengths"]["sentences a document"]["max"] == 12_000
+    assert found["left_out"]["lines_heading"]["cases"] == 5
+    assert found["left_out"]["lines_heading"]["characters"] == 5 * len("[31mATitle")
+    kept, taken = (found["characters"][name] for name in ("kept", "taken"))
+    assert taken["a"] - kept["a"] == 3 * len("\x1b[31mATitle") and found["kept"].startswith(
+        "5 of 5"
+    )
+    table = stats.training_table(mixed, SPECIAL_IDS, 48)
+    assert found["seq_length"]["48"]["padding"] == pytest.approx(table["padding"][48])
+
+
 def test_a_reader_that_goes_away_ends_a_command_quietly(mixed: Corpus) -> None:
     words = f"{sys.executable} {run.__file__} stats {mixed.path} | head -1"
     done = completed(["bash", "-c", words])
